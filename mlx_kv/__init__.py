@@ -1,0 +1,65 @@
+"""mlx-kv: KV caches for language models on MLX that combine.
+
+The public API is what `__all__` lists. Names are imported when they are first used, so that `from mlx_kv import blas`
+can load a tuned BLAS before anything imports MLX.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mlx_kv.adapter import make_prompt_cache
+    from mlx_kv.bundled import bundled_models, model_path
+    from mlx_kv.cache import KVCache, QuantizedKVCache
+    from mlx_kv.generation import CacheStatistics, cache_statistics, stream_generate
+    from mlx_kv.growth import FixedStep, Geometric, Growth
+    from mlx_kv.policy import CachePolicy
+    from mlx_kv.protocol import Cache
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Cache": "protocol",
+    "CachePolicy": "policy",
+    "CacheStatistics": "generation",
+    "FixedStep": "growth",
+    "Geometric": "growth",
+    "Growth": "growth",
+    "KVCache": "cache",
+    "QuantizedKVCache": "cache",
+    "bundled_models": "bundled",
+    "cache_statistics": "generation",
+    "make_prompt_cache": "adapter",
+    "model_path": "bundled",
+    "stream_generate": "generation",
+}
+
+__all__ = [
+    "Cache",
+    "CachePolicy",
+    "CacheStatistics",
+    "FixedStep",
+    "Geometric",
+    "Growth",
+    "KVCache",
+    "QuantizedKVCache",
+    "bundled_models",
+    "cache_statistics",
+    "make_prompt_cache",
+    "model_path",
+    "stream_generate",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

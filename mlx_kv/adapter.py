@@ -1,0 +1,125 @@
+"""Every quirk of mlx-lm (0.32), and nothing else.
+
+Decides which of a model's own caches become ours, and what a model's attention can take. This is the only place that
+asks for types of caches; loops and samplers are in `generation`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models import cache as stock
+
+from mlx_kv.cache import KVCache
+from mlx_kv.policy import CachePolicy
+
+# Sparse-attention models keep the keys of their indexer in the second cache of a layer. It is small, and the models
+# write its buffers themselves (deepseek_v32 zeroes the values, minimax_m3 has none), so it stays plain.
+INDEXER_MODELS = ("deepseek_v32", "glm_moe_dsa", "minimax_m3_vl")
+
+
+def make_prompt_cache(model: nn.Module, policy: CachePolicy | None = None) -> list[Any]:
+    """One cache for each layer that wants one, in the order and kinds of the model's own list.
+
+    Attention caches without a window become `KVCache` as the policy says, also inside a `CacheList`. Recurrent state
+    stays mlx-lm's, and so do rotating and chunked caches.
+
+    Args:
+        model: any model of mlx-lm.
+        policy: None is `CachePolicy()`.
+
+    Raises:
+        ValueError: the policy sets what no layer of this model can honour, or what its head dims do not allow.
+    """
+    policy = policy or CachePolicy()
+    own = stock.make_prompt_cache(model)
+    convertible = sum(type(cache) in (stock.KVCache, stock.QuantizedKVCache) for cache in leaves(own))
+    if policy.changed() and not convertible:
+        kinds = ", ".join(sorted({type(cache).__name__ for cache in leaves(own)})) or "none"
+        raise ValueError(
+            f"no layer of this model can honour {', '.join(policy.changed())}: its caches are {kinds}; "
+            "use the default policy"
+        )
+    packed_decode = policy.bits is not None and _takes_packed_planes(model, policy)
+    return _convert(model, own, policy, packed_decode)
+
+
+def _convert(model: nn.Module, own: Iterable[Any], policy: CachePolicy, packed_decode: bool) -> list[Any]:
+    def converted(cache: Any, policy: CachePolicy) -> Any:
+        if type(cache) is stock.CacheList:
+            indexed = type(model).__module__.rpartition(".")[2] in INDEXER_MODELS
+            plain = replace(policy, bits=None, quantized_start=0)
+            members = [converted(c, plain if indexed and i == 1 else policy) for i, c in enumerate(cache.caches)]
+            return stock.CacheList(*members)  # type: ignore[no-untyped-call]
+        if type(cache) in (stock.KVCache, stock.QuantizedKVCache):
+            return policy.make_cache(packed_decode)
+        return cache
+
+    return [converted(cache, policy) for cache in own]
+
+
+def _takes_packed_planes(model: nn.Module, policy: CachePolicy) -> bool:
+    """Whether attention in every layer of this model works on packed planes.
+
+    mlx-lm's shared attention function does, unless the model has attention sinks; MLA models and those with a function
+    of their own don't. No list of models stays true for long, so ask the model: put one token through it, and see
+    whether Python objects. The graph is dropped without being evaluated; no weight is read.
+    """
+    always = replace(policy, quantized_start=0)
+    token = mx.array([[0]])
+    try:
+        model(token, cache=_convert(model, stock.make_prompt_cache(model), always, packed_decode=True))
+    except Exception:
+        # Not on packed planes. On plain ones it works, or the error is for the user: a head dim that no group divides.
+        model(token, cache=_convert(model, stock.make_prompt_cache(model), always, packed_decode=False))
+        return False
+    return True
+
+
+def leaves(caches: Iterable[Any]) -> Iterator[Any]:
+    """The caches of all layers, those inside a `CacheList` one by one."""
+    for cache in caches:
+        if isinstance(cache, stock.CacheList):
+            yield from leaves(cache.caches)
+        else:
+            yield cache
+
+
+def attention_caches(caches: Iterable[Any]) -> list[KVCache]:
+    """Those of all the caches that are ours."""
+    return [cache for cache in leaves(caches) if isinstance(cache, KVCache)]
+
+
+def load(path_or_hub_id: str | Path) -> tuple[nn.Module, Any]:
+    """A model and its tokenizer, by mlx-lm. On a CPU, 16-bit weights become float32: half precision is emulated there.
+
+    Raises:
+        ValueError: a directory that holds no model, or a name that mlx-lm cannot load.
+    """
+    from mlx_lm import load as stock_load
+
+    path = Path(path_or_hub_id)
+    if path.is_dir() and not (path / "config.json").exists():
+        raise ValueError(f"{path} has no config.json: give a directory with a model that mlx-lm can load")
+    if not path.exists() and len(path.parts) != 2:
+        raise ValueError(f"{path} is neither a directory nor a hub id such as mlx-community/Qwen3-0.6B-4bit")
+    try:
+        model, tokenizer = stock_load(str(path_or_hub_id))[:2]
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise ValueError(f"mlx-lm cannot load {path_or_hub_id}: {reason[0]}") from error
+    if mx.default_device().type == mx.DeviceType.cpu:
+        model.set_dtype(mx.float32)
+    return model, tokenizer
+
+
+def context_length(model: nn.Module) -> int | None:
+    """The positions that a model was made for, where its configuration says so."""
+    args = getattr(model, "args", None)
+    length = getattr(args, "max_position_embeddings", None)
+    return length if isinstance(length, int) else None

@@ -1,0 +1,17 @@
+"""Where the models that ship with this package lie. Knows nothing about loading them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+FOLDER = Path(__file__).parent / "models"
+
+
+def bundled_models() -> list[str]:
+    """Names of the bundled models."""
+    return sorted(path.parent.name for path in FOLDER.glob("*/config.json"))
+
+
+def model_path(name_or_path: str) -> str:
+    """The folder of a bundled model for its name (`reference`, `draft`), anything else as it came."""
+    return str(FOLDER / name_or_path) if name_or_path in bundled_models() else name_or_path

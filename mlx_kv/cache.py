@@ -1,0 +1,358 @@
+"""What an attention layer talks to: one update path for every combination.
+
+Decides the order of an update (check, plan, reserve, write, read) and puts the parts together: a growth rule, a layout,
+a codec and two stores. Knows nothing about models or mlx-lm beyond the names in `protocol.Cache`.
+B rows, H KV heads, S new tokens, Dk and Dv head dims, C capacity in slots.
+
+    make_mask(S)            -> plan(S) -> None | "causal" | array
+    update_and_fetch(k, v)  -> plan(S) -> reserve -> write into slots -> read
+
+The plan is made of Python integers, so no update waits for the device, and no chain of tiny arrays is left unevaluated.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_kv.codec import Plain, make_codec
+from mlx_kv.growth import Geometric, Growth, round_up
+from mlx_kv.layout import Plan, Row, plan_append, trim_rows
+from mlx_kv.mask import Mask, make_mask
+from mlx_kv.protocol import Fetched
+from mlx_kv.store import Store
+
+# A write of up to this many tokens (decode, the verify step of speculative decoding) reads packed planes. A longer one
+# is prefill: there, packed attention is unfused and holds all scores at once, so it gets dequantised arrays instead.
+MOST_PACKED_TOKENS = 8
+
+
+def _not_negative(name: str, tokens: int) -> int:
+    if tokens < 0:
+        raise ValueError(f"{name} is {tokens}: give a number of tokens from 0 up")
+    return tokens
+
+
+class KVCache:
+    """Keys and values of one layer, unbounded, plain or quantised, for one sequence or a batch.
+
+    Args:
+        bits: 2, 3, 4, 5, 6 or 8 to store quantised (`mx.quantize`, affine); None stores tensors as they are.
+        group_size: elements that share a scale, 32, 64 or 128; only looked at with bits.
+        growth: how capacity grows when it must.
+        reserve: tokens to make room for at the first update; within them nothing grows and nothing is copied.
+        quantized_start: stay plain until this many tokens are held, then quantise all of them, once.
+        packed_decode: hand packed planes to attention for writes of up to 8 tokens. False for models whose attention
+            cannot take them (attention sinks, MLA); `make_prompt_cache` finds out by itself.
+
+    Raises:
+        ValueError: bits or a group size that don't exist, a negative reserve or quantized_start.
+    """
+
+    def __init__(
+        self,
+        bits: int | None = None,
+        group_size: int = 64,
+        growth: Growth = Geometric(),
+        reserve: int = 0,
+        *,
+        quantized_start: int = 0,
+        packed_decode: bool = True,
+    ) -> None:
+        self._codec, self._growth = make_codec(bits, group_size), growth
+        self._reserve = _not_negative("reserve", reserve)
+        self._quantized_start = _not_negative("quantized_start", quantized_start)
+        self._packed_decode = packed_decode
+        self._rows: tuple[Row, ...] = (Row(),)
+        self._stores: tuple[Store, Store] | None = None  # keys, values
+        self._packed = False  # whether the last fetch handed out packed planes
+        self.growths = 0  # reallocations since the first allocation
+
+    # --- the update path ------------------------------------------------------------------------------------------
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Mask:
+        """The mask for the next N tokens: None, "causal", or booleans (N, K) or (B, 1, N, K)."""
+        return make_mask(plan_append(self._rows, N), window_size, return_array)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> Fetched:
+        """Stores the new tokens of every row and returns all that attention reads.
+
+        Args:
+            keys: (B, H, S, Dk), floating point.  values: (B, H, S, Dv).
+
+        Returns:
+            keys (B, H, n, Dk) and values (B, H, n, Dv), or two triples of packed planes where `bits` is visible.
+
+        Raises:
+            ValueError: shapes or dtypes that don't fit; the cache is then as it was.
+        """
+        tensors = (keys, values)
+        self._check(*tensors)
+        rows = self._rows if len(self._rows) == keys.shape[0] else (Row(),) * keys.shape[0]
+        plan = plan_append(rows, keys.shape[2])
+        stores = self._make_room(plan, tensors)
+        for store, tensor in zip(stores, tensors, strict=True):
+            store.write(tensor, plan.ends)
+        self._rows = tuple(Row(row.start, row.offset + plan.new) for row in rows)
+        self._packed = self._packed_decode and plan.new <= MOST_PACKED_TOKENS and stores[0].codec.bits is not None
+        return self.keys_and_values()
+
+    def keys_and_values(self) -> Fetched:
+        """What the last update returned, again: some models read a layer's cache from another layer.
+
+        Raises:
+            ValueError: nothing has been stored yet.
+        """
+        if self._stores is None:
+            raise ValueError("this cache is empty: call update_and_fetch before keys_and_values")
+        count = max(row.end for row in self._rows)
+        keys, values = self._stores
+        if self._packed:
+            return keys.read(count), values.read(count)
+        return keys.codec.decode(keys.read(count)), values.codec.decode(values.read(count))
+
+    def _make_room(self, plan: Plan, tensors: tuple[mx.array, mx.array]) -> tuple[Store, Store]:
+        """The stores, with slots for the plan: allocated, grown or quantised first where that is due."""
+        held = max(plan.ends)
+        if self._stores is None:
+            codec = self._codec if held >= self._quantized_start else Plain()
+            capacity = self._next_capacity(plan.needed)
+            keys, values = (Store.allocate(codec, tensor, capacity) for tensor in tensors)
+            self._stores = keys, values
+        elif plan.needed > self.capacity:
+            capacity = self._next_capacity(plan.needed)
+            for store in self._stores:
+                store.reserve(capacity, used=held)
+            self.growths += 1
+        if held >= self._quantized_start:
+            for store in self._stores:
+                store.recode(self._codec)
+        return self._stores
+
+    def _next_capacity(self, needed: int) -> int:
+        return round_up(max(self._growth.capacity(needed, self.capacity), self._reserve))
+
+    def _check(self, keys: mx.array, values: mx.array) -> None:
+        for name, tensor in (("keys", keys), ("values", values)):
+            if tensor.ndim != 4:
+                raise ValueError(
+                    f"{name} have shape {tensor.shape}, expected 4 axes: (batch, KV heads, tokens, head dim)"
+                )
+            # A head dim of 0 is real: minimax_m3 stores keys alone, with values of no width.
+            if 0 in tensor.shape[:3] or keys.shape[3] == 0:
+                raise ValueError(f"{name} have shape {tensor.shape}: give at least one row, head, token and head dim")
+            if not mx.issubdtype(tensor.dtype, mx.floating):
+                raise ValueError(f"{name} are {tensor.dtype}, expected floating point; use .astype(mx.float32)")
+        for axis, what in enumerate(("rows", "KV heads", "tokens")):
+            if keys.shape[axis] != values.shape[axis]:
+                raise ValueError(
+                    f"keys {keys.shape} and values {values.shape} differ in {what}: "
+                    "both must describe the same tokens of the same heads"
+                )
+        if self._stores is not None and self.empty() and not self._fits(keys, values):
+            self._stores = None  # a new session of another shape: nothing is lost
+        if self._stores is not None:
+            self._check_unchanged(keys, values)
+        if len(self._rows) not in (1, keys.shape[0]):
+            raise ValueError(f"keys have {keys.shape[0]} rows, but this cache has {len(self._rows)}")
+        for name, tensor in (("keys", keys), ("values", values)):
+            self._codec.check(name, tensor)
+
+    def _fits(self, keys: mx.array, values: mx.array) -> bool:
+        assert self._stores is not None
+        return all(
+            store.tensor == (*x.shape[:2], x.shape[3], x.dtype)
+            for store, x in zip(self._stores, (keys, values), strict=True)
+        )
+
+    def _check_unchanged(self, keys: mx.array, values: mx.array) -> None:
+        assert self._stores is not None
+        for name, tensor, store in zip(("keys", "values"), (keys, values), self._stores, strict=True):
+            came = (*tensor.shape[:2], tensor.shape[3], tensor.dtype)
+            for what, new, old in zip(("rows", "KV heads", "head dim", "dtype"), came, store.tensor, strict=True):
+                if new != old:
+                    raise ValueError(
+                        f"{name} came with {what} {new}, but this cache holds {what} {old}: "
+                        "use one cache for one layer of one batch, and reset() it for a new session"
+                    )
+
+    # --- lengths --------------------------------------------------------------------------------------------------
+
+    @property
+    def offset(self) -> int | mx.array:
+        """The next position: an int where all rows agree, an array (B,) of int32 where they differ."""
+        offsets = [row.offset for row in self._rows]
+        return offsets[0] if len(set(offsets)) == 1 else mx.array(offsets)
+
+    def size(self) -> int:
+        """Tokens held by the longest row."""
+        return max(row.offset for row in self._rows)
+
+    def empty(self) -> bool:
+        """Whether no row holds a token."""
+        return self.size() == 0
+
+    def is_trimmable(self) -> bool:
+        """mlx-lm's question, whose callers then trim by any amount: here every trim is lossless."""
+        return True
+
+    def can_trim(self, n: int) -> bool:
+        """Whether every row holds n tokens to drop."""
+        return 0 <= n <= min(row.offset for row in self._rows)
+
+    def trim(self, n: int) -> int:
+        """Drops the last n tokens of every row, without moving anything, and returns n.
+
+        Raises:
+            ValueError: n is negative or more than a row holds; nothing has changed then.
+        """
+        self.trim_per_sequence([n] * len(self._rows))
+        return n
+
+    def trim_per_sequence(self, n: Sequence[int] | mx.array) -> None:
+        """Drops the last n[i] tokens of row i, without moving anything.
+
+        Args:
+            n: B integers, or an array (B,).
+
+        Raises:
+            ValueError: a wrong number of counts, or one that its row cannot give; nothing has changed then.
+        """
+        counts: Any = n.tolist() if isinstance(n, mx.array) else n
+        self._rows = trim_rows(self._rows, tuple(counts))
+
+    def reset(self) -> None:
+        """Forgets every token, for a new session. Slots stay allocated, and serve it if its shapes are the same."""
+        self._rows, self._packed = (Row(),), False
+
+    def reserve(self, tokens: int) -> None:
+        """Announces that a row will hold `tokens` tokens in all: when room must be made next, it is made for them.
+
+        Raises:
+            ValueError: a negative number.
+        """
+        self._reserve = max(self._reserve, _not_negative("reserve", tokens))
+
+    # --- memory ---------------------------------------------------------------------------------------------------
+
+    @property
+    def capacity(self) -> int:
+        """Slots allocated for each row; 0 before the first update."""
+        return 0 if self._stores is None else self._stores[0].capacity
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated, dead slots included."""
+        return 0 if self._stores is None else sum(store.nbytes for store in self._stores)
+
+    @property
+    def nbytes_live(self) -> int:
+        """Bytes of the slots that hold a token."""
+        if self._stores is None:
+            return 0
+        return sum(row.offset for row in self._rows) * sum(store.bytes_per_slot for store in self._stores)
+
+    # --- quantisation ---------------------------------------------------------------------------------------------
+
+    @property
+    def bits(self) -> int:
+        """Bits per element of the packed planes of the last fetch.
+
+        Not there (AttributeError) when the last fetch was of plain arrays: mlx-lm's attention takes its unfused
+        quantised path for any cache that has this attribute, which would be wrong for those.
+        """
+        return self._visible(self._codec.bits)
+
+    @property
+    def group_size(self) -> int:
+        """Elements that share a scale in the last fetch; there only when `bits` is."""
+        return self._visible(self._codec.group_size)
+
+    def _visible(self, value: int | None) -> int:
+        if not self._packed or value is None:
+            raise AttributeError("bits and group_size are visible only after a fetch of packed planes")
+        return value
+
+    def to_quantized(self, group_size: int = 64, bits: int = 4) -> KVCache:
+        """A quantised copy of this cache; this cache itself if it is quantised already, whatever its bits.
+
+        mlx-lm's loop calls this after every step when it is given kv_bits, and puts the result in the cache's place.
+        """
+        if self._codec.bits is not None:
+            return self
+        codec = make_codec(bits, group_size)
+        if self._stores is not None:
+            for name, store in zip(("keys", "values"), self._stores, strict=True):
+                codec.check(name, store.codec.decode(store.planes))
+        quantized = copy.deepcopy(self)  # arrays are copied on write: this costs nothing
+        quantized._codec = codec
+        for store in quantized._stores or ():
+            store.recode(codec)
+        return quantized
+
+    # --- what mlx-lm reads and writes from outside ------------------------------------------------------------------
+
+    @property
+    def keys(self) -> mx.array | None:
+        """The buffer of the keys, (B, H, C, Dk), or its packed plane where quantised; None before the first update.
+
+        Pipelined models replace it by the same buffer with a dependency: `cache.keys = mx.depends(cache.keys, h)`.
+        """
+        return None if self._stores is None else self._stores[0].planes[0]
+
+    @keys.setter
+    def keys(self, value: mx.array) -> None:
+        self._replace(0, value)
+
+    @property
+    def values(self) -> mx.array | None:
+        """The buffer of the values, as `keys`."""
+        return None if self._stores is None else self._stores[1].planes[0]
+
+    @values.setter
+    def values(self, value: mx.array) -> None:
+        self._replace(1, value)
+
+    def _replace(self, which: int, value: mx.array) -> None:
+        if self._stores is None or value.shape != self._stores[which].planes[0].shape:
+            raise ValueError(f"a buffer of shape {value.shape} cannot replace the one of this cache: keep its shape")
+        store = self._stores[which]
+        store.planes = (value, *store.planes[1:])
+
+    @property
+    def state(self) -> tuple[Any, ...]:
+        """Everything to continue from, as a pytree: planes of keys and of values, rows, and how they are stored."""
+        keys, values = (None, None) if self._stores is None else (store.planes for store in self._stores)
+        starts, offsets = [row.start for row in self._rows], [row.offset for row in self._rows]
+        settings = (self._codec.bits, self._codec.group_size, self._quantized_start, self._packed_decode, self._packed)
+        return keys, values, starts, offsets, *settings
+
+    @state.setter
+    def state(self, value: tuple[Any, ...]) -> None:
+        keys, values, starts, offsets, bits, group_size, quantized_start, packed_decode, packed = value
+        self._codec = make_codec(bits, group_size)
+        self._quantized_start, self._packed_decode, self._packed = quantized_start, packed_decode, packed
+        self._rows = tuple(Row(start, offset) for start, offset in zip(starts, offsets, strict=True))
+        self._stores = None
+        if keys is not None:
+            codec = self._codec if len(keys) > 1 else Plain()
+            self._stores = Store(codec, tuple(keys)), Store(codec, tuple(values))
+
+    @classmethod
+    def from_state(cls, state: tuple[Any, ...]) -> KVCache:
+        """A cache that continues from another's `state`; it grows by the default rule."""
+        cache = cls()
+        cache.state = state
+        return cache
+
+    def __repr__(self) -> str:
+        how = f", bits={self._codec.bits}" if self._codec.bits is not None else ""
+        return f"{type(self).__name__}(offset={self.offset}, capacity={self.capacity}, nbytes={self.nbytes}{how})"
+
+
+def QuantizedKVCache(group_size: int = 64, bits: int = 8) -> KVCache:  # noqa: N802, mlx-lm's name for it
+    """A quantised `KVCache`, with the name and the signature of mlx-lm's."""
+    return KVCache(bits=bits, group_size=group_size)

@@ -1,0 +1,102 @@
+"""Text from a prompt: mlx-lm's own loop and samplers over our caches.
+
+Decides what is reserved before the loop starts, and sums up afterwards what the caches did. Knows nothing about the
+command line; the loop itself is mlx-lm's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.generate import GenerationResponse
+from mlx_lm.generate import stream_generate as stock_stream_generate
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from mlx_kv.adapter import attention_caches, leaves, make_prompt_cache
+from mlx_kv.policy import CachePolicy
+
+# Room is made ahead for at most this many generated tokens: a high max_tokens is often only a safety limit, and slots
+# that are reserved are allocated at once. Longer answers grow from there.
+MOST_TOKENS_AHEAD = 8192
+FOR_THE_POLICY = {"kv_bits": "bits", "kv_group_size": "group_size", "quantized_kv_start": "quantized_start"}
+
+
+@dataclass(frozen=True)
+class CacheStatistics:
+    """What the caches of one model hold: bytes of live tokens, bytes allocated, reallocations of the busiest layer."""
+
+    bytes_live: int
+    bytes_allocated: int
+    growths: int
+
+
+def cache_statistics(caches: Iterable[Any]) -> CacheStatistics:
+    """Sums over all layers; a cache that is not ours counts as wholly live."""
+    ours, everything = attention_caches(caches), list(leaves(caches))
+    return CacheStatistics(
+        bytes_live=sum(cache.nbytes_live if cache in ours else cache.nbytes for cache in everything),
+        bytes_allocated=sum(cache.nbytes for cache in everything),
+        growths=max((cache.growths for cache in ours), default=0),
+    )
+
+
+def encode_prompt(tokenizer: Any, prompt: str) -> list[int]:
+    """Token ids of a text, by mlx-lm's rule: special tokens are added unless the text begins with one."""
+    bos = tokenizer.bos_token
+    ids: list[int] = tokenizer.encode(prompt, add_special_tokens=bos is None or not prompt.startswith(bos))
+    return ids
+
+
+def stream_generate(
+    model: nn.Module,
+    tokenizer: Any,
+    prompt: str | Sequence[int] | mx.array,
+    policy: CachePolicy | None = None,
+    max_tokens: int = 256,
+    sampler: Callable[[mx.array], mx.array] | None = None,
+    prompt_cache: list[Any] | None = None,
+    **options: Any,
+) -> Iterator[GenerationResponse]:
+    """Generates text with mlx-lm's loop, keys and values living in our caches.
+
+    Args:
+        model, tokenizer: as from `mlx_lm.load`.
+        prompt: a text, or token ids.
+        policy: how keys and values are kept; None is `CachePolicy()`.
+        max_tokens: tokens to generate, -1 for no limit. Room for prompt and max_tokens is reserved.
+        sampler: log-probabilities (B, vocab) to token ids (B,), such as mlx-lm's `make_sampler` gives; None is greedy.
+        prompt_cache: caches to go on from, made by `make_prompt_cache`; they are updated in place. Instead of a policy.
+        options: the other options of mlx-lm's `generate_step`, such as prefill_step_size and logits_processors.
+
+    Returns:
+        An iterator of mlx-lm's `GenerationResponse`, one for each token.
+
+    Raises:
+        ValueError: an empty prompt, max_tokens of 0, a policy beside a prompt_cache, or what `make_prompt_cache`
+            refuses.
+    """
+    for name in options.keys() & FOR_THE_POLICY.keys():
+        raise ValueError(f"{name} is mlx-lm's way to say it: use policy=CachePolicy({FOR_THE_POLICY[name]}=...)")
+    if policy is not None and prompt_cache is not None:
+        raise ValueError("got a policy and a prompt_cache, which was made with its own: give one of them")
+    if max_tokens == 0 or max_tokens < -1:
+        raise ValueError(f"max_tokens is {max_tokens}: give a number from 1 up, or -1 for no limit")
+    if not isinstance(tokenizer, TokenizerWrapper):
+        tokenizer = TokenizerWrapper(tokenizer)
+    if isinstance(prompt, mx.array):
+        tokens = prompt
+    else:
+        tokens = mx.array(encode_prompt(tokenizer, prompt) if isinstance(prompt, str) else list(prompt))
+    if tokens.size == 0:
+        raise ValueError("the prompt is empty: give at least one token")
+    caches = make_prompt_cache(model, policy) if prompt_cache is None else prompt_cache
+    ahead = min(max_tokens, MOST_TOKENS_AHEAD) if max_tokens > 0 else 0
+    for cache in attention_caches(caches):
+        cache.reserve(cache.size() + tokens.size + ahead)
+    return stock_stream_generate(
+        model, tokenizer, tokens, max_tokens=max_tokens, sampler=sampler, prompt_cache=caches, **options
+    )

@@ -1,0 +1,76 @@
+"""How many slots to own.
+
+Decides the capacity of a cache from the slots that are needed and those it has. Integers only: knows nothing about
+arrays, layouts or models. Capacities are multiples of 256, so that devices which compile attention per shape see few.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+SLOT_MULTIPLE = 256
+
+
+def round_up(slots: int, multiple: int = SLOT_MULTIPLE) -> int:
+    """The smallest multiple that holds `slots`."""
+    return -(-slots // multiple) * multiple
+
+
+class Growth(Protocol):
+    """A rule for the next capacity. Third parties may bring their own."""
+
+    def capacity(self, needed: int, current: int) -> int:
+        """The new capacity in slots, at least `needed`, when `current` no longer suffices."""
+        ...
+
+
+@dataclass(frozen=True)
+class Geometric:
+    """Grows to `max(needed, factor * current)`: the number of copies is logarithmic in the length.
+
+    Args:
+        factor: what the capacity is multiplied by; above 1.
+        max_increment: most slots added beyond the current capacity in one growth, unless more are needed at once.
+        max_capacity: no slack is taken beyond this many slots. Tokens are never refused: past it, growth is exact.
+
+    Raises:
+        ValueError: a factor of 1 or less, or a limit below 1.
+    """
+
+    factor: float = 2.0
+    max_increment: int | None = None
+    max_capacity: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.factor > 1:
+            raise ValueError(f"factor is {self.factor}: a capacity only grows with a factor above 1, such as 2")
+        for name, limit in (("max_increment", self.max_increment), ("max_capacity", self.max_capacity)):
+            if limit is not None and limit < 1:
+                raise ValueError(f"{name} is {limit}: give a number of slots from 1 up, or None for no limit")
+
+    def capacity(self, needed: int, current: int) -> int:
+        wanted = int(self.factor * current)
+        if self.max_increment is not None:
+            wanted = min(wanted, current + self.max_increment)
+        if self.max_capacity is not None:
+            wanted = min(wanted, self.max_capacity)
+        return round_up(max(needed, wanted))
+
+
+@dataclass(frozen=True)
+class FixedStep:
+    """Grows to the next multiple of `step`, as mlx-lm does with 256: one copy of everything per step.
+
+    Raises:
+        ValueError: a step that is not a positive multiple of 256.
+    """
+
+    step: int = SLOT_MULTIPLE
+
+    def __post_init__(self) -> None:
+        if self.step < 1 or self.step % SLOT_MULTIPLE:
+            raise ValueError(f"step is {self.step}: give a positive multiple of {SLOT_MULTIPLE}")
+
+    def capacity(self, needed: int, current: int) -> int:
+        return round_up(needed, self.step)

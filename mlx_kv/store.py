@@ -1,0 +1,99 @@
+"""Slots of arrays: the only code that allocates.
+
+A store owns the planes of one tensor (the keys, or the values, of one layer), each (B, H, C, width) with C slots. It
+reserves, writes, reads and re-encodes slots. It knows nothing about positions, masks or what a slot means.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from mlx_kv.codec import Codec, Planes
+
+
+def overwritten(plane: mx.array, first: int, tokens: mx.array) -> mx.array:
+    """The plane with `tokens` in slots [first, first + S): the same buffer where nobody else holds it.
+
+    Assigning to an mx.array changes the Python object, and with it every handle that was taken of it (a fetched array,
+    a saved state). So the assignment goes to a new handle; the buffer underneath is shared, and not copied.
+    """
+    handle = plane[:]
+    handle[:, :, first : first + tokens.shape[2]] = tokens
+    return handle
+
+
+class Store:
+    """The planes of one tensor.
+
+    Args:
+        codec: how the tensor became planes.
+        planes: one or more arrays (B, H, C, width).
+    """
+
+    def __init__(self, codec: Codec, planes: Planes) -> None:
+        self.codec, self.planes = codec, planes
+
+    @classmethod
+    def allocate(cls, codec: Codec, like: mx.array, capacity: int) -> Store:
+        """An empty store of `capacity` slots for tensors like `like` (B, H, S, D)."""
+        # Widths and dtypes of planes are the codec's business: ask it, with one token that is never evaluated.
+        sample = codec.encode(like[:, :, :1])
+        return cls(codec, tuple(mx.zeros((*p.shape[:2], capacity, p.shape[3]), p.dtype) for p in sample))
+
+    @property
+    def tensor(self) -> tuple[int, int, int, mx.Dtype]:
+        """What fits in here: rows, heads, head dim and dtype of the tensor, whatever its planes look like."""
+        sample = self.codec.decode(tuple(plane[:, :, :1] for plane in self.planes))
+        return sample.shape[0], sample.shape[1], sample.shape[3], sample.dtype
+
+    @property
+    def capacity(self) -> int:
+        return self.planes[0].shape[2]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated, from shapes alone: nothing is evaluated."""
+        return sum(plane.nbytes for plane in self.planes)
+
+    @property
+    def bytes_per_slot(self) -> int:
+        """Bytes of one slot of one row, all heads and planes."""
+        return sum(math.prod(plane.shape[1::2]) * plane.itemsize for plane in self.planes)
+
+    def reserve(self, capacity: int, used: int) -> None:
+        """Moves the first `used` slots into planes of `capacity` slots: one allocation and one copy a plane."""
+
+        self.planes = tuple(
+            overwritten(mx.zeros((*p.shape[:2], capacity, p.shape[3]), p.dtype), 0, p[:, :, :used]) for p in self.planes
+        )
+
+    def write(self, x: mx.array, slots: Sequence[int]) -> None:
+        """Writes x (B, H, S, D) to slots [slots[i], slots[i] + S) of row i, in place wherever MLX owns the buffer.
+
+        One slice where all rows go to the same slots, one scatter otherwise.
+        """
+        new = x.shape[2]
+        if len(set(slots)) == 1:
+            self.planes = tuple(
+                overwritten(plane, slots[0], tokens)
+                for plane, tokens in zip(self.planes, self.codec.encode(x), strict=True)
+            )
+            return
+        index = (mx.array(list(slots))[:, None] + mx.arange(new))[:, None, :, None]  # (B, 1, S, 1)
+        self.planes = tuple(
+            mx.put_along_axis(plane, mx.broadcast_to(index, tokens.shape), tokens, axis=2)
+            for plane, tokens in zip(self.planes, self.codec.encode(x), strict=True)
+        )
+
+    def read(self, count: int) -> Planes:
+        """Slots [0, count) of every plane: views of one contiguous buffer, nothing is copied."""
+        return tuple(plane[:, :, :count] for plane in self.planes)
+
+    def recode(self, codec: Codec) -> None:
+        """Stores every slot with another codec, the capacity unchanged."""
+        if codec != self.codec:
+            self.planes = codec.encode(self.codec.decode(self.planes))
+            self.codec = codec
