@@ -18,22 +18,17 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlx_kv.checks import check_tokens, check_unchanged, not_negative
 from mlx_kv.codec import Plain, make_codec
 from mlx_kv.growth import Geometric, Growth, round_up
 from mlx_kv.layout import Plan, Row, plan_append, trim_rows
 from mlx_kv.mask import Mask, make_mask
 from mlx_kv.protocol import Fetched
-from mlx_kv.store import Store
+from mlx_kv.store import Store, tensor_of
 
 # A write of up to this many tokens (decode, the verify step of speculative decoding) reads packed planes. A longer one
 # is prefill: there, packed attention is unfused and holds all scores at once, so it gets dequantised arrays instead.
 MOST_PACKED_TOKENS = 8
-
-
-def _not_negative(name: str, tokens: int) -> int:
-    if tokens < 0:
-        raise ValueError(f"{name} is {tokens}: give a number of tokens from 0 up")
-    return tokens
 
 
 class KVCache:
@@ -63,8 +58,8 @@ class KVCache:
         packed_decode: bool = True,
     ) -> None:
         self._codec, self._growth = make_codec(bits, group_size), growth
-        self._reserve = _not_negative("reserve", reserve)
-        self._quantized_start = _not_negative("quantized_start", quantized_start)
+        self._reserve = not_negative("reserve", reserve)
+        self._quantized_start = not_negative("quantized_start", quantized_start)
         self._packed_decode = packed_decode
         self._rows: tuple[Row, ...] = (Row(),)
         self._stores: tuple[Store, Store] | None = None  # keys, values
@@ -97,8 +92,13 @@ class KVCache:
         for store, tensor in zip(stores, tensors, strict=True):
             store.write(tensor, plan.ends)
         self._rows = tuple(Row(row.start, row.offset + plan.new) for row in rows)
-        self._packed = self._packed_decode and plan.new <= MOST_PACKED_TOKENS and stores[0].codec.bits is not None
+        self._packed = self._hands_out_packed(stores, plan.new)
         return self.keys_and_values()
+
+    def _hands_out_packed(self, stores: tuple[Store, Store], new: int) -> bool:
+        # mlx-lm's packed attention shapes its result by the keys' head dim: with another one of values it cannot work.
+        same_head_dim = stores[0].tensor[2] == stores[1].tensor[2]
+        return self._packed_decode and new <= MOST_PACKED_TOKENS and same_head_dim and stores[0].codec.bits is not None
 
     def keys_and_values(self) -> Fetched:
         """What the last update returned, again: some models read a layer's cache from another layer.
@@ -136,48 +136,17 @@ class KVCache:
         return round_up(max(self._growth.capacity(needed, self.capacity), self._reserve))
 
     def _check(self, keys: mx.array, values: mx.array) -> None:
-        for name, tensor in (("keys", keys), ("values", values)):
-            if tensor.ndim != 4:
-                raise ValueError(
-                    f"{name} have shape {tensor.shape}, expected 4 axes: (batch, KV heads, tokens, head dim)"
-                )
-            # A head dim of 0 is real: minimax_m3 stores keys alone, with values of no width.
-            if 0 in tensor.shape[:3] or keys.shape[3] == 0:
-                raise ValueError(f"{name} have shape {tensor.shape}: give at least one row, head, token and head dim")
-            if not mx.issubdtype(tensor.dtype, mx.floating):
-                raise ValueError(f"{name} are {tensor.dtype}, expected floating point; use .astype(mx.float32)")
-        for axis, what in enumerate(("rows", "KV heads", "tokens")):
-            if keys.shape[axis] != values.shape[axis]:
-                raise ValueError(
-                    f"keys {keys.shape} and values {values.shape} differ in {what}: "
-                    "both must describe the same tokens of the same heads"
-                )
-        if self._stores is not None and self.empty() and not self._fits(keys, values):
-            self._stores = None  # a new session of another shape: nothing is lost
-        if self._stores is not None:
-            self._check_unchanged(keys, values)
-        if len(self._rows) not in (1, keys.shape[0]):
-            raise ValueError(f"keys have {keys.shape[0]} rows, but this cache has {len(self._rows)}")
-        for name, tensor in (("keys", keys), ("values", values)):
+        check_tokens(keys, values)
+        tensors = {"keys": keys, "values": values}
+        for name, tensor in tensors.items():
             self._codec.check(name, tensor)
-
-    def _fits(self, keys: mx.array, values: mx.array) -> bool:
-        assert self._stores is not None
-        return all(
-            store.tensor == (*x.shape[:2], x.shape[3], x.dtype)
-            for store, x in zip(self._stores, (keys, values), strict=True)
-        )
-
-    def _check_unchanged(self, keys: mx.array, values: mx.array) -> None:
-        assert self._stores is not None
-        for name, tensor, store in zip(("keys", "values"), (keys, values), self._stores, strict=True):
-            came = (*tensor.shape[:2], tensor.shape[3], tensor.dtype)
-            for what, new, old in zip(("rows", "KV heads", "head dim", "dtype"), came, store.tensor, strict=True):
-                if new != old:
-                    raise ValueError(
-                        f"{name} came with {what} {new}, but this cache holds {what} {old}: "
-                        "use one cache for one layer of one batch, and reset() it for a new session"
-                    )
+        if self._stores is None:
+            return
+        if self.empty() and [tensor_of(x) for x in tensors.values()] != [store.tensor for store in self._stores]:
+            self._stores = None  # a new session of another shape: nothing is lost
+            return
+        for (name, tensor), store in zip(tensors.items(), self._stores, strict=True):
+            check_unchanged(name, tensor, store)
 
     # --- lengths --------------------------------------------------------------------------------------------------
 
@@ -234,7 +203,7 @@ class KVCache:
         Raises:
             ValueError: a negative number.
         """
-        self._reserve = max(self._reserve, _not_negative("reserve", tokens))
+        self._reserve = max(self._reserve, not_negative("reserve", tokens))
 
     # --- memory ---------------------------------------------------------------------------------------------------
 

@@ -88,6 +88,6 @@ class Affine:
         return mx.dequantize(packed, scales, biases, group_size=self.group_size, bits=self.bits)
 
 
-def make_codec(bits: int | None, group_size: int | None) -> Codec:
+def make_codec(bits: int | None, group_size: int) -> Codec:
     """The codec for `bits` (None is plain; the group size is then not looked at)."""
-    return Plain() if bits is None else Affine(bits, group_size or 64)
+    return Plain() if bits is None else Affine(bits, group_size)

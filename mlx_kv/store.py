@@ -25,6 +25,15 @@ def overwritten(plane: mx.array, first: int, tokens: mx.array) -> mx.array:
     return handle
 
 
+# Rows, heads, head dim and dtype: what must agree for a tensor to fit into a store.
+Tensor = tuple[int, int, int, mx.Dtype]
+
+
+def tensor_of(x: mx.array) -> Tensor:
+    """What of x (B, H, S, D) must agree with the store it goes to: everything but the number of tokens."""
+    return x.shape[0], x.shape[1], x.shape[3], x.dtype
+
+
 class Store:
     """The planes of one tensor.
 
@@ -35,6 +44,8 @@ class Store:
 
     def __init__(self, codec: Codec, planes: Planes) -> None:
         self.codec, self.planes = codec, planes
+        # Only a shape is asked for here: it is never evaluated.
+        self._head_dim = codec.decode(tuple(plane[:, :, :1] for plane in planes)).shape[3]
 
     @classmethod
     def allocate(cls, codec: Codec, like: mx.array, capacity: int) -> Store:
@@ -44,10 +55,10 @@ class Store:
         return cls(codec, tuple(mx.zeros((*p.shape[:2], capacity, p.shape[3]), p.dtype) for p in sample))
 
     @property
-    def tensor(self) -> tuple[int, int, int, mx.Dtype]:
-        """What fits in here: rows, heads, head dim and dtype of the tensor, whatever its planes look like."""
-        sample = self.codec.decode(tuple(plane[:, :, :1] for plane in self.planes))
-        return sample.shape[0], sample.shape[1], sample.shape[3], sample.dtype
+    def tensor(self) -> Tensor:
+        """What a tensor must be to fit in here. Its dtype is that of the last plane, whatever the codec."""
+        rows, heads = self.planes[0].shape[:2]
+        return rows, heads, self._head_dim, self.planes[-1].dtype
 
     @property
     def capacity(self) -> int:

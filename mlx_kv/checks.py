@@ -1,0 +1,46 @@
+"""What may go into a cache: every refusal of an update, in words.
+
+Decides nothing else, and changes nothing: a check runs before the first change, so a refused update leaves the cache as
+it was. Each message states what came, what was expected and the mend. Shapes are (B, H, S, D).
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from mlx_kv.store import Store, tensor_of
+
+
+def not_negative(name: str, tokens: int) -> int:
+    """The number of tokens, if it is one."""
+    if tokens < 0:
+        raise ValueError(f"{name} is {tokens}: give a number of tokens from 0 up")
+    return tokens
+
+
+def check_tokens(keys: mx.array, values: mx.array) -> None:
+    """Keys and values must be floating point, 4-D, not empty, and of the same tokens of the same heads."""
+    for name, tensor in (("keys", keys), ("values", values)):
+        if tensor.ndim != 4:
+            raise ValueError(f"{name} have shape {tensor.shape}, expected (batch, KV heads, tokens, head dim)")
+        # Only values may have a head dim of 0: minimax_m3 stores keys alone.
+        if 0 in tensor.shape[:3] or keys.shape[3] == 0:
+            raise ValueError(f"{name} have shape {tensor.shape}: give at least one row, head, token and head dim")
+        if not mx.issubdtype(tensor.dtype, mx.floating):
+            raise ValueError(f"{name} are {tensor.dtype}, expected floating point; use .astype(mx.float32)")
+    for axis, what in enumerate(("rows", "KV heads", "tokens")):
+        if keys.shape[axis] != values.shape[axis]:
+            raise ValueError(
+                f"keys {keys.shape} and values {values.shape} differ in {what}: "
+                "both must describe the same tokens of the same heads"
+            )
+
+
+def check_unchanged(name: str, tensor: mx.array, store: Store) -> None:
+    """Only the number of tokens may change from one update to the next."""
+    for what, new, old in zip(("rows", "KV heads", "head dim", "dtype"), tensor_of(tensor), store.tensor, strict=True):
+        if new != old:
+            raise ValueError(
+                f"{name} came with {what} {new}, but this cache holds {what} {old}: "
+                "use one cache for one layer of one batch, and reset() it for a new session"
+            )

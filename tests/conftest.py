@@ -1,0 +1,27 @@
+"""Shared set-up: a tuned BLAS before MLX, deterministic hypothesis runs, and the reference model."""
+
+from __future__ import annotations
+
+from mlx_kv import blas
+
+blas.preload()  # before anything below imports MLX
+
+import os  # noqa: E402
+from typing import Any  # noqa: E402
+
+import mlx.nn as nn  # noqa: E402
+import pytest  # noqa: E402
+from hypothesis import HealthCheck, settings  # noqa: E402
+
+settings.register_profile("default", deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("thorough", parent=settings.get_profile("default"), max_examples=1000)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+@pytest.fixture(scope="session")
+def reference() -> tuple[nn.Module, Any]:
+    """The reference model and its tokenizer, float32."""
+    from mlx_kv.adapter import load
+    from mlx_kv.bundled import model_path
+
+    return load(model_path("reference"))

@@ -1,0 +1,211 @@
+"""Slow, obvious references: what a cache should have done, written without looking at how ours does it.
+
+`SlowCache` serves whole models: it concatenates. `Twins` drives one of our caches beside a poisoned copy of it and a
+plain Python history of every row, and compares attention after every update.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.base import scaled_dot_product_attention
+
+from mlx_kv import FixedStep, Geometric, KVCache
+
+HEADS, QUERY_HEADS = 2, 4
+
+
+def round_trip(x: mx.array, bits: int | None, group_size: int) -> mx.array:
+    """What is left of a tensor that was quantised."""
+    if bits is None or x.shape[-1] == 0:
+        return x
+    return mx.dequantize(*mx.quantize(x, group_size, bits), group_size, bits)
+
+
+class SlowCache:
+    """Concatenates, and compares every key position with every query position."""
+
+    def __init__(self, bits: int | None = None, group_size: int = 32) -> None:
+        self.how, self.offset = (bits, group_size), 0
+        self.keys: mx.array | None = None
+        self.values: mx.array | None = None
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        keys, values = round_trip(keys, *self.how), round_trip(values, *self.how)
+        if self.keys is not None:
+            keys, values = mx.concatenate([self.keys, keys], 2), mx.concatenate([self.values, values], 2)
+        self.keys, self.values, self.offset = keys, values, keys.shape[2]
+        return keys, values
+
+    @property
+    def state(self) -> tuple[mx.array | None, mx.array | None]:
+        return self.keys, self.values
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | None:
+        if N == 1 and window_size is None:
+            return None
+        rows = [
+            [p <= q and (window_size is None or q - p < window_size) for p in range(self.offset + N)]
+            for q in range(self.offset, self.offset + N)
+        ]
+        return mx.array(rows)
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One combination of parts."""
+
+    bits: int | None = None
+    rows: int = 1
+    key_dim: int = 64
+    value_dim: int = 64
+    step_growth: bool = False
+    reserve: int = 0
+    packed_decode: bool = True
+    quantized_start: int = 0
+    window: int | None = None
+
+    def make(self) -> KVCache:
+        return KVCache(
+            bits=self.bits,
+            group_size=32,
+            growth=FixedStep() if self.step_growth else Geometric(),
+            reserve=self.reserve,
+            packed_decode=self.packed_decode,
+            quantized_start=self.quantized_start,
+        )
+
+
+def poison(cache: KVCache) -> None:
+    """Fills every slot that holds no token with large finite values."""
+    for store in cache._stores or ():
+        planes = []
+        for plane in store.planes:
+            slots = np.arange(plane.shape[2])
+            dead = np.stack([(slots < row.start) | (slots >= row.end) for row in cache._rows])
+            bad = mx.array(0xDEADBEEF if plane.dtype == mx.uint32 else 1e4, plane.dtype)
+            planes.append(mx.where(mx.array(dead)[:, None, :, None], bad, plane))
+        store.planes = tuple(planes)
+
+
+def attend(cache: KVCache, q: mx.array, k: mx.array, v: mx.array, window: int | None) -> mx.array:
+    """One layer's attention through a cache, as mlx-lm's models do it. The scale is 1 / sqrt(Dk)."""
+    mask = cache.make_mask(q.shape[2], window_size=window)
+    keys, values = cache.update_and_fetch(k, v)
+    return scaled_dot_product_attention(mx.array(q), keys, values, cache=cache, scale=q.shape[3] ** -0.5, mask=mask)
+
+
+def slow_attention(q: np.ndarray, keys: np.ndarray, values: np.ndarray, window: int | None) -> np.ndarray:
+    """One row: q (QH, S, Dk) are the last S positions of keys (H, n, Dk) and values (H, n, Dv); float64 throughout."""
+    keys = np.repeat(keys.astype(np.float64), QUERY_HEADS // HEADS, axis=0)
+    values = np.repeat(values.astype(np.float64), QUERY_HEADS // HEADS, axis=0)
+    n, new = keys.shape[1], q.shape[1]
+    out = np.zeros((QUERY_HEADS, new, values.shape[2]))
+    for j in range(new):
+        position = n - new + j
+        first = 0 if window is None else max(0, position - window + 1)
+        k, v = keys[:, first : position + 1], values[:, first : position + 1]
+        scores = np.einsum("hd,hnd->hn", q[:, j].astype(np.float64), k) * q.shape[2] ** -0.5
+        weights = np.exp(scores - scores.max(1, keepdims=True))
+        out[:, j] = np.einsum("hn,hnd->hd", weights / weights.sum(1, keepdims=True), v)
+    return out
+
+
+class Twins:
+    """A cache, the same cache with poisoned dead slots, and the history that both should stand for."""
+
+    def __init__(self, spec: Spec, seed: int = 0) -> None:
+        self.spec, self.cache, self.poisoned = spec, spec.make(), spec.make()
+        self.was_quantized = spec.bits is not None and spec.quantized_start == 0
+        self.rng = np.random.default_rng(seed)
+        self.keys = [np.zeros((HEADS, 0, spec.key_dim), np.float32) for _ in range(spec.rows)]
+        self.values = [np.zeros((HEADS, 0, spec.value_dim), np.float32) for _ in range(spec.rows)]
+
+    def lengths(self) -> list[int]:
+        return [row.shape[1] for row in self.keys]
+
+    def each(self) -> tuple[KVCache, KVCache]:
+        return self.cache, self.poisoned
+
+    def update(self, new: int) -> None:
+        spec, rows = self.spec, self.spec.rows
+        quantized = spec.bits is not None and max(self.lengths()) >= spec.quantized_start
+        q, k, v = (
+            mx.array(self.rng.normal(size=(rows, heads, new, dim)).astype(np.float32))
+            for heads, dim in ((QUERY_HEADS, spec.key_dim), (HEADS, spec.key_dim), (HEADS, spec.value_dim))
+        )
+        if quantized and not self.was_quantized:
+            self.keys = [self._stored(row) for row in self.keys]
+            self.values = [self._stored(row) for row in self.values]
+        self.was_quantized = quantized
+        for i in range(rows):
+            stored = (self._stored(x[i]) if quantized else np.array(x[i]) for x in (k, v))
+            self.keys[i], self.values[i] = (
+                np.concatenate([old, x], axis=1) for old, x in zip((self.keys[i], self.values[i]), stored, strict=True)
+            )
+        poison(self.poisoned)
+        got, other = (attend(cache, q, k, v, spec.window) for cache in self.each())
+        assert mx.array_equal(got, other).item(), "a dead slot changed the output"
+        for i in range(rows):
+            wanted = slow_attention(np.array(q[i]), self.keys[i], self.values[i], spec.window)
+            np.testing.assert_allclose(np.array(got[i]), wanted, atol=2e-5, rtol=2e-5)
+        self.check_lengths()
+
+    def _stored(self, x: mx.array | np.ndarray) -> np.ndarray:
+        return np.array(round_trip(mx.array(x), self.spec.bits, 32))
+
+    def trim(self, counts: Sequence[int]) -> None:
+        for cache in self.each():
+            if len(set(counts)) == 1:
+                assert cache.can_trim(counts[0])
+                assert cache.trim(counts[0]) == counts[0]
+            else:
+                cache.trim_per_sequence(counts)
+        for i, count in enumerate(counts):
+            keep = self.keys[i].shape[1] - count
+            self.keys[i], self.values[i] = self.keys[i][:, :keep], self.values[i][:, :keep]
+        self.check_lengths()
+
+    def replace_by_copy(self) -> None:
+        """Goes on with deep copies; the originals are destroyed, so that nothing can be shared unnoticed."""
+        old = self.each()
+        self.cache, self.poisoned = copy.deepcopy(self.cache), copy.deepcopy(self.poisoned)
+        self._destroy(old)
+
+    def replace_by_loaded(self) -> None:
+        """Goes on with what `from_state` makes of `state`; writes to the originals must not reach it."""
+        old = self.each()
+        self.cache, self.poisoned = KVCache.from_state(self.cache.state), KVCache.from_state(self.poisoned.state)
+        self._destroy(old)
+
+    def _destroy(self, caches: Sequence[KVCache]) -> None:
+        for cache in caches:
+            if not cache.empty():
+                cache.trim(min(self.lengths()))
+                shape = (self.spec.rows, HEADS, 1)
+                cache.update_and_fetch(
+                    mx.full((*shape, self.spec.key_dim), 99.0), mx.full((*shape, self.spec.value_dim), 99.0)
+                )
+
+    def reset(self) -> None:
+        for cache in self.each():
+            cache.reset()
+        self.keys = [row[:, :0] for row in self.keys]
+        self.values = [row[:, :0] for row in self.values]
+        self.check_lengths()
+
+    def check_lengths(self) -> None:
+        lengths = self.lengths()
+        for cache in self.each():
+            offset = cache.offset
+            known = [offset] * len(lengths) if isinstance(offset, int) else offset.tolist()
+            assert known == lengths
+            assert cache.size() == max(lengths)
+            assert cache.empty() == (max(lengths) == 0)
+            assert cache.capacity % 256 == 0
+            assert cache.capacity >= max(lengths)
+            assert cache.nbytes_live <= cache.nbytes

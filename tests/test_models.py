@@ -1,0 +1,179 @@
+"""Invariants 4 and 6: models of every attention family, tiny and random, through our caches and through references."""
+
+from __future__ import annotations
+
+import copy
+import random
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx_lm.models import cache as stock
+from oracle import SlowCache, poison
+from tiny_models import FAMILIES, VOCAB, make_model
+
+from mlx_kv import CachePolicy, KVCache, make_prompt_cache
+from mlx_kv.adapter import INDEXER_MODELS, attention_caches, leaves
+
+LENGTH = 60
+TRIMMABLE = [f for f in FAMILIES if f not in ("gemma3_text", "gpt_oss", "llama4", "lfm2", "falcon_h1")]
+
+
+def random_chunks(rng: random.Random, total: int = LENGTH) -> list[int]:
+    chunks = []
+    while sum(chunks) < total:
+        chunks.append(min(rng.choice([1, 1, 2, 5, 9, 20]), total - sum(chunks)))
+    return chunks
+
+
+def prompt(rows: int = 1, seed: int = 0) -> mx.array:
+    return mx.random.randint(0, VOCAB, (rows, LENGTH), key=mx.random.key(seed))
+
+
+def logits(model: nn.Module, caches: list[Any], tokens: mx.array, chunks: list[int], dirty: bool = False) -> mx.array:
+    """Logits of every position, the prompt fed in chunks."""
+    out, first = [], 0
+    for chunk in chunks:
+        if dirty:
+            for cache in attention_caches(caches):
+                poison(cache)
+        out.append(model(tokens[:, first : first + chunk], cache=caches))
+        mx.eval(out[-1], [cache.state for cache in caches])
+        first += chunk
+    return mx.concatenate(out, axis=1)
+
+
+def slow_caches(model: nn.Module, bits: int | None = None) -> list[Any]:
+    """mlx-lm's own list with a slow, obvious cache in the place of every one that has no window."""
+    indexed = model.model_type in INDEXER_MODELS
+
+    def replaced(cache: Any, bits: int | None) -> Any:
+        if type(cache) is stock.CacheList:
+            inner = enumerate(cache.caches)
+            return stock.CacheList(*(replaced(c, None if indexed and i == 1 else bits) for i, c in inner))
+        return SlowCache(bits) if type(cache) is stock.KVCache else cache
+
+    return [replaced(cache, bits) for cache in stock.make_prompt_cache(model)]
+
+
+def assert_close(got: mx.array, wanted: mx.array) -> None:
+    scale = mx.abs(wanted).max().item()
+    assert scale > 0.01
+    assert mx.abs(got - wanted).max().item() <= 2e-5 * scale
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_same_chunks_give_mlx_lms_logits(family: str) -> None:
+    model, chunks = make_model(family), random_chunks(random.Random(family))
+    wanted = logits(model, stock.make_prompt_cache(model), prompt(2), chunks)
+    caches = make_prompt_cache(model)
+    assert any(isinstance(cache, KVCache) for cache in leaves(caches))
+    assert_close(logits(model, caches, prompt(2), chunks), wanted)
+
+
+@pytest.mark.parametrize("bits", [None, 8, 4])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_equal_the_slow_caches_with_poisoned_dead_slots(family: str, bits: int | None) -> None:
+    model = make_model(family)
+    policy = CachePolicy(bits=bits, group_size=32) if bits else CachePolicy()
+    chunks = random_chunks(random.Random(f"{family}{bits}"))
+    wanted = logits(model, slow_caches(model, bits), prompt(), chunks)
+    clean = logits(model, make_prompt_cache(model, policy), prompt(), chunks)
+    assert_close(clean, wanted)
+    assert mx.array_equal(logits(model, make_prompt_cache(model, policy), prompt(), chunks, dirty=True), clean).item()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_any_split_of_the_prompt_gives_the_same_logits(family: str) -> None:
+    model = make_model(family)
+    wanted = logits(model, make_prompt_cache(model), prompt(), [LENGTH])
+    for seed in range(3):
+        got = logits(model, make_prompt_cache(model), prompt(), random_chunks(random.Random(seed)))
+        assert_close(got, wanted)
+
+
+@pytest.mark.parametrize("bits", [None, 8])
+@pytest.mark.parametrize("family", TRIMMABLE)
+def test_a_trim_goes_back_exactly_and_so_does_a_copy(family: str, bits: int | None) -> None:
+    """Reads on, takes it back, reads something else: as if the first had never been."""
+    model = make_model(family)
+    policy = CachePolicy(bits=bits, group_size=32)
+    caches = make_prompt_cache(model, policy)
+    logits(model, caches, prompt(), [30, 1])
+    kept = copy.deepcopy(caches)
+    logits(model, caches, prompt(seed=5)[:, :20], [19, 1])
+    assert all(cache.is_trimmable() for cache in caches)
+    stock.trim_prompt_cache(caches, 20)
+    got, wanted = (logits(model, c, prompt(seed=6)[:, :9], [8, 1], dirty=True) for c in (caches, kept))
+    assert mx.array_equal(got, wanted).item()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "deepseek_v3"])
+def test_rows_of_a_batch_are_trimmed_one_by_one(family: str) -> None:
+    """Ragged rows: each continues as it would alone. (gemma2 cannot: its attention takes no mask for each row.)"""
+    model, keep = make_model(family), (20, 7, 13)
+    tokens, more = prompt(3), prompt(3, seed=9)[:, :6]
+    caches = make_prompt_cache(model)
+    logits(model, caches, tokens[:, :20], [20])
+    for cache in caches:
+        cache.trim_per_sequence([20 - n for n in keep])
+    got = logits(model, caches, more, [4, 1, 1], dirty=True)
+    for i, n in enumerate(keep):
+        alone = make_prompt_cache(model)
+        logits(model, alone, tokens[i : i + 1, :n], [n])
+        assert_close(got[i : i + 1], logits(model, alone, more[i : i + 1], [4, 1, 1]))
+
+
+@pytest.mark.parametrize(
+    ("family", "packed"),
+    [("llama", True), ("gemma3_text", True), ("gpt_oss", False), ("gemma2", False), ("deepseek_v3", False)],
+)
+def test_packed_planes_go_only_where_attention_takes_them(family: str, packed: bool) -> None:
+    model = make_model(family)
+    caches = make_prompt_cache(model, CachePolicy(bits=8, group_size=32))
+    logits(model, caches, prompt()[:, :21], [20, 1])
+    ours = attention_caches(caches)
+    assert ours
+    assert all(hasattr(cache, "bits") == packed for cache in ours)
+    logits(model, caches, prompt()[:, :20], [20])
+    assert not any(hasattr(cache, "bits") for cache in ours)
+
+
+def test_recurrent_and_windowed_layers_stay_mlx_lms_own() -> None:
+    kinds = {family: [type(c) for c in leaves(make_prompt_cache(make_model(family)))] for family in FAMILIES}
+    assert stock.ArraysCache in kinds["lfm2"]
+    assert stock.ArraysCache in kinds["falcon_h1"]
+    assert stock.RotatingKVCache in kinds["gpt_oss"]
+    assert all(stock.KVCache not in found for found in kinds.values())
+    assert all(KVCache in found for found in kinds.values())
+
+
+def test_a_policy_that_no_layer_can_honour_is_refused() -> None:
+    class Recurrent(nn.Module):
+        def make_cache(self) -> list[Any]:
+            return [stock.ArraysCache(2)]
+
+    assert type(make_prompt_cache(Recurrent())[0]) is stock.ArraysCache
+    with pytest.raises(ValueError, match="no layer of this model can honour bits, reserve: its caches are ArraysCache"):
+        make_prompt_cache(Recurrent(), CachePolicy(bits=8, reserve=100))
+
+
+def test_head_dims_that_cannot_be_quantised_are_refused_before_anything_is_read() -> None:
+    model = make_model("llama", head_dim=40)
+    with pytest.raises(ValueError, match="head dim 40, not a multiple of group_size=64"):
+        make_prompt_cache(model, CachePolicy(bits=8))
+
+
+def test_policy_is_frozen_and_checks_itself() -> None:
+    policy = CachePolicy(bits=8, reserve=4096)
+    with pytest.raises(AttributeError):
+        policy.bits = 4  # type: ignore[misc]
+    for options, message in (
+        ({"bits": 1}, "bits is 1"),
+        ({"bits": 8, "group_size": 5}, "group_size is 5"),
+        ({"reserve": -1}, "reserve is -1"),
+        ({"quantized_start": 9}, "quantized_start is 9, but bits is None"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            CachePolicy(**options)
