@@ -276,6 +276,11 @@ def main() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         command.main(standalone_mode=False)
+    except ImportError as error:
+        if not (error.name or "").startswith("mlx") and "libmlx" not in str(error):
+            raise
+        click.echo('mlx-kv: error: MLX is not installed here: pip install "mlx-kv[cpu]" or "mlx-kv[cuda]"', err=True)
+        sys.exit(2)
     except (click.ClickException, ValueError) as error:
         message = error.format_message() if isinstance(error, click.ClickException) else str(error)
         click.echo(f"mlx-kv: error: {' '.join(message.split())}", err=True)

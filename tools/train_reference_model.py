@@ -216,7 +216,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=sorted(PRESETS), default="reference")
     parser.add_argument("--work", type=Path, default=Path("build/train"), help="tokenizer, tokens and checkpoints")
-    parser.add_argument("--steps", type=int, default=6000, help=f"of {TOKENS_PER_STEP:,} tokens each")
+    parser.add_argument("--steps", type=int, default=4800, help=f"of {TOKENS_PER_STEP:,} tokens each")
     parser.add_argument("--lr", type=float, default=6e-3, help="peak learning rate")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--checkpoint-every", type=int, default=200, metavar="STEPS")

@@ -1,0 +1,43 @@
+# Each target does its own set-up: a virtual environment in .venv, and in it this package with what it needs.
+#   make generate   the main job on real input: the reference model continues a source file of this repository
+#   make test       the tests
+#   make lint       style and types
+#   make bench      the benchmarks, each ends in one JSON line
+
+VENV ?= .venv
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+# On Linux MLX comes with a backend of choice: make EXTRAS=cuda. On macOS it comes with Metal.
+EXTRAS ?= $(if $(filter Linux,$(shell uname -s)),cpu)
+comma := ,
+
+.PHONY: generate test lint bench clean
+
+generate: $(VENV)/.run
+	$(VENV)/bin/mlx-kv generate --prompt-file mlx_kv/growth.py --max-tokens 200
+
+test: $(VENV)/.dev
+	$(VENV)/bin/python -m pytest
+
+lint: $(VENV)/.dev
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+bench: $(VENV)/.run
+	$(VENV)/bin/python benchmarks/growth.py
+
+$(VENV)/bin/python:
+	@test -n "$(PYTHON)" || { echo "mlx-kv needs Python 3.11 or later on the PATH, or make PYTHON=/path/to/python" >&2; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.run: pyproject.toml | $(VENV)/bin/python
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e ".[$(EXTRAS)]"
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml | $(VENV)/bin/python
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e ".[$(if $(EXTRAS),$(EXTRAS)$(comma))dev]"
+	@touch $@ $(VENV)/.run
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,131 @@
+"""The command as a user meets it: a process, its two streams and its exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import mlx_kv
+from mlx_kv.adapter import load
+from mlx_kv.generation import stream_generate
+
+PACKAGE = Path(mlx_kv.__file__).parent
+
+
+def run(*arguments: str, stdin: bytes = b"", **environment: str) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [sys.executable, "-m", "mlx_kv.cli", *arguments],
+        input=stdin,
+        capture_output=True,
+        timeout=300,
+        env={**os.environ, **environment},
+    )
+    out, err = done.stdout.decode(), done.stderr.decode()
+    return subprocess.CompletedProcess(done.args, done.returncode, out, err)
+
+
+def test_text_goes_to_stdout_and_statistics_to_stderr() -> None:
+    done = run("generate", "--prompt-file", str(PACKAGE / "growth.py"), "--max-tokens", "20")
+    assert done.returncode == 0
+    wanted = stream_generate(*load(mlx_kv.model_path("reference")), (PACKAGE / "growth.py").read_text(), max_tokens=20)
+    assert done.stdout == "".join(r.text for r in wanted) + "\n"
+    for words in ("tokens/s", "KV cache", "live", "allocated", "growths", "peak memory"):
+        assert words in done.stderr
+    assert "%|" not in done.stderr  # no progress bar where nobody looks
+
+
+def test_json_is_one_object_and_options_reach_the_caches() -> None:
+    common = ("generate", "-", "--max-tokens", "8", "--json")
+    plain, packed = (json.loads(run(*common, *more, stdin=b"import os\n").stdout) for more in ((), ("--kv-bits", "8")))
+    assert plain["generation_tokens"] == len(plain["tokens"]) == 8
+    assert plain["finish_reason"] == "length"
+    held = plain["prompt_tokens"] + 8
+    assert plain["kv_bytes_live"] == held * 4 * 2 * 2 * 64 * 4
+    assert packed["kv_bytes_live"] == held * 4 * 2 * 2 * (64 + 2 * 4)
+    assert plain["kv_growths"] == 0
+
+
+def test_a_seed_repeats_and_another_does_not() -> None:
+    options = ("generate", "--prompt", "class ", "--max-tokens", "12", "--temp", "1.0", "--top-p", "0.95")
+    first, again, other = (run(*options, "--seed", seed).stdout for seed in ("1", "1", "2"))
+    assert first == again
+    assert first != other
+
+
+BAD = {
+    "unknown option": (["generate", "--prompt", "x", "--frobnicate"], "No such option"),
+    "unknown command": (["degenerate"], "No such command"),
+    "no prompt": (["generate"], "no prompt: give --prompt, --prompt-file or -"),
+    "two prompts": (["generate", "--prompt", "x", "-"], "more than one prompt"),
+    "stray argument": (["generate", "notes.txt"], "unexpected argument 'notes.txt'"),
+    "missing file": (["generate", "--prompt-file", "nowhere.py"], "'nowhere.py' does not exist"),
+    "empty prompt": (["generate", "--prompt", "  "], "the prompt is empty"),
+    "empty stdin": (["generate", "-"], "the prompt is empty"),
+    "bits": (["generate", "--prompt", "x", "--kv-bits", "7"], "bits is 7: a quantised cache has 2, 3, 4, 5, 6, 8 bits"),
+    "group": (["generate", "--prompt", "x", "--kv-bits", "8", "--kv-group-size", "7"], "group_size is 7"),
+    "group and head dim": (
+        ["generate", "--prompt", "x", "--kv-bits", "8", "--kv-group-size", "128"],
+        "head dim 64, not a multiple of group_size=128; use group_size=32 or 64",
+    ),
+    "start without bits": (["generate", "--prompt", "x", "--quantized-kv-start", "9"], "bits is None"),
+    "growth": (["generate", "--prompt", "x", "--kv-growth", "magic"], "'magic' is not one of"),
+    "no tokens": (["generate", "--prompt", "x", "--max-tokens", "0"], "0 is not in the range"),
+    "temperature": (["generate", "--prompt", "x", "--temp", "-1"], "-1.0 is not in the range"),
+    "folder without config": (["generate", "--prompt", "x", "--model", "{empty}"], "has no config.json"),
+    "no such model": (["generate", "--prompt", "x", "--model", "nowhere"], "neither a directory nor a hub id"),
+    "broken config": (["generate", "--prompt", "x", "--model", "{broken}"], "cannot load"),
+    "binary prompt": (["generate", "--prompt-file", "{binary}"], "not UTF-8 text"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_line_and_exit_code_2(case: str, tmp_path: Path) -> None:
+    arguments, message = BAD[case]
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.json").write_text("{")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    places = {name: str(tmp_path / name) for name in ("empty", "broken", "binary")}
+    done = run(*(a.format(**places) if a.startswith("{") else a for a in arguments))
+    assert done.returncode == 2, done
+    assert message in done.stderr
+    assert done.stderr.startswith("mlx-kv: error: ")
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["generate", "--help"]])
+def test_help_has_examples(arguments: list[str]) -> None:
+    done = run(*arguments)
+    assert done.returncode == 0
+    assert "Examples:" in done.stdout
+    assert "mlx-kv generate --prompt" in done.stdout
+
+
+def test_info_says_what_is_installed() -> None:
+    done = run("info")
+    assert done.returncode == 0
+    for words in ("mlx-kv", "mlx-lm", "device", "BLAS", "GFLOP/s", "reference", "draft"):
+        assert words in done.stdout
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a BLAS is loaded ahead of MLX on Linux only")
+def test_blas_can_be_chosen_and_a_missing_one_is_said() -> None:
+    assert "bundled reference BLAS (MLX_KV_BLAS=none)" in run("info", MLX_KV_BLAS="none").stdout
+    assert "(libnowhere.so cannot be loaded)" in run("info", MLX_KV_BLAS="libnowhere.so").stdout
+
+
+def test_importing_the_package_does_not_import_mlx() -> None:
+    """Otherwise no BLAS could be loaded ahead of it."""
+    code = "import sys, mlx_kv, mlx_kv.blas; assert 'mlx.core' not in sys.modules; mlx_kv.KVCache; print(dir(mlx_kv))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "stream_generate" in done.stdout
+    for name in mlx_kv.__all__:
+        assert getattr(mlx_kv, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        mlx_kv.nothing  # noqa: B018

@@ -1,0 +1,135 @@
+"""The main job on a real model: text from the reference model, its keys and values in our caches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx_lm.generate import stream_generate as stock_stream_generate
+from mlx_lm.models import cache as stock
+from mlx_lm.sample_utils import make_sampler
+
+import mlx_kv
+from mlx_kv import CachePolicy, FixedStep, cache_statistics, make_prompt_cache, stream_generate
+from mlx_kv.generation import encode_prompt
+
+Reference = tuple[nn.Module, Any]
+SOURCE = Path(mlx_kv.__file__).parent / "cache.py"
+
+
+@pytest.fixture(scope="module")
+def prompt(reference: Reference) -> list[int]:
+    """1,500 tokens of real source."""
+    tokens = encode_prompt(reference[1], SOURCE.read_text())[:1500]
+    assert len(tokens) == 1500
+    return tokens
+
+
+def ids(responses: Any) -> list[int]:
+    return [response.token for response in responses]
+
+
+def stock_greedy(reference: Reference, prompt: list[int], caches: list[Any]) -> list[int]:
+    return ids(stock_stream_generate(*reference, prompt, max_tokens=256, prompt_cache=caches))
+
+
+@pytest.mark.parametrize("prefill_step_size", [2048, 100])
+def test_greedy_equals_mlx_lms_for_256_tokens(reference: Reference, prompt: list[int], prefill_step_size: int) -> None:
+    wanted = stock_greedy(reference, prompt, stock.make_prompt_cache(reference[0]))
+    got = ids(stream_generate(*reference, prompt, max_tokens=256, prefill_step_size=prefill_step_size))
+    assert len(got) > 100
+    assert got == wanted
+
+
+def test_greedy_on_8_bits_equals_mlx_lms_quantised_cache(reference: Reference, prompt: list[int]) -> None:
+    wanted = stock_greedy(reference, prompt, [stock.QuantizedKVCache(64, 8) for _ in reference[0].layers])
+    got = ids(stream_generate(*reference, prompt, policy=CachePolicy(bits=8), max_tokens=256))
+    assert len(got) > 100
+    assert got == wanted
+
+
+def test_quantising_later_equals_mlx_lms_loop_doing_it(reference: Reference, prompt: list[int]) -> None:
+    options = {"kv_bits": 8, "quantized_kv_start": 1200, "prefill_step_size": 500}
+    wanted = ids(stock_stream_generate(*reference, prompt, max_tokens=64, **options))
+    policy = CachePolicy(bits=8, quantized_start=1200)
+    assert ids(stream_generate(*reference, prompt, policy=policy, max_tokens=64, prefill_step_size=500)) == wanted
+
+
+def test_sampling_with_a_seed_equals_mlx_lms(reference: Reference, prompt: list[int]) -> None:
+    runs = []
+    for generate in (stream_generate, stock_stream_generate):
+        mx.random.seed(7)
+        runs.append(ids(generate(*reference, prompt[:50], max_tokens=40, sampler=make_sampler(temp=0.8, top_p=0.9))))
+    assert runs[0] == runs[1]
+
+
+def test_room_for_prompt_and_answer_is_reserved(reference: Reference, prompt: list[int]) -> None:
+    caches = make_prompt_cache(reference[0], CachePolicy(growth=FixedStep()))
+    responses = list(stream_generate(*reference, prompt, max_tokens=300, prompt_cache=caches, prefill_step_size=100))
+    assert responses[-1].finish_reason in ("length", "stop")
+    assert caches[0].capacity == 2048
+    assert cache_statistics(caches).growths == 0
+
+
+def test_a_session_goes_on_from_its_caches(reference: Reference, prompt: list[int]) -> None:
+    """Two calls that share caches equal one: nothing of the first is read again."""
+    whole = ids(stream_generate(*reference, prompt[:600], max_tokens=30))
+    caches = make_prompt_cache(reference[0])
+    for _ in stream_generate(*reference, prompt[:400], max_tokens=1, prompt_cache=caches):
+        pass
+    for cache in caches:
+        cache.trim(cache.offset - 400)
+    assert ids(stream_generate(*reference, prompt[400:600], max_tokens=30, prompt_cache=caches)) == whole
+
+
+def test_statistics_add_up(reference: Reference) -> None:
+    caches = make_prompt_cache(reference[0])
+    list(stream_generate(*reference, "import os\n", max_tokens=5, prompt_cache=caches))
+    held = cache_statistics([*caches, stock.KVCache()])
+    layers, per_token = len(caches), 2 * 2 * 64 * 4
+    assert held.bytes_live == layers * caches[0].offset * per_token
+    assert held.bytes_allocated == layers * 256 * per_token
+
+
+def test_text_and_ids_are_the_same_prompt(reference: Reference) -> None:
+    text = "def main():\n"
+    by_ids = ids(stream_generate(*reference, mx.array(encode_prompt(reference[1], text)), max_tokens=10))
+    assert ids(stream_generate(*reference, text, max_tokens=10)) == by_ids
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prompt": []}, "the prompt is empty"),
+        ({"prompt": ""}, "the prompt is empty"),
+        ({"max_tokens": 0}, "max_tokens is 0"),
+        ({"max_tokens": -2}, "max_tokens is -2"),
+        ({"kv_bits": 8}, r"use policy=CachePolicy\(bits=...\)"),
+        ({"policy": CachePolicy(), "prompt_cache": []}, "give one of them"),
+    ],
+)
+def test_bad_input_is_refused_at_the_call(reference: Reference, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        stream_generate(*reference, **{"prompt": "x", **options})
+
+
+def test_the_shipped_models_are_what_their_cards_say(reference: Reference) -> None:
+    assert mlx_kv.bundled_models() == ["draft", "reference"]
+    size = sum(p.stat().st_size for p in (SOURCE.parent / "models").rglob("*") if p.is_file())
+    assert size <= 12e6
+    args = reference[0].args
+    assert (args.model_type, args.head_dim, args.num_attention_heads, args.num_key_value_heads) == ("llama", 64, 4, 2)
+
+
+def test_the_reference_model_recalls(reference: Reference) -> None:
+    """Real recall over some distance: without it, no later claim about caches would mean anything."""
+    pairs = {"river_copper": "walnut", "falcon_lemon": "zephyr", "amber_tunnel": "silver", "ocean_rabbit": "ginger"}
+    head = "".join(f'settings["{key}"] = "{value}"\n' for key, value in pairs.items())
+    filler = (SOURCE.parent / "growth.py").read_text()
+    for key, value in pairs.items():
+        question = f'{head}{filler}\nassert settings["{key}"] == "'
+        answer = "".join(r.text for r in stream_generate(*reference, question, max_tokens=6))
+        assert answer.startswith(value), (key, answer)
