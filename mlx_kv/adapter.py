@@ -106,6 +106,8 @@ def load(path_or_hub_id: str | Path) -> tuple[nn.Module, Any]:
     path = Path(path_or_hub_id)
     if path.is_dir() and not (path / "config.json").exists():
         raise ValueError(f"{path} has no config.json: give a directory with a model that mlx-lm can load")
+    if path.is_file():
+        raise ValueError(f"{path} is a file: give the directory of a model, with its config.json")
     if not path.exists() and len(path.parts) != 2:
         raise ValueError(f"{path} is neither a directory nor a hub id such as mlx-community/Qwen3-0.6B-4bit")
     try:

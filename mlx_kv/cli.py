@@ -288,9 +288,6 @@ def main() -> None:
     except (click.Abort, KeyboardInterrupt):
         click.echo("\nmlx-kv: interrupted", err=True)
         sys.exit(130)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader has left; so do we, quietly
-        sys.exit(0)
 
 
 if __name__ == "__main__":

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import pty
 import subprocess
 import sys
+import termios
 from pathlib import Path
 
 import pytest
@@ -37,6 +40,29 @@ def test_text_goes_to_stdout_and_statistics_to_stderr() -> None:
     for words in ("tokens/s", "KV cache", "live", "allocated", "growths", "peak memory"):
         assert words in done.stderr
     assert "%|" not in done.stderr  # no progress bar where nobody looks
+
+
+def test_a_long_prompt_shows_its_progress_on_a_terminal() -> None:
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (40, 100))
+    arguments = (
+        "generate",
+        "--prompt-file",
+        str(PACKAGE / "growth.py"),
+        "--max-tokens",
+        "2",
+        "--prefill-step-size",
+        "100",
+    )
+    process = subprocess.Popen([sys.executable, "-m", "mlx_kv.cli", *arguments], stdout=subprocess.PIPE, stderr=theirs)
+    os.close(theirs)
+    seen = b""
+    with contextlib.suppress(OSError):  # how a terminal says that its other side has gone
+        while part := os.read(ours, 4096):
+            seen += part
+    assert process.wait(timeout=300) == 0
+    assert b"prompt:" in seen
+    assert b"%|" in seen
 
 
 def test_json_is_one_object_and_options_reach_the_caches() -> None:
@@ -77,6 +103,7 @@ BAD = {
     "no tokens": (["generate", "--prompt", "x", "--max-tokens", "0"], "0 is not in the range"),
     "temperature": (["generate", "--prompt", "x", "--temp", "-1"], "-1.0 is not in the range"),
     "folder without config": (["generate", "--prompt", "x", "--model", "{empty}"], "has no config.json"),
+    "a file for a model": (["generate", "--prompt", "x", "--model", "{binary}"], "is a file: give the directory"),
     "no such model": (["generate", "--prompt", "x", "--model", "nowhere"], "neither a directory nor a hub id"),
     "broken config": (["generate", "--prompt", "x", "--model", "{broken}"], "cannot load"),
     "binary prompt": (["generate", "--prompt-file", "{binary}"], "not UTF-8 text"),

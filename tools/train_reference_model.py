@@ -24,6 +24,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from reference_card import model_card
 from reference_corpus import END_OF_TEXT, HELD_OUT_PERCENT, TEMPLATES, VOCAB_SIZE, Corpus, make_pairs, read_sources
 from reference_network import PRESETS, Llama, token_losses
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -33,6 +34,7 @@ TOKENS_PER_STEP = 8192
 SHORT, LONG = 1024, 4096
 WARM_UP, DECAY_FROM = 100, 0.75
 DISTANCES = (64, 256, 512, 900, 2000, 3600)
+RECALL_TRIALS = 100
 
 
 def get_tokenizer(work: Path) -> Tokenizer:
@@ -92,7 +94,9 @@ def held_out_loss(model: Llama, corpus: Corpus, length: int, most_windows: int |
 
 
 @torch.no_grad()
-def recall_accuracy(model: Llama, corpus: Corpus, tokenizer: Tokenizer, distance: int, trials: int = 40) -> float:
+def recall_accuracy(
+    model: Llama, corpus: Corpus, tokenizer: Tokenizer, distance: int, trials: int = RECALL_TRIALS
+) -> float:
     """Share of values repeated whole (greedy) when their only assignment stands about `distance` tokens back."""
     rng, correct, pairs = random.Random(f"recall/{distance}"), 0, 4
     for _ in range(trials):
@@ -189,7 +193,7 @@ def export(trainer: Trainer, held_out: Corpus, tokenizer: Tokenizer, work: Path,
     config = {**model.config.to_json(), "bos_token_id": end, "eos_token_id": end, "torch_dtype": "float16"}
     (to / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     (to / "tokenizer.json").write_text((work / "tokenizer.json").read_text())
-    special = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT, "model_max_length": LONG}
+    special = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT}
     tokenizer_config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **special}
     (to / "tokenizer_config.json").write_text(json.dumps(tokenizer_config, indent=2) + "\n")
     measured = {
@@ -206,9 +210,11 @@ def export(trainer: Trainer, held_out: Corpus, tokenizer: Tokenizer, work: Path,
         "held_out_tokens": len(held_out.tokens),
         "held_out_nats_per_token_at_1024": round(held_out_loss(model, held_out, SHORT), 4),
         "held_out_nats_per_token_at_4096": round(held_out_loss(model, held_out, LONG), 4),
+        "recall_trials": RECALL_TRIALS,
         "recall_accuracy_by_distance": {d: recall_accuracy(model, held_out, tokenizer, d) for d in DISTANCES},
     }
     (to / "measurements.json").write_text(json.dumps(measured, indent=2) + "\n")
+    (to / "MODEL_CARD.md").write_text(model_card(trainer.args.model, config, measured))
     print(json.dumps(measured))
 
 
