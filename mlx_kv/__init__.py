@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mlx_kv.adapter import make_prompt_cache
     from mlx_kv.bundled import bundled_models, model_path
-    from mlx_kv.cache import KVCache, QuantizedKVCache
+    from mlx_kv.cache import KVCache, QuantizedKVCache, RingBufferKVCache, RingKVCache, RotatingKVCache
     from mlx_kv.generation import CacheStatistics, cache_statistics, stream_generate
     from mlx_kv.growth import FixedStep, Geometric, Growth
     from mlx_kv.policy import CachePolicy
@@ -29,6 +29,9 @@ _HOMES = {
     "Growth": "growth",
     "KVCache": "cache",
     "QuantizedKVCache": "cache",
+    "RingBufferKVCache": "cache",
+    "RingKVCache": "cache",
+    "RotatingKVCache": "cache",
     "bundled_models": "bundled",
     "cache_statistics": "generation",
     "make_prompt_cache": "adapter",
@@ -45,6 +48,9 @@ __all__ = [
     "Growth",
     "KVCache",
     "QuantizedKVCache",
+    "RingBufferKVCache",
+    "RingKVCache",
+    "RotatingKVCache",
     "bundled_models",
     "cache_statistics",
     "make_prompt_cache",

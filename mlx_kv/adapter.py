@@ -20,14 +20,15 @@ from mlx_kv.policy import CachePolicy
 
 # Sparse-attention models keep the keys of their indexer in the second cache of a layer. It is small, and the models
 # write its buffers themselves (deepseek_v32 zeroes the values, minimax_m3 has none), so it stays plain.
+FULL = {stock.KVCache, stock.QuantizedKVCache}
 INDEXER_MODELS = ("deepseek_v32", "glm_moe_dsa", "minimax_m3_vl")
 
 
 def make_prompt_cache(model: nn.Module, policy: CachePolicy | None = None) -> list[Any]:
-    """One cache for each layer that wants one, in the order and kinds of the model's own list.
+    """One cache for each layer that wants one, in the order of the model's own list.
 
-    Attention caches without a window become `KVCache` as the policy says, also inside a `CacheList`. Recurrent state
-    stays mlx-lm's, and so do rotating and chunked caches.
+    Attention caches become ours as the policy says, also inside a `CacheList`: those with a window become rings of that
+    window. Recurrent state stays mlx-lm's, and so do chunked caches.
 
     Args:
         model: any model of mlx-lm.
@@ -38,26 +39,31 @@ def make_prompt_cache(model: nn.Module, policy: CachePolicy | None = None) -> li
     """
     policy = policy or CachePolicy()
     own = stock.make_prompt_cache(model)
-    convertible = sum(type(cache) in (stock.KVCache, stock.QuantizedKVCache) for cache in leaves(own))
-    if policy.changed() and not convertible:
-        kinds = ", ".join(sorted({type(cache).__name__ for cache in leaves(own)})) or "none"
+    kinds = {type(cache) for cache in leaves(own)}
+    full, windowed = bool(kinds & FULL), stock.RotatingKVCache in kinds
+    rings = windowed or (full and policy.max_kv_size is not None)
+    honoured = {"max_kv_size": full, "max_write": rings, "max_rollback": rings}
+    if ignored := [name for name in policy.changed() if not honoured.get(name, full or windowed)]:
         raise ValueError(
-            f"no layer of this model can honour {', '.join(policy.changed())}: its caches are {kinds}; "
-            "use the default policy"
+            f"no layer of this model can honour {', '.join(ignored)}: its caches are "
+            f"{', '.join(sorted(kind.__name__ for kind in kinds)) or 'none'}; leave it out"
         )
     packed_decode = policy.bits is not None and _takes_packed_planes(model, policy)
     return _convert(model, own, policy, packed_decode)
 
 
 def _convert(model: nn.Module, own: Iterable[Any], policy: CachePolicy, packed_decode: bool) -> list[Any]:
+    indexed = type(model).__module__.rpartition(".")[2] in INDEXER_MODELS
+    plain = replace(policy, bits=None, quantized_start=0)
+
     def converted(cache: Any, policy: CachePolicy) -> Any:
         if type(cache) is stock.CacheList:
-            indexed = type(model).__module__.rpartition(".")[2] in INDEXER_MODELS
-            plain = replace(policy, bits=None, quantized_start=0)
             members = [converted(c, plain if indexed and i == 1 else policy) for i, c in enumerate(cache.caches)]
             return stock.CacheList(*members)  # type: ignore[no-untyped-call]
-        if type(cache) in (stock.KVCache, stock.QuantizedKVCache):
-            return policy.make_cache(packed_decode)
+        if type(cache) is stock.RotatingKVCache:
+            return policy.make_cache(cache.max_size, cache.keep, packed_decode=packed_decode)
+        if type(cache) in FULL:
+            return policy.make_cache(packed_decode=packed_decode)
         return cache
 
     return [converted(cache, policy) for cache in own]

@@ -21,7 +21,7 @@ import mlx.core as mx
 from mlx_kv.checks import check_tokens, check_unchanged, not_negative
 from mlx_kv.codec import Plain, make_codec
 from mlx_kv.growth import Geometric, Growth, round_up
-from mlx_kv.layout import Plan, Row, plan_append, trim_rows
+from mlx_kv.layout import Append, Layout, Plan, Ring, Row, trim_rows
 from mlx_kv.mask import Mask, make_mask
 from mlx_kv.protocol import Fetched
 from mlx_kv.store import Store, tensor_of
@@ -42,6 +42,7 @@ class KVCache:
         quantized_start: stay plain until this many tokens are held, then quantise all of them, once.
         packed_decode: hand packed planes to attention for writes of up to 8 tokens. False for models whose attention
             cannot take them (attention sinks, MLA); `make_prompt_cache` finds out by itself.
+        layout: which slot holds which position: everything (the default), or a ring, see `RingKVCache`.
 
     Raises:
         ValueError: bits or a group size that don't exist, a negative reserve or quantized_start.
@@ -56,6 +57,7 @@ class KVCache:
         *,
         quantized_start: int = 0,
         packed_decode: bool = True,
+        layout: Layout = Append(),
     ) -> None:
         self._codec, self._growth = make_codec(bits, group_size), growth
         self._reserve = not_negative("reserve", reserve)
@@ -63,6 +65,10 @@ class KVCache:
         self._packed_decode = packed_decode
         self._rows: tuple[Row, ...] = (Row(),)
         self._stores: tuple[Store, Store] | None = None  # keys, values
+        self._layout: Layout = layout
+        self._transient: tuple[mx.array, mx.array] | None = (
+            None  # what a write longer than max_write let attention read
+        )
         self._packed = False  # whether the last fetch handed out packed planes
         self.growths = 0  # reallocations since the first allocation
 
@@ -70,7 +76,7 @@ class KVCache:
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Mask:
         """The mask for the next N tokens: None, "causal", or booleans (N, K) or (B, 1, N, K)."""
-        return make_mask(plan_append(self._rows, N), window_size, return_array)
+        return make_mask(Plan(self._layout, self._rows, N), window_size, return_array)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Fetched:
         """Stores the new tokens of every row and returns all that attention reads.
@@ -87,13 +93,32 @@ class KVCache:
         tensors = (keys, values)
         self._check(*tensors)
         rows = self._rows if len(self._rows) == keys.shape[0] else (Row(),) * keys.shape[0]
-        plan = plan_append(rows, keys.shape[2])
+        plan = Plan(self._layout, rows, keys.shape[2])
+        self._transient = None
         stores = self._make_room(plan, tensors)
+        if plan.transient:  # read before the write overwrites what its first queries see
+            self._transient = self._read_transient(plan, stores, tensors)
         for store, tensor in zip(stores, tensors, strict=True):
-            store.write(tensor, plan.ends)
-        self._rows = tuple(Row(row.start, row.offset + plan.new) for row in rows)
-        self._packed = self._hands_out_packed(stores, plan.new)
+            store.write(tensor, plan)
+        self._rows = plan.after
+        self._packed = not plan.transient and self._hands_out_packed(stores, plan.new)
         return self.keys_and_values()
+
+    def _read_transient(
+        self, plan: Plan, stores: tuple[Store, Store], tensors: tuple[mx.array, mx.array]
+    ) -> tuple[mx.array, mx.array]:
+        """The live tokens in order, then the new ones as they will be stored. Shorter rows begin with filler."""
+        live, longest = plan.live(), max(map(len, plan.live()))
+        slots = [
+            [0] * (longest - len(seen)) + [plan.layout.slot(row, position) for position in seen]
+            for row, seen in zip(plan.rows, live, strict=True)
+        ]
+
+        def read(store: Store, new: mx.array) -> mx.array:
+            stored = store.codec.decode(store.codec.encode(new))
+            return mx.concatenate([store.codec.decode(store.take(slots)), stored], axis=2) if longest else stored
+
+        return read(stores[0], tensors[0]), read(stores[1], tensors[1])
 
     def _hands_out_packed(self, stores: tuple[Store, Store], new: int) -> bool:
         # mlx-lm's packed attention shapes its result by the keys' head dim: with another one of values it cannot work.
@@ -108,7 +133,9 @@ class KVCache:
         """
         if self._stores is None:
             raise ValueError("this cache is empty: call update_and_fetch before keys_and_values")
-        count = max(row.end for row in self._rows)
+        if self._transient is not None:
+            return self._transient
+        count = min(max(row.end for row in self._rows), self._layout.most_slots)
         keys, values = self._stores
         if self._packed:
             return keys.read(count), values.read(count)
@@ -116,7 +143,7 @@ class KVCache:
 
     def _make_room(self, plan: Plan, tensors: tuple[mx.array, mx.array]) -> tuple[Store, Store]:
         """The stores, with slots for the plan: allocated, grown or quantised first where that is due."""
-        held = max(plan.ends)
+        held = min(max(row.end for row in plan.rows), plan.layout.most_slots)
         if self._stores is None:
             codec = self._codec if held >= self._quantized_start else Plain()
             capacity = self._next_capacity(plan.needed)
@@ -133,7 +160,8 @@ class KVCache:
         return self._stores
 
     def _next_capacity(self, needed: int) -> int:
-        return round_up(max(self._growth.capacity(needed, self.capacity), self._reserve))
+        wanted = round_up(max(self._growth.capacity(needed, self.capacity), self._reserve))
+        return min(wanted, round_up(self._layout.most_slots))
 
     def _check(self, keys: mx.array, values: mx.array) -> None:
         check_tokens(keys, values)
@@ -158,25 +186,26 @@ class KVCache:
 
     def size(self) -> int:
         """Tokens held by the longest row."""
-        return max(row.offset for row in self._rows)
+        longest = max(row.offset for row in self._rows)
+        return longest if self._layout.window is None else min(longest, self._layout.window)
 
     def empty(self) -> bool:
         """Whether no row holds a token."""
         return self.size() == 0
 
     def is_trimmable(self) -> bool:
-        """mlx-lm's question, whose callers then trim by any amount: here every trim is lossless."""
-        return True
+        """mlx-lm's question, whose callers then trim by any amount: whether every trim is lossless."""
+        return all(self._layout.most_trim(row) == row.offset for row in self._rows)
 
     def can_trim(self, n: int) -> bool:
-        """Whether every row holds n tokens to drop."""
-        return 0 <= n <= min(row.offset for row in self._rows)
+        """Whether every row can drop n tokens, and see what it saw before them."""
+        return 0 <= n <= min(self._layout.most_trim(row) for row in self._rows)
 
     def trim(self, n: int) -> int:
         """Drops the last n tokens of every row, without moving anything, and returns n.
 
         Raises:
-            ValueError: n is negative or more than a row holds; nothing has changed then.
+            ValueError: n is negative or more than a row can give back; nothing has changed then.
         """
         self.trim_per_sequence([n] * len(self._rows))
         return n
@@ -191,11 +220,12 @@ class KVCache:
             ValueError: a wrong number of counts, or one that its row cannot give; nothing has changed then.
         """
         counts: Any = n.tolist() if isinstance(n, mx.array) else n
-        self._rows = trim_rows(self._rows, tuple(counts))
+        self._rows = trim_rows(self._layout, self._rows, tuple(counts))
+        self._transient = None
 
     def reset(self) -> None:
         """Forgets every token, for a new session. Slots stay allocated, and serve it if its shapes are the same."""
-        self._rows, self._packed = (Row(),), False
+        self._rows, self._packed, self._transient = (Row(),), False, None
 
     def reserve(self, tokens: int) -> None:
         """Announces that a row will hold `tokens` tokens in all: when room must be made next, it is made for them.
@@ -222,7 +252,9 @@ class KVCache:
         """Bytes of the slots that hold a token."""
         if self._stores is None:
             return 0
-        return sum(row.offset for row in self._rows) * sum(store.bytes_per_slot for store in self._stores)
+        window = self._layout.window
+        live = sum(row.offset if window is None else min(row.offset, window) for row in self._rows)
+        return live * sum(store.bytes_per_slot for store in self._stores)
 
     # --- quantisation ---------------------------------------------------------------------------------------------
 
@@ -295,16 +327,21 @@ class KVCache:
     def state(self) -> tuple[Any, ...]:
         """Everything to continue from, as a pytree: planes of keys and of values, rows, and how they are stored."""
         keys, values = (None, None) if self._stores is None else (store.planes for store in self._stores)
-        starts, offsets = [row.start for row in self._rows], [row.offset for row in self._rows]
+        self._transient = None  # whoever asks is past the forward in which other layers may have read it
+        rows = [[row.start, row.offset, row.high] for row in self._rows]
+        layout = (
+            None if self._layout.window is None else [self._layout.window, self._layout.max_write, self._layout.sinks]
+        )
         settings = (self._codec.bits, self._codec.group_size, self._quantized_start, self._packed_decode, self._packed)
-        return keys, values, starts, offsets, *settings
+        return keys, values, rows, layout, *settings
 
     @state.setter
     def state(self, value: tuple[Any, ...]) -> None:
-        keys, values, starts, offsets, bits, group_size, quantized_start, packed_decode, packed = value
+        keys, values, rows, layout, bits, group_size, quantized_start, packed_decode, packed = value
         self._codec = make_codec(bits, group_size)
         self._quantized_start, self._packed_decode, self._packed = quantized_start, packed_decode, packed
-        self._rows = tuple(Row(start, offset) for start, offset in zip(starts, offsets, strict=True))
+        self._rows, self._transient = tuple(Row(*row) for row in rows), None
+        self._layout = Append() if layout is None else Ring(*layout)
         self._stores = None
         if keys is not None:
             codec = self._codec if len(keys) > 1 else Plain()
@@ -325,3 +362,39 @@ class KVCache:
 def QuantizedKVCache(group_size: int = 64, bits: int = 8) -> KVCache:  # noqa: N802, mlx-lm's name for it
     """A quantised `KVCache`, with the name and the signature of mlx-lm's."""
     return KVCache(bits=bits, group_size=group_size)
+
+
+def RingKVCache(  # noqa: N802, a choice of parts with the name of what it is
+    window: int,
+    max_write: int = 512,
+    sinks: int = 0,
+    bits: int | None = None,
+    group_size: int = 64,
+    growth: Growth = Geometric(),
+    reserve: int = 0,
+    *,
+    packed_decode: bool = True,
+) -> KVCache:
+    """A `KVCache` that keeps the last `window` tokens, in window + max_write - 1 slots, and can undo its last write.
+
+    Args:
+        window: tokens that a query sees, itself and the sinks included.
+        max_write: the longest write to plan for. A longer one loses nothing, but attention then reads a copy.
+        sinks: so many of the first tokens are never dropped; they count towards the window.
+
+    Raises:
+        ValueError: a window or max_write below 1, sinks that fill the window, and what `KVCache` refuses.
+    """
+    return KVCache(
+        bits, group_size, growth, reserve, packed_decode=packed_decode, layout=Ring(window, max_write, sinks)
+    )
+
+
+def RotatingKVCache(max_size: int, keep: int = 0) -> KVCache:  # noqa: N802, mlx-lm's name for it
+    """A ring with the name, the signature and the meaning of mlx-lm's: `keep` sinks, `max_size` tokens in all."""
+    return RingKVCache(max_size, sinks=keep)
+
+
+def RingBufferKVCache(window: int, max_write: int | None = None) -> KVCache:  # noqa: N802, its name elsewhere
+    """A ring for those who know it under this name; max_write is the window unless told otherwise."""
+    return RingKVCache(window, window if max_write is None else max_write)

@@ -15,8 +15,11 @@ from mlx_kv.layout import Plan
 Mask = mx.array | Literal["causal"] | None
 
 
-def visible(key_positions: mx.array, query_positions: mx.array, window: int | None) -> mx.array:
-    """Whether a query at position q sees a key at position p: p >= 0, p <= q and, in a window, q - p < window.
+def visible(key_positions: mx.array, query_positions: mx.array, window: int | None, sinks: int = 0) -> mx.array:
+    """Whether a query at position q sees a key at position p.
+
+    p >= 0, p <= q and, in a window, q - p < window; of a window with sinks, the first `sinks` positions are always seen
+    and count towards it: p < sinks or q - p < window - sinks.
 
     Args:
         key_positions: (..., 1, K).  query_positions: (..., S, 1).
@@ -25,27 +28,58 @@ def visible(key_positions: mx.array, query_positions: mx.array, window: int | No
         (..., S, K), boolean.
     """
     seen = (key_positions >= 0) & (key_positions <= query_positions)
-    return seen if window is None else seen & (query_positions - key_positions < window)
+    if window is None:
+        return seen
+    near = query_positions - key_positions < window - sinks
+    return seen & (near | (key_positions < sinks) if sinks else near)
+
+
+def key_positions(plan: Plan) -> mx.array:
+    """The position of each key that attention reads: (K,), or (B, 1, 1, K) where rows differ.
+
+    In a slot of the ring lies the largest position p <= newest with p = slot, modulo the turn; below 0 is nothing yet.
+    """
+    rows = plan.rows[:1] if plan.uniform else plan.rows
+    if plan.transient:
+        live = plan.live()[: len(rows)]
+        longest = max(map(len, live))
+        positions = mx.array(
+            [
+                [*([-1] * (longest - len(seen))), *seen, *range(row.offset, row.offset + plan.new)]
+                for row, seen in zip(rows, live, strict=True)
+            ]
+        )
+    else:
+        slots = mx.arange(plan.needed)[None]
+        positions = slots - mx.array([[row.start] for row in rows])
+        if not plan.ordered:
+            sinks, turn = plan.layout.sinks, plan.layout.most_slots - plan.layout.sinks
+            newest = mx.array([[row.offset + plan.new - 1] for row in rows])
+            positions = mx.where(slots < sinks, slots, newest - (newest - slots) % turn)
+    return positions[0] if plan.uniform else positions[:, None, None]
 
 
 def make_mask(plan: Plan, window: int | None = None, return_array: bool = False) -> Mask:
-    """The mask for the new tokens of a plan over slots [0, plan.needed).
+    """The mask for the new tokens of a plan.
 
-    None for one token that sees every slot, "causal" where the new tokens are the last slots in order and see all
-    before them: the fast paths of every device. An array wherever one of these would be wrong.
+    None for one token that sees every key, "causal" where the new tokens are the last keys in order and see all before
+    them: the fast paths of every device. An array wherever one of these would be wrong.
 
     Args:
-        window: each query sees this many tokens, itself included.
+        window: each query sees at most this many tokens, itself included, whatever the layout keeps.
         return_array: the model reads the mask as an array; one token that sees all still gets None, as from mlx-lm.
     """
-    sees_all = plan.uniform and plan.starts[0] == 0 and (window is None or plan.needed <= window)
+    kept = plan.layout.window
+    narrower = window is not None and (kept is None or window < kept)
+    most_seen = window if narrower else kept
+    within = plan.uniform and plan.rows[0].start == 0 and (most_seen is None or plan.needed <= most_seen)
+    sees_all = within and not plan.transient and (plan.ordered or plan.new == 1)
     if sees_all and plan.new == 1:
         return None
     if sees_all and not return_array:
         return "causal"
-    slots, new = mx.arange(plan.needed), mx.arange(plan.new)[:, None]  # (K,), (S, 1)
-    if plan.uniform:
-        return visible(slots - plan.starts[0], new + (plan.ends[0] - plan.starts[0]), window)
-    starts = mx.array(plan.starts)[:, None, None, None]
-    offsets = mx.array([end - start for start, end in zip(plan.starts, plan.ends, strict=True)])[:, None, None, None]
-    return visible(slots - starts, new + offsets, window)  # (B, 1, S, K)
+    new = mx.arange(plan.new)[:, None]  # (S, 1)
+    offsets = [row.offset for row in plan.rows]
+    queries = new + offsets[0] if plan.uniform else new + mx.array(offsets)[:, None, None, None]
+    # A window that the model asks for and that is narrower than what is kept knows no sinks.
+    return visible(key_positions(plan), queries, most_seen, 0 if narrower else plan.layout.sinks)

@@ -9,7 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from mlx_kv.cache import KVCache
+from mlx_kv.checks import not_negative
 from mlx_kv.growth import Geometric, Growth
+from mlx_kv.layout import Append, Ring
+
+SINKS = 4  # first tokens that max_kv_size never drops: mlx-lm's number, after StreamingLLM (Xiao et al. 2023)
 
 
 @dataclass(frozen=True)
@@ -22,6 +26,10 @@ class CachePolicy:
         growth: how capacity grows, `Geometric()` or `FixedStep(256)` or a rule of your own.
         reserve: tokens to make room for at once, so that nothing grows within them.
         quantized_start: quantise only once a sequence holds this many tokens.
+        max_kv_size: full-attention layers keep the first 4 and the newest tokens, so many in all, as mlx-lm's option
+            of this name; layers with a window of their own keep that.
+        max_write: the longest write that rings plan for. Longer ones lose nothing, but attention reads a copy then.
+        max_rollback: tokens that rings must be able to take back; they always can take back max_write.
 
     Raises:
         ValueError: a value that does not exist, or quantized_start without bits.
@@ -32,16 +40,25 @@ class CachePolicy:
     growth: Growth = Geometric()
     reserve: int = 0
     quantized_start: int = 0
+    max_kv_size: int | None = None
+    max_write: int = 512
+    max_rollback: int = 0
 
     def __post_init__(self) -> None:
         if self.quantized_start and self.bits is None:
             raise ValueError(
                 f"quantized_start is {self.quantized_start}, but bits is None: say how many bits, or drop it"
             )
-        self.make_cache()  # the cache checks the rest
+        not_negative("max_rollback", self.max_rollback)
+        self.make_cache()  # the caches check the rest
+        self.make_cache(window=8)
 
-    def make_cache(self, packed_decode: bool = True) -> KVCache:
-        """The cache of one full-attention layer."""
+    def make_cache(self, window: int | None = None, sinks: int = 0, packed_decode: bool = True) -> KVCache:
+        """The cache of one layer: with a window of its own (`sinks` included), or of full attention."""
+        if window is None and self.max_kv_size is not None:
+            window, sinks = self.max_kv_size, max(0, min(SINKS, self.max_kv_size - 1))
+        max_write = max(self.max_write, self.max_rollback) if self.max_write > 0 else self.max_write
+        layout = Append() if window is None else Ring(window, max_write, sinks)
         return KVCache(
             bits=self.bits,
             group_size=self.group_size,
@@ -49,6 +66,7 @@ class CachePolicy:
             reserve=self.reserve,
             quantized_start=self.quantized_start,
             packed_decode=packed_decode,
+            layout=layout,
         )
 
     def changed(self) -> list[str]:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from mlx_kv.codec import Codec, Planes
+from mlx_kv.layout import Plan
 
 
 def overwritten(plane: mx.array, first: int, tokens: mx.array) -> mx.array:
@@ -81,27 +82,42 @@ class Store:
             overwritten(mx.zeros((*p.shape[:2], capacity, p.shape[3]), p.dtype), 0, p[:, :, :used]) for p in self.planes
         )
 
-    def write(self, x: mx.array, slots: Sequence[int]) -> None:
-        """Writes x (B, H, S, D) to slots [slots[i], slots[i] + S) of row i, in place wherever MLX owns the buffer.
+    def write(self, x: mx.array, plan: Plan) -> None:
+        """Writes the new tokens x (B, H, S, D) of a plan to their slots, in place wherever MLX owns the buffer.
 
-        One slice where all rows go to the same slots, one scatter otherwise.
+        One slice for each contiguous piece where all rows stand alike (two where a ring wraps), one scatter otherwise.
         """
-        new = x.shape[2]
-        if len(set(slots)) == 1:
-            self.planes = tuple(
-                overwritten(plane, slots[0], tokens)
-                for plane, tokens in zip(self.planes, self.codec.encode(x), strict=True)
-            )
+        encoded = self.codec.encode(x)
+        if plan.uniform:
+            for slot, token, count in plan.layout.pieces(plan.rows[0], plan.new):
+                self.planes = tuple(
+                    overwritten(plane, slot, tokens[:, :, token : token + count])
+                    for plane, tokens in zip(self.planes, encoded, strict=True)
+                )
             return
-        index = (mx.array(list(slots))[:, None] + mx.arange(new))[:, None, :, None]  # (B, 1, S, 1)
-        self.planes = tuple(
-            mx.put_along_axis(plane, mx.broadcast_to(index, tokens.shape), tokens, axis=2)
-            for plane, tokens in zip(self.planes, self.codec.encode(x), strict=True)
-        )
+        # No two tokens of one scatter may go to the same slot: a write that is longer than the ring goes in turns.
+        turn = min(plan.new, plan.layout.most_slots - plan.layout.sinks)
+        for first in range(0, plan.new, turn):
+            tokens_now = range(first, min(first + turn, plan.new))
+            slots = [[plan.layout.slot(row, row.offset + token) for token in tokens_now] for row in plan.rows]
+            index = mx.array(slots)[:, None, :, None]  # (B, 1, S, 1)
+            parts = [tokens[:, :, first : first + len(tokens_now)] for tokens in encoded]
+            self.planes = tuple(
+                mx.put_along_axis(plane, mx.broadcast_to(index, part.shape), part, axis=2)
+                for plane, part in zip(self.planes, parts, strict=True)
+            )
 
     def read(self, count: int) -> Planes:
         """Slots [0, count) of every plane: views of one contiguous buffer, nothing is copied."""
         return tuple(plane[:, :, :count] for plane in self.planes)
+
+    def take(self, slots: Sequence[Sequence[int]]) -> Planes:
+        """A copy of slots[i] of row i, in that order; one list serves all rows."""
+        index = mx.array([list(row) for row in slots])[:, None, :, None]  # (B or 1, 1, n, 1)
+        return tuple(
+            mx.take_along_axis(plane, mx.broadcast_to(index, (*plane.shape[:2], *index.shape[2:])), axis=2)
+            for plane in self.planes
+        )
 
     def recode(self, codec: Codec) -> None:
         """Stores every slot with another codec, the capacity unchanged."""

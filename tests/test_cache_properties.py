@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import mlx.core as mx
@@ -12,11 +13,10 @@ from hypothesis import strategies as st
 from oracle import HEADS, Spec, Twins
 
 import mlx_kv.cache
-import mlx_kv.layout
 import mlx_kv.mask
 import mlx_kv.store
 from mlx_kv import KVCache
-from mlx_kv.layout import Plan, Row
+from mlx_kv.layout import Append, Row
 
 specs = st.builds(
     Spec,
@@ -50,6 +50,10 @@ def run(spec: Spec, steps: list[tuple[str, Any]], seed: int = 0) -> Twins:
             case "trim_rows":
                 if len(twins.cache._rows) == spec.rows:
                     twins.trim([int(f * n) for f, n in zip(argument, twins.lengths(), strict=False)])
+            case "trim_few":
+                twins.trim(
+                    [min(n, m) for n, m in zip(argument, twins.lengths(), strict=False)][: len(twins.cache._rows)]
+                )
             case "copy":
                 twins.replace_by_copy()
             case "load":
@@ -124,20 +128,20 @@ RAGGED = [("update", 6), ("trim_rows", (0.2, 0.5, 0.9)), ("update", 3), ("update
 EVEN = [("update", 6), ("trim", 0.5), ("update", 3), ("update", 1)]
 
 
-def sees_one_less(keys: mx.array, queries: mx.array, window: int | None) -> mx.array:
+def sees_one_less(keys: mx.array, queries: mx.array, window: int | None, sinks: int = 0) -> mx.array:
     return (keys >= 0) & (keys < queries)
 
 
-def sees_one_more(keys: mx.array, queries: mx.array, window: int | None) -> mx.array:
+def sees_one_more(keys: mx.array, queries: mx.array, window: int | None, sinks: int = 0) -> mx.array:
     return (keys >= 0) & (keys <= queries + 1)
 
 
-def writes_one_slot_late(rows: tuple[Row, ...], new: int) -> Plan:
-    return Plan(tuple(r.start for r in rows), tuple(r.end + (r.offset > 0) for r in rows), new)
+def writes_one_slot_late(self: Append, row: Row, new: int) -> Iterator[tuple[int, int, int]]:
+    yield row.end + (row.offset > 0), 0, new
 
 
-def trims_one_less(rows: tuple[Row, ...], counts: tuple[int, ...]) -> tuple[Row, ...]:
-    return tuple(Row(r.start, r.offset - max(0, c - 1)) for r, c in zip(rows, counts, strict=True))
+def trims_one_less(layout: Append, rows: tuple[Row, ...], counts: tuple[int, ...]) -> tuple[Row, ...]:
+    return tuple(row.trimmed(max(0, count - 1)) for row, count in zip(rows, counts, strict=True))
 
 
 def grows_and_forgets_one(self: Any, capacity: int, used: int) -> None:
@@ -149,7 +153,7 @@ genuine_reserve = mlx_kv.store.Store.reserve
 PLANTED = {
     "mask: the diagonal is missing": (mlx_kv.mask, "visible", sees_one_less, RAGGED),
     "mask: the future is visible": (mlx_kv.mask, "visible", sees_one_more, RAGGED),
-    "slot: tokens are written one late": (mlx_kv.cache, "plan_append", writes_one_slot_late, EVEN),
+    "slot: tokens are written one late": (Append, "pieces", writes_one_slot_late, EVEN),
     "offset: a trim drops one less": (mlx_kv.cache, "trim_rows", trims_one_less, EVEN),
     "growth: the last token stays behind": (
         mlx_kv.store.Store,

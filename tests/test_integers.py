@@ -9,8 +9,12 @@ from hypothesis import strategies as st
 
 from mlx_kv import FixedStep, Geometric
 from mlx_kv.growth import Growth
-from mlx_kv.layout import Plan, Row, plan_append, trim_rows
+from mlx_kv.layout import Append, Plan, Ring, Row, trim_rows
 from mlx_kv.mask import make_mask
+
+
+def plan_append(rows: tuple[Row, ...], new: int) -> Plan:
+    return Plan(Append(), rows, new)
 
 
 def growths(rule: Growth, total: int, chunk: int) -> list[int]:
@@ -64,12 +68,13 @@ def test_impossible_growth_is_refused(make: object, message: str) -> None:
 
 
 def test_plan_and_trim_are_plain_arithmetic() -> None:
-    rows = (Row(0, 5), Row(2, 3))
-    assert plan_append(rows, 4) == Plan(starts=(0, 2), ends=(5, 5), new=4)
+    rows = (Row(0, 5, 5), Row(2, 3, 3))
     assert plan_append(rows, 4).needed == 9
+    assert plan_append(rows, 4).after == (Row(0, 9, 9), Row(2, 7, 7))
     assert not plan_append(rows, 4).uniform
-    assert plan_append((Row(0, 5), Row(0, 5)), 1).uniform
-    assert trim_rows(rows, (5, 1)) == (Row(0, 0), Row(2, 2))
+    assert plan_append((Row(0, 5, 9), Row(0, 5, 5)), 1).uniform
+    assert trim_rows(Append(), rows, (5, 1)) == (Row(0, 0, 5), Row(2, 2, 3))
+    assert Row(0, 2, 5).advanced(1) == Row(0, 3, 5)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +82,21 @@ def test_plan_and_trim_are_plain_arithmetic() -> None:
 )
 def test_impossible_trims_are_refused(counts: tuple[int, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        trim_rows((Row(0, 5), Row(2, 3)), counts)
+        trim_rows(Append(), (Row(0, 5), Row(2, 3)), counts)
+
+
+@given(st.integers(1, 9), st.integers(1, 9), st.integers(0, 3), st.integers(0, 40), st.integers(1, 40))
+def test_a_ring_writes_the_last_of_every_write_once(window: int, most: int, sinks: int, offset: int, new: int) -> None:
+    ring, row = Ring(window, most, min(sinks, window - 1)), Row(0, offset, offset)
+    written: dict[int, int] = {}
+    for slot, token, count in ring.pieces(row, new):
+        assert slot + count <= ring.most_slots
+        for i in range(count):
+            assert slot + i not in written
+            assert ring.slot(row, offset + token + i) == slot + i
+            written[slot + i] = offset + token + i
+    kept = [p for p in range(offset, offset + new) if p < ring.sinks or p >= offset + new - ring.turn]
+    assert sorted(written.values()) == kept
 
 
 rows = st.lists(st.builds(Row, st.integers(0, 4), st.integers(0, 12)), min_size=1, max_size=3).map(tuple)

@@ -10,14 +10,16 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx_lm.models import cache as stock
-from oracle import SlowCache, poison
+from oracle import Shadowed, SlowCache, poison
 from tiny_models import FAMILIES, VOCAB, make_model
 
 from mlx_kv import CachePolicy, KVCache, make_prompt_cache
 from mlx_kv.adapter import INDEXER_MODELS, attention_caches, leaves
 
 LENGTH = 60
-TRIMMABLE = [f for f in FAMILIES if f not in ("gemma3_text", "gpt_oss", "llama4", "lfm2", "falcon_h1")]
+WINDOWED = ["gemma3_text", "gpt_oss", "olmo3", "mistral"]
+RECURRENT = ["lfm2", "falcon_h1"]
+TRIMMABLE = [f for f in FAMILIES if f not in ("llama4", *RECURRENT)]
 
 
 def random_chunks(rng: random.Random, total: int = LENGTH) -> list[int]:
@@ -45,13 +47,15 @@ def logits(model: nn.Module, caches: list[Any], tokens: mx.array, chunks: list[i
 
 
 def slow_caches(model: nn.Module, bits: int | None = None) -> list[Any]:
-    """mlx-lm's own list with a slow, obvious cache in the place of every one that has no window."""
+    """mlx-lm's own list with a slow, obvious cache in the place of every attention cache; the same window."""
     indexed = model.model_type in INDEXER_MODELS
 
     def replaced(cache: Any, bits: int | None) -> Any:
         if type(cache) is stock.CacheList:
             inner = enumerate(cache.caches)
             return stock.CacheList(*(replaced(c, None if indexed and i == 1 else bits) for i, c in inner))
+        if type(cache) is stock.RotatingKVCache:
+            return SlowCache(bits, cache.max_size)
         return SlowCache(bits) if type(cache) is stock.KVCache else cache
 
     return [replaced(cache, bits) for cache in stock.make_prompt_cache(model)]
@@ -72,16 +76,70 @@ def test_same_chunks_give_mlx_lms_logits(family: str) -> None:
     assert_close(logits(model, caches, prompt(2), chunks), wanted)
 
 
+def write_sizes(family: str) -> dict[str, int]:
+    """A policy's max_write, for models that have rings: one that prompts exceed now and then."""
+    return {"max_write": 6} if family in WINDOWED else {}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_equal_the_slow_caches(family: str) -> None:
+    model, chunks = make_model(family), random_chunks(random.Random(family))
+    wanted = logits(model, slow_caches(model), prompt(2), chunks)
+    got = logits(model, make_prompt_cache(model, CachePolicy(**write_sizes(family))), prompt(2), chunks)
+    assert_close(got, wanted)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_quantised_layers_see_bit_for_bit_the_whole_history(family: str, bits: int) -> None:
+    model = make_model(family)
+    policy = CachePolicy(bits=bits, group_size=32, **write_sizes(family))
+    caches = make_prompt_cache(model, policy)
+    slow = list(leaves(slow_caches(model, bits)))
+    shadows = []
+
+    def shadowed(cache: Any) -> Any:
+        if isinstance(cache, stock.CacheList):
+            return stock.CacheList(*map(shadowed, cache.caches))
+        other = slow.pop(0)
+        if not isinstance(cache, KVCache):
+            return cache
+        shadows.append(Shadowed(cache, other))
+        return shadows[-1]
+
+    chunks = random_chunks(random.Random(f"{family}{bits}"))
+    logits(model, [shadowed(cache) for cache in caches], prompt(2), chunks)
+    assert all(shadow.checked == len(chunks) for shadow in shadows)
+    assert shadows
+
+
 @pytest.mark.parametrize("bits", [None, 8, 4])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_equal_the_slow_caches_with_poisoned_dead_slots(family: str, bits: int | None) -> None:
-    model = make_model(family)
-    policy = CachePolicy(bits=bits, group_size=32) if bits else CachePolicy()
-    chunks = random_chunks(random.Random(f"{family}{bits}"))
-    wanted = logits(model, slow_caches(model, bits), prompt(), chunks)
-    clean = logits(model, make_prompt_cache(model, policy), prompt(), chunks)
-    assert_close(clean, wanted)
-    assert mx.array_equal(logits(model, make_prompt_cache(model, policy), prompt(), chunks, dirty=True), clean).item()
+def test_dead_slots_are_dead(family: str, bits: int | None) -> None:
+    model, chunks = make_model(family), random_chunks(random.Random(f"{family}{bits}"))
+    policy = CachePolicy(bits=bits, group_size=32, **write_sizes(family))
+    clean, dirty = (logits(model, make_prompt_cache(model, policy), prompt(2), chunks, dirty=d) for d in (False, True))
+    assert mx.array_equal(clean, dirty).item()
+
+
+@pytest.mark.parametrize("max_write", [1, 3, 64])
+@pytest.mark.parametrize("family", WINDOWED)
+def test_rings_of_any_size_equal_the_full_history_with_the_same_window(family: str, max_write: int) -> None:
+    model, chunks = make_model(family), random_chunks(random.Random(max_write))
+    wanted = logits(model, slow_caches(model), prompt(2), chunks)
+    policy = CachePolicy(max_write=max_write)
+    assert_close(logits(model, make_prompt_cache(model, policy), prompt(2), chunks), wanted)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_max_kv_size_bounds_full_attention_and_keeps_the_first_four(family: str) -> None:
+    model, chunks = make_model(family), random_chunks(random.Random(5))
+    policy = CachePolicy(max_kv_size=20, max_write=6)
+    caches = make_prompt_cache(model, policy)
+    got = logits(model, caches, prompt(), chunks, dirty=True)
+    slow = [SlowCache(None, 12) if cache._layout.window == 12 else SlowCache(None, 20, sinks=4) for cache in caches]
+    assert any(cache.window == 20 for cache in slow)
+    assert_close(got, logits(model, slow, prompt(), chunks))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -98,18 +156,21 @@ def test_any_split_of_the_prompt_gives_the_same_logits(family: str) -> None:
 def test_a_trim_goes_back_exactly_and_so_does_a_copy(family: str, bits: int | None) -> None:
     """Reads on, takes it back, reads something else: as if the first had never been."""
     model = make_model(family)
-    policy = CachePolicy(bits=bits, group_size=32)
+    policy = CachePolicy(
+        bits=bits, group_size=32, **({"max_write": 4, "max_rollback": 20} if family in WINDOWED else {})
+    )
     caches = make_prompt_cache(model, policy)
     logits(model, caches, prompt(), [30, 1])
     kept = copy.deepcopy(caches)
-    logits(model, caches, prompt(seed=5)[:, :20], [19, 1])
-    assert all(cache.is_trimmable() for cache in caches)
-    stock.trim_prompt_cache(caches, 20)
+    logits(model, caches, prompt(seed=5)[:, :20], [16, 3, 1])
+    for cache in leaves(caches):
+        assert cache.can_trim(20)
+        cache.trim(20)
     got, wanted = (logits(model, c, prompt(seed=6)[:, :9], [8, 1], dirty=True) for c in (caches, kept))
     assert mx.array_equal(got, wanted).item()
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3", *WINDOWED])
 def test_rows_of_a_batch_are_trimmed_one_by_one(family: str) -> None:
     """Ragged rows: each continues as it would alone. (gemma2 cannot: its attention takes no mask for each row.)"""
     model, keep = make_model(family), (20, 7, 13)
@@ -140,12 +201,12 @@ def test_packed_planes_go_only_where_attention_takes_them(family: str, packed: b
     assert not any(hasattr(cache, "bits") for cache in ours)
 
 
-def test_recurrent_and_windowed_layers_stay_mlx_lms_own() -> None:
+def test_recurrent_layers_stay_mlx_lms_own() -> None:
     kinds = {family: [type(c) for c in leaves(make_prompt_cache(make_model(family)))] for family in FAMILIES}
     assert stock.ArraysCache in kinds["lfm2"]
     assert stock.ArraysCache in kinds["falcon_h1"]
-    assert stock.RotatingKVCache in kinds["gpt_oss"]
-    assert all(stock.KVCache not in found for found in kinds.values())
+    for found in kinds.values():
+        assert not {stock.KVCache, stock.RotatingKVCache} & set(found)
     assert all(KVCache in found for found in kinds.values())
 
 

@@ -53,6 +53,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": COMMON,
     "gemma2": {**COMMON, "query_pre_attn_scalar": 32.0},
     "gemma3_text": {**COMMON, "num_hidden_layers": 4, "sliding_window": 12, "sliding_window_pattern": 2},
+    "olmo3": {**COMMON, "num_hidden_layers": 4, "sliding_window": 12},
+    "mistral": {
+        **COMMON,
+        "sliding_window": 12,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    },
     "gpt_oss": {
         **COMMON,
         "num_hidden_layers": 4,
@@ -89,9 +95,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
+ARCHITECTURES = {"mistral": "llama"}  # mlx-lm's name for it, too
+
+
 def make_model(family: str, seed: int = 0, **changes: Any) -> nn.Module:
     """A model of an mlx-lm architecture with random weights, the same for the same seed."""
-    module = importlib.import_module(f"mlx_lm.models.{family}")
+    module = importlib.import_module(f"mlx_lm.models.{ARCHITECTURES.get(family, family)}")
     mx.random.seed(seed)
     model = module.Model(module.ModelArgs.from_dict({"model_type": family, **FAMILIES[family], **changes}))
     # Attention that is nearly uniform would hide a wrong mask: make it decide.
