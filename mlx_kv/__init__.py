@@ -10,13 +10,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mlx_kv.adapter import make_prompt_cache
+    from mlx_kv.adapter import make_prompt_cache, trim_prompt_cache
     from mlx_kv.bundled import bundled_models, model_path
     from mlx_kv.cache import KVCache, QuantizedKVCache, RingBufferKVCache, RingKVCache, RotatingKVCache
     from mlx_kv.generation import CacheStatistics, cache_statistics, stream_generate
     from mlx_kv.growth import FixedStep, Geometric, Growth
     from mlx_kv.policy import CachePolicy
     from mlx_kv.protocol import Cache
+    from mlx_kv.sampling import TemperatureSampler
+    from mlx_kv.speculative import SpeculationStatistics, speculative_generate
 
 __version__ = "0.1.0"
 
@@ -32,11 +34,15 @@ _HOMES = {
     "RingBufferKVCache": "cache",
     "RingKVCache": "cache",
     "RotatingKVCache": "cache",
+    "SpeculationStatistics": "speculative",
+    "TemperatureSampler": "sampling",
     "bundled_models": "bundled",
     "cache_statistics": "generation",
     "make_prompt_cache": "adapter",
     "model_path": "bundled",
+    "speculative_generate": "speculative",
     "stream_generate": "generation",
+    "trim_prompt_cache": "adapter",
 }
 
 __all__ = [
@@ -51,11 +57,15 @@ __all__ = [
     "RingBufferKVCache",
     "RingKVCache",
     "RotatingKVCache",
+    "SpeculationStatistics",
+    "TemperatureSampler",
     "bundled_models",
     "cache_statistics",
     "make_prompt_cache",
     "model_path",
+    "speculative_generate",
     "stream_generate",
+    "trim_prompt_cache",
 ]
 
 

@@ -6,7 +6,7 @@ asks for types of caches; loops and samplers are in `generation`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ FULL = {stock.KVCache, stock.QuantizedKVCache}
 INDEXER_MODELS = ("deepseek_v32", "glm_moe_dsa", "minimax_m3_vl")
 
 
-def make_prompt_cache(model: nn.Module, policy: CachePolicy | None = None) -> list[Any]:
+def make_prompt_cache(model: nn.Module, policy: CachePolicy | None = None, *, strict: bool = True) -> list[Any]:
     """One cache for each layer that wants one, in the order of the model's own list.
 
     Attention caches become ours as the policy says, also inside a `CacheList`: those with a window become rings of that
@@ -33,9 +33,10 @@ def make_prompt_cache(model: nn.Module, policy: CachePolicy | None = None) -> li
     Args:
         model: any model of mlx-lm.
         policy: None is `CachePolicy()`.
+        strict: whether to refuse a policy of which no layer can honour some setting.
 
     Raises:
-        ValueError: the policy sets what no layer of this model can honour, or what its head dims do not allow.
+        ValueError: strict, and the policy sets what no layer of this model can honour; a head dim that no group divides.
     """
     policy = policy or CachePolicy()
     own = stock.make_prompt_cache(model)
@@ -43,7 +44,8 @@ def make_prompt_cache(model: nn.Module, policy: CachePolicy | None = None) -> li
     full, windowed = bool(kinds & FULL), stock.RotatingKVCache in kinds
     rings = windowed or (full and policy.max_kv_size is not None)
     honoured = {"max_kv_size": full, "max_write": rings, "max_rollback": rings}
-    if ignored := [name for name in policy.changed() if not honoured.get(name, full or windowed)]:
+    ignored = [name for name in policy.changed() if not honoured.get(name, full or windowed)]
+    if strict and ignored:
         raise ValueError(
             f"no layer of this model can honour {', '.join(ignored)}: its caches are "
             f"{', '.join(sorted(kind.__name__ for kind in kinds)) or 'none'}; leave it out"
@@ -99,6 +101,29 @@ def leaves(caches: Iterable[Any]) -> Iterator[Any]:
 def attention_caches(caches: Iterable[Any]) -> list[KVCache]:
     """Those of all the caches that are ours."""
     return [cache for cache in leaves(caches) if isinstance(cache, KVCache)]
+
+
+def can_trim(caches: Iterable[Any], n: int) -> bool:
+    """Whether every layer can take back n tokens, and then any of them be written again."""
+    ours = attention_caches(caches)
+    return all(cache.can_trim(n) if cache in ours else cache.is_trimmable() for cache in leaves(caches))
+
+
+def trim_prompt_cache(caches: Sequence[Any], n: int) -> int:
+    """Drops the last n tokens in every layer, or in none, and returns n.
+
+    Raises:
+        ValueError: a layer that cannot; nothing has changed then, in any layer.
+    """
+    for index, cache in enumerate(caches):
+        if not can_trim([cache], n):
+            raise ValueError(
+                f"cannot trim {n} tokens: layer {index} ({type(cache).__name__}) has lost what would be seen again, or "
+                "never held as many; plan for it with CachePolicy(max_rollback=...)"
+            )
+    for cache in caches:
+        cache.trim(n)
+    return n
 
 
 def load(path_or_hub_id: str | Path) -> tuple[nn.Module, Any]:

@@ -51,6 +51,12 @@ def encode_prompt(tokenizer: Any, prompt: str) -> list[int]:
     return ids
 
 
+def reserve_for(caches: Iterable[Any], prompt_tokens: int, max_tokens: int) -> None:
+    """Announces a prompt and its answer to our caches, on top of what they hold; max_tokens below 0 is unknown."""
+    for cache in attention_caches(caches):
+        cache.reserve(cache.size() + prompt_tokens + min(max(max_tokens, 0), MOST_TOKENS_AHEAD))
+
+
 def stream_generate(
     model: nn.Module,
     tokenizer: Any,
@@ -94,9 +100,7 @@ def stream_generate(
     if tokens.size == 0:
         raise ValueError("the prompt is empty: give at least one token")
     caches = make_prompt_cache(model, policy) if prompt_cache is None else prompt_cache
-    ahead = min(max_tokens, MOST_TOKENS_AHEAD) if max_tokens > 0 else 0
-    for cache in attention_caches(caches):
-        cache.reserve(cache.size() + tokens.size + ahead)
+    reserve_for(caches, tokens.size, max_tokens)
     return stock_stream_generate(
         model, tokenizer, tokens, max_tokens=max_tokens, sampler=sampler, prompt_cache=caches, **options
     )

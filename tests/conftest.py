@@ -25,3 +25,12 @@ def reference() -> tuple[nn.Module, Any]:
     from mlx_kv.bundled import model_path
 
     return load(model_path("reference"))
+
+
+@pytest.fixture(scope="session")
+def draft() -> nn.Module:
+    """The draft model that goes with the reference model."""
+    from mlx_kv.adapter import load
+    from mlx_kv.bundled import model_path
+
+    return load(model_path("draft"))[0]
