@@ -36,7 +36,7 @@ def make_prompt_cache(model: nn.Module, policy: CachePolicy | None = None, *, st
         strict: whether to refuse a policy of which no layer can honour some setting.
 
     Raises:
-        ValueError: strict, and the policy sets what no layer of this model can honour; a head dim that no group divides.
+        ValueError: strict, and the policy sets what no layer of this model can honour; or a head dim.
     """
     policy = policy or CachePolicy()
     own = stock.make_prompt_cache(model)

@@ -12,6 +12,11 @@ def bundled_models() -> list[str]:
     return sorted(path.parent.name for path in FOLDER.glob("*/config.json"))
 
 
+def draft_path(name_or_path: str) -> str:
+    """The folder of the draft model that goes with a bundled model, anything else as it came."""
+    return model_path("draft" if name_or_path == "reference" else name_or_path)
+
+
 def model_path(name_or_path: str) -> str:
     """The folder of a bundled model for its name (`reference`, `draft`), anything else as it came."""
     return str(FOLDER / name_or_path) if name_or_path in bundled_models() else name_or_path

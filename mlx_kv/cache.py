@@ -235,6 +235,11 @@ class KVCache:
         """
         self._reserve = max(self._reserve, not_negative("reserve", tokens))
 
+    @property
+    def max_write(self) -> int | None:
+        """The longest write after which attention reads the slots themselves, not a copy; None is no limit."""
+        return None if self._layout.window is None else self._layout.max_write
+
     # --- memory ---------------------------------------------------------------------------------------------------
 
     @property

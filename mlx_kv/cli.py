@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mlx_kv import __version__, blas
-from mlx_kv.bundled import bundled_models, model_path
+from mlx_kv.bundled import bundled_models, draft_path, model_path
 
 if TYPE_CHECKING:
     from mlx_kv.policy import CachePolicy
@@ -29,6 +29,7 @@ Examples:
   mlx-kv generate --prompt "def fibonacci(n):"
   mlx-kv generate --prompt-file notes.py --kv-bits 8 --max-tokens 400
   git show | mlx-kv generate - --temp 0.7 --top-p 0.9 --seed 1
+  mlx-kv generate --prompt-file notes.py --draft-model reference
   mlx-kv generate --model mlx-community/Qwen3-0.6B-4bit --prompt "Hello" --json
 """
 
@@ -59,18 +60,35 @@ def policy_options(function: Callable[..., None]) -> Callable[..., None]:
             show_default=True,
             help="Grow to twice the slots, or by 256 as mlx-lm does.",
         ),
+        click.option(
+            "--max-kv-size", **number, help="Full-attention layers keep the first 4 and the newest of N tokens."
+        ),
+        click.option("--max-write", **number, default=512, help="The longest write that windows of layers plan for."),
     )
     for option in reversed(options):
         function = option(function)
     return function
 
 
-def make_policy(kv_bits: int | None, kv_group_size: int, quantized_kv_start: int, kv_growth: str) -> CachePolicy:
+def make_policy(
+    kv_bits: int | None,
+    kv_group_size: int,
+    quantized_kv_start: int,
+    kv_growth: str,
+    max_kv_size: int | None,
+    max_write: int,
+) -> CachePolicy:
     from mlx_kv.growth import FixedStep, Geometric
     from mlx_kv.policy import CachePolicy
 
-    growth = Geometric() if kv_growth == "geometric" else FixedStep()
-    return CachePolicy(bits=kv_bits, group_size=kv_group_size, growth=growth, quantized_start=quantized_kv_start)
+    return CachePolicy(
+        bits=kv_bits,
+        group_size=kv_group_size,
+        growth=Geometric() if kv_growth == "geometric" else FixedStep(),
+        quantized_start=quantized_kv_start,
+        max_kv_size=max_kv_size,
+        max_write=max_write,
+    )
 
 
 def read_prompt(prompt: str | None, prompt_file: Path | None, source: str | None) -> str:
@@ -143,11 +161,13 @@ def human_bytes(count: int) -> str:
 @click.option(
     "--prefill-step-size",
     type=click.IntRange(1),
-    default=2048,
-    show_default=True,
     metavar="N",
-    help="Prompt tokens read at once.",
+    help="Prompt tokens read at once.  [default: 2048, or max-write in models with windows]",
 )
+@click.option(
+    "--draft-model", metavar="PATH_OR_HUB_ID", help="Speculate with this model; `reference`: the bundled draft."
+)
+@click.option("--num-draft-tokens", type=int, default=3, show_default=True, metavar="K", help="Drafted for each pass.")
 @policy_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of streaming.")
 def generate(
@@ -160,7 +180,9 @@ def generate(
     temp: float,
     top_p: float,
     seed: int | None,
-    prefill_step_size: int,
+    prefill_step_size: int | None,
+    draft_model: str | None,
+    num_draft_tokens: int,
     as_json: bool,
     **policy: Any,
 ) -> None:
@@ -173,10 +195,11 @@ def generate(
     cache_policy = make_policy(**policy)  # refuses bad settings before anything is loaded
 
     import mlx.core as mx
-    from mlx_lm.sample_utils import make_sampler
 
     from mlx_kv.adapter import context_length, load, make_prompt_cache
-    from mlx_kv.generation import cache_statistics, encode_prompt, stream_generate
+    from mlx_kv.generation import PREFILL_STEP, cache_statistics, encode_prompt, stream_generate
+    from mlx_kv.sampling import TemperatureSampler
+    from mlx_kv.speculative import SpeculationStatistics, speculative_generate
 
     network, tokenizer = load(model_path(model))
     if tokenizer.chat_template is not None and not ignore_chat_template:
@@ -188,20 +211,24 @@ def generate(
         click.echo(f"mlx-kv: note: {len(tokens)} + {max_tokens} tokens, but this model was made for {length}", err=True)
     if seed is not None:
         mx.random.seed(seed)
-    caches = make_prompt_cache(network, cache_policy)
-    pieces, ids = [], []
-    with prefill_bar(len(tokens), prefill_step_size) as advance:
-        response = None
-        for response in stream_generate(
-            network,
-            tokenizer,
-            tokens,
-            max_tokens=max_tokens,
-            sampler=make_sampler(temp=temp, top_p=top_p),
-            prompt_cache=caches,
-            prefill_step_size=prefill_step_size,
-            prompt_progress_callback=advance,
-        ):
+    options: dict[str, Any] = {
+        "max_tokens": max_tokens,
+        "sampler": TemperatureSampler(temp, top_p) if temp > 0 else None,
+        "prefill_step_size": prefill_step_size,
+    }
+    speculation = SpeculationStatistics()
+    pieces, ids, response = [], [], None
+    with prefill_bar(len(tokens), prefill_step_size or PREFILL_STEP) as advance:
+        options["prompt_progress_callback"] = advance
+        if draft_model is None:
+            caches = make_prompt_cache(network, cache_policy)
+            responses = stream_generate(network, tokenizer, tokens, prompt_cache=caches, **options)
+        else:
+            drafting, _ = load(draft_path(draft_model))
+            options |= {"num_draft_tokens": num_draft_tokens, "policy": cache_policy, "statistics": speculation}
+            responses = speculative_generate(network, drafting, tokenizer, tokens, **options)
+            caches = speculation.caches
+        for response in responses:
             pieces.append(response.text)
             ids.append(response.token)
             if not as_json:
@@ -222,6 +249,8 @@ def generate(
             "kv_growths": held.growths,
             "peak_memory_bytes": round(response.peak_memory * 1e9),
         }
+        if draft_model is not None:
+            answer |= {"drafted": speculation.drafted, "accepted": speculation.accepted}
         click.echo(json.dumps(answer))
         return
     click.echo()
@@ -234,6 +263,9 @@ def generate(
         f"peak memory {human_bytes(round(response.peak_memory * 1e9))}",
     )
     click.echo("\n".join(lines), err=True)
+    if draft_model is not None:
+        share = f"{speculation.accepted:,} of {speculation.drafted:,} ({speculation.acceptance_rate:.0%})"
+        click.echo(f"draft       {share} accepted in {speculation.rounds:,} passes of the model", err=True)
 
 
 @command.command()

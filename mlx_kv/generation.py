@@ -22,6 +22,7 @@ from mlx_kv.policy import CachePolicy
 # Room is made ahead for at most this many generated tokens: a high max_tokens is often only a safety limit, and slots
 # that are reserved are allocated at once. Longer answers grow from there.
 MOST_TOKENS_AHEAD = 8192
+PREFILL_STEP = 2048
 FOR_THE_POLICY = {"kv_bits": "bits", "kv_group_size": "group_size", "quantized_kv_start": "quantized_start"}
 
 
@@ -55,6 +56,12 @@ def reserve_for(caches: Iterable[Any], prompt_tokens: int, max_tokens: int) -> N
     """Announces a prompt and its answer to our caches, on top of what they hold; max_tokens below 0 is unknown."""
     for cache in attention_caches(caches):
         cache.reserve(cache.size() + prompt_tokens + min(max(max_tokens, 0), MOST_TOKENS_AHEAD))
+
+
+def prefill_step(caches: Iterable[Any], wanted: int | None) -> int:
+    """Prompt tokens to read at once: what was asked for, else mlx-lm's 2,048, or less where rings plan for less."""
+    planned = [cache.max_write for cache in attention_caches(caches) if cache.max_write is not None]
+    return wanted or min([PREFILL_STEP, *planned])
 
 
 def stream_generate(
@@ -101,6 +108,7 @@ def stream_generate(
         raise ValueError("the prompt is empty: give at least one token")
     caches = make_prompt_cache(model, policy) if prompt_cache is None else prompt_cache
     reserve_for(caches, tokens.size, max_tokens)
+    options["prefill_step_size"] = prefill_step(caches, options.get("prefill_step_size"))
     return stock_stream_generate(
         model, tokenizer, tokens, max_tokens=max_tokens, sampler=sampler, prompt_cache=caches, **options
     )

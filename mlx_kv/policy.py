@@ -50,13 +50,15 @@ class CachePolicy:
                 f"quantized_start is {self.quantized_start}, but bits is None: say how many bits, or drop it"
             )
         not_negative("max_rollback", self.max_rollback)
+        if self.max_kv_size is not None and self.max_kv_size < 1:
+            raise ValueError(f"max_kv_size is {self.max_kv_size}: give a number of tokens from 1 up")
         self.make_cache()  # the caches check the rest
         self.make_cache(window=8)
 
     def make_cache(self, window: int | None = None, sinks: int = 0, packed_decode: bool = True) -> KVCache:
         """The cache of one layer: with a window of its own (`sinks` included), or of full attention."""
         if window is None and self.max_kv_size is not None:
-            window, sinks = self.max_kv_size, max(0, min(SINKS, self.max_kv_size - 1))
+            window, sinks = self.max_kv_size, min(SINKS, self.max_kv_size - 1)
         max_write = max(self.max_write, self.max_rollback) if self.max_write > 0 else self.max_write
         layout = Append() if window is None else Ring(window, max_write, sinks)
         return KVCache(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import mlx.core as mx
@@ -18,21 +18,24 @@ from mlx_lm.generate import GenerationResponse, generation_stream
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_kv.adapter import can_trim, make_prompt_cache, trim_prompt_cache
-from mlx_kv.generation import encode_prompt, reserve_for
+from mlx_kv.generation import encode_prompt, prefill_step, reserve_for
 from mlx_kv.policy import CachePolicy
 from mlx_kv.sampling import TemperatureSampler
 
 Sampler = Callable[[mx.array], mx.array]
-PREFILL_STEP = 512
 
 
 @dataclass
 class SpeculationStatistics:
-    """Counts of one run, filled in as it goes: verify rounds, tokens drafted, and drafted tokens that were accepted."""
+    """What one run did, filled in as it goes: verify rounds, tokens drafted, drafted tokens that were accepted.
+
+    `caches` are those of the model, for `cache_statistics`.
+    """
 
     rounds: int = 0
     drafted: int = 0
     accepted: int = 0
+    caches: list[Any] = field(default_factory=list)
 
     @property
     def acceptance_rate(self) -> float:
@@ -71,6 +74,7 @@ class Decoder:
             make_prompt_cache(draft_model, CachePolicy(max_rollback=draft_tokens + 1), strict=False),
         )
         self.draft_tokens, self.sampler = draft_tokens, sampler
+        self.progress: Callable[[int, int], None] = lambda done, total: None
         self.unread: tuple[list[int], list[int]] = ([], [])  # of the model, of the draft
 
     def prefill(self, tokens: list[int], step: int) -> None:
@@ -81,7 +85,10 @@ class Decoder:
                 model(mx.array([chunk]), cache=caches)
                 mx.eval([cache.state for cache in caches])
                 mx.clear_cache()
+                if model is self.models[0]:
+                    self.progress(first + len(chunk), len(tokens))
             unread[:] = tokens[-1:]
+        self.progress(len(tokens), len(tokens))
 
     def round(self, most: int, statistics: SpeculationStatistics) -> list[Emitted]:
         """Drafts, verifies, and takes back: 1 to `most` tokens of the result."""
@@ -172,8 +179,9 @@ def speculative_generate(
     num_draft_tokens: int = 3,
     policy: CachePolicy | None = None,
     sampler: Sampler | None = None,
-    prefill_step_size: int = PREFILL_STEP,
+    prefill_step_size: int | None = None,
     statistics: SpeculationStatistics | None = None,
+    prompt_progress_callback: Callable[[int, int], None] | None = None,
 ) -> Iterator[GenerationResponse]:
     """Generates what `stream_generate` would, in fewer passes of the model where the draft is right.
 
@@ -186,8 +194,9 @@ def speculative_generate(
         policy: how the model's keys and values are kept; rings get room to take back K + 1 tokens.
         sampler: None is greedy, token for token as without a draft. A `TemperatureSampler` is sampled by rejection; any
             other sampler (log-probabilities to tokens) by comparing its choice with the draft. All three are exact.
-        prefill_step_size: prompt tokens read at once.
+        prefill_step_size: prompt tokens read at once; by default what `stream_generate` would read.
         statistics: filled in as tokens come.
+        prompt_progress_callback: called with the prompt tokens that the model has read, and their number.
 
     Returns:
         An iterator of mlx-lm's `GenerationResponse`, one for each token.
@@ -212,7 +221,11 @@ def speculative_generate(
         if not can_trim(caches, 0):
             kinds = ", ".join(sorted({type(c).__name__ for c in caches if not can_trim([c], 0)}))
             raise ValueError(f"{kinds} cannot take back tokens: generate without a draft model")
-    return _responses(decoder, tokenizer, tokens, max_tokens, prefill_step_size, statistics or SpeculationStatistics())
+    statistics = statistics or SpeculationStatistics()
+    statistics.caches[:] = decoder.caches[0]
+    decoder.progress = prompt_progress_callback or (lambda done, total: None)
+    step = prefill_step([*decoder.caches[0], *decoder.caches[1]], prefill_step_size)
+    return _responses(decoder, tokenizer, tokens, max_tokens, step, statistics)
 
 
 def _responses(

@@ -76,6 +76,26 @@ def test_json_is_one_object_and_options_reach_the_caches() -> None:
     assert plain["kv_growths"] == 0
 
 
+def test_a_draft_model_changes_the_speed_and_not_the_text() -> None:
+    common = ("generate", "--prompt-file", str(PACKAGE / "growth.py"), "--max-tokens", "24", "--json")
+    plain, drafted = (
+        json.loads(run(*common, *more).stdout)
+        for more in ((), ("--draft-model", "reference", "--num-draft-tokens", "4"))
+    )
+    assert drafted["text"] == plain["text"]
+    assert drafted["tokens"] == plain["tokens"]
+    assert 0 < drafted["accepted"] <= drafted["drafted"]
+    done = run(*common[:-1], "--draft-model", "reference")
+    assert "accepted in" in done.stderr
+
+
+def test_max_kv_size_bounds_what_is_live() -> None:
+    common = ("generate", "--prompt-file", str(PACKAGE / "growth.py"), "--max-tokens", "4", "--json")
+    held = json.loads(run(*common, "--max-kv-size", "300", "--max-write", "100").stdout)
+    assert held["kv_bytes_live"] == 300 * 4 * 2 * 2 * 64 * 4
+    assert held["kv_bytes_allocated"] == 512 * 4 * 2 * 2 * 64 * 4
+
+
 def test_a_seed_repeats_and_another_does_not() -> None:
     options = ("generate", "--prompt", "class ", "--max-tokens", "12", "--temp", "1.0", "--top-p", "0.95")
     first, again, other = (run(*options, "--seed", seed).stdout for seed in ("1", "1", "2"))
@@ -100,6 +120,12 @@ BAD = {
     ),
     "start without bits": (["generate", "--prompt", "x", "--quantized-kv-start", "9"], "bits is None"),
     "growth": (["generate", "--prompt", "x", "--kv-growth", "magic"], "'magic' is not one of"),
+    "no room": (["generate", "--prompt", "x", "--max-kv-size", "0"], "max_kv_size is 0"),
+    "no windows": (["generate", "--prompt", "x", "--max-write", "9"], "no layer of this model can honour max_write"),
+    "no drafts": (
+        ["generate", "--prompt", "x", "--draft-model", "reference", "--num-draft-tokens", "0"],
+        "num_draft_tokens is 0",
+    ),
     "no tokens": (["generate", "--prompt", "x", "--max-tokens", "0"], "0 is not in the range"),
     "temperature": (["generate", "--prompt", "x", "--temp", "-1"], "-1.0 is not in the range"),
     "folder without config": (["generate", "--prompt", "x", "--model", "{empty}"], "has no config.json"),

@@ -235,6 +235,9 @@ def test_policy_is_frozen_and_checks_itself() -> None:
         ({"bits": 8, "group_size": 5}, "group_size is 5"),
         ({"reserve": -1}, "reserve is -1"),
         ({"quantized_start": 9}, "quantized_start is 9, but bits is None"),
+        ({"max_kv_size": 0}, "max_kv_size is 0"),
+        ({"max_write": 0}, "max_write is 0"),
+        ({"max_rollback": -1}, "max_rollback is -1"),
     ):
         with pytest.raises(ValueError, match=message):
             CachePolicy(**options)
