@@ -17,7 +17,6 @@ faster). The last line is one JSON object.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -31,6 +30,7 @@ blas.preload()
 
 import mlx.core as mx  # noqa: E402
 import mlx_lm.models.cache as stock  # noqa: E402
+from common import medians, rounds_from_command_line, take_turns  # noqa: E402
 from mlx_lm.generate import generate_step  # noqa: E402
 
 from mlx_kv import KVCache, make_prompt_cache, model_path  # noqa: E402
@@ -77,21 +77,6 @@ def decode(model: Any, caches: list[Any], last: mx.array) -> float:
     started = time.perf_counter()
     count = sum(1 for _ in steps)
     return count / (time.perf_counter() - started)
-
-
-def medians(runs: list[dict[str, float]]) -> dict[str, float]:
-    return {name: statistics.median(run[name] for run in runs) for name in runs[0]}
-
-
-def take_turns(rounds: int, sides: dict[str, Callable[[], Any]]) -> dict[str, list[Any]]:
-    """Each side once a round, in alternating order, after one round that does not count."""
-    runs: dict[str, list[Any]] = {side: [] for side in sides}
-    for number in range(rounds + 1):
-        for side in list(sides)[:: 1 if number % 2 else -1]:
-            result = sides[side]()
-            if number:
-                runs[side].append(result)
-    return runs
 
 
 def measure_appends(rounds: int) -> dict[str, dict[str, dict[str, float]]]:
@@ -151,9 +136,7 @@ def summary(appends: dict[str, dict[str, dict[str, float]]], speeds: dict[str, f
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5, help="how often each side is measured")
-    rounds = parser.parse_args().rounds
+    rounds = rounds_from_command_line(__doc__)
     print(json.dumps(summary(measure_appends(rounds), measure_decode(rounds))))
 
 
