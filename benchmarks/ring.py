@@ -10,7 +10,7 @@ buffer exist at once, and it reads and writes all of both for every chunk. In de
 slots to attention: ours window + M - 1 with a mask, mlx-lm's 1,024 without. Our ring is made for the chunk that is
 used (max_write = chunk) and knows how long the prompt is (reserve), as it does under stream_generate.
 
-Peak memory includes the chunk. Bytes copied are counted from shapes: what is written to a buffer besides the new tokens.
+Peak memory includes the chunk. Bytes copied are counted from shapes: what is written besides the new tokens.
 Sides take turns; times are medians; ratios are mlx-lm / ours (more than 1: ours is faster). One JSON line last.
 """
 

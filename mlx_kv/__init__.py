@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mlx_kv.adapter import make_prompt_cache, trim_prompt_cache
     from mlx_kv.bundled import bundled_models, model_path
-    from mlx_kv.cache import KVCache, QuantizedKVCache, RingBufferKVCache, RingKVCache, RotatingKVCache
+    from mlx_kv.cache import KVCache
     from mlx_kv.generation import CacheStatistics, cache_statistics, stream_generate
     from mlx_kv.growth import FixedStep, Geometric, Growth
+    from mlx_kv.named import QuantizedKVCache, RingBufferKVCache, RingKVCache, RotatingKVCache
     from mlx_kv.policy import CachePolicy
     from mlx_kv.protocol import Cache
     from mlx_kv.sampling import TemperatureSampler
@@ -30,10 +31,10 @@ _HOMES = {
     "Geometric": "growth",
     "Growth": "growth",
     "KVCache": "cache",
-    "QuantizedKVCache": "cache",
-    "RingBufferKVCache": "cache",
-    "RingKVCache": "cache",
-    "RotatingKVCache": "cache",
+    "QuantizedKVCache": "named",
+    "RingBufferKVCache": "named",
+    "RingKVCache": "named",
+    "RotatingKVCache": "named",
     "SpeculationStatistics": "speculative",
     "TemperatureSampler": "sampling",
     "bundled_models": "bundled",

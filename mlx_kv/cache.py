@@ -42,7 +42,7 @@ class KVCache:
         quantized_start: stay plain until this many tokens are held, then quantise all of them, once.
         packed_decode: hand packed planes to attention for writes of up to 8 tokens. False for models whose attention
             cannot take them (attention sinks, MLA); `make_prompt_cache` finds out by itself.
-        layout: which slot holds which position: everything (the default), or a ring, see `RingKVCache`.
+        layout: which slot holds which position: everything (the default), or a ring.
 
     Raises:
         ValueError: bits or a group size that don't exist, a negative reserve or quantized_start.
@@ -362,44 +362,3 @@ class KVCache:
     def __repr__(self) -> str:
         how = f", bits={self._codec.bits}" if self._codec.bits is not None else ""
         return f"{type(self).__name__}(offset={self.offset}, capacity={self.capacity}, nbytes={self.nbytes}{how})"
-
-
-def QuantizedKVCache(group_size: int = 64, bits: int = 8) -> KVCache:  # noqa: N802, mlx-lm's name for it
-    """A quantised `KVCache`, with the name and the signature of mlx-lm's."""
-    return KVCache(bits=bits, group_size=group_size)
-
-
-def RingKVCache(  # noqa: N802, a choice of parts with the name of what it is
-    window: int,
-    max_write: int = 512,
-    sinks: int = 0,
-    bits: int | None = None,
-    group_size: int = 64,
-    growth: Growth = Geometric(),
-    reserve: int = 0,
-    *,
-    packed_decode: bool = True,
-) -> KVCache:
-    """A `KVCache` that keeps the last `window` tokens, in window + max_write - 1 slots, and can undo its last write.
-
-    Args:
-        window: tokens that a query sees, itself and the sinks included.
-        max_write: the longest write to plan for. A longer one loses nothing, but attention then reads a copy.
-        sinks: so many of the first tokens are never dropped; they count towards the window.
-
-    Raises:
-        ValueError: a window or max_write below 1, sinks that fill the window, and what `KVCache` refuses.
-    """
-    return KVCache(
-        bits, group_size, growth, reserve, packed_decode=packed_decode, layout=Ring(window, max_write, sinks)
-    )
-
-
-def RotatingKVCache(max_size: int, keep: int = 0) -> KVCache:  # noqa: N802, mlx-lm's name for it
-    """A ring with the name, the signature and the meaning of mlx-lm's: `keep` sinks, `max_size` tokens in all."""
-    return RingKVCache(max_size, sinks=keep)
-
-
-def RingBufferKVCache(window: int, max_write: int | None = None) -> KVCache:  # noqa: N802, its name elsewhere
-    """A ring for those who know it under this name; max_write is the window unless told otherwise."""
-    return RingKVCache(window, window if max_write is None else max_write)

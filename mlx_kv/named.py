@@ -1,0 +1,52 @@
+"""Names for usual combinations: each makes a `KVCache` of certain parts, and nothing else.
+
+Decides only defaults and signatures. A combination is never a class of its own, so these are functions that are named
+like what they make.
+"""
+
+from __future__ import annotations
+
+from mlx_kv.cache import KVCache
+from mlx_kv.growth import Geometric, Growth
+from mlx_kv.layout import Ring
+
+
+def QuantizedKVCache(group_size: int = 64, bits: int = 8) -> KVCache:  # noqa: N802, mlx-lm's name for it
+    """A quantised `KVCache`, with the name and the signature of mlx-lm's."""
+    return KVCache(bits=bits, group_size=group_size)
+
+
+def RingKVCache(  # noqa: N802, a choice of parts with the name of what it is
+    window: int,
+    max_write: int = 512,
+    sinks: int = 0,
+    bits: int | None = None,
+    group_size: int = 64,
+    growth: Growth = Geometric(),
+    reserve: int = 0,
+    *,
+    packed_decode: bool = True,
+) -> KVCache:
+    """A `KVCache` that keeps the last `window` tokens, in window + max_write - 1 slots, and can undo its last write.
+
+    Args:
+        window: tokens that a query sees, itself and the sinks included.
+        max_write: the longest write to plan for. A longer one loses nothing, but attention then reads a copy.
+        sinks: so many of the first tokens are never dropped; they count towards the window.
+
+    Raises:
+        ValueError: a window or max_write below 1, sinks that fill the window, and what `KVCache` refuses.
+    """
+    return KVCache(
+        bits, group_size, growth, reserve, packed_decode=packed_decode, layout=Ring(window, max_write, sinks)
+    )
+
+
+def RotatingKVCache(max_size: int, keep: int = 0) -> KVCache:  # noqa: N802, mlx-lm's name for it
+    """A ring with the name, the signature and the meaning of mlx-lm's: `keep` sinks, `max_size` tokens in all."""
+    return RingKVCache(max_size, sinks=keep)
+
+
+def RingBufferKVCache(window: int, max_write: int | None = None) -> KVCache:  # noqa: N802, its name elsewhere
+    """A ring for those who know it under this name; max_write is the window unless told otherwise."""
+    return RingKVCache(window, window if max_write is None else max_write)
