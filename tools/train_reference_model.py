@@ -2,7 +2,7 @@
 
     pip install "mlx-kv[train]"
     python tools/train_reference_model.py --model reference --work build/train
-    python tools/train_reference_model.py --model draft --work build/train
+    python tools/train_reference_model.py --model draft --work build/train --steps 1600
     python tools/train_reference_model.py --model reference --work build/train --export mlx_kv/models/reference
 
 Reproducible from --seed: step N draws the same batch however often the run was interrupted, and the learning rate is a
