@@ -14,7 +14,7 @@ comma := ,
 .PHONY: generate test lint bench clean
 
 generate: $(VENV)/.run
-	$(VENV)/bin/mlx-kv generate --prompt-file mlx_kv/growth.py --max-tokens 200
+	$(VENV)/bin/mlx-kv generate --prompt-file mlx_kv/checks.py --max-tokens 200 --temp 0.7 --top-p 0.9 --seed 1
 
 test: $(VENV)/.dev
 	$(VENV)/bin/python -m pytest
@@ -26,6 +26,7 @@ lint: $(VENV)/.dev
 
 bench: $(VENV)/.run
 	$(VENV)/bin/python benchmarks/growth.py
+	$(VENV)/bin/python benchmarks/ring.py
 
 $(VENV)/bin/python:
 	@test -n "$(PYTHON)" || { echo "mlx-kv needs Python 3.11 or later on the PATH, or make PYTHON=/path/to/python" >&2; exit 2; }
