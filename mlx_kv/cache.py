@@ -18,7 +18,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_kv.checks import check_tokens, check_unchanged, not_negative
+from mlx_kv.checks import check_tokens, check_unchanged, continues, not_negative
 from mlx_kv.codec import Plain, make_codec
 from mlx_kv.growth import Geometric, Growth, round_up
 from mlx_kv.layout import Append, Layout, Plan, Ring, Row, trim_rows
@@ -143,7 +143,7 @@ class KVCache:
 
     def _make_room(self, plan: Plan, tensors: tuple[mx.array, mx.array]) -> tuple[Store, Store]:
         """The stores, with slots for the plan: allocated, grown or quantised first where that is due."""
-        held = min(max(row.end for row in plan.rows), plan.layout.most_slots)
+        held = min(plan.held, plan.layout.most_slots)
         if self._stores is None:
             codec = self._codec if held >= self._quantized_start else Plain()
             capacity = self._next_capacity(plan.needed)
@@ -154,7 +154,7 @@ class KVCache:
             for store in self._stores:
                 store.reserve(capacity, used=held)
             self.growths += 1
-        if held >= self._quantized_start:
+        if self._stores[0].codec is not self._codec and held >= self._quantized_start:
             for store in self._stores:
                 store.recode(self._codec)
         return self._stores
@@ -164,6 +164,8 @@ class KVCache:
         return min(wanted, round_up(self._layout.most_slots))
 
     def _check(self, keys: mx.array, values: mx.array) -> None:
+        if self._stores is not None and continues(keys, values, self._stores):
+            return  # every token of every layer comes by here: the usual case first
         check_tokens(keys, values)
         tensors = {"keys": keys, "values": values}
         for name, tensor in tensors.items():
@@ -307,7 +309,7 @@ class KVCache:
 
         Pipelined models replace it by the same buffer with a dependency: `cache.keys = mx.depends(cache.keys, h)`.
         """
-        return None if self._stores is None else self._stores[0].planes[0]
+        return None if self._stores is None else self._stores[0].handles()[0]
 
     @keys.setter
     def keys(self, value: mx.array) -> None:
@@ -316,7 +318,7 @@ class KVCache:
     @property
     def values(self) -> mx.array | None:
         """The buffer of the values, as `keys`."""
-        return None if self._stores is None else self._stores[1].planes[0]
+        return None if self._stores is None else self._stores[1].handles()[0]
 
     @values.setter
     def values(self, value: mx.array) -> None:
@@ -326,12 +328,12 @@ class KVCache:
         if self._stores is None or value.shape != self._stores[which].planes[0].shape:
             raise ValueError(f"a buffer of shape {value.shape} cannot replace the one of this cache: keep its shape")
         store = self._stores[which]
-        store.planes = (value, *store.planes[1:])
+        store.planes = (value[:], *store.planes[1:])
 
     @property
     def state(self) -> tuple[Any, ...]:
         """Everything to continue from, as a pytree: planes of keys and of values, rows, and how they are stored."""
-        keys, values = (None, None) if self._stores is None else (store.planes for store in self._stores)
+        keys, values = (None, None) if self._stores is None else (store.handles() for store in self._stores)
         self._transient = None  # whoever asks is past the forward in which other layers may have read it
         rows = [[row.start, row.offset, row.high] for row in self._rows]
         layout = (

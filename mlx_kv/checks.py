@@ -18,6 +18,13 @@ def not_negative(name: str, tokens: int) -> int:
     return tokens
 
 
+def continues(keys: mx.array, values: mx.array, stores: tuple[Store, Store]) -> bool:
+    """Whether this update is like the ones before it; if not, the checks below say what is wrong, if anything."""
+    if keys.ndim != 4 or values.ndim != 4 or not keys.shape[2] == values.shape[2] > 0:
+        return False
+    return tensor_of(keys) == stores[0].tensor and tensor_of(values) == stores[1].tensor
+
+
 def check_tokens(keys: mx.array, values: mx.array) -> None:
     """Keys and values must be floating point, 4-D, not empty, and of the same tokens of the same heads."""
     for name, tensor in (("keys", keys), ("values", values)):

@@ -14,11 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(NamedTuple):
     """Where one sequence stands.
 
     Attributes:
@@ -43,47 +42,37 @@ class Row:
         return Row(self.start, self.offset - count, self.high)
 
 
-@dataclass(frozen=True, slots=True)
 class Plan:
     """One update in integers. The mask, the write and the read are all made from it, so they cannot disagree.
+
+    Every layer makes one for every token, so what is asked more than once is worked out once.
 
     Attributes:
         layout: which slot holds which position.
         rows: where each row stands before the update.
         new: the number of new tokens of every row (S).
+        held: one past the last slot of the longest row before the update, as if nothing ever wrapped.
+        needed: slots that must exist, and that attention reads unless the plan is transient: [0, needed).
+        uniform: whether all rows stand alike, so that one slice write does it and one mask row serves all.
+        ordered: whether slots are in the order of positions: nothing wraps, before or with this update.
+        transient: whether the write would overwrite what its own first query needs. Attention then reads the live
+            tokens in order and after them the new ones, and the ring keeps the last of both.
     """
 
-    layout: Layout
-    rows: tuple[Row, ...]
-    new: int
+    __slots__ = ("held", "layout", "needed", "new", "ordered", "rows", "transient", "uniform")
+
+    def __init__(self, layout: Layout, rows: tuple[Row, ...], new: int) -> None:
+        self.layout, self.rows, self.new = layout, rows, new
+        self.held = rows[0].end if len(rows) == 1 else max([row.end for row in rows])
+        self.uniform = len(rows) == 1 or len({(row.start, row.offset) for row in rows}) == 1
+        self.ordered = self.held + new <= layout.most_slots
+        self.needed = self.held + new if self.ordered else layout.most_slots
+        self.transient = not self.ordered and new > layout.max_write
 
     @property
     def after(self) -> tuple[Row, ...]:
         """Where each row stands after the update."""
-        return tuple(row.advanced(self.new) for row in self.rows)
-
-    @property
-    def needed(self) -> int:
-        """Slots that must exist, and that attention reads unless the plan is transient: [0, needed)."""
-        return min(max(row.end for row in self.rows) + self.new, self.layout.most_slots)
-
-    @property
-    def uniform(self) -> bool:
-        """Whether all rows stand alike, so that one slice write does it and one mask row serves all."""
-        return len({(row.start, row.offset) for row in self.rows}) == 1
-
-    @property
-    def ordered(self) -> bool:
-        """Whether slots are in the order of positions: nothing wraps, before or with this update."""
-        return max(row.end for row in self.rows) + self.new <= self.layout.most_slots
-
-    @property
-    def transient(self) -> bool:
-        """Whether the write would overwrite what its own first query needs.
-
-        Attention then reads the live tokens in order and after them the new ones, and the ring keeps the last of both.
-        """
-        return not self.ordered and self.new > self.layout.max_write
+        return tuple([row.advanced(self.new) for row in self.rows])
 
     def live(self) -> list[list[int]]:
         """For a transient plan: the positions before the update that its queries may see, row by row, in order."""

@@ -55,7 +55,9 @@ def key_positions(plan: Plan) -> mx.array:
         if not plan.ordered:
             sinks, turn = plan.layout.sinks, plan.layout.most_slots - plan.layout.sinks
             newest = mx.array([[row.offset + plan.new - 1] for row in rows])
-            positions = mx.where(slots < sinks, slots, newest - (newest - slots) % turn)
+            around = newest - (newest - slots) % turn
+            # In a shorter row beside one that wraps, a slot of the ring may have held nothing: sinks have their own.
+            positions = mx.where(slots < sinks, slots, mx.where(around < sinks, -1, around))
     return positions[0] if plan.uniform else positions[:, None, None]
 
 

@@ -14,18 +14,6 @@ import mlx.core as mx
 from mlx_kv.codec import Codec, Planes
 from mlx_kv.layout import Plan
 
-
-def overwritten(plane: mx.array, first: int, tokens: mx.array) -> mx.array:
-    """The plane with `tokens` in slots [first, first + S): the same buffer where nobody else holds it.
-
-    Assigning to an mx.array changes the Python object, and with it every handle that was taken of it (a fetched array,
-    a saved state). So the assignment goes to a new handle; the buffer underneath is shared, and not copied.
-    """
-    handle = plane[:]
-    handle[:, :, first : first + tokens.shape[2]] = tokens
-    return handle
-
-
 # Rows, heads, head dim and dtype: what must agree for a tensor to fit into a store.
 Tensor = tuple[int, int, int, mx.Dtype]
 
@@ -44,7 +32,7 @@ class Store:
     """
 
     def __init__(self, codec: Codec, planes: Planes) -> None:
-        self.codec, self.planes = codec, planes
+        self.codec, self.planes = codec, tuple(plane[:] for plane in planes)
         # Only a shape is asked for here: it is never evaluated.
         self._head_dim = codec.decode(tuple(plane[:, :, :1] for plane in planes)).shape[3]
 
@@ -54,6 +42,14 @@ class Store:
         # Widths and dtypes of planes are the codec's business: ask it, with one token that is never evaluated.
         sample = codec.encode(like[:, :, :1])
         return cls(codec, tuple(mx.zeros((*p.shape[:2], capacity, p.shape[3]), p.dtype) for p in sample))
+
+    def handles(self) -> Planes:
+        """The planes, for others to keep.
+
+        Writing to an mx.array changes the Python object, and with it whatever was handed out; these are objects of
+        their own over the same buffers, and nothing is copied.
+        """
+        return tuple(plane[:] for plane in self.planes)
 
     @property
     def tensor(self) -> Tensor:
@@ -78,9 +74,10 @@ class Store:
     def reserve(self, capacity: int, used: int) -> None:
         """Moves the first `used` slots into planes of `capacity` slots: one allocation and one copy a plane."""
 
-        self.planes = tuple(
-            overwritten(mx.zeros((*p.shape[:2], capacity, p.shape[3]), p.dtype), 0, p[:, :, :used]) for p in self.planes
-        )
+        old = self.planes
+        self.planes = tuple(mx.zeros((*plane.shape[:2], capacity, plane.shape[3]), plane.dtype) for plane in old)
+        for plane, held in zip(self.planes, old, strict=True):
+            plane[:, :, :used] = held[:, :, :used]
 
     def write(self, x: mx.array, plan: Plan) -> None:
         """Writes the new tokens x (B, H, S, D) of a plan to their slots, in place wherever MLX owns the buffer.
@@ -90,10 +87,9 @@ class Store:
         encoded = self.codec.encode(x)
         if plan.uniform:
             for slot, token, count in plan.layout.pieces(plan.rows[0], plan.new):
-                self.planes = tuple(
-                    overwritten(plane, slot, tokens[:, :, token : token + count])
-                    for plane, tokens in zip(self.planes, encoded, strict=True)
-                )
+                for plane, tokens in zip(self.planes, encoded, strict=True):
+                    part = tokens if count == plan.new else tokens[:, :, token : token + count]
+                    plane[:, :, slot : slot + count] = part
             return
         # No two tokens of one scatter may go to the same slot: a write that is longer than the ring goes in turns.
         turn = min(plan.new, plan.layout.most_slots - plan.layout.sinks)

@@ -42,6 +42,14 @@ def test_any_history_around_the_window_and_the_ring(spec: Spec, steps: list[tupl
     run(spec, [("update", 5), *steps, ("update", 3), ("update", 1)], seed)
 
 
+def test_a_short_row_beside_one_that_wraps_sees_no_sink_twice() -> None:
+    """Found by the test above: an empty slot of the ring passed for a sink."""
+    run(
+        Spec(ring=2, max_write=4, sinks=1, rows=3, key_dim=32, value_dim=32),
+        [("update", 5), ("trim_few", (0, 0, 2)), *[("update", 1)] * 9],
+    )
+
+
 @given(st.integers(1, 700), st.integers(1, 300), st.booleans(), st.lists(st.integers(1, 400), min_size=1, max_size=6))
 def test_short_prompts_stay_small_and_long_ones_bounded(
     ring: int, max_write: int, step_growth: bool, chunks: list[int]
