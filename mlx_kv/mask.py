@@ -72,8 +72,8 @@ def make_mask(plan: Plan, window: int | None = None, return_array: bool = False)
         return_array: the model reads the mask as an array; one token that sees all still gets None, as from mlx-lm.
     """
     kept = plan.layout.window
-    narrower = window is not None and (kept is None or window < kept)
-    most_seen = window if narrower else kept
+    narrower = window if window is not None and (kept is None or window < kept) else None
+    most_seen = kept if narrower is None else narrower
     within = plan.uniform and plan.rows[0].start == 0 and (most_seen is None or plan.needed <= most_seen)
     sees_all = within and not plan.transient and (plan.ordered or plan.new == 1)
     if sees_all and plan.new == 1:
@@ -83,5 +83,7 @@ def make_mask(plan: Plan, window: int | None = None, return_array: bool = False)
     new = mx.arange(plan.new)[:, None]  # (S, 1)
     offsets = [row.offset for row in plan.rows]
     queries = new + offsets[0] if plan.uniform else new + mx.array(offsets)[:, None, None, None]
+    keys = key_positions(plan)
+    seen = visible(keys, queries, kept, plan.layout.sinks)
     # A window that the model asks for and that is narrower than what is kept knows no sinks.
-    return visible(key_positions(plan), queries, most_seen, 0 if narrower else plan.layout.sinks)
+    return seen if narrower is None else seen & (queries - keys < narrower)

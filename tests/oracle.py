@@ -178,8 +178,8 @@ def attend(cache: KVCache, q: mx.array, k: mx.array, v: mx.array, window: int | 
 
 def sees(spec: Spec, query: int, key: int) -> bool:
     """Whether a query sees an earlier key. A window that the model asks for counts where it is the narrower one."""
-    if spec.window is not None and (spec.ring is None or spec.window < spec.ring):
-        return query - key < spec.window
+    if spec.window is not None and (spec.ring is None or spec.window < spec.ring) and query - key >= spec.window:
+        return False
     return spec.ring is None or key < spec.sinks or query - key < spec.ring - spec.sinks
 
 
