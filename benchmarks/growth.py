@@ -108,7 +108,7 @@ def measure_decode(rounds: int) -> dict[str, float]:
         stock.trim_prompt_cache(side, side[0].offset - (CONTEXT - 1))
         return decode(model, side, tokens[-1:])
 
-    runs = take_turns(max(rounds, 5), {name: lambda side=side: once(side) for name, side in caches.items()})
+    runs = take_turns(3 * rounds, {name: lambda side=side: once(side) for name, side in caches.items()})
     best = {name: statistics.median(speeds) for name, speeds in runs.items()}
     print(f"decode of the reference model at {CONTEXT:,} tokens", file=sys.stderr)
     for name, speed in best.items():

@@ -18,10 +18,13 @@ from mlx_lm.models import cache as stock
 from mlx_kv.cache import KVCache
 from mlx_kv.policy import CachePolicy
 
+FULL = {stock.KVCache, stock.QuantizedKVCache}
 # Sparse-attention models keep the keys of their indexer in the second cache of a layer. It is small, and the models
 # write its buffers themselves (deepseek_v32 zeroes the values, minimax_m3 has none), so it stays plain.
-FULL = {stock.KVCache, stock.QuantizedKVCache}
 INDEXER_MODELS = ("deepseek_v32", "glm_moe_dsa", "minimax_m3_vl")
+# From some length on, their masks have an axis for query heads, which packed attention cannot broadcast. One token does
+# not show it.
+NEVER_PACKED_MODELS = ("minimax_m3_vl",)
 
 
 def make_prompt_cache(model: nn.Module, policy: CachePolicy | None = None, *, strict: bool = True) -> list[Any]:
@@ -54,8 +57,13 @@ def make_prompt_cache(model: nn.Module, policy: CachePolicy | None = None, *, st
     return _convert(model, own, policy, packed_decode)
 
 
+def architecture(model: nn.Module) -> str:
+    """The name of the file of mlx-lm that a model comes from."""
+    return type(model).__module__.rpartition(".")[2]
+
+
 def _convert(model: nn.Module, own: Iterable[Any], policy: CachePolicy, packed_decode: bool) -> list[Any]:
-    indexed = type(model).__module__.rpartition(".")[2] in INDEXER_MODELS
+    indexed = architecture(model) in INDEXER_MODELS
     plain = replace(policy, bits=None, quantized_start=0)
 
     def converted(cache: Any, policy: CachePolicy) -> Any:
@@ -76,8 +84,11 @@ def _takes_packed_planes(model: nn.Module, policy: CachePolicy) -> bool:
 
     mlx-lm's shared attention function does, unless the model has attention sinks; MLA models and those with a function
     of their own don't. No list of models stays true for long, so ask the model: put one token through it, and see
-    whether Python objects. The graph is dropped without being evaluated; no weight is read.
+    whether Python objects. The graph is dropped without being evaluated (unless the model
+    itself evaluates something on its way).
     """
+    if architecture(model) in NEVER_PACKED_MODELS:
+        return False
     always = replace(policy, quantized_start=0)
     token = mx.array([[0]])
     try:
@@ -105,8 +116,7 @@ def attention_caches(caches: Iterable[Any]) -> list[KVCache]:
 
 def can_trim(caches: Iterable[Any], n: int) -> bool:
     """Whether every layer can take back n tokens, and then any of them be written again."""
-    ours = attention_caches(caches)
-    return all(cache.can_trim(n) if cache in ours else cache.is_trimmable() for cache in leaves(caches))
+    return all(c.can_trim(n) if isinstance(c, KVCache) else c.is_trimmable() for c in leaves(caches))
 
 
 def trim_prompt_cache(caches: Sequence[Any], n: int) -> int:
@@ -139,11 +149,11 @@ def load(path_or_hub_id: str | Path) -> tuple[nn.Module, Any]:
         raise ValueError(f"{path} has no config.json: give a directory with a model that mlx-lm can load")
     if path.is_file():
         raise ValueError(f"{path} is a file: give the directory of a model, with its config.json")
-    if not path.exists() and len(path.parts) != 2:
+    if not path.exists() and (path.is_absolute() or len(path.parts) != 2):
         raise ValueError(f"{path} is neither a directory nor a hub id such as mlx-community/Qwen3-0.6B-4bit")
     try:
         model, tokenizer = stock_load(str(path_or_hub_id))[:2]
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise ValueError(f"mlx-lm cannot load {path_or_hub_id}: {reason[0]}") from error
     if mx.default_device().type == mx.DeviceType.cpu:

@@ -18,7 +18,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_kv.checks import check_tokens, check_unchanged, continues, not_negative
+from mlx_kv.checks import check_tokens, check_unchanged, continues, whole_number
 from mlx_kv.codec import Plain, make_codec
 from mlx_kv.growth import Geometric, Growth, round_up
 from mlx_kv.layout import Append, Layout, Plan, Ring, Row, trim_rows
@@ -60,8 +60,10 @@ class KVCache:
         layout: Layout = Append(),
     ) -> None:
         self._codec, self._growth = make_codec(bits, group_size), growth
-        self._reserve = not_negative("reserve", reserve)
-        self._quantized_start = not_negative("quantized_start", quantized_start)
+        self._reserve = whole_number("reserve", reserve)
+        self._quantized_start = whole_number("quantized_start", quantized_start)
+        if self._quantized_start and bits is None:
+            raise ValueError(f"quantized_start is {quantized_start}, but bits is None: say how many")
         self._packed_decode = packed_decode
         self._rows: tuple[Row, ...] = (Row(),)
         self._stores: tuple[Store, Store] | None = None  # keys, values
@@ -76,6 +78,7 @@ class KVCache:
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Mask:
         """The mask for the next N tokens: None, "causal", or booleans (N, K) or (B, 1, N, K)."""
+        self._transient = None  # a new step: nobody reads what the last one left
         return make_mask(Plan(self._layout, self._rows, N), window_size, return_array)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Fetched:
@@ -131,7 +134,7 @@ class KVCache:
         Raises:
             ValueError: nothing has been stored yet.
         """
-        if self._stores is None:
+        if self._stores is None or self.empty():
             raise ValueError("this cache is empty: call update_and_fetch before keys_and_values")
         if self._transient is not None:
             return self._transient
@@ -144,8 +147,9 @@ class KVCache:
     def _make_room(self, plan: Plan, tensors: tuple[mx.array, mx.array]) -> tuple[Store, Store]:
         """The stores, with slots for the plan: allocated, grown or quantised first where that is due."""
         held = min(plan.held, plan.layout.most_slots)
+        due = max([row.offset for row in plan.rows]) >= self._quantized_start
         if self._stores is None:
-            codec = self._codec if held >= self._quantized_start else Plain()
+            codec = self._codec if due else Plain()
             capacity = self._next_capacity(plan.needed)
             keys, values = (Store.allocate(codec, tensor, capacity) for tensor in tensors)
             self._stores = keys, values
@@ -154,13 +158,13 @@ class KVCache:
             for store in self._stores:
                 store.reserve(capacity, used=held)
             self.growths += 1
-        if self._stores[0].codec is not self._codec and held >= self._quantized_start:
+        if due and self._stores[0].codec is not self._codec:
             for store in self._stores:
                 store.recode(self._codec)
         return self._stores
 
     def _next_capacity(self, needed: int) -> int:
-        wanted = round_up(max(self._growth.capacity(needed, self.capacity), self._reserve))
+        wanted = round_up(max(needed, self._growth.capacity(needed, self.capacity), self._reserve))
         return min(wanted, round_up(self._layout.most_slots))
 
     def _check(self, keys: mx.array, values: mx.array) -> None:
@@ -201,7 +205,7 @@ class KVCache:
 
     def can_trim(self, n: int) -> bool:
         """Whether every row can drop n tokens, and see what it saw before them."""
-        return 0 <= n <= min(self._layout.most_trim(row) for row in self._rows)
+        return isinstance(n, int) and 0 <= n <= min(self._layout.most_trim(row) for row in self._rows)
 
     def trim(self, n: int) -> int:
         """Drops the last n tokens of every row, without moving anything, and returns n.
@@ -222,12 +226,16 @@ class KVCache:
             ValueError: a wrong number of counts, or one that its row cannot give; nothing has changed then.
         """
         counts: Any = n.tolist() if isinstance(n, mx.array) else n
+        if not all(isinstance(count, int) for count in counts):
+            raise ValueError(f"cannot trim {counts} tokens: give whole numbers")
         self._rows = trim_rows(self._layout, self._rows, tuple(counts))
         self._transient = None
 
     def reset(self) -> None:
         """Forgets every token, for a new session. Slots stay allocated, and serve it if its shapes are the same."""
         self._rows, self._packed, self._transient = (Row(),), False, None
+        if self._quantized_start:
+            self._stores = None  # the new session begins plain again
 
     def reserve(self, tokens: int) -> None:
         """Announces that a row will hold `tokens` tokens in all: when room must be made next, it is made for them.
@@ -235,7 +243,7 @@ class KVCache:
         Raises:
             ValueError: a negative number.
         """
-        self._reserve = max(self._reserve, not_negative("reserve", tokens))
+        self._reserve = max(self._reserve, whole_number("reserve", tokens))
 
     @property
     def max_write(self) -> int | None:
@@ -292,10 +300,9 @@ class KVCache:
         if self._codec.bits is not None:
             return self
         codec = make_codec(bits, group_size)
-        if self._stores is not None:
-            for name, store in zip(("keys", "values"), self._stores, strict=True):
-                codec.check(name, store.codec.decode(store.planes))
-        quantized = copy.deepcopy(self)  # arrays are copied on write: this costs nothing
+        for name, store in zip(("keys", "values"), self._stores or (), strict=False):
+            codec.check(name, store.planes[0])
+        quantized = copy.deepcopy(self)  # the buffers are shared until the next line replaces them
         quantized._codec = codec
         for store in quantized._stores or ():
             store.recode(codec)
@@ -334,7 +341,6 @@ class KVCache:
     def state(self) -> tuple[Any, ...]:
         """Everything to continue from, as a pytree: planes of keys and of values, rows, and how they are stored."""
         keys, values = (None, None) if self._stores is None else (store.handles() for store in self._stores)
-        self._transient = None  # whoever asks is past the forward in which other layers may have read it
         rows = [[row.start, row.offset, row.high] for row in self._rows]
         layout = (
             None if self._layout.window is None else [self._layout.window, self._layout.max_write, self._layout.sinks]

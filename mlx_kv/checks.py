@@ -6,21 +6,35 @@ it was. Each message states what came, what was expected and the mend. Shapes ar
 
 from __future__ import annotations
 
+import operator
+
 import mlx.core as mx
 
 from mlx_kv.store import Store, tensor_of
 
+MOST_TOKENS = 2**31 - 1  # MLX counts the elements of an axis in 32 bits
 
-def not_negative(name: str, tokens: int) -> int:
-    """The number of tokens, if it is one."""
-    if tokens < 0:
-        raise ValueError(f"{name} is {tokens}: give a number of tokens from 0 up")
-    return tokens
+
+def whole_number(name: str, value: object, least: int = 0) -> int:
+    """The value as an int, if it is a whole number of tokens from `least` up that an array can have.
+
+    Raises:
+        ValueError: it is not.
+    """
+    try:
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise ValueError(f"{name} is {value!r}: give a whole number of tokens from {least} up") from None
+    if not least <= number <= MOST_TOKENS:
+        raise ValueError(f"{name} is {number}: give a number of tokens from {least} up to {MOST_TOKENS:,}")
+    return number
 
 
 def continues(keys: mx.array, values: mx.array, stores: tuple[Store, Store]) -> bool:
     """Whether this update is like the ones before it; if not, the checks below say what is wrong, if anything."""
-    if keys.ndim != 4 or values.ndim != 4 or not keys.shape[2] == values.shape[2] > 0:
+    if not (isinstance(keys, mx.array) and isinstance(values, mx.array)) or keys.ndim != 4 or values.ndim != 4:
+        return False
+    if not keys.shape[2] == values.shape[2] > 0:
         return False
     return tensor_of(keys) == stores[0].tensor and tensor_of(values) == stores[1].tensor
 
@@ -28,6 +42,8 @@ def continues(keys: mx.array, values: mx.array, stores: tuple[Store, Store]) -> 
 def check_tokens(keys: mx.array, values: mx.array) -> None:
     """Keys and values must be floating point, 4-D, not empty, and of the same tokens of the same heads."""
     for name, tensor in (("keys", keys), ("values", values)):
+        if not isinstance(tensor, mx.array):
+            raise ValueError(f"{name} are a {type(tensor).__name__}, expected an mx.array")
         if tensor.ndim != 4:
             raise ValueError(f"{name} have shape {tensor.shape}, expected (batch, KV heads, tokens, head dim)")
         # Only values may have a head dim of 0: minimax_m3 stores keys alone.

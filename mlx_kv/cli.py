@@ -7,6 +7,7 @@ to stderr. Decides nothing about caches. MLX is imported inside the commands, af
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import sys
@@ -91,6 +92,12 @@ def make_policy(
     )
 
 
+def read_stdin() -> str:
+    if sys.stdin is None:
+        raise click.UsageError("stdin is closed: give --prompt or --prompt-file")
+    return sys.stdin.buffer.read().decode("utf-8")
+
+
 def read_prompt(prompt: str | None, prompt_file: Path | None, source: str | None) -> str:
     """The one prompt of three possible places.
 
@@ -110,9 +117,12 @@ def read_prompt(prompt: str | None, prompt_file: Path | None, source: str | None
         if prompt_file is not None:
             text = prompt_file.read_text(encoding="utf-8")
         else:
-            text = prompt if prompt is not None else sys.stdin.buffer.read().decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise click.UsageError(f"the prompt is not UTF-8 text (byte {error.start}): give a text file") from error
+            text = prompt if prompt is not None else read_stdin()
+        text.encode("utf-8")
+    except UnicodeError as error:
+        raise click.UsageError(
+            f"the prompt is not UTF-8 text ({getattr(error, 'reason', error)}): give a text file"
+        ) from error
     except OSError as error:
         raise click.UsageError(f"cannot read {prompt_file}: {error.strerror}") from error
     if not text.strip():
@@ -157,7 +167,7 @@ def human_bytes(count: int) -> str:
 @click.option("--max-tokens", type=click.IntRange(1), default=256, show_default=True, metavar="N")
 @click.option("--temp", type=click.FloatRange(0), default=0.0, show_default=True, metavar="T", help="0 is greedy.")
 @click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), default=1.0, show_default=True, metavar="P")
-@click.option("--seed", type=int, metavar="N", help="Makes sampling repeatable.")
+@click.option("--seed", type=click.IntRange(0, 2**64 - 1), metavar="N", help="Makes sampling repeatable.")
 @click.option(
     "--prefill-step-size",
     type=click.IntRange(1),
@@ -309,9 +319,17 @@ def main() -> None:
     try:
         command.main(standalone_mode=False)
     except ImportError as error:
-        if not (error.name or "").startswith("mlx") and "libmlx" not in str(error):
+        if error.name not in ("mlx", "mlx.core") and "libmlx" not in str(error):
             raise
         click.echo('mlx-kv: error: MLX is not installed here: pip install "mlx-kv[cpu]" or "mlx-kv[cuda]"', err=True)
+        sys.exit(2)
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message(), err=True)
+        sys.exit(2)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        click.echo(f"mlx-kv: error: cannot write: {error.strerror}", err=True)
         sys.exit(2)
     except (click.ClickException, ValueError) as error:
         message = error.format_message() if isinstance(error, click.ClickException) else str(error)

@@ -67,9 +67,9 @@ class Affine:
     group_size: int
 
     def __post_init__(self) -> None:
-        if self.bits not in BITS:
-            raise ValueError(f"bits is {self.bits}: a quantised cache has {', '.join(map(str, BITS))} bits")
-        if self.group_size not in GROUP_SIZES:
+        if type(self.bits) is not int or self.bits not in BITS:
+            raise ValueError(f"bits is {self.bits!r}: a quantised cache has {', '.join(map(str, BITS))} bits")
+        if type(self.group_size) is not int or self.group_size not in GROUP_SIZES:
             raise ValueError(f"group_size is {self.group_size}: choose one of {', '.join(map(str, GROUP_SIZES))}")
 
     def check(self, name: str, x: mx.array) -> None:

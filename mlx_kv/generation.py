@@ -23,7 +23,12 @@ from mlx_kv.policy import CachePolicy
 # that are reserved are allocated at once. Longer answers grow from there.
 MOST_TOKENS_AHEAD = 8192
 PREFILL_STEP = 2048
-FOR_THE_POLICY = {"kv_bits": "bits", "kv_group_size": "group_size", "quantized_kv_start": "quantized_start"}
+FOR_THE_POLICY = {
+    "kv_bits": "bits",
+    "kv_group_size": "group_size",
+    "quantized_kv_start": "quantized_start",
+    "max_kv_size": "max_kv_size",
+}
 
 
 @dataclass(frozen=True)
@@ -37,9 +42,10 @@ class CacheStatistics:
 
 def cache_statistics(caches: Iterable[Any]) -> CacheStatistics:
     """Sums over all layers; a cache that is not ours counts as wholly live."""
-    ours, everything = attention_caches(caches), list(leaves(caches))
+    everything = list(leaves(caches))
+    ours = attention_caches(everything)
     return CacheStatistics(
-        bytes_live=sum(cache.nbytes_live if cache in ours else cache.nbytes for cache in everything),
+        bytes_live=sum(getattr(cache, "nbytes_live", cache.nbytes) for cache in everything),
         bytes_allocated=sum(cache.nbytes for cache in everything),
         growths=max((cache.growths for cache in ours), default=0),
     )
@@ -94,9 +100,11 @@ def stream_generate(
     """
     for name in options.keys() & FOR_THE_POLICY.keys():
         raise ValueError(f"{name} is mlx-lm's way to say it: use policy=CachePolicy({FOR_THE_POLICY[name]}=...)")
+    if "draft_model" in options:
+        raise ValueError("draft_model is for speculative_generate: call that")
     if policy is not None and prompt_cache is not None:
         raise ValueError("got a policy and a prompt_cache, which was made with its own: give one of them")
-    if max_tokens == 0 or max_tokens < -1:
+    if not isinstance(max_tokens, int) or max_tokens == 0 or max_tokens < -1:
         raise ValueError(f"max_tokens is {max_tokens}: give a number from 1 up, or -1 for no limit")
     if not isinstance(tokenizer, TokenizerWrapper):
         tokenizer = TokenizerWrapper(tokenizer)
@@ -104,6 +112,8 @@ def stream_generate(
         tokens = prompt
     else:
         tokens = mx.array(encode_prompt(tokenizer, prompt) if isinstance(prompt, str) else list(prompt))
+    if tokens.ndim != 1 and tokens.size:
+        raise ValueError(f"the prompt has shape {tokens.shape}: give one sequence of token ids")
     if tokens.size == 0:
         raise ValueError("the prompt is empty: give at least one token")
     caches = make_prompt_cache(model, policy) if prompt_cache is None else prompt_cache

@@ -43,7 +43,7 @@ class Geometric:
     max_capacity: int | None = None
 
     def __post_init__(self) -> None:
-        if not self.factor > 1:
+        if not 1 < self.factor < float("inf"):
             raise ValueError(f"factor is {self.factor}: a capacity only grows with a factor above 1, such as 2")
         for name, limit in (("max_increment", self.max_increment), ("max_capacity", self.max_capacity)):
             if limit is not None and limit < 1:

@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from mlx_kv.cache import KVCache
-from mlx_kv.checks import not_negative
+from mlx_kv.checks import whole_number
+from mlx_kv.codec import GROUP_SIZES
 from mlx_kv.growth import Geometric, Growth
 from mlx_kv.layout import Append, Ring
 
@@ -27,7 +28,8 @@ class CachePolicy:
         reserve: tokens to make room for at once, so that nothing grows within them.
         quantized_start: quantise only once a sequence holds this many tokens.
         max_kv_size: full-attention layers keep the first 4 and the newest tokens, so many in all, as mlx-lm's option
-            of this name; layers with a window of their own keep that.
+            of this name; layers with a window of their own keep that. (A model that asks for a narrower window than
+            max_kv_size, but not by 4, sees up to 4 tokens fewer of it: the first 4 take their room.)
         max_write: the longest write that rings plan for. Longer ones lose nothing, but attention reads a copy then.
         max_rollback: tokens that rings must be able to take back; they always can take back max_write.
 
@@ -45,13 +47,14 @@ class CachePolicy:
     max_rollback: int = 0
 
     def __post_init__(self) -> None:
-        if self.quantized_start and self.bits is None:
-            raise ValueError(
-                f"quantized_start is {self.quantized_start}, but bits is None: say how many bits, or drop it"
-            )
-        not_negative("max_rollback", self.max_rollback)
-        if self.max_kv_size is not None and self.max_kv_size < 1:
-            raise ValueError(f"max_kv_size is {self.max_kv_size}: give a number of tokens from 1 up")
+        whole_number("max_rollback", self.max_rollback)
+        whole_number("max_write", self.max_write, least=1)
+        if self.max_kv_size is not None:
+            whole_number("max_kv_size", self.max_kv_size, least=1)
+        if not callable(getattr(self.growth, "capacity", None)):
+            raise ValueError(f"growth is {self.growth!r}: give a rule such as Geometric() or FixedStep(256)")
+        if self.group_size not in GROUP_SIZES:  # also where it is not looked at: nobody means 48
+            raise ValueError(f"group_size is {self.group_size}: choose one of {', '.join(map(str, GROUP_SIZES))}")
         self.make_cache()  # the caches check the rest
         self.make_cache(window=8)
 
@@ -59,8 +62,7 @@ class CachePolicy:
         """The cache of one layer: with a window of its own (`sinks` included), or of full attention."""
         if window is None and self.max_kv_size is not None:
             window, sinks = self.max_kv_size, min(SINKS, self.max_kv_size - 1)
-        max_write = max(self.max_write, self.max_rollback) if self.max_write > 0 else self.max_write
-        layout = Append() if window is None else Ring(window, max_write, sinks)
+        layout = Append() if window is None else Ring(window, max(self.max_write, self.max_rollback), sinks)
         return KVCache(
             bits=self.bits,
             group_size=self.group_size,

@@ -11,6 +11,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import cache as stock
 
 from mlx_kv import Cache, FixedStep, KVCache, QuantizedKVCache
+from mlx_kv.layout import Ring
 
 
 def tokens(*shape: int, dtype: mx.Dtype = mx.float32) -> mx.array:
@@ -23,6 +24,7 @@ def filled(cache: KVCache, new: int = 10, rows: int = 1) -> KVCache:
 
 
 BAD_UPDATES: dict[str, tuple[tuple[Any, Any], str]] = {
+    "no arrays": (([[1.0]], None), "keys are a list, expected an mx.array"),
     "3-D keys": ((tokens(2, 3, 64), tokens(1, 2, 3, 32)), r"keys have shape \(2, 3, 64\), expected"),
     "3-D values": ((tokens(1, 2, 3, 64), tokens(2, 3, 32)), r"values have shape"),
     "no tokens": ((tokens(1, 2, 0, 64), tokens(1, 2, 0, 32)), "at least one"),
@@ -70,6 +72,12 @@ def test_head_dims_that_no_group_divides_are_refused_with_the_mend() -> None:
         ({"bits": 8, "group_size": 48}, "group_size is 48: choose one of 32, 64, 128"),
         ({"bits": 8, "group_size": 0}, "group_size is 0"),
         ({"reserve": -1}, "reserve is -1"),
+        ({"reserve": 1.5}, "reserve is 1.5: give a whole number"),
+        ({"reserve": None}, "reserve is None"),
+        ({"reserve": 3_000_000_000}, "reserve is 3000000000: give a number of tokens from 0 up to"),
+        ({"bits": "8"}, "bits is '8'"),
+        ({"bits": 8.0}, "bits is 8.0"),
+        ({"quantized_start": 5}, "quantized_start is 5, but bits is None"),
         ({"bits": 8, "quantized_start": -5}, "quantized_start is -5"),
     ],
 )
@@ -185,6 +193,65 @@ def test_offset_handles_are_not_changed_by_later_updates() -> None:
     filled(cache, new=3, rows=2)
     assert handle.tolist() == [9, 8]
     assert cache.offset.tolist() == [12, 11]
+
+
+def test_what_is_loaded_hands_out_the_same_planes_and_quantises_at_the_same_length() -> None:
+    packed = filled(filled(KVCache(bits=8, group_size=32)), new=1)
+    packed.update_and_fetch(tokens(1, 2, 1, 64), tokens(1, 2, 1, 32))
+    same_dims = KVCache(bits=8, group_size=32)
+    for new in (5, 1):
+        same_dims.update_and_fetch(tokens(1, 2, new, 64), tokens(1, 2, new, 64))
+    for cache in (packed, same_dims, KVCache(bits=8, packed_decode=False), KVCache(bits=8, quantized_start=9)):
+        loaded = KVCache.from_state(cache.state)
+        assert hasattr(loaded, "bits") == hasattr(cache, "bits")
+        assert loaded.state[3:] == cache.state[3:]
+        if cache.empty():
+            continue
+        for got, wanted in zip(
+            tree_flatten(loaded.keys_and_values()), tree_flatten(cache.keys_and_values()), strict=True
+        ):
+            assert mx.array_equal(got[1], wanted[1]).item()
+    late = KVCache.from_state(KVCache(bits=8, group_size=32, quantized_start=9).state)
+    assert filled(late, new=9).nbytes == filled(KVCache(), new=9).nbytes
+    assert filled(late, new=1).nbytes == filled(KVCache(bits=8, group_size=32)).nbytes
+
+
+def test_a_new_session_begins_plain_again_and_rings_quantise_by_position() -> None:
+    cache = KVCache(bits=8, group_size=32, quantized_start=5)
+    for new in (6, 1):
+        filled(cache, new=new)
+    cache.reset()
+    with pytest.raises(ValueError, match="this cache is empty"):
+        cache.keys_and_values()
+    assert filled(cache, new=3).nbytes == filled(KVCache(), new=3).nbytes
+    ring = KVCache(bits=8, group_size=32, quantized_start=40, layout=Ring(8, 4))
+    for _ in range(41):
+        filled(ring, new=1)
+    assert ring.nbytes == filled(KVCache(bits=8, group_size=32)).nbytes
+
+
+def test_a_reservation_never_shrinks_and_outlives_a_growth() -> None:
+    cache = KVCache()
+    cache.reserve(2000)
+    cache.reserve(10)
+    assert filled(cache).capacity == 2048
+
+
+def test_a_growth_rule_that_gives_too_little_gets_what_is_needed() -> None:
+    class Stingy:
+        def capacity(self, needed: int, current: int) -> int:
+            return 1
+
+    assert filled(KVCache(growth=Stingy()), new=300).capacity == 512
+
+
+@pytest.mark.parametrize("n", [1.5, None, "2"])
+def test_trims_by_no_number_are_refused(n: Any) -> None:
+    cache = filled(KVCache())
+    assert not cache.can_trim(n)
+    with pytest.raises(ValueError, match="give whole numbers"):
+        cache.trim(n)
+    assert filled(cache, new=1).offset == 11
 
 
 def test_repr_says_what_is_held() -> None:

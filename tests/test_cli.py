@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import pty
+import shutil
 import subprocess
 import sys
 import termios
@@ -126,11 +127,13 @@ BAD = {
         ["generate", "--prompt", "x", "--draft-model", "reference", "--num-draft-tokens", "0"],
         "num_draft_tokens is 0",
     ),
+    "seed": (["generate", "--prompt", "x", "--seed", "-1"], "-1 is not in the range"),
     "no tokens": (["generate", "--prompt", "x", "--max-tokens", "0"], "0 is not in the range"),
     "temperature": (["generate", "--prompt", "x", "--temp", "-1"], "-1.0 is not in the range"),
     "folder without config": (["generate", "--prompt", "x", "--model", "{empty}"], "has no config.json"),
     "a file for a model": (["generate", "--prompt", "x", "--model", "{binary}"], "is a file: give the directory"),
     "no such model": (["generate", "--prompt", "x", "--model", "nowhere"], "neither a directory nor a hub id"),
+    "nowhere on the disk": (["generate", "--prompt", "x", "--model", "/nowhere"], "neither a directory nor a hub id"),
     "broken config": (["generate", "--prompt", "x", "--model", "{broken}"], "cannot load"),
     "binary prompt": (["generate", "--prompt-file", "{binary}"], "not UTF-8 text"),
 }
@@ -150,6 +153,25 @@ def test_bad_input_is_one_line_and_exit_code_2(case: str, tmp_path: Path) -> Non
     assert done.stderr.startswith("mlx-kv: error: ")
     assert done.stderr.count("\n") == 1, done.stderr
     assert done.stdout == ""
+
+
+def test_the_bare_command_prints_its_help() -> None:
+    done = run()
+    assert done.returncode == 2
+    assert "Usage:" in done.stderr
+    assert done.stderr.count("\n") > 5
+
+
+def test_a_broken_model_is_one_line(tmp_path: Path) -> None:
+    shutil.copytree(PACKAGE / "models" / "draft", tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"\x00" * 100)
+    for config in (None, "[]", '{"model_type": "llama"}'):
+        if config is not None:
+            (tmp_path / "model" / "config.json").write_text(config)
+        done = run("generate", "--prompt", "x", "--model", str(tmp_path / "model"))
+        assert done.returncode == 2
+        assert done.stderr.startswith("mlx-kv: error: mlx-lm cannot load ")
+        assert done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["generate", "--help"]])

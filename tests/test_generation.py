@@ -108,6 +108,10 @@ def test_text_and_ids_are_the_same_prompt(reference: Reference) -> None:
         ({"max_tokens": 0}, "max_tokens is 0"),
         ({"max_tokens": -2}, "max_tokens is -2"),
         ({"kv_bits": 8}, r"use policy=CachePolicy\(bits=...\)"),
+        ({"max_kv_size": 8}, r"use policy=CachePolicy\(max_kv_size=...\)"),
+        ({"draft_model": None}, "draft_model is for speculative_generate"),
+        ({"max_tokens": 2.5}, "max_tokens is 2.5"),
+        ({"prompt": mx.array([[1, 2]])}, r"the prompt has shape \(1, 2\)"),
         ({"policy": CachePolicy(), "prompt_cache": []}, "give one of them"),
     ],
 )

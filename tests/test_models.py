@@ -236,6 +236,9 @@ def test_policy_is_frozen_and_checks_itself() -> None:
         ({"reserve": -1}, "reserve is -1"),
         ({"quantized_start": 9}, "quantized_start is 9, but bits is None"),
         ({"max_kv_size": 0}, "max_kv_size is 0"),
+        ({"max_kv_size": 2.5}, "max_kv_size is 2.5"),
+        ({"growth": "geometric"}, "growth is 'geometric': give a rule"),
+        ({"group_size": 48}, "group_size is 48"),
         ({"max_write": 0}, "max_write is 0"),
         ({"max_rollback": -1}, "max_rollback is -1"),
     ):

@@ -137,6 +137,8 @@ class Trainer:
         self.path = args.work / f"{args.model}.pt"
         if self.path.exists():
             saved = torch.load(self.path, map_location=self.device, weights_only=True)
+            if saved.get("seed", args.seed) != args.seed:
+                sys.exit(f"{self.path} is of seed {saved['seed']}: choose another --work, or --seed {saved['seed']}")
             self.model.load_state_dict(saved["model"])
             for optimizer, state in zip(self.optimizers, saved["optimizers"], strict=True):
                 optimizer.load_state_dict(state)
@@ -149,6 +151,7 @@ class Trainer:
             "optimizers": [o.state_dict() for o in self.optimizers],
             "step": self.step,
             "seconds": self.seconds,
+            "seed": self.args.seed,
         }
         temporary = self.path.with_suffix(".tmp")
         torch.save(saved, temporary)
