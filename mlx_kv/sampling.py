@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import mlx.core as mx
-from mlx_lm.sample_utils import apply_top_p
+from mlx_lm.sample_utils import apply_top_p, categorical_sampling
 
 
 @dataclass(frozen=True)
@@ -33,13 +33,15 @@ class TemperatureSampler:
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p is {self.top_p}: give a number above 0, up to 1")
 
+    def _filtered(self, logprobs: mx.array) -> mx.array:
+        return apply_top_p(logprobs, self.top_p) if self.top_p < 1 else logprobs
+
     def distribution(self, logprobs: mx.array) -> mx.array:
         """Log-probabilities (..., vocab) of what is sampled, from those of the model."""
-        if self.top_p < 1:
-            logprobs = apply_top_p(logprobs, self.top_p)
-        scaled = logprobs / self.temp
+        scaled = self._filtered(logprobs) / self.temp
         return scaled - mx.logsumexp(scaled, axis=-1, keepdims=True)
 
     def __call__(self, logprobs: mx.array) -> mx.array:
         """Token ids (...) for log-probabilities (..., vocab)."""
-        return mx.random.categorical(self.distribution(logprobs))
+        drawn: mx.array = categorical_sampling(self._filtered(logprobs), self.temp)
+        return drawn
