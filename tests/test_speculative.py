@@ -72,7 +72,7 @@ def speculate(model: nn.Module, draft: nn.Module, tokens: list[int], k: int, **o
 
 @pytest.mark.parametrize("k", [1, 2, 3, 4, 5, 6])
 @pytest.mark.parametrize("window", [16, 32, 64])
-def test_greedy_on_windows_past_several_wraps_and_mlx_lms_loop_is_not(window: int, k: int) -> None:
+def test_greedy_on_windows_past_several_wraps(window: int, k: int) -> None:
     model = make_windowed(window)
     draft = near(model, "gemma3_text", 0.1, sliding_window=window)
     wanted = greedy(model, prompt())
