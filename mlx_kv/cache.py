@@ -68,9 +68,8 @@ class KVCache:
         self._rows: tuple[Row, ...] = (Row(),)
         self._stores: tuple[Store, Store] | None = None  # keys, values
         self._layout: Layout = layout
-        self._transient: tuple[mx.array, mx.array] | None = (
-            None  # what a write longer than max_write let attention read
-        )
+        # What attention read of a write longer than max_write, until the next step.
+        self._transient: tuple[mx.array, mx.array] | None = None
         self._packed = False  # whether the last fetch handed out packed planes
         self.growths = 0  # reallocations since the first allocation
 
@@ -111,15 +110,15 @@ class KVCache:
         self, plan: Plan, stores: tuple[Store, Store], tensors: tuple[mx.array, mx.array]
     ) -> tuple[mx.array, mx.array]:
         """The live tokens in order, then the new ones as they will be stored. Shorter rows begin with filler."""
-        live, longest = plan.live(), max(map(len, plan.live()))
+        live = plan.live()
         slots = [
-            [0] * (longest - len(seen)) + [plan.layout.slot(row, position) for position in seen]
-            for row, seen in zip(plan.rows, live, strict=True)
+            [0 if position < 0 else plan.layout.slot(row, position) for position in seen]
+            for row, seen in zip(plan.distinct, live, strict=True)
         ]
 
         def read(store: Store, new: mx.array) -> mx.array:
             stored = store.codec.decode(store.codec.encode(new))
-            return mx.concatenate([store.codec.decode(store.take(slots)), stored], axis=2) if longest else stored
+            return mx.concatenate([store.codec.decode(store.take(slots)), stored], axis=2) if live[0] else stored
 
         return read(stores[0], tensors[0]), read(stores[1], tensors[1])
 

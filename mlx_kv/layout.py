@@ -74,9 +74,19 @@ class Plan:
         """Where each row stands after the update."""
         return tuple([row.advanced(self.new) for row in self.rows])
 
+    @property
+    def distinct(self) -> tuple[Row, ...]:
+        """The rows to work something out for: one where all stand alike."""
+        return self.rows[:1] if self.uniform else self.rows
+
     def live(self) -> list[list[int]]:
-        """For a transient plan: the positions before the update that its queries may see, row by row, in order."""
-        return [self.layout.positions_seen(row) for row in self.rows]
+        """For a transient plan: the positions before the update that its queries may see, in order, by distinct row.
+
+        All are as long as the longest; shorter ones begin with -1, which is no position.
+        """
+        seen = [self.layout.positions_seen(row) for row in self.distinct]
+        longest = max(map(len, seen))
+        return [[-1] * (longest - len(positions)) + positions for positions in seen]
 
 
 class Layout(Protocol):

@@ -39,16 +39,10 @@ def key_positions(plan: Plan) -> mx.array:
 
     In a slot of the ring lies the largest position p <= newest with p = slot, modulo the turn; below 0 is nothing yet.
     """
-    rows = plan.rows[:1] if plan.uniform else plan.rows
+    rows = plan.distinct
     if plan.transient:
-        live = plan.live()[: len(rows)]
-        longest = max(map(len, live))
-        positions = mx.array(
-            [
-                [*([-1] * (longest - len(seen))), *seen, *range(row.offset, row.offset + plan.new)]
-                for row, seen in zip(rows, live, strict=True)
-            ]
-        )
+        new = [list(range(row.offset, row.offset + plan.new)) for row in rows]
+        positions = mx.array([seen + written for seen, written in zip(plan.live(), new, strict=True)])
     else:
         slots = mx.arange(plan.needed)[None]
         positions = slots - mx.array([[row.start] for row in rows])
@@ -86,4 +80,4 @@ def make_mask(plan: Plan, window: int | None = None, return_array: bool = False)
     keys = key_positions(plan)
     seen = visible(keys, queries, kept, plan.layout.sinks)
     # A window that the model asks for and that is narrower than what is kept knows no sinks.
-    return seen if narrower is None else seen & (queries - keys < narrower)
+    return seen if narrower is None else seen & visible(keys, queries, narrower)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 
 from mlx_kv.cache import KVCache
 from mlx_kv.checks import whole_number
-from mlx_kv.codec import GROUP_SIZES
+from mlx_kv.codec import Affine
 from mlx_kv.growth import Geometric, Growth
 from mlx_kv.layout import Append, Ring
 
@@ -53,10 +53,8 @@ class CachePolicy:
             whole_number("max_kv_size", self.max_kv_size, least=1)
         if not callable(getattr(self.growth, "capacity", None)):
             raise ValueError(f"growth is {self.growth!r}: give a rule such as Geometric() or FixedStep(256)")
-        if self.group_size not in GROUP_SIZES:  # also where it is not looked at: nobody means 48
-            raise ValueError(f"group_size is {self.group_size}: choose one of {', '.join(map(str, GROUP_SIZES))}")
-        self.make_cache()  # the caches check the rest
-        self.make_cache(window=8)
+        Affine(8, self.group_size)  # checks it also where it is not looked at: nobody means 48
+        self.make_cache()  # the cache checks the rest
 
     def make_cache(self, window: int | None = None, sinks: int = 0, packed_decode: bool = True) -> KVCache:
         """The cache of one layer: with a window of its own (`sinks` included), or of full attention."""

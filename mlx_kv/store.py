@@ -73,7 +73,6 @@ class Store:
 
     def reserve(self, capacity: int, used: int) -> None:
         """Moves the first `used` slots into planes of `capacity` slots: one allocation and one copy a plane."""
-
         old = self.planes
         self.planes = tuple(mx.zeros((*plane.shape[:2], capacity, plane.shape[3]), plane.dtype) for plane in old)
         for plane, held in zip(self.planes, old, strict=True):
