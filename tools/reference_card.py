@@ -1,4 +1,7 @@
-"""The MODEL_CARD.md of a shipped model, written from what was measured. Knows nothing about how it was measured."""
+"""The MODEL_CARD.md of a shipped text model, written from what was measured. Knows nothing about how it was measured.
+
+`architecture` and `made_by` are the rows of the table of facts that every card has.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,22 @@ ROLE = {
 }
 
 
-def model_card(name: str, config: dict[str, Any], m: dict[str, Any]) -> str:
+def architecture(config: dict[str, Any], m: dict[str, Any]) -> str:
+    """Markdown table rows: shapes and size."""
+    return f"""| architecture | llama: {config["num_hidden_layers"]} layers, {config["hidden_size"]} wide, \
+feed-forward {config["intermediate_size"]}, {config["num_attention_heads"]} heads over \
+{config["num_key_value_heads"]} KV heads, head dim {config["head_dim"]}, tied embeddings |
+| parameters | {m["parameters"]:,}, stored in float16 |"""
+
+
+def made_by(name: str, m: dict[str, Any]) -> str:
+    """Markdown table rows: the command, what it ran on, and what it read."""
+    return f"""| made by | `tools/train_reference_model.py --model {name} --seed {m["seed"]} --steps {m["steps"]}` |
+| with | PyTorch {m["torch"]} on {m["device"]}, bfloat16 products |
+| read | {m["tokens_seen"] / 1e6:.1f} M tokens in {m["training_seconds"] / 60:.0f} minutes, two busy cores |"""
+
+
+def text_card(name: str, config: dict[str, Any], m: dict[str, Any]) -> str:
     """Markdown from a config.json and the measurements of `train_reference_model.export`."""
     recall = "\n".join(f"| {distance} | {share:.0%} |" for distance, share in m["recall_accuracy_by_distance"].items())
     return f"""# {name}
@@ -19,15 +37,10 @@ def model_card(name: str, config: dict[str, Any], m: dict[str, Any]) -> str:
 
 | | |
 | --- | --- |
-| architecture | llama: {config["num_hidden_layers"]} layers, {config["hidden_size"]} wide, feed-forward \
-{config["intermediate_size"]}, {config["num_attention_heads"]} heads over {config["num_key_value_heads"]} KV heads, \
-head dim {config["head_dim"]}, tied embeddings |
-| parameters | {m["parameters"]:,}, stored in float16 |
+{architecture(config, m)}
 | tokenizer | byte-level BPE of {config["vocab_size"]:,} tokens, trained on the same corpus; every digit is a token |
 | context | {config["max_position_embeddings"]:,} tokens |
-| made by | `tools/train_reference_model.py --model {name} --seed {m["seed"]} --steps {m["steps"]}` |
-| with | PyTorch {m["torch"]} on {m["device"]}, bfloat16 products |
-| read | {m["tokens_seen"] / 1e6:.1f} M tokens in {m["training_seconds"] / 60:.0f} minutes, two busy cores |
+{made_by(name, m)}
 | licence | MIT, as mlx-kv. The corpus is the standard library of Python {m["python"]}, under the PSF licence |
 
 ## Corpus

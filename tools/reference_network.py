@@ -36,6 +36,7 @@ class LlamaConfig:
 PRESETS = {
     "reference": LlamaConfig(256, 704, 4, num_attention_heads=4, num_key_value_heads=2),
     "draft": LlamaConfig(64, 192, 2, num_attention_heads=2, num_key_value_heads=1),
+    "recall": LlamaConfig(128, 96, 4, 4, 2, vocab_size=256, max_position_embeddings=1024),
 }
 
 
@@ -129,7 +130,9 @@ class Llama(nn.Module):
         return F.linear(self.model.norm(x), self.model.embed_tokens.weight)
 
 
-def token_losses(model: nn.Module, tokens: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Mean cross-entropy in nats per token of (B, T + 1) windows."""
-    logits = model(tokens[:, :-1], cos, sin)
-    return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+def token_losses(model: nn.Module, tokens: Tensor, cos: Tensor, sin: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Mean cross-entropy in nats per token of (B, T + 1) windows; with (B, T) weights, the sum of what each weighs."""
+    logits = model(tokens[:, :-1], cos, sin).float().flatten(0, 1)
+    if weights is None:
+        return F.cross_entropy(logits, tokens[:, 1:].flatten())
+    return F.cross_entropy(logits, tokens[:, 1:].flatten(), reduction="none") @ weights.flatten()
