@@ -1,0 +1,165 @@
+"""`mlx-kv generate`: continues a prompt, and says what the caches did.
+
+Decides the order of a run: words into settings, models, the loop, the statistics. Knows nothing about how tokens are
+chosen or kept.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from mlx_kv import blas
+from mlx_kv.bundled import draft_path, model_path
+from mlx_kv.commands.options import (
+    human_bytes,
+    make_policy,
+    model_option,
+    policy_options,
+    prefill_bar,
+    prompt_options,
+    read_prompt,
+)
+
+EXAMPLES = """
+\b
+Examples:
+  mlx-kv generate --prompt "def fibonacci(n):"
+  mlx-kv generate --prompt-file notes.py --kv-bits 8 --max-tokens 400
+  git show | mlx-kv generate - --temp 0.7 --top-p 0.9 --seed 1
+  mlx-kv generate --prompt-file notes.py --draft-model reference
+  mlx-kv generate --model mlx-community/Qwen3-0.6B-4bit --prompt "Hello" --json
+"""
+
+
+@click.command(epilog=EXAMPLES)
+@model_option(
+    default="reference",
+    show_default=True,
+    metavar="PATH_OR_HUB_ID",
+    help="A bundled model, a directory or a hub id.",
+)
+@prompt_options
+@click.option("--ignore-chat-template", is_flag=True, help="Continue the prompt as plain text.")
+@click.option("--max-tokens", type=click.IntRange(1), default=256, show_default=True, metavar="N")
+@click.option("--temp", type=click.FloatRange(0), default=0.0, show_default=True, metavar="T", help="0 is greedy.")
+@click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), default=1.0, show_default=True, metavar="P")
+@click.option("--seed", type=click.IntRange(0, 2**64 - 1), metavar="N", help="Makes sampling repeatable.")
+@click.option(
+    "--prefill-step-size",
+    type=click.IntRange(1),
+    metavar="N",
+    help="Prompt tokens read at once.  [default: 2048, or max-write in models with windows]",
+)
+@click.option(
+    "--draft-model", metavar="PATH_OR_HUB_ID", help="Speculate with this model; `reference`: the bundled draft."
+)
+@click.option("--num-draft-tokens", type=int, metavar="K", help="Drafted for each pass.  [default: 3]")
+@policy_options
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of streaming.")
+def generate(
+    source: str | None,
+    model: str,
+    prompt: str | None,
+    prompt_file: Path | None,
+    ignore_chat_template: bool,
+    max_tokens: int,
+    temp: float,
+    top_p: float,
+    seed: int | None,
+    prefill_step_size: int | None,
+    draft_model: str | None,
+    num_draft_tokens: int | None,
+    as_json: bool,
+    **policy: Any,
+) -> None:
+    """Continue a prompt: text streams to stdout, statistics follow on stderr.
+
+    The prompt is --prompt, the content of --prompt-file, or stdin for a lone -.
+    """
+    if num_draft_tokens is not None and draft_model is None:
+        raise click.UsageError("--num-draft-tokens needs --draft-model")
+    text = read_prompt(prompt, prompt_file, source)
+    blas.preload()
+    cache_policy = make_policy(**policy)  # refuses bad settings before anything is loaded
+
+    import mlx.core as mx
+
+    from mlx_kv.adapter import context_length, load, make_prompt_cache
+    from mlx_kv.generation import cache_statistics, encode_prompt, prefill_step, stream_generate
+    from mlx_kv.sampling import TemperatureSampler
+    from mlx_kv.speculative import SpeculationStatistics, speculative_generate
+
+    network, tokenizer = load(model_path(model))
+    if tokenizer.chat_template is not None and not ignore_chat_template:
+        tokens = tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True)
+    else:
+        tokens = encode_prompt(tokenizer, text)
+    length = context_length(network)
+    if length is not None and len(tokens) + max_tokens > length:
+        click.echo(f"mlx-kv: note: {len(tokens)} + {max_tokens} tokens, but this model was made for {length}", err=True)
+    if seed is not None:
+        mx.random.seed(seed)
+    options: dict[str, Any] = {
+        "max_tokens": max_tokens,
+        "sampler": TemperatureSampler(temp, top_p) if temp > 0 else None,
+        "prefill_step_size": prefill_step_size,
+    }
+    speculation = SpeculationStatistics()
+    pieces, ids, response = [], [], None
+    caches = make_prompt_cache(network, cache_policy, strict=draft_model is None)
+    step = prefill_step(caches, prefill_step_size)
+    if draft_model is not None:
+        drafting, _ = load(draft_path(draft_model))
+        step = min(step, prefill_step(make_prompt_cache(drafting), prefill_step_size))
+    with prefill_bar(len(tokens), step) as advance:
+        options["prompt_progress_callback"] = advance
+        if draft_model is None:
+            responses = stream_generate(network, tokenizer, tokens, prompt_cache=caches, **options)
+        else:
+            options |= {"policy": cache_policy, "statistics": speculation}
+            if num_draft_tokens is not None:
+                options["num_draft_tokens"] = num_draft_tokens
+            responses = speculative_generate(network, drafting, tokenizer, tokens, **options)
+            caches = speculation.caches
+        for response in responses:
+            pieces.append(response.text)
+            ids.append(response.token)
+            if not as_json:
+                click.echo(response.text, nl=False)
+    assert response is not None, "mlx-lm's loop ends with a response"
+    held = cache_statistics(caches)
+    if as_json:
+        answer = {
+            "text": "".join(pieces),
+            "tokens": ids,
+            "finish_reason": response.finish_reason,
+            "prompt_tokens": response.prompt_tokens,
+            "prompt_tokens_per_second": round(response.prompt_tps, 2),
+            "generation_tokens": response.generation_tokens,
+            "generation_tokens_per_second": round(response.generation_tps, 2),
+            "kv_bytes_live": held.bytes_live,
+            "kv_bytes_allocated": held.bytes_allocated,
+            "kv_growths": held.growths,
+            "peak_memory_bytes": round(response.peak_memory * 1e9),
+        }
+        if draft_model is not None:
+            answer |= {"drafted": speculation.drafted, "accepted": speculation.accepted}
+        click.echo(json.dumps(answer))
+        return
+    click.echo()
+    lines = (
+        "-" * 40,
+        f"prompt      {response.prompt_tokens:7,} tokens  {response.prompt_tps:10,.1f} tokens/s",
+        f"generation  {response.generation_tokens:7,} tokens  {response.generation_tps:10,.1f} tokens/s",
+        f"KV cache    {human_bytes(held.bytes_live)} live, {human_bytes(held.bytes_allocated)} allocated",
+        f"growths     {held.growths:7,}",
+        f"peak memory {human_bytes(round(response.peak_memory * 1e9))}",
+    )
+    click.echo("\n".join(lines), err=True)
+    if draft_model is not None:
+        share = f"{speculation.accepted:,} of {speculation.drafted:,} ({speculation.acceptance_rate:.0%})"
+        click.echo(f"draft       {share} accepted in {speculation.rounds:,} passes of the model", err=True)

@@ -1,0 +1,145 @@
+"""What commands share: options, the prompt, the progress bar, sizes in words.
+
+Decides how words on a command line become arguments of the library. Knows nothing about models or caches, and imports
+neither MLX nor what needs it before a command runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from mlx_kv.policy import CachePolicy
+
+Command = Callable[..., None]
+
+
+def applied(options: tuple[Callable[[Command], Command], ...], function: Command) -> Command:
+    """The function with these options, listed in this order by --help."""
+    for option in reversed(options):
+        function = option(function)
+    return function
+
+
+def model_option(**settings: Any) -> Callable[[Command], Command]:
+    """--model, the same word in every command; what is allowed there, and the default, is up to the command."""
+    return click.option("--model", **settings)
+
+
+def prompt_options(function: Command) -> Command:
+    """The three places that a prompt comes from, for `read_prompt`."""
+    options = (
+        click.argument("source", required=False, metavar="[-]"),
+        click.option("--prompt", metavar="TEXT"),
+        click.option("--prompt-file", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FILE"),
+    )
+    return applied(options, function)
+
+
+def policy_options(function: Command) -> Command:
+    """The options that make a CachePolicy, for every command that makes caches or plans them."""
+    number: dict[str, Any] = {"type": int, "metavar": "N", "show_default": True}
+    options = (
+        click.option("--kv-bits", **number, help="Quantise keys and values to 2, 3, 4, 5, 6 or 8 bits."),
+        click.option("--kv-group-size", **number, default=64, help="Elements that share a scale: 32, 64 or 128."),
+        click.option("--quantized-kv-start", **number, default=0, help="Quantise once this many tokens are held."),
+        click.option(
+            "--kv-growth",
+            type=click.Choice(["geometric", "step"]),
+            default="geometric",
+            show_default=True,
+            help="Grow to twice the slots, or by 256 as mlx-lm does.",
+        ),
+        click.option(
+            "--max-kv-size", **number, help="Full-attention layers keep the first 4 and the newest of N tokens."
+        ),
+        click.option("--max-write", **number, default=512, help="The longest write that windows of layers plan for."),
+    )
+    return applied(options, function)
+
+
+def make_policy(
+    kv_bits: int | None,
+    kv_group_size: int,
+    quantized_kv_start: int,
+    kv_growth: str,
+    max_kv_size: int | None,
+    max_write: int,
+) -> CachePolicy:
+    from mlx_kv.growth import FixedStep, Geometric
+    from mlx_kv.policy import CachePolicy
+
+    return CachePolicy(
+        bits=kv_bits,
+        group_size=kv_group_size,
+        growth=Geometric() if kv_growth == "geometric" else FixedStep(),
+        quantized_start=quantized_kv_start,
+        max_kv_size=max_kv_size,
+        max_write=max_write,
+    )
+
+
+def read_stdin() -> str:
+    if sys.stdin is None:
+        raise click.UsageError("stdin is closed: give --prompt or --prompt-file")
+    return sys.stdin.buffer.read().decode("utf-8")
+
+
+def read_prompt(prompt: str | None, prompt_file: Path | None, source: str | None) -> str:
+    """The one prompt of three possible places.
+
+    Raises:
+        click.UsageError: none or more than one was given, or it is empty or no text.
+    """
+    if source not in (None, "-"):
+        raise click.UsageError(
+            f"unexpected argument {source!r}: a prompt comes from --prompt, --prompt-file or - for stdin"
+        )
+    given = [place for place in (prompt, prompt_file, source) if place is not None]
+    if len(given) != 1:
+        raise click.UsageError(
+            f"{'no prompt' if not given else 'more than one prompt'}: give --prompt, --prompt-file or -"
+        )
+    try:
+        if prompt_file is not None:
+            text = prompt_file.read_text(encoding="utf-8")
+        else:
+            text = prompt if prompt is not None else read_stdin()
+        text.encode("utf-8")
+    except UnicodeError as error:
+        raise click.UsageError(
+            f"the prompt is not UTF-8 text ({getattr(error, 'reason', error)}): give a text file"
+        ) from error
+    except OSError as error:
+        raise click.UsageError(f"cannot read {prompt_file}: {error.strerror}") from error
+    if not text.strip():
+        raise click.UsageError("the prompt is empty: give at least one word")
+    return text
+
+
+@contextlib.contextmanager
+def prefill_bar(prompt_tokens: int, step: int) -> Iterator[Callable[[int, int], None] | None]:
+    """A progress bar for a prompt of several chunks, on a terminal only; the callback that mlx-lm's loop wants."""
+    if not sys.stderr.isatty() or prompt_tokens <= step:
+        yield None
+        return
+    from tqdm import tqdm
+
+    with tqdm(total=prompt_tokens, desc="prompt", unit="tok", leave=False, file=sys.stderr) as bar:
+
+        def advance(done: int, total: int) -> None:
+            bar.update(done - bar.n)
+            if done == total:
+                bar.close()
+
+        yield advance
+
+
+def human_bytes(count: int) -> str:
+    return f"{count / 1e6:,.2f} MB"
