@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from mlx_kv.cache import KVCache
     from mlx_kv.generation import CacheStatistics, cache_statistics, stream_generate
     from mlx_kv.growth import FixedStep, Geometric, Growth
-    from mlx_kv.named import QuantizedKVCache, RingBufferKVCache, RingKVCache, RotatingKVCache
+    from mlx_kv.named import ChunkedKVCache, QuantizedKVCache, RingBufferKVCache, RingKVCache, RotatingKVCache
     from mlx_kv.policy import CachePolicy
     from mlx_kv.protocol import Cache
     from mlx_kv.sampling import TemperatureSampler
@@ -27,6 +27,7 @@ _HOMES = {
     "Cache": "protocol",
     "CachePolicy": "policy",
     "CacheStatistics": "generation",
+    "ChunkedKVCache": "named",
     "FixedStep": "growth",
     "Geometric": "growth",
     "Growth": "growth",
@@ -50,6 +51,7 @@ __all__ = [
     "Cache",
     "CachePolicy",
     "CacheStatistics",
+    "ChunkedKVCache",
     "FixedStep",
     "Geometric",
     "Growth",

@@ -19,6 +19,14 @@ from mlx_kv.cache import KVCache
 from mlx_kv.policy import CachePolicy
 
 FULL = {stock.KVCache, stock.QuantizedKVCache}
+KINDS = {
+    stock.KVCache: "full",
+    stock.QuantizedKVCache: "full",
+    stock.RotatingKVCache: "sliding",
+    stock.ChunkedKVCache: "chunked",
+    stock.ArraysCache: "recurrent",
+}
+WINDOWED = {stock.RotatingKVCache, stock.ChunkedKVCache}
 # Sparse-attention models keep the keys of their indexer in the second cache of a layer. It is small, and the models
 # write its buffers themselves (deepseek_v32 zeroes the values, minimax_m3 has none), so it stays plain.
 INDEXER_MODELS = ("deepseek_v32", "glm_moe_dsa", "minimax_m3_vl")
@@ -31,7 +39,7 @@ def make_prompt_cache(model: nn.Module, policy: CachePolicy | None = None, *, st
     """One cache for each layer that wants one, in the order of the model's own list.
 
     Attention caches become ours as the policy says, also inside a `CacheList`: those with a window become rings of that
-    window. Recurrent state stays mlx-lm's, and so do chunked caches.
+    window, chunked ones stay chunked. Recurrent state stays mlx-lm's.
 
     Args:
         model: any model of mlx-lm.
@@ -44,7 +52,7 @@ def make_prompt_cache(model: nn.Module, policy: CachePolicy | None = None, *, st
     policy = policy or CachePolicy()
     own = stock.make_prompt_cache(model)
     kinds = {type(cache) for cache in leaves(own)}
-    full, windowed = bool(kinds & FULL), stock.RotatingKVCache in kinds
+    full, windowed = bool(kinds & FULL), bool(kinds & WINDOWED)
     rings = windowed or (full and policy.max_kv_size is not None)
     honoured = {"max_kv_size": full, "max_write": rings, "max_rollback": rings}
     ignored = [name for name in policy.changed() if not honoured.get(name, full or windowed)]
@@ -71,7 +79,9 @@ def _convert(model: nn.Module, own: Iterable[Any], policy: CachePolicy, packed_d
             members = [converted(c, plain if indexed and i == 1 else policy) for i, c in enumerate(cache.caches)]
             return stock.CacheList(*members)  # type: ignore[no-untyped-call]
         if type(cache) is stock.RotatingKVCache:
-            return policy.make_cache(cache.max_size, cache.keep, packed_decode=packed_decode)
+            return policy.make_cache(policy.layout(cache.max_size, cache.keep), packed_decode)
+        if type(cache) is stock.ChunkedKVCache:
+            return policy.make_cache(policy.layout(chunk_size=cache.chunk_size), packed_decode)
         if type(cache) in FULL:
             return policy.make_cache(packed_decode=packed_decode)
         return cache
@@ -159,6 +169,41 @@ def load(path_or_hub_id: str | Path) -> tuple[nn.Module, Any]:
     if mx.default_device().type == mx.DeviceType.cpu:
         model.set_dtype(mx.float32)
     return model, tokenizer
+
+
+def model_from_config(config: dict[str, Any], dtype: mx.Dtype) -> nn.Module:
+    """The model of mlx-lm that a config.json describes, its weights lazy: never read, never made.
+
+    Args:
+        config: the content of a config.json. Its entries about quantised weights don't matter to keys and values.
+        dtype: of the weights, and so of keys and values.
+
+    Raises:
+        ValueError: mlx-lm has no such model, or the configuration lacks what the model needs.
+    """
+    from mlx_lm.utils import _get_classes
+
+    if config.get("model_file") is not None:
+        raise ValueError(
+            f"this config.json needs code of its own ({config['model_file']}), which is not run: give one of mlx-lm's"
+        )
+    if not isinstance(config.get("model_type"), str):
+        raise ValueError('this config.json has no "model_type": give that of a model that mlx-lm can load')
+    try:
+        model_class, arguments = _get_classes(config)
+        model: nn.Module = model_class(arguments.from_dict(config))
+        model.set_dtype(dtype)
+    except Exception as error:  # the constructors of a hundred models, with a configuration that may be anything
+        reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        raise ValueError(f"mlx-lm cannot build a model from this config.json: {reason}") from error
+    return model
+
+
+def kind_and_window(cache: Any) -> tuple[str | None, int | None]:
+    """What one of mlx-lm's own caches is for, and the window or chunk of its layer; None for one that is unknown."""
+    kind = KINDS.get(type(cache))
+    window = {"sliding": "max_size", "chunked": "chunk_size"}.get(kind or "")
+    return kind, None if window is None else getattr(cache, window)
 
 
 def context_length(model: nn.Module) -> int | None:

@@ -21,7 +21,7 @@ import mlx.core as mx
 from mlx_kv.checks import check_tokens, check_unchanged, continues, whole_number
 from mlx_kv.codec import Plain, make_codec
 from mlx_kv.growth import Geometric, Growth, round_up
-from mlx_kv.layout import Append, Layout, Plan, Ring, Row, trim_rows
+from mlx_kv.layout import NO_LIMIT, Append, Layout, Plan, Ranges, Row, make_layout, trim_rows
 from mlx_kv.mask import Mask, make_mask
 from mlx_kv.protocol import Fetched
 from mlx_kv.store import Store, tensor_of
@@ -67,9 +67,10 @@ class KVCache:
         self._packed_decode = packed_decode
         self._rows: tuple[Row, ...] = (Row(),)
         self._stores: tuple[Store, Store] | None = None  # keys, values
-        self._layout: Layout = layout
+        self.layout: Layout = layout  # which slot holds which position
         # What attention read of a write longer than max_write, until the next step.
         self._transient: tuple[mx.array, mx.array] | None = None
+        self._ranges: Ranges = ()  # the slots that the last fetch was made of
         self._packed = False  # whether the last fetch handed out packed planes
         self.growths = 0  # reallocations since the first allocation
 
@@ -78,7 +79,7 @@ class KVCache:
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Mask:
         """The mask for the next N tokens: None, "causal", or booleans (N, K) or (B, 1, N, K)."""
         self._transient = None  # a new step: nobody reads what the last one left
-        return make_mask(Plan(self._layout, self._rows, N), window_size, return_array)
+        return make_mask(Plan(self.layout, self._rows, N), window_size, return_array)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Fetched:
         """Stores the new tokens of every row and returns all that attention reads.
@@ -95,14 +96,14 @@ class KVCache:
         tensors = (keys, values)
         self._check(*tensors)
         rows = self._rows if len(self._rows) == keys.shape[0] else (Row(),) * keys.shape[0]
-        plan = Plan(self._layout, rows, keys.shape[2])
+        plan = Plan(self.layout, rows, keys.shape[2])
         self._transient = None
         stores = self._make_room(plan, tensors)
         if plan.transient:  # read before the write overwrites what its first queries see
             self._transient = self._read_transient(plan, stores, tensors)
         for store, tensor in zip(stores, tensors, strict=True):
             store.write(tensor, plan)
-        self._rows = plan.after
+        self._rows, self._ranges = plan.after, plan.ranges
         self._packed = not plan.transient and self._hands_out_packed(stores, plan.new)
         return self.keys_and_values()
 
@@ -137,11 +138,10 @@ class KVCache:
             raise ValueError("this cache is empty: call update_and_fetch before keys_and_values")
         if self._transient is not None:
             return self._transient
-        count = min(max(row.end for row in self._rows), self._layout.most_slots)
-        keys, values = self._stores
+        keys, values = (store.read(self._ranges) for store in self._stores)
         if self._packed:
-            return keys.read(count), values.read(count)
-        return keys.codec.decode(keys.read(count)), values.codec.decode(values.read(count))
+            return keys, values
+        return self._stores[0].codec.decode(keys), self._stores[1].codec.decode(values)
 
     def _make_room(self, plan: Plan, tensors: tuple[mx.array, mx.array]) -> tuple[Store, Store]:
         """The stores, with slots for the plan: allocated, grown or quantised first where that is due."""
@@ -164,7 +164,7 @@ class KVCache:
 
     def _next_capacity(self, needed: int) -> int:
         wanted = round_up(max(needed, self._growth.capacity(needed, self.capacity), self._reserve))
-        return min(wanted, round_up(self._layout.most_slots))
+        return min(wanted, round_up(self.layout.most_slots))
 
     def _check(self, keys: mx.array, values: mx.array) -> None:
         if self._stores is not None and continues(keys, values, self._stores):
@@ -191,20 +191,24 @@ class KVCache:
 
     def size(self) -> int:
         """Tokens held by the longest row."""
-        longest = max(row.offset for row in self._rows)
-        return longest if self._layout.window is None else min(longest, self._layout.window)
+        return max(self._held(row) for row in self._rows)
+
+    def _held(self, row: Row) -> int:
+        """Tokens of a row that a later query may see, those of its own write aside."""
+        window = self.layout.window
+        return row.offset - row.front if window is None else min(row.offset, window)
 
     def empty(self) -> bool:
         """Whether no row holds a token."""
-        return self.size() == 0
+        return not any(row.offset for row in self._rows)
 
     def is_trimmable(self) -> bool:
         """mlx-lm's question, whose callers then trim by any amount: whether every trim is lossless."""
-        return all(self._layout.most_trim(row) == row.offset for row in self._rows)
+        return all(self.layout.most_trim(row) == row.offset for row in self._rows)
 
     def can_trim(self, n: int) -> bool:
         """Whether every row can drop n tokens, and see what it saw before them."""
-        return isinstance(n, int) and 0 <= n <= min(self._layout.most_trim(row) for row in self._rows)
+        return isinstance(n, int) and 0 <= n <= min(self.layout.most_trim(row) for row in self._rows)
 
     def trim(self, n: int) -> int:
         """Drops the last n tokens of every row, without moving anything, and returns n.
@@ -227,7 +231,7 @@ class KVCache:
         counts: Any = n.tolist() if isinstance(n, mx.array) else n
         if not all(isinstance(count, int) for count in counts):
             raise ValueError(f"cannot trim {counts} tokens: give whole numbers")
-        self._rows = trim_rows(self._layout, self._rows, tuple(counts))
+        self._rows = trim_rows(self.layout, self._rows, tuple(counts))
         self._transient = None
 
     def reset(self) -> None:
@@ -247,7 +251,19 @@ class KVCache:
     @property
     def max_write(self) -> int | None:
         """The longest write after which attention reads the slots themselves, not a copy; None is no limit."""
-        return None if self._layout.window is None else self._layout.max_write
+        return None if self.layout.max_write == NO_LIMIT else self.layout.max_write
+
+    @property
+    def start_position(self) -> int:
+        """The first position, sinks aside, that attention reads."""
+        return min(row.front for row in self._rows)
+
+    def maybe_trim_front(self) -> None:
+        """Lets go of tokens before the last chunk_size, as models with chunked attention ask before each step.
+
+        Nothing moves. Caches of another layout have no front to move: they do nothing.
+        """
+        self._rows = tuple([row._replace(front=self.layout.trimmed_front(row)) for row in self._rows])
 
     # --- memory ---------------------------------------------------------------------------------------------------
 
@@ -266,9 +282,7 @@ class KVCache:
         """Bytes of the slots that hold a token."""
         if self._stores is None:
             return 0
-        window = self._layout.window
-        live = sum(row.offset if window is None else min(row.offset, window) for row in self._rows)
-        return live * sum(store.bytes_per_slot for store in self._stores)
+        return sum(map(self._held, self._rows)) * sum(store.bytes_per_slot for store in self._stores)
 
     # --- quantisation ---------------------------------------------------------------------------------------------
 
@@ -340,20 +354,17 @@ class KVCache:
     def state(self) -> tuple[Any, ...]:
         """Everything to continue from, as a pytree: planes of keys and of values, rows, and how they are stored."""
         keys, values = (None, None) if self._stores is None else (store.handles() for store in self._stores)
-        rows = [[row.start, row.offset, row.high] for row in self._rows]
-        layout = (
-            None if self._layout.window is None else [self._layout.window, self._layout.max_write, self._layout.sinks]
-        )
+        rows, ranges = [list(row) for row in self._rows], [list(one) for one in self._ranges]
         settings = (self._codec.bits, self._codec.group_size, self._quantized_start, self._packed_decode, self._packed)
-        return keys, values, rows, layout, *settings
+        return keys, values, rows, ranges, list(self.layout.parameters), *settings
 
     @state.setter
     def state(self, value: tuple[Any, ...]) -> None:
-        keys, values, rows, layout, bits, group_size, quantized_start, packed_decode, packed = value
+        keys, values, rows, ranges, layout, bits, group_size, quantized_start, packed_decode, packed = value
         self._codec = make_codec(bits, group_size)
         self._quantized_start, self._packed_decode, self._packed = quantized_start, packed_decode, packed
         self._rows, self._transient = tuple(Row(*row) for row in rows), None
-        self._layout = Append() if layout is None else Ring(*layout)
+        self._ranges, self.layout = tuple((first, last) for first, last in ranges), make_layout(*layout)
         self._stores = None
         if keys is not None:
             codec = self._codec if len(keys) > 1 else Plain()

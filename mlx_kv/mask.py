@@ -10,16 +10,22 @@ from typing import Literal
 
 import mlx.core as mx
 
-from mlx_kv.layout import Plan
+from mlx_kv.layout import Plan, count_seen, count_slots
 
 Mask = mx.array | Literal["causal"] | None
 
 
-def visible(key_positions: mx.array, query_positions: mx.array, window: int | None, sinks: int = 0) -> mx.array:
+def visible(
+    key_positions: mx.array,
+    query_positions: mx.array,
+    window: int | None,
+    sinks: int = 0,
+    chunk_size: int | None = None,
+) -> mx.array:
     """Whether a query at position q sees a key at position p.
 
     p >= 0, p <= q and, in a window, q - p < window; of a window with sinks, the first `sinks` positions are always seen
-    and count towards it: p < sinks or q - p < window - sinks.
+    and count towards it: p < sinks or q - p < window - sinks. In chunks, p and q are in the same one.
 
     Args:
         key_positions: (..., 1, K).  query_positions: (..., S, 1).
@@ -28,6 +34,8 @@ def visible(key_positions: mx.array, query_positions: mx.array, window: int | No
         (..., S, K), boolean.
     """
     seen = (key_positions >= 0) & (key_positions <= query_positions)
+    if chunk_size is not None:
+        seen = seen & (key_positions // chunk_size == query_positions // chunk_size)
     if window is None:
         return seen
     near = query_positions - key_positions < window - sinks
@@ -44,7 +52,8 @@ def key_positions(plan: Plan) -> mx.array:
         new = [list(range(row.offset, row.offset + plan.new)) for row in rows]
         positions = mx.array([seen + written for seen, written in zip(plan.live(), new, strict=True)])
     else:
-        slots = mx.arange(plan.needed)[None]
+        aranges = [mx.arange(first, last) for first, last in plan.ranges]
+        slots = (aranges[0] if len(aranges) == 1 else mx.concatenate(aranges))[None]
         positions = slots - mx.array([[row.start] for row in rows])
         if not plan.ordered:
             sinks, turn = plan.layout.sinks, plan.layout.most_slots - plan.layout.sinks
@@ -65,11 +74,12 @@ def make_mask(plan: Plan, window: int | None = None, return_array: bool = False)
         window: each query sees at most this many tokens, itself included, whatever the layout keeps.
         return_array: the model reads the mask as an array; one token that sees all still gets None, as from mlx-lm.
     """
-    kept = plan.layout.window
+    layout, kept = plan.layout, plan.layout.window
     narrower = window if window is not None and (kept is None or window < kept) else None
-    most_seen = kept if narrower is None else narrower
-    within = plan.uniform and plan.rows[0].start == 0 and (most_seen is None or plan.needed <= most_seen)
-    sees_all = within and not plan.transient and (plan.ordered or plan.new == 1)
+    sees_all = plan.uniform and plan.rows[0].start == 0 and not plan.transient
+    if sees_all:  # so far: every key that is read is seen by the last query. Where there are more, they are in order
+        seen_by_last = count_seen(layout, plan.rows[0].offset + plan.new - 1)
+        sees_all = count_slots(plan.ranges) <= (seen_by_last if narrower is None else min(seen_by_last, narrower))
     if sees_all and plan.new == 1:
         return None
     if sees_all and not return_array:
@@ -78,6 +88,6 @@ def make_mask(plan: Plan, window: int | None = None, return_array: bool = False)
     offsets = [row.offset for row in plan.rows]
     queries = new + offsets[0] if plan.uniform else new + mx.array(offsets)[:, None, None, None]
     keys = key_positions(plan)
-    seen = visible(keys, queries, kept, plan.layout.sinks)
+    seen = visible(keys, queries, kept, layout.sinks, layout.chunk_size)
     # A window that the model asks for and that is narrower than what is kept knows no sinks.
     return seen if narrower is None else seen & visible(keys, queries, narrower)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from mlx_kv.cache import KVCache
 from mlx_kv.growth import Geometric, Growth
-from mlx_kv.layout import Ring
+from mlx_kv.layout import Chunks, Ring
 
 
 def QuantizedKVCache(group_size: int = 64, bits: int = 8) -> KVCache:  # noqa: N802, mlx-lm's name for it
@@ -50,3 +50,28 @@ def RotatingKVCache(max_size: int, keep: int = 0) -> KVCache:  # noqa: N802, mlx
 def RingBufferKVCache(window: int, max_write: int | None = None) -> KVCache:  # noqa: N802, its name elsewhere
     """A ring for those who know it under this name; max_write is the window unless told otherwise."""
     return RingKVCache(window, window if max_write is None else max_write)
+
+
+def ChunkedKVCache(  # noqa: N802, mlx-lm's name for it
+    chunk_size: int,
+    max_write: int = 512,
+    bits: int | None = None,
+    group_size: int = 64,
+    growth: Growth = Geometric(),
+    reserve: int = 0,
+    *,
+    packed_decode: bool = True,
+) -> KVCache:
+    """A `KVCache` for chunked attention, as llama4's: a token sees those of its own chunk of the text.
+
+    Has `start_position` and `maybe_trim_front` like mlx-lm's cache of this name, and hands out what begins there in the
+    order of positions. Beyond that: a mask, exact trims, bits, batches, and no copy for each trim of the front.
+
+    Args:
+        chunk_size: positions of a chunk.
+        max_write: the longest write to plan for, and what can be undone in any case. A longer one loses nothing.
+
+    Raises:
+        ValueError: a chunk_size or max_write below 1, and what `KVCache` refuses.
+    """
+    return KVCache(bits, group_size, growth, reserve, packed_decode=packed_decode, layout=Chunks(chunk_size, max_write))

@@ -12,7 +12,7 @@ from mlx_kv.cache import KVCache
 from mlx_kv.checks import whole_number
 from mlx_kv.codec import Affine
 from mlx_kv.growth import Geometric, Growth
-from mlx_kv.layout import Append, Ring
+from mlx_kv.layout import Append, Chunks, Layout, Ring
 
 SINKS = 4  # first tokens that max_kv_size never drops: mlx-lm's number, after StreamingLLM (Xiao et al. 2023)
 
@@ -56,11 +56,17 @@ class CachePolicy:
         Affine(8, self.group_size)  # checks it also where it is not looked at: nobody means 48
         self.make_cache()  # the cache checks the rest
 
-    def make_cache(self, window: int | None = None, sinks: int = 0, packed_decode: bool = True) -> KVCache:
-        """The cache of one layer: with a window of its own (`sinks` included), or of full attention."""
+    def layout(self, window: int | None = None, sinks: int = 0, chunk_size: int | None = None) -> Layout:
+        """Which slots one layer has: with a window of its own (`sinks` included), in chunks, or of full attention."""
+        max_write = max(self.max_write, self.max_rollback)
+        if chunk_size is not None:
+            return Chunks(chunk_size, max_write)
         if window is None and self.max_kv_size is not None:
             window, sinks = self.max_kv_size, min(SINKS, self.max_kv_size - 1)
-        layout = Append() if window is None else Ring(window, max(self.max_write, self.max_rollback), sinks)
+        return Append() if window is None else Ring(window, max_write, sinks)
+
+    def make_cache(self, layout: Layout | None = None, packed_decode: bool = True) -> KVCache:
+        """The cache of one layer, of full attention unless told otherwise."""
         return KVCache(
             bits=self.bits,
             group_size=self.group_size,
@@ -68,7 +74,7 @@ class CachePolicy:
             reserve=self.reserve,
             quantized_start=self.quantized_start,
             packed_decode=packed_decode,
-            layout=layout,
+            layout=self.layout() if layout is None else layout,
         )
 
     def changed(self) -> list[str]:

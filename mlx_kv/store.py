@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from mlx_kv.codec import Codec, Planes
-from mlx_kv.layout import Plan
+from mlx_kv.layout import Plan, Ranges
 
 # Rows, heads, head dim and dtype: what must agree for a tensor to fit into a store.
 Tensor = tuple[int, int, int, mx.Dtype]
@@ -102,9 +102,14 @@ class Store:
                 for plane, part in zip(self.planes, parts, strict=True)
             )
 
-    def read(self, count: int) -> Planes:
-        """Slots [0, count) of every plane: views of one contiguous buffer, nothing is copied."""
-        return tuple(plane[:, :, :count] for plane in self.planes)
+    def read(self, ranges: Ranges) -> Planes:
+        """Those slots of every plane: a view of the buffer where it is one range, a copy where there are more."""
+        if len(ranges) == 1:
+            first, last = ranges[0]
+            return tuple(plane[:, :, first:last] for plane in self.planes)
+        return tuple(
+            mx.concatenate([plane[:, :, first:last] for first, last in ranges], axis=2) for plane in self.planes
+        )
 
     def take(self, slots: Sequence[Sequence[int]]) -> Planes:
         """A copy of slots[i] of row i, in that order; one list serves all rows."""

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from mlx_lm.models.base import scaled_dot_product_attention
 
-from mlx_kv import FixedStep, Geometric, KVCache, RingKVCache
+from mlx_kv import ChunkedKVCache, FixedStep, Geometric, KVCache, RingKVCache
 from mlx_kv.layout import Row
 
 HEADS, QUERY_HEADS = 2, 4
@@ -32,8 +32,12 @@ def round_trip(x: mx.array, bits: int | None, group_size: int) -> mx.array:
 class SlowCache:
     """Concatenates, and compares every key position with every query position."""
 
-    def __init__(self, bits: int | None = None, window: int | None = None, sinks: int = 0) -> None:
-        self.how, self.window, self.sinks, self.offset = (bits, 32), window, sinks, 0
+    start_position = 0  # llama4 makes a mask of it
+
+    def __init__(
+        self, bits: int | None = None, window: int | None = None, sinks: int = 0, chunk: int | None = None
+    ) -> None:
+        self.how, self.window, self.sinks, self.chunk, self.offset = (bits, 32), window, sinks, chunk, 0
         self.keys: mx.array | None = None
         self.values: mx.array | None = None
 
@@ -48,13 +52,18 @@ class SlowCache:
     def state(self) -> tuple[mx.array | None, mx.array | None]:
         return self.keys, self.values
 
+    def maybe_trim_front(self) -> None:
+        pass
+
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | None:
         window = self.window if window_size is None else window_size
-        if N == 1 and window is None:
+        if N == 1 and window is None and self.chunk is None:
             return None
         rows = [
             [
-                p <= q and (window is None or q - p < window - self.sinks or p < self.sinks)
+                p <= q
+                and (window is None or q - p < window - self.sinks or p < self.sinks)
+                and (self.chunk is None or p // self.chunk == q // self.chunk)
                 for p in range(self.offset + N)
             ]
             for q in range(self.offset, self.offset + N)
@@ -123,10 +132,21 @@ class Spec:
     quantized_start: int = 0
     window: int | None = None  # asked for by the model, of a cache that may keep more
     ring: int | None = None  # the window that the cache itself keeps
+    chunk: int | None = None  # the chunks whose tokens see each other
     max_write: int = 1
     sinks: int = 0
 
+    @property
+    def most_slots(self) -> int | None:
+        """What a bounded cache may use."""
+        if self.chunk is not None:
+            return self.chunk + self.max_write
+        return None if self.ring is None else self.ring + self.max_write - 1
+
     def make(self) -> KVCache:
+        if self.chunk is not None:
+            options = {"reserve": self.reserve, "packed_decode": self.packed_decode}
+            return ChunkedKVCache(self.chunk, self.max_write, self.bits, 32, **options)
         if self.ring is not None:
             growth = FixedStep() if self.step_growth else Geometric()
             return RingKVCache(
@@ -151,19 +171,19 @@ class Spec:
 
 def live_slots(cache: KVCache, row: Row) -> set[int]:
     """Slots of the positions that a query from here on may see, or may see again after the longest lossless trim."""
-    layout = cache._layout
-    oldest = Row(row.start, row.offset - layout.most_trim(row), row.high)
-    positions = {*layout.positions_seen(oldest), *range(oldest.offset, row.offset)}
-    return {layout.slot(row, position) for position in positions}
+    layout = cache.layout
+    first = row.offset - layout.most_trim(row)
+    parts = Spec(ring=layout.window, chunk=layout.chunk_size, sinks=layout.sinks)
+    return {layout.slot(row, p) for p in range(row.offset) if p >= first or sees(parts, first, p)}
 
 
 def poison(cache: KVCache) -> None:
     """Fills every slot that holds no token with large finite values."""
+    live = [live_slots(cache, row) for row in cache._rows]
     for store in cache._stores or ():
         planes = []
         for plane in store.planes:
-            slots = np.arange(plane.shape[2])
-            dead = np.stack([[slot not in live_slots(cache, row) for slot in slots] for row in cache._rows])
+            dead = np.stack([[slot not in slots for slot in range(plane.shape[2])] for slots in live])
             bad = mx.array(0xDEADBEEF if plane.dtype == mx.uint32 else 1e4, plane.dtype)
             planes.append(mx.where(mx.array(dead)[:, None, :, None], bad, plane))
         store.planes = tuple(planes)
@@ -180,6 +200,8 @@ def sees(spec: Spec, query: int, key: int) -> bool:
     """Whether a query sees an earlier key. A window that the model asks for counts where it is the narrower one."""
     if spec.window is not None and (spec.ring is None or spec.window < spec.ring) and query - key >= spec.window:
         return False
+    if spec.chunk is not None:
+        return query // spec.chunk == key // spec.chunk
     return spec.ring is None or key < spec.sinks or query - key < spec.ring - spec.sinks
 
 
@@ -232,6 +254,10 @@ class Twins:
                 np.concatenate([old, x], axis=1) for old, x in zip((self.keys[i], self.values[i]), stored, strict=True)
             )
         poison(self.poisoned)
+        if spec.chunk is not None and self.rng.random() < 0.7:  # as llama4 does, if it is asked
+            for cache in self.each():
+                cache.maybe_trim_front()
+                assert len(set(map(tuple, cache._rows))) > 1 or cache.size() <= spec.chunk
         got, other = (attend(cache, q, k, v, spec.window) for cache in self.each())
         assert mx.array_equal(got, other).item(), "a dead slot changed the output"
         for i in range(rows):
@@ -244,7 +270,7 @@ class Twins:
 
     def trim(self, counts: Sequence[int]) -> None:
         """Trims, or finds that the cache refuses and is as it was."""
-        allowed = all(n <= self.cache._layout.most_trim(row) for n, row in zip(counts, self.cache._rows, strict=True))
+        allowed = all(n <= self.cache.layout.most_trim(row) for n, row in zip(counts, self.cache._rows, strict=True))
         if not allowed:
             assert not self.cache.is_trimmable()
             for cache in self.each():
@@ -296,10 +322,13 @@ class Twins:
             offset = cache.offset
             known = [offset] * len(lengths) if isinstance(offset, int) else offset.tolist()
             assert known == lengths
-            assert cache.size() == min(max(lengths), self.spec.ring or max(lengths))
+            most = self.spec.most_slots
+            if self.spec.chunk is None:
+                assert cache.size() == min(max(lengths), self.spec.ring or max(lengths))
+            else:
+                assert cache.size() <= max(lengths)
             assert cache.empty() == (max(lengths) == 0)
             assert cache.capacity % 256 == 0
-            needed = max(lengths) if self.spec.ring is None else self.spec.ring + self.spec.max_write - 1
-            assert cache.capacity >= min(max(lengths), needed)
-            assert self.spec.ring is None or cache.capacity < needed + 256
+            assert cache.capacity >= min(max(lengths), most or max(lengths))
+            assert most is None or cache.capacity < most + 256
             assert cache.nbytes_live <= cache.nbytes

@@ -128,11 +128,11 @@ RAGGED = [("update", 6), ("trim_rows", (0.2, 0.5, 0.9)), ("update", 3), ("update
 EVEN = [("update", 6), ("trim", 0.5), ("update", 3), ("update", 1)]
 
 
-def sees_one_less(keys: mx.array, queries: mx.array, window: int | None, sinks: int = 0) -> mx.array:
+def sees_one_less(keys: mx.array, queries: mx.array, *_: Any) -> mx.array:
     return (keys >= 0) & (keys < queries)
 
 
-def sees_one_more(keys: mx.array, queries: mx.array, window: int | None, sinks: int = 0) -> mx.array:
+def sees_one_more(keys: mx.array, queries: mx.array, *_: Any) -> mx.array:
     return (keys >= 0) & (keys <= queries + 1)
 
 
@@ -141,7 +141,7 @@ def writes_one_slot_late(self: Append, row: Row, new: int) -> Iterator[tuple[int
 
 
 def trims_one_less(layout: Append, rows: tuple[Row, ...], counts: tuple[int, ...]) -> tuple[Row, ...]:
-    return tuple(row.trimmed(max(0, count - 1)) for row, count in zip(rows, counts, strict=True))
+    return tuple(row._replace(offset=row.offset - max(0, count - 1)) for row, count in zip(rows, counts, strict=True))
 
 
 def grows_and_forgets_one(self: Any, capacity: int, used: int) -> None:

@@ -74,7 +74,7 @@ def test_plan_and_trim_are_plain_arithmetic() -> None:
     assert not plan_append(rows, 4).uniform
     assert plan_append((Row(0, 5, 9), Row(0, 5, 5)), 1).uniform
     assert trim_rows(Append(), rows, (5, 1)) == (Row(0, 0, 5), Row(2, 2, 3))
-    assert Row(0, 2, 5).advanced(1) == Row(0, 3, 5)
+    assert plan_append((Row(0, 2, 5),), 1).after == (Row(0, 3, 5),)
 
 
 @pytest.mark.parametrize(
