@@ -121,7 +121,7 @@ def test_bad_input_is_refused_at_the_call(reference: Reference, options: dict[st
 
 
 def test_the_shipped_models_are_small_and_of_the_promised_shape(reference: Reference) -> None:
-    assert mlx_kv.bundled_models() == ["draft", "reference"]
+    assert mlx_kv.bundled_models() == ["draft", "recall", "reference"]
     size = sum(p.stat().st_size for p in (SOURCE.parent / "models").rglob("*") if p.is_file())
     assert size <= 12e6
     args = reference[0].args
