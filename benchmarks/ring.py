@@ -8,8 +8,9 @@ that a cache can hold is window + M - 1 slots: 1,279 for chunks of 256, 10.5 MB.
 place and copies nothing else; the rotating cache puts what it holds in order and concatenates the chunk, so old and new
 buffer exist at once, and it reads and writes all of both for every chunk. In decode both write one token and hand all
 slots to attention: mlx-lm's 1,024 without a mask; ours the same where they lie side by side, which is M of R steps, and
-else all R with a mask, or a copy where R is more than twice the window. The M - 1 slots more are what a rollback needs. Our ring is made for the chunk that is
-used (max_write = chunk) and knows how long the prompt is (reserve), as it does under stream_generate.
+else all R with a mask, or a copy where R is more than twice the window. The M - 1 slots more are what a rollback needs.
+Our ring is made for the chunk that is used (max_write = chunk) and knows how long the prompt is (reserve), as it does
+under stream_generate.
 
 Peak memory includes the chunk. Bytes copied are counted from shapes: what is written besides the new tokens.
 Sides take turns; times are medians; ratios are mlx-lm / ours (more than 1: ours is faster). One JSON line last.
