@@ -10,12 +10,20 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mlx_kv.adapter import make_prompt_cache, trim_prompt_cache
+    from mlx_kv.adapter import compact, make_prompt_cache, trim_prompt_cache
     from mlx_kv.bundled import bundled_models, model_path
     from mlx_kv.cache import KVCache
+    from mlx_kv.eviction.scores import register_score, score_names
     from mlx_kv.generation import CacheStatistics, cache_statistics, stream_generate
     from mlx_kv.growth import FixedStep, Geometric, Growth
-    from mlx_kv.named import ChunkedKVCache, QuantizedKVCache, RingBufferKVCache, RingKVCache, RotatingKVCache
+    from mlx_kv.named import (
+        ChunkedKVCache,
+        CompressedKVCache,
+        QuantizedKVCache,
+        RingBufferKVCache,
+        RingKVCache,
+        RotatingKVCache,
+    )
     from mlx_kv.policy import CachePolicy
     from mlx_kv.protocol import Cache
     from mlx_kv.sampling import TemperatureSampler
@@ -28,6 +36,7 @@ _HOMES = {
     "CachePolicy": "policy",
     "CacheStatistics": "generation",
     "ChunkedKVCache": "named",
+    "CompressedKVCache": "named",
     "FixedStep": "growth",
     "Geometric": "growth",
     "Growth": "growth",
@@ -40,8 +49,11 @@ _HOMES = {
     "TemperatureSampler": "sampling",
     "bundled_models": "bundled",
     "cache_statistics": "generation",
+    "compact": "adapter",
     "make_prompt_cache": "adapter",
     "model_path": "bundled",
+    "register_score": "eviction.scores",
+    "score_names": "eviction.scores",
     "speculative_generate": "speculative",
     "stream_generate": "generation",
     "trim_prompt_cache": "adapter",
@@ -52,6 +64,7 @@ __all__ = [
     "CachePolicy",
     "CacheStatistics",
     "ChunkedKVCache",
+    "CompressedKVCache",
     "FixedStep",
     "Geometric",
     "Growth",
@@ -64,8 +77,11 @@ __all__ = [
     "TemperatureSampler",
     "bundled_models",
     "cache_statistics",
+    "compact",
     "make_prompt_cache",
     "model_path",
+    "register_score",
+    "score_names",
     "speculative_generate",
     "stream_generate",
     "trim_prompt_cache",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ import mlx.nn as nn
 from mlx_lm.models import cache as stock
 
 from mlx_kv.cache import KVCache
-from mlx_kv.policy import CachePolicy
+from mlx_kv.eviction.ledger import Ledger
+from mlx_kv.policy import FOR_BUDGETS, CachePolicy
 
 FULL = {stock.KVCache, stock.QuantizedKVCache}
 KINDS = {
@@ -54,7 +56,10 @@ def make_prompt_cache(model: nn.Module, policy: CachePolicy | None = None, *, st
     kinds = {type(cache) for cache in leaves(own)}
     full, windowed = bool(kinds & FULL), bool(kinds & WINDOWED)
     rings = windowed or (full and policy.max_kv_size is not None)
-    honoured = {"max_kv_size": full, "max_write": rings, "max_rollback": rings}
+    budgets = full and architecture(model) not in INDEXER_MODELS
+    bounded = budgets and policy.budget is not None
+    honoured = {"max_kv_size": full, "max_write": rings or bounded, "max_rollback": rings}
+    honoured |= {"budget": budgets, "sinks": full} | dict.fromkeys(FOR_BUDGETS, budgets)
     ignored = [name for name in policy.changed() if not honoured.get(name, full or windowed)]
     if strict and ignored:
         raise ValueError(
@@ -72,7 +77,10 @@ def architecture(model: nn.Module) -> str:
 
 def _convert(model: nn.Module, own: Iterable[Any], policy: CachePolicy, packed_decode: bool) -> list[Any]:
     indexed = architecture(model) in INDEXER_MODELS
+    if indexed:  # the indexer counts slots of the layer beside it: nothing may move there
+        policy = policy.without_budget()
     plain = replace(policy, bits=None, quantized_start=0)
+    ledger, layers = Ledger(), count()
 
     def converted(cache: Any, policy: CachePolicy) -> Any:
         if type(cache) is stock.CacheList:
@@ -83,7 +91,7 @@ def _convert(model: nn.Module, own: Iterable[Any], policy: CachePolicy, packed_d
         if type(cache) is stock.ChunkedKVCache:
             return policy.make_cache(policy.layout(chunk_size=cache.chunk_size), packed_decode)
         if type(cache) in FULL:
-            return policy.make_cache(packed_decode=packed_decode)
+            return policy.make_cache(packed_decode=packed_decode, ledger=ledger, layer=next(layers))
         return cache
 
     return [converted(cache, policy) for cache in own]
@@ -139,11 +147,21 @@ def trim_prompt_cache(caches: Sequence[Any], n: int) -> int:
         if not can_trim([cache], n):
             raise ValueError(
                 f"cannot trim {n} tokens: layer {index} ({type(cache).__name__}) has lost what would be seen again, or "
-                "never held as many; plan for it with CachePolicy(max_rollback=...)"
+                "never held as many; plan for it with CachePolicy(max_rollback=...), or keep_recent=... with a budget"
             )
     for cache in caches:
         cache.trim(n)
     return n
+
+
+def compact(caches: Iterable[Any]) -> None:
+    """Evicts down to the budget in every layer, now; by itself a cache does that when its margin is overshot, too.
+
+    Raises:
+        ValueError: a score that cannot be used, or layers that have diverged; nothing has changed then, in any layer.
+    """
+    for cache in attention_caches(caches):
+        cache.compact()
 
 
 def load(path_or_hub_id: str | Path) -> tuple[nn.Module, Any]:

@@ -1,11 +1,12 @@
 """What an attention layer talks to: one update path for every combination.
 
-Decides the order of an update (check, plan, reserve, write, read) and puts the parts together: a growth rule, a layout,
-a codec and two stores. Knows nothing about models or mlx-lm beyond the names in `protocol.Cache`.
+Decides the order of an update (check, settle, plan, reserve, write, read) and puts the parts together: a growth rule, a
+layout, a codec and two stores, and an evictor where there is a budget. Knows nothing about models or mlx-lm beyond the
+names in `protocol.Cache`.
 B rows, H KV heads, S new tokens, Dk and Dv head dims, C capacity in slots.
 
     make_mask(S)            -> plan(S) -> None | "causal" | array
-    update_and_fetch(k, v)  -> plan(S) -> reserve -> write into slots -> read
+    update_and_fetch(k, v)  -> compact, if it is due -> plan(S) -> reserve -> write into slots -> read
 
 The plan is made of Python integers, so no update waits for the device, and no chain of tiny arrays is left unevaluated.
 """
@@ -20,8 +21,9 @@ import mlx.core as mx
 
 from mlx_kv.checks import check_tokens, check_unchanged, continues, whole_number
 from mlx_kv.codec import Plain, make_codec
+from mlx_kv.eviction.evictor import Evictor
 from mlx_kv.growth import Geometric, Growth, round_up
-from mlx_kv.layout import NO_LIMIT, Append, Layout, Plan, Ranges, Row, make_layout, trim_rows
+from mlx_kv.layout import NO_LIMIT, Append, Budget, Layout, Plan, Ranges, Row, make_layout, trim_rows
 from mlx_kv.mask import Mask, make_mask
 from mlx_kv.protocol import Fetched
 from mlx_kv.store import Store, tensor_of
@@ -43,6 +45,7 @@ class KVCache:
         packed_decode: hand packed planes to attention for writes of up to 8 tokens. False for models whose attention
             cannot take them (attention sinks, MLA); `make_prompt_cache` finds out by itself.
         layout: which slot holds which position: everything (the default), or a ring.
+        evictor: what compacts the rows of a `Budget` layout, which is then the layout of this cache.
 
     Raises:
         ValueError: bits or a group size that don't exist, a negative reserve or quantized_start.
@@ -58,6 +61,7 @@ class KVCache:
         quantized_start: int = 0,
         packed_decode: bool = True,
         layout: Layout = Append(),
+        evictor: Evictor | None = None,
     ) -> None:
         self._codec, self._growth = make_codec(bits, group_size), growth
         self._reserve = whole_number("reserve", reserve)
@@ -67,7 +71,10 @@ class KVCache:
         self._packed_decode = packed_decode
         self._rows: tuple[Row, ...] = (Row(),)
         self._stores: tuple[Store, Store] | None = None  # keys, values
-        self.layout: Layout = layout  # which slot holds which position
+        self.layout: Layout = layout if evictor is None else evictor.layout  # which slot holds which position
+        self._evictor = evictor
+        if evictor is not None:
+            evictor.belong_to(self)
         # What attention read of a write longer than max_write, until the next step.
         self._transient: tuple[mx.array, mx.array] | None = None
         self._ranges: Ranges = ()  # the slots that the last fetch was made of
@@ -79,7 +86,17 @@ class KVCache:
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Mask:
         """The mask for the next N tokens: None, "causal", or booleans (N, K) or (B, 1, N, K)."""
         self._transient = None  # a new step: nobody reads what the last one left
-        return make_mask(Plan(self.layout, self._rows, N), window_size, return_array)
+        if self._evictor is None:
+            return make_mask(Plan(self.layout, self._rows, N), window_size, return_array)
+        # The next update compacts what is due, but where the rows stand then is known now. Only for a window must it
+        # be known which tokens are left.
+        positions = None
+        if window_size is not None:
+            self._rows = self._evictor.settle(self._rows)
+            positions = self._evictor.key_positions(self._rows, N)
+        return make_mask(
+            Plan(self.layout, tuple(map(self.layout.settled, self._rows)), N), window_size, return_array, positions
+        )
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Fetched:
         """Stores the new tokens of every row and returns all that attention reads.
@@ -96,6 +113,8 @@ class KVCache:
         tensors = (keys, values)
         self._check(*tensors)
         rows = self._rows if len(self._rows) == keys.shape[0] else (Row(),) * keys.shape[0]
+        if self._evictor is not None:
+            rows = self._rows = self._evictor.settle(rows)
         plan = Plan(self.layout, rows, keys.shape[2])
         self._transient = None
         stores = self._make_room(plan, tensors)
@@ -164,7 +183,7 @@ class KVCache:
 
     def _next_capacity(self, needed: int) -> int:
         wanted = round_up(max(needed, self._growth.capacity(needed, self.capacity), self._reserve))
-        return min(wanted, round_up(self.layout.most_slots))
+        return min(wanted, round_up(max(needed, self.layout.enough_slots)))
 
     def _check(self, keys: mx.array, values: mx.array) -> None:
         if self._stores is not None and continues(keys, values, self._stores):
@@ -191,12 +210,7 @@ class KVCache:
 
     def size(self) -> int:
         """Tokens held by the longest row."""
-        return max(self._held(row) for row in self._rows)
-
-    def _held(self, row: Row) -> int:
-        """Tokens of a row that a later query may see, those of its own write aside."""
-        window = self.layout.window
-        return row.offset - row.front if window is None else min(row.offset, window)
+        return max(map(self.layout.held, self._rows))
 
     def empty(self) -> bool:
         """Whether no row holds a token."""
@@ -233,10 +247,14 @@ class KVCache:
             raise ValueError(f"cannot trim {counts} tokens: give whole numbers")
         self._rows = trim_rows(self.layout, self._rows, tuple(counts))
         self._transient = None
+        if self._evictor is not None:
+            self._evictor.forget()
 
     def reset(self) -> None:
         """Forgets every token, for a new session. Slots stay allocated, and serve it if its shapes are the same."""
         self._rows, self._packed, self._transient = (Row(),), False, None
+        if self._evictor is not None:
+            self._evictor.forget()
         if self._quantized_start:
             self._stores = None  # the new session begins plain again
 
@@ -265,6 +283,47 @@ class KVCache:
         """
         self._rows = tuple([row._replace(front=self.layout.trimmed_front(row)) for row in self._rows])
 
+    # --- budgets --------------------------------------------------------------------------------------------------
+
+    def compact(self) -> None:
+        """Evicts down to the budget now, not only when it is overshot by its margin; see `mlx_kv.compact`.
+
+        Caches without a budget do nothing.
+        """
+        if self._evictor is not None:
+            self._rows = self._evictor.settle(self._rows, on_demand=True)
+
+    @property
+    def evictor(self) -> Evictor | None:
+        """The part that evicts, with what it did so far; None without a budget."""
+        return self._evictor
+
+    @property
+    def positions(self) -> mx.array:
+        """The position of each live slot: (B, H', n), H' being the number of heads where each keeps its own, else 1.
+
+        Rows with fewer live slots end with -1. Only for layouts whose slots are never used again: budgets, or none.
+
+        Raises:
+            ValueError: this cache is a ring.
+        """
+        ends = [row.end for row in self._rows]
+        if self.layout.most_slots != NO_LIMIT:
+            raise ValueError("a ring uses its slots again: ask its layout for the position of a slot")
+        lines = [
+            mx.arange(row.end, dtype=mx.int32)[None] - row.start
+            if self._evictor is None
+            else self._evictor.live_positions(row, i)
+            for i, row in enumerate(self._rows)
+        ]
+        heads, most = max(line.shape[0] for line in lines), max(ends)
+        return mx.stack(
+            [
+                mx.pad(mx.broadcast_to(line, (heads, end)), [(0, 0), (0, most - end)], constant_values=mx.array(-1))
+                for line, end in zip(lines, ends, strict=True)
+            ]
+        )
+
     # --- memory ---------------------------------------------------------------------------------------------------
 
     @property
@@ -275,14 +334,24 @@ class KVCache:
     @property
     def nbytes(self) -> int:
         """Bytes allocated, dead slots included."""
-        return 0 if self._stores is None else sum(store.nbytes for store in self._stores)
+        known = 0 if self._evictor is None else self._evictor.nbytes
+        return 0 if self._stores is None else known + sum(store.nbytes for store in self._stores)
 
     @property
     def nbytes_live(self) -> int:
         """Bytes of the slots that hold a token."""
         if self._stores is None:
             return 0
-        return sum(map(self._held, self._rows)) * sum(store.bytes_per_slot for store in self._stores)
+        return sum(map(self.layout.held, self._rows)) * self._bytes_per_slot
+
+    @property
+    def nbytes_full(self) -> int:
+        """Bytes that all tokens up to here would take if none had been evicted or overwritten."""
+        return 0 if self._stores is None else sum(row.offset for row in self._rows) * self._bytes_per_slot
+
+    @property
+    def _bytes_per_slot(self) -> int:
+        return sum(store.bytes_per_slot for store in self._stores or ())
 
     # --- quantisation ---------------------------------------------------------------------------------------------
 
@@ -356,16 +425,22 @@ class KVCache:
         keys, values = (None, None) if self._stores is None else (store.handles() for store in self._stores)
         rows, ranges = [list(row) for row in self._rows], [list(one) for one in self._ranges]
         settings = (self._codec.bits, self._codec.group_size, self._quantized_start, self._packed_decode, self._packed)
-        return keys, values, rows, ranges, list(self.layout.parameters), *settings
+        eviction = None if self._evictor is None else self._evictor.state
+        return keys, values, rows, ranges, list(self.layout.parameters), *settings, eviction
 
     @state.setter
     def state(self, value: tuple[Any, ...]) -> None:
-        keys, values, rows, ranges, layout, bits, group_size, quantized_start, packed_decode, packed = value
+        keys, values, rows, ranges, layout, *settings, eviction = value
+        bits, group_size, quantized_start, packed_decode, packed = settings
         self._codec = make_codec(bits, group_size)
         self._quantized_start, self._packed_decode, self._packed = quantized_start, packed_decode, packed
         self._rows, self._transient = tuple(Row(*row) for row in rows), None
         self._ranges, self.layout = tuple((first, last) for first, last in ranges), make_layout(*layout)
-        self._stores = None
+        self._stores, self._evictor = None, None
+        if eviction is not None:
+            self._evictor = Evictor.from_state(Budget(*layout[1:]), eviction)
+            self._evictor.belong_to(self)
+            self.layout = self._evictor.layout
         if keys is not None:
             codec = self._codec if len(keys) > 1 else Plain()
             self._stores = Store(codec, tuple(keys)), Store(codec, tuple(values))
@@ -376,6 +451,15 @@ class KVCache:
         cache = cls()
         cache.state = state
         return cache
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> KVCache:
+        copied = type(self)()
+        memo[id(self)] = copied
+        copied.__dict__ = {k: copy.deepcopy(v, memo) for k, v in vars(self).items() if k != "_evictor"}
+        copied._evictor = None if self._evictor is None else self._evictor.copied()
+        if copied._evictor is not None:
+            copied._evictor.belong_to(copied)
+        return copied
 
     def __repr__(self) -> str:
         how = f", bits={self._codec.bits}" if self._codec.bits is not None else ""

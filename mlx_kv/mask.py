@@ -64,7 +64,9 @@ def key_positions(plan: Plan) -> mx.array:
     return positions[0] if plan.uniform else positions[:, None, None]
 
 
-def make_mask(plan: Plan, window: int | None = None, return_array: bool = False) -> Mask:
+def make_mask(
+    plan: Plan, window: int | None = None, return_array: bool = False, positions: mx.array | None = None
+) -> Mask:
     """The mask for the new tokens of a plan.
 
     None for one token that sees every key, "causal" where the new tokens are the last keys in order and see all before
@@ -73,10 +75,14 @@ def make_mask(plan: Plan, window: int | None = None, return_array: bool = False)
     Args:
         window: each query sees at most this many tokens, itself included, whatever the layout keeps.
         return_array: the model reads the mask as an array; one token that sees all still gets None, as from mlx-lm.
+        positions: of each key that attention reads, (K,) or (B, 1, 1, K), where its slot does not tell: without a
+            window, a slot does even after evictions, since all that is left came before every query.
     """
     layout, kept = plan.layout, plan.layout.window
     narrower = window if window is not None and (kept is None or window < kept) else None
-    sees_all = plan.uniform and plan.rows[0].start == 0 and not plan.transient
+    sees_all = plan.uniform and plan.rows[0].start <= 0 and not plan.transient
+    if positions is not None and narrower is not None:
+        sees_all = False
     if sees_all:  # so far: every key that is read is seen by the last query. Where there are more, they are in order
         seen_by_last = count_seen(layout, plan.rows[0].offset + plan.new - 1)
         sees_all = count_slots(plan.ranges) <= (seen_by_last if narrower is None else min(seen_by_last, narrower))
@@ -87,7 +93,7 @@ def make_mask(plan: Plan, window: int | None = None, return_array: bool = False)
     new = mx.arange(plan.new)[:, None]  # (S, 1)
     offsets = [row.offset for row in plan.rows]
     queries = new + offsets[0] if plan.uniform else new + mx.array(offsets)[:, None, None, None]
-    keys = key_positions(plan)
+    keys = key_positions(plan) if positions is None else positions
     seen = visible(keys, queries, kept, layout.sinks, layout.chunk_size)
     # A window that the model asks for and that is narrower than what is kept knows no sinks.
     return seen if narrower is None else seen & visible(keys, queries, narrower)

@@ -7,8 +7,10 @@ like what they make.
 from __future__ import annotations
 
 from mlx_kv.cache import KVCache
+from mlx_kv.eviction.evictor import Evictor, Share
+from mlx_kv.eviction.scores import Function
 from mlx_kv.growth import Geometric, Growth
-from mlx_kv.layout import Chunks, Ring
+from mlx_kv.layout import Budget, Chunks, Ring
 
 
 def QuantizedKVCache(group_size: int = 64, bits: int = 8) -> KVCache:  # noqa: N802, mlx-lm's name for it
@@ -75,3 +77,40 @@ def ChunkedKVCache(  # noqa: N802, mlx-lm's name for it
         ValueError: a chunk_size or max_write below 1, and what `KVCache` refuses.
     """
     return KVCache(bits, group_size, growth, reserve, packed_decode=packed_decode, layout=Chunks(chunk_size, max_write))
+
+
+def CompressedKVCache(  # noqa: N802, a choice of parts with the name of what it is
+    budget: int,
+    keep_recent: int = 64,
+    sinks: int = 4,
+    score: str | Function = "key_diff",
+    share: Share = "layers",
+    margin: int | None = None,
+    bits: int | None = None,
+    group_size: int = 64,
+    max_write: int = 512,
+    growth: Growth = Geometric(),
+    reserve: int = 0,
+    *,
+    packed_decode: bool = True,
+) -> KVCache:
+    """A `KVCache` that keeps at most `budget` tokens of each sequence, or up to `margin` more: those that matter most.
+
+    For a model, use `CachePolicy(budget=...)`: its layers then agree on which tokens go. One made here stands alone.
+
+    Args:
+        budget: tokens that are left after a compaction.
+        keep_recent: so many of the newest tokens are never evicted; a trim can go back as far.
+        sinks: so many of the first tokens are never evicted.
+        score: what matters, by name (`mlx_kv.score_names()`), or any callable (keys, values, positions) -> (B, H, n) in
+            float32, higher is kept.
+        share: "head", each head keeps its own tokens; otherwise heads keep the same.
+        margin: how far the budget may be overshot before a compaction; None is max(64, budget // 16).
+        max_write: the longest write to plan for: memory peaks at budget + margin + max_write tokens.
+
+    Raises:
+        ValueError: a budget that sinks and recent tokens would fill, a number below its least, an unknown score or
+            share, and what `KVCache` refuses.
+    """
+    evictor = Evictor(Budget(budget, keep_recent, sinks, margin, max_write), score, share)
+    return KVCache(bits, group_size, growth, reserve, packed_decode=packed_decode, evictor=evictor)

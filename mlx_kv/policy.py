@@ -6,15 +6,20 @@ nothing about models; `adapter.make_prompt_cache` applies a policy to one.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from mlx_kv.cache import KVCache
 from mlx_kv.checks import whole_number
 from mlx_kv.codec import Affine
+from mlx_kv.eviction.evictor import Evictor, Share
+from mlx_kv.eviction.ledger import Ledger
+from mlx_kv.eviction.scores import Function
 from mlx_kv.growth import Geometric, Growth
-from mlx_kv.layout import Append, Chunks, Layout, Ring
+from mlx_kv.layout import Append, Budget, Chunks, Layout, Ring
 
-SINKS = 4  # first tokens that max_kv_size never drops: mlx-lm's number, after StreamingLLM (Xiao et al. 2023)
+SINKS = 4  # first tokens that are never dropped: mlx-lm's number, after StreamingLLM (Xiao et al. 2023)
+FOR_BUDGETS = ("keep_recent", "score", "share", "margin")
 
 
 @dataclass(frozen=True)
@@ -31,10 +36,14 @@ class CachePolicy:
             of this name; layers with a window of their own keep that. (A model that asks for a narrower window than
             max_kv_size, but not by 4, sees up to 4 tokens fewer of it: the first 4 take their room.)
         max_write: the longest write that rings plan for. Longer ones lose nothing, but attention reads a copy then.
+            With a budget, the longest write that memory is planned for.
         max_rollback: tokens that rings must be able to take back; they always can take back max_write.
+        budget: full-attention layers keep so many tokens, those that matter most. Instead of max_kv_size.
+        keep_recent, sinks, score, share, margin: as in `CompressedKVCache`. `sinks` also counts for max_kv_size.
 
     Raises:
-        ValueError: a value that does not exist, or quantized_start without bits.
+        ValueError: a value that does not exist, quantized_start without bits, a setting for budgets without a budget,
+            or a budget beside max_kv_size.
     """
 
     bits: int | None = None
@@ -45,6 +54,12 @@ class CachePolicy:
     max_kv_size: int | None = None
     max_write: int = 512
     max_rollback: int = 0
+    budget: int | None = None
+    keep_recent: int = 64
+    sinks: int = SINKS
+    score: str | Function = "key_diff"
+    share: Share = "layers"
+    margin: int | None = None
 
     def __post_init__(self) -> None:
         whole_number("max_rollback", self.max_rollback)
@@ -53,6 +68,14 @@ class CachePolicy:
             whole_number("max_kv_size", self.max_kv_size, least=1)
         if not callable(getattr(self.growth, "capacity", None)):
             raise ValueError(f"growth is {self.growth!r}: give a rule such as Geometric() or FixedStep(256)")
+        if self.budget is None:
+            whole_number("sinks", self.sinks)
+            if unused := [name for name in self.changed() if name in FOR_BUDGETS]:
+                raise ValueError(
+                    f"{', '.join(unused)} is for a budget, but budget is None: say how many tokens to keep"
+                )
+        elif self.max_kv_size is not None:
+            raise ValueError("got a budget and max_kv_size, which both bound full-attention layers: give one of them")
         Affine(8, self.group_size)  # checks it also where it is not looked at: nobody means 48
         self.make_cache()  # the cache checks the rest
 
@@ -62,11 +85,26 @@ class CachePolicy:
         if chunk_size is not None:
             return Chunks(chunk_size, max_write)
         if window is None and self.max_kv_size is not None:
-            window, sinks = self.max_kv_size, min(SINKS, self.max_kv_size - 1)
+            window, sinks = self.max_kv_size, min(self.sinks, self.max_kv_size - 1)
+        if window is None and self.budget is not None:
+            return Budget(self.budget, self.keep_recent, self.sinks, self.margin, self.max_write)
         return Append() if window is None else Ring(window, max_write, sinks)
 
-    def make_cache(self, layout: Layout | None = None, packed_decode: bool = True) -> KVCache:
-        """The cache of one layer, of full attention unless told otherwise."""
+    def make_cache(
+        self,
+        layout: Layout | None = None,
+        packed_decode: bool = True,
+        ledger: Ledger | None = None,
+        layer: int = 0,
+    ) -> KVCache:
+        """The cache of one layer, of full attention unless told otherwise.
+
+        Args:
+            layout: as `layout()` makes it.
+            ledger, layer: with a budget, the sequence that this is a layer of, and which.
+        """
+        layout = self.layout() if layout is None else layout
+        evictor = Evictor(layout, self.score, self.share, ledger, layer) if isinstance(layout, Budget) else None
         return KVCache(
             bits=self.bits,
             group_size=self.group_size,
@@ -74,8 +112,15 @@ class CachePolicy:
             reserve=self.reserve,
             quantized_start=self.quantized_start,
             packed_decode=packed_decode,
-            layout=self.layout() if layout is None else layout,
+            layout=layout,
+            evictor=evictor,
         )
+
+    def without_budget(self) -> CachePolicy:
+        """This policy, but nothing is evicted."""
+        default = CachePolicy()
+        same: dict[str, Any] = {name: getattr(default, name) for name in FOR_BUDGETS}
+        return replace(self, budget=None, **same)
 
     def changed(self) -> list[str]:
         """The names of the settings that are not at their default."""

@@ -119,8 +119,41 @@ class Store:
             for plane in self.planes
         )
 
+    def move(self, source: mx.array, target: mx.array) -> None:
+        """Copies slots source[b, h, i] to slots target[b, h, i], in place; two of the same target have the same source.
+
+        Args:
+            source, target: (B, 1 or H, m) of int32.
+        """
+        rows, heads, capacity = self.planes[0].shape[:3]
+        first = mx.arange(rows * heads, dtype=mx.int32).reshape(rows, heads, 1) * capacity
+        index = (source + first).reshape(-1)
+        for i, plane in enumerate(self.planes):
+            # Moved in wider words than elements, a slot costs less: both kernels count elements.
+            words = _as_words(plane)
+            width = words.shape[3]
+            taken = words.reshape(-1, width)[index].reshape(rows, heads, -1, width)
+            mx.eval(taken)  # a pending read of the buffer would make the write below copy it whole
+            where = mx.broadcast_to(target[..., None], taken.shape)
+            self.planes = (*self.planes[:i], mx.zeros(0), *self.planes[i + 1 :])  # the write may have the buffer
+            dtype = plane.dtype
+            del plane
+            words = mx.put_along_axis(words, where, taken, axis=2)
+            self.planes = (*self.planes[:i], words.view(dtype), *self.planes[i + 1 :])
+            del words
+            mx.eval(self.planes[i])  # before the next layer takes memory for its own
+
     def recode(self, codec: Codec) -> None:
         """Stores every slot with another codec, the capacity unchanged."""
         if codec != self.codec:
             self.planes = codec.encode(self.codec.decode(self.planes))
             self.codec = codec
+
+
+def _as_words(plane: mx.array) -> mx.array:
+    """The same bytes as the widest unsigned integers that divide a slot."""
+    size = plane.shape[3] * plane.itemsize
+    for words in (mx.uint64, mx.uint32, mx.uint16):
+        if size % words.size == 0:
+            return plane.view(words)
+    return plane

@@ -14,9 +14,10 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from kept import Kept
 from mlx_lm.models.base import scaled_dot_product_attention
 
-from mlx_kv import ChunkedKVCache, FixedStep, Geometric, KVCache, RingKVCache
+from mlx_kv import ChunkedKVCache, CompressedKVCache, FixedStep, Geometric, KVCache, RingKVCache
 from mlx_kv.layout import Row
 
 HEADS, QUERY_HEADS = 2, 4
@@ -135,6 +136,11 @@ class Spec:
     chunk: int | None = None  # the chunks whose tokens see each other
     max_write: int = 1
     sinks: int = 0
+    budget: int | None = None
+    keep_recent: int = 0
+    margin: int = 0
+    score: str = "key_norm"
+    share: Any = "layers"
 
     @property
     def most_slots(self) -> int | None:
@@ -144,6 +150,20 @@ class Spec:
         return None if self.ring is None else self.ring + self.max_write - 1
 
     def make(self) -> KVCache:
+        if self.budget is not None:
+            return CompressedKVCache(
+                self.budget,
+                self.keep_recent,
+                self.sinks,
+                self.score,
+                self.share,
+                self.margin,
+                self.bits,
+                32,
+                self.max_write,
+                packed_decode=self.packed_decode,
+                reserve=self.reserve,
+            )
         if self.chunk is not None:
             options = {"reserve": self.reserve, "packed_decode": self.packed_decode}
             return ChunkedKVCache(self.chunk, self.max_write, self.bits, 32, **options)
@@ -172,6 +192,8 @@ class Spec:
 def live_slots(cache: KVCache, row: Row) -> set[int]:
     """Slots of the positions that a query from here on may see, or may see again after the longest lossless trim."""
     layout = cache.layout
+    if cache.evictor is not None:
+        return set(range(row.end))
     first = row.offset - layout.most_trim(row)
     parts = Spec(ring=layout.window, chunk=layout.chunk_size, sinks=layout.sinks)
     return {layout.slot(row, p) for p in range(row.offset) if p >= first or sees(parts, first, p)}
@@ -205,19 +227,27 @@ def sees(spec: Spec, query: int, key: int) -> bool:
     return spec.ring is None or key < spec.sinks or query - key < spec.ring - spec.sinks
 
 
-def slow_attention(q: np.ndarray, keys: np.ndarray, values: np.ndarray, spec: Spec) -> np.ndarray:
-    """One row: q (QH, S, Dk) are the last S positions of keys (H, n, Dk) and values (H, n, Dv); float64 throughout."""
+def slow_attention(
+    q: np.ndarray, keys: np.ndarray, values: np.ndarray, spec: Spec, gone: list[set[int]] | None = None
+) -> np.ndarray:
+    """One row: q (QH, S, Dk) are the last S positions of keys (H, n, Dk) and values (H, n, Dv); float64 throughout.
+
+    `gone`: positions that each head has evicted.
+    """
     keys = np.repeat(keys.astype(np.float64), QUERY_HEADS // HEADS, axis=0)
     values = np.repeat(values.astype(np.float64), QUERY_HEADS // HEADS, axis=0)
     n, new = keys.shape[1], q.shape[1]
     out = np.zeros((QUERY_HEADS, new, values.shape[2]))
     for j in range(new):
         position = n - new + j
-        seen = [p for p in range(position + 1) if sees(spec, position, p)]
-        k, v = keys[:, seen], values[:, seen]
-        scores = np.einsum("hd,hnd->hn", q[:, j].astype(np.float64), k) * q.shape[2] ** -0.5
+        in_reach = [p for p in range(position + 1) if sees(spec, position, p)]
+        scores = np.einsum("hd,hnd->hn", q[:, j].astype(np.float64), keys[:, in_reach]) * q.shape[2] ** -0.5
+        if gone is not None:
+            for head in range(QUERY_HEADS):
+                lost = gone[head // (QUERY_HEADS // HEADS)]
+                scores[head, [i for i, p in enumerate(in_reach) if p in lost]] = -np.inf
         weights = np.exp(scores - scores.max(1, keepdims=True))
-        out[:, j] = np.einsum("hn,hnd->hd", weights / weights.sum(1, keepdims=True), v)
+        out[:, j] = np.einsum("hn,hnd->hd", weights / weights.sum(1, keepdims=True), values[:, in_reach])
     return out
 
 
@@ -230,6 +260,7 @@ class Twins:
         self.rng = np.random.default_rng(seed)
         self.keys = [np.zeros((HEADS, 0, spec.key_dim), np.float32) for _ in range(spec.rows)]
         self.values = [np.zeros((HEADS, 0, spec.value_dim), np.float32) for _ in range(spec.rows)]
+        self.kept = None if spec.budget is None else Kept(spec)
 
     def lengths(self) -> list[int]:
         return [row.shape[1] for row in self.keys]
@@ -248,6 +279,8 @@ class Twins:
             self.keys = [self._stored(row) for row in self.keys]
             self.values = [self._stored(row) for row in self.values]
         self.was_quantized = quantized
+        if self.kept is not None:
+            self.kept.compact(self.keys, self.values)
         for i in range(rows):
             stored = (self._stored(x[i]) if quantized else np.array(x[i]) for x in (k, v))
             self.keys[i], self.values[i] = (
@@ -260,8 +293,12 @@ class Twins:
                 assert len(set(map(tuple, cache._rows))) > 1 or cache.size() <= spec.chunk
         got, other = (attend(cache, q, k, v, spec.window) for cache in self.each())
         assert mx.array_equal(got, other).item(), "a dead slot changed the output"
+        if self.kept is not None:
+            for cache in self.each():
+                self.kept.check(np.array(cache.positions), self.lengths())
         for i in range(rows):
-            wanted = slow_attention(np.array(q[i]), self.keys[i], self.values[i], spec)
+            gone = None if self.kept is None else self.kept.gone[i]
+            wanted = slow_attention(np.array(q[i]), self.keys[i], self.values[i], spec, gone)
             np.testing.assert_allclose(np.array(got[i]), wanted, atol=2e-5, rtol=2e-5)
         self.check_lengths()
 
@@ -271,10 +308,13 @@ class Twins:
     def trim(self, counts: Sequence[int]) -> None:
         """Trims, or finds that the cache refuses and is as it was."""
         allowed = all(n <= self.cache.layout.most_trim(row) for n, row in zip(counts, self.cache._rows, strict=True))
+        if self.kept is not None:
+            lengths = self.lengths()
+            assert allowed == all(n <= self.kept.most_trim(i, lengths[i]) for i, n in enumerate(counts))
         if not allowed:
             assert not self.cache.is_trimmable()
             for cache in self.each():
-                with pytest.raises(ValueError, match="is a ring that has overwritten"):
+                with pytest.raises(ValueError, match=r"is a ring that has overwritten|has evicted tokens"):
                     cache.trim_per_sequence(counts)
             self.check_lengths()
             return
@@ -287,6 +327,8 @@ class Twins:
         for i, count in enumerate(counts):
             keep = self.keys[i].shape[1] - count
             self.keys[i], self.values[i] = self.keys[i][:, :keep], self.values[i][:, :keep]
+            if self.kept is not None:
+                self.kept.trim(i, keep)
         self.check_lengths()
 
     def replace_by_copy(self) -> None:
@@ -314,6 +356,7 @@ class Twins:
             cache.reset()
         self.keys = [row[:, :0] for row in self.keys]
         self.values = [row[:, :0] for row in self.values]
+        self.kept = None if self.spec.budget is None else Kept(self.spec)
         self.check_lengths()
 
     def check_lengths(self) -> None:
@@ -323,12 +366,14 @@ class Twins:
             known = [offset] * len(lengths) if isinstance(offset, int) else offset.tolist()
             assert known == lengths
             most = self.spec.most_slots
-            if self.spec.chunk is None:
+            if self.kept is not None:
+                assert cache.size() == max(n - len(gone[0]) for n, gone in zip(lengths, self.kept.gone, strict=True))
+            elif self.spec.chunk is None:
                 assert cache.size() == min(max(lengths), self.spec.ring or max(lengths))
             else:
                 assert cache.size() <= max(lengths)
             assert cache.empty() == (max(lengths) == 0)
             assert cache.capacity % 256 == 0
-            assert cache.capacity >= min(max(lengths), most or max(lengths))
+            assert self.kept is not None or cache.capacity >= min(max(lengths), most or max(lengths))
             assert most is None or cache.capacity < most + 256
             assert cache.nbytes_live <= cache.nbytes

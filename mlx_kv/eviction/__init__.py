@@ -1,0 +1,1 @@
+"""Which tokens go when a budget is exceeded, and what moves then."""

@@ -1,0 +1,129 @@
+"""What the layers of one sequence agree on: which of its tokens go.
+
+A *ledger* stands for one sequence. Its members are the caches of that sequence, one a layer; a batched cache is a
+member of one ledger for each of its rows. mlx-lm copies, merges and extracts caches layer by layer, so members find
+their ledger by a rule: whoever copies layer 3 of a sequence and then layer 4 gets both into the same new ledger.
+
+Decides once per compaction: the first member that is to be compacted asks all others, as they stand before the step,
+and the others find the decision made. So nothing has changed anywhere when one of them cannot decide. Knows nothing
+about how scores come about, or what moves.
+"""
+
+from __future__ import annotations
+
+import uuid
+import weakref
+from collections.abc import Callable
+from typing import ClassVar, Protocol
+
+import mlx.core as mx
+
+from mlx_kv.layout import Row
+
+
+class Member(Protocol):
+    """One layer of a sequence."""
+
+    def row(self, ledger: Ledger) -> Row:
+        """Where the sequence stands in this layer."""
+        ...
+
+    def evictable_scores(self, ledger: Ledger) -> mx.array:
+        """(1, n), higher is kept, comparable between layers."""
+        ...
+
+    def decide(self, ledger: Ledger) -> None:
+        """Finds out which tokens this layer alone would evict, or raises ValueError."""
+        ...
+
+
+class Ledger:
+    """The layers of one sequence.
+
+    Attributes:
+        name: shared by a sequence and all its copies, in a file too.
+    """
+
+    _newest: ClassVar[weakref.WeakValueDictionary[str, Ledger]] = weakref.WeakValueDictionary()
+
+    def __init__(self, name: str | None = None) -> None:
+        self.name = name or uuid.uuid4().hex
+        self._newest[self.name] = self
+        self._members: dict[int, weakref.ref[Member]] = {}
+        self._decided: tuple[Row, mx.array | None] | None = None
+        self._rows: weakref.WeakValueDictionary[int, Ledger] = weakref.WeakValueDictionary()
+
+    @classmethod
+    def joined(cls, name: str, layer: int, member: Member) -> Ledger:
+        """The ledger for a copy of one layer of the sequence `name`: the newest where that layer has no member yet."""
+        ledger = cls._newest.get(name)
+        if ledger is None or layer in ledger._members:
+            ledger = cls(name)
+        ledger.join(layer, member)
+        return ledger
+
+    def join(self, layer: int, member: Member) -> None:
+        self._members[layer] = weakref.ref(member)
+
+    def for_row(self, index: int) -> Ledger:
+        """The ledger of another row of a new batch whose first row has this one; the same in every layer."""
+        if index == 0:
+            return self
+        ledger = self._rows.get(index) or Ledger()
+        self._rows[index] = ledger
+        return ledger
+
+    def forget(self) -> None:
+        """A member was trimmed or reset: what was decided about its tokens no longer holds."""
+        self._decided = None
+
+    def members(self) -> list[tuple[int, Member]]:
+        """Those that still exist and hold tokens, in the order of layers."""
+        alive = [(layer, ref()) for layer, ref in sorted(self._members.items())]
+        return [(layer, member) for layer, member in alive if member is not None and member.row(self).offset]
+
+    def check(self, row: Row) -> None:
+        """Raises ValueError unless every layer stands where `row` does."""
+        standing = [(layer, member.row(self)) for layer, member in self.members()]
+        if any((other.start, other.offset) != (row.start, row.offset) for _, other in standing):
+            held: dict[str, list[str]] = {}
+            for layer, other in standing:
+                held.setdefault(f"{other.end} of {other.offset}", []).append(str(layer))
+            told = "; ".join(f"{kept} tokens in layer {', '.join(layers)}" for kept, layers in held.items())
+            raise ValueError(
+                f"the layers of one sequence have diverged, and cannot evict the same tokens: they hold {told}. "
+                "Trim all layers alike, or use share='layer'"
+            )
+
+    def all_decide(self, row: Row) -> None:
+        """Has every layer decide for itself.
+
+        Raises:
+            ValueError: as `victims`.
+        """
+        if self._decided is None or self._decided[0] != row:
+            self.check(row)
+            for _, member in self.members():
+                member.decide(self)
+            self._decided = row, None
+
+    def victims(self, row: Row, decide: Callable[[mx.array], mx.array]) -> mx.array:
+        """Which slots go in every layer: decided once, from the sum of all layers' scores.
+
+        Args:
+            row: where the asking layer stands.
+            decide: from summed scores (1, n) to slots (1, E).
+
+        Raises:
+            ValueError: layers that stand elsewhere, or scores that cannot be used; nothing has changed then.
+        """
+        if self._decided is None or self._decided[0] != row or self._decided[1] is None:
+            self.check(row)
+            total = mx.zeros(1)
+            for _, member in self.members():
+                total = total + member.evictable_scores(self)
+                mx.eval(total)  # one layer after the other: none of them needs memory for long
+            victims = decide(total)
+            self._decided = row, victims
+            return victims
+        return self._decided[1]

@@ -1,0 +1,204 @@
+"""What every layout has in common: rows, the plan of an update, what is asked of a layout, and trims.
+
+Decides nothing about slots itself. Integers only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple, Protocol
+
+
+class Row(NamedTuple):
+    """Where one sequence stands.
+
+    Attributes:
+        start: the slot of position 0; only a layout without a ring has another than 0. Below 0, so many tokens were
+            evicted, and slot = start + position holds for those that came after.
+        offset: the next position.
+        high: the high-water mark, one past the highest position ever written, taken back or not.
+        front: the first position after the sinks that attention reads.
+    """
+
+    start: int = 0
+    offset: int = 0
+    high: int = 0
+    front: int = 0
+
+    @property
+    def end(self) -> int:
+        """One past the last live slot, as long as nothing has wrapped."""
+        return self.start + self.offset
+
+
+Ranges = tuple[tuple[int, int], ...]
+
+
+NO_LIMIT = 1 << 62
+
+
+class Plan:
+    """One update in integers. The mask, the write and the read are all made from it, so they cannot disagree.
+
+    Every layer makes one for every token, so what is asked more than once is worked out once.
+
+    Attributes:
+        layout: which slot holds which position.
+        rows: where each row stands before the update.
+        new: the number of new tokens of every row (S).
+        held: one past the last slot of the longest row before the update, as if nothing ever wrapped.
+        needed: slots that must exist: [0, needed).
+        ranges: the slots [first, last) that attention reads, one range after the other, unless the plan is transient.
+        uniform: whether all rows stand alike, so that one slice write does it and one mask row serves all.
+        ordered: whether slots are in the order of positions: nothing wraps, before or with this update.
+        transient: whether the write would overwrite what its own first query needs. Attention then reads the live
+            tokens in order and after them the new ones, and the ring keeps the last of both.
+    """
+
+    __slots__ = ("held", "layout", "needed", "new", "ordered", "ranges", "rows", "transient", "uniform")
+
+    def __init__(self, layout: Layout, rows: tuple[Row, ...], new: int) -> None:
+        self.layout, self.rows, self.new = layout, rows, new
+        self.held = rows[0].end if len(rows) == 1 else max([row.end for row in rows])
+        self.uniform = len(rows) == 1 or len({(row.start, row.offset, row.front) for row in rows}) == 1
+        self.ordered = self.held + new <= layout.most_slots
+        self.needed = self.held + new if self.ordered else layout.most_slots
+        self.transient = not self.ordered and new > layout.max_write
+        self.ranges = layout.ranges(rows[0], new) if self.uniform and not self.transient else ((0, self.needed),)
+
+    @property
+    def after(self) -> tuple[Row, ...]:
+        """Where each row stands after the update."""
+        new, front = self.new, self.layout.front
+        return tuple(
+            [Row(row.start, row.offset + new, max(row.high, row.offset + new), front(row, new)) for row in self.rows]
+        )
+
+    @property
+    def distinct(self) -> tuple[Row, ...]:
+        """The rows to work something out for: one where all stand alike."""
+        return self.rows[:1] if self.uniform else self.rows
+
+    def live(self) -> list[list[int]]:
+        """For a transient plan: the positions before the update that attention reads, in order, by distinct row.
+
+        All are as long as the longest; shorter ones begin with -1, which is no position.
+        """
+        sinks = self.layout.sinks
+        seen = [
+            [*range(min(sinks, row.offset)), *range(max(sinks, self.layout.front(row, self.new)), row.offset)]
+            for row in self.distinct
+        ]
+        longest = max(map(len, seen))
+        return [[-1] * (longest - len(positions)) + positions for positions in seen]
+
+
+class Layout(Protocol):
+    """A rule for slots. All numbers are slots or positions of one row."""
+
+    @property
+    def window(self) -> int | None:
+        """Tokens that a query sees, itself and the sinks included; None is all."""
+        ...
+
+    @property
+    def sinks(self) -> int: ...
+
+    @property
+    def chunk_size(self) -> int | None:
+        """A query sees only tokens of its own chunk of so many positions; None is no chunks."""
+        ...
+
+    @property
+    def max_write(self) -> int:
+        """The longest write to plan for: a longer one needs a transient view, or more slots than are enough."""
+        ...
+
+    @property
+    def most_slots(self) -> int:
+        """Slots that are ever used."""
+        ...
+
+    @property
+    def enough_slots(self) -> int:
+        """Slots that suffice as long as no write is longer than max_write."""
+        ...
+
+    def first_seen(self, position: int) -> int:
+        """The first position, sinks aside, that a query at `position` sees."""
+        ...
+
+    def front(self, row: Row, new: int) -> int:
+        """The first position, sinks aside, that attention reads with a write of `new` tokens."""
+        ...
+
+    def trimmed_front(self, row: Row) -> int:
+        """The front when a model has asked to let go of what it will not see."""
+        ...
+
+    @property
+    def parameters(self) -> tuple[str | int, ...]:
+        """A name and numbers from which `make_layout` makes it again."""
+        ...
+
+    def slot(self, row: Row, position: int) -> int:
+        """The slot of a position."""
+        ...
+
+    def pieces(self, row: Row, new: int) -> Iterator[tuple[int, int, int]]:
+        """How new tokens are written: (first slot, first token, tokens) of each contiguous piece, late ones last."""
+        ...
+
+    def ranges(self, row: Row, new: int) -> Ranges:
+        """The slots [first, last) that attention reads after a write of `new` tokens, one range after the other."""
+        ...
+
+    def most_trim(self, row: Row) -> int:
+        """Tokens that can be taken back without losing one that must stay visible."""
+        ...
+
+    def refusal(self, count: int, most: int) -> tuple[str, str]:
+        """Why `most` tokens can be taken back and `count` cannot, and what to do about it."""
+        ...
+
+    def held(self, row: Row) -> int:
+        """Tokens of a row that a later query may see, those of its own write aside."""
+        ...
+
+    def settled(self, row: Row) -> Row:
+        """Where a row will stand when what is due before its next write has been done: a compaction, if anything."""
+        ...
+
+
+def count_slots(ranges: Ranges) -> int:
+    return sum([last - first for first, last in ranges])
+
+
+def count_seen(layout: Layout, position: int) -> int:
+    """Tokens that a query at `position` sees, itself included."""
+    first = layout.first_seen(position)
+    return position + 1 - first + min(layout.sinks, first)
+
+
+def trim_rows(layout: Layout, rows: tuple[Row, ...], counts: tuple[int, ...]) -> tuple[Row, ...]:
+    """The rows without their last `counts[i]` tokens; nothing moves.
+
+    Raises:
+        ValueError: one count for each row is wanted, none negative, none more than its row can give back.
+    """
+    if len(counts) != len(rows):
+        raise ValueError(f"got {len(counts)} counts to trim by, but this cache has {len(rows)} rows: give one for each")
+    for index, (row, count) in enumerate(zip(rows, counts, strict=True)):
+        where = "this cache" if len(rows) == 1 else f"row {index}"
+        if not 0 <= count <= row.offset:
+            raise ValueError(f"cannot trim {count} tokens: {where} holds {row.offset}; trim by 0 to {row.offset}")
+        if count > (most := layout.most_trim(row)):
+            why, mend = layout.refusal(count, most)
+            raise ValueError(f"cannot trim {count} tokens: {where} {why}; trim by 0 to {most}, or {mend}")
+    return tuple(trimmed(layout, row, count) for row, count in zip(rows, counts, strict=True))
+
+
+def trimmed(layout: Layout, row: Row, count: int) -> Row:
+    """A row without its last `count` tokens."""
+    offset = row.offset - count
+    return Row(row.start, offset, row.high, min(row.front, layout.first_seen(offset)))

@@ -1,0 +1,167 @@
+"""The slow, obvious reference of eviction: which tokens a budget leaves, from the whole history, in NumPy.
+
+Formulas are written from the papers, in float64, without looking at how the library computes them. Which of two tokens
+goes is only left open where their scores are as good as equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+TIE = 1e-5  # of the spread of scores: float32 against float64
+
+
+def key_norm(keys: np.ndarray, values: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    return -np.sqrt((keys.astype(np.float64) ** 2).sum(-1))
+
+
+def key_norm_high(keys: np.ndarray, values: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    return np.sqrt((keys.astype(np.float64) ** 2).sum(-1))
+
+
+def key_diff(keys: np.ndarray, values: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    keys = keys.astype(np.float64)
+    unit = keys / np.linalg.norm(keys, axis=-1, keepdims=True)
+    anchor = unit.mean(axis=1, keepdims=True)
+    return -(unit * anchor / np.linalg.norm(anchor, axis=-1, keepdims=True)).sum(-1)
+
+
+def value_norm(keys: np.ndarray, values: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    return (values.astype(np.float64) ** 2).sum(-1)
+
+
+def key_value(keys: np.ndarray, values: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    out = np.ones(keys.shape[:2])
+    for x in (keys, values):
+        energy = (x.astype(np.float64) ** 2).sum(-1)
+        for first in range(0, energy.shape[1], 16):
+            window = energy[:, first : first + 16]
+            out[:, first : first + 16] *= window / window.mean(axis=1, keepdims=True)
+    return out
+
+
+def lag_kv(keys: np.ndarray, values: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    heads, n, _ = keys.shape
+    parts = (n - 4) // 128
+    if parts < 2:
+        return np.broadcast_to(np.arange(n) / n, (heads, n))
+    out = np.ones((heads, n))
+    for head in range(heads):
+        for part in range(parts - 1):
+            here, after = (slice(4 + 128 * (part + i), 4 + 128 * (part + 1 + i)) for i in (0, 1))
+            surprise = np.zeros(128)
+            for x in (keys[head].astype(np.float64), values[head].astype(np.float64)):
+                low, high = x[after].min(0), x[after].max(0)
+                deviation = ((x[here] - low) / (high - low)).std(axis=1, ddof=1)
+                surprise += np.exp(deviation) / np.exp(deviation).sum()
+            out[head, here] = np.argsort(np.argsort(surprise)) / 128
+    return out
+
+
+def recent(keys: np.ndarray, values: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    return np.broadcast_to(positions.astype(np.float64), keys.shape[:2])
+
+
+def random(keys: np.ndarray, values: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    out = np.zeros(keys.shape[:2])
+    for head in range(keys.shape[0]):
+        for i, position in enumerate(positions.tolist()):
+            x = (position * 2654435761 + head * 40503) % 2**32
+            x = ((x ^ (x >> 16)) * 0x85EBCA6B) % 2**32
+            x = ((x ^ (x >> 13)) * 0xC2B2AE35) % 2**32
+            out[head, i] = ((x ^ (x >> 16)) >> 8) / 2**24
+    return out
+
+
+Formula = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
+FORMULAS: dict[str, Formula] = {
+    f.__name__: f for f in (key_norm, key_norm_high, key_diff, value_norm, key_value, lag_kv, recent, random)
+}
+OF_ALL_TOKENS = ("key_diff", "lag_kv")  # rescored at each compaction; the others once, in the order of the text
+
+
+class Kept:
+    """Which positions each row and head has evicted, and whether a cache may have chosen so."""
+
+    def __init__(self, spec: Any) -> None:
+        self.spec, self.heads = spec, 2
+        self.gone: list[list[set[int]]] = [[set() for _ in range(self.heads)] for _ in range(spec.rows)]
+        self.known: list[list[dict[int, float]]] = [[{} for _ in range(self.heads)] for _ in range(spec.rows)]
+        # By row and head: what was live at the last compaction, and its scores, until a cache says what it chose.
+        self.asked: dict[int, list[dict[int, float]]] = {}
+        self.alive: dict[int, list[list[int]]] = {}
+
+    def live(self, row: int, head: int, length: int) -> list[int]:
+        return [p for p in range(length) if p not in self.gone[row][head]]
+
+    def compact(self, keys: list[np.ndarray], values: list[np.ndarray]) -> None:
+        """Called before a write: notes which rows must shrink to the budget, and what each token is worth."""
+        spec = self.spec
+        self.asked, self.alive = {}, {}
+        for row in range(spec.rows):
+            length = keys[row].shape[1]
+            alive = [self.live(row, head, length) for head in range(self.heads)]
+            if len(alive[0]) <= spec.budget + spec.margin:
+                continue
+            scores = np.stack([self._scores(row, h, alive[h], keys[row], values[row]) for h in range(self.heads)])
+            if spec.share != "head":
+                scores = np.broadcast_to(scores.mean(axis=0), scores.shape)
+            self.alive[row] = alive
+            self.asked[row] = [dict(zip(alive[h], scores[h].tolist(), strict=True)) for h in range(self.heads)]
+
+    def _scores(self, row: int, head: int, alive: list[int], keys: np.ndarray, values: np.ndarray) -> np.ndarray:
+        formula = FORMULAS[self.spec.score]
+
+        def ask(positions: list[int]) -> np.ndarray:
+            # All heads are asked, since a formula may count them; each sees its own positions.
+            spread = np.array(positions)
+            return formula(keys[:, positions], values[:, positions], spread)[head]
+
+        if self.spec.score in OF_ALL_TOKENS:
+            return ask(alive)
+        known, recent = self.known[row][head], self.spec.keep_recent
+        fresh = [p for p in alive[: len(alive) - recent] if p not in known]
+        if fresh:
+            known |= dict(zip(fresh, ask(fresh).tolist(), strict=True))
+        return np.array([known.get(p, 0.0) for p in alive])
+
+    def check(self, positions: np.ndarray, lengths: list[int]) -> None:
+        """What a cache says that it holds: exactly the budget was left, protected tokens in it, and no worse choice."""
+        spec = self.spec
+        for row in range(spec.rows):
+            for head in range(self.heads):
+                told = positions[row, head if positions.shape[1] > 1 else 0]
+                held = {int(p) for p in told if p >= 0}
+                if row not in self.asked:
+                    assert held == set(self.live(row, head, lengths[row]))
+                    continue
+                alive, scores = self.alive[row][head], self.asked[row][head]
+                left = [p for p in alive if p in held]
+                lost = [p for p in alive if p not in held]
+                assert held == set(left) | set(range(alive[-1] + 1, lengths[row]))
+                assert len(left) == spec.budget, "not the exact budget"
+                protected = {*range(spec.sinks), *alive[len(alive) - spec.keep_recent :]}
+                assert protected <= held, "a protected token was evicted"
+                free = [scores[p] for p in left if p not in protected]
+                spread = max(scores.values()) - min(scores.values())
+                worst = max(scores[p] for p in lost)
+                assert not free or worst <= min(free) + TIE * spread, (
+                    "a better token was evicted than one that was kept"
+                )
+        for row in self.asked:
+            for head in range(self.heads):
+                told = positions[row, head if positions.shape[1] > 1 else 0].tolist()
+                self.gone[row][head] |= {p for p in self.alive[row][head] if p not in told}
+        self.asked = {}
+
+    def most_trim(self, row: int, length: int) -> int:
+        if not self.gone[row][0]:
+            return length
+        return len(self.live(row, 0, length)) - (self.spec.budget - self.spec.keep_recent)
+
+    def trim(self, row: int, length: int) -> None:
+        for head in range(self.heads):
+            self.known[row][head] = {p: s for p, s in self.known[row][head].items() if p < length}
