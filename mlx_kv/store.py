@@ -128,20 +128,21 @@ class Store:
         rows, heads, capacity = self.planes[0].shape[:3]
         first = mx.arange(rows * heads, dtype=mx.int32).reshape(rows, heads, 1) * capacity
         index = (source + first).reshape(-1)
-        for i, plane in enumerate(self.planes):
+        planes, self.planes = list(self.planes), ()  # nobody else may hold a buffer that is written in place
+        for _ in range(len(planes)):
+            plane = planes.pop(0)
+            dtype = plane.dtype
             # Moved in wider words than elements, a slot costs less: both kernels count elements.
             words = _as_words(plane)
+            del plane
             width = words.shape[3]
             taken = words.reshape(-1, width)[index].reshape(rows, heads, -1, width)
             mx.eval(taken)  # a pending read of the buffer would make the write below copy it whole
-            where = mx.broadcast_to(target[..., None], taken.shape)
-            self.planes = (*self.planes[:i], mx.zeros(0), *self.planes[i + 1 :])  # the write may have the buffer
-            dtype = plane.dtype
-            del plane
-            words = mx.put_along_axis(words, where, taken, axis=2)
-            self.planes = (*self.planes[:i], words.view(dtype), *self.planes[i + 1 :])
+            words = mx.put_along_axis(words, mx.broadcast_to(target[..., None], taken.shape), taken, axis=2)
+            mx.async_eval(words)  # before the next one takes memory
+            planes.append(words.view(dtype))
             del words
-            mx.eval(self.planes[i])  # before the next layer takes memory for its own
+        self.planes = tuple(planes)
 
     def recode(self, codec: Codec) -> None:
         """Stores every slot with another codec, the capacity unchanged."""

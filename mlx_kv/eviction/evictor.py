@@ -17,7 +17,7 @@ import mlx.core as mx
 
 from mlx_kv.codec import Planes
 from mlx_kv.eviction.compaction import hole_moves, lowest, moved, padded, slide
-from mlx_kv.eviction.ledger import Ledger
+from mlx_kv.eviction.ledger import Ledger, Moves
 from mlx_kv.eviction.scores import Function, Score, find_score
 from mlx_kv.layout import Budget, Row
 from mlx_kv.store import Store
@@ -61,11 +61,12 @@ class Evictor:
         self.ledgers[0].join(layer, self)
         self.positions: mx.array | None = None  # (B, H', cut)
         self.scores: mx.array | None = None  # (B, H', cut), of a score that is asked for once per token
-        self.evicted, self.compactions, self.seconds = 0, 0, 0.0
+        # Tokens evicted and slots moved, of all rows; compactions, of any; the time that they took.
+        self.evicted, self.moved, self.compactions, self.seconds = 0, 0, 0, 0.0
         self._owner: Any = lambda: None
         # What was scored for the step that comes, by row; rows that all stand alike have one entry.
         self._scored: dict[tuple[Row, int], mx.array] = {}
-        self._decided: dict[tuple[Row, int], mx.array] = {}
+        self._decided: dict[tuple[Row, int], Moves] = {}
 
     # --- belonging ------------------------------------------------------------------------------------------------
 
@@ -80,7 +81,7 @@ class Evictor:
     def state(self) -> list[Any]:
         """What a loaded cache needs besides its layout."""
         names = [ledger.name for ledger in self.ledgers]
-        counts = [self.evicted, self.compactions, self.seconds]
+        counts = [self.evicted, self.moved, self.compactions, self.seconds]
         return [self.score.name, self.share, self.layer, names, self.positions, self.scores, counts]
 
     @classmethod
@@ -90,7 +91,7 @@ class Evictor:
         made = cls(layout, score or name, share, Ledger(), layer)
         made.ledgers = tuple([Ledger.joined(name, layer, made) for name in names])
         made.positions, made.scores = positions, scores
-        made.evicted, made.compactions, made.seconds = counts
+        made.evicted, made.moved, made.compactions, made.seconds = counts
         return made
 
     def _begin_batch(self, rows: int) -> None:
@@ -232,8 +233,7 @@ class Evictor:
         stores: Stores = self._owner()._stores
         mx.eval([store.planes for store in stores])  # what is still to be computed is no part of a compaction
         started = time.perf_counter()
-        victims = {i: self._victims(rows[i], i) for i in due}
-        source, target = self._fill_holes(rows, victims)
+        source, target = self._fill_holes(rows, {i: self._moves(rows[i], i) for i in due})
         self._note(rows, due, source, target)
         slides = [slide(layout, row if i in due else Row(offset=layout.budget)) for i, row in enumerate(rows)]
         shape = (*source.shape[:2], layout.keep_recent)
@@ -246,42 +246,41 @@ class Evictor:
         self._scored.clear()
         self._decided.clear()
         self.evicted += sum(rows[i].end - layout.budget for i in due)
+        self.moved += len(rows) * source.shape[2]
         self.compactions += 1
         self.seconds += time.perf_counter() - started
         return tuple([layout.compacted(row) if i in due else row for i, row in enumerate(rows)])
 
-    def _victims(self, row: Row, index: int) -> mx.array:
-        """The slots that one row gives up, (H', E), ascending."""
+    def _moves(self, row: Row, index: int) -> Moves:
+        """Which survivors of one row fill which holes."""
         if self.share == "layers":
-            return self.ledgers[index].victims(row, lambda scores: self._lowest(scores, row, index))
+            return self.ledgers[index].moves(row, lambda scores: self._moves_for(scores, row, index))
         self.ledgers[index].all_decide(row)
-        return self._own_victims(row, index)
+        return self._own_moves(row, index)
 
     def decide(self, ledger: Ledger) -> None:
-        self._own_victims(self.row(ledger), self.ledgers.index(ledger))
+        self._own_moves(self.row(ledger), self.ledgers.index(ledger))
 
-    def _own_victims(self, row: Row, index: int) -> mx.array:
+    def _own_moves(self, row: Row, index: int) -> Moves:
         if (row, index) not in self._decided:
-            self._decided[row, index] = self._lowest(self._evictable(row, index), row, index)
+            self._decided[row, index] = self._moves_for(self._evictable(row, index), row, index)
         return self._decided[row, index]
 
-    def _lowest(self, scores: mx.array, row: Row, index: int) -> mx.array:
+    def _moves_for(self, scores: mx.array, row: Row, index: int) -> Moves:
+        """What moves if the tokens of the lowest scores (H', n) go."""
         if not mx.isfinite(scores).all().item():
             raise ValueError(f"the score {self.score.name} gave what is not a finite number: check it for NaN")
         sinks = self.layout.sinks
         positions = self.live_positions(row, index)[:, sinks : sinks + scores.shape[1]]
         victims = lowest(scores, positions, row.end - self.layout.budget) + sinks
-        mx.eval(victims)
-        return victims
+        decided = hole_moves(self.layout, row, victims)
+        mx.eval(decided)
+        return decided
 
-    def _fill_holes(self, rows: Sequence[Row], victims: dict[int, mx.array]) -> tuple[mx.array, mx.array]:
+    def _fill_holes(self, rows: Sequence[Row], decided: dict[int, Moves]) -> Moves:
         """Every row's survivors that move, (B, H', m), from and to; rows that are not due move slot 0 onto itself."""
-        heads = next(iter(victims.values())).shape[0]
-        nothing = mx.zeros((heads, 0), mx.int32)
-        each = [
-            hole_moves(self.layout, row, victims[i]) if i in victims else (nothing, nothing)
-            for i, row in enumerate(rows)
-        ]
+        nothing = mx.zeros((next(iter(decided.values()))[0].shape[0], 0), mx.int32)
+        each = [decided.get(i, (nothing, nothing)) for i in range(len(rows))]
         most = max(source.shape[1] for source, _ in each)
         source, target = (mx.stack([padded(pair[which], most) for pair in each]) for which in (0, 1))
         return source, target
@@ -306,4 +305,4 @@ class Evictor:
         new_positions = noted(positions, self.positions, mx.int32)
         self.scores = noted(scores, self.scores, mx.float32) if scores else None
         self.positions = new_positions
-        mx.eval(self.positions, self.scores)
+        mx.async_eval(self.positions, self.scores)

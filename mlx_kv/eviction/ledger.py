@@ -20,6 +20,8 @@ import mlx.core as mx
 
 from mlx_kv.layout import Row
 
+Moves = tuple[mx.array, mx.array]  # from which slots (H, m), to which
+
 
 class Member(Protocol):
     """One layer of a sequence."""
@@ -50,7 +52,7 @@ class Ledger:
         self.name = name or uuid.uuid4().hex
         self._newest[self.name] = self
         self._members: dict[int, weakref.ref[Member]] = {}
-        self._decided: tuple[Row, mx.array | None] | None = None
+        self._decided: tuple[Row, Moves | None] | None = None
         self._rows: weakref.WeakValueDictionary[int, Ledger] = weakref.WeakValueDictionary()
 
     @classmethod
@@ -99,7 +101,7 @@ class Ledger:
         """Has every layer decide for itself.
 
         Raises:
-            ValueError: as `victims`.
+            ValueError: as `moves`.
         """
         if self._decided is None or self._decided[0] != row:
             self.check(row)
@@ -107,12 +109,12 @@ class Ledger:
                 member.decide(self)
             self._decided = row, None
 
-    def victims(self, row: Row, decide: Callable[[mx.array], mx.array]) -> mx.array:
-        """Which slots go in every layer: decided once, from the sum of all layers' scores.
+    def moves(self, row: Row, decide: Callable[[mx.array], Moves]) -> Moves:
+        """What moves in every layer: decided once, from the sum of all layers' scores.
 
         Args:
             row: where the asking layer stands.
-            decide: from summed scores (1, n) to slots (1, E).
+            decide: from summed scores (1, n) to moves.
 
         Raises:
             ValueError: layers that stand elsewhere, or scores that cannot be used; nothing has changed then.
@@ -123,7 +125,7 @@ class Ledger:
             for _, member in self.members():
                 total = total + member.evictable_scores(self)
                 mx.eval(total)  # one layer after the other: none of them needs memory for long
-            victims = decide(total)
-            self._decided = row, victims
-            return victims
+            decided = decide(total)
+            self._decided = row, decided
+            return decided
         return self._decided[1]
