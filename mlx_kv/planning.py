@@ -185,7 +185,7 @@ def _describe(own: Any, plain: Any, stored: Any) -> Layer:
         key_dim=plain.keys.shape[3],
         value_dim=plain.values.shape[3],
         bytes_per_slot=stored.nbytes // stored.capacity,
-        most_slots=stored.layout.most_slots,
+        most_slots=stored.layout.enough_slots,
     )
 
 

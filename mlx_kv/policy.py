@@ -77,7 +77,7 @@ class CachePolicy:
         elif self.max_kv_size is not None:
             raise ValueError("got a budget and max_kv_size, which both bound full-attention layers: give one of them")
         Affine(8, self.group_size)  # checks it also where it is not looked at: nobody means 48
-        self.make_cache()  # the cache checks the rest
+        self.make_cache()  # the parts check the rest
 
     def layout(self, window: int | None = None, sinks: int = 0, chunk_size: int | None = None) -> Layout:
         """Which slots one layer has: with a window of its own (`sinks` included), in chunks, or of full attention."""

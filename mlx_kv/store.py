@@ -139,7 +139,7 @@ class Store:
             taken = words.reshape(-1, width)[index].reshape(rows, heads, -1, width)
             mx.eval(taken)  # a pending read of the buffer would make the write below copy it whole
             words = mx.put_along_axis(words, mx.broadcast_to(target[..., None], taken.shape), taken, axis=2)
-            mx.async_eval(words)  # before the next one takes memory
+            mx.async_eval(words)  # type: ignore[no-untyped-call]  # before the next takes memory
             planes.append(words.view(dtype))
             del words
         self.planes = tuple(planes)

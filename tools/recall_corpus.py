@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from recall_tasks import FILLER_POOL, PAIR_POOL, Rows, copy_rows, recall_rows
+
+from mlx_kv.recall_tasks import FILLER_POOL, PAIR_POOL, Rows, copy_rows, recall_rows
 
 # (from step, lengths drawn from there on). Short rows are full of answers, and on them recall sets in within 400 steps;
 # it then stretches with the lengths. Steps, not shares of a run: a run made longer has read the same until then.

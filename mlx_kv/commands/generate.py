@@ -30,6 +30,7 @@ Examples:
   mlx-kv generate --prompt "def fibonacci(n):"
   mlx-kv generate --prompt-file notes.py --kv-bits 8 --max-tokens 400
   git show | mlx-kv generate - --temp 0.7 --top-p 0.9 --seed 1
+  mlx-kv generate --prompt-file notes.py --kv-budget 256 --kv-score key_diff
   mlx-kv generate --prompt-file notes.py --draft-model reference
   mlx-kv generate --model mlx-community/Qwen3-0.6B-4bit --prompt "Hello" --json
 """
@@ -143,7 +144,11 @@ def generate(
             "generation_tokens_per_second": round(response.generation_tps, 2),
             "kv_bytes_live": held.bytes_live,
             "kv_bytes_allocated": held.bytes_allocated,
+            "kv_bytes_full": held.bytes_full,
             "kv_growths": held.growths,
+            "kv_tokens_evicted": held.tokens_evicted,
+            "kv_compactions": held.compactions,
+            "kv_compaction_seconds": round(held.compaction_seconds, 4),
             "peak_memory_bytes": round(response.peak_memory * 1e9),
         }
         if draft_model is not None:
@@ -160,6 +165,10 @@ def generate(
         f"peak memory {human_bytes(round(response.peak_memory * 1e9))}",
     )
     click.echo("\n".join(lines), err=True)
+    if cache_policy.budget is not None:
+        of_full = f"{held.bytes_live / max(held.bytes_full, 1):.0%} of {human_bytes(held.bytes_full)} for all tokens"
+        work = f"{held.tokens_evicted:,} tokens in {held.compactions:,} compactions, {held.compaction_seconds:.3f} s"
+        click.echo(f"evicted     {work}; KV cache is {of_full}", err=True)
     if draft_model is not None:
         share = f"{speculation.accepted:,} of {speculation.drafted:,} ({speculation.acceptance_rate:.0%})"
         click.echo(f"draft       {share} accepted in {speculation.rounds:,} passes of the model", err=True)

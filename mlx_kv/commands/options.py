@@ -42,9 +42,32 @@ def prompt_options(function: Command) -> Command:
     return applied(options, function)
 
 
+_NUMBER: dict[str, Any] = {"type": int, "metavar": "N", "show_default": True}
+BUDGET_OPTIONS = (
+    click.option(
+        "--kv-budget",
+        "--compact-kv-budget",
+        **_NUMBER,
+        help="Full-attention layers evict all but the N tokens that matter most, whenever they hold a margin more. "
+        "Memory peaks at the budget, the margin and one prefill chunk.",
+    ),
+    click.option("--kv-score", metavar="NAME", help="What matters: key_diff, key_norm, recent, …  [default: key_diff]"),
+    click.option("--kv-keep-recent", **_NUMBER, default=64, help="So many newest tokens are never evicted."),
+    click.option("--kv-sinks", **_NUMBER, default=4, help="So many first tokens are never evicted."),
+    click.option(
+        "--kv-share",
+        type=click.Choice(["layers", "layer", "head"]),
+        default="layers",
+        show_default=True,
+        help="Keep the same tokens in all layers, in all heads of a layer, or each head its own.",
+    ),
+    click.option("--kv-margin", **_NUMBER, help="Tokens above the budget before it evicts.  [default: max(64, N/16)]"),
+)
+
+
 def policy_options(function: Command) -> Command:
     """The options that make a CachePolicy, for every command that makes caches or plans them."""
-    number: dict[str, Any] = {"type": int, "metavar": "N", "show_default": True}
+    number = _NUMBER
     options = (
         click.option("--kv-bits", **number, help="Quantise keys and values to 2, 3, 4, 5, 6 or 8 bits."),
         click.option("--kv-group-size", **number, default=64, help="Elements that share a scale: 32, 64 or 128."),
@@ -59,7 +82,10 @@ def policy_options(function: Command) -> Command:
         click.option(
             "--max-kv-size", **number, help="Full-attention layers keep the first 4 and the newest of N tokens."
         ),
-        click.option("--max-write", **number, default=512, help="The longest write that windows of layers plan for."),
+        click.option(
+            "--max-write", **number, default=512, help="The longest write that windows and budgets of layers plan for."
+        ),
+        *BUDGET_OPTIONS,
     )
     return applied(options, function)
 
@@ -71,6 +97,12 @@ def make_policy(
     kv_growth: str,
     max_kv_size: int | None,
     max_write: int,
+    kv_budget: int | None,
+    kv_score: str | None,
+    kv_keep_recent: int,
+    kv_sinks: int,
+    kv_share: Any,
+    kv_margin: int | None,
 ) -> CachePolicy:
     from mlx_kv.growth import FixedStep, Geometric
     from mlx_kv.policy import CachePolicy
@@ -82,6 +114,12 @@ def make_policy(
         quantized_start=quantized_kv_start,
         max_kv_size=max_kv_size,
         max_write=max_write,
+        budget=kv_budget,
+        score=CachePolicy.score if kv_score is None else kv_score,
+        keep_recent=kv_keep_recent,
+        sinks=kv_sinks,
+        share=kv_share,
+        margin=kv_margin,
     )
 
 

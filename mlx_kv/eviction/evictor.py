@@ -305,4 +305,4 @@ class Evictor:
         new_positions = noted(positions, self.positions, mx.int32)
         self.scores = noted(scores, self.scores, mx.float32) if scores else None
         self.positions = new_positions
-        mx.async_eval(self.positions, self.scores)
+        mx.async_eval(self.positions, self.scores)  # type: ignore[no-untyped-call]
