@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from mlx_kv.generation import CacheStatistics, cache_statistics, stream_generate
     from mlx_kv.growth import FixedStep, Geometric, Growth
     from mlx_kv.named import (
+        BatchKVCache,
+        BatchRotatingKVCache,
         ChunkedKVCache,
         CompressedKVCache,
         QuantizedKVCache,
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "BatchKVCache": "named",
+    "BatchRotatingKVCache": "named",
     "Cache": "protocol",
     "CachePolicy": "policy",
     "CacheStatistics": "generation",
@@ -60,6 +64,8 @@ _HOMES = {
 }
 
 __all__ = [
+    "BatchKVCache",
+    "BatchRotatingKVCache",
     "Cache",
     "CachePolicy",
     "CacheStatistics",

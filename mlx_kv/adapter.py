@@ -55,11 +55,11 @@ def make_prompt_cache(model: nn.Module, policy: CachePolicy | None = None, *, st
     own = stock.make_prompt_cache(model)
     kinds = {type(cache) for cache in leaves(own)}
     full, windowed = bool(kinds & FULL), bool(kinds & WINDOWED)
-    rings = windowed or (full and policy.max_kv_size is not None)
-    budgets = full and architecture(model) not in INDEXER_MODELS
-    bounded = budgets and policy.budget is not None
-    honoured = {"max_kv_size": full, "max_write": rings or bounded, "max_rollback": rings}
-    honoured |= {"budget": budgets, "sinks": full} | dict.fromkeys(FOR_BUDGETS, budgets)
+    boundable = full and architecture(model) not in INDEXER_MODELS
+    rings = windowed or (boundable and policy.max_kv_size is not None)
+    budgets = boundable and policy.budget is not None
+    honoured = {"max_write": rings or budgets, "max_rollback": rings}
+    honoured |= dict.fromkeys(("max_kv_size", "budget", "sinks", *FOR_BUDGETS), boundable)
     ignored = [name for name in policy.changed() if not honoured.get(name, full or windowed)]
     if strict and ignored:
         raise ValueError(
@@ -78,7 +78,7 @@ def architecture(model: nn.Module) -> str:
 def _convert(model: nn.Module, own: Iterable[Any], policy: CachePolicy, packed_decode: bool) -> list[Any]:
     indexed = architecture(model) in INDEXER_MODELS
     if indexed:  # the indexer counts slots of the layer beside it: nothing may move there
-        policy = policy.without_budget()
+        policy = policy.unbounded()
     plain = replace(policy, bits=None, quantized_start=0)
     ledger, layers = Ledger(), count()
 

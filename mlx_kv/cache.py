@@ -19,6 +19,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlx_kv.batch import check_joinable, check_rows, joined_stores
 from mlx_kv.checks import check_tokens, check_unchanged, continues, whole_number
 from mlx_kv.codec import Plain, make_codec
 from mlx_kv.eviction.evictor import Evictor
@@ -72,6 +73,7 @@ class KVCache:
         self._rows: tuple[Row, ...] = (Row(),)
         self._stores: tuple[Store, Store] | None = None  # keys, values
         self.layout: Layout = layout if evictor is None else evictor.layout  # which slot holds which position
+        self._lengths: tuple[int, ...] | None = None  # tokens of each row that are announced; padding follows them
         self._evictor = evictor
         if evictor is not None:
             evictor.belong_to(self)
@@ -86,8 +88,9 @@ class KVCache:
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Mask:
         """The mask for the next N tokens: None, "causal", or booleans (N, K) or (B, 1, N, K)."""
         self._transient = None  # a new step: nobody reads what the last one left
+        counts = self._counts(N)
         if self._evictor is None:
-            return make_mask(Plan(self.layout, self._rows, N), window_size, return_array)
+            return make_mask(Plan(self.layout, self._rows, N, counts), window_size, return_array)
         # The next update compacts what is due, but where the rows stand then is known now. Only for a window must it
         # be known which tokens are left.
         positions = None
@@ -95,8 +98,17 @@ class KVCache:
             self._rows = self._evictor.settle(self._rows)
             positions = self._evictor.key_positions(self._rows, N)
         return make_mask(
-            Plan(self.layout, tuple(map(self.layout.settled, self._rows)), N), window_size, return_array, positions
+            Plan(self.layout, tuple(map(self.layout.settled, self._rows)), N, counts),
+            window_size,
+            return_array,
+            positions,
         )
+
+    def _counts(self, new: int) -> tuple[int, ...] | None:
+        """How many of the next tokens are tokens of their row; None is all of all rows."""
+        if self._lengths is None or min(self._lengths) >= new:
+            return None
+        return tuple([min(length, new) for length in self._lengths])
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Fetched:
         """Stores the new tokens of every row and returns all that attention reads.
@@ -115,7 +127,7 @@ class KVCache:
         rows = self._rows if len(self._rows) == keys.shape[0] else (Row(),) * keys.shape[0]
         if self._evictor is not None:
             rows = self._rows = self._evictor.settle(rows)
-        plan = Plan(self.layout, rows, keys.shape[2])
+        plan = Plan(self.layout, rows, keys.shape[2], self._counts(keys.shape[2]))
         self._transient = None
         stores = self._make_room(plan, tensors)
         if plan.transient:  # read before the write overwrites what its first queries see
@@ -123,6 +135,8 @@ class KVCache:
         for store, tensor in zip(stores, tensors, strict=True):
             store.write(tensor, plan)
         self._rows, self._ranges = plan.after, plan.ranges
+        if self._lengths is not None:
+            self._lengths = tuple([max(0, length - plan.new) for length in self._lengths])
         self._packed = not plan.transient and self._hands_out_packed(stores, plan.new)
         return self.keys_and_values()
 
@@ -164,15 +178,16 @@ class KVCache:
 
     def _make_room(self, plan: Plan, tensors: tuple[mx.array, mx.array]) -> tuple[Store, Store]:
         """The stores, with slots for the plan: allocated, grown or quantised first where that is due."""
-        held = min(plan.held, plan.layout.most_slots)
+        held = min(max(plan.held, 0), plan.layout.most_slots)
+        needed = plan.needed + plan.padded  # padding goes to a slot of its own
         due = max([row.offset for row in plan.rows]) >= self._quantized_start
         if self._stores is None:
             codec = self._codec if due else Plain()
-            capacity = self._next_capacity(plan.needed)
+            capacity = self._next_capacity(needed)
             keys, values = (Store.allocate(codec, tensor, capacity) for tensor in tensors)
             self._stores = keys, values
-        elif plan.needed > self.capacity:
-            capacity = self._next_capacity(plan.needed)
+        elif needed > self.capacity:
+            capacity = self._next_capacity(needed)
             for store in self._stores:
                 store.reserve(capacity, used=held)
             self.growths += 1
@@ -210,15 +225,15 @@ class KVCache:
 
     def size(self) -> int:
         """Tokens held by the longest row."""
-        return max(map(self.layout.held, self._rows))
+        return max(0, *map(self.layout.held, self._rows))
 
     def empty(self) -> bool:
         """Whether no row holds a token."""
-        return not any(row.offset for row in self._rows)
+        return not any(row.offset > 0 for row in self._rows)
 
     def is_trimmable(self) -> bool:
         """mlx-lm's question, whose callers then trim by any amount: whether every trim is lossless."""
-        return all(self.layout.most_trim(row) == row.offset for row in self._rows)
+        return all(self.layout.most_trim(row) == row.offset for row in self._rows if row.offset > 0)
 
     def can_trim(self, n: int) -> bool:
         """Whether every row can drop n tokens, and see what it saw before them."""
@@ -252,7 +267,7 @@ class KVCache:
 
     def reset(self) -> None:
         """Forgets every token, for a new session. Slots stay allocated, and serve it if its shapes are the same."""
-        self._rows, self._packed, self._transient = (Row(),), False, None
+        self._rows, self._packed, self._transient, self._lengths = (Row(),), False, None, None
         if self._evictor is not None:
             self._evictor.forget()
         if self._quantized_start:
@@ -282,6 +297,116 @@ class KVCache:
         Nothing moves. Caches of another layout have no front to move: they do nothing.
         """
         self._rows = tuple([row._replace(front=self.layout.trimmed_front(row)) for row in self._rows])
+
+    # --- rows -----------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def merge(cls, caches: Sequence[KVCache]) -> KVCache:
+        """A batch of copies of the rows of several caches, in their order.
+
+        Raises:
+            ValueError: no cache at all, or one that stores otherwise than the first.
+        """
+        if not caches:
+            raise ValueError("got no cache to merge: give at least one")
+        first = caches[0]
+        merged = copy.deepcopy(first)
+        merged._join(caches[1:])
+        return merged
+
+    def extend(self, other: KVCache) -> None:
+        """Takes copies of another's rows, after its own.
+
+        Raises:
+            ValueError: it stores otherwise; nothing has changed then.
+        """
+        self._join([other])
+
+    def _join(self, others: Sequence[KVCache]) -> None:
+        everyone = [self, *others]
+        for index, other in enumerate(everyone):
+            check_joinable(index, self, other)
+        filled = [cache for cache in everyone if not cache.empty()]
+        if filled:
+            self._stores = joined_stores(everyone, max(cache.capacity for cache in filled))
+        self._rows = tuple([row for cache in everyone for row in cache._rows])
+        self._transient, self._ranges, self._packed, self._lengths = None, (), False, None
+        if self._evictor is not None:
+            for other in others:
+                if other._evictor is not None:
+                    self._evictor.extend(other._evictor)
+
+    def extract(self, index: int) -> KVCache:
+        """A copy of one row, as a cache of its own, of no more slots than it needs.
+
+        Raises:
+            ValueError: there is no such row.
+        """
+        check_rows([index], len(self._rows))
+        single = self._without_evictor({})
+        single._select([index], shrink=True)
+        if self._evictor is not None:
+            single._evictor = self._evictor.selected([index])
+            single._evictor.belong_to(single)
+        return single
+
+    def filter(self, batch_indices: Sequence[int] | mx.array) -> None:
+        """Keeps only these rows, in this order; the memory of the others is given back.
+
+        Raises:
+            ValueError: no row, or one that is not there; nothing has changed then.
+        """
+        chosen: Any = batch_indices.tolist() if isinstance(batch_indices, mx.array) else list(batch_indices)
+        check_rows(chosen, len(self._rows))
+        if chosen != list(range(len(self._rows))):
+            self._select(chosen)
+
+    def _select(self, chosen: Sequence[int], shrink: bool = False) -> None:
+        self._rows = tuple([self._rows[index] for index in chosen])
+        if self._stores is not None:
+            used = min(max(0, *(row.end for row in self._rows)), self.layout.most_slots)
+            capacity = round_up(used + 1) if shrink else min(self.capacity, round_up(max(self._reserve, 2 * used, 1)))
+            keys, values = (store.selected(chosen, capacity) for store in self._stores)
+            self._stores = keys, values
+        self._transient, self._ranges, self._packed = None, (), False
+        if self._lengths is not None:
+            self._lengths = tuple([self._lengths[index] for index in chosen])
+        if self._evictor is not None:
+            self._evictor.keep(chosen)
+
+    def prepare(
+        self,
+        *,
+        lengths: Sequence[int] | None = None,
+        right_padding: Sequence[int] | None = None,
+        left_padding: Sequence[int] | None = None,
+    ) -> None:
+        """Announces padding in the tokens that come, which is then never stored.
+
+        Args:
+            lengths: tokens of each row in all updates until `finalize`; what a row gets beyond them is padding.
+            right_padding: not looked at: lengths say the same.
+            left_padding: tokens of padding that come first in each row; only before anything is stored.
+
+        Raises:
+            ValueError: another number of rows, a negative number, or left padding after tokens.
+        """
+        rows = len(self._rows)
+        for name, counts in (("lengths", lengths), ("left_padding", left_padding)):
+            if counts is not None and (len(counts) != rows or min(counts) < 0):
+                raise ValueError(f"{name} is {list(counts)}: give {rows} numbers from 0 up, one for each row")
+        if left_padding is not None:
+            if not self.empty():
+                raise ValueError("left padding can only come first, but this cache holds tokens: give lengths instead")
+            self._rows = tuple(
+                [row._replace(offset=row.offset - n) for row, n in zip(self._rows, left_padding, strict=True)]
+            )
+        if lengths is not None:
+            self._lengths = tuple(lengths)
+
+    def finalize(self) -> None:
+        """Ends what `prepare` announced. Nothing moves."""
+        self._lengths = None
 
     # --- budgets --------------------------------------------------------------------------------------------------
 
@@ -342,12 +467,12 @@ class KVCache:
         """Bytes of the slots that hold a token."""
         if self._stores is None:
             return 0
-        return sum(map(self.layout.held, self._rows)) * self._bytes_per_slot
+        return sum(max(0, self.layout.held(row)) for row in self._rows) * self._bytes_per_slot
 
     @property
     def nbytes_full(self) -> int:
         """Bytes that all tokens up to here would take if none had been evicted or overwritten."""
-        return 0 if self._stores is None else sum(row.offset for row in self._rows) * self._bytes_per_slot
+        return 0 if self._stores is None else sum(max(0, row.offset) for row in self._rows) * self._bytes_per_slot
 
     @property
     def _bytes_per_slot(self) -> int:
@@ -453,12 +578,16 @@ class KVCache:
         return cache
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KVCache:
+        copied = self._without_evictor(memo)
+        if self._evictor is not None:
+            copied._evictor = self._evictor.copied()
+            copied._evictor.belong_to(copied)
+        return copied
+
+    def _without_evictor(self, memo: dict[int, Any]) -> KVCache:
         copied = type(self)()
         memo[id(self)] = copied
-        copied.__dict__ = {k: copy.deepcopy(v, memo) for k, v in vars(self).items() if k != "_evictor"}
-        copied._evictor = None if self._evictor is None else self._evictor.copied()
-        if copied._evictor is not None:
-            copied._evictor.belong_to(copied)
+        copied.__dict__ |= {k: copy.deepcopy(v, memo) for k, v in vars(self).items() if k != "_evictor"}
         return copied
 
     def __repr__(self) -> str:

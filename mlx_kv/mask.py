@@ -57,7 +57,7 @@ def key_positions(plan: Plan) -> mx.array:
         positions = slots - mx.array([[row.start] for row in rows])
         if not plan.ordered:
             sinks, turn = plan.layout.sinks, plan.layout.most_slots - plan.layout.sinks
-            newest = mx.array([[row.offset + plan.new - 1] for row in rows])
+            newest = mx.array([[row.offset + new - 1] for row, new in zip(rows, plan.counts, strict=False)])
             around = newest - (newest - slots) % turn
             # In a shorter row beside one that wraps, a slot of the ring may have held nothing: sinks have their own.
             positions = mx.where(slots < sinks, slots, mx.where(around < sinks, -1, around))
@@ -96,4 +96,9 @@ def make_mask(
     keys = key_positions(plan) if positions is None else positions
     seen = visible(keys, queries, kept, layout.sinks, layout.chunk_size)
     # A window that the model asks for and that is narrower than what is kept knows no sinks.
-    return seen if narrower is None else seen & visible(keys, queries, narrower)
+    seen = seen if narrower is None else seen & visible(keys, queries, narrower)
+    if not plan.padded:
+        return seen
+    # Padding sees everything: a softmax over nothing would be no number, and spread from layer to layer.
+    counts = mx.array(plan.counts)[:, None, None, None]
+    return seen | (new >= counts) | (queries < 0)

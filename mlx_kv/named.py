@@ -6,6 +6,8 @@ like what they make.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from mlx_kv.cache import KVCache
 from mlx_kv.eviction.evictor import Evictor, Share
 from mlx_kv.eviction.scores import Function
@@ -114,3 +116,21 @@ def CompressedKVCache(  # noqa: N802, a choice of parts with the name of what it
     """
     evictor = Evictor(Budget(budget, keep_recent, sinks, margin, max_write), score, share)
     return KVCache(bits, group_size, growth, reserve, packed_decode=packed_decode, evictor=evictor)
+
+
+def BatchKVCache(left_padding: Sequence[int]) -> KVCache:  # noqa: N802, mlx-lm's name for it
+    """A batch of len(left_padding) rows, with the name and the signature of mlx-lm's; padding is not stored."""
+    return _batch(KVCache(), left_padding)
+
+
+def BatchRotatingKVCache(max_size: int, left_padding: Sequence[int]) -> KVCache:  # noqa: N802, mlx-lm's name for it
+    """A batch of rings of len(left_padding) rows, with the name and the signature of mlx-lm's."""
+    return _batch(RingKVCache(max_size), left_padding)
+
+
+def _batch(cache: KVCache, left_padding: Sequence[int]) -> KVCache:
+    if not left_padding:
+        raise ValueError("left_padding is empty: give one number for each row of the batch, 0 for none")
+    batch = KVCache.merge([cache] * len(left_padding))
+    batch.prepare(left_padding=left_padding)
+    return batch

@@ -116,11 +116,11 @@ class CachePolicy:
             evictor=evictor,
         )
 
-    def without_budget(self) -> CachePolicy:
-        """This policy, but nothing is evicted."""
+    def unbounded(self) -> CachePolicy:
+        """This policy, but full attention keeps all of its tokens."""
         default = CachePolicy()
         same: dict[str, Any] = {name: getattr(default, name) for name in FOR_BUDGETS}
-        return replace(self, budget=None, **same)
+        return replace(self, max_kv_size=None, budget=None, **same)
 
     def changed(self) -> list[str]:
         """The names of the settings that are not at their default."""

@@ -94,7 +94,16 @@ class Store:
         turn = min(plan.new, plan.layout.most_slots - plan.layout.sinks)
         for first in range(0, plan.new, turn):
             tokens_now = range(first, min(first + turn, plan.new))
-            slots = [[plan.layout.slot(row, row.offset + token) for token in tokens_now] for row in plan.rows]
+            slots = [
+                [
+                    # Padding goes to the last slot, beyond all that are needed: it is never read.
+                    self.capacity - 1
+                    if plan.padded and plan.is_padding(i, token)
+                    else plan.layout.slot(row, row.offset + token)
+                    for token in tokens_now
+                ]
+                for i, row in enumerate(plan.rows)
+            ]
             index = mx.array(slots)[:, None, :, None]  # (B, 1, S, 1)
             parts = [tokens[:, :, first : first + len(tokens_now)] for tokens in encoded]
             self.planes = tuple(
@@ -143,6 +152,35 @@ class Store:
             planes.append(words.view(dtype))
             del words
         self.planes = tuple(planes)
+
+    def selected(self, rows: Sequence[int], capacity: int) -> Store:
+        """A store of `capacity` slots with copies of some rows: nothing of this one is kept alive by it."""
+        used = min(capacity, self.capacity)
+        planes = [mx.contiguous(plane[mx.array(list(rows))][:, :, :used]) for plane in self.planes]
+        if used < capacity:
+            planes = [mx.pad(plane, [(0, 0), (0, 0), (0, capacity - used), (0, 0)]) for plane in planes]
+        return Store(self.codec, tuple(planes))
+
+    @classmethod
+    def stacked(cls, parts: Sequence[tuple[Store | None, int, int]], capacity: int) -> Store:
+        """The rows of several stores, one after the other, in new planes of `capacity` slots.
+
+        Args:
+            parts: of each its store, or None where it never had one; its number of rows, and of slots to copy. At least
+                one has a store; all store alike.
+        """
+        like = next(store for store, _, _ in parts if store is not None)
+        rows = sum(count for _, count, _ in parts)
+        planes = []
+        for which, plane in enumerate(like.planes):
+            new = mx.zeros((rows, plane.shape[1], capacity, plane.shape[3]), plane.dtype)
+            first = 0
+            for store, count, used in parts:
+                if store is not None:
+                    new[first : first + count, :, :used] = store.planes[which][:, :, :used]
+                first += count
+            planes.append(new)
+        return cls(like.codec, tuple(planes))
 
     def recode(self, codec: Codec) -> None:
         """Stores every slot with another codec, the capacity unchanged."""

@@ -101,6 +101,39 @@ class Evictor:
             ledger.join(self.layer, self)
         self.positions = self.scores = None
 
+    def selected(self, rows: Sequence[int]) -> Evictor:
+        """An evictor for copies of some rows."""
+        name, share, layer, names, positions, scores, counts = self.state
+        index = mx.array(list(rows))
+        positions, scores = (None if x is None else x[index] for x in (positions, scores))
+        state = [name, share, layer, [names[row] for row in rows], positions, scores, counts]
+        return Evictor.from_state(self.layout, state, self.score)
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Lets all other rows go."""
+        self.forget()
+        index = mx.array(list(rows))
+        self.ledgers = tuple([self.ledgers[row] for row in rows])
+        self.positions, self.scores = (None if x is None else x[index] for x in (self.positions, self.scores))
+
+    def extend(self, other: Evictor) -> None:
+        """Takes copies of another's rows, after its own."""
+        self.forget()
+        counts = len(self.ledgers), len(other.ledgers)
+        self.ledgers += tuple([Ledger.joined(ledger.name, self.layer, self) for ledger in other.ledgers])
+
+        def both(own: mx.array | None, more: mx.array | None) -> mx.array | None:
+            like = own if own is not None else more
+            if like is None:
+                return None
+            parts = [
+                mx.zeros((count, *like.shape[1:]), like.dtype) if x is None else x
+                for x, count in zip((own, more), counts, strict=True)
+            ]
+            return mx.concatenate(parts)
+
+        self.positions, self.scores = both(self.positions, other.positions), both(self.scores, other.scores)
+
     def forget(self) -> None:
         """Tokens were taken back: nothing that was worked out for the next compaction holds."""
         self._scored.clear()

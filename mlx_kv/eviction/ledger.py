@@ -59,7 +59,7 @@ class Ledger:
     def joined(cls, name: str, layer: int, member: Member) -> Ledger:
         """The ledger for a copy of one layer of the sequence `name`: the newest where that layer has no member yet."""
         ledger = cls._newest.get(name)
-        if ledger is None or layer in ledger._members:
+        if ledger is None or (layer in ledger._members and ledger._members[layer]() is not None):
             ledger = cls(name)
         ledger.join(layer, member)
         return ledger

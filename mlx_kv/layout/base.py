@@ -13,9 +13,9 @@ class Row(NamedTuple):
     """Where one sequence stands.
 
     Attributes:
-        start: the slot of position 0; only a layout without a ring has another than 0. Below 0, so many tokens were
-            evicted, and slot = start + position holds for those that came after.
-        offset: the next position.
+        start: the slot of position 0. Below 0, so many tokens were evicted, and slot = start + position holds for those
+            that came after.
+        offset: the next position. Below 0, so many tokens of padding are to come first.
         high: the high-water mark, one past the highest position ever written, taken back or not.
         front: the first position after the sinks that attention reads.
     """
@@ -46,6 +46,8 @@ class Plan:
         layout: which slot holds which position.
         rows: where each row stands before the update.
         new: the number of new tokens of every row (S).
+        counts: how many of them are tokens of the row; padding follows. Positions below 0 are padding, too.
+        padded: whether any row has padding, which is never stored, nor seen by a token.
         held: one past the last slot of the longest row before the update, as if nothing ever wrapped.
         needed: slots that must exist: [0, needed).
         ranges: the slots [first, last) that attention reads, one range after the other, unless the plan is transient.
@@ -55,23 +57,59 @@ class Plan:
             tokens in order and after them the new ones, and the ring keeps the last of both.
     """
 
-    __slots__ = ("held", "layout", "needed", "new", "ordered", "ranges", "rows", "transient", "uniform")
+    __slots__ = (
+        "counts",
+        "held",
+        "layout",
+        "needed",
+        "new",
+        "ordered",
+        "padded",
+        "ranges",
+        "rows",
+        "transient",
+        "uniform",
+    )
 
-    def __init__(self, layout: Layout, rows: tuple[Row, ...], new: int) -> None:
+    def __init__(self, layout: Layout, rows: tuple[Row, ...], new: int, counts: tuple[int, ...] | None = None) -> None:
         self.layout, self.rows, self.new = layout, rows, new
+        self.padded = counts is not None or min([row.offset for row in rows]) < 0
+        self.counts = (new,) * len(rows) if counts is None else counts
         self.held = rows[0].end if len(rows) == 1 else max([row.end for row in rows])
-        self.uniform = len(rows) == 1 or len({(row.start, row.offset, row.front) for row in rows}) == 1
-        self.ordered = self.held + new <= layout.most_slots
-        self.needed = self.held + new if self.ordered else layout.most_slots
+        self.uniform = not self.padded and (
+            len(rows) == 1 or len({(row.start, row.offset, row.front) for row in rows}) == 1
+        )
+        end = self.held + new
+        if self.padded:
+            end = max([0, *(row.end + count for row, count in zip(rows, self.counts, strict=True))])
+        self.ordered = end <= layout.most_slots
+        self.needed = end if self.ordered else layout.most_slots
         self.transient = not self.ordered and new > layout.max_write
-        self.ranges = layout.ranges(rows[0], new) if self.uniform and not self.transient else ((0, self.needed),)
+        self.ranges = (
+            layout.ranges(rows[0], new) if self.uniform and not self.transient else ((0, self._bucket(self.needed)),)
+        )
+
+    def _bucket(self, end: int) -> int:
+        """Where reading ends when there is a mask anyway: a few slots later, so that devices see fewer shapes.
+
+        At most 1/16 more slots, at least to a multiple of 16, and never into slots that do not exist.
+        """
+        step = min(256, 1 << max(4, end.bit_length() - 5))
+        return min(-(-end // step) * step, self.layout.most_slots)
+
+    def is_padding(self, index: int, token: int) -> bool:
+        """Whether a new token of row `index` is none of its own."""
+        return token >= self.counts[index] or self.rows[index].offset + token < 0
 
     @property
     def after(self) -> tuple[Row, ...]:
         """Where each row stands after the update."""
-        new, front = self.new, self.layout.front
+        front = self.layout.front
         return tuple(
-            [Row(row.start, row.offset + new, max(row.high, row.offset + new), front(row, new)) for row in self.rows]
+            [
+                Row(row.start, row.offset + new, max(row.high, row.offset + new), front(row, new))
+                for row, new in zip(self.rows, self.counts, strict=True)
+            ]
         )
 
     @property
@@ -86,8 +124,8 @@ class Plan:
         """
         sinks = self.layout.sinks
         seen = [
-            [*range(min(sinks, row.offset)), *range(max(sinks, self.layout.front(row, self.new)), row.offset)]
-            for row in self.distinct
+            [*range(min(sinks, row.offset)), *range(max(sinks, self.layout.front(row, new)), row.offset)]
+            for row, new in zip(self.distinct, self.counts, strict=False)
         ]
         longest = max(map(len, seen))
         return [[-1] * (longest - len(positions)) + positions for positions in seen]
