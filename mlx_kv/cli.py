@@ -14,8 +14,10 @@ import sys
 import click
 
 from mlx_kv import __version__
+from mlx_kv.commands.evaluate import evaluate_command
 from mlx_kv.commands.generate import generate
 from mlx_kv.commands.info import info
+from mlx_kv.commands.inspect import inspect_command
 from mlx_kv.commands.plan import plan
 
 
@@ -32,7 +34,7 @@ def command() -> None:
     """
 
 
-for each in (generate, plan, info):
+for each in (generate, plan, inspect_command, evaluate_command, info):
     command.add_command(each)
 
 

@@ -164,10 +164,11 @@ def test_a_ledger_goes_with_its_sequence() -> None:
     model = make_model("llama")
     caches = make_prompt_cache(model, POLICY)
     name = caches[0].evictor.ledgers[0].name
-    assert name in Ledger._newest
-    del caches
+    copies = [copy.deepcopy(caches) for _ in range(3)]
+    assert len(Ledger._copies[name]) == 3
+    del copies, caches
     gc.collect()
-    assert name not in Ledger._newest
+    assert name not in Ledger._copies
 
 
 def test_quantising_later_keeps_layers_in_step() -> None:

@@ -196,7 +196,7 @@ class Evictor:
     def live_scores(self, index: int) -> mx.array:
         """The scores of all live slots of one row, (H', n), as they are now."""
         row, stores = self._owner()._rows[index], self._owner()._stores
-        return self._combined(self._asked(stores, row, index, 0, row.end))
+        return self._combined(self._asked(stores, row, index, 0, row.end))[0]
 
     def _evictable(self, row: Row, index: int) -> mx.array:
         """The scores (H', n - keep_recent - sinks) of the evictable slots of one row."""

@@ -43,26 +43,36 @@ class Ledger:
     """The layers of one sequence.
 
     Attributes:
-        name: shared by a sequence and all its copies, in a file too.
+        name: of this one alone, by which copies and files know what they are copies of.
     """
 
-    _newest: ClassVar[weakref.WeakValueDictionary[str, Ledger]] = weakref.WeakValueDictionary()
+    _copies: ClassVar[dict[str, list[weakref.ref[Ledger]]]] = {}  # by the name of what they are copies of
 
-    def __init__(self, name: str | None = None) -> None:
-        self.name = name or uuid.uuid4().hex
-        self._newest[self.name] = self
+    def __init__(self) -> None:
+        self.name = uuid.uuid4().hex
         self._members: dict[int, weakref.ref[Member]] = {}
         self._decided: tuple[Row, Moves | None] | None = None
         self._rows: weakref.WeakValueDictionary[int, Ledger] = weakref.WeakValueDictionary()
 
     @classmethod
     def joined(cls, name: str, layer: int, member: Member) -> Ledger:
-        """The ledger for a copy of one layer of the sequence `name`: the newest where that layer has no member yet."""
-        ledger = cls._newest.get(name)
-        if ledger is None or (layer in ledger._members and ledger._members[layer]() is not None):
-            ledger = cls(name)
+        """The ledger for a copy of one layer of the sequence `name`: its oldest copy that has no such layer yet."""
+        copies = cls._copies.setdefault(name, [])
+        for ref in copies:
+            ledger = ref()
+            if ledger is not None and (layer not in ledger._members or ledger._members[layer]() is None):
+                break
+        else:
+            ledger = cls()
+            copies.append(weakref.ref(ledger, lambda ref: cls._drop(name, ref)))
         ledger.join(layer, member)
         return ledger
+
+    @classmethod
+    def _drop(cls, name: str, ref: weakref.ref[Ledger]) -> None:
+        cls._copies[name].remove(ref)
+        if not cls._copies[name]:
+            del cls._copies[name]
 
     def join(self, layer: int, member: Member) -> None:
         self._members[layer] = weakref.ref(member)
