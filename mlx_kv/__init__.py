@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mlx_kv.adapter import compact, make_prompt_cache, trim_prompt_cache
+    from mlx_kv.batch_generation import BatchToken, batch_generate
     from mlx_kv.bundled import bundled_models, model_path
     from mlx_kv.cache import KVCache
+    from mlx_kv.decoder import SpeculationStatistics
     from mlx_kv.eviction.scores import register_score, score_names
     from mlx_kv.generation import CacheStatistics, cache_statistics, stream_generate
     from mlx_kv.growth import FixedStep, Geometric, Growth
@@ -29,13 +31,14 @@ if TYPE_CHECKING:
     from mlx_kv.policy import CachePolicy
     from mlx_kv.protocol import Cache
     from mlx_kv.sampling import TemperatureSampler
-    from mlx_kv.speculative import SpeculationStatistics, speculative_generate
+    from mlx_kv.speculative import speculative_generate
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "BatchKVCache": "named",
     "BatchRotatingKVCache": "named",
+    "BatchToken": "batch_generation",
     "Cache": "protocol",
     "CachePolicy": "policy",
     "CacheStatistics": "generation",
@@ -49,8 +52,9 @@ _HOMES = {
     "RingBufferKVCache": "named",
     "RingKVCache": "named",
     "RotatingKVCache": "named",
-    "SpeculationStatistics": "speculative",
+    "SpeculationStatistics": "decoder",
     "TemperatureSampler": "sampling",
+    "batch_generate": "batch_generation",
     "bundled_models": "bundled",
     "cache_statistics": "generation",
     "compact": "adapter",
@@ -66,6 +70,7 @@ _HOMES = {
 __all__ = [
     "BatchKVCache",
     "BatchRotatingKVCache",
+    "BatchToken",
     "Cache",
     "CachePolicy",
     "CacheStatistics",
@@ -81,6 +86,7 @@ __all__ = [
     "RotatingKVCache",
     "SpeculationStatistics",
     "TemperatureSampler",
+    "batch_generate",
     "bundled_models",
     "cache_statistics",
     "compact",

@@ -32,6 +32,8 @@ WINDOWED = {stock.RotatingKVCache, stock.ChunkedKVCache}
 # Sparse-attention models keep the keys of their indexer in the second cache of a layer. It is small, and the models
 # write its buffers themselves (deepseek_v32 zeroes the values, minimax_m3 has none), so it stays plain.
 INDEXER_MODELS = ("deepseek_v32", "glm_moe_dsa", "minimax_m3_vl")
+# gemma2 adds a mask of one row to scores that have an axis for query heads; llama4 counts chunks from one offset.
+UNBATCHED_MODELS = ("gemma2", "llama4")
 # From some length on, their masks have an axis for query heads, which packed attention cannot broadcast. One token does
 # not show it.
 NEVER_PACKED_MODELS = ("minimax_m3_vl",)
@@ -68,6 +70,13 @@ def make_prompt_cache(model: nn.Module, policy: CachePolicy | None = None, *, st
         )
     packed_decode = policy.bits is not None and _takes_packed_planes(model, policy)
     return _convert(model, own, policy, packed_decode)
+
+
+def check_batches(model: nn.Module, rows: int) -> None:
+    """Raises ValueError where a model of mlx-lm cannot read so many rows of different lengths."""
+    name = architecture(model)
+    if rows > 1 and name in UNBATCHED_MODELS:
+        raise ValueError(f"mlx-lm's {name} cannot read rows of different lengths: use max_batch_size=1")
 
 
 def architecture(model: nn.Module) -> str:
@@ -132,13 +141,17 @@ def attention_caches(caches: Iterable[Any]) -> list[KVCache]:
     return [cache for cache in leaves(caches) if isinstance(cache, KVCache)]
 
 
-def can_trim(caches: Iterable[Any], n: int) -> bool:
-    """Whether every layer can take back n tokens, and then any of them be written again."""
-    return all(c.can_trim(n) if isinstance(c, KVCache) else c.is_trimmable() for c in leaves(caches))
+def can_trim(caches: Iterable[Any], n: int | Sequence[int]) -> bool:
+    """Whether every layer can take back n tokens, or n[i] of row i, and then any of them be written again."""
+    uniform = isinstance(n, int)
+    return all(c.can_trim(n) if isinstance(c, KVCache) else uniform and c.is_trimmable() for c in leaves(caches))
 
 
-def trim_prompt_cache(caches: Sequence[Any], n: int) -> int:
+def trim_prompt_cache(caches: Sequence[Any], n: int | Sequence[int]) -> int | Sequence[int]:
     """Drops the last n tokens in every layer, or in none, and returns n.
+
+    Args:
+        n: tokens of every row, or n[i] of row i.
 
     Raises:
         ValueError: a layer that cannot; nothing has changed then, in any layer.
@@ -149,8 +162,8 @@ def trim_prompt_cache(caches: Sequence[Any], n: int) -> int:
                 f"cannot trim {n} tokens: layer {index} ({type(cache).__name__}) has lost what would be seen again, or "
                 "never held as many; plan for it with CachePolicy(max_rollback=...), or keep_recent=... with a budget"
             )
-    for cache in caches:
-        cache.trim(n)
+    for cache in caches if isinstance(n, int) else leaves(caches):
+        cache.trim(n) if isinstance(n, int) else cache.trim_per_sequence(n)
     return n
 
 

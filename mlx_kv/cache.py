@@ -235,9 +235,11 @@ class KVCache:
         """mlx-lm's question, whose callers then trim by any amount: whether every trim is lossless."""
         return all(self.layout.most_trim(row) == row.offset for row in self._rows if row.offset > 0)
 
-    def can_trim(self, n: int) -> bool:
-        """Whether every row can drop n tokens, and see what it saw before them."""
-        return isinstance(n, int) and 0 <= n <= min(self.layout.most_trim(row) for row in self._rows)
+    def can_trim(self, n: int | Sequence[int]) -> bool:
+        """Whether every row can drop n tokens, or row i n[i] of them, and see what it saw before them."""
+        counts = [n] * len(self._rows) if isinstance(n, int) else n
+        most = map(self.layout.most_trim, self._rows)
+        return len(counts) == len(self._rows) and all(0 <= c <= m for c, m in zip(counts, most, strict=True))
 
     def trim(self, n: int) -> int:
         """Drops the last n tokens of every row, without moving anything, and returns n.

@@ -6,6 +6,7 @@ tokens, D head dims.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import mlx.core as mx
@@ -45,8 +46,8 @@ class Cache(Protocol):
         """Tokens held by the longest row."""
         ...
 
-    def can_trim(self, n: int) -> bool:
-        """Whether `trim(n)` would lose nothing but the last n tokens."""
+    def can_trim(self, n: int | Sequence[int]) -> bool:
+        """Whether a trim by n, or of row i by n[i], would lose nothing but those last tokens."""
         ...
 
     def trim(self, n: int) -> int:

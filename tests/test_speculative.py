@@ -23,7 +23,7 @@ from mlx_kv import (
     stream_generate,
     trim_prompt_cache,
 )
-from mlx_kv.speculative import reject
+from mlx_kv.decoder import reject
 
 LENGTH = 120
 

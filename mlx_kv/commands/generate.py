@@ -90,9 +90,10 @@ def generate(
     import mlx.core as mx
 
     from mlx_kv.adapter import context_length, load, make_prompt_cache
+    from mlx_kv.decoder import SpeculationStatistics
     from mlx_kv.generation import cache_statistics, encode_prompt, prefill_step, stream_generate
     from mlx_kv.sampling import TemperatureSampler
-    from mlx_kv.speculative import SpeculationStatistics, speculative_generate
+    from mlx_kv.speculative import speculative_generate
 
     network, tokenizer = load(model_path(model))
     if tokenizer.chat_template is not None and not ignore_chat_template:

@@ -1,0 +1,263 @@
+"""Drafts and verifies: a small model proposes tokens of several sequences, the model decides, the caches take back.
+
+Decides which drafted tokens are accepted, row by row, and what each row trims. The result is the model's own: token for
+token where it is greedy, in distribution where it samples. Every trim is checked first; rings are made with the slack
+that it needs. Knows nothing about text, ends of sequences or when rows come and go, nor how a cache trims.
+B rows, V the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_kv.adapter import can_trim, leaves, make_prompt_cache, trim_prompt_cache
+from mlx_kv.generation import prefill_step, reserve_for
+from mlx_kv.policy import CachePolicy
+from mlx_kv.sampling import TemperatureSampler
+
+Sampler = Callable[[mx.array], mx.array]
+
+
+@dataclass
+class SpeculationStatistics:
+    """What one run did, filled in as it goes: verify rounds, tokens drafted, drafted tokens that were accepted.
+
+    A round is one pass of the model for all rows; the tokens are of all rows together.
+
+    `caches` are those of the model, for `cache_statistics`.
+    """
+
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    caches: list[Any] = field(default_factory=list)
+
+    @property
+    def acceptance_rate(self) -> float:
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+
+@dataclass(frozen=True)
+class Emitted:
+    """One token of the result, the model's log-probabilities (vocab,) at its place, and whether the draft had it."""
+
+    token: int
+    logprobs: mx.array
+    from_draft: bool
+
+
+class Decoder:
+    """The two models, the caches of all rows, and what each model has yet to read of each row.
+
+    Raises:
+        ValueError: models with different vocabularies, or with caches that cannot take back tokens.
+    """
+
+    def __init__(
+        self, model: nn.Module, draft_model: nn.Module, policy: CachePolicy, draft_tokens: int, sampler: Sampler | None
+    ) -> None:
+        check_pair(model, draft_model)
+        # A round writes draft_tokens + 1 tokens and takes back all but one of them at the most.
+        policy = replace(policy, max_rollback=max(policy.max_rollback, draft_tokens + 1))
+        self.models = (model, draft_model)
+        self.policies = (policy, CachePolicy(max_rollback=draft_tokens + 1))
+        self.caches: tuple[list[Any], list[Any]] = ([], [])
+        self.unread: tuple[list[list[int]], list[list[int]]] = ([], [])  # by row: of the model, of the draft
+        self.draft_tokens, self.sampler = draft_tokens, sampler
+        probe = [*self._fresh(0), *self._fresh(1)]
+        self.step = prefill_step(probe, None)
+        if not can_trim(probe, 0):
+            kinds = ", ".join(sorted({type(c).__name__ for c in leaves(probe) if not can_trim([c], 0)}))
+            raise ValueError(f"{kinds} cannot take back tokens: generate without a draft model")
+
+    def _fresh(self, which: int) -> list[Any]:
+        return make_prompt_cache(self.models[which], self.policies[which], strict=False)
+
+    def add(
+        self,
+        prompts: Sequence[list[int]],
+        max_tokens: int,
+        step: int | None = None,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> None:
+        """New rows, after those that there are: both models read all but the last token of each prompt.
+
+        Args:
+            prompts: token ids, at least one each.
+            max_tokens: room is made for so many more in each row.
+            step: prompt tokens read at once; None is what the caches plan for.
+            progress: called with the tokens that the model has read of the longest prompt, and their number.
+        """
+        longest = max(map(len, prompts))
+        for which, model in enumerate(self.models):
+            each = [self._fresh(which) for _ in prompts]
+            for caches in each:
+                reserve_for(caches, longest, max_tokens + self.draft_tokens)
+            joined = each[0] if len(each) == 1 else [same[0].merge(list(same)) for same in zip(*each, strict=True)]
+            read_prompts(
+                model, joined, [prompt[:-1] for prompt in prompts], step or self.step, progress if which == 0 else None
+            )
+            if self.caches[which]:
+                for own, new in zip(self.caches[which], joined, strict=True):
+                    own.extend(new)
+            else:
+                self.caches[which][:] = joined
+            self.unread[which].extend([prompt[-1]] for prompt in prompts)
+        progress(longest, longest)
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Lets all other rows go."""
+        for caches, unread in zip(self.caches, self.unread, strict=True):
+            if not rows:
+                caches.clear()
+            elif list(rows) != list(range(len(unread))):
+                for cache in caches:
+                    cache.filter(list(rows))
+            unread[:] = [unread[row] for row in rows]
+
+    def round(self, most: int, statistics: SpeculationStatistics) -> list[list[Emitted]]:
+        """Drafts, verifies, and takes back: 1 to `most` tokens of each row."""
+        count = min(self.draft_tokens, most - 1)
+        drafted, draft_logprobs = self._draft(count)
+        feed = [unread + tokens for unread, tokens in zip(self.unread[0], drafted, strict=True)]
+        logprobs = normalized(self.models[0](mx.array(feed), cache=self.caches[0])[:, -(count + 1) :])
+        decided = self._accept(drafted, draft_logprobs, logprobs)
+        trim_prompt_cache(self.caches[0], [count - accepted for accepted, _ in decided])
+        trim_prompt_cache(self.caches[1], [max(count - accepted - 1, 0) for accepted, _ in decided])
+        emitted = []
+        for row, (accepted, last) in enumerate(decided):
+            self.unread[0][row] = [last]
+            # The draft has read all drafted tokens but the last one: if that was accepted, it is still to be read.
+            behind = drafted[row][-1:] if count else self.unread[1][row]
+            self.unread[1][row] = [*(behind if accepted == count else []), last]
+            tokens = [*drafted[row][:accepted], last]
+            emitted.append([Emitted(token, logprobs[row, i], i < accepted) for i, token in enumerate(tokens)])
+        statistics.rounds += 1
+        statistics.drafted += count * len(decided)
+        statistics.accepted += sum(accepted for accepted, _ in decided)
+        return emitted
+
+    def _draft(self, count: int) -> tuple[list[list[int]], list[mx.array]]:
+        """`count` tokens of the draft model for each row, and the log-probabilities (B, V) that each was drawn from."""
+        rows = len(self.unread[1])
+        if count == 0:
+            return [[] for _ in range(rows)], []
+        lengths = [len(tokens) for tokens in self.unread[1]]
+        logits = read_ragged(self.models[1], self.caches[1], self.unread[1])
+        here = mx.take_along_axis(logits, (mx.array(lengths) - 1)[:, None, None], axis=1)[:, 0]  # (B, V)
+        tokens: list[mx.array] = []
+        logprobs: list[mx.array] = []
+        for index in range(count):
+            if index:
+                here = self.models[1](tokens[-1][:, None], cache=self.caches[1])[:, -1]
+            row = normalized(here)
+            if isinstance(self.sampler, TemperatureSampler):
+                row = self.sampler.distribution(row)
+                tokens.append(mx.random.categorical(row))
+            else:
+                tokens.append(mx.argmax(row, axis=-1))  # whatever the model samples, the likeliest is the best guess
+            mx.async_eval(tokens[-1])  # type: ignore[no-untyped-call]
+            logprobs.append(row)
+        by_row: Any = mx.stack(tokens, axis=1).tolist()
+        return by_row, logprobs
+
+    def _accept(
+        self, drafted: list[list[int]], draft_logprobs: list[mx.array], logprobs: mx.array
+    ) -> list[tuple[int, int]]:
+        """For each row, how many drafted tokens are right, and the token after them. logprobs is (B, count + 1, V)."""
+        rows, places, _ = logprobs.shape
+        if isinstance(self.sampler, TemperatureSampler):
+            wanted = self.sampler.distribution(logprobs)
+            return [reject(drafted[b], [q[b] for q in draft_logprobs], wanted[b]) for b in range(rows)]
+        # Each token is the model's own choice; drafted ones are only right or wrong about it. Exact for any sampler.
+        if self.sampler is None:
+            chosen: Any = mx.argmax(logprobs, axis=-1).tolist()
+        else:
+            chosen = self.sampler(logprobs.reshape(rows * places, -1)).reshape(rows, places).tolist()
+        decided = []
+        for guesses, own in zip(drafted, chosen, strict=True):
+            right = 0
+            while right < len(guesses) and guesses[right] == own[right]:
+                right += 1
+            decided.append((right, own[right]))
+        return decided
+
+
+def read_ragged(model: nn.Module, caches: list[Any], tokens: Sequence[Sequence[int]]) -> mx.array:
+    """One pass over rows of any lengths, shorter ones padded on the right: logits (B, longest, V)."""
+    lengths = [len(row) for row in tokens]
+    longest = max(lengths)
+    ragged = min(lengths) < longest
+    if ragged:
+        for cache in caches:
+            cache.prepare(lengths=lengths, right_padding=[longest - length for length in lengths])
+    logits: mx.array = model(mx.array([[*row, *[0] * (longest - len(row))] for row in tokens]), cache=caches)
+    if ragged:
+        for cache in caches:
+            cache.finalize()
+    return logits
+
+
+def read_prompts(
+    model: nn.Module,
+    caches: list[Any],
+    prompts: Sequence[Sequence[int]],
+    step: int,
+    progress: Callable[[int, int], None] | None = None,
+) -> None:
+    """The model reads prompts of any lengths, `step` tokens of each at once."""
+    longest = max(map(len, prompts))
+    for first in range(0, longest, step):
+        read_ragged(model, caches, [prompt[first : first + step] for prompt in prompts])
+        mx.eval([cache.state for cache in caches])
+        mx.clear_cache()
+        if progress is not None:
+            progress(min(first + step, longest), longest + 1)
+
+
+def normalized(logits: mx.array) -> mx.array:
+    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+
+
+def as_token(x: mx.array) -> int:
+    token: Any = x.item()
+    return int(token)
+
+
+def reject(drafted: list[int], draft_logprobs: list[mx.array], logprobs: mx.array) -> tuple[int, int]:
+    """Rejection sampling (Leviathan, Kalman and Matias 2023, algorithm 1): exactly the model's distribution.
+
+    A token x drawn from q is kept with probability min(1, p(x) / q(x)); the first that is not is replaced by a draw
+    from max(0, p - q), normalised; if all are kept, one more is drawn from p.
+
+    Args:
+        drafted: n token ids.  draft_logprobs: log q at each, n arrays (vocab,).  logprobs: log p, (n + 1, vocab).
+
+    Returns:
+        How many are kept, and the token after them.
+    """
+    if drafted:
+        log_q = mx.stack(draft_logprobs)
+        index = mx.array(drafted)[:, None]
+        ratio = mx.take_along_axis(logprobs[:-1], index, 1) - mx.take_along_axis(log_q, index, 1)
+        kept: Any = (mx.log(mx.random.uniform(shape=ratio.shape)) < ratio)[:, 0].tolist()
+        if not all(kept):
+            accepted = kept.index(False)
+            rest = mx.maximum(mx.exp(logprobs[accepted]) - mx.exp(log_q[accepted]), 0)
+            return accepted, as_token(mx.random.categorical(mx.log(rest)))
+    return len(drafted), as_token(mx.random.categorical(logprobs[-1]))
+
+
+def check_pair(model: nn.Module, draft_model: nn.Module) -> None:
+    """Both models must speak of the same tokens. Their graphs are built for one token, and not evaluated."""
+    sizes = [net(mx.array([[0]])).shape[-1] for net in (model, draft_model)]
+    if sizes[0] != sizes[1]:
+        raise ValueError(
+            f"the draft model has a vocabulary of {sizes[1]:,} tokens, the model one of {sizes[0]:,}: "
+            "choose a draft model with the same tokenizer"
+        )

@@ -1,0 +1,102 @@
+"""The figure of what a budget costs: a panel for each task, a line for each score, the full cache as a dashed line.
+
+Decides how panels are laid out, which colour and mark a score has in all of them, and where lines are moved apart.
+Knows nothing about models, caches or tasks; it is given numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+from mlx_kv.plots import COLOURS, DASHES, GREY, apart, in_words
+
+COLUMNS = 4
+MARKS = "osD^vPX"
+DODGE = 0.035  # in octaves: error bars of scores that coincide stand side by side
+Point = tuple[int, float, float]  # budget, mean, standard deviation
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One task: its unit, the full cache's mean, and for each score its points, budgets rising.
+
+    Shares are drawn from 0 to 100%; anything else on an axis that fits it.
+    """
+
+    title: str
+    unit: str
+    full: float
+    lines: Mapping[str, Sequence[Point]]
+    is_share: bool = True
+
+
+def quality_against_budget(title: str, context: int, panels: Sequence[Panel]) -> Figure:
+    """Accuracy, or another measure, against the tokens kept of a context.
+
+    Args:
+        title: what the figure is of.
+        context: tokens before anything was evicted.
+        panels: at least one, of the same scores.
+    """
+    scores = list(dict.fromkeys(score for panel in panels for score in panel.lines))
+    columns = min(COLUMNS, len(panels))
+    rows = math.ceil(len(panels) / columns)
+    figure = Figure(figsize=(3 * columns + (1.6 if rows * columns == len(panels) else 0.2), 2.7 * rows + 0.5), dpi=110)
+    figure.set_layout_engine("constrained", w_pad=0.08, h_pad=0.08)
+    figure.suptitle(f"What a budget costs: {title}", x=0.01, ha="left", fontsize=12)
+    figure.supxlabel("tokens kept, and their share of the context", x=0.01, ha="left", fontsize=10)
+    grid = figure.subplots(rows, columns, squeeze=False).ravel()
+    for index, (axes, panel) in enumerate(zip(grid, panels, strict=False)):
+        draw_panel(axes, panel, scores, context)
+        if index % columns == 0 or panel.unit != panels[index - 1].unit:
+            axes.set_ylabel(panel.unit)
+    for axes in grid[len(panels) :]:
+        axes.set_axis_off()
+    handles, labels = grid[0].get_legend_handles_labels()
+    if len(grid) > len(panels):
+        grid[len(panels)].legend(handles, labels, loc="center left", frameon=False, fontsize=9)
+    else:
+        figure.legend(handles, labels, loc="outside right center", frameon=False, fontsize=9)
+    return figure
+
+
+def draw_panel(axes: Axes, panel: Panel, scores: Sequence[str], context: int) -> None:
+    """One task."""
+    scale = 100 if panel.is_share else 1
+    axes.set_title(panel.title, loc="left", fontsize=10)
+    axes.axhline(scale * panel.full, color=GREY, linewidth=1.2, linestyle=(0, (4, 3)), label="full cache", zorder=1)
+    budgets = sorted({budget for points in panel.lines.values() for budget, _, _ in points})
+    axes.set_xscale("log", base=2)
+    for name, points in panel.lines.items():
+        index = scores.index(name)
+        shift = 2 ** (DODGE * (index - (len(scores) - 1) / 2))
+        axes.errorbar(
+            [budget * shift for budget, _, _ in points],
+            [scale * mean for _, mean, _ in points],
+            yerr=[scale * deviation for _, _, deviation in points],
+            label=name,
+            color=COLOURS[index % len(COLOURS)],
+            dashes=DASHES[index % len(DASHES)] or (None, None),
+            marker=MARKS[index % len(MARKS)],
+            markersize=4,
+            linewidth=1.5,
+            elinewidth=0.9,
+            capsize=2,
+        )
+    axes.set_xlim(budgets[0] / 2**0.3, budgets[-1] * 2**0.3)
+    axes.xaxis.set_major_locator(FixedLocator(apart(budgets)))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{in_words(value)}\n{100 * value / context:.3g}%"))
+    if panel.is_share:
+        axes.set_ylim(-4, 104)
+        axes.yaxis.set_major_locator(FixedLocator([0, 25, 50, 75, 100]))
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(color="#dddddd", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.tick_params(length=0, labelcolor=GREY, labelsize=9)
