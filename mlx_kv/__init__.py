@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mlx_kv.adapter import compact, make_prompt_cache, trim_prompt_cache
-    from mlx_kv.batch_generation import BatchToken, batch_generate
+    from mlx_kv.batch_generation import batch_generate
     from mlx_kv.bundled import bundled_models, model_path
     from mlx_kv.cache import KVCache
     from mlx_kv.decoder import SpeculationStatistics
+    from mlx_kv.engine import BatchToken
     from mlx_kv.eviction.scores import register_score, score_names
     from mlx_kv.generation import CacheStatistics, cache_statistics, stream_generate
     from mlx_kv.growth import FixedStep, Geometric, Growth
@@ -38,7 +39,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "BatchKVCache": "named",
     "BatchRotatingKVCache": "named",
-    "BatchToken": "batch_generation",
+    "BatchToken": "engine",
     "Cache": "protocol",
     "CachePolicy": "policy",
     "CacheStatistics": "generation",

@@ -58,9 +58,7 @@ class Decoder:
         ValueError: models with different vocabularies, or with caches that cannot take back tokens.
     """
 
-    def __init__(
-        self, model: nn.Module, draft_model: nn.Module, policy: CachePolicy, draft_tokens: int, sampler: Sampler | None
-    ) -> None:
+    def __init__(self, model: nn.Module, draft_model: nn.Module, policy: CachePolicy, draft_tokens: int) -> None:
         check_pair(model, draft_model)
         # A round writes draft_tokens + 1 tokens and takes back all but one of them at the most.
         policy = replace(policy, max_rollback=max(policy.max_rollback, draft_tokens + 1))
@@ -68,7 +66,8 @@ class Decoder:
         self.policies = (policy, CachePolicy(max_rollback=draft_tokens + 1))
         self.caches: tuple[list[Any], list[Any]] = ([], [])
         self.unread: tuple[list[list[int]], list[list[int]]] = ([], [])  # by row: of the model, of the draft
-        self.draft_tokens, self.sampler = draft_tokens, sampler
+        self.draft_tokens = draft_tokens
+        self.samplers: list[Sampler | None] = []  # by row; None is greedy
         probe = [*self._fresh(0), *self._fresh(1)]
         self.step = prefill_step(probe, None)
         if not can_trim(probe, 0):
@@ -82,6 +81,7 @@ class Decoder:
         self,
         prompts: Sequence[list[int]],
         max_tokens: int,
+        samplers: Sequence[Sampler | None],
         step: int | None = None,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
@@ -90,6 +90,8 @@ class Decoder:
         Args:
             prompts: token ids, at least one each.
             max_tokens: room is made for so many more in each row.
+            samplers: of each row: None is greedy, a `TemperatureSampler` is sampled by rejection, any other by
+                comparing its choice with the draft's.
             step: prompt tokens read at once; None is what the caches plan for.
             progress: called with the tokens that the model has read of the longest prompt, and their number.
         """
@@ -108,6 +110,7 @@ class Decoder:
             else:
                 self.caches[which][:] = joined
             self.unread[which].extend([prompt[-1]] for prompt in prompts)
+        self.samplers.extend(samplers)
         progress(longest, longest)
 
     def keep(self, rows: Sequence[int]) -> None:
@@ -119,6 +122,7 @@ class Decoder:
                 for cache in caches:
                     cache.filter(list(rows))
             unread[:] = [unread[row] for row in rows]
+        self.samplers = [self.samplers[row] for row in rows]
 
     def round(self, most: int, statistics: SpeculationStatistics) -> list[list[Emitted]]:
         """Drafts, verifies, and takes back: 1 to `most` tokens of each row."""
@@ -155,34 +159,45 @@ class Decoder:
         for index in range(count):
             if index:
                 here = self.models[1](tokens[-1][:, None], cache=self.caches[1])[:, -1]
-            row = normalized(here)
-            if isinstance(self.sampler, TemperatureSampler):
-                row = self.sampler.distribution(row)
-                tokens.append(mx.random.categorical(row))
-            else:
-                tokens.append(mx.argmax(row, axis=-1))  # whatever the model samples, the likeliest is the best guess
-            mx.async_eval(tokens[-1])  # type: ignore[no-untyped-call]
+            token, row = self._proposed(normalized(here))
+            mx.async_eval(token)  # type: ignore[no-untyped-call]
+            tokens.append(token)
             logprobs.append(row)
         by_row: Any = mx.stack(tokens, axis=1).tolist()
         return by_row, logprobs
+
+    def _proposed(self, logprobs: mx.array) -> tuple[mx.array, mx.array]:
+        """Tokens (B,) of the draft's log-probabilities (B, V), and the log-probabilities that they were drawn from.
+
+        Where the model is not sampled by rejection, the likeliest token is the best guess.
+        """
+
+        def proposed(sampler: Sampler | None, rows: mx.array) -> tuple[mx.array, mx.array]:
+            if not isinstance(sampler, TemperatureSampler):
+                return mx.argmax(rows, axis=-1), rows
+            rows = sampler.distribution(rows)
+            return mx.random.categorical(rows), rows
+
+        if all(sampler is self.samplers[0] for sampler in self.samplers):
+            return proposed(self.samplers[0], logprobs)
+        each = [proposed(sampler, logprobs[row : row + 1]) for row, sampler in enumerate(self.samplers)]
+        return mx.concatenate([tokens for tokens, _ in each]), mx.concatenate([rows for _, rows in each])
 
     def _accept(
         self, drafted: list[list[int]], draft_logprobs: list[mx.array], logprobs: mx.array
     ) -> list[tuple[int, int]]:
         """For each row, how many drafted tokens are right, and the token after them. logprobs is (B, count + 1, V)."""
-        rows, places, _ = logprobs.shape
-        if isinstance(self.sampler, TemperatureSampler):
-            wanted = self.sampler.distribution(logprobs)
-            return [reject(drafted[b], [q[b] for q in draft_logprobs], wanted[b]) for b in range(rows)]
-        # Each token is the model's own choice; drafted ones are only right or wrong about it. Exact for any sampler.
-        if self.sampler is None:
-            chosen: Any = mx.argmax(logprobs, axis=-1).tolist()
-        else:
-            chosen = self.sampler(logprobs.reshape(rows * places, -1)).reshape(rows, places).tolist()
+        greedy: Any = mx.argmax(logprobs, axis=-1).tolist() if None in self.samplers else None
         decided = []
-        for guesses, own in zip(drafted, chosen, strict=True):
+        for row, sampler in enumerate(self.samplers):
+            if isinstance(sampler, TemperatureSampler):
+                wanted = sampler.distribution(logprobs[row])
+                decided.append(reject(drafted[row], [q[row] for q in draft_logprobs], wanted))
+                continue
+            # Each token is the model's own choice, which the drafted one only guesses: exact for any sampler.
+            own: Any = greedy[row] if sampler is None else sampler(logprobs[row]).tolist()
             right = 0
-            while right < len(guesses) and guesses[right] == own[right]:
+            while right < len(drafted[row]) and drafted[row][right] == own[right]:
                 right += 1
             decided.append((right, own[right]))
         return decided

@@ -64,12 +64,12 @@ def speculative_generate(
     tokens = encode_prompt(tokenizer, prompt) if isinstance(prompt, str) else [int(t) for t in prompt]
     if not tokens:
         raise ValueError("the prompt is empty: give at least one token")
-    decoder = Decoder(model, draft_model, policy or CachePolicy(), num_draft_tokens, sampler)
+    decoder = Decoder(model, draft_model, policy or CachePolicy(), num_draft_tokens)
     statistics = statistics or SpeculationStatistics()
     progress = prompt_progress_callback or (lambda done, total: None)
 
     def prefill() -> None:
-        decoder.add([tokens], max_tokens, prefill_step_size, progress)
+        decoder.add([tokens], max_tokens, [sampler], prefill_step_size, progress)
         statistics.caches[:] = decoder.caches[0]
 
     return _responses(decoder, tokenizer, len(tokens), max_tokens, prefill, statistics)

@@ -226,14 +226,14 @@ def test_sampling_follows_the_models_distribution() -> None:
 
 def test_memory_of_rows_that_have_left_is_given_back() -> None:
     model = make_model("llama")
-    decoder = Decoder(model, make_model("llama", seed=1), CachePolicy(), 2, None)
-    decoder.add([PROMPTS[0]] * 8, 10)
+    decoder = Decoder(model, make_model("llama", seed=1), CachePolicy(), 2)
+    decoder.add([PROMPTS[0]] * 8, 10, [None] * 8)
     whole = cache_statistics(decoder.caches[0]).bytes_allocated
     decoder.keep([3])
     assert cache_statistics(decoder.caches[0]).bytes_allocated == whole // 8
     decoder.keep([])
     assert decoder.caches == ([], [])
-    decoder.add([PROMPTS[1]], 10)
+    decoder.add([PROMPTS[1]], 10, [None])
     assert len(decoder.round(5, SpeculationStatistics())) == 1
 
 

@@ -1,0 +1,284 @@
+"""Rows that come and go: one engine for batches that are known beforehand, and for requests that arrive at any time.
+
+Decides which sequences share a batch, when one ends, and what is told of each token. Without a draft model the loop is
+mlx-lm's `BatchGenerator` over our caches; with one it is the `Decoder`'s rounds. Knows nothing about files, requests or
+the command line, nor how rows are kept. Not thread-safe: all calls come from one thread.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.generate import BatchGenerator, generation_stream
+
+from mlx_kv.adapter import check_batches, make_prompt_cache
+from mlx_kv.decoder import Decoder, Sampler, SpeculationStatistics
+from mlx_kv.generation import prefill_step, reserve_for
+from mlx_kv.policy import CachePolicy
+
+MOST_PROMPTS_AT_ONCE = 8  # read together; mlx-lm's number
+
+
+@dataclass(frozen=True)
+class BatchToken:
+    """One token of one sequence.
+
+    Attributes:
+        index: which prompt it continues.
+        text: what can be said now: tokens that end within a character or a word wait for the next. Empty without a
+            tokenizer, and for the token that ends a sequence.
+        token: its id.
+        finish_reason: "stop" or "length" with the last token of a sequence, else None.
+        from_draft: whether the draft model had proposed it.
+        caches: with the last token, if the engine was asked for them: the caches of the row, which have read all
+            tokens but this one. They are not computed yet, and until then keep alive what they are copied from.
+    """
+
+    index: int
+    text: str
+    token: int
+    finish_reason: str | None
+    from_draft: bool = False
+    caches: list[Any] | None = None
+
+
+@dataclass
+class Continuation:
+    """One sequence to be continued.
+
+    Attributes:
+        index: by which its tokens are known; no two at once have the same.
+        tokens: of the prompt, at least one; without those that `caches` have read.
+        max_tokens: to generate, from 1 up.
+        detokenizer: None for tokens without text.
+        sampler: None is greedy.
+        caches: of `make_prompt_cache`, which may have read what comes before `tokens`; None are new ones.
+    """
+
+    index: int
+    tokens: list[int]
+    max_tokens: int
+    detokenizer: Any = None
+    sampler: Sampler | None = None
+    caches: list[Any] | None = None
+    emitted: int = 0
+
+    def emit(
+        self, token: int, finish: str | None, from_draft: bool = False, caches: list[Any] | None = None
+    ) -> BatchToken:
+        self.emitted += 1
+        text = ""
+        if self.detokenizer is not None:
+            if finish != "stop":
+                self.detokenizer.add_token(token)
+            if finish is not None:
+                self.detokenizer.finalize()
+            text = self.detokenizer.last_segment
+        return BatchToken(self.index, text, token, finish, from_draft, caches)
+
+
+class Engine(Protocol):
+    """Continues any number of sequences, at most so many at once."""
+
+    def submit(self, sequence: Continuation) -> None:
+        """It joins as soon as there is room."""
+        ...
+
+    def cancel(self, index: int) -> None:
+        """Lets a sequence go, wherever it stands; one that is not there is no error."""
+        ...
+
+    def step(self) -> list[BatchToken]:
+        """Some work: tokens of rows that decode, and prompts that are read. Nothing where nothing is to be done."""
+        ...
+
+    @property
+    def busy(self) -> bool:
+        """Whether any sequence is left."""
+        ...
+
+    @property
+    def caches(self) -> list[Any]:
+        """Those of the rows that decode now, one for each layer, for statistics; empty where there are none."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def make_engine(
+    model: nn.Module,
+    ends: set[int],
+    policy: CachePolicy | None = None,
+    max_batch_size: int = 8,
+    prefill_step_size: int | None = None,
+    draft_model: nn.Module | None = None,
+    num_draft_tokens: int = 3,
+    statistics: SpeculationStatistics | None = None,
+    return_caches: bool = False,
+) -> Engine:
+    """An engine for one model and policy.
+
+    Args:
+        ends: ids of tokens that end a sequence.
+        return_caches: whether the last token of a sequence brings its caches; not with a draft model.
+
+    Raises:
+        ValueError: what the model or the policy refuses.
+    """
+    check_batches(model, max_batch_size)
+    policy = policy or CachePolicy()
+    if draft_model is None:
+        return PlainEngine(model, ends, policy, max_batch_size, prefill_step_size, return_caches)
+    return SpeculativeEngine(
+        Decoder(model, draft_model, policy, num_draft_tokens),
+        ends,
+        max_batch_size,
+        prefill_step_size,
+        statistics or SpeculationStatistics(),
+    )
+
+
+class PlainEngine:
+    """mlx-lm's continuous batching over our caches."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        ends: set[int],
+        policy: CachePolicy,
+        max_batch_size: int,
+        prefill_step_size: int | None,
+        return_caches: bool = False,
+    ) -> None:
+        self.model, self.policy, self._return_caches = model, policy, return_caches
+        probe = make_prompt_cache(model, policy)  # refuses what no layer can honour before anything is read
+        self._generator = BatchGenerator(
+            model,
+            stop_tokens=[[token] for token in sorted(ends)],
+            completion_batch_size=max_batch_size,
+            prefill_batch_size=min(MOST_PROMPTS_AT_ONCE, max_batch_size),
+            prefill_step_size=prefill_step(probe, prefill_step_size),
+        )
+        self._max_batch_size = max_batch_size
+        self._waiting: deque[Continuation] = deque()
+        self._active: dict[int, Continuation] = {}  # by mlx-lm's number for it
+
+    def submit(self, sequence: Continuation) -> None:
+        self._waiting.append(sequence)
+
+    def cancel(self, index: int) -> None:
+        self._waiting = deque([sequence for sequence in self._waiting if sequence.index != index])
+        for uid in [uid for uid, sequence in self._active.items() if sequence.index == index]:
+            self._generator.remove([uid])  # type: ignore[no-untyped-call]
+            del self._active[uid]
+
+    def step(self) -> list[BatchToken]:
+        while self._waiting and len(self._active) < self._max_batch_size:
+            sequence = self._waiting.popleft()
+            caches = sequence.caches or make_prompt_cache(self.model, self.policy)
+            reserve_for(caches, len(sequence.tokens), sequence.max_tokens)
+            samplers: Any = [sequence.sampler]
+            (uid,) = self._generator.insert([sequence.tokens], [sequence.max_tokens], [caches], samplers=samplers)
+            self._active[uid] = sequence
+        if not self._active:
+            return []
+        tokens = []
+        for response in self._generator.next()[1]:  # type: ignore[no-untyped-call]
+            finish, caches = response.finish_reason, response.prompt_cache if self._return_caches else None
+            tokens.append(self._active[response.uid].emit(response.token, finish, caches=caches))
+            if finish is not None:
+                del self._active[response.uid]
+        return tokens
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._waiting or self._active)
+
+    @property
+    def caches(self) -> list[Any]:
+        return list(self._generator._generation_batch.prompt_cache)
+
+    def close(self) -> None:
+        self._generator.close()  # type: ignore[no-untyped-call]
+
+
+class SpeculativeEngine:
+    """Rounds of a decoder: a pass of the draft for each drafted token, and one of the model, for all rows."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        ends: set[int],
+        max_batch_size: int,
+        prefill_step_size: int | None,
+        statistics: SpeculationStatistics,
+    ) -> None:
+        self._decoder, self._ends, self._statistics = decoder, ends, statistics
+        self._max_batch_size, self._prefill_step_size = max_batch_size, prefill_step_size
+        self._waiting: deque[Continuation] = deque()
+        self._active: list[Continuation] = []
+
+    def submit(self, sequence: Continuation) -> None:
+        if sequence.caches is not None:
+            raise ValueError("caches that have read a prompt are not for speculation: the draft model has not read it")
+        self._waiting.append(sequence)
+
+    def cancel(self, index: int) -> None:
+        self._waiting = deque([sequence for sequence in self._waiting if sequence.index != index])
+        self._keep([row for row, sequence in enumerate(self._active) if sequence.index != index])
+
+    def _keep(self, rows: Sequence[int]) -> None:
+        self._decoder.keep(rows)
+        self._active = [self._active[row] for row in rows]
+
+    def step(self) -> list[BatchToken]:
+        with mx.stream(generation_stream):
+            self._join()
+            if not self._active:
+                return []
+            left = max(sequence.max_tokens - sequence.emitted for sequence in self._active)
+            emitted = self._decoder.round(left, self._statistics)
+        tokens, staying = [], []
+        for row, (sequence, items) in enumerate(zip(self._active, emitted, strict=True)):
+            finish = None
+            for item in items:
+                last = sequence.emitted + 1 == sequence.max_tokens
+                finish = "stop" if item.token in self._ends else "length" if last else None
+                tokens.append(sequence.emit(item.token, finish, item.from_draft))
+                if finish is not None:
+                    break
+            if finish is None:
+                staying.append(row)
+        self._keep(staying)
+        return tokens
+
+    def _join(self) -> None:
+        room = min(self._max_batch_size - len(self._active), MOST_PROMPTS_AT_ONCE, len(self._waiting))
+        joining = [self._waiting.popleft() for _ in range(room)]
+        if joining:
+            self._decoder.add(
+                [sequence.tokens for sequence in joining],
+                max(sequence.max_tokens for sequence in joining),
+                [sequence.sampler for sequence in joining],
+                self._prefill_step_size,
+            )
+            self._active += joining
+            self._statistics.caches[:] = self._decoder.caches[0]
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._waiting or self._active)
+
+    @property
+    def caches(self) -> list[Any]:
+        return list(self._decoder.caches[0])
+
+    def close(self) -> None:
+        self._decoder.keep([])
+        self._active.clear()
+        self._waiting.clear()
