@@ -189,8 +189,9 @@ class PlainEngine:
             return []
         tokens = []
         for response in self._generator.next()[1]:  # type: ignore[no-untyped-call]
-            finish, caches = response.finish_reason, response.prompt_cache if self._return_caches else None
-            tokens.append(self._active[response.uid].emit(response.token, finish, caches=caches))
+            finish = response.finish_reason
+            held: Any = response.prompt_cache if self._return_caches else None
+            tokens.append(self._active[response.uid].emit(response.token, finish, caches=held))
             if finish is not None:
                 del self._active[response.uid]
         return tokens
