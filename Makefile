@@ -27,6 +27,8 @@ lint: $(VENV)/.dev
 bench: $(VENV)/.run
 	$(VENV)/bin/python benchmarks/growth.py
 	$(VENV)/bin/python benchmarks/ring.py
+	$(VENV)/bin/python benchmarks/compaction.py
+	$(VENV)/bin/python benchmarks/batch.py
 
 $(VENV)/bin/python:
 	@test -n "$(PYTHON)" || { echo "mlx-kv needs Python 3.11 or later on the PATH, or make PYTHON=/path/to/python" >&2; exit 2; }
