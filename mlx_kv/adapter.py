@@ -16,6 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import cache as stock
 
+from mlx_kv.batch import check_joinable
 from mlx_kv.cache import KVCache
 from mlx_kv.eviction.ledger import Ledger
 from mlx_kv.policy import FOR_BUDGETS, CachePolicy
@@ -165,6 +166,18 @@ def trim_prompt_cache(caches: Sequence[Any], n: int | Sequence[int]) -> int | Se
     for cache in caches if isinstance(n, int) else leaves(caches):
         cache.trim(n) if isinstance(n, int) else cache.trim_per_sequence(n)
     return n
+
+
+def check_alike(first: Sequence[Any], others: Sequence[Any]) -> None:
+    """Raises ValueError unless two lists of caches of a model can be one batch."""
+    pairs = list(zip(leaves(first), leaves(others), strict=False))
+    if len(first) != len(others):
+        raise ValueError(f"got {len(others)} caches for a model that has {len(first)}: use make_prompt_cache")
+    for own, other in pairs:
+        if isinstance(own, KVCache):
+            check_joinable(1, own, other)
+        elif type(own) is not type(other):
+            raise ValueError(f"got a {type(other).__name__} where the model has a {type(own).__name__}")
 
 
 def compact(caches: Iterable[Any]) -> None:

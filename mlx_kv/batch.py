@@ -29,7 +29,7 @@ class Joinable(Protocol):
 
 def check_joinable(index: int, first: Joinable, other: Joinable) -> None:
     """Raises ValueError unless `other`, number `index` of those to be joined, keeps its tokens as `first` does."""
-    if not hasattr(other, "_stores"):
+    if type(other) is not type(first):
         raise ValueError(
             f"cache {index} is a {type(other).__name__}: only caches of this library can be merged with one"
         )
@@ -58,9 +58,9 @@ def _how(cache: Joinable) -> list[tuple[str, object]]:
 
 def check_rows(chosen: Sequence[int], rows: int) -> None:
     """Raises ValueError unless these are rows that there are."""
-    if not chosen or not all(isinstance(index, int) and 0 <= index < rows for index in chosen):
+    if not chosen or len(set(chosen)) < len(chosen) or not all(0 <= index < rows for index in chosen):
         raise ValueError(
-            f"cannot take rows {list(chosen)}: this cache has rows 0 to {rows - 1}; give at least one of them"
+            f"cannot take rows {list(chosen)}: this cache has rows 0 to {rows - 1}; give at least one, and none twice"
         )
 
 

@@ -14,6 +14,7 @@ The plan is made of Python integers, so no update waits for the device, and no c
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -93,16 +94,11 @@ class KVCache:
             return make_mask(Plan(self.layout, self._rows, N, counts), window_size, return_array)
         # The next update compacts what is due, but where the rows stand then is known now. Only for a window must it
         # be known which tokens are left.
-        positions = None
         if window_size is not None:
             self._rows = self._evictor.settle(self._rows)
-            positions = self._evictor.key_positions(self._rows, N)
-        return make_mask(
-            Plan(self.layout, tuple(map(self.layout.settled, self._rows)), N, counts),
-            window_size,
-            return_array,
-            positions,
-        )
+        plan = Plan(self.layout, tuple(map(self.layout.settled, self._rows)), N, counts)
+        positions = None if window_size is None else self._evictor.key_positions(plan)
+        return make_mask(plan, window_size, return_array, positions)
 
     def _counts(self, new: int) -> tuple[int, ...] | None:
         """How many of the next tokens are tokens of their row; None is all of all rows."""
@@ -120,11 +116,16 @@ class KVCache:
             keys (B, H, n, Dk) and values (B, H, n, Dv), or two triples of packed planes where `bits` is visible.
 
         Raises:
-            ValueError: shapes or dtypes that don't fit; the cache is then as it was.
+            ValueError: shapes or dtypes that don't fit, or with a budget a score that cannot be used, or layers that
+                have diverged; the cache is then as it was.
         """
         tensors = (keys, values)
         self._check(*tensors)
-        rows = self._rows if len(self._rows) == keys.shape[0] else (Row(),) * keys.shape[0]
+        rows = self._rows
+        if len(rows) != keys.shape[0]:
+            if rows != (Row(),) or self._lengths is not None:
+                raise ValueError(f"keys came with rows {keys.shape[0]}, but this batch has rows {len(rows)}")
+            rows = (Row(),) * keys.shape[0]
         if self._evictor is not None:
             rows = self._rows = self._evictor.settle(rows)
         plan = Plan(self.layout, rows, keys.shape[2], self._counts(keys.shape[2]))
@@ -134,11 +135,11 @@ class KVCache:
             self._transient = self._read_transient(plan, stores, tensors)
         for store, tensor in zip(stores, tensors, strict=True):
             store.write(tensor, plan)
-        self._rows, self._ranges = plan.after, plan.ranges
+        self._rows, self._ranges = plan.after, () if plan.transient else plan.ranges
         if self._lengths is not None:
             self._lengths = tuple([max(0, length - plan.new) for length in self._lengths])
         self._packed = not plan.transient and self._hands_out_packed(stores, plan.new)
-        return self.keys_and_values()
+        return self._fetched(stores)
 
     def _read_transient(
         self, plan: Plan, stores: tuple[Store, Store], tensors: tuple[mx.array, mx.array]
@@ -169,12 +170,17 @@ class KVCache:
         """
         if self._stores is None or self.empty():
             raise ValueError("this cache is empty: call update_and_fetch before keys_and_values")
+        if self._transient is None and not self._ranges:
+            raise ValueError("nothing was fetched since rows came, went or were loaded: call update_and_fetch first")
+        return self._fetched(self._stores)
+
+    def _fetched(self, stores: tuple[Store, Store]) -> Fetched:
         if self._transient is not None:
             return self._transient
-        keys, values = (store.read(self._ranges) for store in self._stores)
+        keys, values = (store.read(self._ranges) for store in stores)
         if self._packed:
             return keys, values
-        return self._stores[0].codec.decode(keys), self._stores[1].codec.decode(values)
+        return stores[0].codec.decode(keys), stores[1].codec.decode(values)
 
     def _make_room(self, plan: Plan, tensors: tuple[mx.array, mx.array]) -> tuple[Store, Store]:
         """The stores, with slots for the plan: allocated, grown or quantised first where that is due."""
@@ -237,7 +243,7 @@ class KVCache:
 
     def can_trim(self, n: int | Sequence[int]) -> bool:
         """Whether every row can drop n tokens, or row i n[i] of them, and see what it saw before them."""
-        counts = [n] * len(self._rows) if isinstance(n, int) else n
+        counts = self._as_list(n) if hasattr(n, "__len__") else [n] * len(self._rows)
         most = map(self.layout.most_trim, self._rows)
         return len(counts) == len(self._rows) and all(0 <= c <= m for c, m in zip(counts, most, strict=True))
 
@@ -259,19 +265,26 @@ class KVCache:
         Raises:
             ValueError: a wrong number of counts, or one that its row cannot give; nothing has changed then.
         """
-        counts: Any = n.tolist() if isinstance(n, mx.array) else n
-        if not all(isinstance(count, int) for count in counts):
-            raise ValueError(f"cannot trim {counts} tokens: give whole numbers")
-        self._rows = trim_rows(self.layout, self._rows, tuple(counts))
+        counts = self._as_list(n)
+        try:
+            whole = tuple([operator.index(count) for count in counts])
+        except TypeError:
+            raise ValueError(f"cannot trim {counts} tokens: give whole numbers") from None
+        self._rows = trim_rows(self.layout, self._rows, whole)
         self._transient = None
         if self._evictor is not None:
             self._evictor.forget()
+
+    @staticmethod
+    def _as_list(numbers: Sequence[int] | mx.array | Any) -> list[Any]:
+        listed: Any = numbers.tolist() if isinstance(numbers, mx.array) else list(numbers)
+        return listed if isinstance(listed, list) else [listed]
 
     def reset(self) -> None:
         """Forgets every token, for a new session. Slots stay allocated, and serve it if its shapes are the same."""
         self._rows, self._packed, self._transient, self._lengths = (Row(),), False, None, None
         if self._evictor is not None:
-            self._evictor.forget()
+            self._evictor.reset()
         if self._quantized_start:
             self._stores = None  # the new session begins plain again
 
@@ -332,6 +345,7 @@ class KVCache:
         if filled:
             self._stores = joined_stores(everyone, max(cache.capacity for cache in filled))
         self._rows = tuple([row for cache in everyone for row in cache._rows])
+        self._reserve = max(cache._reserve for cache in everyone)
         self._transient, self._ranges, self._packed, self._lengths = None, (), False, None
         if self._evictor is not None:
             for other in others:
@@ -340,6 +354,9 @@ class KVCache:
 
     def extract(self, index: int) -> KVCache:
         """A copy of one row, as a cache of its own, of no more slots than it needs.
+
+        It is computed when it is first used. Evaluate its `state` to keep it beside a batch that goes on: until then it
+        holds on to the batch's buffers, which the next write would have to copy.
 
         Raises:
             ValueError: there is no such row.
@@ -350,6 +367,7 @@ class KVCache:
         if self._evictor is not None:
             single._evictor = self._evictor.selected([index])
             single._evictor.belong_to(single)
+            single._evictor.evicted = max(0, -self._rows[index].start)
         return single
 
     def filter(self, batch_indices: Sequence[int] | mx.array) -> None:
@@ -358,7 +376,7 @@ class KVCache:
         Raises:
             ValueError: no row, or one that is not there; nothing has changed then.
         """
-        chosen: Any = batch_indices.tolist() if isinstance(batch_indices, mx.array) else list(batch_indices)
+        chosen = [operator.index(i) for i in self._as_list(batch_indices)]
         check_rows(chosen, len(self._rows))
         if chosen != list(range(len(self._rows))):
             self._select(chosen)
@@ -374,7 +392,7 @@ class KVCache:
         if self._lengths is not None:
             self._lengths = tuple([self._lengths[index] for index in chosen])
         if self._evictor is not None:
-            self._evictor.keep(chosen)
+            self._evictor.keep(chosen, self._rows)
 
     def prepare(
         self,
@@ -434,11 +452,11 @@ class KVCache:
         Raises:
             ValueError: this cache is a ring.
         """
-        ends = [row.end for row in self._rows]
+        ends = [max(0, row.end) for row in self._rows]
         if self.layout.most_slots != NO_LIMIT:
             raise ValueError("a ring uses its slots again: ask its layout for the position of a slot")
         lines = [
-            mx.arange(row.end, dtype=mx.int32)[None] - row.start
+            mx.arange(max(0, row.end), dtype=mx.int32)[None] - row.start
             if self._evictor is None
             else self._evictor.live_positions(row, i)
             for i, row in enumerate(self._rows)
@@ -558,6 +576,7 @@ class KVCache:
     @state.setter
     def state(self, value: tuple[Any, ...]) -> None:
         keys, values, rows, ranges, layout, *settings, eviction = value
+        self._lengths = None  # padding is announced anew
         bits, group_size, quantized_start, packed_decode, packed = settings
         self._codec = make_codec(bits, group_size)
         self._quantized_start, self._packed_decode, self._packed = quantized_start, packed_decode, packed
@@ -580,9 +599,10 @@ class KVCache:
         return cache
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KVCache:
+        evictor = None if self._evictor is None else self._evictor.copied(memo)
         copied = self._without_evictor(memo)
-        if self._evictor is not None:
-            copied._evictor = self._evictor.copied()
+        if evictor is not None:
+            copied._evictor = evictor
             copied._evictor.belong_to(copied)
         return copied
 

@@ -96,20 +96,21 @@ class Decoder:
             progress: called with the tokens that the model has read of the longest prompt, and their number.
         """
         longest = max(map(len, prompts))
+        step = self.step if step is None else step
+        new: list[list[Any]] = []
         for which, model in enumerate(self.models):
             each = [self._fresh(which) for _ in prompts]
             for caches in each:
                 reserve_for(caches, longest, max_tokens + self.draft_tokens)
             joined = each[0] if len(each) == 1 else [same[0].merge(list(same)) for same in zip(*each, strict=True)]
-            read_prompts(
-                model, joined, [prompt[:-1] for prompt in prompts], step or self.step, progress if which == 0 else None
-            )
-            if self.caches[which]:
-                for own, new in zip(self.caches[which], joined, strict=True):
-                    own.extend(new)
-            else:
-                self.caches[which][:] = joined
-            self.unread[which].extend([prompt[-1]] for prompt in prompts)
+            read_prompts(model, joined, [prompt[:-1] for prompt in prompts], step, progress if which == 0 else None)
+            new.append(joined)
+        # Both have read: only now do rows join, in both or in neither.
+        for caches, joined, unread in zip(self.caches, new, self.unread, strict=True):
+            for own, other in zip(caches, joined, strict=False):
+                own.extend(other)
+            caches[:] = caches or joined
+            unread.extend([prompt[-1]] for prompt in prompts)
         self.samplers.extend(samplers)
         progress(longest, longest)
 
@@ -211,10 +212,12 @@ def read_ragged(model: nn.Module, caches: list[Any], tokens: Sequence[Sequence[i
     if ragged:
         for cache in caches:
             cache.prepare(lengths=lengths, right_padding=[longest - length for length in lengths])
-    logits: mx.array = model(mx.array([[*row, *[0] * (longest - len(row))] for row in tokens]), cache=caches)
-    if ragged:
-        for cache in caches:
-            cache.finalize()
+    try:
+        logits: mx.array = model(mx.array([[*row, *[0] * (longest - len(row))] for row in tokens]), cache=caches)
+    finally:
+        if ragged:
+            for cache in caches:
+                cache.finalize()
     return logits
 
 

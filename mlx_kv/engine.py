@@ -16,7 +16,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import BatchGenerator, generation_stream
 
-from mlx_kv.adapter import check_batches, make_prompt_cache
+from mlx_kv.adapter import check_alike, check_batches, make_prompt_cache
+from mlx_kv.checks import whole_number
 from mlx_kv.decoder import Decoder, Sampler, SpeculationStatistics
 from mlx_kv.generation import prefill_step, reserve_for
 from mlx_kv.policy import CachePolicy
@@ -36,7 +37,7 @@ class BatchToken:
         finish_reason: "stop" or "length" with the last token of a sequence, else None.
         from_draft: whether the draft model had proposed it.
         caches: with the last token, if the engine was asked for them: the caches of the row, which have read all
-            tokens but this one. They are not computed yet, and until then keep alive what they are copied from.
+            tokens but this one.
     """
 
     index: int
@@ -107,7 +108,9 @@ class Engine(Protocol):
         """Those of the rows that decode now, one for each layer, for statistics; empty where there are none."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Lets all sequences go."""
+        ...
 
 
 def make_engine(
@@ -130,6 +133,10 @@ def make_engine(
     Raises:
         ValueError: what the model or the policy refuses.
     """
+    for name, value in (("max_batch_size", max_batch_size), ("num_draft_tokens", num_draft_tokens)):
+        whole_number(name, value, least=1)
+    if prefill_step_size is not None:
+        whole_number("prefill_step_size", prefill_step_size, least=1)
     check_batches(model, max_batch_size)
     policy = policy or CachePolicy()
     if draft_model is None:
@@ -139,8 +146,15 @@ def make_engine(
         ends,
         max_batch_size,
         prefill_step_size,
-        statistics or SpeculationStatistics(),
+        statistics,
     )
+
+
+def check_sequence(sequence: Continuation) -> None:
+    """Raises ValueError for what could not be continued, before it joins others."""
+    if not sequence.tokens:
+        raise ValueError(f"sequence {sequence.index} is empty: give at least one token")
+    whole_number(f"max_tokens of sequence {sequence.index}", sequence.max_tokens, least=1)
 
 
 class PlainEngine:
@@ -156,7 +170,7 @@ class PlainEngine:
         return_caches: bool = False,
     ) -> None:
         self.model, self.policy, self._return_caches = model, policy, return_caches
-        probe = make_prompt_cache(model, policy)  # refuses what no layer can honour before anything is read
+        self._probe = probe = make_prompt_cache(model, policy)  # refuses what no layer can honour
         self._generator = BatchGenerator(
             model,
             stop_tokens=[[token] for token in sorted(ends)],
@@ -169,6 +183,9 @@ class PlainEngine:
         self._active: dict[int, Continuation] = {}  # by mlx-lm's number for it
 
     def submit(self, sequence: Continuation) -> None:
+        check_sequence(sequence)
+        if sequence.caches is not None:
+            check_alike(self._probe, sequence.caches)
         self._waiting.append(sequence)
 
     def cancel(self, index: int) -> None:
@@ -185,12 +202,15 @@ class PlainEngine:
             samplers: Any = [sequence.sampler]
             (uid,) = self._generator.insert([sequence.tokens], [sequence.max_tokens], [caches], samplers=samplers)
             self._active[uid] = sequence
+            sequence.caches = None  # the batch has its own copy
         if not self._active:
             return []
         tokens = []
         for response in self._generator.next()[1]:  # type: ignore[no-untyped-call]
             finish = response.finish_reason
             held: Any = response.prompt_cache if self._return_caches else None
+            if held is not None:
+                mx.eval([cache.state for cache in held])  # or it would keep the batch's buffers
             tokens.append(self._active[response.uid].emit(response.token, finish, caches=held))
             if finish is not None:
                 del self._active[response.uid]
@@ -205,6 +225,9 @@ class PlainEngine:
         return list(self._generator._generation_batch.prompt_cache)
 
     def close(self) -> None:
+        self._generator.remove(list(self._active))  # type: ignore[no-untyped-call]
+        self._active.clear()
+        self._waiting.clear()
         self._generator.close()  # type: ignore[no-untyped-call]
 
 
@@ -217,9 +240,11 @@ class SpeculativeEngine:
         ends: set[int],
         max_batch_size: int,
         prefill_step_size: int | None,
-        statistics: SpeculationStatistics,
+        statistics: SpeculationStatistics | None = None,
     ) -> None:
-        self._decoder, self._ends, self._statistics = decoder, ends, statistics
+        self._decoder, self._ends = decoder, ends
+        # Only statistics that somebody asked for keep the caches of the last batch.
+        self._statistics, self._watched = statistics or SpeculationStatistics(), statistics is not None
         self._max_batch_size, self._prefill_step_size = max_batch_size, prefill_step_size
         self._waiting: deque[Continuation] = deque()
         self._active: list[Continuation] = []
@@ -227,6 +252,7 @@ class SpeculativeEngine:
     def submit(self, sequence: Continuation) -> None:
         if sequence.caches is not None:
             raise ValueError("caches that have read a prompt are not for speculation: the draft model has not read it")
+        check_sequence(sequence)
         self._waiting.append(sequence)
 
     def cancel(self, index: int) -> None:
@@ -260,7 +286,7 @@ class SpeculativeEngine:
 
     def _join(self) -> None:
         room = min(self._max_batch_size - len(self._active), MOST_PROMPTS_AT_ONCE, len(self._waiting))
-        joining = [self._waiting.popleft() for _ in range(room)]
+        joining = [self._waiting[i] for i in range(room)]
         if joining:
             self._decoder.add(
                 [sequence.tokens for sequence in joining],
@@ -268,8 +294,10 @@ class SpeculativeEngine:
                 [sequence.sampler for sequence in joining],
                 self._prefill_step_size,
             )
+            self._waiting = deque(list(self._waiting)[room:])
             self._active += joining
-            self._statistics.caches[:] = self._decoder.caches[0]
+            if self._watched:
+                self._statistics.caches[:] = self._decoder.caches[0]
 
     @property
     def busy(self) -> bool:

@@ -17,6 +17,7 @@ from mlx_lm.generate import stream_generate as stock_stream_generate
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_kv.adapter import attention_caches, leaves, make_prompt_cache
+from mlx_kv.checks import whole_number
 from mlx_kv.policy import CachePolicy
 
 # Room is made ahead for at most this many generated tokens: a high max_tokens is often only a safety limit, and slots
@@ -84,8 +85,10 @@ def reserve_for(caches: Iterable[Any], prompt_tokens: int, max_tokens: int) -> N
 
 def prefill_step(caches: Iterable[Any], wanted: int | None) -> int:
     """Prompt tokens to read at once: what was asked for, else mlx-lm's 2,048, or less where rings plan for less."""
+    if wanted is not None:
+        return whole_number("prefill_step_size", wanted, least=1)
     planned = [cache.max_write for cache in attention_caches(caches) if cache.max_write is not None]
-    return wanted or min([PREFILL_STEP, *planned])
+    return min([PREFILL_STEP, *planned])
 
 
 def stream_generate(

@@ -15,6 +15,7 @@ import mlx.nn as nn
 from mlx_lm.generate import GenerationResponse, generation_stream
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from mlx_kv.checks import whole_number
 from mlx_kv.decoder import Decoder, Sampler, SpeculationStatistics
 from mlx_kv.generation import encode_prompt
 from mlx_kv.policy import CachePolicy
@@ -64,6 +65,8 @@ def speculative_generate(
     tokens = encode_prompt(tokenizer, prompt) if isinstance(prompt, str) else [int(t) for t in prompt]
     if not tokens:
         raise ValueError("the prompt is empty: give at least one token")
+    if prefill_step_size is not None:
+        whole_number("prefill_step_size", prefill_step_size, least=1)
     decoder = Decoder(model, draft_model, policy or CachePolicy(), num_draft_tokens)
     statistics = statistics or SpeculationStatistics()
     progress = prompt_progress_callback or (lambda done, total: None)

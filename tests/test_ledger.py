@@ -164,11 +164,22 @@ def test_a_ledger_goes_with_its_sequence() -> None:
     model = make_model("llama")
     caches = make_prompt_cache(model, POLICY)
     name = caches[0].evictor.ledgers[0].name
-    copies = [copy.deepcopy(caches) for _ in range(3)]
+    copies = [layer_by_layer(caches) for _ in range(3)]
     assert len(Ledger._copies[name]) == 3
     del copies, caches
     gc.collect()
     assert name not in Ledger._copies
+
+
+def test_a_stray_copy_of_one_layer_does_not_split_later_ones() -> None:
+    model = make_model("llama")
+    caches = make_prompt_cache(model, POLICY)
+    feed(model, caches, PROMPT, 30)
+    for layer in (0, 1):
+        stray = copy.deepcopy(caches[layer])
+        whole = copy.deepcopy(caches)
+        assert len({id(cache.evictor.ledgers[0]) for cache in whole}) == 1
+        assert stray.evictor.ledgers[0] is not whole[0].evictor.ledgers[0]
 
 
 def test_quantising_later_keeps_layers_in_step() -> None:
@@ -283,6 +294,16 @@ def test_a_window_that_a_model_asks_for_goes_by_true_positions() -> None:
     for row in range(2):
         places = [*kept[row, 0].tolist(), 40, 41]
         assert mask[row, 0].tolist() == [[p <= q and q - p < 12 for p in places] for q in (40, 41)]
+    cache.trim_per_sequence([0, 2])
+    cache.prepare(lengths=[1, 3], right_padding=[2, 0])
+    ragged, kept = cache.make_mask(3, window_size=12), cache.positions
+    keys, _ = cache.update_and_fetch(x[:, :, :3], x[:, :, :3])
+    assert ragged.shape == (2, 1, 3, keys.shape[2])
+    for row, (offset, new) in enumerate(((42, 1), (40, 3))):
+        places = [*[p for p in kept[row, 0].tolist() if p >= 0], *range(offset, offset + new)]
+        places += [-1] * (keys.shape[2] - len(places))
+        seen = [[0 <= p <= q and q - p < 12 for p in places] for q in range(offset, offset + new)]
+        assert ragged[row, 0, :new].tolist() == seen
     own = CachePolicy(budget=20, keep_recent=3, margin=4, share="layer").make_cache()
     own.update_and_fetch(x, x)
     with pytest.raises(ValueError, match="use share='layers'"):

@@ -19,7 +19,7 @@ from mlx_kv.codec import Planes
 from mlx_kv.eviction.compaction import hole_moves, lowest, moved, padded, slide
 from mlx_kv.eviction.ledger import Ledger, Moves
 from mlx_kv.eviction.scores import Function, Score, find_score
-from mlx_kv.layout import Budget, Row
+from mlx_kv.layout import Budget, Plan, Row, count_slots
 from mlx_kv.store import Store
 
 Share = Literal["layers", "layer", "head"]
@@ -73,9 +73,19 @@ class Evictor:
     def belong_to(self, owner: Owner) -> None:
         self._owner = weakref.ref(owner)
 
-    def copied(self) -> Evictor:
-        """An evictor for a copy of the cache; copies of all layers share ledgers of their own."""
-        return Evictor.from_state(self.layout, self.state, self.score)
+    def copied(self, memo: dict[int, Any]) -> Evictor:
+        """An evictor for a deep copy of the cache; copies of all layers share ledgers of their own.
+
+        Args:
+            memo: deepcopy's; what is copied in one go, as a list of all layers, has one in common.
+        """
+        if not memo:
+            return Evictor.from_state(self.layout, self.state, self.score)
+        made = Evictor.from_state(self.layout, [*self.state[:3], [], *self.state[4:]], self.score)
+        made.ledgers = tuple([memo.setdefault(id(ledger), Ledger()) for ledger in self.ledgers])
+        for ledger in made.ledgers:
+            ledger.join(self.layer, made)
+        return made
 
     @property
     def state(self) -> list[Any]:
@@ -94,6 +104,12 @@ class Evictor:
         made.evicted, made.moved, made.compactions, made.seconds = counts
         return made
 
+    def reset(self) -> None:
+        """A new session begins, of one sequence until more are seen."""
+        self.forget()
+        self.ledgers = self.ledgers[:1]
+        self.positions = self.scores = None
+
     def _begin_batch(self, rows: int) -> None:
         """A new batch of so many sequences begins."""
         self.ledgers = tuple([self.ledgers[0].for_row(index) for index in range(rows)])
@@ -109,12 +125,19 @@ class Evictor:
         state = [name, share, layer, [names[row] for row in rows], positions, scores, counts]
         return Evictor.from_state(self.layout, state, self.score)
 
-    def keep(self, rows: Sequence[int]) -> None:
-        """Lets all other rows go."""
+    def keep(self, chosen: Sequence[int], rows: Sequence[Row]) -> None:
+        """Lets all rows go but the chosen, which then stand as `rows` say."""
         self.forget()
-        index = mx.array(list(rows))
-        self.ledgers = tuple([self.ledgers[row] for row in rows])
+        index = mx.array(list(chosen))
+        self.ledgers = tuple([self.ledgers[row] for row in chosen])
+        if all(row.start >= 0 for row in rows):
+            self.positions = self.scores = None
         self.positions, self.scores = (None if x is None else x[index] for x in (self.positions, self.scores))
+        self._compute()
+
+    def _compute(self) -> None:
+        """Rows may come and go for long before the next compaction: what is known of them must not become a chain."""
+        mx.async_eval(self.positions, self.scores)  # type: ignore[no-untyped-call]
 
     def extend(self, other: Evictor) -> None:
         """Takes copies of another's rows, after its own."""
@@ -133,6 +156,11 @@ class Evictor:
             return mx.concatenate(parts)
 
         self.positions, self.scores = both(self.positions, other.positions), both(self.scores, other.scores)
+        self._compute()
+        self.evicted += other.evicted
+        self.moved += other.moved
+        self.compactions += other.compactions
+        self.seconds += other.seconds
 
     def forget(self) -> None:
         """Tokens were taken back: nothing that was worked out for the next compaction holds."""
@@ -156,31 +184,31 @@ class Evictor:
 
     def live_positions(self, row: Row, index: int) -> mx.array:
         """The position of each live slot of one row, (H', n)."""
-        n, cut = row.end, self.layout.cut
+        n, cut = max(0, row.end), self.layout.cut
         if row.start >= 0 or self.positions is None:
             return mx.arange(n, dtype=mx.int32)[None]
         kept = self.positions[index]  # (H', cut)
         rest = mx.broadcast_to(mx.arange(cut, n, dtype=mx.int32) - row.start, (kept.shape[0], n - cut))
         return mx.concatenate([kept, rest], axis=1)
 
-    def key_positions(self, rows: Sequence[Row], new: int) -> mx.array | None:
+    def key_positions(self, plan: Plan) -> mx.array | None:
         """The position of each key that attention reads with the next write: (B, 1, 1, K); None if nothing was evicted.
 
         Raises:
             ValueError: heads or layers keep different tokens, and one mask for all of them cannot say so.
         """
-        if all(row.start >= 0 for row in rows):
+        if all(row.start >= 0 for row in plan.rows):
             return None
         if self.share != "layers":
             raise ValueError(
                 f"this model asks for a window in a layer with a budget and share={self.share!r}, and shares the mask "
                 "among layers and heads: use share='layers'"
             )
-        most = max(row.end for row in rows) + new
+        read = count_slots(plan.ranges)
         lines = []
-        for i, row in enumerate(rows):
+        for i, (row, new) in enumerate(zip(plan.rows, plan.counts, strict=True)):
             line = mx.concatenate([self.live_positions(row, i)[0], mx.arange(row.offset, row.offset + new)])
-            lines.append(mx.pad(line, (0, most - line.size), constant_values=mx.array(-1)))
+            lines.append(mx.pad(line, (0, read - line.size), constant_values=mx.array(-1)))
         return mx.stack(lines)[:, None, None]
 
     def evictable_scores(self, ledger: Ledger) -> mx.array:
@@ -279,7 +307,7 @@ class Evictor:
         self._scored.clear()
         self._decided.clear()
         self.evicted += sum(rows[i].end - layout.budget for i in due)
-        self.moved += len(rows) * source.shape[2]
+        self.moved += len(due) * source.shape[2]
         self.compactions += 1
         self.seconds += time.perf_counter() - started
         return tuple([layout.compacted(row) if i in due else row for i, row in enumerate(rows)])

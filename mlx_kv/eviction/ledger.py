@@ -1,8 +1,10 @@
 """What the layers of one sequence agree on: which of its tokens go.
 
 A *ledger* stands for one sequence. Its members are the caches of that sequence, one a layer; a batched cache is a
-member of one ledger for each of its rows. mlx-lm copies, merges and extracts caches layer by layer, so members find
-their ledger by a rule: whoever copies layer 3 of a sequence and then layer 4 gets both into the same new ledger.
+member of one ledger for each of its rows. mlx-lm merges and extracts caches layer by layer, so members find their
+ledger by a rule: whoever copies layer 3 of a sequence and then layer 4 gets both into the same new ledger. (Copies of a
+list of caches are told apart by deepcopy itself. A lone copy of one layer, kept while others are merged, would be taken
+for the first of a whole one: copy all layers, or none.)
 
 Decides once per compaction: the first member that is to be compacted asks all others, as they stand before the step,
 and the others find the decision made. So nothing has changed anywhere when one of them cannot decide. Knows nothing
@@ -57,22 +59,23 @@ class Ledger:
     @classmethod
     def joined(cls, name: str, layer: int, member: Member) -> Ledger:
         """The ledger for a copy of one layer of the sequence `name`: its oldest copy that has no such layer yet."""
-        copies = cls._copies.setdefault(name, [])
-        for ref in copies:
-            ledger = ref()
-            if ledger is not None and (layer not in ledger._members or ledger._members[layer]() is None):
-                break
-        else:
-            ledger = cls()
-            copies.append(weakref.ref(ledger, lambda ref: cls._drop(name, ref)))
+        known = [ref() for ref in cls._copies.get(name, [])]  # alive until this method returns
+        lacking = [ledger for ledger in known if ledger is not None and not ledger._has(layer)]
+        ledger = lacking[0] if lacking else cls()
+        if not lacking:
+            ref = weakref.ref(ledger, lambda ref: cls._drop(name, ref))
+            cls._copies.setdefault(name, []).append(ref)
         ledger.join(layer, member)
         return ledger
 
     @classmethod
     def _drop(cls, name: str, ref: weakref.ref[Ledger]) -> None:
-        cls._copies[name].remove(ref)
-        if not cls._copies[name]:
-            del cls._copies[name]
+        left = [other for other in cls._copies.pop(name, []) if other is not ref]
+        if left:
+            cls._copies[name] = left
+
+    def _has(self, layer: int) -> bool:
+        return layer in self._members and self._members[layer]() is not None
 
     def join(self, layer: int, member: Member) -> None:
         self._members[layer] = weakref.ref(member)
@@ -104,7 +107,7 @@ class Ledger:
             told = "; ".join(f"{kept} tokens in layer {', '.join(layers)}" for kept, layers in held.items())
             raise ValueError(
                 f"the layers of one sequence have diverged, and cannot evict the same tokens: they hold {told}. "
-                "Trim all layers alike, or use share='layer'"
+                "Trim all layers alike and copy them together, or use share='layer'"
             )
 
     def all_decide(self, row: Row) -> None:

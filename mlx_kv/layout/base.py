@@ -94,6 +94,7 @@ class Plan:
 
         At most 1/16 more slots, at least to a multiple of 16, and never into slots that do not exist.
         """
+        end = max(end, 1)  # a batch may begin with nothing but padding, which must see something
         step = min(256, 1 << max(4, end.bit_length() - 5))
         return min(-(-end // step) * step, self.layout.most_slots)
 

@@ -98,7 +98,7 @@ class Budget(Straight):
 
     @property
     def slack(self) -> int:
-        """The margin in numbers."""
+        """Tokens above the budget that are allowed: the margin, or its default."""
         return max(64, self.budget // 16) if self.margin is None else self.margin
 
     @property

@@ -6,13 +6,18 @@ Resource-Constrained Environments". The mean is over all live tokens, so it chan
 
 import mlx.core as mx
 
+from mlx_kv.eviction.scores.blocks import blocks, each_block
+
 LEAST_NORM = 1e-12
 
 
 def key_diff(keys: mx.array, values: mx.array, positions: mx.array) -> mx.array:
-    keys = keys.astype(mx.float32)
-    lengths = mx.maximum(mx.linalg.norm(keys, axis=-1), LEAST_NORM)  # (B, H, n)
-    # Two passes over the keys, as matrix products: normalised keys are never stored.
-    anchor = (1 / lengths)[:, :, None] @ keys / keys.shape[2]  # (B, H, 1, D)
-    along = (keys @ anchor.swapaxes(2, 3))[..., 0]
-    return -along / (lengths * mx.maximum(mx.linalg.norm(anchor, axis=-1), LEAST_NORM))
+    def length(block: mx.array) -> mx.array:
+        return mx.maximum(mx.linalg.norm(block, axis=-1), LEAST_NORM)
+
+    # Two passes over the keys, as matrix products.
+    anchor = mx.zeros((*keys.shape[:2], 1, keys.shape[3]))
+    for block in blocks(keys):
+        anchor = anchor + (1 / length(block))[:, :, None] @ block  # (B, H, 1, D)
+    direction = (anchor / mx.maximum(mx.linalg.norm(anchor, axis=-1, keepdims=True), LEAST_NORM)).swapaxes(2, 3)
+    return -each_block(lambda block: (block @ direction)[..., 0] / length(block), keys)

@@ -6,10 +6,12 @@ Keys of low norm receive much attention. The sign is often told the wrong way ro
 
 import mlx.core as mx
 
+from mlx_kv.eviction.scores.blocks import each_block
+
 
 def key_norm(keys: mx.array, values: mx.array, positions: mx.array) -> mx.array:
     # In float32: in bfloat16, three quarters of the norms of a layer tie.
-    return -mx.linalg.norm(keys.astype(mx.float32), axis=-1)
+    return -each_block(lambda block: mx.linalg.norm(block, axis=-1), keys)
 
 
 def key_norm_high(keys: mx.array, values: mx.array, positions: mx.array) -> mx.array:

@@ -8,6 +8,8 @@ order.
 
 import mlx.core as mx
 
+from mlx_kv.eviction.scores.blocks import each_block
+
 WINDOW = 16
 
 
@@ -16,7 +18,7 @@ def key_value(keys: mx.array, values: mx.array, positions: mx.array) -> mx.array
 
 
 def _over_local_mean(x: mx.array) -> mx.array:
-    energy = x.astype(mx.float32).square().sum(axis=-1)  # (B, H, n)
+    energy = each_block(lambda block: block.square().sum(axis=-1), x)  # (B, H, n)
     n = energy.shape[2]
     padding = [(0, 0), (0, 0), (0, -n % WINDOW)]
     counted = mx.pad(mx.ones((1, 1, n)), padding).reshape(1, 1, -1, WINDOW).sum(axis=-1)

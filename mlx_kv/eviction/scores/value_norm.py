@@ -2,6 +2,8 @@
 
 import mlx.core as mx
 
+from mlx_kv.eviction.scores.blocks import each_block
+
 
 def value_norm(keys: mx.array, values: mx.array, positions: mx.array) -> mx.array:
-    return values.astype(mx.float32).square().sum(axis=-1)
+    return each_block(lambda block: block.square().sum(axis=-1), values)

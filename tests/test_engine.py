@@ -1,0 +1,212 @@
+"""One bad request hurts nobody else, and what has left holds no memory."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx_lm.generate import generate_step
+from tiny_models import VOCAB, make_model
+
+from mlx_kv import BatchKVCache, CachePolicy, CompressedKVCache, KVCache, batch_generate, make_prompt_cache
+from mlx_kv.engine import Continuation, Engine, make_engine
+
+PROMPT = mx.random.randint(1, VOCAB, (20,), key=mx.random.key(1)).tolist()
+ENGINES = ["plain", "speculative"]
+
+
+def engine(kind: str, model: nn.Module, policy: CachePolicy | None = None, **options: Any) -> Engine:
+    draft = make_model("llama", seed=3) if kind == "speculative" else None
+    return make_engine(model, set(), policy, draft_model=draft, **options)
+
+
+def drained(made: Engine) -> dict[int, list[int]]:
+    tokens: dict[int, list[int]] = {}
+    while made.busy:
+        for token in made.step():
+            tokens.setdefault(token.index, []).append(token.token)
+    return tokens
+
+
+def alone(model: nn.Module, prompt: list[int], count: int) -> list[int]:
+    return [int(token) for token, _ in generate_step(mx.array(prompt), model, max_tokens=count)]
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_requests_that_cannot_be_are_refused_before_they_join(kind: str) -> None:
+    model = make_model("llama")
+    made = engine(kind, model)
+    made.submit(Continuation(0, PROMPT, 8))
+    foreign = make_prompt_cache(model, CachePolicy(bits=8, group_size=32))
+    for bad, message in (
+        (Continuation(1, [], 5), "sequence 1 is empty"),
+        (Continuation(1, PROMPT, 0), "max_tokens of sequence 1 is 0"),
+        (Continuation(1, PROMPT, 5, caches=foreign), "cache 1 has bits and group size|not for speculation"),
+        (Continuation(1, PROMPT, 5, caches=foreign[:1]), "got 1 caches for a model that has 3|not for speculation"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            made.submit(bad)
+    made.submit(Continuation(2, PROMPT[:5], 6))
+    assert drained(made) == {0: alone(model, PROMPT, 8), 2: alone(model, PROMPT[:5], 6)}
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_cancel_at_any_stage_leaves_the_others_alone(kind: str) -> None:
+    model = make_model("llama")
+    wanted = {i: alone(model, PROMPT[: 4 + i], 12) for i in range(5)}
+    for stage in range(8):
+        made = engine(kind, model, max_batch_size=3)
+        for i in range(5):
+            made.submit(Continuation(i, PROMPT[: 4 + i], 12))
+        tokens: dict[int, list[int]] = {}
+        for _ in range(stage):
+            for token in made.step():
+                tokens.setdefault(token.index, []).append(token.token)
+        made.cancel(1)
+        made.cancel(99)
+        for index, more in drained(made).items():
+            assert index != 1
+            tokens.setdefault(index, []).extend(more)
+        assert {i: t for i, t in tokens.items() if i != 1} == {i: t for i, t in wanted.items() if i != 1}
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_close_and_idle_hold_no_memory(kind: str) -> None:
+    model = make_model("llama")
+    made = engine(kind, model)
+    gc.collect()
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    made.submit(Continuation(0, PROMPT * 20, 4))
+    drained(made)
+    gc.collect()
+    assert mx.get_active_memory() - before < 100_000
+    made.submit(Continuation(1, PROMPT, 9))
+    made.submit(Continuation(2, PROMPT, 9))
+    made.step()
+    made.close()
+    assert not made.busy
+    assert made.step() == []
+    assert made.caches == []
+
+
+def test_returned_caches_go_on() -> None:
+    model = make_model("llama")
+    made = make_engine(model, set(), return_caches=True)
+    made.submit(Continuation(0, PROMPT, 6))
+    made.submit(Continuation(1, PROMPT[:7], 20))
+    ended = []
+    while made.busy:
+        ended += [token for token in made.step() if token.finish_reason is not None]
+    first = next(token for token in ended if token.index == 0)
+    # They have read all tokens but the last, or the last too: mlx-lm's loop is one step ahead.
+    caches = first.caches
+    read = caches[0].offset - len(PROMPT)
+    told = alone(model, PROMPT, 16)
+    rest = [int(t) for t, _ in generate_step(mx.array(told[read : read + 1]), model, max_tokens=5, prompt_cache=caches)]
+    assert rest == told[read + 1 : read + 6]
+
+
+def test_prompt_caches_are_continued() -> None:
+    model = make_model("llama")
+    caches = make_prompt_cache(model)
+    model(mx.array([PROMPT[:12]]), cache=caches)
+    made = make_engine(model, set())
+    made.submit(Continuation(0, PROMPT[12:], 10, caches=copy.deepcopy(caches)))
+    made.submit(Continuation(1, PROMPT, 10))
+    tokens = drained(made)
+    assert tokens[0] == tokens[1] == alone(model, PROMPT, 10)
+
+
+@pytest.mark.parametrize("draft", [None, "llama"])
+@pytest.mark.parametrize("step", [0, -1])
+def test_a_prefill_step_that_reads_nothing_is_refused(step: int, draft: str | None) -> None:
+    model = make_model("llama")
+    drafting = None if draft is None else make_model(draft, seed=3)
+    with pytest.raises(ValueError, match=f"prefill_step_size is {step}: give a whole number|prefill_step_size is"):
+        list(batch_generate(model, None, [PROMPT], draft_model=drafting, prefill_step_size=step))
+    with pytest.raises(ValueError, match="max_batch_size is 0"):
+        make_engine(model, set(), max_batch_size=0)
+
+
+# --- rows, where a review found them wrong -------------------------------------------------------------------------
+
+
+def some(rows: int, new: int) -> mx.array:
+    return mx.random.normal((rows, 2, new, 32))
+
+
+def test_an_update_of_padding_alone() -> None:
+    right = BatchKVCache([0, 0])
+    right.prepare(lengths=[0, 0], right_padding=[3, 3])
+    for cache in (BatchKVCache([5, 6]), right):
+        mask = cache.make_mask(3)
+        keys, _ = cache.update_and_fetch(some(2, 3), some(2, 3))
+        assert mask.shape == (2, 1, 3, keys.shape[2])
+        assert mask.all().item()
+        assert cache.empty()
+
+
+def test_a_batch_keeps_its_number_of_rows() -> None:
+    for prepare in ({"left_padding": [1, 2, 3]}, {"lengths": [1, 2, 3]}):
+        cache = BatchKVCache([0, 0, 0])
+        cache.prepare(**prepare)
+        with pytest.raises(ValueError, match="keys came with rows 2, but this batch has rows 3"):
+            cache.update_and_fetch(some(2, 6), some(2, 6))
+
+
+def test_rows_are_taken_once_and_by_any_integers() -> None:
+    cache = BatchKVCache([0, 0, 0])
+    cache.update_and_fetch(some(3, 6), some(3, 6))
+    for bad in ([], [0, 0], [3], [-1]):
+        with pytest.raises(ValueError, match="cannot take rows"):
+            cache.filter(bad)
+    assert cache.can_trim(np.int64(2))
+    cache.trim_per_sequence(np.array([1, 2, 0]))
+    cache.filter([np.int64(2), np.int64(0)])
+    assert cache.offset.tolist() == [6, 5]
+
+
+def test_merging_keeps_the_largest_reservation() -> None:
+    merged = KVCache.merge([KVCache(reserve=10), KVCache(reserve=3000)])
+    merged.update_and_fetch(some(2, 5), some(2, 5))
+    assert merged.capacity >= 3000
+
+
+def test_a_reset_batch_begins_anew_with_any_rows() -> None:
+    batch = KVCache.merge([CompressedKVCache(20, keep_recent=2, margin=3) for _ in range(3)])
+    batch.update_and_fetch(some(3, 40), some(3, 40))
+    batch.compact()
+    batch.reset()
+    other = CompressedKVCache(20, keep_recent=2, margin=3)
+    other.update_and_fetch(some(1, 40), some(1, 40))
+    other.compact()
+    kept = other.positions.tolist()
+    batch.extend(other)
+    assert batch.positions[1].tolist() == kept[0]
+    batch.update_and_fetch(some(2, 1), some(2, 1))
+    assert batch.positions[1, 0, :20].tolist() == kept[0][0]
+
+
+def test_rows_that_come_and_go_leave_no_chain() -> None:
+    """What is known of evicted rows is computed as they move, not at the next compaction."""
+    made = CompressedKVCache(20, keep_recent=2, margin=3, score="key_norm")
+    made.update_and_fetch(some(1, 40), some(1, 40))
+    made.compact()
+    short = CompressedKVCache(20, keep_recent=2, margin=3, score="key_norm")
+    short.update_and_fetch(some(1, 4), some(1, 4))
+    mx.eval(short.state)
+    for _ in range(50):
+        made.extend(short)
+        made.filter([0])
+        mx.eval(made.state)
+    made.filter([0])
+    assert made.evictor.positions is not None
+    made.extend(short)
+    made.filter([1])
+    assert made.evictor.positions is None
