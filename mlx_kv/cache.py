@@ -243,7 +243,10 @@ class KVCache:
 
     def can_trim(self, n: int | Sequence[int]) -> bool:
         """Whether every row can drop n tokens, or row i n[i] of them, and see what it saw before them."""
-        counts = self._as_list(n) if hasattr(n, "__len__") else [n] * len(self._rows)
+        try:
+            counts = self._numbers(n)
+        except ValueError:
+            return False
         most = map(self.layout.most_trim, self._rows)
         return len(counts) == len(self._rows) and all(0 <= c <= m for c, m in zip(counts, most, strict=True))
 
@@ -253,7 +256,7 @@ class KVCache:
         Raises:
             ValueError: n is negative or more than a row can give back; nothing has changed then.
         """
-        self.trim_per_sequence([n] * len(self._rows))
+        self.trim_per_sequence(self._numbers(n))
         return n
 
     def trim_per_sequence(self, n: Sequence[int] | mx.array) -> None:
@@ -265,20 +268,20 @@ class KVCache:
         Raises:
             ValueError: a wrong number of counts, or one that its row cannot give; nothing has changed then.
         """
-        counts = self._as_list(n)
-        try:
-            whole = tuple([operator.index(count) for count in counts])
-        except TypeError:
-            raise ValueError(f"cannot trim {counts} tokens: give whole numbers") from None
-        self._rows = trim_rows(self.layout, self._rows, whole)
+        self._rows = trim_rows(self.layout, self._rows, self._numbers(n))
         self._transient = None
         if self._evictor is not None:
             self._evictor.forget()
 
-    @staticmethod
-    def _as_list(numbers: Sequence[int] | mx.array | Any) -> list[Any]:
-        listed: Any = numbers.tolist() if isinstance(numbers, mx.array) else list(numbers)
-        return listed if isinstance(listed, list) else [listed]
+    def _numbers(self, given: object) -> tuple[int, ...]:
+        """Whole numbers from a sequence or an array; one number stands for one of each row."""
+        listed: Any = given.tolist() if isinstance(given, mx.array) else given
+        if not isinstance(listed, Sequence) or isinstance(listed, str):
+            listed = list(listed) if hasattr(listed, "__len__") else [listed] * len(self._rows)
+        try:
+            return tuple([operator.index(number) for number in listed])
+        except TypeError:
+            raise ValueError(f"got {given!r}: give whole numbers") from None
 
     def reset(self) -> None:
         """Forgets every token, for a new session. Slots stay allocated, and serve it if its shapes are the same."""
@@ -376,7 +379,7 @@ class KVCache:
         Raises:
             ValueError: no row, or one that is not there; nothing has changed then.
         """
-        chosen = [operator.index(i) for i in self._as_list(batch_indices)]
+        chosen = list(self._numbers(batch_indices))
         check_rows(chosen, len(self._rows))
         if chosen != list(range(len(self._rows))):
             self._select(chosen)
