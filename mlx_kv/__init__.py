@@ -30,8 +30,10 @@ if TYPE_CHECKING:
         RotatingKVCache,
     )
     from mlx_kv.policy import CachePolicy
+    from mlx_kv.prompt_store import PromptStore
     from mlx_kv.protocol import Cache
     from mlx_kv.sampling import TemperatureSampler
+    from mlx_kv.serialization import load_prompt_cache, save_prompt_cache
     from mlx_kv.speculative import speculative_generate
 
 __version__ = "0.1.0"
@@ -53,15 +55,18 @@ _HOMES = {
     "RingBufferKVCache": "named",
     "RingKVCache": "named",
     "RotatingKVCache": "named",
+    "PromptStore": "prompt_store",
     "SpeculationStatistics": "decoder",
     "TemperatureSampler": "sampling",
     "batch_generate": "batch_generation",
     "bundled_models": "bundled",
     "cache_statistics": "generation",
     "compact": "adapter",
+    "load_prompt_cache": "serialization",
     "make_prompt_cache": "adapter",
     "model_path": "bundled",
     "register_score": "eviction.scores",
+    "save_prompt_cache": "serialization",
     "score_names": "eviction.scores",
     "speculative_generate": "speculative",
     "stream_generate": "generation",
@@ -81,6 +86,7 @@ __all__ = [
     "Geometric",
     "Growth",
     "KVCache",
+    "PromptStore",
     "QuantizedKVCache",
     "RingBufferKVCache",
     "RingKVCache",
@@ -91,9 +97,11 @@ __all__ = [
     "bundled_models",
     "cache_statistics",
     "compact",
+    "load_prompt_cache",
     "make_prompt_cache",
     "model_path",
     "register_score",
+    "save_prompt_cache",
     "score_names",
     "speculative_generate",
     "stream_generate",

@@ -14,11 +14,14 @@ import sys
 import click
 
 from mlx_kv import __version__
+from mlx_kv.commands.batch import batch
+from mlx_kv.commands.cache import cache
 from mlx_kv.commands.evaluate import evaluate_command
 from mlx_kv.commands.generate import generate
 from mlx_kv.commands.info import info
 from mlx_kv.commands.inspect import inspect_command
 from mlx_kv.commands.plan import plan
+from mlx_kv.commands.serve import serve
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -34,7 +37,7 @@ def command() -> None:
     """
 
 
-for each in (generate, plan, inspect_command, evaluate_command, info):
+for each in (generate, batch, cache, serve, plan, inspect_command, evaluate_command, info):
     command.add_command(each)
 
 

@@ -14,6 +14,7 @@ import click
 
 from mlx_kv import blas
 from mlx_kv.bundled import draft_path, model_path
+from mlx_kv.commands.cache import encode_ending, load_for, tokens_read
 from mlx_kv.commands.options import (
     human_bytes,
     make_policy,
@@ -32,8 +33,22 @@ Examples:
   git show | mlx-kv generate - --temp 0.7 --top-p 0.9 --seed 1
   mlx-kv generate --prompt-file notes.py --kv-budget 256 --kv-score key_diff
   mlx-kv generate --prompt-file notes.py --draft-model reference
+  mlx-kv generate --prompt-cache-file notes.safetensors --prompt "def main():"
   mlx-kv generate --model mlx-community/Qwen3-0.6B-4bit --prompt "Hello" --json
 """
+
+
+def check_cache_file(policy: dict[str, Any], draft_model: str | None) -> None:
+    """Refuses what cannot go with --prompt-cache-file."""
+    if draft_model is not None:
+        raise click.UsageError("--prompt-cache-file has no caches of a draft model: leave out --draft-model")
+    ctx = click.get_current_context()
+    given = [name for name in policy if ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE]
+    if given:
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise click.UsageError(
+            f"the caches of --prompt-cache-file keep the policy they were made with: leave out {options}"
+        )
 
 
 @click.command(epilog=EXAMPLES)
@@ -44,6 +59,12 @@ Examples:
     help="A bundled model, a directory or a hub id.",
 )
 @prompt_options
+@click.option(
+    "--prompt-cache-file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Go on from a prompt that `mlx-kv cache` kept: this one follows it.",
+)
 @click.option("--ignore-chat-template", is_flag=True, help="Continue the prompt as plain text.")
 @click.option("--max-tokens", type=click.IntRange(1), default=256, show_default=True, metavar="N")
 @click.option("--temp", type=click.FloatRange(0), default=0.0, show_default=True, metavar="T", help="0 is greedy.")
@@ -66,6 +87,7 @@ def generate(
     model: str,
     prompt: str | None,
     prompt_file: Path | None,
+    prompt_cache_file: Path | None,
     ignore_chat_template: bool,
     max_tokens: int,
     temp: float,
@@ -79,10 +101,13 @@ def generate(
 ) -> None:
     """Continue a prompt: text streams to stdout, statistics follow on stderr.
 
-    The prompt is --prompt, the content of --prompt-file, or stdin for a lone -.
+    The prompt is --prompt, the content of --prompt-file, or stdin for a lone -. With --prompt-cache-file it follows
+    the one that was kept.
     """
     if num_draft_tokens is not None and draft_model is None:
         raise click.UsageError("--num-draft-tokens needs --draft-model")
+    if prompt_cache_file is not None:
+        check_cache_file(policy, draft_model)
     text = read_prompt(prompt, prompt_file, source)
     blas.preload()
     cache_policy = make_policy(**policy)  # refuses bad settings before anything is loaded
@@ -96,13 +121,20 @@ def generate(
     from mlx_kv.speculative import speculative_generate
 
     network, tokenizer = load(model_path(model))
-    if tokenizer.chat_template is not None and not ignore_chat_template:
+    chat = tokenizer.chat_template is not None and not ignore_chat_template
+    already = 0  # tokens that the caches have read
+    if prompt_cache_file is not None:
+        file = load_for(prompt_cache_file, network, tokenizer, model)
+        caches, already = file.caches, tokens_read(file)
+        tokens = encode_ending(tokenizer, text, chat)
+    elif chat:
         tokens = tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True)
     else:
         tokens = encode_prompt(tokenizer, text)
     length = context_length(network)
-    if length is not None and len(tokens) + max_tokens > length:
-        click.echo(f"mlx-kv: note: {len(tokens)} + {max_tokens} tokens, but this model was made for {length}", err=True)
+    if length is not None and already + len(tokens) + max_tokens > length:
+        asked = f"{already + len(tokens)} + {max_tokens} tokens"
+        click.echo(f"mlx-kv: note: {asked}, but this model was made for {length}", err=True)
     if seed is not None:
         mx.random.seed(seed)
     options: dict[str, Any] = {
@@ -112,7 +144,8 @@ def generate(
     }
     speculation = SpeculationStatistics()
     pieces, ids, response = [], [], None
-    caches = make_prompt_cache(network, cache_policy, strict=draft_model is None)
+    if prompt_cache_file is None:
+        caches = make_prompt_cache(network, cache_policy, strict=draft_model is None)
     step = prefill_step(caches, prefill_step_size)
     if draft_model is not None:
         drafting, _ = load(draft_path(draft_model))
@@ -139,6 +172,7 @@ def generate(
             "text": "".join(pieces),
             "tokens": ids,
             "finish_reason": response.finish_reason,
+            "cached_tokens": already,
             "prompt_tokens": response.prompt_tokens,
             "prompt_tokens_per_second": round(response.prompt_tps, 2),
             "generation_tokens": response.generation_tokens,
@@ -159,6 +193,7 @@ def generate(
     click.echo()
     lines = (
         "-" * 40,
+        *([f"cached      {already:7,} tokens"] if already else []),
         f"prompt      {response.prompt_tokens:7,} tokens  {response.prompt_tps:10,.1f} tokens/s",
         f"generation  {response.generation_tokens:7,} tokens  {response.generation_tps:10,.1f} tokens/s",
         f"KV cache    {human_bytes(held.bytes_live)} live, {human_bytes(held.bytes_allocated)} allocated",
@@ -166,7 +201,7 @@ def generate(
         f"peak memory {human_bytes(round(response.peak_memory * 1e9))}",
     )
     click.echo("\n".join(lines), err=True)
-    if cache_policy.budget is not None:
+    if cache_policy.budget is not None or held.tokens_evicted:
         of_full = f"{held.bytes_live / max(held.bytes_full, 1):.0%} of {human_bytes(held.bytes_full)} for all tokens"
         work = f"{held.tokens_evicted:,} tokens in {held.compactions:,} compactions, {held.compaction_seconds:.3f} s"
         click.echo(f"evicted     {work}; KV cache is {of_full}", err=True)

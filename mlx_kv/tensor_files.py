@@ -1,0 +1,229 @@
+"""Safetensors files: named arrays and words in, the same out, or a refusal in one line.
+
+Decides how a file comes to be (whole, or not at all) and which files are not even looked into. It parses the format
+itself, because a file may be cut off, altered or made up: nothing is trusted before it was compared with the size of
+the file, nothing is left to be read later, and an array's digest is of the very bytes that it was made of. Knows
+nothing about caches. The format: 8 bytes with the length of a header, the header in JSON, the bytes of all arrays.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import math
+import os
+import secrets
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import mlx.core as mx
+
+MOST_HEADER_BYTES = 100_000_000  # what the safetensors library allows, too
+MOST_AXES, MOST_ELEMENTS = 16, 2**31 - 1
+DTYPES = {
+    "BOOL": mx.bool_,
+    "U8": mx.uint8,
+    "I8": mx.int8,
+    "U16": mx.uint16,
+    "I16": mx.int16,
+    "F16": mx.float16,
+    "BF16": mx.bfloat16,
+    "U32": mx.uint32,
+    "I32": mx.int32,
+    "F32": mx.float32,
+    "U64": mx.uint64,
+    "I64": mx.int64,
+    "C64": mx.complex64,
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class TensorFile:
+    """What a file holds.
+
+    Attributes:
+        words: the header's metadata.
+        arrays: by name, evaluated.
+        digests: of each array's name, dtype, shape and bytes.
+    """
+
+    words: dict[str, str]
+    arrays: dict[str, mx.array]
+    digests: dict[str, str]
+
+
+def digest(name: str, array: mx.array) -> str:
+    """The digest of an array, as a `TensorFile` that holds it has it."""
+    return _digest(name, NAMES[array.dtype], array.shape, _content(array))
+
+
+def _digest(name: str, dtype: str, shape: tuple[int, ...], content: Any) -> str:
+    sealed = hashlib.blake2b(f"{name} {dtype} {list(shape)} ".encode(), digest_size=16)
+    sealed.update(content)
+    return sealed.hexdigest()
+
+
+def _content(array: mx.array) -> Any:
+    """The bytes of an array in row-major order: a buffer, copied only where the array is a part of another."""
+    words: Any = mx.contiguous(array).reshape(-1).view(mx.uint8)
+    return memoryview(words)
+
+
+# --- writing ----------------------------------------------------------------------------------------------------------
+
+
+def write(path: str | Path, arrays: Mapping[str, mx.array], words: Mapping[str, str]) -> None:
+    """Writes a file that is there whole, and on the disk, when this returns; until then the old one is.
+
+    Raises:
+        ValueError: there is no such folder, the path is one, or an array has a dtype that no file can hold.
+        OSError: it cannot be written.
+    """
+    header: dict[str, Any] = {"__metadata__": dict(words)}
+    last = 0
+    for name, array in arrays.items():
+        if array.dtype not in NAMES:
+            raise ValueError(f"array {name} is {array.dtype}, which these files do not hold: convert it first")
+        first, last = last, last + array.nbytes
+        header[name] = {"dtype": NAMES[array.dtype], "shape": list(array.shape), "data_offsets": [first, last]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > MOST_HEADER_BYTES:
+        raise ValueError(f"the header would have {len(text):,} bytes, of at most {MOST_HEADER_BYTES:,}: save less")
+    with _replacing(Path(path)) as file:
+        file.write(len(text).to_bytes(8, "little"))
+        file.write(text)
+        for array in arrays.values():
+            file.write(_content(array))
+
+
+@contextlib.contextmanager
+def _replacing(path: Path) -> Iterator[IO[bytes]]:
+    """A temporary file that takes the place of `path` in the end, unless something fails."""
+    target = Path(os.path.realpath(path))  # a link stays a link
+    if target.is_dir():
+        raise ValueError(f"{path} is a folder: give the name of a file")
+    if not target.parent.is_dir():
+        raise ValueError(f"there is no folder {path.parent}: make it first")
+    _remove_left_behind(target)
+    temporary, file = _claim(target)
+    with file:
+        try:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+            os.replace(temporary, target)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+    folder = os.open(target.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _claim(target: Path) -> tuple[Path, IO[bytes]]:
+    """A new file beside the target, locked as long as it is open: a killed writer holds no lock."""
+    while True:
+        temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
+        file = open(temporary, "xb")  # noqa: SIM115, closed by who claims it
+        with contextlib.suppress(OSError):  # some network drives have no locks: what is left there stays
+            fcntl.flock(file, fcntl.LOCK_EX)
+        if os.fstat(file.fileno()).st_nlink:
+            return temporary, file
+        file.close()  # another writer took it for one left behind, before it was locked
+
+
+def _remove_left_behind(target: Path) -> None:
+    """Removes what killed writers of this file left."""
+    for name in os.listdir(target.parent):
+        if name.startswith(f".{target.name}.") and name.endswith(".tmp"):
+            left = target.with_name(name)
+            with contextlib.suppress(OSError), open(left, "rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                left.unlink()
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+def read(path: str | Path) -> TensorFile:
+    """Reads a file wholly.
+
+    Raises:
+        FileNotFoundError: it is not there.
+        ValueError: it is no safetensors file, or cut off, or longer than it says.
+    """
+    if os.path.isdir(path):
+        raise ValueError(f"{path} is a folder: give a file")
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        words, entries = _read_header(path, file, size)
+        arrays, digests = {}, {}
+        for first, last, name, dtype, shape in entries:
+            content = bytearray(last - first)
+            if file.readinto(content) != len(content):
+                raise ValueError(f"{path} was cut off while it was read: make it again")
+            digests[name] = _digest(name, dtype, shape, content)
+            arrays[name] = _array(content, DTYPES[dtype], shape)
+    return TensorFile(words, arrays, digests)
+
+
+def _array(content: bytearray, dtype: mx.Dtype, shape: tuple[int, ...]) -> mx.array:
+    if not content:
+        return mx.zeros(shape, dtype)
+    words: Any = memoryview(content)
+    array = mx.array(words).view(dtype).reshape(shape)
+    mx.eval(array)
+    return array
+
+
+Entry = tuple[int, int, str, str, tuple[int, ...]]  # first and last byte, name, dtype, shape
+
+
+def _read_header(path: str | Path, file: IO[bytes], size: int) -> tuple[dict[str, str], list[Entry]]:
+    """The words and the arrays of a file, these in the order of their bytes, after every check that there is."""
+    length = int.from_bytes(file.read(8), "little")
+    if size < 8 or not 2 <= length <= min(size - 8, MOST_HEADER_BYTES):
+        raise ValueError(
+            f"{path} is no safetensors file, or was cut off: its header has {length:,} bytes, the file {size:,}; "
+            "give another, or make it again"
+        )
+    try:
+        header = json.loads(file.read(length).decode("utf-8"))
+        words = header.pop("__metadata__", {})
+        entries = sorted(_entry(name, told) for name, told in header.items())
+        if not all(isinstance(word, str) for word in words.values()):
+            raise ValueError("metadata that is no text")
+    except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
+        raise ValueError(
+            f"{path} is no safetensors file, or was damaged: its header cannot be read; give another, or make it again"
+        ) from error
+    ends = [0, *(last for _, last, *_ in entries)]
+    if [first for first, *_ in entries] != ends[:-1] or ends[-1] != size - 8 - length:
+        raise ValueError(
+            f"{path} was cut off or damaged: its arrays have {ends[-1]:,} bytes, the file has {size - 8 - length:,}; "
+            "make it again"
+        )
+    return words, entries
+
+
+def _entry(name: str, told: Any) -> Entry:
+    """One array of the header.
+
+    Raises:
+        ValueError, TypeError, KeyError: what is told of it cannot be.
+    """
+    dtype, (first, last), shape = told["dtype"], told["data_offsets"], told["shape"]
+    numbers = [first, last, *shape]
+    if not all(type(number) is int and number >= 0 for number in numbers) or len(shape) > MOST_AXES:
+        raise ValueError("a shape or an offset that is no number")
+    if max(shape, default=0) > MOST_ELEMENTS or last - first != math.prod(shape) * DTYPES[dtype].size:
+        raise ValueError("a shape that is not that of its bytes")
+    return first, last, name, dtype, tuple(shape)
