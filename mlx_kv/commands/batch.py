@@ -1,0 +1,336 @@
+"""`mlx-kv batch`: a file of prompts in, a file of answers out, and what is missing when it is started again.
+
+Decides the order of a run, which prompts a model refuses, how many wait for a place in the batch, and what is said of
+it all. Knows nothing about how lines are read and written (`jobs`), nor how tokens are chosen or kept.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from mlx_kv import blas
+from mlx_kv.bundled import draft_path, model_path
+from mlx_kv.commands.options import make_policy, model_option, policy_options
+
+if TYPE_CHECKING:
+    import mlx.nn as nn
+
+    from mlx_kv.decoder import Sampler, SpeculationStatistics
+    from mlx_kv.engine import BatchToken, Continuation, Engine
+    from mlx_kv.jobs import Job, Place, Prompts, Survey
+    from mlx_kv.policy import CachePolicy
+
+EXAMPLES = """
+\b
+Examples:
+  mlx-kv batch --prompts prompts.jsonl --output answers.jsonl
+  mlx-kv batch --prompts prompts.jsonl --output answers.jsonl --max-batch-size 16 --kv-bits 8
+  mlx-kv batch --prompts prompts.jsonl --output answers.jsonl --draft-model reference
+  mlx-kv batch --prompts prompts.jsonl --output answers.jsonl --max-tokens 64 --overwrite
+"""
+BATCHES_AHEAD = 2  # of prompts that wait for a place: a batch of short answers empties at once
+JSONL = click.Path(exists=True, dir_okay=False, path_type=Path)
+
+
+@click.command(epilog=EXAMPLES)
+@model_option(
+    default="reference",
+    show_default=True,
+    metavar="PATH_OR_HUB_ID",
+    help="A bundled model, a directory or a hub id.",
+)
+@click.option(
+    "--prompts", "prompts_file", type=JSONL, required=True, metavar="FILE", help="A JSON object on each line."
+)
+@click.option(
+    "--output",
+    "output_file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    required=True,
+    metavar="FILE",
+    help="Gets a line for each that is finished; what it already has is not done again.",
+)
+@click.option("--overwrite", is_flag=True, help="Do lines again that were done with another prompt or other settings.")
+@click.option(
+    "--max-batch-size", type=click.IntRange(1), default=8, show_default=True, metavar="N", help="Prompts at once."
+)
+@click.option("--ignore-chat-template", is_flag=True, help="Continue texts as plain text.")
+@click.option(
+    "--max-tokens",
+    type=click.IntRange(1, 2**31 - 1),
+    default=256,
+    show_default=True,
+    metavar="N",
+    help="Of lines that don't say.",
+)
+@click.option("--temp", type=click.FloatRange(0), default=0.0, show_default=True, metavar="T", help="0 is greedy.")
+@click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), default=1.0, show_default=True, metavar="P")
+@click.option("--seed", type=click.IntRange(0, 2**64 - 1), metavar="N", help="Makes sampling repeatable.")
+@click.option(
+    "--prefill-step-size",
+    type=click.IntRange(1),
+    metavar="N",
+    help="Prompt tokens read at once.  [default: 2048, or max-write in models with windows]",
+)
+@click.option(
+    "--draft-model", metavar="PATH_OR_HUB_ID", help="Speculate with this model; `reference`: the bundled draft."
+)
+@click.option("--num-draft-tokens", type=int, metavar="K", help="Drafted for each pass.  [default: 3]")
+@policy_options
+def batch(
+    model: str,
+    prompts_file: Path,
+    output_file: Path,
+    overwrite: bool,
+    max_batch_size: int,
+    ignore_chat_template: bool,
+    max_tokens: int,
+    temp: float,
+    top_p: float,
+    seed: int | None,
+    prefill_step_size: int | None,
+    draft_model: str | None,
+    num_draft_tokens: int | None,
+    **settings: Any,
+) -> None:
+    """Continue many prompts at once, from a file into a file.
+
+    A line of --prompts is {"prompt": a text or a list of token ids, "max_tokens": N, "id": a text or a number}; only
+    the prompt must be there, and the id is else the line's number. Killed and started again, it does the lines that
+    are missing. Bad lines are reported and passed over: the exit code is then 1.
+    """
+    if num_draft_tokens is not None and draft_model is None:
+        raise click.UsageError("--num-draft-tokens needs --draft-model")
+    if not prompts_file.is_file():
+        raise click.UsageError(f"--prompts {prompts_file} is no regular file: give one that can be read twice")
+    if output_file.exists() and output_file.samefile(prompts_file):
+        raise click.UsageError(f"--output {output_file} is the file of prompts: give another one")
+    blas.preload()
+    policy = make_policy(**settings)  # refuses bad settings before anything is loaded
+
+    from mlx_kv.jobs import Answers, Prompts
+
+    tell: dict[str, Any] = {
+        "model": model,
+        "plain": ignore_chat_template,
+        "policy": in_json(policy),
+    }  # an answer's digest
+    if temp > 0:
+        tell |= {"temp": temp, "top_p": top_p, "seed": seed}
+    report = Report()
+    try:
+        answers = Answers(output_file)
+    except OSError as error:
+        raise click.UsageError(f"cannot open {error.filename or output_file}: {error.strerror}") from error
+    with answers, prompts_file.open("rb") as file:
+        prompts = Prompts(file, max_tokens, tell)
+        survey = prompts.survey(answers.done)
+        if survey.changed and not overwrite:
+            raise click.UsageError(say_changed(survey, output_file))
+        for number, reason in survey.bad:
+            report.bad_line(number, reason)
+        report.skipped = survey.skipped
+        if not survey.todo:
+            held = f"{survey.skipped:,} of {survey.skipped + report.bad:,} lines are in {output_file}"
+            click.echo(f"mlx-kv: nothing to do: {held}", err=True)
+            sys.exit(1 if report.bad else 0)
+
+        import mlx.core as mx
+
+        from mlx_kv.adapter import load
+        from mlx_kv.decoder import SpeculationStatistics
+        from mlx_kv.engine import make_engine
+        from mlx_kv.sampling import TemperatureSampler
+
+        network, tokenizer = load(model_path(model))
+        drafting = None if draft_model is None else load(draft_path(draft_model))[0]
+        if seed is not None:
+            mx.random.seed(seed)
+        speculation = None if drafting is None else SpeculationStatistics()
+        engine = make_engine(
+            network,
+            set(tokenizer.eos_token_ids),
+            policy,
+            max_batch_size,
+            prefill_step_size,
+            drafting,
+            3 if num_draft_tokens is None else num_draft_tokens,
+            speculation,
+        )
+        if survey.changed:
+            answers.drop({name for _, name in survey.changed})
+        reader = Reader(network, tokenizer, ignore_chat_template, TemperatureSampler(temp, top_p) if temp > 0 else None)
+        ahead = (1 + BATCHES_AHEAD) * max_batch_size
+        report.begin(len(survey.todo))
+        try:
+            for job, prompt_tokens, tokens in finished(engine, prompts, survey.todo, reader, ahead, report):
+                answer = {
+                    "text": "".join(token.text for token in tokens),
+                    "tokens": [token.token for token in tokens],
+                    "finish_reason": tokens[-1].finish_reason,
+                    "prompt_tokens": prompt_tokens,
+                    "generation_tokens": len(tokens),
+                }
+                try:
+                    answers.append(job, answer)
+                except OSError as error:
+                    raise click.UsageError(f"cannot write {output_file}: {error.strerror}") from error
+                report.finished()
+        finally:
+            report.end(reader, speculation)
+    sys.exit(1 if report.bad else 0)
+
+
+def in_json(policy: CachePolicy) -> dict[str, Any]:
+    """What of a policy an answer depends on; how memory grows is none of it."""
+    return {name: getattr(policy, name) for name in policy.changed() if name != "growth"}
+
+
+def say_changed(survey: Survey, output: Path) -> str:
+    number, name = survey.changed[0]
+    others = f" (and {len(survey.changed) - 1:,} more)" if len(survey.changed) > 1 else ""
+    return (
+        f"line {number}{others}: id {json.dumps(name)} is in {output} with another prompt or other settings: "
+        "give another id or --output, or --overwrite to do it again"
+    )
+
+
+class Reader:
+    """Makes of a job what an engine takes, and refuses what this model cannot continue.
+
+    Attributes:
+        past: numbers of lines that may go past the context of the model.
+    """
+
+    def __init__(self, model: nn.Module, tokenizer: Any, plain: bool, sampler: Sampler | None) -> None:
+        import mlx.core as mx
+
+        from mlx_kv.adapter import context_length
+
+        self._tokenizer, self._sampler = tokenizer, sampler
+        self._templated = tokenizer.chat_template is not None and not plain
+        self._vocabulary = model(mx.array([[0]])).shape[-1]  # the graph alone tells
+        self.context = context_length(model)
+        self.past: list[int] = []
+
+    def start(self, job: Job) -> Continuation:
+        """Raises ValueError for an empty prompt, one longer than the context, and tokens that the model has not."""
+        from mlx_kv.engine import Continuation
+
+        tokens = self._tokens(job.prompt)
+        if not tokens:
+            raise ValueError("the prompt is empty: give at least one token")
+        if max(tokens) >= self._vocabulary:
+            raise ValueError(
+                f"the prompt has the token {max(tokens)}, but the vocabulary has {self._vocabulary:,}: "
+                f"give ids from 0 to {self._vocabulary - 1}"
+            )
+        if self.context is not None and len(tokens) >= self.context:
+            raise ValueError(
+                f"the prompt has {len(tokens):,} tokens, but this model was made for {self.context:,}: shorten it"
+            )
+        if self.context is not None and len(tokens) + job.max_tokens > self.context:
+            self.past.append(job.number)
+        return Continuation(job.number, tokens, job.max_tokens, self._tokenizer.detokenizer, self._sampler)
+
+    def _tokens(self, prompt: str | list[int]) -> list[int]:
+        from mlx_kv.generation import encode_prompt
+
+        if not isinstance(prompt, str):
+            return prompt
+        if not self._templated:
+            return encode_prompt(self._tokenizer, prompt)
+        messages = [{"role": "user", "content": prompt}]
+        return list(self._tokenizer.apply_chat_template(messages, add_generation_prompt=True))
+
+
+class Report:
+    """Counts lines and tokens, and says them on stderr; with a progress bar on a terminal."""
+
+    def __init__(self) -> None:
+        self.done = self.skipped = self.bad = self.tokens = 0
+        self._bar: Any = None
+        self._begun = 0.0
+
+    def begin(self, lines: int) -> None:
+        from tqdm import tqdm
+
+        hidden = not sys.stderr.isatty()
+        total = lines + self.skipped
+        self._bar = tqdm(total=total, initial=self.skipped, unit="line", leave=False, file=sys.stderr, disable=hidden)
+        self._begun = time.perf_counter()
+
+    def bad_line(self, number: int, reason: str) -> None:
+        self.bad += 1
+        if self._bar is not None:
+            self._bar.clear()
+            self._bar.update()
+        click.echo(f"mlx-kv: line {number}: {reason}", err=True)
+
+    def step(self, tokens: int) -> None:
+        """So many more tokens."""
+        self.tokens += tokens
+        self._bar.set_postfix_str(f"{self._rate():,.1f} tokens/s", refresh=False)
+        self._bar.update(0)
+
+    def finished(self) -> None:
+        """One more line."""
+        self.done += 1
+        self._bar.update()
+
+    def end(self, reader: Reader, speculation: SpeculationStatistics | None) -> None:
+        rate = self._rate()
+        self._bar.close()
+        if reader.past:
+            what = f"{len(reader.past):,} line{'' if len(reader.past) == 1 else 's'} (first {reader.past[0]})"
+            click.echo(
+                f"mlx-kv: note: {what} may go past the {reader.context:,} tokens that this model was made for", err=True
+            )
+        click.echo(f"lines       {self.done:,} done, {self.skipped:,} skipped, {self.bad:,} bad", err=True)
+        click.echo(f"generation  {self.tokens:7,} tokens  {rate:10,.1f} tokens/s", err=True)
+        if speculation is not None:
+            share = f"{speculation.accepted:,} of {speculation.drafted:,} ({speculation.acceptance_rate:.0%})"
+            click.echo(f"draft       {share} accepted in {speculation.rounds:,} passes of the model", err=True)
+
+    def _rate(self) -> float:
+        return self.tokens / max(time.perf_counter() - self._begun, 1e-9)
+
+
+def finished(
+    engine: Engine, prompts: Prompts, places: Sequence[Place], reader: Reader, ahead: int, report: Report
+) -> Iterator[tuple[Job, int, list[BatchToken]]]:
+    """Each job when its last token has come, with the tokens of its prompt and its own; bad lines are reported.
+
+    Args:
+        ahead: prompts that the engine has at once: those of the batch, and those that wait.
+    """
+    waiting = iter(places)
+    running: dict[int, tuple[Job, int, list[BatchToken]]] = {}
+    try:
+        while True:
+            while len(running) < ahead and (place := next(waiting, None)) is not None:
+                try:
+                    job = prompts.read(place)
+                    sequence = reader.start(job)
+                    engine.submit(sequence)
+                except ValueError as error:
+                    report.bad_line(place.number, str(error))
+                    continue
+                running[place.number] = job, len(sequence.tokens), []
+            if not running:
+                return
+            tokens = engine.step()
+            report.step(len(tokens))
+            for token in tokens:
+                running[token.index][2].append(token)
+                if token.finish_reason is not None:
+                    yield running.pop(token.index)
+    finally:
+        engine.close()
