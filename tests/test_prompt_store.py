@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import random
 import subprocess
 import sys
 import threading
+import time
 import uuid
 from pathlib import Path
 from typing import Any
@@ -239,3 +242,55 @@ def test_refuses(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="max_bytes is 0"):
         PromptStore(tmp_path, max_bytes=0)
     assert fsspec.filesystem("memory") is not None
+
+
+WRITER = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from mlx_kv import blas
+blas.preload()
+from test_prompt_store import *
+model = make_model("llama")
+store = PromptStore(sys.argv[2])
+turn = int(sys.argv[3])
+prompts = [mx.random.randint(1, VOCAB, (200,), key=mx.random.key(1000 * turn + i)).tolist() for i in range(3)]
+made = [read(model, CachePolicy(), prompt, None).caches for prompt in prompts]
+print("ready", flush=True)
+while True:
+    for prompt, caches in zip(prompts, made):
+        store.keep(prompt[:199], caches)
+        for name, entry in store.entries().items():
+            if entry.tokens == tuple(prompt[:199]):
+                store._remove(name)
+"""
+
+
+def test_kills_while_writing_lose_nothing_and_leave_nothing_wrong(tmp_path: Path) -> None:
+    """SIGKILL at random moments of storing: older entries stay, and whatever is listed loads and is right."""
+    kills = 200 if os.environ.get("HYPOTHESIS_PROFILE") == "thorough" else 5
+    model, store = make_model("llama"), PromptStore(tmp_path)
+    read(model, CachePolicy(), PREFIX[:300], store)
+    chance = random.Random(0)
+    for turn in range(kills):
+        child = subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(Path(__file__).parent), str(tmp_path), str(turn)],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert child.stdout is not None
+        assert child.stdout.readline() == "ready\n"
+        time.sleep(chance.random() * 0.1)
+        child.kill()
+        child.wait()
+        child.stdout.close()
+        again = PromptStore(tmp_path)
+        _, count = again.find(PREFIX[:300])
+        assert count == 299
+        for name, entry in again.entries().items():
+            caches = again._load(name, entry)
+            assert caches is not None
+            assert {cache.offset for cache in caches} == {len(entry.tokens)}
+        assert again.damaged == 0
+        for name in again.entries():
+            if len(again.entries()[name].tokens) != 299:
+                again._remove(name)
