@@ -21,6 +21,7 @@ from mlx_kv.commands.generate import generate
 from mlx_kv.commands.info import info
 from mlx_kv.commands.inspect import inspect_command
 from mlx_kv.commands.plan import plan
+from mlx_kv.commands.serve import serve
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -36,7 +37,7 @@ def command() -> None:
     """
 
 
-for each in (generate, batch, cache, plan, inspect_command, evaluate_command, info):
+for each in (generate, batch, cache, serve, plan, inspect_command, evaluate_command, info):
     command.add_command(each)
 
 

@@ -1,0 +1,187 @@
+"""`mlx-kv serve`: an OpenAI-compatible server.
+
+Decides what the options mean in terms of the server's parts, and what is refused before anything is loaded. Knows
+nothing about requests or rows; MLX and Starlette are imported when it runs.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from mlx_kv import blas
+from mlx_kv.bundled import draft_path, model_path
+from mlx_kv.commands.options import make_policy, model_option, policy_options
+
+if TYPE_CHECKING:
+    from mlx_kv.server.worker import Models
+
+EXTRA = ("starlette", "uvicorn", "prometheus_client")
+EXAMPLES = """
+\b
+Examples:
+  mlx-kv serve
+  mlx-kv serve --model mlx-community/Qwen3-0.6B-4bit --kv-bits 8 --max-batch-size 16
+  mlx-kv serve --kv-budget 256 --draft-model reference --port 9000
+  mlx-kv serve --host 0.0.0.0 --api-key-file keys.txt
+\b
+With curl:
+  curl http://127.0.0.1:8080/v1/completions -H "Content-Type: application/json" \\
+    -d '{"prompt": "def fibonacci(n):", "max_tokens": 60}'
+\b
+With the openai client:
+  from openai import OpenAI
+  client = OpenAI(base_url="http://127.0.0.1:8080/v1", api_key="none")
+  for chunk in client.completions.create(model="reference", prompt="import os", stream=True):
+      print(chunk.choices[0].text, end="")
+\b
+http://127.0.0.1:8080/ shows what is in memory, /metrics is for Prometheus.
+"""
+_NUMBER: dict[str, Any] = {"metavar": "N", "show_default": True}
+
+
+@click.command(epilog=EXAMPLES)
+@model_option(
+    default="reference",
+    show_default=True,
+    metavar="PATH_OR_HUB_ID",
+    help="A bundled model, a directory or a hub id.",
+)
+@click.option("--host", default="127.0.0.1", show_default=True, metavar="ADDRESS", help="Where to listen.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8080, **_NUMBER, help="0 takes a free one.")
+@click.option("--max-batch-size", type=click.IntRange(1), default=16, **_NUMBER, help="Requests at once; more wait.")
+@click.option(
+    "--draft-model", metavar="PATH_OR_HUB_ID", help="Speculate with this model; `reference`: the bundled draft."
+)
+@click.option("--num-draft-tokens", type=click.IntRange(1), metavar="K", help="Drafted for each pass.  [default: 3]")
+@click.option(
+    "--prefill-step-size",
+    type=click.IntRange(1),
+    metavar="N",
+    help="Prompt tokens of a row read at once.  [default: 2048, or max-write in models with windows]",
+)
+@click.option(
+    "--api-key-file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="One key in each line; clients must send one of them.",
+)
+@click.option("--max-tokens", type=click.IntRange(1), default=512, **_NUMBER, help="Where a request does not say.")
+@click.option(
+    "--temp", type=click.FloatRange(0, 2), default=0.0, metavar="T", show_default=True, help="The same; 0 is greedy."
+)
+@click.option(
+    "--max-prompt-tokens", type=click.IntRange(1), metavar="N", help="Longer prompts are refused.  [default: context]"
+)
+@click.option("--max-body-bytes", type=click.IntRange(1), default=4 * 2**20, **_NUMBER, help="Of one request.")
+@click.option(
+    "--max-queue", type=click.IntRange(0), default=64, **_NUMBER, help="Requests that wait; more are turned away."
+)
+@click.option(
+    "--drain-seconds",
+    type=click.IntRange(0),
+    default=30,
+    **_NUMBER,
+    help="After SIGTERM, requests in progress have so long to finish.",
+)
+@policy_options
+def serve(
+    model: str,
+    host: str,
+    port: int,
+    max_batch_size: int,
+    draft_model: str | None,
+    num_draft_tokens: int | None,
+    prefill_step_size: int | None,
+    api_key_file: Path | None,
+    max_tokens: int,
+    temp: float,
+    max_prompt_tokens: int | None,
+    max_body_bytes: int,
+    max_queue: int,
+    drain_seconds: int,
+    **policy: Any,
+) -> None:
+    """Serve completions and chats to OpenAI clients, many at once.
+
+    Requests are batched as they come. It listens on this machine only, unless --host says otherwise. SIGTERM ends it:
+    what is being answered is finished first.
+    """
+    if num_draft_tokens is not None and draft_model is None:
+        raise click.UsageError("--num-draft-tokens needs --draft-model")
+    keys = [] if api_key_file is None else read_keys(api_key_file)
+    blas.preload()
+    cache_policy = make_policy(**policy)  # refuses bad settings before anything is loaded
+    try:
+        from mlx_kv.server import api, metrics, run, worker
+    except ImportError as error:
+        if error.name not in EXTRA:
+            raise
+        raise click.ClickException(f'{error.name} is not installed: pip install "mlx-kv[server]"') from error
+
+    def load() -> Models:
+        from mlx_kv.adapter import load
+
+        network, tokenizer = load(model_path(model))
+        draft = None if draft_model is None else load(draft_path(draft_model))[0]
+        return worker.Models(network, tokenizer, draft)
+
+    if not keys and not is_loopback(host):
+        click.echo(f"mlx-kv: note: whoever reaches {host} can use this server: consider --api-key-file", err=True)
+    counters = metrics.Metrics()
+    works = worker.Worker(
+        load,
+        lambda pieces: None,
+        counters,
+        cache_policy,
+        max_batch_size,
+        3 if num_draft_tokens is None else num_draft_tokens,
+        prefill_step_size,
+    )
+    limits = api.Limits(
+        body_bytes=max_body_bytes,
+        prompt_tokens=max_prompt_tokens,
+        queue=max_queue,
+        max_tokens=max_tokens,
+        temperature=temp,
+    )
+    run.serve(
+        works,
+        counters,
+        model,
+        host,
+        port,
+        limits,
+        keys,
+        drain_seconds,
+        ready=lambda url: click.echo(f"mlx-kv: {model} at {url}/v1, its memory at {url}/", err=True),
+    )
+
+
+def read_keys(path: Path) -> list[str]:
+    """The keys in a file, one in each line; empty lines are none.
+
+    Raises:
+        click.UsageError: there is no key in it, one that no client could send, or it cannot be read.
+    """
+    try:
+        keys = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeError) as error:
+        raise click.UsageError(f"cannot read {path}: {error}") from error
+    if not keys:
+        raise click.UsageError(f"{path} has no key in it: write one in each line")
+    for number, key in enumerate(keys, 1):
+        if not key.isascii() or not key.isprintable() or " " in key:
+            raise click.UsageError(f"key {number} in {path} is not plain ASCII without spaces: choose another")
+    return keys
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach the address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,193 @@
+"""From a job to an answer: whole or streamed, until it ends or the client hangs up.
+
+Decides how many requests are let in, and gives a row back as soon as nobody wants it. Knows nothing about routes, keys
+or how a request is read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from mlx_kv.server.job import Job, Piece
+from mlx_kv.server.metrics import Metrics
+from mlx_kv.server.replies import ChatText, Reply, Said, event, usage_of
+from mlx_kv.server.requests import ApiError, Asked
+from mlx_kv.server.worker import Worker
+
+KEEP_ALIVE = 15.0  # seconds after which a stream that has nothing to say says so, for proxies
+SHUTTING_DOWN = "the server is shutting down"
+ENDPOINTS = {"/v1/completions": "completions", "/v1/chat/completions": "chat"}
+
+
+class Desk:
+    """Lets requests in, and hands the worker's pieces to the answers that wait for them. Lives in the event loop.
+
+    Args:
+        most: requests at once, those that wait for a row included.
+    """
+
+    def __init__(self, worker: Worker, metrics: Metrics, name: str, most: int) -> None:
+        self.worker, self.metrics, self.name, self._most = worker, metrics, name, most
+        self._queues: dict[int, asyncio.Queue[Piece | None]] = {}  # by number of the job
+        self._admitted, self._closing = 0, False
+
+    def begin(self) -> None:
+        """From now on pieces come to the running event loop."""
+        loop = asyncio.get_running_loop()
+
+        def deliver(pieces: list[Piece]) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to hear
+                loop.call_soon_threadsafe(self._arrived, pieces)
+
+        self.worker.deliver = deliver
+
+    def _arrived(self, pieces: list[Piece]) -> None:
+        for piece in pieces:
+            if piece.job.number in self._queues:  # or its client has hung up
+                self._queues[piece.job.number].put_nowait(piece)
+
+    def admit(self) -> None:
+        """Lets one more request in; `leave` is to follow.
+
+        Raises:
+            ApiError: 429 if there are too many, 503 if the server ends.
+        """
+        if self._closing:
+            raise ApiError(503, SHUTTING_DOWN)
+        if self._admitted >= self._most:
+            message = f"{self._admitted} requests are being answered or wait: try again later"
+            raise ApiError(429, message, None, "queue_full", {"Retry-After": "1"})
+        self._admitted += 1
+
+    def leave(self) -> None:
+        self._admitted -= 1
+
+    def submit(self, job: Job) -> asyncio.Queue[Piece | None]:
+        """Hands a job to the worker; its pieces come through the queue. None: the server does not wait any longer."""
+        pieces: asyncio.Queue[Piece | None] = asyncio.Queue()
+        self._queues[job.number] = pieces
+        self.worker.submit(job)
+        return pieces
+
+    def done(self, job: Job, ended: bool) -> None:
+        """Nobody waits for this job any longer; one that has not ended is let go."""
+        del self._queues[job.number]
+        if not ended:
+            self.worker.cancel(job)
+
+    def give_up(self) -> None:
+        """Ends all answers with an error, and lets nobody in: the server has waited long enough for them."""
+        self._closing = True
+        for pieces in self._queues.values():
+            pieces.put_nowait(None)
+
+    def count(self, path: str, status: int) -> None:
+        self.metrics.requests.labels(ENDPOINTS.get(path, "other"), str(status)).inc()
+
+
+class Answer(Response):
+    """One request that was let in, while it is being answered."""
+
+    def __init__(self, desk: Desk, asked: Asked, job: Job) -> None:
+        super().__init__()
+        self._desk, self._asked, self._job = desk, asked, job
+        self._text = (
+            ChatText(desk.worker.models.tokenizer, job.tokens, asked.tools, asked.stream) if asked.chat else None
+        )
+        self._reply, self._generated, self._finish = Reply(asked, desk.name), 0, ""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        desk, job, status = self._desk, self._job, 499
+        self._pieces = desk.submit(job)
+        gone = asyncio.create_task(self._hung_up(receive))
+        work = asyncio.create_task((self._stream if self._asked.stream else self._whole)(scope, receive, send))
+        try:
+            await asyncio.wait({gone, work}, return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                status = work.result()
+        finally:
+            gone.cancel()
+            work.cancel()
+            desk.leave()
+            desk.done(job, ended=self._finish != "")
+            desk.count(scope["path"], status)
+            desk.metrics.duration.labels(ENDPOINTS[scope["path"]]).observe(time.monotonic() - job.since)
+
+    async def _hung_up(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    async def _said(self) -> AsyncIterator[Said | None]:
+        """The parts of the answer as they come; None where nothing came for long.
+
+        Raises:
+            ApiError: the worker gave up, or the server.
+        """
+        while not self._finish:
+            try:
+                piece = await asyncio.wait_for(self._pieces.get(), KEEP_ALIVE)
+            except TimeoutError:
+                yield None
+                continue
+            if piece is None:
+                raise ApiError(503, SHUTTING_DOWN)
+            if self._generated == 0 and piece.tokens:
+                self._desk.metrics.first_token.observe(time.monotonic() - self._job.since)
+            self._generated += piece.tokens
+            self._finish = piece.finish_reason or ""
+            if piece.error is not None:
+                raise ApiError(500, piece.error)
+            said = Said(piece.text) if self._text is None else self._text.feed(piece.text)
+            if self._finish and self._text is not None:
+                said.add(self._text.finish())
+                if self._text.called and self._finish == "stop":
+                    self._finish = "tool_calls"
+            yield said
+
+    @property
+    def _usage(self) -> dict[str, Any]:
+        return usage_of(len(self._job.tokens), self._generated, self._job.cached)
+
+    async def _whole(self, scope: Scope, receive: Receive, send: Send) -> int:
+        answer = Said()
+        try:
+            async for said in self._said():
+                answer.add(said or Said())
+        except ApiError as error:
+            await JSONResponse(error.body, error.status)(scope, receive, send)
+            return error.status
+        await JSONResponse(self._reply.whole(answer, self._finish, self._usage))(scope, receive, send)
+        return 200
+
+    async def _stream(self, scope: Scope, receive: Receive, send: Send) -> int:
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+
+        async def write(data: bytes, more: bool = True) -> None:
+            await send({"type": "http.response.body", "body": data, "more_body": more})
+
+        status, reply = 200, self._reply
+        try:
+            async for said in self._said():
+                if said is None:
+                    await write(b": still there\n\n")
+                elif self._finish:
+                    if said.fields or not self._asked.chat:
+                        await write(event(reply.chunk(said)))
+                    await write(event(reply.chunk(Said(), self._finish)))
+                elif said.fields:
+                    await write(event(reply.chunk(said)))
+            if self._asked.include_usage:
+                await write(event(reply.usage_chunk(self._usage)))
+        except ApiError as error:
+            status = error.status
+            await write(event(error.body))
+        await write(b"data: [DONE]\n\n", more=False)
+        return status

@@ -1,0 +1,38 @@
+"""A chat as tokens: mlx-lm's chat templates.
+
+Decides what becomes of a chat where the tokenizer has no template: what `mlx_lm.server` makes of it, so that a client
+gets the same from both. Knows nothing about HTTP, nor about answers.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from mlx_lm.server import convert_chat, process_message_content
+
+from mlx_kv.server.requests import ApiError, Asked
+
+
+def encode_chat(tokenizer: Any, asked: Asked) -> list[int]:
+    """The messages of a chat, up to where the answer begins.
+
+    Raises:
+        ApiError: 400, for messages that the template refuses, or tools that the model does not know.
+    """
+    messages = copy.deepcopy(asked.messages)
+    if asked.tools and not tokenizer.has_tool_calling:
+        raise ApiError(400, "this model cannot call tools: leave them out", "tools", "unsupported_parameter")
+    try:
+        process_message_content(messages)
+        if not tokenizer.has_chat_template:
+            if asked.template:
+                raise ValueError("this model has no chat template, so it takes no chat_template_kwargs")
+            ids: list[int] = tokenizer.encode(convert_chat(messages))
+        else:
+            ids = tokenizer.apply_chat_template(
+                messages, tools=asked.tools or None, add_generation_prompt=True, tokenize=True, **asked.template
+            )
+    except Exception as error:  # templates are programs of others, and raise what they like
+        raise ApiError(400, f"the chat template refuses these messages: {error}"[:500], "messages") from error
+    return list(ids)

@@ -1,0 +1,107 @@
+"""What is passed between requests and the worker: a job, its pieces, and a look at what is in memory.
+
+Decides how a job samples. Knows nothing about threads or HTTP.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import count
+
+import mlx.core as mx
+
+from mlx_kv.decoder import Sampler
+from mlx_kv.sampling import TemperatureSampler
+from mlx_kv.server.memory import Memory
+from mlx_kv.server.text import Stops
+
+_numbers = count(1)
+
+
+@dataclass(eq=False)
+class Job:
+    """One request to be continued. The worker writes the fields that have a default, others only read them.
+
+    Attributes:
+        tokens: of the prompt.
+        temperature: 0 is greedy.
+        seed: None samples with the thread's own random numbers.
+    """
+
+    tokens: list[int]
+    max_tokens: int
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int | None = None
+    stops: Stops = field(default_factory=Stops)
+    number: int = field(default_factory=lambda: next(_numbers))
+    since: float = field(default_factory=time.monotonic)
+    cached: int = 0
+    evicted: int = 0
+    answer: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What is new of one job.
+
+    Attributes:
+        text: may be empty.
+        tokens: generated since the last piece.
+        finish_reason: with the last piece: "stop" or "length", or "error".
+        error: in words, for the client.
+    """
+
+    job: Job
+    text: str = ""
+    tokens: int = 0
+    finish_reason: str | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What was in memory a moment ago.
+
+    Attributes:
+        decoding: jobs that decode, in the order of the rows of `memory`.
+        generated: tokens of each of them.
+        reading: jobs whose prompt is being read.
+        waiting: jobs without a row.
+    """
+
+    memory: Memory = field(default_factory=Memory)
+    decoding: tuple[Job, ...] = ()
+    generated: tuple[int, ...] = ()
+    reading: tuple[Job, ...] = ()
+    waiting: int = 0
+    tokens_per_second: float = 0.0
+    active_memory: int = 0
+
+
+@dataclass
+class SeededSampler:
+    """A sampler whose choices depend on its seed and the log-probabilities alone."""
+
+    sampler: TemperatureSampler
+    key: mx.array
+
+    def __call__(self, logprobs: mx.array) -> mx.array:
+        self.key, now = mx.random.split(self.key)
+        return mx.random.categorical(self.sampler.distribution(logprobs), key=now)
+
+
+@lru_cache(maxsize=64)
+def _shared_sampler(temperature: float, top_p: float) -> TemperatureSampler:
+    """Rows that sample alike share a sampler, and are then sampled in one call."""
+    return TemperatureSampler(temperature, top_p)
+
+
+def sampler_for(job: Job) -> Sampler | None:
+    if job.temperature == 0 or job.top_p == 0:
+        return None
+    if job.seed is None:
+        return _shared_sampler(job.temperature, job.top_p)
+    return SeededSampler(TemperatureSampler(job.temperature, job.top_p), mx.random.key(job.seed))

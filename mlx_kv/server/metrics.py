@@ -1,0 +1,67 @@
+"""What Prometheus reads.
+
+Decides names, labels and buckets. Knows nothing about how rows are kept: the worker counts, the gauges are set from its
+snapshot when somebody asks.
+"""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+FIRST_TOKEN = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+DURATION = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+
+
+class Metrics:
+    """All counters and gauges of one server, in a registry of their own."""
+
+    def __init__(self) -> None:
+        self.registry = registry = CollectorRegistry()
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"mlx_kv_{name}", text, labels, registry=registry)
+
+        def gauge(name: str, text: str) -> Gauge:
+            return Gauge(f"mlx_kv_{name}", text, registry=registry)
+
+        self.requests = counter(
+            "requests", "Requests by endpoint and HTTP status; 499: the client hung up.", "endpoint", "status"
+        )
+        self.finished = counter("finished", "Rows by what ended them.", "reason")
+        self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts, those from the prefix store included.")
+        self.cached_tokens = counter("prompt_tokens_cached", "Tokens of prompts that the prefix store had.")
+        self.generated_tokens = counter("generated_tokens", "Tokens generated.")
+        self.prefix_hits = counter("prefix_hits", "Prompts of which the prefix store had a beginning.")
+        self.prefix_misses = counter("prefix_misses", "Prompts of which the prefix store had nothing.")
+        self.evicted = counter("tokens_evicted", "Tokens that budgets evicted, by the busiest layer of each row.")
+        self.engine_failures = counter("engine_failures", "Errors that ended all rows; the engine was made anew.")
+        self.first_token = Histogram(
+            "mlx_kv_time_to_first_token_seconds",
+            "From the request to its first token.",
+            buckets=FIRST_TOKEN,
+            registry=registry,
+        )
+        self.duration = Histogram(
+            "mlx_kv_request_duration_seconds",
+            "From the request to the end of its answer.",
+            ("endpoint",),
+            buckets=DURATION,
+            registry=registry,
+        )
+        self.rows = gauge("rows", "Requests that are being read or decoded.")
+        self.waiting = gauge("requests_waiting", "Requests that wait for a row.")
+        self.tokens_per_second = gauge("tokens_per_second", "Tokens generated per second, in the last 10 seconds.")
+        self.bytes_live = gauge(
+            "kv_bytes_live", "Bytes of keys and values that can still be seen, of rows that decode."
+        )
+        self.bytes_allocated = gauge("kv_bytes_allocated", "Bytes allocated for them, dead slots included.")
+        self.bytes_full = gauge("kv_bytes_full", "Bytes that all tokens would take if none were evicted.")
+        self.active_memory = gauge("active_memory_bytes", "What MLX holds in arrays: weights, caches, all.")
+
+    def total(self, name: str) -> int:
+        """What a counter without labels says, by its name without mlx_kv_."""
+        return int(self.registry.get_sample_value(f"mlx_kv_{name}_total") or 0)
+
+    def text(self) -> bytes:
+        """The text format of Prometheus."""
+        return generate_latest(self.registry)

@@ -1,0 +1,297 @@
+"""The one thread that owns MLX, the models and the engine.
+
+Decides when a request gets a row, when one is let go, and how often it is looked what is in memory. Requests come
+through a queue; what becomes of them is handed back in batches, one for each step. Knows nothing about HTTP, JSON or
+asyncio.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_kv.adapter import attention_caches, context_length
+from mlx_kv.engine import BatchToken, Continuation, make_engine
+from mlx_kv.policy import CachePolicy
+from mlx_kv.server.job import Job, Piece, Snapshot, sampler_for
+from mlx_kv.server.memory import Memory, evicted, look
+from mlx_kv.server.metrics import Metrics
+
+LOOK_EVERY = 0.25  # seconds between two looks at what is in memory
+WATCHED_FOR = 3.0  # seconds for which a page that asked counts as looking
+RATE_OVER = 10.0  # seconds over which tokens per second are told
+log = logging.getLogger("mlx_kv.server")
+
+
+class PrefixStore(Protocol):
+    """Caches of prompts that have been read before; such as `mlx_kv.prompt_store.PromptStore`."""
+
+    def find(self, tokens: Sequence[int]) -> tuple[list[Any], int] | None:
+        """Caches that have read the first tokens of a prompt, and how many: all but the last at the most."""
+        ...
+
+    def keep(self, tokens: Sequence[int], caches: list[Any]) -> object:
+        """Takes the caches that have read exactly these tokens."""
+        ...
+
+
+@dataclass(frozen=True)
+class Models:
+    """What the worker loads: a model, its tokenizer, and a draft model to speculate with."""
+
+    model: nn.Module
+    tokenizer: Any
+    draft: nn.Module | None = None
+
+
+class Worker:
+    """Continues jobs, at most so many at once.
+
+    Args:
+        load: called once, in the thread, so that all arrays are made there.
+        deliver: called in the thread with the pieces of each step.
+        policy, max_batch_size, num_draft_tokens, prefill_step_size: as in `make_engine`.
+        open_store: makes the prefix store of a model, if there is to be one; not with a draft model.
+    """
+
+    def __init__(
+        self,
+        load: Callable[[], Models],
+        deliver: Callable[[list[Piece]], None],
+        metrics: Metrics,
+        policy: CachePolicy | None = None,
+        max_batch_size: int = 8,
+        num_draft_tokens: int = 3,
+        prefill_step_size: int | None = None,
+        open_store: Callable[[nn.Module], PrefixStore] | None = None,
+    ) -> None:
+        self._load, self.deliver, self._metrics = load, deliver, metrics
+        self.policy, self.max_batch_size = policy or CachePolicy(), max_batch_size
+        self._num_draft_tokens, self._prefill_step_size = num_draft_tokens, prefill_step_size
+        self._open_store = open_store
+        self._store: PrefixStore | None = None
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._waiting: deque[Job] = deque()
+        self._active: dict[int, Job] = {}  # by number: those that the engine has
+        self._order: list[int] = []  # numbers of the rows that decode, in the order of the batch
+        self._stopping, self._looked, self._watched = False, 0.0, -WATCHED_FOR
+        self._counted: deque[tuple[float, int]] = deque()  # when, and how many tokens
+        self.snapshot = Snapshot()
+        self._started = threading.Event()
+        self._failure: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="mlx-kv worker", daemon=True)
+
+    # --- called from other threads ------------------------------------------------------------------------------
+
+    def start(self) -> Models:
+        """Loads the models; returns them when jobs can be submitted.
+
+        Raises:
+            Exception: whatever loading them raised, or the ValueError with which `make_engine` refuses a policy.
+        """
+        self._thread.start()
+        self._started.wait()
+        if self._failure is not None:
+            self._thread.join()
+            raise self._failure
+        return self.models
+
+    def submit(self, job: Job) -> None:
+        self._inbox.put(partial(self._waiting.append, job))
+
+    def cancel(self, job: Job) -> None:
+        """Lets a job go, wherever it stands; one that has ended is no error."""
+        self._inbox.put(partial(self._let_go, job))
+
+    def watch(self) -> Snapshot:
+        """What is in memory. For some seconds from now, positions of rows are looked at, too."""
+        self._watched = time.monotonic()
+        return self.snapshot
+
+    def stop(self) -> None:
+        """Ends the thread; jobs that are left get an error."""
+        self._inbox.put(partial(setattr, self, "_stopping", True))
+        self._thread.join()
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    @property
+    def has_store(self) -> bool:
+        return self._store is not None
+
+    # --- the thread -----------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._serve()
+        finally:
+            mx.clear_streams()  # MLX wants this of a thread that ends, or it ends the process with an abort
+
+    def _serve(self) -> None:
+        try:
+            self.models: Models = self._load()
+            if self._open_store is not None:
+                self._store = self._open_store(self.models.model)
+            self.context, self.vocabulary = context_length(self.models.model), len(self.models.tokenizer)
+            self._make_engine()
+        except Exception as error:
+            self._failure = error
+            return
+        finally:
+            self._started.set()
+        while not self._stopping:
+            self._take()
+            try:
+                self._join()
+                if self._active:
+                    self._told(self._engine.step())
+                self._look()
+            except Exception:
+                self._fail_all()
+        self._drop([*self._active.values(), *self._waiting], "the server is shutting down")
+        self._engine.close()
+
+    def _make_engine(self) -> None:
+        self._engine = make_engine(
+            self.models.model,
+            set(self.models.tokenizer.eos_token_ids),
+            self.policy,
+            self.max_batch_size,
+            self._prefill_step_size,
+            self.models.draft,
+            self._num_draft_tokens,
+            return_caches=self._store is not None,
+        )
+
+    def _take(self) -> None:
+        """Does what was asked for; waits for it where there is nothing else to do."""
+        try:
+            if not self._active and not self._waiting:
+                # Nothing but time makes tokens per second go back to 0: that must be told, too.
+                self._inbox.get(timeout=LOOK_EVERY if self._counted else None)()
+            while True:
+                self._inbox.get_nowait()()
+        except queue.Empty:
+            pass
+
+    def _join(self) -> None:
+        while self._waiting and len(self._active) < self.max_batch_size:
+            job = self._waiting.popleft()
+            self._active[job.number] = job  # from here on, whatever fails ends it
+            caches = None if self._store is None else self._find(self._store, job)
+            sampler, detokenizer = sampler_for(job), self.models.tokenizer.detokenizer
+            rest = job.tokens[job.cached :]
+            try:
+                self._engine.submit(Continuation(job.number, rest, job.max_tokens, detokenizer, sampler, caches))
+            except ValueError as error:
+                self._drop([job], str(error))
+                continue
+            self._metrics.prompt_tokens.inc(len(job.tokens))
+
+    def _find(self, store: PrefixStore, job: Job) -> list[Any] | None:
+        """Caches that have read the beginning of a prompt. It is asked for late: what others kept meanwhile counts."""
+        try:
+            found = store.find(job.tokens)
+        except (ValueError, OSError) as error:
+            log.warning("the prefix store could not be read: %s", error)
+            found = None
+        caches, job.cached = (None, 0) if found is None else found
+        (self._metrics.prefix_misses if found is None else self._metrics.prefix_hits).inc()
+        self._metrics.cached_tokens.inc(job.cached)
+        return caches
+
+    def _told(self, tokens: list[BatchToken]) -> None:
+        """Passes on what a step gave. It tells of all rows that decode, in the order of the batch."""
+        pieces: dict[int, Piece] = {}
+        for token in tokens:
+            job = self._active.get(token.index)
+            if job is None:
+                continue  # it met a stop string earlier in this step
+            job.answer.append(token.token)
+            text, finish = job.stops.feed(token.text), token.finish_reason
+            if job.stops.stopped:
+                finish = "stop"
+            elif finish is not None:
+                text += job.stops.finish()
+            before = pieces.get(job.number, Piece(job))
+            pieces[job.number] = Piece(job, before.text + text, before.tokens + 1, finish)
+            if finish is not None:
+                self._end(job, finish)
+                if token.finish_reason is None:
+                    self._engine.cancel(job.number)
+                if token.caches is not None and self._store is not None:
+                    self._keep(self._store, job, token.caches)
+        self._order = [number for number in pieces if number in self._active]
+        if self.policy.budget is not None:
+            for number, gone in zip(self._order, evicted(self._engine.caches), strict=False):
+                self._metrics.evicted.inc(max(0, gone - self._active[number].evicted))
+                self._active[number].evicted = gone
+        if pieces:
+            new = sum(piece.tokens for piece in pieces.values())
+            self._metrics.generated_tokens.inc(new)
+            self._counted.append((time.monotonic(), new))
+            self.deliver(list(pieces.values()))
+
+    def _keep(self, store: PrefixStore, job: Job, caches: list[Any]) -> None:
+        read = max((int(cache.offset) for cache in attention_caches(caches)), default=0)
+        try:
+            store.keep([*job.tokens, *job.answer][:read], caches)
+        except (ValueError, OSError) as error:  # a full disk costs later requests time, and this one nothing
+            log.warning("the prefix store could not keep a prompt: %s", error)
+
+    def _end(self, job: Job, reason: str) -> None:
+        self._active.pop(job.number, None)
+        self._metrics.finished.labels(reason).inc()
+
+    def _let_go(self, job: Job) -> None:
+        if job in self._waiting:
+            self._waiting.remove(job)
+        elif job.number in self._active:
+            self._engine.cancel(job.number)
+            self._order = [number for number in self._order if number != job.number]
+        else:
+            return
+        self._end(job, "cancelled")
+        self._looked = 0.0
+
+    def _drop(self, jobs: list[Job], error: str) -> None:
+        for job in jobs:
+            self._end(job, "error")
+        if jobs:
+            self.deliver([Piece(job, finish_reason="error", error=error) for job in jobs])
+
+    def _fail_all(self) -> None:
+        """A step has failed: its rows are lost, but not the server."""
+        log.exception("a step failed: all %d rows end, and the engine is made anew", len(self._active))
+        self._metrics.engine_failures.inc()
+        self._drop(list(self._active.values()), "the server failed while it generated: see its log")
+        self._order = []
+        self._make_engine()
+        mx.clear_cache()
+
+    def _look(self) -> None:
+        now, idle = time.monotonic(), not self._active and not self._waiting
+        if now - self._looked < LOOK_EVERY and not (idle and self.snapshot.decoding):
+            return
+        self._looked = now
+        while self._counted and now - self._counted[0][0] > RATE_OVER:
+            self._counted.popleft()
+        rate = sum(n for _, n in self._counted) / max(1.0, now - self._counted[0][0]) if self._counted else 0.0
+        decoding = tuple(self._active[number] for number in self._order)
+        memory = Memory() if idle else look(self._engine.caches, now - self._watched < WATCHED_FOR)
+        reading = tuple(job for number, job in self._active.items() if number not in self._order)
+        generated = tuple(len(job.answer) for job in decoding)
+        waiting, held = len(self._waiting), mx.get_active_memory()
+        self.snapshot = Snapshot(memory, decoding, generated, reading, waiting, rate, held)

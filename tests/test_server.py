@@ -1,0 +1,705 @@
+"""The server: what clients get, what they must not do to it, and what it shows of itself. Real HTTP, bundled models."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.tool_parsers import json_tools
+from prometheus_client.parser import text_string_to_metric_families
+
+from mlx_kv import CachePolicy, batch_generate
+from mlx_kv.adapter import load
+from mlx_kv.bundled import model_path
+from mlx_kv.server.api import Api, Limits
+from mlx_kv.server.memory import runs
+from mlx_kv.server.metrics import Metrics
+from mlx_kv.server.replies import ChatText, Said
+from mlx_kv.server.run import Server, bound
+from mlx_kv.server.text import Stops
+from mlx_kv.server.worker import Models, Worker
+
+THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
+SOURCE = (Path(__file__).parent.parent / "mlx_kv" / "cache.py").read_text()
+PROMPTS = [SOURCE[start : start + 20 + 97 * start // 100] for start in range(0, 1600, 100)]
+POLICIES = {
+    "full": CachePolicy(),
+    "a budget of 8 bits": CachePolicy(budget=128, keep_recent=32, bits=8),
+    "a window": CachePolicy(max_kv_size=160),
+}
+
+
+@dataclass
+class Running:
+    """A server at work, in threads of this process."""
+
+    url: str
+    worker: Worker
+    api: Api
+    metrics: Metrics
+
+    @cached_property
+    def client(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
+
+    @cached_property
+    def http(self) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=60)
+
+    def post(self, path: str = "/v1/completions", **body: Any) -> httpx.Response:
+        return self.http.post(path, json=body)
+
+    def complete(self, prompt: str, max_tokens: int = 24, **options: Any) -> str:
+        answer = self.post(prompt=prompt, max_tokens=max_tokens, **options)
+        assert answer.status_code == 200, answer.text
+        return str(answer.json()["choices"][0]["text"])
+
+    def wait_until(self, what: Callable[[], bool], seconds: float = 20) -> None:
+        deadline = time.monotonic() + seconds
+        while not what():
+            assert time.monotonic() < deadline, f"did not happen in {seconds} s: {self.worker.snapshot}"
+            time.sleep(0.02)
+
+    def wait_until_empty(self) -> None:
+        """No row is left, neither in the engine nor in the snapshot, and nobody holds a place."""
+        self.wait_until(lambda: not self.worker._active and not self.worker._waiting and not self.worker._engine.busy)
+        self.wait_until(lambda: not self.worker.snapshot.decoding and self.worker.snapshot.memory.bytes_allocated == 0)
+        self.wait_until(lambda: self.api.desk._admitted == 0 and not self.api.desk._queues)
+
+
+@contextlib.contextmanager
+def running(
+    policy: CachePolicy | None = None,
+    max_batch_size: int = 16,
+    limits: Limits | None = None,
+    keys: tuple[str, ...] = (),
+    draft: bool = False,
+    open_store: Any = None,
+) -> Iterator[Running]:
+    def models() -> Models:
+        model, tokenizer = load(model_path("reference"))
+        return Models(model, tokenizer, load(model_path("draft"))[0] if draft else None)
+
+    metrics = Metrics()
+    worker = Worker(models, lambda pieces: None, metrics, policy, max_batch_size, open_store=open_store)
+    worker.start()
+    api = Api(worker, metrics, "reference", limits, keys)
+    server = Server(api, drain_seconds=5)
+    with bound("127.0.0.1", 0) as listening:
+        listening.listen()
+        thread = threading.Thread(target=server.run, args=([listening],))
+        thread.start()
+        try:
+            yield Running(f"http://127.0.0.1:{listening.getsockname()[1]}", worker, api, metrics)
+        finally:
+            server.should_exit = True
+            thread.join()
+            worker.stop()
+            assert not worker.alive
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    with running(limits=Limits(body_bytes=50_000, prompt_tokens=1000, queue=16, max_tokens=32)) as one:
+        yield one
+
+
+def texts(pieces: Any) -> str:
+    return "".join(piece.choices[0].text for piece in pieces if piece.choices)
+
+
+# --- what clients get -------------------------------------------------------------------------------------------------
+
+
+def test_completions_through_the_openai_client(server: Running, reference: Any) -> None:
+    model, tokenizer = reference
+    (alone,) = ["".join(t.text for t in batch_generate(model, tokenizer, [SOURCE[:300]], max_tokens=40))]
+    asked: dict[str, Any] = {"model": "reference", "prompt": SOURCE[:300], "max_tokens": 40, "temperature": 0}
+    whole = server.client.completions.create(**asked)
+    assert whole.choices[0].text == alone
+    assert whole.choices[0].finish_reason == "length"
+    assert whole.usage is not None
+    assert (whole.usage.completion_tokens, whole.usage.total_tokens) == (40, whole.usage.prompt_tokens + 40)
+    assert whole.usage.prompt_tokens_details is not None
+    assert whole.usage.prompt_tokens_details.cached_tokens == 0
+    pieces = list(server.client.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    assert texts(pieces) == alone
+    assert len(pieces) > 20
+    assert [piece.choices[0].finish_reason for piece in pieces if piece.choices][-1] == "length"
+    assert pieces[-1].usage == whole.usage
+    assert all(piece.usage is None for piece in pieces[:-1])
+    ids = tokenizer.encode(SOURCE[:300])
+    assert server.client.completions.create(**asked | {"prompt": ids}).choices[0].text == alone
+
+
+def test_chats_through_the_openai_client(server: Running) -> None:
+    """The reference model has no chat template: it gets what mlx_lm.server would make of the messages."""
+    messages: Any = [
+        {"role": "system", "content": "Write Python."},
+        {"role": "user", "content": [{"type": "text", "text": "import"}, {"type": "text", "text": " os"}]},
+    ]
+    asked: dict[str, Any] = {"model": "reference", "messages": messages, "max_completion_tokens": 20}
+    whole = server.client.chat.completions.create(**asked)
+    pieces = list(server.client.chat.completions.create(**asked, stream=True))
+    assert whole.choices[0].message.role == "assistant"
+    assert whole.choices[0].message.content
+    assert whole.choices[0].message.tool_calls is None
+    assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == whole.choices[0].message.content
+    assert pieces[0].choices[0].delta.role == "assistant"
+    assert pieces[-1].choices[0].finish_reason == "length"
+    assert server.complete("ASSISTANT's RULE: Write Python.\nUSER: import os\nASSISTANT:", 20) == (
+        whole.choices[0].message.content
+    )
+
+
+def test_the_models_are_listed(server: Running) -> None:
+    assert [model.id for model in server.client.models.list()] == ["reference"]
+    assert server.client.models.retrieve("reference").id == "reference"
+    with pytest.raises(openai.NotFoundError, match="no such model"):
+        server.client.models.retrieve("gpt-4o")
+    with pytest.raises(openai.NotFoundError, match="use 'reference'"):
+        server.client.completions.create(model="gpt-4o", prompt="x")
+
+
+@pytest.mark.parametrize("policy", [*POLICIES, "a draft"])
+def test_sixteen_clients_get_what_they_get_alone(policy: str, reference: Any, draft: Any) -> None:
+    model, tokenizer = reference
+    lengths = [8 + 4 * index for index in range(16)]
+    alone = []
+    for prompt, length in zip(PROMPTS, lengths, strict=True):
+        tokens = batch_generate(
+            model, tokenizer, [prompt], POLICIES.get(policy), length, draft if policy == "a draft" else None
+        )
+        alone.append("".join(token.text for token in tokens))
+    with running(POLICIES.get(policy), draft=policy == "a draft") as server:
+
+        def ask(index: int) -> str:
+            options: Any = {"model": "reference", "prompt": PROMPTS[index], "max_tokens": lengths[index]}
+            if index % 2:
+                return texts(server.client.completions.create(**options, stream=True))
+            return str(server.client.completions.create(**options).choices[0].text)
+
+        with ThreadPoolExecutor(16) as pool:
+            assert list(pool.map(ask, range(16))) == alone
+        assert sum(lengths) * 0.9 < server.metrics.total("generated_tokens") <= sum(lengths)
+        server.wait_until_empty()
+        assert (server.metrics.total("tokens_evicted") > 0) == (policy == "a budget of 8 bits")
+
+
+def test_stop_strings_are_cut_exactly(server: Running) -> None:
+    text = server.complete(SOURCE[:200], 60)
+    for start, end in ((7, 19), (11, 12), (30, 45), (len(text) - 3, len(text))):
+        stop = text[start:end]
+        wanted = text[: text.index(stop)]
+        answer = server.post(prompt=SOURCE[:200], max_tokens=60, stop=stop).json()
+        assert answer["choices"][0]["text"] == wanted
+        assert answer["choices"][0]["finish_reason"] == "stop"
+        assert answer["usage"]["completion_tokens"] <= 60
+        pieces = server.client.completions.create(
+            model="reference", prompt=SOURCE[:200], max_tokens=60, stop=["never", stop], stream=True
+        )
+        assert texts(pieces) == wanted
+    assert server.complete(SOURCE[:200], 60, stop=text + "!") == text  # held back to the end, then said
+    server.wait_until_empty()
+
+
+@given(st.text("ab", max_size=12), st.lists(st.text("ab", min_size=1, max_size=4), max_size=3), st.randoms())
+def test_how_a_text_falls_into_pieces_does_not_matter(text: str, strings: list[str], random: Any) -> None:
+    ends = [(text.find(string) + len(string), text.find(string)) for string in strings if string in text]
+    wanted = text[: min(ends)[1]] if ends else text
+    stops, said = Stops(strings), ""
+    rest = text
+    while rest:
+        n = random.randint(1, len(rest))
+        said += stops.feed(rest[:n])
+        assert wanted.startswith(said)
+        rest = rest[n:]
+    assert said + stops.finish() == wanted
+    assert stops.stopped == bool(ends)
+
+
+def test_seeds_make_sampling_repeatable(server: Running) -> None:
+    def sample(seed: int | None) -> str:
+        return server.complete("def ", 16, temperature=1.0, top_p=0.95, seed=seed)
+
+    with ThreadPoolExecutor(8) as pool:
+        first = list(pool.map(sample, range(8)))
+    assert first == [sample(seed) for seed in range(8)]
+    assert len(set(first)) > 4
+    assert len({sample(None) for _ in range(6)}) > 2
+    assert server.complete("def ", 16, temperature=1.0, top_p=0) == server.complete("def ", 16)
+
+
+def test_tool_calls_and_reasoning_are_taken_apart(reference: Any) -> None:
+    marks = {"tool_call_start": "<tool_call>", "tool_call_end": "</tool_call>"}
+    tokenizer = TokenizerWrapper(reference[1]._tokenizer, tool_parser=json_tools.parse_tool_call, **marks)
+    said, text = Said(), ChatText(tokenizer, [1], [{"type": "function"}], stream=False)
+    call = '{"name": "look", "arguments": {"at": "cache.py"}}'
+    for character in f"Well, <tool_call>\n{call}\n</tool_call> a < b":
+        said.add(text.feed(character))
+    said.add(text.finish())
+    assert said.content == "Well,  a < b"
+    assert [each["function"] for each in said.tool_calls] == [{"name": "look", "arguments": '{"at": "cache.py"}'}]
+    assert text.called
+
+
+def test_answers_do_not_wait_for_acknowledgements(server: Running) -> None:
+    """With Nagle's algorithm on, headers and body of every answer are 40 ms apart."""
+    seconds = []
+    for _ in range(20):
+        started = time.perf_counter()
+        assert server.http.get("/health").json() == {"status": "ok"}
+        seconds.append(time.perf_counter() - started)
+    assert sorted(seconds)[10] < 0.02
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({}, "prompt"),
+    ({"prompt": 7}, "prompt"),
+    ({"prompt": ""}, "prompt"),
+    ({"prompt": []}, "prompt"),
+    ({"prompt": ["a", "b"]}, "prompt"),
+    ({"prompt": [1, 99_999]}, "prompt"),
+    ({"prompt": [1, -1]}, "prompt"),
+    ({"prompt": [True]}, "prompt"),
+    ({"prompt": "\ud800"}, "prompt"),
+    ({"prompt": "x " * 2000}, "prompt"),
+    ({"prompt": "x", "max_tokens": 0}, "max_tokens"),
+    ({"prompt": "x", "max_tokens": 1.5}, "max_tokens"),
+    ({"prompt": "x", "max_tokens": True}, "max_tokens"),
+    ({"prompt": "x", "temperature": -1}, "temperature"),
+    ({"prompt": "x", "temperature": "hot"}, "temperature"),
+    ({"prompt": "x", "top_p": 2}, "top_p"),
+    ({"prompt": "x", "seed": 2**70}, "seed"),
+    ({"prompt": "x", "n": 2}, "n"),
+    ({"prompt": "x", "logprobs": 0}, "logprobs"),
+    ({"prompt": "x", "echo": True}, "echo"),
+    ({"prompt": "x", "stop": ""}, "stop"),
+    ({"prompt": "x", "stop": [1]}, "stop"),
+    ({"prompt": "x", "stop": ["a"] * 17}, "stop"),
+    ({"prompt": "x", "stream": 1}, "stream"),
+    ({"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options"),
+    ({"prompt": "x", "model": 5}, "model"),
+    ({"prompt": "x", "surprise": 1}, "surprise"),
+    ({"prompt": "x", "template": {}}, "template"),
+    ({"messages": []}, "messages"),
+    ({"messages": [{"role": "user", "content": "x"}], "prompt": "x"}, "prompt"),
+    ({"messages": ["x"]}, "messages[0]"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0]"),
+    ({"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function"}]}, "tools"),
+    ({"messages": [{"role": "user", "content": "x"}], "tool_choice": "required"}, "tool_choice"),
+    ({"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "json_object"}}, "response_format"),
+    ({"messages": [{"role": "user", "content": "x"}], "logprobs": True}, "logprobs"),
+]
+
+
+def check_error(answer: httpx.Response, status: int) -> dict[str, Any]:
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"]
+    return dict(error)
+
+
+@pytest.mark.parametrize(("body", "param"), REFUSED, ids=[json.dumps(body)[:60] for body, _ in REFUSED])
+def test_what_cannot_be_honoured_is_refused(server: Running, body: dict[str, Any], param: str) -> None:
+    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    answer = server.http.post(path, content=json.dumps(body), headers={"Content-Type": "application/json"})
+    assert check_error(answer, 400)["param"] == param
+
+
+def test_what_says_nothing_is_accepted(server: Running) -> None:
+    neutral = {"n": 1, "logprobs": None, "presence_penalty": 0.0, "frequency_penalty": 0, "user": "me", "suffix": None}
+    assert server.complete("import", 3, **neutral) == server.complete("import", 3)
+
+
+def test_limits_on_bodies(server: Running) -> None:
+    def chunks(n: int) -> Iterator[bytes]:
+        for _ in range(n):
+            yield b" " * 1000
+
+    send = {"Content-Type": "application/json"}
+    url = f"{server.url}/v1/completions"
+    assert check_error(httpx.post(url, content=b" " * 50_001, headers=send), 413)["code"] == "request_too_large"
+    check_error(httpx.post(url, content=chunks(60), headers=send), 413)  # of unknown length
+    check_error(httpx.post(url, content=b" " * 50_000, headers=send), 400)
+    check_error(httpx.post(url, content=b"{}", headers={"Content-Type": "text/plain"}), 415)
+    for size in (5_000_000, 1_000_000_000):  # hopeless: not even read
+        with socket.create_connection(("127.0.0.1", int(server.url.rsplit(":", 1)[1]))) as raw:
+            raw.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+                b"Content-Length: %d\r\n\r\n" % size
+            )
+            assert b" 413 " in raw.recv(1000).splitlines()[0]
+    assert server.complete("import", 3)
+
+
+def test_unknown_paths_and_methods(server: Running) -> None:
+    check_error(server.http.get("/v1/engines"), 404)
+    check_error(server.http.get("/v1/completions"), 405)
+    check_error(server.http.delete("/"), 405)
+
+
+def test_a_full_queue_turns_away() -> None:
+    with running(max_batch_size=1, limits=Limits(queue=1)) as server, ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(server.complete, "import", 300) for _ in range(2)]
+        server.wait_until(lambda: server.api.desk._admitted == 2)
+        answer = server.post(prompt="x")
+        assert check_error(answer, 429)["type"] == "rate_limit_error"
+        assert int(answer.headers["Retry-After"]) >= 1
+        with pytest.raises(openai.RateLimitError):
+            server.client.completions.create(model="reference", prompt="x")
+        assert server.http.get("/health").json() == {"status": "ok"}
+        assert waiting[0].result() == waiting[1].result()
+        assert server.complete("import", 3)
+
+
+def test_keys() -> None:
+    with running(keys=("first-key", "second-key")) as server:
+        for key in ("first-key", "second-key"):
+            client = openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0)
+            assert client.completions.create(model="reference", prompt="import", max_tokens=2).choices[0].text
+        for headers in ({}, {"Authorization": "Bearer first"}, {"Authorization": "Basic first-key"},
+                        {"Authorization": b"Bearer \xff"}):  # fmt: skip
+            for path in ("/v1/models", "/metrics", "/memory"):
+                answer = server.http.get(path, headers=headers)  # type: ignore[arg-type]
+                assert check_error(answer, 401)["code"] == "invalid_api_key"
+        with pytest.raises(openai.AuthenticationError):
+            server.client.models.list()
+        assert server.http.get("/health").status_code == 200
+        assert server.http.get("/").status_code == 200
+
+
+def garbage(chance: random.Random) -> bytes:
+    """A body that is no request, or nearly one."""
+    values: list[Any] = [
+        None,
+        True,
+        -1,
+        1e308,
+        "",
+        "x",
+        [],
+        {},
+        [[]],
+        [None],
+        {"a": [1]},
+        "\ud800",
+        2**80,
+        float("nan"),
+    ]
+    names = [
+        "prompt",
+        "messages",
+        "max_tokens",
+        "temperature",
+        "stop",
+        "stream",
+        "stream_options",
+        "model",
+        "tools",
+        "n",
+    ]
+    kind = chance.randrange(4)
+    if kind == 0:
+        return chance.randbytes(chance.randrange(200))
+    if kind == 1:
+        return json.dumps(chance.choice(values)).encode()
+    if kind == 2:
+        return b"[" * chance.choice([1, 100, 49_000])
+    return json.dumps({name: chance.choice(values) for name in chance.sample(names, 5)}).encode()
+
+
+def test_garbage_does_not_hurt(server: Running) -> None:
+    chance, before = random.Random(0), server.complete("import", 5)
+    with httpx.Client(base_url=server.url, headers={"Content-Type": "application/json"}, timeout=30) as client:
+        for index in range(1000 if THOROUGH else 300):
+            path = chance.choice(["/v1/completions", "/v1/chat/completions"])
+            answer = client.post(path, content=garbage(chance))
+            # A few of them are requests, by chance.
+            assert answer.status_code == 200 or check_error(answer, answer.status_code), index
+            assert answer.status_code in (200, 400, 404), answer.text
+    for _ in range(50):
+        with socket.create_connection(("127.0.0.1", int(server.url.rsplit(":", 1)[1]))) as raw:
+            begin = chance.choice([b"", b"GET / HTTP/9\r\n\r\n", b"POST /v1/chat HTTP/1.1\r\nContent-Length: x"])
+            raw.sendall(begin + chance.randbytes(100))
+    server.wait_until_empty()
+    assert server.complete("import", 5) == before
+    assert server.metrics.total("engine_failures") == 0
+
+
+# --- clients that hang up, and other mishaps --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_hangs_up_frees_its_row(server: Running, stream: bool) -> None:
+    cancelled = server.metrics.finished.labels("cancelled")._value.get  # type: ignore[attr-defined]
+    before = cancelled()
+    body = {"prompt": SOURCE[:900], "max_tokens": 3000, "stream": stream}
+    for _ in range(3):
+        if stream:
+            with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as answer:
+                next(answer.iter_bytes())
+        else:
+            with pytest.raises(httpx.ReadTimeout):
+                httpx.post(f"{server.url}/v1/completions", json=body, timeout=0.3)
+    server.wait_until_empty()
+    assert cancelled() == before + 3
+
+
+def test_one_that_hangs_up_while_it_waits() -> None:
+    with running(max_batch_size=1) as server, ThreadPoolExecutor(1) as pool:
+        first = pool.submit(server.complete, "import", 400)
+        server.wait_until(lambda: len(server.worker._active) == 1)
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{server.url}/v1/completions", json={"prompt": "x", "max_tokens": 3000}, timeout=0.1)
+        assert first.result()
+        server.wait_until_empty()
+        assert server.metrics.total("generated_tokens") == 400
+
+
+def test_a_step_that_fails_ends_its_rows_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    with running() as server:
+
+        def fail() -> Any:
+            raise RuntimeError("out of memory")
+
+        monkeypatch.setattr(server.worker._engine, "step", fail)
+        with pytest.raises(openai.InternalServerError, match="see its log"):
+            server.client.completions.create(model="reference", prompt="x")
+        monkeypatch.undo()
+        monkeypatch.setattr(server.worker._engine, "step", fail)
+        with pytest.raises(openai.APIError, match="see its log"):
+            list(server.client.completions.create(model="reference", prompt="x", stream=True))
+        assert server.complete("import", 5)
+        assert server.metrics.total("engine_failures") == 2
+        server.wait_until_empty()
+
+
+def test_a_prefix_store_is_asked_and_fed() -> None:
+    class Store:
+        def __init__(self, model: Any) -> None:
+            self.kept: list[tuple[list[int], list[Any]]] = []
+
+        def find(self, tokens: Any) -> Any:
+            fitting = [each for each in self.kept if each[0] == list(tokens)[: len(each[0])]]
+            if not fitting:
+                return None
+            tokens, caches = self.kept.pop(self.kept.index(fitting[-1]))  # caches are the batch's from now on
+            return caches, len(tokens)
+
+        def keep(self, tokens: Any, caches: Any) -> None:
+            assert len(tokens) == caches[0].offset
+            self.kept.append((list(tokens), caches))
+
+    with running() as plain, running(open_store=Store) as server:
+        first = server.post(prompt=SOURCE[:400], max_tokens=20).json()
+        text = SOURCE[:400] + first["choices"][0]["text"] + "\n\n    def other"
+        second = server.post(prompt=text, max_tokens=20).json()
+        assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        cached = second["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert cached == first["usage"]["total_tokens"]
+        assert second["choices"][0]["text"] == plain.complete(text, 20)
+        assert (server.metrics.total("prefix_hits"), server.metrics.total("prefix_misses")) == (1, 1)
+        assert server.metrics.total("prompt_tokens_cached") == cached
+
+
+# --- what it shows of itself ------------------------------------------------------------------------------------------
+
+
+def test_metrics_are_prometheus_text(server: Running) -> None:
+    server.complete("import", 5)
+    answer = server.http.get("/metrics")
+    families = {family.name: family for family in text_string_to_metric_families(answer.text)}
+    samples = {(s.name, *s.labels.values()): s.value for family in families.values() for s in family.samples}
+    assert samples["mlx_kv_requests_total", "completions", "200"] >= 1
+    assert samples["mlx_kv_generated_tokens_total",] >= 5
+    assert samples["mlx_kv_time_to_first_token_seconds_count",] >= 1
+    for name in ("kv_bytes_live", "kv_bytes_allocated", "tokens_evicted", "prefix_hits", "tokens_per_second", "rows"):
+        assert f"mlx_kv_{name}" in families
+
+
+def test_rows_in_memory() -> None:
+    """Each row is shown with its own tokens, and with the positions that are really kept."""
+    with running(CachePolicy(budget=128, keep_recent=32)) as server, ThreadPoolExecutor(6) as pool:
+        prompts = [SOURCE[: 150 * n] for n in (6, 1, 4, 2, 5, 3)]
+        asked = [pool.submit(server.complete, prompt, 400) for prompt in prompts]
+        seen, most = [], 0
+        while not all(each.done() for each in asked):
+            seen = server.http.get("/memory").json()["rows"]
+            for row in (row for row in seen if row["state"] == "decoding"):
+                (layer,) = row["layers"]
+                assert 0 <= layer["offset"] - row["prompt_tokens"] - row["generated_tokens"] <= 2
+                assert layer["live"] + layer["evicted"] == layer["offset"]
+                assert layer["live"] <= layer["capacity"]
+                if layer["kept"] is not None:
+                    most = max(most, layer["evicted"])
+                    assert sum(last - first for first, last in layer["kept"]) == layer["live"]
+                    assert layer["kept"][0][0] == 0  # the sinks
+                    assert layer["kept"][-1][1] == layer["offset"]
+            time.sleep(0.05)
+        assert most > 200
+        server.wait_until_empty()
+        assert server.http.get("/memory").json()["rows"] == []
+
+
+def test_positions_as_ranges() -> None:
+    assert runs([]) == []
+    assert runs([0, 1, 2, 5, 6, 9]) == [(0, 3), (5, 7), (9, 10)]
+    assert runs([0, 1, 2, 5, 6, 9], gap=2) == [(0, 10)]
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
+    if chromium is None or driver is None:
+        pytest.skip("needs Debian's chromium and chromium-driver: apt-get install chromium chromium-driver")
+    from selenium import webdriver
+    from selenium.webdriver.chrome.service import Service
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = chromium
+    switches = ("headless", "no-sandbox", "disable-gpu", "disable-quic", "no-first-run", "disable-sync")
+    for switch in (*switches, "disable-background-networking", "disable-component-update"):
+        options.add_argument(f"--{switch}")
+    options.add_argument(f"--user-data-dir={tmp_path_factory.mktemp('chromium')}")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    started = webdriver.Chrome(options=options, service=Service(driver))
+    yield started
+    started.quit()
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_the_page(browser: Any, width: int) -> None:
+    screen = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
+    with running(CachePolicy(budget=128, keep_recent=32)) as server, ThreadPoolExecutor(3) as pool:
+        browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
+        browser.get(server.url)
+        asked = [pool.submit(server.complete, SOURCE[: 400 * n], 900) for n in (1, 2, 3)]
+
+        def script(code: str) -> Any:
+            return browser.execute_script(f"return {code}")
+
+        server.wait_until(lambda: len(script("document.querySelectorAll('.row canvas')")) == 3)
+        assert script("document.documentElement.scrollWidth <= innerWidth")
+        assert "evicted" in script("document.querySelector('.row .what').textContent")
+        server.wait_until(lambda: not script("document.getElementById('evicted').textContent").startswith("0"))
+        colours = """(() => {
+            const strip = document.querySelector('.row canvas');
+            const data = strip.getContext('2d').getImageData(0, 5, strip.width, 1).data, seen = new Set();
+            for (let i = 0; i < data.length; i += 4) if (data[i + 3]) seen.add(data.slice(i, i + 3).join());
+            return [...seen];
+        })()"""
+        server.wait_until(lambda: len(script(colours)) >= 3)  # kept, evicted, dead
+        assert "tokens/s" in script("document.getElementById('rate').textContent")
+        assert all(each.result() for each in asked)
+        server.wait_until(lambda: "No request" in script("document.getElementById('list').textContent"))
+        assert browser.get_log("browser") == []
+
+
+def test_the_page_asks_for_a_key(browser: Any) -> None:
+    with running(keys=("open-sesame",)) as server:
+        browser.get(server.url)
+
+        def shown() -> bool:
+            return bool(browser.execute_script("return !document.getElementById('ask').hidden"))
+
+        server.wait_until(shown)
+        browser.execute_script("document.getElementById('key').value = 'open-sesame'")
+        browser.execute_script("document.getElementById('ask').requestSubmit()")
+        server.wait_until(lambda: not shown())
+        assert browser.execute_script("return document.getElementById('model').textContent") == "reference"
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def command(*options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """`mlx-kv serve` as a process, and its address."""
+    words = [sys.executable, "-m", "mlx_kv.cli", "serve", "--port", "0", *options]
+    process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stderr is not None
+        line = process.stderr.readline()
+        assert " at http://127.0.0.1:" in line, line + process.stderr.read()
+        yield process, line.split(" at ")[1].split("/v1")[0]
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_sigterm_lets_requests_finish() -> None:
+    with command("--kv-bits", "8") as (process, url):
+        body = {"prompt": "import", "max_tokens": 600, "stream": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGTERM)
+            time.sleep(0.3)
+            with pytest.raises(httpx.ConnectError):
+                httpx.get(f"{url}/health")
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]"
+        assert '"finish_reason": "length"' in rest[-2]
+        assert process.wait(20) == 0
+        assert process.stderr is not None
+        assert process.stderr.read() == ""
+
+
+def test_sigterm_waits_only_so_long() -> None:
+    with command("--drain-seconds", "0") as (process, url):
+        body = {"prompt": "import", "max_tokens": 4000, "stream": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGTERM)
+            rest = [line for line in lines if line]
+        assert "shutting down" in rest[-2]
+        assert process.wait(20) == 0
+
+
+def failing(*options: str, **environment: str) -> str:
+    words = [sys.executable, "-m", "mlx_kv.cli", "serve", *options]
+    done = subprocess.run(words, capture_output=True, text=True, env=os.environ | environment, timeout=60)
+    assert done.returncode == 2, done.stderr
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    return line
+
+
+def test_bad_options_are_one_line(tmp_path: Path, server: Running) -> None:
+    empty, odd = tmp_path / "empty", tmp_path / "odd"
+    empty.write_text("\n \n")
+    odd.write_text("good\nnot good\n")
+    assert "has no key in it" in failing("--api-key-file", str(empty))
+    assert "key 2 in" in failing("--api-key-file", str(odd))
+    assert "bits" in failing("--kv-bits", "7")
+    assert "neither a directory nor a hub id" in failing("--model", "/nowhere", "--port", "0")
+    assert "cannot listen on 127.0.0.1" in failing("--port", server.url.rsplit(":", 1)[1])
+    hidden = tmp_path / "starlette.py"
+    hidden.write_text("raise ModuleNotFoundError('hidden', name='starlette')")
+    assert 'pip install "mlx-kv[server]"' in failing(PYTHONPATH=str(tmp_path))
