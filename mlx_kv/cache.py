@@ -370,7 +370,6 @@ class KVCache:
         if self._evictor is not None:
             single._evictor = self._evictor.selected([index])
             single._evictor.belong_to(single)
-            single._evictor.evicted = max(0, -self._rows[index].start)
         return single
 
     def filter(self, batch_indices: Sequence[int] | mx.array) -> None:

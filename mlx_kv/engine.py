@@ -36,8 +36,8 @@ class BatchToken:
         token: its id.
         finish_reason: "stop" or "length" with the last token of a sequence, else None.
         from_draft: whether the draft model had proposed it.
-        caches: with the last token, if the engine was asked for them: the caches of the row, which have read all
-            tokens but this one.
+        caches: with the last token, if the engine was asked for them: the caches of the row. Their offset says what
+            they have read: mlx-lm's loop is a step ahead, so this token as well.
     """
 
     index: int
@@ -95,7 +95,10 @@ class Engine(Protocol):
         ...
 
     def step(self) -> list[BatchToken]:
-        """Some work: tokens of rows that decode, and prompts that are read. Nothing where nothing is to be done."""
+        """Some work: tokens of rows that decode, in the order of rows, and prompts that are read.
+
+        Nothing where nothing is to be done.
+        """
         ...
 
     @property

@@ -34,6 +34,7 @@ import mlx.nn as nn
 from mlx_kv.adapter import leaves, trim_prompt_cache
 from mlx_kv.cache import KVCache
 from mlx_kv.generation import cache_statistics, prefill_step
+from mlx_kv.layout import Row
 from mlx_kv.serialization import load_prompt_cache, save_prompt_cache
 
 BLOCK = 64
@@ -75,10 +76,20 @@ def least_tokens(caches: Sequence[Any], held: int) -> int:
     most = held
     for cache in leaves(caches):
         if isinstance(cache, KVCache):
-            most = min(most, *(cache.layout.most_trim(row) for row in cache._rows))
+            most = min(most, *(_exact_trim(cache, row) for row in cache._rows))
         elif not cache.is_trimmable():
             most = 0
     return held - most
+
+
+def _exact_trim(cache: KVCache, row: Row) -> int:
+    """Tokens that can be taken back to where a fresh read of the rest would stand.
+
+    With a budget not beyond the last compaction: what was evicted then may have gone for the sake of later tokens.
+    """
+    if cache.evictor is not None and row.start < 0:
+        return max(0, row.end - cache.evictor.layout.budget)
+    return cache.layout.most_trim(row)
 
 
 class PromptStore:

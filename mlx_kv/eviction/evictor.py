@@ -61,8 +61,8 @@ class Evictor:
         self.ledgers[0].join(layer, self)
         self.positions: mx.array | None = None  # (B, H', cut)
         self.scores: mx.array | None = None  # (B, H', cut), of a score that is asked for once per token
-        # Tokens evicted and slots moved, of all rows; compactions, of any; the time that they took.
-        self.evicted, self.moved, self.compactions, self.seconds = 0, 0, 0, 0.0
+        # Slots moved, of all rows; compactions, of any; the time that they took.
+        self.moved, self.compactions, self.seconds = 0, 0, 0.0
         self._owner: Any = lambda: None
         # What was scored for the step that comes, by row; rows that all stand alike have one entry.
         self._scored: dict[tuple[Row, int], mx.array] = {}
@@ -91,7 +91,7 @@ class Evictor:
     def state(self) -> list[Any]:
         """What a loaded cache needs besides its layout."""
         names = [ledger.name for ledger in self.ledgers]
-        counts = [self.evicted, self.moved, self.compactions, self.seconds]
+        counts = [self.moved, self.compactions, self.seconds]
         return [self.score.name, self.share, self.layer, names, self.positions, self.scores, counts]
 
     @classmethod
@@ -101,7 +101,7 @@ class Evictor:
         made = cls(layout, score or name, share, Ledger(), layer)
         made.ledgers = tuple([Ledger.joined(name, layer, made) for name in names])
         made.positions, made.scores = positions, scores
-        made.evicted, made.moved, made.compactions, made.seconds = counts
+        made.moved, made.compactions, made.seconds = counts
         return made
 
     def reset(self) -> None:
@@ -157,7 +157,6 @@ class Evictor:
 
         self.positions, self.scores = both(self.positions, other.positions), both(self.scores, other.scores)
         self._compute()
-        self.evicted += other.evicted
         self.moved += other.moved
         self.compactions += other.compactions
         self.seconds += other.seconds
@@ -174,6 +173,12 @@ class Evictor:
         return sum(x.nbytes for x in (self.positions, self.scores) if x is not None)
 
     # --- what is known of tokens ------------------------------------------------------------------------------------
+
+    @property
+    def evicted(self) -> int:
+        """Tokens that the rows of now have evicted."""
+        owner = self._owner()
+        return 0 if owner is None else sum(max(0, -row.start) for row in owner._rows)
 
     def row(self, ledger: Ledger) -> Row:
         owner = self._owner()
@@ -306,7 +311,6 @@ class Evictor:
             store.move(source, target)
         self._scored.clear()
         self._decided.clear()
-        self.evicted += sum(rows[i].end - layout.budget for i in due)
         self.moved += len(due) * source.shape[2]
         self.compactions += 1
         self.seconds += time.perf_counter() - started
