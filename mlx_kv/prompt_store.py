@@ -25,7 +25,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import fsspec
 import mlx.core as mx
@@ -34,7 +34,7 @@ import mlx.nn as nn
 from mlx_kv.adapter import leaves, trim_prompt_cache
 from mlx_kv.cache import KVCache
 from mlx_kv.generation import cache_statistics, prefill_step
-from mlx_kv.layout import Row
+from mlx_kv.layout import NO_LIMIT, Row
 from mlx_kv.serialization import load_prompt_cache, save_prompt_cache
 
 BLOCK = 64
@@ -316,9 +316,26 @@ class PromptStore:
             yield
 
 
+def needs_checkpoints(caches: Sequence[Any]) -> bool:
+    """Whether caches will come to where they cannot be trimmed back to any prefix."""
+    return not all(isinstance(cache, KVCache) and cache.layout.enough_slots == NO_LIMIT for cache in leaves(caches))
+
+
 def _digest(tokens: Sequence[int], fingerprint: str) -> str:
     text = fingerprint + "," + ",".join(map(str, tokens))
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+class Prefixes(Protocol):
+    """What a reader asks of a store."""
+
+    def find(self, tokens: Sequence[int]) -> tuple[list[Any], int] | None:
+        """The asker's own caches, which have read the first tokens of these, and how many: never all of them."""
+        ...
+
+    def keep(self, tokens: Sequence[int], caches: list[Any]) -> object:
+        """Is shown caches that have read exactly these tokens."""
+        ...
 
 
 class PromptReader:
@@ -340,7 +357,7 @@ class PromptReader:
         model: nn.Module,
         caches: list[Any],
         tokens: Sequence[int],
-        store: PromptStore | None = None,
+        store: Prefixes | None = None,
         step: int | None = None,
     ) -> None:
         self.model, self.tokens, self.store = model, list(tokens), store

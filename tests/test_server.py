@@ -29,7 +29,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tool_parsers import json_tools
 from prometheus_client.parser import text_string_to_metric_families
 
-from mlx_kv import CachePolicy, batch_generate
+from mlx_kv import CachePolicy, PromptStore, batch_generate
 from mlx_kv.adapter import load
 from mlx_kv.bundled import model_path
 from mlx_kv.server.api import Api, Limits
@@ -525,6 +525,34 @@ def test_a_prefix_store_is_asked_and_fed() -> None:
         assert second["choices"][0]["text"] == plain.complete(text, 20)
         assert (server.metrics.total("prefix_hits"), server.metrics.total("prefix_misses")) == (1, 1)
         assert server.metrics.total("prompt_tokens_cached") == cached
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [CachePolicy(), CachePolicy(bits=8), CachePolicy(max_kv_size=200), CachePolicy(budget=200)],
+    ids=["plain", "8 bits", "windowed", "budget"],
+)
+def test_a_shared_prefix_is_read_once(policy: CachePolicy, tmp_path: Path) -> None:
+    """Over a real store, also by a second server: what is read again is the rest, and the text is the same."""
+    prefix = SOURCE * (1 + 5000 // len(SOURCE))
+    asked = [prefix[:5000] + end for end in ("\n\ndef first():", "\n\nclass Second:", "\n\nimport")]
+
+    def open_store(model: Any) -> PromptStore:
+        return PromptStore(tmp_path, fingerprint="reference")
+
+    answers = []
+    for prompts in (asked[:2], asked[2:]):
+        with running(policy, open_store=open_store) as server:
+            answers += [server.post(prompt=prompt, max_tokens=20).json() for prompt in prompts]
+            server.wait_until_empty()
+    counts = [answer["usage"] for answer in answers]
+    assert counts[0]["prompt_tokens_details"]["cached_tokens"] == 0
+    for usage in counts[1:]:
+        assert usage["prompt_tokens_details"]["cached_tokens"] >= 0.95 * usage["prompt_tokens"]
+    if policy.budget is None:  # what a budget keeps depends on where a prompt was read from
+        with running(policy) as plain:
+            wanted = [plain.complete(prompt, 20) for prompt in asked]
+        assert [answer["choices"][0]["text"] for answer in answers] == wanted
 
 
 # --- what it shows of itself ------------------------------------------------------------------------------------------

@@ -87,6 +87,10 @@ _NUMBER: dict[str, Any] = {"metavar": "N", "show_default": True}
     **_NUMBER,
     help="After SIGTERM, requests in progress have so long to finish.",
 )
+@click.option(
+    "--prompt-store", metavar="DIR", help="Keep what was read of prompts here, for those that begin alike; or a URL."
+)
+@click.option("--prompt-store-bytes", type=click.IntRange(1), default=8 * 2**30, **_NUMBER, help="At the most, live.")
 @policy_options
 def serve(
     model: str,
@@ -103,6 +107,8 @@ def serve(
     max_body_bytes: int,
     max_queue: int,
     drain_seconds: int,
+    prompt_store: str | None,
+    prompt_store_bytes: int,
     **policy: Any,
 ) -> None:
     """Serve completions and chats to OpenAI clients, many at once.
@@ -112,6 +118,8 @@ def serve(
     """
     if num_draft_tokens is not None and draft_model is None:
         raise click.UsageError("--num-draft-tokens needs --draft-model")
+    if prompt_store is not None and draft_model is not None:
+        raise click.UsageError("--prompt-store does not go with --draft-model, which has no store of its own")
     keys = [] if api_key_file is None else read_keys(api_key_file)
     blas.preload()
     cache_policy = make_policy(**policy)  # refuses bad settings before anything is loaded
@@ -129,6 +137,12 @@ def serve(
         draft = None if draft_model is None else load(draft_path(draft_model))[0]
         return worker.Models(network, tokenizer, draft)
 
+    def open_store(network: Any) -> Any:
+        from mlx_kv.fingerprint import model_fingerprint
+        from mlx_kv.prompt_store import PromptStore
+
+        return PromptStore(str(prompt_store), prompt_store_bytes, f"{model_fingerprint(network)} {cache_policy}")
+
     if not keys and not is_loopback(host):
         click.echo(f"mlx-kv: note: whoever reaches {host} can use this server: consider --api-key-file", err=True)
     counters = metrics.Metrics()
@@ -140,6 +154,7 @@ def serve(
         max_batch_size,
         3 if num_draft_tokens is None else num_draft_tokens,
         prefill_step_size,
+        None if prompt_store is None else open_store,
     )
     limits = api.Limits(
         body_bytes=max_body_bytes,

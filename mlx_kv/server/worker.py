@@ -12,17 +12,18 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_kv.adapter import attention_caches, context_length
+from mlx_kv.adapter import attention_caches, context_length, make_prompt_cache
 from mlx_kv.engine import BatchToken, Continuation, make_engine
 from mlx_kv.policy import CachePolicy
+from mlx_kv.prompt_store import Prefixes, PromptReader, needs_checkpoints
 from mlx_kv.server.job import Job, Piece, Snapshot, sampler_for
 from mlx_kv.server.memory import Memory, evicted, look
 from mlx_kv.server.metrics import Metrics
@@ -31,18 +32,6 @@ LOOK_EVERY = 0.25  # seconds between two looks at what is in memory
 WATCHED_FOR = 3.0  # seconds for which a page that asked counts as looking
 RATE_OVER = 10.0  # seconds over which tokens per second are told
 log = logging.getLogger("mlx_kv.server")
-
-
-class PrefixStore(Protocol):
-    """Caches of prompts that have been read before; such as `mlx_kv.prompt_store.PromptStore`."""
-
-    def find(self, tokens: Sequence[int]) -> tuple[list[Any], int] | None:
-        """Caches that have read the first tokens of a prompt, and how many: all but the last at the most."""
-        ...
-
-    def keep(self, tokens: Sequence[int], caches: list[Any]) -> object:
-        """Takes the caches that have read exactly these tokens."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -73,13 +62,13 @@ class Worker:
         max_batch_size: int = 8,
         num_draft_tokens: int = 3,
         prefill_step_size: int | None = None,
-        open_store: Callable[[nn.Module], PrefixStore] | None = None,
+        open_store: Callable[[nn.Module], Prefixes] | None = None,
     ) -> None:
         self._load, self.deliver, self._metrics = load, deliver, metrics
         self.policy, self.max_batch_size = policy or CachePolicy(), max_batch_size
         self._num_draft_tokens, self._prefill_step_size = num_draft_tokens, prefill_step_size
         self._open_store = open_store
-        self._store: PrefixStore | None = None
+        self._store: Prefixes | None = None
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._waiting: deque[Job] = deque()
         self._active: dict[int, Job] = {}  # by number: those that the engine has
@@ -190,9 +179,9 @@ class Worker:
         while self._waiting and len(self._active) < self.max_batch_size:
             job = self._waiting.popleft()
             self._active[job.number] = job  # from here on, whatever fails ends it
-            caches = None if self._store is None else self._find(self._store, job)
+            caches, read = (None, 0) if self._store is None else self._find(self._store, job)
             sampler, detokenizer = sampler_for(job), self.models.tokenizer.detokenizer
-            rest = job.tokens[job.cached :]
+            rest = job.tokens[read:]
             try:
                 self._engine.submit(Continuation(job.number, rest, job.max_tokens, detokenizer, sampler, caches))
             except ValueError as error:
@@ -200,17 +189,23 @@ class Worker:
                 continue
             self._metrics.prompt_tokens.inc(len(job.tokens))
 
-    def _find(self, store: PrefixStore, job: Job) -> list[Any] | None:
-        """Caches that have read the beginning of a prompt. It is asked for late: what others kept meanwhile counts."""
+    def _find(self, store: Prefixes, job: Job) -> tuple[list[Any] | None, int]:
+        """Caches that have read the beginning of a prompt, and how much. Asked late: what others kept meanwhile counts.
+
+        Caches that cannot go back to any prefix are kept chunk by chunk, so the whole prompt is read here.
+        """
+        fresh = make_prompt_cache(self.models.model, self.policy)
         try:
-            found = store.find(job.tokens)
+            reader = PromptReader(self.models.model, fresh, job.tokens, store, self._prefill_step_size)
+            if needs_checkpoints(fresh):
+                reader.finish()
         except (ValueError, OSError) as error:
-            log.warning("the prefix store could not be read: %s", error)
-            found = None
-        caches, job.cached = (None, 0) if found is None else found
-        (self._metrics.prefix_misses if found is None else self._metrics.prefix_hits).inc()
+            log.warning("the prefix store could not be used: %s", error)
+            return None, 0
+        job.cached = reader.reused
+        (self._metrics.prefix_hits if reader.reused else self._metrics.prefix_misses).inc()
         self._metrics.cached_tokens.inc(job.cached)
-        return caches
+        return (reader.caches, reader.read) if reader.read else (None, 0)
 
     def _told(self, tokens: list[BatchToken]) -> None:
         """Passes on what a step gave. It tells of all rows that decode, in the order of the batch."""
@@ -244,7 +239,7 @@ class Worker:
             self._counted.append((time.monotonic(), new))
             self.deliver(list(pieces.values()))
 
-    def _keep(self, store: PrefixStore, job: Job, caches: list[Any]) -> None:
+    def _keep(self, store: Prefixes, job: Job, caches: list[Any]) -> None:
         read = max((int(cache.offset) for cache in attention_caches(caches)), default=0)
         try:
             store.keep([*job.tokens, *job.answer][:read], caches)
