@@ -253,7 +253,12 @@ def test_a_line_that_changes_under_a_run_is_not_mistaken_for_another(files: File
 
 def start(files: Files, *more: str) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "mlx_kv.cli", "batch", *files.options(), "--max-batch-size", "2", *more]
-    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    return subprocess.Popen(  # a shell's background jobs ignore SIGINT, and so would this
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        args=command,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )
 
 
 def wait_for_lines(process: subprocess.Popen[bytes], files: Files, lines: int) -> None:
