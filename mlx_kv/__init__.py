@@ -30,6 +30,8 @@ if TYPE_CHECKING:
         RotatingKVCache,
     )
     from mlx_kv.policy import CachePolicy
+    from mlx_kv.prompt_memory import PromptMemory
+    from mlx_kv.prompt_reader import PromptReader
     from mlx_kv.prompt_store import PromptStore
     from mlx_kv.protocol import Cache
     from mlx_kv.sampling import TemperatureSampler
@@ -55,6 +57,8 @@ _HOMES = {
     "RingBufferKVCache": "named",
     "RingKVCache": "named",
     "RotatingKVCache": "named",
+    "PromptMemory": "prompt_memory",
+    "PromptReader": "prompt_reader",
     "PromptStore": "prompt_store",
     "SpeculationStatistics": "decoder",
     "TemperatureSampler": "sampling",
@@ -86,6 +90,8 @@ __all__ = [
     "Geometric",
     "Growth",
     "KVCache",
+    "PromptMemory",
+    "PromptReader",
     "PromptStore",
     "QuantizedKVCache",
     "RingBufferKVCache",

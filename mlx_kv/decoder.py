@@ -68,7 +68,8 @@ class Decoder:
         self.unread: tuple[list[list[int]], list[list[int]]] = ([], [])  # by row: of the model, of the draft
         self.draft_tokens = draft_tokens
         self.samplers: list[Sampler | None] = []  # by row; None is greedy
-        probe = [*self._fresh(0), *self._fresh(1)]
+        probe = self.make_caches()
+        self._layers = len(self._fresh(0))
         self.step = prefill_step(probe, None)
         if not can_trim(probe, 0):
             kinds = ", ".join(sorted({type(c).__name__ for c in leaves(probe) if not can_trim([c], 0)}))
@@ -77,6 +78,18 @@ class Decoder:
     def _fresh(self, which: int) -> list[Any]:
         return make_prompt_cache(self.models[which], self.policies[which], strict=False)
 
+    def make_caches(self) -> list[Any]:
+        """New caches of both models, one after the other, for a row to bring."""
+        return [*self._fresh(0), *self._fresh(1)]
+
+    def read(self, tokens: mx.array, cache: list[Any]) -> list[mx.array]:
+        """Both models read tokens (1, n) into such caches."""
+        each = zip(self.models, self._split(cache), strict=True)
+        return [model(tokens, cache=own) for model, own in each]
+
+    def _split(self, caches: list[Any]) -> tuple[list[Any], list[Any]]:
+        return caches[: self._layers], caches[self._layers :]
+
     def add(
         self,
         prompts: Sequence[list[int]],
@@ -84,6 +97,7 @@ class Decoder:
         samplers: Sequence[Sampler | None],
         step: int | None = None,
         progress: Callable[[int, int], None] = lambda done, total: None,
+        caches: Sequence[list[Any] | None] | None = None,
     ) -> None:
         """New rows, after those that there are: both models read all but the last token of each prompt.
 
@@ -94,25 +108,43 @@ class Decoder:
                 comparing its choice with the draft's.
             step: prompt tokens read at once; None is what the caches plan for.
             progress: called with the tokens that the model has read of the longest prompt, and their number.
+            caches: of each row, from `make_caches`, which both models have filled with what comes before its prompt;
+                None are new ones. They are the row's from now on.
         """
         longest = max(map(len, prompts))
         step = self.step if step is None else step
         new: list[list[Any]] = []
         for which, model in enumerate(self.models):
-            each = [self._fresh(which) for _ in prompts]
-            for caches in each:
-                reserve_for(caches, longest, max_tokens + self.draft_tokens)
+            brought = caches or [None] * len(prompts)
+            each = [self._fresh(which) if pair is None else self._split(pair)[which] for pair in brought]
+            for one in each:
+                reserve_for(one, longest, max_tokens + self.draft_tokens)
             joined = each[0] if len(each) == 1 else [same[0].merge(list(same)) for same in zip(*each, strict=True)]
             read_prompts(model, joined, [prompt[:-1] for prompt in prompts], step, progress if which == 0 else None)
             new.append(joined)
         # Both have read: only now do rows join, in both or in neither.
-        for caches, joined, unread in zip(self.caches, new, self.unread, strict=True):
-            for own, other in zip(caches, joined, strict=False):
+        for everyone, joined, unread in zip(self.caches, new, self.unread, strict=True):
+            for own, other in zip(everyone, joined, strict=False):
                 own.extend(other)
-            caches[:] = caches or joined
+            everyone[:] = everyone or joined
             unread.extend([prompt[-1]] for prompt in prompts)
         self.samplers.extend(samplers)
         progress(longest, longest)
+
+    def extract(self, row: int) -> list[Any] | None:
+        """Copies of a row's caches, as of `make_caches`: both models have read the same tokens of it.
+
+        None where they cannot be trimmed to that.
+        """
+        behind = [len(unread[row]) for unread in self.unread]
+        copies = []
+        for caches, own in zip(self.caches, behind, strict=True):
+            each = [cache.extract(row) for cache in caches]
+            if not can_trim(each, max(behind) - own):
+                return None
+            trim_prompt_cache(each, max(behind) - own)
+            copies += each
+        return copies
 
     def keep(self, rows: Sequence[int]) -> None:
         """Lets all other rows go."""

@@ -36,8 +36,8 @@ class BatchToken:
         token: its id.
         finish_reason: "stop" or "length" with the last token of a sequence, else None.
         from_draft: whether the draft model had proposed it.
-        caches: with the last token, if the engine was asked for them: the caches of the row. Their offset says what
-            they have read: mlx-lm's loop is a step ahead, so this token as well.
+        caches: with the last token, if the engine was asked for them: the caches of the row, as `Engine.extract` gives
+            them.
     """
 
     index: int
@@ -58,7 +58,7 @@ class Continuation:
         max_tokens: to generate, from 1 up.
         detokenizer: None for tokens without text.
         sampler: None is greedy.
-        caches: of `make_prompt_cache`, which may have read what comes before `tokens`; None are new ones.
+        caches: of `Engine.make_caches`, which may have read what comes before `tokens`; None are new ones.
     """
 
     index: int
@@ -111,6 +111,22 @@ class Engine(Protocol):
         """Those of the rows that decode now, one for each layer, for statistics; empty where there are none."""
         ...
 
+    def make_caches(self) -> list[Any]:
+        """New caches for a sequence to bring: of all layers, and then of those of the draft model."""
+        ...
+
+    def read(self, tokens: mx.array, cache: list[Any]) -> Any:
+        """Reads tokens (1, n) into such caches."""
+        ...
+
+    def extract(self, index: int) -> list[Any] | None:
+        """Copies of the caches of a sequence that decodes, evaluated; None if it does not, or they cannot be had.
+
+        Their offset says what they have read. That may be more than what was told: mlx-lm's loop is a step ahead, and
+        a draft may have been right beyond the end.
+        """
+        ...
+
     def close(self) -> None:
         """Lets all sequences go."""
         ...
@@ -131,7 +147,7 @@ def make_engine(
 
     Args:
         ends: ids of tokens that end a sequence.
-        return_caches: whether the last token of a sequence brings its caches; not with a draft model.
+        return_caches: whether the last token of a sequence brings its caches.
 
     Raises:
         ValueError: what the model or the policy refuses.
@@ -150,6 +166,7 @@ def make_engine(
         max_batch_size,
         prefill_step_size,
         statistics,
+        return_caches,
     )
 
 
@@ -158,6 +175,12 @@ def check_sequence(sequence: Continuation) -> None:
     if not sequence.tokens:
         raise ValueError(f"sequence {sequence.index} is empty: give at least one token")
     whole_number(f"max_tokens of sequence {sequence.index}", sequence.max_tokens, least=1)
+
+
+def evaluated(caches: list[Any]) -> list[Any]:
+    """Caches that were taken out of a batch: until they are evaluated they hold on to its buffers."""
+    mx.eval([cache.state for cache in caches])
+    return caches
 
 
 class PlainEngine:
@@ -213,7 +236,7 @@ class PlainEngine:
             finish = response.finish_reason
             held: Any = response.prompt_cache if self._return_caches else None
             if held is not None:
-                mx.eval([cache.state for cache in held])  # or it would keep the batch's buffers
+                evaluated(held)
             tokens.append(self._active[response.uid].emit(response.token, finish, caches=held))
             if finish is not None:
                 del self._active[response.uid]
@@ -226,6 +249,19 @@ class PlainEngine:
     @property
     def caches(self) -> list[Any]:
         return list(self._generator._generation_batch.prompt_cache)
+
+    def make_caches(self) -> list[Any]:
+        return make_prompt_cache(self.model, self.policy)
+
+    def read(self, tokens: mx.array, cache: list[Any]) -> Any:
+        return self.model(tokens, cache=cache)
+
+    def extract(self, index: int) -> list[Any] | None:
+        batch = self._generator._generation_batch
+        for row, uid in enumerate(batch.uids):
+            if self._active[uid].index == index:
+                return evaluated(batch.extract_cache(row))
+        return None
 
     def close(self) -> None:
         self._generator.remove(list(self._active))  # type: ignore[no-untyped-call]
@@ -244,8 +280,9 @@ class SpeculativeEngine:
         max_batch_size: int,
         prefill_step_size: int | None,
         statistics: SpeculationStatistics | None = None,
+        return_caches: bool = False,
     ) -> None:
-        self._decoder, self._ends = decoder, ends
+        self._decoder, self._ends, self._return_caches = decoder, ends, return_caches
         # Only statistics that somebody asked for keep the caches of the last batch.
         self._statistics, self._watched = statistics or SpeculationStatistics(), statistics is not None
         self._max_batch_size, self._prefill_step_size = max_batch_size, prefill_step_size
@@ -253,9 +290,9 @@ class SpeculativeEngine:
         self._active: list[Continuation] = []
 
     def submit(self, sequence: Continuation) -> None:
-        if sequence.caches is not None:
-            raise ValueError("caches that have read a prompt are not for speculation: the draft model has not read it")
         check_sequence(sequence)
+        if sequence.caches is not None:
+            check_alike(self.make_caches(), sequence.caches)
         self._waiting.append(sequence)
 
     def cancel(self, index: int) -> None:
@@ -279,7 +316,8 @@ class SpeculativeEngine:
             for item in items:
                 last = sequence.emitted + 1 == sequence.max_tokens
                 finish = "stop" if item.token in self._ends else "length" if last else None
-                tokens.append(sequence.emit(item.token, finish, item.from_draft))
+                held = self._decoder.extract(row) if finish is not None and self._return_caches else None
+                tokens.append(sequence.emit(item.token, finish, item.from_draft, held and evaluated(held)))
                 if finish is not None:
                     break
             if finish is None:
@@ -296,7 +334,10 @@ class SpeculativeEngine:
                 max(sequence.max_tokens for sequence in joining),
                 [sequence.sampler for sequence in joining],
                 self._prefill_step_size,
+                caches=[sequence.caches for sequence in joining],
             )
+            for sequence in joining:
+                sequence.caches = None  # the batch has them now
             self._waiting = deque(list(self._waiting)[room:])
             self._active += joining
             if self._watched:
@@ -309,6 +350,19 @@ class SpeculativeEngine:
     @property
     def caches(self) -> list[Any]:
         return list(self._decoder.caches[0])
+
+    def make_caches(self) -> list[Any]:
+        return self._decoder.make_caches()
+
+    def read(self, tokens: mx.array, cache: list[Any]) -> Any:
+        return self._decoder.read(tokens, cache)
+
+    def extract(self, index: int) -> list[Any] | None:
+        for row, sequence in enumerate(self._active):
+            if sequence.index == index:
+                held = self._decoder.extract(row)
+                return held and evaluated(held)
+        return None
 
     def close(self) -> None:
         self._decoder.keep([])

@@ -1,17 +1,15 @@
 """A directory of processed prompts, so that a prefix is read once: across requests, processes and machines.
 
-Decides which stored entry serves a prompt, what is worth keeping, and what leaves when there is too much. An entry is
-the caches of one token sequence. Knows nothing about how caches are written to a file, nor about requests.
+Decides how an entry comes to be and to go, so that nobody ever finds half of one, and what leaves when there is too
+much. An entry is the caches of one token sequence. Knows nothing about which entry serves a prompt (`prefixes`), how
+caches are written to a file (`serialization`), nor about requests.
 
-    <id>.safetensors   the caches, with a checksum (serialization)
-    <id>.json          tokens, hashes of their blocks, bytes, how far back it can be trimmed; written last
     <id>.used          when it was last of use
+    <id>.safetensors   the caches, with a checksum
+    <id>.json          tokens, bytes, how far back it can be trimmed; written last
     damaged/           entries that failed their checksum, set aside
 
-Tokens are hashed in blocks of 64, each hash with the one before it, so equal hashes mean equal prefixes. An entry of N
-tokens serves any prompt that begins with N' of them, if its caches can be trimmed back to N' exactly: full caches to
-any prefix, rings and compressed caches as far as they can. So one entry is enough of a full cache, and one for each
-chunk of the prompt of the others (`PromptReader`).
+What takes the disk's time (`refresh`, `fetch`, `write`) does nothing with MLX: another thread can do it, one at a time.
 """
 
 from __future__ import annotations
@@ -20,76 +18,47 @@ import contextlib
 import hashlib
 import json
 import tempfile
+import threading
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import fsspec
-import mlx.core as mx
-import mlx.nn as nn
+import numpy as np
 
-from mlx_kv.adapter import leaves, trim_prompt_cache
-from mlx_kv.cache import KVCache
-from mlx_kv.generation import cache_statistics, prefill_step
-from mlx_kv.layout import NO_LIMIT, Row
-from mlx_kv.serialization import load_prompt_cache, save_prompt_cache
+from mlx_kv import serialization
+from mlx_kv.adapter import trim_prompt_cache
+from mlx_kv.generation import cache_statistics
+from mlx_kv.prefixes import LEAST_SHARED, Entry, PrefixIndex, least_tokens, packed
 
-BLOCK = 64
-VERSION = 1
+VERSION = 2
 ORPHANED_AFTER = 3600.0  # seconds; data without an index is a writer at work, or one that was killed
 
 
 @dataclass(frozen=True)
-class Entry:
-    """What is known of an entry without reading its caches.
+class Fetched:
+    """An entry that was read for a prompt.
 
     Attributes:
-        tokens: that its caches have read.
-        hashes: one for each whole block of them.
-        bytes_live: of its caches.
-        least: tokens that must stay of them: its caches can be trimmed back that far.
-        fingerprint: of the model and the policy.
+        count: tokens of the prompt that it stands for.
+        excess: tokens that its caches have read beyond them.
     """
 
-    tokens: tuple[int, ...]
-    hashes: tuple[str, ...]
-    bytes_live: int
-    least: int
-    fingerprint: str
-    version: int = VERSION
+    name: str
+    count: int
+    excess: int
+    file: serialization.ReadFile
 
 
-def block_hashes(tokens: Sequence[int], fingerprint: str = "") -> tuple[str, ...]:
-    """A hash for each whole block, of it and all before it."""
-    hashes, chained = [], hashlib.blake2b(fingerprint.encode(), digest_size=16)
-    for first in range(0, len(tokens) - BLOCK + 1, BLOCK):
-        chained.update(b"".join(int(token).to_bytes(4, "little") for token in tokens[first : first + BLOCK]))
-        hashes.append(chained.hexdigest())
-    return tuple(hashes)
+@dataclass(frozen=True)
+class PackedEntry:
+    """What is to become an entry."""
 
-
-def least_tokens(caches: Sequence[Any], held: int) -> int:
-    """How few of `held` tokens caches can be trimmed back to exactly, all layers together."""
-    most = held
-    for cache in leaves(caches):
-        if isinstance(cache, KVCache):
-            most = min(most, *(_exact_trim(cache, row) for row in cache._rows))
-        elif not cache.is_trimmable():
-            most = 0
-    return held - most
-
-
-def _exact_trim(cache: KVCache, row: Row) -> int:
-    """Tokens that can be taken back to where a fresh read of the rest would stand.
-
-    With a budget not beyond the last compaction: what was evicted then may have gone for the sake of later tokens.
-    """
-    if cache.evictor is not None and row.start < 0:
-        return max(0, row.end - cache.evictor.layout.budget)
-    return cache.layout.most_trim(row)
+    entry: Entry
+    caches: serialization.PackedCaches
 
 
 class PromptStore:
@@ -112,7 +81,11 @@ class PromptStore:
         self.max_bytes, self.fingerprint = max_bytes, fingerprint
         self.fs.makedirs(self.root, exist_ok=True)
         self.hits = self.misses = self.tokens_reused = self.damaged = 0
-        self._known: dict[str, Entry] = {}
+        self._known: dict[str, Entry] = {}  # all that are there
+        self._index = PrefixIndex()  # those of our fingerprint
+        self._used: dict[str, float] = {}  # when each was last of use, as far as is known: perhaps later
+        self._ignored: set[str] = set()  # set aside, or not to be understood
+        self._changing = threading.RLock()  # guards the four above: of who serves while another refreshes
 
     # --- finding --------------------------------------------------------------------------------------------------
 
@@ -121,67 +94,76 @@ class PromptStore:
 
         They are the caller's own, read from a file: nothing else holds them. None where nothing serves.
         """
-        wanted = block_hashes(tokens, self.fingerprint)
-        entries = self.entries()
-        served = sorted(((self._serves(entry, tokens, wanted), name) for name, entry in entries.items()), reverse=True)
-        for count, name in served:
-            if count < BLOCK:
-                break
-            caches = self._load(name, entries[name])
-            if caches is None:
-                continue
-            if count < len(entries[name].tokens):
-                trim_prompt_cache(caches, len(entries[name].tokens) - count)
-            self._touch(name)
-            self.hits += 1
-            self.tokens_reused += count
-            return caches, count
+        self.refresh()
+        while (fetched := self.fetch(tokens)) is not None:
+            caches = self.restore(fetched)
+            if caches is not None:
+                self.hits += 1
+                self.tokens_reused += fetched.count
+                return caches, fetched.count
         self.misses += 1
         return None
 
-    def _serves(self, entry: Entry, tokens: Sequence[int], wanted: Sequence[str]) -> int:
-        """How many tokens of a prompt an entry can stand for; 0 where it cannot."""
-        if entry.fingerprint != self.fingerprint or entry.hashes[:1] != tuple(wanted[:1]):
-            return 0
-        blocks = 0
-        for own, other in zip(entry.hashes, wanted, strict=False):
-            if own != other:
-                break
-            blocks += 1
-        count = blocks * BLOCK
-        most = min(len(entry.tokens), len(tokens) - 1)
-        count = min(count, most)
-        while count < most and entry.tokens[count] == tokens[count]:
-            count += 1
-        return count if count >= entry.least else 0
+    def serves(self, tokens: Sequence[int]) -> int:
+        """How many tokens of a prompt `fetch` would come with, by what the last refresh saw."""
+        return next((count for _, count in self._serving(tokens)), 0)
+
+    def _serving(self, tokens: Sequence[int]) -> list[tuple[str, int]]:
+        with self._changing:
+            return list(self._index.serving(packed(tokens)))
+
+    def refresh(self) -> None:
+        """Looks which entries have come and gone. Each index is read once."""
+        names = {file.removesuffix(".json") for file in self._listed() if file.endswith(".json")}
+        with self._changing:
+            for name in self._known.keys() - names:
+                self._forget(name)
+        for name in names - self._known.keys() - self._ignored:
+            try:
+                told = json.loads(self.fs.cat_file(self._path(f"{name}.json")))
+                if told["version"] != VERSION:
+                    raise ValueError("another version")
+                entry = Entry(packed(told["tokens"]), int(told["bytes_live"]), int(told["least"]))
+                self._learn(name, entry, told["fingerprint"])
+            except FileNotFoundError:
+                pass  # it left in this moment
+            except (OSError, ValueError, TypeError, KeyError, OverflowError):
+                self._ignored.add(name)
 
     def entries(self) -> dict[str, Entry]:
-        """All entries that are there now, by name. Each index is read once."""
-        names = {path.rsplit("/", 1)[-1].removesuffix(".json") for path in self._glob("*.json")}
-        for name in names - self._known.keys():
-            with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-                told = json.loads(self.fs.cat_file(self._path(f"{name}.json")))
-                if told.get("version") == VERSION:
-                    self._known[name] = Entry(
-                        **{**told, "tokens": tuple(told["tokens"]), "hashes": tuple(told["hashes"])}
-                    )
-        self._known = {name: entry for name, entry in self._known.items() if name in names}
+        """All entries that are there now, by name."""
+        self.refresh()
         return dict(self._known)
 
-    def _load(self, name: str, entry: Entry) -> list[Any] | None:
-        """The caches of an entry; None if it is gone, or damaged, which sets it aside."""
+    def fetch(self, tokens: Sequence[int]) -> Fetched | None:
+        """Reads the entry that stands for most of a prompt; what is gone or damaged on the way is forgotten."""
+        for name, count in self._serving(tokens):
+            try:
+                entry = self._known[name]
+                with self._as_file(name) as path:
+                    file = serialization.read(path)
+                if _told(file).get("store_tokens") != _digest(entry, self.fingerprint):
+                    raise ValueError("its tokens are not those of its index")
+            except FileNotFoundError:
+                self._remove(name)  # what is left of it
+            except ValueError:
+                self._set_aside(name)
+            except KeyError:
+                pass  # it was forgotten meanwhile
+            else:
+                self._touch(name)
+                return Fetched(name, count, len(entry) - count, file)
+        return None
+
+    def restore(self, fetched: Fetched) -> list[Any] | None:
+        """The caches of what was fetched, trimmed to its count; None where they cannot be made, and never will."""
         try:
-            with self._as_file(name) as file:
-                caches, metadata = load_prompt_cache(file, return_metadata=True)
-            if metadata.get("store_tokens") != _digest(entry.tokens, self.fingerprint):
-                raise ValueError("its tokens are not those of its index")
-        except FileNotFoundError:
-            self._remove(name)  # what is left of it
-            return None
+            caches = fetched.file.restore().caches
+            trim_prompt_cache(caches, fetched.excess)
         except ValueError:
-            self._set_aside(name)
+            self._set_aside(fetched.name)
             return None
-        return list(caches)
+        return caches
 
     @contextlib.contextmanager
     def _as_file(self, name: str) -> Iterator[Path]:
@@ -201,78 +183,92 @@ class PromptStore:
 
         Entries that this one makes superfluous leave, and then those of least use until all fit into max_bytes.
         """
-        entry = Entry(
-            tuple(map(int, tokens)),
-            block_hashes(tokens, self.fingerprint),
-            cache_statistics(caches).bytes_live,
-            least_tokens(caches, len(tokens)),
-            self.fingerprint,
-        )
-        if len(tokens) < BLOCK or entry.bytes_live > self.max_bytes:
+        new = self.pack(tokens, caches)
+        return new is not None and self.write(new)
+
+    def pack(self, tokens: Sequence[int], caches: Sequence[Any]) -> PackedEntry | None:
+        """What `keep` would write, as the caches are now; None if it is not worth it."""
+        entry = Entry(packed(tokens), cache_statistics(caches).bytes_live, least_tokens(caches, len(tokens)))
+        if len(entry) < LEAST_SHARED or entry.bytes > self.max_bytes:
+            return None
+        metadata = {"store_tokens": _digest(entry, self.fingerprint)}
+        return PackedEntry(entry, serialization.pack(list(caches), metadata))
+
+    def write(self, new: PackedEntry) -> bool:
+        """As `keep`."""
+        self.refresh()
+        with self._changing:
+            covering = self._index.covering(new.entry)
+        if covering is not None:
+            self._touch(covering)
             return False
-        for name, other in self.entries().items():
-            if self._covers(other, entry):
-                self._touch(name)
-                return False
-        name = uuid.uuid4().hex
-        metadata = {"store_tokens": _digest(entry.tokens, self.fingerprint)}
-        data = self._path(f"{name}.safetensors")
-        if self.local:
-            save_prompt_cache(data, list(caches), metadata)
-        else:
-            with tempfile.TemporaryDirectory() as folder:
-                file = Path(folder) / "caches.safetensors"
-                save_prompt_cache(file, list(caches), metadata)
-                self._put(str(file), data)
-        self._touch(name)
-        self._write(f"{name}.json", json.dumps(asdict(entry)))
+        name, told = uuid.uuid4().hex, {"tokens": np.frombuffer(new.entry.tokens, ">u4").tolist()}
+        told |= {"bytes_live": new.entry.bytes, "least": new.entry.least}
+        self._touch(name)  # from now on nobody takes it for what a killed writer left
+        self._write_data(new.caches, self._path(f"{name}.safetensors"))
+        self._write(f"{name}.json", json.dumps(told | {"fingerprint": self.fingerprint, "version": VERSION}))
         with self._locked():
-            for old, other in self.entries().items():
-                if old != name and self._covers(entry, other):
+            self.refresh()
+            with self._changing:
+                covered = self._index.covered(new.entry)
+            for old in covered:
+                if old != name:
                     self._remove(old)
             self._enforce()
         return True
 
-    def _covers(self, entry: Entry, other: Entry) -> bool:
-        """Whether every prompt that `other` serves is served as well by `entry`."""
-        return (
-            entry.fingerprint == other.fingerprint
-            and entry.least <= other.least
-            and entry.tokens[: len(other.tokens)] == other.tokens
-        )
+    def _write_data(self, caches: serialization.PackedCaches, path: str) -> None:
+        if self.local:
+            caches.write(path)
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "caches.safetensors"
+            caches.write(file)
+            partial = f"{path}.{uuid.uuid4().hex}.partial"
+            self.fs.put_file(str(file), partial)
+            self.fs.mv(partial, path)
 
     def _enforce(self) -> None:
-        entries = self.entries()
-        total = sum(entry.bytes_live for entry in entries.values())
-        for name in sorted(entries, key=self._last_used):
-            if total <= self.max_bytes:
-                break
-            total -= entries[name].bytes_live
+        total = sum(entry.bytes for entry in self._known.values())
+        while total > self.max_bytes and self._known:
+            name = min(self._known, key=lambda name: self._used.get(name, 0.0))
+            known, self._used[name] = self._used.get(name, 0.0), self._last_used(name)
+            if self._used[name] > known:
+                continue  # another process has used it meanwhile
+            total -= self._known[name].bytes
             self._remove(name)
-        for path in self._glob("*.safetensors"):
-            name = path.rsplit("/", 1)[-1].removesuffix(".safetensors")
-            if name not in entries and time.time() - self._last_used(name) > ORPHANED_AFTER:
-                self._remove(name)
+        for file in self._listed():
+            name = file.removeprefix(".").split(".")[0]
+            ours = file.endswith((".safetensors", ".json", ".used", ".partial", ".tmp"))
+            if ours and name not in self._known and time.time() - self._last_used(name) > ORPHANED_AFTER:
+                self._delete(file)
 
     @property
     def bytes_live(self) -> int:
         """Of all entries."""
-        return sum(entry.bytes_live for entry in self.entries().values())
+        return sum(entry.bytes for entry in self.entries().values())
 
     # --- files ----------------------------------------------------------------------------------------------------
 
     def _path(self, name: str) -> str:
         return f"{self.root}/{name}"
 
-    def _glob(self, pattern: str) -> list[str]:
+    def _listed(self) -> list[str]:
+        """The names of all files."""
         self.fs.invalidate_cache()
-        found: list[str] = self.fs.glob(self._path(pattern))
-        return found
+        return [path.rsplit("/", 1)[-1] for path in self.fs.ls(self.root, detail=False)]
 
-    def _put(self, local: str, path: str) -> None:
-        partial = f"{path}.{uuid.uuid4().hex}.partial"
-        self.fs.put_file(local, partial)
-        self.fs.mv(partial, path)
+    def _learn(self, name: str, entry: Entry, fingerprint: str) -> None:
+        with self._changing:
+            self._known[name] = entry
+            if fingerprint == self.fingerprint:
+                self._index.add(name, entry)
+
+    def _forget(self, name: str) -> None:
+        with self._changing:
+            self._known.pop(name, None)
+            self._used.pop(name, None)
+            self._index.remove(name)
 
     def _write(self, name: str, text: str) -> None:
         partial = self._path(f"{name}.{uuid.uuid4().hex}.partial")
@@ -280,8 +276,9 @@ class PromptStore:
         self.fs.mv(partial, self._path(name))
 
     def _touch(self, name: str) -> None:
+        self._used[name] = time.time()
         with contextlib.suppress(OSError):
-            self._write(f"{name}.used", str(time.time()))
+            self._write(f"{name}.used", str(self._used[name]))
 
     def _last_used(self, name: str) -> float:
         try:
@@ -289,15 +286,19 @@ class PromptStore:
         except (OSError, ValueError):
             return 0.0
 
+    def _delete(self, file: str) -> None:
+        with contextlib.suppress(OSError):
+            self.fs.rm_file(self._path(file))
+
     def _remove(self, name: str) -> None:
         """Its index first: nobody finds half an entry."""
         for suffix in ("json", "safetensors", "used"):
-            with contextlib.suppress(OSError):
-                self.fs.rm_file(self._path(f"{name}.{suffix}"))
-        self._known.pop(name, None)
+            self._delete(f"{name}.{suffix}")
+        self._forget(name)
 
     def _set_aside(self, name: str) -> None:
         self.damaged += 1
+        self._ignored.add(name)
         with contextlib.suppress(OSError):
             self.fs.makedirs(self._path("damaged"), exist_ok=True)
             self.fs.mv(self._path(f"{name}.safetensors"), self._path(f"damaged/{name}.safetensors"))
@@ -316,77 +317,9 @@ class PromptStore:
             yield
 
 
-def needs_checkpoints(caches: Sequence[Any]) -> bool:
-    """Whether caches will come to where they cannot be trimmed back to any prefix."""
-    return not all(isinstance(cache, KVCache) and cache.layout.enough_slots == NO_LIMIT for cache in leaves(caches))
+def _told(file: serialization.ReadFile) -> dict[str, Any]:
+    return {} if file.description is None else dict(file.description["metadata"])
 
 
-def _digest(tokens: Sequence[int], fingerprint: str) -> str:
-    text = fingerprint + "," + ",".join(map(str, tokens))
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
-
-class Prefixes(Protocol):
-    """What a reader asks of a store."""
-
-    def find(self, tokens: Sequence[int]) -> tuple[list[Any], int] | None:
-        """The asker's own caches, which have read the first tokens of these, and how many: never all of them."""
-        ...
-
-    def keep(self, tokens: Sequence[int], caches: list[Any]) -> object:
-        """Is shown caches that have read exactly these tokens."""
-        ...
-
-
-class PromptReader:
-    """Reads a prompt chunk by chunk, from what a store has on, and keeps what is new.
-
-    Args:
-        model, caches: new caches of the model, if the store has nothing.
-        tokens: of the prompt, at least one; the last is left to be read, for the logits that come next.
-        store: None reads all of it.
-        step: tokens read at once; None is what the caches plan for.
-
-    Attributes:
-        caches: those that have read `read` tokens.
-        reused: tokens that were in the store.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        caches: list[Any],
-        tokens: Sequence[int],
-        store: Prefixes | None = None,
-        step: int | None = None,
-    ) -> None:
-        self.model, self.tokens, self.store = model, list(tokens), store
-        found = None if store is None else store.find(tokens)
-        self.caches, self.reused = (caches, 0) if found is None else found
-        self.read = self.reused
-        self.step_size = prefill_step(self.caches, step)
-
-    @property
-    def done(self) -> bool:
-        return self.read >= len(self.tokens) - 1
-
-    def step(self) -> int:
-        """Reads the next chunk, and returns how many tokens it had.
-
-        Caches that cannot be trimmed back to any prefix are kept after every chunk, others at the end.
-        """
-        chunk = self.tokens[self.read : min(self.read + self.step_size, len(self.tokens) - 1)]
-        if chunk:
-            self.model(mx.array([chunk]), cache=self.caches)
-            mx.eval([cache.state for cache in self.caches])
-            mx.clear_cache()
-            self.read += len(chunk)
-        if self.store is not None and self.read > self.reused and (self.done or least_tokens(self.caches, self.read)):
-            self.store.keep(self.tokens[: self.read], self.caches)
-        return len(chunk)
-
-    def finish(self) -> list[Any]:
-        """Reads the rest, and returns the caches."""
-        while not self.done:
-            self.step()
-        return self.caches
+def _digest(entry: Entry, fingerprint: str) -> str:
+    return hashlib.blake2b(fingerprint.encode() + b"," + entry.tokens, digest_size=16).hexdigest()

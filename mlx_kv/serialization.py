@@ -88,28 +88,60 @@ def save_prompt_cache(
             folder that is not there.
         OSError: the file cannot be written.
     """
-    words = dict(metadata or {})
-    if not all(isinstance(word, str) for pair in words.items() for word in pair):
-        raise ValueError("metadata has a key or a value that is no text: convert it to str, for instance with json")
     if format == "mlx-lm":
         if tokens is not None or fingerprint is not None:
             raise ValueError("mlx-lm's format has no place for tokens or a fingerprint: leave them out")
-        stock_files.save(path, caches, words)
+        stock_files.save(path, caches, _checked(metadata))
         return
     if format != "mlx-kv":
         raise ValueError(f"format is {format!r}: choose mlx-kv or mlx-lm")
+    pack(caches, metadata, tokens=tokens, fingerprint=fingerprint).write(path)
+
+
+def _checked(metadata: Mapping[str, str] | None) -> dict[str, str]:
+    words = dict(metadata or {})
+    if not all(isinstance(word, str) for pair in words.items() for word in pair):
+        raise ValueError("metadata has a key or a value that is no text: convert it to str, for instance with json")
+    return words
+
+
+@dataclass(frozen=True)
+class PackedCaches:
+    """Caches as bytes: what is left to be done is the disk's, and any thread can do it."""
+
+    contents: dict[str, tensor_files.Content]
+    description: dict[str, Any]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(len(content.bytes) for content in self.contents.values())
+
+    def write(self, path: str | Path) -> None:
+        """Raises what `save_prompt_cache` raises of files."""
+        digests = {name: content.digest(name) for name, content in self.contents.items()}
+        text = json.dumps({**self.description, "arrays": digests})
+        words = {VERSION_WORD: VERSION, "description": text, "checksum": _checksum(text)}
+        tensor_files.write_contents(path, self.contents, words)
+
+
+def pack(
+    caches: Sequence[Any],
+    metadata: Mapping[str, str] | None = None,
+    *,
+    tokens: Sequence[int] | None = None,
+    fingerprint: str | None = None,
+) -> PackedCaches:
+    """What `save_prompt_cache` writes: the live slots of caches, as they are now.
+
+    Raises:
+        ValueError: metadata that is not words, or a cache of an unknown kind.
+    """
     arrays: dict[str, mx.array] = {}
     described = [_describe(cache, str(index), arrays) for index, cache in enumerate(caches)]
     if tokens is not None:
         arrays["tokens"] = mx.array([int(token) for token in tokens], dtype=mx.int32)
-    description = {
-        "caches": described,
-        "metadata": words,
-        "fingerprint": fingerprint,
-        "arrays": {name: tensor_files.digest(name, array) for name, array in arrays.items()},
-    }
-    text = json.dumps(description)
-    tensor_files.write(path, arrays, {VERSION_WORD: VERSION, "description": text, "checksum": _checksum(text)})
+    description = {"caches": described, "metadata": _checked(metadata), "fingerprint": fingerprint}
+    return PackedCaches(tensor_files.contents(arrays), description)
 
 
 def load_prompt_cache(path: str | Path, return_metadata: bool = False) -> Any:
@@ -132,11 +164,43 @@ def load_prompt_cache(path: str | Path, return_metadata: bool = False) -> Any:
 
 def load_prompt_file(path: str | Path) -> PromptFile:
     """As `load_prompt_cache`, with all that the file holds."""
+    return read(path).restore()
+
+
+@dataclass(frozen=True)
+class ReadFile:
+    """A file that was read and found to be what was written, its caches still bytes."""
+
+    path: str | Path
+    file: tensor_files.TensorFile
+    description: dict[str, Any] | None  # None: mlx-lm wrote it
+
+    def restore(self) -> PromptFile:
+        """Makes the caches.
+
+        Raises:
+            ValueError: caches that cannot be made here: of a budget whose score nobody registered, or not mlx-lm's.
+        """
+        if self.description is None:
+            caches, metadata = stock_files.convert(self.path, self.file)
+            return PromptFile(caches, metadata, stock=True)
+        arrays = dict(self.file.arrays)
+        tokens: Any = arrays["tokens"].tolist() if "tokens" in arrays else None
+        with _one_file:
+            caches = [_restore(described, arrays) for described in self.description["caches"]]
+        return PromptFile(caches, self.description["metadata"], tokens, self.description["fingerprint"])
+
+
+def read(path: str | Path) -> ReadFile:
+    """Reads a file, in any thread.
+
+    Raises:
+        FileNotFoundError, ValueError: as `load_prompt_cache`, of files.
+    """
     file = tensor_files.read(path)
     words = file.words
     if VERSION_WORD not in words:
-        caches, metadata = stock_files.convert(path, file)
-        return PromptFile(caches, metadata, stock=True)
+        return ReadFile(path, file, None)
     if words[VERSION_WORD] != VERSION:
         raise ValueError(
             f"{path} is a prompt cache of version {words[VERSION_WORD][:20]!r}, but this mlx-kv reads version "
@@ -148,10 +212,7 @@ def load_prompt_file(path: str | Path) -> PromptFile:
     description = json.loads(text)
     if description["arrays"] != file.digests:
         raise ValueError(f"{path} was damaged: its arrays are not what was written; make it again")
-    tokens: Any = file.arrays["tokens"].tolist() if "tokens" in file.arrays else None
-    with _one_file:
-        caches = [_restore(described, file.arrays) for described in description["caches"]]
-    return PromptFile(caches, description["metadata"], tokens, description["fingerprint"])
+    return ReadFile(path, file, description)
 
 
 def _checksum(text: str) -> str:

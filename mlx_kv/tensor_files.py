@@ -2,7 +2,7 @@
 
 Decides how a file comes to be (whole, or not at all) and which files are not even looked into. It parses the format
 itself, because a file may be cut off, altered or made up: nothing is trusted before it was compared with the size of
-the file, nothing is left to be read later, and an array's digest is of the very bytes that it was made of. Knows
+the file, nothing is left to be read later, and an array's digest is of the very bytes that it is made of. Knows
 nothing about caches. The format: 8 bytes with the length of a header, the header in JSON, the bytes of all arrays.
 """
 
@@ -17,6 +17,7 @@ import os
 import secrets
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import IO, Any
 
@@ -43,35 +44,66 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
+class Content:
+    """An array as bytes in row-major order: what any thread can read or write, without MLX.
+
+    Attributes:
+        dtype: by its name in a file.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    bytes: bytearray | memoryview
+
+    def digest(self, name: str) -> str:
+        """Of the name, the dtype, the shape and the bytes."""
+        sealed = hashlib.blake2b(f"{name} {self.dtype} {list(self.shape)} ".encode(), digest_size=16)
+        sealed.update(self.bytes)
+        return sealed.hexdigest()
+
+    def array(self) -> mx.array:
+        """Evaluated."""
+        if not self.bytes:
+            return mx.zeros(self.shape, DTYPES[self.dtype])
+        words: Any = memoryview(self.bytes)
+        array = mx.array(words).view(DTYPES[self.dtype]).reshape(self.shape)
+        mx.eval(array)
+        return array
+
+
+def contents(arrays: Mapping[str, mx.array]) -> dict[str, Content]:
+    """Arrays as bytes, copied only where an array is a part of another.
+
+    Raises:
+        ValueError: an array has a dtype that no file can hold.
+    """
+    found = {}
+    for name, array in arrays.items():
+        if array.dtype not in NAMES:
+            raise ValueError(f"array {name} is {array.dtype}, which these files do not hold: convert it first")
+        words: Any = mx.contiguous(array).reshape(-1).view(mx.uint8)
+        found[name] = Content(NAMES[array.dtype], array.shape, memoryview(words))
+    return found
+
+
+@dataclass(frozen=True)
 class TensorFile:
     """What a file holds.
 
     Attributes:
         words: the header's metadata.
-        arrays: by name, evaluated.
-        digests: of each array's name, dtype, shape and bytes.
+        contents: of the arrays, by name.
+        digests: of the arrays, as they were read.
     """
 
     words: dict[str, str]
-    arrays: dict[str, mx.array]
+    contents: dict[str, Content]
     digests: dict[str, str]
 
-
-def digest(name: str, array: mx.array) -> str:
-    """The digest of an array, as a `TensorFile` that holds it has it."""
-    return _digest(name, NAMES[array.dtype], array.shape, _content(array))
-
-
-def _digest(name: str, dtype: str, shape: tuple[int, ...], content: Any) -> str:
-    sealed = hashlib.blake2b(f"{name} {dtype} {list(shape)} ".encode(), digest_size=16)
-    sealed.update(content)
-    return sealed.hexdigest()
-
-
-def _content(array: mx.array) -> Any:
-    """The bytes of an array in row-major order: a buffer, copied only where the array is a part of another."""
-    words: Any = mx.contiguous(array).reshape(-1).view(mx.uint8)
-    return memoryview(words)
+    @cached_property
+    def arrays(self) -> dict[str, mx.array]:
+        """By name, evaluated; made by the thread that asks first."""
+        return {name: content.array() for name, content in self.contents.items()}
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------
@@ -84,13 +116,16 @@ def write(path: str | Path, arrays: Mapping[str, mx.array], words: Mapping[str, 
         ValueError: there is no such folder, the path is one, or an array has a dtype that no file can hold.
         OSError: it cannot be written.
     """
+    write_contents(path, contents(arrays), words)
+
+
+def write_contents(path: str | Path, named: Mapping[str, Content], words: Mapping[str, str]) -> None:
+    """As `write`, in any thread."""
     header: dict[str, Any] = {"__metadata__": dict(words)}
     last = 0
-    for name, array in arrays.items():
-        if array.dtype not in NAMES:
-            raise ValueError(f"array {name} is {array.dtype}, which these files do not hold: convert it first")
-        first, last = last, last + array.nbytes
-        header[name] = {"dtype": NAMES[array.dtype], "shape": list(array.shape), "data_offsets": [first, last]}
+    for name, content in named.items():
+        first, last = last, last + len(content.bytes)
+        header[name] = {"dtype": content.dtype, "shape": list(content.shape), "data_offsets": [first, last]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     if len(text) > MOST_HEADER_BYTES:
@@ -98,8 +133,8 @@ def write(path: str | Path, arrays: Mapping[str, mx.array], words: Mapping[str, 
     with _replacing(Path(path)) as file:
         file.write(len(text).to_bytes(8, "little"))
         file.write(text)
-        for array in arrays.values():
-            file.write(_content(array))
+        for content in named.values():
+            file.write(content.bytes)
 
 
 @contextlib.contextmanager
@@ -165,23 +200,14 @@ def read(path: str | Path) -> TensorFile:
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         words, entries = _read_header(path, file, size)
-        arrays, digests = {}, {}
+        named, digests = {}, {}
         for first, last, name, dtype, shape in entries:
             content = bytearray(last - first)
             if file.readinto(content) != len(content):
                 raise ValueError(f"{path} was cut off while it was read: make it again")
-            digests[name] = _digest(name, dtype, shape, content)
-            arrays[name] = _array(content, DTYPES[dtype], shape)
-    return TensorFile(words, arrays, digests)
-
-
-def _array(content: bytearray, dtype: mx.Dtype, shape: tuple[int, ...]) -> mx.array:
-    if not content:
-        return mx.zeros(shape, dtype)
-    words: Any = memoryview(content)
-    array = mx.array(words).view(dtype).reshape(shape)
-    mx.eval(array)
-    return array
+            named[name] = Content(dtype, shape, content)
+            digests[name] = named[name].digest(name)
+    return TensorFile(words, named, digests)
 
 
 Entry = tuple[int, int, str, str, tuple[int, ...]]  # first and last byte, name, dtype, shape

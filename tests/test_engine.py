@@ -13,7 +13,15 @@ import pytest
 from mlx_lm.generate import generate_step
 from tiny_models import VOCAB, make_model
 
-from mlx_kv import BatchKVCache, CachePolicy, CompressedKVCache, KVCache, batch_generate, make_prompt_cache
+from mlx_kv import (
+    BatchKVCache,
+    CachePolicy,
+    CompressedKVCache,
+    KVCache,
+    batch_generate,
+    make_prompt_cache,
+    trim_prompt_cache,
+)
 from mlx_kv.engine import Continuation, Engine, make_engine
 
 PROMPT = mx.random.randint(1, VOCAB, (20,), key=mx.random.key(1)).tolist()
@@ -46,8 +54,8 @@ def test_requests_that_cannot_be_are_refused_before_they_join(kind: str) -> None
     for bad, message in (
         (Continuation(1, [], 5), "sequence 1 is empty"),
         (Continuation(1, PROMPT, 0), "max_tokens of sequence 1 is 0"),
-        (Continuation(1, PROMPT, 5, caches=foreign), "cache 1 has bits and group size|not for speculation"),
-        (Continuation(1, PROMPT, 5, caches=foreign[:1]), "got 1 caches for a model that has 3|not for speculation"),
+        (Continuation(1, PROMPT, 5, caches=foreign), "cache 1 has bits and group size|got 3 caches"),
+        (Continuation(1, PROMPT, 5, caches=foreign[:1]), "got 1 caches for a model that has"),
     ):
         with pytest.raises(ValueError, match=message):
             made.submit(bad)
@@ -95,32 +103,74 @@ def test_close_and_idle_hold_no_memory(kind: str) -> None:
     assert made.caches == []
 
 
-def test_returned_caches_go_on() -> None:
+POLICIES = {
+    "full": CachePolicy(),
+    "8 bits": CachePolicy(bits=8, group_size=32),
+    "window": CachePolicy(max_kv_size=16, max_write=8),
+    "budget": CachePolicy(budget=1000),
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("draft", [None, 0, 3], ids=["plain", "a draft that is always right", "a draft that rarely is"])
+def test_caches_of_a_row_go_on(draft: int | None, policy: str) -> None:
+    """Of a row that still decodes, and of one that has ended: in a new engine, beside others, they are continued."""
     model = make_model("llama")
-    made = make_engine(model, set(), return_caches=True)
-    made.submit(Continuation(0, PROMPT, 6))
+    net = None if draft is None else make_model("llama", seed=draft)
+
+    def new() -> Engine:
+        return make_engine(model, set(), POLICIES[policy], draft_model=net, return_caches=True)
+
+    wanted: dict[int, list[int]] = {}
+    reference = new()
+    for index, prompt in enumerate((PROMPT, PROMPT[:7])):
+        reference.submit(Continuation(index, prompt, 30))
+    wanted = drained(reference)
+    if POLICIES[policy] == CachePolicy():
+        assert wanted[1] == alone(model, PROMPT[:7], 30)
+    made = new()
+    made.submit(Continuation(0, PROMPT, 12))
     made.submit(Continuation(1, PROMPT[:7], 20))
-    ended = []
+    told: dict[int, list[int]] = {0: [], 1: []}
+    halfway, ended = None, {}
+    assert made.extract(0) is None
     while made.busy:
-        ended += [token for token in made.step() if token.finish_reason is not None]
-    first = next(token for token in ended if token.index == 0)
-    # They have read all tokens but the last, or the last too: mlx-lm's loop is one step ahead.
-    caches = first.caches
-    read = caches[0].offset - len(PROMPT)
-    told = alone(model, PROMPT, 16)
-    rest = [int(t) for t, _ in generate_step(mx.array(told[read : read + 1]), model, max_tokens=5, prompt_cache=caches)]
-    assert rest == told[read + 1 : read + 6]
+        for token in made.step():
+            told[token.index].append(token.token)
+            if token.finish_reason is not None:
+                ended[token.index] = token.caches
+        if halfway is None and len(told[1]) >= 6:
+            halfway = (list(told[1]), made.extract(1))
+    assert halfway is not None
+    again = new()
+    starts = [(0, told[0], ended[0]), (1, told[1], ended[1]), (1, *halfway)]
+    for number, (row, tokens, caches) in enumerate(starts):
+        assert caches is not None
+        (read,) = {cache.offset for cache in caches}
+        known = [*(PROMPT if row == 0 else PROMPT[:7]), *tokens]
+        assert len(known) - 2 <= read
+        if read > len(known) - 1:
+            trim_prompt_cache(caches, read - (len(known) - 1))
+            read = len(known) - 1
+        again.submit(Continuation(number, known[read:], 8, caches=caches))
+    again.submit(Continuation(3, PROMPT[:7], 8))
+    tokens_of = drained(again)
+    for number, (row, tokens, _) in enumerate(starts):
+        assert tokens_of[number] == wanted[row][len(tokens) : len(tokens) + 8]
+    assert tokens_of[3] == wanted[1][:8]
 
 
-def test_prompt_caches_are_continued() -> None:
+@pytest.mark.parametrize("kind", ENGINES)
+def test_prompt_caches_are_continued(kind: str) -> None:
     model = make_model("llama")
-    caches = make_prompt_cache(model)
-    model(mx.array([PROMPT[:12]]), cache=caches)
-    made = make_engine(model, set())
+    made = engine(kind, model)
+    caches = made.make_caches()
+    made.read(mx.array([PROMPT[:12]]), caches)
     made.submit(Continuation(0, PROMPT[12:], 10, caches=copy.deepcopy(caches)))
     made.submit(Continuation(1, PROMPT, 10))
     tokens = drained(made)
     assert tokens[0] == tokens[1] == alone(model, PROMPT, 10)
+    assert {cache.offset for cache in caches} == {12}
 
 
 @pytest.mark.parametrize("draft", [None, "llama"])

@@ -20,8 +20,9 @@ import pytest
 from mlx_lm.generate import generate_step
 from tiny_models import VOCAB, make_model
 
-from mlx_kv import CachePolicy, PromptStore, make_prompt_cache
-from mlx_kv.prompt_store import BLOCK, PromptReader, block_hashes
+from mlx_kv import CachePolicy, PromptStore, load_prompt_cache, make_prompt_cache
+from mlx_kv.prefixes import LEAST_SHARED, packed  # noqa: F401, packed is for a child
+from mlx_kv.prompt_reader import PromptReader
 
 PREFIX = mx.random.randint(1, VOCAB, (3000,), key=mx.random.key(0)).tolist()
 FIRST, SECOND = ([*PREFIX, *mx.random.randint(1, VOCAB, (40,), key=mx.random.key(i)).tolist()] for i in (1, 2))
@@ -108,12 +109,12 @@ def test_the_longest_prefix_serves_to_the_token(tmp_path: Path) -> None:
     for length in (100, 400, 250):
         read(model, CachePolicy(), PREFIX[:length], store)
     # 400 tokens serve whatever 250 or 100 of them would: one entry is left.
-    assert [len(entry.tokens) for entry in store.entries().values()] == [399]
+    assert [len(entry) for entry in store.entries().values()] == [399]
     for same in (64, 65, 130, 398, 399):
         prompt = [*PREFIX[:same], *([0] * 30)]
         _, count = store.find(prompt)
         assert count == same
-    assert store.find([*PREFIX[: BLOCK - 1], 0, 0, 0]) is None
+    assert store.find([*PREFIX[: LEAST_SHARED - 1], 0, 0, 0]) is None
     assert store.find(PREFIX[:399])[1] == 398  # one token is left to be read
     assert (store.hits, store.misses) == (2 + 6, 1 + 1)  # the longer ones were read from the shorter on
 
@@ -124,9 +125,9 @@ def test_what_a_ring_cannot_give_back_is_not_served(tmp_path: Path) -> None:
     store = PromptStore(tmp_path)
     reader = read(model, policy, PREFIX[:1000], store)
     assert reader.read == 999
-    (last,) = [entry for entry in store.entries().values() if len(entry.tokens) == 999]
+    (last,) = [entry for entry in store.entries().values() if len(entry) == 999]
     assert last.least >= 999 - 64
-    store._remove(next(name for name, entry in store.entries().items() if len(entry.tokens) == 960))
+    store._remove(next(name for name, entry in store.entries().items() if len(entry) == 960))
     caches, count = store.find([*PREFIX[:930], 0, 0])
     assert count == 896  # the entry after that chunk; that of 960 is gone, and that of 999 cannot go back so far
     assert caches[0].offset == 896
@@ -187,15 +188,29 @@ def test_damaged_entries_are_set_aside_and_never_served(harm: str, tmp_path: Pat
 
 def test_a_writer_that_was_killed_leaves_nothing_that_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, store = make_model("llama"), PromptStore(tmp_path)
+    write = PromptStore._write
+
+    def killed(store: PromptStore, name: str, text: str) -> None:
+        if name.endswith(".json"):
+            raise KeyboardInterrupt
+        write(store, name, text)
+
     with monkeypatch.context() as patch:
-        patch.setattr(PromptStore, "_write", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(PromptStore, "_write", killed)
         with pytest.raises(KeyboardInterrupt):
             read(model, CachePolicy(), PREFIX[:300], store)
-    assert len(list(tmp_path.glob("*.safetensors"))) == 1
+    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".safetensors", ".used"]
+    (tmp_path / f"{uuid.uuid4().hex}.json.{uuid.uuid4().hex}.partial").write_text("{")
+    (tmp_path / f".{uuid.uuid4().hex}.safetensors.0123456789abcdef.tmp").write_text("")
+    (tmp_path / "notes.txt").write_text("somebody else's")
     assert not store.entries()
+    read(model, CachePolicy(), PREFIX[700:900], store)
+    assert len(list(tmp_path.glob("*.safetensors"))) == 2  # another writer may be at work: it is given an hour
     monkeypatch.setattr("mlx_kv.prompt_store.ORPHANED_AFTER", -1.0)
     read(model, CachePolicy(), PREFIX[:200], store)
-    assert len(list(tmp_path.glob("*.safetensors"))) == 1
+    assert len(store.entries()) == 2
+    names = sorted(path.suffix for path in tmp_path.iterdir() if path.name != "lock")
+    assert names == [".json", ".json", ".safetensors", ".safetensors", ".txt", ".used", ".used"]
 
 
 def test_several_writers_and_readers_at_once(tmp_path: Path) -> None:
@@ -230,14 +245,6 @@ def test_several_writers_and_readers_at_once(tmp_path: Path) -> None:
     assert PromptStore(tmp_path).bytes_live <= 3 * sum(wanted[0])
 
 
-def test_block_hashes_are_chained() -> None:
-    a, b = block_hashes(range(200)), block_hashes([*range(64), 7, *range(65, 200)])
-    assert len(a) == 3
-    assert a[0] == b[0]
-    assert all(x != y for x, y in zip(a[1:], b[1:], strict=True))
-    assert block_hashes(range(200), "other")[0] != a[0]
-
-
 def test_refuses(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="max_bytes is 0"):
         PromptStore(tmp_path, max_bytes=0)
@@ -260,7 +267,7 @@ while True:
     for prompt, caches in zip(prompts, made):
         store.keep(prompt[:199], caches)
         for name, entry in store.entries().items():
-            if entry.tokens == tuple(prompt[:199]):
+            if entry.tokens == packed(prompt[:199]):
                 store._remove(name)
 """
 
@@ -287,10 +294,9 @@ def test_kills_while_writing_lose_nothing_and_leave_nothing_wrong(tmp_path: Path
         _, count = again.find(PREFIX[:300])
         assert count == 299
         for name, entry in again.entries().items():
-            caches = again._load(name, entry)
-            assert caches is not None
-            assert {cache.offset for cache in caches} == {len(entry.tokens)}
+            caches = load_prompt_cache(tmp_path / f"{name}.safetensors")
+            assert {cache.offset for cache in caches} == {len(entry)}
         assert again.damaged == 0
-        for name in again.entries():
-            if len(again.entries()[name].tokens) != 299:
+        for name, entry in again.entries().items():
+            if len(entry) != 299:
                 again._remove(name)

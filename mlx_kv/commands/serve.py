@@ -17,6 +17,7 @@ from mlx_kv.bundled import draft_path, model_path
 from mlx_kv.commands.options import make_policy, model_option, policy_options
 
 if TYPE_CHECKING:
+    from mlx_kv.prompt_store import PromptStore
     from mlx_kv.server.worker import Models
 
 EXTRA = ("starlette", "uvicorn", "prometheus_client")
@@ -88,8 +89,13 @@ _NUMBER: dict[str, Any] = {"metavar": "N", "show_default": True}
     help="After SIGTERM, requests in progress have so long to finish.",
 )
 @click.option(
-    "--prompt-store", metavar="DIR", help="Keep what was read of prompts here, for those that begin alike; or a URL."
+    "--prompt-memory-bytes",
+    type=click.IntRange(0),
+    default=2**30,
+    **_NUMBER,
+    help="What was read of prompts is kept in memory, for those that begin alike; 0 keeps nothing.",
 )
+@click.option("--prompt-store", metavar="DIR", help="Keep it on a disk as well, for the next start; or a URL.")
 @click.option("--prompt-store-bytes", type=click.IntRange(1), default=8 * 2**30, **_NUMBER, help="At the most, live.")
 @policy_options
 def serve(
@@ -107,6 +113,7 @@ def serve(
     max_body_bytes: int,
     max_queue: int,
     drain_seconds: int,
+    prompt_memory_bytes: int,
     prompt_store: str | None,
     prompt_store_bytes: int,
     **policy: Any,
@@ -118,8 +125,6 @@ def serve(
     """
     if num_draft_tokens is not None and draft_model is None:
         raise click.UsageError("--num-draft-tokens needs --draft-model")
-    if prompt_store is not None and draft_model is not None:
-        raise click.UsageError("--prompt-store does not go with --draft-model, which has no store of its own")
     keys = [] if api_key_file is None else read_keys(api_key_file)
     blas.preload()
     cache_policy = make_policy(**policy)  # refuses bad settings before anything is loaded
@@ -137,11 +142,15 @@ def serve(
         draft = None if draft_model is None else load(draft_path(draft_model))[0]
         return worker.Models(network, tokenizer, draft)
 
-    def open_store(network: Any) -> Any:
+    def open_store(models: Models) -> PromptStore:
         from mlx_kv.fingerprint import model_fingerprint
         from mlx_kv.prompt_store import PromptStore
 
-        return PromptStore(str(prompt_store), prompt_store_bytes, f"{model_fingerprint(network)} {cache_policy}")
+        marks = [model_fingerprint(net) for net in (models.model, models.draft) if net is not None]
+        how = [str(cache_policy), f"draft tokens {num_draft_tokens}"][: len(marks)]
+        store = PromptStore(str(prompt_store), prompt_store_bytes, " ".join([*marks, *how]))
+        store.refresh()
+        return store
 
     if not keys and not is_loopback(host):
         click.echo(f"mlx-kv: note: whoever reaches {host} can use this server: consider --api-key-file", err=True)
@@ -154,6 +163,7 @@ def serve(
         max_batch_size,
         3 if num_draft_tokens is None else num_draft_tokens,
         prefill_step_size,
+        prompt_memory_bytes,
         None if prompt_store is None else open_store,
     )
     limits = api.Limits(

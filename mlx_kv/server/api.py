@@ -242,6 +242,7 @@ class Api:
         metrics.bytes_allocated.set(seen.memory.bytes_allocated)
         metrics.bytes_full.set(seen.memory.bytes_full)
         metrics.active_memory.set(seen.active_memory)
+        metrics.prompt_memory.set(seen.prompt_memory)
         return Response(metrics.text(), media_type="text/plain; version=0.0.4")
 
     async def _page(self, request: Request) -> Response:
@@ -261,7 +262,8 @@ class Api:
         told |= {"waiting": seen.waiting, "tokens_per_second": round(seen.tokens_per_second, 1)}
         told |= {"bytes_live": memory.bytes_live, "bytes_allocated": memory.bytes_allocated}
         told |= {"bytes_full": memory.bytes_full, "active_memory": seen.active_memory}
-        told |= {"seconds": round(time.time() - self._begun, 1), "prefix_store": self.worker.has_store}
+        told |= {"seconds": round(time.time() - self._begun, 1), "keeps_prompts": self.worker.keeps_prompts}
+        told |= {"prompt_memory": seen.prompt_memory}
         return JSONResponse(told, headers={"Cache-Control": "no-store"})
 
 

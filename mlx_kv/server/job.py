@@ -42,6 +42,11 @@ class Job:
     evicted: int = 0
     answer: list[int] = field(default_factory=list)
 
+    @property
+    def known(self) -> list[int]:
+        """All tokens so far."""
+        return [*self.tokens, *self.answer]
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -70,6 +75,7 @@ class Snapshot:
         generated: tokens of each of them.
         reading: jobs whose prompt is being read.
         waiting: jobs without a row.
+        active_memory, prompt_memory: bytes of all arrays, and of prompts that are kept.
     """
 
     memory: Memory = field(default_factory=Memory)
@@ -79,6 +85,7 @@ class Snapshot:
     waiting: int = 0
     tokens_per_second: float = 0.0
     active_memory: int = 0
+    prompt_memory: int = 0
 
 
 @dataclass

@@ -28,11 +28,11 @@ class Metrics:
             "requests", "Requests by endpoint and HTTP status; 499: the client hung up.", "endpoint", "status"
         )
         self.finished = counter("finished", "Rows by what ended them.", "reason")
-        self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts, those from the prefix store included.")
-        self.cached_tokens = counter("prompt_tokens_cached", "Tokens of prompts that the prefix store had.")
+        self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts, those that were cached included.")
+        self.cached_tokens = counter("prompt_tokens_cached", "Tokens of prompts that had been read before.")
         self.generated_tokens = counter("generated_tokens", "Tokens generated.")
-        self.prefix_hits = counter("prefix_hits", "Prompts of which the prefix store had a beginning.")
-        self.prefix_misses = counter("prefix_misses", "Prompts of which the prefix store had nothing.")
+        self.prefix_hits = counter("prefix_hits", "Prompts of which a beginning had been read before.")
+        self.prefix_misses = counter("prefix_misses", "Prompts of which nothing was there.")
         self.evicted = counter("tokens_evicted", "Tokens that budgets evicted, by the busiest layer of each row.")
         self.engine_failures = counter("engine_failures", "Errors that ended all rows; the engine was made anew.")
         self.first_token = Histogram(
@@ -56,6 +56,7 @@ class Metrics:
         )
         self.bytes_allocated = gauge("kv_bytes_allocated", "Bytes allocated for them, dead slots included.")
         self.bytes_full = gauge("kv_bytes_full", "Bytes that all tokens would take if none were evicted.")
+        self.prompt_memory = gauge("prompt_memory_bytes", "Bytes of prompts that are kept in memory.")
         self.active_memory = gauge("active_memory_bytes", "What MLX holds in arrays: weights, caches, all.")
 
     def total(self, name: str) -> int:

@@ -20,13 +20,17 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_kv.adapter import attention_caches, context_length, make_prompt_cache
+from mlx_kv.adapter import context_length
 from mlx_kv.engine import BatchToken, Continuation, make_engine
 from mlx_kv.policy import CachePolicy
-from mlx_kv.prompt_store import Prefixes, PromptReader, needs_checkpoints
+from mlx_kv.prompt_memory import PromptMemory
+from mlx_kv.prompt_reader import PromptReader
+from mlx_kv.prompt_store import PromptStore
 from mlx_kv.server.job import Job, Piece, Snapshot, sampler_for
 from mlx_kv.server.memory import Memory, evicted, look
 from mlx_kv.server.metrics import Metrics
+from mlx_kv.server.prompts import Prompts
+from mlx_kv.server.reading import Reading
 
 LOOK_EVERY = 0.25  # seconds between two looks at what is in memory
 WATCHED_FOR = 3.0  # seconds for which a page that asked counts as looking
@@ -50,7 +54,8 @@ class Worker:
         load: called once, in the thread, so that all arrays are made there.
         deliver: called in the thread with the pieces of each step.
         policy, max_batch_size, num_draft_tokens, prefill_step_size: as in `make_engine`.
-        open_store: makes the prefix store of a model, if there is to be one; not with a draft model.
+        prompt_memory_bytes: of processed prompts that are kept in memory; 0 keeps none.
+        open_store: makes the store behind them, if there is to be one.
     """
 
     def __init__(
@@ -62,13 +67,13 @@ class Worker:
         max_batch_size: int = 8,
         num_draft_tokens: int = 3,
         prefill_step_size: int | None = None,
-        open_store: Callable[[nn.Module], Prefixes] | None = None,
+        prompt_memory_bytes: int = 2**30,
+        open_store: Callable[[Models], PromptStore] | None = None,
     ) -> None:
         self._load, self.deliver, self._metrics = load, deliver, metrics
         self.policy, self.max_batch_size = policy or CachePolicy(), max_batch_size
         self._num_draft_tokens, self._prefill_step_size = num_draft_tokens, prefill_step_size
-        self._open_store = open_store
-        self._store: Prefixes | None = None
+        self._prompt_memory, self._open_store = PromptMemory(prompt_memory_bytes), open_store
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._waiting: deque[Job] = deque()
         self._active: dict[int, Job] = {}  # by number: those that the engine has
@@ -117,8 +122,9 @@ class Worker:
         return self._thread.is_alive()
 
     @property
-    def has_store(self) -> bool:
-        return self._store is not None
+    def keeps_prompts(self) -> bool:
+        """Whether what was read of prompts is kept for others."""
+        return self._keeps
 
     # --- the thread -----------------------------------------------------------------------------------------------
 
@@ -131,8 +137,9 @@ class Worker:
     def _serve(self) -> None:
         try:
             self.models: Models = self._load()
-            if self._open_store is not None:
-                self._store = self._open_store(self.models.model)
+            store = None if self._open_store is None else self._open_store(self.models)
+            self._prompts = Prompts(self._prompt_memory, store, self._inbox.put)
+            self._keeps = store is not None or self._prompt_memory.max_bytes > 0
             self.context, self.vocabulary = context_length(self.models.model), len(self.models.tokenizer)
             self._make_engine()
         except Exception as error:
@@ -144,13 +151,13 @@ class Worker:
             self._take()
             try:
                 self._join()
-                if self._active:
-                    self._told(self._engine.step())
+                self._told(self._engine.step())
                 self._look()
             except Exception:
                 self._fail_all()
         self._drop([*self._active.values(), *self._waiting], "the server is shutting down")
         self._engine.close()
+        self._prompts.close()
 
     def _make_engine(self) -> None:
         self._engine = make_engine(
@@ -161,13 +168,23 @@ class Worker:
             self._prefill_step_size,
             self.models.draft,
             self._num_draft_tokens,
-            return_caches=self._store is not None,
+            return_caches=self._keeps,
+        )
+        self._reading = Reading(
+            self._engine,
+            self._prompts,
+            self._prefill_step_size,
+            reading=lambda: [
+                job for number, job in self._active.items() if number not in self._order and job not in self._reading
+            ],
+            decoding=lambda: [self._active[number] for number in self._order],
         )
 
     def _take(self) -> None:
         """Does what was asked for; waits for it where there is nothing else to do."""
         try:
-            if not self._active and not self._waiting:
+            room = self._waiting and len(self._active) < self.max_batch_size
+            if not self._engine.busy and self._reading.waits and not room:
                 # Nothing but time makes tokens per second go back to 0: that must be told, too.
                 self._inbox.get(timeout=LOOK_EVERY if self._counted else None)()
             while True:
@@ -179,33 +196,26 @@ class Worker:
         while self._waiting and len(self._active) < self.max_batch_size:
             job = self._waiting.popleft()
             self._active[job.number] = job  # from here on, whatever fails ends it
-            caches, read = (None, 0) if self._store is None else self._find(self._store, job)
-            sampler, detokenizer = sampler_for(job), self.models.tokenizer.detokenizer
-            rest = job.tokens[read:]
-            try:
-                self._engine.submit(Continuation(job.number, rest, job.max_tokens, detokenizer, sampler, caches))
-            except ValueError as error:
-                self._drop([job], str(error))
-                continue
-            self._metrics.prompt_tokens.inc(len(job.tokens))
+            if self._keeps:
+                self._reading.add(job)
+            else:
+                self._submit(job)
+        for job, reader in self._reading.step():
+            job.cached = reader.reused
+            (self._metrics.prefix_hits if reader.reused else self._metrics.prefix_misses).inc()
+            self._metrics.cached_tokens.inc(job.cached)
+            self._submit(job, reader)
 
-    def _find(self, store: Prefixes, job: Job) -> tuple[list[Any] | None, int]:
-        """Caches that have read the beginning of a prompt, and how much. Asked late: what others kept meanwhile counts.
-
-        Caches that cannot go back to any prefix are kept chunk by chunk, so the whole prompt is read here.
-        """
-        fresh = make_prompt_cache(self.models.model, self.policy)
+    def _submit(self, job: Job, reader: PromptReader | None = None) -> None:
+        """Gives a job to the engine, with caches if any of its prompt has been read."""
+        sampler, detokenizer = sampler_for(job), self.models.tokenizer.detokenizer
+        rest, caches = (job.tokens, None) if reader is None else (job.tokens[reader.read :], reader.caches)
         try:
-            reader = PromptReader(self.models.model, fresh, job.tokens, store, self._prefill_step_size)
-            if needs_checkpoints(fresh):
-                reader.finish()
-        except (ValueError, OSError) as error:
-            log.warning("the prefix store could not be used: %s", error)
-            return None, 0
-        job.cached = reader.reused
-        (self._metrics.prefix_hits if reader.reused else self._metrics.prefix_misses).inc()
-        self._metrics.cached_tokens.inc(job.cached)
-        return (reader.caches, reader.read) if reader.read else (None, 0)
+            self._engine.submit(Continuation(job.number, rest, job.max_tokens, detokenizer, sampler, caches))
+        except ValueError as error:
+            self._drop([job], str(error))
+            return
+        self._metrics.prompt_tokens.inc(len(job.tokens))
 
     def _told(self, tokens: list[BatchToken]) -> None:
         """Passes on what a step gave. It tells of all rows that decode, in the order of the batch."""
@@ -223,11 +233,12 @@ class Worker:
             before = pieces.get(job.number, Piece(job))
             pieces[job.number] = Piece(job, before.text + text, before.tokens + 1, finish)
             if finish is not None:
-                self._end(job, finish)
-                if token.finish_reason is None:
+                stopped = token.finish_reason is None  # by a text: the engine would go on
+                if self._keeps:
+                    self._reading.keep(job, self._engine.extract(job.number) if stopped else token.caches)
+                if stopped:
                     self._engine.cancel(job.number)
-                if token.caches is not None and self._store is not None:
-                    self._keep(self._store, job, token.caches)
+                self._end(job, finish)
         self._order = [number for number in pieces if number in self._active]
         if self.policy.budget is not None:
             for number, gone in zip(self._order, evicted(self._engine.caches), strict=False):
@@ -239,13 +250,6 @@ class Worker:
             self._counted.append((time.monotonic(), new))
             self.deliver(list(pieces.values()))
 
-    def _keep(self, store: Prefixes, job: Job, caches: list[Any]) -> None:
-        read = max((int(cache.offset) for cache in attention_caches(caches)), default=0)
-        try:
-            store.keep([*job.tokens, *job.answer][:read], caches)
-        except (ValueError, OSError) as error:  # a full disk costs later requests time, and this one nothing
-            log.warning("the prefix store could not keep a prompt: %s", error)
-
     def _end(self, job: Job, reason: str) -> None:
         self._active.pop(job.number, None)
         self._metrics.finished.labels(reason).inc()
@@ -254,6 +258,7 @@ class Worker:
         if job in self._waiting:
             self._waiting.remove(job)
         elif job.number in self._active:
+            self._reading.remove(job)
             self._engine.cancel(job.number)
             self._order = [number for number in self._order if number != job.number]
         else:
@@ -289,4 +294,5 @@ class Worker:
         reading = tuple(job for number, job in self._active.items() if number not in self._order)
         generated = tuple(len(job.answer) for job in decoding)
         waiting, held = len(self._waiting), mx.get_active_memory()
-        self.snapshot = Snapshot(memory, decoding, generated, reading, waiting, rate, held)
+        kept = self._prompt_memory.nbytes
+        self.snapshot = Snapshot(memory, decoding, generated, reading, waiting, rate, held, kept)

@@ -1,0 +1,126 @@
+"""Prompts on their way to a row: what was read before is found, what cannot be found later is read in small steps.
+
+Decides where a prompt goes on from: from memory, from the disk, or from a row that still decodes. Caches that cannot be
+trimmed back to any prefix are read here, a chunk between two steps of the engine, and kept on the way; the others go to
+the engine at once, which reads many prompts together. Knows nothing about queues, text or how a row ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from mlx_kv.adapter import attention_caches, can_trim, trim_prompt_cache
+from mlx_kv.engine import Engine
+from mlx_kv.prefixes import LEAST_SHARED, needs_checkpoints, packed, shared
+from mlx_kv.prompt_reader import PromptReader
+from mlx_kv.server.job import Job
+from mlx_kv.server.prompts import Prompts
+
+WORTH_WAITING = 256  # tokens that another prompt, which is being read, has in common with this one
+
+
+class Reading:
+    """Jobs whose prompt is not with the engine yet.
+
+    Args:
+        step: tokens read at once; None is what the caches plan for.
+        reading, decoding: the jobs that the engine has, before and after their first token.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        prompts: Prompts,
+        step: int | None,
+        reading: Callable[[], Iterable[Job]],
+        decoding: Callable[[], Iterable[Job]],
+    ) -> None:
+        self._engine, self._prompts, self._step = engine, prompts, step
+        self._in_engine, self._decoding = reading, decoding
+        self._jobs: list[Job] = []
+        self._fetching: Job | None = None
+        self._fetched: Job | None = None
+        self._reader: tuple[Job, PromptReader] | None = None
+        self._stalled = False
+        self._checkpoints = needs_checkpoints(engine.make_caches())
+
+    def add(self, job: Job) -> None:
+        self._jobs.append(job)
+        self._stalled = False
+
+    def remove(self, job: Job) -> None:
+        """It need not be there."""
+        if job in self._jobs:
+            self._jobs.remove(job)
+        if self._reader is not None and self._reader[0] is job:
+            self._reader = None
+
+    def __contains__(self, job: object) -> bool:
+        return job in self._jobs
+
+    @property
+    def waits(self) -> bool:
+        """Whether `step` has nothing to do, until the disk has answered or the engine has done something."""
+        return not self._jobs or self._stalled
+
+    def step(self) -> list[tuple[Job, PromptReader]]:
+        """Some work: one chunk at the most. Returns jobs that are ready for the engine, and how far they are read."""
+        if self._reader is not None:
+            return self._chunk(*self._reader)
+        ready: list[tuple[Job, PromptReader]] = []
+        for job in list(self._jobs):
+            reader = self._begin(job, [other for other, _ in ready])
+            if reader is None:
+                continue
+            if self._checkpoints:
+                return self._chunk(job, reader)
+            self._jobs.remove(job)
+            ready.append((job, reader))
+        self._stalled = not ready
+        return ready
+
+    def _chunk(self, job: Job, reader: PromptReader) -> list[tuple[Job, PromptReader]]:
+        self._reader = job, reader
+        reader.step()
+        if not reader.done:
+            return []
+        self.remove(job)
+        return [(job, reader)]
+
+    def _begin(self, job: Job, ready: list[Job]) -> PromptReader | None:
+        """A reader that stands where reading goes on; None if that cannot be said yet."""
+        if self._fetched is not job and self._prompts.on_disk(job.tokens):
+            if self._fetching is None:  # else perhaps that comes with what this one needs
+                self._fetching = job
+                self._prompts.fetch(job.tokens, self._arrived)
+            return None
+        if not self._checkpoints:
+            there, wanted = self._prompts.serves(job.tokens), packed(job.tokens)
+            for other in (*self._in_engine(), *ready):
+                if shared(packed(other.tokens), wanted) >= there + WORTH_WAITING:
+                    return None  # soon there is a row to take it from
+            self._take_from_rows(wanted, there)
+        return PromptReader(self._engine.read, self._engine.make_caches(), job.tokens, self._prompts, self._step)
+
+    def _arrived(self) -> None:
+        self._fetching, self._fetched, self._stalled = None, self._fetching, False
+
+    def _take_from_rows(self, wanted: bytes, there: int) -> None:
+        """Keeps a copy of the row that has most of a prompt, if it has much more than memory, and much at all."""
+        rows = [(shared(packed(job.known), wanted), job.number, job) for job in self._decoding()]
+        most, _, job = max(rows, default=(0, 0, None))
+        if job is not None and most >= there + max(LEAST_SHARED, len(job.known) // 8):
+            self.keep(job, self._engine.extract(job.number))
+
+    def keep(self, job: Job, caches: list[Any] | None) -> None:
+        """Keeps what was read of a job, by evaluated copies of its row's caches."""
+        if caches is None:
+            return
+        known, read = job.known, max((int(cache.offset) for cache in attention_caches(caches)), default=0)
+        beyond = max(0, read - len(known))
+        if beyond and not can_trim(caches, beyond):
+            return
+        if beyond:
+            trim_prompt_cache(caches, beyond)
+        self._prompts.keep(known[:read], caches)

@@ -1,0 +1,108 @@
+"""Which processed prompt serves another, against a look at all of them; and prompts in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny_models import VOCAB, make_model
+
+from mlx_kv import CachePolicy, PromptMemory, make_prompt_cache
+from mlx_kv.prefixes import LEAST_SHARED, Entry, PrefixIndex, packed, shared
+from mlx_kv.prompt_reader import PromptReader
+
+# Few different tokens on a common beginning, so that sequences share long and short parts, and are often equal.
+COMMON = list(range(LEAST_SHARED - 2))
+TAILS = st.lists(st.integers(0, 1), max_size=8)
+SEQUENCES = st.one_of(TAILS.map(lambda tail: COMMON + tail), TAILS, TAILS.map(lambda tail: [2**32 - 1, *COMMON, *tail]))
+
+
+def same(a: Sequence[int], b: Sequence[int]) -> int:
+    count = 0
+    while count < min(len(a), len(b)) and a[count] == b[count]:
+        count += 1
+    return count
+
+
+@given(SEQUENCES, SEQUENCES)
+def test_packed_tokens_sort_and_compare_as_the_tokens(a: list[int], b: list[int]) -> None:
+    assert (packed(a) < packed(b)) == (a < b)
+    assert shared(packed(a), packed(b)) == same(a, b)
+
+
+@given(st.lists(st.tuples(SEQUENCES, st.integers(0, 100)), max_size=12), SEQUENCES, st.integers(0, 100), st.data())
+def test_the_index_finds_what_a_look_at_all_finds(
+    sequences: list[tuple[list[int], int]], wanted: list[int], least: int, data: st.DataObject
+) -> None:
+    index, there = PrefixIndex(), {}
+    for number, (tokens, its_least) in enumerate(sequences):
+        its_least = min(its_least, len(tokens))
+        index.add(str(number), Entry(packed(tokens), 1, its_least))
+        there[str(number)] = (tokens, its_least)
+    for gone in data.draw(st.lists(st.sampled_from(sorted(there) or ["none"]), unique=True)):
+        index.remove(gone)
+        there.pop(gone, None)
+    serving = {}
+    for name, (tokens, its_least) in there.items():
+        count = min(same(tokens, wanted), len(wanted) - 1)
+        if count >= max(LEAST_SHARED, its_least):
+            serving[name] = count
+    found = list(index.serving(packed(wanted)))
+    assert dict(found) == serving
+    assert [count for _, count in found] == sorted(serving.values(), reverse=True)
+    entry = Entry(packed(wanted), 1, least)
+    covering = {n for n, (t, its_least) in there.items() if t[: len(wanted)] == wanted and its_least <= least}
+    assert index.covering(entry) in (covering or {None})
+    covered = {n for n, (t, its_least) in there.items() if wanted[: len(t)] == t and its_least >= least}
+    assert set(index.covered(entry)) == covered
+    assert all((name in index) == (name in there) for name in map(str, range(len(sequences))))
+
+
+def prompt(seed: int, length: int = 129) -> list[int]:
+    tokens: list[int] = mx.random.randint(1, VOCAB, (length,), key=mx.random.key(seed)).tolist()  # type: ignore[assignment]
+    return tokens
+
+
+@pytest.mark.parametrize("policy", [CachePolicy(), CachePolicy(bits=8, group_size=32), CachePolicy(budget=100)])
+def test_memory_hands_out_caches_of_the_askers_own(policy: CachePolicy) -> None:
+    """Neither going on with the caches that were kept, nor with those that were found, changes what is kept."""
+    model, memory = make_model("llama"), PromptMemory()
+    reader = PromptReader(model, make_prompt_cache(model, policy), prompt(0), memory)
+    kept = reader.finish()
+    wanted = model(mx.array([[7]]), cache=kept)  # kept, and then written on
+    for token in (3, 7):
+        caches, count = memory.find([*prompt(0)[:128], token])
+        assert count == memory.serves([*prompt(0)[:128], token]) == 128
+        assert caches[0].offset == 128
+        got = model(mx.array([[token]]), cache=caches)
+    assert mx.array_equal(got, wanted)
+
+
+def test_memory_forgets_what_is_of_least_use() -> None:
+    model, policy = make_model("llama"), CachePolicy()
+
+    def read(memory: PromptMemory, tokens: list[int]) -> None:
+        PromptReader(model, make_prompt_cache(model, policy), tokens, memory).finish()
+
+    probe = PromptMemory()
+    read(probe, prompt(0))
+    memory = PromptMemory(3 * probe.nbytes)
+    for seed in (0, 1, 2):
+        read(memory, prompt(seed))
+    assert memory.find(prompt(0)) is not None
+    read(memory, prompt(3))
+    assert [memory.find(prompt(seed)) is not None for seed in range(5)] == [True, False, True, True, False]
+    assert (len(memory), memory.nbytes) == (3, 3 * probe.nbytes)
+    longer = [*prompt(0), *prompt(9, 10)]
+    read(probe, longer)  # serves whatever the first 128 tokens of it do
+    assert (len(probe), probe.serves(prompt(0)), probe.serves(longer)) == (1, 128, 138)
+    shorter = PromptReader(model, make_prompt_cache(model, policy), prompt(0)).finish()
+    assert not probe.keep(prompt(0)[:128], shorter)
+    nothing = PromptMemory(0)
+    read(nothing, prompt(0))
+    assert (len(nothing), nothing.nbytes, nothing.find(prompt(0))) == (0, 0, None)
+    with pytest.raises(ValueError, match="max_bytes"):
+        PromptMemory(-1)
