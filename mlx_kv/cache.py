@@ -25,7 +25,7 @@ from mlx_kv.checks import check_tokens, check_unchanged, continues, whole_number
 from mlx_kv.codec import Plain, make_codec
 from mlx_kv.eviction.evictor import Evictor
 from mlx_kv.growth import Geometric, Growth, round_up
-from mlx_kv.layout import NO_LIMIT, Append, Budget, Layout, Plan, Ranges, Row, make_layout, trim_rows
+from mlx_kv.layout import NO_LIMIT, Append, Budget, Layout, Plan, Ranges, Row, make_layout, plan_of, trim_rows
 from mlx_kv.mask import Mask, make_mask
 from mlx_kv.protocol import Fetched
 from mlx_kv.store import Store, tensor_of
@@ -91,12 +91,12 @@ class KVCache:
         self._transient = None  # a new step: nobody reads what the last one left
         counts = self._counts(N)
         if self._evictor is None:
-            return make_mask(Plan(self.layout, self._rows, N, counts), window_size, return_array)
+            return make_mask(plan_of(self.layout, self._rows, N, counts), window_size, return_array)
         # The next update compacts what is due, but where the rows stand then is known now. Only for a window must it
         # be known which tokens are left.
         if window_size is not None:
             self._rows = self._evictor.settle(self._rows)
-        plan = Plan(self.layout, tuple(map(self.layout.settled, self._rows)), N, counts)
+        plan = plan_of(self.layout, tuple(map(self.layout.settled, self._rows)), N, counts)
         positions = None if window_size is None else self._evictor.key_positions(plan)
         return make_mask(plan, window_size, return_array, positions)
 
@@ -128,7 +128,7 @@ class KVCache:
             rows = (Row(),) * keys.shape[0]
         if self._evictor is not None:
             rows = self._rows = self._evictor.settle(rows)
-        plan = Plan(self.layout, rows, keys.shape[2], self._counts(keys.shape[2]))
+        plan = plan_of(self.layout, rows, keys.shape[2], self._counts(keys.shape[2]))
         self._transient = None
         stores = self._make_room(plan, tensors)
         if plan.transient:  # read before the write overwrites what its first queries see
@@ -609,9 +609,12 @@ class KVCache:
         return copied
 
     def _without_evictor(self, memo: dict[int, Any]) -> KVCache:
-        copied = type(self)()
+        copied = type(self).__new__(type(self))
         memo[id(self)] = copied
-        copied.__dict__ |= {k: copy.deepcopy(v, memo) for k, v in vars(self).items() if k != "_evictor"}
+        copied.__dict__ |= vars(self)  # all of it is never changed in place, but for the two that follow
+        copied._evictor = None
+        if self._stores is not None:
+            copied._stores = self._stores[0].copied(), self._stores[1].copied()
         return copied
 
     def __repr__(self) -> str:

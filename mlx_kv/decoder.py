@@ -8,6 +8,7 @@ B rows, V the vocabulary.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -63,20 +64,22 @@ class Decoder:
         # A round writes draft_tokens + 1 tokens and takes back all but one of them at the most.
         policy = replace(policy, max_rollback=max(policy.max_rollback, draft_tokens + 1))
         self.models = (model, draft_model)
-        self.policies = (policy, CachePolicy(max_rollback=draft_tokens + 1))
         self.caches: tuple[list[Any], list[Any]] = ([], [])
         self.unread: tuple[list[list[int]], list[list[int]]] = ([], [])  # by row: of the model, of the draft
         self.draft_tokens = draft_tokens
         self.samplers: list[Sampler | None] = []  # by row; None is greedy
+        # Making caches may try out what a model's attention can read: it is done once, rows get copies.
+        policies = (policy, CachePolicy(max_rollback=draft_tokens + 1))
+        pairs = zip(self.models, policies, strict=True)
+        self._empty = [make_prompt_cache(net, rules, strict=False) for net, rules in pairs]
         probe = self.make_caches()
-        self._layers = len(self._fresh(0))
         self.step = prefill_step(probe, None)
         if not can_trim(probe, 0):
             kinds = ", ".join(sorted({type(c).__name__ for c in leaves(probe) if not can_trim([c], 0)}))
             raise ValueError(f"{kinds} cannot take back tokens: generate without a draft model")
 
     def _fresh(self, which: int) -> list[Any]:
-        return make_prompt_cache(self.models[which], self.policies[which], strict=False)
+        return copy.deepcopy(self._empty[which])
 
     def make_caches(self) -> list[Any]:
         """New caches of both models, one after the other, for a row to bring."""
@@ -88,7 +91,8 @@ class Decoder:
         return [model(tokens, cache=own) for model, own in each]
 
     def _split(self, caches: list[Any]) -> tuple[list[Any], list[Any]]:
-        return caches[: self._layers], caches[self._layers :]
+        layers = len(self._empty[0])
+        return caches[:layers], caches[layers:]
 
     def add(
         self,

@@ -7,6 +7,7 @@ the command line, nor how rows are kept. Not thread-safe: all calls come from on
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -195,14 +196,14 @@ class PlainEngine:
         prefill_step_size: int | None,
         return_caches: bool = False,
     ) -> None:
-        self.model, self.policy, self._return_caches = model, policy, return_caches
-        self._probe = probe = make_prompt_cache(model, policy)  # refuses what no layer can honour
+        self.model, self._return_caches = model, return_caches
+        self._empty = make_prompt_cache(model, policy)  # refuses what no layer can honour
         self._generator = BatchGenerator(
             model,
             stop_tokens=[[token] for token in sorted(ends)],
             completion_batch_size=max_batch_size,
             prefill_batch_size=min(MOST_PROMPTS_AT_ONCE, max_batch_size),
-            prefill_step_size=prefill_step(probe, prefill_step_size),
+            prefill_step_size=prefill_step(self._empty, prefill_step_size),
         )
         self._max_batch_size = max_batch_size
         self._waiting: deque[Continuation] = deque()
@@ -211,7 +212,7 @@ class PlainEngine:
     def submit(self, sequence: Continuation) -> None:
         check_sequence(sequence)
         if sequence.caches is not None:
-            check_alike(self._probe, sequence.caches)
+            check_alike(self._empty, sequence.caches)
         self._waiting.append(sequence)
 
     def cancel(self, index: int) -> None:
@@ -223,7 +224,7 @@ class PlainEngine:
     def step(self) -> list[BatchToken]:
         while self._waiting and len(self._active) < self._max_batch_size:
             sequence = self._waiting.popleft()
-            caches = sequence.caches or make_prompt_cache(self.model, self.policy)
+            caches = sequence.caches or self.make_caches()
             reserve_for(caches, len(sequence.tokens), sequence.max_tokens)
             samplers: Any = [sequence.sampler]
             (uid,) = self._generator.insert([sequence.tokens], [sequence.max_tokens], [caches], samplers=samplers)
@@ -251,7 +252,7 @@ class PlainEngine:
         return list(self._generator._generation_batch.prompt_cache)
 
     def make_caches(self) -> list[Any]:
-        return make_prompt_cache(self.model, self.policy)
+        return copy.deepcopy(self._empty)  # making them may try out what the model's attention can read
 
     def read(self, tokens: mx.array, cache: list[Any]) -> Any:
         return self.model(tokens, cache=cache)
@@ -292,7 +293,7 @@ class SpeculativeEngine:
     def submit(self, sequence: Continuation) -> None:
         check_sequence(sequence)
         if sequence.caches is not None:
-            check_alike(self.make_caches(), sequence.caches)
+            check_alike(self._decoder.make_caches(), sequence.caches)
         self._waiting.append(sequence)
 
     def cancel(self, index: int) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 
 import mlx.core as mx
 
@@ -21,6 +22,19 @@ Tensor = tuple[int, int, int, mx.Dtype]
 def tensor_of(x: mx.array) -> Tensor:
     """What of x (B, H, S, D) must agree with the store it goes to: everything but the number of tokens."""
     return x.shape[0], x.shape[1], x.shape[3], x.dtype
+
+
+@lru_cache(maxsize=8)
+def _slots(plan: Plan, first: int, last: int, padding: int) -> mx.array:
+    """Where new tokens [first, last) of each row go: (B, 1, n, 1). All layers with the same plan ask for the same."""
+    slots = [
+        [
+            padding if plan.padded and plan.is_padding(i, token) else plan.layout.slot(row, row.offset + token)
+            for token in range(first, last)
+        ]
+        for i, row in enumerate(plan.rows)
+    ]
+    return mx.array([[[[slot] for slot in row]] for row in slots])  # nothing that waits for the thread that made it
 
 
 class Store:
@@ -50,6 +64,12 @@ class Store:
         their own over the same buffers, and nothing is copied.
         """
         return tuple(plane[:] for plane in self.planes)
+
+    def copied(self) -> Store:
+        """Another store over the same buffers. Whoever writes first gets buffers of their own: MLX sees to it."""
+        copied = Store.__new__(Store)
+        copied.codec, copied.planes, copied._head_dim = self.codec, self.handles(), self._head_dim
+        return copied
 
     @property
     def tensor(self) -> Tensor:
@@ -93,19 +113,10 @@ class Store:
         # No two tokens of one scatter may go to the same slot: a write that is longer than the ring goes in turns.
         turn = min(plan.new, plan.layout.most_slots - plan.layout.sinks)
         for first in range(0, plan.new, turn):
-            tokens_now = range(first, min(first + turn, plan.new))
-            slots = [
-                [
-                    # Padding goes to the last slot, beyond all that are needed: it is never read.
-                    self.capacity - 1
-                    if plan.padded and plan.is_padding(i, token)
-                    else plan.layout.slot(row, row.offset + token)
-                    for token in tokens_now
-                ]
-                for i, row in enumerate(plan.rows)
-            ]
-            index = mx.array(slots)[:, None, :, None]  # (B, 1, S, 1)
-            parts = [tokens[:, :, first : first + len(tokens_now)] for tokens in encoded]
+            last = min(first + turn, plan.new)
+            # Padding goes to the last slot, beyond all that are needed: it is never read.
+            index = _slots(plan, first, last, self.capacity - 1)
+            parts = encoded if turn == plan.new else [tokens[:, :, first:last] for tokens in encoded]
             self.planes = tuple(
                 mx.put_along_axis(plane, mx.broadcast_to(index, part.shape), part, axis=2)
                 for plane, part in zip(self.planes, parts, strict=True)

@@ -85,7 +85,15 @@ class Running:
         """No row is left, neither in the engine nor in the snapshot, and nobody holds a place."""
         self.wait_until(lambda: not self.worker._active and not self.worker._waiting and not self.worker._engine.busy)
         self.wait_until(lambda: not self.worker.snapshot.decoding and self.worker.snapshot.memory.bytes_allocated == 0)
-        self.wait_until(lambda: self.api.desk._admitted == 0 and not self.api.desk._queues)
+        self.wait_until(lambda: self.api.desk._admitted == 0 and not self.api.desk._mailboxes)
+
+
+    def wait_until_kept(self) -> None:
+        """What was read for answers that have ended is in memory, and on the disk."""
+        taken = threading.Event()
+        self.worker._inbox.put(taken.set)
+        assert taken.wait(20)
+        self.worker._prompts._disk.submit(int).result()
 
 
 @contextlib.contextmanager
@@ -560,7 +568,7 @@ def test_a_shared_prefix_is_read_once(policy: CachePolicy, where: str, draft: bo
         ) as server:
             for prompt in prompts:
                 answers.append(server.post(prompt=prompt, max_tokens=20).json())
-                server.worker._prompts._disk.submit(int).result()  # what was kept is on the disk
+                server.wait_until_kept()
             server.wait_until_empty()
     assert cached(answers[0]) == 0
     for answer in answers[1:]:

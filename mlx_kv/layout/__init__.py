@@ -20,6 +20,7 @@ from mlx_kv.layout.base import (
     Row,
     count_seen,
     count_slots,
+    plan_of,
     trim_rows,
     trimmed,
 )
@@ -39,6 +40,7 @@ __all__ = [
     "count_seen",
     "count_slots",
     "make_layout",
+    "plan_of",
     "trim_rows",
     "trimmed",
 ]

@@ -6,6 +6,7 @@ Decides nothing about slots itself. Integers only.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import NamedTuple, Protocol
 
 
@@ -40,7 +41,8 @@ NO_LIMIT = 1 << 62
 class Plan:
     """One update in integers. The mask, the write and the read are all made from it, so they cannot disagree.
 
-    Every layer makes one for every token, so what is asked more than once is worked out once.
+    Every layer asks for one for every token, so what is asked more than once is worked out once: `plan_of` gives
+    layers that stand alike the same.
 
     Attributes:
         layout: which slot holds which position.
@@ -58,6 +60,7 @@ class Plan:
     """
 
     __slots__ = (
+        "_after",
         "counts",
         "held",
         "layout",
@@ -73,6 +76,7 @@ class Plan:
 
     def __init__(self, layout: Layout, rows: tuple[Row, ...], new: int, counts: tuple[int, ...] | None = None) -> None:
         self.layout, self.rows, self.new = layout, rows, new
+        self._after: tuple[Row, ...] | None = None
         self.padded = counts is not None or min([row.offset for row in rows]) < 0
         self.counts = (new,) * len(rows) if counts is None else counts
         self.held = rows[0].end if len(rows) == 1 else max([row.end for row in rows])
@@ -105,13 +109,15 @@ class Plan:
     @property
     def after(self) -> tuple[Row, ...]:
         """Where each row stands after the update."""
-        front = self.layout.front
-        return tuple(
-            [
-                Row(row.start, row.offset + new, max(row.high, row.offset + new), front(row, new))
-                for row, new in zip(self.rows, self.counts, strict=True)
-            ]
-        )
+        if self._after is None:
+            front = self.layout.front
+            self._after = tuple(
+                [
+                    Row(row.start, row.offset + new, max(row.high, row.offset + new), front(row, new))
+                    for row, new in zip(self.rows, self.counts, strict=True)
+                ]
+            )
+        return self._after
 
     @property
     def distinct(self) -> tuple[Row, ...]:
@@ -132,8 +138,16 @@ class Plan:
         return [[-1] * (longest - len(positions)) + positions for positions in seen]
 
 
+@lru_cache(maxsize=8)
+def plan_of(layout: Layout, rows: tuple[Row, ...], new: int, counts: tuple[int, ...] | None = None) -> Plan:
+    """The plan of an update. The layers of a model ask for the same one after the other; it is made once."""
+    return Plan(layout, rows, new, counts)
+
+
 class Layout(Protocol):
-    """A rule for slots. All numbers are slots or positions of one row."""
+    """A rule for slots. All numbers are slots or positions of one row. A layout never changes."""
+
+    def __hash__(self) -> int: ...
 
     @property
     def window(self) -> int | None:

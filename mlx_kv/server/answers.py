@@ -26,6 +26,52 @@ SHUTTING_DOWN = "the server is shutting down"
 ENDPOINTS = {"/v1/completions": "completions", "/v1/chat/completions": "chat"}
 
 
+class Mailbox:
+    """What the worker said of one job and nobody has heard yet; pieces that wait become one."""
+
+    def __init__(self) -> None:
+        self._piece: Piece | None = None
+        self._error: ApiError | None = None
+        self._news, self._silent = asyncio.Event(), False
+        self._tick()
+
+    def _tick(self) -> None:
+        """Looks now and then whether nothing came: a timer for each piece would cost more than the piece."""
+        if self._silent:
+            self._news.set()
+        self._silent = True
+        self._timer = asyncio.get_running_loop().call_later(KEEP_ALIVE / 2, self._tick)
+
+    def put(self, piece: Piece) -> None:
+        if piece.error is not None:
+            self.fail(ApiError(500, piece.error))
+            return
+        self._piece = piece if self._piece is None else self._piece.joined(piece)
+        self._news.set()
+
+    def fail(self, error: ApiError) -> None:
+        self._error = error
+        self._news.set()
+
+    async def get(self) -> Piece | None:
+        """Waits for what is new; None where nothing came for long.
+
+        Raises:
+            ApiError: nothing more will come.
+        """
+        await self._news.wait()
+        self._news.clear()
+        piece, self._piece, self._silent = self._piece, None, False
+        if self._error is not None:
+            if piece is None:
+                raise self._error
+            self._news.set()
+        return piece
+
+    def close(self) -> None:
+        self._timer.cancel()
+
+
 class Desk:
     """Lets requests in, and hands the worker's pieces to the answers that wait for them. Lives in the event loop.
 
@@ -35,7 +81,7 @@ class Desk:
 
     def __init__(self, worker: Worker, metrics: Metrics, name: str, most: int) -> None:
         self.worker, self.metrics, self.name, self._most = worker, metrics, name, most
-        self._queues: dict[int, asyncio.Queue[Piece | None]] = {}  # by number of the job
+        self._mailboxes: dict[int, Mailbox] = {}  # by number of the job
         self._admitted, self._closing = 0, False
 
     def begin(self) -> None:
@@ -50,8 +96,8 @@ class Desk:
 
     def _arrived(self, pieces: list[Piece]) -> None:
         for piece in pieces:
-            if piece.job.number in self._queues:  # or its client has hung up
-                self._queues[piece.job.number].put_nowait(piece)
+            if piece.job.number in self._mailboxes:  # or its client has hung up
+                self._mailboxes[piece.job.number].put(piece)
 
     def admit(self) -> None:
         """Lets one more request in; `leave` is to follow.
@@ -69,24 +115,23 @@ class Desk:
     def leave(self) -> None:
         self._admitted -= 1
 
-    def submit(self, job: Job) -> asyncio.Queue[Piece | None]:
-        """Hands a job to the worker; its pieces come through the queue. None: the server does not wait any longer."""
-        pieces: asyncio.Queue[Piece | None] = asyncio.Queue()
-        self._queues[job.number] = pieces
+    def submit(self, job: Job) -> Mailbox:
+        """Hands a job to the worker; its pieces come to the mailbox."""
+        mailbox = self._mailboxes[job.number] = Mailbox()
         self.worker.submit(job)
-        return pieces
+        return mailbox
 
     def done(self, job: Job, ended: bool) -> None:
         """Nobody waits for this job any longer; one that has not ended is let go."""
-        del self._queues[job.number]
+        self._mailboxes.pop(job.number).close()
         if not ended:
             self.worker.cancel(job)
 
     def give_up(self) -> None:
         """Ends all answers with an error, and lets nobody in: the server has waited long enough for them."""
         self._closing = True
-        for pieces in self._queues.values():
-            pieces.put_nowait(None)
+        for mailbox in self._mailboxes.values():
+            mailbox.fail(ApiError(503, SHUTTING_DOWN))
 
     def count(self, path: str, status: int) -> None:
         self.metrics.requests.labels(ENDPOINTS.get(path, "other"), str(status)).inc()
@@ -105,7 +150,7 @@ class Answer(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         desk, job, status = self._desk, self._job, 499
-        self._pieces = desk.submit(job)
+        self._mailbox = desk.submit(job)
         gone = asyncio.create_task(self._hung_up(receive))
         work = asyncio.create_task((self._stream if self._asked.stream else self._whole)(scope, receive, send))
         try:
@@ -131,19 +176,14 @@ class Answer(Response):
             ApiError: the worker gave up, or the server.
         """
         while not self._finish:
-            try:
-                piece = await asyncio.wait_for(self._pieces.get(), KEEP_ALIVE)
-            except TimeoutError:
+            piece = await self._mailbox.get()
+            if piece is None:
                 yield None
                 continue
-            if piece is None:
-                raise ApiError(503, SHUTTING_DOWN)
             if self._generated == 0 and piece.tokens:
                 self._desk.metrics.first_token.observe(time.monotonic() - self._job.since)
             self._generated += piece.tokens
             self._finish = piece.finish_reason or ""
-            if piece.error is not None:
-                raise ApiError(500, piece.error)
             said = Said(piece.text) if self._text is None else self._text.feed(piece.text)
             if self._finish and self._text is not None:
                 said.add(self._text.finish())

@@ -65,6 +65,11 @@ class Piece:
     finish_reason: str | None = None
     error: str | None = None
 
+    def joined(self, following: Piece) -> Piece:
+        """This piece and the one after it as one."""
+        text, tokens = self.text + following.text, self.tokens + following.tokens
+        return Piece(self.job, text, tokens, following.finish_reason)
+
 
 @dataclass(frozen=True)
 class Snapshot:

@@ -151,7 +151,8 @@ class Worker:
             self._take()
             try:
                 self._join()
-                self._told(self._engine.step())
+                if self._engine.busy:
+                    self._told(self._engine.step())
                 self._look()
             except Exception:
                 self._fail_all()
@@ -220,6 +221,7 @@ class Worker:
     def _told(self, tokens: list[BatchToken]) -> None:
         """Passes on what a step gave. It tells of all rows that decode, in the order of the batch."""
         pieces: dict[int, Piece] = {}
+        ended: list[tuple[Job, BatchToken]] = []
         for token in tokens:
             job = self._active.get(token.index)
             if job is None:
@@ -230,15 +232,11 @@ class Worker:
                 finish = "stop"
             elif finish is not None:
                 text += job.stops.finish()
-            before = pieces.get(job.number, Piece(job))
-            pieces[job.number] = Piece(job, before.text + text, before.tokens + 1, finish)
+            piece = Piece(job, text, 1, finish)
+            pieces[job.number] = pieces[job.number].joined(piece) if job.number in pieces else piece
             if finish is not None:
-                stopped = token.finish_reason is None  # by a text: the engine would go on
-                if self._keeps:
-                    self._reading.keep(job, self._engine.extract(job.number) if stopped else token.caches)
-                if stopped:
-                    self._engine.cancel(job.number)
                 self._end(job, finish)
+                ended.append((job, token))
         self._order = [number for number in pieces if number in self._active]
         if self.policy.budget is not None:
             for number, gone in zip(self._order, evicted(self._engine.caches), strict=False):
@@ -249,6 +247,12 @@ class Worker:
             self._metrics.generated_tokens.inc(new)
             self._counted.append((time.monotonic(), new))
             self.deliver(list(pieces.values()))
+        for job, token in ended:  # when the clients know
+            stopped = token.finish_reason is None  # by a text: the engine would go on
+            if self._keeps:
+                self._reading.keep(job, self._engine.extract(job.number) if stopped else token.caches)
+            if stopped:
+                self._engine.cancel(job.number)
 
     def _end(self, job: Job, reason: str) -> None:
         self._active.pop(job.number, None)
