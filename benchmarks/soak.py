@@ -3,7 +3,7 @@
     python benchmarks/soak.py [--requests 2000] [--clients 8]
 
 `mlx-kv serve` runs as a process of its own with the bundled reference model and a budget, so that rows join, compact
-and leave all the time. Prompts and answers have mixed lengths; one client in ten hangs up in the middle, one request in
+and leave all the time; processed prompts are kept in 16 MiB, so that these come and go, too. Prompts and answers have mixed lengths; one client in ten hangs up in the middle, one request in
 ten is malformed. After every hundredth of the requests the server's resident memory (VmRSS of /proc) and the bytes that
 MLX holds in arrays (from /metrics) are read, while all clients wait: rows that live would count otherwise.
 
@@ -30,6 +30,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 SOURCE = (Path(__file__).parent.parent / "mlx_kv" / "cache.py").read_text()
 PARTS = 100
+PROMPT_MEMORY = 16 * 2**20  # bytes; full long before the warm-up has ended
 
 
 def request(client: httpx.Client, number: int) -> str:
@@ -87,6 +88,7 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=8)
     options = parser.parse_args()
     words = [sys.executable, "-m", "mlx_kv.cli", "serve", "--port", "0", "--kv-budget", "128", "--max-batch-size", "8"]
+    words += ["--prompt-memory-bytes", str(PROMPT_MEMORY)]
     process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     url = process.stderr.readline().split(" at ")[1].split("/v1")[0]
@@ -128,6 +130,8 @@ def main() -> None:
         "mlx_change": round(change(actives), 4),
         "rows_finished": round(found["mlx_kv_finished_total"]),
         "tokens_generated": round(found["mlx_kv_generated_tokens_total"]),
+        "prompt_memory_bytes": round(found["mlx_kv_prompt_memory_bytes"]),
+        "prefix_hits": round(found["mlx_kv_prefix_hits_total"]),
         "tokens_evicted": round(found["mlx_kv_tokens_evicted_total"]),
         "engine_failures": round(found["mlx_kv_engine_failures_total"]),
         "exit_code": code,

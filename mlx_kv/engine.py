@@ -24,6 +24,10 @@ from mlx_kv.generation import prefill_step, reserve_for
 from mlx_kv.policy import CachePolicy
 
 MOST_PROMPTS_AT_ONCE = 8  # read together; mlx-lm's number
+# Tokens of prompts read together. More would keep the device no busier, but all rows waiting: those that decode for
+# their next token, and the first of the prompts for the last. On a CPU 512 are as fast as any more; mlx-lm reads up to
+# 2,048 tokens of one prompt in one pass, which is what is let through elsewhere.
+MOST_TOKENS_AT_ONCE = {mx.DeviceType.cpu: 1024, mx.DeviceType.gpu: 2048}
 
 
 @dataclass(frozen=True)
@@ -198,16 +202,19 @@ class PlainEngine:
     ) -> None:
         self.model, self._return_caches = model, return_caches
         self._empty = make_prompt_cache(model, policy)  # refuses what no layer can honour
+        self._step_size = prefill_step(self._empty, prefill_step_size)
         self._generator = BatchGenerator(
             model,
             stop_tokens=[[token] for token in sorted(ends)],
             completion_batch_size=max_batch_size,
             prefill_batch_size=min(MOST_PROMPTS_AT_ONCE, max_batch_size),
-            prefill_step_size=prefill_step(self._empty, prefill_step_size),
+            prefill_step_size=self._step_size,
         )
         self._max_batch_size = max_batch_size
         self._waiting: deque[Continuation] = deque()
         self._active: dict[int, Continuation] = {}  # by mlx-lm's number for it
+        self._reading: dict[int, int] = {}  # by the same, those that have prompt tokens left to read, and how many
+        self._most_tokens = MOST_TOKENS_AT_ONCE[mx.default_device().type]
 
     def submit(self, sequence: Continuation) -> None:
         check_sequence(sequence)
@@ -219,21 +226,32 @@ class PlainEngine:
         self._waiting = deque([sequence for sequence in self._waiting if sequence.index != index])
         for uid in [uid for uid, sequence in self._active.items() if sequence.index == index]:
             self._generator.remove([uid])  # type: ignore[no-untyped-call]
+            self._reading.pop(uid, None)
             del self._active[uid]
 
     def step(self) -> list[BatchToken]:
         while self._waiting and len(self._active) < self._max_batch_size:
+            together = sum(self._reading.values()) + len(self._waiting[0].tokens)
+            # A prompt that takes several passes does not keep others from joining in them.
+            if self._reading and together > self._most_tokens and max(self._reading.values()) <= self._step_size:
+                break
             sequence = self._waiting.popleft()
             caches = sequence.caches or self.make_caches()
             reserve_for(caches, len(sequence.tokens), sequence.max_tokens)
             samplers: Any = [sequence.sampler]
             (uid,) = self._generator.insert([sequence.tokens], [sequence.max_tokens], [caches], samplers=samplers)
-            self._active[uid] = sequence
+            self._active[uid], self._reading[uid] = sequence, len(sequence.tokens)
             sequence.caches = None  # the batch has its own copy
         if not self._active:
             return []
         tokens = []
-        for response in self._generator.next()[1]:  # type: ignore[no-untyped-call]
+        prompts, responses = self._generator.next()  # type: ignore[no-untyped-call]
+        for response in prompts:
+            read, everything = response.progress
+            self._reading[response.uid] = everything - read
+            if everything - read <= 1:  # the last token is read with the first step
+                del self._reading[response.uid]
+        for response in responses:
             finish = response.finish_reason
             held: Any = response.prompt_cache if self._return_caches else None
             if held is not None:
@@ -267,6 +285,7 @@ class PlainEngine:
     def close(self) -> None:
         self._generator.remove(list(self._active))  # type: ignore[no-untyped-call]
         self._active.clear()
+        self._reading.clear()
         self._waiting.clear()
         self._generator.close()  # type: ignore[no-untyped-call]
 

@@ -87,7 +87,6 @@ class Running:
         self.wait_until(lambda: not self.worker.snapshot.decoding and self.worker.snapshot.memory.bytes_allocated == 0)
         self.wait_until(lambda: self.api.desk._admitted == 0 and not self.api.desk._mailboxes)
 
-
     def wait_until_kept(self) -> None:
         """What was read for answers that have ended is in memory, and on the disk."""
         taken = threading.Event()

@@ -247,6 +247,8 @@ class Worker:
             self._metrics.generated_tokens.inc(new)
             self._counted.append((time.monotonic(), new))
             self.deliver(list(pieces.values()))
+            if any(len(piece.job.answer) == piece.tokens for piece in pieces.values()):
+                time.sleep(5e-5)  # a first token is waited for: let it out before the next step is built
         for job, token in ended:  # when the clients know
             stopped = token.finish_reason is None  # by a text: the engine would go on
             if self._keeps:
