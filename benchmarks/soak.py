@@ -3,9 +3,10 @@
     python benchmarks/soak.py [--requests 2000] [--clients 8]
 
 `mlx-kv serve` runs as a process of its own with the bundled reference model and a budget, so that rows join, compact
-and leave all the time; processed prompts are kept in 16 MiB, so that these come and go, too. Prompts and answers have mixed lengths; one client in ten hangs up in the middle, one request in
-ten is malformed. After every hundredth of the requests the server's resident memory (VmRSS of /proc) and the bytes that
-MLX holds in arrays (from /metrics) are read, while all clients wait: rows that live would count otherwise.
+and leave all the time; processed prompts are kept in 16 MiB, so that these come and go, too. Prompts and answers have
+mixed lengths; one client in ten hangs up in the middle, one request in ten is malformed. After every hundredth of the
+requests the server's resident memory (VmRSS of /proc) and the bytes that MLX holds in arrays (from /metrics) are read,
+while all clients wait: rows that live would count otherwise.
 
 Flat means: the median of the last tenth within 5% of the median of the tenth after warm-up (the first fifth does not
 count). At the end no row may be left, no byte of keys and values, and all requests must be accounted for. The last line
