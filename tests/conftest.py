@@ -7,6 +7,8 @@ from mlx_kv import blas
 blas.preload()  # before anything below imports MLX
 
 import os  # noqa: E402
+import sys  # noqa: E402
+from collections.abc import Callable  # noqa: E402
 from typing import Any  # noqa: E402
 
 import mlx.nn as nn  # noqa: E402
@@ -36,3 +38,24 @@ def draft() -> nn.Module:
     from mlx_kv.bundled import model_path
 
     return load(model_path("draft"))[0]
+
+
+class Called:
+    """What one call of the command left: exit code, stdout and stderr."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+        from mlx_kv import cli
+
+        monkeypatch.setattr(sys, "argv", ["mlx-kv", *arguments])
+        self.code: Any = 0
+        try:
+            cli.main()
+        except SystemExit as end:
+            self.code = end.code
+        self.out, self.err = capsys.readouterr()
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Called]:
+    """Calls `mlx-kv` with arguments, in this process."""
+    return lambda *arguments: Called(capsys, monkeypatch, *map(str, arguments))

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from tiny_models import make_model
 
-from mlx_kv import cli, evaluation, recall_tasks
+from mlx_kv import evaluation, recall_tasks
 from mlx_kv import evaluation_tasks as tasks
 from mlx_kv.adapter import compact, load, make_prompt_cache
 from mlx_kv.bundled import model_path
@@ -303,22 +303,9 @@ def test_what_cannot_be_measured_is_refused_before_anything_is(recall_model: Any
 # --- the command --------------------------------------------------------------------------------------------------
 
 
-class Called:
-    """What one call of the command left: exit code, stdout and stderr."""
-
-    def __init__(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
-        monkeypatch.setattr(sys, "argv", ["mlx-kv", "eval", *arguments])
-        self.code: Any = 0
-        try:
-            cli.main()
-        except SystemExit as end:
-            self.code = end.code
-        self.out, self.err = capsys.readouterr()
-
-
 @pytest.fixture
-def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
-    return lambda *arguments: Called(capsys, monkeypatch, *map(str, arguments))
+def call(command: Any) -> Any:
+    return lambda *arguments: command("eval", *arguments)
 
 
 FAST = ("--rows", "5", "--seeds", "1", "--context", "200", "--budgets", "100,32", "--scores", "key_diff,recent")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import pytest
 from mlx_lm.generate import generate_step
 from tiny_models import VOCAB, make_model
 
-from mlx_kv import cli, inspection
+from mlx_kv import inspection
 from mlx_kv.adapter import attention_caches, make_prompt_cache
 from mlx_kv.commands import inspect as inspect_module
 from mlx_kv.commands.inspect import blocks, marked, pieces, tenths, text_lines
@@ -27,23 +26,10 @@ PROMPT = "".join(f"def function_{i}(a, b):\n    return a * {i} + b\n\n\n" for i 
 SMALL = ("--kv-budget", "40", "--kv-keep-recent", "8", "--kv-margin", "0", "--max-write", "32")
 
 
-class Called:
-    """What one call of the command left: exit code, stdout and stderr."""
-
-    def __init__(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
-        monkeypatch.setattr(sys, "argv", ["mlx-kv", "inspect", *arguments])
-        self.code: Any = 0
-        try:
-            cli.main()
-        except SystemExit as end:
-            self.code = end.code
-        self.out, self.err = capsys.readouterr()
-
-
 @pytest.fixture
-def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, reference: Any) -> Any:
+def call(command: Any, monkeypatch: pytest.MonkeyPatch, reference: Any) -> Any:
     monkeypatch.setattr("mlx_kv.adapter.load", lambda path: reference)  # once for all tests
-    return lambda *arguments: Called(capsys, monkeypatch, *map(str, arguments))
+    return lambda *arguments: command("inspect", *arguments)
 
 
 def ids(tokens: int) -> list[int]:

@@ -15,7 +15,7 @@ from mlx_lm.models import cache as stock
 from tiny_models import FAMILIES, VOCAB, make_model
 
 import mlx_kv
-from mlx_kv import cli, plots
+from mlx_kv import plots
 from mlx_kv.adapter import leaves, make_prompt_cache, model_from_config
 from mlx_kv.commands import generate as generate_command
 from mlx_kv.planning import Planner, Strategy, config_dtype, strategies
@@ -47,22 +47,9 @@ GEMMA4: dict[str, Any] = {
 }
 
 
-class Called:
-    """What one call of the command left: exit code, stdout and stderr."""
-
-    def __init__(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
-        monkeypatch.setattr(sys, "argv", ["mlx-kv", *arguments])
-        self.code: Any = 0
-        try:
-            cli.main()
-        except SystemExit as end:
-            self.code = end.code
-        self.out, self.err = capsys.readouterr()
-
-
 @pytest.fixture
-def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
-    return lambda *arguments: Called(capsys, monkeypatch, *map(str, arguments))
+def call(command: Any) -> Any:
+    return command
 
 
 def write_config(folder: Path, config: dict[str, Any]) -> Path:

@@ -30,7 +30,6 @@ from mlx_kv import (
     Geometric,
     KVCache,
     RingKVCache,
-    cli,
     load_prompt_cache,
     make_prompt_cache,
     save_prompt_cache,
@@ -591,22 +590,9 @@ TEXT = (Path(mlx_kv.__file__).parent / "growth.py").read_text()[:1500].rpartitio
 REST = "\n\n\ndef double(slots: int) -> int:\n"
 
 
-class Called:
-    """What one call of the command left: exit code, stdout and stderr."""
-
-    def __init__(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
-        monkeypatch.setattr(sys, "argv", ["mlx-kv", *arguments])
-        self.code: Any = 0
-        try:
-            cli.main()
-        except SystemExit as end:
-            self.code = end.code
-        self.out, self.err = capsys.readouterr()
-
-
 @pytest.fixture
-def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
-    return lambda *arguments: Called(capsys, monkeypatch, *map(str, arguments))
+def call(command: Any) -> Any:
+    return command
 
 
 POLICY_OPTIONS: dict[str, tuple[str, ...]] = {

@@ -17,7 +17,7 @@ import click
 
 from mlx_kv import blas
 from mlx_kv.bundled import draft_path, model_path
-from mlx_kv.commands.options import make_policy, model_option, policy_options
+from mlx_kv.commands.options import decoding_options, make_policy, model_option, policy_options
 
 if TYPE_CHECKING:
     import mlx.nn as nn
@@ -70,19 +70,7 @@ JSONL = click.Path(exists=True, dir_okay=False, path_type=Path)
     metavar="N",
     help="Of lines that don't say.",
 )
-@click.option("--temp", type=click.FloatRange(0), default=0.0, show_default=True, metavar="T", help="0 is greedy.")
-@click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), default=1.0, show_default=True, metavar="P")
-@click.option("--seed", type=click.IntRange(0, 2**64 - 1), metavar="N", help="Makes sampling repeatable.")
-@click.option(
-    "--prefill-step-size",
-    type=click.IntRange(1),
-    metavar="N",
-    help="Prompt tokens read at once.  [default: 2048, or max-write in models with windows]",
-)
-@click.option(
-    "--draft-model", metavar="PATH_OR_HUB_ID", help="Speculate with this model; `reference`: the bundled draft."
-)
-@click.option("--num-draft-tokens", type=int, metavar="K", help="Drafted for each pass.  [default: 3]")
+@decoding_options
 @policy_options
 def batch(
     model: str,

@@ -16,6 +16,7 @@ from mlx_kv import blas
 from mlx_kv.bundled import draft_path, model_path
 from mlx_kv.commands.cache import encode_ending, load_for, tokens_read
 from mlx_kv.commands.options import (
+    decoding_options,
     human_bytes,
     make_policy,
     model_option,
@@ -67,19 +68,7 @@ def check_cache_file(policy: dict[str, Any], draft_model: str | None) -> None:
 )
 @click.option("--ignore-chat-template", is_flag=True, help="Continue the prompt as plain text.")
 @click.option("--max-tokens", type=click.IntRange(1), default=256, show_default=True, metavar="N")
-@click.option("--temp", type=click.FloatRange(0), default=0.0, show_default=True, metavar="T", help="0 is greedy.")
-@click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), default=1.0, show_default=True, metavar="P")
-@click.option("--seed", type=click.IntRange(0, 2**64 - 1), metavar="N", help="Makes sampling repeatable.")
-@click.option(
-    "--prefill-step-size",
-    type=click.IntRange(1),
-    metavar="N",
-    help="Prompt tokens read at once.  [default: 2048, or max-write in models with windows]",
-)
-@click.option(
-    "--draft-model", metavar="PATH_OR_HUB_ID", help="Speculate with this model; `reference`: the bundled draft."
-)
-@click.option("--num-draft-tokens", type=int, metavar="K", help="Drafted for each pass.  [default: 3]")
+@decoding_options
 @policy_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of streaming.")
 def generate(

@@ -42,6 +42,30 @@ def prompt_options(function: Command) -> Command:
     return applied(options, function)
 
 
+def decoding_options(function: Command) -> Command:
+    """How tokens are chosen and how prompts are read, for the commands that generate."""
+    options = (
+        click.option(
+            "--temp", type=click.FloatRange(0), default=0.0, show_default=True, metavar="T", help="0 is greedy."
+        ),
+        click.option(
+            "--top-p", type=click.FloatRange(0, 1, min_open=True), default=1.0, show_default=True, metavar="P"
+        ),
+        click.option("--seed", type=click.IntRange(0, 2**64 - 1), metavar="N", help="Makes sampling repeatable."),
+        click.option(
+            "--prefill-step-size",
+            type=click.IntRange(1),
+            metavar="N",
+            help="Prompt tokens read at once.  [default: 2048, or max-write in models with windows]",
+        ),
+        click.option(
+            "--draft-model", metavar="PATH_OR_HUB_ID", help="Speculate with this model; `reference`: the bundled draft."
+        ),
+        click.option("--num-draft-tokens", type=int, metavar="K", help="Drafted for each pass.  [default: 3]"),
+    )
+    return applied(options, function)
+
+
 _NUMBER: dict[str, Any] = {"type": int, "metavar": "N", "show_default": True}
 BUDGET_OPTIONS = (
     click.option(
