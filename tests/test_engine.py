@@ -22,7 +22,7 @@ from mlx_kv import (
     make_prompt_cache,
     trim_prompt_cache,
 )
-from mlx_kv.engine import Continuation, Engine, make_engine
+from mlx_kv.engine import Continuation, Engine, PlainEngine, make_engine
 
 PROMPT = mx.random.randint(1, VOCAB, (20,), key=mx.random.key(1)).tolist()
 ENGINES = ["plain", "speculative"]
@@ -158,6 +158,45 @@ def test_caches_of_a_row_go_on(draft: int | None, policy: str) -> None:
     for number, (row, tokens, _) in enumerate(starts):
         assert tokens_of[number] == wanted[row][len(tokens) : len(tokens) + 8]
     assert tokens_of[3] == wanted[1][:8]
+
+
+def test_prompts_are_read_together_as_far_as_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mlx_kv.engine.MOST_TOKENS_AT_ONCE", dict.fromkeys(mx.DeviceType.__members__.values(), 30))
+    model = make_model("llama")
+    made = make_engine(model, set())
+    assert isinstance(made, PlainEngine)
+    prompts = [PROMPT, PROMPT[:12], PROMPT[:9], PROMPT[:8], [5], PROMPT[:19]]
+    for index, prompt in enumerate(prompts):
+        made.submit(Continuation(index, prompt, 6))
+    tokens: dict[int, list[int]] = {}
+    read_at: dict[int, int] = {}  # by prompt: the step in which it joined
+    for step in range(100):
+        waiting = {sequence.index for sequence in made._waiting}
+        for token in made.step():
+            tokens.setdefault(token.index, []).append(token.token)
+        read_at |= dict.fromkeys(waiting - {sequence.index for sequence in made._waiting}, step)
+    assert not made.busy
+    assert tokens == {index: alone(model, prompt, 6) for index, prompt in enumerate(prompts)}
+    joined = [{index for index in read_at if read_at[index] == step} for step in sorted(set(read_at.values()))]
+    assert joined == [{0}, {1, 2, 3, 4}, {5}]
+    assert made._reading == {}
+
+
+def test_a_prompt_of_several_passes_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mlx_kv.engine.MOST_TOKENS_AT_ONCE", dict.fromkeys(mx.DeviceType.__members__.values(), 16))
+    model = make_model("llama")
+    made = make_engine(model, set(), prefill_step_size=8)
+    made.submit(Continuation(0, PROMPT * 4, 3))
+    made.submit(Continuation(1, PROMPT[:7], 3))
+    order = []
+    while made.busy:
+        order += [token.index for token in made.step()]
+    assert order == [1, 1, 1, 0, 0, 0]
+    made.submit(Continuation(2, PROMPT * 4, 3))
+    made.step()
+    made.cancel(2)  # while it is read
+    made.submit(Continuation(3, PROMPT, 3))
+    assert drained(made) == {3: alone(model, PROMPT, 3)}
 
 
 @pytest.mark.parametrize("kind", ENGINES)
