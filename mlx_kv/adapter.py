@@ -157,6 +157,8 @@ def trim_prompt_cache(caches: Sequence[Any], n: int | Sequence[int]) -> int | Se
     Raises:
         ValueError: a layer that cannot; nothing has changed then, in any layer.
     """
+    if n == 0:
+        return n  # recurrent state, too, can be left as it is
     for index, cache in enumerate(caches):
         if not can_trim([cache], n):
             raise ValueError(

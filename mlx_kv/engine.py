@@ -16,8 +16,9 @@ from typing import Any, Protocol
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import BatchGenerator, generation_stream
+from mlx_lm.models import cache as stock
 
-from mlx_kv.adapter import check_alike, check_batches, make_prompt_cache
+from mlx_kv.adapter import check_alike, check_batches, leaves, make_prompt_cache
 from mlx_kv.checks import whole_number
 from mlx_kv.decoder import Decoder, Sampler, SpeculationStatistics
 from mlx_kv.generation import prefill_step, reserve_for
@@ -183,7 +184,10 @@ def check_sequence(sequence: Continuation) -> None:
 
 
 def evaluated(caches: list[Any]) -> list[Any]:
-    """Caches that were taken out of a batch: until they are evaluated they hold on to its buffers."""
+    """Caches of one row that were taken out of a batch, so that they no longer hold on to its buffers."""
+    for cache in leaves(caches):
+        if isinstance(cache, stock.ArraysCache):  # mlx-lm's have slices of the batch's, which stay that: copy them
+            cache.cache = [x if x is None else mx.take(x, mx.array([0]), axis=0) for x in cache.cache]
     mx.eval([cache.state for cache in caches])
     return caches
 

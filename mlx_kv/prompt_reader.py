@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_kv.generation import prefill_step
-from mlx_kv.prefixes import Prefixes, least_tokens
+from mlx_kv.prefixes import Prefixes, needs_checkpoints
 
 MOST_CHECKPOINTS = 32  # of one prompt: so at most a 32nd of it is read again
 
@@ -44,6 +44,7 @@ class PromptReader:
         self.caches, self.reused = (caches, 0) if found is None else found
         self.read = self._kept = self.reused
         self.step_size = prefill_step(self.caches, step)
+        self._checkpoints = needs_checkpoints(self.caches)
 
     @property
     def done(self) -> bool:
@@ -52,7 +53,7 @@ class PromptReader:
     def step(self) -> int:
         """Reads the next chunk, and returns how many tokens it had.
 
-        Caches that cannot be trimmed back to any prefix are kept on the way, others at the end.
+        Caches that cannot always be trimmed back to any prefix are kept on the way, others at the end.
         """
         chunk = self.tokens[self.read : min(self.read + self.step_size, len(self.tokens) - 1)]
         if chunk:
@@ -66,10 +67,9 @@ class PromptReader:
         return len(chunk)
 
     def _worth_keeping(self) -> bool:
-        if self.done:
-            return True
+        # On the way also where they still could go back: the next chunk may be the one after which they cannot.
         far = (self.read - self._kept) * MOST_CHECKPOINTS >= len(self.tokens)
-        return far and least_tokens(self.caches, self.read) > 0
+        return self.done or (far and self._checkpoints)
 
     def finish(self) -> list[Any]:
         """Reads the rest, and returns the caches."""

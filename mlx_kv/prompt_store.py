@@ -85,7 +85,7 @@ class PromptStore:
         self._index = PrefixIndex()  # those of our fingerprint
         self._used: dict[str, float] = {}  # when each was last of use, as far as is known: perhaps later
         self._ignored: set[str] = set()  # set aside, or not to be understood
-        self._changing = threading.RLock()  # guards the four above: of who serves while another refreshes
+        self._changing = threading.RLock()  # guards the first two: one thread serves while another refreshes
 
     # --- finding --------------------------------------------------------------------------------------------------
 
@@ -133,7 +133,8 @@ class PromptStore:
     def entries(self) -> dict[str, Entry]:
         """All entries that are there now, by name."""
         self.refresh()
-        return dict(self._known)
+        with self._changing:
+            return dict(self._known)
 
     def fetch(self, tokens: Sequence[int]) -> Fetched | None:
         """Reads the entry that stands for most of a prompt; what is gone or damaged on the way is forgotten."""
@@ -229,13 +230,15 @@ class PromptStore:
             self.fs.mv(partial, path)
 
     def _enforce(self) -> None:
-        total = sum(entry.bytes for entry in self._known.values())
-        while total > self.max_bytes and self._known:
-            name = min(self._known, key=lambda name: self._used.get(name, 0.0))
+        with self._changing:
+            there = dict(self._known)
+        total = sum(entry.bytes for entry in there.values())
+        while total > self.max_bytes and there:
+            name = min(there, key=lambda name: self._used.get(name, 0.0))
             known, self._used[name] = self._used.get(name, 0.0), self._last_used(name)
             if self._used[name] > known:
                 continue  # another process has used it meanwhile
-            total -= self._known[name].bytes
+            total -= there.pop(name).bytes
             self._remove(name)
         for file in self._listed():
             name = file.removeprefix(".").split(".")[0]

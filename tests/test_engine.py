@@ -160,6 +160,28 @@ def test_caches_of_a_row_go_on(draft: int | None, policy: str) -> None:
     assert tokens_of[3] == wanted[1][:8]
 
 
+def test_state_that_was_taken_out_holds_no_other_row() -> None:
+    """mlx-lm's recurrent state comes as a slice of the batch's: kept like that, one row would keep all of them."""
+    model = make_model("lfm2")
+    made = make_engine(model, set(), return_caches=True)
+    for index in range(4):
+        made.submit(Continuation(index, PROMPT, 30 if index else 3))
+    held: list[Any] = []
+    while made.busy:
+        held += [token.caches for token in made.step() if token.caches and token.index == 0]
+    made.close()
+    del made
+    gc.collect()
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    (caches,) = held
+    size = sum(cache.nbytes for cache in caches)
+    held.clear()
+    del caches
+    gc.collect()
+    assert before - mx.get_active_memory() <= 1.1 * size
+
+
 def test_prompts_are_read_together_as_far_as_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mlx_kv.engine.MOST_TOKENS_AT_ONCE", dict.fromkeys(mx.DeviceType.__members__.values(), 30))
     model = make_model("llama")

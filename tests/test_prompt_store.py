@@ -20,7 +20,7 @@ import pytest
 from mlx_lm.generate import generate_step
 from tiny_models import VOCAB, make_model
 
-from mlx_kv import CachePolicy, PromptStore, load_prompt_cache, make_prompt_cache
+from mlx_kv import CachePolicy, PromptMemory, PromptStore, load_prompt_cache, make_prompt_cache
 from mlx_kv.prefixes import LEAST_SHARED, packed  # noqa: F401, packed is for a child
 from mlx_kv.prompt_reader import PromptReader
 
@@ -131,6 +131,29 @@ def test_what_a_ring_cannot_give_back_is_not_served(tmp_path: Path) -> None:
     caches, count = store.find([*PREFIX[:930], 0, 0])
     assert count == 896  # the entry after that chunk; that of 960 is gone, and that of 999 cannot go back so far
     assert caches[0].offset == 896
+
+
+@pytest.mark.parametrize("step", [512, 128])
+@pytest.mark.parametrize("policy", [CachePolicy(budget=512), CachePolicy(max_kv_size=512)], ids=["budget", "window"])
+def test_no_gap_between_the_entries_of_a_prompt(policy: CachePolicy, step: int) -> None:
+    """Wherever the next prompt parts from this one, no more than a chunk, or a 32nd, is read again."""
+    model, memory = make_model("llama", max_position_embeddings=8192), PromptMemory()
+    PromptReader(model, make_prompt_cache(model, policy), PREFIX, memory, step).finish()
+    for parts in range(100, len(PREFIX), 50):
+        served = memory.serves([*PREFIX[:parts], 0, 0])
+        assert parts - served <= max(step, len(PREFIX) // 32 + step - 1)
+
+
+@pytest.mark.parametrize("family", ["lfm2", "falcon_h1"])
+def test_recurrent_state_serves_what_it_has_read(family: str, tmp_path: Path) -> None:
+    model = make_model(family, max_position_embeddings=8192)
+    for store in (PromptMemory(), PromptStore(tmp_path)):
+        PromptReader(model, make_prompt_cache(model), PREFIX[:300], store, 100).finish()
+        reader = PromptReader(model, make_prompt_cache(model), [*PREFIX[:250], 1, 2], store, 100)
+        assert reader.reused == 200
+        alone = PromptReader(model, make_prompt_cache(model), reader.tokens)
+        assert answer(model, reader.finish(), [2]) == answer(model, alone.finish(), [2])
+        assert store.find(PREFIX[:250]) is not None  # what was found and read on is as it was
 
 
 def test_least_used_entries_leave_first(tmp_path: Path) -> None:

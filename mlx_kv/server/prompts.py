@@ -63,11 +63,15 @@ class Prompts:
         self._disk.submit(work)
 
     def _arrived(self, tokens: list[int], fetched: Fetched | None, done: Callable[[], None]) -> None:
-        caches = None if fetched is None or self.store is None else self.store.restore(fetched)
-        if fetched is not None and caches is not None:
+        if fetched is not None:
+            self._attempt(lambda: self._restored(tokens, fetched))
+        done()
+
+    def _restored(self, tokens: list[int], fetched: Fetched) -> None:
+        caches = None if self.store is None else self.store.restore(fetched)
+        if caches is not None:
             self._fetched = tokens, caches, fetched.count
             self.memory.keep(tokens[: fetched.count], caches)
-        done()
 
     def find(self, tokens: Sequence[int]) -> tuple[list[Any], int] | None:
         fetched, self._fetched = self._fetched, None
@@ -90,6 +94,9 @@ class Prompts:
         store = self.store
         assert store is not None
         self._attempt(lambda: store.write(new))
+        self._call(lambda: self._written(new))
+
+    def _written(self, new: PackedEntry) -> None:
         self._pending -= new.caches.nbytes
 
     def _attempt(self, what: Callable[[], Any]) -> Any:

@@ -56,6 +56,10 @@ class Reading:
         if self._reader is not None and self._reader[0] is job:
             self._reader = None
 
+    def wake(self) -> None:
+        """A job has ended: another may have waited for it."""
+        self._stalled = False
+
     def __contains__(self, job: object) -> bool:
         return job in self._jobs
 
@@ -95,7 +99,7 @@ class Reading:
                 self._fetching = job
                 self._prompts.fetch(job.tokens, self._arrived)
             return None
-        if not self._checkpoints:
+        if not self._checkpoints and self._fetched is not job:
             there, wanted = self._prompts.serves(job.tokens), packed(job.tokens)
             for other in (*self._in_engine(), *ready):
                 if shared(packed(other.tokens), wanted) >= there + WORTH_WAITING:

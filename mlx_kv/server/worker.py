@@ -148,8 +148,8 @@ class Worker:
         finally:
             self._started.set()
         while not self._stopping:
-            self._take()
             try:
+                self._take()
                 self._join()
                 if self._engine.busy:
                     self._told(self._engine.step())
@@ -258,6 +258,7 @@ class Worker:
 
     def _end(self, job: Job, reason: str) -> None:
         self._active.pop(job.number, None)
+        self._reading.wake()
         self._metrics.finished.labels(reason).inc()
 
     def _let_go(self, job: Job) -> None:

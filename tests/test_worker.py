@@ -1,0 +1,142 @@
+"""The worker without HTTP: models of any family, disks that fail, rows that wait for each other."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_models import make_model
+
+from mlx_kv import CachePolicy, PromptStore
+from mlx_kv.server.job import Job, Piece
+from mlx_kv.server.metrics import Metrics
+from mlx_kv.server.worker import Models, Worker
+
+PROMPT = [(7 * i * i + 3 * i) % 90 for i in range(700)]
+
+
+class Asked:
+    """A job, and what came of it."""
+
+    def __init__(self, job: Job) -> None:
+        self.job, self.ended, self.pieces = job, threading.Event(), list[Piece]()
+        self.first = 0.0
+
+    def wait(self) -> list[int]:
+        assert self.ended.wait(20), "it never ended"
+        assert self.pieces[-1].error is None, self.pieces[-1].error
+        return self.job.answer
+
+
+class Office:
+    """A worker, and somebody to ask it."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker, self.asked = worker, dict[int, Asked]()
+        worker.deliver = self.deliver
+
+    def deliver(self, pieces: list[Piece]) -> None:
+        for piece in pieces:
+            asked = self.asked[piece.job.number]
+            asked.pieces.append(piece)
+            asked.first = asked.first or time.monotonic()
+            if piece.finish_reason is not None:
+                asked.ended.set()
+
+    def ask(self, tokens: list[int], max_tokens: int = 8) -> Asked:
+        job = Job(list(tokens), max_tokens)
+        self.asked[job.number] = Asked(job)
+        self.worker.submit(job)
+        return self.asked[job.number]
+
+
+@contextlib.contextmanager
+def office(
+    reference: Any, family: str, policy: CachePolicy | None = None, prompt_memory_bytes: int = 2**28, **options: Any
+) -> Iterator[Office]:
+    def models() -> Models:
+        return Models(make_model(family, max_position_embeddings=8192), reference[1])
+
+    worker = Worker(models, lambda pieces: None, Metrics(), policy, prompt_memory_bytes=prompt_memory_bytes, **options)
+    worker.start()
+    yield Office(worker)
+    worker.stop()
+
+
+@pytest.mark.parametrize("where", ["memory", "store"])
+@pytest.mark.parametrize("family", ["lfm2", "falcon_h1", "gemma3_text", "gpt_oss"])
+def test_prompts_of_other_families_are_found_again(family: str, where: str, reference: Any, tmp_path: Path) -> None:
+    """Recurrent state serves exactly what it has read; windows and sinks go back as far as they can."""
+    store = {"prompt_memory_bytes": 0, "open_store": lambda models: PromptStore(tmp_path)} if where == "store" else {}
+    with (
+        office(reference, family, prefill_step_size=64, **store) as kept,
+        office(reference, family, prompt_memory_bytes=0, prefill_step_size=64) as anew,
+    ):
+        first = kept.ask(PROMPT)
+        first.wait()
+        for tokens in (PROMPT, [*PROMPT[:650], 1, 2, 3, 4, 5], [*first.job.known, 5, 6]):
+            if kept.worker._prompts.store is not None:
+                time.sleep(0.2)
+                kept.worker._prompts._disk.submit(kept.worker._prompts.store.refresh).result()
+            asked = kept.ask(tokens)
+            assert asked.wait() == anew.ask(tokens).wait()
+            assert asked.job.cached >= 576  # the chunk before 640 at the least
+        assert kept.worker._metrics.total("engine_failures") == 0
+
+
+def test_who_waited_for_a_prompt_goes_on_when_that_ends_with_its_first_token(reference: Any) -> None:
+    with office(reference, "llama") as one:
+        one.ask(PROMPT[::-1], 2).wait()
+        first, second = one.ask(PROMPT[:600], 1), one.ask([*PROMPT[:600], 3, 4], 1)
+        second.wait()
+        assert second.job.cached == 600
+        assert second.first - first.first < 0.2  # a look at what is in memory comes later than that
+
+
+@pytest.mark.parametrize("error", [RuntimeError("[malloc] out of memory"), KeyError("rows")])
+def test_an_entry_that_cannot_be_made_costs_only_time(
+    error: Exception, reference: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Failing(PromptStore):
+        def restore(self, fetched: Any) -> Any:
+            raise error
+
+    def open_store(models: Models) -> PromptStore:
+        store = Failing(tmp_path)
+        store.refresh()
+        return store
+
+    with office(reference, "llama", open_store=open_store) as one:
+        wanted = one.ask(PROMPT).wait()
+    with office(reference, "llama", open_store=open_store) as one:
+        assert one.worker._prompts.on_disk(PROMPT)
+        asked = one.ask(PROMPT)
+        assert asked.wait() == wanted
+        assert asked.job.cached == 0
+        assert one.ask(PROMPT[:50]).wait()
+        assert one.worker.alive
+
+
+def test_what_waits_for_the_disk_is_counted_by_one_thread(reference: Any, tmp_path: Path) -> None:
+    class Counted(PromptStore):
+        written: Sequence[str] = ()
+
+        def write(self, new: Any) -> bool:
+            self.written = [*self.written, threading.current_thread().name]
+            return super().write(new)
+
+    with office(reference, "llama", open_store=lambda models: Counted(tmp_path)) as one:
+        for start in range(12):
+            one.ask(PROMPT[start : start + 100]).wait()
+        store: Any = one.worker._prompts.store
+        deadline = time.monotonic() + 10
+        while (one.worker._prompts._pending or len(store.written) < 12) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert one.worker._prompts._pending == 0
+        assert len(store.written) == 12
+        assert all(name.startswith("mlx-kv disk") for name in store.written)
