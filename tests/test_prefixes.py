@@ -15,7 +15,7 @@ from mlx_kv.prefixes import LEAST_SHARED, Entry, PrefixIndex, packed, shared
 from mlx_kv.prompt_reader import PromptReader
 
 # Few different tokens on a common beginning, so that sequences share long and short parts, and are often equal.
-COMMON = list(range(LEAST_SHARED - 2))
+COMMON = list(range(LEAST_SHARED - 1))
 TAILS = st.lists(st.integers(0, 1), max_size=8)
 SEQUENCES = st.one_of(TAILS.map(lambda tail: COMMON + tail), TAILS, TAILS.map(lambda tail: [2**32 - 1, *COMMON, *tail]))
 
@@ -33,7 +33,10 @@ def test_packed_tokens_sort_and_compare_as_the_tokens(a: list[int], b: list[int]
     assert shared(packed(a), packed(b)) == same(a, b)
 
 
-@given(st.lists(st.tuples(SEQUENCES, st.integers(0, 100)), max_size=12), SEQUENCES, st.integers(0, 100), st.data())
+LEASTS = st.just(0) | st.integers(LEAST_SHARED - 2, LEAST_SHARED + 7)
+
+
+@given(st.lists(st.tuples(SEQUENCES, LEASTS), max_size=12), SEQUENCES, LEASTS, st.data())
 def test_the_index_finds_what_a_look_at_all_finds(
     sequences: list[tuple[list[int], int]], wanted: list[int], least: int, data: st.DataObject
 ) -> None:

@@ -57,15 +57,23 @@ class Office:
 
 @contextlib.contextmanager
 def office(
-    reference: Any, family: str, policy: CachePolicy | None = None, prompt_memory_bytes: int = 2**28, **options: Any
+    reference: Any,
+    family: str,
+    policy: CachePolicy | None = None,
+    prompt_memory_bytes: int = 2**28,
+    draft: bool = False,
+    **options: Any,
 ) -> Iterator[Office]:
     def models() -> Models:
-        return Models(make_model(family, max_position_embeddings=8192), reference[1])
+        model = make_model(family, max_position_embeddings=8192)
+        return Models(model, reference[1], model if draft else None)  # a draft that is always right
 
     worker = Worker(models, lambda pieces: None, Metrics(), policy, prompt_memory_bytes=prompt_memory_bytes, **options)
     worker.start()
-    yield Office(worker)
-    worker.stop()
+    try:
+        yield Office(worker)
+    finally:
+        worker.stop()
 
 
 @pytest.mark.parametrize("where", ["memory", "store"])
@@ -96,6 +104,20 @@ def test_who_waited_for_a_prompt_goes_on_when_that_ends_with_its_first_token(ref
         second.wait()
         assert second.job.cached == 600
         assert second.first - first.first < 0.2  # a look at what is in memory comes later than that
+
+
+def test_what_a_draft_had_right_beyond_the_end_is_not_kept(reference: Any) -> None:
+    with office(reference, "llama", draft=True) as one, office(reference, "llama", prompt_memory_bytes=0) as alone:
+        for tokens in (1, 2, 3, 4, 5):
+            prompt = PROMPT[tokens : 200 + tokens]
+            other = one.ask(PROMPT[::-1], 100)  # as long as it has tokens to come, rounds are long
+            first = one.ask(prompt, tokens)
+            first.wait()
+            assert not other.ended.is_set()
+            again = one.ask([*first.job.known, 3, 4], 10)
+            assert again.wait() == alone.ask([*first.job.known, 3, 4], 10).wait()
+            assert again.job.cached >= len(first.job.known) - 2
+            other.wait()
 
 
 @pytest.mark.parametrize("error", [RuntimeError("[malloc] out of memory"), KeyError("rows")])
