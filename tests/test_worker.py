@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -162,3 +163,66 @@ def test_what_waits_for_the_disk_is_counted_by_one_thread(reference: Any, tmp_pa
         assert one.worker._prompts._pending == 0
         assert len(store.written) == 12
         assert all(name.startswith("mlx-kv disk") for name in store.written)
+
+
+def test_a_short_prompt_does_not_wait_for_a_long_one(reference: Any) -> None:
+    policy = CachePolicy(max_kv_size=100, max_write=64)
+    with office(reference, "llama", policy) as one:
+        long, short = one.ask(PROMPT * 5, 1), one.ask(PROMPT[::-1][:90], 1)
+        long.wait()
+        short.wait()
+        assert short.first < long.first
+
+
+@pytest.mark.parametrize("policy", [CachePolicy(), CachePolicy(max_kv_size=100, max_write=64)], ids=["full", "window"])
+def test_prompts_wait_for_what_they_share_only_where_it_is_much(policy: CachePolicy, reference: Any) -> None:
+    with office(reference, "llama", policy) as one:
+        first, second = one.ask([*PROMPT, 1, 2], 4), one.ask([*PROMPT, 3, 4], 4)
+        assert first.wait()
+        assert second.wait()
+        assert second.job.cached >= 640
+    with office(reference, "llama", policy) as one:  # 300 tokens are not worth waiting for 6,000
+        long, short = one.ask([*PROMPT[:300], *PROMPT[::-1] * 8], 1), one.ask([*PROMPT[:300], 5], 1)
+        long.wait()
+        short.wait()
+        assert short.first < long.first
+
+
+@pytest.mark.parametrize("prompt_memory_bytes", [0, 2**28], ids=["store", "memory and store"])
+@pytest.mark.parametrize("policy", [CachePolicy(), CachePolicy(max_kv_size=160)], ids=["full", "window"])
+def test_jobs_that_come_and_go_at_any_time(
+    policy: CachePolicy, prompt_memory_bytes: int, reference: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts that share parts of any length, two in five cancelled, a store too small: the others are right."""
+    monkeypatch.setattr("mlx_kv.server.prompts.REFRESH_EVERY", 0.05)
+    chance = random.Random(0)
+    bases = [[chance.randrange(90) for _ in range(900)] for _ in range(3)]
+
+    def open_store(models: Models) -> PromptStore:
+        return PromptStore(tmp_path, max_bytes=3_000_000)
+
+    with (
+        office(reference, "llama", policy, prompt_memory_bytes, open_store=open_store, max_batch_size=4) as one,
+        office(reference, "llama", policy, 0, max_batch_size=1) as alone,
+    ):
+        left = []
+        for _ in range(80):
+            shared = chance.choice(bases)[: chance.randrange(50, 900)]
+            own = [chance.randrange(90) for _ in range(chance.randrange(1, 40))]
+            asked = one.ask(shared + own, chance.choice([1, 1, 3, 20]))
+            if chance.random() < 0.4:
+                time.sleep(chance.random() * 0.05)
+                one.worker.cancel(asked.job)
+            else:
+                left.append(asked)
+        answers = [asked.wait() for asked in left]
+        sample = chance.sample(range(len(left)), 12)
+        for index in sample:
+            job = left[index].job
+            assert answers[index] == alone.ask(job.tokens, job.max_tokens).wait()
+        assert sum(asked.job.cached for asked in left) > 1000
+        worker = one.worker
+        assert not worker._active
+        assert not worker._reading._jobs
+        assert not worker._reading._readers
+        assert worker._metrics.total("engine_failures") == 0

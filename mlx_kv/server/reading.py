@@ -1,8 +1,9 @@
 """Prompts on their way to a row: what was read before is found, what cannot be found later is read in small steps.
 
 Decides where a prompt goes on from: from memory, from the disk, or from a row that still decodes. Caches that cannot be
-trimmed back to any prefix are read here, a chunk between two steps of the engine, and kept on the way; the others go to
-the engine at once, which reads many prompts together. Knows nothing about queues, text or how a row ends.
+trimmed back to any prefix are read here, a chunk between two steps of the engine, prompts in turn, and kept on the way;
+the others go to the engine at once, which reads many prompts together. Knows nothing about queues, text or how a row
+ends.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from mlx_kv.prompt_reader import PromptReader
 from mlx_kv.server.job import Job
 from mlx_kv.server.prompts import Prompts
 
-WORTH_WAITING = 256  # tokens that another prompt, which is being read, has in common with this one
+WORTH_WAITING = 256  # tokens that need not be read if all of another prompt, which has them too, is read first
 
 
 class Reading:
@@ -38,10 +39,10 @@ class Reading:
     ) -> None:
         self._engine, self._prompts, self._step = engine, prompts, step
         self._in_engine, self._decoding = reading, decoding
-        self._jobs: list[Job] = []
+        self._jobs: list[Job] = []  # whose turn it is comes first
+        self._readers: dict[Job, PromptReader] = {}  # of those that are read here
         self._fetching: Job | None = None
         self._fetched: Job | None = None
-        self._reader: tuple[Job, PromptReader] | None = None
         self._stalled = False
         self._checkpoints = needs_checkpoints(engine.make_caches())
 
@@ -53,8 +54,7 @@ class Reading:
         """It need not be there."""
         if job in self._jobs:
             self._jobs.remove(job)
-        if self._reader is not None and self._reader[0] is job:
-            self._reader = None
+        self._readers.pop(job, None)
 
     def wake(self) -> None:
         """A job has ended: another may have waited for it."""
@@ -70,27 +70,23 @@ class Reading:
 
     def step(self) -> list[tuple[Job, PromptReader]]:
         """Some work: one chunk at the most. Returns jobs that are ready for the engine, and how far they are read."""
-        if self._reader is not None:
-            return self._chunk(*self._reader)
         ready: list[tuple[Job, PromptReader]] = []
         for job in list(self._jobs):
-            reader = self._begin(job, [other for other, _ in ready])
+            reader = self._readers.get(job) or self._begin(job, [other for other, _ in ready])
             if reader is None:
                 continue
-            if self._checkpoints:
-                return self._chunk(job, reader)
             self._jobs.remove(job)
+            if self._checkpoints:
+                self._readers[job] = reader
+                reader.step()
+                if not reader.done:
+                    self._jobs.append(job)
+                    return []
+                del self._readers[job]
+                return [(job, reader)]
             ready.append((job, reader))
         self._stalled = not ready
         return ready
-
-    def _chunk(self, job: Job, reader: PromptReader) -> list[tuple[Job, PromptReader]]:
-        self._reader = job, reader
-        reader.step()
-        if not reader.done:
-            return []
-        self.remove(job)
-        return [(job, reader)]
 
     def _begin(self, job: Job, ready: list[Job]) -> PromptReader | None:
         """A reader that stands where reading goes on; None if that cannot be said yet."""
@@ -99,13 +95,26 @@ class Reading:
                 self._fetching = job
                 self._prompts.fetch(job.tokens, self._arrived)
             return None
-        if not self._checkpoints and self._fetched is not job:
+        if self._fetched is not job:
             there, wanted = self._prompts.serves(job.tokens), packed(job.tokens)
-            for other in (*self._in_engine(), *ready):
-                if shared(packed(other.tokens), wanted) >= there + WORTH_WAITING:
-                    return None  # soon there is a row to take it from
-            self._take_from_rows(wanted, there)
+            if self._worth_waiting(wanted, there, ready):
+                return None
+            if not self._checkpoints:
+                self._take_from_rows(wanted, there)
         return PromptReader(self._engine.read, self._engine.make_caches(), job.tokens, self._prompts, self._step)
+
+    def _worth_waiting(self, wanted: bytes, there: int, ready: list[Job]) -> bool:
+        """Whether another prompt will soon have been read as far as it has this one's tokens, and that is much."""
+        for other, reader in self._readers.items():
+            same = shared(packed(other.tokens), wanted)
+            if same >= there + LEAST_SHARED and reader.read < same:  # it reads what would else be read twice
+                return True
+        for other in () if self._checkpoints else (*self._in_engine(), *ready):
+            # A row to take it from is there when all of the other prompt is read.
+            gain = shared(packed(other.tokens), wanted) - there
+            if gain >= max(WORTH_WAITING, (len(other.tokens) - other.cached) // 2):
+                return True
+        return False
 
     def _arrived(self) -> None:
         self._fetching, self._fetched, self._stalled = None, self._fetching, False
