@@ -40,12 +40,7 @@ JSONL = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
 @click.command(epilog=EXAMPLES)
-@model_option(
-    default="reference",
-    show_default=True,
-    metavar="PATH_OR_HUB_ID",
-    help="A bundled model, a directory or a hub id.",
-)
+@model_option()
 @click.option(
     "--prompts", "prompts_file", type=JSONL, required=True, metavar="FILE", help="A JSON object on each line."
 )

@@ -22,6 +22,7 @@ from mlx_kv.commands.options import (
     model_option,
     policy_options,
     prefill_bar,
+    prefill_option,
     prompt_options,
     read_prompt,
 )
@@ -102,12 +103,7 @@ def tokens_read(file: PromptFile) -> int:
 
 
 @click.command(epilog=EXAMPLES)
-@model_option(
-    default="reference",
-    show_default=True,
-    metavar="PATH_OR_HUB_ID",
-    help="A bundled model, a directory or a hub id.",
-)
+@model_option()
 @prompt_options
 @click.option(
     "--output",
@@ -117,12 +113,7 @@ def tokens_read(file: PromptFile) -> int:
     help="Where to keep it; an older file is replaced when the new one is complete.",
 )
 @click.option("--ignore-chat-template", is_flag=True, help="Read the prompt as plain text.")
-@click.option(
-    "--prefill-step-size",
-    type=click.IntRange(1),
-    metavar="N",
-    help="Prompt tokens read at once.  [default: 2048, or max-write in models with windows]",
-)
+@prefill_option()
 @policy_options
 def cache(
     source: str | None,

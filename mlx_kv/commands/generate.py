@@ -53,12 +53,7 @@ def check_cache_file(policy: dict[str, Any], draft_model: str | None) -> None:
 
 
 @click.command(epilog=EXAMPLES)
-@model_option(
-    default="reference",
-    show_default=True,
-    metavar="PATH_OR_HUB_ID",
-    help="A bundled model, a directory or a hub id.",
-)
+@model_option()
 @prompt_options
 @click.option(
     "--prompt-cache-file",

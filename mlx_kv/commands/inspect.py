@@ -24,6 +24,7 @@ from mlx_kv.commands.options import (
     model_option,
     policy_options,
     prefill_bar,
+    prefill_option,
     prompt_options,
     read_prompt,
 )
@@ -156,20 +157,10 @@ def draw(title: str, policy: CachePolicy, found: Inspection, file: Path) -> None
 
 
 @click.command("inspect", epilog=EXAMPLES)
-@model_option(
-    default="reference",
-    show_default=True,
-    metavar="PATH_OR_HUB_ID",
-    help="A bundled model, a directory or a hub id.",
-)
+@model_option()
 @prompt_options
 @click.option("--ignore-chat-template", is_flag=True, help="Read the prompt as plain text.")
-@click.option(
-    "--prefill-step-size",
-    type=click.IntRange(1),
-    metavar="N",
-    help="Prompt tokens read at once.  [default: max-write, at most 2048]",
-)
+@prefill_option("Prompt tokens read at once.  [default: max-write, at most 2048]")
 @policy_options
 @click.option(
     "--plot", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Draw it: .png, .svg or .pdf."

@@ -28,8 +28,26 @@ def applied(options: tuple[Callable[[Command], Command], ...], function: Command
 
 
 def model_option(**settings: Any) -> Callable[[Command], Command]:
-    """--model, the same word in every command; what is allowed there, and the default, is up to the command."""
-    return click.option("--model", **settings)
+    """--model, the same word in every command; a command for which it means something else says all of it."""
+    usual = {
+        "default": "reference",
+        "show_default": True,
+        "metavar": "PATH_OR_HUB_ID",
+        "help": "A bundled model, a directory or a hub id.",
+    }
+    return click.option("--model", **(settings or usual))
+
+
+def prefill_option(
+    text: str = "Prompt tokens read at once.  [default: 2048, or max-write in models with windows]",
+) -> Callable[[Command], Command]:
+    """--prefill-step-size, for the commands that read prompts."""
+    return click.option("--prefill-step-size", type=click.IntRange(1), metavar="N", help=text)
+
+
+draft_option = click.option(
+    "--draft-model", metavar="PATH_OR_HUB_ID", help="Speculate with this model; `reference`: the bundled draft."
+)
 
 
 def prompt_options(function: Command) -> Command:
@@ -52,15 +70,8 @@ def decoding_options(function: Command) -> Command:
             "--top-p", type=click.FloatRange(0, 1, min_open=True), default=1.0, show_default=True, metavar="P"
         ),
         click.option("--seed", type=click.IntRange(0, 2**64 - 1), metavar="N", help="Makes sampling repeatable."),
-        click.option(
-            "--prefill-step-size",
-            type=click.IntRange(1),
-            metavar="N",
-            help="Prompt tokens read at once.  [default: 2048, or max-write in models with windows]",
-        ),
-        click.option(
-            "--draft-model", metavar="PATH_OR_HUB_ID", help="Speculate with this model; `reference`: the bundled draft."
-        ),
+        prefill_option(),
+        draft_option,
         click.option("--num-draft-tokens", type=int, metavar="K", help="Drafted for each pass.  [default: 3]"),
     )
     return applied(options, function)

@@ -14,7 +14,7 @@ import click
 
 from mlx_kv import blas
 from mlx_kv.bundled import draft_path, model_path
-from mlx_kv.commands.options import make_policy, model_option, policy_options
+from mlx_kv.commands.options import draft_option, make_policy, model_option, policy_options, prefill_option
 
 if TYPE_CHECKING:
     from mlx_kv.prompt_store import PromptStore
@@ -45,25 +45,13 @@ _NUMBER: dict[str, Any] = {"metavar": "N", "show_default": True}
 
 
 @click.command(epilog=EXAMPLES)
-@model_option(
-    default="reference",
-    show_default=True,
-    metavar="PATH_OR_HUB_ID",
-    help="A bundled model, a directory or a hub id.",
-)
+@model_option()
 @click.option("--host", default="127.0.0.1", show_default=True, metavar="ADDRESS", help="Where to listen.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8080, **_NUMBER, help="0 takes a free one.")
 @click.option("--max-batch-size", type=click.IntRange(1), default=16, **_NUMBER, help="Requests at once; more wait.")
-@click.option(
-    "--draft-model", metavar="PATH_OR_HUB_ID", help="Speculate with this model; `reference`: the bundled draft."
-)
+@draft_option
 @click.option("--num-draft-tokens", type=click.IntRange(1), metavar="K", help="Drafted for each pass.  [default: 3]")
-@click.option(
-    "--prefill-step-size",
-    type=click.IntRange(1),
-    metavar="N",
-    help="Prompt tokens of a row read at once.  [default: 2048, or max-write in models with windows]",
-)
+@prefill_option("Prompt tokens of a row read at once.  [default: 2048, or max-write in models with windows]")
 @click.option(
     "--api-key-file",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
