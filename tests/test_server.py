@@ -811,17 +811,24 @@ def command(*options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
         process.communicate()
 
 
+@contextlib.contextmanager
+def terminated_while_it_answers(process: subprocess.Popen[str], url: str, max_tokens: int) -> Iterator[Iterator[str]]:
+    """The lines that still come of an answer, after the first, when the server has got SIGTERM."""
+    body = {"prompt": "import", "max_tokens": max_tokens, "stream": True}
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        process.send_signal(signal.SIGTERM)
+        yield filter(None, lines)
+
+
 def test_sigterm_lets_requests_finish() -> None:
     with command("--kv-bits", "8") as (process, url):
-        body = {"prompt": "import", "max_tokens": 600, "stream": True}
-        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as answer:
-            lines = answer.iter_lines()
-            next(lines)
-            process.send_signal(signal.SIGTERM)
+        with terminated_while_it_answers(process, url, 600) as lines:
             time.sleep(0.3)
             with pytest.raises(httpx.ConnectError):
                 httpx.get(f"{url}/health")
-            rest = [line for line in lines if line]
+            rest = list(lines)
         assert rest[-1] == "data: [DONE]"
         assert '"finish_reason": "length"' in rest[-2]
         assert process.wait(20) == 0
@@ -831,12 +838,8 @@ def test_sigterm_lets_requests_finish() -> None:
 
 def test_sigterm_waits_only_so_long() -> None:
     with command("--drain-seconds", "0") as (process, url):
-        body = {"prompt": "import", "max_tokens": 4000, "stream": True}
-        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as answer:
-            lines = answer.iter_lines()
-            next(lines)
-            process.send_signal(signal.SIGTERM)
-            rest = [line for line in lines if line]
+        with terminated_while_it_answers(process, url, 4000) as lines:
+            rest = list(lines)
         assert "shutting down" in rest[-2]
         assert process.wait(20) == 0
 
