@@ -53,8 +53,8 @@ class Prefixes(Protocol):
 
 
 def packed(tokens: Sequence[int]) -> bytes:
-    """Token ids as bytes that sort as they do: four for each, the highest first."""
-    return np.asarray(tokens, dtype=">u4").tobytes()
+    """Token ids as bytes that sort as they do: four for each, the highest first. Bytes are packed already."""
+    return tokens if isinstance(tokens, bytes) else np.asarray(tokens, dtype=">u4").tobytes()
 
 
 def shared(first: bytes, second: bytes) -> int:

@@ -70,16 +70,21 @@ class PromptStore:
         fingerprint: entries of another model or policy are never served; see `serialization.model_fingerprint`.
 
     Raises:
-        ValueError: max_bytes below 1.
+        ValueError: max_bytes below 1, or a directory that cannot be used.
     """
 
     def __init__(self, directory: str | Path, max_bytes: int = 8 * 2**30, fingerprint: str = "") -> None:
         if max_bytes < 1:
             raise ValueError(f"max_bytes is {max_bytes}: give a number of bytes from 1 up")
-        self.fs, self.root = fsspec.core.url_to_fs(str(directory))
+        try:
+            self.fs, self.root = fsspec.core.url_to_fs(str(directory))
+            self.fs.makedirs(self.root, exist_ok=True)
+        except (OSError, ImportError) as error:
+            raise ValueError(
+                f"cannot keep prompts in {directory}: {getattr(error, 'strerror', None) or error}; give another place"
+            ) from error
         self.local = "file" in (self.fs.protocol if isinstance(self.fs.protocol, tuple) else (self.fs.protocol,))
         self.max_bytes, self.fingerprint = max_bytes, fingerprint
-        self.fs.makedirs(self.root, exist_ok=True)
         self.hits = self.misses = self.tokens_reused = self.damaged = 0
         self._known: dict[str, Entry] = {}  # all that are there
         self._index = PrefixIndex()  # those of our fingerprint
@@ -114,7 +119,13 @@ class PromptStore:
 
     def refresh(self) -> None:
         """Looks which entries have come and gone. Each index is read once."""
-        names = {file.removesuffix(".json") for file in self._listed() if file.endswith(".json")}
+        self._refreshed()
+
+    def _refreshed(self) -> list[str]:
+        """The same; returns the names of all files."""
+        self.fs.invalidate_cache()
+        files = [path.rsplit("/", 1)[-1] for path in self.fs.ls(self.root, detail=False)]
+        names = {file.removesuffix(".json") for file in files if file.endswith(".json")}
         with self._changing:
             for name in self._known.keys() - names:
                 self._forget(name)
@@ -129,6 +140,7 @@ class PromptStore:
                 pass  # it left in this moment
             except (OSError, ValueError, TypeError, KeyError, OverflowError):
                 self._ignored.add(name)
+        return files
 
     def entries(self) -> dict[str, Entry]:
         """All entries that are there now, by name."""
@@ -208,8 +220,10 @@ class PromptStore:
         self._touch(name)  # from now on nobody takes it for what a killed writer left
         self._write_data(new.caches, self._path(f"{name}.safetensors"))
         self._write(f"{name}.json", json.dumps(told | {"fingerprint": self.fingerprint, "version": VERSION}))
+        self._learn(name, new.entry, self.fingerprint)
         with self._locked():
-            self.refresh()
+            files = self._refreshed()
+            self._sweep(files)
             with self._changing:
                 covered = self._index.covered(new.entry)
             for old in covered:
@@ -240,7 +254,10 @@ class PromptStore:
                 continue  # another process has used it meanwhile
             total -= there.pop(name).bytes
             self._remove(name)
-        for file in self._listed():
+
+    def _sweep(self, files: list[str]) -> None:
+        """Removes what killed writers left."""
+        for file in files:
             name = file.removeprefix(".").split(".")[0]
             ours = file.endswith((".safetensors", ".json", ".used", ".partial", ".tmp"))
             if ours and name not in self._known and time.time() - self._last_used(name) > ORPHANED_AFTER:
@@ -255,11 +272,6 @@ class PromptStore:
 
     def _path(self, name: str) -> str:
         return f"{self.root}/{name}"
-
-    def _listed(self) -> list[str]:
-        """The names of all files."""
-        self.fs.invalidate_cache()
-        return [path.rsplit("/", 1)[-1] for path in self.fs.ls(self.root, detail=False)]
 
     def _learn(self, name: str, entry: Entry, fingerprint: str) -> None:
         with self._changing:

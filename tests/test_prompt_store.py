@@ -271,6 +271,10 @@ def test_several_writers_and_readers_at_once(tmp_path: Path) -> None:
 def test_refuses(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="max_bytes is 0"):
         PromptStore(tmp_path, max_bytes=0)
+    (tmp_path / "file").touch()
+    for place in (tmp_path / "file", tmp_path / "file" / "folder", "/proc/nothing"):
+        with pytest.raises(ValueError, match=f"cannot keep prompts in {place}: "):
+            PromptStore(place)
     assert fsspec.filesystem("memory") is not None
 
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import count
 
 import mlx.core as mx
 
 from mlx_kv.decoder import Sampler
+from mlx_kv.prefixes import packed
 from mlx_kv.sampling import TemperatureSampler
 from mlx_kv.server.memory import Memory
 from mlx_kv.server.text import Stops
@@ -41,6 +42,11 @@ class Job:
     cached: int = 0
     evicted: int = 0
     answer: list[int] = field(default_factory=list)
+
+    @cached_property
+    def prompt(self) -> bytes:
+        """Its tokens, packed: who waits is compared with others at every step."""
+        return packed(self.tokens)
 
     @property
     def known(self) -> list[int]:

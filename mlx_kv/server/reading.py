@@ -90,13 +90,13 @@ class Reading:
 
     def _begin(self, job: Job, ready: list[Job]) -> PromptReader | None:
         """A reader that stands where reading goes on; None if that cannot be said yet."""
-        if self._fetched is not job and self._prompts.on_disk(job.tokens):
+        if self._fetched is not job and self._prompts.on_disk(job.prompt):
             if self._fetching is None:  # else perhaps that comes with what this one needs
                 self._fetching = job
                 self._prompts.fetch(job.tokens, self._arrived)
             return None
         if self._fetched is not job:
-            there, wanted = self._prompts.serves(job.tokens), packed(job.tokens)
+            there, wanted = self._prompts.serves(job.prompt), job.prompt
             if self._worth_waiting(wanted, there, ready):
                 return None
             if not self._checkpoints:
@@ -106,12 +106,12 @@ class Reading:
     def _worth_waiting(self, wanted: bytes, there: int, ready: list[Job]) -> bool:
         """Whether another prompt will soon have been read as far as it has this one's tokens, and that is much."""
         for other, reader in self._readers.items():
-            same = shared(packed(other.tokens), wanted)
+            same = shared(other.prompt, wanted)
             if same >= there + LEAST_SHARED and reader.read < same:  # it reads what would else be read twice
                 return True
         for other in () if self._checkpoints else (*self._in_engine(), *ready):
             # A row to take it from is there when all of the other prompt is read.
-            gain = shared(packed(other.tokens), wanted) - there
+            gain = shared(other.prompt, wanted) - there
             if gain >= max(WORTH_WAITING, (len(other.tokens) - other.cached) // 2):
                 return True
         return False
@@ -121,7 +121,7 @@ class Reading:
 
     def _take_from_rows(self, wanted: bytes, there: int) -> None:
         """Keeps a copy of the row that has most of a prompt, if it has much more than memory, and much at all."""
-        rows = [(shared(packed(job.known), wanted), job.number, job) for job in self._decoding()]
+        rows = [(shared(job.prompt + packed(job.answer), wanted), job.number, job) for job in self._decoding()]
         most, _, job = max(rows, default=(0, 0, None))
         if job is not None and most >= there + max(LEAST_SHARED, len(job.known) // 8):
             self.keep(job, self._engine.extract(job.number))
@@ -134,6 +134,5 @@ class Reading:
         beyond = max(0, read - len(known))
         if beyond and not can_trim(caches, beyond):
             return
-        if beyond:
-            trim_prompt_cache(caches, beyond)
+        trim_prompt_cache(caches, beyond)
         self._prompts.keep(known[:read], caches)
