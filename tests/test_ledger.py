@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import re
+from collections import namedtuple
 from importlib.metadata import EntryPoint
 from typing import Any
 
@@ -13,6 +14,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx_lm.generate import generate_step
+from mlx_lm.models import cache as stock
 from oracle import Shadowed, SlowCache
 from tiny_models import FAMILIES, VOCAB, make_model
 
@@ -23,6 +25,7 @@ from mlx_kv.eviction.ledger import Ledger
 
 POLICY = CachePolicy(budget=40, keep_recent=6, sinks=2, margin=5)
 PROMPT = mx.random.randint(0, VOCAB, (90,), key=mx.random.key(3))
+Held = namedtuple("Held", "first second third")
 
 
 def feed(model: nn.Module, caches: list[Any], tokens: mx.array, chunk: int) -> mx.array:
@@ -131,11 +134,47 @@ def layer_by_layer(caches: list[KVCache]) -> list[KVCache]:
     return [copy.deepcopy(cache) for cache in caches]
 
 
+def as_a_tuple(caches: list[KVCache]) -> list[KVCache]:
+    return list(copy.deepcopy(tuple(caches)))
+
+
+def as_fields(caches: list[KVCache]) -> list[KVCache]:
+    return list(copy.deepcopy(Held(*caches)))
+
+
+def as_a_dict_backwards(caches: list[KVCache]) -> list[KVCache]:
+    copied = copy.deepcopy({layer: caches[layer] for layer in reversed(range(len(caches)))})
+    return [copied[layer] for layer in range(len(caches))]
+
+
+def nested(caches: list[KVCache]) -> list[KVCache]:
+    last, (first, (second,)) = copy.deepcopy((caches[2], (caches[0], (caches[1],))))
+    return [first, second, last]
+
+
+def in_lists_of_caches_one_by_one(caches: list[KVCache]) -> list[KVCache]:
+    """As layers of models that have several caches each are copied: two of them here in the first."""
+    lists = [stock.CacheList(*caches[:2]), stock.CacheList(caches[2])]
+    return [cache for one in lists for cache in copy.deepcopy(one).caches]
+
+
 def loaded(caches: list[KVCache]) -> list[KVCache]:
     return [KVCache.from_state(cache.state) for cache in caches]
 
 
-@pytest.mark.parametrize("replicate", [copy.deepcopy, layer_by_layer, loaded])
+WAYS = [
+    copy.deepcopy,
+    layer_by_layer,
+    as_a_tuple,
+    as_fields,
+    as_a_dict_backwards,
+    nested,
+    in_lists_of_caches_one_by_one,
+    loaded,
+]
+
+
+@pytest.mark.parametrize("replicate", WAYS)
 @pytest.mark.parametrize("times", [1, 2])
 def test_copies_go_their_own_way_in_step(replicate: Any, times: int) -> None:
     """Original and copies get different tokens from here on; each does what it would do alone."""
@@ -171,13 +210,14 @@ def test_a_ledger_goes_with_its_sequence() -> None:
     assert name not in Ledger._copies
 
 
-def test_a_stray_copy_of_one_layer_does_not_split_later_ones() -> None:
+@pytest.mark.parametrize("replicate", [copy.deepcopy, as_a_tuple, as_fields, as_a_dict_backwards, nested])
+def test_a_stray_copy_of_one_layer_does_not_split_later_ones(replicate: Any) -> None:
     model = make_model("llama")
     caches = make_prompt_cache(model, POLICY)
     feed(model, caches, PROMPT, 30)
-    for layer in (0, 1):
+    for layer in (0, 1, 2):
         stray = copy.deepcopy(caches[layer])
-        whole = copy.deepcopy(caches)
+        whole = replicate(caches)
         assert len({id(cache.evictor.ledgers[0]) for cache in whole}) == 1
         assert stray.evictor.ledgers[0] is not whole[0].evictor.ledgers[0]
 

@@ -77,15 +77,12 @@ class Evictor:
         """An evictor for a deep copy of the cache; copies of all layers share ledgers of their own.
 
         Args:
-            memo: deepcopy's; what is copied in one go, as a list of all layers, has one in common.
+            memo: deepcopy's.
         """
-        if not memo:
-            return Evictor.from_state(self.layout, self.state, self.score)
-        made = Evictor.from_state(self.layout, [*self.state[:3], [], *self.state[4:]], self.score)
-        made.ledgers = tuple([memo.setdefault(id(ledger), Ledger()) for ledger in self.ledgers])
-        for ledger in made.ledgers:
-            ledger.join(self.layer, made)
-        return made
+        return Evictor.from_state(self.layout, self.state, self.score, memo)
+
+    def change(self, old: Ledger, new: Ledger) -> None:
+        self.ledgers = tuple([new if ledger is old else ledger for ledger in self.ledgers])
 
     @property
     def state(self) -> list[Any]:
@@ -95,11 +92,13 @@ class Evictor:
         return [self.score.name, self.share, self.layer, names, self.positions, self.scores, counts]
 
     @classmethod
-    def from_state(cls, layout: Budget, state: list[Any], score: Score | None = None) -> Evictor:
+    def from_state(
+        cls, layout: Budget, state: list[Any], score: Score | None = None, memo: dict[int, Any] | None = None
+    ) -> Evictor:
         """Raises ValueError if the score is one that nobody registered here."""
         name, share, layer, names, positions, scores, counts = state
         made = cls(layout, score or name, share, Ledger(), layer)
-        made.ledgers = tuple([Ledger.joined(name, layer, made) for name in names])
+        made.ledgers = tuple([Ledger.joined(name, layer, made, memo) for name in names])
         made.positions, made.scores = positions, scores
         made.moved, made.compactions, made.seconds = counts
         return made

@@ -2,9 +2,9 @@
 
 A *ledger* stands for one sequence. Its members are the caches of that sequence, one a layer; a batched cache is a
 member of one ledger for each of its rows. mlx-lm merges and extracts caches layer by layer, so members find their
-ledger by a rule: whoever copies layer 3 of a sequence and then layer 4 gets both into the same new ledger. (Copies of a
-list of caches are told apart by deepcopy itself. A lone copy of one layer, kept while others are merged, would be taken
-for the first of a whole one: copy all layers, or none.)
+ledger by a rule: whoever copies layer 3 of a sequence and then layer 4 gets both into the same new ledger. (What
+deepcopy copies in one go stays together, whatever container holds it and in whatever order. A lone copy of one layer,
+kept while others are merged, would be taken for the first of a whole one: copy all layers, or none.)
 
 Decides once per compaction: the first member that is to be compacted asks all others, as they stand before the step,
 and the others find the decision made. So nothing has changed anywhere when one of them cannot decide. Knows nothing
@@ -16,7 +16,7 @@ from __future__ import annotations
 import uuid
 import weakref
 from collections.abc import Callable
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import mlx.core as mx
 
@@ -40,6 +40,10 @@ class Member(Protocol):
         """Finds out which tokens this layer alone would evict, or raises ValueError."""
         ...
 
+    def change(self, old: Ledger, new: Ledger) -> None:
+        """From now on the sequence of the old ledger is that of the new one."""
+        ...
+
 
 class Ledger:
     """The layers of one sequence.
@@ -57,15 +61,36 @@ class Ledger:
         self._rows: weakref.WeakValueDictionary[int, Ledger] = weakref.WeakValueDictionary()
 
     @classmethod
-    def joined(cls, name: str, layer: int, member: Member) -> Ledger:
-        """The ledger for a copy of one layer of the sequence `name`: its oldest copy that has no such layer yet."""
-        known = [ref() for ref in cls._copies.get(name, [])]  # alive until this method returns
-        lacking = [ledger for ledger in known if ledger is not None and not ledger._has(layer)]
-        ledger = lacking[0] if lacking else cls()
-        if not lacking:
-            ref = weakref.ref(ledger, lambda ref: cls._drop(name, ref))
-            cls._copies.setdefault(name, []).append(ref)
+    def joined(cls, name: str, layer: int, member: Member, memo: dict[Any, Any] | None = None) -> Ledger:
+        """The ledger for a copy of one layer of the sequence `name`: its oldest copy that has no such layer yet.
+
+        Args:
+            memo: deepcopy's, which all that it copies in one go has in common: such layers are never parted. One that
+                finds its place taken was not meant to complete an older copy, and so were those that came before it.
+        """
+        before: tuple[Ledger, list[tuple[int, Member]]] | None = None if memo is None else memo.get(name)
+        if before is None:
+            known = [ref() for ref in cls._copies.get(name, [])]  # alive until this method returns
+            lacking = [ledger for ledger in known if ledger is not None and not ledger._has(layer)]
+            ledger, together = lacking[0] if lacking else cls._new_copy(name), []
+        else:
+            ledger, together = before
+            if ledger._has(layer):
+                taken, ledger = ledger, cls._new_copy(name)
+                for number, other in together:
+                    del taken._members[number]
+                    ledger.join(number, other)
+                    other.change(taken, ledger)
         ledger.join(layer, member)
+        if memo is not None:
+            memo[name] = ledger, [*together, (layer, member)]
+        return ledger
+
+    @classmethod
+    def _new_copy(cls, name: str) -> Ledger:
+        ledger = cls()
+        ref = weakref.ref(ledger, lambda ref: cls._drop(name, ref))
+        cls._copies.setdefault(name, []).append(ref)
         return ledger
 
     @classmethod
