@@ -145,7 +145,8 @@ def attention_caches(caches: Iterable[Any]) -> list[KVCache]:
 def can_trim(caches: Iterable[Any], n: int | Sequence[int]) -> bool:
     """Whether every layer can take back n tokens, or n[i] of row i, and then any of them be written again."""
     uniform = isinstance(n, int)
-    return all(c.can_trim(n) if isinstance(c, KVCache) else uniform and c.is_trimmable() for c in leaves(caches))
+    # Ours and those of others answer as `protocol.Cache` says; mlx-lm's own know only whether they trim at all.
+    return all(c.can_trim(n) if hasattr(c, "can_trim") else uniform and c.is_trimmable() for c in leaves(caches))
 
 
 def trim_prompt_cache(caches: Sequence[Any], n: int | Sequence[int]) -> int | Sequence[int]:

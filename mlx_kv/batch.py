@@ -51,6 +51,8 @@ def _how(cache: Joinable) -> list[tuple[str, object]]:
         ("layout", cache.layout.parameters),
         ("bits and group size", (cache._codec.bits, cache._codec.group_size)),
         ("score and share", None if evictor is None else (evictor.score.name, evictor.share)),
+        # Lambdas have one name, and so have functions that were registered under it one after the other.
+        ("the score function", None if evictor is None else (evictor.score.function, evictor.score.per_token)),
         ("KV heads, head dim and dtype of keys", keys),
         ("KV heads, head dim and dtype of values", values),
     ]

@@ -46,11 +46,13 @@ class KVCache:
         quantized_start: stay plain until this many tokens are held, then quantise all of them, once.
         packed_decode: hand packed planes to attention for writes of up to 8 tokens. False for models whose attention
             cannot take them (attention sinks, MLA); `make_prompt_cache` finds out by itself.
-        layout: which slot holds which position: everything (the default), or a ring.
-        evictor: what compacts the rows of a `Budget` layout, which is then the layout of this cache.
+        layout: which slot holds which position: everything (the default), a ring, chunks, or a budget.
+        evictor: what compacts the rows of a budget, whose layout it has; None makes one with the default score where
+            the layout is a budget.
 
     Raises:
-        ValueError: bits or a group size that don't exist, a negative reserve or quantized_start.
+        ValueError: bits or a group size that don't exist, a negative reserve or quantized_start, an evictor beside
+            another layout than its own.
     """
 
     def __init__(
@@ -66,23 +68,31 @@ class KVCache:
         evictor: Evictor | None = None,
     ) -> None:
         self._codec, self._growth = make_codec(bits, group_size), growth
-        self._reserve = whole_number("reserve", reserve)
+        self._reserve = whole_number("reserve", reserve)  # for any row
+        self._announced: tuple[int, ...] = (0,)  # tokens that each row will hold, as far as was said
         self._quantized_start = whole_number("quantized_start", quantized_start)
         if self._quantized_start and bits is None:
             raise ValueError(f"quantized_start is {quantized_start}, but bits is None: say how many")
         self._packed_decode = packed_decode
         self._rows: tuple[Row, ...] = (Row(),)
         self._stores: tuple[Store, Store] | None = None  # keys, values
-        self.layout: Layout = layout if evictor is None else evictor.layout  # which slot holds which position
         self._lengths: tuple[int, ...] | None = None  # tokens of each row that are announced; padding follows them
-        self._evictor = evictor
-        if evictor is not None:
-            evictor.belong_to(self)
+        if evictor is not None and layout not in (Append(), evictor.layout):
+            raise ValueError(f"got {layout}, but an evictor of {evictor.layout}: leave the layout out")
+        self._lay_out(layout, evictor)
         # What attention read of a write longer than max_write, until the next step.
         self._transient: tuple[mx.array, mx.array] | None = None
         self._ranges: Ranges = ()  # the slots that the last fetch was made of
         self._packed = False  # whether the last fetch handed out packed planes
         self.growths = 0  # reallocations since the first allocation
+
+    def _lay_out(self, layout: Layout, evictor: Evictor | None) -> None:
+        if evictor is None and isinstance(layout, Budget):  # without one, nothing would ever be evicted
+            evictor = Evictor(layout)
+        self.layout: Layout = layout if evictor is None else evictor.layout  # which slot holds which position
+        self._evictor = evictor
+        if evictor is not None:
+            evictor.belong_to(self)
 
     # --- the update path ------------------------------------------------------------------------------------------
 
@@ -128,6 +138,8 @@ class KVCache:
             rows = (Row(),) * keys.shape[0]
         if self._evictor is not None:
             rows = self._rows = self._evictor.settle(rows)
+        if len(self._announced) != len(rows):  # what was said of the first row of a new batch is said of all
+            self._announced *= len(rows)
         plan = plan_of(self.layout, rows, keys.shape[2], self._counts(keys.shape[2]))
         self._transient = None
         stores = self._make_room(plan, tensors)
@@ -203,7 +215,7 @@ class KVCache:
         return self._stores
 
     def _next_capacity(self, needed: int) -> int:
-        wanted = round_up(max(needed, self._growth.capacity(needed, self.capacity), self._reserve))
+        wanted = round_up(max(needed, self._growth.capacity(needed, self.capacity), self._reserve, *self._announced))
         return min(wanted, round_up(max(needed, self.layout.enough_slots)))
 
     def _check(self, keys: mx.array, values: mx.array) -> None:
@@ -286,18 +298,22 @@ class KVCache:
     def reset(self) -> None:
         """Forgets every token, for a new session. Slots stay allocated, and serve it if its shapes are the same."""
         self._rows, self._packed, self._transient, self._lengths = (Row(),), False, None, None
+        self._announced = (0,)
         if self._evictor is not None:
             self._evictor.reset()
         if self._quantized_start:
             self._stores = None  # the new session begins plain again
 
     def reserve(self, tokens: int) -> None:
-        """Announces that a row will hold `tokens` tokens in all: when room must be made next, it is made for them.
+        """Announces that each row will hold `tokens` tokens in all: when room must be made next, it is made for them.
+
+        It holds for the rows of now, and goes with them.
 
         Raises:
             ValueError: a negative number.
         """
-        self._reserve = max(self._reserve, whole_number("reserve", tokens))
+        number = whole_number("reserve", tokens)
+        self._announced = tuple([max(announced, number) for announced in self._announced])
 
     @property
     def max_write(self) -> int | None:
@@ -349,6 +365,7 @@ class KVCache:
             self._stores = joined_stores(everyone, max(cache.capacity for cache in filled))
         self._rows = tuple([row for cache in everyone for row in cache._rows])
         self._reserve = max(cache._reserve for cache in everyone)
+        self._announced = tuple([announced for cache in everyone for announced in cache._announced])
         self._transient, self._ranges, self._packed, self._lengths = None, (), False, None
         if self._evictor is not None:
             for other in others:
@@ -356,7 +373,7 @@ class KVCache:
                     self._evictor.extend(other._evictor)
 
     def extract(self, index: int) -> KVCache:
-        """A copy of one row, as a cache of its own, of no more slots than it needs.
+        """A copy of one row, as a cache of its own, of no more slots than it needs; what was announced is left behind.
 
         It is computed when it is first used. Evaluate its `state` to keep it beside a batch that goes on: until then it
         holds on to the batch's buffers, which the next write would have to copy.
@@ -367,13 +384,14 @@ class KVCache:
         check_rows([index], len(self._rows))
         single = self._without_evictor({})
         single._select([index], shrink=True)
+        single._announced = (0,)
         if self._evictor is not None:
             single._evictor = self._evictor.selected([index])
             single._evictor.belong_to(single)
         return single
 
     def filter(self, batch_indices: Sequence[int] | mx.array) -> None:
-        """Keeps only these rows, in this order; the memory of the others is given back.
+        """Keeps only these rows, in this order; the memory of the others is given back, and what only they needed.
 
         Raises:
             ValueError: no row, or one that is not there; nothing has changed then.
@@ -385,9 +403,11 @@ class KVCache:
 
     def _select(self, chosen: Sequence[int], shrink: bool = False) -> None:
         self._rows = tuple([self._rows[index] for index in chosen])
+        self._announced = tuple([self._announced[index] for index in chosen])
         if self._stores is not None:
             used = min(max(0, *(row.end for row in self._rows)), self.layout.most_slots)
-            capacity = round_up(used + 1) if shrink else min(self.capacity, round_up(max(self._reserve, 2 * used, 1)))
+            capacity = min(self.capacity, round_up(max(self._reserve, *self._announced, 2 * used, 1)))
+            capacity = round_up(used + 1) if shrink else capacity
             keys, values = (store.selected(chosen, capacity) for store in self._stores)
             self._stores = keys, values
         self._transient, self._ranges, self._packed = None, (), False
@@ -583,12 +603,10 @@ class KVCache:
         self._codec = make_codec(bits, group_size)
         self._quantized_start, self._packed_decode, self._packed = quantized_start, packed_decode, packed
         self._rows, self._transient = tuple(Row(*row) for row in rows), None
-        self._ranges, self.layout = tuple((first, last) for first, last in ranges), make_layout(*layout)
-        self._stores, self._evictor = None, None
-        if eviction is not None:
-            self._evictor = Evictor.from_state(Budget(*layout[1:]), eviction)
-            self._evictor.belong_to(self)
-            self.layout = self._evictor.layout
+        self._announced = (0,) * len(rows)
+        self._ranges, self._stores = tuple((first, last) for first, last in ranges), None
+        evictor = None if eviction is None else Evictor.from_state(Budget(*layout[1:]), eviction)
+        self._lay_out(make_layout(*layout), evictor)
         if keys is not None:
             codec = self._codec if len(keys) > 1 else Plain()
             self._stores = Store(codec, tuple(keys)), Store(codec, tuple(values))

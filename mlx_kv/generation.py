@@ -41,7 +41,8 @@ class CacheStatistics:
         bytes_allocated: dead slots included.
         bytes_full: what all tokens up to here would take, with none evicted or overwritten.
         growths: reallocations of the busiest layer.
-        tokens_evicted, compactions: of the busiest layer.
+        tokens_evicted: by all rows of the busiest layer.
+        compactions: that the busiest row of the busiest layer took part in.
         compaction_seconds: of all layers together.
     """
 

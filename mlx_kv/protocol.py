@@ -1,7 +1,8 @@
 """What a model, and the loops around it, ask of a cache: the names that mlx-lm's models call.
 
-Third parties implement `Cache` to bring a cache of their own; no base class is needed. B rows, H KV heads, S new
-tokens, D head dims.
+Third parties implement `Cache` to bring a cache of their own; no base class is needed, and no more than this is asked:
+mlx-lm's loop, `trim_prompt_cache` and `cache_statistics` work with it. Batches, files and budgets are for our own.
+B rows, H KV heads, S new tokens, D head dims.
 """
 
 from __future__ import annotations
@@ -52,6 +53,15 @@ class Cache(Protocol):
 
     def trim(self, n: int) -> int:
         """Drops the last n tokens of every row and returns n; where it can't, raises ValueError and changes nothing."""
+        ...
+
+    def trim_per_sequence(self, n: Sequence[int]) -> None:
+        """Drops the last n[i] tokens of row i; where a row can't, raises ValueError and changes nothing."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated; 0 before the first update."""
         ...
 
     def reset(self) -> None:

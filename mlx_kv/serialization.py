@@ -264,6 +264,7 @@ def _describe_ours(cache: KVCache, name: str, arrays: dict[str, mx.array]) -> di
         "state": _in_json(state, f"{name}.state", arrays),
         "growth": _growth_in_json(cache._growth),
         "reserve": cache._reserve,
+        "announced": cache._announced,
         "lengths": cache._lengths,
     }
 
@@ -290,6 +291,7 @@ def _restore_ours(described: dict[str, Any], arrays: dict[str, mx.array]) -> KVC
 
     keys, values = ([plane(which, i) for i in range(count)] or None for which, count in described["planes"].items())
     cache.state = keys, values, *state
+    cache._announced = tuple(described.get("announced", [0] * len(live)))  # version 0.1.0 did not say
     cache._lengths = None if described["lengths"] is None else tuple(described["lengths"])
     return cache
 

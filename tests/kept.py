@@ -69,7 +69,7 @@ def random(keys: np.ndarray, values: np.ndarray, positions: np.ndarray) -> np.nd
     out = np.zeros(keys.shape[:2])
     for head in range(keys.shape[0]):
         for i, position in enumerate(positions.tolist()):
-            x = (position * 2654435761 + head * 40503) % 2**32
+            x = position * 2654435761 % 2**32
             x = ((x ^ (x >> 16)) * 0x85EBCA6B) % 2**32
             x = ((x ^ (x >> 13)) * 0xC2B2AE35) % 2**32
             out[head, i] = ((x ^ (x >> 16)) >> 8) / 2**24

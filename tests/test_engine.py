@@ -46,6 +46,45 @@ def alone(model: nn.Module, prompt: list[int], count: int) -> list[int]:
     return [int(token) for token, _ in generate_step(mx.array(prompt), model, max_tokens=count)]
 
 
+@pytest.mark.parametrize("policy", [CachePolicy(), CachePolicy(bits=8, group_size=32)])
+@pytest.mark.parametrize("kind", ENGINES)
+def test_room_that_was_made_for_a_row_leaves_with_it(kind: str, policy: CachePolicy) -> None:
+    made = engine(kind, make_model("llama"), policy)
+    for index in (0, 1):
+        made.submit(Continuation(index, PROMPT, 40))
+    for _ in range(4):
+        made.step()
+    (before,) = {cache.capacity for cache in made.caches}
+    assert before == 256
+    made.submit(Continuation(2, PROMPT, 5000))
+    while len(made.caches[0]._rows) < 3:
+        made.step()
+    assert made.caches[0].capacity >= 5000
+    made.cancel(2)
+    assert {cache.capacity for cache in made.caches} == {before}
+    assert drained(made).keys() == {0, 1}
+
+
+def test_what_was_announced_for_a_row_is_kept_apart() -> None:
+    long, short = KVCache(), KVCache()
+    long.reserve(3000)
+    short.reserve(300)
+    for cache in (long, short):
+        cache.update_and_fetch(some(1, 5), some(1, 5))
+    batch = KVCache.merge([short, long, short])
+    assert batch.capacity == 3072
+    one = copy.deepcopy(batch)
+    one.filter([1])
+    assert one.capacity == 3072
+    batch.filter([2, 0])
+    assert batch.capacity == 512
+    single = batch.extract(0)
+    assert single.capacity == 256
+    for _ in range(300):
+        single.update_and_fetch(some(1, 1), some(1, 1))
+    assert single.capacity == 512  # nothing is made room for that was announced for another request
+
+
 @pytest.mark.parametrize("kind", ENGINES)
 def test_requests_that_cannot_be_are_refused_before_they_join(kind: str) -> None:
     model = make_model("llama")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from typing import Any
 
@@ -19,7 +20,8 @@ import mlx_kv.eviction.evictor
 from mlx_kv import CachePolicy, CompressedKVCache, KVCache, register_score
 from mlx_kv.eviction import scores
 from mlx_kv.eviction.compaction import lowest
-from mlx_kv.layout import Budget, Row
+from mlx_kv.eviction.evictor import Evictor
+from mlx_kv.layout import Budget, Ring, Row
 
 SCORES = sorted(FORMULAS)
 
@@ -142,6 +144,83 @@ def test_selects_what_the_published_formula_selects(score: str, dtype: mx.Dtype)
         order = np.argsort(wanted[head, 4:390])[::-1] + 4
         kept = {*range(4), *order[: 150 - 14].tolist(), *range(390, 400)}
         assert set(cache.positions[0, head].tolist()) == kept
+
+
+@pytest.mark.parametrize("score", SCORES)
+def test_heads_that_are_split_over_machines_are_scored_as_together(score: str) -> None:
+    """No head knows its number: whoever has heads 2 and 3 says of them what one who has all of them says."""
+    k, v = (mx.random.normal((1, 4, 300, 64), key=mx.random.key(seed)) for seed in (1, 2))
+    function, where = scores.find_score(score).function, mx.arange(300)[None, None]
+    split = [function(k[:, half], v[:, half], where) for half in (slice(0, 2), slice(2, 4))]
+    assert mx.array_equal(mx.concatenate(split, axis=1), function(k, v, where)).item()
+
+
+def test_two_functions_of_one_name_are_not_one_score() -> None:
+    first, second = (
+        CompressedKVCache(20, keep_recent=2, score=lambda k, v, where, sign=sign: sign * mx.linalg.norm(k, axis=-1))
+        for sign in (1, -1)
+    )
+    assert first.evictor.score.name == second.evictor.score.name
+    x = mx.random.normal((1, 2, 9, 32))
+    for cache in (first, second):
+        cache.update_and_fetch(x, x)
+    for join in (lambda: KVCache.merge([first, second]), lambda: first.extend(second)):
+        with pytest.raises(ValueError, match="only caches of one kind can be one batch"):
+            join()
+    assert KVCache.merge([first, copy.deepcopy(first)]).size() == 9
+    register_score("changes", scores.find_score("key_norm").function)
+    try:
+        before = CompressedKVCache(20, keep_recent=2, score="changes")
+        register_score("changes", scores.find_score("key_diff").function)
+        with pytest.raises(ValueError, match="only caches of one kind can be one batch"):
+            KVCache.merge([before, CompressedKVCache(20, keep_recent=2, score="changes")])
+    finally:
+        scores._known.pop("changes")
+
+
+def test_a_budget_as_a_layout_evicts() -> None:
+    x = mx.random.normal((1, 2, 300, 32))
+    cache = KVCache(layout=Budget(100, keep_recent=8))
+    assert KVCache.from_state(cache.state).evictor is not None
+    cache.update_and_fetch(x, x)
+    cache.update_and_fetch(x[:, :, :1], x[:, :, :1])
+    assert (cache.size(), cache.offset, cache.evictor.evicted) == (101, 301, 200)
+    same = CompressedKVCache(100, keep_recent=8)
+    same.update_and_fetch(x, x)
+    same.update_and_fetch(x[:, :, :1], x[:, :, :1])
+    assert cache.positions.tolist() == same.positions.tolist()
+    with pytest.raises(ValueError, match="leave the layout out"):
+        KVCache(layout=Ring(8, 4), evictor=Evictor(Budget(100)))
+
+
+def test_work_is_counted_by_row_and_goes_with_it() -> None:
+    """Copies of a prefix have not done its work again, and a row that leaves takes its own along."""
+    x = mx.random.normal((1, 2, 40, 32))
+
+    def filled(steps: int) -> KVCache:
+        cache = CompressedKVCache(20, keep_recent=2, margin=3)
+        for _ in range(steps):
+            cache.update_and_fetch(x, x)
+        return cache
+
+    one, other = filled(5), filled(3)
+    assert (one.evictor.compactions, other.evictor.compactions) == (4, 2)
+    many = KVCache.merge([one] * 24)
+    assert many.evictor.compactions == 4
+    batch = KVCache.merge([other, one])
+    assert batch.evictor.compactions == 4
+    assert batch.evictor.moved == one.evictor.moved + other.evictor.moved
+    batch.update_and_fetch(*[mx.concatenate([x, x])] * 2)  # compacts both, whose last write is still whole
+    assert [batch.extract(row).evictor.compactions for row in (0, 1)] == [3, 5]
+    loaded = KVCache.from_state(batch.state)
+    assert loaded.evictor.work == batch.evictor.work
+    batch.filter([0])
+    assert batch.evictor.compactions == 3
+    batch.extend(one)
+    assert batch.evictor.compactions == 4
+    old = list(one.state)
+    old[-1] = [*old[-1][:-1], [7, 4, 0.5]]  # as it was written before rows were told apart
+    assert KVCache.from_state(tuple(old)).evictor.work == ((7, 4, 0.5),)
 
 
 def test_the_direction_of_the_key_norm() -> None:

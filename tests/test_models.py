@@ -9,11 +9,12 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from mlx_lm.generate import generate_step
 from mlx_lm.models import cache as stock
 from oracle import Shadowed, SlowCache, poison
 from tiny_models import FAMILIES, VOCAB, make_model
 
-from mlx_kv import CachePolicy, KVCache, make_prompt_cache
+from mlx_kv import Cache, CachePolicy, KVCache, cache_statistics, make_prompt_cache, trim_prompt_cache
 from mlx_kv.adapter import INDEXER_MODELS, attention_caches, leaves
 
 LENGTH = 60
@@ -246,3 +247,83 @@ def test_policy_is_frozen_and_checks_itself() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             CachePolicy(**options)
+
+
+class Theirs:
+    """A cache of somebody else's: what the protocol says, and nothing beside it."""
+
+    def __init__(self) -> None:
+        self.slow = SlowCache()
+
+    @property
+    def offset(self) -> int:
+        return self.slow.offset
+
+    @property
+    def state(self) -> Any:
+        return self.slow.state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self.slow.keys, self.slow.values = value
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
+        return self.slow.make_mask(N, return_array, window_size)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
+        return self.slow.update_and_fetch(keys, values)
+
+    def size(self) -> int:
+        return self.slow.offset
+
+    def can_trim(self, n: Any) -> bool:
+        (count,) = [n] if isinstance(n, int) else n
+        return 0 <= count <= self.slow.offset
+
+    def trim(self, n: int) -> int:
+        self.trim_per_sequence([n])
+        return n
+
+    def trim_per_sequence(self, n: Any) -> None:
+        if not self.can_trim(n):
+            raise ValueError("too many")
+        kept = self.slow.offset - n[0]
+        self.slow.keys, self.slow.values = (x[:, :, :kept] for x in (self.slow.keys, self.slow.values))
+        self.slow.offset = kept
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self.slow.keys is None else self.slow.keys.nbytes + self.slow.values.nbytes
+
+    def reset(self) -> None:
+        self.slow = SlowCache()
+
+
+@pytest.mark.parametrize("beside_ours", [False, True])
+def test_a_cache_of_others_needs_what_the_protocol_says_and_no_more(beside_ours: bool) -> None:
+    public = {name for name in vars(Theirs) if not name.startswith("_")}
+    assert public == {name for name in vars(Cache) if not name.startswith("_")}
+    assert isinstance(Theirs(), Cache)
+    model = make_model("llama")
+    caches: list[Any] = [Theirs() for _ in model.layers]
+    if beside_ours:
+        caches[0] = KVCache()
+    assert cache_statistics(caches).bytes_allocated == 0
+    text = prompt()[0, :20]
+
+    def answer(held: list[Any], tokens: mx.array) -> list[int]:
+        return [int(token) for token, _ in generate_step(tokens, model, max_tokens=8, prompt_cache=held)]
+
+    wanted = answer(make_prompt_cache(model), text)
+    assert answer(caches, text) == wanted
+    assert trim_prompt_cache(caches, 8) == 8
+    assert [cache.size() for cache in caches] == [20] * len(caches)
+    trim_prompt_cache(caches, [1])
+    assert answer(caches, text[-1:]) == wanted
+    with pytest.raises(ValueError, match="cannot trim 99 tokens: layer 0"):
+        trim_prompt_cache(caches, 99)
+    assert [cache.size() for cache in caches] == [28] * len(caches)
+    statistics = cache_statistics(caches)
+    live = 2 * 28 * 2 * 32 * 4
+    assert statistics.bytes_live == len(caches) * live
+    assert (statistics.tokens_evicted, statistics.growths) == (0, 0)

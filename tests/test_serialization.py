@@ -102,6 +102,7 @@ def test_every_kind_goes_on_as_it_was(kind: str, bits: int | None, dtype: str, r
     loaded = caches[0]
     assert (loaded.capacity, loaded.nbytes, loaded.size()) == (cache.capacity, cache.nbytes, cache.size())
     assert (loaded._growth, loaded._reserve) == (cache._growth, cache._reserve)
+    assert loaded._announced == cache._announced
     # Only live slots are there: what a row holds, and no other row's.
     written = tensor_files.read(tmp_path / "a.safetensors").arrays
     for row, stands in enumerate(cache._rows):

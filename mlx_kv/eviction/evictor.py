@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Sequence
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import mlx.core as mx
 
@@ -31,6 +31,20 @@ class Owner(Protocol):
 
     _rows: tuple[Row, ...]
     _stores: Stores | None
+
+
+class Work(NamedTuple):
+    """What compactions did for one row, which takes it along into other batches.
+
+    Attributes:
+        moved: slots.
+        compactions: that it took part in.
+        seconds: of them, shared among the rows that took part.
+    """
+
+    moved: int = 0
+    compactions: int = 0
+    seconds: float = 0.0
 
 
 class Evictor:
@@ -61,8 +75,7 @@ class Evictor:
         self.ledgers[0].join(layer, self)
         self.positions: mx.array | None = None  # (B, H', cut)
         self.scores: mx.array | None = None  # (B, H', cut), of a score that is asked for once per token
-        # Slots moved, of all rows; compactions, of any; the time that they took.
-        self.moved, self.compactions, self.seconds = 0, 0, 0.0
+        self.work: tuple[Work, ...] = (Work(),)  # by row
         self._owner: Any = lambda: None
         # What was scored for the step that comes, by row; rows that all stand alike have one entry.
         self._scored: dict[tuple[Row, int], mx.array] = {}
@@ -88,25 +101,28 @@ class Evictor:
     def state(self) -> list[Any]:
         """What a loaded cache needs besides its layout."""
         names = [ledger.name for ledger in self.ledgers]
-        counts = [self.moved, self.compactions, self.seconds]
-        return [self.score.name, self.share, self.layer, names, self.positions, self.scores, counts]
+        work = [list(row) for row in self.work]
+        return [self.score.name, self.share, self.layer, names, self.positions, self.scores, work]
 
     @classmethod
     def from_state(
         cls, layout: Budget, state: list[Any], score: Score | None = None, memo: dict[int, Any] | None = None
     ) -> Evictor:
         """Raises ValueError if the score is one that nobody registered here."""
-        name, share, layer, names, positions, scores, counts = state
+        name, share, layer, names, positions, scores, work = state
         made = cls(layout, score or name, share, Ledger(), layer)
         made.ledgers = tuple([Ledger.joined(name, layer, made, memo) for name in names])
         made.positions, made.scores = positions, scores
-        made.moved, made.compactions, made.seconds = counts
+        if not isinstance(work[0], Sequence):  # of all rows together, as version 0.1.0 counted
+            moved, compactions, seconds = work
+            work = [(moved, compactions, seconds), *[(0, compactions, 0.0)] * (len(names) - 1)]
+        made.work = tuple([Work(*row) for row in work])
         return made
 
     def reset(self) -> None:
         """A new session begins, of one sequence until more are seen."""
         self.forget()
-        self.ledgers = self.ledgers[:1]
+        self.ledgers, self.work = self.ledgers[:1], (Work(),)
         self.positions = self.scores = None
 
     def _begin_batch(self, rows: int) -> None:
@@ -114,14 +130,15 @@ class Evictor:
         self.ledgers = tuple([self.ledgers[0].for_row(index) for index in range(rows)])
         for ledger in self.ledgers:
             ledger.join(self.layer, self)
+        self.work = (Work(),) * rows
         self.positions = self.scores = None
 
     def selected(self, rows: Sequence[int]) -> Evictor:
         """An evictor for copies of some rows."""
-        name, share, layer, names, positions, scores, counts = self.state
+        name, share, layer, names, positions, scores, work = self.state
         index = mx.array(list(rows))
         positions, scores = (None if x is None else x[index] for x in (positions, scores))
-        state = [name, share, layer, [names[row] for row in rows], positions, scores, counts]
+        state = [name, share, layer, [names[row] for row in rows], positions, scores, [work[row] for row in rows]]
         return Evictor.from_state(self.layout, state, self.score)
 
     def keep(self, chosen: Sequence[int], rows: Sequence[Row]) -> None:
@@ -129,6 +146,7 @@ class Evictor:
         self.forget()
         index = mx.array(list(chosen))
         self.ledgers = tuple([self.ledgers[row] for row in chosen])
+        self.work = tuple([self.work[row] for row in chosen])
         if all(row.start >= 0 for row in rows):
             self.positions = self.scores = None
         self.positions, self.scores = (None if x is None else x[index] for x in (self.positions, self.scores))
@@ -156,9 +174,7 @@ class Evictor:
 
         self.positions, self.scores = both(self.positions, other.positions), both(self.scores, other.scores)
         self._compute()
-        self.moved += other.moved
-        self.compactions += other.compactions
-        self.seconds += other.seconds
+        self.work += other.work
 
     def forget(self) -> None:
         """Tokens were taken back: nothing that was worked out for the next compaction holds."""
@@ -178,6 +194,21 @@ class Evictor:
         """Tokens that the rows of now have evicted."""
         owner = self._owner()
         return 0 if owner is None else sum(max(0, -row.start) for row in owner._rows)
+
+    @property
+    def moved(self) -> int:
+        """Slots that were moved, for all rows together."""
+        return sum(row.moved for row in self.work)
+
+    @property
+    def compactions(self) -> int:
+        """Those that the busiest row took part in."""
+        return max(row.compactions for row in self.work)
+
+    @property
+    def seconds(self) -> float:
+        """That compactions took, for all rows together."""
+        return sum(row.seconds for row in self.work)
 
     def row(self, ledger: Ledger) -> Row:
         owner = self._owner()
@@ -310,9 +341,13 @@ class Evictor:
             store.move(source, target)
         self._scored.clear()
         self._decided.clear()
-        self.moved += len(due) * source.shape[2]
-        self.compactions += 1
-        self.seconds += time.perf_counter() - started
+        moved, seconds = source.shape[2], (time.perf_counter() - started) / len(due)
+        self.work = tuple(
+            [
+                Work(row.moved + moved, row.compactions + 1, row.seconds + seconds) if i in due else row
+                for i, row in enumerate(self.work)
+            ]
+        )
         return tuple([layout.compacted(row) if i in due else row for i, row in enumerate(rows)])
 
     def _moves(self, row: Row, index: int) -> Moves:

@@ -72,7 +72,8 @@ class Ledger:
         if before is None:
             known = [ref() for ref in cls._copies.get(name, [])]  # alive until this method returns
             lacking = [ledger for ledger in known if ledger is not None and not ledger._has(layer)]
-            ledger, together = lacking[0] if lacking else cls._new_copy(name), []
+            ledger = lacking[0] if lacking else cls._new_copy(name)
+            together: list[tuple[int, Member]] = []
         else:
             ledger, together = before
             if ledger._has(layer):

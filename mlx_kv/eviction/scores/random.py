@@ -1,7 +1,8 @@
-"""Any token may go: a number in [0, 1) drawn from the token's position and head. The control of every comparison.
+"""Any token may go: a number in [0, 1) drawn from the token's position. The control of every comparison.
 
-The same everywhere for the same position: copies, loaded caches and layers agree without any state. The hash is the
-finaliser of MurmurHash3 (Appleby 2011).
+The same everywhere for the same position: copies, loaded caches, layers and heads agree without any state, also where
+the heads of a layer are split over machines and none of them knows its number. The hash is the finaliser of MurmurHash3
+(Appleby 2011).
 """
 
 import mlx.core as mx
@@ -9,8 +10,7 @@ import mlx.core as mx
 
 def random(keys: mx.array, values: mx.array, positions: mx.array, seed: int = 0) -> mx.array:
     rows, heads, n, _ = keys.shape
-    head = mx.arange(heads, dtype=mx.uint32)[None, :, None]
-    x = positions.astype(mx.uint32) * mx.array(2654435761, mx.uint32) + head * mx.array(40503, mx.uint32) + seed
+    x = positions.astype(mx.uint32) * mx.array(2654435761, mx.uint32) + seed
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
         x = (x ^ (x >> shift)) * mx.array(factor, mx.uint32)
     return mx.broadcast_to((x >> 8).astype(mx.float32) / 2**24, (rows, heads, n))
