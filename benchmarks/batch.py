@@ -28,17 +28,15 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from mlx_kv import blas
+# Ours first: importing the package loads a tuned BLAS ahead of MLX.
+from mlx_kv import KVCache, SpeculationStatistics, batch_generate, model_path
+from mlx_kv.adapter import load
 
-blas.preload()
-
-import mlx.core as mx  # noqa: E402
-import mlx_lm.models.cache as stock  # noqa: E402
-from common import medians, rounds_from_command_line, take_turns  # noqa: E402
-from mlx_lm.generate import BatchGenerator  # noqa: E402
-
-from mlx_kv import KVCache, SpeculationStatistics, batch_generate, model_path  # noqa: E402
-from mlx_kv.adapter import load  # noqa: E402
+# isort: split
+import mlx.core as mx
+import mlx_lm.models.cache as stock
+from common import medians, rounds_from_command_line, take_turns
+from mlx_lm.generate import BatchGenerator
 
 ROWS, HEADS, DIM, TOKENS, LAYERS = 8, 8, 128, 8_192, 4
 LENGTHS = [TOKENS - 256 * row for row in range(ROWS)]

@@ -26,17 +26,15 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mlx_kv import blas
+# Ours first: importing the package loads a tuned BLAS ahead of MLX.
+from mlx_kv import CachePolicy, KVCache, compact, make_prompt_cache, model_path
+from mlx_kv.adapter import load
+from mlx_kv.eviction.ledger import Ledger
 
-blas.preload()
-
-import mlx.core as mx  # noqa: E402
-from common import medians, rounds_from_command_line, take_turns  # noqa: E402
-from mlx_lm.generate import generate_step  # noqa: E402
-
-from mlx_kv import CachePolicy, KVCache, compact, make_prompt_cache, model_path  # noqa: E402
-from mlx_kv.adapter import load  # noqa: E402
-from mlx_kv.eviction.ledger import Ledger  # noqa: E402
+# isort: split
+import mlx.core as mx
+from common import medians, rounds_from_command_line, take_turns
+from mlx_lm.generate import generate_step
 
 LAYERS, HEADS, DIM = 36, 8, 128
 LONG, BUDGET, MARGIN, SINKS, RECENT = 8_192, 4_096, 64, 4, 64

@@ -24,17 +24,15 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from mlx_kv import blas
+# Ours first: importing the package loads a tuned BLAS ahead of MLX.
+from mlx_kv import KVCache, make_prompt_cache, model_path
+from mlx_kv.adapter import load
 
-blas.preload()
-
-import mlx.core as mx  # noqa: E402
-import mlx_lm.models.cache as stock  # noqa: E402
-from common import medians, rounds_from_command_line, take_turns  # noqa: E402
-from mlx_lm.generate import generate_step  # noqa: E402
-
-from mlx_kv import KVCache, make_prompt_cache, model_path  # noqa: E402
-from mlx_kv.adapter import load  # noqa: E402
+# isort: split
+import mlx.core as mx
+import mlx_lm.models.cache as stock
+from common import medians, rounds_from_command_line, take_turns
+from mlx_lm.generate import generate_step
 
 HEADS, DIM, TOKENS = 8, 128, 32_768
 PREFILL, PREFILL_CHUNK = 8_192, 2_048

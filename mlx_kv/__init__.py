@@ -1,7 +1,7 @@
 """mlx-kv: KV caches for language models on MLX that combine.
 
-The public API is what `__all__` lists. Names are imported when they are first used, so that `from mlx_kv import blas`
-can load a tuned BLAS before anything imports MLX.
+The public API is what `__all__` lists. Names are imported when they are first used: importing the package loads a tuned
+BLAS where MLX needs one (a Linux CPU), which must come before MLX, and nothing else.
 """
 
 from __future__ import annotations
@@ -9,8 +9,10 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from mlx_kv import blas
+
 if TYPE_CHECKING:
-    from mlx_kv.adapter import compact, make_prompt_cache, trim_prompt_cache
+    from mlx_kv.adapter import compact, load, make_prompt_cache, trim_prompt_cache
     from mlx_kv.batch_generation import batch_generate
     from mlx_kv.bundled import bundled_models, model_path
     from mlx_kv.cache import KVCache
@@ -40,6 +42,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
+blas.preload()
+
 _HOMES = {
     "BatchKVCache": "named",
     "BatchRotatingKVCache": "named",
@@ -66,6 +70,7 @@ _HOMES = {
     "bundled_models": "bundled",
     "cache_statistics": "generation",
     "compact": "adapter",
+    "load": "adapter",
     "load_prompt_cache": "serialization",
     "make_prompt_cache": "adapter",
     "model_path": "bundled",
@@ -103,6 +108,7 @@ __all__ = [
     "bundled_models",
     "cache_statistics",
     "compact",
+    "load",
     "load_prompt_cache",
     "make_prompt_cache",
     "model_path",

@@ -215,7 +215,9 @@ class KVCache:
         return self._stores
 
     def _next_capacity(self, needed: int) -> int:
-        wanted = round_up(max(needed, self._growth.capacity(needed, self.capacity), self._reserve, *self._announced))
+        reserve = max(self._reserve, *self._announced)
+        # Who says how much will come gets that and no slack: also on top of what was held before, or loaded from a file.
+        wanted = round_up(reserve if needed <= reserve else max(needed, self._growth.capacity(needed, self.capacity)))
         return min(wanted, round_up(max(needed, self.layout.enough_slots)))
 
     def _check(self, keys: mx.array, values: mx.array) -> None:

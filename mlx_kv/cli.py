@@ -2,7 +2,7 @@
 
 Turns words on a command line into calls of the library and prints what came back: answers to stdout, everything else
 to stderr. Decides nothing about caches. Each command has a file of its own in `mlx_kv.commands`; MLX is imported when
-one of them runs, after a tuned BLAS had its chance.
+one of them runs.
 """
 
 from __future__ import annotations

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from mlx_kv import blas
+import mlx_kv  # noqa: F401  before anything below imports MLX: it loads a tuned BLAS
 
-blas.preload()  # before anything below imports MLX
+# isort: split
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
 
-import os  # noqa: E402
-import sys  # noqa: E402
-from collections.abc import Callable  # noqa: E402
-from typing import Any  # noqa: E402
-
-import mlx.nn as nn  # noqa: E402
-import pytest  # noqa: E402
-from hypothesis import HealthCheck, settings  # noqa: E402
+import mlx.nn as nn
+import pytest
+from hypothesis import HealthCheck, settings
 
 settings.register_profile(
     "default", deadline=None, max_examples=60, derandomize=True, suppress_health_check=[HealthCheck.too_slow]

@@ -237,6 +237,19 @@ def test_a_reservation_never_shrinks_and_outlives_a_growth() -> None:
     assert filled(cache).capacity == 2048
 
 
+@pytest.mark.parametrize("bits", [None, 8])
+def test_what_is_announced_on_top_of_what_is_held_is_all_that_is_allocated(bits: int | None) -> None:
+    cache = filled(KVCache(bits=bits, group_size=32), new=1000)
+    per_slot = cache.nbytes // 1024
+    cache.reserve(1100)
+    for _ in range(20):
+        filled(cache, new=5)
+    assert (cache.nbytes, cache.growths) == (1280 * per_slot, 1)
+    for _ in range(181):  # one more than that: the rule again
+        filled(cache, new=1)
+    assert (cache.nbytes, cache.growths) == (2560 * per_slot, 2)
+
+
 def test_a_growth_rule_that_gives_too_little_gets_what_is_needed() -> None:
     class Stingy:
         def capacity(self, needed: int, current: int) -> int:

@@ -78,8 +78,7 @@ def test_a_prefix_is_read_once(kind: str, where: str, tmp_path: Path) -> None:
 CHILD = """
 import sys
 sys.path.insert(0, sys.argv[1])
-from mlx_kv import blas
-blas.preload()
+import mlx_kv
 from test_prompt_store import *
 family, policy = KINDS[sys.argv[3]]
 model = make_model(family, max_position_embeddings=8192)
@@ -281,8 +280,7 @@ def test_refuses(tmp_path: Path) -> None:
 WRITER = """
 import sys
 sys.path.insert(0, sys.argv[1])
-from mlx_kv import blas
-blas.preload()
+import mlx_kv
 from test_prompt_store import *
 model = make_model("llama")
 store = PromptStore(sys.argv[2])

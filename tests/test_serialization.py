@@ -625,6 +625,18 @@ def test_a_cached_prompt_is_gone_on_from(options: str, call: Any, tmp_path: Path
     assert whole["cached_tokens"] == 0
 
 
+def test_room_is_made_for_what_follows_a_cached_prompt_and_no_more(call: Any, tmp_path: Path, reference: Any) -> None:
+    """1,000 tokens and more: twice the room of what was loaded would show."""
+    path, bytes_per_slot = tmp_path / "p.safetensors", 4 * 2 * 2 * 64 * 4
+    call("cache", "--prompt", "import os\n" * 340, "--output", path)
+    answer = json.loads(
+        call("generate", "--prompt-cache-file", path, "--prompt", "import", "--max-tokens", "20", "--json").out
+    )
+    held = answer["cached_tokens"] + answer["prompt_tokens"] + 20
+    assert answer["cached_tokens"] <= 1024 < held
+    assert answer["kv_bytes_allocated"] == 1280 * bytes_per_slot
+
+
 def test_in_a_chat_both_prompts_are_one_message() -> None:
     _, tokenizer = load(mlx_kv.model_path("reference"))
     tokenizer.chat_template = "{% for m in messages %}user:\n{{ m['content'] }}\n{% endfor %}"

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mlx_kv import blas
 from mlx_kv.bundled import draft_path, model_path
 from mlx_kv.commands.options import decoding_options, make_policy, model_option, policy_options
 
@@ -95,7 +94,6 @@ def batch(
         raise click.UsageError(f"--prompts {prompts_file} is no regular file: give one that can be read twice")
     if output_file.exists() and output_file.samefile(prompts_file):
         raise click.UsageError(f"--output {output_file} is the file of prompts: give another one")
-    blas.preload()
     policy = make_policy(**settings)  # refuses bad settings before anything is loaded
 
     from mlx_kv.jobs import Answers, Prompts

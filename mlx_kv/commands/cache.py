@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mlx_kv import blas
 from mlx_kv.bundled import model_path
 from mlx_kv.commands.options import (
     human_bytes,
@@ -132,7 +131,6 @@ def cache(
     text = read_prompt(prompt, prompt_file, source)
     if not output.parent.is_dir():
         raise click.UsageError(f"--output {output}: there is no folder {output.parent}; make it first")
-    blas.preload()
     cache_policy = make_policy(**policy)
 
     import mlx.core as mx

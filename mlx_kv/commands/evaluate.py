@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mlx_kv import blas
 from mlx_kv.bundled import model_path
 from mlx_kv.commands.config import short_name
 from mlx_kv.commands.options import model_option
@@ -299,7 +298,6 @@ def evaluate_command(
     """
     if plot is not None:
         check_plot(plot)
-    blas.preload()
 
     from mlx_kv.evaluation import TASKS
     from mlx_kv.evaluation_results import Settings, summary

@@ -12,7 +12,6 @@ from typing import Any
 
 import click
 
-from mlx_kv import blas
 from mlx_kv.bundled import draft_path, model_path
 from mlx_kv.commands.cache import encode_ending, load_for, tokens_read
 from mlx_kv.commands.options import (
@@ -93,7 +92,6 @@ def generate(
     if prompt_cache_file is not None:
         check_cache_file(policy, draft_model)
     text = read_prompt(prompt, prompt_file, source)
-    blas.preload()
     cache_policy = make_policy(**policy)  # refuses bad settings before anything is loaded
 
     import mlx.core as mx

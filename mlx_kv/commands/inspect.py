@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mlx_kv import blas
 from mlx_kv.bundled import model_path
 from mlx_kv.commands.config import short_name
 from mlx_kv.commands.options import (
@@ -211,7 +210,6 @@ def inspect_command(
     if plot is not None:
         check_plot(plot)
     text = read_prompt(prompt, prompt_file, source)
-    blas.preload()
     policy = make_policy(**settings)  # refuses bad settings before anything is loaded
 
     from mlx_kv.adapter import context_length, load, make_prompt_cache

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mlx_kv import blas
 from mlx_kv.commands.config import find_config, read_config, short_name
 from mlx_kv.commands.options import make_policy, model_option, policy_options
 
@@ -164,7 +163,6 @@ def plan(
     """How much memory the keys and values of a model will take. Reads its config.json, and no weights."""
     if plot is not None:
         check_plot(plot)
-    blas.preload()
     policy = make_policy(**settings)
     config = read_config(find_config(model))
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mlx_kv import blas
 from mlx_kv.bundled import draft_path, model_path
 from mlx_kv.commands.options import draft_option, make_policy, model_option, policy_options, prefill_option
 
@@ -114,7 +113,6 @@ def serve(
     if num_draft_tokens is not None and draft_model is None:
         raise click.UsageError("--num-draft-tokens needs --draft-model")
     keys = [] if api_key_file is None else read_keys(api_key_file)
-    blas.preload()
     cache_policy = make_policy(**policy)  # refuses bad settings before anything is loaded
     try:
         from mlx_kv.server import api, metrics, run, worker
