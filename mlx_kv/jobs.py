@@ -2,7 +2,7 @@
 
 Decides what a line must look like, which lines a run has still to do, and how an answer is written so that a run can be
 killed at any moment: whole lines only, each once, by one process at a time. Knows nothing about models, tokens or
-caches, nor how an answer comes about; imports nothing but the standard library.
+caches, nor how an answer comes about; imports nothing but the standard library and `replacing`.
 
 In:  {"prompt": "a text" or [token ids], "max_tokens": 256, "id": "a text" or a number}
 Out: {"id": …, "line": …, "digest": …, and what the caller adds}
@@ -23,6 +23,8 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from mlx_kv.replacing import replacing
 
 KEYS = ("prompt", "max_tokens", "id")
 MOST_TOKENS = 2**31 - 1
@@ -225,7 +227,7 @@ class Answers:
 
     def __init__(self, path: str | Path) -> None:
         self._path = os.path.realpath(path)  # a link stays one when the file is replaced
-        self._file = self._locked(os.O_RDWR | os.O_CREAT | os.O_APPEND)
+        self._file = self._locked()
         try:
             self.done, whole = self._recover()
             if whole < os.fstat(self._file).st_size:
@@ -252,16 +254,18 @@ class Answers:
 
     def drop(self, ids: Collection[Id]) -> None:
         """Takes out the answers of these ids: a new file without them takes the place of the old one, all at once."""
-        kept = f"{self._path}.kept"
-        with open(self._file, "rb", closefd=False) as old, open(kept, "wb") as new:
-            old.seek(0)
-            new.writelines(raw for raw in old if json.loads(raw)["id"] not in ids)
-            new.flush()
-            os.fsync(new.fileno())
-        os.chmod(kept, stat.S_IMODE(os.fstat(self._file).st_mode))
-        before, self._file = self._file, self._locked(os.O_RDWR | os.O_APPEND, kept)
-        os.replace(kept, self._path)
-        os.close(before)
+        after = -1
+        try:
+            with replacing(self._path) as new, open(self._file, "rb", closefd=False) as old:
+                old.seek(0)
+                new.writelines(raw for raw in old if json.loads(raw)["id"] not in ids)
+                after = os.dup(new.fileno())  # with its lock
+                fcntl.fcntl(after, fcntl.F_SETFL, os.O_APPEND)
+        finally:
+            if after >= 0 and os.path.samestat(os.fstat(after), os.stat(self._path)):
+                self._file, after = after, self._file
+            if after >= 0:
+                os.close(after)
         for each in ids:
             self.done.pop(each, None)
 
@@ -275,9 +279,9 @@ class Answers:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _locked(self, flags: int, path: str | None = None) -> int:
-        path = path or self._path
-        file = os.open(path, flags | os.O_CLOEXEC, 0o666)
+    def _locked(self) -> int:
+        path = self._path
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
         try:
             if not stat.S_ISREG(os.fstat(file).st_mode):
                 raise ValueError(f"{path} is no regular file: give one that can be read again")

@@ -25,6 +25,7 @@ from mlx_kv.cache import KVCache
 from mlx_kv.fingerprint import model_fingerprint
 from mlx_kv.growth import FixedStep, Geometric, Growth, round_up
 from mlx_kv.layout import make_layout
+from mlx_kv.replacing import check_replaceable
 
 __all__ = ["PromptFile", "load_prompt_cache", "load_prompt_file", "model_fingerprint", "save_prompt_cache"]
 
@@ -70,8 +71,12 @@ def save_prompt_cache(
     tokens: Sequence[int] | None = None,
     fingerprint: str | None = None,
     format: Literal["mlx-kv", "mlx-lm"] = "mlx-kv",
+    force: bool = False,
 ) -> None:
     """Writes the caches of a model to a file. Until it is there whole, and on the disk, an older one stays.
+
+    Only a prompt cache is replaced, ours or mlx-lm's, or an empty file. The new one has its mode, so what was private
+    stays so; else a file's mode is what the process gives to any (umask).
 
     Args:
         path: of the file, usually `*.safetensors`. A killed writer leaves a hidden `*.tmp` beside it, which the next
@@ -82,12 +87,14 @@ def save_prompt_cache(
         fingerprint: of the model, from `model_fingerprint`.
         format: "mlx-lm" writes what mlx-lm 0.32.2 reads, where that can hold these caches: one sequence, full attention
             or rings, nothing evicted.
+        force: replace any regular file.
 
     Raises:
         ValueError: metadata that is not words, a cache of an unknown kind or one that mlx-lm's format cannot hold, a
-            folder that is not there.
+            folder that is not there, or a path that is somebody else's file, a folder, a device, a pipe or a socket.
         OSError: the file cannot be written.
     """
+    check_output(path, force)
     if format == "mlx-lm":
         if tokens is not None or fingerprint is not None:
             raise ValueError("mlx-lm's format has no place for tokens or a fingerprint: leave them out")
@@ -96,6 +103,17 @@ def save_prompt_cache(
     if format != "mlx-kv":
         raise ValueError(f"format is {format!r}: choose mlx-kv or mlx-lm")
     pack(caches, metadata, tokens=tokens, fingerprint=fingerprint).write(path)
+
+
+def check_output(path: str | Path, force: bool = False, mend: str = "force=True") -> None:
+    """As `replacing.check_replaceable`, for prompt caches."""
+    check_replaceable(path, is_prompt_cache, "prompt cache", force, mend)
+
+
+def is_prompt_cache(path: str | Path) -> bool:
+    """Whether a file says that it is a prompt cache, of any version of ours or of mlx-lm's; it may be damaged."""
+    words = tensor_files.read_words(path)
+    return words is not None and (VERSION_WORD in words or stock_files.is_stock(words))
 
 
 def _checked(metadata: Mapping[str, str] | None) -> dict[str, str]:

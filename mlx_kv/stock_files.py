@@ -35,7 +35,7 @@ def convert(path: str | Path, file: tensor_files.TensorFile) -> tuple[list[Any],
     """
     words = file.words
     classes = _listed(words, "1")
-    if not classes or words.get("2.0") != "":
+    if not is_stock(words):
         raise ValueError(
             f"{path} is a safetensors file, but no prompt cache of mlx-kv or mlx-lm 0.32.2: give one that "
             "save_prompt_cache wrote"
@@ -47,6 +47,11 @@ def convert(path: str | Path, file: tensor_files.TensorFile) -> tuple[list[Any],
         why = str(error).splitlines()[0] if isinstance(error, ValueError) else "a cache in it is not what it should be"
         raise ValueError(f"{path} was written by mlx-lm, but cannot be used: {why}; make it again") from error
     return caches, {name[2:]: word for name, word in words.items() if name.startswith("0.")}
+
+
+def is_stock(words: dict[str, str]) -> bool:
+    """Whether this is the metadata of a file that mlx-lm 0.32.2 wrote."""
+    return "1.0" in words and words.get("2.0") == ""
 
 
 def _listed(words: dict[str, str], prefix: str) -> list[str]:

@@ -1,27 +1,26 @@
 """Safetensors files: named arrays and words in, the same out, or a refusal in one line.
 
-Decides how a file comes to be (whole, or not at all) and which files are not even looked into. It parses the format
-itself, because a file may be cut off, altered or made up: nothing is trusted before it was compared with the size of
-the file, nothing is left to be read later, and an array's digest is of the very bytes that it is made of. Knows
-nothing about caches. The format: 8 bytes with the length of a header, the header in JSON, the bytes of all arrays.
+Decides which files are not even looked into. It parses the format itself, because a file may be cut off, altered or
+made up: nothing is trusted before it was compared with the size of the file, nothing is left to be read later, and an
+array's digest is of the very bytes that it is made of. Knows nothing about caches, nor how a file comes to be whole or
+not at all (`replacing`). The format: 8 bytes with the length of a header, the header in JSON, the bytes of all arrays.
 """
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import hashlib
 import json
 import math
 import os
-import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import IO, Any
 
 import mlx.core as mx
+
+from mlx_kv.replacing import regular, replacing
 
 MOST_HEADER_BYTES = 100_000_000  # what the safetensors library allows, too
 MOST_AXES, MOST_ELEMENTS = 16, 2**31 - 1
@@ -130,59 +129,11 @@ def write_contents(path: str | Path, named: Mapping[str, Content], words: Mappin
     text += b" " * (-len(text) % 8)
     if len(text) > MOST_HEADER_BYTES:
         raise ValueError(f"the header would have {len(text):,} bytes, of at most {MOST_HEADER_BYTES:,}: save less")
-    with _replacing(Path(path)) as file:
+    with replacing(path) as file:
         file.write(len(text).to_bytes(8, "little"))
         file.write(text)
         for content in named.values():
             file.write(content.bytes)
-
-
-@contextlib.contextmanager
-def _replacing(path: Path) -> Iterator[IO[bytes]]:
-    """A temporary file that takes the place of `path` in the end, unless something fails."""
-    target = Path(os.path.realpath(path))  # a link stays a link
-    if target.is_dir():
-        raise ValueError(f"{path} is a folder: give the name of a file")
-    if not target.parent.is_dir():
-        raise ValueError(f"there is no folder {path.parent}: make it first")
-    _remove_left_behind(target)
-    temporary, file = _claim(target)
-    with file:
-        try:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-            os.replace(temporary, target)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
-    folder = os.open(target.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
-
-
-def _claim(target: Path) -> tuple[Path, IO[bytes]]:
-    """A new file beside the target, locked as long as it is open: a killed writer holds no lock."""
-    while True:
-        temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
-        file = open(temporary, "xb")  # noqa: SIM115, closed by who claims it
-        with contextlib.suppress(OSError):  # some network drives have no locks: what is left there stays
-            fcntl.flock(file, fcntl.LOCK_EX)
-        if os.fstat(file.fileno()).st_nlink:
-            return temporary, file
-        file.close()  # another writer took it for one left behind, before it was locked
-
-
-def _remove_left_behind(target: Path) -> None:
-    """Removes what killed writers of this file left."""
-    for name in os.listdir(target.parent):
-        if name.startswith(f".{target.name}.") and name.endswith(".tmp"):
-            left = target.with_name(name)
-            with contextlib.suppress(OSError), open(left, "rb") as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                left.unlink()
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
@@ -193,10 +144,9 @@ def read(path: str | Path) -> TensorFile:
 
     Raises:
         FileNotFoundError: it is not there.
-        ValueError: it is no safetensors file, or cut off, or longer than it says.
+        ValueError: it is no regular file, no safetensors file, or cut off, or longer than it says.
     """
-    if os.path.isdir(path):
-        raise ValueError(f"{path} is a folder: give a file")
+    regular(path)
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         words, entries = _read_header(path, file, size)
@@ -210,10 +160,21 @@ def read(path: str | Path) -> TensorFile:
     return TensorFile(words, named, digests)
 
 
+def read_words(path: str | Path) -> dict[str, str] | None:
+    """The metadata of a safetensors file, whole or not; None if it is none."""
+    with open(path, "rb") as file:
+        try:
+            return _read_header(path, file, os.fstat(file.fileno()).st_size, whole=False)[0]
+        except ValueError:
+            return None
+
+
 Entry = tuple[int, int, str, str, tuple[int, ...]]  # first and last byte, name, dtype, shape
 
 
-def _read_header(path: str | Path, file: IO[bytes], size: int) -> tuple[dict[str, str], list[Entry]]:
+def _read_header(
+    path: str | Path, file: IO[bytes], size: int, whole: bool = True
+) -> tuple[dict[str, str], list[Entry]]:
     """The words and the arrays of a file, these in the order of their bytes, after every check that there is."""
     length = int.from_bytes(file.read(8), "little")
     if size < 8 or not 2 <= length <= min(size - 8, MOST_HEADER_BYTES):
@@ -232,6 +193,8 @@ def _read_header(path: str | Path, file: IO[bytes], size: int) -> tuple[dict[str
             f"{path} is no safetensors file, or was damaged: its header cannot be read; give another, or make it again"
         ) from error
     ends = [0, *(last for _, last, *_ in entries)]
+    if not whole:
+        return words, entries
     if [first for first, *_ in entries] != ends[:-1] or ends[-1] != size - 8 - length:
         raise ValueError(
             f"{path} was cut off or damaged: its arrays have {ends[-1]:,} bytes, the file has {size - 8 - length:,}; "

@@ -39,6 +39,7 @@ from mlx_kv.adapter import attention_caches, leaves, load
 from mlx_kv.commands.cache import encode_beginning, encode_ending
 from mlx_kv.eviction import scores
 from mlx_kv.fingerprint import check_fingerprint, model_fingerprint
+from mlx_kv.replacing import replacing
 from mlx_kv.serialization import VERSION_WORD, _checksum, load_prompt_file
 
 THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
@@ -565,9 +566,9 @@ def test_a_killed_writer_leaves_the_old_file_or_the_new(tmp_path: Path) -> None:
 
 def test_a_writer_at_work_keeps_its_file_and_a_failed_one_leaves_none(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
-    with tensor_files._replacing(path) as file:
+    with replacing(path) as file:
         file.write(b"first")
-        with tensor_files._replacing(path) as other:
+        with replacing(path) as other:
             other.write(b"second")
         assert path.read_bytes() == b"second"
     assert path.read_bytes() == b"first"

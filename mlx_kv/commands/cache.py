@@ -7,6 +7,7 @@ nothing about files or how tokens are kept.
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -107,10 +108,10 @@ def tokens_read(file: PromptFile) -> int:
 @click.option(
     "--output",
     required=True,
-    type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="Where to keep it; an older file is replaced when the new one is complete.",
+    help="Where to keep it; an older prompt cache is replaced when the new one is complete.",
 )
+@click.option("--force", is_flag=True, help="Replace a file that is no prompt cache, too.")
 @click.option("--ignore-chat-template", is_flag=True, help="Read the prompt as plain text.")
 @prefill_option()
 @policy_options
@@ -119,7 +120,8 @@ def cache(
     model: str,
     prompt: str | None,
     prompt_file: Path | None,
-    output: Path,
+    output: str,
+    force: bool,
     ignore_chat_template: bool,
     prefill_step_size: int | None,
     **policy: Any,
@@ -128,10 +130,15 @@ def cache(
 
     The prompt is --prompt, the content of --prompt-file, or stdin for a lone -.
     """
+    if output == "-":
+        raise click.UsageError("--output -: a prompt cache is no text for stdout; give the name of a file (./- for -)")
     text = read_prompt(prompt, prompt_file, source)
-    if not output.parent.is_dir():
-        raise click.UsageError(f"--output {output}: there is no folder {output.parent}; make it first")
     cache_policy = make_policy(**policy)
+
+    from mlx_kv.serialization import check_output, save_prompt_cache
+
+    with file_errors(f"write {output}"):
+        check_output(output, force, "--force")  # before anything is read, and again when it is written
 
     import mlx.core as mx
     from mlx_lm.generate import generate_step
@@ -139,7 +146,6 @@ def cache(
     from mlx_kv.adapter import load, make_prompt_cache
     from mlx_kv.fingerprint import model_fingerprint
     from mlx_kv.generation import cache_statistics, prefill_step, reserve_for
-    from mlx_kv.serialization import save_prompt_cache
 
     network, tokenizer = load(model_path(model))
     tokens = encode_beginning(tokenizer, text, tokenizer.chat_template is not None and not ignore_chat_template)
@@ -155,14 +161,14 @@ def cache(
             pass
     read = time.perf_counter()
     with file_errors(f"write {output}"):
-        save_prompt_cache(
-            output, caches, {"model": model}, tokens=tokens, fingerprint=model_fingerprint(network, tokenizer)
-        )
+        check_output(output, force, "--force")
+        own = model_fingerprint(network, tokenizer)
+        save_prompt_cache(output, caches, {"model": model}, tokens=tokens, fingerprint=own, force=force)
     saved = time.perf_counter()
     held = cache_statistics(caches)
     lines = (
         f"prompt      {len(tokens):7,} tokens  {len(tokens) / (read - started):10,.1f} tokens/s",
         f"KV cache    {human_bytes(held.bytes_live)} live, {human_bytes(held.bytes_allocated)} allocated",
-        f"file        {human_bytes(output.stat().st_size)} in {saved - read:.2f} s: {output}",
+        f"file        {human_bytes(os.path.getsize(output))} in {saved - read:.2f} s: {output}",
     )
     click.echo("\n".join(lines), err=True)
