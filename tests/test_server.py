@@ -267,6 +267,23 @@ def test_seeds_make_sampling_repeatable(server: Running) -> None:
     assert server.complete("def ", 16, temperature=1.0, top_p=0) == server.complete("def ", 16)
 
 
+def test_a_seed_with_a_draft_model_does_not_depend_on_other_clients() -> None:
+    """How many tokens are drafted follows from all rows: near the end of an answer most of all."""
+    with running(draft=True) as one:
+
+        def sample(seed: int | None, tokens: int = 20) -> str:
+            return one.complete("class Stack:\n    def ", tokens, temperature=1.0, top_p=0.95, seed=seed)
+
+        alone = [sample(seed) for seed in range(12)]
+        with ThreadPoolExecutor(16) as pool:
+            company = [pool.submit(sample, None, 60) for _ in range(2)]
+            assert list(pool.map(sample, range(12))) == alone
+            assert all(other.result() for other in company)
+    assert len(set(alone)) > 8
+    with running() as one:
+        assert [sample(seed) for seed in range(12)] == alone
+
+
 def test_tool_calls_and_reasoning_are_taken_apart(reference: Any) -> None:
     marks = {"tool_call_start": "<tool_call>", "tool_call_end": "</tool_call>"}
     tokenizer = TokenizerWrapper(reference[1]._tokenizer, tool_parser=json_tools.parse_tool_call, **marks)
