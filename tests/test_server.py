@@ -364,6 +364,22 @@ def test_what_cannot_be_honoured_is_refused(server: Running, body: dict[str, Any
     assert check_error(answer, 400)["param"] == param
 
 
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e400", "-1e999"])
+@pytest.mark.parametrize("where", ['"temperature": %s', '"top_p": %s', '"metadata": {"note": [%s]}'])
+def test_a_number_that_is_none_is_refused(server: Running, where: str, value: str) -> None:
+    body = '{"prompt": "x", "max_tokens": 1, ' + where % value + "}"
+    answer = server.http.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
+    assert value in check_error(answer, 400)["message"]
+
+
+@pytest.mark.parametrize("near", [5e-324, 1e-310, 1e-46, 1e-40])
+def test_temperatures_and_top_p_near_0_are_greedy(server: Running, near: float) -> None:
+    greedy = server.complete("def ", 16, temperature=0)
+    for seed in (None, 1):
+        assert server.complete("def ", 16, temperature=near, seed=seed) == greedy
+        assert server.complete("def ", 16, temperature=1, top_p=near, seed=seed) == greedy
+
+
 def test_what_says_nothing_is_accepted(server: Running) -> None:
     neutral = {"n": 1, "logprobs": None, "presence_penalty": 0.0, "frequency_penalty": 0, "user": "me", "suffix": None}
     assert server.complete("import", 3, **neutral) == server.complete("import", 3)
