@@ -13,10 +13,11 @@ import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_kv.adapter import context_length
-from mlx_kv.decoder import Sampler, SpeculationStatistics
+from mlx_kv.decoder import SpeculationStatistics
 from mlx_kv.engine import BatchToken, Continuation, Engine, make_engine
 from mlx_kv.generation import encode_prompt
 from mlx_kv.policy import CachePolicy
+from mlx_kv.sampling import Sampler, derived_seed, sampler_of_sequence
 
 
 def batch_generate(
@@ -31,6 +32,7 @@ def batch_generate(
     sampler: Sampler | None = None,
     prefill_step_size: int | None = None,
     statistics: SpeculationStatistics | None = None,
+    seed: int | None = None,
 ) -> Iterator[BatchToken]:
     """Continues many prompts at once; each gets the tokens that it would get alone.
 
@@ -46,20 +48,22 @@ def batch_generate(
             `speculative_generate`.
         prefill_step_size: prompt tokens of each row read at once; by default what `stream_generate` would read.
         statistics: filled in as tokens come; only with a draft model.
+        seed: makes a `TemperatureSampler` repeatable. What a prompt gets depends on it, on the prompt and on its index,
+            not on the other prompts.
 
     Returns:
         An iterator of `BatchToken`, in the order in which they come; tokens of one prompt are in order.
 
     Raises:
         ValueError: no prompt, one that is empty or longer than the model's context (it says which), a number below 1,
-            vocabularies that differ, caches that cannot roll back for a draft model.
+            vocabularies that differ, caches that cannot roll back for a draft model, a seed for another sampler.
     """
     for name, value in (("num_draft_tokens", num_draft_tokens), ("max_batch_size", max_batch_size)):
         if value < 1:
             raise ValueError(f"{name} is {value}: give a number from 1 up")
     if tokenizer is not None and not isinstance(tokenizer, TokenizerWrapper):
         tokenizer = TokenizerWrapper(tokenizer)
-    sequences = _sequences(tokenizer, prompts, max_tokens, sampler, context_length(model))
+    sequences = _sequences(tokenizer, prompts, max_tokens, sampler, seed, context_length(model))
     ends = set() if tokenizer is None else set(tokenizer.eos_token_ids)
     engine = make_engine(
         model, ends, policy, max_batch_size, prefill_step_size, draft_model, num_draft_tokens, statistics
@@ -82,6 +86,7 @@ def _sequences(
     prompts: Sequence[str | Sequence[int]],
     max_tokens: int | Sequence[int],
     sampler: Sampler | None,
+    seed: int | None,
     context: int | None,
 ) -> list[Continuation]:
     if isinstance(prompts, str) or not prompts:
@@ -103,5 +108,7 @@ def _sequences(
         if limit < 1:
             raise ValueError(f"max_tokens of prompt {index} is {limit}: give a number from 1 up")
         detokenizer = None if tokenizer is None else tokenizer.detokenizer
-        found.append(Continuation(index, tokens, limit, detokenizer, sampler))
+        own_seed = None if seed is None else derived_seed(seed, index)
+        drawing = sampler_of_sequence(sampler, own_seed, len(tokens))
+        found.append(Continuation(index, tokens, limit, detokenizer, drawing))
     return found

@@ -42,7 +42,10 @@ for each in (generate, batch, cache, serve, plan, inspect_command, evaluate_comm
 
 
 def main() -> None:
-    """The entry point: bad input is one line on stderr and exit code 2, never a traceback."""
+    """The command: bad input is one line on stderr and exit code 2, never a traceback.
+
+    `mlx_kv_command` starts it, and knows what an interrupt means before all of this is imported.
+    """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         command.main(standalone_mode=False)
@@ -64,9 +67,11 @@ def main() -> None:
         click.echo(f"mlx-kv: error: {' '.join(message.split())}", err=True)
         sys.exit(2)
     except (click.Abort, KeyboardInterrupt):
-        click.echo("\nmlx-kv: interrupted", err=True)
+        click.echo("mlx-kv: interrupted", err=True)  # click has ended the line that was being written
         sys.exit(130)
 
 
 if __name__ == "__main__":
-    main()
+    from mlx_kv_command import main as guarded
+
+    guarded()

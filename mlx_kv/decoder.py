@@ -1,8 +1,10 @@
 """Drafts and verifies: a small model proposes tokens of several sequences, the model decides, the caches take back.
 
-Decides which drafted tokens are accepted, row by row, and what each row trims. The result is the model's own: token for
-token where it is greedy, in distribution where it samples. Every trim is checked first; rings are made with the slack
-that it needs. Knows nothing about text, ends of sequences or when rows come and go, nor how a cache trims.
+Decides which drafted tokens are accepted, row by row, and what each row trims. The result is the model's own, token for
+token: what a sequence gets at a position follows from the model's distribution there and that position's random key, so
+the draft only guesses it, drawing from its own distribution with the same key. That is exact for any draft, and nobody
+can tell how many tokens were drafted, or for whom else. Every trim is checked first; rings are made with the slack that
+it needs. Knows nothing about text, ends of sequences or when rows come and go, nor how a cache trims.
 B rows, V the vocabulary.
 """
 
@@ -19,9 +21,7 @@ import mlx.nn as nn
 from mlx_kv.adapter import can_trim, leaves, make_prompt_cache, trim_prompt_cache
 from mlx_kv.generation import prefill_step, reserve_for
 from mlx_kv.policy import CachePolicy
-from mlx_kv.sampling import TemperatureSampler
-
-Sampler = Callable[[mx.array], mx.array]
+from mlx_kv.sampling import Sampler, SeededSampler, TemperatureSampler, gumbel_noise
 
 
 @dataclass
@@ -60,7 +60,7 @@ class Decoder:
     """
 
     def __init__(self, model: nn.Module, draft_model: nn.Module, policy: CachePolicy, draft_tokens: int) -> None:
-        check_pair(model, draft_model)
+        self._vocabulary = check_pair(model, draft_model)
         # A round writes draft_tokens + 1 tokens and takes back all but one of them at the most.
         policy = replace(policy, max_rollback=max(policy.max_rollback, draft_tokens + 1))
         self.models = (model, draft_model)
@@ -108,8 +108,8 @@ class Decoder:
         Args:
             prompts: token ids, at least one each.
             max_tokens: room is made for so many more in each row.
-            samplers: of each row: None is greedy, a `TemperatureSampler` is sampled by rejection, any other by
-                comparing its choice with the draft's.
+            samplers: of each row: None is greedy. The draft guesses with the random keys of a `SeededSampler`, which a
+                `TemperatureSampler` becomes; of any other sampler, the likeliest token.
             step: prompt tokens read at once; None is what the caches plan for.
             progress: called with the tokens that the model has read of the longest prompt, and their number.
             caches: of each row, from `make_caches`, which both models have filled with what comes before its prompt;
@@ -132,7 +132,7 @@ class Decoder:
                 own.extend(other)
             everyone[:] = everyone or joined
             unread.extend([prompt[-1]] for prompt in prompts)
-        self.samplers.extend(samplers)
+        self.samplers.extend(SeededSampler(s, None, 0) if isinstance(s, TemperatureSampler) else s for s in samplers)
         progress(longest, longest)
 
     def extract(self, row: int) -> list[Any] | None:
@@ -164,10 +164,11 @@ class Decoder:
     def round(self, most: int, statistics: SpeculationStatistics) -> list[list[Emitted]]:
         """Drafts, verifies, and takes back: 1 to `most` tokens of each row."""
         count = min(self.draft_tokens, most - 1)
-        drafted, draft_logprobs = self._draft(count)
+        noise = self._noise(count + 1)
+        drafted = self._draft(count, noise)
         feed = [unread + tokens for unread, tokens in zip(self.unread[0], drafted, strict=True)]
         logprobs = normalized(self.models[0](mx.array(feed), cache=self.caches[0])[:, -(count + 1) :])
-        decided = self._accept(drafted, draft_logprobs, logprobs)
+        decided = self._accept(drafted, logprobs, noise)
         trim_prompt_cache(self.caches[0], [count - accepted for accepted, _ in decided])
         trim_prompt_cache(self.caches[1], [max(count - accepted - 1, 0) for accepted, _ in decided])
         emitted = []
@@ -178,63 +179,67 @@ class Decoder:
             self.unread[1][row] = [*(behind if accepted == count else []), last]
             tokens = [*drafted[row][:accepted], last]
             emitted.append([Emitted(token, logprobs[row, i], i < accepted) for i, token in enumerate(tokens)])
+            if isinstance(sampler := self.samplers[row], SeededSampler):
+                sampler.position += len(tokens)
         statistics.rounds += 1
         statistics.drafted += count * len(decided)
         statistics.accepted += sum(accepted for accepted, _ in decided)
         return emitted
 
-    def _draft(self, count: int) -> tuple[list[list[int]], list[mx.array]]:
-        """`count` tokens of the draft model for each row, and the log-probabilities (B, V) that each was drawn from."""
+    def _noise(self, count: int) -> mx.array:
+        """What is added to log-probabilities (B, count, V) of each row's next tokens before the likeliest is taken.
+
+        Zeros where that is the model's, or another sampler's, own choice.
+        """
+        none = mx.zeros((count, self._vocabulary))
+        return mx.stack(
+            [
+                gumbel_noise([sampler.key(ahead) for ahead in range(count)], self._vocabulary)
+                if isinstance(sampler, SeededSampler)
+                else none
+                for sampler in self.samplers
+            ]
+        )
+
+    def _chosen(self, logprobs: mx.array, noise: mx.array) -> mx.array:
+        """Tokens (B, ...) for log-probabilities and noise (B, ..., V)."""
+        rules = [sampler.rules if isinstance(sampler, SeededSampler) else None for sampler in self.samplers]
+
+        def scaled(rule: TemperatureSampler | None, rows: mx.array) -> mx.array:
+            return rows if rule is None else rule.scaled(rows)
+
+        if all(rule == rules[0] for rule in rules):
+            return mx.argmax(scaled(rules[0], logprobs) + noise, axis=-1)
+        each = [scaled(rule, logprobs[row : row + 1]) for row, rule in enumerate(rules)]
+        return mx.argmax(mx.concatenate(each) + noise, axis=-1)
+
+    def _draft(self, count: int, noise: mx.array) -> list[list[int]]:
+        """`count` tokens of the draft model for each row, drawn with the noise (B, count + 1, V) of their positions."""
         rows = len(self.unread[1])
         if count == 0:
-            return [[] for _ in range(rows)], []
+            return [[] for _ in range(rows)]
         lengths = [len(tokens) for tokens in self.unread[1]]
         logits = read_ragged(self.models[1], self.caches[1], self.unread[1])
         here = mx.take_along_axis(logits, (mx.array(lengths) - 1)[:, None, None], axis=1)[:, 0]  # (B, V)
         tokens: list[mx.array] = []
-        logprobs: list[mx.array] = []
         for index in range(count):
             if index:
                 here = self.models[1](tokens[-1][:, None], cache=self.caches[1])[:, -1]
-            token, row = self._proposed(normalized(here))
-            mx.async_eval(token)  # type: ignore[no-untyped-call]
-            tokens.append(token)
-            logprobs.append(row)
+            tokens.append(self._chosen(normalized(here), noise[:, index]))
+            mx.async_eval(tokens[-1])  # type: ignore[no-untyped-call]
         by_row: Any = mx.stack(tokens, axis=1).tolist()
-        return by_row, logprobs
+        return list(by_row)
 
-    def _proposed(self, logprobs: mx.array) -> tuple[mx.array, mx.array]:
-        """Tokens (B,) of the draft's log-probabilities (B, V), and the log-probabilities that they were drawn from.
-
-        Where the model is not sampled by rejection, the likeliest token is the best guess.
-        """
-
-        def proposed(sampler: Sampler | None, rows: mx.array) -> tuple[mx.array, mx.array]:
-            if not isinstance(sampler, TemperatureSampler):
-                return mx.argmax(rows, axis=-1), rows
-            rows = sampler.distribution(rows)
-            return mx.random.categorical(rows), rows
-
-        if all(sampler is self.samplers[0] for sampler in self.samplers):
-            return proposed(self.samplers[0], logprobs)
-        each = [proposed(sampler, logprobs[row : row + 1]) for row, sampler in enumerate(self.samplers)]
-        return mx.concatenate([tokens for tokens, _ in each]), mx.concatenate([rows for _, rows in each])
-
-    def _accept(
-        self, drafted: list[list[int]], draft_logprobs: list[mx.array], logprobs: mx.array
-    ) -> list[tuple[int, int]]:
-        """For each row, how many drafted tokens are right, and the token after them. logprobs is (B, count + 1, V)."""
-        greedy: Any = mx.argmax(logprobs, axis=-1).tolist() if None in self.samplers else None
+    def _accept(self, drafted: list[list[int]], logprobs: mx.array, noise: mx.array) -> list[tuple[int, int]]:
+        """For each row, how many drafted tokens are right, and the token after them. Arrays are (B, count + 1, V)."""
+        chosen: Any = self._chosen(logprobs, noise).tolist()
         decided = []
-        for row, sampler in enumerate(self.samplers):
-            if isinstance(sampler, TemperatureSampler):
-                wanted = sampler.distribution(logprobs[row])
-                decided.append(reject(drafted[row], [q[row] for q in draft_logprobs], wanted))
-                continue
-            # Each token is the model's own choice, which the drafted one only guesses: exact for any sampler.
-            own: Any = greedy[row] if sampler is None else sampler(logprobs[row]).tolist()
+        for row, (guessed, sampler) in enumerate(zip(drafted, self.samplers, strict=True)):
+            own = chosen[row]
+            if not (sampler is None or isinstance(sampler, SeededSampler)):
+                own = sampler(logprobs[row]).tolist()
             right = 0
-            while right < len(drafted[row]) and drafted[row][right] == own[right]:
+            while right < len(guessed) and guessed[right] == own[right]:
                 right += 1
             decided.append((right, own[right]))
         return decided
@@ -278,40 +283,12 @@ def normalized(logits: mx.array) -> mx.array:
     return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
 
 
-def as_token(x: mx.array) -> int:
-    token: Any = x.item()
-    return int(token)
-
-
-def reject(drafted: list[int], draft_logprobs: list[mx.array], logprobs: mx.array) -> tuple[int, int]:
-    """Rejection sampling (Leviathan, Kalman and Matias 2023, algorithm 1): exactly the model's distribution.
-
-    A token x drawn from q is kept with probability min(1, p(x) / q(x)); the first that is not is replaced by a draw
-    from max(0, p - q), normalised; if all are kept, one more is drawn from p.
-
-    Args:
-        drafted: n token ids.  draft_logprobs: log q at each, n arrays (vocab,).  logprobs: log p, (n + 1, vocab).
-
-    Returns:
-        How many are kept, and the token after them.
-    """
-    if drafted:
-        log_q = mx.stack(draft_logprobs)
-        index = mx.array(drafted)[:, None]
-        ratio = mx.take_along_axis(logprobs[:-1], index, 1) - mx.take_along_axis(log_q, index, 1)
-        kept: Any = (mx.log(mx.random.uniform(shape=ratio.shape)) < ratio)[:, 0].tolist()
-        if not all(kept):
-            accepted = kept.index(False)
-            rest = mx.maximum(mx.exp(logprobs[accepted]) - mx.exp(log_q[accepted]), 0)
-            return accepted, as_token(mx.random.categorical(mx.log(rest)))
-    return len(drafted), as_token(mx.random.categorical(logprobs[-1]))
-
-
-def check_pair(model: nn.Module, draft_model: nn.Module) -> None:
-    """Both models must speak of the same tokens. Their graphs are built for one token, and not evaluated."""
+def check_pair(model: nn.Module, draft_model: nn.Module) -> int:
+    """Both models must speak of the same tokens: how many. Their graphs are built for one token, and not evaluated."""
     sizes = [net(mx.array([[0]])).shape[-1] for net in (model, draft_model)]
     if sizes[0] != sizes[1]:
         raise ValueError(
             f"the draft model has a vocabulary of {sizes[1]:,} tokens, the model one of {sizes[0]:,}: "
             "choose a draft model with the same tokenizer"
         )
+    return int(sizes[0])

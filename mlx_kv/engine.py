@@ -20,9 +20,10 @@ from mlx_lm.models import cache as stock
 
 from mlx_kv.adapter import check_alike, check_batches, leaves, make_prompt_cache
 from mlx_kv.checks import whole_number
-from mlx_kv.decoder import Decoder, Sampler, SpeculationStatistics
+from mlx_kv.decoder import Decoder, SpeculationStatistics
 from mlx_kv.generation import prefill_step, reserve_for
 from mlx_kv.policy import CachePolicy
+from mlx_kv.sampling import Sampler
 
 MOST_PROMPTS_AT_ONCE = 8  # read together; mlx-lm's number
 # Tokens of prompts read together. More would keep the device no busier, but all rows waiting: those that decode for
@@ -63,7 +64,7 @@ class Continuation:
         tokens: of the prompt, at least one; without those that `caches` have read.
         max_tokens: to generate, from 1 up.
         detokenizer: None for tokens without text.
-        sampler: None is greedy.
+        sampler: None is greedy. One that counts positions, as a `SeededSampler` does, is for this sequence alone.
         caches: of `Engine.make_caches`, which may have read what comes before `tokens`; None are new ones.
     """
 

@@ -6,7 +6,7 @@ command line; the loop itself is mlx-lm's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_kv.adapter import attention_caches, leaves, make_prompt_cache
 from mlx_kv.checks import whole_number
 from mlx_kv.policy import CachePolicy
+from mlx_kv.sampling import Sampler, sampler_of_sequence
 
 # Room is made ahead for at most this many generated tokens: a high max_tokens is often only a safety limit, and slots
 # that are reserved are allocated at once. Longer answers grow from there.
@@ -98,8 +99,9 @@ def stream_generate(
     prompt: str | Sequence[int] | mx.array,
     policy: CachePolicy | None = None,
     max_tokens: int = 256,
-    sampler: Callable[[mx.array], mx.array] | None = None,
+    sampler: Sampler | None = None,
     prompt_cache: list[Any] | None = None,
+    seed: int | None = None,
     **options: Any,
 ) -> Iterator[GenerationResponse]:
     """Generates text with mlx-lm's loop, keys and values living in our caches.
@@ -111,14 +113,16 @@ def stream_generate(
         max_tokens: tokens to generate, -1 for no limit. Room for prompt and max_tokens is reserved.
         sampler: log-probabilities (B, vocab) to token ids (B,), such as mlx-lm's `make_sampler` gives; None is greedy.
         prompt_cache: caches to go on from, made by `make_prompt_cache`; they are updated in place. Instead of a policy.
+        seed: makes a `TemperatureSampler` repeatable: each position of the sequence, counted from the first token that
+            the caches have read, has random numbers of its own.
         options: the other options of mlx-lm's `generate_step`, such as prefill_step_size and logits_processors.
 
     Returns:
         An iterator of mlx-lm's `GenerationResponse`, one for each token.
 
     Raises:
-        ValueError: an empty prompt, max_tokens of 0, a policy beside a prompt_cache, or what `make_prompt_cache`
-            refuses.
+        ValueError: an empty prompt, max_tokens of 0, a policy beside a prompt_cache, a seed for a sampler that is no
+            `TemperatureSampler`, or what `make_prompt_cache` refuses.
     """
     for name in options.keys() & FOR_THE_POLICY.keys():
         raise ValueError(f"{name} is mlx-lm's way to say it: use policy=CachePolicy({FOR_THE_POLICY[name]}=...)")
@@ -139,8 +143,10 @@ def stream_generate(
     if tokens.size == 0:
         raise ValueError("the prompt is empty: give at least one token")
     caches = make_prompt_cache(model, policy) if prompt_cache is None else prompt_cache
+    before = max((int(cache.offset) for cache in attention_caches(caches)), default=0)
+    drawing = sampler_of_sequence(sampler, seed, before + tokens.size)
     reserve_for(caches, tokens.size, max_tokens)
     options["prefill_step_size"] = prefill_step(caches, options.get("prefill_step_size"))
     return stock_stream_generate(
-        model, tokenizer, tokens, max_tokens=max_tokens, sampler=sampler, prompt_cache=caches, **options
+        model, tokenizer, tokens, max_tokens=max_tokens, sampler=drawing, prompt_cache=caches, **options
     )

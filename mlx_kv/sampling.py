@@ -1,47 +1,117 @@
-"""A sampler that knows its own distribution: what rejection sampling needs and an opaque sampler cannot give.
+"""How tokens are drawn: from which distribution, and by which random numbers.
 
-The filter is mlx-lm's; only the order of its steps is repeated here, so that tokens come out as from mlx-lm's
-`make_sampler(temp, top_p)`. Knows nothing about models or caches.
+Decides what a temperature and top_p make of log-probabilities, and that each position of a sequence has random numbers
+of its own. A token is the likeliest after Gumbel noise was added to the log-probabilities, which draws from exactly
+their distribution. So it depends on seed, position and distribution alone: not on other rows, nor on who guessed what
+before. The filter is mlx-lm's. Knows nothing about models or caches. V is the vocabulary.
 """
 
 from __future__ import annotations
 
+import hashlib
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
-from mlx_lm.sample_utils import apply_top_p, categorical_sampling
+from mlx_lm.sample_utils import apply_top_p
+
+Sampler = Callable[[mx.array], mx.array]
+
+# In float32, log-probabilities of the two likeliest tokens that differ do so by more than 1e-8, and Gumbel noise lies
+# between -5 and 17: beyond these temperatures nothing changes any more, but float32 has no such numbers.
+LEAST_TEMP, MOST_TEMP = 1e-20, 1e20
+LEAST_TOP_P = 1e-20  # below one over the vocabulary, only the likeliest token is left
 
 
 @dataclass(frozen=True)
 class TemperatureSampler:
     """Samples at a temperature, from the smallest set of tokens whose probabilities reach top_p.
 
+    Called, it draws with MLX's own random numbers, as mlx-lm's `make_sampler(temp, top_p)` does.
+
     Args:
         temp: above 0. (No sampler at all is greedy.)
         top_p: in (0, 1]; 1 is no filter.
 
     Raises:
-        ValueError: a temperature or top_p outside of these.
+        ValueError: a temperature or top_p outside of these, or no finite number.
     """
 
     temp: float
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
-        if not self.temp > 0:
-            raise ValueError(f"temp is {self.temp}: give a number above 0, or no sampler for greedy decoding")
+        if not 0 < self.temp < math.inf:
+            raise ValueError(f"temp is {self.temp}: give a finite number above 0, or no sampler for greedy decoding")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p is {self.top_p}: give a number above 0, up to 1")
 
-    def _filtered(self, logprobs: mx.array) -> mx.array:
-        return apply_top_p(logprobs, self.top_p) if self.top_p < 1 else logprobs
-
-    def distribution(self, logprobs: mx.array) -> mx.array:
-        """Log-probabilities (..., vocab) of what is sampled, from those of the model."""
-        scaled = self._filtered(logprobs) / self.temp
-        return scaled - mx.logsumexp(scaled, axis=-1, keepdims=True)
+    def scaled(self, logprobs: mx.array) -> mx.array:
+        """Float32 log-probabilities (..., V) of what is sampled, but for a constant: the likeliest has 0."""
+        logprobs = logprobs.astype(mx.float32)
+        if self.top_p < 1:
+            logprobs = apply_top_p(logprobs, max(self.top_p, LEAST_TOP_P))
+        # What is divided is never above 0: it may become -inf, where a token has no chance, but never NaN.
+        return (logprobs - logprobs.max(axis=-1, keepdims=True)) / min(max(self.temp, LEAST_TEMP), MOST_TEMP)
 
     def __call__(self, logprobs: mx.array) -> mx.array:
-        """Token ids (...) for log-probabilities (..., vocab)."""
-        drawn: mx.array = categorical_sampling(self._filtered(logprobs), self.temp)
-        return drawn
+        """Token ids (...) for log-probabilities (..., V)."""
+        return mx.random.categorical(self.scaled(logprobs))
+
+
+class SeededSampler:
+    """The draws of one sequence: at each position with a random key of its own.
+
+    Called, it draws the token at `position`, and goes on to the next: one call for each token, as mlx-lm's loops do.
+
+    Args:
+        rules: the distribution.
+        seed: from 0 up; None takes one from MLX's random numbers.
+        position: of the next token in its sequence, which is the number of tokens before it.
+    """
+
+    def __init__(self, rules: TemperatureSampler, seed: int | None, position: int) -> None:
+        if seed is None:
+            drawn: Any = mx.random.randint(0, 2**31 - 1, (2,)).tolist()
+            seed = derived_seed(*drawn)
+        self.rules, self.seed, self.position = rules, seed, position
+
+    def key(self, ahead: int = 0) -> mx.array:
+        """The random key (2,) of the position that lies so far ahead of the next token's."""
+        return mx.random.key(derived_seed(self.seed, self.position + ahead))
+
+    def __call__(self, logprobs: mx.array) -> mx.array:
+        """Token ids (1,) for log-probabilities (1, V)."""
+        token = mx.argmax(self.rules.scaled(logprobs) + gumbel_noise([self.key()], logprobs.shape[-1]), axis=-1)
+        self.position += 1
+        return token
+
+
+def gumbel_noise(keys: list[mx.array], vocabulary: int) -> mx.array:
+    """Standard Gumbel noise (n, V) of n keys, float32: each row as if it were alone."""
+
+    def one(key: mx.array) -> mx.array:
+        return mx.random.gumbel((vocabulary,), key=key)
+
+    noise: mx.array = mx.vmap(one)(mx.stack(keys))
+    return noise
+
+
+def derived_seed(seed: int, name: int | str) -> int:
+    """Another seed, below 2**64, for each name of something that is drawn with this one."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "little")
+
+
+def sampler_of_sequence(sampler: Sampler | None, seed: int | None, position: int) -> Sampler | None:
+    """What draws the tokens of one sequence, from `position` on; without a seed, what was given.
+
+    Raises:
+        ValueError: a seed for a sampler that cannot be told where to begin.
+    """
+    if seed is None or sampler is None:
+        return sampler
+    if not isinstance(sampler, TemperatureSampler):
+        raise ValueError("a seed is given, but this sampler draws by itself: give a TemperatureSampler, or no seed")
+    return SeededSampler(sampler, seed, position)

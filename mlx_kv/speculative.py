@@ -16,9 +16,10 @@ from mlx_lm.generate import GenerationResponse, generation_stream
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_kv.checks import whole_number
-from mlx_kv.decoder import Decoder, Sampler, SpeculationStatistics
+from mlx_kv.decoder import Decoder, SpeculationStatistics
 from mlx_kv.generation import encode_prompt
 from mlx_kv.policy import CachePolicy
+from mlx_kv.sampling import Sampler, sampler_of_sequence
 
 
 def speculative_generate(
@@ -33,6 +34,7 @@ def speculative_generate(
     prefill_step_size: int | None = None,
     statistics: SpeculationStatistics | None = None,
     prompt_progress_callback: Callable[[int, int], None] | None = None,
+    seed: int | None = None,
 ) -> Iterator[GenerationResponse]:
     """Generates what `stream_generate` would, in fewer passes of the model where the draft is right.
 
@@ -43,17 +45,19 @@ def speculative_generate(
         max_tokens: tokens to generate, from 1 up.
         num_draft_tokens: K, tokens drafted for each pass of the model, from 1 up.
         policy: how the model's keys and values are kept; rings get room to take back K + 1 tokens.
-        sampler: None is greedy, token for token as without a draft. A `TemperatureSampler` is sampled by rejection; any
-            other sampler (log-probabilities to tokens) by comparing its choice with the draft. All three are exact.
+        sampler: None is greedy, token for token as without a draft. With a `TemperatureSampler` the draft guesses by
+            the same random keys, with any other (log-probabilities to tokens) the likeliest. All three are exact.
         prefill_step_size: prompt tokens read at once; by default what `stream_generate` would read.
         statistics: filled in as tokens come.
         prompt_progress_callback: called with the prompt tokens that the model has read, and their number.
+        seed: as in `stream_generate`, which gives the same tokens.
 
     Returns:
         An iterator of mlx-lm's `GenerationResponse`, one for each token.
 
     Raises:
-        ValueError: K or max_tokens below 1, an empty prompt, vocabularies that differ, caches that cannot roll back.
+        ValueError: K or max_tokens below 1, an empty prompt, vocabularies that differ, caches that cannot roll back, a
+            seed for a sampler that is no `TemperatureSampler`.
     """
     for name, value in (("num_draft_tokens", num_draft_tokens), ("max_tokens", max_tokens)):
         if value < 1:
@@ -69,10 +73,11 @@ def speculative_generate(
         whole_number("prefill_step_size", prefill_step_size, least=1)
     decoder = Decoder(model, draft_model, policy or CachePolicy(), num_draft_tokens)
     statistics = statistics or SpeculationStatistics()
+    drawing = sampler_of_sequence(sampler, seed, len(tokens))
     progress = prompt_progress_callback or (lambda done, total: None)
 
     def prefill() -> None:
-        decoder.add([tokens], max_tokens, [sampler], prefill_step_size, progress)
+        decoder.add([tokens], max_tokens, [drawing], prefill_step_size, progress)
         statistics.caches[:] = decoder.caches[0]
 
     return _responses(decoder, tokenizer, len(tokens), max_tokens, prefill, statistics)

@@ -197,7 +197,7 @@ def test_a_row_of_its_own_length_each(reference: Any) -> None:
 
 
 def test_sampling_follows_the_models_distribution() -> None:
-    """Rejection in every row at once: the first token of many rows, against the model's own probabilities."""
+    """Keys of its own in every row: the first token of many rows, against the model's own probabilities."""
     model = make_model("llama")
     draft = shaken(model, 0.3, "llama")
     sampler = TemperatureSampler(1.0, 1.0)

@@ -248,6 +248,24 @@ def test_a_line_that_changes_under_a_run_is_not_mistaken_for_another(files: File
             prompts.read(second)
 
 
+@pytest.mark.parametrize("more", [(), ("--draft-model", "reference", "--num-draft-tokens", 5)])
+def test_with_a_seed_a_line_gets_its_answer_in_any_company(call: Any, files: Files, more: tuple[Any, ...]) -> None:
+    """Whatever else is asked, in which order, how many at once, and whether the run was interrupted."""
+    lines = [{"prompt": "def f(x):\n", "max_tokens": 12 + 3 * i, "id": f"line {i}"} for i in range(6)]
+    sampling = ("--temp", 1, "--top-p", 0.95, "--seed", 4)
+    files.ask(*lines)
+    assert call(*sampling).code == 0
+    wanted = {name: answer["tokens"] for name, answer in files.by_id().items()}
+    assert len({tuple(tokens[:12]) for tokens in wanted.values()}) > 4, "lines that are alike draw for themselves"
+    kept = files.output.read_text().splitlines(keepends=True)
+    for some, left, size in ((lines, kept[:3], 2), (lines[::-1], [], 8), (lines[3:4], [], 1)):
+        files.output.write_text("".join(left))
+        files.ask(*some)
+        assert call(*sampling, *more, "--max-batch-size", size).code == 0
+        for name, answer in files.by_id().items():
+            assert answer["tokens"] == wanted[name]
+
+
 # --- killed, and started again ----------------------------------------------------------------------------------------
 
 

@@ -267,6 +267,23 @@ def test_seeds_make_sampling_repeatable(server: Running) -> None:
     assert server.complete("def ", 16, temperature=1.0, top_p=0) == server.complete("def ", 16)
 
 
+def test_a_seed_with_a_draft_model_does_not_depend_on_other_clients() -> None:
+    """How many tokens are drafted follows from all rows: near the end of an answer most of all."""
+    with running(draft=True) as one:
+
+        def sample(seed: int | None, tokens: int = 20) -> str:
+            return one.complete("class Stack:\n    def ", tokens, temperature=1.0, top_p=0.95, seed=seed)
+
+        alone = [sample(seed) for seed in range(12)]
+        with ThreadPoolExecutor(16) as pool:
+            company = [pool.submit(sample, None, 60) for _ in range(2)]
+            assert list(pool.map(sample, range(12))) == alone
+            assert all(other.result() for other in company)
+    assert len(set(alone)) > 8
+    with running() as one:
+        assert [sample(seed) for seed in range(12)] == alone
+
+
 def test_tool_calls_and_reasoning_are_taken_apart(reference: Any) -> None:
     marks = {"tool_call_start": "<tool_call>", "tool_call_end": "</tool_call>"}
     tokenizer = TokenizerWrapper(reference[1]._tokenizer, tool_parser=json_tools.parse_tool_call, **marks)
@@ -345,6 +362,22 @@ def test_what_cannot_be_honoured_is_refused(server: Running, body: dict[str, Any
     path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
     answer = server.http.post(path, content=json.dumps(body), headers={"Content-Type": "application/json"})
     assert check_error(answer, 400)["param"] == param
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e400", "-1e999"])
+@pytest.mark.parametrize("where", ['"temperature": %s', '"top_p": %s', '"metadata": {"note": [%s]}'])
+def test_a_number_that_is_none_is_refused(server: Running, where: str, value: str) -> None:
+    body = '{"prompt": "x", "max_tokens": 1, ' + where % value + "}"
+    answer = server.http.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
+    assert value in check_error(answer, 400)["message"]
+
+
+@pytest.mark.parametrize("near", [5e-324, 1e-310, 1e-46, 1e-40])
+def test_temperatures_and_top_p_near_0_are_greedy(server: Running, near: float) -> None:
+    greedy = server.complete("def ", 16, temperature=0)
+    for seed in (None, 1):
+        assert server.complete("def ", 16, temperature=near, seed=seed) == greedy
+        assert server.complete("def ", 16, temperature=1, top_p=near, seed=seed) == greedy
 
 
 def test_what_says_nothing_is_accepted(server: Running) -> None:

@@ -23,7 +23,6 @@ from mlx_kv import (
     stream_generate,
     trim_prompt_cache,
 )
-from mlx_kv.decoder import reject
 
 LENGTH = 120
 
@@ -129,25 +128,6 @@ def test_the_reference_model_with_its_draft(reference: Any, draft: nn.Module, bi
     assert [r.finish_reason for r in got] == [r.finish_reason for r in wanted]
     assert counts.accepted > 0
     assert sum(r.from_draft for r in got) == counts.accepted
-
-
-def test_rejection_sampling_has_the_models_distribution() -> None:
-    """Against the probabilities themselves: 4 standard deviations for each of 5 tokens, seeded."""
-    p, q = mx.array([0.5, 0.2, 0.15, 0.1, 0.05]), mx.array([0.1, 0.4, 0.2, 0.05, 0.25])
-    trials, first, second = 6000, [0] * 5, [0] * 5
-    mx.random.seed(3)
-    drafts: Any = mx.random.categorical(mx.log(q), num_samples=trials).tolist()
-    for drafted in drafts:
-        accepted, last = reject([drafted], [mx.log(q)], mx.log(mx.stack([p, q])))
-        tokens = [drafted, last] if accepted else [last]
-        first[tokens[0]] += 1
-        if accepted:
-            second[tokens[1]] += 1
-    for counts, truth in ((first, p), (second, q)):
-        total = sum(counts)
-        assert total > 1000
-        for count, share in zip(counts, truth.tolist(), strict=True):
-            assert abs(count / total - share) < 4 * math.sqrt(share * (1 - share) / total)
 
 
 def test_sampling_through_both_models_has_the_models_distribution() -> None:

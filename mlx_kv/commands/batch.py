@@ -21,10 +21,11 @@ from mlx_kv.commands.options import decoding_options, make_policy, model_option,
 if TYPE_CHECKING:
     import mlx.nn as nn
 
-    from mlx_kv.decoder import Sampler, SpeculationStatistics
+    from mlx_kv.decoder import SpeculationStatistics
     from mlx_kv.engine import BatchToken, Continuation, Engine
     from mlx_kv.jobs import Job, Place, Prompts, Survey
     from mlx_kv.policy import CachePolicy
+    from mlx_kv.sampling import Sampler
 
 EXAMPLES = """
 \b
@@ -123,8 +124,6 @@ def batch(
             click.echo(f"mlx-kv: nothing to do: {held}", err=True)
             sys.exit(1 if report.bad else 0)
 
-        import mlx.core as mx
-
         from mlx_kv.adapter import load
         from mlx_kv.decoder import SpeculationStatistics
         from mlx_kv.engine import make_engine
@@ -132,8 +131,6 @@ def batch(
 
         network, tokenizer = load(model_path(model))
         drafting = None if draft_model is None else load(draft_path(draft_model))[0]
-        if seed is not None:
-            mx.random.seed(seed)
         speculation = None if drafting is None else SpeculationStatistics()
         engine = make_engine(
             network,
@@ -147,7 +144,8 @@ def batch(
         )
         if survey.changed:
             answers.drop({name for _, name in survey.changed})
-        reader = Reader(network, tokenizer, ignore_chat_template, TemperatureSampler(temp, top_p) if temp > 0 else None)
+        sampler = TemperatureSampler(temp, top_p) if temp > 0 else None
+        reader = Reader(network, tokenizer, ignore_chat_template, sampler, seed)
         ahead = (1 + BATCHES_AHEAD) * max_batch_size
         report.begin(len(survey.todo))
         try:
@@ -190,12 +188,14 @@ class Reader:
         past: numbers of lines that may go past the context of the model.
     """
 
-    def __init__(self, model: nn.Module, tokenizer: Any, plain: bool, sampler: Sampler | None) -> None:
+    def __init__(
+        self, model: nn.Module, tokenizer: Any, plain: bool, sampler: Sampler | None, seed: int | None
+    ) -> None:
         import mlx.core as mx
 
         from mlx_kv.adapter import context_length
 
-        self._tokenizer, self._sampler = tokenizer, sampler
+        self._tokenizer, self._sampler, self._seed = tokenizer, sampler, seed
         self._templated = tokenizer.chat_template is not None and not plain
         self._vocabulary = model(mx.array([[0]])).shape[-1]  # the graph alone tells
         self.context = context_length(model)
@@ -204,6 +204,7 @@ class Reader:
     def start(self, job: Job) -> Continuation:
         """Raises ValueError for an empty prompt, one longer than the context, and tokens that the model has not."""
         from mlx_kv.engine import Continuation
+        from mlx_kv.sampling import derived_seed, sampler_of_sequence
 
         tokens = self._tokens(job.prompt)
         if not tokens:
@@ -219,7 +220,10 @@ class Reader:
             )
         if self.context is not None and len(tokens) + job.max_tokens > self.context:
             self.past.append(job.number)
-        return Continuation(job.number, tokens, job.max_tokens, self._tokenizer.detokenizer, self._sampler)
+        # By its id, so that a line draws the same in any company, and one that is there twice does not.
+        seed = None if self._seed is None else derived_seed(self._seed, json.dumps(job.id))
+        sampler = sampler_of_sequence(self._sampler, seed, len(tokens))
+        return Continuation(job.number, tokens, job.max_tokens, self._tokenizer.detokenizer, sampler)
 
     def _tokens(self, prompt: str | list[int]) -> list[int]:
         from mlx_kv.generation import encode_prompt

@@ -94,8 +94,6 @@ def generate(
     text = read_prompt(prompt, prompt_file, source)
     cache_policy = make_policy(**policy)  # refuses bad settings before anything is loaded
 
-    import mlx.core as mx
-
     from mlx_kv.adapter import context_length, load, make_prompt_cache
     from mlx_kv.decoder import SpeculationStatistics
     from mlx_kv.generation import cache_statistics, encode_prompt, prefill_step, stream_generate
@@ -117,12 +115,11 @@ def generate(
     if length is not None and already + len(tokens) + max_tokens > length:
         asked = f"{already + len(tokens)} + {max_tokens} tokens"
         click.echo(f"mlx-kv: note: {asked}, but this model was made for {length}", err=True)
-    if seed is not None:
-        mx.random.seed(seed)
     options: dict[str, Any] = {
         "max_tokens": max_tokens,
         "sampler": TemperatureSampler(temp, top_p) if temp > 0 else None,
         "prefill_step_size": prefill_step_size,
+        "seed": seed,
     }
     speculation = SpeculationStatistics()
     pieces, ids, response = [], [], None

@@ -7,6 +7,7 @@ neither MLX nor what needs it before a command runs.
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +19,16 @@ if TYPE_CHECKING:
     from mlx_kv.policy import CachePolicy
 
 Command = Callable[..., None]
+
+
+class FiniteRange(click.FloatRange):
+    """A range of numbers; click's own lets nan through everywhere, and infinity where it is open."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = click.FLOAT.convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value} is no finite number.", param, ctx)
+        return super().convert(number, param, ctx)
 
 
 def applied(options: tuple[Callable[[Command], Command], ...], function: Command) -> Command:
@@ -63,12 +74,8 @@ def prompt_options(function: Command) -> Command:
 def decoding_options(function: Command) -> Command:
     """How tokens are chosen and how prompts are read, for the commands that generate."""
     options = (
-        click.option(
-            "--temp", type=click.FloatRange(0), default=0.0, show_default=True, metavar="T", help="0 is greedy."
-        ),
-        click.option(
-            "--top-p", type=click.FloatRange(0, 1, min_open=True), default=1.0, show_default=True, metavar="P"
-        ),
+        click.option("--temp", type=FiniteRange(0), default=0.0, show_default=True, metavar="T", help="0 is greedy."),
+        click.option("--top-p", type=FiniteRange(0, 1, min_open=True), default=1.0, show_default=True, metavar="P"),
         click.option("--seed", type=click.IntRange(0, 2**64 - 1), metavar="N", help="Makes sampling repeatable."),
         prefill_option(),
         draft_option,

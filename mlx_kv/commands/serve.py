@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mlx_kv.bundled import draft_path, model_path
-from mlx_kv.commands.options import draft_option, make_policy, model_option, policy_options, prefill_option
+from mlx_kv.commands.options import (
+    FiniteRange,
+    draft_option,
+    make_policy,
+    model_option,
+    policy_options,
+    prefill_option,
+)
 
 if TYPE_CHECKING:
     from mlx_kv.prompt_store import PromptStore
@@ -59,7 +66,7 @@ _NUMBER: dict[str, Any] = {"metavar": "N", "show_default": True}
 )
 @click.option("--max-tokens", type=click.IntRange(1), default=512, **_NUMBER, help="Where a request does not say.")
 @click.option(
-    "--temp", type=click.FloatRange(0, 2), default=0.0, metavar="T", show_default=True, help="The same; 0 is greedy."
+    "--temp", type=FiniteRange(0, 2), default=0.0, metavar="T", show_default=True, help="The same; 0 is greedy."
 )
 @click.option(
     "--max-prompt-tokens", type=click.IntRange(1), metavar="N", help="Longer prompts are refused.  [default: context]"

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
-import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -29,7 +28,7 @@ from mlx_kv.server.chat import encode_chat
 from mlx_kv.server.job import Job
 from mlx_kv.server.memory import Kept
 from mlx_kv.server.metrics import Metrics
-from mlx_kv.server.requests import ApiError, Asked, parse
+from mlx_kv.server.requests import ApiError, Asked, parse, read_json
 from mlx_kv.server.text import Stops
 from mlx_kv.server.worker import Worker
 
@@ -185,7 +184,7 @@ class Api:
                 {"Connection": "close"},
             )  # fmt: skip
         try:
-            return json.loads(bytes(body))
+            return read_json(bytes(body))
         except (ValueError, RecursionError) as error:
             raise ApiError(400, f"the body is no JSON: {error}"[:200], None, "invalid_json") from None
 

@@ -10,11 +10,8 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import count
 
-import mlx.core as mx
-
-from mlx_kv.decoder import Sampler
 from mlx_kv.prefixes import packed
-from mlx_kv.sampling import TemperatureSampler
+from mlx_kv.sampling import Sampler, SeededSampler, TemperatureSampler
 from mlx_kv.server.memory import Memory
 from mlx_kv.server.text import Stops
 
@@ -28,7 +25,7 @@ class Job:
     Attributes:
         tokens: of the prompt.
         temperature: 0 is greedy.
-        seed: None samples with the thread's own random numbers.
+        seed: of its random numbers, whoever else is served; None draws from those of the thread.
     """
 
     tokens: list[int]
@@ -99,18 +96,6 @@ class Snapshot:
     prompt_memory: int = 0
 
 
-@dataclass
-class SeededSampler:
-    """A sampler whose choices depend on its seed and the log-probabilities alone."""
-
-    sampler: TemperatureSampler
-    key: mx.array
-
-    def __call__(self, logprobs: mx.array) -> mx.array:
-        self.key, now = mx.random.split(self.key)
-        return mx.random.categorical(self.sampler.distribution(logprobs), key=now)
-
-
 @lru_cache(maxsize=64)
 def _shared_sampler(temperature: float, top_p: float) -> TemperatureSampler:
     """Rows that sample alike share a sampler, and are then sampled in one call."""
@@ -122,4 +107,4 @@ def sampler_for(job: Job) -> Sampler | None:
         return None
     if job.seed is None:
         return _shared_sampler(job.temperature, job.top_p)
-    return SeededSampler(TemperatureSampler(job.temperature, job.top_p), mx.random.key(job.seed))
+    return SeededSampler(TemperatureSampler(job.temperature, job.top_p), job.seed, len(job.tokens))

@@ -6,8 +6,10 @@ honoured is an error, never dropped in silence. Knows nothing about models, toke
 
 from __future__ import annotations
 
+import json
+import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Never
 
 MOST_STOPS = 16
 MOST_TOKENS = 1 << 24
@@ -96,6 +98,26 @@ class Asked:
     @property
     def chat(self) -> bool:
         return self.prompt is None
+
+
+def read_json(raw: bytes) -> Any:
+    """JSON as its standard has it, with finite numbers: Python's own takes NaN, and 1e400 for infinity.
+
+    Raises:
+        ValueError: it is no JSON, or has a number that no float can hold.
+        RecursionError: it is nested too deeply.
+    """
+
+    def constant(text: str) -> Never:
+        raise ValueError(f"{text} is no number there")
+
+    def finite(text: str) -> float:
+        number = float(text)
+        if not math.isfinite(number):
+            raise ValueError(f"{text[:40]} is too large a number")
+        return number
+
+    return json.loads(raw, parse_constant=constant, parse_float=finite)
 
 
 def parse(body: Any, chat: bool, temperature: float) -> Asked:
