@@ -28,8 +28,8 @@ OTHERS: dict[str, tuple[dict[str, Any], CachePolicy]] = {
 }
 
 
-def read(store: Any, settings: dict[str, Any] = {}, policy: CachePolicy = CachePolicy()) -> PromptReader:
-    model = make_model("llama", **settings)
+def read(store: Any, settings: dict[str, Any] | None = None, policy: CachePolicy | None = None) -> PromptReader:
+    model = make_model("llama", **(settings or {}))
     reader = PromptReader(model, make_prompt_cache(model, policy), TOKENS, store)
     reader.finish()
     return reader
@@ -44,7 +44,7 @@ def test_a_reader_never_gets_what_another_model_or_policy_left(case: str, tmp_pa
     for place in places(tmp_path):
         read(place)
         assert read(place).reused == 199
-        with pytest.raises(ValueError, match="caches of another model or policy: give each a Prompt.* of its own"):
+        with pytest.raises(ValueError, match=r"caches of another model or policy: give each a Prompt.* of its own"):
             read(place, *OTHERS[case])
     other = PromptStore(tmp_path)  # the next process, on the same directory
     first = read(other, *OTHERS[case])

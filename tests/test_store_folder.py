@@ -81,7 +81,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
 @pytest.mark.parametrize("name", FOREIGN)
 def test_a_folder_with_other_things_is_refused(name: str, place: Place) -> None:
     place.put({name: FOREIGN[name]})
-    with pytest.raises(ValueError, match="it is no prompt store and holds .*; give a new or an empty folder") as told:
+    with pytest.raises(ValueError, match=r"it is no prompt store and holds .*; give a new or an empty folder") as told:
         place.store()
     assert "\n" not in str(told.value)
     assert place.names() == {name}
@@ -261,7 +261,7 @@ def test_a_store_in_a_folder_of_a_model_loses_nothing(tmp_path: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(mlx_kv.model_path("draft"), model)
     before = {path.name: path.read_bytes() for path in model.iterdir()}
-    with pytest.raises(ValueError, match="holds .*config.json"):
+    with pytest.raises(ValueError, match=r"holds .*config\.json"):
         PromptStore(model)
     store = PromptStore(model / "prompts", fingerprint="a")
     store.keep(tokens(0), caches())
