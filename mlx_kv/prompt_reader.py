@@ -1,17 +1,22 @@
 """A prompt that is read chunk by chunk, from where somebody else's reading ends.
 
-Decides after which chunks its caches are worth keeping. Knows nothing about where they are kept.
+Decides after which chunks its caches are worth keeping, and that nobody goes on with caches of another model or policy.
+Knows nothing about where they are kept.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 
+from mlx_kv.fingerprint import model_fingerprint
 from mlx_kv.generation import prefill_step
-from mlx_kv.prefixes import Prefixes, needs_checkpoints
+from mlx_kv.prefixes import Prefixes, kept_how, needs_checkpoints
 
 MOST_CHECKPOINTS = 32  # of one prompt: so at most a 32nd of it is read again
 
@@ -23,12 +28,17 @@ class PromptReader:
         model: or anything else that reads tokens (1, n) into caches.
         caches: new caches of the model, if the store has nothing.
         tokens: of the prompt, at least one; the last is left to be read, for the logits that come next.
-        store: None reads all of it.
+        store: None reads all of it. One that was given no fingerprint keeps to the model and the policy of its first
+            reader.
         step: tokens read at once; None is what the caches plan for.
 
     Attributes:
         caches: those that have read `read` tokens.
         reused: tokens that were in the store.
+
+    Raises:
+        ValueError: the store is of another model or policy, or has no fingerprint where the model is no mlx.nn.Module
+            that could be asked for one.
     """
 
     def __init__(
@@ -40,7 +50,15 @@ class PromptReader:
         step: int | None = None,
     ) -> None:
         self.model, self.tokens, self.store = model, list(tokens), store
-        found = None if store is None else store.find(tokens)
+        found = None
+        if store is not None:
+            store.bind(lambda: _fingerprint(model, caches))
+            found = store.find(tokens)
+        if found is not None and (there := kept_how(found[0])) != (wanted := kept_how(caches)):
+            raise ValueError(
+                f"the store has this prompt in caches of another policy ({_first_difference(there, wanted)}): "
+                "give it a fingerprint that tells policies apart, or none"
+            )
         self.caches, self.reused = (caches, 0) if found is None else found
         self.read = self._kept = self.reused
         self.step_size = prefill_step(self.caches, step)
@@ -76,3 +94,16 @@ class PromptReader:
         while not self.done:
             self.step()
         return self.caches
+
+
+def _fingerprint(model: object, caches: Sequence[Any]) -> str:
+    if not isinstance(model, nn.Module):
+        raise ValueError(
+            f"a {type(model).__name__} reads this prompt, whose fingerprint nobody knows: give the store one"
+        )
+    return f"{model_fingerprint(model)} {hashlib.blake2b(kept_how(caches).encode(), digest_size=16).hexdigest()}"
+
+
+def _first_difference(there: str, wanted: str) -> str:
+    pairs = zip_longest(there.split("; "), wanted.split("; "), fillvalue="no such layer")
+    return next(f"{one}, not {other}" for one, other in pairs if one != other)

@@ -1,13 +1,12 @@
 """A directory of processed prompts, so that a prefix is read once: across requests, processes and machines.
 
 Decides how an entry comes to be and to go, so that nobody ever finds half of one, and what leaves when there is too
-much. An entry is the caches of one token sequence. Knows nothing about which entry serves a prompt (`prefixes`), how
-caches are written to a file (`serialization`), nor about requests.
+much. An entry is the caches of one token sequence. Knows nothing about which entry serves a prompt (`prefixes`), which
+files of a folder are a store's (`store_folder`), how caches are written to one (`serialization`), nor about requests.
 
     <id>.used          when it was last of use
     <id>.safetensors   the caches, with a checksum
-    <id>.json          tokens, bytes, how far back it can be trimmed; written last
-    damaged/           entries that failed their checksum, set aside
+    <id>.json          tokens, bytes, how far back it can be trimmed, and a checksum; written last
 
 What takes the disk's time (`refresh`, `fetch`, `write`) does nothing with MLX: another thread can do it, one at a time.
 """
@@ -17,24 +16,26 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import numpy as np
 
 from mlx_kv import serialization
 from mlx_kv.adapter import trim_prompt_cache
+from mlx_kv.fingerprint import Whose
 from mlx_kv.generation import cache_statistics
 from mlx_kv.prefixes import LEAST_SHARED, Entry, PrefixIndex, least_tokens, packed
+from mlx_kv.store_folder import StoreFolder
 
 VERSION = 2
+MOST_NUMBER = 2**62  # bytes of an entry: more is no number of bytes
 ORPHANED_AFTER = 3600.0  # seconds; data without an index is a writer at work, or one that was killed
 
 
@@ -58,6 +59,7 @@ class PackedEntry:
     """What is to become an entry."""
 
     entry: Entry
+    fingerprint: str
     caches: serialization.PackedCaches
 
 
@@ -65,32 +67,51 @@ class PromptStore:
     """Processed prompts in a directory.
 
     Args:
-        directory: a path, or any URL that fsspec knows (memory://prompts, s3://bucket/prompts); made if not there.
+        directory: a path, or any URL that fsspec knows (memory://prompts, s3://bucket/prompts); made if not there. One
+            that holds other things is refused.
         max_bytes: live bytes of all entries; what was of no use for longest leaves first.
-        fingerprint: entries of another model or policy are never served; see `serialization.model_fingerprint`.
+        fingerprint: entries of another model or policy are never served. None leaves it to the first `PromptReader`.
+
+    Attributes:
+        hits, misses, tokens_reused: of `find`.
+        damaged: entries that were set aside.
 
     Raises:
-        ValueError: max_bytes below 1, or a directory that cannot be used.
+        ValueError: max_bytes below 1, or a directory that cannot be used; whenever prompts are asked for or kept, that
+            nobody has said whose they are.
     """
 
-    def __init__(self, directory: str | Path, max_bytes: int = 8 * 2**30, fingerprint: str = "") -> None:
+    def __init__(self, directory: str | Path, max_bytes: int = 8 * 2**30, fingerprint: str | None = None) -> None:
         if max_bytes < 1:
             raise ValueError(f"max_bytes is {max_bytes}: give a number of bytes from 1 up")
-        try:
-            self.fs, self.root = fsspec.core.url_to_fs(str(directory))
-            self.fs.makedirs(self.root, exist_ok=True)
-        except (OSError, ImportError) as error:
-            raise ValueError(
-                f"cannot keep prompts in {directory}: {getattr(error, 'strerror', None) or error}; give another place"
-            ) from error
-        self.local = "file" in (self.fs.protocol if isinstance(self.fs.protocol, tuple) else (self.fs.protocol,))
-        self.max_bytes, self.fingerprint = max_bytes, fingerprint
+        self._folder = StoreFolder(directory)
+        self.max_bytes, self._whose = max_bytes, Whose("PromptStore", fingerprint)
         self.hits = self.misses = self.tokens_reused = self.damaged = 0
-        self._known: dict[str, Entry] = {}  # all that are there
-        self._index = PrefixIndex()  # those of our fingerprint
+        self._known: dict[str, tuple[Entry, str]] = {}  # all that are there, and whose they are
+        self._indexes: defaultdict[str, PrefixIndex] = defaultdict(PrefixIndex)  # by fingerprint
         self._used: dict[str, float] = {}  # when each was last of use, as far as is known: perhaps later
         self._ignored: set[str] = set()  # set aside, or not to be understood
+        self._others: set[str] = set()  # of another version
+        self._not_ours: set[str] = set()  # files that were looked into
         self._changing = threading.RLock()  # guards the first two: one thread serves while another refreshes
+
+    @property
+    def fingerprint(self) -> str | None:
+        """Whose caches these are, as far as is known."""
+        return self._whose.fingerprint
+
+    @property
+    def other_versions(self) -> int:
+        """Entries of another version of the format, which are left alone, by what the last refresh saw."""
+        return len(self._others)
+
+    def bind(self, find: Callable[[], str]) -> None:
+        """Keeps to the model and the policy of a first reader, unless a fingerprint was given.
+
+        Raises:
+            ValueError: there was another reader, of another model or policy.
+        """
+        self._whose.bind(find)
 
     # --- finding --------------------------------------------------------------------------------------------------
 
@@ -111,11 +132,13 @@ class PromptStore:
 
     def serves(self, tokens: Sequence[int]) -> int:
         """How many tokens of a prompt `fetch` would come with, by what the last refresh saw."""
-        return next((count for _, count in self._serving(tokens)), 0)
+        best = self._best(tokens)
+        return 0 if best is None else best[1]
 
-    def _serving(self, tokens: Sequence[int]) -> list[tuple[str, int]]:
+    def _best(self, tokens: Sequence[int]) -> tuple[str, int] | None:
+        whose, wanted = self._whose.known(), packed(tokens)
         with self._changing:
-            return list(self._index.serving(packed(tokens)))
+            return self._indexes[whose].best(wanted)
 
     def refresh(self) -> None:
         """Looks which entries have come and gone. Each index is read once."""
@@ -123,39 +146,42 @@ class PromptStore:
 
     def _refreshed(self) -> list[str]:
         """The same; returns the names of all files."""
-        self.fs.invalidate_cache()
-        files = [path.rsplit("/", 1)[-1] for path in self.fs.ls(self.root, detail=False)]
-        names = {file.removesuffix(".json") for file in files if file.endswith(".json")}
+        files = self._folder.files()
+        names = self._folder.indexed(files)
         with self._changing:
-            for name in self._known.keys() - names:
-                self._forget(name)
-        for name in names - self._known.keys() - self._ignored:
+            gone = self._known.keys() - names
+        for name in gone:
+            self._forget(name)
+        self._others &= names
+        for name in names - self._known.keys() - self._ignored - self._others:
             try:
-                told = json.loads(self.fs.cat_file(self._path(f"{name}.json")))
-                if told["version"] != VERSION:
-                    raise ValueError("another version")
-                entry = Entry(packed(told["tokens"]), int(told["bytes_live"]), int(told["least"]))
-                self._learn(name, entry, told["fingerprint"])
-            except FileNotFoundError:
-                pass  # it left in this moment
-            except (OSError, ValueError, TypeError, KeyError, OverflowError):
+                found = _index_entry(self._folder.read(f"{name}.json"))
+            except OSError:
+                continue  # it left in this moment, or it is there the next time
+            except (ValueError, TypeError, KeyError, RecursionError):
                 self._ignored.add(name)
+                continue
+            if found is None:
+                self._others.add(name)
+            else:
+                self._learn(name, *found)
         return files
 
     def entries(self) -> dict[str, Entry]:
         """All entries that are there now, by name."""
         self.refresh()
         with self._changing:
-            return dict(self._known)
+            return {name: entry for name, (entry, _) in self._known.items()}
 
     def fetch(self, tokens: Sequence[int]) -> Fetched | None:
         """Reads the entry that stands for most of a prompt; what is gone or damaged on the way is forgotten."""
-        for name, count in self._serving(tokens):
+        while (best := self._best(tokens)) is not None:
+            name, count = best
             try:
-                entry = self._known[name]
-                with self._as_file(name) as path:
+                entry, whose = self._known[name]
+                with self._folder.as_local(f"{name}.safetensors") as path:
                     file = serialization.read(path)
-                if _told(file).get("store_tokens") != _digest(entry, self.fingerprint):
+                if _told(file).get("store_tokens") != _digest(entry, whose):
                     raise ValueError("its tokens are not those of its index")
             except FileNotFoundError:
                 self._remove(name)  # what is left of it
@@ -178,17 +204,6 @@ class PromptStore:
             return None
         return caches
 
-    @contextlib.contextmanager
-    def _as_file(self, name: str) -> Iterator[Path]:
-        """The data of an entry as a local file."""
-        if self.local:
-            yield Path(self._path(f"{name}.safetensors"))
-            return
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / "caches.safetensors"
-            self.fs.get_file(self._path(f"{name}.safetensors"), str(file))
-            yield file
-
     # --- keeping --------------------------------------------------------------------------------------------------
 
     def keep(self, tokens: Sequence[int], caches: Sequence[Any]) -> bool:
@@ -204,48 +219,40 @@ class PromptStore:
         entry = Entry(packed(tokens), cache_statistics(caches).bytes_live, least_tokens(caches, len(tokens)))
         if len(entry) < LEAST_SHARED or entry.bytes > self.max_bytes:
             return None
-        metadata = {"store_tokens": _digest(entry, self.fingerprint)}
-        return PackedEntry(entry, serialization.pack(list(caches), metadata))
+        whose = self._whose.known()
+        return PackedEntry(entry, whose, serialization.pack(list(caches), {"store_tokens": _digest(entry, whose)}))
 
     def write(self, new: PackedEntry) -> bool:
         """As `keep`."""
         self.refresh()
         with self._changing:
-            covering = self._index.covering(new.entry)
+            covering = self._indexes[new.fingerprint].covering(new.entry)
         if covering is not None:
             self._touch(covering)
             return False
-        name, told = uuid.uuid4().hex, {"tokens": np.frombuffer(new.entry.tokens, ">u4").tolist()}
-        told |= {"bytes_live": new.entry.bytes, "least": new.entry.least}
+        name = uuid.uuid4().hex
         self._touch(name)  # from now on nobody takes it for what a killed writer left
-        self._write_data(new.caches, self._path(f"{name}.safetensors"))
-        self._write(f"{name}.json", json.dumps(told | {"fingerprint": self.fingerprint, "version": VERSION}))
-        self._learn(name, new.entry, self.fingerprint)
-        with self._locked():
+        try:
+            self._folder.write_by(f"{name}.safetensors", new.caches.write)
+            self._write(f"{name}.json", _index_text(new.entry, new.fingerprint))
+        except Exception:
+            self._remove(name)
+            raise
+        self._learn(name, new.entry, new.fingerprint)
+        with self._folder.locked():
             files = self._refreshed()
             self._sweep(files)
             with self._changing:
-                covered = self._index.covered(new.entry)
+                covered = self._indexes[new.fingerprint].covered(new.entry)
             for old in covered:
                 if old != name:
                     self._remove(old)
             self._enforce()
         return True
 
-    def _write_data(self, caches: serialization.PackedCaches, path: str) -> None:
-        if self.local:
-            caches.write(path)
-            return
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / "caches.safetensors"
-            caches.write(file)
-            partial = f"{path}.{uuid.uuid4().hex}.partial"
-            self.fs.put_file(str(file), partial)
-            self.fs.mv(partial, path)
-
     def _enforce(self) -> None:
         with self._changing:
-            there = dict(self._known)
+            there = {name: entry for name, (entry, _) in self._known.items()}
         total = sum(entry.bytes for entry in there.values())
         while total > self.max_bytes and there:
             name = min(there, key=lambda name: self._used.get(name, 0.0))
@@ -256,12 +263,19 @@ class PromptStore:
             self._remove(name)
 
     def _sweep(self, files: list[str]) -> None:
-        """Removes what killed writers left."""
-        for file in files:
-            name = file.removeprefix(".").split(".")[0]
-            ours = file.endswith((".safetensors", ".json", ".used", ".partial", ".tmp"))
-            if ours and name not in self._known and time.time() - self._last_used(name) > ORPHANED_AFTER:
-                self._delete(file)
+        """Removes what killed writers left, where it is certain that it was a store's writer."""
+        for file in sorted(files):  # an index before its data, which tell whose it is if it cannot
+            name = self._folder.id_of(file)
+            if name is None or name in self._known or name in self._others or file in self._not_ours:
+                continue
+            age = self._folder.age(file)
+            if age is None or min(age, time.time() - self._last_used(name)) <= ORPHANED_AFTER:
+                continue
+            with contextlib.suppress(OSError):
+                if self._folder.wrote(file):
+                    self._folder.delete(file)
+                else:
+                    self._not_ours.add(file)
 
     @property
     def bytes_live(self) -> int:
@@ -270,25 +284,20 @@ class PromptStore:
 
     # --- files ----------------------------------------------------------------------------------------------------
 
-    def _path(self, name: str) -> str:
-        return f"{self.root}/{name}"
-
     def _learn(self, name: str, entry: Entry, fingerprint: str) -> None:
         with self._changing:
-            self._known[name] = entry
-            if fingerprint == self.fingerprint:
-                self._index.add(name, entry)
+            self._known[name] = entry, fingerprint
+            self._indexes[fingerprint].add(name, entry)
 
     def _forget(self, name: str) -> None:
         with self._changing:
-            self._known.pop(name, None)
+            _, whose = self._known.pop(name, (None, None))
             self._used.pop(name, None)
-            self._index.remove(name)
+            if whose is not None:
+                self._indexes[whose].remove(name)
 
     def _write(self, name: str, text: str) -> None:
-        partial = self._path(f"{name}.{uuid.uuid4().hex}.partial")
-        self.fs.pipe_file(partial, text.encode())
-        self.fs.mv(partial, self._path(name))
+        self._folder.write(name, text.encode())
 
     def _touch(self, name: str) -> None:
         self._used[name] = time.time()
@@ -297,39 +306,56 @@ class PromptStore:
 
     def _last_used(self, name: str) -> float:
         try:
-            return float(self.fs.cat_file(self._path(f"{name}.used")))
+            return float(self._folder.read(f"{name}.used"))
         except (OSError, ValueError):
             return 0.0
-
-    def _delete(self, file: str) -> None:
-        with contextlib.suppress(OSError):
-            self.fs.rm_file(self._path(file))
 
     def _remove(self, name: str) -> None:
         """Its index first: nobody finds half an entry."""
         for suffix in ("json", "safetensors", "used"):
-            self._delete(f"{name}.{suffix}")
+            self._folder.delete(f"{name}.{suffix}")
         self._forget(name)
 
     def _set_aside(self, name: str) -> None:
         self.damaged += 1
         self._ignored.add(name)
-        with contextlib.suppress(OSError):
-            self.fs.makedirs(self._path("damaged"), exist_ok=True)
-            self.fs.mv(self._path(f"{name}.safetensors"), self._path(f"damaged/{name}.safetensors"))
+        self._folder.set_aside(f"{name}.safetensors", self.max_bytes // 8)
         self._remove(name)
 
-    @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        """One process at a time decides what leaves. Elsewhere than on a local disk, two may remove the same."""
-        if not self.local:
-            yield
-            return
-        import fcntl
 
-        with open(self._path("lock"), "a") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            yield
+def _index_text(entry: Entry, fingerprint: str) -> str:
+    """The index of an entry."""
+    told = {"tokens": np.frombuffer(entry.tokens, ">u4").tolist(), "bytes_live": entry.bytes, "least": entry.least}
+    told |= {"fingerprint": fingerprint, "version": VERSION}
+    return json.dumps(told | {"checksum": _sealed(told)})
+
+
+def _index_entry(content: bytes) -> tuple[Entry, str] | None:
+    """What an index says of an entry, and whose it is; None if it is of another version.
+
+    Raises:
+        ValueError, TypeError, KeyError, RecursionError: it is no index, or was damaged.
+    """
+    told = json.loads(content)
+    if type(told["version"]) is not int:
+        raise ValueError("a version that is no number")
+    if told["version"] != VERSION:
+        return None
+    seal = told.pop("checksum", None)  # 0.1.0 wrote none
+    if seal is not None and seal != _sealed(told):
+        raise ValueError("it is not what was written")
+    tokens, numbers, whose = told["tokens"], (told["bytes_live"], told["least"]), told["fingerprint"]
+    if type(tokens) is not list or not all(type(token) is int and 0 <= token < 2**32 for token in tokens):
+        raise ValueError("tokens that are none")
+    if not all(type(number) is int for number in numbers) or type(whose) is not str:
+        raise ValueError("a number that is none")
+    if not (0 <= numbers[0] < MOST_NUMBER and 0 <= numbers[1] <= len(tokens)):
+        raise ValueError("numbers that cannot be")
+    return Entry(packed(tokens), *numbers), whose
+
+
+def _sealed(told: dict[str, Any]) -> str:
+    return hashlib.blake2b(json.dumps(told, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def _told(file: serialization.ReadFile) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -112,7 +113,8 @@ def check_output(path: str | Path, force: bool = False, mend: str = "force=True"
 
 def is_prompt_cache(path: str | Path) -> bool:
     """Whether a file says that it is a prompt cache, of any version of ours or of mlx-lm's; it may be damaged."""
-    words = tensor_files.read_words(path)
+    with open(path, "rb") as file:
+        words = tensor_files.words_of(file, os.fstat(file.fileno()).st_size)
     return words is not None and (VERSION_WORD in words or stock_files.is_stock(words))
 
 

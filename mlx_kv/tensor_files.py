@@ -160,13 +160,12 @@ def read(path: str | Path) -> TensorFile:
     return TensorFile(words, named, digests)
 
 
-def read_words(path: str | Path) -> dict[str, str] | None:
-    """The metadata of a safetensors file, whole or not; None if it is none."""
-    with open(path, "rb") as file:
-        try:
-            return _read_header(path, file, os.fstat(file.fileno()).st_size, whole=False)[0]
-        except ValueError:
-            return None
+def words_of(file: IO[bytes], size: int) -> dict[str, str] | None:
+    """The metadata of a safetensors file that is open and has so many bytes, whole or not; None if it is none."""
+    try:
+        return _read_header("", file, size, whole=False)[0]
+    except ValueError:
+        return None
 
 
 Entry = tuple[int, int, str, str, tuple[int, ...]]  # first and last byte, name, dtype, shape

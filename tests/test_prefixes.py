@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import random
 from collections.abc import Sequence
 
 import mlx.core as mx
@@ -53,15 +55,59 @@ def test_the_index_finds_what_a_look_at_all_finds(
         count = min(same(tokens, wanted), len(wanted) - 1)
         if count >= max(LEAST_SHARED, its_least):
             serving[name] = count
-    found = list(index.serving(packed(wanted)))
+    rest, found = copy.deepcopy(index), []
+    while (best := rest.best(packed(wanted))) is not None:  # one after the other, as each turns out to be gone
+        found.append(best)
+        rest.remove(best[0])
     assert dict(found) == serving
     assert [count for _, count in found] == sorted(serving.values(), reverse=True)
+    least = min(least, len(wanted))
     entry = Entry(packed(wanted), 1, least)
     covering = {n for n, (t, its_least) in there.items() if t[: len(wanted)] == wanted and its_least <= least}
     assert index.covering(entry) in (covering or {None})
     covered = {n for n, (t, its_least) in there.items() if wanted[: len(t)] == t and its_least >= least}
     assert set(index.covered(entry)) == covered
     assert all((name in index) == (name in there) for name in map(str, range(len(sequences))))
+
+
+@pytest.mark.parametrize("least", [0, 1020], ids=["caches that go back", "rings"])
+def test_a_lookup_looks_at_few_however_many_there_are(least: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All share 1,000 tokens: what decides how long it takes is how often two sequences are compared."""
+    compared = 0
+
+    def counted(first: bytes, second: bytes) -> int:
+        nonlocal compared
+        compared += 1
+        return shared(first, second)
+
+    monkeypatch.setattr("mlx_kv.prefixes.shared", counted)
+    index, chance = PrefixIndex(), random.Random(0)
+    common = packed(range(1000))
+    asked = [common + packed([chance.randrange(10**9) for _ in range(30)]) for _ in range(20)]
+    for count in (100, 3000):
+        while len(index._entries) < count:
+            tokens = common + packed([chance.randrange(10**9) for _ in range(30)])
+            index.add(str(len(index._entries)), Entry(tokens, 1, least))
+        index.add("checkpoint", Entry(common[: 4 * 900], 1, min(least, 900)))
+        for tokens in asked:
+            compared = 0
+            name, found = index.best(tokens) or ("", 0)
+            assert found >= (1000 if least == 0 else 900)
+            assert (name == "checkpoint") == (least > 0)
+            index.covering(Entry(common, 1, 0))
+            index.covering(Entry(tokens, 1, min(least, 1030)))
+            index.covered(Entry(tokens, 1, least))
+            assert compared <= 40
+
+
+def test_a_walk_through_what_only_begins_alike_ends() -> None:
+    """However many entries part from a prompt one token after the other."""
+    index = PrefixIndex()
+    for length in range(100, 400):
+        index.add(str(length), Entry(packed([*range(length), 10**6, 1]), 1, length + 2))
+    assert index.best(packed(range(1000))) is None
+    index.add("last", Entry(packed(range(395)), 1, 395))
+    assert index.best(packed(range(1000))) == ("last", 395)
 
 
 def prompt(seed: int, length: int = 129) -> list[int]:

@@ -23,6 +23,7 @@ from tiny_models import VOCAB, make_model
 from mlx_kv import CachePolicy, PromptMemory, PromptStore, load_prompt_cache, make_prompt_cache
 from mlx_kv.prefixes import LEAST_SHARED, packed  # noqa: F401, packed is for a child
 from mlx_kv.prompt_reader import PromptReader
+from mlx_kv.store_folder import MARKER
 
 PREFIX = mx.random.randint(1, VOCAB, (3000,), key=mx.random.key(0)).tolist()
 FIRST, SECOND = ([*PREFIX, *mx.random.randint(1, VOCAB, (40,), key=mx.random.key(i)).tolist()] for i in (1, 2))
@@ -183,7 +184,7 @@ def test_other_models_and_policies_are_not_served(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("harm", ["flip", "cut", "gone", "other", "index"])
 def test_damaged_entries_are_set_aside_and_never_served(harm: str, tmp_path: Path) -> None:
-    model, store = make_model("llama"), PromptStore(tmp_path)
+    model, store = make_model("llama"), PromptStore(tmp_path, fingerprint="a")
     read(model, CachePolicy(), PREFIX[:300], store)
     (data,), (index,) = tmp_path.glob("*.safetensors"), tmp_path.glob("*.json")
     content = bytearray(data.read_bytes())
@@ -199,7 +200,7 @@ def test_damaged_entries_are_set_aside_and_never_served(harm: str, tmp_path: Pat
         data.write_bytes(next((tmp_path / "more").glob("*.safetensors")).read_bytes())
     else:
         index.write_text("{")
-    again = PromptStore(tmp_path)
+    again = PromptStore(tmp_path, fingerprint="a")
     assert again.find(PREFIX[:300]) is None
     assert again.damaged == (harm not in ("gone", "index"))
     assert len(list((tmp_path / "damaged").glob("*"))) == again.damaged
@@ -221,7 +222,7 @@ def test_a_writer_that_was_killed_leaves_nothing_that_is_found(tmp_path: Path, m
         patch.setattr(PromptStore, "_write", killed)
         with pytest.raises(KeyboardInterrupt):
             read(model, CachePolicy(), PREFIX[:300], store)
-    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".safetensors", ".used"]
+    assert sorted(path.suffix for path in tmp_path.iterdir() if path.name != MARKER) == [".safetensors", ".used"]
     (tmp_path / f"{uuid.uuid4().hex}.json.{uuid.uuid4().hex}.partial").write_text("{")
     (tmp_path / f".{uuid.uuid4().hex}.safetensors.0123456789abcdef.tmp").write_text("")
     (tmp_path / "notes.txt").write_text("somebody else's")
@@ -231,7 +232,7 @@ def test_a_writer_that_was_killed_leaves_nothing_that_is_found(tmp_path: Path, m
     monkeypatch.setattr("mlx_kv.prompt_store.ORPHANED_AFTER", -1.0)
     read(model, CachePolicy(), PREFIX[:200], store)
     assert len(store.entries()) == 2
-    names = sorted(path.suffix for path in tmp_path.iterdir() if path.name != "lock")
+    names = sorted(path.suffix for path in tmp_path.iterdir() if path.name not in ("lock", MARKER))
     assert names == [".json", ".json", ".safetensors", ".safetensors", ".txt", ".used", ".used"]
 
 
@@ -246,7 +247,7 @@ def test_several_writers_and_readers_at_once(tmp_path: Path) -> None:
 
     def work(offset: int) -> None:
         try:
-            store = PromptStore(tmp_path, max_bytes=3 * sum(wanted[0]))
+            store = PromptStore(tmp_path, max_bytes=3 * sum(wanted[0]), fingerprint="a")
             for turn in range(8):
                 index = (turn + offset) % 6
                 with lock:
@@ -283,7 +284,7 @@ sys.path.insert(0, sys.argv[1])
 import mlx_kv
 from test_prompt_store import *
 model = make_model("llama")
-store = PromptStore(sys.argv[2])
+store = PromptStore(sys.argv[2], fingerprint="a")
 turn = int(sys.argv[3])
 prompts = [mx.random.randint(1, VOCAB, (200,), key=mx.random.key(1000 * turn + i)).tolist() for i in range(3)]
 made = [read(model, CachePolicy(), prompt, None).caches for prompt in prompts]
@@ -300,7 +301,7 @@ while True:
 def test_kills_while_writing_lose_nothing_and_leave_nothing_wrong(tmp_path: Path) -> None:
     """SIGKILL at random moments of storing: older entries stay, and whatever is listed loads and is right."""
     kills = 200 if os.environ.get("HYPOTHESIS_PROFILE") == "thorough" else 5
-    model, store = make_model("llama"), PromptStore(tmp_path)
+    model, store = make_model("llama"), PromptStore(tmp_path, fingerprint="a")
     read(model, CachePolicy(), PREFIX[:300], store)
     chance = random.Random(0)
     for turn in range(kills):
@@ -315,7 +316,7 @@ def test_kills_while_writing_lose_nothing_and_leave_nothing_wrong(tmp_path: Path
         child.kill()
         child.wait()
         child.stdout.close()
-        again = PromptStore(tmp_path)
+        again = PromptStore(tmp_path, fingerprint="a")
         _, count = again.find(PREFIX[:300])
         assert count == 299
         for name, entry in again.entries().items():

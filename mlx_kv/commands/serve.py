@@ -136,12 +136,9 @@ def serve(
         return worker.Models(network, tokenizer, draft)
 
     def open_store(models: Models) -> PromptStore:
-        from mlx_kv.fingerprint import model_fingerprint
         from mlx_kv.prompt_store import PromptStore
 
-        marks = [model_fingerprint(net) for net in (models.model, models.draft) if net is not None]
-        how = [str(cache_policy), f"draft tokens {num_draft_tokens}"][: len(marks)]
-        store = PromptStore(str(prompt_store), prompt_store_bytes, " ".join([*marks, *how]))
+        store = PromptStore(str(prompt_store), prompt_store_bytes)
         store.refresh()
         return store
 

@@ -22,6 +22,7 @@ import mlx.nn as nn
 
 from mlx_kv.adapter import context_length
 from mlx_kv.engine import BatchToken, Continuation, make_engine
+from mlx_kv.fingerprint import model_fingerprint
 from mlx_kv.policy import CachePolicy
 from mlx_kv.prompt_memory import PromptMemory
 from mlx_kv.prompt_reader import PromptReader
@@ -138,7 +139,7 @@ class Worker:
         try:
             self.models: Models = self._load()
             store = None if self._open_store is None else self._open_store(self.models)
-            self._prompts = Prompts(self._prompt_memory, store, self._inbox.put)
+            self._prompts = Prompts(self._prompt_memory, store, self._inbox.put, self._whose)
             self._keeps = store is not None or self._prompt_memory.max_bytes > 0
             self.context, self.vocabulary = context_length(self.models.model), len(self.models.tokenizer)
             self._make_engine()
@@ -159,6 +160,12 @@ class Worker:
         self._drop([*self._active.values(), *self._waiting], "the server is shutting down")
         self._engine.close()
         self._prompts.close()
+
+    def _whose(self) -> str:
+        """What tells the caches of this model, draft model and policy from those of others."""
+        marks = [model_fingerprint(net) for net in (self.models.model, self.models.draft) if net is not None]
+        how = [str(self.policy), f"draft tokens {self._num_draft_tokens}"][: len(marks)]
+        return " ".join([*marks, *how])
 
     def _make_engine(self) -> None:
         self._engine = make_engine(
