@@ -204,7 +204,7 @@ class KVCache:
 
     def _next_capacity(self, needed: int) -> int:
         reserve = self._reserve
-        # Who says how much will come gets that and no slack: also on top of what was held before, or loaded from a file.
+        # Who says how much will come gets that and no slack, also on top of what was held or loaded from a file.
         wanted = round_up(reserve if needed <= reserve else max(needed, self._growth.capacity(needed, self.capacity)))
         return min(wanted, round_up(max(needed, self.layout.enough_slots)))
 
