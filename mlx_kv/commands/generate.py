@@ -19,6 +19,7 @@ from mlx_kv.commands.options import (
     human_bytes,
     make_policy,
     model_option,
+    note_context,
     policy_options,
     prefill_bar,
     prompt_options,
@@ -94,7 +95,7 @@ def generate(
     text = read_prompt(prompt, prompt_file, source)
     cache_policy = make_policy(**policy)  # refuses bad settings before anything is loaded
 
-    from mlx_kv.adapter import context_length, load, make_prompt_cache
+    from mlx_kv.adapter import load, make_prompt_cache
     from mlx_kv.decoder import SpeculationStatistics
     from mlx_kv.generation import cache_statistics, encode_prompt, prefill_step, stream_generate
     from mlx_kv.sampling import TemperatureSampler
@@ -111,10 +112,7 @@ def generate(
         tokens = tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True)
     else:
         tokens = encode_prompt(tokenizer, text)
-    length = context_length(network)
-    if length is not None and already + len(tokens) + max_tokens > length:
-        asked = f"{already + len(tokens)} + {max_tokens} tokens"
-        click.echo(f"mlx-kv: note: {asked}, but this model was made for {length}", err=True)
+    note_context(network, already + len(tokens), max_tokens)
     options: dict[str, Any] = {
         "max_tokens": max_tokens,
         "sampler": TemperatureSampler(temp, top_p) if temp > 0 else None,
