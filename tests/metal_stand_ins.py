@@ -1,11 +1,14 @@
-"""What two of mlx-lm's models do with Metal kernels, in plain operations, so that they run on every machine.
+"""What models of mlx-lm do with Metal kernels, in plain operations, so that they run on every machine.
 
 Nothing of it has to do with caches. Shapes: B rows, L tokens, H heads of dim D, K experts chosen of E.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -68,6 +71,21 @@ def norm_add_norm(
     branch = branch if post_weight is None else post_weight * branch
     stream = alpha * stream + beta * _norm(branch, post_eps)
     return stream, None if next_norm is None else _norm(stream, next_norm.eps, next_norm.weight)
+
+
+@contextmanager
+def experts_of_sixteen_bits() -> Iterator[None]:
+    """Lets experts of half precision run where MLX has them in float32 only: on a CPU."""
+    if mx.default_device().type != mx.DeviceType.cpu:
+        yield
+        return
+    plain = mx.gather_mm
+
+    def gather_mm(a: mx.array, b: mx.array, *arguments: Any, **options: Any) -> mx.array:
+        return plain(a.astype(mx.float32), b.astype(mx.float32), *arguments, **options).astype(a.dtype)
+
+    with mock.patch.object(mx, "gather_mm", gather_mm):
+        yield
 
 
 STAND_INS: dict[str, dict[str, Any]] = {

@@ -90,8 +90,10 @@ class Shadowed:
         masks = [cache.make_mask(new) for cache in (self.cache, self.slow)]
         fetched = self.cache.update_and_fetch(keys, values)
         how = {"group_size": self.group_size, "bits": self.bits} if hasattr(self, "bits") else None
-        ours = [np.array(mx.dequantize(*x, **how) if how else x) for x in fetched]
-        theirs = [np.array(x) for x in self.slow.update_and_fetch(keys, values)]
+        ours = [mx.dequantize(*x, **how) if how else x for x in fetched]
+        assert [x.dtype for x in ours] == [keys.dtype, values.dtype]
+        ours = [widened(x) for x in ours]
+        theirs = [widened(x) for x in self.slow.update_and_fetch(keys, values)]
         for row in range(keys.shape[0]):
             for query in range(new):
                 got, wanted = (
@@ -101,6 +103,11 @@ class Shadowed:
                 assert np.array_equal(got, wanted), f"query {query} of row {row} sees other tokens"
         self.checked += 1
         return fetched
+
+
+def widened(x: mx.array) -> np.ndarray:
+    """In float32, which holds every half-precision number; NumPy knows no bfloat16."""
+    return np.array(x.astype(mx.float32))
 
 
 def seen_by(mask: Any, row: int, query: int, new: int, total: int) -> np.ndarray:
