@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
+from typing import Any
 
+import family_walk
 import mlx.core as mx
 import pytest
 from families import CONFIGURATIONS, HELPERS, VOCAB, family_names, make_family, model_files
 from family_table import PAGE, parse
-from family_walk import distance, read, tokens, walk
+from family_walk import Family, distance, judge, read, tokens, walk
 from mlx_lm.models import cache as stock
+
+from mlx_kv import CachePolicy, KVCache, load_prompt_cache, trim_prompt_cache
+from mlx_kv.store import Store
 
 THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
 # One of each kind of attention that there is; all of them in the long suite.
@@ -44,3 +50,63 @@ def test_answers_hang_on_early_tokens(name: str) -> None:
     other = mx.concatenate([(prompt[:, :1] + 1) % VOCAB, prompt[:, 1:]], axis=1)
     last = [read(model, stock.make_prompt_cache(model), each, [40, 8])[:, -1] for each in (prompt, other)]
     assert distance(*last) > 1e-3
+
+
+def one_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = CachePolicy.layout
+    monkeypatch.setattr(
+        CachePolicy, "layout", lambda self, window=None, *args, **kw: right(self, window and window - 1)
+    )
+
+
+def imprecise(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = KVCache.update_and_fetch
+    monkeypatch.setattr(KVCache, "update_and_fetch", lambda self, keys, values: right(self, keys * 1.01, values))
+
+
+def unquantised(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = family_walk.make_prompt_cache
+    monkeypatch.setattr(family_walk, "make_prompt_cache", lambda model, policy: right(model, CachePolicy()))
+
+
+def unmoved(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Store, "move", lambda self, source, target: None)
+
+
+def padded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KVCache, "prepare", lambda self, **announced: None)
+
+
+def untrimmed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KVCache, "trim_per_sequence", lambda self, counts: None)
+
+
+def shortened(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(path: Any) -> list[Any]:
+        caches = load_prompt_cache(path)
+        trim_prompt_cache(caches, 1)
+        return caches
+
+    monkeypatch.setattr(family_walk, "load_prompt_cache", load)
+
+
+@pytest.mark.parametrize(
+    ("column", "fault"),
+    [
+        ("alone", one_less),
+        ("16-bit", imprecise),
+        ("8 and 4 bits", unquantised),
+        ("budget", unmoved),
+        ("ragged batch", padded),
+        ("draft model", untrimmed),
+        ("trim", untrimmed),
+        ("files", shortened),
+    ],
+)
+def test_each_column_finds_a_planted_fault(column: str, fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    family = Family("llama")
+    assert judge(family, column).kind == "exact"
+    fault(monkeypatch)
+    verdict = judge(family, column)
+    assert verdict.kind == "WRONG"
+    assert re.search("off by|sees other tokens|not continued", verdict.reason)
