@@ -10,11 +10,14 @@ from mlx_kv import blas
 blas.preload()  # before anything below imports MLX
 
 import argparse  # noqa: E402
+import os  # noqa: E402
 import re  # noqa: E402
 import sys  # noqa: E402
 from collections import Counter  # noqa: E402
 from collections.abc import Mapping  # noqa: E402
+from concurrent.futures import ProcessPoolExecutor  # noqa: E402
 from importlib.metadata import version  # noqa: E402
+from multiprocessing import get_context  # noqa: E402
 from pathlib import Path  # noqa: E402
 
 from families import HELPERS, family_names  # noqa: E402
@@ -80,30 +83,41 @@ def render(verdicts: Mapping[str, Mapping[str, Verdict]], kinds: Mapping[str, st
     )
 
 
-def parse(page: str) -> dict[str, dict[str, Verdict]]:
-    """The verdicts that a page tells."""
+def parse(page: str) -> tuple[dict[str, dict[str, Verdict]], dict[str, str]]:
+    """The verdicts that a page tells, and the layers of each family."""
     notes = dict(re.findall(r"^(\d+)\. (.+)$", page, re.MULTILINE))
     found: dict[str, dict[str, Verdict]] = {}
+    kinds: dict[str, str] = {}
     for line in page[page.index("| family |") :].splitlines()[2:]:
         if not line.startswith("|"):
             break
-        name, _, *cells = [cell.strip() for cell in line.strip("|").split("|")]
+        name, layered, *cells = [cell.strip() for cell in line.strip("|").split("|")]
+        kinds[name] = layered
         found[name] = {}
         for column, cell in zip(COLUMNS, cells, strict=True):
             kind, number = re.fullmatch(r"(.*?)(?: \((\d+)\))?", cell).groups()
             found[name][column] = Verdict(kind, notes[number] if number else "")
-    return found
+    return found, kinds
+
+
+def walked(name: str) -> tuple[dict[str, Verdict], str]:
+    """All verdicts of one family, and its layers."""
+    return walk(name), layers(Family(name))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("families", nargs="*", help="walk these alone; the others stay as the page tells")
     parser.add_argument("--write", action="store_true", help="replace the page, instead of printing it")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes; by default one for each core")
     options = parser.parse_args()
-    verdicts, kinds = {}, {}
-    for name in family_names():
-        verdicts[name], kinds[name] = walk(name), layers(Family(name))
-        wrong = [f"{column}: {v.reason}" for column, v in verdicts[name].items() if v.kind == "WRONG"]
-        print(name, *wrong, file=sys.stderr)
+    names = options.families or family_names()
+    verdicts, kinds = parse(PAGE.read_text()) if options.families else ({}, {})
+    with ProcessPoolExecutor(options.jobs, get_context("spawn")) as pool:
+        for name, (found, layered) in zip(names, pool.map(walked, names), strict=True):
+            verdicts[name], kinds[name] = found, layered
+            wrong = [f"{column}: {verdict.reason}" for column, verdict in found.items() if verdict.kind == "WRONG"]
+            print(name, *wrong, file=sys.stderr)
     page = render(verdicts, kinds)
     if options.write:
         PAGE.write_text(page)

@@ -36,7 +36,7 @@ from mlx_kv import (
     save_prompt_cache,
     trim_prompt_cache,
 )
-from mlx_kv.adapter import attention_caches, kind_and_window, leaves
+from mlx_kv.adapter import attention_caches, leaves
 from mlx_kv.engine import Continuation, make_engine
 
 LENGTH = 48
@@ -45,6 +45,12 @@ TOLERANCE = 1e-4  # of the largest logit: float32 in other shapes of the same su
 # Models that round to bfloat16 between layers themselves.
 ROUNDED = {"muse_spark": 0.02}
 INDEXED = ("deepseek_v32", "glm_moe_dsa", "minimax_m3_vl")  # the second cache of a layer is an indexer's, never packed
+KINDS = {
+    stock.KVCache: "full",
+    stock.RotatingKVCache: "sliding",
+    stock.ChunkedKVCache: "chunked",
+    stock.ArraysCache: "recurrent",
+}
 Kind = Literal["exact", "refused", "nothing to do", "as mlx-lm", "mlx-lm fails", "WRONG"]
 
 
@@ -232,11 +238,12 @@ AS_MLX_LM = Verdict("as mlx-lm", "its answers depend on the chunks in which a pr
 
 def alone(family: Family) -> Verdict:
     """One prompt in chunks, and decoding."""
-    got = read(family.model, make_prompt_cache(family.model, family.policy()), tokens(), CHUNKS)
-    if distance(got, family.truth) <= family.tolerance:
-        return Verdict("exact", _shortcomings(family))
-    family.check(got, family.own)
-    return AS_MLX_LM
+    for policy in (CachePolicy(), family.policy()):
+        got = read(family.model, make_prompt_cache(family.model, policy), tokens(), CHUNKS)
+        if distance(got, family.truth) > family.tolerance:
+            family.check(got, family.own)
+            return AS_MLX_LM
+    return Verdict("exact", _shortcomings(family))
 
 
 def _shortcomings(family: Family) -> str:
@@ -381,6 +388,8 @@ def drafted(family: Family) -> Verdict:
     draft = make_family(family.name)
 
     def shaken(path: str, weight: mx.array) -> mx.array:
+        if not mx.issubdtype(weight.dtype, mx.floating):
+            return weight
         key = mx.random.key(zlib.crc32(path.encode()))
         return weight + 0.03 * weight.std() * mx.random.normal(weight.shape, weight.dtype, key=key)
 
@@ -486,12 +495,21 @@ def in_short(error: BaseException) -> str:
     return f"{type(error).__name__} in {Path(where.filename).name}: {str(error).splitlines()[0] if str(error) else ''}"
 
 
+def _said_of_failure(family: Family) -> str | None:
+    """What we say of a model that mlx-lm's own caches cannot serve."""
+    try:
+        make_prompt_cache(family.model)
+    except ValueError as error:
+        return str(error) if is_refusal(error) else None
+    return None
+
+
 def judge(family: Family, column: str) -> Verdict:
     """The verdict of one column; never an exception."""
     try:
         _ = family.truth, family.own
     except Exception as error:
-        return Verdict("mlx-lm fails", f"with its own caches: {in_short(error)}")
+        return Verdict("mlx-lm fails", _said_of_failure(family) or f"with its own caches: {in_short(error)}")
     try:
         return COLUMNS[column](family)
     except WrongError as error:
@@ -508,7 +526,6 @@ def walk(name: str, columns: Sequence[str] = tuple(COLUMNS)) -> dict[str, Verdic
 
 def layers(family: Family) -> str:
     """What the layers' own caches are for, in words."""
-    found = [
-        kind_and_window(cache)[0] or type(cache).__name__ for cache in leaves(stock.make_prompt_cache(family.model))
-    ]
+    own = leaves(stock.make_prompt_cache(family.model))
+    found = [KINDS.get(type(cache), type(cache).__name__) for cache in own]
     return " + ".join(dict.fromkeys(found))

@@ -18,8 +18,8 @@ from mlx_kv import CachePolicy, KVCache, load_prompt_cache, trim_prompt_cache
 from mlx_kv.store import Store
 
 THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
-# One of each kind of attention that there is; all of them in the long suite.
-SAMPLE = ["llama", "gemma3n", "plamo3", "llama4", "deepseek_v32", "afm7", "nemotron-nas", "jamba", "recurrent_gemma"]
+# One of each kind of attention, and what each once got wrong; all of them in the long suite.
+SAMPLE = "plamo3 llama4 deepseek_v32 minimax_m3_vl afm7 nemotron-nas baichuan_m1 recurrent_gemma gpt_bigcode".split()
 WALKED = family_names() if THOROUGH else SAMPLE
 
 
@@ -35,11 +35,11 @@ def test_no_column_is_wrong_and_the_docs_say_what_was_found(name: str) -> None:
     found = walk(name)
     wrong = {column: verdict.reason for column, verdict in found.items() if verdict.kind == "WRONG"}
     assert not wrong
-    assert parse(PAGE.read_text())[name] == found
+    assert parse(PAGE.read_text())[0][name] == found
 
 
 def test_the_docs_have_every_family() -> None:
-    assert set(parse(PAGE.read_text())) == set(CONFIGURATIONS)
+    assert set(parse(PAGE.read_text())[0]) == set(CONFIGURATIONS)
 
 
 @pytest.mark.parametrize("name", [name for name in WALKED if name != "olmo"])  # no model that can be read
