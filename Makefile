@@ -3,6 +3,7 @@
 #   make test       the tests
 #   make lint       style and types
 #   make bench      the benchmarks, each ends in one JSON line
+#   make families   docs/families.md anew, from a walk over all model families of mlx-lm; some minutes
 
 VENV ?= .venv
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
@@ -13,7 +14,7 @@ comma := ,
 # What the README shows needs figures and the server as well.
 SHOWN := $(if $(EXTRAS),$(EXTRAS)$(comma))plot,server
 
-.PHONY: generate test lint bench clean
+.PHONY: generate test lint bench families clean
 
 generate: $(VENV)/.run
 	$(VENV)/bin/mlx-kv generate --prompt-file examples/unfinished.py --kv-budget 512 --kv-bits 8 --max-tokens 40
@@ -31,6 +32,9 @@ bench: $(VENV)/.run
 	$(VENV)/bin/python benchmarks/ring.py
 	$(VENV)/bin/python benchmarks/compaction.py
 	$(VENV)/bin/python benchmarks/batch.py
+
+families: $(VENV)/.dev
+	$(VENV)/bin/python tests/family_table.py --write
 
 $(VENV)/bin/python:
 	@test -n "$(PYTHON)" || { echo "mlx-kv needs Python 3.11 or later on the PATH, or make PYTHON=/path/to/python" >&2; exit 2; }

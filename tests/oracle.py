@@ -90,17 +90,25 @@ class Shadowed:
         masks = [cache.make_mask(new) for cache in (self.cache, self.slow)]
         fetched = self.cache.update_and_fetch(keys, values)
         how = {"group_size": self.group_size, "bits": self.bits} if hasattr(self, "bits") else None
-        ours = [np.array(mx.dequantize(*x, **how) if how else x) for x in fetched]
-        theirs = [np.array(x) for x in self.slow.update_and_fetch(keys, values)]
+        ours = [mx.dequantize(*x, **how) if how else x for x in fetched]
+        assert [x.dtype for x in ours] == [keys.dtype, values.dtype]
+        ours = [widened(x) for x in ours]
+        theirs = [widened(x) for x in self.slow.update_and_fetch(keys, values)]
         for row in range(keys.shape[0]):
+            lines = [token_lines(tensors, row) for tensors in (ours, theirs)]
             for query in range(new):
                 got, wanted = (
-                    sorted_tokens(tensors, row, seen_by(mask, row, query, new, tensors[0].shape[2]))
-                    for tensors, mask in ((ours, masks[0]), (theirs, masks[1]))
+                    sorted_lines(line[seen_by(mask, row, query, new, len(line))])
+                    for line, mask in zip(lines, masks, strict=True)
                 )
                 assert np.array_equal(got, wanted), f"query {query} of row {row} sees other tokens"
         self.checked += 1
         return fetched
+
+
+def widened(x: mx.array) -> np.ndarray:
+    """In float32, which holds every half-precision number; NumPy knows no bfloat16."""
+    return np.array(x.astype(mx.float32))
 
 
 def seen_by(mask: Any, row: int, query: int, new: int, total: int) -> np.ndarray:
@@ -113,9 +121,13 @@ def seen_by(mask: Any, row: int, query: int, new: int, total: int) -> np.ndarray
     return table[query] if table.ndim == 2 else table[row, 0, query]
 
 
-def sorted_tokens(tensors: Sequence[np.ndarray], row: int, seen: np.ndarray) -> np.ndarray:
-    """Keys and values of the tokens that are seen, heads side by side, one token a line, in an order of their own."""
-    lines = np.concatenate([np.moveaxis(x[row], 0, 1).reshape(x.shape[2], -1) for x in tensors], axis=1)[seen]
+def token_lines(tensors: Sequence[np.ndarray], row: int) -> np.ndarray:
+    """Keys and values of all tokens of one row, heads side by side, one token a line."""
+    return np.concatenate([np.moveaxis(x[row], 0, 1).reshape(x.shape[2], -1) for x in tensors], axis=1)
+
+
+def sorted_lines(lines: np.ndarray) -> np.ndarray:
+    """In an order of their own, whatever slots they came from."""
     return lines[np.lexsort(lines.T)]
 
 
