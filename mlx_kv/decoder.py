@@ -52,6 +52,25 @@ class Emitted:
     from_draft: bool
 
 
+@dataclass
+class Joining:
+    """Rows whose prompts are being read, by both models.
+
+    Attributes:
+        caches: of the model and of the draft.
+        step: tokens of each prompt read at once.
+        longest: tokens of the longest prompt. The last of each is left to be read, for the logits that come next.
+        read: of the longest prompt.
+    """
+
+    prompts: list[list[int]]
+    samplers: list[Sampler | None]
+    caches: list[list[Any]]
+    step: int
+    longest: int
+    read: int = 0
+
+
 class Decoder:
     """The two models, the caches of all rows, and what each model has yet to read of each row.
 
@@ -73,7 +92,7 @@ class Decoder:
         pairs = zip(self.models, policies, strict=True)
         self._empty = [make_prompt_cache(net, rules, strict=False) for net, rules in pairs]
         probe = self.make_caches()
-        self.step = prefill_step(probe, None)
+        self.step = min(prefill_step(net, own, None) for net, own in zip(self.models, self._empty, strict=True))
         if not can_trim(probe, 0):
             kinds = ", ".join(sorted({type(c).__name__ for c in leaves(probe) if not can_trim([c], 0)}))
             raise ValueError(f"{kinds} cannot take back tokens: generate without a draft model")
@@ -110,30 +129,57 @@ class Decoder:
             max_tokens: room is made for so many more in each row.
             samplers: of each row: None is greedy. The draft guesses with the random keys of a `SeededSampler`, which a
                 `TemperatureSampler` becomes; of any other sampler, the likeliest token.
-            step: prompt tokens read at once; None is what the caches plan for.
+            step: prompt tokens of each read at once; None is what either model would read.
             progress: called with the tokens that the model has read of the longest prompt, and their number.
             caches: of each row, from `make_caches`, which both models have filled with what comes before its prompt;
                 None are new ones. They are the row's from now on.
         """
+        joining = self.begin(prompts, max_tokens, samplers, step, caches)
+        while not self.read_on(joining):
+            progress(joining.read, joining.longest)
+        progress(joining.longest, joining.longest)
+
+    def begin(
+        self,
+        prompts: Sequence[list[int]],
+        max_tokens: int,
+        samplers: Sequence[Sampler | None],
+        step: int | None = None,
+        caches: Sequence[list[Any] | None] | None = None,
+    ) -> Joining:
+        """New rows, as `add` makes them, of which nothing is read yet: `read_on` does that."""
         longest = max(map(len, prompts))
-        step = self.step if step is None else step
         new: list[list[Any]] = []
-        for which, model in enumerate(self.models):
+        for which in range(len(self.models)):
             brought = caches or [None] * len(prompts)
             each = [self._fresh(which) if pair is None else self._split(pair)[which] for pair in brought]
             for one in each:
                 reserve_for(one, longest, max_tokens + self.draft_tokens)
-            joined = each[0] if len(each) == 1 else [same[0].merge(list(same)) for same in zip(*each, strict=True)]
-            read_prompts(model, joined, [prompt[:-1] for prompt in prompts], step, progress if which == 0 else None)
-            new.append(joined)
-        # Both have read: only now do rows join, in both or in neither.
-        for everyone, joined, unread in zip(self.caches, new, self.unread, strict=True):
+            new.append(each[0] if len(each) == 1 else [same[0].merge(list(same)) for same in zip(*each, strict=True)])
+        return Joining(list(prompts), list(samplers), new, self.step if step is None else step, longest)
+
+    def read_on(self, joining: Joining) -> bool:
+        """Both models read a chunk; True when the rows have joined, after those that there are."""
+        first = joining.read
+        joining.read = min(first + joining.step, joining.longest - 1)
+        if joining.read > first:
+            pieces = [prompt[:-1][first : joining.read] for prompt in joining.prompts]
+            for model, own in zip(self.models, joining.caches, strict=True):
+                read_ragged(model, own, pieces)
+                mx.eval([cache.state for cache in own])
+            mx.clear_cache()
+        if joining.read < joining.longest - 1:
+            return False
+        for everyone, joined, unread in zip(self.caches, joining.caches, self.unread, strict=True):
             for own, other in zip(everyone, joined, strict=False):
                 own.extend(other)
             everyone[:] = everyone or joined
-            unread.extend([prompt[-1]] for prompt in prompts)
-        self.samplers.extend(SeededSampler(s, None, 0) if isinstance(s, TemperatureSampler) else s for s in samplers)
-        progress(longest, longest)
+            unread.extend([prompt[-1]] for prompt in joining.prompts)
+        self.samplers.extend(
+            SeededSampler(sampler, None, 0) if isinstance(sampler, TemperatureSampler) else sampler
+            for sampler in joining.samplers
+        )
+        return True
 
     def extract(self, row: int) -> list[Any] | None:
         """Copies of a row's caches, as of `make_caches`: both models have read the same tokens of it.
@@ -260,23 +306,6 @@ def read_ragged(model: nn.Module, caches: list[Any], tokens: Sequence[Sequence[i
             for cache in caches:
                 cache.finalize()
     return logits
-
-
-def read_prompts(
-    model: nn.Module,
-    caches: list[Any],
-    prompts: Sequence[Sequence[int]],
-    step: int,
-    progress: Callable[[int, int], None] | None = None,
-) -> None:
-    """The model reads prompts of any lengths, `step` tokens of each at once."""
-    longest = max(map(len, prompts))
-    for first in range(0, longest, step):
-        read_ragged(model, caches, [prompt[first : first + step] for prompt in prompts])
-        mx.eval([cache.state for cache in caches])
-        mx.clear_cache()
-        if progress is not None:
-            progress(min(first + step, longest), longest + 1)
 
 
 def normalized(logits: mx.array) -> mx.array:

@@ -20,16 +20,17 @@ from mlx_lm.models import cache as stock
 
 from mlx_kv.adapter import check_alike, check_batches, leaves, make_prompt_cache
 from mlx_kv.checks import whole_number
-from mlx_kv.decoder import Decoder, SpeculationStatistics
-from mlx_kv.generation import prefill_step, reserve_for
+from mlx_kv.decoder import Decoder, Joining, SpeculationStatistics
+from mlx_kv.generation import chunk_for, prefill_step, reserve_for
 from mlx_kv.policy import CachePolicy
 from mlx_kv.sampling import Sampler
 
 MOST_PROMPTS_AT_ONCE = 8  # read together; mlx-lm's number
-# Tokens of prompts read together. More would keep the device no busier, but all rows waiting: those that decode for
-# their next token, and the first of the prompts for the last. On a CPU 512 are as fast as any more; mlx-lm reads up to
-# 2,048 tokens of one prompt in one pass, which is what is let through elsewhere.
+# Tokens of prompts read together, and no more than two chunks. More would keep the device no busier, but all rows
+# waiting: those that decode for their next token, and the first of the prompts for the last. mlx-lm reads up to 2,048
+# tokens of one prompt in one pass, which is what is let through elsewhere.
 MOST_TOKENS_AT_ONCE = {mx.DeviceType.cpu: 1024, mx.DeviceType.gpu: 2048}
+CHUNKS_AT_ONCE = 4  # in one pass, however long prompts are: nobody else is served meanwhile
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,11 @@ class Engine(Protocol):
     @property
     def caches(self) -> list[Any]:
         """Those of the rows that decode now, one for each layer, for statistics; empty where there are none."""
+        ...
+
+    @property
+    def step_size(self) -> int:
+        """Tokens of a prompt that are read at once."""
         ...
 
     def make_caches(self) -> list[Any]:
@@ -207,19 +213,21 @@ class PlainEngine:
     ) -> None:
         self.model, self._return_caches = model, return_caches
         self._empty = make_prompt_cache(model, policy)  # refuses what no layer can honour
-        self._step_size = prefill_step(self._empty, prefill_step_size)
+        self.step_size = prefill_step(model, self._empty, prefill_step_size)
         self._generator = BatchGenerator(
             model,
             stop_tokens=[[token] for token in sorted(ends)],
             completion_batch_size=max_batch_size,
             prefill_batch_size=min(MOST_PROMPTS_AT_ONCE, max_batch_size),
-            prefill_step_size=self._step_size,
+            prefill_step_size=self.step_size,
         )
         self._max_batch_size = max_batch_size
         self._waiting: deque[Continuation] = deque()
         self._active: dict[int, Continuation] = {}  # by mlx-lm's number for it
         self._reading: dict[int, int] = {}  # by the same, those that have prompt tokens left to read, and how many
-        self._most_tokens = MOST_TOKENS_AT_ONCE[mx.default_device().type]
+        chunk = chunk_for(model)
+        self._most_tokens = min(MOST_TOKENS_AT_ONCE[mx.default_device().type], 2 * chunk)
+        self._most_long = max(2, CHUNKS_AT_ONCE * chunk // self.step_size)
 
     def submit(self, sequence: Continuation) -> None:
         check_sequence(sequence)
@@ -237,8 +245,9 @@ class PlainEngine:
     def step(self) -> list[BatchToken]:
         while self._waiting and len(self._active) < self._max_batch_size:
             together = sum(self._reading.values()) + len(self._waiting[0].tokens)
-            # A prompt that takes several passes does not keep others from joining in them.
-            if self._reading and together > self._most_tokens and max(self._reading.values()) <= self._step_size:
+            # A prompt that takes several passes does not keep others from joining in them. Each has rows as long as it.
+            several = self._reading and max(self._reading.values()) > self.step_size
+            if self._reading and (len(self._reading) >= self._most_long if several else together > self._most_tokens):
                 break
             sequence = self._waiting.popleft()
             caches = sequence.caches or self.make_caches()
@@ -310,9 +319,13 @@ class SpeculativeEngine:
         self._decoder, self._ends, self._return_caches = decoder, ends, return_caches
         # Only statistics that somebody asked for keep the caches of the last batch.
         self._statistics, self._watched = statistics or SpeculationStatistics(), statistics is not None
-        self._max_batch_size, self._prefill_step_size = max_batch_size, prefill_step_size
+        self._max_batch_size = max_batch_size
         self._waiting: deque[Continuation] = deque()
         self._active: list[Continuation] = []
+        self._joining: Joining | None = None
+        self._reading: list[Continuation | None] = []  # of each row that joins; None is one that was cancelled
+        self.step_size = decoder.step if prefill_step_size is None else prefill_step_size
+        self._most_tokens = CHUNKS_AT_ONCE * decoder.step
 
     def submit(self, sequence: Continuation) -> None:
         check_sequence(sequence)
@@ -322,6 +335,9 @@ class SpeculativeEngine:
 
     def cancel(self, index: int) -> None:
         self._waiting = deque([sequence for sequence in self._waiting if sequence.index != index])
+        self._reading = [each if each is None or each.index != index else None for each in self._reading]
+        if not any(self._reading):
+            self._joining, self._reading = None, []
         self._keep([row for row, sequence in enumerate(self._active) if sequence.index != index])
 
     def _keep(self, rows: Sequence[int]) -> None:
@@ -351,26 +367,41 @@ class SpeculativeEngine:
         return tokens
 
     def _join(self) -> None:
+        """Reads a chunk of the prompts whose turn it is; when all of them are read, they are rows."""
+        if self._joining is None:
+            self._begin()
+        if self._joining is None or not self._decoder.read_on(self._joining):
+            return
+        there, new = len(self._active), self._reading
+        self._joining, self._reading = None, []
+        self._decoder.keep([*range(there), *(there + row for row, each in enumerate(new) if each is not None)])
+        self._active += [each for each in new if each is not None]
+        if self._watched:
+            self._statistics.caches[:] = self._decoder.caches[0]
+
+    def _begin(self) -> None:
         room = min(self._max_batch_size - len(self._active), MOST_PROMPTS_AT_ONCE, len(self._waiting))
-        joining = [self._waiting[i] for i in range(room)]
+        joining: list[Continuation] = []
+        while len(joining) < room:
+            longest = max(len(sequence.tokens) for sequence in (*joining, self._waiting[0]))
+            if joining and (len(joining) + 1) * min(longest, self.step_size) > self._most_tokens:
+                break
+            joining.append(self._waiting.popleft())
         if joining:
-            self._decoder.add(
+            self._joining = self._decoder.begin(
                 [sequence.tokens for sequence in joining],
                 max(sequence.max_tokens for sequence in joining),
                 [sequence.sampler for sequence in joining],
-                self._prefill_step_size,
-                caches=[sequence.caches for sequence in joining],
+                self.step_size,
+                [sequence.caches for sequence in joining],
             )
             for sequence in joining:
                 sequence.caches = None  # the batch has them now
-            self._waiting = deque(list(self._waiting)[room:])
-            self._active += joining
-            if self._watched:
-                self._statistics.caches[:] = self._decoder.caches[0]
+            self._reading = list(joining)
 
     @property
     def busy(self) -> bool:
-        return bool(self._waiting or self._active)
+        return bool(self._waiting or self._reading or self._active)
 
     @property
     def caches(self) -> list[Any]:
@@ -391,5 +422,6 @@ class SpeculativeEngine:
 
     def close(self) -> None:
         self._decoder.keep([])
+        self._joining, self._reading = None, []
         self._active.clear()
         self._waiting.clear()

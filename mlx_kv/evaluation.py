@@ -25,10 +25,10 @@ from mlx_kv.adapter import attention_caches, compact, context_length, make_promp
 from mlx_kv.cache import KVCache
 from mlx_kv.evaluation_attention import attention_received, rank_correlation, watched_attention
 from mlx_kv.evaluation_results import Measurement, Settings
+from mlx_kv.generation import prefill_step
 from mlx_kv.policy import SINKS, CachePolicy
 
 TASKS = ("passkey", "recall", "copy", "perplexity", "correlation")
-STEP = 512  # tokens read at once where the budget is applied at the end
 ROLLING_STEP = 32  # and where it rolls: a cache then holds the budget, and up to so many more, and those just read
 JUDGED = 256  # tokens of a text that are predicted from what precedes them, compressed
 CORRELATED_PAIRS = 16
@@ -54,8 +54,10 @@ class Recorder:
 
 def read(model: nn.Module, tokens: mx.array, caches: Sequence[Any]) -> None:
     """Puts (B, C) tokens through a model, for its caches alone."""
-    for first in range(0, tokens.shape[1], STEP):
-        model(tokens[:, first : first + STEP], cache=caches)
+    rows, count = tokens.shape
+    step = max(1, prefill_step(model, caches, None) // rows)
+    for first in range(0, count, step):
+        model(tokens[:, first : first + step], cache=caches)
         mx.eval([cache.state for cache in caches])
 
 

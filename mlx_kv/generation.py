@@ -15,6 +15,7 @@ import mlx.nn as nn
 from mlx_lm.generate import GenerationResponse
 from mlx_lm.generate import stream_generate as stock_stream_generate
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.utils import get_total_parameters
 
 from mlx_kv.adapter import attention_caches, leaves, make_prompt_cache
 from mlx_kv.checks import whole_number
@@ -25,6 +26,10 @@ from mlx_kv.sampling import Sampler, sampler_of_sequence
 # that are reserved are allocated at once. Longer answers grow from there.
 MOST_TOKENS_AHEAD = 8192
 PREFILL_STEP = 2048
+# On a CPU, where nothing else happens while a chunk is read: no Ctrl-C is heard and no other row served, so it is to
+# take a second at the most. Small chunks are faster there, too; below the least of these, weights are read too often.
+CPU_STEPS = (512, 256, 128, 64)
+CPU_WORK = 32e9  # weights times tokens, of a chunk
 FOR_THE_POLICY = {
     "kv_bits": "bits",
     "kv_group_size": "group_size",
@@ -85,12 +90,24 @@ def reserve_for(caches: Iterable[Any], prompt_tokens: int, max_tokens: int) -> N
         cache.reserve(cache.size() + prompt_tokens + min(max(max_tokens, 0), MOST_TOKENS_AHEAD))
 
 
-def prefill_step(caches: Iterable[Any], wanted: int | None) -> int:
-    """Prompt tokens to read at once: what was asked for, else mlx-lm's 2,048, or less where rings plan for less."""
+def chunk_for(model: Any) -> int:
+    """Tokens that a model is given at once: mlx-lm's 2,048 on a GPU; on a CPU fewer, the more weights a model has.
+
+    It follows from model and device alone: where a budget evicts, chunks decide what is kept. All experts of a mixture
+    count, as the tokens of a chunk meet most of them.
+    """
+    if mx.default_device().type != mx.DeviceType.cpu:
+        return PREFILL_STEP
+    weights: int = get_total_parameters(model) if isinstance(model, nn.Module) else 0  # type: ignore[no-untyped-call]
+    return next((step for step in CPU_STEPS if step * weights <= CPU_WORK), CPU_STEPS[-1])
+
+
+def prefill_step(model: Any, caches: Iterable[Any], wanted: int | None) -> int:
+    """Prompt tokens to read at once: what was asked for, else `chunk_for` the model, less where rings plan for less."""
     if wanted is not None:
         return whole_number("prefill_step_size", wanted, least=1)
     planned = [cache.max_write for cache in attention_caches(caches) if cache.max_write is not None]
-    return min([PREFILL_STEP, *planned])
+    return min([chunk_for(model), *planned])
 
 
 def stream_generate(
@@ -146,7 +163,7 @@ def stream_generate(
     before = max((int(cache.offset) for cache in attention_caches(caches)), default=0)
     drawing = sampler_of_sequence(sampler, seed, before + tokens.size)
     reserve_for(caches, tokens.size, max_tokens)
-    options["prefill_step_size"] = prefill_step(caches, options.get("prefill_step_size"))
+    options["prefill_step_size"] = prefill_step(model, caches, options.get("prefill_step_size"))
     return stock_stream_generate(
         model, tokenizer, tokens, max_tokens=max_tokens, sampler=drawing, prompt_cache=caches, **options
     )

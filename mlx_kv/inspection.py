@@ -113,7 +113,7 @@ def inspect_prompt(
     if not tokens:
         raise ValueError("the prompt is empty: give at least one token")
     caches = make_prompt_cache(model, policy)
-    step, total = prefill_step(caches, prefill_step_size), len(tokens)
+    step, total = prefill_step(model, caches, prefill_step_size), len(tokens)
     ids, done = mx.array(list(tokens))[None], 0  # (1, S)
     while done < total:
         chunk = max(1, min(step, total - 1 - done))

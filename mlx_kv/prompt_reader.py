@@ -30,7 +30,7 @@ class PromptReader:
         tokens: of the prompt, at least one; the last is left to be read, for the logits that come next.
         store: None reads all of it. One that was given no fingerprint keeps to the model and the policy of its first
             reader.
-        step: tokens read at once; None is what the caches plan for.
+        step: tokens read at once; None is what generation reads, if `model` is one.
 
     Attributes:
         caches: those that have read `read` tokens.
@@ -61,7 +61,7 @@ class PromptReader:
             )
         self.caches, self.reused = (caches, 0) if found is None else found
         self.read = self._kept = self.reused
-        self.step_size = prefill_step(self.caches, step)
+        self.step_size = prefill_step(model, self.caches, step)
         self._checkpoints = needs_checkpoints(self.caches)
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,20 @@ from mlx_lm.models import cache as stock
 from mlx_lm.sample_utils import make_sampler
 
 import mlx_kv
-from mlx_kv import CachePolicy, FixedStep, cache_statistics, make_prompt_cache, stream_generate
-from mlx_kv.generation import encode_prompt
+from mlx_kv import (
+    CachePolicy,
+    FixedStep,
+    PromptReader,
+    batch_generate,
+    cache_statistics,
+    make_prompt_cache,
+    speculative_generate,
+    stream_generate,
+)
+from mlx_kv.engine import Continuation, make_engine
+from mlx_kv.evaluation import read
+from mlx_kv.generation import chunk_for, encode_prompt
+from mlx_kv.inspection import inspect_prompt
 
 Reference = tuple[nn.Module, Any]
 SOURCE = Path(mlx_kv.__file__).parent / "cache.py"
@@ -137,3 +150,92 @@ def test_the_reference_model_recalls(reference: Reference) -> None:
         question = f'{head}{filler}\nassert settings["{key}"] == "'
         answer = "".join(r.text for r in stream_generate(*reference, question, max_tokens=6))
         assert answer.startswith(value), (key, answer)
+
+
+# --- chunks ---------------------------------------------------------------------------------------------------------
+
+
+def of_size(weights: int) -> nn.Module:
+    """A model with so many weights, none of which is ever made."""
+    layer = nn.Linear(1, 1, bias=False)
+    layer.weight = mx.zeros((weights // 1024, 1024))
+    return nn.Sequential(layer)
+
+
+def test_a_chunk_follows_from_the_size_of_the_model_on_a_cpu(reference: Reference) -> None:
+    if mx.default_device().type != mx.DeviceType.cpu:
+        assert chunk_for(of_size(10**9)) == 2048
+        return
+    sizes = [chunk_for(of_size(weights)) for weights in (10**6, 6 * 10**7, 10**8, 135 * 10**6, 10**9, 7 * 10**9)]
+    assert sizes == [512, 512, 256, 128, 64, 64]
+    packed = nn.Sequential(nn.Linear(8192, 16384))
+    nn.quantize(packed)
+    assert chunk_for(packed) == 128, "packed weights count as what they stand for"
+    assert chunk_for(reference[0]) == 512
+
+
+READERS: dict[str, Callable[..., Any]] = {
+    "generate": lambda model, draft, tokenizer, tokens, **step: stream_generate(model, tokenizer, tokens, **step),
+    "draft": lambda model, draft, tokenizer, tokens, **step: speculative_generate(model, draft, None, tokens, **step),
+    "batch": lambda model, draft, tokenizer, tokens, **step: batch_generate(model, None, [tokens, tokens[:70]], **step),
+    "batch with a draft": lambda model, draft, tokenizer, tokens, **step: batch_generate(
+        model, None, [tokens, tokens[:70]], draft_model=draft, **step
+    ),
+    "inspect": lambda model, draft, tokenizer, tokens, **step: [
+        inspect_prompt(model, tokens, CachePolicy(budget=80), prefill_step_size=step.get("prefill_step_size"))
+    ],
+    "reader": lambda model, draft, tokenizer, tokens, **step: PromptReader(
+        model, make_prompt_cache(model), tokens, step=step.get("prefill_step_size")
+    ).finish(),
+    "eval": lambda model, draft, tokenizer, tokens, **step: [read(model, mx.array([tokens]), make_prompt_cache(model))],
+}
+
+
+@pytest.mark.parametrize("who", READERS)
+def test_everybody_reads_prompts_in_the_same_chunks(
+    who: str, reference: Reference, draft: nn.Module, prompt: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is read at once is decided in one place, or by the caller."""
+    seen: list[int] = []
+    original = type(reference[0]).__call__
+
+    def watched(self: Any, tokens: mx.array, *rest: Any, **more: Any) -> Any:
+        seen.append(tokens.shape[1])
+        return original(self, tokens, *rest, **more)
+
+    monkeypatch.setattr(type(reference[0]), "__call__", watched)
+    monkeypatch.setattr("mlx_kv.generation.CPU_STEPS", (32,))
+    monkeypatch.setattr("mlx_kv.generation.PREFILL_STEP", 32)
+    for options, wanted in (({}, 32), ({"prefill_step_size": 50}, 50)):
+        if who == "eval" and options:
+            continue
+        seen.clear()
+        for _ in READERS[who](reference[0], draft, reference[1], prompt[:150], max_tokens=2, **options):
+            pass
+        assert max(seen) == wanted
+
+
+def test_a_long_prompt_that_joins_a_draft_keeps_nobody_waiting(draft: nn.Module, reference: Reference) -> None:
+    """Others go on between two chunks, and it can be cancelled in the middle."""
+    model, long = reference[0], encode_prompt(reference[1], SOURCE.read_text())[:300]
+    engine = make_engine(model, set(), draft_model=draft, prefill_step_size=20)
+    engine.submit(Continuation(0, long[:10], 60))
+    engine.step()
+    engine.submit(Continuation(1, long, 4))
+    engine.submit(Continuation(2, long[:200], 4))
+    came: list[int] = []
+    for step in range(200):
+        if step == 3:
+            engine.cancel(2)
+        tokens = engine.step()
+        came += [token.index for token in tokens]
+        if step == 6:
+            assert set(came) == {0}, "it decodes while the others are read"
+    assert came.count(1) == 4
+    assert came.count(2) == 0
+    assert not engine.busy
+    engine.submit(Continuation(3, long, 4))
+    engine.step()
+    engine.cancel(3)  # the only one that was being read
+    assert not engine.busy
+    assert engine.step() == []

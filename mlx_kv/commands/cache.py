@@ -153,7 +153,7 @@ def cache(
     note_context(network, len(tokens))
     caches = make_prompt_cache(network, cache_policy)
     reserve_for(caches, len(tokens), 0)
-    step = prefill_step(caches, prefill_step_size)
+    step = prefill_step(network, caches, prefill_step_size)
     started = time.perf_counter()
     with prefill_bar(len(tokens), step) as advance:
         options: dict[str, Any] = {} if advance is None else {"prompt_progress_callback": advance}

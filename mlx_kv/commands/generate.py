@@ -123,10 +123,10 @@ def generate(
     pieces, ids, response = [], [], None
     if prompt_cache_file is None:
         caches = make_prompt_cache(network, cache_policy, strict=draft_model is None)
-    step = prefill_step(caches, prefill_step_size)
+    step = prefill_step(network, caches, prefill_step_size)
     if draft_model is not None:
         drafting, _ = load(draft_path(draft_model))
-        step = min(step, prefill_step(make_prompt_cache(drafting), prefill_step_size))
+        step = min(step, prefill_step(drafting, make_prompt_cache(drafting), prefill_step_size))
     with prefill_bar(len(tokens), step) as advance:
         options["prompt_progress_callback"] = advance
         if draft_model is None:

@@ -160,7 +160,7 @@ def draw(title: str, policy: CachePolicy, found: Inspection, file: Path) -> None
 @model_option()
 @prompt_options
 @click.option("--ignore-chat-template", is_flag=True, help="Read the prompt as plain text.")
-@prefill_option("Prompt tokens read at once.  [default: max-write, at most 2048]")
+@prefill_option("Prompt tokens read at once.  [default: as generate, at most max-write]")
 @policy_options
 @click.option(
     "--plot", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Draw it: .png, .svg or .pdf."
@@ -223,7 +223,7 @@ def inspect_command(
     else:
         tokens = encode_prompt(tokenizer, text)
     note_context(network, len(tokens))
-    step = prefill_step(make_prompt_cache(network, policy), prefill_step_size)
+    step = prefill_step(network, make_prompt_cache(network, policy), prefill_step_size)
     with prefill_bar(len(tokens), step) as advance:
         found = inspect_prompt(network, tokens, policy, prefill_step_size=step, progress=advance)
     evicted = found.share_evicted(layer)  # refuses a layer that does not exist before anything is written

@@ -52,7 +52,8 @@ def model_option(**settings: Any) -> Callable[[Command], Command]:
 
 
 def prefill_option(
-    text: str = "Prompt tokens read at once.  [default: 2048, or max-write in models with windows]",
+    text: str = "Prompt tokens read at once.  [default: 2048; on a CPU 512 to 64, by the size of the model; at most "
+    "max-write in models with windows]",
 ) -> Callable[[Command], Command]:
     """--prefill-step-size, for the commands that read prompts."""
     return click.option("--prefill-step-size", type=click.IntRange(1), metavar="N", help=text)

@@ -25,7 +25,7 @@ class Reading:
     """Jobs whose prompt is not with the engine yet.
 
     Args:
-        step: tokens read at once; None is what the caches plan for.
+        step: tokens read at once; None is what the engine reads.
         reading, decoding: the jobs that the engine has, before and after their first token.
     """
 
@@ -37,7 +37,8 @@ class Reading:
         reading: Callable[[], Iterable[Job]],
         decoding: Callable[[], Iterable[Job]],
     ) -> None:
-        self._engine, self._prompts, self._step = engine, prompts, step
+        self._engine, self._prompts = engine, prompts
+        self._step = engine.step_size if step is None else step
         self._in_engine, self._decoding = reading, decoding
         self._jobs: list[Job] = []  # whose turn it is comes first
         self._readers: dict[Job, PromptReader] = {}  # of those that are read here
