@@ -104,7 +104,7 @@ def read_json(raw: bytes) -> Any:
     """JSON as its standard has it, with finite numbers: Python's own takes NaN, and 1e400 for infinity.
 
     Raises:
-        ValueError: it is no JSON, or has a number that no float can hold.
+        ValueError: it is no JSON, has a number that no float can hold, or a name twice, one of which would be dropped.
         RecursionError: it is nested too deeply.
     """
 
@@ -117,7 +117,14 @@ def read_json(raw: bytes) -> Any:
             raise ValueError(f"{text[:40]} is too large a number")
         return number
 
-    return json.loads(raw, parse_constant=constant, parse_float=finite)
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        made = dict(pairs)
+        if len(made) < len(pairs):
+            names = [name for name, _ in pairs]
+            raise ValueError(f"{max(names, key=names.count)[:80]!r} is there twice: send it once")
+        return made
+
+    return json.loads(raw, parse_constant=constant, parse_float=finite, object_pairs_hook=once)
 
 
 def parse(body: Any, chat: bool, temperature: float) -> Asked:
