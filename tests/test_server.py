@@ -303,6 +303,32 @@ def test_tool_calls_and_reasoning_are_taken_apart(reference: Any) -> None:
     assert text.called
 
 
+@pytest.mark.parametrize(
+    ("written", "content", "arguments"),
+    [
+        ('{"name": "look"}', "", ["{}"]),
+        ('{"name": "look", "arguments": {"a": 1}}', "", ['{"a": 1}']),
+        ('[{"name": "look"}, {"name": "look"}]', "", ["{}", "{}"]),
+        ('{"arguments": {}}', '{"arguments": {}}', []),
+        ("5", "5", []),
+        ('{"name": "lo', '{"name": "lo', []),
+    ],
+)
+def test_what_a_model_writes_as_a_call_is_one_or_is_text(
+    written: str, content: str, arguments: list[str], reference: Any
+) -> None:
+    """A call without arguments was an error of the server; what is no call was dropped."""
+    marks = {"tool_call_start": "<tool_call>", "tool_call_end": "</tool_call>"}
+    tokenizer = TokenizerWrapper(reference[1]._tokenizer, tool_parser=json_tools.parse_tool_call, **marks)
+    for end in ("</tool_call>", ""):
+        said, text = Said(), ChatText(tokenizer, [1], [{"type": "function"}], stream=True)
+        said.add(text.feed(f"<tool_call>{written}{end}"))
+        said.add(text.finish())
+        assert said.content == content
+        assert [call["function"]["arguments"] for call in said.tool_calls] == arguments
+        assert text.called == bool(arguments)
+
+
 def test_an_answer_that_fails_midway_ends_properly(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     real = ChatText.feed
 
@@ -331,6 +357,11 @@ def test_answers_do_not_wait_for_acknowledgements(server: Running) -> None:
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def called(**function: Any) -> dict[str, Any]:
+    """A chat in which the assistant has called such a function."""
+    return {"messages": [{"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": function}]}]}
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -368,6 +399,25 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0]"),
     ({"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function"}]}, "tools"),
     ({"messages": [{"role": "user", "content": "x"}], "tool_choice": "required"}, "tool_choice"),
+    ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"role": "user", "content": "x"}, {"role": "user"}]}, "messages[1].content"),
+    ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
+    ({"messages": [{"role": "assistant", "tool_calls": []}]}, "messages[0].content"),
+    ({"messages": [{"role": "assistant", "tool_calls": {"name": "f"}}]}, "messages[0].tool_calls"),
+    (called(), "messages[0].tool_calls[0].function.name"),
+    (called(name="f"), "messages[0].tool_calls[0].function.arguments"),
+    (called(name="f", arguments="{"), "messages[0].tool_calls[0].function.arguments"),
+    (called(name="f", arguments="[" * 9000), "messages[0].tool_calls[0].function.arguments"),
+    (called(name="f", arguments="[]"), "messages[0].tool_calls[0].function.arguments"),
+    (called(name="f", arguments=7), "messages[0].tool_calls[0].function.arguments"),
+    ({"messages": [{"role": "assistant", "tool_calls": ["f"]}]}, "messages[0].tool_calls[0].function"),
+    ({"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function", "function": {}}]}, "tools"),
+    (
+        {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"return_dict": True}},
+        "chat_template_kwargs",
+    ),
+    ({"prompt": "x", "\ud800": 1}, "?"),
     ({"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "json_object"}}, "response_format"),
     ({"messages": [{"role": "user", "content": "x"}], "logprobs": True}, "logprobs"),
 ]
@@ -412,6 +462,90 @@ def test_names_that_are_there_twice_are_refused(server: Running) -> None:
     ):
         answer = server.http.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
         assert told in check_error(answer, 400)["message"]
+
+
+TEMPLATE = """{%- for message in messages %}<{{ message.role }}>{{ message.content | trim }}
+{%- for call in message.tool_calls or [] %}{{ call.function.name }}: {{ call.function.arguments | tojson }}
+{%- for name, value in call.function.arguments.items() %}{{ name + value }}{% endfor %}{% endfor %}
+{%- if message.role == "function" %}{{ raise_exception("functions are " + message.name.first) }}{% endif %}
+{%- endfor %}{{ tools | tojson if tools }}"""
+
+
+@pytest.fixture(scope="module")
+def chatting() -> Iterator[Running]:
+    """A model with a chat template that is easily upset, and calls tools."""
+    marks = {"tool_call_start": "<tool_call>", "tool_call_end": "</tool_call>"}
+
+    def change(tokenizer: Any) -> TokenizerWrapper:
+        tokenizer._tokenizer.chat_template = TEMPLATE
+        return TokenizerWrapper(tokenizer._tokenizer, tool_parser=json_tools.parse_tool_call, **marks)
+
+    with running(change=change) as one:
+        yield one
+
+
+def test_a_chat_with_tool_calls(chatting: Running) -> None:
+    def ask(*messages: dict[str, Any], **more: Any) -> httpx.Response:
+        return chatting.post("/v1/chat/completions", messages=[*messages], max_tokens=2, **more)
+
+    def call(arguments: Any) -> dict[str, Any]:
+        return {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+
+    user = {"role": "user", "content": "x"}
+    lengths = []
+    for arguments in ('{"a": "b"}', {"a": "b"}, "{}", "", {}):
+        answer = ask(user, call(arguments), {"role": "tool", "content": "y"})
+        assert answer.status_code == 200, answer.text
+        lengths.append(answer.json()["usage"]["prompt_tokens"])
+    assert lengths[0] == lengths[1] > lengths[2] == lengths[3] == lengths[4]
+    assert ask(user, {"role": "assistant", "reasoning": "hm", "content": None}, user).status_code == 200
+    assert ask(user, tools=[{"type": "function", "function": {"name": "f", "parameters": {}}}]).status_code == 200
+    told = check_error(ask(user, call({"a": 7})), 400)
+    assert "the chat template refuses these messages: TypeError" in told["message"]
+    told = check_error(ask({"role": "function", "content": "x"}), 400)
+    assert told["param"] == "messages"
+    nested: Any = []
+    for _ in range(400):
+        nested = [nested]
+    assert ask(user | {"extra": nested}).status_code in (200, 400)
+    assert ask(user, tools=[{"type": "function", "function": {"name": "f", "x": nested}}]).status_code in (200, 400)
+
+
+def test_no_chat_is_a_failure_of_the_server(chatting: Running) -> None:
+    """Messages of every shape: an answer, or an error that names what is wrong with them."""
+    chance = random.Random(0)
+    odd = [None, True, -1, 1.5, "", "x", [], {}, [[]], [None], {"a": [1]}, "\ud800", "{", "[]", [{"type": "text"}]]
+
+    def shaped(depth: int = 0) -> Any:
+        """A message, one part of which is something else."""
+        function = {"name": "f", "arguments": '{"a": "b"}'}
+        call = {"id": "1", "type": "function", "function": function}
+        message = {"role": chance.choice(["user", "assistant", "tool", "system", "function"]), "content": "x"}
+        message |= {"name": "n", "tool_calls": [call], "tool_call_id": "1"}
+        for part in chance.choices([function, call, message], k=2):
+            name = chance.choice(list(part))
+            if chance.random() < 0.3:
+                del part[name]  # type: ignore[attr-defined]
+            else:
+                part[name] = chance.choice(odd)  # type: ignore[index]
+        return chance.choice([message, message, message, chance.choice(odd)])
+
+    statuses = set()
+    for _ in range(1000 if THOROUGH else 200):
+        body = {"messages": [shaped() for _ in range(chance.randrange(1, 3))], "max_tokens": 1}
+        if chance.random() < 0.3:
+            body["tools"] = [chance.choice([{"type": "function", "function": {"name": "f"}}, *odd])]
+        if chance.random() < 0.3:
+            body["chat_template_kwargs"] = {
+                chance.choice(["tools", "documents", "x", "truncation"]): chance.choice(odd)
+            }
+        answer = chatting.http.post(
+            "/v1/chat/completions", content=json.dumps(body), headers={"Content-Type": "application/json"}
+        )
+        statuses.add(answer.status_code)
+        assert answer.status_code == 200 or check_error(answer, 400)["param"], body
+    assert statuses == {200, 400}
+    assert chatting.metrics.total("engine_failures") == 0
 
 
 def test_what_says_nothing_is_accepted(server: Running) -> None:
