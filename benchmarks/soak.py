@@ -1,4 +1,4 @@
-"""What 2,000 short requests leave behind in a server: nothing.
+"""What 2,000 short requests, clients that hang up, and a server that fails leave behind: nothing, and nobody waiting.
 
     python benchmarks/soak.py [--requests 2000] [--clients 8]
 
@@ -8,19 +8,27 @@ mixed lengths; one client in ten hangs up in the middle, one request in ten is m
 requests the server's resident memory (VmRSS of /proc) and the bytes that MLX holds in arrays (from /metrics) are read,
 while all clients wait: rows that live would count otherwise.
 
+Eight times a step fails, while rows decode: these end with an error, and the engine is made anew. Twice, a tenth of the
+way and at the very end, the worker's thread is killed among requests that decode or wait: all of them must end with an
+error that says so, and the process with exit code 1; the first time the server is started again, as a supervisor would.
+A request that has not ended after two minutes is left hanging.
+
 Flat means: the median of the last tenth within 5% of the median of the tenth after warm-up (the first fifth does not
-count). At the end no row may be left, no byte of keys and values, and all requests must be accounted for. The last line
-is one JSON object.
+count), of the second process, failed steps included. At the end no row may be left, no byte of keys and values, and all
+requests must be accounted for. The last line is one JSON object.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
+import signal
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -31,11 +39,22 @@ from prometheus_client.parser import text_string_to_metric_families
 
 SOURCE = (Path(__file__).parent.parent / "mlx_kv" / "cache.py").read_text()
 PARTS = 100
+KILLED = (PARTS // 10, PARTS - 1)  # parts in which the worker's thread is killed
+FAILING = range(PARTS // 4, PARTS - 1, PARTS // 10)  # in which a step fails
 PROMPT_MEMORY = 16 * 2**20  # bytes; full long before the warm-up has ended
 
 
 def request(client: httpx.Client, number: int) -> str:
     """One request, and how it ended."""
+    try:
+        return asked(client, number)
+    except httpx.TimeoutException:
+        return "left hanging"
+    except httpx.HTTPError as error:  # a server that ends tells all who have come, and then takes nobody more
+        return "turned away" if isinstance(error, httpx.ConnectError) else f"unexpected {type(error).__name__}"
+
+
+def asked(client: httpx.Client, number: int) -> str:
     chance = random.Random(number)
     start = chance.randrange(len(SOURCE) - 2000)
     body: dict[str, Any] = {
@@ -53,8 +72,49 @@ def request(client: httpx.Client, number: int) -> str:
             next(answer.iter_bytes())
         return "hung up"
     answer = client.post("/v1/completions", json=body)
+    if '"error"' in answer.text and answer.status_code in (200, 500, 503):
+        whole = answer.status_code != 200 or answer.text.endswith("[DONE]\n\n")
+        return "ended with an error" if whole else "unexpected end of a stream"
     good = answer.status_code == 200 and ("[DONE]" in answer.text or answer.json()["choices"][0]["finish_reason"])
     return "answered" if good else f"unexpected {answer.status_code}"
+
+
+def serve_and_fail() -> None:
+    """`mlx-kv serve`, but SIGUSR1 makes a step fail, and SIGUSR2 kills the worker's thread, while two rows decode."""
+    from mlx_kv import cli
+    from mlx_kv.server.worker import Worker
+
+    wanted: list[BaseException] = []
+    told = Worker._told
+
+    def fails(self: Worker, tokens: Any) -> None:
+        told(self, tokens)
+        if wanted and len(self._active) > 1:
+            raise wanted.pop()
+
+    Worker._told = fails  # type: ignore[method-assign]
+    signal.signal(signal.SIGUSR1, lambda number, frame: wanted.append(RuntimeError("made to fail")))
+    signal.signal(signal.SIGUSR2, lambda number, frame: wanted.append(SystemExit("killed")))
+    sys.argv.remove("--serve")
+    sys.argv.insert(1, "serve")
+    cli.main()
+
+
+class Serving:
+    """The server, as a process; what it logs is thrown away but for the last line."""
+
+    def __init__(self) -> None:
+        words = [sys.executable, __file__, "--serve", "--port", "0", "--kv-budget", "128", "--max-batch-size", "8"]
+        words += ["--prompt-memory-bytes", str(PROMPT_MEMORY)]
+        self.process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
+        assert self.process.stderr is not None
+        self.url = self.process.stderr.readline().split(" at ")[1].split("/v1")[0]
+        self.last = ""
+        threading.Thread(target=self._read, args=(self.process.stderr,), daemon=True).start()
+
+    def _read(self, log: Any) -> None:
+        for line in log:
+            self.last = line.strip()
 
 
 def resident(pid: int) -> int:
@@ -88,31 +148,39 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--clients", type=int, default=8)
     options = parser.parse_args()
-    words = [sys.executable, "-m", "mlx_kv.cli", "serve", "--port", "0", "--kv-budget", "128", "--max-batch-size", "8"]
-    words += ["--prompt-memory-bytes", str(PROMPT_MEMORY)]
-    process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
-    assert process.stderr is not None
-    url = process.stderr.readline().split(" at ")[1].split("/v1")[0]
+    if options.requests < PARTS * 2:
+        parser.error(f"at least {PARTS * 2} requests")
+    serving = Serving()
+    codes = []
     ends: dict[str, int] = {}
     residents, actives = [], []
     started = time.perf_counter()
     per_part = options.requests // PARTS
-    with httpx.Client(base_url=url, timeout=120) as client, ThreadPoolExecutor(options.clients) as pool:
+    with ThreadPoolExecutor(options.clients) as pool:
         for part in range(PARTS):
-            for end in pool.map(lambda n: request(client, n), range(part * per_part, (part + 1) * per_part)):
-                ends[end] = ends.get(end, 0) + 1
-            found = idle(client)
-            residents.append(resident(process.pid))
+            with httpx.Client(base_url=serving.url, timeout=120) as client:
+                if part in KILLED:
+                    os.kill(serving.process.pid, signal.SIGUSR2)
+                elif part in FAILING:
+                    os.kill(serving.process.pid, signal.SIGUSR1)
+                for end in pool.map(request, [client] * per_part, range(part * per_part, (part + 1) * per_part)):
+                    ends[end] = ends.get(end, 0) + 1
+                if part in KILLED:
+                    codes.append(serving.process.wait(30))
+                    assert "its worker died of SystemExit: killed" in serving.last, serving.last
+                    if part != KILLED[-1]:
+                        serving = Serving()
+                    continue
+                found = idle(client)
+            residents.append(resident(serving.process.pid))
             actives.append(found["mlx_kv_active_memory_bytes"])
-            if part % 10 == 9:
+            if part % 10 == 8:
                 print(
                     f"{(part + 1) * per_part:6,} requests  resident {residents[-1] / 1e6:7.1f} MB  "
                     f"MLX {actives[-1] / 1e6:6.2f} MB",
                     file=sys.stderr,
                 )
         seconds = time.perf_counter() - started
-    process.terminate()
-    code = process.wait(30)
 
     def change(series: list[float] | list[int]) -> float:
         after_warm_up, end = series[PARTS // 5 : 3 * PARTS // 10], series[-PARTS // 10 :]
@@ -121,7 +189,7 @@ def main() -> None:
     line = {
         "benchmark": "soak",
         "requests": sum(ends.values()),
-        **{f"requests_{end.replace(' ', '_')}": count for end, count in sorted(ends.items())},
+        **{f"requests_{end.replace(' ', '_')}": count for end, count in sorted(({"left hanging": 0} | ends).items())},
         "seconds": round(seconds, 1),
         "resident_bytes_after_warm_up": round(statistics.median(residents[PARTS // 5 : 3 * PARTS // 10])),
         "resident_bytes_at_the_end": round(statistics.median(residents[-PARTS // 10 :])),
@@ -135,13 +203,14 @@ def main() -> None:
         "prefix_hits": round(found["mlx_kv_prefix_hits_total"]),
         "tokens_evicted": round(found["mlx_kv_tokens_evicted_total"]),
         "engine_failures": round(found["mlx_kv_engine_failures_total"]),
-        "exit_code": code,
+        "workers_killed": len(KILLED),
+        "exit_codes": codes,
     }
     print(json.dumps(line))
-    unexpected = [end for end in ends if end.startswith("unexpected")]
+    bad = [end for end in ends if end.startswith("unexpected") or end == "left hanging"]
     flat = abs(change(residents)) <= 0.05 and abs(change(actives)) <= 0.05
-    sys.exit(0 if flat and not unexpected and code == 0 and not line["engine_failures"] else 1)
+    sys.exit(0 if flat and not bad and codes == [1, 1] and line["engine_failures"] == len(FAILING) else 1)
 
 
 if __name__ == "__main__":
-    main()
+    serve_and_fail() if "--serve" in sys.argv else main()

@@ -124,6 +124,11 @@ class Engine(Protocol):
         """Tokens of a prompt that are read at once."""
         ...
 
+    @property
+    def rows(self) -> list[int]:
+        """The index of each sequence that decodes now, in the order of the rows of `caches`."""
+        ...
+
     def make_caches(self) -> list[Any]:
         """New caches for a sequence to bring: of all layers, and then of those of the draft model."""
         ...
@@ -283,6 +288,10 @@ class PlainEngine:
     def caches(self) -> list[Any]:
         return list(self._generator._generation_batch.prompt_cache)
 
+    @property
+    def rows(self) -> list[int]:
+        return [self._active[uid].index for uid in self._generator._generation_batch.uids]
+
     def make_caches(self) -> list[Any]:
         return copy.deepcopy(self._empty)  # making them may try out what the model's attention can read
 
@@ -406,6 +415,10 @@ class SpeculativeEngine:
     @property
     def caches(self) -> list[Any]:
         return list(self._decoder.caches[0])
+
+    @property
+    def rows(self) -> list[int]:
+        return [sequence.index for sequence in self._active]
 
     def make_caches(self) -> list[Any]:
         return self._decoder.make_caches()

@@ -28,14 +28,18 @@ from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tool_parsers import json_tools
 from prometheus_client.parser import text_string_to_metric_families
+from starlette.datastructures import Headers
 
 from mlx_kv import CachePolicy, PromptStore, batch_generate
 from mlx_kv.adapter import load
 from mlx_kv.bundled import model_path
+from mlx_kv.eviction.evictor import Evictor
 from mlx_kv.server.api import Api, Limits
+from mlx_kv.server.doors import Doors
 from mlx_kv.server.memory import runs
 from mlx_kv.server.metrics import Metrics
 from mlx_kv.server.replies import ChatText, Said
+from mlx_kv.server.requests import ApiError
 from mlx_kv.server.run import Server, bound
 from mlx_kv.server.text import Stops
 from mlx_kv.server.worker import Models, Worker
@@ -85,7 +89,7 @@ class Running:
         """No row is left, neither in the engine nor in the snapshot, and nobody holds a place."""
         self.wait_until(lambda: not self.worker._active and not self.worker._waiting and not self.worker._engine.busy)
         self.wait_until(lambda: not self.worker.snapshot.decoding and self.worker.snapshot.memory.bytes_allocated == 0)
-        self.wait_until(lambda: self.api.desk._admitted == 0 and not self.api.desk._mailboxes)
+        self.wait_until(lambda: self.api.desk.admitted == 0 and not self.api.desk.jobs)
 
     def wait_until_kept(self) -> None:
         """What was read for answers that have ended is in memory, and on the disk."""
@@ -104,10 +108,12 @@ def running(
     draft: bool = False,
     prompt_memory_bytes: int = 0,
     open_store: Any = None,
+    change: Callable[[Any], Any] = lambda tokenizer: tokenizer,
+    doors: Doors | None = None,
 ) -> Iterator[Running]:
     def models() -> Models:
         model, tokenizer = load(model_path("reference"))
-        return Models(model, tokenizer, load(model_path("draft"))[0] if draft else None)
+        return Models(model, change(tokenizer), load(model_path("draft"))[0] if draft else None)
 
     metrics = Metrics()
     worker = Worker(
@@ -120,7 +126,7 @@ def running(
         open_store=open_store,
     )
     worker.start()
-    api = Api(worker, metrics, "reference", limits, keys)
+    api = Api(worker, metrics, "reference", limits, keys, doors)
     server = Server(api, drain_seconds=5)
     with bound("127.0.0.1", 0) as listening:
         listening.listen()
@@ -297,6 +303,49 @@ def test_tool_calls_and_reasoning_are_taken_apart(reference: Any) -> None:
     assert text.called
 
 
+@pytest.mark.parametrize(
+    ("written", "content", "arguments"),
+    [
+        ('{"name": "look"}', "", ["{}"]),
+        ('{"name": "look", "arguments": {"a": 1}}', "", ['{"a": 1}']),
+        ('[{"name": "look"}, {"name": "look"}]', "", ["{}", "{}"]),
+        ('{"arguments": {}}', '{"arguments": {}}', []),
+        ("5", "5", []),
+        ('{"name": "lo', '{"name": "lo', []),
+    ],
+)
+def test_what_a_model_writes_as_a_call_is_one_or_is_text(
+    written: str, content: str, arguments: list[str], reference: Any
+) -> None:
+    """A call without arguments was an error of the server; what is no call was dropped."""
+    marks = {"tool_call_start": "<tool_call>", "tool_call_end": "</tool_call>"}
+    tokenizer = TokenizerWrapper(reference[1]._tokenizer, tool_parser=json_tools.parse_tool_call, **marks)
+    for end in ("</tool_call>", ""):
+        said, text = Said(), ChatText(tokenizer, [1], [{"type": "function"}], stream=True)
+        said.add(text.feed(f"<tool_call>{written}{end}"))
+        said.add(text.finish())
+        assert said.content == content
+        assert [call["function"]["arguments"] for call in said.tool_calls] == arguments
+        assert text.called == bool(arguments)
+
+
+def test_an_answer_that_fails_midway_ends_properly(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = ChatText.feed
+
+    def feed(self: ChatText, text: str) -> Said:
+        if len(text) % 7 == 3:
+            raise KeyError("a parser of somebody else's")
+        return real(self, text)
+
+    monkeypatch.setattr(ChatText, "feed", feed)
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": "import"}], "max_tokens": 32}
+    check_error(server.post("/v1/chat/completions", **body), 500)
+    streamed = server.post("/v1/chat/completions", **body, stream=True).text
+    assert '"error"' in streamed.split("\n\n")[-3]
+    assert streamed.endswith("data: [DONE]\n\n")
+    server.wait_until_empty()
+
+
 def test_answers_do_not_wait_for_acknowledgements(server: Running) -> None:
     """With Nagle's algorithm on, headers and body of every answer are 40 ms apart."""
     seconds = []
@@ -308,6 +357,12 @@ def test_answers_do_not_wait_for_acknowledgements(server: Running) -> None:
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def called(**function: Any) -> dict[str, Any]:
+    """A chat in which the assistant has called such a function."""
+    return {"messages": [{"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": function}]}]}
+
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({}, "prompt"),
@@ -344,6 +399,25 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0]"),
     ({"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function"}]}, "tools"),
     ({"messages": [{"role": "user", "content": "x"}], "tool_choice": "required"}, "tool_choice"),
+    ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"role": "user", "content": "x"}, {"role": "user"}]}, "messages[1].content"),
+    ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
+    ({"messages": [{"role": "assistant", "tool_calls": []}]}, "messages[0].content"),
+    ({"messages": [{"role": "assistant", "tool_calls": {"name": "f"}}]}, "messages[0].tool_calls"),
+    (called(), "messages[0].tool_calls[0].function.name"),
+    (called(name="f"), "messages[0].tool_calls[0].function.arguments"),
+    (called(name="f", arguments="{"), "messages[0].tool_calls[0].function.arguments"),
+    (called(name="f", arguments="[" * 9000), "messages[0].tool_calls[0].function.arguments"),
+    (called(name="f", arguments="[]"), "messages[0].tool_calls[0].function.arguments"),
+    (called(name="f", arguments=7), "messages[0].tool_calls[0].function.arguments"),
+    ({"messages": [{"role": "assistant", "tool_calls": ["f"]}]}, "messages[0].tool_calls[0].function"),
+    ({"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function", "function": {}}]}, "tools"),
+    (
+        {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"return_dict": True}},
+        "chat_template_kwargs",
+    ),
+    ({"prompt": "x", "\ud800": 1}, "?"),
     ({"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "json_object"}}, "response_format"),
     ({"messages": [{"role": "user", "content": "x"}], "logprobs": True}, "logprobs"),
 ]
@@ -380,6 +454,100 @@ def test_temperatures_and_top_p_near_0_are_greedy(server: Running, near: float) 
         assert server.complete("def ", 16, temperature=1, top_p=near, seed=seed) == greedy
 
 
+def test_names_that_are_there_twice_are_refused(server: Running) -> None:
+    for body, told in (
+        (b'{"prompt": "x", "max_tokens": 1, "max_tokens": 1000}', "'max_tokens' is there twice"),
+        (b'{"prompt": "x", "metadata": {"a": 1, "a": 2}}', "'a' is there twice"),
+        (b'{"prompt": "x", "max_tokens": ' + b"9" * 5000 + b"}", "the body is no JSON"),
+    ):
+        answer = server.http.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
+        assert told in check_error(answer, 400)["message"]
+
+
+TEMPLATE = """{%- for message in messages %}<{{ message.role }}>{{ message.content | trim }}
+{%- for call in message.tool_calls or [] %}{{ call.function.name }}: {{ call.function.arguments | tojson }}
+{%- for name, value in call.function.arguments.items() %}{{ name + value }}{% endfor %}{% endfor %}
+{%- if message.role == "function" %}{{ raise_exception("functions are " + message.name.first) }}{% endif %}
+{%- endfor %}{{ tools | tojson if tools }}"""
+
+
+@pytest.fixture(scope="module")
+def chatting() -> Iterator[Running]:
+    """A model with a chat template that is easily upset, and calls tools."""
+    marks = {"tool_call_start": "<tool_call>", "tool_call_end": "</tool_call>"}
+
+    def change(tokenizer: Any) -> TokenizerWrapper:
+        tokenizer._tokenizer.chat_template = TEMPLATE
+        return TokenizerWrapper(tokenizer._tokenizer, tool_parser=json_tools.parse_tool_call, **marks)
+
+    with running(change=change) as one:
+        yield one
+
+
+def test_a_chat_with_tool_calls(chatting: Running) -> None:
+    def ask(*messages: dict[str, Any], **more: Any) -> httpx.Response:
+        return chatting.post("/v1/chat/completions", messages=[*messages], max_tokens=2, **more)
+
+    def call(arguments: Any) -> dict[str, Any]:
+        return {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+
+    user = {"role": "user", "content": "x"}
+    lengths = []
+    for arguments in ('{"a": "b"}', {"a": "b"}, "{}", "", {}):
+        answer = ask(user, call(arguments), {"role": "tool", "content": "y"})
+        assert answer.status_code == 200, answer.text
+        lengths.append(answer.json()["usage"]["prompt_tokens"])
+    assert lengths[0] == lengths[1] > lengths[2] == lengths[3] == lengths[4]
+    assert ask(user, {"role": "assistant", "reasoning": "hm", "content": None}, user).status_code == 200
+    assert ask(user, tools=[{"type": "function", "function": {"name": "f", "parameters": {}}}]).status_code == 200
+    told = check_error(ask(user, call({"a": 7})), 400)
+    assert "the chat template refuses these messages: TypeError" in told["message"]
+    told = check_error(ask({"role": "function", "content": "x"}), 400)
+    assert told["param"] == "messages"
+    nested: Any = []
+    for _ in range(400):
+        nested = [nested]
+    assert ask(user | {"extra": nested}).status_code in (200, 400)
+    assert ask(user, tools=[{"type": "function", "function": {"name": "f", "x": nested}}]).status_code in (200, 400)
+
+
+def test_no_chat_is_a_failure_of_the_server(chatting: Running) -> None:
+    """Messages of every shape: an answer, or an error that names what is wrong with them."""
+    chance = random.Random(0)
+    odd = [None, True, -1, 1.5, "", "x", [], {}, [[]], [None], {"a": [1]}, "\ud800", "{", "[]", [{"type": "text"}]]
+
+    def shaped(depth: int = 0) -> Any:
+        """A message, one part of which is something else."""
+        function = {"name": "f", "arguments": '{"a": "b"}'}
+        call = {"id": "1", "type": "function", "function": function}
+        message = {"role": chance.choice(["user", "assistant", "tool", "system", "function"]), "content": "x"}
+        message |= {"name": "n", "tool_calls": [call], "tool_call_id": "1"}
+        for part in chance.choices([function, call, message], k=2):
+            name = chance.choice(list(part))
+            if chance.random() < 0.3:
+                del part[name]  # type: ignore[attr-defined]
+            else:
+                part[name] = chance.choice(odd)  # type: ignore[index]
+        return chance.choice([message, message, message, chance.choice(odd)])
+
+    statuses = set()
+    for _ in range(1000 if THOROUGH else 200):
+        body = {"messages": [shaped() for _ in range(chance.randrange(1, 3))], "max_tokens": 1}
+        if chance.random() < 0.3:
+            body["tools"] = [chance.choice([{"type": "function", "function": {"name": "f"}}, *odd])]
+        if chance.random() < 0.3:
+            body["chat_template_kwargs"] = {
+                chance.choice(["tools", "documents", "x", "truncation"]): chance.choice(odd)
+            }
+        answer = chatting.http.post(
+            "/v1/chat/completions", content=json.dumps(body), headers={"Content-Type": "application/json"}
+        )
+        statuses.add(answer.status_code)
+        assert answer.status_code == 200 or check_error(answer, 400)["param"], body
+    assert statuses == {200, 400}
+    assert chatting.metrics.total("engine_failures") == 0
+
+
 def test_what_says_nothing_is_accepted(server: Running) -> None:
     neutral = {"n": 1, "logprobs": None, "presence_penalty": 0.0, "frequency_penalty": 0, "user": "me", "suffix": None}
     assert server.complete("import", 3, **neutral) == server.complete("import", 3)
@@ -399,7 +567,7 @@ def test_limits_on_bodies(server: Running) -> None:
     for size in (5_000_000, 1_000_000_000):  # hopeless: not even read
         with socket.create_connection(("127.0.0.1", int(server.url.rsplit(":", 1)[1]))) as raw:
             raw.sendall(
-                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+                b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
                 b"Content-Length: %d\r\n\r\n" % size
             )
             assert b" 413 " in raw.recv(1000).splitlines()[0]
@@ -440,6 +608,90 @@ def test_keys() -> None:
             server.client.models.list()
         assert server.http.get("/health").status_code == 200
         assert server.http.get("/").status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/", "/health", "/memory", "/metrics", "/v1/models"])
+def test_it_answers_to_its_own_names_only(server: Running, path: str) -> None:
+    port = server.url.rsplit(":", 1)[1]
+    for host in ("localhost", f"LocalHost:{port}", f"127.0.0.1:{port}", f"[::1]:{port}", "localhost."):
+        answer = server.http.get(path, headers={"Host": host})
+        assert answer.status_code == (403 if host.endswith(".") else 200), host
+    for host in (
+        "evil.example",
+        f"evil.example:{port}",
+        "localhost.evil.example",
+        "10.0.0.5",
+        "",
+        "[",
+        "localhost@evil",
+    ):
+        error = check_error(server.http.get(path, headers={"Host": host}), 403)
+        assert error["code"] == "host_not_allowed"
+        assert "--allowed-hosts" in error["message"]
+
+
+def test_names_that_are_let_in() -> None:
+    def has(doors: Doors, host: str, origin: str | None = None) -> bool:
+        headers = {"host": host} | ({} if origin is None else {"origin": origin})
+        with contextlib.suppress(ApiError):
+            doors.check(Headers(headers))
+            return True
+        return False
+
+    wide = Doors("0.0.0.0")
+    assert all(has(wide, host) for host in ("192.168.1.5:8080", "[fe80::1]:8080", "localhost", socket.gethostname()))
+    assert not has(wide, "evil.example")
+    assert "any IP address" in wide.in_words
+    named = Doors("mac.lan", ["Box", "*.home.arpa", "[fd00::1]"])
+    assert all(has(named, host) for host in ("mac.lan:80", "box", "a.b.home.arpa", "[fd00::1]", "127.0.0.1"))
+    assert not any(has(named, host) for host in ("home.arpa", "evilhome.arpa", "192.168.1.5", "x.box"))
+    assert has(Doors(hosts=["*"]), "evil.example")
+    for bad in ("http://mac.lan", "mac.lan:8080", "*lan", "a.*.lan", "a/b", "*."):
+        with pytest.raises(ValueError, match="is no host name"):
+            Doors(hosts=[bad])
+    for bad in ("example.com", "https://example.com/", "https://"):
+        with pytest.raises(ValueError, match="is no origin"):
+            Doors(origins=[bad])
+
+
+def test_pages_of_other_sites_are_kept_out(server: Running) -> None:
+    """What a browser sends unasked for a page of another site: nothing of it is done."""
+    before = server.metrics.total("generated_tokens")
+    for origin in ("https://evil.example", "null", "http://localhost:1", "http://[", "evil.example"):
+        for kind in ("text/plain", "application/json"):
+            headers = {"Origin": origin, "Content-Type": kind}
+            answer = server.http.post("/v1/completions", content=b'{"prompt": "x"}', headers=headers)
+            error = check_error(answer, 403)
+            assert error["code"] == "origin_not_allowed"
+            assert "--allowed-origins" in error["message"]
+            assert not any(name.startswith("access-control") for name in answer.headers)
+    asks = {"Origin": "https://evil.example", "Access-Control-Request-Method": "POST"}
+    check_error(server.http.options("/v1/completions", headers=asks), 403)
+    assert server.metrics.total("generated_tokens") == before
+    own = server.http.get("/memory", headers={"Origin": server.url})
+    assert own.status_code == 200
+    assert not any(name.startswith("access-control") for name in own.headers)
+
+
+def test_sites_that_are_let_in() -> None:
+    with running(keys=("a-key",), doors=Doors(origins=["https://good.example"])) as server:
+        asks = {
+            "Origin": "https://good.example",
+            "Access-Control-Request-Method": "POST",
+            "Access-Control-Request-Headers": "authorization, content-type",
+        }
+        preflight = server.http.options("/v1/completions", headers=asks)
+        assert preflight.status_code == 200
+        assert preflight.headers["Access-Control-Allow-Origin"] == "https://good.example"
+        assert "authorization" in preflight.headers["Access-Control-Allow-Headers"]
+        headers = {"Origin": "https://good.example", "Authorization": "Bearer a-key"}
+        answer = server.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1}, headers=headers)
+        assert answer.status_code == 200
+        assert answer.headers["Access-Control-Allow-Origin"] == "https://good.example"
+        refused = server.http.post("/v1/completions", json={}, headers={"Origin": "https://good.example"})
+        check_error(refused, 401)  # which the page may read
+        assert refused.headers["Access-Control-Allow-Origin"] == "https://good.example"
+        check_error(server.http.get("/memory", headers={"Origin": "https://evil.example"}), 403)
 
 
 def garbage(chance: random.Random) -> bytes:
@@ -650,7 +902,8 @@ def test_a_long_prompt_is_read_between_the_tokens_of_others() -> None:
             body = {"prompt": "import os", "max_tokens": 500, "stream": True}
             with server.http.stream("POST", "/v1/completions", json=body) as answer:
                 for _ in filter(lambda line: line.startswith("data: {"), answer.iter_lines()):
-                    reading.append(len(server.worker.snapshot.reading))  # noqa: PERF401, one by one
+                    now = sum(job.joined and not job.answer for job in server.api.desk.jobs)
+                    reading.append(now)
 
         thread = threading.Thread(target=other)
         thread.start()
@@ -742,7 +995,7 @@ def test_rows_in_memory() -> None:
         seen, most = [], 0
         while not all(each.done() for each in asked):
             seen = server.http.get("/memory").json()["rows"]
-            for row in (row for row in seen if row["state"] == "decoding"):
+            for row in (row for row in seen if row["state"] == "decoding" and row["layers"]):
                 (layer,) = row["layers"]
                 assert 0 <= layer["offset"] - row["prompt_tokens"] - row["generated_tokens"] <= 2
                 assert layer["live"] + layer["evicted"] == layer["offset"]
@@ -756,6 +1009,66 @@ def test_rows_in_memory() -> None:
         assert most > 200
         server.wait_until_empty()
         assert server.http.get("/memory").json()["rows"] == []
+
+
+def test_all_that_was_let_in_is_shown() -> None:
+    """Also what the worker has not heard of yet, and what is no tokens yet."""
+    with running(max_batch_size=2) as server, ThreadPoolExecutor(8) as pool:
+        go_on, encoding = threading.Event(), threading.Event()
+        asked = [pool.submit(server.complete, "import os", 400) for _ in range(5)]
+        server.wait_until(lambda: len(server.worker.snapshot.decoding) == 2 and len(server.worker._waiting) == 3)
+        try:
+            server.worker._inbox.put(lambda: go_on.wait(20) and None)
+            asked += [pool.submit(server.complete, "import os", 4)]
+            server.wait_until(lambda: len(server.api.desk.jobs) == 6)
+            server.api._encoding.submit(lambda: encoding.wait(20))
+            asked += [pool.submit(server.complete, "import os", 4)]
+            server.wait_until(lambda: server.api.desk.admitted == 7)
+            seen = server.http.get("/memory").json()
+            assert (seen["in_flight"], seen["waiting"]) == (7, 5)
+            states = [row["state"] for row in seen["rows"]]
+            assert states == ["decoding"] * 2 + ["waiting"] * 4
+            text = server.http.get("/metrics").text
+            assert "mlx_kv_rows 2.0" in text
+            assert "mlx_kv_requests_waiting 5.0" in text
+        finally:
+            go_on.set()
+            encoding.set()
+        assert all(each.result() for each in asked)
+        seen = server.http.get("/memory").json()
+        assert (seen["in_flight"], seen["waiting"], seen["rows"]) == (0, 0, [])
+
+
+@pytest.mark.parametrize("kept", [0, PLENTY], ids=["nothing kept", "prompts kept"])
+def test_what_is_evicted_is_counted_once(kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts that go on from others, texts that stop, clients that hang up: as many as compactions evict."""
+    evicted, real = [0], Evictor.settle
+
+    def settle(self: Evictor, rows: Any, on_demand: bool = False) -> Any:
+        after = real(self, rows, on_demand)
+        if self.layer == 0:
+            evicted[0] += sum(before.start - row.start for before, row in zip(rows, after, strict=True))
+        return after
+
+    monkeypatch.setattr(Evictor, "settle", settle)
+    policy = CachePolicy(budget=64, keep_recent=16, margin=8)
+    with running(policy, prompt_memory_bytes=kept) as server, ThreadPoolExecutor(4) as pool:
+        first = [pool.submit(server.complete, SOURCE[: 300 * n], 30 * n) for n in (1, 2, 3, 4)]
+        wanted = [each.result() for each in first]
+        stops = [text[len(text) // 2 :][:8] for text in wanted]
+        again = [
+            pool.submit(server.complete, SOURCE[: 300 * n], 30 * n, stop=stops[n - 1] if n % 2 else None)
+            for n in (4, 3, 2, 1)
+        ]
+        assert all(each.result() for each in again)
+        body = {"prompt": SOURCE[:1500], "max_tokens": 3000, "stream": True}
+        with server.http.stream("POST", "/v1/completions", json=body) as answer:
+            lines = answer.iter_lines()
+            for _ in range(100):
+                next(lines)
+        server.wait_until_empty()
+        assert (server.metrics.total("prefix_hits") >= 4) == bool(kept)
+        assert server.metrics.total("tokens_evicted") == evicted[0] > 1000
 
 
 def test_positions_as_ranges() -> None:
@@ -810,6 +1123,7 @@ def test_the_page(browser: Any, width: int) -> None:
         assert all(each.result() for each in asked)
         server.wait_until(lambda: "No request" in script("document.getElementById('list').textContent"))
         assert [said for said in browser.get_log("browser") if said["level"] == "SEVERE"] == []
+        browser.get("about:blank")  # or the page says in the next test's log that this server has ended
 
 
 def test_the_page_asks_for_a_key(browser: Any) -> None:
@@ -830,10 +1144,11 @@ def test_the_page_asks_for_a_key(browser: Any) -> None:
 
 
 @contextlib.contextmanager
-def command(*options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def command(
+    *options: str, program: Sequence[str] = ("-m", "mlx_kv.cli", "serve", "--port", "0")
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """`mlx-kv serve` as a process, and its address."""
-    words = [sys.executable, "-m", "mlx_kv.cli", "serve", "--port", "0", *options]
-    process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen([sys.executable, *program, *options], stderr=subprocess.PIPE, text=True)
     try:
         assert process.stderr is not None
         line = process.stderr.readline()
@@ -866,7 +1181,8 @@ def test_sigterm_lets_requests_finish() -> None:
         assert '"finish_reason": "length"' in rest[-2]
         assert process.wait(20) == 0
         assert process.stderr is not None
-        assert process.stderr.read() == ""
+        (line,) = process.stderr.read().splitlines()
+        assert line.startswith("mlx-kv: stopping: 1 request to be finished within 30 s;")
 
 
 def test_sigterm_waits_only_so_long() -> None:

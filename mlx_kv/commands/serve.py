@@ -6,7 +6,8 @@ nothing about requests or rows; MLX and Starlette are imported when it runs.
 
 from __future__ import annotations
 
-import ipaddress
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,6 +65,18 @@ _NUMBER: dict[str, Any] = {"metavar": "N", "show_default": True}
     metavar="FILE",
     help="One key in each line; clients must send one of them.",
 )
+@click.option(
+    "--allowed-hosts",
+    multiple=True,
+    metavar="NAME,...",
+    help="Names by which clients may come, besides this machine's and --host: mac.lan, *.lan, or * for all.",
+)
+@click.option(
+    "--allowed-origins",
+    multiple=True,
+    metavar="ORIGIN,...",
+    help="Sites whose pages may use the server: https://example.com, or * for all.  [default: none]",
+)
 @click.option("--max-tokens", type=click.IntRange(1), default=512, **_NUMBER, help="Where a request does not say.")
 @click.option(
     "--temp", type=FiniteRange(0, 2), default=0.0, metavar="T", show_default=True, help="The same; 0 is greedy."
@@ -80,7 +93,7 @@ _NUMBER: dict[str, Any] = {"metavar": "N", "show_default": True}
     type=click.IntRange(0),
     default=30,
     **_NUMBER,
-    help="After SIGTERM, requests in progress have so long to finish.",
+    help="After SIGTERM or Ctrl-C, requests in progress have so long to finish.",
 )
 @click.option(
     "--prompt-memory-bytes",
@@ -101,6 +114,8 @@ def serve(
     num_draft_tokens: int | None,
     prefill_step_size: int | None,
     api_key_file: Path | None,
+    allowed_hosts: Sequence[str],
+    allowed_origins: Sequence[str],
     max_tokens: int,
     temp: float,
     max_prompt_tokens: int | None,
@@ -114,8 +129,8 @@ def serve(
 ) -> None:
     """Serve completions and chats to OpenAI clients, many at once.
 
-    Requests are batched as they come. It listens on this machine only, unless --host says otherwise. SIGTERM ends it:
-    what is being answered is finished first.
+    Requests are batched as they come. It listens on this machine only, unless --host says otherwise. Ctrl-C and SIGTERM
+    end it: what is being answered is finished first, or, after another Ctrl-C, ended with an error.
     """
     if num_draft_tokens is not None and draft_model is None:
         raise click.UsageError("--num-draft-tokens needs --draft-model")
@@ -123,6 +138,7 @@ def serve(
     cache_policy = make_policy(**policy)  # refuses bad settings before anything is loaded
     try:
         from mlx_kv.server import api, metrics, run, worker
+        from mlx_kv.server.doors import Doors, is_loopback
     except ImportError as error:
         if error.name not in EXTRA:
             raise
@@ -142,8 +158,11 @@ def serve(
         store.refresh()
         return store
 
-    if not keys and not is_loopback(host):
-        click.echo(f"mlx-kv: note: whoever reaches {host} can use this server: consider --api-key-file", err=True)
+    doors = Doors(host, listed(allowed_hosts), listed(allowed_origins))
+    if not is_loopback(host):
+        say(f"note: it answers to {doors.in_words}; --allowed-hosts adds names")
+        if not keys:
+            say(f"note: whoever reaches {host} can use this server: consider --api-key-file")
     counters = metrics.Metrics()
     works = worker.Worker(
         load,
@@ -163,17 +182,34 @@ def serve(
         max_tokens=max_tokens,
         temperature=temp,
     )
-    run.serve(
-        works,
-        counters,
-        model,
-        host,
-        port,
-        limits,
-        keys,
-        drain_seconds,
-        ready=lambda url: click.echo(f"mlx-kv: {model} at {url}/v1, its memory at {url}/", err=True),
-    )
+    try:
+        code = run.serve(
+            works,
+            counters,
+            model,
+            host,
+            port,
+            limits,
+            keys,
+            doors,
+            drain_seconds,
+            ready=lambda url: say(f"{model} at {url}/v1, its memory at {url}/"),
+            say=say,
+        )
+    except run.WorkerError as error:
+        say(f"error: {error}")
+        code = 1
+    sys.exit(code)
+
+
+def say(line: str) -> None:
+    """One line for the terminal."""
+    click.echo(f"mlx-kv: {line}", err=True)
+
+
+def listed(values: Sequence[str]) -> list[str]:
+    """What an option that can be repeated, and takes several separated by commas, was given."""
+    return [each.strip() for value in values for each in value.split(",") if each.strip()]
 
 
 def read_keys(path: Path) -> list[str]:
@@ -192,11 +228,3 @@ def read_keys(path: Path) -> list[str]:
         if not key.isascii() or not key.isprintable() or " " in key:
             raise click.UsageError(f"key {number} in {path} is not plain ASCII without spaces: choose another")
     return keys
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach the address."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

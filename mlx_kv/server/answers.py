@@ -1,13 +1,14 @@
 """From a job to an answer: whole or streamed, until it ends or the client hangs up.
 
-Decides how many requests are let in, and gives a row back as soon as nobody wants it. Knows nothing about routes, keys
-or how a request is read.
+Decides how many requests are let in, gives a row back as soon as nobody wants it, and ends what waits when there is no
+worker any longer. Knows nothing about routes, keys or how a request is read.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -22,14 +23,18 @@ from mlx_kv.server.requests import ApiError, Asked
 from mlx_kv.server.worker import Worker
 
 KEEP_ALIVE = 15.0  # seconds after which a stream that has nothing to say says so, for proxies
+STALLED = 60.0  # seconds after which a client that takes nothing of its answer has hung up
+WATCH_EVERY = 0.1  # seconds between two looks at whether the worker lives
 SHUTTING_DOWN = "the server is shutting down"
 ENDPOINTS = {"/v1/completions": "completions", "/v1/chat/completions": "chat"}
+log = logging.getLogger("mlx_kv.server")
 
 
 class Mailbox:
     """What the worker said of one job and nobody has heard yet; pieces that wait become one."""
 
-    def __init__(self) -> None:
+    def __init__(self, job: Job) -> None:
+        self.job = job
         self._piece: Piece | None = None
         self._error: ApiError | None = None
         self._news, self._silent = asyncio.Event(), False
@@ -82,7 +87,8 @@ class Desk:
     def __init__(self, worker: Worker, metrics: Metrics, name: str, most: int) -> None:
         self.worker, self.metrics, self.name, self._most = worker, metrics, name, most
         self._mailboxes: dict[int, Mailbox] = {}  # by number of the job
-        self._admitted, self._closing = 0, False
+        self._admitted = 0
+        self._closing: str | None = None  # why nobody is let in any longer
 
     def begin(self) -> None:
         """From now on pieces come to the running event loop."""
@@ -93,6 +99,16 @@ class Desk:
                 loop.call_soon_threadsafe(self._arrived, pieces)
 
         self.worker.deliver = deliver
+
+    async def watch(self) -> None:
+        """Ends all answers as soon as the worker has ended, however that came about.
+
+        Whatever waits has a mailbox: also a job that the worker has never seen. So nothing that the worker's thread
+        could have done in its last moment is relied on.
+        """
+        while self.worker.alive:
+            await asyncio.sleep(WATCH_EVERY)
+        self.give_up(f"the server ends: {self.worker.failure or 'its worker has ended'}")
 
     def _arrived(self, pieces: list[Piece]) -> None:
         for piece in pieces:
@@ -105,8 +121,8 @@ class Desk:
         Raises:
             ApiError: 429 if there are too many, 503 if the server ends.
         """
-        if self._closing:
-            raise ApiError(503, SHUTTING_DOWN)
+        if self._closing is not None:
+            raise ApiError(503, self._closing)
         if self._admitted >= self._most:
             message = f"{self._admitted} requests are being answered or wait: try again later"
             raise ApiError(429, message, None, "queue_full", {"Retry-After": "1"})
@@ -117,9 +133,21 @@ class Desk:
 
     def submit(self, job: Job) -> Mailbox:
         """Hands a job to the worker; its pieces come to the mailbox."""
-        mailbox = self._mailboxes[job.number] = Mailbox()
+        mailbox = self._mailboxes[job.number] = Mailbox(job)
+        if self._closing is not None:  # while its prompt was made tokens
+            mailbox.fail(ApiError(503, self._closing))
         self.worker.submit(job)
         return mailbox
+
+    @property
+    def admitted(self) -> int:
+        """How many requests were let in and are not answered yet."""
+        return self._admitted
+
+    @property
+    def jobs(self) -> list[Job]:
+        """Those of them whose prompt is tokens by now."""
+        return [mailbox.job for mailbox in self._mailboxes.values()]
 
     def done(self, job: Job, ended: bool) -> None:
         """Nobody waits for this job any longer; one that has not ended is let go."""
@@ -127,11 +155,11 @@ class Desk:
         if not ended:
             self.worker.cancel(job)
 
-    def give_up(self) -> None:
-        """Ends all answers with an error, and lets nobody in: the server has waited long enough for them."""
-        self._closing = True
+    def give_up(self, why: str = SHUTTING_DOWN) -> None:
+        """Ends all answers with an error, and lets nobody in."""
+        self._closing = self._closing or why
         for mailbox in self._mailboxes.values():
-            mailbox.fail(ApiError(503, SHUTTING_DOWN))
+            mailbox.fail(ApiError(503, self._closing))
 
     def count(self, path: str, status: int) -> None:
         self.metrics.requests.labels(ENDPOINTS.get(path, "other"), str(status)).inc()
@@ -200,18 +228,26 @@ class Answer(Response):
         try:
             async for said in self._said():
                 answer.add(said or Said())
-        except ApiError as error:
+        except Exception as raised:
+            error = _told(raised)
             await JSONResponse(error.body, error.status)(scope, receive, send)
             return error.status
         await JSONResponse(self._reply.whole(answer, self._finish, self._usage))(scope, receive, send)
         return 200
 
     async def _stream(self, scope: Scope, receive: Receive, send: Send) -> int:
+        try:
+            return await self._events(send)
+        except TimeoutError:  # its place is wanted by others
+            return 499
+
+    async def _events(self, send: Send) -> int:
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
 
         async def write(data: bytes, more: bool = True) -> None:
-            await send({"type": "http.response.body", "body": data, "more_body": more})
+            async with asyncio.timeout(STALLED):
+                await send({"type": "http.response.body", "body": data, "more_body": more})
 
         status, reply = 200, self._reply
         try:
@@ -226,8 +262,17 @@ class Answer(Response):
                     await write(event(reply.chunk(said)))
             if self._asked.include_usage:
                 await write(event(reply.usage_chunk(self._usage)))
-        except ApiError as error:
+        except Exception as raised:
+            error = _told(raised)
             status = error.status
             await write(event(error.body))
         await write(b"data: [DONE]\n\n", more=False)
         return status
+
+
+def _told(raised: Exception) -> ApiError:
+    """What a client is told of what went wrong; an answer always comes to a proper end."""
+    if isinstance(raised, ApiError):
+        return raised
+    log.error("an answer could not be given", exc_info=raised)
+    return ApiError(500, "the server failed while it answered: see its log")

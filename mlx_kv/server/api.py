@@ -11,7 +11,6 @@ import contextlib
 import hmac
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,8 @@ from starlette.routing import Route
 from mlx_kv.generation import encode_prompt
 from mlx_kv.server.answers import Answer, Desk
 from mlx_kv.server.chat import encode_chat
+from mlx_kv.server.clerk import Clerk, ClerkError
+from mlx_kv.server.doors import Doors
 from mlx_kv.server.job import Job
 from mlx_kv.server.memory import Kept
 from mlx_kv.server.metrics import Metrics
@@ -66,17 +67,24 @@ class Api:
         worker: started; pieces are taken from it as soon as the application starts.
         name: of the model, for clients.
         keys: any of which a client must send; none: all are let in.
+        doors: by which names clients may come, and from pages of which sites; None are those of this machine.
     """
 
     def __init__(
-        self, worker: Worker, metrics: Metrics, name: str, limits: Limits | None = None, keys: Sequence[str] = ()
+        self,
+        worker: Worker,
+        metrics: Metrics,
+        name: str,
+        limits: Limits | None = None,
+        keys: Sequence[str] = (),
+        doors: Doors | None = None,
     ) -> None:
         self.worker, self.metrics, self.name, self.limits = worker, metrics, name, limits or Limits()
         self._keys = [key.encode() for key in keys]
         self.desk = Desk(worker, metrics, name, worker.max_batch_size + self.limits.queue)
         self._begun = time.time()
         # One thread for tokenizers: they are fast, but a long prompt would hold up everybody else's tokens.
-        self._encoding = ThreadPoolExecutor(1, "mlx-kv tokenizer")
+        self._encoding = Clerk("mlx-kv tokenizer")
         guarded = self._guarded
         self.app = Starlette(
             routes=[
@@ -90,14 +98,16 @@ class Api:
                 Route("/", self._page),
             ],
             exception_handlers={ApiError: self._refused, HTTPException: self._not_found, Exception: self._failed},
+            middleware=(doors or Doors()).middleware(self._refused),
             lifespan=self._lifespan,
         )
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
         self.desk.begin()
+        watching = asyncio.create_task(self.desk.watch())
         yield
-        self._encoding.shutdown(wait=False)
+        watching.cancel()
 
     # --- keys and errors ------------------------------------------------------------------------------------------
 
@@ -151,10 +161,12 @@ class Api:
             )
         self.desk.admit()
         try:
-            tokens = await asyncio.get_running_loop().run_in_executor(self._encoding, self._encode, asked)
+            tokens = await asyncio.wrap_future(self._encoding.submit(lambda: self._encode(asked)))
             return Answer(self.desk, asked, self._job(asked, tokens, since))
-        except BaseException:
+        except BaseException as error:
             self.desk.leave()
+            if isinstance(error, ClerkError):
+                raise ApiError(500, f"the server failed: {error}") from error
             raise
 
     async def _json(self, request: Request) -> Any:
@@ -229,13 +241,15 @@ class Api:
         return {"id": self.name, "object": "model", "created": int(self._begun), "owned_by": "mlx-kv"}
 
     async def _health(self, request: Request) -> Response:
-        alive = self.worker.alive
-        return JSONResponse({"status": "ok" if alive else "failed"}, 200 if alive else 503)
+        if not self.worker.alive:
+            return JSONResponse({"status": "failed", "reason": self.worker.failure}, 503)
+        return JSONResponse({"status": "ok"})
 
     async def _metrics(self, request: Request) -> Response:
         seen, metrics = self.worker.snapshot, self.metrics
-        metrics.rows.set(len(seen.decoding) + len(seen.reading))
-        metrics.waiting.set(seen.waiting)
+        rows = sum(job.joined for job in self.desk.jobs)
+        metrics.rows.set(rows)
+        metrics.waiting.set(self.desk.admitted - rows)
         metrics.tokens_per_second.set(seen.tokens_per_second)
         metrics.bytes_live.set(seen.memory.bytes_live)
         metrics.bytes_allocated.set(seen.memory.bytes_allocated)
@@ -251,14 +265,17 @@ class Api:
     async def _memory(self, request: Request) -> Response:
         """What the page shows."""
         seen = self.worker.watch()
-        memory = seen.memory  # rows that have just joined have no job yet
-        decoding = zip(seen.decoding, seen.generated, memory.rows, strict=False)
-        rows = [_row(job, "decoding", generated, layers) for job, generated, layers in decoding]
-        rows += [_row(job, "reading", 0, ()) for job in seen.reading]
+        memory = seen.memory
+        shown = dict(zip(seen.decoding, zip(seen.generated, memory.rows, strict=False), strict=False))
+        # All that is not answered yet, of which the snapshot may know nothing: it is up to a quarter of a second old.
+        jobs = self.desk.jobs
+        rows = [_row(job, *shown.get(job, (len(job.answer), ()))) for job in jobs]
+        waiting = self.desk.admitted - sum(job.joined for job in jobs)
         names = ("generated_tokens", "tokens_evicted", "prefix_hits", "prefix_misses")
         told: dict[str, Any] = {name: self.metrics.total(name) for name in names}
         told |= {"model": self.name, "max_batch_size": self.worker.max_batch_size, "rows": rows}
-        told |= {"waiting": seen.waiting, "tokens_per_second": round(seen.tokens_per_second, 1)}
+        told |= {"waiting": waiting, "in_flight": self.desk.admitted}
+        told |= {"tokens_per_second": round(seen.tokens_per_second, 1)}
         told |= {"bytes_live": memory.bytes_live, "bytes_allocated": memory.bytes_allocated}
         told |= {"bytes_full": memory.bytes_full, "active_memory": seen.active_memory}
         told |= {"seconds": round(time.time() - self._begun, 1), "keeps_prompts": self.worker.keeps_prompts}
@@ -266,10 +283,10 @@ class Api:
         return JSONResponse(told, headers={"Cache-Control": "no-store"})
 
 
-def _row(job: Job, state: str, generated: int, layers: Sequence[Kept]) -> dict[str, Any]:
+def _row(job: Job, generated: int, layers: Sequence[Kept]) -> dict[str, Any]:
     return {
         "number": job.number,
-        "state": state,
+        "state": "decoding" if job.answer else "reading" if job.joined else "waiting",
         "prompt_tokens": len(job.tokens),
         "cached_tokens": job.cached,
         "generated_tokens": generated,

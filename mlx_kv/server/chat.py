@@ -20,10 +20,12 @@ def encode_chat(tokenizer: Any, asked: Asked) -> list[int]:
     Raises:
         ApiError: 400, for messages that the template refuses, or tools that the model does not know.
     """
-    messages = copy.deepcopy(asked.messages)
     if asked.tools and not tokenizer.has_tool_calling:
         raise ApiError(400, "this model cannot call tools: leave them out", "tools", "unsupported_parameter")
     try:
+        messages = copy.deepcopy(asked.messages)
+        for function in (call["function"] for message in messages for call in message.get("tool_calls") or ()):
+            function["arguments"] = function["arguments"] or "{}"
         process_message_content(messages)
         if not tokenizer.has_chat_template:
             if asked.template:
@@ -33,6 +35,7 @@ def encode_chat(tokenizer: Any, asked: Asked) -> list[int]:
             ids = tokenizer.apply_chat_template(
                 messages, tools=asked.tools or None, add_generation_prompt=True, tokenize=True, **asked.template
             )
+        return [int(token) for token in ids]
     except Exception as error:  # templates are programs of others, and raise what they like
-        raise ApiError(400, f"the chat template refuses these messages: {error}"[:500], "messages") from error
-    return list(ids)
+        told = " ".join(f"the chat template refuses these messages: {type(error).__name__}: {error}".split())
+        raise ApiError(400, told[:500], "messages") from error

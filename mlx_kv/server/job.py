@@ -26,6 +26,10 @@ class Job:
         tokens: of the prompt.
         temperature: 0 is greedy.
         seed: of its random numbers, whoever else is served; None draws from those of the thread.
+        joined: whether it has a place among the rows: its prompt is being read, or it decodes.
+        cached: tokens of the prompt that had been read before.
+        evicted: tokens that are no longer in its caches, those that were evicted for others before among them.
+        answer: tokens so far.
     """
 
     tokens: list[int]
@@ -36,6 +40,7 @@ class Job:
     stops: Stops = field(default_factory=Stops)
     number: int = field(default_factory=lambda: next(_numbers))
     since: float = field(default_factory=time.monotonic)
+    joined: bool = False
     cached: int = 0
     evicted: int = 0
     answer: list[int] = field(default_factory=list)
@@ -81,16 +86,12 @@ class Snapshot:
     Attributes:
         decoding: jobs that decode, in the order of the rows of `memory`.
         generated: tokens of each of them.
-        reading: jobs whose prompt is being read.
-        waiting: jobs without a row.
         active_memory, prompt_memory: bytes of all arrays, and of prompts that are kept.
     """
 
     memory: Memory = field(default_factory=Memory)
     decoding: tuple[Job, ...] = ()
     generated: tuple[int, ...] = ()
-    reading: tuple[Job, ...] = ()
-    waiting: int = 0
     tokens_per_second: float = 0.0
     active_memory: int = 0
     prompt_memory: int = 0

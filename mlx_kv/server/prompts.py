@@ -8,17 +8,21 @@ prompt the time to be read, and no row its end. Knows nothing about jobs or rows
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
+from functools import partial
 from typing import Any, TypeVar
 
 from mlx_kv.prefixes import LEAST_SHARED
 from mlx_kv.prompt_memory import PromptMemory
 from mlx_kv.prompt_store import Fetched, PackedEntry, PromptStore
+from mlx_kv.server.clerk import Clerk
 
 MOST_PENDING = 256 * 2**20  # bytes that wait for the disk; what comes on top is not stored
 REFRESH_EVERY = 1.0  # seconds after which entries of other processes are looked for
+PATIENCE = 10.0  # seconds after which a prompt is read, whatever the disk has of it
 T = TypeVar("T")
 log = logging.getLogger("mlx_kv.server")
 
@@ -45,9 +49,10 @@ class Prompts:
             if store.other_versions:
                 log.warning("the prompt store has %d entries of other versions: left alone", store.other_versions)
         self.memory, self.store, self._call = memory, store, call
-        self._disk = ThreadPoolExecutor(1, "mlx-kv disk")
+        self._disk = Clerk("mlx-kv disk")
         self._pending = 0  # bytes
-        self._refreshed = -REFRESH_EVERY
+        self._refreshed, self._refreshing = -REFRESH_EVERY, False
+        self._late = False  # the disk owes an answer that nobody waits for any longer
         self._fetched: tuple[list[int], list[Any], int] | None = None  # for the prompt that was asked for last
 
     def bind(self, find: Callable[[], str]) -> None:
@@ -60,23 +65,40 @@ class Prompts:
     def on_disk(self, tokens: Sequence[int]) -> bool:
         """Whether the store has much more of a prompt than memory has: then `fetch` it first."""
         store = self.store
-        if store is None:
+        if store is None or self._late:
             return False
-        if time.monotonic() - self._refreshed > REFRESH_EVERY:
-            self._refreshed = time.monotonic()
-            self._on_disk(store.refresh)
+        if time.monotonic() - self._refreshed > REFRESH_EVERY and not self._refreshing:
+            self._refreshed, self._refreshing = time.monotonic(), True
+            self._on_disk(store.refresh, lambda found: setattr(self, "_refreshing", False))
         return (self._attempt(lambda: store.serves(tokens)) or 0) >= self.serves(tokens) + LEAST_SHARED
 
     def fetch(self, tokens: list[int], done: Callable[[], None]) -> None:
-        """Reads what the store has of a prompt. When `done` is called, the next `find` comes with it."""
+        """Reads what the store has of a prompt. When `done` is called, the next `find` comes with it.
+
+        A disk that does not answer for long has nothing.
+        """
         assert self.store is not None
         store = self.store
-        self._on_disk(lambda: store.fetch(tokens), lambda fetched: self._arrived(tokens, fetched, done))
 
-    def _arrived(self, tokens: list[int], fetched: Fetched | None, done: Callable[[], None]) -> None:
-        if fetched is not None:
-            self._attempt(lambda: self._restored(tokens, fetched))
-        done()
+        def arrived(fetched: Fetched | None) -> None:
+            late, self._late = self._late, False
+            if late:
+                return
+            timer.cancel()
+            if fetched is not None:
+                self._attempt(lambda: self._restored(tokens, fetched))
+            done()
+
+        def waited() -> None:
+            if not work.done():
+                log.warning("the prompt store has not answered for %g seconds", PATIENCE)
+                self._late = True
+                done()
+
+        work = self._on_disk(lambda: store.fetch(tokens), arrived)
+        timer = threading.Timer(PATIENCE, self._call, [waited])
+        timer.daemon = True
+        timer.start()
 
     def _restored(self, tokens: list[int], fetched: Fetched) -> None:
         caches = None if self.store is None else self.store.restore(fetched)
@@ -110,20 +132,19 @@ class Prompts:
     def _written(self, new: PackedEntry) -> None:
         self._pending -= new.caches.nbytes
 
-    def _on_disk(self, work: Callable[[], T], then: Callable[[T | None], None] | None = None) -> None:
+    def _on_disk(self, what: Callable[[], T], then: Callable[[T | None], None]) -> Future[T | None]:
         """Does something in the thread of the disk, and then, whatever came of it, something in the worker's."""
 
-        def attempt() -> None:
-            came = self._attempt(work)
-            if then is not None:
-                self._call(lambda: then(came))
+        def ended(work: Future[T | None]) -> None:
+            dead = work.exception()  # of the thread, over it or before
+            if dead is not None:
+                log.warning("the prompt store could not be used: %s", dead)
+            came = None if dead is not None else work.result()
+            self._call(lambda: then(came))
 
-        try:
-            self._disk.submit(attempt)
-        except RuntimeError as error:  # no thread can be had, or it is too late
-            log.warning("the prompt store could not be used: %s", error)
-            if then is not None:
-                self._call(lambda: then(None))
+        work = self._disk.submit(partial(self._attempt, what))
+        work.add_done_callback(ended)
+        return work
 
     def _attempt(self, what: Callable[[], T]) -> T | None:
         """A full disk costs later requests time, and this one nothing."""
@@ -135,4 +156,4 @@ class Prompts:
 
     def close(self) -> None:
         """Ends when all is written."""
-        self._disk.shutdown()
+        self._disk.close()

@@ -16,6 +16,7 @@ from mlx_kv.engine import Engine
 from mlx_kv.prefixes import LEAST_SHARED, needs_checkpoints, packed, shared
 from mlx_kv.prompt_reader import PromptReader
 from mlx_kv.server.job import Job
+from mlx_kv.server.memory import evicted
 from mlx_kv.server.prompts import Prompts
 
 WORTH_WAITING = 256  # tokens that need not be read if all of another prompt, which has them too, is read first
@@ -51,11 +52,11 @@ class Reading:
         self._jobs.append(job)
         self._stalled = False
 
-    def remove(self, job: Job) -> None:
-        """It need not be there."""
+    def remove(self, job: Job) -> PromptReader | None:
+        """Returns how far it was read here, if at all; it need not be there."""
         if job in self._jobs:
             self._jobs.remove(job)
-        self._readers.pop(job, None)
+        return self._readers.pop(job, None)
 
     def wake(self) -> None:
         """A job has ended: another may have waited for it."""
@@ -102,7 +103,9 @@ class Reading:
                 return None
             if not self._checkpoints:
                 self._take_from_rows(wanted, there)
-        return PromptReader(self._engine.read, self._engine.make_caches(), job.tokens, self._prompts, self._step)
+        reader = PromptReader(self._engine.read, self._engine.make_caches(), job.tokens, self._prompts, self._step)
+        job.evicted = max(evicted(reader.caches), default=0)  # by others, who have counted it
+        return reader
 
     def _worth_waiting(self, wanted: bytes, there: int, ready: list[Job]) -> bool:
         """Whether another prompt will soon have been read as far as it has this one's tokens, and that is much."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,7 +48,7 @@ class ChatText:
     """
 
     def __init__(self, tokenizer: Any, prompt: list[int], tools: list[dict[str, Any]], stream: bool) -> None:
-        self._format = ToolCallFormatter(tokenizer.tool_parser, tools, stream)  # type: ignore[no-untyped-call]
+        self._format = ToolCallFormatter(_checked(tokenizer.tool_parser), tools, stream)  # type: ignore[no-untyped-call]
         initial = "normal"
         if tokenizer.has_thinking and tokenizer.rfind_think_start(prompt) > tokenizer.rfind_think_end(prompt):
             initial = "reasoning"
@@ -64,14 +65,14 @@ class ChatText:
         self._state, rest, state = TextStateMachine.flush(self._state)  # type: ignore[no-untyped-call]
         said = self._sorted([(state, rest)])
         if self._before == "tool" and self._call:
-            said.tool_calls += self._parsed()
+            said.add(self._parsed())
         return said
 
     def _sorted(self, segments: list[tuple[str | None, str]]) -> Said:
         said = Said()
         for state, text in segments:
             if self._before == "tool" and state != "tool":
-                said.tool_calls += self._parsed()
+                said.add(self._parsed())
             if state == "tool":
                 self._call += text
             elif state == "reasoning":
@@ -81,10 +82,26 @@ class ChatText:
             self._before = state
         return said
 
-    def _parsed(self) -> list[dict[str, Any]]:
-        calls: list[dict[str, Any]] = self._format([self._call])
-        self._call, self.called = "", self.called or bool(calls)
-        return calls
+    def _parsed(self) -> Said:
+        """The call that has ended; as it was written, where it is none."""
+        text, self._call = self._call, ""
+        calls: list[dict[str, Any]] = self._format([text])
+        self.called = self.called or bool(calls)
+        return Said(tool_calls=calls) if calls else Said(text)
+
+
+def _checked(parser: Callable[..., Any]) -> Callable[..., Any]:
+    """A tool parser that raises ValueError for whatever is no call, as mlx-lm's formatter takes it."""
+
+    def parse(text: str, tools: Any) -> list[dict[str, Any]]:
+        try:
+            parsed = parser(text, tools)
+            calls = [dict(call) for call in (parsed if isinstance(parsed, list) else [parsed])]
+            return [call | {"name": str(call["name"]), "arguments": call.get("arguments", {})} for call in calls]
+        except Exception as error:  # models write what they like
+            raise ValueError(f"no tool call: {type(error).__name__}") from error
+
+    return parse
 
 
 class Reply:

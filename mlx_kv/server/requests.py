@@ -49,6 +49,29 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 
+ROLES = ("assistant", "developer", "function", "system", "tool", "user")
+# What a message of the assistant may say instead of content.
+INSTEAD = ("reasoning", "reasoning_content", "tool_calls")
+# Arguments of apply_chat_template that are not for the template, or that the server sets itself.
+NOT_FOR_TEMPLATES = {
+    "add_generation_prompt",
+    "chat_template",
+    "continue_final_message",
+    "conversation",
+    "max_length",
+    "messages",
+    "padding",
+    "return_assistant_tokens_mask",
+    "return_dict",
+    "return_tensors",
+    "sanitize_control_tokens",
+    "tokenize",
+    "tokenizer_kwargs",
+    "tools",
+    "truncation",
+}
+
+
 class ApiError(Exception):
     """An answer that is an OpenAI-style error object."""
 
@@ -61,7 +84,9 @@ class ApiError(Exception):
         headers: dict[str, str] | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.message, self.param, self.code, self.headers = status, message, param, code, headers or {}
+        self.status, self.code, self.headers = status, code, headers or {}
+        # They may quote what a client sent, of which not everything is Unicode that can be sent back.
+        self.message, self.param = _sendable(message), None if param is None else _sendable(param)
 
     @property
     def body(self) -> dict[str, Any]:
@@ -104,7 +129,7 @@ def read_json(raw: bytes) -> Any:
     """JSON as its standard has it, with finite numbers: Python's own takes NaN, and 1e400 for infinity.
 
     Raises:
-        ValueError: it is no JSON, or has a number that no float can hold.
+        ValueError: it is no JSON, has a number that no float can hold, or a name twice, one of which would be dropped.
         RecursionError: it is nested too deeply.
     """
 
@@ -117,7 +142,14 @@ def read_json(raw: bytes) -> Any:
             raise ValueError(f"{text[:40]} is too large a number")
         return number
 
-    return json.loads(raw, parse_constant=constant, parse_float=finite)
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        made = dict(pairs)
+        if len(made) < len(pairs):
+            names = [name for name, _ in pairs]
+            raise ValueError(f"{max(names, key=names.count)[:80]!r} is there twice: send it once")
+        return made
+
+    return json.loads(raw, parse_constant=constant, parse_float=finite, object_pairs_hook=once)
 
 
 def parse(body: Any, chat: bool, temperature: float) -> Asked:
@@ -176,26 +208,63 @@ def _chat(told: dict[str, Any]) -> dict[str, Any]:
     if not messages:
         raise ApiError(400, "messages is missing or empty: send at least one", "messages")
     for index, message in enumerate(messages):
-        where = f"messages[{index}]"
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise ApiError(400, f"{where} is no object with a role", where)
-        content = message.get("content")
-        parts = content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
-        for part in parts:
-            if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-                raise ApiError(400, f"the content of {where} is not text: only text is supported", where)
-            _text(part["text"], where)
-        _text(message["role"], where)
+        _message(message, f"messages[{index}]")
     tools = _get(told, "tools", list, [])
-    if not all(isinstance(tool, dict) for tool in tools):
-        raise ApiError(400, "tools is no list of objects", "tools")
+    for index, tool in enumerate(tools):
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise ApiError(400, f"tools[{index}] is no object with a function that has a name", "tools")
     choice = told.get("tool_choice", "auto")
     if choice not in ("auto", "none"):
         raise ApiError(400, "tool_choice can be auto or none: a call cannot be forced here", "tool_choice")
     template = _get(told, "chat_template_kwargs", dict, {})
-    if taken := template.keys() & {"messages", "tools", "tokenize", "add_generation_prompt", "chat_template"}:
+    if taken := template.keys() & NOT_FOR_TEMPLATES:
         raise ApiError(400, f"chat_template_kwargs cannot set {min(taken)}", "chat_template_kwargs")
     return {"messages": messages, "tools": [] if choice == "none" else tools, "template": template}
+
+
+def _message(message: Any, where: str) -> None:
+    """Raises ApiError for what is no message of a chat."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise ApiError(400, f"{where} is no object with a role", where)
+    role, content = message["role"], message.get("content")
+    if role not in ROLES:
+        raise ApiError(400, f"{where} has the role {role[:80]!r}: choose one of {', '.join(ROLES)}", f"{where}.role")
+    if content is None or content == []:
+        if role != "assistant" or not any(message.get(name) for name in INSTEAD):
+            raise ApiError(400, f"{where} has no content: send a text", f"{where}.content")
+        content = ""
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    for part in parts:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise ApiError(400, f"the content of {where} is not text: only text is supported", where)
+        _text(part["text"], where)
+    calls = message.get("tool_calls")
+    if calls is not None and not isinstance(calls, list):
+        raise ApiError(400, f"{where}.tool_calls is a JSON {_kind(calls)}: send an array", f"{where}.tool_calls")
+    for index, call in enumerate(calls or []):
+        _tool_call(call, f"{where}.tool_calls[{index}]")
+
+
+def _tool_call(call: Any, where: str) -> None:
+    """Raises ApiError for what is no call of a function by its name with arguments."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        raise ApiError(400, f"{where} is no object with a function", f"{where}.function")
+    if not isinstance(function.get("name"), str):
+        raise ApiError(400, f"{where}.function has no name", f"{where}.function.name")
+    where, arguments = f"{where}.function.arguments", function.get("arguments")
+    if arguments is None:
+        raise ApiError(
+            400, f'{where} is missing: send them as a JSON object in a string, "{{}}" if there are none', where
+        )
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")  # nothing is what some clients send for no arguments
+        except (ValueError, RecursionError) as error:
+            raise ApiError(400, f"{where} is no JSON: {error}"[:300], where) from None
+    if not isinstance(arguments, dict):
+        raise ApiError(400, f"{where} is a JSON {_kind(arguments)}: send an object", where)
 
 
 def _stops(told: dict[str, Any]) -> tuple[str, ...]:
@@ -206,6 +275,10 @@ def _stops(told: dict[str, Any]) -> tuple[str, ...]:
     if len(stops) > MOST_STOPS:
         raise ApiError(400, f"got {len(stops)} stop strings: send at most {MOST_STOPS}", "stop")
     return tuple(_text(stop, "stop") for stop in stops)
+
+
+def _sendable(text: str) -> str:
+    return text.encode("utf-8", "replace").decode()
 
 
 def _text(value: str, param: str) -> str:

@@ -1,24 +1,32 @@
 """From start to end: models, sockets, signals.
 
 Decides the order: a port that is taken is an error before a model is loaded, and nobody can connect before it is; a
-signal ends first what is accepted, then waits for what is being answered, then ends the worker. Knows nothing about
-requests.
+signal ends first what is accepted, then waits for what is being answered, then ends the worker; and when the worker
+ends, all ends. Knows nothing about requests.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import signal
 import socket
-from collections.abc import Callable, Sequence
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import NoReturn
 
 import uvicorn
 
 from mlx_kv.server.api import Api, Limits
+from mlx_kv.server.doors import Doors
 from mlx_kv.server.metrics import Metrics
 from mlx_kv.server.worker import Worker
 
 BACKLOG = 2048
+TOLD_WITHIN = 1.0  # seconds in which clients hear why there will be no answer, before they are cut off
+LAST_WORDS = 10.0  # seconds in which the worker ends, when nobody is served any longer
 
 
 def bound(host: str, port: int) -> socket.socket:
@@ -51,7 +59,9 @@ class Server(uvicorn.Server):
     """
 
     def __init__(self, api: Api, drain_seconds: float = 30.0) -> None:
-        self._api, self._drain_seconds = api, drain_seconds
+        self.api, self._drain_seconds = api, drain_seconds
+        self._at_once = asyncio.Event()
+        self._died: float | None = None  # when the worker was found to have
         config = uvicorn.Config(
             api.app,
             log_config=None,
@@ -59,14 +69,93 @@ class Server(uvicorn.Server):
             server_header=False,
             ws="none",
             lifespan="on",
-            timeout_graceful_shutdown=int(drain_seconds) + 5,
         )
         super().__init__(config)
 
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """`serve` does that: uvicorn would, at a second Ctrl-C, drop all connections in the middle of a word."""
+        yield
+
+    def hurry(self) -> None:
+        """Ends all answers with an error, now. Called in the thread of the event loop, or in a signal handler there."""
+        self._at_once.set()
+
+    async def on_tick(self, counter: int) -> bool:
+        if self._died is None and not self.api.worker.alive:
+            self._died = time.monotonic()
+        told = self._died is not None and time.monotonic() - self._died > TOLD_WITHIN
+        return await super().on_tick(counter) or told
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        timer = asyncio.get_running_loop().call_later(self._drain_seconds, self._api.desk.give_up)
+        ending = asyncio.create_task(self._end_answers())
         await super().shutdown(sockets)
-        timer.cancel()
+        ending.cancel()
+
+    async def _end_answers(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._at_once.wait(), self._drain_seconds)
+        self.api.desk.give_up()
+        await asyncio.sleep(TOLD_WITHIN)
+        for connection in list(self.server_state.connections):  # of clients that do not listen, or still send
+            connection.transport.abort()
+
+
+class Ending:
+    """What SIGTERM and SIGINT (Ctrl-C) ask for, from the first moment to the last.
+
+    The first lets answers finish, a SIGINT after it ends them at once; a SIGTERM more changes nothing, for there are
+    supervisors that send several. Where nobody is being served, the process ends.
+
+    Args:
+        say: called with one line, for the terminal.
+
+    Attributes:
+        code: for the process to end with: 130 if there was a SIGINT, else 0.
+        hurried: whether all is to end at once.
+    """
+
+    def __init__(self, say: Callable[[str], None], drain_seconds: float) -> None:
+        self._say, self._drain_seconds = say, drain_seconds
+        self._server: Server | None = None
+        self._asked, self.code, self.hurried = False, 0, False
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._signal)
+
+    def belongs_to(self, server: Server | None) -> None:
+        self._server = server
+
+    def _signal(self, number: int, frame: object) -> None:
+        self.code = 130 if number == signal.SIGINT else self.code
+        if self._server is None:
+            if not self._asked or number == signal.SIGINT:
+                self.leave("stopped")
+        elif not self._asked:
+            self._asked, self._server.should_exit = True, True
+            self._say(
+                f"stopping: {self._left} to be finished within {self._drain_seconds:g} s; "
+                "another Ctrl-C (SIGINT) ends at once"
+            )
+        elif number == signal.SIGINT and not self.hurried:
+            self.hurried = True
+            self._say(f"stopping at once: {self._left} to be ended with an error")
+            self._server.hurry()
+
+    @property
+    def _left(self) -> str:
+        count = 0 if self._server is None else self._server.api.desk.admitted
+        return f"{count} request{'' if count == 1 else 's'}"
+
+    def leave(self, why: str) -> NoReturn:
+        """Ends the process now, whatever its threads are doing: a model that is loaded, a disk that is written to."""
+        self._say(why)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(self.code)
+
+
+class WorkerError(Exception):
+    """The server has ended because its worker had, which nobody had asked it to."""
 
 
 def serve(
@@ -77,28 +166,37 @@ def serve(
     port: int,
     limits: Limits,
     keys: Sequence[str] = (),
+    doors: Doors | None = None,
     drain_seconds: float = 30.0,
     ready: Callable[[str], None] = lambda url: None,
-) -> None:
+    say: Callable[[str], None] = lambda line: None,
+) -> int:
     """Serves until SIGTERM or SIGINT; then finishes what is being answered, for so many seconds at the most.
 
     Args:
         ready: called with the address as soon as requests are taken.
+        say: called with one line for each signal that changes something.
+
+    Returns:
+        What the process is to end with: 0, or 130 after SIGINT.
 
     Raises:
         ValueError: what `bound` or the worker's models refuse.
-        KeyboardInterrupt: after SIGINT, when all is done.
+        WorkerError: why it ended without a signal.
     """
     listening = bound(host, port)
     with listening:
+        ending = Ending(say, drain_seconds)
         worker.start()
-        server = Server(Api(worker, metrics, name, limits, keys), drain_seconds)
-        # uvicorn raises what ended it once more when it has ended: a SIGTERM is then no error.
-        signal.signal(signal.SIGTERM, lambda number, frame: None)
+        server = Server(Api(worker, metrics, name, limits, keys, doors), drain_seconds)
         listening.listen(BACKLOG)
-        try:
-            shown = f"[{host}]" if ":" in host else host
-            ready(f"http://{shown}:{listening.getsockname()[1]}")
-            server.run([listening])
-        finally:
-            worker.stop()
+        ending.belongs_to(server)
+        shown = f"[{host}]" if ":" in host else host
+        ready(f"http://{shown}:{listening.getsockname()[1]}")
+        server.run([listening])
+        ending.belongs_to(None)
+        if worker.failure is not None:
+            raise WorkerError(f"the server has ended: {worker.failure}")
+        if not worker.stop(1.0 if ending.hurried else drain_seconds + LAST_WORDS):
+            ending.leave("stopped before the last step, or what the disk was to keep, was done")
+        return ending.code

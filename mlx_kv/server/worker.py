@@ -36,6 +36,7 @@ from mlx_kv.server.reading import Reading
 LOOK_EVERY = 0.25  # seconds between two looks at what is in memory
 WATCHED_FOR = 3.0  # seconds for which a page that asked counts as looking
 RATE_OVER = 10.0  # seconds over which tokens per second are told
+ENGINE_TRIES, ENGINE_PAUSE = 3, 0.5  # how often an engine is made anew before the worker gives up; seconds in between
 log = logging.getLogger("mlx_kv.server")
 
 
@@ -78,12 +79,12 @@ class Worker:
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._waiting: deque[Job] = deque()
         self._active: dict[int, Job] = {}  # by number: those that the engine has
-        self._order: list[int] = []  # numbers of the rows that decode, in the order of the batch
         self._stopping, self._looked, self._watched = False, 0.0, -WATCHED_FOR
         self._counted: deque[tuple[float, int]] = deque()  # when, and how many tokens
         self.snapshot = Snapshot()
         self._started = threading.Event()
-        self._failure: Exception | None = None
+        self._refused: Exception | None = None  # what loading raised
+        self.failure: str | None = None  # why the thread has ended, if nobody asked it to
         self._thread = threading.Thread(target=self._run, name="mlx-kv worker", daemon=True)
 
     # --- called from other threads ------------------------------------------------------------------------------
@@ -96,9 +97,9 @@ class Worker:
         """
         self._thread.start()
         self._started.wait()
-        if self._failure is not None:
+        if self._refused is not None:
             self._thread.join()
-            raise self._failure
+            raise self._refused
         return self.models
 
     def submit(self, job: Job) -> None:
@@ -113,13 +114,22 @@ class Worker:
         self._watched = time.monotonic()
         return self.snapshot
 
-    def stop(self) -> None:
-        """Ends the thread; jobs that are left get an error."""
+    def stop(self, seconds: float | None = None) -> bool:
+        """Ends the thread; jobs that are left get an error.
+
+        Args:
+            seconds: to wait for that; None waits for ever.
+
+        Returns:
+            Whether it has ended.
+        """
         self._inbox.put(partial(setattr, self, "_stopping", True))
-        self._thread.join()
+        self._thread.join(seconds)
+        return not self.alive
 
     @property
     def alive(self) -> bool:
+        """Whether jobs can be submitted. Once False, nothing more is delivered: whoever waits must look for himself."""
         return self._thread.is_alive()
 
     @property
@@ -132,7 +142,11 @@ class Worker:
     def _run(self) -> None:
         try:
             self._serve()
+        except BaseException as error:
+            log.exception("the worker has died")
+            self.failure = " ".join(f"its worker died of {type(error).__name__}: {error}".split())[:300]
         finally:
+            self._started.set()
             mx.clear_streams()  # MLX wants this of a thread that ends, or it ends the process with an abort
 
     def _serve(self) -> None:
@@ -143,11 +157,10 @@ class Worker:
             self._keeps = store is not None or self._prompt_memory.max_bytes > 0
             self.context, self.vocabulary = context_length(self.models.model), len(self.models.tokenizer)
             self._make_engine()
-        except Exception as error:
-            self._failure = error
+        except BaseException as error:
+            self._refused = error if isinstance(error, Exception) else RuntimeError(f"loading ended with {error!r}")
             return
-        finally:
-            self._started.set()
+        self._started.set()
         while not self._stopping:
             try:
                 self._take()
@@ -155,8 +168,10 @@ class Worker:
                 if self._engine.busy:
                     self._told(self._engine.step())
                 self._look()
+                continue
             except Exception:
-                self._fail_all()
+                log.exception("a step failed: all %d rows end, and the engine is made anew", len(self._active))
+            self._fail_all()  # out here, where no traceback holds the arrays of that step any longer
         self._drop([*self._active.values(), *self._waiting], "the server is shutting down")
         self._engine.close()
         self._prompts.close()
@@ -176,16 +191,14 @@ class Worker:
             self._prefill_step_size,
             self.models.draft,
             self._num_draft_tokens,
-            return_caches=self._keeps,
+            return_caches=self._keeps or self.policy.budget is not None,  # also to see what was evicted last
         )
         self._reading = Reading(
             self._engine,
             self._prompts,
             self._prefill_step_size,
-            reading=lambda: [
-                job for number, job in self._active.items() if number not in self._order and job not in self._reading
-            ],
-            decoding=lambda: [self._active[number] for number in self._order],
+            reading=lambda: [job for job in self._active.values() if not job.answer and job not in self._reading],
+            decoding=lambda: [job for job in self._active.values() if job.answer],
         )
 
     def _take(self) -> None:
@@ -203,7 +216,7 @@ class Worker:
     def _join(self) -> None:
         while self._waiting and len(self._active) < self.max_batch_size:
             job = self._waiting.popleft()
-            self._active[job.number] = job  # from here on, whatever fails ends it
+            self._active[job.number], job.joined = job, True  # from here on, whatever fails ends it
             if self._keeps:
                 self._reading.add(job)
             else:
@@ -212,6 +225,7 @@ class Worker:
             job.cached = reader.reused
             (self._metrics.prefix_hits if reader.reused else self._metrics.prefix_misses).inc()
             self._metrics.cached_tokens.inc(job.cached)
+            self._count_evicted(job, reader.caches)
             self._submit(job, reader)
 
     def _submit(self, job: Job, reader: PromptReader | None = None) -> None:
@@ -227,6 +241,7 @@ class Worker:
 
     def _told(self, tokens: list[BatchToken]) -> None:
         """Passes on what a step gave. It tells of all rows that decode, in the order of the batch."""
+        self._look_for_evicted()
         pieces: dict[int, Piece] = {}
         ended: list[tuple[Job, BatchToken]] = []
         for token in tokens:
@@ -244,11 +259,6 @@ class Worker:
             if finish is not None:
                 self._end(job, finish)
                 ended.append((job, token))
-        self._order = [number for number in pieces if number in self._active]
-        if self.policy.budget is not None:
-            for number, gone in zip(self._order, evicted(self._engine.caches), strict=False):
-                self._metrics.evicted.inc(max(0, gone - self._active[number].evicted))
-                self._active[number].evicted = gone
         if pieces:
             new = sum(piece.tokens for piece in pieces.values())
             self._metrics.generated_tokens.inc(new)
@@ -258,10 +268,26 @@ class Worker:
                 time.sleep(5e-5)  # a first token is waited for: let it out before the next step is built
         for job, token in ended:  # when the clients know
             stopped = token.finish_reason is None  # by a text: the engine would go on
+            self._count_evicted(job, token.caches)
             if self._keeps:
                 self._reading.keep(job, self._engine.extract(job.number) if stopped else token.caches)
             if stopped:
                 self._engine.cancel(job.number)
+
+    def _look_for_evicted(self) -> None:
+        """Counts what budgets have evicted of the rows that decode."""
+        if self.policy.budget is not None:
+            for number, gone in zip(self._engine.rows, evicted(self._engine.caches), strict=False):
+                self._evicted(self._active[number], gone)
+
+    def _count_evicted(self, job: Job, caches: list[Any] | None) -> None:
+        """The same, of one job that has caches of its own."""
+        if caches is not None and self.policy.budget is not None:
+            self._evicted(job, max(evicted(caches), default=0))
+
+    def _evicted(self, job: Job, gone: int) -> None:
+        self._metrics.evicted.inc(max(0, gone - job.evicted))
+        job.evicted = max(gone, job.evicted)
 
     def _end(self, job: Job, reason: str) -> None:
         self._active.pop(job.number, None)
@@ -272,9 +298,9 @@ class Worker:
         if job in self._waiting:
             self._waiting.remove(job)
         elif job.number in self._active:
-            self._reading.remove(job)
+            reader = self._reading.remove(job)
+            self._count_evicted(job, None if reader is None else reader.caches)
             self._engine.cancel(job.number)
-            self._order = [number for number in self._order if number != job.number]
         else:
             return
         self._end(job, "cancelled")
@@ -287,13 +313,24 @@ class Worker:
             self.deliver([Piece(job, finish_reason="error", error=error) for job in jobs])
 
     def _fail_all(self) -> None:
-        """A step has failed: its rows are lost, but not the server."""
-        log.exception("a step failed: all %d rows end, and the engine is made anew", len(self._active))
+        """A step has failed: its rows are lost, but not the server.
+
+        Raises:
+            Exception: the engine cannot be made anew; there is nothing more to be done then.
+        """
         self._metrics.engine_failures.inc()
         self._drop(list(self._active.values()), "the server failed while it generated: see its log")
-        self._order = []
-        self._make_engine()
+        del self._engine, self._reading  # and with them what may be too much for two
         mx.clear_cache()
+        for tried in range(1, ENGINE_TRIES + 1):
+            try:
+                self._make_engine()
+                return
+            except Exception as error:
+                if tried == ENGINE_TRIES:
+                    raise
+                log.warning("the engine could not be made anew: %s; trying once more", error)
+            time.sleep(ENGINE_PAUSE)
 
     def _look(self) -> None:
         now, idle = time.monotonic(), not self._active and not self._waiting
@@ -303,10 +340,8 @@ class Worker:
         while self._counted and now - self._counted[0][0] > RATE_OVER:
             self._counted.popleft()
         rate = sum(n for _, n in self._counted) / max(1.0, now - self._counted[0][0]) if self._counted else 0.0
-        decoding = tuple(self._active[number] for number in self._order)
+        decoding = tuple([] if idle else [self._active[number] for number in self._engine.rows])
         memory = Memory() if idle else look(self._engine.caches, now - self._watched < WATCHED_FOR)
-        reading = tuple(job for number, job in self._active.items() if number not in self._order)
         generated = tuple(len(job.answer) for job in decoding)
-        waiting, held = len(self._waiting), mx.get_active_memory()
-        kept = self._prompt_memory.nbytes
-        self.snapshot = Snapshot(memory, decoding, generated, reading, waiting, rate, held, kept)
+        held, kept = mx.get_active_memory(), self._prompt_memory.nbytes
+        self.snapshot = Snapshot(memory, decoding, generated, rate, held, kept)
