@@ -132,7 +132,7 @@ def sealed(header: dict[str, Any], rest: bytes, description: Any) -> dict[str, A
 
 def in_words(loaded: list[Any]) -> Any:
     """What caches say of themselves; a sequence has a new name wherever it is loaded."""
-    told = pack(loaded).description["caches"]
+    told = json.loads(json.dumps(pack(loaded).description["caches"]))
     for each in told:
         if each["kind"] == "mlx-kv" and each["state"][-1] is not None:
             each["state"][-1][3] = len(each["state"][-1][3])
