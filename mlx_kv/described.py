@@ -90,6 +90,7 @@ def _restore(described: dict[str, Any], name: str, arrays: dict[str, mx.array], 
         return _restore_ours(described, name, arrays, room)
     if kind == "list":
         _check_parts(described, {"kind", "members"})
+        _check_lists(described["members"])
         members = [_restore(each, f"{name}.{index}", arrays, room) for index, each in enumerate(described["members"])]
         return stock.CacheList(*members)  # type: ignore[no-untyped-call]
     _check_parts(described, {"kind", "state"})
@@ -104,6 +105,11 @@ def _restore(described: dict[str, Any], name: str, arrays: dict[str, mx.array], 
 def _check_parts(told: Mapping[str, Any], parts: set[str]) -> None:
     if told.keys() != parts:
         raise ValueError(f"a cache has {', '.join(sorted(parts))}, and nothing else")
+
+
+def _check_lists(*trees: Any) -> None:
+    if not all(type(tree) is list for tree in trees):
+        raise ValueError("something else than a list")
 
 
 def _whole(name: str, value: object, least: int = 0) -> int:
@@ -141,6 +147,7 @@ def _restore_ours(described: dict[str, Any], name: str, arrays: dict[str, mx.arr
         raise ValueError(f"cache {name} says that it is another")
     state = _from_json(described["state"], f"{name}.state", arrays)
     rows, ranges, parameters, bits, group_size, quantized_start, packed_decode, packed, eviction = state
+    _check_lists(described["live"], state, rows, ranges, parameters, *rows, *ranges)
     layout = make_layout(parameters[0], *(_whole("a number of a layout", number) for number in parameters[1:]))
     if list(layout.parameters) != parameters:
         raise ValueError("a layout that is told otherwise than layouts are")
@@ -149,7 +156,9 @@ def _restore_ours(described: dict[str, Any], name: str, arrays: dict[str, mx.arr
     if not rows or described["live"] != live or not all(type(number) is int for number in described["live"]):
         raise ValueError("live slots that are not those of its rows")
     lengths = described["lengths"]
-    if lengths is not None and (len(lengths) != len(rows) or min(_whole("a length", one) for one in lengths) < 0):
+    if lengths is not None and (
+        type(lengths) is not list or len(lengths) != len(rows) or min(_whole("a length", one) for one in lengths) < 0
+    ):
         raise ValueError("lengths of other rows")
     if not all(type(flag) is bool for flag in (packed_decode, packed)):
         raise ValueError("a yes or no that is neither")
@@ -233,6 +242,7 @@ def _row(layout: Layout, told: Sequence[int]) -> Row:
 def _check_eviction(layout: Budget, rows: Sequence[Row], heads: int | None, told: Sequence[Any]) -> None:
     """Raises ValueError for what no evictor knows."""
     score, share, layer, names, positions, scores, counts = told
+    _check_lists(told, names, counts)
     if not all(type(word) is str for word in (score, share, *names)) or len(names) not in (1, len(rows)):
         raise ValueError("sequences of other rows")
     _whole("layer", layer)
