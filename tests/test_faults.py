@@ -30,20 +30,7 @@ ERRORS: tuple[Exception, ...] = (
     OSError(errno.EIO, "I/O error"),
     MemoryError("no memory"),
 )
-OS = (
-    "open",
-    "fdopen",
-    "fsync",
-    "replace",
-    "fchmod",
-    "fchown",
-    "fstat",
-    "close",
-    "dup",
-    "write",
-    "ftruncate",
-    "listdir",
-)
+OS = ("open", "fdopen", "fsync", "replace", "fchmod", "fchown", "dup", "write", "ftruncate", "listdir")
 FS = ("makedirs", "pipe_file", "put_file", "get_file", "mv", "rm_file", "ls", "cat_file", "info", "modified", "open")
 
 
