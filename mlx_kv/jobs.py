@@ -22,7 +22,7 @@ import stat
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
 from mlx_kv.replacing import replacing
 
@@ -91,7 +91,7 @@ class Prompts:
         settings: all else that an answer depends on, in JSON's terms.
     """
 
-    def __init__(self, file: BinaryIO, max_tokens: int, settings: Mapping[str, Any]) -> None:
+    def __init__(self, file: IO[bytes], max_tokens: int, settings: Mapping[str, Any]) -> None:
         self._file, self._max_tokens = file, max_tokens
         self._settings = json.dumps(settings, sort_keys=True)
 
@@ -242,8 +242,7 @@ class Answers:
         Raises:
             OSError: it could not be written.
         """
-        line = json.dumps({"id": job.id, "line": job.number, "digest": job.digest, **answer}).encode() + b"\n"
-        assert line.startswith(BEGINNING)
+        line = _line(job, answer)
         before = os.fstat(self._file).st_size
         written = os.write(self._file, line)
         if written < len(line):
@@ -313,6 +312,37 @@ class Answers:
                 done[answer[0]] = answer[1]
                 whole += len(raw)
         return done, whole
+
+
+class PrintedAnswers:
+    """Answers that go where nothing can be read again: each is written once, and none is found to be there already."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream = stream
+        self.done: dict[Id, str] = {}
+
+    def append(self, job: Job, answer: Mapping[str, Any]) -> None:
+        """One more line, handed on when this returns.
+
+        Raises:
+            OSError: nobody takes it.
+        """
+        self._stream.write(_line(job, answer))
+        self._stream.flush()
+
+    def drop(self, ids: Collection[Id]) -> None:
+        """There are none."""
+
+    def __enter__(self) -> PrintedAnswers:
+        return self
+
+    def __exit__(self, *exception: object) -> None: ...
+
+
+def _line(job: Job, answer: Mapping[str, Any]) -> bytes:
+    line = json.dumps({"id": job.id, "line": job.number, "digest": job.digest, **answer}).encode() + b"\n"
+    assert line.startswith(BEGINNING)
+    return line
 
 
 def _half(raw: bytes) -> bool:

@@ -1,10 +1,9 @@
 """Prompt caches in files: what is written of each cache, and when a file is not taken for what it says it is.
 
-Decides which slots of a cache are worth writing (those that hold tokens), and what else makes a loaded cache go on as
-the saved one would have: rows, settings, capacity, the growth rule, what an evictor knows. A file is a safetensors file
-whose metadata has a version, a description in JSON, and a checksum of that; the description has a digest of each array.
-Knows nothing about bytes on a disk (`tensor_files`), mlx-lm's own format (`stock_files`) or models (`fingerprint`).
-B rows, H KV heads, n live slots of one row.
+Decides what a file is: a safetensors file whose metadata has a version, a description in JSON, and a checksum of that;
+the description has a digest of each array. Whatever is not as it should be is a ValueError that names the file. Knows
+nothing about bytes on a disk (`tensor_files`), what is written of one cache (`described`), mlx-lm's own format
+(`stock_files`) or models (`fingerprint`).
 """
 
 from __future__ import annotations
@@ -14,34 +13,21 @@ import json
 import os
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import mlx.core as mx
-from mlx_lm.models import cache as stock
 
 from mlx_kv import stock_files, tensor_files
-from mlx_kv.cache import KVCache
+from mlx_kv.described import NOT_SO, describe, restore
 from mlx_kv.fingerprint import model_fingerprint
-from mlx_kv.growth import FixedStep, Geometric, Growth, round_up
-from mlx_kv.layout import make_layout
 from mlx_kv.replacing import check_replaceable
 
 __all__ = ["PromptFile", "load_prompt_cache", "load_prompt_file", "model_fingerprint", "save_prompt_cache"]
 
 VERSION = "1"
 VERSION_WORD = "mlx_kv_prompt_cache"  # its presence says that a file is one of these
-GROWTHS: dict[str, type[Geometric] | type[FixedStep]] = {"geometric": Geometric, "fixed_step": FixedStep}
-# What mlx-lm keeps itself, stored as it is: recurrent state, and caches that were never made ours.
-AS_THEY_ARE = (
-    stock.ArraysCache,
-    stock.KVCache,
-    stock.QuantizedKVCache,
-    stock.RotatingKVCache,
-    stock.ChunkedKVCache,
-    stock.ConcatenateKVCache,
-)
 _one_file = threading.Lock()  # layers of one sequence find each other in the order in which they are made
 
 
@@ -157,7 +143,7 @@ def pack(
         ValueError: metadata that is not words, or a cache of an unknown kind.
     """
     arrays: dict[str, mx.array] = {}
-    described = [_describe(cache, str(index), arrays) for index, cache in enumerate(caches)]
+    described = [describe(cache, str(index), arrays) for index, cache in enumerate(caches)]
     if tokens is not None:
         arrays["tokens"] = mx.array([int(token) for token in tokens], dtype=mx.int32)
     description = {"caches": described, "metadata": _checked(metadata), "fingerprint": fingerprint}
@@ -205,9 +191,13 @@ class ReadFile:
             caches, metadata = stock_files.convert(self.path, self.file)
             return PromptFile(caches, metadata, stock=True)
         arrays = dict(self.file.arrays)
-        tokens: Any = arrays["tokens"].tolist() if "tokens" in arrays else None
-        with _one_file:
-            caches = [_restore(described, arrays) for described in self.description["caches"]]
+        try:
+            tokens = _tokens(arrays.pop("tokens", None))
+            with _one_file:
+                caches = restore(self.description["caches"], arrays)
+        except NOT_SO as error:
+            why = str(error).splitlines()[0] if isinstance(error, ValueError) and str(error) else "it is no cache"
+            raise ValueError(f"{self.path} cannot be used: {why}; make it again") from error
         return PromptFile(caches, self.description["metadata"], tokens, self.description["fingerprint"])
 
 
@@ -229,114 +219,33 @@ def read(path: str | Path) -> ReadFile:
     text = words.get("description", "")
     if words.get("checksum") != _checksum(text):
         raise ValueError(f"{path} was damaged: its description is not what was written; make it again")
-    description = json.loads(text)
+    try:
+        description = json.loads(text)
+        _check_description(description)
+    except NOT_SO as error:
+        raise ValueError(f"{path} was damaged: its description is none; make it again") from error
     if description["arrays"] != file.digests:
         raise ValueError(f"{path} was damaged: its arrays are not what was written; make it again")
     return ReadFile(path, file, description)
 
 
+def _check_description(told: Any) -> None:
+    """Raises ValueError, TypeError or AttributeError."""
+    words = [*told["metadata"], *told["metadata"].values(), "" if told["fingerprint"] is None else told["fingerprint"]]
+    if told.keys() != {"caches", "metadata", "fingerprint", "arrays"} or type(told["caches"]) is not list:
+        raise ValueError("other parts")
+    if not all(type(word) is str for word in words):
+        raise ValueError("words that are none")
+
+
+def _tokens(array: mx.array | None) -> list[int] | None:
+    if array is None:
+        return None
+    if array.dtype != mx.int32 or array.ndim != 1:
+        raise ValueError("its tokens are none")
+    tokens: Any = array.tolist()
+    return tokens  # type: ignore[no-any-return]
+
+
 def _checksum(text: str) -> str:
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
-
-
-# --- one cache --------------------------------------------------------------------------------------------------------
-
-
-def _describe(cache: Any, name: str, arrays: dict[str, mx.array]) -> dict[str, Any]:
-    """A cache in JSON; its arrays go to `arrays`, under names that begin with `name`."""
-    if isinstance(cache, KVCache):
-        return _describe_ours(cache, name, arrays)
-    if type(cache) is stock.CacheList:
-        members = [_describe(member, f"{name}.{index}", arrays) for index, member in enumerate(cache.caches)]
-        return {"kind": "list", "members": members}
-    if type(cache) in AS_THEY_ARE:
-        return {"kind": type(cache).__name__, "state": _in_json(cache.state, name, arrays)}
-    raise ValueError(f"cache {name} is a {type(cache).__name__}, which no file can hold: use mlx_kv.make_prompt_cache")
-
-
-def _restore(described: dict[str, Any], arrays: dict[str, mx.array]) -> Any:
-    """The cache that was described."""
-    kind = described["kind"]
-    if kind == "mlx-kv":
-        return _restore_ours(described, arrays)
-    if kind == "list":
-        members = [_restore(member, arrays) for member in described["members"]]
-        return stock.CacheList(*members)  # type: ignore[no-untyped-call]
-    made: Any = next(cls for cls in AS_THEY_ARE if cls.__name__ == kind)
-    return made.from_state(_from_json(described["state"], arrays))
-
-
-def _describe_ours(cache: KVCache, name: str, arrays: dict[str, mx.array]) -> dict[str, Any]:
-    keys, values, *state = cache.state
-    live = [min(max(0, row.end), cache.layout.most_slots) for row in cache._rows]
-    planes = {}
-    for which, tensor in (("keys", keys), ("values", values)):
-        for index, plane in enumerate(tensor or ()):  # (B, H, C, width)
-            for row, used in enumerate(live):
-                arrays[f"{name}.{which}.{index}.{row}"] = plane[row, :, :used]  # (H, n, width)
-        planes[which] = len(tensor or ())
-    return {
-        "kind": "mlx-kv",
-        "name": name,
-        "planes": planes,
-        "live": live,
-        "capacity": cache.capacity,
-        "state": _in_json(state, f"{name}.state", arrays),
-        "growth": _growth_in_json(cache._growth),
-        "reserve": cache._reserve,
-        "announced": cache._announced,
-        "lengths": cache._lengths,
-    }
-
-
-def _restore_ours(described: dict[str, Any], arrays: dict[str, mx.array]) -> KVCache:
-    name, live, capacity = described["name"], described["live"], described["capacity"]
-    cache = KVCache()
-    rule = described["growth"]
-    if rule is not None:
-        cache._growth = GROWTHS[rule["rule"]](**rule["settings"])
-    cache._reserve = described["reserve"]
-    state = _rows, _ranges, layout, *_settings = _from_json(described["state"], arrays)
-    needed = min(max(live) + 1, make_layout(*layout).most_slots)
-    if needed > capacity:
-        capacity = round_up(max(needed, cache._growth.capacity(needed, capacity)))
-
-    def plane(which: str, index: int) -> mx.array:
-        lines = [arrays.pop(f"{name}.{which}.{index}.{row}") for row in range(len(live))]  # each (H, n, width)
-        whole = mx.zeros((len(lines), lines[0].shape[0], capacity, lines[0].shape[2]), lines[0].dtype)
-        for row, line in enumerate(lines):
-            whole[row, :, : line.shape[1]] = line
-        mx.eval(whole)
-        return whole
-
-    keys, values = ([plane(which, i) for i in range(count)] or None for which, count in described["planes"].items())
-    cache.state = keys, values, *state
-    cache._announced = tuple(described.get("announced", [0] * len(live)))  # version 0.1.0 did not say
-    cache._lengths = None if described["lengths"] is None else tuple(described["lengths"])
-    return cache
-
-
-def _growth_in_json(growth: Growth) -> dict[str, Any] | None:
-    """A rule of ours by its name; for another, the loaded cache has the default."""
-    for name, rule in GROWTHS.items():
-        if type(growth) is rule:
-            return {"rule": name, "settings": asdict(growth)}
-    return None
-
-
-def _in_json(tree: Any, name: str, arrays: dict[str, mx.array]) -> Any:
-    """Lists and scalars as they are; an array goes to `arrays`, and its name stays in its place."""
-    if isinstance(tree, mx.array):
-        arrays[name] = tree
-        return {"array": name}
-    if isinstance(tree, (list, tuple)):
-        return [_in_json(item, f"{name}.{index}", arrays) for index, item in enumerate(tree)]
-    return tree
-
-
-def _from_json(tree: Any, arrays: dict[str, mx.array]) -> Any:
-    if isinstance(tree, dict):
-        return arrays[tree["array"]]
-    if isinstance(tree, list):
-        return [_from_json(item, arrays) for item in tree]
-    return tree

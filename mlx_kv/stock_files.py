@@ -17,6 +17,7 @@ from mlx_lm.models import cache as stock
 
 from mlx_kv import tensor_files
 from mlx_kv.cache import KVCache
+from mlx_kv.checks import MOST_TOKENS
 from mlx_kv.codec import make_codec
 from mlx_kv.growth import round_up
 from mlx_kv.layout import Append, Layout, Ring, Row
@@ -43,7 +44,7 @@ def convert(path: str | Path, file: tensor_files.TensorFile) -> tuple[list[Any],
     try:
         leaves = _leaves(file)
         caches = [_ours(name, _state(leaves, str(index))) for index, name in enumerate(classes)]
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
         why = str(error).splitlines()[0] if isinstance(error, ValueError) else "a cache in it is not what it should be"
         raise ValueError(f"{path} was written by mlx-lm, but cannot be used: {why}; make it again") from error
     return caches, {name[2:]: word for name, word in words.items() if name.startswith("0.")}
@@ -89,8 +90,79 @@ def _state(leaves: dict[str, Any], prefix: str) -> Any:
     return found
 
 
+def check_state(name: str, state: Any) -> None:
+    """Whether a cache of a class of mlx-lm can have this state.
+
+    Raises:
+        ValueError, TypeError: it cannot.
+    """
+    if name == "ArraysCache":
+        arrays, *padding = state
+        if type(arrays) is not list or not all(x is None or type(x) is mx.array for x in (*arrays, *padding)):
+            raise ValueError("a recurrent state of something else than arrays")
+        if len(padding) != 2 or any(x is not None and (x.ndim != 1 or x.dtype != mx.int32) for x in padding):
+            raise ValueError("lengths of a recurrent state that are none")
+        return
+    keys, values, *numbers = state
+    if not all(type(number) is int and 0 <= number <= MOST_TOKENS for number in numbers):
+        raise ValueError("a cache that says how long it is in something else than numbers")
+    wanted = {"KVCache": 1, "QuantizedKVCache": 3, "RotatingKVCache": 4, "ChunkedKVCache": 3, "ConcatenateKVCache": 0}
+    if len(numbers) != wanted[name]:
+        raise ValueError(f"a {name} has {wanted[name]} numbers, and this one {len(numbers)}")
+    bits, group_size = (numbers[2], numbers[1]) if name == "QuantizedKVCache" else (None, 64)
+    make_codec(bits, group_size)
+    offset = numbers[0] if numbers else 0
+    if _absent(keys) and _absent(values):
+        held = 0
+    else:
+        keys, values = (planes if type(planes) is list else [planes] for planes in (keys, values))
+        check_planes(keys, values, bits, group_size)
+        held = keys[0].shape[2]
+    if name in ("KVCache", "QuantizedKVCache") and offset > held:
+        raise ValueError(f"a cache says that it holds {offset} tokens, and has {held} slots")
+    if name == "ChunkedKVCache" and not (0 <= offset - numbers[2] <= held and numbers[1] > 0):
+        raise ValueError(f"a cache says that it holds {offset - numbers[2]} tokens, and has {held} slots")
+    if name == "RotatingKVCache":
+        _in_time(held, *numbers)
+
+
+def _absent(planes: Any) -> bool:
+    return planes is None or (type(planes) is list and all(plane is None for plane in planes))
+
+
+def check_planes(keys: Planes, values: Planes, bits: int | None, group_size: int | None) -> None:
+    """Whether these planes (B, H, n, width) are keys and values, plain or quantised to so many bits.
+
+    Raises:
+        ValueError: they are not.
+    """
+    for planes in (keys, values):
+        if not all(type(plane) is mx.array and plane.ndim == 4 for plane in planes) or len(planes) not in (1, 3):
+            raise ValueError("keys or values that are no arrays of four axes")
+        packed, *scales = planes
+        if len(planes) == 1:
+            if not mx.issubdtype(packed.dtype, mx.floating):
+                raise ValueError(f"keys or values of {packed.dtype}")
+        elif bits is None or group_size is None or packed.dtype != mx.uint32:
+            raise ValueError("packed planes that are none")
+        else:
+            width = packed.shape[3] * 32 // bits
+            if packed.shape[3] * 32 % bits or any(width != scale.shape[3] * group_size for scale in scales):
+                raise ValueError("scales of other groups")
+            if scales[0].dtype != scales[1].dtype or not mx.issubdtype(scales[0].dtype, mx.floating):
+                raise ValueError("scales that are none")
+    if (
+        len(keys) != len(values)
+        or len({plane.shape[:3] for plane in (*keys, *values)}) != 1
+        or 0 in keys[0].shape[:2] + keys[0].shape[3:]
+    ):
+        raise ValueError("keys and values of a cache do not fit each other")
+
+
 def _ours(name: str, state: Any) -> Any:
     """The cache of a class of mlx-lm with this state, as one of ours; recurrent state stays mlx-lm's."""
+    if name in ("KVCache", "QuantizedKVCache", "RotatingKVCache", "ArraysCache"):
+        check_state(name, state)
     if name == "KVCache":
         keys, values, offset = state
         return _full((keys,), (values,), offset)
@@ -111,8 +183,6 @@ def _ours(name: str, state: Any) -> Any:
 def _full(keys: Any, values: Any, offset: int, bits: int | None = None, group_size: int = 64) -> KVCache:
     if keys is None or keys[0] is None or offset == 0:
         return KVCache(bits, group_size)
-    if not 0 <= offset <= keys[0].shape[2]:
-        raise ValueError(f"a cache says that it holds {offset} tokens, and has {keys[0].shape[2]} slots")
     rows = [Row(0, offset, offset)] * keys[0].shape[0]
     keys, values = ([_padded(plane[:, :, :offset], offset + 1) for plane in planes] for planes in (keys, values))
     return _made(keys, values, rows, ((0, offset),), Append(), bits, group_size)
@@ -123,15 +193,8 @@ def _ring(keys: Any, values: Any, offset: int, keep: int, max_size: int, index: 
     layout = Ring(max_size, MAX_WRITE, keep)
     if keys is None or offset == 0:
         return KVCache(layout=layout)
-    # In the order of time, as RotatingKVCache._temporal_order has it: all is written, or rotated, or some is not.
-    slots, size = list(range(keys.shape[2])), keys.shape[2]
-    if not 0 <= index <= size:
-        raise ValueError(f"a rotating cache goes on at slot {index} of {size}")
-    if index < size:
-        slots = slots[:keep] + slots[index:] + slots[keep:index] if index < offset else slots[:index]
+    slots = _in_time(keys.shape[2], offset, keep, max_size, index)
     held = len(slots)
-    if held > offset or (held < offset and held < max_size - 1):
-        raise ValueError(f"a rotating cache of {max_size} says that it read {offset} tokens, and holds {held}")
     # Their positions. Those that come after the sinks are the newest; no more than the ring has room for.
     first = max(keep, offset - (held - keep), offset - layout.turn) if offset > keep else offset
     row = Row(0, offset, offset if first <= keep else first + layout.turn)  # as if so many had been written and trimmed
@@ -144,6 +207,24 @@ def _ring(keys: Any, values: Any, offset: int, keep: int, max_size: int, index: 
     index_of = mx.array(source)
     keys, values = ([_padded(plane[:, :, index_of], capacity)] for plane in (keys, values))
     return _made(keys, values, [row] * keys[0].shape[0], layout.ranges(row, 0), layout)
+
+
+def _in_time(size: int, offset: int, keep: int, max_size: int, index: int) -> list[int]:
+    """The slots of a rotating buffer of `size` slots in the order of time, as its _temporal_order has it.
+
+    Raises:
+        ValueError: there is no such buffer.
+    """
+    Ring(max_size, MAX_WRITE, keep)
+    slots = list(range(size))
+    if not 0 <= index <= size or (keep > index < min(size, offset)):
+        raise ValueError(f"a rotating cache goes on at slot {index} of {size}")
+    if index < size:  # all is written, or rotated, or some is not
+        slots = slots[:keep] + slots[index:] + slots[keep:index] if index < offset else slots[:index]
+    held = len(slots)
+    if held > offset or (held < offset and held < max_size - 1):
+        raise ValueError(f"a rotating cache of {max_size} says that it read {offset} tokens, and holds {held}")
+    return slots
 
 
 def _padded(plane: mx.array, slots: int) -> mx.array:
@@ -162,10 +243,6 @@ def _made(
     bits: int | None = None,
     group_size: int = 64,
 ) -> KVCache:
-    make_codec(bits, group_size)  # refuses numbers that there are not
-    shapes = {plane.shape[:3] for plane in (*keys, *values)}
-    if len(shapes) != 1 or len(keys) != len(values) or len(keys) != (1 if bits is None else 3):
-        raise ValueError("keys and values of a cache do not fit each other")
     settings = (bits, group_size, 0, True, False)
     return KVCache.from_state((keys, values, list(rows), list(ranges), list(layout.parameters), *settings, None))
 

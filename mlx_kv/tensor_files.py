@@ -208,6 +208,7 @@ def _entry(name: str, told: Any) -> Entry:
     Raises:
         ValueError, TypeError, KeyError: what is told of it cannot be.
     """
+    name.encode()  # refuses what is no text
     dtype, (first, last), shape = told["dtype"], told["data_offsets"], told["shape"]
     numbers = [first, last, *shape]
     if not all(type(number) is int and number >= 0 for number in numbers) or len(shape) > MOST_AXES:

@@ -503,6 +503,36 @@ def test_bad_options_are_one_line_and_exit_code_2(case: str, call: Any, files: F
     assert message in done.err
 
 
+def test_a_dash_is_standard_input_and_output(
+    files: Files, tmp_path: Path, capfdbinary: Any, monkeypatch: pytest.MonkeyPatch, reference: Any
+) -> None:
+    """Both, and each beside a file; a file of that name is ./-."""
+    monkeypatch.setattr("mlx_kv.adapter.load", lambda path: reference)
+    monkeypatch.chdir(tmp_path)
+    files.ask(*PROMPTS[:3], "{")
+
+    def call(*arguments: Any) -> tuple[Any, bytes, str]:
+        with files.prompts.open() as prompts, monkeypatch.context() as patch:
+            patch.setattr(sys, "stdin", prompts)
+            patch.setattr(sys, "argv", ["mlx-kv", "batch", "--max-tokens", "5", *map(str, arguments)])
+            with pytest.raises(SystemExit) as end:
+                cli.main()
+        out, err = capfdbinary.readouterr()
+        return end.value.code, out, err.decode()
+
+    for more in ((), ("--overwrite",)):  # nothing is found to be there already
+        code, out, err = call("--prompts", "-", "--output", "-", *more)
+        assert (code, "lines       3 done, 0 skipped, 1 bad" in err, "line 4: not JSON" in err) == (1, True, True), err
+        found = {each["id"]: each for each in map(json.loads, out.splitlines())}
+        assert found.keys() == {"fib", 2, 99}
+    assert os.listdir(tmp_path) == ["prompts.jsonl"]
+    assert call("--prompts", "-", "--output", files.output)[0] == 1
+    assert files.by_id() == found
+    assert call("--prompts", files.prompts, "--output", "-")[1].count(b"\n") == 3
+    assert call("--prompts", files.prompts, "--output", "./-")[1] == b""
+    assert Path("-").read_bytes().count(b"\n") == 3
+
+
 def test_prompts_are_not_written_over(call: Any, files: Files) -> None:
     files.ask(GOOD)
     before = files.prompts.read_bytes()

@@ -6,12 +6,15 @@ it all. Knows nothing about how lines are read and written (`jobs`), nor how tok
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, BinaryIO, Literal
 
 import click
 
@@ -34,23 +37,29 @@ Examples:
   mlx-kv batch --prompts prompts.jsonl --output answers.jsonl --max-batch-size 16 --kv-bits 8
   mlx-kv batch --prompts prompts.jsonl --output answers.jsonl --draft-model reference
   mlx-kv batch --prompts prompts.jsonl --output answers.jsonl --max-tokens 64 --overwrite
+  generate-prompts | mlx-kv batch --prompts - --output - | sort-answers
 """
 BATCHES_AHEAD = 2  # of prompts that wait for a place: a batch of short answers empties at once
-JSONL = click.Path(exists=True, dir_okay=False, path_type=Path)
+JSONL = click.Path(exists=True, dir_okay=False, allow_dash=True)
 
 
 @click.command(epilog=EXAMPLES)
 @model_option()
 @click.option(
-    "--prompts", "prompts_file", type=JSONL, required=True, metavar="FILE", help="A JSON object on each line."
+    "--prompts",
+    "prompts_file",
+    type=JSONL,
+    required=True,
+    metavar="FILE",
+    help="A JSON object on each line; - is stdin.",
 )
 @click.option(
     "--output",
     "output_file",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=click.Path(dir_okay=False, allow_dash=True),
     required=True,
     metavar="FILE",
-    help="Gets a line for each that is finished; what it already has is not done again.",
+    help="Gets a line for each that is finished; what it already has is not done again. - is stdout, where nothing is.",
 )
 @click.option("--overwrite", is_flag=True, help="Do lines again that were done with another prompt or other settings.")
 @click.option(
@@ -69,8 +78,8 @@ JSONL = click.Path(exists=True, dir_okay=False, path_type=Path)
 @policy_options
 def batch(
     model: str,
-    prompts_file: Path,
-    output_file: Path,
+    prompts_file: str,
+    output_file: str,
     overwrite: bool,
     max_batch_size: int,
     ignore_chat_template: bool,
@@ -91,13 +100,14 @@ def batch(
     """
     if num_draft_tokens is not None and draft_model is None:
         raise click.UsageError("--num-draft-tokens needs --draft-model")
-    if not prompts_file.is_file():
-        raise click.UsageError(f"--prompts {prompts_file} is no regular file: give one that can be read twice")
-    if output_file.exists() and output_file.samefile(prompts_file):
+    if prompts_file != "-" and not os.path.isfile(prompts_file):
+        raise click.UsageError(f"--prompts {prompts_file} is no regular file: give one that can be read twice, or -")
+    both = "-" not in (prompts_file, output_file)
+    if both and os.path.exists(output_file) and os.path.samefile(output_file, prompts_file):
         raise click.UsageError(f"--output {output_file} is the file of prompts: give another one")
     policy = make_policy(**settings)  # refuses bad settings before anything is loaded
 
-    from mlx_kv.jobs import Answers, Prompts
+    from mlx_kv.jobs import Answers, PrintedAnswers, Prompts
 
     tell: dict[str, Any] = {
         "model": model,
@@ -107,20 +117,22 @@ def batch(
     if temp > 0:
         tell |= {"temp": temp, "top_p": top_p, "seed": seed}
     report = Report()
+    answers: Answers | PrintedAnswers
     try:
-        answers = Answers(output_file)
+        answers = PrintedAnswers(standard("stdout")) if output_file == "-" else Answers(output_file)
     except OSError as error:
         raise click.UsageError(f"cannot open {error.filename or output_file}: {error.strerror}") from error
-    with answers, prompts_file.open("rb") as file:
+    where = "stdout" if output_file == "-" else output_file
+    with answers, spooled_stdin() if prompts_file == "-" else open(prompts_file, "rb") as file:
         prompts = Prompts(file, max_tokens, tell)
         survey = prompts.survey(answers.done)
         if survey.changed and not overwrite:
-            raise click.UsageError(say_changed(survey, output_file))
+            raise click.UsageError(say_changed(survey, where))
         for number, reason in survey.bad:
             report.bad_line(number, reason)
         report.skipped = survey.skipped
         if not survey.todo:
-            held = f"{survey.skipped:,} of {survey.skipped + report.bad:,} lines are in {output_file}"
+            held = f"{survey.skipped:,} of {survey.skipped + report.bad:,} lines are in {where}"
             click.echo(f"mlx-kv: nothing to do: {held}", err=True)
             sys.exit(1 if report.bad else 0)
 
@@ -143,7 +155,8 @@ def batch(
             speculation,
         )
         if survey.changed:
-            answers.drop({name for _, name in survey.changed})
+            with written(where):
+                answers.drop({name for _, name in survey.changed})
         sampler = TemperatureSampler(temp, top_p) if temp > 0 else None
         reader = Reader(network, tokenizer, ignore_chat_template, sampler, seed)
         ahead = (1 + BATCHES_AHEAD) * max_batch_size
@@ -157,14 +170,39 @@ def batch(
                     "prompt_tokens": prompt_tokens,
                     "generation_tokens": len(tokens),
                 }
-                try:
+                with written(where):
                     answers.append(job, answer)
-                except OSError as error:
-                    raise click.UsageError(f"cannot write {output_file}: {error.strerror}") from error
                 report.finished()
         finally:
             report.end(reader, speculation)
     sys.exit(1 if report.bad else 0)
+
+
+def standard(name: Literal["stdin", "stdout"]) -> BinaryIO:
+    """The bytes of a standard stream."""
+    stream = getattr(sys, name)
+    if stream is None:
+        raise click.UsageError(f"{name} is closed: give a file instead of -")
+    return stream.buffer  # type: ignore[no-any-return]
+
+
+def spooled_stdin() -> IO[bytes]:
+    """All of standard input, in a file that can be read twice and has no name."""
+    file = tempfile.TemporaryFile()  # noqa: SIM115, closed by who asks for it
+    with written("a copy of stdin"):
+        shutil.copyfileobj(standard("stdin"), file)
+    return file
+
+
+@contextlib.contextmanager
+def written(where: str) -> Iterator[None]:
+    """What the system says about a file of answers becomes one line."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, BrokenPipeError):  # else Python says it once more, when it flushes at its end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise click.UsageError(f"cannot write {where}: {error.strerror}") from error
 
 
 def in_json(policy: CachePolicy) -> dict[str, Any]:
@@ -172,7 +210,7 @@ def in_json(policy: CachePolicy) -> dict[str, Any]:
     return {name: getattr(policy, name) for name in policy.changed() if name != "growth"}
 
 
-def say_changed(survey: Survey, output: Path) -> str:
+def say_changed(survey: Survey, output: str) -> str:
     number, name = survey.changed[0]
     others = f" (and {len(survey.changed) - 1:,} more)" if len(survey.changed) > 1 else ""
     return (
