@@ -1,5 +1,5 @@
 # Each target does its own set-up: a virtual environment in .venv, and in it this package with what it needs.
-#   make generate   the main job on real input: the reference model continues a source file of this repository
+#   make generate   the main job on real input: the reference model goes on from examples/unfinished.py, on a budget
 #   make test       the tests
 #   make lint       style and types
 #   make bench      the benchmarks, each ends in one JSON line
@@ -10,11 +10,13 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 # On Linux MLX comes with a backend of choice: make EXTRAS=cuda. On macOS it comes with Metal.
 EXTRAS ?= $(if $(filter Linux,$(shell uname -s)),cpu)
 comma := ,
+# What the README shows needs figures and the server as well.
+SHOWN := $(if $(EXTRAS),$(EXTRAS)$(comma))plot,server
 
 .PHONY: generate test lint bench clean
 
 generate: $(VENV)/.run
-	$(VENV)/bin/mlx-kv generate --prompt-file mlx_kv/checks.py --max-tokens 200 --temp 0.7 --top-p 0.9 --seed 1
+	$(VENV)/bin/mlx-kv generate --prompt-file examples/unfinished.py --kv-budget 512 --kv-bits 8 --max-tokens 40
 
 test: $(VENV)/.dev
 	$(VENV)/bin/python -m pytest
@@ -35,11 +37,11 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.run: pyproject.toml | $(VENV)/bin/python
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e ".[$(EXTRAS)]"
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e ".[$(SHOWN)]"
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml | $(VENV)/bin/python
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e ".[$(if $(EXTRAS),$(EXTRAS)$(comma))dev]"
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e ".[$(SHOWN),dev]"
 	@touch $@ $(VENV)/.run
 
 clean:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import termios
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -153,6 +154,21 @@ def test_bad_input_is_one_line_and_exit_code_2(case: str, tmp_path: Path) -> Non
     assert done.stderr.startswith("mlx-kv: error: ")
     assert done.stderr.count("\n") == 1, done.stderr
     assert done.stdout == ""
+
+
+def test_a_prompt_beyond_what_the_model_was_made_for_is_noted(tmp_path: Path, command: Any) -> None:
+    shutil.copytree(PACKAGE / "models" / "draft", tmp_path / "model")
+    config = tmp_path / "model" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "max_position_embeddings": 100}))
+    common = ("--model", tmp_path / "model", "--prompt", "import os\n" * 40)  # 3 tokens each
+    for asked, *arguments in (
+        ("120 + 1", "generate", *common, "--max-tokens", "1"),
+        ("120", "cache", *common, "--output", tmp_path / "long.safetensors"),
+        ("120", "inspect", *common, "--kv-budget", "90", "--kv-keep-recent", "8"),
+    ):
+        done = command(*arguments)
+        assert done.code == 0
+        assert f"mlx-kv: note: {asked} tokens, but this model was made for 100\n" in done.err
 
 
 def test_the_bare_command_prints_its_help() -> None:

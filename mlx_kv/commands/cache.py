@@ -20,6 +20,7 @@ from mlx_kv.commands.options import (
     human_bytes,
     make_policy,
     model_option,
+    note_context,
     policy_options,
     prefill_bar,
     prefill_option,
@@ -149,6 +150,7 @@ def cache(
 
     network, tokenizer = load(model_path(model))
     tokens = encode_beginning(tokenizer, text, tokenizer.chat_template is not None and not ignore_chat_template)
+    note_context(network, len(tokens))
     caches = make_prompt_cache(network, cache_policy)
     reserve_for(caches, len(tokens), 0)
     step = prefill_step(caches, prefill_step_size)

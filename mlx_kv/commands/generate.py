@@ -19,6 +19,7 @@ from mlx_kv.commands.options import (
     human_bytes,
     make_policy,
     model_option,
+    note_context,
     policy_options,
     prefill_bar,
     prompt_options,
@@ -96,7 +97,7 @@ def generate(
 
     import mlx.core as mx
 
-    from mlx_kv.adapter import context_length, load, make_prompt_cache
+    from mlx_kv.adapter import load, make_prompt_cache
     from mlx_kv.decoder import SpeculationStatistics
     from mlx_kv.generation import cache_statistics, encode_prompt, prefill_step, stream_generate
     from mlx_kv.sampling import TemperatureSampler
@@ -113,10 +114,7 @@ def generate(
         tokens = tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True)
     else:
         tokens = encode_prompt(tokenizer, text)
-    length = context_length(network)
-    if length is not None and already + len(tokens) + max_tokens > length:
-        asked = f"{already + len(tokens)} + {max_tokens} tokens"
-        click.echo(f"mlx-kv: note: {asked}, but this model was made for {length}", err=True)
+    note_context(network, already + len(tokens), max_tokens)
     if seed is not None:
         mx.random.seed(seed)
     options: dict[str, Any] = {

@@ -21,6 +21,7 @@ from mlx_kv.commands.config import short_name
 from mlx_kv.commands.options import (
     make_policy,
     model_option,
+    note_context,
     policy_options,
     prefill_bar,
     prefill_option,
@@ -212,7 +213,7 @@ def inspect_command(
     text = read_prompt(prompt, prompt_file, source)
     policy = make_policy(**settings)  # refuses bad settings before anything is loaded
 
-    from mlx_kv.adapter import context_length, load, make_prompt_cache
+    from mlx_kv.adapter import load, make_prompt_cache
     from mlx_kv.generation import encode_prompt, prefill_step
     from mlx_kv.inspection import inspect_prompt
 
@@ -221,9 +222,7 @@ def inspect_command(
         tokens = tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True)
     else:
         tokens = encode_prompt(tokenizer, text)
-    length = context_length(network)
-    if length is not None and len(tokens) > length:
-        click.echo(f"mlx-kv: note: {len(tokens)} tokens, but this model was made for {length}", err=True)
+    note_context(network, len(tokens))
     step = prefill_step(make_prompt_cache(network, policy), prefill_step_size)
     with prefill_bar(len(tokens), step) as advance:
         found = inspect_prompt(network, tokens, policy, prefill_step_size=step, progress=advance)

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
+    import mlx.nn as nn
+
     from mlx_kv.policy import CachePolicy
 
 Command = Callable[..., None]
@@ -194,6 +196,16 @@ def read_prompt(prompt: str | None, prompt_file: Path | None, source: str | None
     if not text.strip():
         raise click.UsageError("the prompt is empty: give at least one word")
     return text
+
+
+def note_context(model: nn.Module, prompt_tokens: int, max_tokens: int = 0) -> None:
+    """Says on stderr where a prompt and its answer go past the positions that a model was made for."""
+    from mlx_kv.adapter import context_length
+
+    length = context_length(model)
+    if length is not None and prompt_tokens + max_tokens > length:
+        asked = f"{prompt_tokens} + {max_tokens} tokens" if max_tokens else f"{prompt_tokens} tokens"
+        click.echo(f"mlx-kv: note: {asked}, but this model was made for {length}", err=True)
 
 
 @contextlib.contextmanager
