@@ -160,6 +160,13 @@ def test_the_program_runs(checkout: Path, environment: dict[str, str]) -> None:
     assert done.stderr == ""
 
 
+def test_files_that_docs_and_commands_name_are_there() -> None:
+    texts = [README, (ROOT / "Makefile").read_text(), *(file.read_text() for file in (ROOT / "docs").glob("*.md"))]
+    named = set(re.findall(r"(?<![\w/.])(?:examples|mlx_kv|benchmarks|tools)/[\w./-]+\w", "\n".join(texts)))
+    assert len(named) > 5
+    assert sorted(name for name in named if not (ROOT / name).exists()) == []
+
+
 def test_links_lead_somewhere() -> None:
     links = re.findall(r"\]\((?!http)([^)#]+)\)", README)
     assert links
