@@ -40,6 +40,7 @@ SAID = {
     "margin is -1: give more": "--kv-margin -1: give more",
     "use share='layer' or keep_recent=65": "use --kv-share layer or --kv-keep-recent 65",
     "the prompt is empty, the model is none of 3 bits": "the prompt is empty, the model is none of 3 bits",
+    "cannot read /max_tokens/max_kv_size.json: a folder": "cannot read /max_tokens/max_kv_size.json: a folder",
     "CachePolicy(max_rollback=...) is no option": "CachePolicy(max_rollback=...) is no option",
 }
 

@@ -47,10 +47,11 @@ def in_options(error: ValueError, command: click.Command) -> str:
             return f"{match['use'] or ''}{option} {value}"
         return f"leave out {option}" if match["use"] else f"{option} is not given"
 
-    form = rf"\b(?P<use>use )?\b(?P<name>{any_setting})(?: is |=)(?P<value>{VALUE})"
+    form = rf"(?<![-\w./])(?P<use>use )?(?P<name>{any_setting})(?: is |=)(?P<value>{VALUE})"
     text = re.sub(form, stated, str(error))
     # What is stated already begins with dashes: only names that stand alone are left.
-    return re.sub(rf"(?<![-\w.])({any_setting})(?![-\w(])", lambda m: options[m[0]] if m[0] in told else m[0], text)
+    alone = rf"(?<![-\w./])({any_setting})(?![-\w(/]|\.\w)"  # and no part of a path
+    return re.sub(alone, lambda match: options[match[0]] if match[0] in told else match[0], text)
 
 
 class Commands(click.Group):
@@ -59,8 +60,6 @@ class Commands(click.Group):
     def invoke(self, ctx: click.Context) -> object:
         try:
             return super().invoke(ctx)
-        except UnicodeError:
-            raise  # a ValueError that is about no setting
         except ValueError as error:
             command = self.get_command(ctx, ctx.invoked_subcommand or "")
             if command is None:
