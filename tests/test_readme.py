@@ -62,7 +62,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 def run(line: str, folder: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(line, shell=True, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
+    assert done.returncode == 0, f"{line}: {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done
 
 
