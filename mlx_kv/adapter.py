@@ -18,6 +18,7 @@ from mlx_lm.models import cache as stock
 
 from mlx_kv.batch import check_joinable
 from mlx_kv.cache import KVCache
+from mlx_kv.checks import SettingError
 from mlx_kv.eviction.ledger import Ledger
 from mlx_kv.policy import FOR_BUDGETS, CachePolicy
 
@@ -65,9 +66,10 @@ def make_prompt_cache(model: nn.Module, policy: CachePolicy | None = None, *, st
     honoured |= dict.fromkeys(("max_kv_size", "budget", "sinks", *FOR_BUDGETS), boundable)
     ignored = [name for name in policy.changed() if not honoured.get(name, full or windowed)]
     if strict and ignored:
-        raise ValueError(
+        raise SettingError(
             f"no layer of this model can honour {', '.join(ignored)}: its caches are "
-            f"{', '.join(sorted(kind.__name__ for kind in kinds)) or 'none'}; leave it out"
+            f"{', '.join(sorted(kind.__name__ for kind in kinds)) or 'none'}; leave it out",
+            ignored,
         )
     packed_decode = policy.bits is not None and _takes_packed_planes(model, policy)
     return _convert(model, own, policy, packed_decode)

@@ -7,12 +7,25 @@ it was. Each message states what came, what was expected and the mend. Shapes ar
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
 
 import mlx.core as mx
 
 from mlx_kv.store import Store, tensor_of
 
 MOST_TOKENS = 2**31 - 1  # MLX counts the elements of an axis in 32 bits
+
+
+class SettingError(ValueError):
+    """A setting that cannot be used, or not here.
+
+    Attributes:
+        settings: those names in the message that are settings and could be taken for ordinary words.
+    """
+
+    def __init__(self, message: str, settings: Iterable[str]) -> None:
+        super().__init__(message)
+        self.settings = tuple(settings)
 
 
 def whole_number(name: str, value: object, least: int = 0) -> int:

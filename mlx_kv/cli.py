@@ -22,9 +22,10 @@ from mlx_kv.commands.info import info
 from mlx_kv.commands.inspect import inspect_command
 from mlx_kv.commands.plan import plan
 from mlx_kv.commands.serve import serve
+from mlx_kv.commands.wording import Commands
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="mlx-kv")
 def command() -> None:
     """KV caches for language models on MLX: generate text with them, and see what they cost.

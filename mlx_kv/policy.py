@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from mlx_kv.cache import KVCache
-from mlx_kv.checks import whole_number
+from mlx_kv.checks import SettingError, whole_number
 from mlx_kv.codec import Affine
 from mlx_kv.eviction.evictor import Evictor, Share
 from mlx_kv.eviction.ledger import Ledger
@@ -71,8 +71,8 @@ class CachePolicy:
         if self.budget is None:
             whole_number("sinks", self.sinks)
             if unused := [name for name in self.changed() if name in FOR_BUDGETS]:
-                raise ValueError(
-                    f"{', '.join(unused)} is for a budget, but budget is None: say how many tokens to keep"
+                raise SettingError(
+                    f"{', '.join(unused)} is for a budget, but budget is None: say how many tokens to keep", unused
                 )
         elif self.max_kv_size is not None:
             raise ValueError("got a budget and max_kv_size, which both bound full-attention layers: give one of them")

@@ -44,7 +44,8 @@ def test_text_goes_to_stdout_and_statistics_to_stderr() -> None:
     assert "%|" not in done.stderr  # no progress bar where nobody looks
 
 
-def test_a_long_prompt_shows_its_progress_on_a_terminal() -> None:
+@pytest.mark.parametrize("chunks", [("--prefill-step-size", "100"), ()], ids=["many", "one"])
+def test_a_long_prompt_shows_its_progress_on_a_terminal(chunks: tuple[str, ...]) -> None:
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (40, 100))
     arguments = (
@@ -53,8 +54,7 @@ def test_a_long_prompt_shows_its_progress_on_a_terminal() -> None:
         str(PACKAGE / "growth.py"),
         "--max-tokens",
         "2",
-        "--prefill-step-size",
-        "100",
+        *chunks,
     )
     process = subprocess.Popen([sys.executable, "-m", "mlx_kv.cli", *arguments], stdout=subprocess.PIPE, stderr=theirs)
     os.close(theirs)
@@ -65,6 +65,20 @@ def test_a_long_prompt_shows_its_progress_on_a_terminal() -> None:
     assert process.wait(timeout=300) == 0
     assert b"prompt:" in seen
     assert b"%|" in seen
+    assert b"  0%|" in seen  # from the start on
+
+
+@pytest.mark.parametrize("draft", [(), ("--draft-model", "reference")], ids=["plain", "drafted"])
+def test_a_rate_is_said_of_what_was_timed(draft: tuple[str, ...], command: Any) -> None:
+    """The first tokens are there when the clock of generation starts: one alone took no time."""
+    common = ("generate", "--prompt", "import os\n", *draft)
+    one, some = (command(*common, "--max-tokens", count) for count in ("1", "12"))
+    (line,) = [line for line in one.err.splitlines() if line.startswith("generation")]
+    assert line.split() == ["generation", "1", "token"]
+    (line,) = [line for line in some.err.splitlines() if line.startswith("generation")]
+    assert line.endswith("tokens/s")
+    answer = json.loads(command(*common, "--max-tokens", "1", "--json").out)
+    assert (answer["generation_tokens"], answer["generation_tokens_per_second"]) == (1, None)
 
 
 def test_json_is_one_object_and_options_reach_the_caches() -> None:
@@ -114,19 +128,31 @@ BAD = {
     "missing file": (["generate", "--prompt-file", "nowhere.py"], "'nowhere.py' does not exist"),
     "empty prompt": (["generate", "--prompt", "  "], "the prompt is empty"),
     "empty stdin": (["generate", "-"], "the prompt is empty"),
-    "bits": (["generate", "--prompt", "x", "--kv-bits", "7"], "bits is 7: a quantised cache has 2, 3, 4, 5, 6, 8 bits"),
-    "group": (["generate", "--prompt", "x", "--kv-bits", "8", "--kv-group-size", "7"], "group_size is 7"),
+    "bits": (
+        ["generate", "--prompt", "x", "--kv-bits", "7"],
+        "error: --kv-bits 7: a quantised cache has 2, 3, 4, 5, 6, 8 bits",
+    ),
+    "group": (
+        ["generate", "--prompt", "x", "--kv-bits", "8", "--kv-group-size", "7"],
+        "error: --kv-group-size 7: choose",
+    ),
     "group and head dim": (
         ["generate", "--prompt", "x", "--kv-bits", "8", "--kv-group-size", "128"],
-        "head dim 64, not a multiple of group_size=128; use group_size=32 or 64",
+        "head dim 64, not a multiple of --kv-group-size 128; use --kv-group-size 32 or 64",
     ),
-    "start without bits": (["generate", "--prompt", "x", "--quantized-kv-start", "9"], "bits is None"),
+    "start without bits": (
+        ["generate", "--prompt", "x", "--quantized-kv-start", "9"],
+        "--quantized-kv-start 9, but --kv-bits is not given",
+    ),
     "growth": (["generate", "--prompt", "x", "--kv-growth", "magic"], "'magic' is not one of"),
-    "no room": (["generate", "--prompt", "x", "--max-kv-size", "0"], "max_kv_size is 0"),
-    "no windows": (["generate", "--prompt", "x", "--max-write", "9"], "no layer of this model can honour max_write"),
+    "no room": (["generate", "--prompt", "x", "--max-kv-size", "0"], "error: --max-kv-size 0: "),
+    "no windows": (
+        ["generate", "--prompt", "x", "--max-write", "9"],
+        "no layer of this model can honour --max-write: ",
+    ),
     "no drafts": (
         ["generate", "--prompt", "x", "--draft-model", "reference", "--num-draft-tokens", "0"],
-        "num_draft_tokens is 0",
+        "error: --num-draft-tokens 0: ",
     ),
     "seed": (["generate", "--prompt", "x", "--seed", "-1"], "-1 is not in the range"),
     "no tokens": (["generate", "--prompt", "x", "--max-tokens", "0"], "0 is not in the range"),

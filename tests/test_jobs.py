@@ -483,9 +483,9 @@ def test_a_file_that_is_replaced_while_it_is_opened_is_refused(files: Files, mon
 
 WRONG: dict[str, tuple[tuple[str, ...], str]] = {
     "drafts without a model": (("--num-draft-tokens", "2"), "--num-draft-tokens needs --draft-model"),
-    "no drafts": (("--draft-model", "reference", "--num-draft-tokens", "0"), "num_draft_tokens is 0"),
+    "no drafts": (("--draft-model", "reference", "--num-draft-tokens", "0"), "--num-draft-tokens 0: "),
     "batch of 0": (("--max-batch-size", "0"), "0 is not in the range"),
-    "policy": (("--kv-score", "recent"), "score is for a budget"),
+    "policy": (("--kv-score", "recent"), "--kv-score is for a budget, but --kv-budget is not given"),
     "no such file": (("--prompts", "/nowhere.jsonl"), "does not exist"),
     "no such folder": (("--output", "/nowhere/a.jsonl"), "cannot open /nowhere/a.jsonl: No such file"),
     "no file to add to": (("--output", "/dev/null"), "is no regular file"),

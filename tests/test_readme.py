@@ -62,7 +62,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 def run(line: str, folder: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(line, shell=True, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
+    assert done.returncode == 0, f"{line}: {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done
 
 
@@ -158,6 +158,13 @@ def test_the_program_runs(checkout: Path, environment: dict[str, str]) -> None:
     done = run(f"{sys.executable} program.py", checkout, {**environment, "PYTHONWARNINGS": "error::RuntimeWarning"})
     assert done.stdout.startswith('garnet"\nassert settings[')
     assert done.stderr == ""
+
+
+def test_files_that_docs_and_commands_name_are_there() -> None:
+    texts = [README, (ROOT / "Makefile").read_text(), *(file.read_text() for file in (ROOT / "docs").glob("*.md"))]
+    named = set(re.findall(r"(?<![\w/.])(?:examples|mlx_kv|benchmarks|tools)/[\w./-]+\w", "\n".join(texts)))
+    assert len(named) > 5
+    assert sorted(name for name in named if not (ROOT / name).exists()) == []
 
 
 def test_links_lead_somewhere() -> None:

@@ -676,7 +676,7 @@ REFUSED = {
     "nobody's": (["generate", "--prompt-cache-file", "{anonymous}"], "does not say of which model it is"),
     "no folder": (["cache", "--output", "{p}/nowhere/a.safetensors"], "there is no folder"),
     "no output": (["cache"], "Missing option '--output'"),
-    "policy": (["cache", "--output", "{p}", "--kv-bits", "7"], "bits is 7"),
+    "policy": (["cache", "--output", "{p}", "--kv-bits", "7"], "--kv-bits 7: "),
 }
 
 

@@ -26,6 +26,7 @@ from mlx_kv.commands.options import (
     prefill_option,
     prompt_options,
     read_prompt,
+    tokens_line,
 )
 
 if TYPE_CHECKING:
@@ -169,7 +170,7 @@ def cache(
     saved = time.perf_counter()
     held = cache_statistics(caches)
     lines = (
-        f"prompt      {len(tokens):7,} tokens  {len(tokens) / (read - started):10,.1f} tokens/s",
+        tokens_line("prompt", len(tokens), len(tokens) / (read - started)),
         f"KV cache    {human_bytes(held.bytes_live)} live, {human_bytes(held.bytes_allocated)} allocated",
         f"file        {human_bytes(os.path.getsize(output))} in {saved - read:.2f} s: {output}",
     )

@@ -13,6 +13,8 @@ import click
 
 from mlx_kv.bundled import model_path
 
+SECONDS_TO_ANSWER = 10  # that the hub has
+
 
 def find_config(name: str) -> Path:
     """The config.json of a directory, a bundled model or a hub id, from where nothing else is fetched.
@@ -29,12 +31,15 @@ def find_config(name: str) -> Path:
         return path / "config.json"
     if path.is_absolute() or len(path.parts) != 2:
         raise click.UsageError(f"{name} is neither a directory, a config.json, nor a hub id such as org/model")
-    import logging
-
     import huggingface_hub
+    from huggingface_hub.utils import logging
 
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it says every retry, a line each
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # it says every retry, a line each
     try:
+        if not isinstance(huggingface_hub.try_to_load_from_cache(name, "config.json"), str):
+            # One question first, as without a network the download would ask for half a minute.
+            where = huggingface_hub.hf_hub_url(name, "config.json")
+            huggingface_hub.get_hf_file_metadata(where, timeout=SECONDS_TO_ANSWER)
         return Path(huggingface_hub.hf_hub_download(name, "config.json"))
     except Exception as error:  # of three libraries: no such model, no access, no network
         raise click.UsageError(f"cannot fetch config.json of {name} from the hub: {error}") from error

@@ -24,6 +24,7 @@ from mlx_kv.commands.options import (
     prefill_bar,
     prompt_options,
     read_prompt,
+    tokens_line,
 )
 
 EXAMPLES = """
@@ -144,6 +145,9 @@ def generate(
                 click.echo(response.text, nl=False)
     assert response is not None, "mlx-lm's loop ends with a response"
     held = cache_statistics(caches)
+    # The clock of generation starts when the first tokens are there: these alone are no rate.
+    first = speculation.rounds <= 1 if draft_model is not None else response.generation_tokens == 1
+    generation_tps = None if first else response.generation_tps
     if as_json:
         answer = {
             "text": "".join(pieces),
@@ -153,7 +157,7 @@ def generate(
             "prompt_tokens": response.prompt_tokens,
             "prompt_tokens_per_second": round(response.prompt_tps, 2),
             "generation_tokens": response.generation_tokens,
-            "generation_tokens_per_second": round(response.generation_tps, 2),
+            "generation_tokens_per_second": None if generation_tps is None else round(generation_tps, 2),
             "kv_bytes_live": held.bytes_live,
             "kv_bytes_allocated": held.bytes_allocated,
             "kv_bytes_full": held.bytes_full,
@@ -170,9 +174,9 @@ def generate(
     click.echo()
     lines = (
         "-" * 40,
-        *([f"cached      {already:7,} tokens"] if already else []),
-        f"prompt      {response.prompt_tokens:7,} tokens  {response.prompt_tps:10,.1f} tokens/s",
-        f"generation  {response.generation_tokens:7,} tokens  {response.generation_tps:10,.1f} tokens/s",
+        *([tokens_line("cached", already, None)] if already else []),
+        tokens_line("prompt", response.prompt_tokens, response.prompt_tps),
+        tokens_line("generation", response.generation_tokens, generation_tps),
         f"KV cache    {human_bytes(held.bytes_live)} live, {human_bytes(held.bytes_allocated)} allocated",
         f"growths     {held.growths:7,}",
         f"peak memory {human_bytes(round(response.peak_memory * 1e9))}",

@@ -15,12 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from mlx_kv.commands.wording import SETTINGS
+
 if TYPE_CHECKING:
     import mlx.nn as nn
 
     from mlx_kv.policy import CachePolicy
 
 Command = Callable[..., None]
+SOON_READ = 128  # tokens for which nobody waits
 
 
 class FiniteRange(click.FloatRange):
@@ -135,37 +138,19 @@ def policy_options(function: Command) -> Command:
     return applied(options, function)
 
 
-def make_policy(
-    kv_bits: int | None,
-    kv_group_size: int,
-    quantized_kv_start: int,
-    kv_growth: str,
-    max_kv_size: int | None,
-    max_write: int,
-    kv_budget: int | None,
-    kv_score: str | None,
-    kv_keep_recent: int,
-    kv_sinks: int,
-    kv_share: Any,
-    kv_margin: int | None,
-) -> CachePolicy:
+def make_policy(**options: Any) -> CachePolicy:
+    """The policy that `policy_options` say.
+
+    Raises:
+        ValueError: settings that don't exist or don't go together.
+    """
     from mlx_kv.growth import FixedStep, Geometric
     from mlx_kv.policy import CachePolicy
 
-    return CachePolicy(
-        bits=kv_bits,
-        group_size=kv_group_size,
-        growth=Geometric() if kv_growth == "geometric" else FixedStep(),
-        quantized_start=quantized_kv_start,
-        max_kv_size=max_kv_size,
-        max_write=max_write,
-        budget=kv_budget,
-        score=CachePolicy.score if kv_score is None else kv_score,
-        keep_recent=kv_keep_recent,
-        sinks=kv_sinks,
-        share=kv_share,
-        margin=kv_margin,
-    )
+    options["kv_growth"] = Geometric() if options["kv_growth"] == "geometric" else FixedStep()
+    if options["kv_score"] is None:
+        options["kv_score"] = CachePolicy.score
+    return CachePolicy(**{SETTINGS.get(name, name): value for name, value in options.items()})
 
 
 def read_stdin() -> str:
@@ -218,8 +203,8 @@ def note_context(model: nn.Module, prompt_tokens: int, max_tokens: int = 0) -> N
 
 @contextlib.contextmanager
 def prefill_bar(prompt_tokens: int, step: int) -> Iterator[Callable[[int, int], None] | None]:
-    """A progress bar for a prompt of several chunks, on a terminal only; the callback that mlx-lm's loop wants."""
-    if not sys.stderr.isatty() or prompt_tokens <= step:
+    """A progress bar for a prompt of several chunks or of a long one, on a terminal only; mlx-lm's callback."""
+    if not sys.stderr.isatty() or prompt_tokens <= min(step, SOON_READ):
         yield None
         return
     from tqdm import tqdm
@@ -232,6 +217,12 @@ def prefill_bar(prompt_tokens: int, step: int) -> Iterator[Callable[[int, int], 
                 bar.close()
 
         yield advance
+
+
+def tokens_line(name: str, tokens: int, per_second: float | None) -> str:
+    """A line of statistics; no rate where it was not measured."""
+    rate = "" if per_second is None else f"  {per_second:10,.1f} tokens/s"
+    return f"{name:<11} {tokens:7,} token{' ' if tokens == 1 and rate else '' if tokens == 1 else 's'}{rate}"
 
 
 def human_bytes(count: int) -> str:

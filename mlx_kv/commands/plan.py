@@ -16,6 +16,7 @@ import click
 
 from mlx_kv.commands.config import find_config, read_config, short_name
 from mlx_kv.commands.options import make_policy, model_option, policy_options
+from mlx_kv.commands.wording import in_options
 
 if TYPE_CHECKING:
     from mlx_kv.planning import Layer, Row
@@ -189,7 +190,8 @@ def plan(
     lines = [f"{short_name(model)} ({config['model_type']}), keys and values in {dtype}, batch of {batch_size}", ""]
     lines += [f"  {describe(*each)}" for each in layers.items()]
     lines += ["", *(f"  {line}" for line in table(rows, contexts)), ""]
-    lines += [f"{row.name}: {row.refused}." for row in rows if row.refused]
+    command = click.get_current_context().command
+    lines += [f"{row.name}: {in_options(ValueError(row.refused), command)}." for row in rows if row.refused]
     if policy.changed():
         changes = ", ".join(f"{name}={getattr(policy, name)!r}" for name in policy.changed())
         lines.append(f"this policy: CachePolicy({changes})")
