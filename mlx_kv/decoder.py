@@ -18,7 +18,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_kv.adapter import can_trim, leaves, make_prompt_cache, trim_prompt_cache
+from mlx_kv.adapter import can_trim, check_policy, leaves, make_prompt_cache, trim_prompt_cache
 from mlx_kv.generation import prefill_step, reserve_for
 from mlx_kv.policy import CachePolicy
 from mlx_kv.sampling import Sampler, SeededSampler, TemperatureSampler, gumbel_noise
@@ -80,6 +80,7 @@ class Decoder:
 
     def __init__(self, model: nn.Module, draft_model: nn.Module, policy: CachePolicy, draft_tokens: int) -> None:
         self._vocabulary = check_pair(model, draft_model)
+        check_policy(model, policy)
         # A round writes draft_tokens + 1 tokens and takes back all but one of them at the most.
         policy = replace(policy, max_rollback=max(policy.max_rollback, draft_tokens + 1))
         self.models = (model, draft_model)

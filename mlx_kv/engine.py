@@ -18,7 +18,15 @@ import mlx.nn as nn
 from mlx_lm.generate import BatchGenerator, generation_stream
 from mlx_lm.models import cache as stock
 
-from mlx_kv.adapter import check_alike, check_batches, leaves, make_prompt_cache
+from mlx_kv.adapter import (
+    attention_caches,
+    check_alike,
+    check_batches,
+    leaves,
+    make_prompt_cache,
+    prompts_must_be_equal,
+    rows_must_be_equal,
+)
 from mlx_kv.checks import whole_number
 from mlx_kv.decoder import Decoder, Joining, SpeculationStatistics
 from mlx_kv.generation import chunk_for, prefill_step, reserve_for
@@ -174,10 +182,12 @@ def make_engine(
         whole_number(name, value, least=1)
     if prefill_step_size is not None:
         whole_number("prefill_step_size", prefill_step_size, least=1)
-    check_batches(model, max_batch_size)
+    check_batches(model)
     policy = policy or CachePolicy()
     if draft_model is None:
         return PlainEngine(model, ends, policy, max_batch_size, prefill_step_size, return_caches)
+    if max_batch_size > 1 and (rows_must_be_equal(model) or rows_must_be_equal(draft_model)):
+        max_batch_size = 1  # of a round, each row accepts a number of tokens of its own
     return SpeculativeEngine(
         Decoder(model, draft_model, policy, num_draft_tokens),
         ends,
@@ -193,6 +203,12 @@ def check_sequence(sequence: Continuation) -> None:
     if not sequence.tokens:
         raise ValueError(f"sequence {sequence.index} is empty: give at least one token")
     whole_number(f"max_tokens of sequence {sequence.index}", sequence.max_tokens, least=1)
+
+
+def _tokens(sequence: Continuation) -> tuple[int, int]:
+    """Tokens that were read of a sequence, and those that are not."""
+    read = max((int(cache.offset) for cache in attention_caches(sequence.caches or [])), default=0)
+    return read, len(sequence.tokens)
 
 
 def evaluated(caches: list[Any]) -> list[Any]:
@@ -227,6 +243,7 @@ class PlainEngine:
             prefill_step_size=self.step_size,
         )
         self._max_batch_size = max_batch_size
+        self._equal_rows = max_batch_size > 1 and rows_must_be_equal(model)
         self._waiting: deque[Continuation] = deque()
         self._active: dict[int, Continuation] = {}  # by mlx-lm's number for it
         self._reading: dict[int, int] = {}  # by the same, those that have prompt tokens left to read, and how many
@@ -248,7 +265,10 @@ class PlainEngine:
             del self._active[uid]
 
     def step(self) -> list[BatchToken]:
+        began: list[Continuation] = []  # in this very step
         while self._waiting and len(self._active) < self._max_batch_size:
+            if not self._may_join(self._waiting[0], began):
+                break
             together = sum(self._reading.values()) + len(self._waiting[0].tokens)
             # A prompt that takes several passes does not keep others from joining in them. Each has rows as long as it.
             several = self._reading and max(self._reading.values()) > self.step_size
@@ -260,6 +280,8 @@ class PlainEngine:
             samplers: Any = [sequence.sampler]
             (uid,) = self._generator.insert([sequence.tokens], [sequence.max_tokens], [caches], samplers=samplers)
             self._active[uid], self._reading[uid] = sequence, len(sequence.tokens)
+            began.append(sequence)
+        for sequence in began:
             sequence.caches = None  # the batch has its own copy
         if not self._active:
             return []
@@ -268,7 +290,7 @@ class PlainEngine:
         for response in prompts:
             read, everything = response.progress
             self._reading[response.uid] = everything - read
-            if everything - read <= 1:  # the last token is read with the first step
+            if everything == read:
                 del self._reading[response.uid]
         for response in responses:
             finish = response.finish_reason
@@ -279,6 +301,15 @@ class PlainEngine:
             if finish is not None:
                 del self._active[response.uid]
         return tokens
+
+    def _may_join(self, sequence: Continuation, began: Sequence[Continuation]) -> bool:
+        """Whether the model can take a sequence beside those that there are; `began` are those of this step."""
+        alike = len(began) < MOST_PROMPTS_AT_ONCE and all(_tokens(other) == _tokens(sequence) for other in began)
+        if self._equal_rows:  # all that decode together began in one step, and were read as one batch
+            return alike and len(began) == len(self._active)
+        if not self._reading or (alike and len(began) == len(self._reading)):
+            return True
+        return not prompts_must_be_equal(self.model)
 
     @property
     def busy(self) -> bool:

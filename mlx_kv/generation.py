@@ -17,7 +17,7 @@ from mlx_lm.generate import stream_generate as stock_stream_generate
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import get_total_parameters
 
-from mlx_kv.adapter import attention_caches, leaves, make_prompt_cache
+from mlx_kv.adapter import attention_caches, check_windows, leaves, make_prompt_cache
 from mlx_kv.checks import whole_number
 from mlx_kv.policy import CachePolicy
 from mlx_kv.sampling import Sampler, sampler_of_sequence
@@ -147,6 +147,8 @@ def stream_generate(
         raise ValueError("draft_model is for speculative_generate: call that")
     if policy is not None and prompt_cache is not None:
         raise ValueError("got a policy and a prompt_cache, which was made with its own: give one of them")
+    if prompt_cache is not None:
+        check_windows(model, prompt_cache)
     if not isinstance(max_tokens, int) or max_tokens == 0 or max_tokens < -1:
         raise ValueError(f"max_tokens is {max_tokens}: give a number from 1 up, or -1 for no limit")
     if not isinstance(tokenizer, TokenizerWrapper):

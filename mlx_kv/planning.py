@@ -180,7 +180,7 @@ def _describe(own: Any, plain: Any, stored: Any) -> Layer:
         return Layer(f"not planned: {type(own).__name__}", ours=False)
     return Layer(
         kind,
-        window=window,
+        window=plain.layout.window if kind == "sliding" else window,
         heads=plain.keys.shape[1],
         key_dim=plain.keys.shape[3],
         value_dim=plain.values.shape[3],

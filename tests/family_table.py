@@ -21,7 +21,9 @@ from multiprocessing import get_context  # noqa: E402
 from pathlib import Path  # noqa: E402
 
 from families import HELPERS, family_names  # noqa: E402
-from family_walk import COLUMNS, Family, Verdict, layers, walk  # noqa: E402
+from family_columns import COLUMNS  # noqa: E402
+from family_model import Family, Verdict  # noqa: E402
+from family_walk import layers, walk  # noqa: E402
 
 PAGE = Path(__file__).parent.parent / "docs" / "families.md"
 HEAD = """# Model families
