@@ -59,7 +59,6 @@ class Joining:
     Attributes:
         caches: of the model and of the draft.
         step: tokens of each prompt read at once.
-        longest: tokens of the longest prompt. The last of each is left to be read, for the logits that come next.
         read: of the longest prompt.
     """
 
@@ -67,8 +66,19 @@ class Joining:
     samplers: list[Sampler | None]
     caches: list[list[Any]]
     step: int
-    longest: int
     read: int = 0
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt. The last of each is left to be read, for the logits that come next."""
+        return max(map(len, self.prompts))
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Lets all other rows go; at least one stays."""
+        for caches in self.caches:
+            for cache in caches:
+                cache.filter(list(rows))
+        self.prompts, self.samplers = ([each[row] for row in rows] for each in (self.prompts, self.samplers))
 
 
 class Decoder:
@@ -135,7 +145,7 @@ class Decoder:
             caches: of each row, from `make_caches`, which both models have filled with what comes before its prompt;
                 None are new ones. They are the row's from now on.
         """
-        joining = self.begin(prompts, max_tokens, samplers, step, caches)
+        joining = self.begin(prompts, [max_tokens] * len(prompts), samplers, step, caches)
         while not self.read_on(joining):
             progress(joining.read, joining.longest)
         progress(joining.longest, joining.longest)
@@ -143,21 +153,20 @@ class Decoder:
     def begin(
         self,
         prompts: Sequence[list[int]],
-        max_tokens: int,
+        max_tokens: Sequence[int],
         samplers: Sequence[Sampler | None],
         step: int | None = None,
         caches: Sequence[list[Any] | None] | None = None,
     ) -> Joining:
-        """New rows, as `add` makes them, of which nothing is read yet: `read_on` does that."""
-        longest = max(map(len, prompts))
+        """New rows, as `add` makes them, each with its own max_tokens; nothing is read yet: `read_on` does that."""
         new: list[list[Any]] = []
         for which in range(len(self.models)):
             brought = caches or [None] * len(prompts)
             each = [self._fresh(which) if pair is None else self._split(pair)[which] for pair in brought]
-            for one in each:
-                reserve_for(one, longest, max_tokens + self.draft_tokens)
+            for one, prompt, most in zip(each, prompts, max_tokens, strict=True):
+                reserve_for(one, len(prompt), most + self.draft_tokens)
             new.append(each[0] if len(each) == 1 else [same[0].merge(list(same)) for same in zip(*each, strict=True)])
-        return Joining(list(prompts), list(samplers), new, self.step if step is None else step, longest)
+        return Joining(list(prompts), list(samplers), new, self.step if step is None else step)
 
     def read_on(self, joining: Joining) -> bool:
         """Both models read a chunk; True when the rows have joined, after those that there are."""

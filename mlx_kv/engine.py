@@ -363,7 +363,7 @@ class SpeculativeEngine:
         self._waiting: deque[Continuation] = deque()
         self._active: list[Continuation] = []
         self._joining: Joining | None = None
-        self._reading: list[Continuation | None] = []  # of each row that joins; None is one that was cancelled
+        self._reading: list[Continuation] = []  # the rows that join
         self.step_size = decoder.step if prefill_step_size is None else prefill_step_size
         self._most_tokens = CHUNKS_AT_ONCE * decoder.step
 
@@ -375,9 +375,12 @@ class SpeculativeEngine:
 
     def cancel(self, index: int) -> None:
         self._waiting = deque([sequence for sequence in self._waiting if sequence.index != index])
-        self._reading = [each if each is None or each.index != index else None for each in self._reading]
-        if not any(self._reading):
-            self._joining, self._reading = None, []
+        staying = [row for row, sequence in enumerate(self._reading) if sequence.index != index]
+        self._reading, before = [self._reading[row] for row in staying], len(self._reading)
+        if not staying:
+            self._joining = None
+        elif self._joining is not None and len(staying) < before:
+            self._joining.keep(staying)  # what is left is read no longer than the longest of them takes
         self._keep([row for row, sequence in enumerate(self._active) if sequence.index != index])
 
     def _keep(self, rows: Sequence[int]) -> None:
@@ -412,10 +415,8 @@ class SpeculativeEngine:
             self._begin()
         if self._joining is None or not self._decoder.read_on(self._joining):
             return
-        there, new = len(self._active), self._reading
+        self._active += self._reading
         self._joining, self._reading = None, []
-        self._decoder.keep([*range(there), *(there + row for row, each in enumerate(new) if each is not None)])
-        self._active += [each for each in new if each is not None]
         if self._watched:
             self._statistics.caches[:] = self._decoder.caches[0]
 
@@ -430,14 +431,14 @@ class SpeculativeEngine:
         if joining:
             self._joining = self._decoder.begin(
                 [sequence.tokens for sequence in joining],
-                max(sequence.max_tokens for sequence in joining),
+                [sequence.max_tokens for sequence in joining],
                 [sequence.sampler for sequence in joining],
                 self.step_size,
                 [sequence.caches for sequence in joining],
             )
             for sequence in joining:
                 sequence.caches = None  # the batch has them now
-            self._reading = list(joining)
+            self._reading = joining
 
     @property
     def busy(self) -> bool:

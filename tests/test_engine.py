@@ -65,6 +65,40 @@ def test_room_that_was_made_for_a_row_leaves_with_it(kind: str, policy: CachePol
     assert drained(made).keys() == {0, 1}
 
 
+@pytest.mark.parametrize("kind", ENGINES)
+def test_rows_that_join_together_have_room_of_their_own(kind: str) -> None:
+    made = engine(kind, make_model("llama"))
+    for index, most in enumerate((40, 5000, 40)):
+        made.submit(Continuation(index, PROMPT, most))
+    while len(made.rows) < 3:
+        made.step()
+    assert made.caches[0].capacity >= 5000
+    made.cancel(1)
+    assert {cache.capacity for cache in made.caches} == {256}
+
+
+@pytest.mark.parametrize(
+    "policy", [CachePolicy(), CachePolicy(bits=8, group_size=32), CachePolicy(budget=24, keep_recent=8, margin=4)]
+)
+@pytest.mark.parametrize("kind", ENGINES)
+def test_a_prompt_that_is_let_go_while_it_is_read_holds_up_nobody(kind: str, policy: CachePolicy) -> None:
+    model, expected = make_model("llama"), {}
+    for letting_go in (False, True):
+        made = engine(kind, model, policy, prefill_step_size=16)
+        for index, prompt in enumerate((PROMPT[:9], PROMPT * 20, PROMPT + PROMPT[:3])):
+            if letting_go or index != 1:
+                made.submit(Continuation(index, prompt, 12))
+        if not letting_go:
+            expected = drained(made)
+            continue
+        made.step()
+        made.cancel(1)
+        for _ in range(4):  # of two chunks, and no more of the 25
+            made.step()
+        assert sorted(made.rows) == [0, 2]
+        assert drained(made)[2][-4:] == expected[2][-4:]
+
+
 def test_what_was_announced_for_a_row_is_kept_apart() -> None:
     long, short = KVCache(), KVCache()
     long.reserve(3000)
