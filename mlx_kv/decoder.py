@@ -78,7 +78,8 @@ class Joining:
         for caches in self.caches:
             for cache in caches:
                 cache.filter(list(rows))
-        self.prompts, self.samplers = ([each[row] for row in rows] for each in (self.prompts, self.samplers))
+        self.prompts = [self.prompts[row] for row in rows]
+        self.samplers = [self.samplers[row] for row in rows]
 
 
 class Decoder:

@@ -289,7 +289,7 @@ class PlainEngine:
         prompts, responses = self._generator.next()  # type: ignore[no-untyped-call]
         for response in prompts:
             read, everything = response.progress
-            self._reading[response.uid] = everything - read
+            self._reading[response.uid] = max(0, everything - read - 1)  # the last is read with the first step
             if everything == read:
                 del self._reading[response.uid]
         for response in responses:
