@@ -14,6 +14,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_kv.adapter import attention_caches
 from mlx_kv.fingerprint import model_fingerprint
 from mlx_kv.generation import prefill_step
 from mlx_kv.prefixes import Prefixes, kept_how, needs_checkpoints
@@ -59,6 +60,11 @@ class PromptReader:
                 f"the store has this prompt in caches of another policy ({_first_difference(there, wanted)}): "
                 "give it a fingerprint that tells policies apart, or none"
             )
+        if found is not None and _scores(found[0]) != _scores(caches):  # lambdas have one name
+            raise ValueError(
+                "the store has this prompt in caches of another score of the same name: "
+                "give each a name of its own (mlx_kv.register_score), or a store of its own"
+            )
         self.caches, self.reused = (caches, 0) if found is None else found
         self.read = self._kept = self.reused
         self.step_size = prefill_step(model, self.caches, step)
@@ -102,6 +108,10 @@ def _fingerprint(model: object, caches: Sequence[Any]) -> str:
             f"a {type(model).__name__} reads this prompt, whose fingerprint nobody knows: give the store one"
         )
     return f"{model_fingerprint(model)} {hashlib.blake2b(kept_how(caches).encode(), digest_size=16).hexdigest()}"
+
+
+def _scores(caches: Sequence[Any]) -> list[object]:
+    return [None if cache.evictor is None else cache.evictor.score.function for cache in attention_caches(caches)]
 
 
 def _first_difference(there: str, wanted: str) -> str:

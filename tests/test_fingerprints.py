@@ -54,6 +54,18 @@ def test_a_reader_never_gets_what_another_model_or_policy_left(case: str, tmp_pa
     assert kept_how(read(PromptStore(tmp_path)).caches) == kept_how(read(None).caches)
 
 
+def test_two_scores_of_one_name_are_two_policies() -> None:
+    def policy(sign: float) -> CachePolicy:
+        return CachePolicy(budget=150, score=lambda keys, values, positions: sign * mx.abs(keys).sum(axis=-1))
+
+    first, second = policy(1.0), policy(-1.0)
+    place = PromptMemory()
+    read(place, policy=first)
+    assert read(place, policy=first).reused == 199
+    with pytest.raises(ValueError, match="another score of the same name: give each a name of its own"):
+        read(place, policy=second)
+
+
 @pytest.mark.parametrize("case", [case for case in OTHERS if case != "another model"])
 def test_a_fingerprint_that_does_not_tell_policies_apart_is_found_out(case: str, tmp_path: Path) -> None:
     for place in places(tmp_path, fingerprint="mine"):
