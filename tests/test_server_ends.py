@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -23,6 +24,7 @@ from test_server import ENDS, LONG, Running, Troubled, cached, check_error, comm
 
 from mlx_kv.server.api import Limits
 from mlx_kv.server.clerk import Clerk, ClerkError
+from mlx_kv.server.run import Ending
 
 
 def kill(thread: threading.Thread | None) -> None:
@@ -329,3 +331,24 @@ def test_a_signal_while_the_model_loads_is_one_line(number: signal.Signals, code
     finally:
         process.kill()
         process.communicate()
+
+
+def test_a_terminal_that_is_gone_keeps_no_signal_from_what_it_asks_for() -> None:
+    def gone(line: str) -> None:
+        raise BrokenPipeError
+
+    hurried: list[bool] = []
+    server: Any = SimpleNamespace(
+        api=SimpleNamespace(desk=SimpleNamespace(admitted=1)), should_exit=False, hurry=lambda: hurried.append(True)
+    )
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        ending = Ending(gone, 1.0)
+        ending.belongs_to(server)
+        signal.raise_signal(signal.SIGTERM)
+        assert server.should_exit
+        signal.raise_signal(signal.SIGINT)
+        assert hurried == [True]
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

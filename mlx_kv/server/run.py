@@ -132,13 +132,13 @@ class Ending:
                 self.leave("stopped")
         elif not self._asked:
             self._asked, self._server.should_exit = True, True
-            self._say(
+            self._tell(
                 f"stopping: {self._left} to be finished within {self._drain_seconds:g} s; "
                 "another Ctrl-C (SIGINT) ends at once"
             )
         elif number == signal.SIGINT and not self.hurried:
             self.hurried = True
-            self._say(f"stopping at once: {self._left} to be ended with an error")
+            self._tell(f"stopping at once: {self._left} to be ended with an error")
             self._server.hurry()
 
     @property
@@ -148,10 +148,15 @@ class Ending:
 
     def leave(self, why: str) -> NoReturn:
         """Ends the process now, whatever its threads are doing: a model that is loaded, a disk that is written to."""
-        self._say(why)
-        sys.stdout.flush()
-        sys.stderr.flush()
+        self._tell(why)
         os._exit(self.code)
+
+    def _tell(self, line: str) -> None:
+        """What cannot be said is left out: the terminal may be gone, or a signal have come in the middle of a line."""
+        with contextlib.suppress(OSError, RuntimeError, ValueError):
+            self._say(line)
+            sys.stdout.flush()
+            sys.stderr.flush()
 
 
 class WorkerError(Exception):
