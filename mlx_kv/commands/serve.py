@@ -58,7 +58,7 @@ _NUMBER: dict[str, Any] = {"metavar": "N", "show_default": True}
 @click.option("--max-batch-size", type=click.IntRange(1), default=16, **_NUMBER, help="Requests at once; more wait.")
 @draft_option
 @click.option("--num-draft-tokens", type=click.IntRange(1), metavar="K", help="Drafted for each pass.  [default: 3]")
-@prefill_option("Prompt tokens of a row read at once.  [default: as generate]")
+@prefill_option("Prompt tokens of a row read at once.  [default: 2048; on a CPU 512 to 64, as generate]")
 @click.option(
     "--api-key-file",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
