@@ -75,7 +75,7 @@ _NUMBER: dict[str, Any] = {"metavar": "N", "show_default": True}
     "--allowed-origins",
     multiple=True,
     metavar="ORIGIN,...",
-    help="Sites whose pages may use the server: https://example.com, or * for all.  [default: none]",
+    help="Sites whose pages may use the server: https://example.com, or * for all; none by itself.",
 )
 @click.option("--max-tokens", type=click.IntRange(1), default=512, **_NUMBER, help="Where a request does not say.")
 @click.option(
