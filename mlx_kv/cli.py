@@ -53,7 +53,7 @@ def main() -> None:
     except ImportError as error:
         if error.name not in ("mlx", "mlx.core") and "libmlx" not in str(error):
             raise
-        click.echo('mlx-kv: error: MLX is not installed here: pip install "mlx-kv[cpu]" or "mlx-kv[cuda]"', err=True)
+        click.echo('mlx-kv: error: MLX is not installed here: install mlx-kv with its extra "cpu" or "cuda"', err=True)
         sys.exit(2)
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.format_message(), err=True)

@@ -192,6 +192,7 @@ def _restore_ours(described: dict[str, Any], name: str, arrays: dict[str, mx.arr
     if packed and not (count == 3 and packed_decode):
         raise ValueError("packed planes that there are not")
 
+    most = max(capacity, min(max(reserve, *announced), layout.enough_slots))  # which the next growth makes room for
     taken = [
         [[arrays.pop(f"{name}.{which}.{index}.{row}") for row in range(len(rows))] for index in range(count)]
         for which in ("keys", "values")
@@ -201,7 +202,7 @@ def _restore_ours(described: dict[str, Any], name: str, arrays: dict[str, mx.arr
             shapes = {(line.ndim, line.shape[0], line.shape[2], line.dtype) for line in lines}
             if len(shapes) != 1 or [line.shape[1] for line in lines] != live:
                 raise ValueError("rows of different shapes")
-            room.take(len(lines) * math.prod(lines[0].shape[::2]) * lines[0].itemsize * capacity)
+            room.take(len(lines) * math.prod(lines[0].shape[::2]) * lines[0].itemsize * most)
     if count:
         first_keys, first_values = ([lines[0][None] for lines in which] for which in taken)
         stock_files.check_planes(first_keys, first_values, bits, group_size)

@@ -244,6 +244,8 @@ class PlainEngine:
         )
         self._max_batch_size = max_batch_size
         self._equal_rows = max_batch_size > 1 and rows_must_be_equal(model)
+        # Asked here, where an error is that of the model alone: in a step it would end all rows.
+        self._equal_prompts = max_batch_size > 1 and prompts_must_be_equal(model)
         self._waiting: deque[Continuation] = deque()
         self._active: dict[int, Continuation] = {}  # by mlx-lm's number for it
         self._reading: dict[int, int] = {}  # by the same, those that have prompt tokens left to read, and how many
@@ -309,7 +311,7 @@ class PlainEngine:
             return alike and len(began) == len(self._active)
         if not self._reading or (alike and len(began) == len(self._reading)):
             return True
-        return not prompts_must_be_equal(self.model)
+        return not self._equal_prompts
 
     @property
     def busy(self) -> bool:

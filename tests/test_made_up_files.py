@@ -232,3 +232,28 @@ def test_names_of_any_kind(name: str, tmp_path: Path) -> None:
         header = {"__metadata__": words, name: {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}}
         path.write_bytes(file_of(header, b"x"))
         assert not check(path, None)
+
+
+@pytest.mark.parametrize("part", ["reserve", "announced"])
+def test_room_that_no_machine_has_is_refused_wherever_it_is_told(part: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    save_prompt_cache(path, [filled(KVCache())])
+    header, rest = header_of(path.read_bytes())
+    for tokens, fits in ((1000, True), (2**31 - 1, False)):
+        description = json.loads(header["__metadata__"]["description"])
+        description["caches"][0][part] = tokens if part == "reserve" else [tokens]
+        path.write_bytes(file_of(sealed(header, rest, description), rest))
+        assert check(path, None) == fits
+
+
+def test_files_of_the_first_version_counted_the_work_of_all_rows_together(tmp_path: Path) -> None:
+    path, cache = tmp_path / "a.safetensors", filled(CompressedKVCache(20, keep_recent=2, margin=3))
+    assert cache.evictor.compactions == 1
+    save_prompt_cache(path, [cache])
+    header, rest = header_of(path.read_bytes())
+    description = json.loads(header["__metadata__"]["description"])
+    (work,) = description["caches"][0]["state"][-1][-1]
+    description["caches"][0]["state"][-1][-1] = work
+    path.write_bytes(file_of(sealed(header, rest, description), rest))
+    (loaded,) = load_prompt_cache(path)
+    assert loaded.evictor.work == cache.evictor.work

@@ -6,11 +6,12 @@ the next one gets a new thread. Knows nothing about what is done.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -71,7 +72,7 @@ class Clerk:
             with self._news:
                 left, self._tasks, self._thread = self._tasks, deque(), None
             for future, _ in left:
-                if not future.done():
+                with contextlib.suppress(InvalidStateError):  # it is done, or whoever waited has gone
                     future.set_exception(ClerkError(f"the thread {self._name!r} has died"))
 
     def _work(self) -> None:
