@@ -110,8 +110,13 @@ def test_an_entry_that_cannot_go_back_by_one_token_does_not_serve_itself() -> No
 
 def test_a_walk_through_what_only_begins_alike_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many entries part from a prompt one token after the other."""
-    compared = []
-    monkeypatch.setattr("mlx_kv.prefixes.shared", lambda *two: compared.append(two) or shared(*two))
+    compared: list[bytes] = []
+
+    def counted(first: bytes, second: bytes) -> int:
+        compared.append(first)
+        return shared(first, second)
+
+    monkeypatch.setattr("mlx_kv.prefixes.shared", counted)
     index = PrefixIndex()
     for length in range(100, 400):
         index.add(str(length), Entry(packed([*range(1, length), 0, 1]), 1, length + 1))
