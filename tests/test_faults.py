@@ -13,6 +13,7 @@ import tempfile
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +168,18 @@ def test_a_file(older: bool, format: Any, faults: Faults, tmp_path: Path) -> Non
         assert mx.array_equal(load_prompt_cache(place / "a.safetensors")[0].keys[:, :, :100], new[0].keys[:, :, :100])
         failed += "raised None" not in what
     assert failed > 20
+
+
+def test_a_file_is_on_the_disk_before_it_has_its_name(faults: Faults, tmp_path: Path) -> None:
+    """Bytes and mode first, and the name last, itself on the disk: a power cut finds the old file or the new one."""
+    path = tmp_path / "a.safetensors"
+    save_prompt_cache(path, caches(1))
+    with faults.failing(0, ERRORS[0]):
+        save_prompt_cache(path, caches(2))
+    steps = [
+        name for name, _ in groupby(faults.names) if name in ("write", "flush", "os.fchmod", "os.fsync", "os.replace")
+    ]
+    assert steps == ["write", "flush", "os.fchmod", "os.fsync", "os.replace", "os.fsync"]
 
 
 @pytest.mark.parametrize("where", ["folder", "memory"])

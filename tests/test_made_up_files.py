@@ -257,3 +257,25 @@ def test_files_of_the_first_version_counted_the_work_of_all_rows_together(tmp_pa
     path.write_bytes(file_of(sealed(header, rest, description), rest))
     (loaded,) = load_prompt_cache(path)
     assert loaded.evictor.work == cache.evictor.work
+
+
+def test_room_that_no_machine_has_and_arrays_of_no_cache_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.safetensors"
+    save_prompt_cache(path, [filled(KVCache())])
+    header, rest = header_of(path.read_bytes())
+    description = json.loads(header["__metadata__"]["description"])
+    more = header | {"more": {"dtype": "U8", "shape": [0], "data_offsets": [len(rest), len(rest)]}}
+    path.write_bytes(file_of(sealed(more, rest, description), rest))
+    with pytest.raises(ValueError, match="no cache has an array more"):
+        load_prompt_cache(path)
+    monkeypatch.setattr("mlx_kv.described.os.sysconf", lambda name: 1024)  # a machine of 1 MiB
+    for capacity, fits in ((1024, True), (2**15, False)):
+        description["caches"][0]["capacity"] = capacity
+        path.write_bytes(file_of(sealed(header, rest, description), rest))
+        if fits:
+            assert load_prompt_cache(path)[0].capacity == capacity
+            continue
+        with pytest.raises(ValueError, match="would take more than the 1,048,576 bytes of this machine"):
+            load_prompt_cache(path)

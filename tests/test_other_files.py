@@ -144,6 +144,98 @@ def test_the_command_refuses_before_it_reads_anything(
     assert load_prompt_cache(notes)
 
 
+PICTURE = ("inspect", "--prompt", "import os\n" * 40, "--kv-budget", "80")
+
+
+def test_json_replaces_nothing_but_such_json(
+    command: Callable[..., Any], reference: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "kept.json"
+    foreign = {**FOREIGN, "much the same": b'{"model": "m", "budget": 3}', "deep": b'{"model": ' + b"[" * 9000}
+    with monkeypatch.context() as patch:
+        patch.setattr("mlx_kv.adapter.load", None)  # refused before anything is read
+        for content in foreign.values():
+            path.write_bytes(content)
+            done = command(*PICTURE, "--json", path)
+            assert (done.code, done.out, done.err.count("\n")) == (2, "", 1), done.err
+            assert f"{path} is there and is no JSON of this command: give another name, or --force" in done.err
+            assert path.read_bytes() == content
+        for name, message in devices(tmp_path).items():
+            before = os.lstat(tmp_path / name)
+            for more in ((), ("--force",)):
+                done = command(*PICTURE, "--json", tmp_path / name, *more)
+                assert (done.code, done.err.count("\n")) == (2, 1), done.err
+                assert message in done.err or "is a directory" in done.err
+            after = os.lstat(tmp_path / name)
+            assert (before.st_ino, before.st_mode, before.st_size) == (after.st_ino, after.st_mode, after.st_size)
+    monkeypatch.setattr("mlx_kv.adapter.load", lambda path: reference)
+    path.chmod(0o600)
+    assert command(*PICTURE, "--json", path, "--force").code == 0
+    written = path.read_bytes()
+    assert command(*PICTURE, "--json", path).code == 0  # and now it is ours
+    assert path.read_bytes() == written
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    (tmp_path / "empty.json").touch()
+    assert command(*PICTURE, "--json", tmp_path / "empty.json").code == 0
+
+
+def test_json_that_came_meanwhile_stays(
+    command: Callable[..., Any], reference: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "kept.json"
+
+    def load(model: str) -> Any:
+        path.write_text("precious")
+        return reference
+
+    monkeypatch.setattr("mlx_kv.adapter.load", load)
+    done = command(*PICTURE, "--json", path)
+    assert (done.code, path.read_text()) == (2, "precious")
+    assert "is no JSON of this command" in done.err
+
+
+FIGURES: dict[str, tuple[str, ...]] = {
+    "inspect": PICTURE,
+    "plan": ("plan", "--model", "reference"),
+    "eval": ("eval", "--model", "reference", "--tasks", "copy", "--budgets", "80", "--rows", "1", "--seeds", "1"),
+}
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_a_figure_that_cannot_be_written_leaves_the_old_one(
+    name: str, command: Callable[..., Any], reference: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mlx_kv.adapter.load", None)
+    os.mkfifo(tmp_path / "pipe.png")
+    before = os.lstat(tmp_path / "pipe.png")
+    done = command(*FIGURES[name], "--plot", tmp_path / "pipe.png")
+    assert (done.code, done.err.count("\n")) == (2, 1), done.err
+    assert "is a pipe: give the name of a file" in done.err
+    assert os.lstat(tmp_path / "pipe.png").st_ino == before.st_ino
+    (tmp_path / "pipe.png").unlink()
+    if name == "eval":  # the rest is what `plan` does
+        return
+
+    def half(figure: Any, file: Any, **options: Any) -> None:
+        file.write(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("mlx_kv.adapter.load", lambda path: reference)
+    path = tmp_path / "a.png"
+    path.write_text("somebody's")
+    path.chmod(0o600)
+    with monkeypatch.context() as patch:
+        patch.setattr("matplotlib.figure.Figure.savefig", half)
+        done = command(*FIGURES[name], "--plot", path)
+    assert (done.code, path.read_text(), os.listdir(tmp_path)) == (2, "somebody's", ["a.png"])
+    assert done.err == f"mlx-kv: error: cannot write {path}: No space left on device\n"
+    for suffix, beginning in {".png": b"\x89PNG", ".svg": b"<?xml", ".PDF": b"%PDF"}.items():
+        drawn = path.with_suffix(suffix)
+        assert command(*FIGURES[name], "--plot", drawn).code == 0
+        assert drawn.read_bytes().startswith(beginning)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
 def test_answers_are_done_again_beside_files_of_any_name(tmp_path: Path) -> None:
     line = '{"id": 1, "line": 1, "digest": "0"}\n'
     path, other = tmp_path / "answers.jsonl", tmp_path / "answers.jsonl.kept"

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tiny_models import VOCAB, make_model
 
 from mlx_kv import CachePolicy, PromptMemory, make_prompt_cache
-from mlx_kv.prefixes import LEAST_SHARED, Entry, PrefixIndex, packed, shared
+from mlx_kv.prefixes import LEAST_SHARED, MOST_STEPS, Entry, PrefixIndex, packed, shared
 from mlx_kv.prompt_reader import PromptReader
 
 # Few different tokens on a common beginning, so that sequences share long and short parts, and are often equal.
@@ -100,14 +100,30 @@ def test_a_lookup_looks_at_few_however_many_there_are(least: int, monkeypatch: p
             assert compared <= 40
 
 
-def test_a_walk_through_what_only_begins_alike_ends() -> None:
+def test_an_entry_that_cannot_go_back_by_one_token_does_not_serve_itself() -> None:
+    """The last token of a prompt is always left to be read."""
+    index = PrefixIndex()
+    index.add("whole", Entry(packed(range(100)), 1, 100))
+    assert index.best(packed(range(100))) is None
+    assert index.best(packed(range(101))) == ("whole", 100)
+
+
+def test_a_walk_through_what_only_begins_alike_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many entries part from a prompt one token after the other."""
+    compared: list[bytes] = []
+
+    def counted(first: bytes, second: bytes) -> int:
+        compared.append(first)
+        return shared(first, second)
+
+    monkeypatch.setattr("mlx_kv.prefixes.shared", counted)
     index = PrefixIndex()
     for length in range(100, 400):
-        index.add(str(length), Entry(packed([*range(length), 10**6, 1]), 1, length + 2))
-    assert index.best(packed(range(1000))) is None
-    index.add("last", Entry(packed(range(395)), 1, 395))
-    assert index.best(packed(range(1000))) == ("last", 395)
+        index.add(str(length), Entry(packed([*range(1, length), 0, 1]), 1, length + 1))
+    assert index.best(packed(range(1, 1000))) is None
+    assert MOST_STEPS <= len(compared) <= MOST_STEPS + 2
+    index.add("last", Entry(packed(range(1, 396)), 1, 395))
+    assert index.best(packed(range(1, 1000))) == ("last", 395)
 
 
 def prompt(seed: int, length: int = 129) -> list[int]:

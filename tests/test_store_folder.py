@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import tempfile
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,21 @@ from mlx_kv.store_folder import MARKER, MOST_DAMAGED, StoreFolder
 
 HEX = "0123456789abcdef" * 2  # a name as a hash gives it
 WEIGHTS = (Path(mlx_kv.model_path("draft")) / "model.safetensors").read_bytes()
+
+
+def prompt_cache() -> bytes:
+    """A file that somebody saved, of no store."""
+    with tempfile.TemporaryDirectory() as folder:
+        save_prompt_cache(f"{folder}/a.safetensors", caches())
+        return Path(f"{folder}/a.safetensors").read_bytes()
+
+
+def caches(count: int = 100, seed: int = 0) -> list[KVCache]:
+    cache = KVCache()
+    cache.update_and_fetch(*[mx.random.normal((1, 2, count, 32), key=mx.random.key(seed))] * 2)
+    return [cache]
+
+
 FOREIGN: dict[str, bytes] = {
     "model.safetensors": WEIGHTS,
     "config.json": b'{"version": 2, "tokens": []}',
@@ -31,6 +47,7 @@ FOREIGN: dict[str, bytes] = {
     f"{HEX[::-1]}.json": b"[" * 9000,
     f"{HEX}.safetensors": WEIGHTS,
     f"{HEX[::-1]}.safetensors": b"none at all",
+    f"{HEX[1:]}0.safetensors": prompt_cache(),
     f"{HEX}.used": b"second-hand",
     f"{HEX}.json.partial": b"half",
     f"{HEX}.bin": b"",
@@ -40,12 +57,6 @@ FOREIGN: dict[str, bytes] = {
 def tokens(seed: int, count: int = 100) -> list[int]:
     found: list[int] = mx.random.randint(1, 1000, (count,), key=mx.random.key(seed)).tolist()  # type: ignore[assignment]
     return found
-
-
-def caches(count: int = 100, seed: int = 0) -> list[KVCache]:
-    cache = KVCache()
-    cache.update_and_fetch(*[mx.random.normal((1, 2, count, 32), key=mx.random.key(seed))] * 2)
-    return [cache]
 
 
 class Place:

@@ -6,10 +6,8 @@ nothing about files or how tokens are kept.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +26,7 @@ from mlx_kv.commands.options import (
     read_prompt,
     tokens_line,
 )
+from mlx_kv.commands.output import file_errors
 
 if TYPE_CHECKING:
     from mlx_kv.serialization import PromptFile
@@ -61,15 +60,6 @@ def encode_ending(tokenizer: Any, text: str, chat: bool) -> list[int]:
         text = text + whole.partition(QUERY)[2]
     ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
     return ids
-
-
-@contextlib.contextmanager
-def file_errors(doing: str) -> Iterator[None]:
-    """What the system says about a file becomes a refusal."""
-    try:
-        yield
-    except OSError as error:
-        raise click.UsageError(f"cannot {doing}: {error.strerror or error}") from error
 
 
 def load_for(path: Path, network: Any, tokenizer: Any, model: str) -> PromptFile:

@@ -21,7 +21,7 @@ import click
 from mlx_kv.bundled import model_path
 from mlx_kv.commands.config import short_name
 from mlx_kv.commands.options import model_option
-from mlx_kv.commands.plan import check_plot
+from mlx_kv.commands.output import check_plot, save_figure
 
 if TYPE_CHECKING:
     from mlx_kv.evaluation_results import Measurement, Result, Settings
@@ -167,7 +167,7 @@ def draw(title: str, results: Sequence[Result], settings: Settings, file: Path) 
     """Writes the figure.
 
     Raises:
-        click.UsageError: the file cannot be written.
+        click.UsageError, ValueError: the file cannot be written.
     """
     from mlx_kv.plots.quality import Panel, quality_against_budget
 
@@ -183,11 +183,7 @@ def draw(title: str, results: Sequence[Result], settings: Settings, file: Path) 
                 lines.setdefault(r.score, []).append((r.budget, spread[0], spread[1] or 0.0))
         name = task if share else f"{task} (full: {full.mean:.2f})"
         panels.append(Panel(name, "accuracy, %" if share else "added nats per token", full.mean * share, lines, share))
-    try:
-        quality_against_budget(title, settings.context, panels).savefig(file)
-    except OSError as error:
-        raise click.UsageError(f"cannot write {file}: {error.strerror}") from error
-    click.echo(f"mlx-kv: wrote {file}", err=True)
+    save_figure(quality_against_budget(title, settings.context, panels), file)
 
 
 # --- the command --------------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from mlx_kv.commands.options import (
     prompt_options,
     read_prompt,
 )
-from mlx_kv.commands.plan import check_plot
+from mlx_kv.commands.output import check_json, check_plot, save_figure, save_json
 
 if TYPE_CHECKING:
     from mlx_kv.inspection import Inspection, KeptLayer
@@ -47,6 +47,7 @@ TENTHS = 10
 BLOCKS = "▁▂▃▄▅▆▇█"
 NONE, EVICTED = "·", "·"
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
+SETTINGS = ("budget", "score", "share", "sinks", "keep_recent")  # that JSON tells
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------
@@ -132,17 +133,9 @@ def text_lines(tokenizer: Any, tokens: Sequence[int], evicted: Sequence[float], 
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
-def check_json(path: str) -> None:
-    """Refuses a file that could not be written, before anything is worked out."""
-    folder = Path(path).parent
-    if not folder.is_dir():
-        raise click.UsageError(f"--json {path}: there is no folder {folder}; make it first")
-
-
 def in_json(model: str, policy: CachePolicy, found: Inspection) -> str:
-    names = ("budget", "score", "share", "sinks", "keep_recent")
     return json.dumps(
-        {"model": model, **{name: getattr(policy, name) for name in names}, **asdict(found)}, allow_nan=False
+        {"model": model, **{name: getattr(policy, name) for name in SETTINGS}, **asdict(found)}, allow_nan=False
     )
 
 
@@ -150,7 +143,7 @@ def draw(title: str, policy: CachePolicy, found: Inspection, file: Path) -> None
     from mlx_kv.plots.kept import kept_positions
 
     layers = [[(head.positions, head.scores) for head in layer.heads] for layer in found.layers]
-    kept_positions(title, layers, found.tokens, policy.sinks, policy.keep_recent).savefig(file)
+    save_figure(kept_positions(title, layers, found.tokens, policy.sinks, policy.keep_recent), file)
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
@@ -172,6 +165,7 @@ def draw(title: str, policy: CachePolicy, found: Inspection, file: Path) -> None
     metavar="FILE",
     help="Write positions and scores as one JSON object; - is stdout, instead of the table.",
 )
+@click.option("--force", is_flag=True, help="Replace a file that --json did not write, too.")
 @click.option(
     "--text",
     "as_text",
@@ -191,6 +185,7 @@ def inspect_command(
     prefill_step_size: int | None,
     plot: Path | None,
     json_file: str | None,
+    force: bool,
     as_text: bool,
     layer: int | None,
     **settings: Any,
@@ -206,8 +201,9 @@ def inspect_command(
         raise click.UsageError("--layer needs --text")
     if json_file == "-" and as_text:
         raise click.UsageError("--json - and --text both write to stdout: give --json a file")
-    if json_file not in (None, "-"):
-        check_json(str(json_file))
+    to_json = None if json_file in (None, "-") else Path(str(json_file))
+    if to_json is not None:
+        check_json(to_json, ("model", *SETTINGS, "layers"), force)
     if plot is not None:
         check_plot(plot)
     text = read_prompt(prompt, prompt_file, source)
@@ -229,19 +225,12 @@ def inspect_command(
     evicted = found.share_evicted(layer)  # refuses a layer that does not exist before anything is written
     say_notes(policy, found)
 
-    file: str | Path | None = None
-    try:
-        if plot is not None:
-            file = plot
-            title = f"{short_name(model)}, {found.kept:,} of {found.tokens:,} by {policy.score}, share={policy.share}"
-            draw(title, policy, found, plot)
-            click.echo(f"mlx-kv: wrote {plot}", err=True)
-        if json_file not in (None, "-"):
-            file = json_file
-            Path(str(json_file)).write_text(in_json(model, policy, found) + "\n", encoding="utf-8")
-            click.echo(f"mlx-kv: wrote {json_file}", err=True)
-    except OSError as error:
-        raise click.UsageError(f"cannot write {file}: {error.strerror}") from error
+    if plot is not None:
+        title = f"{short_name(model)}, {found.kept:,} of {found.tokens:,} by {policy.score}, share={policy.share}"
+        draw(title, policy, found, plot)
+    if to_json is not None:
+        check_json(to_json, ("model", *SETTINGS, "layers"), force)  # it may have come meanwhile
+        save_json(in_json(model, policy, found), to_json)
     if as_text:
         dim = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
         marked_text = text_lines(tokenizer, tokens, evicted, dim)

@@ -16,6 +16,7 @@ import click
 
 from mlx_kv.commands.config import find_config, read_config, short_name
 from mlx_kv.commands.options import make_policy, model_option, policy_options
+from mlx_kv.commands.output import check_plot, save_figure
 from mlx_kv.commands.wording import in_options
 
 if TYPE_CHECKING:
@@ -45,18 +46,6 @@ def read_contexts(ctx: click.Context, param: click.Parameter, value: str) -> tup
         if not (word.isascii() and word.isdecimal() and len(word) <= 10 and 1 <= int(word) <= MOST_TOKENS):
             raise click.BadParameter(f"{word!r} is no context: give tokens from 1 up, such as 4096,32768")
     return tuple(dict.fromkeys(map(int, words)))
-
-
-def check_plot(path: Path) -> None:
-    """Refuses a figure that could not be written, before anything is worked out."""
-    try:
-        from mlx_kv import plots
-    except ImportError as error:
-        raise click.UsageError('--plot needs matplotlib: pip install "mlx-kv[plot]"') from error
-    if path.suffix.lower() not in plots.SUFFIXES:
-        raise click.UsageError(f"--plot {path}: give a file that ends in {', '.join(plots.SUFFIXES)}")
-    if not path.parent.is_dir():
-        raise click.UsageError(f"--plot {path}: there is no folder {path.parent}; make it first")
 
 
 def dense(contexts: Sequence[int]) -> list[int]:
@@ -114,18 +103,14 @@ def draw(title: str, contexts: Sequence[int], rows: Sequence[Row], marked: Seque
     """Writes the figure.
 
     Raises:
-        click.UsageError: nothing is held that could be drawn, or the file cannot be written.
+        click.UsageError, ValueError: nothing is held that could be drawn, or the file cannot be written.
     """
     from mlx_kv import plots
 
     held = {row.name: row.bytes_held for row in rows if any(row.bytes_held)}
     if not held:
         raise click.UsageError("nothing to draw: none of this model's caches is planned; leave out --plot")
-    try:
-        plots.memory_against_context(title, contexts, held, marked).savefig(file)
-    except OSError as error:
-        raise click.UsageError(f"cannot write {file}: {error.strerror}") from error
-    click.echo(f"mlx-kv: wrote {file}", err=True)
+    save_figure(plots.memory_against_context(title, contexts, held, marked), file)
 
 
 @click.command(epilog=EXAMPLES)

@@ -15,6 +15,7 @@ from concurrent.futures import Future, InvalidStateError
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+IDLE = 10.0  # seconds after which a thread that has nothing to do ends; the next task gets a new one
 log = logging.getLogger("mlx_kv.server")
 
 
@@ -68,7 +69,6 @@ class Clerk:
             self._work()
         except BaseException:
             log.exception("the thread %r has died", self._name)
-        finally:
             with self._news:
                 left, self._tasks, self._thread = self._tasks, deque(), None
             for future, _ in left:
@@ -79,9 +79,9 @@ class Clerk:
         while True:
             with self._news:
                 while not self._tasks:
-                    if self._closed:
+                    if self._closed or not (self._news.wait(IDLE) or self._tasks):
+                        self._thread = None
                         return
-                    self._news.wait()
                 future, what = self._tasks[0]
             if future.set_running_or_notify_cancel():
                 try:
