@@ -24,7 +24,7 @@ from mlx_kv.checks import MOST_TOKENS, whole_number
 from mlx_kv.codec import make_codec
 from mlx_kv.eviction.evictor import Evictor
 from mlx_kv.growth import SLOT_MULTIPLE, FixedStep, Geometric, Growth, round_up
-from mlx_kv.layout import NO_LIMIT, Budget, Chunks, Layout, Row, make_layout
+from mlx_kv.layout import NO_LIMIT, Budget, Layout, Row, make_layout
 
 # What comes of a description that is none, beside the ValueErrors of the checks.
 NOT_SO = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
@@ -238,8 +238,6 @@ def _row(layout: Layout, told: Sequence[int]) -> Row:
         stands = stands and (start == 0 or (start < 0 and layout.cut <= row.end and offset > 0))
     else:
         stands = stands and start == 0
-    if isinstance(layout, Chunks):
-        stands = stands and offset - front <= layout.most_slots
     if not stands:
         raise ValueError(f"a row that stands at {told}")
     return row

@@ -148,7 +148,7 @@ def test_settings_of_the_policy_and_the_sampler_arrive(call: Any, files: Files) 
     assert texts[0] == texts[1]
     assert len(set(texts)) == 3
     files.output.unlink()
-    assert "bits is 7" in call("--kv-bits", 7).err
+    assert "--kv-bits 7: a quantised cache has 2, 3, 4, 5, 6, 8 bits" in call("--kv-bits", 7).err
 
 
 def test_no_more_than_a_few_batches_are_submitted_ahead(

@@ -26,6 +26,7 @@ from tiny_models import FAMILIES, VOCAB, make_model
 import mlx_kv
 from mlx_kv import (
     CachePolicy,
+    ChunkedKVCache,
     FixedStep,
     Geometric,
     KVCache,
@@ -112,6 +113,18 @@ def test_every_kind_goes_on_as_it_was(kind: str, bits: int | None, dtype: str, r
     assert again.growths == 0
     assert again.capacity == cache.capacity
     go_on([cache, loaded], spec, DTYPES[dtype])
+
+
+def test_a_write_longer_than_was_planned_for_is_saved_too(tmp_path: Path) -> None:
+    for cache in (ChunkedKVCache(16, max_write=5), RingKVCache(16, max_write=5)):
+        for new in (5, 27):
+            x = mx.random.normal((1, 2, new, 32))
+            cache.update_and_fetch(x, x)
+        save_prompt_cache(tmp_path / "a.safetensors", [cache])
+        (loaded,) = load_prompt_cache(tmp_path / "a.safetensors")
+        x = mx.random.normal((1, 2, 2, 32))
+        for one, other in zip(cache.update_and_fetch(x, x), loaded.update_and_fetch(x, x), strict=True):
+            assert mx.array_equal(one, other).item()
 
 
 @pytest.mark.parametrize("growth", [Geometric(3.0, 512, 4096), FixedStep(512)])
