@@ -243,11 +243,13 @@ class Decoder:
         statistics.accepted += sum(accepted for accepted, _ in decided)
         return emitted
 
-    def _noise(self, count: int) -> mx.array:
+    def _noise(self, count: int) -> mx.array | None:
         """What is added to log-probabilities (B, count, V) of each row's next tokens before the likeliest is taken.
 
-        Zeros where that is the model's, or another sampler's, own choice.
+        Zeros where that is the model's, or another sampler's, own choice; None where it is in every row.
         """
+        if not any(isinstance(sampler, SeededSampler) for sampler in self.samplers):
+            return None
         none = mx.zeros((count, self._vocabulary))
         return mx.stack(
             [
@@ -258,8 +260,10 @@ class Decoder:
             ]
         )
 
-    def _chosen(self, logprobs: mx.array, noise: mx.array) -> mx.array:
+    def _chosen(self, logprobs: mx.array, noise: mx.array | None) -> mx.array:
         """Tokens (B, ...) for log-probabilities and noise (B, ..., V)."""
+        if noise is None:
+            return mx.argmax(logprobs, axis=-1)
         rules = [sampler.rules if isinstance(sampler, SeededSampler) else None for sampler in self.samplers]
 
         def scaled(rule: TemperatureSampler | None, rows: mx.array) -> mx.array:
@@ -270,7 +274,7 @@ class Decoder:
         each = [scaled(rule, logprobs[row : row + 1]) for row, rule in enumerate(rules)]
         return mx.argmax(mx.concatenate(each) + noise, axis=-1)
 
-    def _draft(self, count: int, noise: mx.array) -> list[list[int]]:
+    def _draft(self, count: int, noise: mx.array | None) -> list[list[int]]:
         """`count` tokens of the draft model for each row, drawn with the noise (B, count + 1, V) of their positions."""
         rows = len(self.unread[1])
         if count == 0:
@@ -282,12 +286,12 @@ class Decoder:
         for index in range(count):
             if index:
                 here = self.models[1](tokens[-1][:, None], cache=self.caches[1])[:, -1]
-            tokens.append(self._chosen(normalized(here), noise[:, index]))
+            tokens.append(self._chosen(normalized(here), None if noise is None else noise[:, index]))
             mx.async_eval(tokens[-1])  # type: ignore[no-untyped-call]
         by_row: Any = mx.stack(tokens, axis=1).tolist()
         return list(by_row)
 
-    def _accept(self, drafted: list[list[int]], logprobs: mx.array, noise: mx.array) -> list[tuple[int, int]]:
+    def _accept(self, drafted: list[list[int]], logprobs: mx.array, noise: mx.array | None) -> list[tuple[int, int]]:
         """For each row, how many drafted tokens are right, and the token after them. Arrays are (B, count + 1, V)."""
         chosen: Any = self._chosen(logprobs, noise).tolist()
         decided = []
