@@ -363,8 +363,8 @@ class KVCache:
         for index, other in enumerate(everyone):
             check_joinable(index, self, other)
         filled = [cache for cache in everyone if not cache.empty()]
-        if filled:
-            self._stores = joined_stores(everyone, max(cache.capacity for cache in filled))
+        # Where nobody has a token, buffers that are left of trimmed ones have rows for this cache alone.
+        self._stores = joined_stores(everyone, max(cache.capacity for cache in filled)) if filled else None
         self._rows = tuple([row for cache in everyone for row in cache._rows])
         self._reserve = max(cache._reserve for cache in everyone)
         self._announced = tuple([announced for cache in everyone for announced in cache._announced])

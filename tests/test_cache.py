@@ -269,3 +269,17 @@ def test_trims_by_no_number_are_refused(n: Any) -> None:
 
 def test_repr_says_what_is_held() -> None:
     assert repr(filled(KVCache(bits=8, group_size=32))) == "KVCache(offset=10, capacity=256, nbytes=61440, bits=8)"
+
+
+@pytest.mark.parametrize("extend", [False, True])
+def test_rows_trimmed_to_nothing_join_rows_that_never_had_anything(extend: bool) -> None:
+    trimmed = filled(KVCache.merge([KVCache(), KVCache()]), 3, 2)
+    trimmed.trim(3)
+    fresh = KVCache.merge([KVCache(), KVCache(), KVCache()])
+    if extend:
+        trimmed.extend(fresh)
+    joined = trimmed if extend else KVCache.merge([trimmed, fresh])
+    assert joined.keys is None or joined.keys.shape[0] == 5
+    joined.filter([4, 0])
+    assert joined.keys is None or joined.keys.shape[0] == 2
+    assert [x.shape for x in filled(joined, 2, 2).keys_and_values()] == [(2, 2, 2, 64), (2, 2, 2, 32)]
