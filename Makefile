@@ -34,7 +34,7 @@ bench: $(VENV)/.run
 	$(VENV)/bin/python benchmarks/batch.py
 
 families: $(VENV)/.dev
-	$(VENV)/bin/python tests/family_table.py --write
+	$(VENV)/bin/python tests/mlxlm/family_table.py --write
 
 $(VENV)/bin/python:
 	@test -n "$(PYTHON)" || { echo "mlx-kv needs Python 3.11 or later on the PATH, or make PYTHON=/path/to/python" >&2; exit 2; }

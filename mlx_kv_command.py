@@ -25,7 +25,7 @@ def main() -> None:
     global _running
     guard()
     try:
-        from mlx_kv.cli import main as command
+        from mlx_kv.cli.main import main as command
 
         _running = True
         command()

@@ -48,10 +48,10 @@ from mlx_kv.bundled import model_path
 TOKENS = 48
 CLIENTS = (1, 4, 16)
 ROOT = Path(__file__).parent.parent
-SOURCE = "".join(path.read_text() for path in sorted((ROOT / "mlx_kv").glob("*.py")))
+SOURCE = "".join(path.read_text() for path in sorted((ROOT / "mlx_kv").rglob("*.py")))
 SHARED = SOURCE[:800]
 MLX_LM = "import mlx_kv; from mlx_lm.server import main; main()"
-OURS = "from mlx_kv.cli import main; main()"
+OURS = "from mlx_kv.cli.main import main; main()"
 answers: dict[str, dict[str, str]] = {}  # by prompt: what each side made of it
 _starts = {workload: count(1000, 31) for workload in ("own", "shared")}
 

@@ -37,7 +37,7 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-SOURCE = (Path(__file__).parent.parent / "mlx_kv" / "cache.py").read_text()
+SOURCE = (Path(__file__).parent.parent / "mlx_kv" / "cache" / "kv_cache.py").read_text()
 PARTS = 100
 KILLED = (PARTS // 10, PARTS - 1)  # parts in which the worker's thread is killed
 FAILING = range(PARTS // 4, PARTS - 1, PARTS // 10)  # in which a step fails
@@ -81,7 +81,7 @@ def asked(client: httpx.Client, number: int) -> str:
 
 def serve_and_fail() -> None:
     """`mlx-kv serve`, but SIGUSR1 makes a step fail, and SIGUSR2 kills the worker's thread, while two rows decode."""
-    from mlx_kv import cli
+    from mlx_kv.cli import main as cli
     from mlx_kv.server.worker import Worker
 
     wanted: list[BaseException] = []

@@ -12,16 +12,9 @@ from typing import TYPE_CHECKING, Any
 from mlx_kv import blas
 
 if TYPE_CHECKING:
-    from mlx_kv.adapter import compact, load, make_prompt_cache, trim_prompt_cache
-    from mlx_kv.batch_generation import batch_generate
     from mlx_kv.bundled import bundled_models, model_path
-    from mlx_kv.cache import KVCache
-    from mlx_kv.decoder import SpeculationStatistics
-    from mlx_kv.engine import BatchToken
-    from mlx_kv.eviction.scores import register_score, score_names
-    from mlx_kv.generation import CacheStatistics, cache_statistics, stream_generate
-    from mlx_kv.growth import FixedStep, Geometric, Growth
-    from mlx_kv.named import (
+    from mlx_kv.cache.eviction.scores import register_score, score_names
+    from mlx_kv.cache.factories import (
         BatchKVCache,
         BatchRotatingKVCache,
         ChunkedKVCache,
@@ -31,55 +24,62 @@ if TYPE_CHECKING:
         RingKVCache,
         RotatingKVCache,
     )
+    from mlx_kv.cache.growth import FixedStep, Geometric, Growth
+    from mlx_kv.cache.kv_cache import KVCache
+    from mlx_kv.cache.protocol import Cache
+    from mlx_kv.files.serialization import load_prompt_cache, save_prompt_cache
+    from mlx_kv.generation.batch import batch_generate
+    from mlx_kv.generation.engine import BatchToken
+    from mlx_kv.generation.sampling import TemperatureSampler
+    from mlx_kv.generation.speculation.decoder import SpeculationStatistics
+    from mlx_kv.generation.speculation.stream import speculative_generate
+    from mlx_kv.generation.stream import CacheStatistics, cache_statistics, stream_generate
+    from mlx_kv.mlxlm.convert import compact, load, make_prompt_cache, trim_prompt_cache
     from mlx_kv.policy import CachePolicy
-    from mlx_kv.prompt_memory import PromptMemory
-    from mlx_kv.prompt_reader import PromptReader
-    from mlx_kv.prompt_store import PromptStore
-    from mlx_kv.protocol import Cache
-    from mlx_kv.sampling import TemperatureSampler
-    from mlx_kv.serialization import load_prompt_cache, save_prompt_cache
-    from mlx_kv.speculative import speculative_generate
+    from mlx_kv.prefixes.memory import PromptMemory
+    from mlx_kv.prefixes.reader import PromptReader
+    from mlx_kv.prefixes.store import PromptStore
 
 __version__ = "0.1.0"
 
 blas.preload()
 
 _HOMES = {
-    "BatchKVCache": "named",
-    "BatchRotatingKVCache": "named",
-    "BatchToken": "engine",
-    "Cache": "protocol",
+    "BatchKVCache": "cache.factories",
+    "BatchRotatingKVCache": "cache.factories",
+    "BatchToken": "generation.engine",
+    "Cache": "cache.protocol",
     "CachePolicy": "policy",
-    "CacheStatistics": "generation",
-    "ChunkedKVCache": "named",
-    "CompressedKVCache": "named",
-    "FixedStep": "growth",
-    "Geometric": "growth",
-    "Growth": "growth",
-    "KVCache": "cache",
-    "QuantizedKVCache": "named",
-    "RingBufferKVCache": "named",
-    "RingKVCache": "named",
-    "RotatingKVCache": "named",
-    "PromptMemory": "prompt_memory",
-    "PromptReader": "prompt_reader",
-    "PromptStore": "prompt_store",
-    "SpeculationStatistics": "decoder",
-    "TemperatureSampler": "sampling",
-    "batch_generate": "batch_generation",
+    "CacheStatistics": "generation.stream",
+    "ChunkedKVCache": "cache.factories",
+    "CompressedKVCache": "cache.factories",
+    "FixedStep": "cache.growth",
+    "Geometric": "cache.growth",
+    "Growth": "cache.growth",
+    "KVCache": "cache.kv_cache",
+    "QuantizedKVCache": "cache.factories",
+    "RingBufferKVCache": "cache.factories",
+    "RingKVCache": "cache.factories",
+    "RotatingKVCache": "cache.factories",
+    "PromptMemory": "prefixes.memory",
+    "PromptReader": "prefixes.reader",
+    "PromptStore": "prefixes.store",
+    "SpeculationStatistics": "generation.speculation.decoder",
+    "TemperatureSampler": "generation.sampling",
+    "batch_generate": "generation.batch",
     "bundled_models": "bundled",
-    "cache_statistics": "generation",
-    "compact": "adapter",
-    "load": "adapter",
-    "load_prompt_cache": "serialization",
-    "make_prompt_cache": "adapter",
+    "cache_statistics": "generation.stream",
+    "compact": "mlxlm.convert",
+    "load": "mlxlm.convert",
+    "load_prompt_cache": "files.serialization",
+    "make_prompt_cache": "mlxlm.convert",
     "model_path": "bundled",
-    "register_score": "eviction.scores",
-    "save_prompt_cache": "serialization",
-    "score_names": "eviction.scores",
-    "speculative_generate": "speculative",
-    "stream_generate": "generation",
-    "trim_prompt_cache": "adapter",
+    "register_score": "cache.eviction.scores",
+    "save_prompt_cache": "files.serialization",
+    "score_names": "cache.eviction.scores",
+    "speculative_generate": "generation.speculation.stream",
+    "stream_generate": "generation.stream",
+    "trim_prompt_cache": "mlxlm.convert",
 }
 
 __all__ = [

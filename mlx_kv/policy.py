@@ -9,14 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from mlx_kv.cache import KVCache
-from mlx_kv.checks import SettingError, whole_number
-from mlx_kv.codec import Affine
-from mlx_kv.eviction.evictor import Evictor, Share
-from mlx_kv.eviction.ledger import Ledger
-from mlx_kv.eviction.scores import Function
-from mlx_kv.growth import Geometric, Growth
-from mlx_kv.layout import Append, Budget, Chunks, Layout, Ring
+from mlx_kv.cache.checks import SettingError, whole_number
+from mlx_kv.cache.codecs import Affine
+from mlx_kv.cache.eviction.evictor import Evictor, Share
+from mlx_kv.cache.eviction.layer_group import Ledger
+from mlx_kv.cache.eviction.scores import Function
+from mlx_kv.cache.growth import Geometric, Growth
+from mlx_kv.cache.kv_cache import KVCache
+from mlx_kv.cache.layout import Append, Budget, Chunks, Layout, Ring
 
 SINKS = 4  # first tokens that are never dropped: mlx-lm's number, after StreamingLLM (Xiao et al. 2023)
 FOR_BUDGETS = ("keep_recent", "score", "share", "margin")

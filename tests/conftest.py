@@ -24,8 +24,8 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 @pytest.fixture(scope="session")
 def reference() -> tuple[nn.Module, Any]:
     """The reference model and its tokenizer, float32."""
-    from mlx_kv.adapter import load
     from mlx_kv.bundled import model_path
+    from mlx_kv.mlxlm.convert import load
 
     return load(model_path("reference"))
 
@@ -33,8 +33,8 @@ def reference() -> tuple[nn.Module, Any]:
 @pytest.fixture(scope="session")
 def draft() -> nn.Module:
     """The draft model that goes with the reference model."""
-    from mlx_kv.adapter import load
     from mlx_kv.bundled import model_path
+    from mlx_kv.mlxlm.convert import load
 
     return load(model_path("draft"))[0]
 
@@ -43,7 +43,7 @@ class Called:
     """What one call of the command left: exit code, stdout and stderr."""
 
     def __init__(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
-        from mlx_kv import cli
+        from mlx_kv.cli import main as cli
 
         monkeypatch.setattr(sys, "argv", ["mlx-kv", *arguments])
         self.code: Any = 0

@@ -18,7 +18,7 @@ from kept import Kept
 from mlx_lm.models.base import scaled_dot_product_attention
 
 from mlx_kv import ChunkedKVCache, CompressedKVCache, FixedStep, Geometric, KVCache, RingKVCache
-from mlx_kv.layout import Row
+from mlx_kv.cache.layout import Row
 
 HEADS, QUERY_HEADS = 2, 4
 

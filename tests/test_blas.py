@@ -51,7 +51,7 @@ def test_importing_the_package_loads_it_ahead_of_mlx(tmp_path: Path) -> None:
     assert run(tmp_path, first + SAY, MLX_KV_BLAS=LIBRARY) == (LIBRARY, [])
     bound = "import ctypes, mlx_kv\nprint(bool(ctypes.CDLL(None).cblas_sgemm))"  # so MLX will find it
     assert run(tmp_path, bound, MLX_KV_BLAS=LIBRARY) == ("True", [])
-    inner = "from mlx_kv.cache import KVCache\nimport mlx_kv\n"
+    inner = "from mlx_kv.cache.kv_cache import KVCache\nimport mlx_kv\n"
     assert run(tmp_path, inner + SAY, MLX_KV_BLAS=LIBRARY) == (LIBRARY, [])
 
 
@@ -91,7 +91,7 @@ def test_a_library_that_cannot_be_used_is_said_in_one_line(library: str, tmp_pat
     out, err = run(tmp_path, "import mlx_kv\n" + SAY, MLX_KV_BLAS=library)
     assert out == f"MLX's bundled reference BLAS ({library} cannot be loaded)"
     assert [line.startswith(said) for line in err] == [True]
-    command = "import sys\nfrom mlx_kv.cli import main\nsys.argv = ['mlx-kv', '--version']\nmain()"
+    command = "import sys\nfrom mlx_kv.cli.main import main\nsys.argv = ['mlx-kv', '--version']\nmain()"
     out, err = run(tmp_path, command, MLX_KV_BLAS=library)
     assert out.startswith("mlx-kv, version")
     assert [line.startswith(said) for line in err] == [True]

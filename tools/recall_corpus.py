@@ -10,7 +10,7 @@ import math
 
 import numpy as np
 
-from mlx_kv.recall_tasks import FILLER_POOL, PAIR_POOL, Rows, copy_rows, recall_rows
+from mlx_kv.evaluation.recall_tasks import FILLER_POOL, PAIR_POOL, Rows, copy_rows, recall_rows
 
 # (from step, lengths drawn from there on). Short rows are full of answers, and on them recall sets in within 400 steps;
 # it then stretches with the lengths. Steps, not shares of a run: a run made longer has read the same until then.

@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server over the continuous batching of `mlx_kv.engine`.
+"""An OpenAI-compatible server over the continuous batching of `mlx_kv.generation.engine`.
 
     requests.py  what a client may ask for, and the error objects
     chat.py      a chat as tokens

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import count
 
-from mlx_kv.prefixes import packed
-from mlx_kv.sampling import Sampler, SeededSampler, TemperatureSampler
+from mlx_kv.generation.sampling import Sampler, SeededSampler, TemperatureSampler
+from mlx_kv.prefixes.index import packed
 from mlx_kv.server.memory import Memory
 from mlx_kv.server.text import Stops
 

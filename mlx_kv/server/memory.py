@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from mlx_kv.adapter import attention_caches
-from mlx_kv.cache import KVCache
-from mlx_kv.generation import cache_statistics
-from mlx_kv.layout import Layout, Row
+from mlx_kv.cache.kv_cache import KVCache
+from mlx_kv.cache.layout import Layout, Row
+from mlx_kv.generation.stream import cache_statistics
+from mlx_kv.mlxlm.convert import attention_caches
 
 FINENESS = 1000  # runs of positions are told apart down to this fraction of a row
 Ranges = list[tuple[int, int]]  # [first, last)

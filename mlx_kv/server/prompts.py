@@ -15,9 +15,9 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
 
-from mlx_kv.prefixes import LEAST_SHARED
-from mlx_kv.prompt_memory import PromptMemory
-from mlx_kv.prompt_store import Fetched, PackedEntry, PromptStore
+from mlx_kv.prefixes.index import LEAST_SHARED
+from mlx_kv.prefixes.memory import PromptMemory
+from mlx_kv.prefixes.store import Fetched, PackedEntry, PromptStore
 from mlx_kv.server.clerk import Clerk
 
 MOST_PENDING = 256 * 2**20  # bytes that wait for the disk; what comes on top is not stored

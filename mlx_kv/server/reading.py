@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from mlx_kv.adapter import attention_caches, can_trim, trim_prompt_cache
-from mlx_kv.engine import Engine
-from mlx_kv.prefixes import LEAST_SHARED, needs_checkpoints, packed, shared
-from mlx_kv.prompt_reader import PromptReader
+from mlx_kv.generation.engine import Engine
+from mlx_kv.mlxlm.convert import attention_caches, can_trim, trim_prompt_cache
+from mlx_kv.prefixes.index import LEAST_SHARED, needs_checkpoints, packed, shared
+from mlx_kv.prefixes.reader import PromptReader
 from mlx_kv.server.job import Job
 from mlx_kv.server.memory import evicted
 from mlx_kv.server.prompts import Prompts

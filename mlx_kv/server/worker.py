@@ -20,13 +20,13 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_kv.adapter import context_length
-from mlx_kv.engine import BatchToken, Continuation, make_engine
-from mlx_kv.fingerprint import model_fingerprint
+from mlx_kv.files.fingerprint import model_fingerprint
+from mlx_kv.generation.engine import BatchToken, Continuation, make_engine
+from mlx_kv.mlxlm.convert import context_length
 from mlx_kv.policy import CachePolicy
-from mlx_kv.prompt_memory import PromptMemory
-from mlx_kv.prompt_reader import PromptReader
-from mlx_kv.prompt_store import PromptStore
+from mlx_kv.prefixes.memory import PromptMemory
+from mlx_kv.prefixes.reader import PromptReader
+from mlx_kv.prefixes.store import PromptStore
 from mlx_kv.server.job import Job, Piece, Snapshot, sampler_for
 from mlx_kv.server.memory import Memory, evicted, look
 from mlx_kv.server.metrics import Metrics

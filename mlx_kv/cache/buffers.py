@@ -1,0 +1,209 @@
+"""Slots of arrays: the only code that allocates.
+
+A store owns the planes of one tensor (the keys, or the values, of one layer), each (B, H, C, width) with C slots. It
+reserves, writes, reads and re-encodes slots. It knows nothing about positions, masks or what a slot means.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+
+import mlx.core as mx
+
+from mlx_kv.cache.codecs import Codec, Planes
+from mlx_kv.cache.layout import Plan, Ranges
+
+# Rows, heads, head dim and dtype: what must agree for a tensor to fit into a store.
+Tensor = tuple[int, int, int, mx.Dtype]
+
+
+def tensor_of(x: mx.array) -> Tensor:
+    """What of x (B, H, S, D) must agree with the store it goes to: everything but the number of tokens."""
+    return x.shape[0], x.shape[1], x.shape[3], x.dtype
+
+
+@lru_cache(maxsize=8)
+def _slots(plan: Plan, first: int, last: int, padding: int) -> mx.array:
+    """Where new tokens [first, last) of each row go: (B, 1, n, 1). All layers with the same plan ask for the same."""
+    slots = [
+        [
+            padding if plan.padded and plan.is_padding(i, token) else plan.layout.slot(row, row.offset + token)
+            for token in range(first, last)
+        ]
+        for i, row in enumerate(plan.rows)
+    ]
+    return mx.array([[[[slot] for slot in row]] for row in slots])  # nothing that waits for the thread that made it
+
+
+class Store:
+    """The planes of one tensor.
+
+    Args:
+        codec: how the tensor became planes.
+        planes: one or more arrays (B, H, C, width).
+    """
+
+    def __init__(self, codec: Codec, planes: Planes) -> None:
+        self.codec, self.planes = codec, tuple(plane[:] for plane in planes)
+        # Only a shape is asked for here: it is never evaluated.
+        self._head_dim = codec.decode(tuple(plane[:, :, :1] for plane in planes)).shape[3]
+
+    @classmethod
+    def allocate(cls, codec: Codec, like: mx.array, capacity: int) -> Store:
+        """An empty store of `capacity` slots for tensors like `like` (B, H, S, D)."""
+        # Widths and dtypes of planes are the codec's business: ask it, with one token that is never evaluated.
+        sample = codec.encode(like[:, :, :1])
+        return cls(codec, tuple(mx.zeros((*p.shape[:2], capacity, p.shape[3]), p.dtype) for p in sample))
+
+    def handles(self) -> Planes:
+        """The planes, for others to keep.
+
+        Writing to an mx.array changes the Python object, and with it whatever was handed out; these are objects of
+        their own over the same buffers, and nothing is copied.
+        """
+        return tuple(plane[:] for plane in self.planes)
+
+    def copied(self) -> Store:
+        """Another store over the same buffers. Whoever writes first gets buffers of their own: MLX sees to it."""
+        copied = Store.__new__(Store)
+        copied.codec, copied.planes, copied._head_dim = self.codec, self.handles(), self._head_dim
+        return copied
+
+    @property
+    def tensor(self) -> Tensor:
+        """What a tensor must be to fit in here. Its dtype is that of the last plane, whatever the codec."""
+        rows, heads = self.planes[0].shape[:2]
+        return rows, heads, self._head_dim, self.planes[-1].dtype
+
+    @property
+    def capacity(self) -> int:
+        return self.planes[0].shape[2]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated, from shapes alone: nothing is evaluated."""
+        return sum(plane.nbytes for plane in self.planes)
+
+    @property
+    def bytes_per_slot(self) -> int:
+        """Bytes of one slot of one row, all heads and planes."""
+        return sum(math.prod(plane.shape[1::2]) * plane.itemsize for plane in self.planes)
+
+    def reserve(self, capacity: int, used: int) -> None:
+        """Moves the first `used` slots into planes of `capacity` slots: one allocation and one copy a plane."""
+        old = self.planes
+        self.planes = tuple(mx.zeros((*plane.shape[:2], capacity, plane.shape[3]), plane.dtype) for plane in old)
+        for plane, held in zip(self.planes, old, strict=True):
+            plane[:, :, :used] = held[:, :, :used]
+
+    def write(self, x: mx.array, plan: Plan) -> None:
+        """Writes the new tokens x (B, H, S, D) of a plan to their slots, in place wherever MLX owns the buffer.
+
+        One slice for each contiguous piece where all rows stand alike (two where a ring wraps), one scatter otherwise.
+        """
+        encoded = self.codec.encode(x)
+        if plan.uniform:
+            for slot, token, count in plan.layout.pieces(plan.rows[0], plan.new):
+                for plane, tokens in zip(self.planes, encoded, strict=True):
+                    part = tokens if count == plan.new else tokens[:, :, token : token + count]
+                    plane[:, :, slot : slot + count] = part
+            return
+        # No two tokens of one scatter may go to the same slot: a write that is longer than the ring goes in turns.
+        turn = min(plan.new, plan.layout.most_slots - plan.layout.sinks)
+        for first in range(0, plan.new, turn):
+            last = min(first + turn, plan.new)
+            # Padding goes to the last slot, beyond all that are needed: it is never read.
+            index = _slots(plan, first, last, self.capacity - 1)
+            parts = encoded if turn == plan.new else [tokens[:, :, first:last] for tokens in encoded]
+            self.planes = tuple(
+                mx.put_along_axis(plane, mx.broadcast_to(index, part.shape), part, axis=2)
+                for plane, part in zip(self.planes, parts, strict=True)
+            )
+
+    def read(self, ranges: Ranges) -> Planes:
+        """Those slots of every plane: a view of the buffer where it is one range, a copy where there are more."""
+        if len(ranges) == 1:
+            first, last = ranges[0]
+            return tuple(plane[:, :, first:last] for plane in self.planes)
+        return tuple(
+            mx.concatenate([plane[:, :, first:last] for first, last in ranges], axis=2) for plane in self.planes
+        )
+
+    def take(self, slots: Sequence[Sequence[int]]) -> Planes:
+        """A copy of slots[i] of row i, in that order; one list serves all rows."""
+        index = mx.array([list(row) for row in slots])[:, None, :, None]  # (B or 1, 1, n, 1)
+        return tuple(
+            mx.take_along_axis(plane, mx.broadcast_to(index, (*plane.shape[:2], *index.shape[2:])), axis=2)
+            for plane in self.planes
+        )
+
+    def move(self, source: mx.array, target: mx.array) -> None:
+        """Copies slots source[b, h, i] to slots target[b, h, i], in place; two of the same target have the same source.
+
+        Args:
+            source, target: (B, 1 or H, m) of int32.
+        """
+        rows, heads, capacity = self.planes[0].shape[:3]
+        first = mx.arange(rows * heads, dtype=mx.int32).reshape(rows, heads, 1) * capacity
+        index = (source + first).reshape(-1)
+        planes, self.planes = list(self.planes), ()  # nobody else may hold a buffer that is written in place
+        for _ in range(len(planes)):
+            plane = planes.pop(0)
+            dtype = plane.dtype
+            # Moved in wider words than elements, a slot costs less: both kernels count elements.
+            words = _as_words(plane)
+            del plane
+            width = words.shape[3]
+            taken = words.reshape(-1, width)[index].reshape(rows, heads, -1, width)
+            mx.eval(taken)  # a pending read of the buffer would make the write below copy it whole
+            words = mx.put_along_axis(words, mx.broadcast_to(target[..., None], taken.shape), taken, axis=2)
+            mx.async_eval(words)  # type: ignore[no-untyped-call]  # before the next takes memory
+            planes.append(words.view(dtype))
+            del words
+        self.planes = tuple(planes)
+
+    def selected(self, rows: Sequence[int], capacity: int) -> Store:
+        """A store of `capacity` slots with copies of some rows: nothing of this one is kept alive by it."""
+        used = min(capacity, self.capacity)
+        planes = [mx.contiguous(plane[mx.array(list(rows))][:, :, :used]) for plane in self.planes]
+        if used < capacity:
+            planes = [mx.pad(plane, [(0, 0), (0, 0), (0, capacity - used), (0, 0)]) for plane in planes]
+        return Store(self.codec, tuple(planes))
+
+    @classmethod
+    def stacked(cls, parts: Sequence[tuple[Store | None, int, int]], capacity: int) -> Store:
+        """The rows of several stores, one after the other, in new planes of `capacity` slots.
+
+        Args:
+            parts: of each its store, or None where it never had one; its number of rows, and of slots to copy. At least
+                one has a store; all store alike.
+        """
+        like = next(store for store, _, _ in parts if store is not None)
+        rows = sum(count for _, count, _ in parts)
+        planes = []
+        for which, plane in enumerate(like.planes):
+            new = mx.zeros((rows, plane.shape[1], capacity, plane.shape[3]), plane.dtype)
+            first = 0
+            for store, count, used in parts:
+                if store is not None:
+                    new[first : first + count, :, :used] = store.planes[which][:, :, :used]
+                first += count
+            planes.append(new)
+        return cls(like.codec, tuple(planes))
+
+    def recode(self, codec: Codec) -> None:
+        """Stores every slot with another codec, the capacity unchanged."""
+        if codec != self.codec:
+            self.planes = codec.encode(self.codec.decode(self.planes))
+            self.codec = codec
+
+
+def _as_words(plane: mx.array) -> mx.array:
+    """The same bytes as the widest unsigned integers that divide a slot."""
+    size = plane.shape[3] * plane.itemsize
+    for words in (mx.uint64, mx.uint32, mx.uint16):
+        if size % words.size == 0:
+            return plane.view(words)
+    return plane

@@ -1,0 +1,82 @@
+"""What may go into a cache: every refusal of an update, in words.
+
+Decides nothing else, and changes nothing: a check runs before the first change, so a refused update leaves the cache as
+it was. Each message states what came, what was expected and the mend. Shapes are (B, H, S, D).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+
+import mlx.core as mx
+
+from mlx_kv.cache.buffers import Store, tensor_of
+
+MOST_TOKENS = 2**31 - 1  # MLX counts the elements of an axis in 32 bits
+
+
+class SettingError(ValueError):
+    """A setting that cannot be used, or not here.
+
+    Attributes:
+        settings: those names in the message that are settings and could be taken for ordinary words.
+    """
+
+    def __init__(self, message: str, settings: Iterable[str]) -> None:
+        super().__init__(message)
+        self.settings = tuple(settings)
+
+
+def whole_number(name: str, value: object, least: int = 0) -> int:
+    """The value as an int, if it is a whole number of tokens from `least` up that an array can have.
+
+    Raises:
+        ValueError: it is not.
+    """
+    try:
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise ValueError(f"{name} is {value!r}: give a whole number of tokens from {least} up") from None
+    if not least <= number <= MOST_TOKENS:
+        raise ValueError(f"{name} is {number}: give a number of tokens from {least} up to {MOST_TOKENS:,}")
+    return number
+
+
+def continues(keys: mx.array, values: mx.array, stores: tuple[Store, Store]) -> bool:
+    """Whether this update is like the ones before it; if not, the checks below say what is wrong, if anything."""
+    if not (isinstance(keys, mx.array) and isinstance(values, mx.array)) or keys.ndim != 4 or values.ndim != 4:
+        return False
+    if not keys.shape[2] == values.shape[2] > 0:
+        return False
+    return tensor_of(keys) == stores[0].tensor and tensor_of(values) == stores[1].tensor
+
+
+def check_tokens(keys: mx.array, values: mx.array) -> None:
+    """Keys and values must be floating point, 4-D, not empty, and of the same tokens of the same heads."""
+    for name, tensor in (("keys", keys), ("values", values)):
+        if not isinstance(tensor, mx.array):
+            raise ValueError(f"{name} are a {type(tensor).__name__}, expected an mx.array")
+        if tensor.ndim != 4:
+            raise ValueError(f"{name} have shape {tensor.shape}, expected (batch, KV heads, tokens, head dim)")
+        # Only values may have a head dim of 0: minimax_m3 stores keys alone.
+        if 0 in tensor.shape[:3] or keys.shape[3] == 0:
+            raise ValueError(f"{name} have shape {tensor.shape}: give at least one row, head, token and head dim")
+        if not mx.issubdtype(tensor.dtype, mx.floating):
+            raise ValueError(f"{name} are {tensor.dtype}, expected floating point; use .astype(mx.float32)")
+    for axis, what in enumerate(("rows", "KV heads", "tokens")):
+        if keys.shape[axis] != values.shape[axis]:
+            raise ValueError(
+                f"keys {keys.shape} and values {values.shape} differ in {what}: "
+                "both must describe the same tokens of the same heads"
+            )
+
+
+def check_unchanged(name: str, tensor: mx.array, store: Store) -> None:
+    """Only the number of tokens may change from one update to the next."""
+    for what, new, old in zip(("rows", "KV heads", "head dim", "dtype"), tensor_of(tensor), store.tensor, strict=True):
+        if new != old:
+            raise ValueError(
+                f"{name} came with {what} {new}, but this cache holds {what} {old}: "
+                "use one cache for one layer of one batch, and reset() it for a new session"
+            )

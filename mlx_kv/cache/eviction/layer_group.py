@@ -1,0 +1,170 @@
+"""What the layers of one sequence agree on: which of its tokens go.
+
+A *ledger* stands for one sequence. Its members are the caches of that sequence, one a layer; a batched cache is a
+member of one ledger for each of its rows. mlx-lm merges and extracts caches layer by layer, so members find their
+ledger by a rule: whoever copies layer 3 of a sequence and then layer 4 gets both into the same new ledger. (What
+deepcopy copies in one go stays together, whatever container holds it and in whatever order. A lone copy of one layer,
+kept while others are merged, would be taken for the first of a whole one: copy all layers, or none.)
+
+Decides once per compaction: the first member that is to be compacted asks all others, as they stand before the step,
+and the others find the decision made. So nothing has changed anywhere when one of them cannot decide. Knows nothing
+about how scores come about, or what moves.
+"""
+
+from __future__ import annotations
+
+import uuid
+import weakref
+from collections.abc import Callable
+from typing import Any, ClassVar, Protocol
+
+import mlx.core as mx
+
+from mlx_kv.cache.layout import Row
+
+Moves = tuple[mx.array, mx.array]  # from which slots (H, m), to which
+
+
+class Member(Protocol):
+    """One layer of a sequence."""
+
+    def row(self, ledger: Ledger) -> Row:
+        """Where the sequence stands in this layer."""
+        ...
+
+    def evictable_scores(self, ledger: Ledger) -> mx.array:
+        """(1, n), higher is kept, comparable between layers."""
+        ...
+
+    def decide(self, ledger: Ledger) -> None:
+        """Finds out which tokens this layer alone would evict, or raises ValueError."""
+        ...
+
+    def change(self, old: Ledger, new: Ledger) -> None:
+        """From now on the sequence of the old ledger is that of the new one."""
+        ...
+
+
+class Ledger:
+    """The layers of one sequence.
+
+    Attributes:
+        name: of this one alone, by which copies and files know what they are copies of.
+    """
+
+    _copies: ClassVar[dict[str, list[weakref.ref[Ledger]]]] = {}  # by the name of what they are copies of
+
+    def __init__(self) -> None:
+        self.name = uuid.uuid4().hex
+        self._members: dict[int, weakref.ref[Member]] = {}
+        self._decided: tuple[Row, Moves | None] | None = None
+        self._rows: weakref.WeakValueDictionary[int, Ledger] = weakref.WeakValueDictionary()
+
+    @classmethod
+    def joined(cls, name: str, layer: int, member: Member, memo: dict[Any, Any] | None = None) -> Ledger:
+        """The ledger for a copy of one layer of the sequence `name`: its oldest copy that has no such layer yet.
+
+        Args:
+            memo: deepcopy's, which all that it copies in one go has in common: such layers are never parted. One that
+                finds its place taken was not meant to complete an older copy, and so were those that came before it.
+        """
+        before: tuple[Ledger, list[tuple[int, Member]]] | None = None if memo is None else memo.get(name)
+        if before is None:
+            known = [ref() for ref in cls._copies.get(name, [])]  # alive until this method returns
+            lacking = [ledger for ledger in known if ledger is not None and not ledger._has(layer)]
+            ledger = lacking[0] if lacking else cls._new_copy(name)
+            together: list[tuple[int, Member]] = []
+        else:
+            ledger, together = before
+            if ledger._has(layer):
+                taken, ledger = ledger, cls._new_copy(name)
+                for number, other in together:
+                    del taken._members[number]
+                    ledger.join(number, other)
+                    other.change(taken, ledger)
+        ledger.join(layer, member)
+        if memo is not None:
+            memo[name] = ledger, [*together, (layer, member)]
+        return ledger
+
+    @classmethod
+    def _new_copy(cls, name: str) -> Ledger:
+        ledger = cls()
+        ref = weakref.ref(ledger, lambda ref: cls._drop(name, ref))
+        cls._copies.setdefault(name, []).append(ref)
+        return ledger
+
+    @classmethod
+    def _drop(cls, name: str, ref: weakref.ref[Ledger]) -> None:
+        left = [other for other in cls._copies.pop(name, []) if other is not ref]
+        if left:
+            cls._copies[name] = left
+
+    def _has(self, layer: int) -> bool:
+        return layer in self._members and self._members[layer]() is not None
+
+    def join(self, layer: int, member: Member) -> None:
+        self._members[layer] = weakref.ref(member)
+
+    def for_row(self, index: int) -> Ledger:
+        """The ledger of another row of a new batch whose first row has this one; the same in every layer."""
+        if index == 0:
+            return self
+        ledger = self._rows.get(index) or Ledger()
+        self._rows[index] = ledger
+        return ledger
+
+    def forget(self) -> None:
+        """A member was trimmed or reset: what was decided about its tokens no longer holds."""
+        self._decided = None
+
+    def members(self) -> list[tuple[int, Member]]:
+        """Those that still exist and hold tokens, in the order of layers."""
+        alive = [(layer, ref()) for layer, ref in sorted(self._members.items())]
+        return [(layer, member) for layer, member in alive if member is not None and member.row(self).offset]
+
+    def check(self, row: Row) -> None:
+        """Raises ValueError unless every layer stands where `row` does."""
+        standing = [(layer, member.row(self)) for layer, member in self.members()]
+        if any((other.start, other.offset) != (row.start, row.offset) for _, other in standing):
+            held: dict[str, list[str]] = {}
+            for layer, other in standing:
+                held.setdefault(f"{other.end} of {other.offset}", []).append(str(layer))
+            told = "; ".join(f"{kept} tokens in layer {', '.join(layers)}" for kept, layers in held.items())
+            raise ValueError(
+                f"the layers of one sequence have diverged, and cannot evict the same tokens: they hold {told}. "
+                "Trim all layers alike and copy them together, or use share='layer'"
+            )
+
+    def all_decide(self, row: Row) -> None:
+        """Has every layer decide for itself.
+
+        Raises:
+            ValueError: as `moves`.
+        """
+        if self._decided is None or self._decided[0] != row:
+            self.check(row)
+            for _, member in self.members():
+                member.decide(self)
+            self._decided = row, None
+
+    def moves(self, row: Row, decide: Callable[[mx.array], Moves]) -> Moves:
+        """What moves in every layer: decided once, from the sum of all layers' scores.
+
+        Args:
+            row: where the asking layer stands.
+            decide: from summed scores (1, n) to moves.
+
+        Raises:
+            ValueError: layers that stand elsewhere, or scores that cannot be used; nothing has changed then.
+        """
+        if self._decided is None or self._decided[0] != row or self._decided[1] is None:
+            self.check(row)
+            total = mx.zeros(1)
+            for _, member in self.members():
+                total = total + member.evictable_scores(self)
+                mx.eval(total)  # one layer after the other: none of them needs memory for long
+            decided = decide(total)
+            self._decided = row, decided
+            return decided
+        return self._decided[1]

@@ -1,0 +1,110 @@
+"""Scores of tokens, higher is kept: one formula a file, and the names under which they are found.
+
+Decides nothing about how many tokens go, nor which are protected. A score is a function of what a cache stores,
+
+    (keys, values, positions) -> (B, H, n), float32
+
+with keys (B, H, n, Dk), values (B, H, n, Dv) and positions (B, 1 or H, n), all of the same n tokens, in no particular
+order. Only the order of what it returns matters; it must be finite.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import entry_points
+
+import mlx.core as mx
+
+from mlx_kv.cache.eviction.scores.key_diff import key_diff
+from mlx_kv.cache.eviction.scores.key_norm import key_norm, key_norm_high
+from mlx_kv.cache.eviction.scores.key_value import key_value
+from mlx_kv.cache.eviction.scores.lag_kv import lag_kv
+from mlx_kv.cache.eviction.scores.random import random
+from mlx_kv.cache.eviction.scores.recent import recent
+from mlx_kv.cache.eviction.scores.value_norm import value_norm
+
+Function = Callable[[mx.array, mx.array, mx.array], mx.array]
+ENTRY_POINTS = "mlx_kv.scores"
+
+
+@dataclass(frozen=True)
+class Score:
+    """A way to tell which tokens matter.
+
+    Attributes:
+        name: under which it is found, also by those who load a saved cache.
+        function: (keys, values, positions) -> (B, H, n).
+        per_token: whether the score of a token depends on nothing but itself and its neighbours in the text. Then it
+            is asked for once, for runs of new tokens in order; otherwise for all live tokens at every compaction.
+    """
+
+    name: str
+    function: Function
+    per_token: bool = False
+
+
+_known = {
+    score.name: score
+    for score in (
+        Score("key_diff", key_diff),
+        Score("key_norm", key_norm, per_token=True),
+        Score("key_norm_high", key_norm_high, per_token=True),
+        Score("key_value", key_value, per_token=True),
+        Score("lag_kv", lag_kv),
+        Score("random", random, per_token=True),
+        Score("recent", recent, per_token=True),
+        Score("value_norm", value_norm, per_token=True),
+    )
+}
+
+
+@cache
+def _from_entry_points() -> dict[str, Score]:
+    """Scores of other packages: entry points of the group `mlx_kv.scores`, each a function or a `Score`."""
+    found = {}
+    for entry in entry_points(group=ENTRY_POINTS):
+        loaded = entry.load()
+        found[entry.name] = loaded if isinstance(loaded, Score) else Score(entry.name, loaded)
+    return found
+
+
+def score_names() -> list[str]:
+    """The names that `score=` takes."""
+    return sorted(_from_entry_points() | _known)
+
+
+def register_score(name: str, function: Function, per_token: bool = False) -> None:
+    """Makes a score known by a name, so that it can be asked for by it and found again by a loaded cache.
+
+    Args:
+        name: replaces whatever had it before.
+        function, per_token: as in `Score`.
+
+    Raises:
+        ValueError: a function that cannot be called.
+    """
+    if not callable(function):
+        raise ValueError(f"the score {name} is {function!r}: give a function (keys, values, positions) -> (B, H, n)")
+    _known[name] = Score(name, function, per_token)
+
+
+def find_score(score: str | Function | Score) -> Score:
+    """The score of a name, or one made of any callable, which is then asked for all live tokens.
+
+    Raises:
+        ValueError: no score has this name.
+    """
+    if isinstance(score, Score):
+        return score
+    if callable(score):
+        name = getattr(score, "__qualname__", type(score).__qualname__)
+        return Score(f"{getattr(score, '__module__', '')}.{name}", score)
+    known = _from_entry_points() | _known
+    if score not in known:
+        raise ValueError(
+            f"there is no score {score!r}: choose one of {', '.join(sorted(known))}, give a function, or "
+            "register_score() one of that name"
+        )
+    return known[score]

@@ -1,0 +1,23 @@
+"""Keys that differ from the usual direction are kept: -cos(k, mean over tokens of k / ||k||).
+
+Park et al. 2025, "KeyDiff: Key Similarity-Based KV Cache Eviction for Long-Context LLM Inference in
+Resource-Constrained Environments". The mean is over all live tokens, so it changes with what has been evicted.
+"""
+
+import mlx.core as mx
+
+from mlx_kv.cache.eviction.scores.blocks import blocks, each_block
+
+LEAST_NORM = 1e-12
+
+
+def key_diff(keys: mx.array, values: mx.array, positions: mx.array) -> mx.array:
+    def length(block: mx.array) -> mx.array:
+        return mx.maximum(mx.linalg.norm(block, axis=-1), LEAST_NORM)
+
+    # Two passes over the keys, as matrix products.
+    anchor = mx.zeros((*keys.shape[:2], 1, keys.shape[3]))
+    for block in blocks(keys):
+        anchor = anchor + (1 / length(block))[:, :, None] @ block  # (B, H, 1, D)
+    direction = (anchor / mx.maximum(mx.linalg.norm(anchor, axis=-1, keepdims=True), LEAST_NORM)).swapaxes(2, 3)
+    return -each_block(lambda block: (block @ direction)[..., 0] / length(block), keys)

@@ -1,0 +1,136 @@
+"""Names for usual combinations: each makes a `KVCache` of certain parts, and nothing else.
+
+Decides only defaults and signatures. A combination is never a class of its own, so these are functions that are named
+like what they make.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mlx_kv.cache.eviction.evictor import Evictor, Share
+from mlx_kv.cache.eviction.scores import Function
+from mlx_kv.cache.growth import Geometric, Growth
+from mlx_kv.cache.kv_cache import KVCache
+from mlx_kv.cache.layout import Budget, Chunks, Ring
+
+
+def QuantizedKVCache(group_size: int = 64, bits: int = 8) -> KVCache:  # noqa: N802, mlx-lm's name for it
+    """A quantised `KVCache`, with the name and the signature of mlx-lm's."""
+    return KVCache(bits=bits, group_size=group_size)
+
+
+def RingKVCache(  # noqa: N802, a choice of parts with the name of what it is
+    window: int,
+    max_write: int = 512,
+    sinks: int = 0,
+    bits: int | None = None,
+    group_size: int = 64,
+    growth: Growth = Geometric(),
+    reserve: int = 0,
+    *,
+    packed_decode: bool = True,
+) -> KVCache:
+    """A `KVCache` that keeps the last `window` tokens, in window + max_write - 1 slots, and can undo its last write.
+
+    Args:
+        window: tokens that a query sees, itself and the sinks included.
+        max_write: the longest write to plan for. A longer one loses nothing, but attention then reads a copy.
+        sinks: so many of the first tokens are never dropped; they count towards the window.
+
+    Raises:
+        ValueError: a window or max_write below 1, sinks that fill the window, and what `KVCache` refuses.
+    """
+    return KVCache(
+        bits, group_size, growth, reserve, packed_decode=packed_decode, layout=Ring(window, max_write, sinks)
+    )
+
+
+def RotatingKVCache(max_size: int, keep: int = 0) -> KVCache:  # noqa: N802, mlx-lm's name for it
+    """A ring with the name, the signature and the meaning of mlx-lm's: `keep` sinks, `max_size` tokens in all."""
+    return RingKVCache(max_size, sinks=keep)
+
+
+def RingBufferKVCache(window: int, max_write: int | None = None) -> KVCache:  # noqa: N802, its name elsewhere
+    """A ring for those who know it under this name; max_write is the window unless told otherwise."""
+    return RingKVCache(window, window if max_write is None else max_write)
+
+
+def ChunkedKVCache(  # noqa: N802, mlx-lm's name for it
+    chunk_size: int,
+    max_write: int = 512,
+    bits: int | None = None,
+    group_size: int = 64,
+    growth: Growth = Geometric(),
+    reserve: int = 0,
+    *,
+    packed_decode: bool = True,
+) -> KVCache:
+    """A `KVCache` for chunked attention, as llama4's: a token sees those of its own chunk of the text.
+
+    Has `start_position` and `maybe_trim_front` like mlx-lm's cache of this name, and hands out what begins there in the
+    order of positions. Beyond that: a mask, exact trims, bits, batches, and no copy for each trim of the front.
+
+    Args:
+        chunk_size: positions of a chunk.
+        max_write: the longest write to plan for, and what can be undone in any case. A longer one loses nothing.
+
+    Raises:
+        ValueError: a chunk_size or max_write below 1, and what `KVCache` refuses.
+    """
+    return KVCache(bits, group_size, growth, reserve, packed_decode=packed_decode, layout=Chunks(chunk_size, max_write))
+
+
+def CompressedKVCache(  # noqa: N802, a choice of parts with the name of what it is
+    budget: int,
+    keep_recent: int = 64,
+    sinks: int = 4,
+    score: str | Function = "key_diff",
+    share: Share = "layers",
+    margin: int | None = None,
+    bits: int | None = None,
+    group_size: int = 64,
+    max_write: int = 512,
+    growth: Growth = Geometric(),
+    reserve: int = 0,
+    *,
+    packed_decode: bool = True,
+) -> KVCache:
+    """A `KVCache` that keeps at most `budget` tokens of each sequence, or up to `margin` more: those that matter most.
+
+    For a model, use `CachePolicy(budget=...)`: its layers then agree on which tokens go. One made here stands alone.
+
+    Args:
+        budget: tokens that are left after a compaction.
+        keep_recent: so many of the newest tokens are never evicted; a trim can go back as far.
+        sinks: so many of the first tokens are never evicted.
+        score: what matters, by name (`mlx_kv.score_names()`), or any callable (keys, values, positions) -> (B, H, n) in
+            float32, higher is kept.
+        share: "head", each head keeps its own tokens; otherwise heads keep the same.
+        margin: how far the budget may be overshot before a compaction; None is max(64, budget // 16).
+        max_write: the longest write to plan for: memory peaks at budget + margin + max_write tokens.
+
+    Raises:
+        ValueError: a budget that sinks and recent tokens would fill, a number below its least, an unknown score or
+            share, and what `KVCache` refuses.
+    """
+    evictor = Evictor(Budget(budget, keep_recent, sinks, margin, max_write), score, share)
+    return KVCache(bits, group_size, growth, reserve, packed_decode=packed_decode, evictor=evictor)
+
+
+def BatchKVCache(left_padding: Sequence[int]) -> KVCache:  # noqa: N802, mlx-lm's name for it
+    """A batch of len(left_padding) rows, with the name and the signature of mlx-lm's; padding is not stored."""
+    return _batch(KVCache(), left_padding)
+
+
+def BatchRotatingKVCache(max_size: int, left_padding: Sequence[int]) -> KVCache:  # noqa: N802, mlx-lm's name for it
+    """A batch of rings of len(left_padding) rows, with the name and the signature of mlx-lm's."""
+    return _batch(RingKVCache(max_size), left_padding)
+
+
+def _batch(cache: KVCache, left_padding: Sequence[int]) -> KVCache:
+    if not left_padding:
+        raise ValueError("left_padding is empty: give one number for each row of the batch, 0 for none")
+    batch = KVCache.merge([cache] * len(left_padding))
+    batch.prepare(left_padding=left_padding)
+    return batch

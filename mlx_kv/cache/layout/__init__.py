@@ -1,0 +1,64 @@
+"""Which slot holds which position.
+
+Decides where the tokens of an update go, which slots attention reads, and what a trim can undo. Integers only: knows
+nothing about arrays, so it is tested in microseconds. A *row* is one sequence of the batch. Rows need not line up:
+after a trim of one row alone, they are *ragged*.
+
+Append: slot = start + position; a row owns the slots [start, end), and every slot from `end` on is dead until written.
+Budget: the same, and now and then a compaction, after which start is below 0.
+Ring: slots are used again, `turn` positions later.
+Chunks: the same ring for models whose tokens see their own chunk of the text; attention reads it in order.
+"""
+
+from __future__ import annotations
+
+from mlx_kv.cache.layout.base import (
+    NO_LIMIT,
+    Layout,
+    Plan,
+    Ranges,
+    Row,
+    count_seen,
+    count_slots,
+    plan_of,
+    trim_rows,
+    trimmed,
+)
+from mlx_kv.cache.layout.straight import Append, Budget
+from mlx_kv.cache.layout.turning import Chunks, Ring
+
+__all__ = [
+    "NO_LIMIT",
+    "Append",
+    "Budget",
+    "Chunks",
+    "Layout",
+    "Plan",
+    "Ranges",
+    "Ring",
+    "Row",
+    "count_seen",
+    "count_slots",
+    "make_layout",
+    "plan_of",
+    "trim_rows",
+    "trimmed",
+]
+
+
+def make_layout(name: str, *numbers: int) -> Layout:
+    """The layout of these `parameters`.
+
+    Raises:
+        ValueError: no layout has this name.
+    """
+    match name:
+        case "append":
+            return Append()
+        case "ring":
+            return Ring(*numbers)
+        case "chunks":
+            return Chunks(*numbers)
+        case "budget":
+            return Budget(*numbers)
+    raise ValueError(f"{name!r} is no layout: there are append, ring, chunks and budget")

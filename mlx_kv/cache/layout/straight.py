@@ -1,0 +1,137 @@
+"""Slots in the order of arrival: everything is kept, or what a budget leaves.
+
+Decides nothing about which tokens a budget leaves, only how many, and when. Integers only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from mlx_kv.cache.layout.base import NO_LIMIT, Ranges, Row
+
+
+class Straight:
+    """slot = start + position: the arithmetic that `Append` and `Budget` share. Abstract."""
+
+    __slots__ = ()
+    window: ClassVar[None] = None
+    chunk_size: ClassVar[None] = None
+    most_slots: ClassVar[int] = NO_LIMIT
+
+    def first_seen(self, position: int) -> int:
+        return 0
+
+    def front(self, row: Row, new: int) -> int:
+        return 0
+
+    def trimmed_front(self, row: Row) -> int:
+        return 0
+
+    def slot(self, row: Row, position: int) -> int:
+        return row.start + position
+
+    def pieces(self, row: Row, new: int) -> Iterator[tuple[int, int, int]]:
+        yield row.end, 0, new
+
+    def ranges(self, row: Row, new: int) -> Ranges:
+        return ((0, row.end + new),)
+
+
+@dataclass(frozen=True, slots=True)
+class Append(Straight):
+    """Everything is kept."""
+
+    sinks: ClassVar[int] = 0
+    max_write: ClassVar[int] = NO_LIMIT
+    enough_slots: ClassVar[int] = NO_LIMIT
+
+    @property
+    def parameters(self) -> tuple[str | int, ...]:
+        return ("append",)
+
+    def most_trim(self, row: Row) -> int:
+        return row.offset
+
+    def refusal(self, count: int, most: int) -> tuple[str, str]:
+        raise AssertionError("every trim of what is held is possible")
+
+    def held(self, row: Row) -> int:
+        return row.offset
+
+    def settled(self, row: Row) -> Row:
+        return row
+
+
+@dataclass(frozen=True, slots=True)
+class Budget(Straight):
+    """At most `budget` tokens when the next write begins, or up to `margin` more: compacted to exactly the budget.
+
+    The first `sinks` tokens and the newest `keep_recent` are never evicted. Before slot budget - keep_recent (the cut)
+    survivors lie in any order; from there on slots are in the order of positions, so a trim can go back as far.
+
+    Args:
+        margin: how far the budget may be overshot before a compaction; None is max(64, budget // 16).
+        max_write: the longest write to plan for; memory peaks at budget + margin + max_write slots.
+
+    Raises:
+        ValueError: a number below its least, or a budget that sinks and recent tokens would fill.
+    """
+
+    budget: int
+    keep_recent: int = 64
+    sinks: int = 4
+    margin: int | None = None
+    max_write: int = 512
+
+    def __post_init__(self) -> None:
+        for name, least in (("budget", 1), ("keep_recent", 0), ("sinks", 0), ("margin", 0), ("max_write", 1)):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < least):
+                raise ValueError(f"{name} is {value!r}: give a whole number of tokens from {least} up")
+        if self.budget <= self.sinks + self.keep_recent:
+            raise ValueError(
+                f"budget is {self.budget}, but {self.sinks} sinks and keep_recent={self.keep_recent} are kept: "
+                f"give a budget from {self.sinks + self.keep_recent + 1} up, or keep fewer of them"
+            )
+
+    @property
+    def slack(self) -> int:
+        """Tokens above the budget that are allowed: the margin, or its default."""
+        return max(64, self.budget // 16) if self.margin is None else self.margin
+
+    @property
+    def enough_slots(self) -> int:
+        return self.budget + self.slack + self.max_write
+
+    @property
+    def cut(self) -> int:
+        """The slot where, after a compaction, the recent block begins."""
+        return self.budget - self.keep_recent
+
+    @property
+    def parameters(self) -> tuple[str | int, ...]:
+        return "budget", self.budget, self.keep_recent, self.sinks, self.slack, self.max_write
+
+    def due(self, row: Row) -> bool:
+        """Whether a row is to be compacted before its next write."""
+        return row.end > self.budget + self.slack
+
+    def compacted(self, row: Row) -> Row:
+        """A row of more tokens than the budget, when it holds exactly the budget."""
+        return row._replace(start=self.budget - row.offset)
+
+    def settled(self, row: Row) -> Row:
+        return self.compacted(row) if self.due(row) else row
+
+    def most_trim(self, row: Row) -> int:
+        """All, as long as nothing was evicted; then back to the cut."""
+        return row.offset if row.start >= 0 else row.end - self.cut
+
+    def refusal(self, count: int, most: int) -> tuple[str, str]:
+        more = self.keep_recent + count - most
+        return "has evicted tokens from before its recent ones", f"keep more of them with keep_recent={more}"
+
+    def held(self, row: Row) -> int:
+        return row.end

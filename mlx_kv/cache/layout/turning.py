@@ -1,0 +1,190 @@
+"""Slots that are written over and over: rings for sliding windows, and for chunks.
+
+The first `sinks` positions have slots of their own, and after them slot = sinks + (position - sinks) mod turn, in
+R = window + max_write - 1 slots all in all. A slot holds the largest position below the row's offset that maps to it;
+the mask decides from that position alone, so a ring is never unrolled. Integers only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from mlx_kv.cache.layout.base import Ranges, Row, count_slots
+
+# Reading two ranges as one takes a copy: each slot is read, written and read again. Up to so many times the slots that
+# are seen, it costs less to read the dead ones between them, too (measured on a CPU: from 2.2).
+MOST_DEAD = 2
+
+
+class Turning:
+    """Sinks, and after them `turn` slots that are written over and over: the arithmetic that `Ring` and `Chunks` share.
+
+    Abstract: a layout says what is seen, and with that how many slots there must be.
+    """
+
+    __slots__ = ()
+    max_write: int
+
+    sinks: int
+
+    @property
+    def most_slots(self) -> int:
+        raise NotImplementedError
+
+    def front(self, row: Row, new: int) -> int:
+        raise NotImplementedError
+
+    @property
+    def enough_slots(self) -> int:
+        return self.most_slots
+
+    def settled(self, row: Row) -> Row:
+        return row
+
+    def refusal(self, count: int, most: int) -> tuple[str, str]:
+        more = self.max_write + count - most
+        return "is a ring that has overwritten what would be seen again", f"plan for it with max_write={more}"
+
+    @property
+    def turn(self) -> int:
+        """Slots of the ring proper, without those of the sinks."""
+        return self.most_slots - self.sinks
+
+    def slot(self, row: Row, position: int) -> int:
+        return position if position < self.sinks else self.sinks + (position - self.sinks) % self.turn
+
+    def pieces(self, row: Row, new: int) -> Iterator[tuple[int, int, int]]:
+        position, last = row.offset, row.offset + new
+        if position < self.sinks:
+            count = min(new, self.sinks - position)
+            yield position, 0, count
+            position += count
+        position = max(position, last - self.turn)  # the ring keeps the last turn of a longer write
+        while position < last:
+            slot = self.slot(row, position)
+            count = min(last - position, self.most_slots - slot)
+            yield slot, position - row.offset, count
+            position += count
+
+    def _in_order(self, row: Row, new: int) -> Ranges:
+        """The slots of the positions from the front to the last new token."""
+        first, last = self.slot(row, self.front(row, new)), self.slot(row, row.offset + new - 1) + 1
+        return ((first, last),) if first < last else ((first, self.most_slots), (self.sinks, last))
+
+
+@dataclass(frozen=True, slots=True)
+class Ring(Turning):
+    """The last `window` tokens of which the first `sinks` are the first of all, in window + max_write - 1 slots.
+
+    Raises:
+        ValueError: a window or max_write below 1, or sinks that fill the window.
+    """
+
+    window: int
+    max_write: int
+    sinks: int = 0
+    chunk_size: ClassVar[None] = None
+
+    def __post_init__(self) -> None:
+        for name, value in (("window", self.window), ("max_write", self.max_write)):
+            if value < 1:
+                raise ValueError(f"{name} is {value}: give a number of tokens from 1 up")
+        if not 0 <= self.sinks < self.window:
+            raise ValueError(
+                f"sinks is {self.sinks}: a window of {self.window} tokens has room for 0 to {self.window - 1}"
+            )
+
+    @property
+    def most_slots(self) -> int:
+        return self.window + self.max_write - 1
+
+    def first_seen(self, position: int) -> int:
+        return max(0, position - (self.window - self.sinks) + 1)
+
+    def front(self, row: Row, new: int) -> int:
+        return self.first_seen(row.offset)
+
+    def trimmed_front(self, row: Row) -> int:
+        return row.front
+
+    @property
+    def parameters(self) -> tuple[str | int, ...]:
+        return "ring", self.window, self.max_write, self.sinks
+
+    def ranges(self, row: Row, new: int) -> Ranges:
+        """One range wherever that is cheaper: the mask goes by positions, whatever their order."""
+        end = row.offset + new
+        everything = ((0, min(end, self.most_slots)),)
+        if end <= self.window or self.front(row, new) <= self.sinks:
+            return everything
+        ranges = self._in_order(row, new)
+        if self.sinks:  # they lie before slot `sinks`, where the second range begins if there is one
+            ranges = ((0, ranges[1][1]), ranges[0]) if len(ranges) == 2 else ((0, self.sinks), *ranges)
+        if len(ranges) == 1:
+            return ranges
+        return everything if everything[0][1] <= MOST_DEAD * count_slots(ranges) else ranges
+
+    def held(self, row: Row) -> int:
+        return min(row.offset, self.window)
+
+    def most_trim(self, row: Row) -> int:
+        """Back to offset L is lossless iff high - L <= R - W + 1, or as long as nothing was ever overwritten."""
+        if row.high <= self.most_slots:
+            return row.offset
+        return row.offset - max(0, row.high - self.max_write)
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks(Turning):
+    """A query sees its own chunk: positions of the same p // chunk_size. chunk_size + max_write slots.
+
+    Attention reads in the order of positions, from the front on, as models want it that make the mask themselves. The
+    front moves when the model says so, at the latest when room is needed; then the last chunk_size tokens stay.
+
+    Raises:
+        ValueError: a chunk_size or max_write below 1.
+    """
+
+    chunk_size: int
+    max_write: int
+    window: ClassVar[None] = None
+    sinks: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        for name, value in (("chunk_size", self.chunk_size), ("max_write", self.max_write)):
+            if value < 1:
+                raise ValueError(f"{name} is {value}: give a number of tokens from 1 up")
+
+    @property
+    def most_slots(self) -> int:
+        return self.chunk_size + self.max_write
+
+    def first_seen(self, position: int) -> int:
+        return position - position % self.chunk_size
+
+    def front(self, row: Row, new: int) -> int:
+        return row.front if row.offset + new - row.front <= self.most_slots else self.trimmed_front(row)
+
+    def trimmed_front(self, row: Row) -> int:
+        """The front when only the last chunk_size tokens are to stay."""
+        return max(row.front, row.offset - self.chunk_size)
+
+    @property
+    def parameters(self) -> tuple[str | int, ...]:
+        return "chunks", self.chunk_size, self.max_write
+
+    def ranges(self, row: Row, new: int) -> Ranges:
+        return self._in_order(row, new)
+
+    def held(self, row: Row) -> int:
+        return row.offset - row.front
+
+    def most_trim(self, row: Row) -> int:
+        """Back to offset L is lossless if the chunk that L is in was not overwritten: high - R <= L - L % chunk_size.
+
+        Further back, only offsets between two chunks would be: those are not offered, so that less is never refused.
+        """
+        overwritten = max(0, row.high - self.most_slots)
+        return row.offset + (-overwritten // self.chunk_size) * self.chunk_size

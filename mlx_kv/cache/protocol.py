@@ -1,0 +1,69 @@
+"""What a model, and the loops around it, ask of a cache: the names that mlx-lm's models call.
+
+Third parties implement `Cache` to bring a cache of their own; no base class is needed, and no more than this is asked:
+mlx-lm's loop, `trim_prompt_cache` and `cache_statistics` work with it. Batches, files and budgets are for our own.
+B rows, H KV heads, S new tokens, D head dims.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import mlx.core as mx
+
+from mlx_kv.cache.codecs import Planes
+from mlx_kv.cache.mask import Mask
+
+Fetched = tuple[mx.array, mx.array] | tuple[Planes, Planes]
+
+
+@runtime_checkable
+class Cache(Protocol):
+    """The keys and values of one attention layer."""
+
+    @property
+    def offset(self) -> int | mx.array:
+        """The next position, for RoPE: an int where all rows agree, an array (B,) where they differ."""
+        ...
+
+    @property
+    def state(self) -> Any:
+        """A pytree of arrays and plain values, to evaluate, to save and to continue from."""
+        ...
+
+    @state.setter
+    def state(self, value: Any) -> None: ...
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Mask:
+        """The mask for the next N tokens, asked before `update_and_fetch`."""
+        ...
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> Fetched:
+        """Stores keys (B, H, S, Dk) and values (B, H, S, Dv); returns what attention reads."""
+        ...
+
+    def size(self) -> int:
+        """Tokens held by the longest row."""
+        ...
+
+    def can_trim(self, n: int | Sequence[int]) -> bool:
+        """Whether a trim by n, or of row i by n[i], would lose nothing but those last tokens."""
+        ...
+
+    def trim(self, n: int) -> int:
+        """Drops the last n tokens of every row and returns n; where it can't, raises ValueError and changes nothing."""
+        ...
+
+    def trim_per_sequence(self, n: Sequence[int]) -> None:
+        """Drops the last n[i] tokens of row i; where a row can't, raises ValueError and changes nothing."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated; 0 before the first update."""
+        ...
+
+    def reset(self) -> None:
+        """Forgets every token, for a new session; allocated memory stays for it."""
+        ...

@@ -1,0 +1,167 @@
+"""`mlx-kv cache`: reads a prompt once and keeps its keys and values in a file; `generate` goes on from there.
+
+Decides what is written beside the caches, and what a prompt that follows a cached one looks like in tokens. Knows
+nothing about files or how tokens are kept.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from mlx_kv.bundled import model_path
+from mlx_kv.cli.options import (
+    human_bytes,
+    make_policy,
+    model_option,
+    note_context,
+    policy_options,
+    prefill_bar,
+    prefill_option,
+    prompt_options,
+    read_prompt,
+    tokens_line,
+)
+from mlx_kv.cli.output import file_errors
+
+if TYPE_CHECKING:
+    from mlx_kv.files.serialization import PromptFile
+
+EXAMPLES = """
+\b
+Examples:
+  mlx-kv cache --prompt-file notes.py --output notes.safetensors
+  mlx-kv generate --prompt-cache-file notes.safetensors --prompt "def main():"
+  mlx-kv cache --prompt-file notes.py --output small.safetensors --kv-budget 256 --kv-bits 8
+"""
+QUERY = "<query>"  # stands for a text that is still to come, in a chat template
+
+
+def encode_beginning(tokenizer: Any, text: str, chat: bool) -> list[int]:
+    """Tokens of a prompt that another will follow; of a chat, a message that is not ended yet."""
+    from mlx_kv.generation.stream import encode_prompt
+
+    if not chat:
+        return encode_prompt(tokenizer, text)
+    messages = [{"role": "user", "content": text}]
+    ids: list[int] = tokenizer.apply_chat_template(messages, add_generation_prompt=False, continue_final_message=True)
+    return ids
+
+
+def encode_ending(tokenizer: Any, text: str, chat: bool) -> list[int]:
+    """Tokens of a prompt that follows a cached one; of a chat, the rest of the message, and the answer's beginning."""
+    if chat:
+        messages = [{"role": "user", "content": QUERY}]
+        whole: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        text = text + whole.partition(QUERY)[2]
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
+    return ids
+
+
+def load_for(path: Path, network: Any, tokenizer: Any, model: str) -> PromptFile:
+    """A file of caches for this model.
+
+    Raises:
+        click.UsageError, ValueError: it is of another model, tokenizer or version, damaged, or empty.
+    """
+    from mlx_kv.files.fingerprint import check_fingerprint, model_fingerprint
+    from mlx_kv.files.serialization import load_prompt_file
+    from mlx_kv.mlxlm.convert import make_prompt_cache
+
+    with file_errors(f"read {path}"):
+        file = load_prompt_file(path)
+    made_with = file.metadata.get("model")
+    if not file.stock:
+        check_fingerprint(str(path), file.fingerprint, model_fingerprint(network, tokenizer), made_with)
+    elif made_with not in (None, model) or len(file.caches) != len(make_prompt_cache(network)):
+        mend = f"give --model {made_with}" if made_with not in (None, model) else "give the model that it was made with"
+        raise click.UsageError(f"{path} is a prompt cache of another model: {mend}")
+    if not any(not cache.empty() for cache in file.caches):
+        raise click.UsageError(f"{path} holds no tokens: make it again")
+    return file
+
+
+def tokens_read(file: PromptFile) -> int:
+    """How many tokens the caches of a file have read."""
+    from mlx_kv.mlxlm.convert import attention_caches
+
+    if file.tokens is not None:
+        return len(file.tokens)
+    return max((row.offset for cache in attention_caches(file.caches) for row in cache._rows), default=0)
+
+
+@click.command(epilog=EXAMPLES)
+@model_option()
+@prompt_options
+@click.option(
+    "--output",
+    required=True,
+    metavar="FILE",
+    help="Where to keep it; an older prompt cache is replaced when the new one is complete.",
+)
+@click.option("--force", is_flag=True, help="Replace a file that is no prompt cache, too.")
+@click.option("--ignore-chat-template", is_flag=True, help="Read the prompt as plain text.")
+@prefill_option()
+@policy_options
+def cache(
+    source: str | None,
+    model: str,
+    prompt: str | None,
+    prompt_file: Path | None,
+    output: str,
+    force: bool,
+    ignore_chat_template: bool,
+    prefill_step_size: int | None,
+    **policy: Any,
+) -> None:
+    """Read a prompt and keep its keys and values in a file, for `generate --prompt-cache-file`.
+
+    The prompt is --prompt, the content of --prompt-file, or stdin for a lone -.
+    """
+    if output == "-":
+        raise click.UsageError("--output -: a prompt cache is no text for stdout; give the name of a file (./- for -)")
+    text = read_prompt(prompt, prompt_file, source)
+    cache_policy = make_policy(**policy)
+
+    from mlx_kv.files.serialization import check_output, save_prompt_cache
+
+    with file_errors(f"write {output}"):
+        check_output(output, force, "--force")  # before anything is read, and again when it is written
+
+    import mlx.core as mx
+    from mlx_lm.generate import generate_step
+
+    from mlx_kv.files.fingerprint import model_fingerprint
+    from mlx_kv.generation.stream import cache_statistics, prefill_step, reserve_for
+    from mlx_kv.mlxlm.convert import load, make_prompt_cache
+
+    network, tokenizer = load(model_path(model))
+    tokens = encode_beginning(tokenizer, text, tokenizer.chat_template is not None and not ignore_chat_template)
+    note_context(network, len(tokens))
+    caches = make_prompt_cache(network, cache_policy)
+    reserve_for(caches, len(tokens), 0)
+    step = prefill_step(network, caches, prefill_step_size)
+    started = time.perf_counter()
+    with prefill_bar(len(tokens), step) as advance:
+        options: dict[str, Any] = {} if advance is None else {"prompt_progress_callback": advance}
+        for _ in generate_step(
+            mx.array(tokens), network, max_tokens=0, prompt_cache=caches, prefill_step_size=step, **options
+        ):
+            pass
+    read = time.perf_counter()
+    with file_errors(f"write {output}"):
+        check_output(output, force, "--force")
+        own = model_fingerprint(network, tokenizer)
+        save_prompt_cache(output, caches, {"model": model}, tokens=tokens, fingerprint=own, force=force)
+    saved = time.perf_counter()
+    held = cache_statistics(caches)
+    lines = (
+        tokens_line("prompt", len(tokens), len(tokens) / (read - started)),
+        f"KV cache    {human_bytes(held.bytes_live)} live, {human_bytes(held.bytes_allocated)} allocated",
+        f"file        {human_bytes(os.path.getsize(output))} in {saved - read:.2f} s: {output}",
+    )
+    click.echo("\n".join(lines), err=True)

@@ -1,0 +1,325 @@
+"""`mlx-kv eval`: how well a model still answers when its cache keeps only part of a context.
+
+Decides how measurements are shown: in rows, in JSON, as a figure, and which text is read unless told otherwise. Knows
+nothing about how they are made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from mlx_kv.bundled import model_path
+from mlx_kv.cli.config import short_name
+from mlx_kv.cli.options import model_option
+from mlx_kv.cli.output import check_plot, save_figure
+
+if TYPE_CHECKING:
+    from mlx_kv.evaluation.results import Measurement, Result, Settings
+
+EXAMPLES = """
+\b
+Examples:
+  mlx-kv eval
+  mlx-kv eval --budgets 128,256 --scores key_diff,random --tasks passkey,recall --json
+  mlx-kv eval --tasks copy --share head --kv-bits 8 --seeds 5
+  mlx-kv eval --tasks perplexity --text notes.py --plot quality.png
+  mlx-kv eval --model mlx-community/Qwen3-0.6B-4bit --rows 8 --seeds 1
+"""
+# The bundled reference model has read none of these: tools/reference_corpus.py held them out, by a hash of their paths.
+HELD_OUT = ("concurrent.futures.process", "multiprocessing.connection")
+ABOUT = """\
+A context is compressed before its questions are seen; mean ± standard deviation of the seeds. full cache: nothing is
+evicted. Nats per token: those of the full cache, and what others add to them, seed by seed. random and key_norm_high
+(key_norm with its sign reversed) are controls."""
+
+
+def split(value: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(word.strip() for word in value.split(",")))
+
+
+def read_budgets(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int, ...]:
+    """Numbers of tokens, separated by commas."""
+    words = split(value)
+    for word in words:
+        if not (word.isascii() and word.isdecimal() and len(word) <= 9 and int(word) >= 1):
+            raise click.BadParameter(f"{word!r} is no budget: give tokens from 1 up, such as 64,128,256")
+    return tuple(sorted({int(word) for word in words}))
+
+
+def read_names(ctx: click.Context, param: click.Parameter, value: str) -> tuple[str, ...]:
+    return split(value)
+
+
+def read_text(file: Path | None) -> str:
+    """The text that is predicted.
+
+    Raises:
+        click.UsageError: it is not there, or no text.
+    """
+    places = [file] if file is not None else []
+    if file is None:
+        specs = [importlib.util.find_spec(name) for name in HELD_OUT]
+        places = [Path(spec.origin) for spec in specs if spec is not None and spec.has_location and spec.origin]
+    try:
+        texts = [place.read_text(encoding="utf-8") for place in places]
+    except UnicodeError as error:
+        raise click.UsageError(f"{file or 'Python itself'} is not UTF-8 text: give another file with --text") from error
+    except OSError as error:
+        raise click.UsageError(f"cannot read {error.filename}: {error.strerror}; give a file with --text") from error
+    if not texts:
+        raise click.UsageError("this Python comes without its source: give a file with --text")
+    return "\n".join(texts)
+
+
+@contextlib.contextmanager
+def progress_bar(total: int) -> Iterator[Callable[[str], None]]:
+    """To be called with a task's name at each measurement; shows a bar on a terminal only."""
+    if not sys.stderr.isatty():
+        yield lambda name: None
+        return
+    from tqdm import tqdm
+
+    with tqdm(total=total, unit="run", leave=False, file=sys.stderr) as bar:
+
+        def advance(name: str) -> None:
+            bar.set_description(name, refresh=False)
+            bar.update()
+
+        yield advance
+
+
+# --- rows ---------------------------------------------------------------------------------------------------------
+
+
+def aligned(lines: Sequence[Sequence[str]]) -> list[str]:
+    """Cells of lines of equal length: the first column to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return [
+        "  ".join([line[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(line[1:], widths[1:], strict=True))])
+        for line in lines
+    ]
+
+
+def in_words(unit: str, mean: float, deviation: float | None = None) -> str:
+    """A value and its spread; accuracies in percent."""
+    scale, digits = (100, 1) if unit == "accuracy" else (1, 3)
+    spread = "" if deviation is None else f" ± {scale * deviation:.{digits}f}"
+    return f"{scale * mean:.{digits}f}{spread}"
+
+
+def cell(result: Result) -> str:
+    """Accuracy; nats per token of the full cache, and what others add to them."""
+    if result.unit == "accuracy" or result.score is None:
+        return in_words(result.unit, result.mean, result.deviation)
+    sign = "+" if result.difference >= 0 else ""
+    return sign + in_words(result.unit, result.difference, result.difference_deviation)
+
+
+def by_budget(results: Sequence[Result], budgets: Sequence[int]) -> list[str]:
+    """A block for each task: rows of scores, columns of budgets."""
+    lines = []
+    for task in dict.fromkeys(result.task for result in results):
+        found = {(r.score, r.budget): cell(r) for r in results if r.task == task}
+        unit = next(r.unit for r in results if r.task == task)
+        title = f"{task}, {unit.replace('accuracy', 'accuracy in %')}"
+        lines.append([title, *(f"{budget:,}" for budget in budgets)])
+        for score in dict.fromkeys(score for score, _ in found):
+            cells = [found[score, budget if score else None] for budget in budgets]
+            lines.append([f"  {score or 'full cache'}", *cells])
+    return aligned(lines) if lines else []
+
+
+def by_part(results: Sequence[Result], budget: int) -> list[str]:
+    """A block for each task that has parts, of one budget: rows of scores, columns of depths or quarters."""
+    tables = []
+    for task in dict.fromkeys(r.task for r in results if r.parts):
+        rows = [r for r in results if r.task == task and r.budget in (budget, None)]
+        lines = [[f"{task} at {budget:,}, accuracy in %", *rows[0].parts]]
+        lines += [[f"  {r.score or 'full cache'}", *(in_words(r.unit, v) for v in r.parts.values())] for r in rows]
+        tables += ["", *aligned(lines)]
+    return tables
+
+
+def by_layer(results: Sequence[Result]) -> list[str]:
+    """A block for each kind of attention: rows of scores, columns of layers."""
+    tables = []
+    for task in dict.fromkeys(r.task for r in results):
+        rows = [r for r in results if r.task == task]
+        lines = [[f"{task}, rank correlation", "all layers", *rows[0].parts]]
+        for r in rows:
+            mean = in_words(r.unit, r.mean, r.deviation)
+            lines.append([f"  {r.score}", mean, *(in_words(r.unit, value) for value in r.parts.values())])
+        tables += ["", *aligned(lines)]
+    return tables
+
+
+def draw(title: str, results: Sequence[Result], settings: Settings, file: Path) -> None:
+    """Writes the figure.
+
+    Raises:
+        click.UsageError, ValueError: the file cannot be written.
+    """
+    from mlx_kv.plots.quality import Panel, quality_against_budget
+
+    panels = []
+    for task in dict.fromkeys(r.task for r in results):
+        rows = [r for r in results if r.task == task]
+        full = next(r for r in rows if r.score is None)
+        share = full.unit == "accuracy"
+        lines: dict[str, list[tuple[int, float, float]]] = {}
+        for r in rows:
+            if r.score is not None and r.budget is not None:
+                spread = (r.mean, r.deviation) if share else (r.difference, r.difference_deviation)
+                lines.setdefault(r.score, []).append((r.budget, spread[0], spread[1] or 0.0))
+        name = task if share else f"{task} (full: {full.mean:.2f})"
+        panels.append(Panel(name, "accuracy, %" if share else "added nats per token", full.mean * share, lines, share))
+    save_figure(quality_against_budget(title, settings.context, panels), file)
+
+
+# --- the command --------------------------------------------------------------------------------------------------
+
+
+def measured(model: str | None, tasks: Sequence[str], settings: Settings, text: str) -> list[Measurement]:
+    """All tasks, each on the model that it is for."""
+    from mlx_kv.evaluation.evaluate import count, evaluate
+    from mlx_kv.mlxlm.convert import load
+
+    loaded: dict[str, Any] = {}
+    runs = []
+    for task in tasks:  # all of them are checked before the first begins
+        name = model or ("reference" if task == "perplexity" else "recall")
+        if name not in loaded:
+            loaded[name] = load(model_path(name))
+        network, tokenizer = loaded[name]
+        runs.append(evaluate(network, tokenizer, task, settings, text))
+    measurements = []
+    with progress_bar(sum(count(task, settings) for task in tasks)) as advance:
+        for each in chain.from_iterable(runs):
+            advance(each.task)
+            measurements.append(each)
+    return measurements
+
+
+@click.command("eval", epilog=EXAMPLES)
+@model_option(
+    metavar="PATH_OR_HUB_ID",
+    help="A bundled model, a directory or a hub id, for all tasks.  [default: reference for perplexity, recall for the "
+    "others]",
+)
+@click.option(
+    "--budgets",
+    default="64,128,256",
+    show_default=True,
+    metavar="N,N",
+    callback=read_budgets,
+    help="Tokens that full-attention layers keep of each context.",
+)
+@click.option(
+    "--scores",
+    default="key_diff,key_norm,recent,random,key_norm_high",
+    show_default=True,
+    metavar="NAME,NAME",
+    callback=read_names,
+    help="What decides which tokens matter.",
+)
+@click.option(
+    "--tasks",
+    default="passkey,recall,copy,perplexity,correlation",
+    show_default=True,
+    metavar="NAME,NAME",
+    callback=read_names,
+    help="What is asked; correlation compares scores with attention.",
+)
+@click.option("--seeds", type=int, default=3, show_default=True, metavar="N", help="Repetitions with other contexts.")
+@click.option(
+    "--rows",
+    type=int,
+    default=32,
+    show_default=True,
+    metavar="N",
+    help="Contexts of each seed; an eighth of them for perplexity and correlation.",
+)
+@click.option("--context", type=int, default=512, show_default=True, metavar="N", help="Tokens of a context.")
+@click.option(
+    "--keep-recent",
+    type=int,
+    default=16,
+    show_default=True,
+    metavar="N",
+    help="So many newest tokens are never evicted; nothing that is asked for lies there.",
+)
+@click.option(
+    "--share",
+    type=click.Choice(["layers", "layer", "head"]),
+    default="layers",
+    show_default=True,
+    help="Keep the same tokens in all layers, in all heads of a layer, or each head its own.",
+)
+@click.option("--kv-bits", type=int, metavar="N", help="Quantise keys and values, also of the full cache.")
+@click.option(
+    "--text",
+    "text_file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="What perplexity is measured on.  [default: two modules of Python's library that the reference model has not "
+    "read; another model may have]",
+)
+@click.option(
+    "--plot", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Draw it: .png, .svg or .pdf."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object, accuracies from 0 to 1.")
+def evaluate_command(
+    model: str | None,
+    tasks: tuple[str, ...],
+    kv_bits: int | None,
+    text_file: Path | None,
+    plot: Path | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Measure what a model still finds in a cache of a budget: one key, many, a string, the next word of a text.
+
+    The context is compressed before the questions are seen. Scores are compared with the full cache and with each
+    other, by accuracy, by nats per token, and by how they rank tokens against the attention that those receive.
+    """
+    if plot is not None:
+        check_plot(plot)
+
+    from mlx_kv.evaluation.evaluate import TASKS
+    from mlx_kv.evaluation.results import Settings, summary
+
+    settings = Settings(bits=kv_bits, **options)  # refuses bad settings before anything is loaded
+    for task in tasks:
+        if task not in TASKS:
+            raise click.UsageError(f"there is no task {task!r}: choose of {', '.join(TASKS)}")
+    if text_file is not None and "perplexity" not in tasks:
+        raise click.UsageError("--text is for the task perplexity: add it to --tasks")
+    if plot is not None and set(tasks) == {"correlation"}:
+        raise click.UsageError("--plot draws against budgets, which correlation has none of: add a task")
+    text = read_text(text_file) if "perplexity" in tasks else ""
+    results = summary(measured(model, tasks, settings, text))
+    with_budgets = [result for result in results if result.unit != "rank correlation"]
+    of_attention = [result for result in results if result.unit == "rank correlation"]
+    name = short_name(model) if model else "recall model, and reference model for perplexity"
+    if plot is not None:
+        draw(f"{name}, contexts of {settings.context:,} tokens", with_budgets, settings, plot)
+    if as_json:
+        answer = {"model": model, "settings": asdict(settings), "results": [asdict(result) for result in results]}
+        click.echo(json.dumps(answer, allow_nan=False))
+        return
+    rows = f"{settings.rows} rows, {settings.seeds} seed{'s' if settings.seeds > 1 else ''}"
+    bits = "" if kv_bits is None else f", {kv_bits} bits"
+    facts = f"{name}: contexts of {settings.context:,} tokens, {rows}, share={settings.share}{bits}"
+    middle = settings.budgets[len(settings.budgets) // 2]
+    lines = [*by_budget(with_budgets, settings.budgets), *by_part(with_budgets, middle), *by_layer(of_attention)]
+    click.echo("\n".join([facts, "", *(f"  {line}".rstrip() for line in lines), "", ABOUT]))

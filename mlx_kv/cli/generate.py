@@ -1,0 +1,191 @@
+"""`mlx-kv generate`: continues a prompt, and says what the caches did.
+
+Decides the order of a run: words into settings, models, the loop, the statistics. Knows nothing about how tokens are
+chosen or kept.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from mlx_kv.bundled import draft_path, model_path
+from mlx_kv.cli.cache import encode_ending, load_for, tokens_read
+from mlx_kv.cli.options import (
+    decoding_options,
+    human_bytes,
+    make_policy,
+    model_option,
+    note_context,
+    policy_options,
+    prefill_bar,
+    prompt_options,
+    read_prompt,
+    tokens_line,
+)
+
+EXAMPLES = """
+\b
+Examples:
+  mlx-kv generate --prompt "def fibonacci(n):"
+  mlx-kv generate --prompt-file notes.py --kv-bits 8 --max-tokens 400
+  git show | mlx-kv generate - --temp 0.7 --top-p 0.9 --seed 1
+  mlx-kv generate --prompt-file notes.py --kv-budget 256 --kv-score key_diff
+  mlx-kv generate --prompt-file notes.py --draft-model reference
+  mlx-kv generate --prompt-cache-file notes.safetensors --prompt "def main():"
+  mlx-kv generate --model mlx-community/Qwen3-0.6B-4bit --prompt "Hello" --json
+"""
+
+
+def check_cache_file(policy: dict[str, Any], draft_model: str | None) -> None:
+    """Refuses what cannot go with --prompt-cache-file."""
+    if draft_model is not None:
+        raise click.UsageError("--prompt-cache-file has no caches of a draft model: leave out --draft-model")
+    ctx = click.get_current_context()
+    given = [name for name in policy if ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE]
+    if given:
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise click.UsageError(
+            f"the caches of --prompt-cache-file keep the policy they were made with: leave out {options}"
+        )
+
+
+@click.command(epilog=EXAMPLES)
+@model_option()
+@prompt_options
+@click.option(
+    "--prompt-cache-file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Go on from a prompt that `mlx-kv cache` kept: this one follows it.",
+)
+@click.option("--ignore-chat-template", is_flag=True, help="Continue the prompt as plain text.")
+@click.option("--max-tokens", type=click.IntRange(1), default=256, show_default=True, metavar="N")
+@decoding_options
+@policy_options
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of streaming.")
+def generate(
+    source: str | None,
+    model: str,
+    prompt: str | None,
+    prompt_file: Path | None,
+    prompt_cache_file: Path | None,
+    ignore_chat_template: bool,
+    max_tokens: int,
+    temp: float,
+    top_p: float,
+    seed: int | None,
+    prefill_step_size: int | None,
+    draft_model: str | None,
+    num_draft_tokens: int | None,
+    as_json: bool,
+    **policy: Any,
+) -> None:
+    """Continue a prompt: text streams to stdout, statistics follow on stderr.
+
+    The prompt is --prompt, the content of --prompt-file, or stdin for a lone -. With --prompt-cache-file it follows
+    the one that was kept.
+    """
+    if num_draft_tokens is not None and draft_model is None:
+        raise click.UsageError("--num-draft-tokens needs --draft-model")
+    if prompt_cache_file is not None:
+        check_cache_file(policy, draft_model)
+    text = read_prompt(prompt, prompt_file, source)
+    cache_policy = make_policy(**policy)  # refuses bad settings before anything is loaded
+
+    from mlx_kv.generation.sampling import TemperatureSampler
+    from mlx_kv.generation.speculation.decoder import SpeculationStatistics
+    from mlx_kv.generation.speculation.stream import speculative_generate
+    from mlx_kv.generation.stream import cache_statistics, encode_prompt, prefill_step, stream_generate
+    from mlx_kv.mlxlm.convert import load, make_prompt_cache
+
+    network, tokenizer = load(model_path(model))
+    chat = tokenizer.chat_template is not None and not ignore_chat_template
+    already = 0  # tokens that the caches have read
+    if prompt_cache_file is not None:
+        file = load_for(prompt_cache_file, network, tokenizer, model)
+        caches, already = file.caches, tokens_read(file)
+        tokens = encode_ending(tokenizer, text, chat)
+    elif chat:
+        tokens = tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True)
+    else:
+        tokens = encode_prompt(tokenizer, text)
+    note_context(network, already + len(tokens), max_tokens)
+    options: dict[str, Any] = {
+        "max_tokens": max_tokens,
+        "sampler": TemperatureSampler(temp, top_p) if temp > 0 else None,
+        "prefill_step_size": prefill_step_size,
+        "seed": seed,
+    }
+    speculation = SpeculationStatistics()
+    pieces, ids, response = [], [], None
+    if prompt_cache_file is None:
+        caches = make_prompt_cache(network, cache_policy, strict=draft_model is None)
+    step = prefill_step(network, caches, prefill_step_size)
+    if draft_model is not None:
+        drafting, _ = load(draft_path(draft_model))
+        step = min(step, prefill_step(drafting, make_prompt_cache(drafting), prefill_step_size))
+    with prefill_bar(len(tokens), step) as advance:
+        options["prompt_progress_callback"] = advance
+        if draft_model is None:
+            responses = stream_generate(network, tokenizer, tokens, prompt_cache=caches, **options)
+        else:
+            options |= {"policy": cache_policy, "statistics": speculation}
+            if num_draft_tokens is not None:
+                options["num_draft_tokens"] = num_draft_tokens
+            responses = speculative_generate(network, drafting, tokenizer, tokens, **options)
+            caches = speculation.caches
+        for response in responses:
+            pieces.append(response.text)
+            ids.append(response.token)
+            if not as_json:
+                click.echo(response.text, nl=False)
+    assert response is not None, "mlx-lm's loop ends with a response"
+    held = cache_statistics(caches)
+    # The clock of generation starts when the first tokens are there: these alone are no rate.
+    first = speculation.rounds <= 1 if draft_model is not None else response.generation_tokens == 1
+    generation_tps = None if first else response.generation_tps
+    if as_json:
+        answer = {
+            "text": "".join(pieces),
+            "tokens": ids,
+            "finish_reason": response.finish_reason,
+            "cached_tokens": already,
+            "prompt_tokens": response.prompt_tokens,
+            "prompt_tokens_per_second": round(response.prompt_tps, 2),
+            "generation_tokens": response.generation_tokens,
+            "generation_tokens_per_second": None if generation_tps is None else round(generation_tps, 2),
+            "kv_bytes_live": held.bytes_live,
+            "kv_bytes_allocated": held.bytes_allocated,
+            "kv_bytes_full": held.bytes_full,
+            "kv_growths": held.growths,
+            "kv_tokens_evicted": held.tokens_evicted,
+            "kv_compactions": held.compactions,
+            "kv_compaction_seconds": round(held.compaction_seconds, 4),
+            "peak_memory_bytes": round(response.peak_memory * 1e9),
+        }
+        if draft_model is not None:
+            answer |= {"drafted": speculation.drafted, "accepted": speculation.accepted}
+        click.echo(json.dumps(answer))
+        return
+    click.echo()
+    lines = (
+        "-" * 40,
+        *([tokens_line("cached", already, None)] if already else []),
+        tokens_line("prompt", response.prompt_tokens, response.prompt_tps),
+        tokens_line("generation", response.generation_tokens, generation_tps),
+        f"KV cache    {human_bytes(held.bytes_live)} live, {human_bytes(held.bytes_allocated)} allocated",
+        f"growths     {held.growths:7,}",
+        f"peak memory {human_bytes(round(response.peak_memory * 1e9))}",
+    )
+    click.echo("\n".join(lines), err=True)
+    if cache_policy.budget is not None or held.tokens_evicted:
+        of_full = f"{held.bytes_live / max(held.bytes_full, 1):.0%} of {human_bytes(held.bytes_full)} for all tokens"
+        work = f"{held.tokens_evicted:,} tokens in {held.compactions:,} compactions, {held.compaction_seconds:.3f} s"
+        click.echo(f"evicted     {work}; KV cache is {of_full}", err=True)
+    if draft_model is not None:
+        share = f"{speculation.accepted:,} of {speculation.drafted:,} ({speculation.acceptance_rate:.0%})"
+        click.echo(f"draft       {share} accepted in {speculation.rounds:,} passes of the model", err=True)

@@ -1,0 +1,78 @@
+"""The command `mlx-kv`.
+
+Turns words on a command line into calls of the library and prints what came back: answers to stdout, everything else
+to stderr. Decides nothing about caches. Each command has a file of its own in `mlx_kv.cli`; MLX is imported when
+one of them runs.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+
+import click
+
+from mlx_kv import __version__
+from mlx_kv.cli.batch import batch
+from mlx_kv.cli.cache import cache
+from mlx_kv.cli.evaluate import evaluate_command
+from mlx_kv.cli.generate import generate
+from mlx_kv.cli.info import info
+from mlx_kv.cli.inspect import inspect_command
+from mlx_kv.cli.plan import plan
+from mlx_kv.cli.serve import serve
+from mlx_kv.cli.wording import Commands
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="mlx-kv")
+def command() -> None:
+    """KV caches for language models on MLX: generate text with them, and see what they cost.
+
+    \b
+    Examples:
+      mlx-kv generate --prompt "import os"
+      mlx-kv plan --model mlx-community/Qwen3-0.6B-4bit
+      mlx-kv info
+    """
+
+
+for each in (generate, batch, cache, serve, plan, inspect_command, evaluate_command, info):
+    command.add_command(each)
+
+
+def main() -> None:
+    """The command: bad input is one line on stderr and exit code 2, never a traceback.
+
+    `mlx_kv_command` starts it, and knows what an interrupt means before all of this is imported.
+    """
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    try:
+        command.main(standalone_mode=False)
+    except ImportError as error:
+        if error.name not in ("mlx", "mlx.core") and "libmlx" not in str(error):
+            raise
+        click.echo('mlx-kv: error: MLX is not installed here: install mlx-kv with its extra "cpu" or "cuda"', err=True)
+        sys.exit(2)
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message(), err=True)
+        sys.exit(2)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        click.echo(f"mlx-kv: error: cannot write: {error.strerror}", err=True)
+        sys.exit(2)
+    except (click.ClickException, ValueError) as error:
+        message = error.format_message() if isinstance(error, click.ClickException) else str(error)
+        click.echo(f"mlx-kv: error: {' '.join(message.split())}", err=True)
+        sys.exit(2)
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("mlx-kv: interrupted", err=True)  # click has ended the line that was being written
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    from mlx_kv_command import main as guarded
+
+    guarded()

@@ -1,0 +1,183 @@
+"""`mlx-kv plan`: a table of the memory that keys and values will take.
+
+Decides how a plan is shown: in rows, in JSON, as a figure. Knows nothing about what a cache holds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from mlx_kv.cli.config import find_config, read_config, short_name
+from mlx_kv.cli.options import make_policy, model_option, policy_options
+from mlx_kv.cli.output import check_plot, save_figure
+from mlx_kv.cli.wording import in_options
+
+if TYPE_CHECKING:
+    from mlx_kv.planning import Layer, Row
+
+EXAMPLES = """
+\b
+Examples:
+  mlx-kv plan --model mlx-community/Qwen3-0.6B-4bit
+  mlx-kv plan --model models/gemma/config.json --context 8192,65536 --max-write 256
+  mlx-kv plan --model models/gemma --kv-bits 8 --max-kv-size 16384 --batch-size 4
+  mlx-kv plan --model models/gemma --plot memory.png
+  mlx-kv plan --model reference --json
+"""
+MOST_TOKENS = 2**31 - 1
+UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
+NOT_INCLUDED = """\
+Not included: weights, activations, logits, the copy that a growth makes. Slots are counted as they fill: caches
+allocate them in multiples of 256, and where nothing was reserved up to twice as many. Layers that share keys and
+values are counted once. mlx-kv computes in float32 on a CPU: plan for that with --dtype float32."""
+
+
+def read_contexts(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int, ...]:
+    """Numbers of tokens, separated by commas."""
+    words = [word.strip() for word in value.split(",")]
+    for word in words:
+        if not (word.isascii() and word.isdecimal() and len(word) <= 10 and 1 <= int(word) <= MOST_TOKENS):
+            raise click.BadParameter(f"{word!r} is no context: give tokens from 1 up, such as 4096,32768")
+    return tuple(dict.fromkeys(map(int, words)))
+
+
+def dense(contexts: Sequence[int]) -> list[int]:
+    """The contexts, and enough others between the least and the greatest to draw a line through."""
+    least, most = min(contexts), max(contexts)
+    if least == most:
+        least = max(1, most // 64)
+    steps = 96
+    between = (round(least * (most / least) ** (step / steps)) for step in range(steps + 1))
+    return sorted({*between, *contexts})
+
+
+def describe(layer: Layer, count: int) -> str:
+    """One line of the table of layers."""
+    window = "" if layer.window is None else f", window {layer.window:,}"
+    if layer.state_bytes:
+        return f"{count} {layer.kind}: {layer.state_bytes:,} bytes each, at any context"
+    if not layer.bytes_per_slot:
+        return f"{count} {layer.kind}"
+    heads = f"{layer.heads} head{'s' if layer.heads > 1 else ''} x {layer.key_dim} + {layer.value_dim}"
+    whose = "" if layer.ours else ", in mlx-lm's own cache, never quantised"
+    return f"{count} {layer.kind}{window}: {heads}, {layer.bytes_per_slot:,} bytes a token{whose}"
+
+
+def table(rows: Sequence[Row], contexts: Sequence[int]) -> list[str]:
+    """Rows of strategies, columns of contexts, one unit for all."""
+    held = [count for row in rows for count in row.bytes_held]
+    unit, size = next((unit for unit in UNITS if min(held, default=0) >= unit[1] / 10), UNITS[-1])
+    first = max(len(row.name) for row in rows)
+    cells = [[f"{count:,}" for count in contexts]]
+    cells += [[f"{count / size:,.2f}" for count in row.bytes_held] or ["-"] * len(contexts) for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    names = [f"{unit} at tokens".ljust(first), *(row.name.ljust(first) for row in rows)]
+    return [
+        "  ".join([name, *(cell.rjust(width) for cell, width in zip(line, widths, strict=True))])
+        for name, line in zip(names, cells, strict=True)
+    ]
+
+
+def in_json(layer: Layer, count: int) -> dict[str, Any]:
+    """What a plan says of `count` caches that are alike; bytes are of one sequence, unquantised."""
+    return {
+        "kind": layer.kind,
+        "caches": count,
+        "window": layer.window,
+        "heads": layer.heads,
+        "key_dim": layer.key_dim,
+        "value_dim": layer.value_dim,
+        "bytes_per_token": layer.bytes_per_slot,
+        "state_bytes": layer.state_bytes,
+    }
+
+
+def draw(title: str, contexts: Sequence[int], rows: Sequence[Row], marked: Sequence[int], file: Path) -> None:
+    """Writes the figure.
+
+    Raises:
+        click.UsageError, ValueError: nothing is held that could be drawn, or the file cannot be written.
+    """
+    from mlx_kv import plots
+
+    held = {row.name: row.bytes_held for row in rows if any(row.bytes_held)}
+    if not held:
+        raise click.UsageError("nothing to draw: none of this model's caches is planned; leave out --plot")
+    save_figure(plots.memory_against_context(title, contexts, held, marked), file)
+
+
+@click.command(epilog=EXAMPLES)
+@model_option(
+    required=True, metavar="PATH_OR_NAME", help="A directory, a config.json, a bundled model or a hub id (config only)."
+)
+@click.option(
+    "--context",
+    "contexts",
+    default="4096,32768,131072",
+    show_default=True,
+    metavar="N,N",
+    callback=read_contexts,
+    help="Tokens that each sequence holds.",
+)
+@policy_options
+@click.option("--batch-size", type=click.IntRange(1), default=1, show_default=True, metavar="B", help="Sequences.")
+@click.option(
+    "--dtype",
+    type=click.Choice(["bfloat16", "float16", "float32"]),
+    help="Of keys and values.  [default: what the config says, else bfloat16]",
+)
+@click.option(
+    "--plot", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Draw it: .png, .svg or .pdf."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object, sizes in bytes.")
+def plan(
+    model: str,
+    contexts: tuple[int, ...],
+    batch_size: int,
+    dtype: str | None,
+    plot: Path | None,
+    as_json: bool,
+    **settings: Any,
+) -> None:
+    """How much memory the keys and values of a model will take. Reads its config.json, and no weights."""
+    if plot is not None:
+        check_plot(plot)
+    policy = make_policy(**settings)
+    config = read_config(find_config(model))
+
+    from mlx_kv.mlxlm.convert import make_prompt_cache, model_from_config
+    from mlx_kv.planning import DTYPES, Planner, config_dtype, strategies
+    from mlx_kv.policy import CachePolicy
+
+    dtype = dtype or config_dtype(config)
+    planner = Planner(model_from_config(config, DTYPES[dtype]))
+    layers = Counter(planner.layers(CachePolicy()))
+    if policy.changed():
+        make_prompt_cache(planner.model, policy)  # refuses what generate would refuse
+    compared = strategies(policy)
+    rows = planner.rows(compared, contexts, batch_size)
+    if plot is not None:
+        title = f"{short_name(model)}, {dtype}, batch of {batch_size}"
+        line = dense(contexts)
+        draw(title, line, planner.rows(compared, line, batch_size), contexts, plot)
+    facts = {"model": model, "model_type": config["model_type"], "dtype": dtype, "batch_size": batch_size}
+    if as_json:
+        answer = {"layers": [in_json(*each) for each in layers.items()], "strategies": [asdict(row) for row in rows]}
+        click.echo(json.dumps({**facts, "contexts": contexts, **answer}))
+        return
+    lines = [f"{short_name(model)} ({config['model_type']}), keys and values in {dtype}, batch of {batch_size}", ""]
+    lines += [f"  {describe(*each)}" for each in layers.items()]
+    lines += ["", *(f"  {line}" for line in table(rows, contexts)), ""]
+    command = click.get_current_context().command
+    lines += [f"{row.name}: {in_options(ValueError(row.refused), command)}." for row in rows if row.refused]
+    if policy.changed():
+        changes = ", ".join(f"{name}={getattr(policy, name)!r}" for name in policy.changed())
+        lines.append(f"this policy: CachePolicy({changes})")
+    click.echo("\n".join([*lines, NOT_INCLUDED]))

@@ -1,0 +1,230 @@
+"""`mlx-kv serve`: an OpenAI-compatible server.
+
+Decides what the options mean in terms of the server's parts, and what is refused before anything is loaded. Knows
+nothing about requests or rows; MLX and Starlette are imported when it runs.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from mlx_kv.bundled import draft_path, model_path
+from mlx_kv.cli.options import (
+    FiniteRange,
+    draft_option,
+    make_policy,
+    model_option,
+    policy_options,
+    prefill_option,
+)
+
+if TYPE_CHECKING:
+    from mlx_kv.prefixes.store import PromptStore
+    from mlx_kv.server.worker import Models
+
+EXTRA = ("starlette", "uvicorn", "prometheus_client")
+EXAMPLES = """
+\b
+Examples:
+  mlx-kv serve
+  mlx-kv serve --model mlx-community/Qwen3-0.6B-4bit --kv-bits 8 --max-batch-size 16
+  mlx-kv serve --kv-budget 256 --draft-model reference --port 9000
+  mlx-kv serve --host 0.0.0.0 --api-key-file keys.txt
+\b
+With curl:
+  curl http://127.0.0.1:8080/v1/completions -H "Content-Type: application/json" \\
+    -d '{"prompt": "def fibonacci(n):", "max_tokens": 60}'
+\b
+With the openai client:
+  from openai import OpenAI
+  client = OpenAI(base_url="http://127.0.0.1:8080/v1", api_key="none")
+  for chunk in client.completions.create(model="reference", prompt="import os", stream=True):
+      print(chunk.choices[0].text, end="")
+\b
+http://127.0.0.1:8080/ shows what is in memory, /metrics is for Prometheus.
+"""
+_NUMBER: dict[str, Any] = {"metavar": "N", "show_default": True}
+
+
+@click.command(epilog=EXAMPLES)
+@model_option()
+@click.option("--host", default="127.0.0.1", show_default=True, metavar="ADDRESS", help="Where to listen.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8080, **_NUMBER, help="0 takes a free one.")
+@click.option("--max-batch-size", type=click.IntRange(1), default=16, **_NUMBER, help="Requests at once; more wait.")
+@draft_option
+@click.option("--num-draft-tokens", type=click.IntRange(1), metavar="K", help="Drafted for each pass.  [default: 3]")
+@prefill_option("Prompt tokens of a row read at once.  [default: 2048; on a CPU 512 to 64, as generate]")
+@click.option(
+    "--api-key-file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="One key in each line; clients must send one of them.",
+)
+@click.option(
+    "--allowed-hosts",
+    multiple=True,
+    metavar="NAME,...",
+    help="Names by which clients may come, besides this machine's and --host: mac.lan, *.lan, or * for all.",
+)
+@click.option(
+    "--allowed-origins",
+    multiple=True,
+    metavar="ORIGIN,...",
+    help="Sites whose pages may use the server: https://example.com, or * for all; none by itself.",
+)
+@click.option("--max-tokens", type=click.IntRange(1), default=512, **_NUMBER, help="Where a request does not say.")
+@click.option(
+    "--temp", type=FiniteRange(0, 2), default=0.0, metavar="T", show_default=True, help="The same; 0 is greedy."
+)
+@click.option(
+    "--max-prompt-tokens", type=click.IntRange(1), metavar="N", help="Longer prompts are refused.  [default: context]"
+)
+@click.option("--max-body-bytes", type=click.IntRange(1), default=4 * 2**20, **_NUMBER, help="Of one request.")
+@click.option(
+    "--max-queue", type=click.IntRange(0), default=64, **_NUMBER, help="Requests that wait; more are turned away."
+)
+@click.option(
+    "--drain-seconds",
+    type=click.IntRange(0),
+    default=30,
+    **_NUMBER,
+    help="After SIGTERM or Ctrl-C, requests in progress have so long to finish.",
+)
+@click.option(
+    "--prompt-memory-bytes",
+    type=click.IntRange(0),
+    default=2**30,
+    **_NUMBER,
+    help="What was read of prompts is kept in memory, for those that begin alike; 0 keeps nothing.",
+)
+@click.option("--prompt-store", metavar="DIR", help="Keep it on a disk as well, for the next start; or a URL.")
+@click.option("--prompt-store-bytes", type=click.IntRange(1), default=8 * 2**30, **_NUMBER, help="At the most, live.")
+@policy_options
+def serve(
+    model: str,
+    host: str,
+    port: int,
+    max_batch_size: int,
+    draft_model: str | None,
+    num_draft_tokens: int | None,
+    prefill_step_size: int | None,
+    api_key_file: Path | None,
+    allowed_hosts: Sequence[str],
+    allowed_origins: Sequence[str],
+    max_tokens: int,
+    temp: float,
+    max_prompt_tokens: int | None,
+    max_body_bytes: int,
+    max_queue: int,
+    drain_seconds: int,
+    prompt_memory_bytes: int,
+    prompt_store: str | None,
+    prompt_store_bytes: int,
+    **policy: Any,
+) -> None:
+    """Serve completions and chats to OpenAI clients, many at once.
+
+    Requests are batched as they come. It listens on this machine only, unless --host says otherwise. Ctrl-C and SIGTERM
+    end it: what is being answered is finished first, or, after another Ctrl-C, ended with an error.
+    """
+    if num_draft_tokens is not None and draft_model is None:
+        raise click.UsageError("--num-draft-tokens needs --draft-model")
+    keys = [] if api_key_file is None else read_keys(api_key_file)
+    cache_policy = make_policy(**policy)  # refuses bad settings before anything is loaded
+    try:
+        from mlx_kv.server import api, metrics, run, worker
+        from mlx_kv.server.doors import Doors, is_loopback
+    except ImportError as error:
+        if error.name not in EXTRA:
+            raise
+        raise click.ClickException(f'{error.name} is not installed: pip install "mlx-kv[server]"') from error
+
+    def load() -> Models:
+        from mlx_kv.mlxlm.convert import load
+
+        network, tokenizer = load(model_path(model))
+        draft = None if draft_model is None else load(draft_path(draft_model))[0]
+        return worker.Models(network, tokenizer, draft)
+
+    def open_store(models: Models) -> PromptStore:
+        from mlx_kv.prefixes.store import PromptStore
+
+        store = PromptStore(str(prompt_store), prompt_store_bytes)
+        store.refresh()
+        return store
+
+    doors = Doors(host, listed(allowed_hosts), listed(allowed_origins))
+    if not is_loopback(host):
+        say(f"note: it answers to {doors.in_words}; --allowed-hosts adds names")
+        if not keys:
+            say(f"note: whoever reaches {host} can use this server: consider --api-key-file")
+    counters = metrics.Metrics()
+    works = worker.Worker(
+        load,
+        lambda pieces: None,
+        counters,
+        cache_policy,
+        max_batch_size,
+        3 if num_draft_tokens is None else num_draft_tokens,
+        prefill_step_size,
+        prompt_memory_bytes,
+        None if prompt_store is None else open_store,
+    )
+    limits = api.Limits(
+        body_bytes=max_body_bytes,
+        prompt_tokens=max_prompt_tokens,
+        queue=max_queue,
+        max_tokens=max_tokens,
+        temperature=temp,
+    )
+    try:
+        code = run.serve(
+            works,
+            counters,
+            model,
+            host,
+            port,
+            limits,
+            keys,
+            doors,
+            drain_seconds,
+            ready=lambda url: say(f"{model} at {url}/v1, its memory at {url}/"),
+            say=say,
+        )
+    except run.WorkerError as error:
+        say(f"error: {error}")
+        code = 1
+    sys.exit(code)
+
+
+def say(line: str) -> None:
+    """One line for the terminal."""
+    click.echo(f"mlx-kv: {line}", err=True)
+
+
+def listed(values: Sequence[str]) -> list[str]:
+    """What an option that can be repeated, and takes several separated by commas, was given."""
+    return [each.strip() for value in values for each in value.split(",") if each.strip()]
+
+
+def read_keys(path: Path) -> list[str]:
+    """The keys in a file, one in each line; empty lines are none.
+
+    Raises:
+        click.UsageError: there is no key in it, one that no client could send, or it cannot be read.
+    """
+    try:
+        keys = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeError) as error:
+        raise click.UsageError(f"cannot read {path}: {error}") from error
+    if not keys:
+        raise click.UsageError(f"{path} has no key in it: write one in each line")
+    for number, key in enumerate(keys, 1):
+        if not key.isascii() or not key.isprintable() or " " in key:
+            raise click.UsageError(f"key {number} in {path} is not plain ASCII without spaces: choose another")
+    return keys

@@ -1,0 +1,106 @@
+"""The attention that tokens of a context receive, and how alike two rankings of them are.
+
+Decides how attention weights are seen, which mlx-lm shows to nobody, and what counts of them. Knows nothing about
+scores or budgets. B rows, Hq query heads, H KV heads, S queries, N tokens, C tokens of context, L layers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from mlx_kv.mlxlm.convert import attention_caches, make_prompt_cache
+
+
+def attention_weights(queries: mx.array, keys: mx.array, scale: float, mask: Any = None) -> mx.array:
+    """softmax(scale q k + mask) in float32: queries (B, Hq, S, D), keys (B, H, N, D), to (B, Hq, S, N).
+
+    Args:
+        mask: "causal" (the queries are the last S of N tokens), an array of bool or of addends, or None.
+    """
+    queries, keys = queries.astype(mx.float32), keys.astype(mx.float32)
+    products = scale * (queries @ mx.repeat(keys, queries.shape[1] // keys.shape[1], axis=1).swapaxes(2, 3))
+    if isinstance(mask, str):
+        s, n = products.shape[2:]
+        mask = mx.arange(n) <= mx.arange(n - s, n)[:, None]
+    if mask is not None:
+        products = mx.where(mask, products, -mx.inf) if mask.dtype == mx.bool_ else products + mask
+    return mx.softmax(products, axis=-1)
+
+
+@contextlib.contextmanager
+def watched_attention(model: nn.Module) -> Iterator[list[tuple[Any, mx.array]]]:
+    """What each call of attention gives to each token, as long as this is open: the cache, and (B, N).
+
+    The mean over heads and the sum over queries, so that a row sums to the number of queries. mlx-lm shows attention
+    weights to nobody. The one place to see queries is the function that a model's module calls by its global name
+    `scaled_dot_product_attention`; it is replaced in that module while the block runs, for every model of that module,
+    and put back at its end.
+
+    Raises:
+        ValueError: the model's module has no such function.
+    """
+    module = sys.modules[type(model).__module__]
+    own = getattr(module, "scaled_dot_product_attention", None)
+    if own is None:
+        raise ValueError(f"{module.__name__} hides its attention: leave out the task correlation")
+    seen: list[tuple[Any, mx.array]] = []
+
+    def watching(queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: Any, **rest: Any) -> Any:
+        if isinstance(keys, mx.array):  # packed planes have no keys to look at
+            received = attention_weights(queries, keys, scale, mask).mean(axis=1).sum(axis=1)  # (B, N)
+            mx.eval(received)
+            seen.append((cache, received))
+        return own(queries, keys, values, cache=cache, scale=scale, mask=mask, **rest)
+
+    module.scaled_dot_product_attention = watching  # type: ignore[attr-defined]
+    try:
+        yield seen
+    finally:
+        module.scaled_dot_product_attention = own  # type: ignore[attr-defined]
+
+
+def attention_received(model: nn.Module, contexts: np.ndarray, questions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """What tokens of contexts (B, C) receive with a full cache, (L, B, C) each.
+
+    Sums over queries: of all tokens that follow and the token itself, and of the questions (B, Q) alone. The first
+    favours early tokens, which more tokens follow. Rows are read one after another: weights take Hq x C x C numbers.
+
+    Raises:
+        ValueError: a layer's attention cannot be seen.
+    """
+    length, rows = contexts.shape[1], []
+    for parts in zip(contexts, questions, strict=True):
+        caches = make_prompt_cache(model)
+        layers = [id(cache) for cache in attention_caches(caches) if cache.max_write is None]  # of full attention
+        received = []
+        for tokens in parts:
+            with watched_attention(model) as seen:
+                mx.eval(model(mx.array(tokens)[None], cache=caches))
+            given = {id(cache): np.array(weights[0, :length]) for cache, weights in seen}
+            if not layers or not given.keys() >= set(layers):
+                raise ValueError("this model's attention cannot be seen in every layer: leave out the task correlation")
+            received.append(np.stack([given[layer] for layer in layers]))
+        rows.append(np.stack([received[0] + received[1], received[1]]))
+    of_all, of_questions = np.stack(rows, axis=2)
+    return of_all, of_questions
+
+
+def ranks(x: np.ndarray) -> np.ndarray:
+    """(n,) ranks from 0, the mean of them where values are equal."""
+    _, which, counts = np.unique(x, return_inverse=True, return_counts=True)
+    mean: np.ndarray = (np.cumsum(counts) - (counts + 1) / 2)[which]
+    return mean
+
+
+def rank_correlation(a: np.ndarray, b: np.ndarray) -> float:
+    """Spearman's: Pearson's correlation of the ranks of (n,) and (n,); 0 where one of them is constant."""
+    a, b = ranks(a) - (len(a) - 1) / 2, ranks(b) - (len(b) - 1) / 2
+    size = np.sqrt((a @ a) * (b @ b))
+    return float(a @ b / size) if size else 0.0

@@ -1,0 +1,236 @@
+"""How well a model still answers when its cache keeps only part of a context, and how far scores foretell attention.
+
+Decides when a context is compressed (before its questions are seen), and what counts as a right answer. Knows nothing
+about files, tables or figures; what is asked is in `evaluation_tasks`, which policies are compared and what is said of
+several seeds in `evaluation_results`, how attention is seen in `evaluation_attention`.
+B rows, C tokens of context, Q of questions, A answers, L layers.
+
+A context is read once, and what was then written is written again into the caches of every policy: until it is
+compressed, no policy changes what a model makes of it. Models with state besides keys and values read it each time.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from mlx_kv.cache.kv_cache import KVCache
+from mlx_kv.evaluation import tasks
+from mlx_kv.evaluation.attention import attention_received, rank_correlation, watched_attention
+from mlx_kv.evaluation.results import Measurement, Settings
+from mlx_kv.generation.stream import prefill_step
+from mlx_kv.mlxlm.convert import attention_caches, compact, context_length, make_prompt_cache
+from mlx_kv.policy import SINKS, CachePolicy
+
+TASKS = ("passkey", "recall", "copy", "perplexity", "correlation")
+ROLLING_STEP = 32  # and where it rolls: a cache then holds the budget, and up to so many more, and those just read
+JUDGED = 256  # tokens of a text that are predicted from what precedes them, compressed
+CORRELATED_PAIRS = 16
+
+
+# --- contexts -----------------------------------------------------------------------------------------------------
+
+
+class Recorder:
+    """Passes everything on to a cache, and keeps what is written to it."""
+
+    def __init__(self, cache: KVCache) -> None:
+        self.cache = cache
+        self.written: list[tuple[mx.array, mx.array]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.cache, name)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
+        self.written.append((keys, values))
+        return self.cache.update_and_fetch(keys, values)
+
+
+def read(model: nn.Module, tokens: mx.array, caches: Sequence[Any]) -> None:
+    """Puts (B, C) tokens through a model, for its caches alone."""
+    rows, count = tokens.shape
+    step = max(1, prefill_step(model, caches, None) // rows)
+    for first in range(0, count, step):
+        model(tokens[:, first : first + step], cache=caches)
+        mx.eval([cache.state for cache in caches])
+
+
+class Context:
+    """A context (B, C) that was read, in caches of any policy."""
+
+    def __init__(self, model: nn.Module, tokens: np.ndarray, settings: Settings) -> None:
+        self.model, self.tokens, self.recorders = model, mx.array(tokens), []
+        caches = make_prompt_cache(model, settings.policy(None, None))
+        if all(isinstance(cache, KVCache) for cache in caches):
+            self.recorders = [Recorder(cache) for cache in caches]
+            read(model, self.tokens, self.recorders)
+
+    def caches(self, policy: CachePolicy) -> list[Any]:
+        """All of the context, not compressed yet."""
+        caches = make_prompt_cache(self.model, policy)
+        if not self.recorders:
+            read(self.model, self.tokens, caches)
+        for recorder, cache in zip(self.recorders, caches, strict=False):
+            for keys, values in recorder.written:
+                cache.update_and_fetch(keys, values)
+        return caches
+
+
+# --- what is right ------------------------------------------------------------------------------------------------
+
+
+def right_answers(model: nn.Module, trial: tasks.Trial, caches: Sequence[Any]) -> np.ndarray:
+    """(B, A) bool: whether each answer is what the model would say, every token of it, those before it given."""
+    logits = model(mx.array(trial.questions), cache=caches)  # (B, Q, V)
+    right = np.array(mx.argmax(logits[:, :-1], axis=-1)) == trial.questions[:, 1:]
+    numbers = trial.answers[:, 1:]  # the first token is part of a question
+    return np.stack([(right | (numbers != n)).all(axis=1) for n in range(1, trial.parts.shape[1] + 1)], axis=1)
+
+
+def nats_per_token(logits: mx.array, targets: mx.array) -> float:
+    """The mean of -log p(target): logits (B, S, V) and targets (B, S)."""
+    logits = logits.astype(mx.float32)
+    picked = mx.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+    return float(np.array(mx.logsumexp(logits, axis=-1) - picked).mean())
+
+
+def rolling_perplexity(model: nn.Module, tokens: np.ndarray, policy: CachePolicy) -> float:
+    """Nats per token of texts (B, T + 1), read in steps; caches evict on their own when the margin is used up."""
+    text, caches, total = mx.array(tokens), make_prompt_cache(model, policy), 0.0
+    count = text.shape[1] - 1
+    for first in range(0, count, ROLLING_STEP):
+        last = min(first + ROLLING_STEP, count)
+        logits = model(text[:, first:last], cache=caches)
+        total += nats_per_token(logits, text[:, first + 1 : last + 1]) * (last - first)
+    return total / count
+
+
+# --- the whole ----------------------------------------------------------------------------------------------------
+
+
+def answered(model: nn.Module, task: str, trial: tasks.Trial, seed: int, settings: Settings) -> Iterator[Measurement]:
+    """One trial under every policy."""
+    context = Context(model, trial.context, settings)
+    for score, budget in settings.policies():
+        caches = context.caches(settings.policy(score, budget))
+        compact(caches)
+        right = right_answers(model, trial, caches)
+        parts = {name: float(right[trial.parts == i].mean()) for i, name in enumerate(trial.names)}
+        yield Measurement(
+            task, "accuracy", score, budget, seed, float(right.mean()), parts if len(trial.names) > 1 else {}
+        )
+
+
+def predicted(model: nn.Module, text: np.ndarray, seed: int, settings: Settings) -> Iterator[Measurement]:
+    """Texts (B, C + JUDGED + 1) under every policy: with a budget that rolls, and compressed once, after C tokens."""
+    context = Context(model, text[:, : settings.context], settings)
+    judged = mx.array(text[:, settings.context :])
+    for score, budget in settings.policies():
+        nats = rolling_perplexity(model, text, settings.policy(score, budget, margin=ROLLING_STEP))
+        yield Measurement("perplexity, rolling", "nats per token", score, budget, seed, nats)
+        caches = context.caches(settings.policy(score, budget))
+        compact(caches)
+        nats = nats_per_token(model(judged[:, :-1], cache=caches), judged[:, 1:])
+        yield Measurement("perplexity, one-shot", "nats per token", score, budget, seed, nats)
+
+
+def correlations(context: Context, received: np.ndarray, score: str, settings: Settings) -> dict[str, float]:
+    """For each layer, how a score ranks tokens against how attention does, mean of rows; protected tokens left out."""
+    caches = context.caches(settings.policy(score, settings.context))
+    evictors = [cache.evictor for cache in attention_caches(caches) if cache.evictor is not None]
+    inner = slice(SINKS, settings.context - settings.keep_recent)
+    found = {}
+    for layer, (evictor, each) in enumerate(zip(evictors, received, strict=True)):
+        scores = [np.array(evictor.live_scores(row)).mean(axis=0) for row in range(len(each))]  # (C,) of all heads
+        rows = [rank_correlation(s[inner], r[inner]) for s, r in zip(scores, each, strict=True)]
+        found[f"layer {layer}"] = float(np.mean(rows))
+    return found
+
+
+def correlated(model: nn.Module, trial: tasks.Trial, seed: int, settings: Settings) -> Iterator[Measurement]:
+    """One trial, every score against the attention of the full cache."""
+    context = Context(model, trial.context, settings)
+    of_all, of_questions = attention_received(model, trial.context, trial.questions)
+    for score in settings.scores:
+        for who, received in (("all that follows", of_all), ("questions", of_questions)):
+            parts = correlations(context, received, score, settings)
+            mean = statistics.fmean(parts.values())
+            yield Measurement(f"attention of {who}", "rank correlation", score, None, seed, mean, parts)
+
+
+def check_length(model: nn.Module, needed: int) -> None:
+    length = context_length(model)
+    if length is not None and needed > length:
+        raise ValueError(f"{needed:,} tokens are read, but this model was made for {length:,}: give a shorter context")
+
+
+def asked(tokenizer: Any, task: str, settings: Settings, seed: int) -> dict[str, tasks.Trial]:
+    """The trials of one task, by the names that their measurements have."""
+    language, rng = tasks.find_language(tokenizer), np.random.default_rng(seed)
+    place = tasks.Place(settings.rows, settings.context, SINKS, settings.keep_recent)
+    if task == "passkey":
+        return {"passkey": tasks.passkey(rng, language, place)}
+    if task == "recall":
+        return {f"recall {pairs}": tasks.recall(rng, language, place, pairs) for pairs in tasks.PAIRS}
+    if task == "copy":
+        return {"copy": tasks.copy(rng, language, place)}
+    return {"attention": tasks.recall(rng, language, replace(place, rows=settings.few_rows), CORRELATED_PAIRS)}
+
+
+def evaluate(model: nn.Module, tokenizer: Any, task: str, settings: Settings, text: str = "") -> Iterator[Measurement]:
+    """Measures one task, seed after seed, under every policy; `count` says how many measurements come.
+
+    What can be refused is refused at once; the work is done as measurements are asked for.
+
+    Args:
+        model, tokenizer: as from `mlx_kv.mlxlm.convert.load`.
+        task: one of `TASKS`.
+        text: for perplexity.
+
+    Raises:
+        ValueError: an unknown task; a context that is too short for it or too long for the model; a text that is too
+            short; a model whose layers take no budget, or hide their attention from the task correlation.
+    """
+    if task not in TASKS:
+        raise ValueError(f"there is no task {task!r}: choose of {', '.join(TASKS)}")
+    for score, budget in settings.policies()[:2]:
+        make_prompt_cache(model, settings.policy(score, budget))
+    length = settings.context + JUDGED + 1
+    if task == "perplexity":
+        tokens = tokenizer.encode(text, add_special_tokens=False)
+        tasks.windows(np.random.default_rng(0), tokens, 1, length)
+        check_length(model, length - 1)
+    else:
+        trials = asked(tokenizer, task, replace(settings, rows=1), seed=0).values()
+        check_length(model, settings.context + max(trial.questions.shape[1] for trial in trials))
+    if task == "correlation":
+        with watched_attention(model):
+            pass
+
+    def measurements() -> Iterator[Measurement]:
+        for seed in range(settings.seeds):
+            if task == "perplexity":
+                texts = tasks.windows(np.random.default_rng(seed), tokens, settings.few_rows, length)
+                yield from predicted(model, texts, seed, settings)
+                continue
+            for name, trial in asked(tokenizer, task, settings, seed).items():
+                if task == "correlation":
+                    yield from correlated(model, trial, seed, settings)
+                else:
+                    yield from answered(model, name, trial, seed, settings)
+
+    return measurements()
+
+
+def count(task: str, settings: Settings) -> int:
+    """How many measurements `evaluate` gives."""
+    if task == "correlation":
+        return settings.seeds * 2 * len(settings.scores)
+    each = {"passkey": 1, "recall": len(tasks.PAIRS), "copy": 1, "perplexity": 2}[task]
+    return settings.seeds * each * len(settings.policies())

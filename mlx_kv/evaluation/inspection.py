@@ -1,0 +1,152 @@
+"""What a budget leaves of a prompt: which positions each layer keeps, and what the score says of them.
+
+Decides how a prompt is read (as mlx-lm's loop reads it: in chunks, the last token alone, so that compactions fall where
+they fall in generation) and compacts at the end, so that exactly the budget is left. Knows nothing about text, tables,
+files or figures: it is given token ids and gives back plain integers and floats.
+H' is the number of KV heads where each keeps its own tokens (share="head"), else 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_kv.cache.kv_cache import KVCache
+from mlx_kv.generation.stream import cache_statistics, prefill_step
+from mlx_kv.mlxlm.convert import attention_caches, compact, leaves, make_prompt_cache
+from mlx_kv.policy import CachePolicy
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The tokens that are left in one layer, or in one head of it.
+
+    Attributes:
+        positions: in the text, rising.
+        scores: of each of them, higher is kept, as `Evictor.live_scores` gives them: asked for the tokens that are
+            left, which for scores that compare tokens is not what they had among all.
+    """
+
+    positions: tuple[int, ...]
+    scores: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class KeptLayer:
+    """One layer with a budget.
+
+    Attributes:
+        index: among the layers with a budget.
+        cache: which entry of the model's list of caches it is, or is in.
+        heads: H' of them.
+    """
+
+    index: int
+    cache: int
+    heads: tuple[Kept, ...]
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What a budget left of one prompt.
+
+    Attributes:
+        tokens: of the prompt.
+        kept, evicted: tokens, the same in every layer and head; their sum is `tokens`.
+        compactions: of the busiest layer, with the one at the end.
+        without_budget: caches that are rings, chunks or recurrent state, and are not listed.
+        layers: those with a budget, in the order of the model.
+    """
+
+    tokens: int
+    kept: int
+    evicted: int
+    compactions: int
+    without_budget: int
+    layers: tuple[KeptLayer, ...]
+
+    def share_evicted(self, layer: int | None = None) -> list[float]:
+        """For each position, the share of layers and heads that evicted it: 0 is kept by all, 1 by none.
+
+        Args:
+            layer: only the heads of this one, by its index.
+
+        Raises:
+            ValueError: there is no such layer.
+        """
+        if layer is not None and not 0 <= layer < len(self.layers):
+            raise ValueError(f"there is no layer {layer} with a budget: give one from 0 to {len(self.layers) - 1}")
+        rows = [head for each in self.layers if layer in (None, each.index) for head in each.heads]
+        times_kept = [0] * self.tokens
+        for row in rows:
+            for position in row.positions:
+                times_kept[position] += 1
+        return [1 - times / len(rows) for times in times_kept]
+
+
+def inspect_prompt(
+    model: nn.Module,
+    tokens: Sequence[int],
+    policy: CachePolicy,
+    *,
+    prefill_step_size: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Inspection:
+    """Reads a prompt as generation does, evicts down to the budget, and says what is left.
+
+    Args:
+        model: any model of mlx-lm with layers of full attention.
+        tokens: ids of one sequence.
+        policy: with a budget.
+        prefill_step_size: tokens read at once; None is what generation takes.
+        progress: called after each chunk with the tokens read and the tokens in all.
+
+    Raises:
+        ValueError: no tokens, a policy without a budget, or what `make_prompt_cache` and a score refuse.
+    """
+    if policy.budget is None:
+        raise ValueError("this policy has no budget, so nothing is evicted: give CachePolicy(budget=...)")
+    if not tokens:
+        raise ValueError("the prompt is empty: give at least one token")
+    caches = make_prompt_cache(model, policy)
+    step, total = prefill_step(model, caches, prefill_step_size), len(tokens)
+    ids, done = mx.array(list(tokens))[None], 0  # (1, S)
+    while done < total:
+        chunk = max(1, min(step, total - 1 - done))
+        model(ids[:, done : done + chunk], cache=caches)
+        mx.eval([cache.state for cache in caches])  # the logits are never computed
+        done += chunk
+        if progress is not None:
+            progress(done, total)
+    compact(caches)
+    layers: list[KeptLayer] = []
+    for index, cache in enumerate(caches):
+        for each in attention_caches([cache]):
+            if each.evictor is not None:
+                layers.append(KeptLayer(len(layers), index, kept_in(each)))
+    statistics, kept = cache_statistics(caches), min(policy.budget, total)
+    assert all(len(head.positions) == kept for layer in layers for head in layer.heads), "compact() leaves the budget"
+    return Inspection(
+        tokens=total,
+        kept=kept,
+        evicted=total - kept,
+        compactions=statistics.compactions,
+        without_budget=sum(1 for _ in leaves(caches)) - len(layers),
+        layers=tuple(layers),
+    )
+
+
+def kept_in(cache: KVCache) -> tuple[Kept, ...]:
+    """What is left in the first row of a cache with a budget, one `Kept` for each of H' heads."""
+    assert cache.evictor is not None, "only asked of caches with a budget"
+    scores = cache.evictor.live_scores(0)
+    scores = scores.reshape(-1, scores.shape[-1])  # (H', n), of one row
+    positions = mx.broadcast_to(cache.positions[0], scores.shape)  # one row for all heads as long as none was evicted
+    order = mx.argsort(positions, axis=1)
+    places: Any = mx.take_along_axis(positions, order, axis=1).tolist()
+    values: Any = mx.take_along_axis(scores, order, axis=1).tolist()
+    return tuple(Kept(tuple(own), tuple(theirs)) for own, theirs in zip(places, values, strict=True))

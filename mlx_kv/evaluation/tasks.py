@@ -1,0 +1,246 @@
+"""Contexts and questions for measuring what a cache still lets a model find.
+
+Decides what a passkey, a recall and a copy look like in tokens, where in a context they stand, and which windows of a
+text are read. Knows nothing about models, caches or scores; pure functions of a `numpy.random.Generator`.
+
+A trial is B rows of a context of C tokens, which is compressed, and of Q tokens that are asked only then, answers
+included. What is asked for never lies among the first `sinks` tokens nor the last `keep_recent` ones, which every
+policy keeps: a score has to find it. Two languages can say it: the words of the bundled recall model, and plain text
+for every other tokenizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from mlx_kv.evaluation import recall_tasks as words
+
+DEPTHS = (0.0, 0.25, 0.5, 0.75, 0.95)
+PAIRS = (4, 16, 32)
+QUARTERS = ("first quarter", "second quarter", "third quarter", "last quarter")
+COPIED_SHARE = 8  # one in so many tokens of a context is copied
+JITTER = 64  # a passkey stands within 1/64 of the context around its depth: rows differ where a score goes by position
+
+Tokens = list[int]
+Pair = tuple[Tokens, Tokens, Tokens]  # the statement, the question, the answer
+
+
+@dataclass(frozen=True)
+class Place:
+    """The rows and tokens of a context, and how many of its first and last tokens are kept by any policy."""
+
+    rows: int
+    context: int
+    sinks: int
+    keep_recent: int
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What a model reads, is asked, and should answer.
+
+    Attributes:
+        context: (B, C) token ids.
+        questions: (B, Q) token ids, right answers included.
+        answers: (B, Q), which answer a token of `questions` belongs to, counted from 1; 0 is none. A row has as many
+            answers as any other. Its first column is 0.
+        parts: (B, A) indices into `names`, for each answer of a row.
+        names: what the parts are called: depths, quarters. One name: there are no parts.
+    """
+
+    context: np.ndarray
+    questions: np.ndarray
+    answers: np.ndarray
+    parts: np.ndarray
+    names: tuple[str, ...] = ("all",)
+
+
+class Language(Protocol):
+    """How a tokenizer's tokens say what the tasks need."""
+
+    start: Tokens  # a context begins with these
+    copy: Tokens  # before what is to be copied
+    again: Tokens  # before the copy
+
+    def filler(self, rng: np.random.Generator, rows: int, length: int) -> np.ndarray:
+        """(rows, length) tokens that mean nothing."""
+
+    def pairs(self, rng: np.random.Generator, count: int) -> list[Pair]:
+        """So many, of distinct keys."""
+
+    def string(self, rng: np.random.Generator, length: int) -> Tokens:
+        """Tokens that cannot be guessed."""
+
+
+class RecallLanguage:
+    """The 256 words of the bundled recall model."""
+
+    start, copy, again = [words.END], [words.COPY], [words.AGAIN]
+
+    def filler(self, rng: np.random.Generator, rows: int, length: int) -> np.ndarray:
+        return words.filler(rng, rows, length)
+
+    def pairs(self, rng: np.random.Generator, count: int) -> list[Pair]:
+        keys = words.FIRST_KEY + rng.permutation(words.KEYS)[:count]
+        values = words.FIRST_VALUE + rng.integers(words.VALUES, size=count)
+        return [([words.SET, k, v], [words.GET, k], [v]) for k, v in zip(keys.tolist(), values.tolist(), strict=True)]
+
+    def string(self, rng: np.random.Generator, length: int) -> Tokens:
+        return rng.integers(*words.FILLER_POOL, size=length).tolist()  # type: ignore[no-any-return]
+
+
+SENTENCES = (
+    *("The grass is green.", "The sky is blue.", "The sun is warm today.", "Here we go again.", "There and back."),
+    *("A river runs to the sea.", "Birds sing in the morning.", "The road is long.", "Rain falls on the hills."),
+)
+PLACES = "river garden castle harbor meadow bridge forest island market temple valley window"
+COLOURS = "amber black blue bronze copper green golden grey ivory red silver white"
+COPIED = "one two three four five six seven eight nine ten sun moon tree stone fire wind cat dog bird fish"
+
+
+class TextLanguage:
+    """English sentences, for any tokenizer of text."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        def encode(text: str) -> Tokens:
+            return list(tokenizer.encode(text, add_special_tokens=False))
+
+        self.encode = encode
+        bos = getattr(tokenizer, "bos_token_id", None)
+        self.start = [] if bos is None else [bos]
+        self.copy, self.again = encode("\nRemember:"), encode("\nOnce more:")
+        self.sentences = [encode(" " + sentence) for sentence in SENTENCES]
+        self.words = [encode(" " + word) for word in COPIED.split()]
+
+    def filler(self, rng: np.random.Generator, rows: int, length: int) -> np.ndarray:
+        return np.array([drawn(rng, self.sentences, length) for _ in range(rows)], np.int64).reshape(rows, length)
+
+    def pairs(self, rng: np.random.Generator, count: int) -> list[Pair]:
+        places, colours = PLACES.split(), COLOURS.split()
+        which = rng.permutation(len(places) * len(colours))[:count]
+        made = []
+        for index in which.tolist():
+            key = f"{colours[index % len(colours)]} {places[index // len(colours)]}"
+            question, answer = self.encode(f"\nThe value of the {key} is"), self.encode(f" {rng.integers(100, 1000)}")
+            made.append((question + answer + self.encode("."), question, answer))
+        return made
+
+    def string(self, rng: np.random.Generator, length: int) -> Tokens:
+        return drawn(rng, self.words, length)
+
+
+def drawn(rng: np.random.Generator, pieces: Sequence[Tokens], length: int) -> Tokens:
+    """Pieces one after another, drawn at random, cut off at so many tokens."""
+    tokens: Tokens = []
+    while len(tokens) < length:
+        tokens += pieces[int(rng.integers(len(pieces)))]
+    return tokens[:length]
+
+
+def find_language(tokenizer: Any) -> Language:
+    """The recall model's words if that is what this tokenizer knows, each as one token; else plain text."""
+    some = (words.END, words.SET, words.GET, words.FIRST_KEY, words.FIRST_VALUE, words.FIRST_FILLER)
+    if tokenizer.encode(" ".join(words.WORDS[i] for i in some[1:]), add_special_tokens=False) == list(some[1:]):
+        return RecallLanguage()
+    return TextLanguage(tokenizer)
+
+
+def assembled(
+    rng: np.random.Generator,
+    language: Language,
+    place: Place,
+    pairs: Sequence[Sequence[Pair]],
+    starts: Callable[[int], np.ndarray],
+    parts: np.ndarray,
+    names: tuple[str, ...] = ("all",),
+) -> Trial:
+    """Pairs of each row in filler, and a question for each, in another order.
+
+    Args:
+        starts: so many free tokens, to how many of them stand before each pair of a row, rising.
+
+    Raises:
+        ValueError: the pairs do not fit into the context.
+    """
+    contexts, questions, answers = [], [], []
+    first = max(place.sinks, len(language.start))
+    for row in pairs:
+        size = sum(len(statement) for statement, _, _ in row)
+        free = place.context - first - place.keep_recent - size
+        if free < 0:
+            raise ValueError(
+                f"{len(row)} pairs of {size} tokens in all do not fit into a context of {place.context} with "
+                f"{place.sinks} sinks and keep_recent={place.keep_recent}: give a longer context"
+            )
+        filler = [*language.start, *language.filler(rng, 1, place.context - size)[0].tolist()]
+        context, taken = [], 0
+        for (statement, _, _), start in zip(row, (first + starts(free)).tolist(), strict=True):
+            context += filler[taken:start] + statement
+            taken = start
+        contexts.append((context + filler[taken:])[: place.context])
+        asked: Tokens = []
+        marked: Tokens = []
+        for number, index in enumerate(rng.permutation(len(row)).tolist(), start=1):
+            _, question, answer = row[index]
+            asked += question + answer
+            marked += [0] * len(question) + [number] * len(answer)
+        questions.append(asked)
+        answers.append(marked)
+    longest = max(map(len, questions))
+    questions = [row + row[-1:] * (longest - len(row)) for row in questions]
+    answers = [row + [0] * (longest - len(row)) for row in answers]
+    return Trial(np.array(contexts), np.array(questions), np.array(answers), parts, names)
+
+
+def passkey(rng: np.random.Generator, language: Language, place: Place) -> Trial:
+    """One pair, at the depths of `DEPTHS` row by row."""
+    which = np.arange(place.rows) % len(DEPTHS)
+    jitter = place.context // JITTER
+    depths = iter(which.tolist())
+
+    def start(free: int) -> np.ndarray:
+        wanted = round(DEPTHS[next(depths)] * free) + rng.integers(-jitter, jitter + 1, size=1)
+        return np.clip(wanted, 0, free)
+
+    pairs = [language.pairs(rng, 1) for _ in range(place.rows)]
+    names = tuple(f"depth {depth:g}" for depth in DEPTHS[: place.rows])
+    return assembled(rng, language, place, pairs, start, which[:, None], names)
+
+
+def recall(rng: np.random.Generator, language: Language, place: Place, count: int) -> Trial:
+    """`count` pairs anywhere, all of them asked for."""
+    pairs = [language.pairs(rng, count) for _ in range(place.rows)]
+
+    def starts(free: int) -> np.ndarray:
+        return np.sort(rng.integers(free + 1, size=count))
+
+    return assembled(rng, language, place, pairs, starts, np.zeros((place.rows, count), np.int64))
+
+
+def copy(rng: np.random.Generator, language: Language, place: Place) -> Trial:
+    """A random string, an eighth of the context, anywhere in it, to be repeated; every token is an answer."""
+    size = place.context // COPIED_SHARE
+    if size < len(QUARTERS):
+        raise ValueError(f"nothing can be copied in a context of {place.context}: give one from 32 tokens up")
+    strings = [language.string(rng, size) for _ in range(place.rows)]
+    blocks = [[(language.copy + string, language.again, string)] for string in strings]
+    quarters = np.tile(np.arange(size) * len(QUARTERS) // size, (place.rows, 1))
+    trial = assembled(rng, language, place, blocks, lambda free: rng.integers(free + 1, size=1), quarters, QUARTERS)
+    return replace(trial, answers=trial.answers.cumsum(axis=1))
+
+
+def windows(rng: np.random.Generator, tokens: Sequence[int], rows: int, length: int) -> np.ndarray:
+    """(rows, length) windows of a text, that begin anywhere.
+
+    Raises:
+        ValueError: the text is shorter than that.
+    """
+    if len(tokens) < length:
+        raise ValueError(f"the text has {len(tokens):,} tokens, but {length:,} are read: give a longer text")
+    starts = rng.integers(len(tokens) - length + 1, size=rows)
+    read: np.ndarray = np.asarray(tokens, np.int64)[starts[:, None] + np.arange(length)]
+    return read

@@ -1,0 +1,319 @@
+"""One cache in JSON and named arrays, and back.
+
+Decides which slots of a cache are worth writing (those that hold tokens), and what else makes a loaded cache go on as
+the saved one would have: rows, settings, capacity, the growth rule, what an evictor knows. A description may be made
+up: what is restored was checked to be what a cache can be, and says the same of itself when it is described again.
+Knows nothing about files.
+B rows, H KV heads, n live slots of one row.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models import cache as stock
+
+from mlx_kv.cache.checks import MOST_TOKENS, whole_number
+from mlx_kv.cache.codecs import make_codec
+from mlx_kv.cache.eviction.evictor import Evictor
+from mlx_kv.cache.growth import SLOT_MULTIPLE, FixedStep, Geometric, Growth, round_up
+from mlx_kv.cache.kv_cache import KVCache
+from mlx_kv.cache.layout import NO_LIMIT, Budget, Layout, Row, make_layout
+from mlx_kv.files import stock_files
+
+# What comes of a description that is none, beside the ValueErrors of the checks.
+NOT_SO = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
+GROWTHS: dict[str, type[Geometric] | type[FixedStep]] = {"geometric": Geometric, "fixed_step": FixedStep}
+# What mlx-lm keeps itself, stored as it is: recurrent state, and caches that were never made ours.
+AS_THEY_ARE = (
+    stock.ArraysCache,
+    stock.KVCache,
+    stock.QuantizedKVCache,
+    stock.RotatingKVCache,
+    stock.ChunkedKVCache,
+    stock.ConcatenateKVCache,
+)
+PARTS = {"kind", "name", "planes", "live", "capacity", "state", "growth", "reserve", "lengths"}
+
+
+def describe(cache: Any, name: str, arrays: dict[str, mx.array]) -> dict[str, Any]:
+    """A cache in JSON; its arrays go to `arrays`, under names that begin with `name`.
+
+    Raises:
+        ValueError: a cache of an unknown kind.
+    """
+    if isinstance(cache, KVCache):
+        return _describe_ours(cache, name, arrays)
+    if type(cache) is stock.CacheList:
+        members = [describe(member, f"{name}.{index}", arrays) for index, member in enumerate(cache.caches)]
+        return {"kind": "list", "members": members}
+    if type(cache) in AS_THEY_ARE:
+        return {"kind": type(cache).__name__, "state": _in_json(cache.state, name, arrays)}
+    raise ValueError(f"cache {name} is a {type(cache).__name__}, which no file can hold: use mlx_kv.make_prompt_cache")
+
+
+class Room:
+    """The memory of this machine. A capacity is room that a file does not have: no more than there can be is taken."""
+
+    def __init__(self) -> None:
+        self.most = self.left = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+    def take(self, size: int) -> None:
+        """Raises ValueError if there is not so much."""
+        self.left -= size
+        if self.left < 0:
+            raise ValueError(f"its caches would take more than the {self.most:,} bytes of this machine")
+
+
+def restore(described: Sequence[dict[str, Any]], arrays: Mapping[str, mx.array]) -> list[Any]:
+    """The caches that were described, of all of these arrays.
+
+    Raises:
+        ValueError, or another of NOT_SO: no caches are like that, or they are more than this machine has memory for.
+    """
+    left, room = dict(arrays), Room()
+    caches = [_restore(each, str(index), left, room) for index, each in enumerate(described)]
+    if left:
+        raise ValueError(f"no cache has an array {next(iter(left))}")
+    return caches
+
+
+def _restore(described: dict[str, Any], name: str, arrays: dict[str, mx.array], room: Room) -> Any:
+    """The cache that was described under this name."""
+    kind = described["kind"]
+    if kind == "mlx-kv":
+        return _restore_ours(described, name, arrays, room)
+    if kind == "list":
+        _check_parts(described, {"kind", "members"})
+        _check_lists(described["members"])
+        members = [_restore(each, f"{name}.{index}", arrays, room) for index, each in enumerate(described["members"])]
+        return stock.CacheList(*members)  # type: ignore[no-untyped-call]
+    _check_parts(described, {"kind", "state"})
+    made: Any = next((cls for cls in AS_THEY_ARE if cls.__name__ == kind), None)
+    if made is None:
+        raise ValueError(f"nobody knows a {str(kind)[:40]!r}")
+    state = _from_json(described["state"], name, arrays)
+    stock_files.check_state(kind, state)
+    return made.from_state(state)
+
+
+def _check_parts(told: Mapping[str, Any], parts: set[str]) -> None:
+    if told.keys() != parts:
+        raise ValueError(f"a cache has {', '.join(sorted(parts))}, and nothing else")
+
+
+def _check_lists(*trees: Any) -> None:
+    if not all(type(tree) is list for tree in trees):
+        raise ValueError("something else than a list")
+
+
+def _whole(name: str, value: object, least: int = 0) -> int:
+    if type(value) is not int:
+        raise ValueError(f"{name} is {str(value)[:40]!r}, which is no whole number")
+    return whole_number(name, value, least)
+
+
+def _describe_ours(cache: KVCache, name: str, arrays: dict[str, mx.array]) -> dict[str, Any]:
+    keys, values, *state = cache.state
+    live = [min(max(0, row.end), cache.layout.most_slots) for row in cache._rows]
+    planes = {}
+    for which, tensor in (("keys", keys), ("values", values)):
+        for index, plane in enumerate(tensor or ()):  # (B, H, C, width)
+            for row, used in enumerate(live):
+                arrays[f"{name}.{which}.{index}.{row}"] = plane[row, :, :used]  # (H, n, width)
+        planes[which] = len(tensor or ())
+    return {
+        "kind": "mlx-kv",
+        "name": name,
+        "planes": planes,
+        "live": live,
+        "capacity": cache.capacity,
+        "state": _in_json(state, f"{name}.state", arrays),
+        "growth": _growth_in_json(cache._growth),
+        "reserve": cache._reserve,
+        "lengths": cache._lengths,
+        **({"announced": cache._announced} if any(cache._announced) else {}),
+    }
+
+
+def _restore_ours(described: dict[str, Any], name: str, arrays: dict[str, mx.array], room: Room) -> KVCache:
+    _check_parts(described, PARTS | (described.keys() & {"announced"}))
+    _check_parts(described["planes"], {"keys", "values"})
+    if described["name"] != name:
+        raise ValueError(f"cache {name} says that it is another")
+    state = _from_json(described["state"], f"{name}.state", arrays)
+    rows, ranges, parameters, bits, group_size, quantized_start, packed_decode, packed, eviction = state
+    _check_lists(described["live"], state, rows, ranges, parameters, *rows, *ranges)
+    layout = make_layout(parameters[0], *(_whole("a number of a layout", number) for number in parameters[1:]))
+    if list(layout.parameters) != parameters:
+        raise ValueError("a layout that is told otherwise than layouts are")
+    rows = tuple(_row(layout, row) for row in rows)
+    live = [min(max(0, row.end), layout.most_slots) for row in rows]
+    if not rows or described["live"] != live or not all(type(number) is int for number in described["live"]):
+        raise ValueError("live slots that are not those of its rows")
+    lengths = described["lengths"]
+    if lengths is not None and (
+        type(lengths) is not list or len(lengths) != len(rows) or min(_whole("a length", one) for one in lengths) < 0
+    ):
+        raise ValueError("lengths of other rows")
+    announced = described.get("announced", [0] * len(rows))
+    _check_lists(announced)
+    if len(announced) != len(rows) or ("announced" in described and not max(_whole("tokens", n) for n in announced)):
+        raise ValueError("announced for other rows, or nothing")
+    if not all(type(flag) is bool for flag in (packed_decode, packed)):
+        raise ValueError("a yes or no that is neither")
+    if _whole("quantized_start", quantized_start) and bits is None:
+        raise ValueError("it is quantised later, but not to so many bits")
+    make_codec(bits, group_size)
+    if bits is None and group_size is not None:
+        raise ValueError("groups without bits")
+
+    growth, reserve = _growth(described["growth"]), _whole("reserve", described["reserve"])
+    capacity, needed = _whole("capacity", described["capacity"]), min(max(live) + 1, layout.most_slots)
+    count = _whole("planes", described["planes"]["keys"])
+    if count not in (0, 1, 3) or _whole("planes", described["planes"]["values"]) != count or (not count and max(live)):
+        raise ValueError("planes of no tensor")
+    if capacity % SLOT_MULTIPLE or capacity < max(live) or (count == 0) != (capacity == 0):
+        raise ValueError(f"a capacity of {capacity} slots")
+    if count and needed > capacity:
+        capacity = round_up(max(needed, growth.capacity(needed, capacity)))
+    end = capacity if count else NO_LIMIT
+    if not all(0 <= _whole("a slot", first) < _whole("a slot", last) <= end for first, last in ranges):
+        raise ValueError("slots that are not there")
+    if count == 3 and bits is None:
+        raise ValueError("packed planes without bits")
+    if count == 1 and bits is not None and not quantized_start:
+        raise ValueError("plain planes, but bits")
+    if packed and not (count == 3 and packed_decode):
+        raise ValueError("packed planes that there are not")
+
+    most = max(capacity, min(max(reserve, *announced), layout.enough_slots))  # which the next growth makes room for
+    taken = [
+        [[arrays.pop(f"{name}.{which}.{index}.{row}") for row in range(len(rows))] for index in range(count)]
+        for which in ("keys", "values")
+    ]
+    for which in taken:
+        for lines in which:  # each (H, n, width)
+            shapes = {(line.ndim, line.shape[0], line.shape[2], line.dtype) for line in lines}
+            if len(shapes) != 1 or [line.shape[1] for line in lines] != live:
+                raise ValueError("rows of different shapes")
+            room.take(len(lines) * math.prod(lines[0].shape[::2]) * lines[0].itemsize * most)
+    if count:
+        first_keys, first_values = ([lines[0][None] for lines in which] for which in taken)
+        stock_files.check_planes(first_keys, first_values, bits, group_size)
+    heads = taken[0][0][0].shape[0] if count else None
+    if isinstance(layout, Budget):
+        _check_eviction(layout, rows, heads, eviction)
+    elif eviction is not None:
+        raise ValueError("what evicts, without a budget")
+
+    def plane(lines: list[mx.array]) -> mx.array:
+        whole = mx.zeros((len(lines), lines[0].shape[0], capacity, lines[0].shape[2]), lines[0].dtype)
+        for row, line in enumerate(lines):
+            whole[row, :, : line.shape[1]] = line
+        mx.eval(whole)
+        return whole
+
+    keys, values = ([plane(lines) for lines in which] or None for which in taken)
+    cache = KVCache()
+    cache.state = keys, values, *state
+    cache._growth, cache._reserve, cache._announced = growth, reserve, tuple(announced)
+    cache._lengths = None if lengths is None else tuple(lengths)
+    return cache
+
+
+def _row(layout: Layout, told: Sequence[int]) -> Row:
+    """Raises ValueError for where no row of this layout stands."""
+    start, offset, high, front = told
+    if not all(type(number) is int and abs(number) <= MOST_TOKENS for number in told):
+        raise ValueError("a row that stands nowhere")
+    row = Row(start, offset, high, front)
+    stands = 0 <= front <= max(0, offset) <= high and (offset <= 0 or layout.most_trim(row) >= 0)
+    if isinstance(layout, Budget):
+        stands = stands and (start == 0 or (start < 0 and layout.cut <= row.end and offset > 0))
+    else:
+        stands = stands and start == 0
+    if not stands:
+        raise ValueError(f"a row that stands at {told}")
+    return row
+
+
+def _check_eviction(layout: Budget, rows: Sequence[Row], heads: int | None, told: Sequence[Any]) -> None:
+    """Raises ValueError for what no evictor knows."""
+    score, share, layer, names, positions, scores, work = told
+    _check_lists(told, names, work)
+    if not all(type(word) is str for word in (score, share, *names)) or len(names) not in (1, len(rows)):
+        raise ValueError("sequences of other rows")
+    _whole("layer", layer)
+    by_row = work if work and type(work[0]) is list else [work]  # version 0.1.0 counted all rows together
+    if len(by_row) != len(names) and by_row is work:
+        raise ValueError("work on other rows")
+    for counts in by_row:
+        _check_lists(counts)
+        moved, compactions, seconds = counts
+        _whole("moved", moved)
+        _whole("compactions", compactions)
+        if type(seconds) not in (int, float) or not 0 <= seconds < math.inf:
+            raise ValueError("seconds that are none")
+    evicted = any(row.start < 0 for row in rows)
+    known = Evictor(layout, score, share).score  # refuses what does not exist
+    if evicted and (positions is None or (known.per_token and scores is None)):
+        raise ValueError("tokens whose positions or scores nobody knows")
+    for array, dtype in ((positions, mx.int32), (scores, mx.float32)):
+        if array is None:
+            continue
+        shape = (len(rows), heads if share == "head" else 1, layout.cut)
+        if heads is None or type(array) is not mx.array or (array.shape, array.dtype) != (shape, dtype):
+            raise ValueError("positions or scores of other tokens")
+    if positions is not None and not 0 <= mx.min(positions).item() <= mx.max(positions).item() <= max(  # type: ignore[operator]
+        row.offset for row in rows
+    ):
+        raise ValueError("positions that there are not")
+
+
+def _growth(told: dict[str, Any] | None) -> Growth:
+    if told is None:
+        return Geometric()
+    _check_parts(told, {"rule", "settings"})
+    growth = GROWTHS[told["rule"]](**told["settings"])
+    settings = asdict(growth)
+    if settings.keys() != told["settings"].keys():
+        raise ValueError("a growth of other settings")
+    for name, value in settings.items():
+        if value is not None and not (name == "factor" and type(value) is float):
+            _whole(name, value)
+    return growth
+
+
+def _growth_in_json(growth: Growth) -> dict[str, Any] | None:
+    """A rule of ours by its name; for another, the loaded cache has the default."""
+    for name, rule in GROWTHS.items():
+        if type(growth) is rule:
+            return {"rule": name, "settings": asdict(growth)}
+    return None
+
+
+def _in_json(tree: Any, name: str, arrays: dict[str, mx.array]) -> Any:
+    """Lists and scalars as they are; an array goes to `arrays`, and its name stays in its place."""
+    if isinstance(tree, mx.array):
+        arrays[name] = tree
+        return {"array": name}
+    if isinstance(tree, (list, tuple)):
+        return [_in_json(item, f"{name}.{index}", arrays) for index, item in enumerate(tree)]
+    return tree
+
+
+def _from_json(tree: Any, name: str, arrays: dict[str, mx.array]) -> Any:
+    """The other way round; each array is taken out of `arrays`."""
+    if isinstance(tree, dict):
+        if tree != {"array": name}:
+            raise ValueError(f"an array that is not {name}")
+        return arrays.pop(name)
+    if isinstance(tree, list):
+        return [_from_json(item, f"{name}.{index}", arrays) for index, item in enumerate(tree)]
+    return tree

@@ -1,0 +1,106 @@
+"""Whose caches they are: a short text for a model and its tokenizer, cheap enough to make for every file.
+
+Decides what makes two models the same, and how a place that keeps caches learns whose they are. Knows nothing about
+files or caches.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import asdict, is_dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+SAMPLE = 16  # values of each weight, three times
+
+
+def model_fingerprint(model: nn.Module, tokenizer: Any = None) -> str:
+    """A short text that tells models apart: 32 hex digits, and as many for the tokenizer if one is given.
+
+    Of the model's class, its configuration, and the names, shapes and dtypes of its weights with 48 values of each; of
+    the tokenizer's whole vocabulary. Not every weight is read: models that differ elsewhere only are not told apart.
+    """
+    weights: list[Any] = sorted(tree_flatten(model.parameters()))  # type: ignore[no-untyped-call]
+    samples = []
+    for _, weight in weights:
+        flat, middle = weight.reshape(-1), weight.size // 2
+        parts = [flat[:SAMPLE], flat[middle : middle + SAMPLE], flat[-SAMPLE:]]
+        samples.append(mx.concatenate(parts).view(mx.uint8))
+    mx.eval(samples)
+    args: Any = getattr(model, "args", None)
+    settings = asdict(args) if is_dataclass(args) and not isinstance(args, type) else {}
+    told = json.dumps(settings, sort_keys=True, default=lambda unknown: type(unknown).__name__)
+    sealed = hashlib.blake2b(f"{type(model).__module__} {told} ".encode(), digest_size=16)
+    for (name, weight), sample in zip(weights, samples, strict=True):
+        sealed.update(f"{name} {weight.shape} {weight.dtype} ".encode())
+        sealed.update(bytes(sample.tolist()))  # type: ignore[arg-type]
+    if tokenizer is None:
+        return sealed.hexdigest()
+    vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()))
+    return f"{sealed.hexdigest()}-{hashlib.blake2b(vocabulary.encode(), digest_size=16).hexdigest()}"
+
+
+def check_fingerprint(what: str, saved: str | None, own: str, made_with: str | None = None) -> None:
+    """Refuses caches of another model, or if both fingerprints know the tokenizer, of another tokenizer.
+
+    Args:
+        what: the name of the file, for the message.
+        saved, own: fingerprints, of the file and of the model that is to go on with it.
+        made_with: the name of the model that the file was made with.
+
+    Raises:
+        ValueError: they differ, or the file does not say.
+    """
+    if saved is None:
+        raise ValueError(f"{what} does not say of which model it is: make it again with mlx-kv cache")
+    mend = "make it again" + (f", or give the model that it was made with, {made_with}" if made_with else "")
+    (model, _, tokenizer), (own_model, _, own_tokenizer) = saved.partition("-"), own.partition("-")
+    if model != own_model:
+        raise ValueError(f"{what} is a prompt cache of another model: {mend}")
+    if tokenizer and own_tokenizer and tokenizer != own_tokenizer:
+        raise ValueError(f"{what} is a prompt cache of a model with another tokenizer: {mend}")
+
+
+class Whose:
+    """Whose caches a place keeps: what it was told when it was made, else what its first reader says.
+
+    Args:
+        place: its name, for messages.
+        told: a fingerprint of model and policy; None leaves it to the first reader.
+    """
+
+    def __init__(self, place: str, told: str | None) -> None:
+        self._place, self._told, self._found = place, told, told
+
+    def bind(self, find: Callable[[], str]) -> None:
+        """A reader comes, whose fingerprint can be asked for.
+
+        Raises:
+            ValueError: it is another than that of the first reader.
+        """
+        if self._told is not None:
+            return
+        found = find()
+        if self._found not in (None, found):
+            raise ValueError(
+                f"this {self._place} keeps caches of another model or policy: give each a {self._place} of its own"
+            )
+        self._found = found
+
+    @property
+    def fingerprint(self) -> str | None:
+        return self._found
+
+    def known(self) -> str:
+        """Raises ValueError if nobody has said."""
+        if self._found is None:
+            raise ValueError(
+                f"this {self._place} does not know whose caches it keeps: read with a PromptReader, or give "
+                f"{self._place}(..., fingerprint=...), such as that of mlx_kv.files.fingerprint.model_fingerprint"
+            )
+        return self._found

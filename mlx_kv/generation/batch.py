@@ -1,0 +1,114 @@
+"""Text from many prompts at once.
+
+Decides what is refused before anything is read, and in which order prompts are handed to the engine. Knows nothing
+about files or the command line, nor which sequences share a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import mlx.nn as nn
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from mlx_kv.generation.engine import BatchToken, Continuation, Engine, make_engine
+from mlx_kv.generation.sampling import Sampler, derived_seed, sampler_of_sequence
+from mlx_kv.generation.speculation.decoder import SpeculationStatistics
+from mlx_kv.generation.stream import encode_prompt
+from mlx_kv.mlxlm.convert import context_length
+from mlx_kv.policy import CachePolicy
+
+
+def batch_generate(
+    model: nn.Module,
+    tokenizer: Any,
+    prompts: Sequence[str | Sequence[int]],
+    policy: CachePolicy | None = None,
+    max_tokens: int | Sequence[int] = 256,
+    draft_model: nn.Module | None = None,
+    num_draft_tokens: int = 3,
+    max_batch_size: int = 8,
+    sampler: Sampler | None = None,
+    prefill_step_size: int | None = None,
+    statistics: SpeculationStatistics | None = None,
+    seed: int | None = None,
+) -> Iterator[BatchToken]:
+    """Continues many prompts at once; each gets the tokens that it would get alone.
+
+    Args:
+        model: any model of mlx-lm whose caches can be batched.
+        tokenizer: as from `mlx_lm.load`; None with prompts of token ids, for tokens without text.
+        prompts: texts or token ids; more than fit into a batch take the place of those that are done.
+        policy: how keys and values are kept; None is `CachePolicy()`.
+        max_tokens: tokens to generate, one number for all prompts, or one for each.
+        draft_model, num_draft_tokens: to speculate with: each row accepts its own number of drafted tokens.
+        max_batch_size: rows at once.
+        sampler: log-probabilities (B, V) to tokens (B,); None is greedy. With a draft model as in
+            `speculative_generate`.
+        prefill_step_size: prompt tokens of each row read at once; by default what `stream_generate` would read.
+        statistics: filled in as tokens come; only with a draft model.
+        seed: makes a `TemperatureSampler` repeatable. What a prompt gets depends on it, on the prompt and on its index,
+            not on the other prompts.
+
+    Returns:
+        An iterator of `BatchToken`, in the order in which they come; tokens of one prompt are in order.
+
+    Raises:
+        ValueError: no prompt, one that is empty or longer than the model's context (it says which), a number below 1,
+            vocabularies that differ, caches that cannot roll back for a draft model, a seed for another sampler.
+    """
+    for name, value in (("num_draft_tokens", num_draft_tokens), ("max_batch_size", max_batch_size)):
+        if value < 1:
+            raise ValueError(f"{name} is {value}: give a number from 1 up")
+    if tokenizer is not None and not isinstance(tokenizer, TokenizerWrapper):
+        tokenizer = TokenizerWrapper(tokenizer)
+    sequences = _sequences(tokenizer, prompts, max_tokens, sampler, seed, context_length(model))
+    ends = set() if tokenizer is None else set(tokenizer.eos_token_ids)
+    engine = make_engine(
+        model, ends, policy, max_batch_size, prefill_step_size, draft_model, num_draft_tokens, statistics
+    )
+    return _tokens(engine, sequences)
+
+
+def _tokens(engine: Engine, sequences: Sequence[Continuation]) -> Iterator[BatchToken]:
+    try:
+        for sequence in sequences:
+            engine.submit(sequence)
+        while engine.busy:
+            yield from engine.step()
+    finally:
+        engine.close()
+
+
+def _sequences(
+    tokenizer: Any,
+    prompts: Sequence[str | Sequence[int]],
+    max_tokens: int | Sequence[int],
+    sampler: Sampler | None,
+    seed: int | None,
+    context: int | None,
+) -> list[Continuation]:
+    if isinstance(prompts, str) or not prompts:
+        raise ValueError("prompts is one text or empty: give a list of prompts, at least one")
+    limits = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else list(max_tokens)
+    if len(limits) != len(prompts):
+        raise ValueError(f"got {len(limits)} max_tokens for {len(prompts)} prompts: give one number, or one for each")
+    found = []
+    for index, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
+        if isinstance(prompt, str) and tokenizer is None:
+            raise ValueError(f"prompt {index} is a text, but there is no tokenizer: give one, or token ids")
+        tokens = encode_prompt(tokenizer, prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
+        if not tokens:
+            raise ValueError(f"prompt {index} is empty: give at least one token")
+        if context is not None and len(tokens) >= context:
+            raise ValueError(
+                f"prompt {index} has {len(tokens):,} tokens, but this model was made for {context:,}: shorten it"
+            )
+        if limit < 1:
+            raise ValueError(f"max_tokens of prompt {index} is {limit}: give a number from 1 up")
+        detokenizer = None if tokenizer is None else tokenizer.detokenizer
+        own_seed = None if seed is None else derived_seed(seed, index)
+        drawing = sampler_of_sequence(sampler, own_seed, len(tokens))
+        found.append(Continuation(index, tokens, limit, detokenizer, drawing))
+    return found

@@ -1,0 +1,1 @@
+"""Speculative decoding: a drafter proposes, one pass of the model decides."""

@@ -1,0 +1,119 @@
+"""A prompt that is read chunk by chunk, from where somebody else's reading ends.
+
+Decides after which chunks its caches are worth keeping, and that nobody goes on with caches of another model or policy.
+Knows nothing about where they are kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from itertools import zip_longest
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_kv.files.fingerprint import model_fingerprint
+from mlx_kv.generation.stream import prefill_step
+from mlx_kv.mlxlm.convert import attention_caches
+from mlx_kv.prefixes.index import Prefixes, kept_how, needs_checkpoints
+
+MOST_CHECKPOINTS = 32  # of one prompt: so at most a 32nd of it is read again
+
+
+class PromptReader:
+    """Reads a prompt chunk by chunk, from what a store has on, and keeps what is new.
+
+    Args:
+        model: or anything else that reads tokens (1, n) into caches.
+        caches: new caches of the model, if the store has nothing.
+        tokens: of the prompt, at least one; the last is left to be read, for the logits that come next.
+        store: None reads all of it. One that was given no fingerprint keeps to the model and the policy of its first
+            reader.
+        step: tokens read at once; None is what generation reads, if `model` is one.
+
+    Attributes:
+        caches: those that have read `read` tokens.
+        reused: tokens that were in the store.
+
+    Raises:
+        ValueError: the store is of another model or policy, or has no fingerprint where the model is no mlx.nn.Module
+            that could be asked for one.
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        caches: list[Any],
+        tokens: Sequence[int],
+        store: Prefixes | None = None,
+        step: int | None = None,
+    ) -> None:
+        self.model, self.tokens, self.store = model, list(tokens), store
+        found = None
+        if store is not None:
+            store.bind(lambda: _fingerprint(model, caches))
+            found = store.find(tokens)
+        if found is not None and (there := kept_how(found[0])) != (wanted := kept_how(caches)):
+            raise ValueError(
+                f"the store has this prompt in caches of another policy ({_first_difference(there, wanted)}): "
+                "give it a fingerprint that tells policies apart, or none"
+            )
+        if found is not None and _scores(found[0]) != _scores(caches):  # lambdas have one name
+            raise ValueError(
+                "the store has this prompt in caches of another score of the same name: "
+                "give each a name of its own (mlx_kv.register_score), or a store of its own"
+            )
+        self.caches, self.reused = (caches, 0) if found is None else found
+        self.read = self._kept = self.reused
+        self.step_size = prefill_step(model, self.caches, step)
+        self._checkpoints = needs_checkpoints(self.caches)
+
+    @property
+    def done(self) -> bool:
+        return self.read >= len(self.tokens) - 1
+
+    def step(self) -> int:
+        """Reads the next chunk, and returns how many tokens it had.
+
+        Caches that cannot always be trimmed back to any prefix are kept on the way, others at the end.
+        """
+        chunk = self.tokens[self.read : min(self.read + self.step_size, len(self.tokens) - 1)]
+        if chunk:
+            self.model(mx.array([chunk]), cache=self.caches)
+            mx.eval([cache.state for cache in self.caches])
+            mx.clear_cache()
+            self.read += len(chunk)
+            if self.store is not None and self._worth_keeping():
+                self.store.keep(self.tokens[: self.read], self.caches)
+                self._kept = self.read
+        return len(chunk)
+
+    def _worth_keeping(self) -> bool:
+        # On the way also where they still could go back: the next chunk may be the one after which they cannot.
+        far = (self.read - self._kept) * MOST_CHECKPOINTS >= len(self.tokens)
+        return self.done or (far and self._checkpoints)
+
+    def finish(self) -> list[Any]:
+        """Reads the rest, and returns the caches."""
+        while not self.done:
+            self.step()
+        return self.caches
+
+
+def _fingerprint(model: object, caches: Sequence[Any]) -> str:
+    if not isinstance(model, nn.Module):
+        raise ValueError(
+            f"a {type(model).__name__} reads this prompt, whose fingerprint nobody knows: give the store one"
+        )
+    return f"{model_fingerprint(model)} {hashlib.blake2b(kept_how(caches).encode(), digest_size=16).hexdigest()}"
+
+
+def _scores(caches: Sequence[Any]) -> list[object]:
+    return [None if cache.evictor is None else cache.evictor.score.function for cache in attention_caches(caches)]
+
+
+def _first_difference(there: str, wanted: str) -> str:
+    pairs = zip_longest(there.split("; "), wanted.split("; "), fillvalue="no such layer")
+    return next(f"{one}, not {other}" for one, other in pairs if one != other)

@@ -1,0 +1,368 @@
+"""Budgets: any history equals attention over what is left, and what is left is what the score says."""
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from kept import FORMULAS
+from oracle import Spec
+from test_cache_properties import fractions, run
+
+import mlx_kv.cache.eviction.evictor
+from mlx_kv import CachePolicy, CompressedKVCache, KVCache, register_score
+from mlx_kv.cache.eviction import scores
+from mlx_kv.cache.eviction.compaction import lowest
+from mlx_kv.cache.eviction.evictor import Evictor
+from mlx_kv.cache.layout import Budget, Ring, Row
+
+SCORES = sorted(FORMULAS)
+
+specs = st.builds(
+    Spec,
+    bits=st.sampled_from([None, None, 8, 4]),
+    rows=st.sampled_from([1, 3]),
+    key_dim=st.sampled_from([32, 64]),
+    value_dim=st.sampled_from([32, 64]),
+    packed_decode=st.booleans(),
+    reserve=st.sampled_from([0, 300]),
+    budget=st.integers(9, 24),
+    keep_recent=st.integers(0, 5),
+    sinks=st.integers(0, 3),
+    margin=st.integers(0, 6),
+    score=st.sampled_from(SCORES),
+    share=st.sampled_from(["layers", "layer", "head"]),
+)
+operations = st.one_of(
+    st.tuples(st.just("update"), st.one_of(st.just(1), st.integers(1, 12), st.integers(20, 60))),
+    st.tuples(st.just("update"), st.integers(1, 9)),
+    st.tuples(st.just("trim_few"), st.tuples(*[st.integers(0, 9)] * 3)),
+    st.tuples(st.just("trim_rows"), st.tuples(fractions, fractions, fractions)),
+    st.tuples(st.sampled_from(["copy", "load", "reset", "copy", "load"]), st.none()),
+)
+
+
+@given(specs, st.lists(operations, min_size=2, max_size=10), st.integers(0, 1000))
+def test_any_history(spec: Spec, steps: list[tuple[str, Any]], seed: int) -> None:
+    run(spec, [("update", 25), *steps, ("update", 20), ("update", 2), ("update", 1)], seed)
+
+
+@pytest.mark.parametrize("share", ["layers", "layer", "head"])
+@pytest.mark.parametrize("bits", [None, 8, 4])
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("score", SCORES)
+def test_every_score_in_every_combination(score: str, rows: int, bits: int | None, share: str) -> None:
+    spec = Spec(bits=bits, rows=rows, budget=14, keep_recent=4, sinks=2, margin=3, score=score, share=share)
+    twins = run(spec, [("update", 30), ("update", 1), ("trim_rows", (0.1, 0.0, 0.06)), ("update", 9), ("load", None)])
+    for new in (1, 1, 1, 1, 7):
+        twins.update(new)
+    assert twins.cache.evictor.compactions >= 2
+
+
+def test_text_partitions_of_lag_kv() -> None:
+    """With real partitions of 128 tokens, and live tokens in any order."""
+    spec = Spec(budget=500, keep_recent=8, sinks=4, margin=20, score="lag_kv", share="head")
+    run(spec, [("update", 600), ("update", 21), ("update", 21), ("update", 1)])
+
+
+@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("bits", [None, 8])
+def test_a_budget_that_is_not_exceeded_changes_nothing(score: str, bits: int | None) -> None:
+    budget, plain = CompressedKVCache(100, score=score, bits=bits), KVCache(bits=bits)
+    for new in (70, 1, 28, 1):
+        x = mx.random.normal((2, 2, new, 64), key=mx.random.key(new))
+        assert str(budget.make_mask(new)) == str(plain.make_mask(new))
+        for got, wanted in zip(
+            *(nn.utils.tree_flatten(c.update_and_fetch(x, -x)) for c in (budget, plain)), strict=True
+        ):
+            assert mx.array_equal(got[1], wanted[1]).item()
+    assert budget.evictor.compactions == 0
+
+
+@pytest.mark.parametrize("chunk", [1, 512])
+def test_prefill_in_any_chunks_keeps_the_exact_budget_and_true_offsets(chunk: int) -> None:
+    cache = CompressedKVCache(200, keep_recent=10, sinks=2, margin=7)
+    total, sizes = 1536, set()
+    for first in range(0, total, chunk):
+        before = cache.evictor.compactions
+        x = mx.random.normal((1, 2, chunk, 32), key=mx.random.key(first))
+        cache.update_and_fetch(x, x)
+        if cache.evictor.compactions > before:
+            sizes.add(cache.size() - chunk)
+        assert cache.offset == first + chunk
+    assert sizes == {200}
+    cache.compact()
+    assert (cache.size(), cache.offset, cache.evictor.evicted) == (200, total, total - 200)
+    assert cache.capacity <= 1024  # budget + margin + one chunk of 512, rounded up to 256
+
+
+def test_a_compaction_runs_once_a_margin_and_moves_no_more_than_it_evicts() -> None:
+    cache = CompressedKVCache(300, keep_recent=16, sinks=4, margin=20, score="key_norm")
+    x = mx.random.normal((1, 2, 300 + 21 * 10, 32))
+    for first in range(0, x.shape[2], 1):
+        cache.update_and_fetch(x[:, :, first : first + 1], x[:, :, first : first + 1])
+    assert (cache.evictor.compactions, cache.evictor.evicted) == (9, 9 * 21)
+    assert cache.evictor.moved <= 9 * (21 + 16)
+
+
+def test_a_score_of_single_tokens_is_asked_once_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def counting(keys: mx.array, values: mx.array, positions: mx.array) -> mx.array:
+        asked.extend(positions[0, 0].tolist())
+        return mx.random.uniform(shape=keys.shape[:3])
+
+    monkeypatch.setattr(scores, "_known", dict(scores._known))
+    register_score("counting", counting, per_token=True)
+    cache = CompressedKVCache(50, keep_recent=6, sinks=3, margin=4, score="counting")
+    for new in (70, 3, 3, 9, 1, 1, 1, 1, 1, 1, 1, 80, 1):
+        cache.update_and_fetch(*[mx.random.normal((1, 2, new, 32))] * 2)
+    assert len(asked) == len(set(asked))
+    assert set(asked) == set(range(max(asked) + 1))
+
+
+# --- the published formulas, each written independently in tests/kept.py --------------------------------------------
+
+
+@pytest.mark.parametrize("score", ["key_norm", "key_diff"])
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+def test_selects_what_the_published_formula_selects(score: str, dtype: mx.Dtype) -> None:
+    k, v = (mx.random.normal((1, 2, 400, 64), key=mx.random.key(seed)).astype(dtype) for seed in (1, 2))
+    cache = CompressedKVCache(150, keep_recent=10, sinks=4, score=score, share="head")
+    cache.update_and_fetch(k, v)
+    cache.compact()
+    keys, values = (np.array(x.astype(mx.float32))[0] for x in (k, v))
+    wanted = FORMULAS[score](keys, values, np.arange(400))
+    for head in range(2):
+        order = np.argsort(wanted[head, 4:390])[::-1] + 4
+        kept = {*range(4), *order[: 150 - 14].tolist(), *range(390, 400)}
+        assert set(cache.positions[0, head].tolist()) == kept
+
+
+@pytest.mark.parametrize("score", SCORES)
+def test_heads_that_are_split_over_machines_are_scored_as_together(score: str) -> None:
+    """No head knows its number: whoever has heads 2 and 3 says of them what one who has all of them says."""
+    k, v = (mx.random.normal((1, 4, 300, 64), key=mx.random.key(seed)) for seed in (1, 2))
+    function, where = scores.find_score(score).function, mx.arange(300)[None, None]
+    split = [function(k[:, half], v[:, half], where) for half in (slice(0, 2), slice(2, 4))]
+    assert mx.array_equal(mx.concatenate(split, axis=1), function(k, v, where)).item()
+
+
+def test_two_functions_of_one_name_are_not_one_score() -> None:
+    first, second = (
+        CompressedKVCache(20, keep_recent=2, score=lambda k, v, where, sign=sign: sign * mx.linalg.norm(k, axis=-1))
+        for sign in (1, -1)
+    )
+    assert first.evictor.score.name == second.evictor.score.name
+    x = mx.random.normal((1, 2, 9, 32))
+    for cache in (first, second):
+        cache.update_and_fetch(x, x)
+    for join in (lambda: KVCache.merge([first, second]), lambda: first.extend(second)):
+        with pytest.raises(ValueError, match="only caches of one kind can be one batch"):
+            join()
+    assert KVCache.merge([first, copy.deepcopy(first)]).size() == 9
+    register_score("changes", scores.find_score("key_norm").function)
+    try:
+        before = CompressedKVCache(20, keep_recent=2, score="changes")
+        register_score("changes", scores.find_score("key_diff").function)
+        with pytest.raises(ValueError, match="only caches of one kind can be one batch"):
+            KVCache.merge([before, CompressedKVCache(20, keep_recent=2, score="changes")])
+    finally:
+        scores._known.pop("changes")
+
+
+def test_a_budget_as_a_layout_evicts() -> None:
+    x = mx.random.normal((1, 2, 300, 32))
+    cache = KVCache(layout=Budget(100, keep_recent=8))
+    assert KVCache.from_state(cache.state).evictor is not None
+    cache.update_and_fetch(x, x)
+    cache.update_and_fetch(x[:, :, :1], x[:, :, :1])
+    assert (cache.size(), cache.offset, cache.evictor.evicted) == (101, 301, 200)
+    same = CompressedKVCache(100, keep_recent=8)
+    same.update_and_fetch(x, x)
+    same.update_and_fetch(x[:, :, :1], x[:, :, :1])
+    assert cache.positions.tolist() == same.positions.tolist()
+    with pytest.raises(ValueError, match="leave the layout out"):
+        KVCache(layout=Ring(8, 4), evictor=Evictor(Budget(100)))
+
+
+def test_work_is_counted_by_row_and_goes_with_it() -> None:
+    """Copies of a prefix have not done its work again, and a row that leaves takes its own along."""
+    x = mx.random.normal((1, 2, 40, 32))
+
+    def filled(steps: int) -> KVCache:
+        cache = CompressedKVCache(20, keep_recent=2, margin=3)
+        for _ in range(steps):
+            cache.update_and_fetch(x, x)
+        return cache
+
+    one, other = filled(5), filled(3)
+    assert (one.evictor.compactions, other.evictor.compactions) == (4, 2)
+    many = KVCache.merge([one] * 24)
+    assert many.evictor.compactions == 4
+    batch = KVCache.merge([other, one])
+    assert batch.evictor.compactions == 4
+    assert batch.evictor.moved == one.evictor.moved + other.evictor.moved
+    batch.update_and_fetch(*[mx.concatenate([x, x])] * 2)  # compacts both, whose last write is still whole
+    assert [batch.extract(row).evictor.compactions for row in (0, 1)] == [3, 5]
+    loaded = KVCache.from_state(batch.state)
+    assert loaded.evictor.work == batch.evictor.work
+    batch.filter([0])
+    assert batch.evictor.compactions == 3
+    batch.extend(one)
+    assert batch.evictor.compactions == 4
+    old = list(one.state)
+    old[-1] = [*old[-1][:-1], [7, 4, 0.5]]  # as it was written before rows were told apart
+    assert KVCache.from_state(tuple(old)).evictor.work == ((7, 4, 0.5),)
+
+
+def test_the_direction_of_the_key_norm() -> None:
+    """Low norms stay, high norms go (Devoto et al. 2024); key_norm_high is the reverse."""
+    norms = mx.array([5.0, 1, 9, 2, 8, 3, 7, 4])[None, None, :, None]
+    keys = norms * mx.array([1.0] + [0] * 31)
+    for score, kept in (("key_norm", {1, 3, 5, 7}), ("key_norm_high", {0, 2, 4, 6})):
+        cache = CompressedKVCache(4, keep_recent=0, sinks=0, score=score)
+        cache.update_and_fetch(keys, keys)
+        cache.compact()
+        assert set(cache.positions[0, 0].tolist()) == kept
+
+
+def test_of_equal_scores_the_oldest_go() -> None:
+    cache = CompressedKVCache(6, keep_recent=0, sinks=1, score=lambda k, v, p: mx.zeros(k.shape[:3]))
+    cache.update_and_fetch(*[mx.ones((1, 1, 10, 32))] * 2)
+    cache.compact()
+    assert set(cache.positions[0, 0].tolist()) == {0, 5, 6, 7, 8, 9}
+
+
+@given(st.integers(1, 60), st.integers(1, 4), st.data())
+def test_lowest(n: int, heads: int, data: st.DataObject) -> None:
+    """Against a sort of (score, position) pairs, for all floats."""
+    floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
+    drawn = data.draw(st.lists(st.lists(floats, min_size=n, max_size=n), min_size=heads, max_size=heads))
+    positions = data.draw(st.permutations(range(n)))
+    count = data.draw(st.integers(1, n))
+    got = lowest(mx.array(drawn), mx.array([positions] * heads), count).tolist()
+    for head in range(heads):
+        pairs = sorted((float(np.float32(drawn[head][i])) + 0.0, positions[i], i) for i in range(n))
+        assert got[head] == sorted(i for _, _, i in pairs[:count])
+
+
+# --- bad input ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"budget": 68}, "4 sinks and keep_recent=64 are kept: give a budget from 69 up"),
+        ({"budget": 0}, "budget is 0: give a whole number of tokens from 1 up"),
+        ({"budget": -5}, "budget is -5"),
+        ({"budget": 2.5}, "budget is 2.5"),
+        ({"budget": 100, "keep_recent": -1}, "keep_recent is -1: give a whole number of tokens from 0 up"),
+        ({"budget": 100, "sinks": -1}, "sinks is -1"),
+        ({"budget": 100, "margin": -1}, "margin is -1"),
+        ({"budget": 100, "max_write": 0}, "max_write is 0: give a"),
+        ({"budget": 100, "score": "best"}, "there is no score 'best': choose one of key_diff, key_norm"),
+        ({"budget": 100, "share": "all"}, "share is 'all': choose one of layers, layer, head"),
+    ],
+)
+def test_refuses_what_cannot_be(arguments: dict[str, Any], message: str) -> None:
+    for make in (CompressedKVCache, CachePolicy):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            make(**arguments)
+
+
+def test_a_policy_refuses_what_contradicts_itself() -> None:
+    with pytest.raises(ValueError, match="got a budget and max_kv_size"):
+        CachePolicy(budget=100, max_kv_size=200)
+    with pytest.raises(ValueError, match="score, margin is for a budget, but budget is None"):
+        CachePolicy(score="recent", margin=3)
+
+
+BROKEN: dict[str, tuple[Any, str]] = {
+    "nan": (lambda k, v, p: mx.full(k.shape[:3], float("nan")), "gave what is not a finite number"),
+    "infinite": (lambda k, v, p: mx.full(k.shape[:3], float("inf")), "gave what is not a finite number"),
+    "shape": (lambda k, v, p: mx.zeros(k.shape[:2]), r"expected an mx.array \(1, 2, 40\) of float32"),
+    "dtype": (lambda k, v, p: mx.zeros(k.shape[:3], mx.float16), "of mlx.core.float16, expected an mx.array"),
+    "type": (lambda k, v, p: [1.0] * k.shape[2], "gave list, expected an mx.array"),
+}
+
+
+@pytest.mark.parametrize("share", ["layers", "layer", "head"])
+@pytest.mark.parametrize("broken", BROKEN)
+def test_a_broken_score_loses_nothing(broken: str, share: Any) -> None:
+    score, message = BROKEN[broken]
+    cache = CompressedKVCache(20, keep_recent=2, sinks=1, margin=5, score=score, share=share)
+    x = mx.random.normal((1, 2, 40, 32))
+    cache.update_and_fetch(x, x)
+    for _ in range(2):
+        for attempt in (lambda: cache.update_and_fetch(x[:, :, :1], x[:, :, :1]), cache.compact):
+            with pytest.raises(ValueError, match=message):
+                attempt()
+        assert (cache.offset, cache.size()) == (40, 40)
+        assert mx.array_equal(cache.keys_and_values()[0], x).item()
+
+
+def test_trims_back_to_what_was_recent_and_no_further() -> None:
+    cache = CompressedKVCache(20, keep_recent=6, sinks=1, margin=5)
+    cache.update_and_fetch(*[mx.random.normal((1, 2, 40, 32))] * 2)
+    assert cache.is_trimmable()
+    cache.update_and_fetch(*[mx.random.normal((1, 2, 3, 32))] * 2)
+    assert not cache.is_trimmable()
+    assert [cache.can_trim(n) for n in (0, 9, 10)] == [True, True, False]
+    with pytest.raises(
+        ValueError, match="has evicted tokens from before its recent ones; trim by 0 to 9, or keep more"
+    ):
+        cache.trim(10)
+    cache.trim(9)
+    assert (cache.offset, cache.size()) == (34, 14)
+
+
+# --- the tests above must be able to fail: bugs planted one at a time ---------------------------------------------
+
+
+def forgets_the_slide(layout: Budget, row: Row) -> tuple[mx.array, mx.array]:
+    block = mx.arange(layout.keep_recent, dtype=mx.int32)
+    return block + layout.cut, block + layout.cut
+
+
+def evicts_the_highest(scores: mx.array, positions: mx.array, count: int) -> mx.array:
+    return lowest(-scores, positions, count)
+
+
+def leaves_one_more(self: Budget, row: Row) -> Row:
+    return row._replace(start=self.budget + 1 - row.offset)
+
+
+def counts_what_is_held(self: Budget, row: Row) -> Row:
+    return row._replace(start=0, offset=self.budget)
+
+
+def trims_one_too_far(self: Budget, row: Row) -> int:
+    return row.offset if row.start >= 0 else row.end - self.cut + 1
+
+
+PLANTED = {
+    "the recent block stays where it is": (mlx_kv.cache.eviction.evictor, "slide", forgets_the_slide),
+    "the best tokens go": (mlx_kv.cache.eviction.evictor, "lowest", evicts_the_highest),
+    "one token above the budget stays": (Budget, "compacted", leaves_one_more),
+    "offset is what is held": (Budget, "compacted", counts_what_is_held),
+    "a trim goes one token too far": (Budget, "most_trim", trims_one_too_far),
+}
+
+
+@pytest.mark.parametrize("bug", PLANTED)
+def test_a_planted_bug_is_caught(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = Spec(rows=3, budget=14, keep_recent=4, sinks=2, margin=3)
+    steps = [("update", 30), ("update", 1), ("trim", 0.2), ("update", 9), ("update", 2), ("update", 1)]
+    run(spec, steps)
+    where, name, broken = PLANTED[bug]
+    monkeypatch.setattr(where, name, broken)
+    with pytest.raises(AssertionError):
+        run(spec, steps)

@@ -1,0 +1,255 @@
+"""The command as a user meets it: a process, its two streams and its exit code."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pty
+import shutil
+import subprocess
+import sys
+import termios
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import mlx_kv
+from mlx_kv.generation.stream import stream_generate
+from mlx_kv.mlxlm.convert import load
+
+PACKAGE = Path(mlx_kv.__file__).parent
+GROWTH = PACKAGE / "cache" / "growth.py"
+
+
+def run(*arguments: str, stdin: bytes = b"", **environment: str) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [sys.executable, "-m", "mlx_kv.cli.main", *arguments],
+        input=stdin,
+        capture_output=True,
+        timeout=300,
+        env={**os.environ, **environment},
+    )
+    out, err = done.stdout.decode(), done.stderr.decode()
+    return subprocess.CompletedProcess(done.args, done.returncode, out, err)
+
+
+def test_text_goes_to_stdout_and_statistics_to_stderr() -> None:
+    done = run("generate", "--prompt-file", str(GROWTH), "--max-tokens", "20")
+    assert done.returncode == 0
+    wanted = stream_generate(*load(mlx_kv.model_path("reference")), GROWTH.read_text(), max_tokens=20)
+    assert done.stdout == "".join(r.text for r in wanted) + "\n"
+    for words in ("tokens/s", "KV cache", "live", "allocated", "growths", "peak memory"):
+        assert words in done.stderr
+    assert "%|" not in done.stderr  # no progress bar where nobody looks
+
+
+@pytest.mark.parametrize("chunks", [("--prefill-step-size", "100"), ()], ids=["many", "one"])
+def test_a_long_prompt_shows_its_progress_on_a_terminal(chunks: tuple[str, ...]) -> None:
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (40, 100))
+    arguments = (
+        "generate",
+        "--prompt-file",
+        str(GROWTH),
+        "--max-tokens",
+        "2",
+        *chunks,
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-m", "mlx_kv.cli.main", *arguments], stdout=subprocess.PIPE, stderr=theirs
+    )
+    os.close(theirs)
+    seen = b""
+    with contextlib.suppress(OSError):  # how a terminal says that its other side has gone
+        while part := os.read(ours, 4096):
+            seen += part
+    assert process.wait(timeout=300) == 0
+    assert b"prompt:" in seen
+    assert b"%|" in seen
+    assert b"  0%|" in seen  # from the start on
+
+
+@pytest.mark.parametrize("draft", [(), ("--draft-model", "reference")], ids=["plain", "drafted"])
+def test_a_rate_is_said_of_what_was_timed(draft: tuple[str, ...], command: Any) -> None:
+    """The first tokens are there when the clock of generation starts: one alone took no time."""
+    common = ("generate", "--prompt", "import os\n", *draft)
+    one, some = (command(*common, "--max-tokens", count) for count in ("1", "12"))
+    (line,) = [line for line in one.err.splitlines() if line.startswith("generation")]
+    assert line.split() == ["generation", "1", "token"]
+    (line,) = [line for line in some.err.splitlines() if line.startswith("generation")]
+    assert line.endswith("tokens/s")
+    answer = json.loads(command(*common, "--max-tokens", "1", "--json").out)
+    assert (answer["generation_tokens"], answer["generation_tokens_per_second"]) == (1, None)
+
+
+def test_json_is_one_object_and_options_reach_the_caches() -> None:
+    common = ("generate", "-", "--max-tokens", "8", "--json")
+    plain, packed = (json.loads(run(*common, *more, stdin=b"import os\n").stdout) for more in ((), ("--kv-bits", "8")))
+    assert plain["generation_tokens"] == len(plain["tokens"]) == 8
+    assert plain["finish_reason"] == "length"
+    held = plain["prompt_tokens"] + 8
+    assert plain["kv_bytes_live"] == held * 4 * 2 * 2 * 64 * 4
+    assert packed["kv_bytes_live"] == held * 4 * 2 * 2 * (64 + 2 * 4)
+    assert plain["kv_growths"] == 0
+
+
+def test_a_draft_model_changes_the_speed_and_not_the_text() -> None:
+    common = ("generate", "--prompt-file", str(GROWTH), "--max-tokens", "24", "--json")
+    plain, drafted = (
+        json.loads(run(*common, *more).stdout)
+        for more in ((), ("--draft-model", "reference", "--num-draft-tokens", "4"))
+    )
+    assert drafted["text"] == plain["text"]
+    assert drafted["tokens"] == plain["tokens"]
+    assert 0 < drafted["accepted"] <= drafted["drafted"]
+    done = run(*common[:-1], "--draft-model", "reference")
+    assert "accepted in" in done.stderr
+
+
+def test_max_kv_size_bounds_what_is_live() -> None:
+    common = ("generate", "--prompt-file", str(GROWTH), "--max-tokens", "4", "--json")
+    held = json.loads(run(*common, "--max-kv-size", "300", "--max-write", "100").stdout)
+    assert held["kv_bytes_live"] == 300 * 4 * 2 * 2 * 64 * 4
+    assert held["kv_bytes_allocated"] == 512 * 4 * 2 * 2 * 64 * 4
+
+
+def test_a_seed_repeats_and_another_does_not() -> None:
+    options = ("generate", "--prompt", "class ", "--max-tokens", "12", "--temp", "1.0", "--top-p", "0.95")
+    first, again, other = (run(*options, "--seed", seed).stdout for seed in ("1", "1", "2"))
+    assert first == again
+    assert first != other
+
+
+BAD = {
+    "unknown option": (["generate", "--prompt", "x", "--frobnicate"], "No such option"),
+    "unknown command": (["degenerate"], "No such command"),
+    "no prompt": (["generate"], "no prompt: give --prompt, --prompt-file or -"),
+    "two prompts": (["generate", "--prompt", "x", "-"], "more than one prompt"),
+    "stray argument": (["generate", "notes.txt"], "unexpected argument 'notes.txt'"),
+    "missing file": (["generate", "--prompt-file", "nowhere.py"], "'nowhere.py' does not exist"),
+    "empty prompt": (["generate", "--prompt", "  "], "the prompt is empty"),
+    "empty stdin": (["generate", "-"], "the prompt is empty"),
+    "bits": (
+        ["generate", "--prompt", "x", "--kv-bits", "7"],
+        "error: --kv-bits 7: a quantised cache has 2, 3, 4, 5, 6, 8 bits",
+    ),
+    "group": (
+        ["generate", "--prompt", "x", "--kv-bits", "8", "--kv-group-size", "7"],
+        "error: --kv-group-size 7: choose",
+    ),
+    "group and head dim": (
+        ["generate", "--prompt", "x", "--kv-bits", "8", "--kv-group-size", "128"],
+        "head dim 64, not a multiple of --kv-group-size 128; use --kv-group-size 32 or 64",
+    ),
+    "start without bits": (
+        ["generate", "--prompt", "x", "--quantized-kv-start", "9"],
+        "--quantized-kv-start 9, but --kv-bits is not given",
+    ),
+    "growth": (["generate", "--prompt", "x", "--kv-growth", "magic"], "'magic' is not one of"),
+    "no room": (["generate", "--prompt", "x", "--max-kv-size", "0"], "error: --max-kv-size 0: "),
+    "no windows": (
+        ["generate", "--prompt", "x", "--max-write", "9"],
+        "no layer of this model can honour --max-write: ",
+    ),
+    "no drafts": (
+        ["generate", "--prompt", "x", "--draft-model", "reference", "--num-draft-tokens", "0"],
+        "error: --num-draft-tokens 0: ",
+    ),
+    "seed": (["generate", "--prompt", "x", "--seed", "-1"], "-1 is not in the range"),
+    "no tokens": (["generate", "--prompt", "x", "--max-tokens", "0"], "0 is not in the range"),
+    "temperature": (["generate", "--prompt", "x", "--temp", "-1"], "-1.0 is not in the range"),
+    "no temperature": (["generate", "--prompt", "x", "--temp", "nan"], "nan is no finite number"),
+    "endless temperature": (["generate", "--prompt", "x", "--temp", "1e400"], "1e400 is no finite number"),
+    "no top-p": (["generate", "--prompt", "x", "--top-p", "nan"], "nan is no finite number"),
+    "no temperature of a server": (["serve", "--temp", "nan"], "nan is no finite number"),
+    "folder without config": (["generate", "--prompt", "x", "--model", "{empty}"], "has no config.json"),
+    "a file for a model": (["generate", "--prompt", "x", "--model", "{binary}"], "is a file: give the directory"),
+    "no such model": (["generate", "--prompt", "x", "--model", "nowhere"], "neither a directory nor a hub id"),
+    "nowhere on the disk": (["generate", "--prompt", "x", "--model", "/nowhere"], "neither a directory nor a hub id"),
+    "broken config": (["generate", "--prompt", "x", "--model", "{broken}"], "cannot load"),
+    "binary prompt": (["generate", "--prompt-file", "{binary}"], "not UTF-8 text"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_line_and_exit_code_2(case: str, tmp_path: Path) -> None:
+    arguments, message = BAD[case]
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.json").write_text("{")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    places = {name: str(tmp_path / name) for name in ("empty", "broken", "binary")}
+    done = run(*(a.format(**places) if a.startswith("{") else a for a in arguments))
+    assert done.returncode == 2, done
+    assert message in done.stderr
+    assert done.stderr.startswith("mlx-kv: error: ")
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert done.stdout == ""
+
+
+def test_a_prompt_beyond_what_the_model_was_made_for_is_noted(tmp_path: Path, command: Any) -> None:
+    shutil.copytree(PACKAGE / "models" / "draft", tmp_path / "model")
+    config = tmp_path / "model" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "max_position_embeddings": 100}))
+    common = ("--model", tmp_path / "model", "--prompt", "import os\n" * 40)  # 3 tokens each
+    for asked, *arguments in (
+        ("120 + 1", "generate", *common, "--max-tokens", "1"),
+        ("120", "cache", *common, "--output", tmp_path / "long.safetensors"),
+        ("120", "inspect", *common, "--kv-budget", "90", "--kv-keep-recent", "8"),
+    ):
+        done = command(*arguments)
+        assert done.code == 0
+        assert f"mlx-kv: note: {asked} tokens, but this model was made for 100\n" in done.err
+
+
+def test_the_bare_command_prints_its_help() -> None:
+    done = run()
+    assert done.returncode == 2
+    assert "Usage:" in done.stderr
+    assert done.stderr.count("\n") > 5
+
+
+def test_a_broken_model_is_one_line(tmp_path: Path) -> None:
+    shutil.copytree(PACKAGE / "models" / "draft", tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"\x00" * 100)
+    for config in (None, "[]", '{"model_type": "llama"}'):
+        if config is not None:
+            (tmp_path / "model" / "config.json").write_text(config)
+        done = run("generate", "--prompt", "x", "--model", str(tmp_path / "model"))
+        assert done.returncode == 2
+        assert done.stderr.startswith("mlx-kv: error: mlx-lm cannot load ")
+        assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["generate", "--help"]])
+def test_help_has_examples(arguments: list[str]) -> None:
+    done = run(*arguments)
+    assert done.returncode == 0
+    assert "Examples:" in done.stdout
+    assert "mlx-kv generate --prompt" in done.stdout
+
+
+def test_info_says_what_is_installed() -> None:
+    done = run("info")
+    assert done.returncode == 0
+    for words in ("mlx-kv", "mlx-lm", "device", "BLAS", "GFLOP/s", "reference", "draft"):
+        assert words in done.stdout
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a BLAS is loaded ahead of MLX on Linux only")
+def test_blas_can_be_chosen_and_a_missing_one_is_said() -> None:
+    assert "bundled reference BLAS (MLX_KV_BLAS=none)" in run("info", MLX_KV_BLAS="none").stdout
+    assert "(libnowhere.so cannot be loaded)" in run("info", MLX_KV_BLAS="libnowhere.so").stdout
+
+
+def test_importing_the_package_does_not_import_mlx() -> None:
+    """Otherwise no BLAS could be loaded ahead of it."""
+    code = "import sys, mlx_kv, mlx_kv.blas; assert 'mlx.core' not in sys.modules; mlx_kv.KVCache; print(dir(mlx_kv))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "stream_generate" in done.stdout
+    for name in mlx_kv.__all__:
+        assert getattr(mlx_kv, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        mlx_kv.nothing  # noqa: B018

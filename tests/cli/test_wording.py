@@ -1,0 +1,130 @@
+"""Refusals name options on the command line and settings in Python; names that others use share their defaults."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import re
+from pathlib import Path
+from typing import Any
+
+import click
+import mlx.nn as nn
+import pytest
+from mlx_lm.models import cache as stock
+
+from mlx_kv import CachePolicy, make_prompt_cache
+from mlx_kv.cache.checks import SettingError
+from mlx_kv.cli.main import command as group
+from mlx_kv.cli.wording import SETTINGS, in_options
+
+
+class Recurrent(nn.Module):
+    """No layer of it has a budget."""
+
+    def make_cache(self) -> list[Any]:
+        return [stock.ArraysCache(2)]
+
+
+DOCS = Path(__file__).parent.parent.parent / "docs"
+
+# What the library says, and what stands for it on the command line; words that only look like settings stay.
+SAID = {
+    "bits is 7: a quantised cache has 2, 3 bits": "--kv-bits 7: a quantised cache has 2, 3 bits",
+    "group_size is 'x': choose": "--kv-group-size x: choose",
+    "not a multiple of group_size=48; use group_size=32 or 64": "not a multiple of --kv-group-size 48; "
+    "use --kv-group-size 32 or 64",
+    "use bits=None: no group fits": "leave out --kv-bits: no group fits",
+    "quantized_start is 9, but bits is None: say": "--quantized-kv-start 9, but --kv-bits is not given: say",
+    "a budget and max_kv_size, give one": "a budget and --max-kv-size, give one",
+    "margin is -1: give more": "--kv-margin -1: give more",
+    "use share='layer' or keep_recent=65": "use --kv-share layer or --kv-keep-recent 65",
+    "the prompt is empty, the model is none of 3 bits": "the prompt is empty, the model is none of 3 bits",
+    "cannot read /max_tokens/max_kv_size.json: a folder": "cannot read /max_tokens/max_kv_size.json: a folder",
+    "CachePolicy(max_rollback=...) is no option": "CachePolicy(max_rollback=...) is no option",
+}
+
+
+@pytest.mark.parametrize("said", SAID)
+def test_settings_become_options(said: str) -> None:
+    assert in_options(ValueError(said), group.commands["generate"]) == SAID[said]
+
+
+def test_a_command_speaks_of_its_own_options() -> None:
+    said = ValueError("keep_recent is 99, bits is 7, rows is 0")
+    assert in_options(said, group.commands["eval"]) == "--keep-recent 99, --kv-bits 7, --rows 0"
+    assert in_options(said, group.commands["generate"]) == "--kv-keep-recent 99, --kv-bits 7, rows is 0"
+
+
+def test_names_that_are_ordinary_words_come_with_the_error() -> None:
+    with pytest.raises(SettingError, match=r"^score, margin is for a budget, but budget is None: ") as refused:
+        CachePolicy(margin=3, score="recent")
+    words = in_options(refused.value, group.commands["generate"])
+    assert set(refused.value.settings) == {"margin", "score"}
+    assert {"--kv-margin", "--kv-score"} == set(re.findall(r"--kv-\w+", words.partition(" is for a budget, ")[0]))
+    with pytest.raises(SettingError, match="no layer of this model can honour budget: its caches") as refused:
+        make_prompt_cache(Recurrent(), CachePolicy(budget=100))
+    assert "can honour --kv-budget" in in_options(refused.value, group.commands["generate"])
+
+
+def test_every_option_of_a_policy_sets_something_that_exists() -> None:
+    fields = set(CachePolicy.__dataclass_fields__)
+    params = {param.name for param in group.commands["plan"].params if param.name in SETTINGS}
+    assert params == set(SETTINGS)
+    assert set(SETTINGS.values()) <= fields
+
+
+# --- names that mlx-lm has, too -----------------------------------------------------------------------------------
+
+
+def parser_of_the_server(monkeypatch: pytest.MonkeyPatch) -> argparse.ArgumentParser:
+    """It is made inside of the server's main, and nowhere else."""
+    made: list[argparse.ArgumentParser] = []
+
+    def stop(parser: argparse.ArgumentParser) -> None:
+        made.append(parser)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", stop)
+    with pytest.raises(KeyboardInterrupt):
+        importlib.import_module("mlx_lm.server").main()
+    return made[0]
+
+
+def in_words(default: Any) -> str:
+    return "none" if default in (None, (), "") else "off" if default is False else f"`{default}`"
+
+
+def our_default(option: click.Option) -> str:
+    """What click fills in, or where the library does, what the help says."""
+    if option.is_flag:
+        return "off"
+    said = re.search(r"\[default: ([\w.]+)", option.help or "")
+    value = option.default
+    return f"`{said[1]}`" if said else in_words(None if "UNSET" in repr(value) else value)
+
+
+def shared_defaults(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, str], tuple[str, str]]:
+    """Of each option that a command of ours and its counterpart in mlx-lm share: mlx-lm's default and ours."""
+    counterparts = {
+        "generate": importlib.import_module("mlx_lm.generate").setup_arg_parser(),
+        "cache": importlib.import_module("mlx_lm.cache_prompt").setup_arg_parser(),
+        "serve": parser_of_the_server(monkeypatch),
+    }
+    found = {}
+    for name, parser in counterparts.items():
+        theirs = {option: action for action in parser._actions for option in action.option_strings}
+        for param in group.commands[name].params:
+            for option in set(param.opts) & set(theirs) - {"--help", "-h"}:
+                assert isinstance(param, click.Option)
+                found[name, option] = in_words(theirs[option].default), our_default(param)
+    return found
+
+
+def test_defaults_that_differ_from_mlx_lms_are_in_the_docs(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = (DOCS / "mlx-lm.md").read_text().partition("## Options of the same name")[2]
+    rows = re.findall(r"^\| `(--[\w-]+)` \| ([\w, ]+) \| (.+?) \| (.+?) \|", table, re.M)
+    documented = {(name, option): (a, b) for option, names, a, b in rows for name in names.split(", ")}
+    shared = shared_defaults(monkeypatch)
+    assert len(shared) > 20
+    assert documented == shared

@@ -1,0 +1,282 @@
+"""A store among other people's files: it deletes and serves what it wrote itself, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import mlx.core as mx
+import pytest
+
+import mlx_kv
+from mlx_kv import KVCache, PromptStore, save_prompt_cache
+from mlx_kv.prefixes.directory import MARKER, MOST_DAMAGED, StoreFolder
+from mlx_kv.prefixes.store import VERSION
+
+HEX = "0123456789abcdef" * 2  # a name as a hash gives it
+WEIGHTS = (Path(mlx_kv.model_path("draft")) / "model.safetensors").read_bytes()
+
+
+def prompt_cache() -> bytes:
+    """A file that somebody saved, of no store."""
+    with tempfile.TemporaryDirectory() as folder:
+        save_prompt_cache(f"{folder}/a.safetensors", caches())
+        return Path(f"{folder}/a.safetensors").read_bytes()
+
+
+def caches(count: int = 100, seed: int = 0) -> list[KVCache]:
+    cache = KVCache()
+    cache.update_and_fetch(*[mx.random.normal((1, 2, count, 32), key=mx.random.key(seed))] * 2)
+    return [cache]
+
+
+FOREIGN: dict[str, bytes] = {
+    "model.safetensors": WEIGHTS,
+    "config.json": b'{"version": 2, "tokens": []}',
+    "tokenizer.json": b"{}",
+    "notes.used": b"1.0",
+    "download.tmp": b"half",
+    ".model.safetensors.0123456789abcdef.tmp": b"half",
+    f"{HEX}.json": b'{"a": 1}',
+    f"{HEX[::-1]}.json": b"[" * 9000,
+    f"{HEX}.safetensors": WEIGHTS,
+    f"{HEX[::-1]}.safetensors": b"none at all",
+    f"{HEX[1:]}0.safetensors": prompt_cache(),
+    f"{HEX}.used": b"second-hand",
+    f"{HEX}.json.partial": b"half",
+    f"{HEX}.bin": b"",
+}
+
+
+def tokens(seed: int, count: int = 100) -> list[int]:
+    found: list[int] = mx.random.randint(1, 1000, (count,), key=mx.random.key(seed)).tolist()  # type: ignore[assignment]
+    return found
+
+
+class Place:
+    """A folder, wherever it is."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.fs, self.root = fsspec.core.url_to_fs(url)
+
+    def put(self, files: dict[str, bytes]) -> None:
+        for name, content in files.items():
+            self.fs.makedirs(f"{self.root}/{name}".rsplit("/", 1)[0], exist_ok=True)
+            self.fs.pipe_file(f"{self.root}/{name}", content)
+
+    def names(self, folder: str = "") -> set[str]:
+        self.fs.invalidate_cache()
+        found = self.fs.find(f"{self.root}/{folder}")
+        return {path.removeprefix(f"{self.root}/") for path in found}
+
+    def read(self, name: str) -> bytes:
+        content: bytes = self.fs.cat_file(f"{self.root}/{name}")
+        return content
+
+    def store(self, **options: Any) -> PromptStore:
+        return PromptStore(self.url, **{"fingerprint": "a", **options})
+
+
+@pytest.fixture(params=["folder", "memory"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+    return Place(str(tmp_path / "prompts") if request.param == "folder" else f"memory://{uuid.uuid4().hex}")
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_a_folder_with_other_things_is_refused(name: str, place: Place) -> None:
+    place.put({name: FOREIGN[name]})
+    with pytest.raises(ValueError, match=r"it is no prompt store and holds .*; give a new or an empty folder") as told:
+        place.store()
+    assert "\n" not in str(told.value)
+    assert place.names() == {name}
+    assert place.read(name) == FOREIGN[name]
+
+
+def test_a_folder_inside_is_another_thing(tmp_path: Path) -> None:
+    (tmp_path / "photos").mkdir()
+    with pytest.raises(ValueError, match="holds photos"):
+        PromptStore(tmp_path)
+    (tmp_path / "photos").rename(tmp_path / "damaged")
+    (tmp_path / "damaged" / "car.jpg").touch()
+    with pytest.raises(ValueError, match="holds damaged"):
+        PromptStore(tmp_path)
+
+
+def test_what_others_put_into_a_store_stays(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever it is called, however old it is; and what killed writers left goes."""
+    monkeypatch.setattr("mlx_kv.prefixes.store.ORPHANED_AFTER", -1.0)
+    store = place.store()
+    store.keep(tokens(0), caches())
+    ours = place.names() - {"lock"}
+    place.put(FOREIGN)
+    (entry,) = store.entries()
+    left = uuid.uuid4().hex
+    halves = {f"{left}.json.{uuid.uuid4().hex}.partial": b"{", f".{left}.safetensors.0123456789abcdef.tmp": b""}
+    data = place.read(f"{entry}.safetensors")
+    place.put({**halves, f"{left}.safetensors": data, f"{left}.used": b"1000.5", f"{left}.json": b"{"})
+    for seed in (1, 2):
+        again = place.store()
+        again.keep(tokens(seed), caches())
+    assert not any(left in name for name in place.names())
+    assert {name: place.read(name) for name in FOREIGN} == FOREIGN
+    assert ours <= place.names()
+    assert len(again.entries()) == 3
+    for seed in (0, 1, 2):
+        assert again.find([*tokens(seed), 0]) is not None
+    tight = place.store(max_bytes=again.bytes_live // 3)
+    tight.keep(tokens(3), caches())
+    assert len(tight.entries()) == 1
+    assert {name: place.read(name) for name in FOREIGN} == FOREIGN
+
+
+def test_a_store_without_a_marker_is_taken_over(place: Place) -> None:
+    """As mlx-kv 0.1.0 wrote it: no marker, no checksum in an index."""
+    store = place.store()
+    store.keep(tokens(0), caches())
+    (name,) = store.entries()
+    told = json.loads(place.read(f"{name}.json"))
+    del told["checksum"]
+    old = Place(place.url + "-old")
+    old.put(
+        {
+            f"{name}.json": json.dumps(told).encode(),
+            **{file: place.read(file) for file in (f"{name}.safetensors", f"{name}.used")},
+            f"damaged/{HEX}.safetensors": b"damaged",
+            "lock": b"",
+        }
+    )
+    again = old.store()
+    assert again.find([*tokens(0), 0]) is not None
+    assert MARKER in old.names()
+    old.put({"lock": b"123"})  # with a marker, whatever else comes is somebody else's
+    assert len(old.store().entries()) == 1
+
+
+def test_entries_of_another_version_are_left_alone_and_counted(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mlx_kv.prefixes.store.ORPHANED_AFTER", -1.0)
+    store = place.store()
+    store.keep(tokens(0), caches())
+    (name,) = store.entries()
+    other = {
+        f"{HEX}.json": json.dumps({"version": VERSION + 1, "anything": []}).encode(),
+        f"{HEX}.safetensors": place.read(f"{name}.safetensors"),
+        f"{HEX}.used": b"1.0",
+    }
+    place.put(other)
+    again = place.store(max_bytes=2 * store.bytes_live)
+    for seed in (1, 2, 3):
+        again.keep(tokens(seed), caches())
+    assert again.other_versions == 1
+    assert len(again.entries()) == 2
+    assert {file: place.read(file) for file in other} == other
+    place.fs.rm_file(f"{place.root}/{HEX}.json")
+    again.refresh()
+    assert again.other_versions == 0
+
+
+def test_a_marker_of_another_format_is_refused_and_a_broken_one_is_one(place: Place) -> None:
+    place.store().keep(tokens(0), caches())
+    for broken in (b"", b"{", b"[1]", b"[" * 9000):
+        place.put({MARKER: broken})
+        assert place.store().find([*tokens(0), 0]) is not None
+    place.put({MARKER: b'{"format": 2}'})
+    with pytest.raises(ValueError, match="is a prompt store of format 2, and this mlx-kv has format 1"):
+        place.store()
+
+
+def test_damaged_entries_are_kept_up_to_a_bound(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [1_700_000_000.0]
+    monkeypatch.setattr("mlx_kv.prefixes.directory.time.time", lambda: clock[0])
+    store = place.store()
+    place.put({"damaged/precious.safetensors": b"precious"})
+    names = []
+    for seed in range(MOST_DAMAGED + 4):
+        clock[0] += 10
+        assert store.keep(tokens(seed), caches())
+        (name,) = store.entries()
+        names.append(name)
+        place.put({f"{name}.safetensors": place.read(f"{name}.safetensors")[:-1]})
+        assert store.find([*tokens(seed), 0]) is None
+    aside = {name[19:51] for name in place.names("damaged") if "precious" not in name}
+    assert aside == set(names[-MOST_DAMAGED:])
+    assert store.damaged == MOST_DAMAGED + 4
+    assert place.read("damaged/precious.safetensors") == b"precious"
+    size = len(place.read(next(name for name in place.names("damaged") if "precious" not in name)))
+    tight = place.store(max_bytes=8 * 3 * size)
+    assert tight.keep(tokens(99), caches())
+    (name,) = tight.entries()
+    place.put({f"{name}.safetensors": b""})
+    assert tight.find([*tokens(99), 0]) is None
+    assert len(place.names("damaged")) == 1 + 4  # three of that size, and an empty one
+
+
+INDEX: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "a list": lambda told: [told],
+    "a float among the tokens": lambda told: told | {"tokens": [1.5, *told["tokens"][1:]]},
+    "a list among the tokens": lambda told: told | {"tokens": [[1], *told["tokens"][1:]]},
+    "a bool among the tokens": lambda told: told | {"tokens": [True, *told["tokens"][1:]]},
+    "a huge token": lambda told: told | {"tokens": [2**40, *told["tokens"][1:]]},
+    "no tokens": lambda told: {key: value for key, value in told.items() if key != "tokens"},
+    "bytes below 0": lambda told: told | {"bytes_live": -1},
+    "huge bytes": lambda told: told | {"bytes_live": 2**80},
+    "more must stay than there is": lambda told: told | {"least": 101},
+    "a number for a fingerprint": lambda told: told | {"fingerprint": 3},
+    "a text for a version": lambda told: told | {"version": "2"},
+    "other tokens": lambda told: told | {"tokens": [*told["tokens"][1:], 5]},
+    "another fingerprint": lambda told: told | {"fingerprint": "a "},
+}
+
+
+@pytest.mark.parametrize("sealed", [True, False])
+@pytest.mark.parametrize("case", INDEX)
+def test_an_index_that_cannot_be_is_passed_over(case: str, sealed: bool, tmp_path: Path) -> None:
+    from mlx_kv.prefixes.store import _sealed
+
+    store = PromptStore(tmp_path, fingerprint="a")
+    store.keep(tokens(0), caches())
+    (index,) = tmp_path.glob("*.json")
+    told = json.loads(index.read_text())
+    del told["checksum"]
+    made_up = INDEX[case](told)
+    if sealed and isinstance(made_up, dict):
+        made_up |= {"checksum": _sealed(made_up)}
+    index.write_text(json.dumps(made_up))
+    again = PromptStore(tmp_path, fingerprint="a")
+    assert again.find([*tokens(0), 0]) is None
+    assert again.keep(tokens(0), caches())
+    assert again.find([*tokens(0), 0]) is not None
+
+
+def test_an_index_that_could_not_be_read_is_read_the_next_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    PromptStore(tmp_path, fingerprint="a").keep(tokens(0), caches())
+    store = PromptStore(tmp_path, fingerprint="a")
+
+    def broken(folder: StoreFolder, file: str) -> bytes:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StoreFolder, "read", broken)
+        assert not store.entries()
+    assert store.find([*tokens(0), 0]) is not None
+
+
+def test_a_store_in_a_folder_of_a_model_loses_nothing(tmp_path: Path) -> None:
+    """The first report: one `keep` deleted all three."""
+    model = tmp_path / "model"
+    shutil.copytree(mlx_kv.model_path("draft"), model)
+    before = {path.name: path.read_bytes() for path in model.iterdir()}
+    with pytest.raises(ValueError, match=r"holds .*config\.json"):
+        PromptStore(model)
+    store = PromptStore(model / "prompts", fingerprint="a")
+    store.keep(tokens(0), caches())
+    assert {path.name: path.read_bytes() for path in model.iterdir() if path.is_file()} == before
+    save_prompt_cache(model / "own.safetensors", caches())
+    with pytest.raises(ValueError, match="no prompt store"):
+        PromptStore(model)
