@@ -28,7 +28,7 @@ from typing import Any
 
 # Ours first: importing the package loads a tuned BLAS ahead of MLX.
 from mlx_kv import CachePolicy, KVCache, compact, make_prompt_cache, model_path
-from mlx_kv.cache.eviction.layer_group import Ledger
+from mlx_kv.cache.eviction.layer_group import LayerGroup
 from mlx_kv.mlxlm.convert import load
 
 # isort: split
@@ -98,8 +98,8 @@ def one_index(x: mx.array, index: mx.array) -> mx.array:
 
 
 def caches() -> list[KVCache]:
-    ledger = Ledger()
-    return [POLICY.make_cache(ledger=ledger, layer=layer) for layer in range(LAYERS)]
+    layer_group = LayerGroup()
+    return [POLICY.make_cache(layer_group=layer_group, layer=layer) for layer in range(LAYERS)]
 
 
 def fill(held: list[KVCache], layers: Sequence[Sequence[mx.array]]) -> None:

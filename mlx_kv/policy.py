@@ -11,8 +11,8 @@ from typing import Any
 
 from mlx_kv.cache.checks import SettingError, whole_number
 from mlx_kv.cache.codecs import Affine
-from mlx_kv.cache.eviction.evictor import Evictor, Share
-from mlx_kv.cache.eviction.layer_group import Ledger
+from mlx_kv.cache.eviction.evictor import Evictor, Granularity
+from mlx_kv.cache.eviction.layer_group import LayerGroup
 from mlx_kv.cache.eviction.scores import Function
 from mlx_kv.cache.growth import Geometric, Growth
 from mlx_kv.cache.kv_cache import KVCache
@@ -58,7 +58,7 @@ class CachePolicy:
     keep_recent: int = 64
     sinks: int = SINKS
     score: str | Function = "key_diff"
-    share: Share = "layers"
+    share: Granularity = "layers"
     margin: int | None = None
 
     def __post_init__(self) -> None:
@@ -94,17 +94,17 @@ class CachePolicy:
         self,
         layout: Layout | None = None,
         packed_decode: bool = True,
-        ledger: Ledger | None = None,
+        layer_group: LayerGroup | None = None,
         layer: int = 0,
     ) -> KVCache:
         """The cache of one layer, of full attention unless told otherwise.
 
         Args:
             layout: as `layout()` makes it.
-            ledger, layer: with a budget, the sequence that this is a layer of, and which.
+            layer_group, layer: with a budget, the sequence that this is a layer of, and which.
         """
         layout = self.layout() if layout is None else layout
-        evictor = Evictor(layout, self.score, self.share, ledger, layer) if isinstance(layout, Budget) else None
+        evictor = Evictor(layout, self.score, self.share, layer_group, layer) if isinstance(layout, Budget) else None
         return KVCache(
             bits=self.bits,
             group_size=self.group_size,

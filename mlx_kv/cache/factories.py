@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mlx_kv.cache.eviction.evictor import Evictor, Share
+from mlx_kv.cache.eviction.evictor import Evictor, Granularity
 from mlx_kv.cache.eviction.scores import Function
 from mlx_kv.cache.growth import Geometric, Growth
 from mlx_kv.cache.kv_cache import KVCache
@@ -86,7 +86,7 @@ def CompressedKVCache(  # noqa: N802, a choice of parts with the name of what it
     keep_recent: int = 64,
     sinks: int = 4,
     score: str | Function = "key_diff",
-    share: Share = "layers",
+    share: Granularity = "layers",
     margin: int | None = None,
     bits: int | None = None,
     group_size: int = 64,

@@ -1,8 +1,8 @@
 """What an attention layer talks to: one update path for every combination.
 
-Decides the order of an update (check, settle, plan, reserve, write, read) and puts the parts together: a growth rule, a
-layout, a codec and two stores, and an evictor where there is a budget. Knows nothing about models or mlx-lm beyond the
-names in `protocol.Cache`.
+Decides the order of an update (check, compact if due, plan, reserve, write, read) and puts the parts together: a growth
+rule, a layout, a codec and two stores, and an evictor where there is a budget. Knows nothing about models or mlx-lm
+beyond the names in `protocol.Cache`.
 B rows, H KV heads, S new tokens, Dk and Dv head dims, C capacity in slots.
 
     make_mask(S)            -> plan(S) -> None | "causal" | array
@@ -29,6 +29,7 @@ from mlx_kv.cache.layout import NO_LIMIT, Append, Budget, Layout, Plan, Ranges, 
 from mlx_kv.cache.mask import Mask, make_mask
 from mlx_kv.cache.protocol import Fetched
 from mlx_kv.cache.rows import check_joinable, check_rows, joined_stores
+from mlx_kv.cache.view import CacheView
 
 # A write of up to this many tokens (decode, the verify step of speculative decoding) reads packed planes. A longer one
 # is prefill: there, packed attention is unfused and holds all scores at once, so it gets dequantised arrays instead.
@@ -105,8 +106,8 @@ class KVCache:
         # The next update compacts what is due, but where the rows stand then is known now. Only for a window must it
         # be known which tokens are left.
         if window_size is not None:
-            self._rows = self._evictor.settle(self._rows)
-        plan = plan_of(self.layout, tuple(map(self.layout.settled, self._rows)), N, counts)
+            self._rows = self._evictor.compact_if_due(self._rows)
+        plan = plan_of(self.layout, tuple(map(self.layout.compacted_if_due, self._rows)), N, counts)
         positions = None if window_size is None else self._evictor.key_positions(plan)
         return make_mask(plan, window_size, return_array, positions)
 
@@ -137,7 +138,7 @@ class KVCache:
                 raise ValueError(f"keys came with rows {keys.shape[0]}, but this batch has rows {len(rows)}")
             rows = (Row(),) * keys.shape[0]
         if self._evictor is not None:
-            rows = self._rows = self._evictor.settle(rows)
+            rows = self._rows = self._evictor.compact_if_due(rows)
         if len(self._announced) != len(rows):  # what was said of the first row of a new batch is said of all
             self._announced *= len(rows)
         plan = plan_of(self.layout, rows, keys.shape[2], self._counts(keys.shape[2]))
@@ -460,7 +461,7 @@ class KVCache:
         Caches without a budget do nothing.
         """
         if self._evictor is not None:
-            self._rows = self._evictor.settle(self._rows, on_demand=True)
+            self._rows = self._evictor.compact_if_due(self._rows, on_demand=True)
 
     @property
     def evictor(self) -> Evictor | None:
@@ -492,6 +493,11 @@ class KVCache:
                 for line, end in zip(lines, ends, strict=True)
             ]
         )
+
+    @property
+    def view(self) -> CacheView:
+        """What it holds and how, as it is now, for those who look and change nothing."""
+        return CacheView(self.layout, self._rows, self._stores)
 
     # --- memory ---------------------------------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import mlx.nn as nn
 
     from mlx_kv.cli.batch_files import Job, Place, Prompts, Survey
-    from mlx_kv.generation.engine import BatchToken, Continuation, Engine
+    from mlx_kv.generation.engine import BatchToken, Engine, TokenSequence
     from mlx_kv.generation.sampling import Sampler
     from mlx_kv.generation.speculation.decoder import SpeculationStatistics
     from mlx_kv.policy import CachePolicy
@@ -239,9 +239,9 @@ class Reader:
         self.context = context_length(model)
         self.past: list[int] = []
 
-    def start(self, job: Job) -> Continuation:
+    def start(self, job: Job) -> TokenSequence:
         """Raises ValueError for an empty prompt, one longer than the context, and tokens that the model has not."""
-        from mlx_kv.generation.engine import Continuation
+        from mlx_kv.generation.engine import TokenSequence
         from mlx_kv.generation.sampling import derived_seed, sampler_of_sequence
 
         tokens = self._tokens(job.prompt)
@@ -261,7 +261,7 @@ class Reader:
         # By its id, so that a line draws the same in any company, and one that is there twice does not.
         seed = None if self._seed is None else derived_seed(self._seed, json.dumps(job.id))
         sampler = sampler_of_sequence(self._sampler, seed, len(tokens))
-        return Continuation(job.number, tokens, job.max_tokens, self._tokenizer.detokenizer, sampler)
+        return TokenSequence(job.number, tokens, job.max_tokens, self._tokenizer.detokenizer, sampler)
 
     def _tokens(self, prompt: str | list[int]) -> list[int]:
         from mlx_kv.generation.stream import encode_prompt

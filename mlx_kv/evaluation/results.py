@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from mlx_kv.cache.eviction.evictor import Share
+from mlx_kv.cache.eviction.evictor import Granularity
 from mlx_kv.cache.eviction.scores import find_score
 from mlx_kv.policy import SINKS, CachePolicy
 
@@ -38,7 +38,7 @@ class Settings:
     context: int = 512
     seeds: int = 3
     keep_recent: int = 16
-    share: Share = "layers"
+    share: Granularity = "layers"
     bits: int | None = None
 
     def __post_init__(self) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_kv.generation.engine import BatchToken, Continuation, Engine, make_engine
+from mlx_kv.generation.engine import BatchToken, Engine, TokenSequence, make_engine
 from mlx_kv.generation.sampling import Sampler, derived_seed, sampler_of_sequence
 from mlx_kv.generation.speculation.decoder import SpeculationStatistics
 from mlx_kv.generation.stream import encode_prompt
@@ -71,7 +71,7 @@ def batch_generate(
     return _tokens(engine, sequences)
 
 
-def _tokens(engine: Engine, sequences: Sequence[Continuation]) -> Iterator[BatchToken]:
+def _tokens(engine: Engine, sequences: Sequence[TokenSequence]) -> Iterator[BatchToken]:
     try:
         for sequence in sequences:
             engine.submit(sequence)
@@ -88,7 +88,7 @@ def _sequences(
     sampler: Sampler | None,
     seed: int | None,
     context: int | None,
-) -> list[Continuation]:
+) -> list[TokenSequence]:
     if isinstance(prompts, str) or not prompts:
         raise ValueError("prompts is one text or empty: give a list of prompts, at least one")
     limits = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else list(max_tokens)
@@ -110,5 +110,5 @@ def _sequences(
         detokenizer = None if tokenizer is None else tokenizer.detokenizer
         own_seed = None if seed is None else derived_seed(seed, index)
         drawing = sampler_of_sequence(sampler, own_seed, len(tokens))
-        found.append(Continuation(index, tokens, limit, detokenizer, drawing))
+        found.append(TokenSequence(index, tokens, limit, detokenizer, drawing))
     return found

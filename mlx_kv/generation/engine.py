@@ -65,7 +65,7 @@ class BatchToken:
 
 
 @dataclass
-class Continuation:
+class TokenSequence:
     """One sequence to be continued.
 
     Attributes:
@@ -102,7 +102,7 @@ class Continuation:
 class Engine(Protocol):
     """Continues any number of sequences, at most so many at once."""
 
-    def submit(self, sequence: Continuation) -> None:
+    def submit(self, sequence: TokenSequence) -> None:
         """It joins as soon as there is room."""
         ...
 
@@ -198,14 +198,14 @@ def make_engine(
     )
 
 
-def check_sequence(sequence: Continuation) -> None:
+def check_sequence(sequence: TokenSequence) -> None:
     """Raises ValueError for what could not be continued, before it joins others."""
     if not sequence.tokens:
         raise ValueError(f"sequence {sequence.index} is empty: give at least one token")
     whole_number(f"max_tokens of sequence {sequence.index}", sequence.max_tokens, least=1)
 
 
-def _tokens(sequence: Continuation) -> tuple[int, int]:
+def _tokens(sequence: TokenSequence) -> tuple[int, int]:
     """Tokens that were read of a sequence, and those that are not."""
     read = max((int(cache.offset) for cache in attention_caches(sequence.caches or [])), default=0)
     return read, len(sequence.tokens)
@@ -246,14 +246,14 @@ class PlainEngine:
         self._equal_rows = max_batch_size > 1 and rows_must_be_equal(model)
         # Asked here, where an error is that of the model alone: in a step it would end all rows.
         self._equal_prompts = max_batch_size > 1 and prompts_must_be_equal(model)
-        self._waiting: deque[Continuation] = deque()
-        self._active: dict[int, Continuation] = {}  # by mlx-lm's number for it
+        self._waiting: deque[TokenSequence] = deque()
+        self._active: dict[int, TokenSequence] = {}  # by mlx-lm's number for it
         self._reading: dict[int, int] = {}  # by the same, those that have prompt tokens left to read, and how many
         chunk = chunk_for(model)
         self._most_tokens = min(MOST_TOKENS_AT_ONCE[mx.default_device().type], 2 * chunk)
         self._most_long = max(2, CHUNKS_AT_ONCE * chunk // self.step_size)
 
-    def submit(self, sequence: Continuation) -> None:
+    def submit(self, sequence: TokenSequence) -> None:
         check_sequence(sequence)
         if sequence.caches is not None:
             check_alike(self._empty, sequence.caches)
@@ -267,7 +267,7 @@ class PlainEngine:
             del self._active[uid]
 
     def step(self) -> list[BatchToken]:
-        began: list[Continuation] = []  # in this very step
+        began: list[TokenSequence] = []  # in this very step
         while self._waiting and len(self._active) < self._max_batch_size:
             if not self._may_join(self._waiting[0], began):
                 break
@@ -304,7 +304,7 @@ class PlainEngine:
                 del self._active[response.uid]
         return tokens
 
-    def _may_join(self, sequence: Continuation, began: Sequence[Continuation]) -> bool:
+    def _may_join(self, sequence: TokenSequence, began: Sequence[TokenSequence]) -> bool:
         """Whether the model can take a sequence beside those that there are; `began` are those of this step."""
         alike = len(began) < MOST_PROMPTS_AT_ONCE and all(_tokens(other) == _tokens(sequence) for other in began)
         if self._equal_rows:  # all that decode together began in one step, and were read as one batch
@@ -362,14 +362,14 @@ class SpeculativeEngine:
         # Only statistics that somebody asked for keep the caches of the last batch.
         self._statistics, self._watched = statistics or SpeculationStatistics(), statistics is not None
         self._max_batch_size = max_batch_size
-        self._waiting: deque[Continuation] = deque()
-        self._active: list[Continuation] = []
+        self._waiting: deque[TokenSequence] = deque()
+        self._active: list[TokenSequence] = []
         self._joining: Joining | None = None
-        self._reading: list[Continuation] = []  # the rows that join
+        self._reading: list[TokenSequence] = []  # the rows that join
         self.step_size = decoder.step if prefill_step_size is None else prefill_step_size
         self._most_tokens = CHUNKS_AT_ONCE * decoder.step
 
-    def submit(self, sequence: Continuation) -> None:
+    def submit(self, sequence: TokenSequence) -> None:
         check_sequence(sequence)
         if sequence.caches is not None:
             check_alike(self._decoder.make_caches(), sequence.caches)
@@ -424,7 +424,7 @@ class SpeculativeEngine:
 
     def _begin(self) -> None:
         room = min(self._max_batch_size - len(self._active), MOST_PROMPTS_AT_ONCE, len(self._waiting))
-        joining: list[Continuation] = []
+        joining: list[TokenSequence] = []
         while len(joining) < room:
             longest = max(len(sequence.tokens) for sequence in (*joining, self._waiting[0]))
             if joining and (len(joining) + 1) * min(longest, self.step_size) > self._most_tokens:

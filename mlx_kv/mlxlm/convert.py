@@ -19,7 +19,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import cache as stock
 
 from mlx_kv.cache.checks import SettingError
-from mlx_kv.cache.eviction.layer_group import Ledger
+from mlx_kv.cache.eviction.layer_group import LayerGroup
 from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.cache.rows import check_joinable
 from mlx_kv.mlxlm import quirks as probe
@@ -163,7 +163,7 @@ def architecture(model: nn.Module) -> str:
 def _convert(model: nn.Module, own: Iterable[Any], policy: CachePolicy, packed_decode: bool) -> list[Any]:
     # The keys of an indexer stay plain: they are few, and the models write such a cache's buffers themselves.
     indexers, plain = probe.indexers(model), replace(policy, bits=None, quantized_start=0)
-    ledger, numbers, layers = Ledger(), count(), count()
+    layer_group, numbers, layers = LayerGroup(), count(), count()
 
     def converted(cache: Any) -> Any:
         if type(cache) is stock.CacheList:
@@ -175,7 +175,7 @@ def _convert(model: nn.Module, own: Iterable[Any], policy: CachePolicy, packed_d
         if type(cache) is stock.ChunkedKVCache:
             return kept.make_cache(kept.layout(chunk_size=cache.chunk_size), packed_decode)
         if type(cache) in FULL:
-            return kept.make_cache(packed_decode=packed_decode, ledger=ledger, layer=next(layers))
+            return kept.make_cache(packed_decode=packed_decode, layer_group=layer_group, layer=next(layers))
         return cache
 
     return [converted(cache) for cache in own]

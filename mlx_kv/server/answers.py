@@ -16,10 +16,10 @@ from typing import Any
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from mlx_kv.server.job import Job, Piece
+from mlx_kv.server.job import Job, OutputChunk
 from mlx_kv.server.metrics import Metrics
-from mlx_kv.server.replies import ChatText, Reply, Said, event, usage_of
-from mlx_kv.server.requests import ApiError, Asked
+from mlx_kv.server.replies import ChatText, Delta, Reply, event, usage_of
+from mlx_kv.server.requests import ApiError, CompletionRequest
 from mlx_kv.server.worker import Worker
 
 KEEP_ALIVE = 15.0  # seconds after which a stream that has nothing to say says so, for proxies
@@ -35,7 +35,7 @@ class Mailbox:
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self._piece: Piece | None = None
+        self._piece: OutputChunk | None = None
         self._error: ApiError | None = None
         self._news, self._silent = asyncio.Event(), False
         self._tick()
@@ -47,7 +47,7 @@ class Mailbox:
         self._silent = True
         self._timer = asyncio.get_running_loop().call_later(KEEP_ALIVE / 2, self._tick)
 
-    def put(self, piece: Piece) -> None:
+    def put(self, piece: OutputChunk) -> None:
         if piece.error is not None:
             self.fail(ApiError(500, piece.error))
             return
@@ -58,7 +58,7 @@ class Mailbox:
         self._error = error
         self._news.set()
 
-    async def get(self) -> Piece | None:
+    async def get(self) -> OutputChunk | None:
         """Waits for what is new; None where nothing came for long.
 
         Raises:
@@ -77,7 +77,7 @@ class Mailbox:
         self._timer.cancel()
 
 
-class Desk:
+class AdmissionController:
     """Lets requests in, and hands the worker's pieces to the answers that wait for them. Lives in the event loop.
 
     Args:
@@ -94,7 +94,7 @@ class Desk:
         """From now on pieces come to the running event loop."""
         loop = asyncio.get_running_loop()
 
-        def deliver(pieces: list[Piece]) -> None:
+        def deliver(pieces: list[OutputChunk]) -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to hear
                 loop.call_soon_threadsafe(self._arrived, pieces)
 
@@ -110,7 +110,7 @@ class Desk:
             await asyncio.sleep(WATCH_EVERY)
         self.give_up(f"the server ends: {self.worker.failure or 'its worker has ended'}")
 
-    def _arrived(self, pieces: list[Piece]) -> None:
+    def _arrived(self, pieces: list[OutputChunk]) -> None:
         for piece in pieces:
             if piece.job.number in self._mailboxes:  # or its client has hung up
                 self._mailboxes[piece.job.number].put(piece)
@@ -168,7 +168,7 @@ class Desk:
 class Answer(Response):
     """One request that was let in, while it is being answered."""
 
-    def __init__(self, desk: Desk, asked: Asked, job: Job) -> None:
+    def __init__(self, desk: AdmissionController, asked: CompletionRequest, job: Job) -> None:
         super().__init__()
         self._desk, self._asked, self._job = desk, asked, job
         self._text = (
@@ -197,7 +197,7 @@ class Answer(Response):
         while (await receive())["type"] != "http.disconnect":
             pass
 
-    async def _said(self) -> AsyncIterator[Said | None]:
+    async def _said(self) -> AsyncIterator[Delta | None]:
         """The parts of the answer as they come; None where nothing came for long.
 
         Raises:
@@ -212,7 +212,7 @@ class Answer(Response):
                 self._desk.metrics.first_token.observe(time.monotonic() - self._job.since)
             self._generated += piece.tokens
             self._finish = piece.finish_reason or ""
-            said = Said(piece.text) if self._text is None else self._text.feed(piece.text)
+            said = Delta(piece.text) if self._text is None else self._text.feed(piece.text)
             if self._finish and self._text is not None:
                 said.add(self._text.finish())
                 if self._text.called and self._finish == "stop":
@@ -224,10 +224,10 @@ class Answer(Response):
         return usage_of(len(self._job.tokens), self._generated, self._job.cached)
 
     async def _whole(self, scope: Scope, receive: Receive, send: Send) -> int:
-        answer = Said()
+        answer = Delta()
         try:
             async for said in self._said():
-                answer.add(said or Said())
+                answer.add(said or Delta())
         except Exception as raised:
             error = _told(raised)
             await JSONResponse(error.body, error.status)(scope, receive, send)
@@ -257,7 +257,7 @@ class Answer(Response):
                 elif self._finish:
                     if said.fields or not self._asked.chat:
                         await write(event(reply.chunk(said)))
-                    await write(event(reply.chunk(Said(), self._finish)))
+                    await write(event(reply.chunk(Delta(), self._finish)))
                 elif said.fields:
                     await write(event(reply.chunk(said)))
             if self._asked.include_usage:

@@ -22,14 +22,14 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from mlx_kv.generation.stream import encode_prompt
-from mlx_kv.server.answers import Answer, Desk
+from mlx_kv.server.answers import AdmissionController, Answer
 from mlx_kv.server.chat import encode_chat
 from mlx_kv.server.clerk import Clerk, ClerkError
 from mlx_kv.server.doors import Doors
 from mlx_kv.server.job import Job
 from mlx_kv.server.memory import Kept
 from mlx_kv.server.metrics import Metrics
-from mlx_kv.server.requests import ApiError, Asked, parse, read_json
+from mlx_kv.server.requests import ApiError, CompletionRequest, parse, read_json
 from mlx_kv.server.text import Stops
 from mlx_kv.server.worker import Worker
 
@@ -81,7 +81,7 @@ class Api:
     ) -> None:
         self.worker, self.metrics, self.name, self.limits = worker, metrics, name, limits or Limits()
         self._keys = [key.encode() for key in keys]
-        self.desk = Desk(worker, metrics, name, worker.max_batch_size + self.limits.queue)
+        self.desk = AdmissionController(worker, metrics, name, worker.max_batch_size + self.limits.queue)
         self._begun = time.time()
         # One thread for tokenizers: they are fast, but a long prompt would hold up everybody else's tokens.
         self._encoding = Clerk("mlx-kv tokenizer")
@@ -200,7 +200,7 @@ class Api:
         except (ValueError, RecursionError) as error:
             raise ApiError(400, f"the body is no JSON: {error}"[:200], None, "invalid_json") from None
 
-    def _encode(self, asked: Asked) -> list[int]:
+    def _encode(self, asked: CompletionRequest) -> list[int]:
         """The prompt in tokens."""
         tokenizer = self.worker.models.tokenizer
         if asked.prompt is None:
@@ -211,7 +211,7 @@ class Api:
             raise ApiError(400, f"token {max(asked.prompt)} is not one of {self.worker.vocabulary:,}", "prompt")
         return list(asked.prompt)
 
-    def _job(self, asked: Asked, tokens: list[int], since: float) -> Job:
+    def _job(self, asked: CompletionRequest, tokens: list[int], since: float) -> Job:
         param, context = "messages" if asked.chat else "prompt", self.worker.context
         if not tokens:
             raise ApiError(400, "the prompt is empty: send at least one token", param)

@@ -11,10 +11,10 @@ from typing import Any
 
 from mlx_lm.server import convert_chat, process_message_content
 
-from mlx_kv.server.requests import ApiError, Asked
+from mlx_kv.server.requests import ApiError, CompletionRequest
 
 
-def encode_chat(tokenizer: Any, asked: Asked) -> list[int]:
+def encode_chat(tokenizer: Any, asked: CompletionRequest) -> list[int]:
     """The messages of a chat, up to where the answer begins.
 
     Raises:

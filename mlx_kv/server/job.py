@@ -57,7 +57,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Piece:
+class OutputChunk:
     """What is new of one job.
 
     Attributes:
@@ -73,10 +73,10 @@ class Piece:
     finish_reason: str | None = None
     error: str | None = None
 
-    def joined(self, following: Piece) -> Piece:
+    def joined(self, following: OutputChunk) -> OutputChunk:
         """This piece and the one after it as one."""
         text, tokens = self.text + following.text, self.tokens + following.tokens
-        return Piece(self.job, text, tokens, following.finish_reason)
+        return OutputChunk(self.job, text, tokens, following.finish_reason)
 
 
 @dataclass(frozen=True)

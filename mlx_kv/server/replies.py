@@ -16,18 +16,18 @@ from typing import Any
 from mlx_lm.generate import TextStateMachine, make_text_state_machine
 from mlx_lm.server import ToolCallFormatter
 
-from mlx_kv.server.requests import Asked
+from mlx_kv.server.requests import CompletionRequest
 
 
 @dataclass
-class Said:
+class Delta:
     """A part of an answer."""
 
     content: str = ""
     reasoning: str = ""
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
 
-    def add(self, other: Said) -> None:
+    def add(self, other: Delta) -> None:
         self.content += other.content
         self.reasoning += other.reasoning
         self.tool_calls += other.tool_calls
@@ -56,11 +56,11 @@ class ChatText:
         self._state = machine.make_state(tokenizer.response_initial_state or initial)
         self._before, self._call, self.called = self._state[0], "", False
 
-    def feed(self, text: str) -> Said:
+    def feed(self, text: str) -> Delta:
         self._state, segments = TextStateMachine.split(self._state, text)  # type: ignore[no-untyped-call]
         return self._sorted(segments)
 
-    def finish(self) -> Said:
+    def finish(self) -> Delta:
         """The text has ended: what was held back."""
         self._state, rest, state = TextStateMachine.flush(self._state)  # type: ignore[no-untyped-call]
         said = self._sorted([(state, rest)])
@@ -68,8 +68,8 @@ class ChatText:
             said.add(self._parsed())
         return said
 
-    def _sorted(self, segments: list[tuple[str | None, str]]) -> Said:
-        said = Said()
+    def _sorted(self, segments: list[tuple[str | None, str]]) -> Delta:
+        said = Delta()
         for state, text in segments:
             if self._before == "tool" and state != "tool":
                 said.add(self._parsed())
@@ -82,12 +82,12 @@ class ChatText:
             self._before = state
         return said
 
-    def _parsed(self) -> Said:
+    def _parsed(self) -> Delta:
         """The call that has ended; as it was written, where it is none."""
         text, self._call = self._call, ""
         calls: list[dict[str, Any]] = self._format([text])
         self.called = self.called or bool(calls)
-        return Said(tool_calls=calls) if calls else Said(text)
+        return Delta(tool_calls=calls) if calls else Delta(text)
 
 
 def _checked(parser: Callable[..., Any]) -> Callable[..., Any]:
@@ -107,7 +107,7 @@ def _checked(parser: Callable[..., Any]) -> Callable[..., Any]:
 class Reply:
     """The objects of one answer, which share an id, a time and a model."""
 
-    def __init__(self, asked: Asked, model: str) -> None:
+    def __init__(self, asked: CompletionRequest, model: str) -> None:
         self._asked, self._told_role = asked, False
         self._common = {
             "id": f"{'chatcmpl' if asked.chat else 'cmpl'}-{uuid.uuid4().hex}",
@@ -115,7 +115,7 @@ class Reply:
             "model": model,
         }
 
-    def whole(self, said: Said, finish_reason: str, usage: dict[str, Any]) -> dict[str, Any]:
+    def whole(self, said: Delta, finish_reason: str, usage: dict[str, Any]) -> dict[str, Any]:
         """The answer in one object."""
         choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": finish_reason}
         if self._asked.chat:
@@ -126,7 +126,7 @@ class Reply:
         kind = "chat.completion" if self._asked.chat else "text_completion"
         return self._common | {"object": kind, "choices": [choice], "usage": usage}
 
-    def chunk(self, said: Said, finish_reason: str | None = None) -> dict[str, Any]:
+    def chunk(self, said: Delta, finish_reason: str | None = None) -> dict[str, Any]:
         """A part of a streamed answer."""
         choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": finish_reason}
         if self._asked.chat:

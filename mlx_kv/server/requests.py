@@ -96,7 +96,7 @@ class ApiError(Exception):
 
 
 @dataclass(frozen=True)
-class Asked:
+class CompletionRequest:
     """One request, checked.
 
     Attributes:
@@ -152,7 +152,7 @@ def read_json(raw: bytes) -> Any:
     return json.loads(raw, parse_constant=constant, parse_float=finite, object_pairs_hook=once)
 
 
-def parse(body: Any, chat: bool, temperature: float) -> Asked:
+def parse(body: Any, chat: bool, temperature: float) -> CompletionRequest:
     """A request from the JSON of its body.
 
     Args:
@@ -187,7 +187,7 @@ def parse(body: Any, chat: bool, temperature: float) -> Asked:
         "include_usage": _boolean(stream_options, "include_usage"),
     }
     asked |= _chat(told) if chat else {"prompt": _prompt(told)}
-    return Asked(**asked)
+    return CompletionRequest(**asked)
 
 
 def _prompt(told: dict[str, Any]) -> str | tuple[int, ...]:

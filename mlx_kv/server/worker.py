@@ -21,17 +21,17 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_kv.files.fingerprint import model_fingerprint
-from mlx_kv.generation.engine import BatchToken, Continuation, make_engine
+from mlx_kv.generation.engine import BatchToken, TokenSequence, make_engine
 from mlx_kv.mlxlm.convert import context_length
 from mlx_kv.policy import CachePolicy
 from mlx_kv.prefixes.memory import PromptMemory
 from mlx_kv.prefixes.reader import PromptReader
 from mlx_kv.prefixes.store import PromptStore
-from mlx_kv.server.job import Job, Piece, Snapshot, sampler_for
+from mlx_kv.server.job import Job, OutputChunk, Snapshot, sampler_for
 from mlx_kv.server.memory import Memory, evicted, look
 from mlx_kv.server.metrics import Metrics
+from mlx_kv.server.prefill import PrefillScheduler
 from mlx_kv.server.prompts import Prompts
-from mlx_kv.server.reading import Reading
 
 LOOK_EVERY = 0.25  # seconds between two looks at what is in memory
 WATCHED_FOR = 3.0  # seconds for which a page that asked counts as looking
@@ -63,7 +63,7 @@ class Worker:
     def __init__(
         self,
         load: Callable[[], Models],
-        deliver: Callable[[list[Piece]], None],
+        deliver: Callable[[list[OutputChunk]], None],
         metrics: Metrics,
         policy: CachePolicy | None = None,
         max_batch_size: int = 8,
@@ -193,7 +193,7 @@ class Worker:
             self._num_draft_tokens,
             return_caches=self._keeps or self.policy.budget is not None,  # also to see what was evicted last
         )
-        self._reading = Reading(
+        self._reading = PrefillScheduler(
             self._engine,
             self._prompts,
             self._prefill_step_size,
@@ -233,7 +233,7 @@ class Worker:
         sampler, detokenizer = sampler_for(job), self.models.tokenizer.detokenizer
         rest, caches = (job.tokens, None) if reader is None else (job.tokens[reader.read :], reader.caches)
         try:
-            self._engine.submit(Continuation(job.number, rest, job.max_tokens, detokenizer, sampler, caches))
+            self._engine.submit(TokenSequence(job.number, rest, job.max_tokens, detokenizer, sampler, caches))
         except ValueError as error:
             self._drop([job], str(error))
             return
@@ -242,7 +242,7 @@ class Worker:
     def _told(self, tokens: list[BatchToken]) -> None:
         """Passes on what a step gave. It tells of all rows that decode, in the order of the batch."""
         self._look_for_evicted()
-        pieces: dict[int, Piece] = {}
+        pieces: dict[int, OutputChunk] = {}
         ended: list[tuple[Job, BatchToken]] = []
         for token in tokens:
             job = self._active.get(token.index)
@@ -254,7 +254,7 @@ class Worker:
                 finish = "stop"
             elif finish is not None:
                 text += job.stops.finish()
-            piece = Piece(job, text, 1, finish)
+            piece = OutputChunk(job, text, 1, finish)
             pieces[job.number] = pieces[job.number].joined(piece) if job.number in pieces else piece
             if finish is not None:
                 self._end(job, finish)
@@ -310,7 +310,7 @@ class Worker:
         for job in jobs:
             self._end(job, "error")
         if jobs:
-            self.deliver([Piece(job, finish_reason="error", error=error) for job in jobs])
+            self.deliver([OutputChunk(job, finish_reason="error", error=error) for job in jobs])
 
     def _fail_all(self) -> None:
         """A step has failed: its rows are lost, but not the server.

@@ -26,7 +26,7 @@ from oracle import HEADS, QUERY_HEADS, poison
 import mlx_kv.cache.kv_cache
 from mlx_kv import CachePolicy, KVCache
 from mlx_kv.cache.eviction.evictor import Evictor
-from mlx_kv.cache.eviction.layer_group import Ledger
+from mlx_kv.cache.eviction.layer_group import LayerGroup
 from mlx_kv.cache.layout import Plan
 
 DIM = 32
@@ -44,9 +44,9 @@ class Kind:
     layers: int = 1
 
     def make(self) -> list[KVCache]:
-        ledger = Ledger()
+        layer_group = LayerGroup()
         layout = self.policy.layout(self.window, sinks=2 if self.window else 0, chunk_size=self.chunk)
-        return [self.policy.make_cache(layout, ledger=ledger, layer=i) for i in range(self.layers)]
+        return [self.policy.make_cache(layout, layer_group=layer_group, layer=i) for i in range(self.layers)]
 
 
 def kinds() -> st.SearchStrategy[Kind]:
@@ -80,7 +80,7 @@ class Single:
         """What any update begins with, also one that has no token for this row: a compaction, if it is due."""
         for cache in self.caches:
             if cache.evictor is not None:
-                cache._rows = cache.evictor.settle(cache._rows)
+                cache._rows = cache.evictor.compact_if_due(cache._rows)
 
     def trim(self, count: int) -> None:
         held = self.pending[0][1].shape[1] if self.pending else 0

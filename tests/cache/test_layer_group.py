@@ -20,7 +20,7 @@ from tiny_models import FAMILIES, VOCAB, make_model
 
 from mlx_kv import CachePolicy, KVCache, cache_statistics, compact, make_prompt_cache, speculative_generate
 from mlx_kv.cache.eviction import scores
-from mlx_kv.cache.eviction.layer_group import Ledger
+from mlx_kv.cache.eviction.layer_group import LayerGroup
 from mlx_kv.mlxlm.convert import attention_caches
 
 POLICY = CachePolicy(budget=40, keep_recent=6, sinks=2, margin=5)
@@ -185,7 +185,7 @@ def test_copies_go_their_own_way_in_step(replicate: Any, times: int) -> None:
     everyone = [original, *(replicate(original) for _ in range(times))]
     tokens = [mx.random.randint(0, VOCAB, (70,), key=mx.random.key(i)) for i in range(times + 1)]
     outputs = [[] for _ in everyone]
-    for first in range(0, 70, 7):  # turn by turn, so that ledgers that are shared by mistake would mix
+    for first in range(0, 70, 7):  # turn by turn, so that layer_groups that are shared by mistake would mix
         for caches, text, output in zip(everyone, tokens, outputs, strict=True):
             output.append(feed(model, caches, text[first : first + 7], 7))
     for caches, text, output in zip(everyone, tokens, outputs, strict=True):
@@ -194,20 +194,20 @@ def test_copies_go_their_own_way_in_step(replicate: Any, times: int) -> None:
         wanted = feed(model, alone, text, 7)
         assert mx.array_equal(mx.concatenate(output, axis=1), wanted).item()
         assert positions(caches) == positions(alone)
-    ledgers = [{id(cache.evictor.ledgers[0]) for cache in caches} for caches in everyone]
-    assert all(len(one) == 1 for one in ledgers)
-    assert len(set.union(*ledgers)) == times + 1
+    layer_groups = [{id(cache.evictor.layer_groups[0]) for cache in caches} for caches in everyone]
+    assert all(len(one) == 1 for one in layer_groups)
+    assert len(set.union(*layer_groups)) == times + 1
 
 
 def test_a_ledger_goes_with_its_sequence() -> None:
     model = make_model("llama")
     caches = make_prompt_cache(model, POLICY)
-    name = caches[0].evictor.ledgers[0].name
+    name = caches[0].evictor.layer_groups[0].name
     copies = [layer_by_layer(caches) for _ in range(3)]
-    assert len(Ledger._copies[name]) == 3
+    assert len(LayerGroup._copies[name]) == 3
     del copies, caches
     gc.collect()
-    assert name not in Ledger._copies
+    assert name not in LayerGroup._copies
 
 
 @pytest.mark.parametrize("replicate", [copy.deepcopy, as_a_tuple, as_fields, as_a_dict_backwards, nested])
@@ -218,8 +218,8 @@ def test_a_stray_copy_of_one_layer_does_not_split_later_ones(replicate: Any) -> 
     for layer in (0, 1, 2):
         stray = copy.deepcopy(caches[layer])
         whole = replicate(caches)
-        assert len({id(cache.evictor.ledgers[0]) for cache in whole}) == 1
-        assert stray.evictor.ledgers[0] is not whole[0].evictor.ledgers[0]
+        assert len({id(cache.evictor.layer_groups[0]) for cache in whole}) == 1
+        assert stray.evictor.layer_groups[0] is not whole[0].evictor.layer_groups[0]
 
 
 def test_quantising_later_keeps_layers_in_step() -> None:

@@ -23,7 +23,7 @@ from mlx_kv import (
     make_prompt_cache,
     trim_prompt_cache,
 )
-from mlx_kv.generation.engine import Continuation, Engine, PlainEngine, make_engine
+from mlx_kv.generation.engine import Engine, PlainEngine, TokenSequence, make_engine
 
 PROMPT = mx.random.randint(1, VOCAB, (20,), key=mx.random.key(1)).tolist()
 ENGINES = ["plain", "speculative"]
@@ -51,12 +51,12 @@ def alone(model: nn.Module, prompt: list[int], count: int) -> list[int]:
 def test_room_that_was_made_for_a_row_leaves_with_it(kind: str, policy: CachePolicy) -> None:
     made = engine(kind, make_model("llama"), policy)
     for index in (0, 1):
-        made.submit(Continuation(index, PROMPT, 40))
+        made.submit(TokenSequence(index, PROMPT, 40))
     for _ in range(4):
         made.step()
     (before,) = {cache.capacity for cache in made.caches}
     assert before == 256
-    made.submit(Continuation(2, PROMPT, 5000))
+    made.submit(TokenSequence(2, PROMPT, 5000))
     while len(made.caches[0]._rows) < 3:
         made.step()
     assert made.caches[0].capacity >= 5000
@@ -69,7 +69,7 @@ def test_room_that_was_made_for_a_row_leaves_with_it(kind: str, policy: CachePol
 def test_rows_that_join_together_have_room_of_their_own(kind: str) -> None:
     made = engine(kind, make_model("llama"))
     for index, most in enumerate((40, 5000, 40)):
-        made.submit(Continuation(index, PROMPT, most))
+        made.submit(TokenSequence(index, PROMPT, most))
     while len(made.rows) < 3:
         made.step()
     assert made.caches[0].capacity >= 5000
@@ -87,7 +87,7 @@ def test_a_prompt_that_is_let_go_while_it_is_read_holds_up_nobody(kind: str, pol
         made = engine(kind, model, policy, prefill_step_size=16)
         for index, prompt in enumerate((PROMPT[:9], PROMPT * 20, PROMPT + PROMPT[:3])):
             if letting_go or index != 1:
-                made.submit(Continuation(index, prompt, 12))
+                made.submit(TokenSequence(index, prompt, 12))
         if not letting_go:
             expected = drained(made)
             continue
@@ -123,17 +123,17 @@ def test_what_was_announced_for_a_row_is_kept_apart() -> None:
 def test_requests_that_cannot_be_are_refused_before_they_join(kind: str) -> None:
     model = make_model("llama")
     made = engine(kind, model)
-    made.submit(Continuation(0, PROMPT, 8))
+    made.submit(TokenSequence(0, PROMPT, 8))
     foreign = make_prompt_cache(model, CachePolicy(bits=8, group_size=32))
     for bad, message in (
-        (Continuation(1, [], 5), "sequence 1 is empty"),
-        (Continuation(1, PROMPT, 0), "max_tokens of sequence 1 is 0"),
-        (Continuation(1, PROMPT, 5, caches=foreign), "cache 1 has bits and group size|got 3 caches"),
-        (Continuation(1, PROMPT, 5, caches=foreign[:1]), "got 1 caches for a model that has"),
+        (TokenSequence(1, [], 5), "sequence 1 is empty"),
+        (TokenSequence(1, PROMPT, 0), "max_tokens of sequence 1 is 0"),
+        (TokenSequence(1, PROMPT, 5, caches=foreign), "cache 1 has bits and group size|got 3 caches"),
+        (TokenSequence(1, PROMPT, 5, caches=foreign[:1]), "got 1 caches for a model that has"),
     ):
         with pytest.raises(ValueError, match=message):
             made.submit(bad)
-    made.submit(Continuation(2, PROMPT[:5], 6))
+    made.submit(TokenSequence(2, PROMPT[:5], 6))
     assert drained(made) == {0: alone(model, PROMPT, 8), 2: alone(model, PROMPT[:5], 6)}
 
 
@@ -144,7 +144,7 @@ def test_cancel_at_any_stage_leaves_the_others_alone(kind: str) -> None:
     for stage in range(8):
         made = engine(kind, model, max_batch_size=3)
         for i in range(5):
-            made.submit(Continuation(i, PROMPT[: 4 + i], 12))
+            made.submit(TokenSequence(i, PROMPT[: 4 + i], 12))
         tokens: dict[int, list[int]] = {}
         for _ in range(stage):
             for token in made.step():
@@ -164,12 +164,12 @@ def test_close_and_idle_hold_no_memory(kind: str) -> None:
     gc.collect()
     mx.clear_cache()
     before = mx.get_active_memory()
-    made.submit(Continuation(0, PROMPT * 20, 4))
+    made.submit(TokenSequence(0, PROMPT * 20, 4))
     drained(made)
     gc.collect()
     assert mx.get_active_memory() - before < 100_000
-    made.submit(Continuation(1, PROMPT, 9))
-    made.submit(Continuation(2, PROMPT, 9))
+    made.submit(TokenSequence(1, PROMPT, 9))
+    made.submit(TokenSequence(2, PROMPT, 9))
     made.step()
     made.close()
     assert not made.busy
@@ -198,13 +198,13 @@ def test_caches_of_a_row_go_on(draft: int | None, policy: str) -> None:
     wanted: dict[int, list[int]] = {}
     reference = new()
     for index, prompt in enumerate((PROMPT, PROMPT[:7])):
-        reference.submit(Continuation(index, prompt, 30))
+        reference.submit(TokenSequence(index, prompt, 30))
     wanted = drained(reference)
     if POLICIES[policy] == CachePolicy():
         assert wanted[1] == alone(model, PROMPT[:7], 30)
     made = new()
-    made.submit(Continuation(0, PROMPT, 12))
-    made.submit(Continuation(1, PROMPT[:7], 20))
+    made.submit(TokenSequence(0, PROMPT, 12))
+    made.submit(TokenSequence(1, PROMPT[:7], 20))
     told: dict[int, list[int]] = {0: [], 1: []}
     halfway, ended = None, {}
     assert made.extract(0) is None
@@ -226,8 +226,8 @@ def test_caches_of_a_row_go_on(draft: int | None, policy: str) -> None:
         if read > len(known) - 1:
             trim_prompt_cache(caches, read - (len(known) - 1))
             read = len(known) - 1
-        again.submit(Continuation(number, known[read:], 8, caches=caches))
-    again.submit(Continuation(3, PROMPT[:7], 8))
+        again.submit(TokenSequence(number, known[read:], 8, caches=caches))
+    again.submit(TokenSequence(3, PROMPT[:7], 8))
     tokens_of = drained(again)
     for number, (row, tokens, _) in enumerate(starts):
         assert tokens_of[number] == wanted[row][len(tokens) : len(tokens) + 8]
@@ -239,7 +239,7 @@ def test_state_that_was_taken_out_holds_no_other_row() -> None:
     rows, model = 16, make_model("lfm2")
     made = make_engine(model, set(), return_caches=True, max_batch_size=rows)
     for index in range(rows):
-        made.submit(Continuation(index, PROMPT, 30 if index else 8))
+        made.submit(TokenSequence(index, PROMPT, 30 if index else 8))
     held: list[Any] = []
     while made.busy:
         for token in made.step():
@@ -263,7 +263,7 @@ def test_prompts_are_read_together_as_far_as_they_fit(monkeypatch: pytest.Monkey
     assert isinstance(made, PlainEngine)
     prompts = [PROMPT, PROMPT[:12], PROMPT[:9], PROMPT[:8], [5], PROMPT[:19]]
     for index, prompt in enumerate(prompts):
-        made.submit(Continuation(index, prompt, 6))
+        made.submit(TokenSequence(index, prompt, 6))
     tokens: dict[int, list[int]] = {}
     read_at: dict[int, int] = {}  # by prompt: the step in which it joined
     for step in range(100):
@@ -284,16 +284,16 @@ def test_a_prompt_of_several_passes_keeps_nobody_waiting(monkeypatch: pytest.Mon
     )
     model = make_model("llama")
     made = make_engine(model, set(), prefill_step_size=8)
-    made.submit(Continuation(0, PROMPT * 4, 3))
-    made.submit(Continuation(1, PROMPT[:7], 3))
+    made.submit(TokenSequence(0, PROMPT * 4, 3))
+    made.submit(TokenSequence(1, PROMPT[:7], 3))
     order = []
     while made.busy:
         order += [token.index for token in made.step()]
     assert order == [1, 1, 1, 0, 0, 0]
-    made.submit(Continuation(2, PROMPT * 4, 3))
+    made.submit(TokenSequence(2, PROMPT * 4, 3))
     made.step()
     made.cancel(2)  # while it is read
-    made.submit(Continuation(3, PROMPT, 3))
+    made.submit(TokenSequence(3, PROMPT, 3))
     assert drained(made) == {3: alone(model, PROMPT, 3)}
 
 
@@ -303,8 +303,8 @@ def test_prompt_caches_are_continued(kind: str) -> None:
     made = engine(kind, model)
     caches = made.make_caches()
     made.read(mx.array([PROMPT[:12]]), caches)
-    made.submit(Continuation(0, PROMPT[12:], 10, caches=copy.deepcopy(caches)))
-    made.submit(Continuation(1, PROMPT, 10))
+    made.submit(TokenSequence(0, PROMPT[12:], 10, caches=copy.deepcopy(caches)))
+    made.submit(TokenSequence(1, PROMPT, 10))
     tokens = drained(made)
     assert tokens[0] == tokens[1] == alone(model, PROMPT, 10)
     assert {cache.offset for cache in caches} == {12}

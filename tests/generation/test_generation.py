@@ -27,7 +27,7 @@ from mlx_kv import (
 from mlx_kv.bundled import FOLDER
 from mlx_kv.evaluation.evaluate import read
 from mlx_kv.evaluation.inspection import inspect_prompt
-from mlx_kv.generation.engine import Continuation, make_engine
+from mlx_kv.generation.engine import TokenSequence, make_engine
 from mlx_kv.generation.stream import chunk_for, encode_prompt
 
 Reference = tuple[nn.Module, Any]
@@ -220,10 +220,10 @@ def test_a_long_prompt_that_joins_a_draft_keeps_nobody_waiting(draft: nn.Module,
     """Others go on between two chunks, and it can be cancelled in the middle."""
     model, long = reference[0], encode_prompt(reference[1], SOURCE.read_text())[:300]
     engine = make_engine(model, set(), draft_model=draft, prefill_step_size=20)
-    engine.submit(Continuation(0, long[:10], 60))
+    engine.submit(TokenSequence(0, long[:10], 60))
     engine.step()
-    engine.submit(Continuation(1, long, 4))
-    engine.submit(Continuation(2, long[:200], 4))
+    engine.submit(TokenSequence(1, long, 4))
+    engine.submit(TokenSequence(2, long[:200], 4))
     came: list[int] = []
     for step in range(200):
         if step == 3:
@@ -235,7 +235,7 @@ def test_a_long_prompt_that_joins_a_draft_keeps_nobody_waiting(draft: nn.Module,
     assert came.count(1) == 4
     assert came.count(2) == 0
     assert not engine.busy
-    engine.submit(Continuation(3, long, 4))
+    engine.submit(TokenSequence(3, long, 4))
     engine.step()
     engine.cancel(3)  # the only one that was being read
     assert not engine.busy

@@ -20,7 +20,7 @@ from mlx_kv import (
     speculative_generate,
     stream_generate,
 )
-from mlx_kv.generation.engine import Continuation, make_engine
+from mlx_kv.generation.engine import TokenSequence, make_engine
 from mlx_kv.generation.sampling import SeededSampler, derived_seed, gumbel_noise
 
 PROMPT = mx.random.randint(1, VOCAB, (20,), key=mx.random.key(1)).tolist()
@@ -36,11 +36,11 @@ def guessing(model: nn.Module, noise: float = 0.1) -> nn.Module:
     return draft
 
 
-def others(count: int) -> list[Continuation]:
+def others(count: int) -> list[TokenSequence]:
     """Company of all kinds: greedy rows and sampled ones, with and without a seed, longer ones and shorter ones."""
     samplers = itertools.cycle([None, TemperatureSampler(0.8), make_sampler(0.9), SeededSampler(RULES, 77, 3)])
     made = zip(range(1, count + 1), samplers, strict=False)
-    return [Continuation(i, PROMPT[: 3 + i], 6 + 25 * i % 34, sampler=sampler) for i, sampler in made]
+    return [TokenSequence(i, PROMPT[: 3 + i], 6 + 25 * i % 34, sampler=sampler) for i, sampler in made]
 
 
 def sampled(
@@ -49,7 +49,7 @@ def sampled(
     """The tokens of one sequence, in an engine with others; one of them joins later than it."""
     options: dict[str, Any] = {"draft_model": draft, "num_draft_tokens": drafted} if draft is not None else {}
     engine = make_engine(model, set(), max_batch_size=6, **options)
-    engine.submit(Continuation(0, PROMPT, TOKENS, sampler=SeededSampler(RULES, seed, len(PROMPT))))
+    engine.submit(TokenSequence(0, PROMPT, TOKENS, sampler=SeededSampler(RULES, seed, len(PROMPT))))
     late = others(company)
     for sequence in late[1:]:
         engine.submit(sequence)

@@ -33,7 +33,7 @@ from mlx_kv import (
     save_prompt_cache,
     trim_prompt_cache,
 )
-from mlx_kv.generation.engine import Continuation, make_engine
+from mlx_kv.generation.engine import TokenSequence, make_engine
 from mlx_kv.mlxlm.convert import attention_caches, leaves
 
 EXACT = Verdict("exact")
@@ -157,7 +157,7 @@ def _batch(family: Family, prompts: list[list[int]], rows: int) -> list[list[mx.
         return sampler
 
     for index, prompt in enumerate(prompts):
-        engine.submit(Continuation(index, prompt, 4, sampler=listener(index)))
+        engine.submit(TokenSequence(index, prompt, 4, sampler=listener(index)))
     told: list[list[int]] = [[] for _ in prompts]
     while engine.busy:
         for token in engine.step():

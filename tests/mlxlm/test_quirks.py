@@ -14,7 +14,7 @@ from families import VOCAB, make_family
 from mlx_lm.models import cache as stock
 
 from mlx_kv import CachePolicy, batch_generate, load_prompt_cache, make_prompt_cache, save_prompt_cache, stream_generate
-from mlx_kv.generation.engine import Continuation, make_engine
+from mlx_kv.generation.engine import TokenSequence, make_engine
 from mlx_kv.mlxlm.convert import (
     attention_caches,
     can_trim,
@@ -152,7 +152,7 @@ def test_prompts_of_any_lengths_get_what_they_get_alone(family: str) -> None:
 
     engine, most = make_engine(model, set(), max_batch_size=4, prefill_step_size=8), 0
     for index, tokens in enumerate(PROMPTS):
-        engine.submit(Continuation(index, tokens, 5, sampler=listener(index)))
+        engine.submit(TokenSequence(index, tokens, 5, sampler=listener(index)))
     said: list[list[int]] = [[] for _ in PROMPTS]
     while engine.busy:
         told = engine.step()

@@ -38,7 +38,7 @@ from mlx_kv.server.api import Api, Limits
 from mlx_kv.server.doors import Doors
 from mlx_kv.server.memory import runs
 from mlx_kv.server.metrics import Metrics
-from mlx_kv.server.replies import ChatText, Said
+from mlx_kv.server.replies import ChatText, Delta
 from mlx_kv.server.requests import ApiError
 from mlx_kv.server.run import Server, bound
 from mlx_kv.server.text import Stops
@@ -293,7 +293,7 @@ def test_a_seed_with_a_draft_model_does_not_depend_on_other_clients() -> None:
 def test_tool_calls_and_reasoning_are_taken_apart(reference: Any) -> None:
     marks = {"tool_call_start": "<tool_call>", "tool_call_end": "</tool_call>"}
     tokenizer = TokenizerWrapper(reference[1]._tokenizer, tool_parser=json_tools.parse_tool_call, **marks)
-    said, text = Said(), ChatText(tokenizer, [1], [{"type": "function"}], stream=False)
+    said, text = Delta(), ChatText(tokenizer, [1], [{"type": "function"}], stream=False)
     call = '{"name": "look", "arguments": {"at": "cache.py"}}'
     for character in f"Well, <tool_call>\n{call}\n</tool_call> a < b":
         said.add(text.feed(character))
@@ -321,7 +321,7 @@ def test_what_a_model_writes_as_a_call_is_one_or_is_text(
     marks = {"tool_call_start": "<tool_call>", "tool_call_end": "</tool_call>"}
     tokenizer = TokenizerWrapper(reference[1]._tokenizer, tool_parser=json_tools.parse_tool_call, **marks)
     for end in ("</tool_call>", ""):
-        said, text = Said(), ChatText(tokenizer, [1], [{"type": "function"}], stream=True)
+        said, text = Delta(), ChatText(tokenizer, [1], [{"type": "function"}], stream=True)
         said.add(text.feed(f"<tool_call>{written}{end}"))
         said.add(text.finish())
         assert said.content == content
@@ -332,7 +332,7 @@ def test_what_a_model_writes_as_a_call_is_one_or_is_text(
 def test_an_answer_that_fails_midway_ends_properly(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     real = ChatText.feed
 
-    def feed(self: ChatText, text: str) -> Said:
+    def feed(self: ChatText, text: str) -> Delta:
         if len(text) % 7 == 3:
             raise KeyError("a parser of somebody else's")
         return real(self, text)
@@ -1045,15 +1045,15 @@ def test_all_that_was_let_in_is_shown() -> None:
 @pytest.mark.parametrize("kept", [0, PLENTY], ids=["nothing kept", "prompts kept"])
 def test_what_is_evicted_is_counted_once(kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts that go on from others, texts that stop, clients that hang up: as many as compactions evict."""
-    evicted, real = [0], Evictor.settle
+    evicted, real = [0], Evictor.compact_if_due
 
-    def settle(self: Evictor, rows: Any, on_demand: bool = False) -> Any:
+    def compact_if_due(self: Evictor, rows: Any, on_demand: bool = False) -> Any:
         after = real(self, rows, on_demand)
         if self.layer == 0:
             evicted[0] += sum(before.start - row.start for before, row in zip(rows, after, strict=True))
         return after
 
-    monkeypatch.setattr(Evictor, "settle", settle)
+    monkeypatch.setattr(Evictor, "compact_if_due", compact_if_due)
     policy = CachePolicy(budget=64, keep_recent=16, margin=8)
     with running(policy, prompt_memory_bytes=kept) as server, ThreadPoolExecutor(4) as pool:
         first = [pool.submit(server.complete, SOURCE[: 300 * n], 30 * n) for n in (1, 2, 3, 4)]

@@ -14,18 +14,18 @@ import pytest
 from tiny_models import make_model
 
 from mlx_kv import CachePolicy, PromptStore
-from mlx_kv.server.job import Job, Piece
+from mlx_kv.server.job import Job, OutputChunk
 from mlx_kv.server.metrics import Metrics
 from mlx_kv.server.worker import Models, Worker
 
 PROMPT = [(7 * i * i + 3 * i) % 90 for i in range(700)]
 
 
-class Asked:
+class CompletionRequest:
     """A job, and what came of it."""
 
     def __init__(self, job: Job) -> None:
-        self.job, self.ended, self.pieces = job, threading.Event(), list[Piece]()
+        self.job, self.ended, self.pieces = job, threading.Event(), list[OutputChunk]()
         self.first = 0.0
 
     def wait(self) -> list[int]:
@@ -38,10 +38,10 @@ class Office:
     """A worker, and somebody to ask it."""
 
     def __init__(self, worker: Worker) -> None:
-        self.worker, self.asked = worker, dict[int, Asked]()
+        self.worker, self.asked = worker, dict[int, CompletionRequest]()
         worker.deliver = self.deliver
 
-    def deliver(self, pieces: list[Piece]) -> None:
+    def deliver(self, pieces: list[OutputChunk]) -> None:
         for piece in pieces:
             asked = self.asked[piece.job.number]
             asked.pieces.append(piece)
@@ -49,9 +49,9 @@ class Office:
             if piece.finish_reason is not None:
                 asked.ended.set()
 
-    def ask(self, tokens: list[int], max_tokens: int = 8) -> Asked:
+    def ask(self, tokens: list[int], max_tokens: int = 8) -> CompletionRequest:
         job = Job(list(tokens), max_tokens)
-        self.asked[job.number] = Asked(job)
+        self.asked[job.number] = CompletionRequest(job)
         self.worker.submit(job)
         return self.asked[job.number]
 

@@ -18,19 +18,20 @@ import mlx.core as mx
 from mlx_kv.cache.buffers import Store
 from mlx_kv.cache.codecs import Planes
 from mlx_kv.cache.eviction.compaction import hole_moves, lowest, moved, padded, slide
-from mlx_kv.cache.eviction.layer_group import Ledger, Moves
+from mlx_kv.cache.eviction.layer_group import LayerGroup, Moves
 from mlx_kv.cache.eviction.scores import Function, Score, find_score
 from mlx_kv.cache.layout import Budget, Plan, Row, count_slots
+from mlx_kv.cache.view import CacheView
 
-Share = Literal["layers", "layer", "head"]
+Granularity = Literal["layers", "layer", "head"]
 Stores = tuple[Store, Store]
 
 
 class Owner(Protocol):
     """The cache that an evictor belongs to."""
 
-    _rows: tuple[Row, ...]
-    _stores: Stores | None
+    @property
+    def view(self) -> CacheView: ...
 
 
 class Work(NamedTuple):
@@ -54,7 +55,7 @@ class Evictor:
         layout: the budget.
         score: what to keep, a name or a function; see `mlx_kv.cache.eviction.scores`.
         share: which tokens are kept together: the same in all "layers", each "layer" its own, each "head" its own.
-        ledger, layer: the sequence, and which of its layers this is.
+        layer_group, layer: the sequence, and which of its layers this is.
 
     Raises:
         ValueError: an unknown score or share.
@@ -64,15 +65,15 @@ class Evictor:
         self,
         layout: Budget,
         score: str | Function | Score = "key_diff",
-        share: Share = "layers",
-        ledger: Ledger | None = None,
+        share: Granularity = "layers",
+        layer_group: LayerGroup | None = None,
         layer: int = 0,
     ) -> None:
-        if share not in get_args(Share):
-            raise ValueError(f"share is {share!r}: choose one of {', '.join(get_args(Share))}")
+        if share not in get_args(Granularity):
+            raise ValueError(f"share is {share!r}: choose one of {', '.join(get_args(Granularity))}")
         self.layout, self.score, self.share, self.layer = layout, find_score(score), share, layer
-        self.ledgers: tuple[Ledger, ...] = (ledger or Ledger(),)
-        self.ledgers[0].join(layer, self)
+        self.layer_groups: tuple[LayerGroup, ...] = (layer_group or LayerGroup(),)
+        self.layer_groups[0].join(layer, self)
         self.positions: mx.array | None = None  # (B, H', cut)
         self.scores: mx.array | None = None  # (B, H', cut), of a score that is asked for once per token
         self.work: tuple[Work, ...] = (Work(),)  # by row
@@ -87,20 +88,20 @@ class Evictor:
         self._owner = weakref.ref(owner)
 
     def copied(self, memo: dict[int, Any]) -> Evictor:
-        """An evictor for a deep copy of the cache; copies of all layers share ledgers of their own.
+        """An evictor for a deep copy of the cache; copies of all layers share layer_groups of their own.
 
         Args:
             memo: deepcopy's.
         """
         return Evictor.from_state(self.layout, self.state, self.score, memo)
 
-    def change(self, old: Ledger, new: Ledger) -> None:
-        self.ledgers = tuple([new if ledger is old else ledger for ledger in self.ledgers])
+    def change(self, old: LayerGroup, new: LayerGroup) -> None:
+        self.layer_groups = tuple([new if layer_group is old else layer_group for layer_group in self.layer_groups])
 
     @property
     def state(self) -> list[Any]:
         """What a loaded cache needs besides its layout."""
-        names = [ledger.name for ledger in self.ledgers]
+        names = [layer_group.name for layer_group in self.layer_groups]
         work = [list(row) for row in self.work]
         return [self.score.name, self.share, self.layer, names, self.positions, self.scores, work]
 
@@ -110,8 +111,8 @@ class Evictor:
     ) -> Evictor:
         """Raises ValueError if the score is one that nobody registered here."""
         name, share, layer, names, positions, scores, work = state
-        made = cls(layout, score or name, share, Ledger(), layer)
-        made.ledgers = tuple([Ledger.joined(name, layer, made, memo) for name in names])
+        made = cls(layout, score or name, share, LayerGroup(), layer)
+        made.layer_groups = tuple([LayerGroup.joined(name, layer, made, memo) for name in names])
         made.positions, made.scores = positions, scores
         if not isinstance(work[0], Sequence):  # of all rows together, as version 0.1.0 counted
             moved, compactions, seconds = work
@@ -122,14 +123,14 @@ class Evictor:
     def reset(self) -> None:
         """A new session begins, of one sequence until more are seen."""
         self.forget()
-        self.ledgers, self.work = self.ledgers[:1], (Work(),)
+        self.layer_groups, self.work = self.layer_groups[:1], (Work(),)
         self.positions = self.scores = None
 
     def _begin_batch(self, rows: int) -> None:
         """A new batch of so many sequences begins."""
-        self.ledgers = tuple([self.ledgers[0].for_row(index) for index in range(rows)])
-        for ledger in self.ledgers:
-            ledger.join(self.layer, self)
+        self.layer_groups = tuple([self.layer_groups[0].for_row(index) for index in range(rows)])
+        for layer_group in self.layer_groups:
+            layer_group.join(self.layer, self)
         self.work = (Work(),) * rows
         self.positions = self.scores = None
 
@@ -145,7 +146,7 @@ class Evictor:
         """Lets all rows go but the chosen, which then stand as `rows` say."""
         self.forget()
         index = mx.array(list(chosen))
-        self.ledgers = tuple([self.ledgers[row] for row in chosen])
+        self.layer_groups = tuple([self.layer_groups[row] for row in chosen])
         self.work = tuple([self.work[row] for row in chosen])
         if all(row.start >= 0 for row in rows):
             self.positions = self.scores = None
@@ -159,8 +160,10 @@ class Evictor:
     def extend(self, other: Evictor) -> None:
         """Takes copies of another's rows, after its own."""
         self.forget()
-        counts = len(self.ledgers), len(other.ledgers)
-        self.ledgers += tuple([Ledger.joined(ledger.name, self.layer, self) for ledger in other.ledgers])
+        counts = len(self.layer_groups), len(other.layer_groups)
+        self.layer_groups += tuple(
+            [LayerGroup.joined(layer_group.name, self.layer, self) for layer_group in other.layer_groups]
+        )
 
         def both(own: mx.array | None, more: mx.array | None) -> mx.array | None:
             like = own if own is not None else more
@@ -180,8 +183,8 @@ class Evictor:
         """Tokens were taken back: nothing that was worked out for the next compaction holds."""
         self._scored.clear()
         self._decided.clear()
-        for ledger in self.ledgers:
-            ledger.forget()
+        for layer_group in self.layer_groups:
+            layer_group.forget()
 
     @property
     def nbytes(self) -> int:
@@ -193,7 +196,7 @@ class Evictor:
     def evicted(self) -> int:
         """Tokens that the rows of now have evicted."""
         owner = self._owner()
-        return 0 if owner is None else sum(max(0, -row.start) for row in owner._rows)
+        return 0 if owner is None else sum(max(0, -row.start) for row in owner.view.rows)
 
     @property
     def moved(self) -> int:
@@ -210,12 +213,12 @@ class Evictor:
         """That compactions took, for all rows together."""
         return sum(row.seconds for row in self.work)
 
-    def row(self, ledger: Ledger) -> Row:
+    def row(self, layer_group: LayerGroup) -> Row:
         owner = self._owner()
-        if owner is None or owner._stores is None or ledger not in self.ledgers:
+        if owner is None or owner.view.stores is None or layer_group not in self.layer_groups:
             return Row()
-        rows: tuple[Row, ...] = owner._rows
-        return rows[self.ledgers.index(ledger)]
+        rows: tuple[Row, ...] = owner.view.rows
+        return rows[self.layer_groups.index(layer_group)]
 
     def live_positions(self, row: Row, index: int) -> mx.array:
         """The position of each live slot of one row, (H', n)."""
@@ -246,19 +249,19 @@ class Evictor:
             lines.append(mx.pad(line, (0, read - line.size), constant_values=mx.array(-1)))
         return mx.stack(lines)[:, None, None]
 
-    def evictable_scores(self, ledger: Ledger) -> mx.array:
+    def evictable_scores(self, layer_group: LayerGroup) -> mx.array:
         """The scores of the evictable slots of one sequence, (1, n), of mean 0 and deviation 1.
 
         Layers with large norms would decide alone otherwise.
         """
-        row = self.row(ledger)
-        scores = self._evictable(row, self.ledgers.index(ledger))
+        row = self.row(layer_group)
+        scores = self._evictable(row, self.layer_groups.index(layer_group))
         centred = scores - scores.mean(axis=-1, keepdims=True)
         return centred / mx.maximum(scores.std(axis=-1, keepdims=True), 1e-12)
 
     def live_scores(self, index: int) -> mx.array:
         """The scores of all live slots of one row, (H', n), as they are now."""
-        row, stores = self._owner()._rows[index], self._owner()._stores
+        row, stores = self._owner().view.rows[index], self._owner().view.stores
         return self._combined(self._asked(stores, row, index, 0, row.end))[0]
 
     def _evictable(self, row: Row, index: int) -> mx.array:
@@ -267,7 +270,7 @@ class Evictor:
 
     def _from_slot_0(self, row: Row, index: int) -> mx.array:
         """The scores (H', n) of one row, at least up to its recent block; worked out for all rows that stand alike."""
-        alike = all(other == row for other in self._owner()._rows)
+        alike = all(other == row for other in self._owner().view.rows)
         key = row, -1 if alike else index
         if key not in self._scored:
             self._scored[key] = self._score(row, None if alike else index)
@@ -275,7 +278,7 @@ class Evictor:
 
     def _score(self, row: Row, index: int | None) -> mx.array:
         """Scores from slot 0 on, (B, H', n), or (1, H', n) of one row."""
-        stores: Stores = self._owner()._stores
+        stores: Stores = self._owner().view.stores
         if not self.score.per_token:
             return self._combined(self._asked(stores, row, index, 0, row.end))
         last = row.end - self.layout.keep_recent
@@ -311,7 +314,7 @@ class Evictor:
 
     # --- compaction -------------------------------------------------------------------------------------------------
 
-    def settle(self, rows: tuple[Row, ...], on_demand: bool = False) -> tuple[Row, ...]:
+    def compact_if_due(self, rows: tuple[Row, ...], on_demand: bool = False) -> tuple[Row, ...]:
         """Compacts every row that is due, or on demand all of more tokens than the budget; returns where rows stand.
 
         Args:
@@ -321,12 +324,12 @@ class Evictor:
             ValueError: a score that cannot be used, or layers that have diverged; nothing has changed then.
         """
         layout = self.layout
-        if len(rows) != len(self.ledgers):
+        if len(rows) != len(self.layer_groups):
             self._begin_batch(len(rows))
         due = [i for i, row in enumerate(rows) if (row.end > layout.budget if on_demand else layout.due(row))]
         if not due:
             return rows
-        stores: Stores = self._owner()._stores
+        stores: Stores = self._owner().view.stores
         mx.eval([store.planes for store in stores])  # what is still to be computed is no part of a compaction
         started = time.perf_counter()
         source, target = self._fill_holes(rows, {i: self._moves(rows[i], i) for i in due})
@@ -353,12 +356,12 @@ class Evictor:
     def _moves(self, row: Row, index: int) -> Moves:
         """Which survivors of one row fill which holes."""
         if self.share == "layers":
-            return self.ledgers[index].moves(row, lambda scores: self._moves_for(scores, row, index))
-        self.ledgers[index].all_decide(row)
+            return self.layer_groups[index].moves(row, lambda scores: self._moves_for(scores, row, index))
+        self.layer_groups[index].all_decide(row)
         return self._own_moves(row, index)
 
-    def decide(self, ledger: Ledger) -> None:
-        self._own_moves(self.row(ledger), self.ledgers.index(ledger))
+    def decide(self, layer_group: LayerGroup) -> None:
+        self._own_moves(self.row(layer_group), self.layer_groups.index(layer_group))
 
     def _own_moves(self, row: Row, index: int) -> Moves:
         if (row, index) not in self._decided:

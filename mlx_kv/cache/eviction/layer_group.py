@@ -1,8 +1,8 @@
 """What the layers of one sequence agree on: which of its tokens go.
 
-A *ledger* stands for one sequence. Its members are the caches of that sequence, one a layer; a batched cache is a
-member of one ledger for each of its rows. mlx-lm merges and extracts caches layer by layer, so members find their
-ledger by a rule: whoever copies layer 3 of a sequence and then layer 4 gets both into the same new ledger. (What
+A *layer group* stands for one sequence. Its members are the caches of that sequence, one a layer; a batched cache is a
+member of one group for each of its rows. mlx-lm merges and extracts caches layer by layer, so members find their
+group by a rule: whoever copies layer 3 of a sequence and then layer 4 gets both into the same new group. (What
 deepcopy copies in one go stays together, whatever container holds it and in whatever order. A lone copy of one layer,
 kept while others are merged, would be taken for the first of a whole one: copy all layers, or none.)
 
@@ -28,74 +28,74 @@ Moves = tuple[mx.array, mx.array]  # from which slots (H, m), to which
 class Member(Protocol):
     """One layer of a sequence."""
 
-    def row(self, ledger: Ledger) -> Row:
+    def row(self, layer_group: LayerGroup) -> Row:
         """Where the sequence stands in this layer."""
         ...
 
-    def evictable_scores(self, ledger: Ledger) -> mx.array:
+    def evictable_scores(self, layer_group: LayerGroup) -> mx.array:
         """(1, n), higher is kept, comparable between layers."""
         ...
 
-    def decide(self, ledger: Ledger) -> None:
+    def decide(self, layer_group: LayerGroup) -> None:
         """Finds out which tokens this layer alone would evict, or raises ValueError."""
         ...
 
-    def change(self, old: Ledger, new: Ledger) -> None:
-        """From now on the sequence of the old ledger is that of the new one."""
+    def change(self, old: LayerGroup, new: LayerGroup) -> None:
+        """From now on the sequence of the old layer_group is that of the new one."""
         ...
 
 
-class Ledger:
+class LayerGroup:
     """The layers of one sequence.
 
     Attributes:
         name: of this one alone, by which copies and files know what they are copies of.
     """
 
-    _copies: ClassVar[dict[str, list[weakref.ref[Ledger]]]] = {}  # by the name of what they are copies of
+    _copies: ClassVar[dict[str, list[weakref.ref[LayerGroup]]]] = {}  # by the name of what they are copies of
 
     def __init__(self) -> None:
         self.name = uuid.uuid4().hex
         self._members: dict[int, weakref.ref[Member]] = {}
         self._decided: tuple[Row, Moves | None] | None = None
-        self._rows: weakref.WeakValueDictionary[int, Ledger] = weakref.WeakValueDictionary()
+        self._rows: weakref.WeakValueDictionary[int, LayerGroup] = weakref.WeakValueDictionary()
 
     @classmethod
-    def joined(cls, name: str, layer: int, member: Member, memo: dict[Any, Any] | None = None) -> Ledger:
-        """The ledger for a copy of one layer of the sequence `name`: its oldest copy that has no such layer yet.
+    def joined(cls, name: str, layer: int, member: Member, memo: dict[Any, Any] | None = None) -> LayerGroup:
+        """The layer_group for a copy of one layer of the sequence `name`: its oldest copy that has no such layer yet.
 
         Args:
             memo: deepcopy's, which all that it copies in one go has in common: such layers are never parted. One that
                 finds its place taken was not meant to complete an older copy, and so were those that came before it.
         """
-        before: tuple[Ledger, list[tuple[int, Member]]] | None = None if memo is None else memo.get(name)
+        before: tuple[LayerGroup, list[tuple[int, Member]]] | None = None if memo is None else memo.get(name)
         if before is None:
             known = [ref() for ref in cls._copies.get(name, [])]  # alive until this method returns
-            lacking = [ledger for ledger in known if ledger is not None and not ledger._has(layer)]
-            ledger = lacking[0] if lacking else cls._new_copy(name)
+            lacking = [layer_group for layer_group in known if layer_group is not None and not layer_group._has(layer)]
+            layer_group = lacking[0] if lacking else cls._new_copy(name)
             together: list[tuple[int, Member]] = []
         else:
-            ledger, together = before
-            if ledger._has(layer):
-                taken, ledger = ledger, cls._new_copy(name)
+            layer_group, together = before
+            if layer_group._has(layer):
+                taken, layer_group = layer_group, cls._new_copy(name)
                 for number, other in together:
                     del taken._members[number]
-                    ledger.join(number, other)
-                    other.change(taken, ledger)
-        ledger.join(layer, member)
+                    layer_group.join(number, other)
+                    other.change(taken, layer_group)
+        layer_group.join(layer, member)
         if memo is not None:
-            memo[name] = ledger, [*together, (layer, member)]
-        return ledger
+            memo[name] = layer_group, [*together, (layer, member)]
+        return layer_group
 
     @classmethod
-    def _new_copy(cls, name: str) -> Ledger:
-        ledger = cls()
-        ref = weakref.ref(ledger, lambda ref: cls._drop(name, ref))
+    def _new_copy(cls, name: str) -> LayerGroup:
+        layer_group = cls()
+        ref = weakref.ref(layer_group, lambda ref: cls._drop(name, ref))
         cls._copies.setdefault(name, []).append(ref)
-        return ledger
+        return layer_group
 
     @classmethod
-    def _drop(cls, name: str, ref: weakref.ref[Ledger]) -> None:
+    def _drop(cls, name: str, ref: weakref.ref[LayerGroup]) -> None:
         left = [other for other in cls._copies.pop(name, []) if other is not ref]
         if left:
             cls._copies[name] = left
@@ -106,13 +106,13 @@ class Ledger:
     def join(self, layer: int, member: Member) -> None:
         self._members[layer] = weakref.ref(member)
 
-    def for_row(self, index: int) -> Ledger:
-        """The ledger of another row of a new batch whose first row has this one; the same in every layer."""
+    def for_row(self, index: int) -> LayerGroup:
+        """The layer_group of another row of a new batch whose first row has this one; the same in every layer."""
         if index == 0:
             return self
-        ledger = self._rows.get(index) or Ledger()
-        self._rows[index] = ledger
-        return ledger
+        layer_group = self._rows.get(index) or LayerGroup()
+        self._rows[index] = layer_group
+        return layer_group
 
     def forget(self) -> None:
         """A member was trimmed or reset: what was decided about its tokens no longer holds."""

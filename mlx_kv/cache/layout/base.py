@@ -218,7 +218,7 @@ class Layout(Protocol):
         """Tokens of a row that a later query may see, those of its own write aside."""
         ...
 
-    def settled(self, row: Row) -> Row:
+    def compacted_if_due(self, row: Row) -> Row:
         """Where a row will stand when what is due before its next write has been done: a compaction, if anything."""
         ...
 

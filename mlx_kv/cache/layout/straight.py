@@ -60,7 +60,7 @@ class Append(Straight):
     def held(self, row: Row) -> int:
         return row.offset
 
-    def settled(self, row: Row) -> Row:
+    def compacted_if_due(self, row: Row) -> Row:
         return row
 
 
@@ -122,7 +122,7 @@ class Budget(Straight):
         """A row of more tokens than the budget, when it holds exactly the budget."""
         return row._replace(start=self.budget - row.offset)
 
-    def settled(self, row: Row) -> Row:
+    def compacted_if_due(self, row: Row) -> Row:
         return self.compacted(row) if self.due(row) else row
 
     def most_trim(self, row: Row) -> int:

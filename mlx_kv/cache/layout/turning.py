@@ -40,7 +40,7 @@ class Turning:
     def enough_slots(self) -> int:
         return self.most_slots
 
-    def settled(self, row: Row) -> Row:
+    def compacted_if_due(self, row: Row) -> Row:
         return row
 
     def refusal(self, count: int, most: int) -> tuple[str, str]:

@@ -96,7 +96,7 @@ class Decoder:
         policy = replace(policy, max_rollback=max(policy.max_rollback, draft_tokens + 1))
         self.models = (model, draft_model)
         self.caches: tuple[list[Any], list[Any]] = ([], [])
-        self.unread: tuple[list[list[int]], list[list[int]]] = ([], [])  # by row: of the model, of the draft
+        self.pending: tuple[list[list[int]], list[list[int]]] = ([], [])  # by row: of the model, of the draft
         self.draft_tokens = draft_tokens
         self.samplers: list[Sampler | None] = []  # by row; None is greedy
         # Making caches may try out what a model's attention can read: it is done once, rows get copies.
@@ -181,11 +181,11 @@ class Decoder:
             mx.clear_cache()
         if joining.read < joining.longest - 1:
             return False
-        for everyone, joined, unread in zip(self.caches, joining.caches, self.unread, strict=True):
+        for everyone, joined, pending in zip(self.caches, joining.caches, self.pending, strict=True):
             for own, other in zip(everyone, joined, strict=False):
                 own.extend(other)
             everyone[:] = everyone or joined
-            unread.extend([prompt[-1]] for prompt in joining.prompts)
+            pending.extend([prompt[-1]] for prompt in joining.prompts)
         self.samplers.extend(
             SeededSampler(sampler, None, 0) if isinstance(sampler, TemperatureSampler) else sampler
             for sampler in joining.samplers
@@ -197,7 +197,7 @@ class Decoder:
 
         None where they cannot be trimmed to that.
         """
-        behind = [len(unread[row]) for unread in self.unread]
+        behind = [len(pending[row]) for pending in self.pending]
         copies = []
         for caches, own in zip(self.caches, behind, strict=True):
             each = [cache.extract(row) for cache in caches]
@@ -209,13 +209,13 @@ class Decoder:
 
     def keep(self, rows: Sequence[int]) -> None:
         """Lets all other rows go."""
-        for caches, unread in zip(self.caches, self.unread, strict=True):
+        for caches, pending in zip(self.caches, self.pending, strict=True):
             if not rows:
                 caches.clear()
-            elif list(rows) != list(range(len(unread))):
+            elif list(rows) != list(range(len(pending))):
                 for cache in caches:
                     cache.filter(list(rows))
-            unread[:] = [unread[row] for row in rows]
+            pending[:] = [pending[row] for row in rows]
         self.samplers = [self.samplers[row] for row in rows]
 
     def round(self, most: int, statistics: SpeculationStatistics) -> list[list[Emitted]]:
@@ -223,17 +223,17 @@ class Decoder:
         count = min(self.draft_tokens, most - 1)
         noise = self._noise(count + 1)
         drafted = self._draft(count, noise)
-        feed = [unread + tokens for unread, tokens in zip(self.unread[0], drafted, strict=True)]
+        feed = [pending + tokens for pending, tokens in zip(self.pending[0], drafted, strict=True)]
         logprobs = normalized(self.models[0](mx.array(feed), cache=self.caches[0])[:, -(count + 1) :])
         decided = self._accept(drafted, logprobs, noise)
         trim_prompt_cache(self.caches[0], [count - accepted for accepted, _ in decided])
         trim_prompt_cache(self.caches[1], [max(count - accepted - 1, 0) for accepted, _ in decided])
         emitted = []
         for row, (accepted, last) in enumerate(decided):
-            self.unread[0][row] = [last]
+            self.pending[0][row] = [last]
             # The draft has read all drafted tokens but the last one: if that was accepted, it is still to be read.
-            behind = drafted[row][-1:] if count else self.unread[1][row]
-            self.unread[1][row] = [*(behind if accepted == count else []), last]
+            behind = drafted[row][-1:] if count else self.pending[1][row]
+            self.pending[1][row] = [*(behind if accepted == count else []), last]
             tokens = [*drafted[row][:accepted], last]
             emitted.append([Emitted(token, logprobs[row, i], i < accepted) for i, token in enumerate(tokens)])
             if isinstance(sampler := self.samplers[row], SeededSampler):
@@ -276,11 +276,11 @@ class Decoder:
 
     def _draft(self, count: int, noise: mx.array | None) -> list[list[int]]:
         """`count` tokens of the draft model for each row, drawn with the noise (B, count + 1, V) of their positions."""
-        rows = len(self.unread[1])
+        rows = len(self.pending[1])
         if count == 0:
             return [[] for _ in range(rows)]
-        lengths = [len(tokens) for tokens in self.unread[1]]
-        logits = read_ragged(self.models[1], self.caches[1], self.unread[1])
+        lengths = [len(tokens) for tokens in self.pending[1]]
+        logits = read_ragged(self.models[1], self.caches[1], self.pending[1])
         here = mx.take_along_axis(logits, (mx.array(lengths) - 1)[:, None, None], axis=1)[:, 0]  # (B, V)
         tokens: list[mx.array] = []
         for index in range(count):

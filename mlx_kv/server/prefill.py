@@ -22,7 +22,7 @@ from mlx_kv.server.prompts import Prompts
 WORTH_WAITING = 256  # tokens that need not be read if all of another prompt, which has them too, is read first
 
 
-class Reading:
+class PrefillScheduler:
     """Jobs whose prompt is not with the engine yet.
 
     Args:
