@@ -4,6 +4,7 @@
 #   make test       the tests, side by side on all cores
 #   make lint       style and types
 #   make bench      the benchmarks, each ends in one JSON line
+#   make docs       the documentation site, into site/; a broken link or anchor, or a page without a place, is an error
 #   make families   docs/families.md anew, from a walk over all model families of mlx-lm; some minutes
 
 VENV ?= .venv
@@ -15,7 +16,7 @@ comma := ,
 # What the README shows needs figures and the server as well.
 SHOWN := $(if $(EXTRAS),$(EXTRAS)$(comma))plot,server
 
-.PHONY: generate check test lint bench families clean
+.PHONY: generate check test lint bench docs families clean
 
 generate: $(VENV)/.run
 	$(VENV)/bin/mlx-kv generate --prompt-file examples/unfinished.py --kv-budget 512 --kv-bits 8 --max-tokens 40
@@ -34,6 +35,10 @@ bench: $(VENV)/.run
 	$(VENV)/bin/python benchmarks/compaction.py
 	$(VENV)/bin/python benchmarks/batch.py
 
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 SOURCE_DATE_EPOCH=0 $(VENV)/bin/python -m mkdocs build --quiet
+	@echo "site/index.html"
+
 families: $(VENV)/.dev
 	$(VENV)/bin/python tests/mlxlm/family_table.py --write
 
@@ -49,5 +54,9 @@ $(VENV)/.dev: pyproject.toml | $(VENV)/bin/python
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e ".[$(SHOWN),dev]"
 	@touch $@ $(VENV)/.run
 
+$(VENV)/.docs: pyproject.toml | $(VENV)/bin/python
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e ".[$(if $(EXTRAS),$(EXTRAS)$(comma))docs]"
+	@touch $@
+
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis
