@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from mlx_kv.generation.sampling import TemperatureSampler
     from mlx_kv.generation.speculation.decoder import SpeculationStatistics
     from mlx_kv.generation.speculation.stream import speculative_generate
-    from mlx_kv.generation.stream import CacheStatistics, cache_statistics, stream_generate
+    from mlx_kv.generation.statistics import CacheStatistics, cache_statistics
+    from mlx_kv.generation.stream import stream_generate
     from mlx_kv.mlxlm.convert import compact, load, make_prompt_cache, trim_prompt_cache
     from mlx_kv.policy import CachePolicy
     from mlx_kv.prefixes.memory import PromptMemory
@@ -50,7 +51,7 @@ _HOMES = {
     "BatchToken": "generation.engine",
     "Cache": "cache.protocol",
     "CachePolicy": "policy",
-    "CacheStatistics": "generation.stream",
+    "CacheStatistics": "generation.statistics",
     "ChunkedKVCache": "cache.factories",
     "CompressedKVCache": "cache.factories",
     "FixedStep": "cache.growth",
@@ -68,7 +69,7 @@ _HOMES = {
     "TemperatureSampler": "generation.sampling",
     "batch_generate": "generation.batch",
     "bundled_models": "bundled",
-    "cache_statistics": "generation.stream",
+    "cache_statistics": "generation.statistics",
     "compact": "mlxlm.convert",
     "load": "mlxlm.convert",
     "load_prompt_cache": "files.serialization",

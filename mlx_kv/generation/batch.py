@@ -12,10 +12,11 @@ from typing import Any
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from mlx_kv.generation.encoding import encode_prompt
 from mlx_kv.generation.engine import BatchToken, Engine, TokenSequence, make_engine
 from mlx_kv.generation.sampling import Sampler, derived_seed, sampler_of_sequence
+from mlx_kv.generation.speculation import DRAFT_TOKENS
 from mlx_kv.generation.speculation.decoder import SpeculationStatistics
-from mlx_kv.generation.stream import encode_prompt
 from mlx_kv.mlxlm.convert import context_length
 from mlx_kv.policy import CachePolicy
 
@@ -27,7 +28,7 @@ def batch_generate(
     policy: CachePolicy | None = None,
     max_tokens: int | Sequence[int] = 256,
     draft_model: nn.Module | None = None,
-    num_draft_tokens: int = 3,
+    num_draft_tokens: int = DRAFT_TOKENS,
     max_batch_size: int = 8,
     sampler: Sampler | None = None,
     prefill_step_size: int | None = None,

@@ -19,9 +19,10 @@ from mlx_lm.generate import BatchGenerator, generation_stream
 from mlx_lm.models import cache as stock
 
 from mlx_kv.cache.checks import whole_number
+from mlx_kv.generation.prefill import chunk_for, prefill_step, reserve_for
 from mlx_kv.generation.sampling import Sampler
+from mlx_kv.generation.speculation import DRAFT_TOKENS
 from mlx_kv.generation.speculation.decoder import Decoder, Joining, SpeculationStatistics
-from mlx_kv.generation.stream import chunk_for, prefill_step, reserve_for
 from mlx_kv.mlxlm.convert import (
     attention_caches,
     check_alike,
@@ -165,7 +166,7 @@ def make_engine(
     max_batch_size: int = 8,
     prefill_step_size: int | None = None,
     draft_model: nn.Module | None = None,
-    num_draft_tokens: int = 3,
+    num_draft_tokens: int = DRAFT_TOKENS,
     statistics: SpeculationStatistics | None = None,
     return_caches: bool = False,
 ) -> Engine:

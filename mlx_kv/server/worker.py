@@ -22,6 +22,7 @@ import mlx.nn as nn
 
 from mlx_kv.files.fingerprint import model_fingerprint
 from mlx_kv.generation.engine import BatchToken, TokenSequence, make_engine
+from mlx_kv.generation.speculation import DRAFT_TOKENS
 from mlx_kv.mlxlm.convert import context_length
 from mlx_kv.policy import CachePolicy
 from mlx_kv.prefixes.memory import PromptMemory
@@ -67,7 +68,7 @@ class Worker:
         metrics: Metrics,
         policy: CachePolicy | None = None,
         max_batch_size: int = 8,
-        num_draft_tokens: int = 3,
+        num_draft_tokens: int = DRAFT_TOKENS,
         prefill_step_size: int | None = None,
         prompt_memory_bytes: int = 2**30,
         open_store: Callable[[Models], PromptStore] | None = None,

@@ -18,8 +18,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_kv.generation.prefill import chunk_end, prefill_step, read_chunk, read_ragged, reserve_for
 from mlx_kv.generation.sampling import Sampler, SeededSampler, TemperatureSampler, gumbel_noise
-from mlx_kv.generation.stream import prefill_step, reserve_for
 from mlx_kv.mlxlm.convert import can_trim, check_policy, leaves, make_prompt_cache, trim_prompt_cache
 from mlx_kv.policy import CachePolicy
 
@@ -172,13 +172,11 @@ class Decoder:
     def read_on(self, joining: Joining) -> bool:
         """Both models read a chunk; True when the rows have joined, after those that there are."""
         first = joining.read
-        joining.read = min(first + joining.step, joining.longest - 1)
+        joining.read = chunk_end(first, joining.longest, joining.step)
         if joining.read > first:
             pieces = [prompt[:-1][first : joining.read] for prompt in joining.prompts]
             for model, own in zip(self.models, joining.caches, strict=True):
-                read_ragged(model, own, pieces)
-                mx.eval([cache.state for cache in own])
-            mx.clear_cache()
+                read_chunk(model, own, pieces)
         if joining.read < joining.longest - 1:
             return False
         for everyone, joined, pending in zip(self.caches, joining.caches, self.pending, strict=True):
@@ -304,23 +302,6 @@ class Decoder:
                 right += 1
             decided.append((right, own[right]))
         return decided
-
-
-def read_ragged(model: nn.Module, caches: list[Any], tokens: Sequence[Sequence[int]]) -> mx.array:
-    """One pass over rows of any lengths, shorter ones padded on the right: logits (B, longest, V)."""
-    lengths = [len(row) for row in tokens]
-    longest = max(lengths)
-    ragged = min(lengths) < longest
-    if ragged:
-        for cache in caches:
-            cache.prepare(lengths=lengths, right_padding=[longest - length for length in lengths])
-    try:
-        logits: mx.array = model(mx.array([[*row, *[0] * (longest - len(row))] for row in tokens]), cache=caches)
-    finally:
-        if ragged:
-            for cache in caches:
-                cache.finalize()
-    return logits
 
 
 def normalized(logits: mx.array) -> mx.array:

@@ -16,9 +16,10 @@ from mlx_lm.generate import GenerationResponse, generation_stream
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_kv.cache.checks import whole_number
+from mlx_kv.generation.encoding import encode_prompt
 from mlx_kv.generation.sampling import Sampler, sampler_of_sequence
+from mlx_kv.generation.speculation import DRAFT_TOKENS
 from mlx_kv.generation.speculation.decoder import Decoder, SpeculationStatistics
-from mlx_kv.generation.stream import encode_prompt
 from mlx_kv.policy import CachePolicy
 
 
@@ -28,7 +29,7 @@ def speculative_generate(
     tokenizer: Any,
     prompt: str | Sequence[int] | mx.array,
     max_tokens: int = 256,
-    num_draft_tokens: int = 3,
+    num_draft_tokens: int = DRAFT_TOKENS,
     policy: CachePolicy | None = None,
     sampler: Sampler | None = None,
     prefill_step_size: int | None = None,
