@@ -26,9 +26,10 @@ if TYPE_CHECKING:
     import mlx.nn as nn
 
     from mlx_kv.cli.batch_files import Job, Place, Prompts, Survey
-    from mlx_kv.generation.engine import BatchToken, Engine, TokenSequence
+    from mlx_kv.generation.engine import Engine
     from mlx_kv.generation.sampling import Sampler
-    from mlx_kv.generation.speculation.decoder import SpeculationStatistics
+    from mlx_kv.generation.sequence import BatchToken, TokenSequence
+    from mlx_kv.generation.speculation.statistics import SpeculationStatistics
     from mlx_kv.policy import CachePolicy
 
 EXAMPLES = """
@@ -139,7 +140,7 @@ def batch(
 
         from mlx_kv.generation.engine import make_engine
         from mlx_kv.generation.sampling import TemperatureSampler
-        from mlx_kv.generation.speculation.decoder import SpeculationStatistics
+        from mlx_kv.generation.speculation.statistics import SpeculationStatistics
         from mlx_kv.mlxlm.convert import load
 
         network, tokenizer = load(model_path(model))
@@ -242,8 +243,8 @@ class Reader:
 
     def start(self, job: Job) -> TokenSequence:
         """Raises ValueError for an empty prompt, one longer than the context, and tokens that the model has not."""
-        from mlx_kv.generation.engine import TokenSequence
         from mlx_kv.generation.sampling import derived_seed, sampler_of_sequence
+        from mlx_kv.generation.sequence import TokenSequence
 
         tokens = self._tokens(job.prompt)
         if not tokens:

@@ -99,7 +99,7 @@ def generate(
     from mlx_kv.generation.encoding import encode_ending, encode_text, speaks_chat
     from mlx_kv.generation.prefill import prefill_step
     from mlx_kv.generation.sampling import TemperatureSampler
-    from mlx_kv.generation.speculation.decoder import SpeculationStatistics
+    from mlx_kv.generation.speculation.statistics import SpeculationStatistics
     from mlx_kv.generation.speculation.stream import speculative_generate
     from mlx_kv.generation.statistics import cache_statistics
     from mlx_kv.generation.stream import stream_generate

@@ -21,6 +21,8 @@ from mlx_kv.mlxlm.convert import attention_caches
 # that are reserved are allocated at once. Longer answers grow from there.
 MOST_TOKENS_AHEAD = 8192
 PREFILL_STEP = 2048
+MOST_PROMPTS_AT_ONCE = 8  # read together; mlx-lm's number
+CHUNKS_AT_ONCE = 4  # in one pass, however long prompts are: nobody else is served meanwhile
 # On a CPU, where nothing else happens while a chunk is read: no Ctrl-C is heard and no other row served, so it is to
 # take a second at the most. Small chunks are faster there, too; below the least of these, weights are read too often.
 CPU_STEPS = (512, 256, 128, 64)

@@ -28,8 +28,9 @@ from mlx_kv.bundled import FOLDER
 from mlx_kv.evaluation.evaluate import read
 from mlx_kv.evaluation.inspection import inspect_prompt
 from mlx_kv.generation.encoding import encode_prompt
-from mlx_kv.generation.engine import TokenSequence, make_engine
+from mlx_kv.generation.engine import make_engine
 from mlx_kv.generation.prefill import chunk_for
+from mlx_kv.generation.sequence import TokenSequence
 
 Reference = tuple[nn.Module, Any]
 SOURCE = Path(mlx_kv.__file__).parent / "cache" / "kv_cache.py"

@@ -14,7 +14,8 @@ from families import VOCAB, make_family
 from mlx_lm.models import cache as stock
 
 from mlx_kv import CachePolicy, batch_generate, load_prompt_cache, make_prompt_cache, save_prompt_cache, stream_generate
-from mlx_kv.generation.engine import TokenSequence, make_engine
+from mlx_kv.generation.engine import make_engine
+from mlx_kv.generation.sequence import TokenSequence
 from mlx_kv.mlxlm.convert import (
     attention_caches,
     can_trim,
