@@ -148,6 +148,7 @@ class _SeamedModule:
         self.module, self.own = module, own
         self.seams: dict[int, AttentionHook | None] = {}
         self.otherwise: AttentionHook | None = None
+        self.standing = False
 
         @functools.wraps(own)
         def attention(*placed: Any, **named: Any) -> mx.array:
@@ -165,12 +166,15 @@ class _SeamedModule:
         self.seams[number] = otherwise
         _seamed[self.module] = self  # also where the garbage of another seam took it out just now
         self._settle()
-        setattr(self.module, NAME, self.function)
+        if not self.standing:
+            self.standing = True
+            setattr(self.module, NAME, self.function)
 
     def leave(self, number: int) -> None:
         self.seams.pop(number, None)
         self._settle()
         if not self.seams:
+            self.standing = False
             del _seamed[self.module]
             # Else somebody stands in front and calls ours, which hands everything on from now on.
             if getattr(self.module, NAME) is self.function:
