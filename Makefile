@@ -21,6 +21,9 @@ SHOWN := $(if $(EXTRAS),$(EXTRAS)$(comma))plot,server
 generate: $(VENV)/.run
 	$(VENV)/bin/mlx-kv generate --prompt-file examples/unfinished.py --kv-budget 512 --kv-bits 8 --max-tokens 40
 
+check: lint
+	HYPOTHESIS_PROFILE=quick $(VENV)/bin/python -m pytest --numprocesses auto --dist worksteal --quick
+
 test: $(VENV)/.dev
 	$(VENV)/bin/python -m pytest --numprocesses auto --dist worksteal
 

@@ -27,6 +27,21 @@ settings.register_profile("thorough", deadline=None, max_examples=1000, suppress
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help="one case of each test, and none of those marked slow")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("quick"):
+        return
+    first: dict[tuple[Any, ...], pytest.Item] = {}
+    for item in items:
+        if item.get_closest_marker("slow") is None:
+            first.setdefault((item.path, item.parent, getattr(item, "originalname", item.name)), item)
+    config.hook.pytest_deselected(items=[item for item in items if item not in first.values()])
+    items[:] = first.values()
+
+
 @pytest.fixture(scope="session")
 def reference() -> tuple[nn.Module, Any]:
     """The reference model and its tokenizer, float32."""
