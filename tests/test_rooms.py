@@ -26,7 +26,6 @@ LATER = (
     "cli/test_batch_files.py",
     "evaluation/test_evaluation.py",
     "files/test_serialization.py",
-    "mlxlm/families.py",
     "server/test_server.py",
 )
 
