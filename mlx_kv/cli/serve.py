@@ -138,7 +138,7 @@ def serve(
     cache_policy = make_policy(**policy)  # refuses bad settings before anything is loaded
     try:
         from mlx_kv.server import api, metrics, run, worker
-        from mlx_kv.server.doors import Doors, is_loopback
+        from mlx_kv.server.access import AccessRules, is_loopback
     except ImportError as error:
         if error.name not in EXTRA:
             raise
@@ -158,9 +158,9 @@ def serve(
         store.refresh()
         return store
 
-    doors = Doors(host, listed(allowed_hosts), listed(allowed_origins))
+    doors = AccessRules(host, listed(allowed_hosts), listed(allowed_origins))
     if not is_loopback(host):
-        say(f"note: it answers to {doors.in_words}; --allowed-hosts adds names")
+        say(f"note: it answers to {doors.allowed_names}; --allowed-hosts adds names")
         if not keys:
             say(f"note: whoever reaches {host} can use this server: consider --api-key-file")
     counters = metrics.Metrics()

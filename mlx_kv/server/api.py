@@ -22,15 +22,15 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from mlx_kv.generation.stream import encode_prompt
-from mlx_kv.server.answers import AdmissionController, Answer
+from mlx_kv.server.access import AccessRules
 from mlx_kv.server.chat import encode_chat
-from mlx_kv.server.clerk import Clerk, ClerkError
-from mlx_kv.server.doors import Doors
 from mlx_kv.server.job import Job
-from mlx_kv.server.memory import Kept
 from mlx_kv.server.metrics import Metrics
+from mlx_kv.server.occupancy import RowOccupancy
 from mlx_kv.server.requests import ApiError, CompletionRequest, parse, read_json
-from mlx_kv.server.text import Stops
+from mlx_kv.server.responses import AdmissionController, CompletionResponse
+from mlx_kv.server.stop_strings import StopStrings
+from mlx_kv.server.task_thread import TaskThread, TaskThreadError
 from mlx_kv.server.worker import Worker
 
 PAGE = Path(__file__).with_name("page.html")
@@ -77,14 +77,14 @@ class Api:
         name: str,
         limits: Limits | None = None,
         keys: Sequence[str] = (),
-        doors: Doors | None = None,
+        doors: AccessRules | None = None,
     ) -> None:
         self.worker, self.metrics, self.name, self.limits = worker, metrics, name, limits or Limits()
         self._keys = [key.encode() for key in keys]
         self.desk = AdmissionController(worker, metrics, name, worker.max_batch_size + self.limits.queue)
         self._begun = time.time()
         # One thread for tokenizers: they are fast, but a long prompt would hold up everybody else's tokens.
-        self._encoding = Clerk("mlx-kv tokenizer")
+        self._encoding = TaskThread("mlx-kv tokenizer")
         guarded = self._guarded
         self.app = Starlette(
             routes=[
@@ -98,7 +98,7 @@ class Api:
                 Route("/", self._page),
             ],
             exception_handlers={ApiError: self._refused, HTTPException: self._not_found, Exception: self._failed},
-            middleware=(doors or Doors()).middleware(self._refused),
+            middleware=(doors or AccessRules()).middleware(self._refused),
             lifespan=self._lifespan,
         )
 
@@ -162,10 +162,10 @@ class Api:
         self.desk.admit()
         try:
             tokens = await asyncio.wrap_future(self._encoding.submit(lambda: self._encode(asked)))
-            return Answer(self.desk, asked, self._job(asked, tokens, since))
+            return CompletionResponse(self.desk, asked, self._job(asked, tokens, since))
         except BaseException as error:
             self.desk.leave()
-            if isinstance(error, ClerkError):
+            if isinstance(error, TaskThreadError):
                 raise ApiError(500, f"the server failed: {error}") from error
             raise
 
@@ -223,7 +223,7 @@ class Api:
             )  # fmt: skip
         wanted = self.limits.max_tokens if asked.max_tokens is None else asked.max_tokens
         wanted = wanted if context is None else min(wanted, context - len(tokens))
-        stops = Stops(asked.stops)
+        stops = StopStrings(asked.stops)
         return Job(tokens, wanted, asked.temperature, asked.top_p, asked.seed, stops, since=since)
 
     # --- what else there is ---------------------------------------------------------------------------------------
@@ -283,7 +283,7 @@ class Api:
         return JSONResponse(told, headers={"Cache-Control": "no-store"})
 
 
-def _row(job: Job, generated: int, layers: Sequence[Kept]) -> dict[str, Any]:
+def _row(job: Job, generated: int, layers: Sequence[RowOccupancy]) -> dict[str, Any]:
     return {
         "number": job.number,
         "state": "decoding" if job.answer else "reading" if job.joined else "waiting",

@@ -12,8 +12,8 @@ from itertools import count
 
 from mlx_kv.generation.sampling import Sampler, SeededSampler, TemperatureSampler
 from mlx_kv.prefixes.index import packed
-from mlx_kv.server.memory import Memory
-from mlx_kv.server.text import Stops
+from mlx_kv.server.occupancy import BatchOccupancy
+from mlx_kv.server.stop_strings import StopStrings
 
 _numbers = count(1)
 
@@ -37,7 +37,7 @@ class Job:
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int | None = None
-    stops: Stops = field(default_factory=Stops)
+    stops: StopStrings = field(default_factory=StopStrings)
     number: int = field(default_factory=lambda: next(_numbers))
     since: float = field(default_factory=time.monotonic)
     joined: bool = False
@@ -89,7 +89,7 @@ class Snapshot:
         active_memory, prompt_memory: bytes of all arrays, and of prompts that are kept.
     """
 
-    memory: Memory = field(default_factory=Memory)
+    memory: BatchOccupancy = field(default_factory=BatchOccupancy)
     decoding: tuple[Job, ...] = ()
     generated: tuple[int, ...] = ()
     tokens_per_second: float = 0.0

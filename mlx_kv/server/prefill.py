@@ -16,8 +16,8 @@ from mlx_kv.mlxlm.convert import attention_caches, can_trim, trim_prompt_cache
 from mlx_kv.prefixes.index import LEAST_SHARED, needs_checkpoints, packed, shared
 from mlx_kv.prefixes.reader import PromptReader
 from mlx_kv.server.job import Job
-from mlx_kv.server.memory import evicted
-from mlx_kv.server.prompts import Prompts
+from mlx_kv.server.occupancy import evicted
+from mlx_kv.server.tiered_prefixes import TieredPrefixes
 
 WORTH_WAITING = 256  # tokens that need not be read if all of another prompt, which has them too, is read first
 
@@ -33,7 +33,7 @@ class PrefillScheduler:
     def __init__(
         self,
         engine: Engine,
-        prompts: Prompts,
+        prompts: TieredPrefixes,
         step: int | None,
         reading: Callable[[], Iterable[Job]],
         decoding: Callable[[], Iterable[Job]],

@@ -19,8 +19,8 @@ from typing import NoReturn
 
 import uvicorn
 
+from mlx_kv.server.access import AccessRules
 from mlx_kv.server.api import Api, Limits
-from mlx_kv.server.doors import Doors
 from mlx_kv.server.metrics import Metrics
 from mlx_kv.server.worker import Worker
 
@@ -101,7 +101,7 @@ class Server(uvicorn.Server):
             connection.transport.abort()
 
 
-class Ending:
+class ShutdownSignals:
     """What SIGTERM and SIGINT (Ctrl-C) ask for, from the first moment to the last.
 
     The first lets answers finish, a SIGINT after it ends them at once; a SIGTERM more changes nothing, for there are
@@ -171,7 +171,7 @@ def serve(
     port: int,
     limits: Limits,
     keys: Sequence[str] = (),
-    doors: Doors | None = None,
+    doors: AccessRules | None = None,
     drain_seconds: float = 30.0,
     ready: Callable[[str], None] = lambda url: None,
     say: Callable[[str], None] = lambda line: None,
@@ -191,7 +191,7 @@ def serve(
     """
     listening = bound(host, port)
     with listening:
-        ending = Ending(say, drain_seconds)
+        ending = ShutdownSignals(say, drain_seconds)
         worker.start()
         server = Server(Api(worker, metrics, name, limits, keys, doors), drain_seconds)
         listening.listen(BACKLOG)

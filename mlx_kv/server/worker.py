@@ -28,10 +28,10 @@ from mlx_kv.prefixes.memory import PromptMemory
 from mlx_kv.prefixes.reader import PromptReader
 from mlx_kv.prefixes.store import PromptStore
 from mlx_kv.server.job import Job, OutputChunk, Snapshot, sampler_for
-from mlx_kv.server.memory import Memory, evicted, look
 from mlx_kv.server.metrics import Metrics
+from mlx_kv.server.occupancy import BatchOccupancy, evicted, occupancy_of
 from mlx_kv.server.prefill import PrefillScheduler
-from mlx_kv.server.prompts import Prompts
+from mlx_kv.server.tiered_prefixes import TieredPrefixes
 
 LOOK_EVERY = 0.25  # seconds between two looks at what is in memory
 WATCHED_FOR = 3.0  # seconds for which a page that asked counts as looking
@@ -153,7 +153,7 @@ class Worker:
         try:
             self.models: Models = self._load()
             store = None if self._open_store is None else self._open_store(self.models)
-            self._prompts = Prompts(self._prompt_memory, store, self._inbox.put, self._whose)
+            self._prompts = TieredPrefixes(self._prompt_memory, store, self._inbox.put, self._whose)
             self._keeps = store is not None or self._prompt_memory.max_bytes > 0
             self.context, self.vocabulary = context_length(self.models.model), len(self.models.tokenizer)
             self._make_engine()
@@ -341,7 +341,7 @@ class Worker:
             self._counted.popleft()
         rate = sum(n for _, n in self._counted) / max(1.0, now - self._counted[0][0]) if self._counted else 0.0
         decoding = tuple([] if idle else [self._active[number] for number in self._engine.rows])
-        memory = Memory() if idle else look(self._engine.caches, now - self._watched < WATCHED_FOR)
+        memory = BatchOccupancy() if idle else occupancy_of(self._engine.caches, now - self._watched < WATCHED_FOR)
         generated = tuple(len(job.answer) for job in decoding)
         held, kept = mx.get_active_memory(), self._prompt_memory.nbytes
         self.snapshot = Snapshot(memory, decoding, generated, rate, held, kept)

@@ -34,14 +34,14 @@ from mlx_kv import CachePolicy, PromptStore, batch_generate
 from mlx_kv.bundled import model_path
 from mlx_kv.cache.eviction.evictor import Evictor
 from mlx_kv.mlxlm.convert import load
+from mlx_kv.server.access import AccessRules
 from mlx_kv.server.api import Api, Limits
-from mlx_kv.server.doors import Doors
-from mlx_kv.server.memory import runs
 from mlx_kv.server.metrics import Metrics
-from mlx_kv.server.replies import ChatText, Delta
+from mlx_kv.server.occupancy import position_ranges
 from mlx_kv.server.requests import ApiError
+from mlx_kv.server.response_objects import ChatOutputParser, Delta
 from mlx_kv.server.run import Server, bound
-from mlx_kv.server.text import Stops
+from mlx_kv.server.stop_strings import StopStrings
 from mlx_kv.server.worker import Models, Worker
 
 THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
@@ -109,7 +109,7 @@ def running(
     prompt_memory_bytes: int = 0,
     open_store: Any = None,
     change: Callable[[Any], Any] = lambda tokenizer: tokenizer,
-    doors: Doors | None = None,
+    doors: AccessRules | None = None,
 ) -> Iterator[Running]:
     def models() -> Models:
         model, tokenizer = load(model_path("reference"))
@@ -250,7 +250,7 @@ def test_stop_strings_are_cut_exactly(server: Running) -> None:
 def test_how_a_text_falls_into_pieces_does_not_matter(text: str, strings: list[str], random: Any) -> None:
     ends = [(text.find(string) + len(string), text.find(string)) for string in strings if string in text]
     wanted = text[: min(ends)[1]] if ends else text
-    stops, said = Stops(strings), ""
+    stops, said = StopStrings(strings), ""
     rest = text
     while rest:
         n = random.randint(1, len(rest))
@@ -293,7 +293,7 @@ def test_a_seed_with_a_draft_model_does_not_depend_on_other_clients() -> None:
 def test_tool_calls_and_reasoning_are_taken_apart(reference: Any) -> None:
     marks = {"tool_call_start": "<tool_call>", "tool_call_end": "</tool_call>"}
     tokenizer = TokenizerWrapper(reference[1]._tokenizer, tool_parser=json_tools.parse_tool_call, **marks)
-    said, text = Delta(), ChatText(tokenizer, [1], [{"type": "function"}], stream=False)
+    said, text = Delta(), ChatOutputParser(tokenizer, [1], [{"type": "function"}], stream=False)
     call = '{"name": "look", "arguments": {"at": "cache.py"}}'
     for character in f"Well, <tool_call>\n{call}\n</tool_call> a < b":
         said.add(text.feed(character))
@@ -321,7 +321,7 @@ def test_what_a_model_writes_as_a_call_is_one_or_is_text(
     marks = {"tool_call_start": "<tool_call>", "tool_call_end": "</tool_call>"}
     tokenizer = TokenizerWrapper(reference[1]._tokenizer, tool_parser=json_tools.parse_tool_call, **marks)
     for end in ("</tool_call>", ""):
-        said, text = Delta(), ChatText(tokenizer, [1], [{"type": "function"}], stream=True)
+        said, text = Delta(), ChatOutputParser(tokenizer, [1], [{"type": "function"}], stream=True)
         said.add(text.feed(f"<tool_call>{written}{end}"))
         said.add(text.finish())
         assert said.content == content
@@ -330,14 +330,14 @@ def test_what_a_model_writes_as_a_call_is_one_or_is_text(
 
 
 def test_an_answer_that_fails_midway_ends_properly(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = ChatText.feed
+    real = ChatOutputParser.feed
 
-    def feed(self: ChatText, text: str) -> Delta:
+    def feed(self: ChatOutputParser, text: str) -> Delta:
         if len(text) % 7 == 3:
             raise KeyError("a parser of somebody else's")
         return real(self, text)
 
-    monkeypatch.setattr(ChatText, "feed", feed)
+    monkeypatch.setattr(ChatOutputParser, "feed", feed)
     body: dict[str, Any] = {"messages": [{"role": "user", "content": "import"}], "max_tokens": 32}
     check_error(server.post("/v1/chat/completions", **body), 500)
     streamed = server.post("/v1/chat/completions", **body, stream=True).text
@@ -631,27 +631,27 @@ def test_it_answers_to_its_own_names_only(server: Running, path: str) -> None:
 
 
 def test_names_that_are_let_in() -> None:
-    def has(doors: Doors, host: str, origin: str | None = None) -> bool:
+    def has(doors: AccessRules, host: str, origin: str | None = None) -> bool:
         headers = {"host": host} | ({} if origin is None else {"origin": origin})
         with contextlib.suppress(ApiError):
             doors.check(Headers(headers))
             return True
         return False
 
-    wide = Doors("0.0.0.0")
+    wide = AccessRules("0.0.0.0")
     assert all(has(wide, host) for host in ("192.168.1.5:8080", "[fe80::1]:8080", "localhost", socket.gethostname()))
     assert not has(wide, "evil.example")
-    assert "any IP address" in wide.in_words
-    named = Doors("mac.lan", ["Box", "*.home.arpa", "[fd00::1]"])
+    assert "any IP address" in wide.allowed_names
+    named = AccessRules("mac.lan", ["Box", "*.home.arpa", "[fd00::1]"])
     assert all(has(named, host) for host in ("mac.lan:80", "box", "a.b.home.arpa", "[fd00::1]", "127.0.0.1"))
     assert not any(has(named, host) for host in ("home.arpa", "evilhome.arpa", "192.168.1.5", "x.box"))
-    assert has(Doors(hosts=["*"]), "evil.example")
+    assert has(AccessRules(hosts=["*"]), "evil.example")
     for bad in ("http://mac.lan", "mac.lan:8080", "*lan", "a.*.lan", "a/b", "*."):
         with pytest.raises(ValueError, match="is no host name"):
-            Doors(hosts=[bad])
+            AccessRules(hosts=[bad])
     for bad in ("example.com", "https://example.com/", "https://"):
         with pytest.raises(ValueError, match="is no origin"):
-            Doors(origins=[bad])
+            AccessRules(origins=[bad])
 
 
 def test_pages_of_other_sites_are_kept_out(server: Running) -> None:
@@ -674,7 +674,7 @@ def test_pages_of_other_sites_are_kept_out(server: Running) -> None:
 
 
 def test_sites_that_are_let_in() -> None:
-    with running(keys=("a-key",), doors=Doors(origins=["https://good.example"])) as server:
+    with running(keys=("a-key",), doors=AccessRules(origins=["https://good.example"])) as server:
         asks = {
             "Origin": "https://good.example",
             "Access-Control-Request-Method": "POST",
@@ -1075,9 +1075,9 @@ def test_what_is_evicted_is_counted_once(kept: int, monkeypatch: pytest.MonkeyPa
 
 
 def test_positions_as_ranges() -> None:
-    assert runs([]) == []
-    assert runs([0, 1, 2, 5, 6, 9]) == [(0, 3), (5, 7), (9, 10)]
-    assert runs([0, 1, 2, 5, 6, 9], gap=2) == [(0, 10)]
+    assert position_ranges([]) == []
+    assert position_ranges([0, 1, 2, 5, 6, 9]) == [(0, 3), (5, 7), (9, 10)]
+    assert position_ranges([0, 1, 2, 5, 6, 9], gap=2) == [(0, 10)]
 
 
 @pytest.fixture(scope="module")

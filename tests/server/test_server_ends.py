@@ -23,8 +23,8 @@ import pytest
 from test_server import ENDS, LONG, Running, Troubled, cached, check_error, command, running
 
 from mlx_kv.server.api import Limits
-from mlx_kv.server.clerk import Clerk, ClerkError
-from mlx_kv.server.run import Ending
+from mlx_kv.server.run import ShutdownSignals
+from mlx_kv.server.task_thread import TaskThread, TaskThreadError
 
 
 def kill(thread: threading.Thread | None) -> None:
@@ -162,19 +162,19 @@ def test_the_command_ends_with_its_worker() -> None:
 
 
 def test_a_clerk_does_one_thing_after_the_other() -> None:
-    clerk, done = Clerk("clerk"), list[int]()
+    clerk, done = TaskThread("clerk"), list[int]()
     futures = [clerk.submit(lambda n=n: done.append(n) or n) for n in range(50)]  # type: ignore[misc]
     assert [future.result(20) for future in futures] == done == list(range(50))
     assert isinstance(clerk.submit(broken).exception(20), RuntimeError)
     assert clerk.submit(lambda: 7).result(20) == 7
     clerk.close()
-    with pytest.raises(ClerkError, match="closed"):
+    with pytest.raises(TaskThreadError, match="closed"):
         clerk.submit(lambda: 7).result(20)
 
 
 @pytest.mark.parametrize("busy", [True, False])
 def test_who_waits_for_a_clerk_that_dies_is_told(busy: bool) -> None:
-    clerk, holds, go_on = Clerk("clerk"), threading.Event(), threading.Event()
+    clerk, holds, go_on = TaskThread("clerk"), threading.Event(), threading.Event()
     assert clerk.submit(lambda: 7).result(20) == 7
     first = None
     if busy:
@@ -184,7 +184,7 @@ def test_who_waits_for_a_clerk_that_dies_is_told(busy: bool) -> None:
     waiting = clerk.submit(lambda: 7)
     go_on.set()
     for future in filter(None, (first, waiting)):
-        with pytest.raises(ClerkError, match="'clerk' has died"):
+        with pytest.raises(TaskThreadError, match="'clerk' has died"):
             future.result(20)
     assert clerk.submit(lambda: 8).result(20) == 8
     clerk.close()
@@ -204,7 +204,7 @@ def test_a_tokenizer_that_dies_ends_its_requests_only(monkeypatch: pytest.Monkey
 def test_a_disk_that_never_answers_costs_only_time(
     trouble: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mlx_kv.server.prompts.PATIENCE", 0.3 if trouble == "hangs" else 1000.0)
+    monkeypatch.setattr("mlx_kv.server.tiered_prefixes.PATIENCE", 0.3 if trouble == "hangs" else 1000.0)
     stores: list[Troubled] = []
 
     def open_store(models: Any) -> Troubled:
@@ -249,8 +249,8 @@ def deaf(url: str, max_tokens: int = 1_000_000) -> Iterator[socket.socket]:
 
 def test_a_client_that_takes_nothing_loses_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """With events so large that no buffer takes many of them."""
-    monkeypatch.setattr("mlx_kv.server.answers.STALLED", 0.2)
-    monkeypatch.setattr("mlx_kv.server.answers.event", lambda data: b": " + b"x" * 500_000 + b"\n\n")
+    monkeypatch.setattr("mlx_kv.server.responses.STALLED", 0.2)
+    monkeypatch.setattr("mlx_kv.server.responses.event", lambda data: b": " + b"x" * 500_000 + b"\n\n")
     with running(max_batch_size=1, limits=Limits(queue=0)) as server, deaf(server.url):
         server.wait_until(lambda: server.api.desk.admitted == 1)
         server.wait_until_empty()
@@ -343,7 +343,7 @@ def test_a_terminal_that_is_gone_keeps_no_signal_from_what_it_asks_for() -> None
     )
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        ending = Ending(gone, 1.0)
+        ending = ShutdownSignals(gone, 1.0)
         ending.belongs_to(server)
         signal.raise_signal(signal.SIGTERM)
         assert server.should_exit

@@ -194,7 +194,7 @@ def test_jobs_that_come_and_go_at_any_time(
     policy: CachePolicy, prompt_memory_bytes: int, reference: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prompts that share parts of any length, two in five cancelled, a store too small: the others are right."""
-    monkeypatch.setattr("mlx_kv.server.prompts.REFRESH_EVERY", 0.05)
+    monkeypatch.setattr("mlx_kv.server.tiered_prefixes.REFRESH_EVERY", 0.05)
     chance = random.Random(0)
     bases = [[chance.randrange(90) for _ in range(900)] for _ in range(3)]
 

@@ -18,8 +18,8 @@ from starlette.types import Receive, Scope, Send
 
 from mlx_kv.server.job import Job, OutputChunk
 from mlx_kv.server.metrics import Metrics
-from mlx_kv.server.replies import ChatText, Delta, Reply, event, usage_of
 from mlx_kv.server.requests import ApiError, CompletionRequest
+from mlx_kv.server.response_objects import ChatOutputParser, Delta, ResponseBuilder, event, usage_of
 from mlx_kv.server.worker import Worker
 
 KEEP_ALIVE = 15.0  # seconds after which a stream that has nothing to say says so, for proxies
@@ -30,7 +30,7 @@ ENDPOINTS = {"/v1/completions": "completions", "/v1/chat/completions": "chat"}
 log = logging.getLogger("mlx_kv.server")
 
 
-class Mailbox:
+class OutputCollector:
     """What the worker said of one job and nobody has heard yet; pieces that wait become one."""
 
     def __init__(self, job: Job) -> None:
@@ -86,7 +86,7 @@ class AdmissionController:
 
     def __init__(self, worker: Worker, metrics: Metrics, name: str, most: int) -> None:
         self.worker, self.metrics, self.name, self._most = worker, metrics, name, most
-        self._mailboxes: dict[int, Mailbox] = {}  # by number of the job
+        self._mailboxes: dict[int, OutputCollector] = {}  # by number of the job
         self._admitted = 0
         self._closing: str | None = None  # why nobody is let in any longer
 
@@ -131,9 +131,9 @@ class AdmissionController:
     def leave(self) -> None:
         self._admitted -= 1
 
-    def submit(self, job: Job) -> Mailbox:
+    def submit(self, job: Job) -> OutputCollector:
         """Hands a job to the worker; its pieces come to the mailbox."""
-        mailbox = self._mailboxes[job.number] = Mailbox(job)
+        mailbox = self._mailboxes[job.number] = OutputCollector(job)
         if self._closing is not None:  # while its prompt was made tokens
             mailbox.fail(ApiError(503, self._closing))
         self.worker.submit(job)
@@ -165,16 +165,18 @@ class AdmissionController:
         self.metrics.requests.labels(ENDPOINTS.get(path, "other"), str(status)).inc()
 
 
-class Answer(Response):
+class CompletionResponse(Response):
     """One request that was let in, while it is being answered."""
 
     def __init__(self, desk: AdmissionController, asked: CompletionRequest, job: Job) -> None:
         super().__init__()
         self._desk, self._asked, self._job = desk, asked, job
         self._text = (
-            ChatText(desk.worker.models.tokenizer, job.tokens, asked.tools, asked.stream) if asked.chat else None
+            ChatOutputParser(desk.worker.models.tokenizer, job.tokens, asked.tools, asked.stream)
+            if asked.chat
+            else None
         )
-        self._reply, self._generated, self._finish = Reply(asked, desk.name), 0, ""
+        self._reply, self._generated, self._finish = ResponseBuilder(asked, desk.name), 0, ""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         desk, job, status = self._desk, self._job, 499

@@ -39,7 +39,7 @@ class Delta:
         return {name: value for name, value in named.items() if value}
 
 
-class ChatText:
+class ChatOutputParser:
     """Takes the text of a chat's answer apart, as it comes.
 
     Args:
@@ -104,7 +104,7 @@ def _checked(parser: Callable[..., Any]) -> Callable[..., Any]:
     return parse
 
 
-class Reply:
+class ResponseBuilder:
     """The objects of one answer, which share an id, a time and a model."""
 
     def __init__(self, asked: CompletionRequest, model: str) -> None:

@@ -40,7 +40,7 @@ def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
         return None
 
 
-class Doors:
+class AccessRules:
     """Who may come in.
 
     Args:
@@ -69,7 +69,7 @@ class Doors:
         self._origins = [origin.lower() for origin in origins]
 
     @property
-    def in_words(self) -> str:
+    def allowed_names(self) -> str:
         """Which names are let in."""
         if ANY in self._hosts:
             return "any name"
@@ -81,7 +81,7 @@ class Doors:
         Args:
             refused: makes the answer for those who may not come in.
         """
-        made = [Middleware(Doorkeeper, doors=self, refused=refused)]
+        made = [Middleware(AccessMiddleware, doors=self, refused=refused)]
         if self._origins:
             made.append(
                 Middleware(
@@ -97,7 +97,7 @@ class Doors:
         if not self._has(name):
             raise ApiError(
                 403, f"{host[:200]!r} is no name of this server: start it with --allowed-hosts NAME, or come by one of "
-                f"these: {self.in_words}", None, "host_not_allowed",
+                f"these: {self.allowed_names}", None, "host_not_allowed",
             )  # fmt: skip
         own = origin is not None and _netloc(origin) == host.lower()
         if origin is not None and not own and not {ANY, origin.lower()} & set(self._origins):
@@ -128,10 +128,10 @@ def _netloc(origin: str) -> str:
         return ""
 
 
-class Doorkeeper:
+class AccessMiddleware:
     """Lets requests in that `doors` lets in; others get an error object."""
 
-    def __init__(self, app: ASGIApp, doors: Doors, refused: Refused) -> None:
+    def __init__(self, app: ASGIApp, doors: AccessRules, refused: Refused) -> None:
         self._app, self._doors, self._refused = app, doors, refused
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
