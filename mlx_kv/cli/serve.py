@@ -158,15 +158,15 @@ def serve(
         store.refresh()
         return store
 
-    doors = AccessRules(host, listed(allowed_hosts), listed(allowed_origins))
+    access = AccessRules(host, listed(allowed_hosts), listed(allowed_origins))
     if not is_loopback(host):
-        say(f"note: it answers to {doors.allowed_names}; --allowed-hosts adds names")
+        say(f"note: it answers to {access.allowed_names}; --allowed-hosts adds names")
         if not keys:
             say(f"note: whoever reaches {host} can use this server: consider --api-key-file")
     counters = metrics.Metrics()
     works = worker.Worker(
         load,
-        lambda pieces: None,
+        lambda chunks: None,
         counters,
         cache_policy,
         max_batch_size,
@@ -191,7 +191,7 @@ def serve(
             port,
             limits,
             keys,
-            doors,
+            access,
             drain_seconds,
             ready=lambda url: say(f"{model} at {url}/v1, its memory at {url}/"),
             say=say,

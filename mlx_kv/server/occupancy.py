@@ -74,7 +74,7 @@ def occupancy_of(caches: Sequence[Any], positions: bool) -> BatchOccupancy:
     return BatchOccupancy(rows, held.bytes_live, held.bytes_allocated, held.bytes_full)
 
 
-def evicted(caches: Iterable[Any]) -> list[int]:
+def tokens_evicted(caches: Iterable[Any]) -> list[int]:
     """Tokens that a budget has evicted of each row, by the busiest layer."""
     counts = [
         [max(0, -row.start) for row in cache._rows] for cache in attention_caches(caches) if cache.evictor is not None

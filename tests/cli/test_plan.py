@@ -235,7 +235,7 @@ def test_of_a_hub_id_only_the_config_is_fetched(tmp_path: Path, call: Any, monke
 @pytest.mark.parametrize("environment", [{"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": "http://127.0.0.1:9"}])
 def test_no_network_is_one_line(environment: dict[str, str], tmp_path: Path) -> None:
     """Where nobody answers, too: no line for each of five retries, which take half a minute."""
-    arguments = [sys.executable, "-m", "mlx_kv.cli.main", "plan", "--model", "nobody/nothing"]
+    arguments = [sys.executable, "-m", "mlx_kv.cli", "plan", "--model", "nobody/nothing"]
     done = subprocess.run(arguments, capture_output=True, text=True, env={"HOME": str(tmp_path), **environment})
     assert done.returncode == 2
     assert done.stderr.startswith("mlx-kv: error: cannot fetch config.json of nobody/nothing from the hub: ")

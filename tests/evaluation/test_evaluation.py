@@ -388,7 +388,7 @@ def test_bad_input_is_one_line_and_exit_code_2(case: str, call: Any, tmp_path: P
 
 
 def test_help_has_examples_and_needs_no_mlx() -> None:
-    code = "import sys; from mlx_kv import cli; sys.argv = ['mlx-kv', 'eval', '--help']; cli.main()"
+    code = "import sys; from mlx_kv.cli.main import main; sys.argv = ['mlx-kv', 'eval', '--help']; main()"
     done = subprocess.run([sys.executable, "-X", "importtime", "-c", code], capture_output=True, text=True)
     assert "mlx-kv eval --tasks copy" in done.stdout
     assert "mlx.core" not in done.stderr

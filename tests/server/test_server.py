@@ -36,10 +36,10 @@ from mlx_kv.cache.eviction.evictor import Evictor
 from mlx_kv.mlxlm.convert import load
 from mlx_kv.server.access import AccessRules
 from mlx_kv.server.api import Api, Limits
+from mlx_kv.server.chat_output import ChatOutputParser, Delta
+from mlx_kv.server.errors import ApiError
 from mlx_kv.server.metrics import Metrics
 from mlx_kv.server.occupancy import position_ranges
-from mlx_kv.server.requests import ApiError
-from mlx_kv.server.response_objects import ChatOutputParser, Delta
 from mlx_kv.server.run import Server, bound
 from mlx_kv.server.stop_strings import StopStrings
 from mlx_kv.server.worker import Models, Worker
@@ -88,15 +88,17 @@ class Running:
     def wait_until_empty(self) -> None:
         """No row is left, neither in the engine nor in the snapshot, and nobody holds a place."""
         self.wait_until(lambda: not self.worker._active and not self.worker._waiting and not self.worker._engine.busy)
-        self.wait_until(lambda: not self.worker.snapshot.decoding and self.worker.snapshot.memory.bytes_allocated == 0)
-        self.wait_until(lambda: self.api.desk.admitted == 0 and not self.api.desk.jobs)
+        self.wait_until(
+            lambda: not self.worker.snapshot.decoding and self.worker.snapshot.occupancy.bytes_allocated == 0
+        )
+        self.wait_until(lambda: self.api.admission.admitted == 0 and not self.api.admission.jobs)
 
     def wait_until_kept(self) -> None:
         """What was read for answers that have ended is in memory, and on the disk."""
         taken = threading.Event()
         self.worker._inbox.put(taken.set)
         assert taken.wait(20)
-        self.worker._prompts._disk.submit(int).result()
+        self.worker._prefixes._disk.submit(int).result()
 
 
 @contextlib.contextmanager
@@ -109,7 +111,7 @@ def running(
     prompt_memory_bytes: int = 0,
     open_store: Any = None,
     change: Callable[[Any], Any] = lambda tokenizer: tokenizer,
-    doors: AccessRules | None = None,
+    access: AccessRules | None = None,
 ) -> Iterator[Running]:
     def models() -> Models:
         model, tokenizer = load(model_path("reference"))
@@ -118,7 +120,7 @@ def running(
     metrics = Metrics()
     worker = Worker(
         models,
-        lambda pieces: None,
+        lambda chunks: None,
         metrics,
         policy,
         max_batch_size,
@@ -126,7 +128,7 @@ def running(
         open_store=open_store,
     )
     worker.start()
-    api = Api(worker, metrics, "reference", limits, keys, doors)
+    api = Api(worker, metrics, "reference", limits, keys, access)
     server = Server(api, drain_seconds=5)
     with bound("127.0.0.1", 0) as listening:
         listening.listen()
@@ -583,7 +585,7 @@ def test_unknown_paths_and_methods(server: Running) -> None:
 def test_a_full_queue_turns_away() -> None:
     with running(max_batch_size=1, limits=Limits(queue=1)) as server, ThreadPoolExecutor(2) as pool:
         waiting = [pool.submit(server.complete, "import", 300) for _ in range(2)]
-        server.wait_until(lambda: server.api.desk._admitted == 2)
+        server.wait_until(lambda: server.api.admission._admitted == 2)
         answer = server.post(prompt="x")
         assert check_error(answer, 429)["type"] == "rate_limit_error"
         assert int(answer.headers["Retry-After"]) >= 1
@@ -631,10 +633,10 @@ def test_it_answers_to_its_own_names_only(server: Running, path: str) -> None:
 
 
 def test_names_that_are_let_in() -> None:
-    def has(doors: AccessRules, host: str, origin: str | None = None) -> bool:
+    def has(rules: AccessRules, host: str, origin: str | None = None) -> bool:
         headers = {"host": host} | ({} if origin is None else {"origin": origin})
         with contextlib.suppress(ApiError):
-            doors.check(Headers(headers))
+            rules.check(Headers(headers))
             return True
         return False
 
@@ -674,7 +676,7 @@ def test_pages_of_other_sites_are_kept_out(server: Running) -> None:
 
 
 def test_sites_that_are_let_in() -> None:
-    with running(keys=("a-key",), doors=AccessRules(origins=["https://good.example"])) as server:
+    with running(keys=("a-key",), access=AccessRules(origins=["https://good.example"])) as server:
         asks = {
             "Origin": "https://good.example",
             "Access-Control-Request-Method": "POST",
@@ -905,7 +907,7 @@ def test_a_long_prompt_is_read_between_the_tokens_of_others() -> None:
             body = {"prompt": "import os", "max_tokens": 500, "stream": True}
             with server.http.stream("POST", "/v1/completions", json=body) as answer:
                 for _ in filter(lambda line: line.startswith("data: {"), answer.iter_lines()):
-                    now = sum(job.joined and not job.answer for job in server.api.desk.jobs)
+                    now = sum(job.joined and not job.answer for job in server.api.admission.jobs)
                     reading.append(now)
 
         thread = threading.Thread(target=other)
@@ -963,7 +965,7 @@ def test_nobody_waits_for_a_disk(trouble: str, tmp_path: Path) -> None:
             answer = other.result().json()
         else:
             slow = pool.submit(server.post, prompt=LONG + ENDS[0], max_tokens=20)
-            server.wait_until(lambda: server.metrics.total("prefix_misses") > 0 or server.worker._reading.waits)
+            server.wait_until(lambda: server.metrics.total("prefix_misses") > 0 or server.worker._prefill.waits)
             if trouble == "slow":
                 server.complete("class A:\n    ", 30)
                 assert not slow.done()
@@ -1023,10 +1025,10 @@ def test_all_that_was_let_in_is_shown() -> None:
         try:
             server.worker._inbox.put(lambda: go_on.wait(20) and None)
             asked += [pool.submit(server.complete, "import os", 4)]
-            server.wait_until(lambda: len(server.api.desk.jobs) == 6)
-            server.api._encoding.submit(lambda: encoding.wait(20))
+            server.wait_until(lambda: len(server.api.admission.jobs) == 6)
+            server.api._tokenizing.submit(lambda: encoding.wait(20))
             asked += [pool.submit(server.complete, "import os", 4)]
-            server.wait_until(lambda: server.api.desk.admitted == 7)
+            server.wait_until(lambda: server.api.admission.admitted == 7)
             seen = server.http.get("/memory").json()
             assert (seen["in_flight"], seen["waiting"]) == (7, 5)
             states = [row["state"] for row in seen["rows"]]
@@ -1148,7 +1150,7 @@ def test_the_page_asks_for_a_key(browser: Any) -> None:
 
 @contextlib.contextmanager
 def command(
-    *options: str, program: Sequence[str] = ("-m", "mlx_kv.cli.main", "serve", "--port", "0")
+    *options: str, program: Sequence[str] = ("-m", "mlx_kv.cli", "serve", "--port", "0")
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """`mlx-kv serve` as a process, and its address."""
     process = subprocess.Popen([sys.executable, *program, *options], stderr=subprocess.PIPE, text=True)
@@ -1197,7 +1199,7 @@ def test_sigterm_waits_only_so_long() -> None:
 
 
 def failing(*options: str, **environment: str) -> str:
-    words = [sys.executable, "-m", "mlx_kv.cli.main", "serve", *options]
+    words = [sys.executable, "-m", "mlx_kv.cli", "serve", *options]
     done = subprocess.run(words, capture_output=True, text=True, env=os.environ | environment, timeout=60)
     assert done.returncode == 2, done.stderr
     assert done.stdout == ""

@@ -23,7 +23,7 @@ import pytest
 from test_server import ENDS, LONG, Running, Troubled, cached, check_error, command, running
 
 from mlx_kv.server.api import Limits
-from mlx_kv.server.run import ShutdownSignals
+from mlx_kv.server.shutdown import ShutdownSignals
 from mlx_kv.server.task_thread import TaskThread, TaskThreadError
 
 
@@ -92,7 +92,7 @@ def test_whatever_the_worker_dies_of_every_request_ends(
         with held(server):
             asked.append(pool.submit(server.post, **body))
             asked.append(pool.submit(server.post, **body, stream=True))
-            server.wait_until(lambda: len(server.api.desk.jobs) == 4)
+            server.wait_until(lambda: len(server.api.admission.jobs) == 4)
             death(server, monkeypatch)
         answers = [each.result(20) for each in asked]
         streamed = [answers[0].text, answers[3].text]
@@ -102,14 +102,14 @@ def test_whatever_the_worker_dies_of_every_request_ends(
         assert told.startswith("the server ends: its worker died of ")
         assert told in streamed[1]
         assert ("no memory left" in told) == (death in (no_engine, no_delivery))
-        server.wait_until(lambda: server.api.desk.admitted == 0 and not server.api.desk.jobs)
+        server.wait_until(lambda: server.api.admission.admitted == 0 and not server.api.admission.jobs)
 
 
 def test_later_requests_hear_why_there_is_no_worker() -> None:
     with running() as server:
         kill(server.worker._thread)
         server.worker.cancel(server.worker.snapshot)  # type: ignore[arg-type]  # which wakes it
-        server.wait_until(lambda: server.api.desk._closing is not None)
+        server.wait_until(lambda: server.api.admission._closing is not None)
 
         async def ask() -> list[httpx.Response]:
             transport = httpx.ASGITransport(app=server.api.app)
@@ -141,9 +141,9 @@ def test_an_engine_that_can_be_made_at_the_second_try_is_used(monkeypatch: pytes
         assert len(tries) == 2
 
 
-SERVE = "import sys; from mlx_kv import cli; sys.argv[1:] = ['serve', '--port', '0']; "
+SERVE = "import sys; from mlx_kv.cli.main import main; sys.argv[1:] = ['serve', '--port', '0']; "
 DIES = SERVE + (
-    "from mlx_kv.server import worker; worker.Worker._told = lambda self, tokens: sys.exit('gone'); cli.main()"
+    "from mlx_kv.server import worker; worker.Worker._deliver = lambda self, tokens: sys.exit('gone'); main()"
 )
 
 
@@ -217,16 +217,16 @@ def test_a_disk_that_never_answers_costs_only_time(
         server.wait_until_empty()
     with running(open_store=open_store) as server, ThreadPoolExecutor(1) as pool:
         slow = pool.submit(server.post, prompt=LONG + ENDS[0], max_tokens=20)
-        server.wait_until(lambda: bool(server.worker._active) and server.worker._reading._fetching is not None)
+        server.wait_until(lambda: bool(server.worker._active) and server.worker._prefill._fetching is not None)
         if trouble == "dies":
-            kill(server.worker._prompts._disk._thread)
+            kill(server.worker._prefixes._disk._thread)
             stores[-1].go_on.set()
         answer = slow.result(20).json()
         assert answer["choices"][0]["text"] == wanted
         assert cached(answer) == 0
         stores[-1].go_on.set()
         again = server.post(prompt=LONG + ENDS[1], max_tokens=5).json()  # and the disk is asked again
-        server.wait_until(lambda: not server.worker._prompts._late)
+        server.wait_until(lambda: not server.worker._prefixes._late)
         again = server.post(prompt=LONG + ENDS[2], max_tokens=5).json()
         assert cached(again) > 1000
 
@@ -252,7 +252,7 @@ def test_a_client_that_takes_nothing_loses_its_place(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("mlx_kv.server.responses.STALLED", 0.2)
     monkeypatch.setattr("mlx_kv.server.responses.event", lambda data: b": " + b"x" * 500_000 + b"\n\n")
     with running(max_batch_size=1, limits=Limits(queue=0)) as server, deaf(server.url):
-        server.wait_until(lambda: server.api.desk.admitted == 1)
+        server.wait_until(lambda: server.api.admission.admitted == 1)
         server.wait_until_empty()
         assert server.complete("import", 3)
 
@@ -314,8 +314,8 @@ def test_ctrl_c_after_a_signal_ends_at_once(first: signal.Signals) -> None:
 
 
 LOADS = SERVE + (
-    "from mlx_kv import adapter; import time; "
-    "adapter.load = lambda path: print('loading', file=sys.stderr, flush=True) or time.sleep(60); cli.main()"
+    "from mlx_kv.mlxlm import convert; import time; "
+    "convert.load = lambda path: print('loading', file=sys.stderr, flush=True) or time.sleep(60); main()"
 )
 
 
@@ -344,7 +344,7 @@ def test_a_terminal_that_is_gone_keeps_no_signal_from_what_it_asks_for() -> None
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         ending = ShutdownSignals(gone, 1.0)
-        ending.belongs_to(server)
+        ending.attach(server)
         signal.raise_signal(signal.SIGTERM)
         assert server.should_exit
         signal.raise_signal(signal.SIGINT)
