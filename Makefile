@@ -1,6 +1,7 @@
 # Each target does its own set-up: a virtual environment in .venv, and in it this package with what it needs.
 #   make generate   the main job on real input: the reference model goes on from examples/unfinished.py, on a budget
-#   make test       the tests
+#   make check      style, types and the quick half of the tests: under a minute, for the inner loop
+#   make test       the tests, side by side on all cores
 #   make lint       style and types
 #   make bench      the benchmarks, each ends in one JSON line
 #   make docs       the documentation site, into site/; a broken link or anchor, or a page without a place, is an error
@@ -15,13 +16,16 @@ comma := ,
 # What the README shows needs figures and the server as well.
 SHOWN := $(if $(EXTRAS),$(EXTRAS)$(comma))plot,server
 
-.PHONY: generate test lint bench docs families clean
+.PHONY: generate check test lint bench docs families clean
 
 generate: $(VENV)/.run
 	$(VENV)/bin/mlx-kv generate --prompt-file examples/unfinished.py --kv-budget 512 --kv-bits 8 --max-tokens 40
 
+check: lint
+	HYPOTHESIS_PROFILE=quick $(VENV)/bin/python -m pytest --numprocesses auto --dist worksteal --quick
+
 test: $(VENV)/.dev
-	$(VENV)/bin/python -m pytest
+	$(VENV)/bin/python -m pytest --numprocesses auto --dist worksteal
 
 lint: $(VENV)/.dev
 	$(VENV)/bin/ruff check .

@@ -34,7 +34,9 @@ if TYPE_CHECKING:
     from mlx_kv.generation.speculation.decoder import SpeculationStatistics
     from mlx_kv.generation.speculation.stream import speculative_generate
     from mlx_kv.generation.stream import CacheStatistics, cache_statistics, stream_generate
-    from mlx_kv.mlxlm.convert import compact, load, make_prompt_cache, trim_prompt_cache
+    from mlx_kv.mlxlm.convert import make_prompt_cache
+    from mlx_kv.mlxlm.loading import load
+    from mlx_kv.mlxlm.trimming import compact, trim_prompt_cache
     from mlx_kv.policy import CachePolicy
     from mlx_kv.prefixes.memory import PromptMemory
     from mlx_kv.prefixes.reader import PromptReader
@@ -69,8 +71,8 @@ _HOMES = {
     "batch_generate": "generation.batch",
     "bundled_models": "bundled",
     "cache_statistics": "generation.stream",
-    "compact": "mlxlm.convert",
-    "load": "mlxlm.convert",
+    "compact": "mlxlm.trimming",
+    "load": "mlxlm.loading",
     "load_prompt_cache": "files.serialization",
     "make_prompt_cache": "mlxlm.convert",
     "model_path": "bundled",
@@ -79,7 +81,7 @@ _HOMES = {
     "score_names": "cache.eviction.scores",
     "speculative_generate": "generation.speculation.stream",
     "stream_generate": "generation.stream",
-    "trim_prompt_cache": "mlxlm.convert",
+    "trim_prompt_cache": "mlxlm.trimming",
 }
 
 __all__ = [

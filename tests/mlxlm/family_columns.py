@@ -34,7 +34,7 @@ from mlx_kv import (
     trim_prompt_cache,
 )
 from mlx_kv.generation.engine import TokenSequence, make_engine
-from mlx_kv.mlxlm.convert import attention_caches, leaves
+from mlx_kv.mlxlm.traverse import attention_caches, leaves
 
 EXACT = Verdict("exact")
 AS_MLX_LM = Verdict("as mlx-lm", "mlx-lm's model sees later tokens of the same chunk: its answers depend on the chunks")
