@@ -1,6 +1,6 @@
 """The moves of several rows as those of one batch. Rows that are not compacted move slots onto themselves.
 
-Knows nothing about scores or stores. Shapes: B rows; H is 1 where heads agree.
+Knows nothing about scores or buffers. Shapes: B rows; H is 1 where heads agree.
 """
 
 from __future__ import annotations

@@ -206,12 +206,12 @@ class Evictor:
         if not due:
             return rows
         step = self._next_step()
-        mx.eval([store.planes for store in step.stores])  # what is still to be computed is no part of a compaction
+        mx.eval([buffer.planes for buffer in step.buffers])  # what is still to be computed is no part of a compaction
         started = time.perf_counter()
         moves, kept = step.all_moves({i: self._moves(step, i) for i in due})
         kept.compute()
-        for store in step.stores:
-            store.move(*moves)
+        for buffer in step.buffers:
+            buffer.move(*moves)
         self._step = None
         self.members = self.members.compacted(due, kept, moves.source.shape[2], time.perf_counter() - started)
         return tuple([layout.compacted(row) if i in due else row for i, row in enumerate(rows)])
@@ -243,7 +243,7 @@ class Evictor:
 
     def row(self, group: LayerGroup) -> Row:
         owner = self._owner()
-        if owner is None or owner.view.stores is None or group not in self.members.groups:
+        if owner is None or owner.view.buffers is None or group not in self.members.groups:
             return Row()
         return owner.view.rows[self.members.groups.index(group)]
 

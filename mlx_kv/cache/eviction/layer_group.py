@@ -91,7 +91,8 @@ class LayerGroup:
         """
         before: CopiedTogether | None = None if memo is None else memo.get(name)
         if before is None:
-            group, together = cls._lacking(name, layer), ()
+            group = cls._lacking(name, layer)
+            together: tuple[tuple[int, Member], ...] = ()
         else:
             group, together = before
             if group._has(layer):

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from mlx_kv.cache.buffers import Store
+from mlx_kv.cache.buffers import SlotBuffer
 from mlx_kv.cache.eviction.granularity import Granularity
 from mlx_kv.cache.eviction.kept_tokens import KeptTokens
 from mlx_kv.cache.eviction.scores import Score
@@ -24,7 +24,7 @@ class Scoring:
     Args:
         layout, score, granularity: the evictor's.
         rows: where each row stands.
-        stores: of keys and of values.
+        buffers: of keys and of values.
         kept: what is known of the tokens before the cut.
     """
 
@@ -34,11 +34,11 @@ class Scoring:
         score: Score,
         granularity: Granularity,
         rows: Sequence[Row],
-        stores: Sequence[Store],
+        buffers: Sequence[SlotBuffer],
         kept: KeptTokens,
     ) -> None:
         self._layout, self._score, self._granularity = layout, score, granularity
-        self._rows, self._stores, self._kept = rows, stores, kept
+        self._rows, self._buffers, self._kept = rows, buffers, kept
         self._alike = all(row == rows[0] for row in rows)
         self._before_recent: dict[int | None, mx.array] = {}  # by row; those of all rows by None
 
@@ -84,11 +84,11 @@ class Scoring:
     def _asked(self, index: int | None, first: int, last: int) -> mx.array:
         """What the score says of slots [first, last) of one row or, as (B, H, n), of all; it must be of that shape."""
 
-        def read(store: Store) -> mx.array:
-            planes = store.read(((first, last),))
-            return store.codec.decode(planes if index is None else tuple(p[index : index + 1] for p in planes))
+        def read(buffer: SlotBuffer) -> mx.array:
+            planes = buffer.read(((first, last),))
+            return buffer.codec.decode(planes if index is None else tuple(p[index : index + 1] for p in planes))
 
-        keys, values = map(read, self._stores)
+        keys, values = map(read, self._buffers)
         which = range(len(self._rows)) if index is None else [index]
         live = [self._kept.live_positions(self._layout, self._rows[i], i) for i in which]
         positions = mx.stack([line[:, first:last] for line in live])  # (B or 1, H', n)

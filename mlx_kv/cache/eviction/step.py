@@ -25,23 +25,23 @@ class CompactionStep:
 
     Attributes:
         view: of the cache, as it stands.
-        stores: of its keys and values.
+        buffers: of its keys and values.
         scoring: what its tokens are worth.
     """
 
     def __init__(
         self, layout: Budget, score: Score, granularity: Granularity, view: CacheView, kept: KeptTokens
     ) -> None:
-        assert view.stores is not None, "only tokens that are there can be evicted"
-        self.view, self.stores = view, view.stores
-        self.scoring = Scoring(layout, score, granularity, view.rows, view.stores, kept)
+        assert view.buffers is not None, "only tokens that are there can be evicted"
+        self.view, self.buffers = view, view.buffers
+        self.scoring = Scoring(layout, score, granularity, view.rows, view.buffers, kept)
         self._layout, self._score, self._kept = layout, score, kept
         self._own_moves: dict[int, Moves] = {}
 
     def is_of(self, view: CacheView) -> bool:
         """Whether a cache stands as it did, and holds its tokens where it did."""
-        stores = view.stores or ()
-        return view.rows == self.view.rows and all(one is other for one, other in zip(stores, self.stores, strict=True))
+        same = zip(view.buffers or (), self.buffers, strict=True)
+        return view.rows == self.view.rows and all(one is other for one, other in same)
 
     def own_moves(self, index: int) -> Moves:
         """What moves in one row if this layer decides alone, (H', m).
