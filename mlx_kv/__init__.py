@@ -14,6 +14,7 @@ from mlx_kv import blas
 if TYPE_CHECKING:
     from mlx_kv.bundled import bundled_models, model_path
     from mlx_kv.cache.eviction.scores import register_score, score_names
+    from mlx_kv.cache.eviction.scores.tokens import ScoredTokens
     from mlx_kv.cache.factories import (
         BatchKVCache,
         BatchRotatingKVCache,
@@ -68,6 +69,7 @@ _HOMES = {
     "PromptMemory": "prefixes.memory",
     "PromptReader": "prefixes.reader",
     "PromptStore": "prefixes.store",
+    "ScoredTokens": "cache.eviction.scores.tokens",
     "SpeculationStatistics": "generation.speculation.statistics",
     "TemperatureSampler": "generation.sampling",
     "batch_generate": "generation.batch",
@@ -108,6 +110,7 @@ __all__ = [
     "RingBufferKVCache",
     "RingKVCache",
     "RotatingKVCache",
+    "ScoredTokens",
     "SpeculationStatistics",
     "TemperatureSampler",
     "batch_generate",
