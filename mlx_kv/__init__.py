@@ -13,6 +13,7 @@ from mlx_kv import blas
 
 if TYPE_CHECKING:
     from mlx_kv.bundled import bundled_models, model_path
+    from mlx_kv.cache.codecs import codec_names, register_codec
     from mlx_kv.cache.eviction.scores import register_score, score_names
     from mlx_kv.cache.factories import (
         BatchKVCache,
@@ -69,11 +70,13 @@ _HOMES = {
     "batch_generate": "generation.batch",
     "bundled_models": "bundled",
     "cache_statistics": "generation.stream",
+    "codec_names": "cache.codecs",
     "compact": "mlxlm.convert",
     "load": "mlxlm.convert",
     "load_prompt_cache": "files.serialization",
     "make_prompt_cache": "mlxlm.convert",
     "model_path": "bundled",
+    "register_codec": "cache.codecs",
     "register_score": "cache.eviction.scores",
     "save_prompt_cache": "files.serialization",
     "score_names": "cache.eviction.scores",
@@ -107,11 +110,13 @@ __all__ = [
     "batch_generate",
     "bundled_models",
     "cache_statistics",
+    "codec_names",
     "compact",
     "load",
     "load_prompt_cache",
     "make_prompt_cache",
     "model_path",
+    "register_codec",
     "register_score",
     "save_prompt_cache",
     "score_names",

@@ -213,8 +213,8 @@ def live_slots(cache: KVCache, row: Row) -> set[int]:
 
 def poison(cache: KVCache) -> None:
     """Fills every slot that holds no token with large finite values."""
-    live = [live_slots(cache, row) for row in cache._rows]
-    for buffer in cache._buffers or ():
+    live = [live_slots(cache, row) for row in cache.view.rows]
+    for buffer in cache.view.buffers or ():
         planes = []
         for plane in buffer.planes:
             dead = np.stack([[slot not in slots for slot in range(plane.shape[2])] for slots in live])
@@ -302,7 +302,7 @@ class Twins:
         if spec.chunk is not None and self.rng.random() < 0.7:  # as llama4 does, if it is asked
             for cache in self.each():
                 cache.maybe_trim_front()
-                assert len(set(map(tuple, cache._rows))) > 1 or cache.size() <= spec.chunk
+                assert len(set(map(tuple, cache.view.rows))) > 1 or cache.size() <= spec.chunk
         got, other = (attend(cache, q, k, v, spec.window) for cache in self.each())
         assert mx.array_equal(got, other).item(), "a dead slot changed the output"
         if self.kept is not None:
@@ -319,7 +319,9 @@ class Twins:
 
     def trim(self, counts: Sequence[int]) -> None:
         """Trims, or finds that the cache refuses and is as it was."""
-        allowed = all(n <= self.cache.layout.most_trim(row) for n, row in zip(counts, self.cache._rows, strict=True))
+        allowed = all(
+            n <= self.cache.layout.most_trim(row) for n, row in zip(counts, self.cache.view.rows, strict=True)
+        )
         if self.kept is not None:
             lengths = self.lengths()
             assert allowed == all(n <= self.kept.most_trim(i, lengths[i]) for i, n in enumerate(counts))

@@ -76,7 +76,7 @@ def go_on(caches: list[KVCache], spec: Spec, dtype: mx.Dtype) -> None:
     for seed, new in enumerate((1, 3, 1, 6, 1, 5, 6, 6, 6, 1, 20, 1), 100):
         first, *rest = [attend(cache, *tokens_of(spec, new, dtype, seed), None) for cache in caches]
         assert all(mx.array_equal(first, other).item() for other in rest)
-        assert len({str(cache._rows) for cache in caches}) == 1
+        assert len({str(cache.view.rows) for cache in caches}) == 1
         if seed == 105 and caches[0].can_trim(2):
             for cache in caches:
                 cache.trim(2)
@@ -103,11 +103,11 @@ def test_every_kind_goes_on_as_it_was(kind: str, bits: int | None, dtype: str, r
     assert metadata == {"some": "words"}
     loaded = caches[0]
     assert (loaded.capacity, loaded.nbytes, loaded.size()) == (cache.capacity, cache.nbytes, cache.size())
-    assert (loaded._growth, loaded._reserve) == (cache._growth, cache._reserve)
-    assert loaded._announced == cache._announced
+    assert (loaded.view.growth, loaded.view.reserved) == (cache.view.growth, cache.view.reserved)
+    assert loaded.view.announced == cache.view.announced
     # Only live slots are there: what a row holds, and no other row's.
     written = tensor_files.read(tmp_path / "a.safetensors").arrays
-    for row, stands in enumerate(cache._rows):
+    for row, stands in enumerate(cache.view.rows):
         assert written[f"0.keys.0.{row}"].shape[1] == max(live_slots(cache, stands), default=-1) + 1
     attend(again, *tokens_of(spec, 1, DTYPES[dtype], 99), None)
     assert again.growths == 0
@@ -136,7 +136,7 @@ def test_headroom_is_restored_and_a_full_cache_gets_some(growth: Any, tmp_path: 
         save_prompt_cache(tmp_path / "a.safetensors", [cache])
         assert (tmp_path / "a.safetensors").stat().st_size < tokens * 512 + 3000
         loaded = load_prompt_cache(tmp_path / "a.safetensors")[0]
-        assert loaded._growth == growth
+        assert loaded.view.growth == growth
         assert loaded.capacity == (capacity or growth.capacity(1025, 1024))
         loaded.update_and_fetch(x[:, :, :1], x[:, :, :1])
         assert loaded.growths == 0
@@ -148,13 +148,12 @@ def test_a_rule_of_another_package_becomes_the_default(tmp_path: Path) -> None:
             return needed
 
     save_prompt_cache(tmp_path / "a.safetensors", [KVCache(growth=Exact())])
-    assert load_prompt_cache(tmp_path / "a.safetensors")[0]._growth == Geometric()
+    assert load_prompt_cache(tmp_path / "a.safetensors")[0].view.growth == Geometric()
 
 
 def test_empty_and_padded_caches(tmp_path: Path) -> None:
     x = mx.random.normal((2, 2, 4, 32))
-    padded, announced = KVCache(), KVCache()
-    padded._rows *= 2
+    padded, announced = KVCache.merge([KVCache(), KVCache()]), KVCache()
     padded.prepare(left_padding=[0, 3])
     announced.update_and_fetch(x, x)
     announced.prepare(lengths=[1, 3])
@@ -166,8 +165,8 @@ def test_empty_and_padded_caches(tmp_path: Path) -> None:
         masks = [cache.make_mask(4) for cache in (own, other)]
         fetched = [cache.update_and_fetch(x, x) for cache in (own, other)]
         assert mx.array_equal(*masks).item()
-        assert own._rows == other._rows
-        assert own._lengths == other._lengths
+        assert own.view.rows == other.view.rows
+        assert own.view.lengths == other.view.lengths
         assert mx.array_equal(fetched[0][0], fetched[1][0]).item()
 
 
@@ -204,7 +203,7 @@ def test_models_go_on_as_they_were(family: str, policy: str, tmp_path: Path) -> 
     for each in loaded:  # two copies do not get into each other's way
         assert mx.array_equal(feed(model, each, AFTER, 5), wanted).item()
         for own, other in zip(attention_caches(caches), attention_caches(each), strict=True):
-            assert own._rows == other._rows
+            assert own.view.rows == other.view.rows
             if own.evictor is not None and other.evictor is not None:
                 assert mx.array_equal(own.positions, other.positions).item()
                 assert (own.evictor.evicted, own.evictor.compactions) == (
@@ -293,7 +292,7 @@ def test_rings_of_mlx_lm_know_what_they_can_take_back(keep: int, chunk: int, row
         cache.update_and_fetch(keys[:, :, first : first + chunk], values[:, :, first : first + chunk])
     stock.save_prompt_cache(str(tmp_path / "a.safetensors"), [cache])
     loaded = load_prompt_cache(tmp_path / "a.safetensors")[0]
-    most = loaded.layout.most_trim(loaded._rows[0])
+    most = loaded.layout.most_trim(loaded.view.rows[0])
     assert most == chunk  # what the last write left behind the window
     fresh.update_and_fetch(keys[:, :, : 50 - most], values[:, :, : 50 - most])
     with pytest.raises(ValueError, match="cannot trim"):
@@ -360,7 +359,7 @@ def test_caches_that_are_still_mlx_lms_are_kept_as_they_are(tmp_path: Path) -> N
 
 def same_caches(caches: list[Any], others: list[Any]) -> bool:
     return all(
-        own._rows == other._rows
+        own.view.rows == other.view.rows
         and all(
             mx.array_equal(a, b).item() for a, b in zip(own.keys_and_values(), other.keys_and_values(), strict=True)
         )

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import mlx.core as mx
 
-from mlx_kv.cache.buffers import SlotBuffer
+from mlx_kv.cache.buffers import Buffers, SlotBuffer
 from mlx_kv.cache.codecs import Planes
 from mlx_kv.cache.eviction.compaction import hole_moves, lowest, moved, padded, slide
 from mlx_kv.cache.eviction.layer_group import LayerGroup, Moves
@@ -24,7 +24,6 @@ from mlx_kv.cache.layout import Budget, Plan, Row, count_slots
 from mlx_kv.cache.view import CacheView
 
 Granularity = Literal["layers", "layer", "head"]
-Buffers = tuple[SlotBuffer, SlotBuffer]
 
 
 class Owner(Protocol):
@@ -293,7 +292,7 @@ class Evictor:
 
         def read(buffer: SlotBuffer) -> mx.array:
             planes: Planes = buffer.read(((first, last),))
-            return buffer.codec.decode(planes if index is None else tuple(p[index : index + 1] for p in planes))
+            return buffer.decode(planes if index is None else tuple(p[index : index + 1] for p in planes))
 
         keys, values = read(buffers[0]), read(buffers[1])
         which = range(keys.shape[0]) if index is None else [index]
