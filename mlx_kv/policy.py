@@ -1,7 +1,7 @@
 """How a model's attention layers keep their keys and values: one frozen description for all of them.
 
 Decides nothing itself: it holds the settings, checks them when it is made, and makes the cache of one layer. Knows
-nothing about models; `adapter.make_prompt_cache` applies a policy to one.
+nothing about models; `mlxlm.convert.make_prompt_cache` applies a policy to one.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from typing import Any
 
 from mlx_kv.cache.checks import SettingError, whole_number
 from mlx_kv.cache.codecs import Affine, Choice, Packing, are_plain, find_codecs, packing_of
-from mlx_kv.cache.eviction.evictor import Evictor, Granularity
+from mlx_kv.cache.eviction.evictor import Evictor
+from mlx_kv.cache.eviction.granularity import Granularity
 from mlx_kv.cache.eviction.layer_group import LayerGroup
 from mlx_kv.cache.eviction.scores import Function
 from mlx_kv.cache.growth import Geometric, Growth

@@ -6,6 +6,7 @@ state is told them anew. States as tuples of eleven, as version 0.1.0 made them,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -48,7 +49,7 @@ class CacheState(NamedTuple):
     quantized_start: int = 0
     packed_decode: bool = True
     packed: bool = False
-    eviction: list[Any] | None = None
+    eviction: Sequence[Any] | None = None
 
 
 def in_state(codecs: Codecs) -> list[Any]:

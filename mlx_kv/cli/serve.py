@@ -22,6 +22,7 @@ from mlx_kv.cli.options import (
     policy_options,
     prefill_option,
 )
+from mlx_kv.generation.speculation import DRAFT_TOKENS
 
 if TYPE_CHECKING:
     from mlx_kv.prefixes.store import PromptStore
@@ -57,7 +58,9 @@ _NUMBER: dict[str, Any] = {"metavar": "N", "show_default": True}
 @click.option("--port", type=click.IntRange(0, 65535), default=8080, **_NUMBER, help="0 takes a free one.")
 @click.option("--max-batch-size", type=click.IntRange(1), default=16, **_NUMBER, help="Requests at once; more wait.")
 @draft_option
-@click.option("--num-draft-tokens", type=click.IntRange(1), metavar="K", help="Drafted for each pass.  [default: 3]")
+@click.option(
+    "--num-draft-tokens", type=click.IntRange(1), metavar="K", help=f"Drafted for each pass.  [default: {DRAFT_TOKENS}]"
+)
 @prefill_option("Prompt tokens of a row read at once.  [default: 2048; on a CPU 512 to 64, as generate]")
 @click.option(
     "--api-key-file",
@@ -138,7 +141,7 @@ def serve(
     cache_policy = make_policy(**policy)  # refuses bad settings before anything is loaded
     try:
         from mlx_kv.server import api, metrics, run, worker
-        from mlx_kv.server.doors import Doors, is_loopback
+        from mlx_kv.server.access import AccessRules, is_loopback
     except ImportError as error:
         if error.name not in EXTRA:
             raise
@@ -158,19 +161,19 @@ def serve(
         store.refresh()
         return store
 
-    doors = Doors(host, listed(allowed_hosts), listed(allowed_origins))
+    access = AccessRules(host, listed(allowed_hosts), listed(allowed_origins))
     if not is_loopback(host):
-        say(f"note: it answers to {doors.in_words}; --allowed-hosts adds names")
+        say(f"note: it answers to {access.allowed_names}; --allowed-hosts adds names")
         if not keys:
             say(f"note: whoever reaches {host} can use this server: consider --api-key-file")
     counters = metrics.Metrics()
     works = worker.Worker(
         load,
-        lambda pieces: None,
+        lambda chunks: None,
         counters,
         cache_policy,
         max_batch_size,
-        3 if num_draft_tokens is None else num_draft_tokens,
+        DRAFT_TOKENS if num_draft_tokens is None else num_draft_tokens,
         prefill_step_size,
         prompt_memory_bytes,
         None if prompt_store is None else open_store,
@@ -191,7 +194,7 @@ def serve(
             port,
             limits,
             keys,
-            doors,
+            access,
             drain_seconds,
             ready=lambda url: say(f"{model} at {url}/v1, its memory at {url}/"),
             say=say,

@@ -16,13 +16,14 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_kv.cache.kv_cache import KVCache
-from mlx_kv.generation.stream import cache_statistics, prefill_step
+from mlx_kv.generation.prefill import prefill, prefill_step
+from mlx_kv.generation.statistics import cache_statistics
 from mlx_kv.mlxlm.convert import attention_caches, compact, leaves, make_prompt_cache
 from mlx_kv.policy import CachePolicy
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptTokens:
     """The tokens that are left in one layer, or in one head of it.
 
     Attributes:
@@ -47,7 +48,7 @@ class KeptLayer:
 
     index: int
     cache: int
-    heads: tuple[Kept, ...]
+    heads: tuple[KeptTokens, ...]
 
 
 @dataclass(frozen=True)
@@ -113,22 +114,16 @@ def inspect_prompt(
     if not tokens:
         raise ValueError("the prompt is empty: give at least one token")
     caches = make_prompt_cache(model, policy)
-    step, total = prefill_step(model, caches, prefill_step_size), len(tokens)
-    ids, done = mx.array(list(tokens))[None], 0  # (1, S)
-    while done < total:
-        chunk = max(1, min(step, total - 1 - done))
-        model(ids[:, done : done + chunk], cache=caches)
-        mx.eval([cache.state for cache in caches])  # the logits are never computed
-        done += chunk
-        if progress is not None:
-            progress(done, total)
+    step = prefill_step(model, caches, prefill_step_size)
+    prefill(model, caches, mx.array(list(tokens))[None], step, progress)
     compact(caches)
     layers: list[KeptLayer] = []
     for index, cache in enumerate(caches):
         for each in attention_caches([cache]):
             if each.evictor is not None:
                 layers.append(KeptLayer(len(layers), index, kept_in(each)))
-    statistics, kept = cache_statistics(caches), min(policy.budget, total)
+    statistics, total = cache_statistics(caches), len(tokens)
+    kept = min(policy.budget, total)
     assert all(len(head.positions) == kept for layer in layers for head in layer.heads), "compact() leaves the budget"
     return Inspection(
         tokens=total,
@@ -140,8 +135,8 @@ def inspect_prompt(
     )
 
 
-def kept_in(cache: KVCache) -> tuple[Kept, ...]:
-    """What is left in the first row of a cache with a budget, one `Kept` for each of H' heads."""
+def kept_in(cache: KVCache) -> tuple[KeptTokens, ...]:
+    """What is left in the first row of a cache with a budget, one `KeptTokens` for each of H' heads."""
     assert cache.evictor is not None, "only asked of caches with a budget"
     scores = cache.evictor.live_scores(0)
     scores = scores.reshape(-1, scores.shape[-1])  # (H', n), of one row
@@ -149,4 +144,4 @@ def kept_in(cache: KVCache) -> tuple[Kept, ...]:
     order = mx.argsort(positions, axis=1)
     places: Any = mx.take_along_axis(positions, order, axis=1).tolist()
     values: Any = mx.take_along_axis(scores, order, axis=1).tolist()
-    return tuple(Kept(tuple(own), tuple(theirs)) for own, theirs in zip(places, values, strict=True))
+    return tuple(KeptTokens(tuple(own), tuple(theirs)) for own, theirs in zip(places, values, strict=True))

@@ -214,7 +214,7 @@ def _how(cache: KVCache) -> str:
     if not are_plain(view.codecs):
         keeps.append(f"{in_words(view.codecs)} from {view.quantized_start}")
     if cache.evictor is not None:
-        keeps.append(f"by {cache.evictor.score.name} for each {cache.evictor.share}")
+        keeps.append(f"by {cache.evictor.score.name} for each {cache.evictor.granularity}")
     return ", ".join(keeps)
 
 

@@ -26,7 +26,7 @@ from oracle import HEADS, QUERY_HEADS, poison
 import mlx_kv.cache.kv_cache
 import mlx_kv.cache.rows
 from mlx_kv import CachePolicy, KVCache
-from mlx_kv.cache.eviction.evictor import Evictor
+from mlx_kv.cache.eviction.kept_tokens import KeptTokens
 from mlx_kv.cache.eviction.layer_group import LayerGroup
 from mlx_kv.cache.layout import Plan
 
@@ -292,10 +292,8 @@ def padding_is_stored(self: Plan, index: int, token: int) -> bool:
     return False
 
 
-def mixes_up_rows(self: Evictor, rows: Any) -> None:
-    genuine_keep(self, rows)
-    if self.positions is not None:
-        self.positions = self.positions[::-1]
+def mixes_up_rows(self: KeptTokens, chosen: Any) -> KeptTokens:
+    return genuine_of_rows(self, chosen[::-1])
 
 
 def loses_a_slot(*joined: Any) -> Any:
@@ -309,8 +307,8 @@ def trims_all_rows_alike(layout: Any, rows: Any, counts: Any) -> Any:
     return genuine_trim(layout, rows, (min(counts),) * len(counts))
 
 
-genuine_keep, genuine_join, genuine_trim = (
-    Evictor.keep,
+genuine_of_rows, genuine_join, genuine_trim = (
+    KeptTokens.of_rows,
     mlx_kv.cache.rows.joined_buffers,
     mlx_kv.cache.kv_cache.trim_rows,
 )
@@ -318,7 +316,7 @@ RING = Kind(CachePolicy(max_write=5), window=9)
 BUDGET = Kind(CachePolicy(budget=12, keep_recent=4, sinks=2, margin=3, score="key_norm"), layers=2)
 PLANTED = {
     "padding is stored": (Plan, "is_padding", padding_is_stored, RING),
-    "positions go to other rows": (Evictor, "keep", mixes_up_rows, BUDGET),
+    "positions go to other rows": (KeptTokens, "of_rows", mixes_up_rows, BUDGET),
     "slots shift when rows join": (mlx_kv.cache.rows, "joined_buffers", loses_a_slot, RING),
     "rows trim together": (mlx_kv.cache.kv_cache, "trim_rows", trims_all_rows_alike, RING),
 }
@@ -331,5 +329,6 @@ def test_a_planted_bug_is_caught(bug: str, monkeypatch: pytest.MonkeyPatch) -> N
     quick = settings(max_examples=40, stateful_step_count=25, phases=[Phase.generate], report_multiple_bugs=False)
     run_state_machine_as_test(Batches, settings=quick)
     monkeypatch.setattr(where, name, broken)
+    # What is drawn depends on the constants of the whole package: a bug may take more histories, and ends them.
     with pytest.raises(BaseException):  # noqa: B017, PT011, the first rule that sees it fails in its own way
-        run_state_machine_as_test(Batches, settings=quick)
+        run_state_machine_as_test(Batches, settings=settings(quick, max_examples=400))

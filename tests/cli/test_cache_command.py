@@ -17,10 +17,10 @@ from mlx_kv import (
     make_prompt_cache,
     save_prompt_cache,
 )
-from mlx_kv.cli.cache import encode_beginning, encode_ending
 from mlx_kv.files import tensor_files
 from mlx_kv.files.fingerprint import model_fingerprint
 from mlx_kv.files.serialization import VERSION_WORD, load_prompt_file
+from mlx_kv.generation.encoding import encode_beginning, encode_ending
 from mlx_kv.mlxlm.convert import load
 
 TEXT = (Path(mlx_kv.__file__).parent / "cache" / "growth.py").read_text()[:1500].rpartition("\n")[0]

@@ -12,11 +12,12 @@ from typing import Any, Literal
 
 import mlx.core as mx
 import mlx.nn as nn
-from families import VOCAB, make_family
+from families import make_family
+from family_parts import VOCAB
 from mlx_lm.models import cache as stock
 
 from mlx_kv import CachePolicy
-from mlx_kv.mlxlm.convert import leaves
+from mlx_kv.mlxlm.traverse import leaves
 
 LENGTH = 48
 CHUNKS = (21, 11, 1, 1, 1, 9, 1, 1, 1, 1)  # longer than a window, past it, decoding, and a prompt that goes on

@@ -1,0 +1,130 @@
+"""What is in memory: the rows of a batch, and which positions each of them keeps.
+
+Decides how caches of many layers become a few plain numbers: layers that keep their tokens by the same rule are shown
+as one, by the first of them. Knows nothing about requests, HTTP or when it is asked. Called from the thread that owns
+the caches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mlx_kv.cache.kv_cache import KVCache
+from mlx_kv.cache.layout import Layout, Row
+from mlx_kv.generation.statistics import cache_statistics
+from mlx_kv.mlxlm.convert import attention_caches
+
+FINENESS = 1000  # runs of positions are told apart down to this fraction of a row
+PositionRanges = list[tuple[int, int]]  # [first, last)
+
+
+@dataclass(frozen=True)
+class RowOccupancy:
+    """One row in the layers of one rule.
+
+    Attributes:
+        rule: in words.
+        layers: that follow it.
+        offset: the next position.
+        live, capacity: slots that hold a token of this row, and slots that there are for it.
+        kept: positions that are held, as ranges [first, last), of the first of the layers (and of its first head);
+            None where nobody looks. Gaps of less than a thousandth of the row are closed.
+    """
+
+    rule: str
+    layers: int
+    offset: int
+    live: int
+    capacity: int
+    kept: PositionRanges | None
+
+    @property
+    def evicted(self) -> int:
+        """Tokens that are no longer held: evicted, or overwritten in a ring."""
+        return self.offset - self.live
+
+
+@dataclass(frozen=True)
+class BatchOccupancy:
+    """All rows that decode, in the order of the batch, and the bytes that they take together."""
+
+    rows: tuple[tuple[RowOccupancy, ...], ...] = ()
+    bytes_live: int = 0
+    bytes_allocated: int = 0
+    bytes_full: int = 0
+
+
+def occupancy_of(caches: Sequence[Any], positions: bool) -> BatchOccupancy:
+    """What the caches of one batch hold.
+
+    Args:
+        caches: one for each layer.
+        positions: whether to read which positions are kept, which may have to wait for the device.
+    """
+    held = cache_statistics(caches)
+    rules: dict[tuple[Any, ...], list[KVCache]] = {}
+    for cache in attention_caches(caches):
+        rules.setdefault(cache.layout.parameters, []).append(cache)
+    columns = [_rule(same, positions) for same in rules.values()]
+    rows = tuple(zip(*columns, strict=True)) if columns else ()
+    return BatchOccupancy(rows, held.bytes_live, held.bytes_allocated, held.bytes_full)
+
+
+def tokens_evicted(caches: Iterable[Any]) -> list[int]:
+    """Tokens that a budget has evicted of each row, by the busiest layer."""
+    counts = [
+        [max(0, -row.start) for row in cache.view.rows]
+        for cache in attention_caches(caches)
+        if cache.evictor is not None
+    ]
+    return [max(layers) for layers in zip(*counts, strict=True)]
+
+
+def _rule(caches: Sequence[KVCache], positions: bool) -> list[RowOccupancy]:
+    first = caches[0]
+    rule, layers = layout_name(first.layout), len(caches)
+    return [
+        RowOccupancy(
+            rule,
+            layers,
+            max(0, row.offset),
+            max(0, first.layout.held(row)),
+            first.capacity,
+            _kept(first, row, index) if positions else None,
+        )
+        for index, row in enumerate(first.view.rows)
+    ]
+
+
+def _kept(cache: KVCache, row: Row, index: int) -> PositionRanges:
+    offset, live = max(0, row.offset), max(0, cache.layout.held(row))
+    if cache.evictor is not None and row.start < 0:
+        places = np.sort(np.array(cache.evictor.live_positions(row, index)[0]))
+        return position_ranges(places, offset // FINENESS)
+    sinks = min(cache.layout.sinks, live)  # a ring: its first tokens, and its newest
+    return [(0, offset)] if live == offset else [(0, sinks), (offset - live + sinks, offset)][sinks == 0 :]
+
+
+def position_ranges(positions: Any, gap: int = 0) -> PositionRanges:
+    """Rising positions as ranges [first, last); those that are at most `gap` positions apart are one."""
+    if len(positions) == 0:
+        return []
+    breaks = np.flatnonzero(np.diff(positions) > gap + 1)
+    firsts, lasts = np.append(0, breaks + 1), np.append(breaks, len(positions) - 1)
+    return [(int(positions[a]), int(positions[b]) + 1) for a, b in zip(firsts, lasts, strict=True)]
+
+
+def layout_name(layout: Layout) -> str:
+    """What a layout keeps."""
+    name, *numbers = layout.parameters
+    if name == "append":
+        return "all tokens"
+    if name == "budget":
+        return f"a budget of {numbers[0]:,} tokens"
+    if layout.chunk_size is not None:
+        return f"chunks of {layout.chunk_size:,} tokens"
+    return f"a window of {layout.window:,} tokens"

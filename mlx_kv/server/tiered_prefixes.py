@@ -1,0 +1,159 @@
+"""Processed prompts for the worker: in memory, and behind it in a store, whose disk nobody waits for.
+
+Decides when the disk is asked, and what is too much for it. What takes the disk's time runs in a thread of its own, one
+thing after the other, and only with bytes: arrays are made and read in the worker's thread. Whatever fails here costs a
+prompt the time to be read, and no row its end. Knows nothing about jobs or rows.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, TypeVar
+
+from mlx_kv.prefixes.index import LEAST_SHARED
+from mlx_kv.prefixes.memory import PromptMemory
+from mlx_kv.prefixes.store import Fetched, PackedEntry, PromptStore
+from mlx_kv.server.task_thread import TaskThread
+
+MOST_PENDING = 256 * 2**20  # bytes that wait for the disk; what comes on top is not stored
+REFRESH_EVERY = 1.0  # seconds after which entries of other processes are looked for
+PATIENCE = 10.0  # seconds after which a prompt is read, whatever the disk has of it
+T = TypeVar("T")
+log = logging.getLogger("mlx_kv.server")
+
+
+class TieredPrefixes:
+    """A `Prefixes` for one thread.
+
+    Args:
+        store: None keeps prompts in memory alone.
+        call: runs something in that thread, soon; called from another.
+        whose: what tells its model and policy from others; asked for a place that was given no fingerprint.
+    """
+
+    def __init__(
+        self,
+        memory: PromptMemory,
+        store: PromptStore | None,
+        call: Callable[[Callable[[], None]], None],
+        whose: Callable[[], str],
+    ) -> None:
+        memory.bind(whose)
+        if store is not None:
+            store.bind(whose)
+            if store.other_versions:
+                log.warning("the prompt store has %d entries of other versions: left alone", store.other_versions)
+        self.memory, self.store, self._call = memory, store, call
+        self._disk = TaskThread("mlx-kv disk")
+        self._pending = 0  # bytes
+        self._refreshed, self._refreshing = -REFRESH_EVERY, False
+        self._late = False  # the disk owes an answer that nobody waits for any longer
+        self._fetched: tuple[list[int], list[Any], int] | None = None  # for the prompt that was asked for last
+
+    def bind(self, find: Callable[[], str]) -> None:
+        """Nothing to say: all that reads here is one worker's."""
+
+    def serves(self, tokens: Sequence[int]) -> int:
+        """How many tokens of a prompt are in memory."""
+        return self._attempt(lambda: self.memory.serves(tokens)) or 0
+
+    def on_disk(self, tokens: Sequence[int]) -> bool:
+        """Whether the store has much more of a prompt than memory has: then `fetch` it first."""
+        store = self.store
+        if store is None or self._late:
+            return False
+        if time.monotonic() - self._refreshed > REFRESH_EVERY and not self._refreshing:
+            self._refreshed, self._refreshing = time.monotonic(), True
+            self._on_disk(store.refresh, lambda found: setattr(self, "_refreshing", False))
+        return (self._attempt(lambda: store.serves(tokens)) or 0) >= self.serves(tokens) + LEAST_SHARED
+
+    def fetch(self, tokens: list[int], done: Callable[[], None]) -> None:
+        """Reads what the store has of a prompt. When `done` is called, the next `find` comes with it.
+
+        A disk that does not answer for long has nothing.
+        """
+        assert self.store is not None
+        store = self.store
+
+        def arrived(fetched: Fetched | None) -> None:
+            late, self._late = self._late, False
+            if late:
+                return
+            timer.cancel()
+            if fetched is not None:
+                self._attempt(lambda: self._restored(tokens, fetched))
+            done()
+
+        def waited() -> None:
+            if not work.done():
+                log.warning("the prompt store has not answered for %g seconds", PATIENCE)
+                self._late = True
+                done()
+
+        work = self._on_disk(lambda: store.fetch(tokens), arrived)
+        timer = threading.Timer(PATIENCE, self._call, [waited])
+        timer.daemon = True
+        timer.start()
+
+    def _restored(self, tokens: list[int], fetched: Fetched) -> None:
+        caches = None if self.store is None else self.store.restore(fetched)
+        if caches is not None:
+            self._fetched = tokens, caches, fetched.count
+            self.memory.keep(tokens[: fetched.count], caches)
+
+    def find(self, tokens: Sequence[int]) -> tuple[list[Any], int] | None:
+        fetched, self._fetched = self._fetched, None
+        if fetched is not None and fetched[0] == tokens:
+            return fetched[1:]
+        return self._attempt(lambda: self.memory.find(tokens))
+
+    def keep(self, tokens: Sequence[int], caches: Sequence[Any]) -> None:
+        self._attempt(lambda: self.memory.keep(tokens, caches))
+        if self.store is not None:
+            self._attempt(lambda: self._store(tokens, caches))
+
+    def _store(self, tokens: Sequence[int], caches: Sequence[Any]) -> None:
+        store = self.store
+        assert store is not None
+        new = store.pack(tokens, caches)
+        if new is None:
+            return
+        if self._pending and self._pending + new.caches.nbytes > MOST_PENDING:
+            log.warning("the prompt store is slower than prompts come: one was not stored")
+            return
+        self._pending += new.caches.nbytes
+        self._on_disk(lambda: store.write(new), lambda stored: self._written(new))
+
+    def _written(self, new: PackedEntry) -> None:
+        self._pending -= new.caches.nbytes
+
+    def _on_disk(self, what: Callable[[], T], then: Callable[[T | None], None]) -> Future[T | None]:
+        """Does something in the thread of the disk, and then, whatever came of it, something in the worker's."""
+
+        def ended(work: Future[T | None]) -> None:
+            dead = work.exception()  # of the thread, over it or before
+            if dead is not None:
+                log.warning("the prompt store could not be used: %s", dead)
+            came = None if dead is not None else work.result()
+            self._call(lambda: then(came))
+
+        work = self._disk.submit(partial(self._attempt, what))
+        work.add_done_callback(ended)
+        return work
+
+    def _attempt(self, what: Callable[[], T]) -> T | None:
+        """A full disk costs later requests time, and this one nothing."""
+        try:
+            return what()
+        except Exception as error:  # every file system has errors of its own, and memory may be full
+            log.warning("the prompt store could not be used: %s", " ".join(str(error).split()) or type(error).__name__)
+            return None
+
+    def close(self) -> None:
+        """Ends when all is written."""
+        self._disk.close()
