@@ -22,6 +22,7 @@ from tiny_models import make_model
 
 import mlx_kv
 from mlx_kv import CachePolicy, make_prompt_cache
+from mlx_kv.cache.codecs import names as codecs
 from mlx_kv.cache.eviction import scores
 from mlx_kv.cli.main import command as group
 from mlx_kv.generation.speculation import drafters
@@ -75,7 +76,7 @@ def code_below(heading: str) -> str:
 @pytest.fixture
 def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
     """Imports the example below a heading, as a module of its own; what it registers is forgotten with the test."""
-    for names in (scores, drafters):
+    for names in (scores, codecs, drafters):
         monkeypatch.setattr(names, "_known", dict(names._known))
     monkeypatch.syspath_prepend(tmp_path)
 
@@ -140,6 +141,26 @@ def test_the_command_finds_what_a_package_brings(tmp_path: Path) -> None:
     done = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=300, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "evicted" in done.stderr
+
+
+def test_a_codec(example: Callable[[str], ModuleType], tmp_path: Path) -> None:
+    policy = example("A codec").policy
+    assert "int8" in mlx_kv.codec_names()
+    model, tokens = make_model("llama"), mx.arange(100) % 64
+    caches = read(model, policy, tokens)
+    plain = read(model, CachePolicy(), tokens)
+    assert all(cache.nbytes < exact.nbytes / 2 for cache, exact in zip(caches, plain, strict=True))
+    for ours, theirs in zip(caches[0].keys_and_values(), plain[0].keys_and_values(), strict=True):
+        assert ours.dtype == theirs.dtype
+        rounding = mx.abs(theirs).max(axis=-1, keepdims=True) / 127 / 2
+        assert 0 < (mx.abs(ours - theirs) / rounding).max() < 1.001
+    check_loaded(model, caches, tmp_path / "bytes.safetensors")
+    # It goes with all other parts: a ring, a budget, a batch whose rows are trimmed on their own.
+    others = ({"max_kv_size": 32}, {"budget": 40, "keep_recent": 8}, {"codec": ("int8", "plain")})
+    for other in (replace(policy, **settings) for settings in others):
+        batch = [type(cache).merge([cache, cache]) for cache in read(model, other, tokens)]
+        mlx_kv.trim_prompt_cache(batch, [0, 3])
+        assert mx.isfinite(model(mx.array([[5], [6]]), cache=batch)).all()
 
 
 def test_a_drafter(example: Callable[[str], ModuleType], reference: tuple[Any, Any]) -> None:
