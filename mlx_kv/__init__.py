@@ -13,6 +13,7 @@ from mlx_kv import blas
 
 if TYPE_CHECKING:
     from mlx_kv.bundled import bundled_models, model_path
+    from mlx_kv.cache.codecs import codec_names, register_codec
     from mlx_kv.cache.eviction.scores import register_score, score_names
     from mlx_kv.cache.factories import (
         BatchKVCache,
@@ -73,12 +74,14 @@ _HOMES = {
     "batch_generate": "generation.batch",
     "bundled_models": "bundled",
     "cache_statistics": "generation.statistics",
+    "codec_names": "cache.codecs",
     "compact": "mlxlm.trimming",
     "drafter_names": "generation.speculation.drafters",
     "load": "mlxlm.loading",
     "load_prompt_cache": "files.serialization",
     "make_prompt_cache": "mlxlm.convert",
     "model_path": "bundled",
+    "register_codec": "cache.codecs",
     "register_drafter": "generation.speculation.drafters",
     "register_score": "cache.eviction.scores",
     "save_prompt_cache": "files.serialization",
@@ -113,12 +116,14 @@ __all__ = [
     "batch_generate",
     "bundled_models",
     "cache_statistics",
+    "codec_names",
     "compact",
     "drafter_names",
     "load",
     "load_prompt_cache",
     "make_prompt_cache",
     "model_path",
+    "register_codec",
     "register_drafter",
     "register_score",
     "save_prompt_cache",

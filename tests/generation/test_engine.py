@@ -59,7 +59,7 @@ def test_room_that_was_made_for_a_row_leaves_with_it(kind: str, policy: CachePol
     (before,) = {cache.capacity for cache in made.caches}
     assert before == 256
     made.submit(TokenSequence(2, PROMPT, 5000))
-    while len(made.caches[0]._rows) < 3:
+    while len(made.caches[0].view.rows) < 3:
         made.step()
     assert made.caches[0].capacity >= 5000
     made.cancel(2)
