@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from mlx_kv.bundled import bundled_models, model_path
     from mlx_kv.cache.codecs import codec_names, register_codec
     from mlx_kv.cache.eviction.scores import register_score, score_names
+    from mlx_kv.cache.eviction.scores.tokens import ScoredTokens
     from mlx_kv.cache.factories import (
         BatchKVCache,
         BatchRotatingKVCache,
@@ -69,6 +70,7 @@ _HOMES = {
     "PromptMemory": "prefixes.memory",
     "PromptReader": "prefixes.reader",
     "PromptStore": "prefixes.store",
+    "ScoredTokens": "cache.eviction.scores.tokens",
     "SpeculationStatistics": "generation.speculation.statistics",
     "TemperatureSampler": "generation.sampling",
     "batch_generate": "generation.batch",
@@ -111,6 +113,7 @@ __all__ = [
     "RingBufferKVCache",
     "RingKVCache",
     "RotatingKVCache",
+    "ScoredTokens",
     "SpeculationStatistics",
     "TemperatureSampler",
     "batch_generate",
