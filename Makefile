@@ -1,8 +1,10 @@
 # Each target does its own set-up: a virtual environment in .venv, and in it this package with what it needs.
 #   make generate   the main job on real input: the reference model goes on from examples/unfinished.py, on a budget
-#   make test       the tests
+#   make check      style, types and the quick half of the tests: under a minute, for the inner loop
+#   make test       the tests, side by side on all cores
 #   make lint       style and types
 #   make bench      the benchmarks, each ends in one JSON line
+#   make docs       the documentation site, into site/; a broken link or anchor, or a page without a place, is an error
 #   make families   docs/families.md anew, from a walk over all model families of mlx-lm; some minutes
 
 VENV ?= .venv
@@ -14,13 +16,16 @@ comma := ,
 # What the README shows needs figures and the server as well.
 SHOWN := $(if $(EXTRAS),$(EXTRAS)$(comma))plot,server
 
-.PHONY: generate test lint bench families clean
+.PHONY: generate check test lint bench docs families clean
 
 generate: $(VENV)/.run
 	$(VENV)/bin/mlx-kv generate --prompt-file examples/unfinished.py --kv-budget 512 --kv-bits 8 --max-tokens 40
 
+check: lint
+	HYPOTHESIS_PROFILE=quick $(VENV)/bin/python -m pytest --numprocesses auto --dist worksteal --quick
+
 test: $(VENV)/.dev
-	$(VENV)/bin/python -m pytest
+	$(VENV)/bin/python -m pytest --numprocesses auto --dist worksteal
 
 lint: $(VENV)/.dev
 	$(VENV)/bin/ruff check .
@@ -32,6 +37,10 @@ bench: $(VENV)/.run
 	$(VENV)/bin/python benchmarks/ring.py
 	$(VENV)/bin/python benchmarks/compaction.py
 	$(VENV)/bin/python benchmarks/batch.py
+
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 SOURCE_DATE_EPOCH=0 $(VENV)/bin/python -m mkdocs build --quiet
+	@echo "site/index.html"
 
 families: $(VENV)/.dev
 	$(VENV)/bin/python tests/mlxlm/family_table.py --write
@@ -48,5 +57,9 @@ $(VENV)/.dev: pyproject.toml | $(VENV)/bin/python
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e ".[$(SHOWN),dev]"
 	@touch $@ $(VENV)/.run
 
+$(VENV)/.docs: pyproject.toml | $(VENV)/bin/python
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e ".[$(if $(EXTRAS),$(EXTRAS)$(comma))docs]"
+	@touch $@
+
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -36,7 +36,9 @@ if TYPE_CHECKING:
     from mlx_kv.generation.speculation.stream import speculative_generate
     from mlx_kv.generation.statistics import CacheStatistics, cache_statistics
     from mlx_kv.generation.stream import stream_generate
-    from mlx_kv.mlxlm.convert import compact, load, make_prompt_cache, trim_prompt_cache
+    from mlx_kv.mlxlm.convert import make_prompt_cache
+    from mlx_kv.mlxlm.loading import load
+    from mlx_kv.mlxlm.trimming import compact, trim_prompt_cache
     from mlx_kv.policy import CachePolicy
     from mlx_kv.prefixes.memory import PromptMemory
     from mlx_kv.prefixes.reader import PromptReader
@@ -71,9 +73,9 @@ _HOMES = {
     "batch_generate": "generation.batch",
     "bundled_models": "bundled",
     "cache_statistics": "generation.statistics",
-    "compact": "mlxlm.convert",
+    "compact": "mlxlm.trimming",
     "drafter_names": "generation.speculation.drafters",
-    "load": "mlxlm.convert",
+    "load": "mlxlm.loading",
     "load_prompt_cache": "files.serialization",
     "make_prompt_cache": "mlxlm.convert",
     "model_path": "bundled",
@@ -83,7 +85,7 @@ _HOMES = {
     "score_names": "cache.eviction.scores",
     "speculative_generate": "generation.speculation.stream",
     "stream_generate": "generation.stream",
-    "trim_prompt_cache": "mlxlm.convert",
+    "trim_prompt_cache": "mlxlm.trimming",
 }
 
 __all__ = [

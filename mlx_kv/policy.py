@@ -1,7 +1,7 @@
 """How a model's attention layers keep their keys and values: one frozen description for all of them.
 
 Decides nothing itself: it holds the settings, checks them when it is made, and makes the cache of one layer. Knows
-nothing about models; `adapter.make_prompt_cache` applies a policy to one.
+nothing about models; `mlxlm.convert.make_prompt_cache` applies a policy to one.
 """
 
 from __future__ import annotations

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # tests run side by side: each takes one core, and no BLAS all of them
+    os.environ.setdefault("MKL_NUM_THREADS", "1")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import mlx_kv  # noqa: F401  before anything below imports MLX: it loads a tuned BLAS
 
 # isort: split
-import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -17,8 +22,24 @@ from hypothesis import HealthCheck, settings
 settings.register_profile(
     "default", deadline=None, max_examples=60, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
+settings.register_profile("quick", parent=settings.get_profile("default"), max_examples=10)
 settings.register_profile("thorough", deadline=None, max_examples=1000, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help="one case of each test, and none of those marked slow")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("quick"):
+        return
+    first: dict[tuple[Any, ...], pytest.Item] = {}
+    for item in items:
+        if item.get_closest_marker("slow") is None:
+            first.setdefault((item.path, item.parent, getattr(item, "originalname", item.name)), item)
+    config.hook.pytest_deselected(items=[item for item in items if item not in first.values()])
+    items[:] = first.values()
 
 
 @pytest.fixture(scope="session")

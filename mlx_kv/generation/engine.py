@@ -19,7 +19,7 @@ from mlx_kv.generation.speculation.decoder import make_decoder
 from mlx_kv.generation.speculation.drafters import Drafter, Factory
 from mlx_kv.generation.speculation.statistics import SpeculationStatistics
 from mlx_kv.generation.speculative import SpeculativeEngine
-from mlx_kv.mlxlm.convert import check_batches, rows_must_be_equal
+from mlx_kv.mlxlm.batching import check_batches, rows_must_be_equal
 from mlx_kv.policy import CachePolicy
 
 

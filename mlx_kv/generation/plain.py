@@ -16,7 +16,9 @@ import mlx.nn as nn
 from mlx_kv.generation.prefill import CHUNKS_AT_ONCE, MOST_PROMPTS_AT_ONCE, chunk_for, prefill_step, reserve_for
 from mlx_kv.generation.sequence import BatchToken, TokenSequence, Waiting
 from mlx_kv.mlxlm.batch_generator import WatchedBatchGenerator, evaluated
-from mlx_kv.mlxlm.convert import attention_caches, make_prompt_cache, prompts_must_be_equal, rows_must_be_equal
+from mlx_kv.mlxlm.batching import prompts_must_be_equal, rows_must_be_equal
+from mlx_kv.mlxlm.convert import make_prompt_cache
+from mlx_kv.mlxlm.traverse import attention_caches
 from mlx_kv.policy import CachePolicy
 
 # Tokens of prompts read together, and no more than two chunks. More would keep the device no busier, but all rows

@@ -13,7 +13,7 @@ from typing import Any
 
 from mlx_kv.cache.checks import whole_number
 from mlx_kv.generation.sampling import Sampler
-from mlx_kv.mlxlm.convert import check_alike
+from mlx_kv.mlxlm.batching import check_alike
 
 
 @dataclass(frozen=True)

@@ -298,10 +298,10 @@ def mixes_up_rows(self: Evictor, rows: Any) -> None:
 
 
 def loses_a_slot(caches: Any, capacity: int) -> Any:
-    stores = genuine_join(caches, capacity)
-    for store in stores:
-        store.planes = tuple(mx.concatenate([p[:, :, 1:], p[:, :, :1]], axis=2) for p in store.planes)
-    return stores
+    buffers = genuine_join(caches, capacity)
+    for buffer in buffers:
+        buffer.planes = tuple(mx.concatenate([p[:, :, 1:], p[:, :, :1]], axis=2) for p in buffer.planes)
+    return buffers
 
 
 def trims_all_rows_alike(layout: Any, rows: Any, counts: Any) -> Any:
@@ -310,7 +310,7 @@ def trims_all_rows_alike(layout: Any, rows: Any, counts: Any) -> Any:
 
 genuine_keep, genuine_join, genuine_trim = (
     Evictor.keep,
-    mlx_kv.cache.kv_cache.joined_stores,
+    mlx_kv.cache.kv_cache.joined_buffers,
     mlx_kv.cache.kv_cache.trim_rows,
 )
 RING = Kind(CachePolicy(max_write=5), window=9)
@@ -318,7 +318,7 @@ BUDGET = Kind(CachePolicy(budget=12, keep_recent=4, sinks=2, margin=3, score="ke
 PLANTED = {
     "padding is stored": (Plan, "is_padding", padding_is_stored, RING),
     "positions go to other rows": (Evictor, "keep", mixes_up_rows, BUDGET),
-    "slots shift when rows join": (mlx_kv.cache.kv_cache, "joined_stores", loses_a_slot, RING),
+    "slots shift when rows join": (mlx_kv.cache.kv_cache, "joined_buffers", loses_a_slot, RING),
     "rows trim together": (mlx_kv.cache.kv_cache, "trim_rows", trims_all_rows_alike, RING),
 }
 

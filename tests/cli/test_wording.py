@@ -122,7 +122,7 @@ def shared_defaults(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, str], tu
 
 
 def test_defaults_that_differ_from_mlx_lms_are_in_the_docs(monkeypatch: pytest.MonkeyPatch) -> None:
-    table = (DOCS / "mlx-lm.md").read_text().partition("## Options of the same name")[2]
+    table = (DOCS / "coming-from-mlx-lm.md").read_text().partition("## Options of the same name")[2]
     rows = re.findall(r"^\| `(--[\w-]+)` \| ([\w, ]+) \| (.+?) \| (.+?) \|", table, re.M)
     documented = {(name, option): (a, b) for option, names, a, b in rows for name in names.split(", ")}
     shared = shared_defaults(monkeypatch)

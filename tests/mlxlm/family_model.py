@@ -16,7 +16,7 @@ from families import VOCAB, make_family
 from mlx_lm.models import cache as stock
 
 from mlx_kv import CachePolicy
-from mlx_kv.mlxlm.convert import leaves
+from mlx_kv.mlxlm.traverse import leaves
 
 LENGTH = 48
 CHUNKS = (21, 11, 1, 1, 1, 9, 1, 1, 1, 1)  # longer than a window, past it, decoding, and a prompt that goes on

@@ -12,7 +12,7 @@ from mlx_lm.models import cache as stock
 from oracle import Shadowed, SlowCache
 
 from mlx_kv import CachePolicy, KVCache, make_prompt_cache
-from mlx_kv.mlxlm.convert import attention_caches, leaves
+from mlx_kv.mlxlm.traverse import attention_caches, leaves
 
 INDEXED = ("deepseek_v32", "glm_moe_dsa", "minimax_m3_vl")  # the second cache of a layer is an indexer's, never packed
 

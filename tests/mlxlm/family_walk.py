@@ -11,7 +11,7 @@ from family_model import Family, Verdict, WrongError
 from mlx_lm.models import cache as stock
 
 from mlx_kv import make_prompt_cache
-from mlx_kv.mlxlm.convert import leaves
+from mlx_kv.mlxlm.traverse import leaves
 
 KINDS = {
     stock.KVCache: "full",

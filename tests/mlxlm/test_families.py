@@ -17,7 +17,7 @@ from family_walk import judge, walk
 from mlx_lm.models import cache as stock
 
 from mlx_kv import CachePolicy, KVCache, load_prompt_cache, trim_prompt_cache
-from mlx_kv.cache.buffers import Store
+from mlx_kv.cache.buffers import SlotBuffer
 
 THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
 # One of each kind of attention, and what each once got wrong; all of them in the long suite.
@@ -76,7 +76,7 @@ def unquantised(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def unmoved(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Store, "move", lambda self, source, target: None)
+    monkeypatch.setattr(SlotBuffer, "move", lambda self, source, target: None)
 
 
 def padded(monkeypatch: pytest.MonkeyPatch) -> None:

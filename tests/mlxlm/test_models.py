@@ -15,7 +15,7 @@ from oracle import Shadowed, SlowCache, poison
 from tiny_models import FAMILIES, VOCAB, make_model
 
 from mlx_kv import Cache, CachePolicy, KVCache, cache_statistics, make_prompt_cache, trim_prompt_cache
-from mlx_kv.mlxlm.convert import attention_caches, leaves
+from mlx_kv.mlxlm.traverse import attention_caches, leaves
 
 LENGTH = 60
 INDEXED = ("deepseek_v32",)  # the second cache of a layer is its indexer's, which stays plain

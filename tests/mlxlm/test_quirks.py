@@ -16,16 +16,12 @@ from mlx_lm.models import cache as stock
 from mlx_kv import CachePolicy, batch_generate, load_prompt_cache, make_prompt_cache, save_prompt_cache, stream_generate
 from mlx_kv.generation.engine import make_engine
 from mlx_kv.generation.sequence import TokenSequence
-from mlx_kv.mlxlm.convert import (
-    attention_caches,
-    can_trim,
-    leaves,
-    model_from_config,
-    prompts_must_be_equal,
-    rows_must_be_equal,
-    trim_prompt_cache,
-)
-from mlx_kv.mlxlm.quirks import asked, counts_slots, indexers, takes_packed, window_of
+from mlx_kv.mlxlm.batching import prompts_must_be_equal, rows_must_be_equal
+from mlx_kv.mlxlm.loading import model_from_config
+from mlx_kv.mlxlm.quirks import cache_usage, indexers, takes_packed, window_of
+from mlx_kv.mlxlm.slots import counts_slots
+from mlx_kv.mlxlm.traverse import attention_caches, leaves
+from mlx_kv.mlxlm.trimming import can_trim, trim_prompt_cache
 
 READS_PADDING = ["baichuan_m1", "bailing_moe_linear", "jamba", "longcat_flash_ngram", "mamba", "nemotron_h"]
 READS_PADDING += ["olmo_hybrid", "recurrent_gemma", "rwkv7"]
@@ -244,7 +240,7 @@ def test_a_fault_of_mlx_lms_own_is_told_as_one() -> None:
         ValueError, match="mlx-lm's olmo cannot read a prompt: with mlx-lm's own caches, too, it ends in"
     ):
         make_prompt_cache(model)
-    assert asked(make_family("olmo2")).fault is None
+    assert cache_usage(make_family("olmo2")).fault is None
 
 
 def test_indexers_and_what_they_select_are_found() -> None:
@@ -265,5 +261,5 @@ def test_asking_makes_no_weights_and_is_done_once() -> None:
     assert not rows_must_be_equal(model)
     assert attention_caches(make_prompt_cache(model, CachePolicy(budget=1000, bits=8)))[0].evictor is not None
     assert mx.get_peak_memory() - before < 2**24  # a thousandth of them
-    assert asked(model) is asked(model)
+    assert cache_usage(model) is cache_usage(model)
     assert list(leaves(make_prompt_cache(model)))

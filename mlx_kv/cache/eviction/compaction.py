@@ -1,4 +1,4 @@
-"""What goes and what moves when one row is compacted. Knows nothing about layers, stores or scores.
+"""What goes and what moves when one row is compacted. Knows nothing about layers, buffers or scores.
 
 Live tokens of a row lie in the slots [0, n): sinks, then in any order what was kept, and from the cut on in the order
 of positions; the newest keep_recent are the last. With E = n - budget victims,

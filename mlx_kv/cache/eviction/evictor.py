@@ -1,4 +1,4 @@
-"""The part of a cache that evicts: scores its tokens, and has its stores compacted.
+"""The part of a cache that evicts: scores its tokens, and has its buffers compacted.
 
 One evictor belongs to one cache, of one layer. It keeps what must be known of tokens that no longer lie in order: their
 positions, and their scores where those are asked for once. Both cover the slots before the cut; from there on position
@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import mlx.core as mx
 
-from mlx_kv.cache.buffers import Store
+from mlx_kv.cache.buffers import SlotBuffer
 from mlx_kv.cache.codecs import Planes
 from mlx_kv.cache.eviction.compaction import hole_moves, lowest, moved, padded, slide
 from mlx_kv.cache.eviction.layer_group import LayerGroup, Moves
@@ -24,7 +24,7 @@ from mlx_kv.cache.layout import Budget, Plan, Row, count_slots
 from mlx_kv.cache.view import CacheView
 
 Granularity = Literal["layers", "layer", "head"]
-Stores = tuple[Store, Store]
+Buffers = tuple[SlotBuffer, SlotBuffer]
 
 
 class Owner(Protocol):
@@ -215,7 +215,7 @@ class Evictor:
 
     def row(self, layer_group: LayerGroup) -> Row:
         owner = self._owner()
-        if owner is None or owner.view.stores is None or layer_group not in self.layer_groups:
+        if owner is None or owner.view.buffers is None or layer_group not in self.layer_groups:
             return Row()
         rows: tuple[Row, ...] = owner.view.rows
         return rows[self.layer_groups.index(layer_group)]
@@ -261,8 +261,8 @@ class Evictor:
 
     def live_scores(self, index: int) -> mx.array:
         """The scores of all live slots of one row, (H', n), as they are now."""
-        row, stores = self._owner().view.rows[index], self._owner().view.stores
-        return self._combined(self._asked(stores, row, index, 0, row.end))[0]
+        row, buffers = self._owner().view.rows[index], self._owner().view.buffers
+        return self._combined(self._asked(buffers, row, index, 0, row.end))[0]
 
     def _evictable(self, row: Row, index: int) -> mx.array:
         """The scores (H', n - keep_recent - sinks) of the evictable slots of one row."""
@@ -278,24 +278,24 @@ class Evictor:
 
     def _score(self, row: Row, index: int | None) -> mx.array:
         """Scores from slot 0 on, (B, H', n), or (1, H', n) of one row."""
-        stores: Stores = self._owner().view.stores
+        buffers: Buffers = self._owner().view.buffers
         if not self.score.per_token:
-            return self._combined(self._asked(stores, row, index, 0, row.end))
+            return self._combined(self._asked(buffers, row, index, 0, row.end))
         last = row.end - self.layout.keep_recent
         if row.start >= 0 or self.scores is None:
-            return self._combined(self._asked(stores, row, index, 0, last))
+            return self._combined(self._asked(buffers, row, index, 0, last))
         known = self.scores if index is None else self.scores[index : index + 1]
-        fresh = self._combined(self._asked(stores, row, index, self.layout.cut, last))
+        fresh = self._combined(self._asked(buffers, row, index, self.layout.cut, last))
         return mx.concatenate([known, fresh], axis=2)
 
-    def _asked(self, stores: Stores, row: Row, index: int | None, first: int, last: int) -> mx.array:
+    def _asked(self, buffers: Buffers, row: Row, index: int | None, first: int, last: int) -> mx.array:
         """What the score says of slots [first, last), (B or 1, H, n), after a check of what it is."""
 
-        def read(store: Store) -> mx.array:
-            planes: Planes = store.read(((first, last),))
-            return store.codec.decode(planes if index is None else tuple(p[index : index + 1] for p in planes))
+        def read(buffer: SlotBuffer) -> mx.array:
+            planes: Planes = buffer.read(((first, last),))
+            return buffer.codec.decode(planes if index is None else tuple(p[index : index + 1] for p in planes))
 
-        keys, values = read(stores[0]), read(stores[1])
+        keys, values = read(buffers[0]), read(buffers[1])
         which = range(keys.shape[0]) if index is None else [index]
         positions = mx.stack([self.live_positions(row, i)[:, first:last] for i in which])  # (B or 1, H', n)
         scores = self.score.function(keys, values, positions)
@@ -329,8 +329,8 @@ class Evictor:
         due = [i for i, row in enumerate(rows) if (row.end > layout.budget if on_demand else layout.due(row))]
         if not due:
             return rows
-        stores: Stores = self._owner().view.stores
-        mx.eval([store.planes for store in stores])  # what is still to be computed is no part of a compaction
+        buffers: Buffers = self._owner().view.buffers
+        mx.eval([buffer.planes for buffer in buffers])  # what is still to be computed is no part of a compaction
         started = time.perf_counter()
         source, target = self._fill_holes(rows, {i: self._moves(rows[i], i) for i in due})
         self._note(rows, due, source, target)
@@ -340,8 +340,8 @@ class Evictor:
             mx.concatenate([x, mx.broadcast_to(mx.stack([pair[which] for pair in slides])[:, None], shape)], axis=2)
             for which, x in enumerate((source, target))
         )
-        for store in stores:
-            store.move(source, target)
+        for buffer in buffers:
+            buffer.move(source, target)
         self._scored.clear()
         self._decided.clear()
         moved, seconds = source.shape[2], (time.perf_counter() - started) / len(due)

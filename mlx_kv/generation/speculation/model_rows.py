@@ -14,7 +14,9 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_kv.generation.prefill import prefill_step, read_ragged
-from mlx_kv.mlxlm.convert import can_trim, leaves, make_prompt_cache, trim_prompt_cache
+from mlx_kv.mlxlm.convert import make_prompt_cache
+from mlx_kv.mlxlm.traverse import leaves
+from mlx_kv.mlxlm.trimming import can_trim, trim_prompt_cache
 from mlx_kv.policy import CachePolicy
 
 

@@ -1,0 +1,78 @@
+"""Models of mlx-lm: loaded with their weights, or made of a configuration alone; and what a model says of itself.
+
+Knows nothing about caches. mlx-lm's loader is imported when it is called: it brings the tokenizers. A model of a
+configuration takes one of mlx-lm's privates: `_get_classes`, which finds the class for a model type.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+
+def load(path_or_hub_id: str | Path) -> tuple[nn.Module, Any]:
+    """A model and its tokenizer, by mlx-lm. On a CPU, 16-bit weights become float32: half precision is emulated there.
+
+    Raises:
+        ValueError: a directory that holds no model, or a name that mlx-lm cannot load.
+    """
+    from mlx_lm import load as stock_load
+
+    path = Path(path_or_hub_id)
+    if path.is_dir() and not (path / "config.json").exists():
+        raise ValueError(f"{path} has no config.json: give a directory with a model that mlx-lm can load")
+    if path.is_file():
+        raise ValueError(f"{path} is a file: give the directory of a model, with its config.json")
+    if not path.exists() and (path.is_absolute() or len(path.parts) != 2):
+        raise ValueError(f"{path} is neither a directory nor a hub id such as mlx-community/Qwen3-0.6B-4bit")
+    try:
+        model, tokenizer = stock_load(str(path_or_hub_id))[:2]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise ValueError(f"mlx-lm cannot load {path_or_hub_id}: {reason[0]}") from error
+    if mx.default_device().type == mx.DeviceType.cpu:
+        model.set_dtype(mx.float32)
+    return model, tokenizer
+
+
+def model_from_config(config: dict[str, Any], dtype: mx.Dtype) -> nn.Module:
+    """The model of mlx-lm that a config.json describes, its weights lazy: never read, never made.
+
+    Args:
+        config: the content of a config.json. Its entries about quantised weights don't matter to keys and values.
+        dtype: of the weights, and so of keys and values.
+
+    Raises:
+        ValueError: mlx-lm has no such model, or the configuration lacks what the model needs.
+    """
+    from mlx_lm.utils import _get_classes
+
+    if config.get("model_file") is not None:
+        raise ValueError(
+            f"this config.json needs code of its own ({config['model_file']}), which is not run: give one of mlx-lm's"
+        )
+    if not isinstance(config.get("model_type"), str):
+        raise ValueError('this config.json has no "model_type": give that of a model that mlx-lm can load')
+    try:
+        model_class, arguments = _get_classes(config)
+        model: nn.Module = model_class(arguments.from_dict(config))
+        model.set_dtype(dtype)
+    except Exception as error:  # the constructors of a hundred models, with a configuration that may be anything
+        reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        raise ValueError(f"mlx-lm cannot build a model from this config.json: {reason}") from error
+    return model
+
+
+def architecture(model: nn.Module) -> str:
+    """The name of the file of mlx-lm that a model comes from."""
+    return type(model).__module__.rpartition(".")[2]
+
+
+def context_length(model: nn.Module) -> int | None:
+    """The positions that a model was made for, where its configuration says so."""
+    args = getattr(model, "args", None)
+    length = getattr(args, "max_position_embeddings", None)
+    return length if isinstance(length, int) else None

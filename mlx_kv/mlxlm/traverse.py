@@ -1,0 +1,39 @@
+"""The caches of a model's layers, one by one, also those inside mlx-lm's `CacheList`.
+
+Decides which of them are ours, and which hold anything. Knows nothing about models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from mlx_lm.models import cache as stock
+
+from mlx_kv.cache.kv_cache import KVCache
+
+
+def leaves(caches: Iterable[Any]) -> Iterator[Any]:
+    """The caches of all layers, those inside a `CacheList` one by one."""
+    for cache in caches:
+        if isinstance(cache, stock.CacheList):
+            yield from leaves(cache.caches)
+        else:
+            yield cache
+
+
+def attention_caches(caches: Iterable[Any]) -> list[KVCache]:
+    """Those of all the caches that are ours."""
+    return [cache for cache in leaves(caches) if isinstance(cache, KVCache)]
+
+
+def in_use(caches: Iterable[Any]) -> list[Any]:
+    """The caches of all layers that hold anything, as far as any does.
+
+    Some models have caches for layers that have no attention: nothing is ever written to them, nor taken back. As long
+    as nothing was written to any, nobody knows which they are.
+    """
+    everything = list(leaves(caches))
+    unwritten = [isinstance(cache, KVCache) and cache.keys is None for cache in everything]
+    written = [cache for cache, spared in zip(everything, unwritten, strict=True) if not spared]
+    return written if any(isinstance(cache, KVCache) for cache in written) else everything

@@ -1,0 +1,67 @@
+"""What is done to the caches of all layers together, or to none: tokens taken back, and compaction.
+
+Knows nothing about models. Caches are ours, others that answer as `cache.protocol.Cache` says, or mlx-lm's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from mlx_lm.models import cache as stock
+
+from mlx_kv.mlxlm.traverse import attention_caches, in_use, leaves
+
+
+def can_trim(caches: Iterable[Any], n: int | Sequence[int]) -> bool:
+    """Whether every layer can take back n tokens, or n[i] of row i, and then any of them be written again."""
+    return all(_can_trim(cache, n) for cache in in_use(caches))
+
+
+def _can_trim(cache: Any, n: int | Sequence[int]) -> bool:
+    # Ours and those of others answer as `protocol.Cache` says; mlx-lm's own know only whether they trim at all.
+    return bool(cache.can_trim(n) if hasattr(cache, "can_trim") else isinstance(n, int) and cache.is_trimmable())
+
+
+def trim_prompt_cache(caches: Sequence[Any], n: int | Sequence[int]) -> int | Sequence[int]:
+    """Drops the last n tokens in every layer, or in none, and returns n.
+
+    Args:
+        n: tokens of every row, or n[i] of row i.
+
+    Raises:
+        ValueError: a layer that cannot, with its reason; nothing has changed then, in any layer.
+    """
+    if n == 0:
+        return n  # recurrent state, too, can be left as it is
+    used = in_use(caches)
+    for cache in used:
+        if not _can_trim(cache, n):
+            index = next(i for i, layer in enumerate(caches) if any(leaf is cache for leaf in leaves([layer])))
+            raise ValueError(f"cannot trim {n} tokens: layer {index} {_why_no_trim(cache, n)}")
+    for cache in used:
+        cache.trim(n) if isinstance(n, int) else cache.trim_per_sequence(n)
+    return n
+
+
+def _why_no_trim(cache: Any, n: int | Sequence[int]) -> str:
+    """Why a cache cannot take back so many tokens, and what to do about it."""
+    if type(cache) is stock.ArraysCache:
+        return "is recurrent, and such state cannot go back: copy the caches before (copy.deepcopy), or read them anew"
+    if not hasattr(cache, "can_trim"):
+        return f"is a {type(cache).__name__} of mlx-lm's, which takes no tokens back: read them anew"
+    try:  # it refuses before it changes anything
+        cache.trim(n) if isinstance(n, int) else cache.trim_per_sequence(n)
+    except ValueError as error:
+        return f"says: {error}"
+    return f"({type(cache).__name__}) says that it cannot"
+
+
+def compact(caches: Iterable[Any]) -> None:
+    """Evicts down to the budget in every layer, now; by itself a cache does that when its margin is overshot, too.
+
+    Raises:
+        ValueError: a score that cannot be used, or layers that have diverged; nothing has changed then, in any layer.
+    """
+    for cache in attention_caches(caches):
+        cache.compact()

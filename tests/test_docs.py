@@ -1,0 +1,36 @@
+"""docs/ is whole: every public name has its place in the API reference, and every link its file and heading.
+
+The build of the site (`make docs`) checks links, too; this is what can be said without it.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import mlx_kv
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted([*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
+
+
+def anchors(page: Path) -> set[str]:
+    """The names of a page's headings, as GitHub and MkDocs make them."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    named = re.findall(r"^::: mlx_kv\.(\w+)$", (ROOT / "docs" / "api.md").read_text(), re.M)
+    assert sorted(named) == sorted(mlx_kv.__all__)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_files_and_headings(page: Path) -> None:
+    for target, anchor in re.findall(r"\]\((?!\w+:)([^)#\s]*)(?:#([^)\s]+))?\)", page.read_text()):
+        file = page.parent / target if target else page
+        assert file.exists(), target
+        if anchor and file.suffix == ".md":
+            assert anchor in anchors(file), f"{target}#{anchor}"
