@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -22,24 +24,17 @@ PROMPTS = [mx.random.randint(1, VOCAB, (n,), key=mx.random.key(n)).tolist() for 
 LENGTH = 30
 
 
-class Repeat(Drafter):
-    """Says the last token again, as often as it may."""
+def documented() -> type[Drafter]:
+    """The example of the documentation: it says the last token again."""
+    page = (Path(mlx_kv.__file__).parent.parent / "docs" / "speculative.md").read_text()
+    (example,) = re.findall(r"^```python\n(class .*?)^```", page, re.M | re.S)
+    names: dict[str, Any] = {"mlx_kv": mlx_kv}
+    exec(example, names)
+    assert len(example.splitlines()) <= 15
+    return names["Repeat"]
 
-    def __init__(self, context: DrafterContext) -> None:
-        self.last: list[int] = []
 
-    def join(self, prompts: Sequence[Sequence[int]], caches: list[Any]) -> None:
-        assert caches == []
-        self.last += [prompt[-1] for prompt in prompts]
-
-    def keep(self, rows: Sequence[int]) -> None:
-        self.last = [self.last[row] for row in rows]
-
-    def propose(self, most: int, choice: Any) -> list[list[int]]:
-        return [[token] * most for token in self.last]
-
-    def accepted(self, tokens: Sequence[Sequence[int]]) -> None:
-        self.last = [row[-1] for row in tokens]
+Repeat = documented()
 
 
 class Prophet(Drafter):
@@ -262,7 +257,7 @@ def test_what_cannot_be_drafted_with_is_refused() -> None:
     ],
 )
 def test_a_drafter_that_says_what_it_may_not_is_told(drafted: list[list[int]], message: str) -> None:
-    class Wrong(Repeat):
+    class Wrong(Repeat):  # type: ignore[valid-type, misc]
         def propose(self, most: int, choice: Any) -> list[list[int]]:
             return drafted
 
