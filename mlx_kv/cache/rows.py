@@ -50,7 +50,7 @@ def _how(cache: Joinable) -> list[tuple[str, object]]:
     return [
         ("layout", cache.layout.parameters),
         ("bits and group size", (cache._codec.bits, cache._codec.group_size)),
-        ("score and share", None if evictor is None else (evictor.score.name, evictor.share)),
+        ("score and share", None if evictor is None else (evictor.score.name, evictor.granularity)),
         # Lambdas have one name, and so have functions that were registered under it one after the other.
         ("the score function", None if evictor is None else (evictor.score.function, evictor.score.per_token)),
         ("KV heads, head dim and dtype of keys", keys),

@@ -16,8 +16,9 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from families import VOCAB, make_family
+from families import make_family
 from family_model import CHUNKS, Family, Verdict, WrongError, distance, kinds, read, tokens
+from family_parts import VOCAB
 from family_references import History, histories, run_shadowed
 from metal_stand_ins import experts_of_sixteen_bits
 from mlx.utils import tree_map_with_path

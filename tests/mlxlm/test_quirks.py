@@ -10,7 +10,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from families import VOCAB, make_family
+from families import make_family
+from family_parts import VOCAB
 from mlx_lm.models import cache as stock
 
 from mlx_kv import CachePolicy, batch_generate, load_prompt_cache, make_prompt_cache, save_prompt_cache, stream_generate
