@@ -25,6 +25,7 @@ class ModelRows:
 
     Attributes:
         caches: of all rows, one for each layer; empty where there are no rows.
+        layers: how many caches a row has.
         pending: of each row, the tokens that the model has yet to read.
         step_size: tokens of a prompt that are read at once.
 
@@ -38,6 +39,7 @@ class ModelRows:
         self._empty = make_prompt_cache(model, policy, strict=False)
         self.caches: list[Any] = []
         self.pending: list[list[int]] = []
+        self.layers = len(self._empty)
         self.step_size = prefill_step(model, self._empty, None)
         probe = self.make_caches()
         if not can_trim(probe, 0):
