@@ -110,24 +110,13 @@ def test_speculation_is_each_rows_own_greedy(family: str, noise: float | None) -
     draft = make_model(family, seed=5) if noise is None else shaken(model, noise, family)
     wanted = alone(family, None, 30)
     for rows, drafted in ((1, 2), (3, 4), (8, 3)):
+        prompts = PROMPTS[:4] if rows == 1 else PROMPTS  # one after the other, they take as long as all others together
         counts = SpeculationStatistics()
         policy = CachePolicy(max_write=2)  # as little slack as may be: the rest must come from drafted
         if family not in ("gemma3_text", "gpt_oss", "mistral", "olmo3"):
             policy = CachePolicy()
-        got = gathered(
-            batch_generate(
-                model,
-                None,
-                PROMPTS,
-                policy,
-                30,
-                draft,
-                drafted,
-                rows,
-                statistics=counts,
-            )
-        )
-        assert got == wanted
+        told = batch_generate(model, None, prompts, policy, 30, draft, drafted, rows, statistics=counts)
+        assert gathered(told, len(prompts)) == wanted[: len(prompts)]
         if noise == 0.0:
             assert counts.accepted > 0.85 * counts.drafted
         elif noise is None:
