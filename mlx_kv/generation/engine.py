@@ -67,7 +67,7 @@ class Engine(Protocol):
         ...
 
     def make_caches(self) -> list[Any]:
-        """New caches for a sequence to bring: of all layers, and then of those of the draft model."""
+        """New caches for a sequence to bring: of all layers, and then those of the drafter, if it has any."""
         ...
 
     def read(self, tokens: mx.array, cache: list[Any]) -> Any:

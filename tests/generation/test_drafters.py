@@ -115,6 +115,21 @@ def test_rows_with_drafts_of_any_length_get_the_same(kind: str, sampler: Tempera
             assert drafter.texts == []
 
 
+def test_a_sampler_of_others_sees_the_places_of_its_own_row() -> None:
+    model = make_model("llama")
+    wanted = gathered(batch_generate(model, None, PROMPTS, None, LENGTH))
+    shapes = set()
+
+    def sampler(logprobs: mx.array) -> mx.array:
+        shapes.add(logprobs.shape)
+        assert mx.isfinite(logprobs).all().item()
+        return mx.argmax(logprobs, axis=-1)
+
+    options: dict[str, Any] = {"drafter": prophet(wanted), "num_draft_tokens": 3, "sampler": sampler}
+    assert gathered(batch_generate(model, None, PROMPTS, None, LENGTH, **options)) == wanted
+    assert shapes == {(places, VOCAB) for places in (1, 2, 3, 4)}
+
+
 @pytest.mark.parametrize("seed", [None, 3])
 def test_one_sequence(seed: int | None) -> None:
     model = make_model("gemma3_text")
