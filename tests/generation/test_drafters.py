@@ -19,6 +19,7 @@ from mlx_kv.generation.engine import make_engine
 from mlx_kv.generation.sequence import TokenSequence
 from mlx_kv.generation.speculation import drafters
 from mlx_kv.generation.speculation.drafters import Drafter, DrafterContext
+from mlx_kv.generation.speculation.drafters.model import ModelDrafter
 
 PROMPTS = [mx.random.randint(1, VOCAB, (n,), key=mx.random.key(n)).tolist() for n in (5, 33, 1, 60, 18, 2)]
 LENGTH = 30
@@ -69,6 +70,16 @@ class Prophet(Drafter):
             text += new
 
 
+class Hesitant(ModelDrafter):
+    """Passes on some of what the draft model says, for each row another number; now and then it does not ask it."""
+
+    random = random.Random(2)
+
+    def propose(self, most: int, choice: Any) -> list[list[int]]:
+        drafted = super().propose(self.random.randint(0, most), choice)
+        return [row[: self.random.randint(0, len(row))] for row in drafted]
+
+
 def gathered(responses: Any) -> list[list[int]]:
     outputs: list[list[int]] = [[] for _ in PROMPTS]
     for response in responses:
@@ -113,6 +124,21 @@ def test_rows_with_drafts_of_any_length_get_the_same(kind: str, sampler: Tempera
             assert any(len(set(lengths)) > 2 for lengths in drafter.lengths), "rows differ in one pass"
             assert any(0 in lengths and max(lengths) for lengths in drafter.lengths)
             assert drafter.texts == []
+
+
+@pytest.mark.parametrize("sampler", [None, TemperatureSampler(0.8)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_lengths_may_be_chosen_for_a_drafter_with_caches(family: str, sampler: TemperatureSampler | None) -> None:
+    model = make_model(family)
+    draft = make_model(family)
+    mx.random.seed(1)
+    draft.update(nn.utils.tree_map(lambda p: p + 0.05 * mx.random.normal(p.shape) * p.std(), model.parameters()))
+    rules: dict[str, Any] = {"sampler": sampler, "seed": None if sampler is None else 7, "max_batch_size": 4}
+    wanted = gathered(batch_generate(model, None, PROMPTS, None, LENGTH, **rules))
+    counts = SpeculationStatistics()
+    rules |= {"draft_model": draft, "drafter": Hesitant, "num_draft_tokens": 4, "statistics": counts}
+    assert gathered(batch_generate(model, None, PROMPTS, None, LENGTH, **rules)) == wanted
+    assert 0 < counts.accepted < counts.drafted
 
 
 def test_a_sampler_of_others_sees_the_places_of_its_own_row() -> None:
