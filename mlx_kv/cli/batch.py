@@ -20,14 +20,16 @@ import click
 
 from mlx_kv.bundled import draft_path, model_path
 from mlx_kv.cli.options import decoding_options, make_policy, model_option, policy_options
+from mlx_kv.generation.speculation import DRAFT_TOKENS
 
 if TYPE_CHECKING:
     import mlx.nn as nn
 
     from mlx_kv.cli.batch_files import Job, Place, Prompts, Survey
-    from mlx_kv.generation.engine import BatchToken, Engine, TokenSequence
+    from mlx_kv.generation.engine import Engine
     from mlx_kv.generation.sampling import Sampler
-    from mlx_kv.generation.speculation.decoder import SpeculationStatistics
+    from mlx_kv.generation.sequence import BatchToken, TokenSequence
+    from mlx_kv.generation.speculation.statistics import SpeculationStatistics
     from mlx_kv.policy import CachePolicy
 
 EXAMPLES = """
@@ -138,7 +140,7 @@ def batch(
 
         from mlx_kv.generation.engine import make_engine
         from mlx_kv.generation.sampling import TemperatureSampler
-        from mlx_kv.generation.speculation.decoder import SpeculationStatistics
+        from mlx_kv.generation.speculation.statistics import SpeculationStatistics
         from mlx_kv.mlxlm.convert import load
 
         network, tokenizer = load(model_path(model))
@@ -151,7 +153,7 @@ def batch(
             max_batch_size,
             prefill_step_size,
             drafting,
-            3 if num_draft_tokens is None else num_draft_tokens,
+            DRAFT_TOKENS if num_draft_tokens is None else num_draft_tokens,
             speculation,
         )
         if survey.changed:
@@ -234,15 +236,15 @@ class Reader:
         from mlx_kv.mlxlm.convert import context_length
 
         self._tokenizer, self._sampler, self._seed = tokenizer, sampler, seed
-        self._templated = tokenizer.chat_template is not None and not plain
+        self._plain = plain
         self._vocabulary = model(mx.array([[0]])).shape[-1]  # the graph alone tells
         self.context = context_length(model)
         self.past: list[int] = []
 
     def start(self, job: Job) -> TokenSequence:
         """Raises ValueError for an empty prompt, one longer than the context, and tokens that the model has not."""
-        from mlx_kv.generation.engine import TokenSequence
         from mlx_kv.generation.sampling import derived_seed, sampler_of_sequence
+        from mlx_kv.generation.sequence import TokenSequence
 
         tokens = self._tokens(job.prompt)
         if not tokens:
@@ -264,14 +266,9 @@ class Reader:
         return TokenSequence(job.number, tokens, job.max_tokens, self._tokenizer.detokenizer, sampler)
 
     def _tokens(self, prompt: str | list[int]) -> list[int]:
-        from mlx_kv.generation.stream import encode_prompt
+        from mlx_kv.generation.encoding import encode_text
 
-        if not isinstance(prompt, str):
-            return prompt
-        if not self._templated:
-            return encode_prompt(self._tokenizer, prompt)
-        messages = [{"role": "user", "content": prompt}]
-        return list(self._tokenizer.apply_chat_template(messages, add_generation_prompt=True))
+        return encode_text(self._tokenizer, prompt, self._plain) if isinstance(prompt, str) else prompt
 
 
 class Report:

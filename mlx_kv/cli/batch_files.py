@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
+from mlx_kv.files.locks import lock_at_once
 from mlx_kv.files.replacing import replacing
 
 KEYS = ("prompt", "max_tokens", "id")
@@ -284,9 +285,8 @@ class Answers:
         try:
             if not stat.S_ISREG(os.fstat(file).st_mode):
                 raise ValueError(f"{path} is no regular file: give one that can be read again")
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.fstat(file).st_ino != os.stat(path).st_ino:
-                raise BlockingIOError  # the other run put a new file in its place
+            if not lock_at_once(file) or os.fstat(file).st_ino != os.stat(path).st_ino:
+                raise BlockingIOError  # the other run has it, or put a new file in its place
         except BlockingIOError:
             os.close(file)
             raise ValueError(f"another run writes {path}: wait for it, or give another file") from None

@@ -24,7 +24,7 @@ from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.evaluation import tasks
 from mlx_kv.evaluation.attention import attention_received, check_attention, rank_correlation
 from mlx_kv.evaluation.results import Measurement, Settings
-from mlx_kv.generation.stream import prefill_step
+from mlx_kv.generation.prefill import prefill_step, read_chunk
 from mlx_kv.mlxlm.convert import attention_caches, compact, context_length, make_prompt_cache
 from mlx_kv.policy import SINKS, CachePolicy
 
@@ -57,8 +57,7 @@ def read(model: nn.Module, tokens: mx.array, caches: Sequence[Any]) -> None:
     rows, count = tokens.shape
     step = max(1, prefill_step(model, caches, None) // rows)
     for first in range(0, count, step):
-        model(tokens[:, first : first + step], cache=caches)
-        mx.eval([cache.state for cache in caches])
+        read_chunk(model, caches, tokens[:, first : first + step])
 
 
 class Context:

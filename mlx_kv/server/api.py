@@ -21,7 +21,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from mlx_kv.generation.stream import encode_prompt
+from mlx_kv.generation.encoding import encode_prompt
 from mlx_kv.server.answers import AdmissionController, Answer
 from mlx_kv.server.chat import encode_chat
 from mlx_kv.server.clerk import Clerk, ClerkError

@@ -19,7 +19,7 @@ import pytest
 from mlx_kv.cli import batch_files as jobs
 from mlx_kv.cli import main as cli
 from mlx_kv.cli.batch_files import Answers, Job, Prompts
-from mlx_kv.generation.engine import PlainEngine
+from mlx_kv.generation.plain import PlainEngine
 from mlx_kv.generation.stream import stream_generate
 
 PROMPTS: list[dict[str, Any]] = [

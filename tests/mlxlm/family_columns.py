@@ -34,7 +34,8 @@ from mlx_kv import (
     save_prompt_cache,
     trim_prompt_cache,
 )
-from mlx_kv.generation.engine import TokenSequence, make_engine
+from mlx_kv.generation.engine import make_engine
+from mlx_kv.generation.sequence import TokenSequence
 from mlx_kv.mlxlm.traverse import attention_caches, leaves
 from mlx_kv.mlxlm.visibility import attention_seen
 
