@@ -20,12 +20,11 @@ LATER = (
     "files/stock_files.py",
     "prefixes/index.py",
     "server/memory.py",
-    "generation/engine.py",
-    "cache/eviction/evictor.py",
     "cache/kv_cache.py",
     "cli/test_batch_files.py",
     "evaluation/test_evaluation.py",
     "files/test_serialization.py",
+    "generation/test_engine.py",
     "server/test_server.py",
 )
 
