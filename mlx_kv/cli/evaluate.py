@@ -110,7 +110,7 @@ def aligned(lines: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
-def in_words(unit: str, mean: float, deviation: float | None = None) -> str:
+def value_cell(unit: str, mean: float, deviation: float | None = None) -> str:
     """A value and its spread; accuracies in percent."""
     scale, digits = (100, 1) if unit == "accuracy" else (1, 3)
     spread = "" if deviation is None else f" ± {scale * deviation:.{digits}f}"
@@ -120,9 +120,9 @@ def in_words(unit: str, mean: float, deviation: float | None = None) -> str:
 def cell(result: Result) -> str:
     """Accuracy; nats per token of the full cache, and what others add to them."""
     if result.unit == "accuracy" or result.score is None:
-        return in_words(result.unit, result.mean, result.deviation)
+        return value_cell(result.unit, result.mean, result.deviation)
     sign = "+" if result.difference >= 0 else ""
-    return sign + in_words(result.unit, result.difference, result.difference_deviation)
+    return sign + value_cell(result.unit, result.difference, result.difference_deviation)
 
 
 def by_budget(results: Sequence[Result], budgets: Sequence[int]) -> list[str]:
@@ -145,7 +145,7 @@ def by_part(results: Sequence[Result], budget: int) -> list[str]:
     for task in dict.fromkeys(r.task for r in results if r.parts):
         rows = [r for r in results if r.task == task and r.budget in (budget, None)]
         lines = [[f"{task} at {budget:,}, accuracy in %", *rows[0].parts]]
-        lines += [[f"  {r.score or 'full cache'}", *(in_words(r.unit, v) for v in r.parts.values())] for r in rows]
+        lines += [[f"  {r.score or 'full cache'}", *(value_cell(r.unit, v) for v in r.parts.values())] for r in rows]
         tables += ["", *aligned(lines)]
     return tables
 
@@ -157,8 +157,8 @@ def by_layer(results: Sequence[Result]) -> list[str]:
         rows = [r for r in results if r.task == task]
         lines = [[f"{task}, rank correlation", "all layers", *rows[0].parts]]
         for r in rows:
-            mean = in_words(r.unit, r.mean, r.deviation)
-            lines.append([f"  {r.score}", mean, *(in_words(r.unit, value) for value in r.parts.values())])
+            mean = value_cell(r.unit, r.mean, r.deviation)
+            lines.append([f"  {r.score}", mean, *(value_cell(r.unit, value) for value in r.parts.values())])
         tables += ["", *aligned(lines)]
     return tables
 

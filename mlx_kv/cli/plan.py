@@ -20,7 +20,7 @@ from mlx_kv.cli.output import check_plot, save_figure
 from mlx_kv.cli.wording import in_options
 
 if TYPE_CHECKING:
-    from mlx_kv.planning import Layer, Row
+    from mlx_kv.planning import Layer, StrategyMemory
 
 EXAMPLES = """
 \b
@@ -70,7 +70,7 @@ def describe(layer: Layer, count: int) -> str:
     return f"{count} {layer.kind}{window}: {heads}, {layer.bytes_per_slot:,} bytes a token{whose}"
 
 
-def table(rows: Sequence[Row], contexts: Sequence[int]) -> list[str]:
+def table(rows: Sequence[StrategyMemory], contexts: Sequence[int]) -> list[str]:
     """Rows of strategies, columns of contexts, one unit for all."""
     held = [count for row in rows for count in row.bytes_held]
     unit, size = next((unit for unit in UNITS if min(held, default=0) >= unit[1] / 10), UNITS[-1])
@@ -99,7 +99,9 @@ def in_json(layer: Layer, count: int) -> dict[str, Any]:
     }
 
 
-def draw(title: str, contexts: Sequence[int], rows: Sequence[Row], marked: Sequence[int], file: Path) -> None:
+def draw(
+    title: str, contexts: Sequence[int], rows: Sequence[StrategyMemory], marked: Sequence[int], file: Path
+) -> None:
     """Writes the figure.
 
     Raises:
@@ -162,11 +164,11 @@ def plan(
     if policy.changed():
         make_prompt_cache(planner.model, policy)  # refuses what generate would refuse
     compared = strategies(policy)
-    rows = planner.rows(compared, contexts, batch_size)
+    rows = planner.compare(compared, contexts, batch_size)
     if plot is not None:
         title = f"{short_name(model)}, {dtype}, batch of {batch_size}"
         line = dense(contexts)
-        draw(title, line, planner.rows(compared, line, batch_size), contexts, plot)
+        draw(title, line, planner.compare(compared, line, batch_size), contexts, plot)
     facts = {"model": model, "model_type": config["model_type"], "dtype": dtype, "batch_size": batch_size}
     if as_json:
         answer = {"layers": [in_json(*each) for each in layers.items()], "strategies": [asdict(row) for row in rows]}

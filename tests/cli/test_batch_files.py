@@ -271,7 +271,7 @@ def test_with_a_seed_a_line_gets_its_answer_in_any_company(call: Any, files: Fil
 
 
 def start(files: Files, *more: str) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "mlx_kv.cli.main", "batch", *files.options(), "--max-batch-size", "2", *more]
+    command = [sys.executable, "-m", "mlx_kv.cli", "batch", *files.options(), "--max-batch-size", "2", *more]
     return subprocess.Popen(  # a shell's background jobs ignore SIGINT, and so would this
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         args=command,

@@ -14,7 +14,7 @@ from tiny_models import VOCAB, make_model
 
 from mlx_kv import CachePolicy, PromptMemory, PromptReader, PromptStore, make_prompt_cache
 from mlx_kv.prefixes.index import kept_how
-from mlx_kv.server.prompts import Prompts
+from mlx_kv.server.tiered_prefixes import TieredPrefixes
 
 TOKENS: list[int] = mx.random.randint(1, VOCAB, (200,), key=mx.random.key(0)).tolist()  # type: ignore[assignment]
 OTHERS: dict[str, tuple[dict[str, Any], CachePolicy]] = {
@@ -117,7 +117,7 @@ def test_whatever_fails_in_the_server_costs_a_prompt_its_time_and_no_more(
     store = broken if which != "memory" else PromptStore(tmp_path)
     called: list[Callable[[], None]] = []
     ended: list[str] = []
-    prompts = Prompts(memory, store, called.append, lambda: "mine")
+    prompts = TieredPrefixes(memory, store, called.append, lambda: "mine")
     caches = read(None).caches
     with caplog.at_level(logging.WARNING):
         prompts.keep(TOKENS[:199], caches)

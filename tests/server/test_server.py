@@ -34,14 +34,14 @@ from mlx_kv import CachePolicy, PromptStore, batch_generate
 from mlx_kv.bundled import model_path
 from mlx_kv.cache.eviction.evictor import Evictor
 from mlx_kv.mlxlm.convert import load
+from mlx_kv.server.access import AccessRules
 from mlx_kv.server.api import Api, Limits
-from mlx_kv.server.doors import Doors
-from mlx_kv.server.memory import runs
+from mlx_kv.server.chat_output import ChatOutputParser, Delta
+from mlx_kv.server.errors import ApiError
 from mlx_kv.server.metrics import Metrics
-from mlx_kv.server.replies import ChatText, Delta
-from mlx_kv.server.requests import ApiError
+from mlx_kv.server.occupancy import position_ranges
 from mlx_kv.server.run import Server, bound
-from mlx_kv.server.text import Stops
+from mlx_kv.server.stop_strings import StopStrings
 from mlx_kv.server.worker import Models, Worker
 
 THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
@@ -88,15 +88,17 @@ class Running:
     def wait_until_empty(self) -> None:
         """No row is left, neither in the engine nor in the snapshot, and nobody holds a place."""
         self.wait_until(lambda: not self.worker._active and not self.worker._waiting and not self.worker._engine.busy)
-        self.wait_until(lambda: not self.worker.snapshot.decoding and self.worker.snapshot.memory.bytes_allocated == 0)
-        self.wait_until(lambda: self.api.desk.admitted == 0 and not self.api.desk.jobs)
+        self.wait_until(
+            lambda: not self.worker.snapshot.decoding and self.worker.snapshot.occupancy.bytes_allocated == 0
+        )
+        self.wait_until(lambda: self.api.admission.admitted == 0 and not self.api.admission.jobs)
 
     def wait_until_kept(self) -> None:
         """What was read for answers that have ended is in memory, and on the disk."""
         taken = threading.Event()
         self.worker._inbox.put(taken.set)
         assert taken.wait(20)
-        self.worker._prompts._disk.submit(int).result()
+        self.worker._prefixes._disk.submit(int).result()
 
 
 @contextlib.contextmanager
@@ -109,7 +111,7 @@ def running(
     prompt_memory_bytes: int = 0,
     open_store: Any = None,
     change: Callable[[Any], Any] = lambda tokenizer: tokenizer,
-    doors: Doors | None = None,
+    access: AccessRules | None = None,
 ) -> Iterator[Running]:
     def models() -> Models:
         model, tokenizer = load(model_path("reference"))
@@ -118,7 +120,7 @@ def running(
     metrics = Metrics()
     worker = Worker(
         models,
-        lambda pieces: None,
+        lambda chunks: None,
         metrics,
         policy,
         max_batch_size,
@@ -126,7 +128,7 @@ def running(
         open_store=open_store,
     )
     worker.start()
-    api = Api(worker, metrics, "reference", limits, keys, doors)
+    api = Api(worker, metrics, "reference", limits, keys, access)
     server = Server(api, drain_seconds=5)
     with bound("127.0.0.1", 0) as listening:
         listening.listen()
@@ -250,7 +252,7 @@ def test_stop_strings_are_cut_exactly(server: Running) -> None:
 def test_how_a_text_falls_into_pieces_does_not_matter(text: str, strings: list[str], random: Any) -> None:
     ends = [(text.find(string) + len(string), text.find(string)) for string in strings if string in text]
     wanted = text[: min(ends)[1]] if ends else text
-    stops, said = Stops(strings), ""
+    stops, said = StopStrings(strings), ""
     rest = text
     while rest:
         n = random.randint(1, len(rest))
@@ -293,7 +295,7 @@ def test_a_seed_with_a_draft_model_does_not_depend_on_other_clients() -> None:
 def test_tool_calls_and_reasoning_are_taken_apart(reference: Any) -> None:
     marks = {"tool_call_start": "<tool_call>", "tool_call_end": "</tool_call>"}
     tokenizer = TokenizerWrapper(reference[1]._tokenizer, tool_parser=json_tools.parse_tool_call, **marks)
-    said, text = Delta(), ChatText(tokenizer, [1], [{"type": "function"}], stream=False)
+    said, text = Delta(), ChatOutputParser(tokenizer, [1], [{"type": "function"}], stream=False)
     call = '{"name": "look", "arguments": {"at": "cache.py"}}'
     for character in f"Well, <tool_call>\n{call}\n</tool_call> a < b":
         said.add(text.feed(character))
@@ -321,7 +323,7 @@ def test_what_a_model_writes_as_a_call_is_one_or_is_text(
     marks = {"tool_call_start": "<tool_call>", "tool_call_end": "</tool_call>"}
     tokenizer = TokenizerWrapper(reference[1]._tokenizer, tool_parser=json_tools.parse_tool_call, **marks)
     for end in ("</tool_call>", ""):
-        said, text = Delta(), ChatText(tokenizer, [1], [{"type": "function"}], stream=True)
+        said, text = Delta(), ChatOutputParser(tokenizer, [1], [{"type": "function"}], stream=True)
         said.add(text.feed(f"<tool_call>{written}{end}"))
         said.add(text.finish())
         assert said.content == content
@@ -330,14 +332,14 @@ def test_what_a_model_writes_as_a_call_is_one_or_is_text(
 
 
 def test_an_answer_that_fails_midway_ends_properly(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = ChatText.feed
+    real = ChatOutputParser.feed
 
-    def feed(self: ChatText, text: str) -> Delta:
+    def feed(self: ChatOutputParser, text: str) -> Delta:
         if len(text) % 7 == 3:
             raise KeyError("a parser of somebody else's")
         return real(self, text)
 
-    monkeypatch.setattr(ChatText, "feed", feed)
+    monkeypatch.setattr(ChatOutputParser, "feed", feed)
     body: dict[str, Any] = {"messages": [{"role": "user", "content": "import"}], "max_tokens": 32}
     check_error(server.post("/v1/chat/completions", **body), 500)
     streamed = server.post("/v1/chat/completions", **body, stream=True).text
@@ -583,7 +585,7 @@ def test_unknown_paths_and_methods(server: Running) -> None:
 def test_a_full_queue_turns_away() -> None:
     with running(max_batch_size=1, limits=Limits(queue=1)) as server, ThreadPoolExecutor(2) as pool:
         waiting = [pool.submit(server.complete, "import", 300) for _ in range(2)]
-        server.wait_until(lambda: server.api.desk._admitted == 2)
+        server.wait_until(lambda: server.api.admission._admitted == 2)
         answer = server.post(prompt="x")
         assert check_error(answer, 429)["type"] == "rate_limit_error"
         assert int(answer.headers["Retry-After"]) >= 1
@@ -631,27 +633,27 @@ def test_it_answers_to_its_own_names_only(server: Running, path: str) -> None:
 
 
 def test_names_that_are_let_in() -> None:
-    def has(doors: Doors, host: str, origin: str | None = None) -> bool:
+    def has(rules: AccessRules, host: str, origin: str | None = None) -> bool:
         headers = {"host": host} | ({} if origin is None else {"origin": origin})
         with contextlib.suppress(ApiError):
-            doors.check(Headers(headers))
+            rules.check(Headers(headers))
             return True
         return False
 
-    wide = Doors("0.0.0.0")
+    wide = AccessRules("0.0.0.0")
     assert all(has(wide, host) for host in ("192.168.1.5:8080", "[fe80::1]:8080", "localhost", socket.gethostname()))
     assert not has(wide, "evil.example")
-    assert "any IP address" in wide.in_words
-    named = Doors("mac.lan", ["Box", "*.home.arpa", "[fd00::1]"])
+    assert "any IP address" in wide.allowed_names
+    named = AccessRules("mac.lan", ["Box", "*.home.arpa", "[fd00::1]"])
     assert all(has(named, host) for host in ("mac.lan:80", "box", "a.b.home.arpa", "[fd00::1]", "127.0.0.1"))
     assert not any(has(named, host) for host in ("home.arpa", "evilhome.arpa", "192.168.1.5", "x.box"))
-    assert has(Doors(hosts=["*"]), "evil.example")
+    assert has(AccessRules(hosts=["*"]), "evil.example")
     for bad in ("http://mac.lan", "mac.lan:8080", "*lan", "a.*.lan", "a/b", "*."):
         with pytest.raises(ValueError, match="is no host name"):
-            Doors(hosts=[bad])
+            AccessRules(hosts=[bad])
     for bad in ("example.com", "https://example.com/", "https://"):
         with pytest.raises(ValueError, match="is no origin"):
-            Doors(origins=[bad])
+            AccessRules(origins=[bad])
 
 
 def test_pages_of_other_sites_are_kept_out(server: Running) -> None:
@@ -674,7 +676,7 @@ def test_pages_of_other_sites_are_kept_out(server: Running) -> None:
 
 
 def test_sites_that_are_let_in() -> None:
-    with running(keys=("a-key",), doors=Doors(origins=["https://good.example"])) as server:
+    with running(keys=("a-key",), access=AccessRules(origins=["https://good.example"])) as server:
         asks = {
             "Origin": "https://good.example",
             "Access-Control-Request-Method": "POST",
@@ -905,7 +907,7 @@ def test_a_long_prompt_is_read_between_the_tokens_of_others() -> None:
             body = {"prompt": "import os", "max_tokens": 500, "stream": True}
             with server.http.stream("POST", "/v1/completions", json=body) as answer:
                 for _ in filter(lambda line: line.startswith("data: {"), answer.iter_lines()):
-                    now = sum(job.joined and not job.answer for job in server.api.desk.jobs)
+                    now = sum(job.joined and not job.answer for job in server.api.admission.jobs)
                     reading.append(now)
 
         thread = threading.Thread(target=other)
@@ -963,7 +965,7 @@ def test_nobody_waits_for_a_disk(trouble: str, tmp_path: Path) -> None:
             answer = other.result().json()
         else:
             slow = pool.submit(server.post, prompt=LONG + ENDS[0], max_tokens=20)
-            server.wait_until(lambda: server.metrics.total("prefix_misses") > 0 or server.worker._reading.waits)
+            server.wait_until(lambda: server.metrics.total("prefix_misses") > 0 or server.worker._prefill.waits)
             if trouble == "slow":
                 server.complete("class A:\n    ", 30)
                 assert not slow.done()
@@ -1023,10 +1025,10 @@ def test_all_that_was_let_in_is_shown() -> None:
         try:
             server.worker._inbox.put(lambda: go_on.wait(20) and None)
             asked += [pool.submit(server.complete, "import os", 4)]
-            server.wait_until(lambda: len(server.api.desk.jobs) == 6)
-            server.api._encoding.submit(lambda: encoding.wait(20))
+            server.wait_until(lambda: len(server.api.admission.jobs) == 6)
+            server.api._tokenizing.submit(lambda: encoding.wait(20))
             asked += [pool.submit(server.complete, "import os", 4)]
-            server.wait_until(lambda: server.api.desk.admitted == 7)
+            server.wait_until(lambda: server.api.admission.admitted == 7)
             seen = server.http.get("/memory").json()
             assert (seen["in_flight"], seen["waiting"]) == (7, 5)
             states = [row["state"] for row in seen["rows"]]
@@ -1075,9 +1077,9 @@ def test_what_is_evicted_is_counted_once(kept: int, monkeypatch: pytest.MonkeyPa
 
 
 def test_positions_as_ranges() -> None:
-    assert runs([]) == []
-    assert runs([0, 1, 2, 5, 6, 9]) == [(0, 3), (5, 7), (9, 10)]
-    assert runs([0, 1, 2, 5, 6, 9], gap=2) == [(0, 10)]
+    assert position_ranges([]) == []
+    assert position_ranges([0, 1, 2, 5, 6, 9]) == [(0, 3), (5, 7), (9, 10)]
+    assert position_ranges([0, 1, 2, 5, 6, 9], gap=2) == [(0, 10)]
 
 
 @pytest.fixture(scope="module")
@@ -1148,7 +1150,7 @@ def test_the_page_asks_for_a_key(browser: Any) -> None:
 
 @contextlib.contextmanager
 def command(
-    *options: str, program: Sequence[str] = ("-m", "mlx_kv.cli.main", "serve", "--port", "0")
+    *options: str, program: Sequence[str] = ("-m", "mlx_kv.cli", "serve", "--port", "0")
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """`mlx-kv serve` as a process, and its address."""
     process = subprocess.Popen([sys.executable, *program, *options], stderr=subprocess.PIPE, text=True)
@@ -1197,7 +1199,7 @@ def test_sigterm_waits_only_so_long() -> None:
 
 
 def failing(*options: str, **environment: str) -> str:
-    words = [sys.executable, "-m", "mlx_kv.cli.main", "serve", *options]
+    words = [sys.executable, "-m", "mlx_kv.cli", "serve", *options]
     done = subprocess.run(words, capture_output=True, text=True, env=os.environ | environment, timeout=60)
     assert done.returncode == 2, done.stderr
     assert done.stdout == ""

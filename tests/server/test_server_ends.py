@@ -23,8 +23,8 @@ import pytest
 from test_server import ENDS, LONG, Running, Troubled, cached, check_error, command, running
 
 from mlx_kv.server.api import Limits
-from mlx_kv.server.clerk import Clerk, ClerkError
-from mlx_kv.server.run import Ending
+from mlx_kv.server.shutdown import ShutdownSignals
+from mlx_kv.server.task_thread import TaskThread, TaskThreadError
 
 
 def kill(thread: threading.Thread | None) -> None:
@@ -92,7 +92,7 @@ def test_whatever_the_worker_dies_of_every_request_ends(
         with held(server):
             asked.append(pool.submit(server.post, **body))
             asked.append(pool.submit(server.post, **body, stream=True))
-            server.wait_until(lambda: len(server.api.desk.jobs) == 4)
+            server.wait_until(lambda: len(server.api.admission.jobs) == 4)
             death(server, monkeypatch)
         answers = [each.result(20) for each in asked]
         streamed = [answers[0].text, answers[3].text]
@@ -102,14 +102,14 @@ def test_whatever_the_worker_dies_of_every_request_ends(
         assert told.startswith("the server ends: its worker died of ")
         assert told in streamed[1]
         assert ("no memory left" in told) == (death in (no_engine, no_delivery))
-        server.wait_until(lambda: server.api.desk.admitted == 0 and not server.api.desk.jobs)
+        server.wait_until(lambda: server.api.admission.admitted == 0 and not server.api.admission.jobs)
 
 
 def test_later_requests_hear_why_there_is_no_worker() -> None:
     with running() as server:
         kill(server.worker._thread)
         server.worker.cancel(server.worker.snapshot)  # type: ignore[arg-type]  # which wakes it
-        server.wait_until(lambda: server.api.desk._closing is not None)
+        server.wait_until(lambda: server.api.admission._closing is not None)
 
         async def ask() -> list[httpx.Response]:
             transport = httpx.ASGITransport(app=server.api.app)
@@ -141,9 +141,9 @@ def test_an_engine_that_can_be_made_at_the_second_try_is_used(monkeypatch: pytes
         assert len(tries) == 2
 
 
-SERVE = "import sys; from mlx_kv import cli; sys.argv[1:] = ['serve', '--port', '0']; "
+SERVE = "import sys; from mlx_kv.cli.main import main; sys.argv[1:] = ['serve', '--port', '0']; "
 DIES = SERVE + (
-    "from mlx_kv.server import worker; worker.Worker._told = lambda self, tokens: sys.exit('gone'); cli.main()"
+    "from mlx_kv.server import worker; worker.Worker._deliver = lambda self, tokens: sys.exit('gone'); main()"
 )
 
 
@@ -162,19 +162,19 @@ def test_the_command_ends_with_its_worker() -> None:
 
 
 def test_a_clerk_does_one_thing_after_the_other() -> None:
-    clerk, done = Clerk("clerk"), list[int]()
+    clerk, done = TaskThread("clerk"), list[int]()
     futures = [clerk.submit(lambda n=n: done.append(n) or n) for n in range(50)]  # type: ignore[misc]
     assert [future.result(20) for future in futures] == done == list(range(50))
     assert isinstance(clerk.submit(broken).exception(20), RuntimeError)
     assert clerk.submit(lambda: 7).result(20) == 7
     clerk.close()
-    with pytest.raises(ClerkError, match="closed"):
+    with pytest.raises(TaskThreadError, match="closed"):
         clerk.submit(lambda: 7).result(20)
 
 
 @pytest.mark.parametrize("busy", [True, False])
 def test_who_waits_for_a_clerk_that_dies_is_told(busy: bool) -> None:
-    clerk, holds, go_on = Clerk("clerk"), threading.Event(), threading.Event()
+    clerk, holds, go_on = TaskThread("clerk"), threading.Event(), threading.Event()
     assert clerk.submit(lambda: 7).result(20) == 7
     first = None
     if busy:
@@ -184,7 +184,7 @@ def test_who_waits_for_a_clerk_that_dies_is_told(busy: bool) -> None:
     waiting = clerk.submit(lambda: 7)
     go_on.set()
     for future in filter(None, (first, waiting)):
-        with pytest.raises(ClerkError, match="'clerk' has died"):
+        with pytest.raises(TaskThreadError, match="'clerk' has died"):
             future.result(20)
     assert clerk.submit(lambda: 8).result(20) == 8
     clerk.close()
@@ -204,7 +204,7 @@ def test_a_tokenizer_that_dies_ends_its_requests_only(monkeypatch: pytest.Monkey
 def test_a_disk_that_never_answers_costs_only_time(
     trouble: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mlx_kv.server.prompts.PATIENCE", 0.3 if trouble == "hangs" else 1000.0)
+    monkeypatch.setattr("mlx_kv.server.tiered_prefixes.PATIENCE", 0.3 if trouble == "hangs" else 1000.0)
     stores: list[Troubled] = []
 
     def open_store(models: Any) -> Troubled:
@@ -217,16 +217,16 @@ def test_a_disk_that_never_answers_costs_only_time(
         server.wait_until_empty()
     with running(open_store=open_store) as server, ThreadPoolExecutor(1) as pool:
         slow = pool.submit(server.post, prompt=LONG + ENDS[0], max_tokens=20)
-        server.wait_until(lambda: bool(server.worker._active) and server.worker._reading._fetching is not None)
+        server.wait_until(lambda: bool(server.worker._active) and server.worker._prefill._fetching is not None)
         if trouble == "dies":
-            kill(server.worker._prompts._disk._thread)
+            kill(server.worker._prefixes._disk._thread)
             stores[-1].go_on.set()
         answer = slow.result(20).json()
         assert answer["choices"][0]["text"] == wanted
         assert cached(answer) == 0
         stores[-1].go_on.set()
         again = server.post(prompt=LONG + ENDS[1], max_tokens=5).json()  # and the disk is asked again
-        server.wait_until(lambda: not server.worker._prompts._late)
+        server.wait_until(lambda: not server.worker._prefixes._late)
         again = server.post(prompt=LONG + ENDS[2], max_tokens=5).json()
         assert cached(again) > 1000
 
@@ -249,10 +249,10 @@ def deaf(url: str, max_tokens: int = 1_000_000) -> Iterator[socket.socket]:
 
 def test_a_client_that_takes_nothing_loses_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """With events so large that no buffer takes many of them."""
-    monkeypatch.setattr("mlx_kv.server.answers.STALLED", 0.2)
-    monkeypatch.setattr("mlx_kv.server.answers.event", lambda data: b": " + b"x" * 500_000 + b"\n\n")
+    monkeypatch.setattr("mlx_kv.server.responses.STALLED", 0.2)
+    monkeypatch.setattr("mlx_kv.server.responses.event", lambda data: b": " + b"x" * 500_000 + b"\n\n")
     with running(max_batch_size=1, limits=Limits(queue=0)) as server, deaf(server.url):
-        server.wait_until(lambda: server.api.desk.admitted == 1)
+        server.wait_until(lambda: server.api.admission.admitted == 1)
         server.wait_until_empty()
         assert server.complete("import", 3)
 
@@ -314,8 +314,8 @@ def test_ctrl_c_after_a_signal_ends_at_once(first: signal.Signals) -> None:
 
 
 LOADS = SERVE + (
-    "from mlx_kv import adapter; import time; "
-    "adapter.load = lambda path: print('loading', file=sys.stderr, flush=True) or time.sleep(60); cli.main()"
+    "from mlx_kv.mlxlm import convert; import time; "
+    "convert.load = lambda path: print('loading', file=sys.stderr, flush=True) or time.sleep(60); main()"
 )
 
 
@@ -343,8 +343,8 @@ def test_a_terminal_that_is_gone_keeps_no_signal_from_what_it_asks_for() -> None
     )
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        ending = Ending(gone, 1.0)
-        ending.belongs_to(server)
+        ending = ShutdownSignals(gone, 1.0)
+        ending.attach(server)
         signal.raise_signal(signal.SIGTERM)
         assert server.should_exit
         signal.raise_signal(signal.SIGINT)
