@@ -19,7 +19,7 @@ LATER = (
     "files/described.py",
     "files/stock_files.py",
     "prefixes/index.py",
-    "server/memory.py",
+    "server/occupancy.py",
     "cache/kv_cache.py",
     "cli/test_batch_files.py",
     "evaluation/test_evaluation.py",
