@@ -21,7 +21,6 @@ LATER = (
     "server/occupancy.py",
     "cache/kv_cache.py",
     "cli/test_batch_files.py",
-    "evaluation/test_evaluation.py",
     "files/test_serialization.py",
     "generation/test_engine.py",
     "server/test_server.py",
