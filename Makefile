@@ -2,7 +2,7 @@
 #   make generate   the main job on real input: the reference model goes on from examples/unfinished.py, on a budget
 #   make check      style, types and the quick half of the tests: under a minute, for the inner loop
 #   make test       the tests, side by side on all cores
-#   make lint       style and types
+#   make lint       style, types and the rules of imports
 #   make bench      the benchmarks, each ends in one JSON line
 #   make docs       the documentation site, into site/; a broken link or anchor, or a page without a place, is an error
 #   make families   docs/families.md anew, from a walk over all model families of mlx-lm; some minutes
@@ -31,6 +31,7 @@ lint: $(VENV)/.dev
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports
 
 bench: $(VENV)/.run
 	$(VENV)/bin/python benchmarks/growth.py

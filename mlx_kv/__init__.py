@@ -29,11 +29,13 @@ if TYPE_CHECKING:
     from mlx_kv.cache.protocol import Cache
     from mlx_kv.files.serialization import load_prompt_cache, save_prompt_cache
     from mlx_kv.generation.batch import batch_generate
-    from mlx_kv.generation.engine import BatchToken
     from mlx_kv.generation.sampling import TemperatureSampler
-    from mlx_kv.generation.speculation.decoder import SpeculationStatistics
+    from mlx_kv.generation.sequence import BatchToken
+    from mlx_kv.generation.speculation.drafters import drafter_names, register_drafter
+    from mlx_kv.generation.speculation.statistics import SpeculationStatistics
     from mlx_kv.generation.speculation.stream import speculative_generate
-    from mlx_kv.generation.stream import CacheStatistics, cache_statistics, stream_generate
+    from mlx_kv.generation.statistics import CacheStatistics, cache_statistics
+    from mlx_kv.generation.stream import stream_generate
     from mlx_kv.mlxlm.convert import make_prompt_cache
     from mlx_kv.mlxlm.loading import load
     from mlx_kv.mlxlm.trimming import compact, trim_prompt_cache
@@ -49,10 +51,10 @@ blas.preload()
 _HOMES = {
     "BatchKVCache": "cache.factories",
     "BatchRotatingKVCache": "cache.factories",
-    "BatchToken": "generation.engine",
+    "BatchToken": "generation.sequence",
     "Cache": "cache.protocol",
     "CachePolicy": "policy",
-    "CacheStatistics": "generation.stream",
+    "CacheStatistics": "generation.statistics",
     "ChunkedKVCache": "cache.factories",
     "CompressedKVCache": "cache.factories",
     "FixedStep": "cache.growth",
@@ -66,16 +68,18 @@ _HOMES = {
     "PromptMemory": "prefixes.memory",
     "PromptReader": "prefixes.reader",
     "PromptStore": "prefixes.store",
-    "SpeculationStatistics": "generation.speculation.decoder",
+    "SpeculationStatistics": "generation.speculation.statistics",
     "TemperatureSampler": "generation.sampling",
     "batch_generate": "generation.batch",
     "bundled_models": "bundled",
-    "cache_statistics": "generation.stream",
+    "cache_statistics": "generation.statistics",
     "compact": "mlxlm.trimming",
+    "drafter_names": "generation.speculation.drafters",
     "load": "mlxlm.loading",
     "load_prompt_cache": "files.serialization",
     "make_prompt_cache": "mlxlm.convert",
     "model_path": "bundled",
+    "register_drafter": "generation.speculation.drafters",
     "register_score": "cache.eviction.scores",
     "save_prompt_cache": "files.serialization",
     "score_names": "cache.eviction.scores",
@@ -110,10 +114,12 @@ __all__ = [
     "bundled_models",
     "cache_statistics",
     "compact",
+    "drafter_names",
     "load",
     "load_prompt_cache",
     "make_prompt_cache",
     "model_path",
+    "register_drafter",
     "register_score",
     "save_prompt_cache",
     "score_names",

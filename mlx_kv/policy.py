@@ -11,7 +11,8 @@ from typing import Any
 
 from mlx_kv.cache.checks import SettingError, whole_number
 from mlx_kv.cache.codecs import Affine
-from mlx_kv.cache.eviction.evictor import Evictor, Granularity
+from mlx_kv.cache.eviction.evictor import Evictor
+from mlx_kv.cache.eviction.granularity import Granularity
 from mlx_kv.cache.eviction.layer_group import LayerGroup
 from mlx_kv.cache.eviction.scores import Function
 from mlx_kv.cache.growth import Geometric, Growth

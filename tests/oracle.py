@@ -214,13 +214,13 @@ def live_slots(cache: KVCache, row: Row) -> set[int]:
 def poison(cache: KVCache) -> None:
     """Fills every slot that holds no token with large finite values."""
     live = [live_slots(cache, row) for row in cache._rows]
-    for store in cache._stores or ():
+    for buffer in cache._buffers or ():
         planes = []
-        for plane in store.planes:
+        for plane in buffer.planes:
             dead = np.stack([[slot not in slots for slot in range(plane.shape[2])] for slots in live])
             bad = mx.array(0xDEADBEEF if plane.dtype == mx.uint32 else 1e4, plane.dtype)
             planes.append(mx.where(mx.array(dead)[:, None, :, None], bad, plane))
-        store.planes = tuple(planes)
+        buffer.planes = tuple(planes)
 
 
 def attend(cache: KVCache, q: mx.array, k: mx.array, v: mx.array, window: int | None) -> mx.array:

@@ -1,6 +1,6 @@
 """Slots of arrays: the only code that allocates.
 
-A store owns the planes of one tensor (the keys, or the values, of one layer), each (B, H, C, width) with C slots. It
+A buffer holds the planes of one tensor (the keys, or the values, of one layer), each (B, H, C, width) with C slots. It
 reserves, writes, reads and re-encodes slots. It knows nothing about positions, masks or what a slot means.
 """
 
@@ -15,12 +15,12 @@ import mlx.core as mx
 from mlx_kv.cache.codecs import Codec, Planes
 from mlx_kv.cache.layout import Plan, Ranges
 
-# Rows, heads, head dim and dtype: what must agree for a tensor to fit into a store.
+# Rows, heads, head dim and dtype: what must agree for a tensor to fit into a buffer.
 Tensor = tuple[int, int, int, mx.Dtype]
 
 
 def tensor_of(x: mx.array) -> Tensor:
-    """What of x (B, H, S, D) must agree with the store it goes to: everything but the number of tokens."""
+    """What of x (B, H, S, D) must agree with the buffer it goes to: everything but the number of tokens."""
     return x.shape[0], x.shape[1], x.shape[3], x.dtype
 
 
@@ -37,7 +37,7 @@ def _slots(plan: Plan, first: int, last: int, padding: int) -> mx.array:
     return mx.array([[[[slot] for slot in row]] for row in slots])  # nothing that waits for the thread that made it
 
 
-class Store:
+class SlotBuffer:
     """The planes of one tensor.
 
     Args:
@@ -51,8 +51,8 @@ class Store:
         self._head_dim = codec.decode(tuple(plane[:, :, :1] for plane in planes)).shape[3]
 
     @classmethod
-    def allocate(cls, codec: Codec, like: mx.array, capacity: int) -> Store:
-        """An empty store of `capacity` slots for tensors like `like` (B, H, S, D)."""
+    def allocate(cls, codec: Codec, like: mx.array, capacity: int) -> SlotBuffer:
+        """An empty buffer of `capacity` slots for tensors like `like` (B, H, S, D)."""
         # Widths and dtypes of planes are the codec's business: ask it, with one token that is never evaluated.
         sample = codec.encode(like[:, :, :1])
         return cls(codec, tuple(mx.zeros((*p.shape[:2], capacity, p.shape[3]), p.dtype) for p in sample))
@@ -65,9 +65,9 @@ class Store:
         """
         return tuple(plane[:] for plane in self.planes)
 
-    def copied(self) -> Store:
-        """Another store over the same buffers. Whoever writes first gets buffers of their own: MLX sees to it."""
-        copied = Store.__new__(Store)
+    def copied(self) -> SlotBuffer:
+        """Another buffer over the same memory. Whoever writes first gets memory of their own: MLX sees to it."""
+        copied = SlotBuffer.__new__(SlotBuffer)
         copied.codec, copied.planes, copied._head_dim = self.codec, self.handles(), self._head_dim
         return copied
 
@@ -164,31 +164,31 @@ class Store:
             del words
         self.planes = tuple(planes)
 
-    def selected(self, rows: Sequence[int], capacity: int) -> Store:
-        """A store of `capacity` slots with copies of some rows: nothing of this one is kept alive by it."""
+    def selected(self, rows: Sequence[int], capacity: int) -> SlotBuffer:
+        """A buffer of `capacity` slots with copies of some rows: nothing of this one is kept alive by it."""
         used = min(capacity, self.capacity)
         planes = [mx.contiguous(plane[mx.array(list(rows))][:, :, :used]) for plane in self.planes]
         if used < capacity:
             planes = [mx.pad(plane, [(0, 0), (0, 0), (0, capacity - used), (0, 0)]) for plane in planes]
-        return Store(self.codec, tuple(planes))
+        return SlotBuffer(self.codec, tuple(planes))
 
     @classmethod
-    def stacked(cls, parts: Sequence[tuple[Store | None, int, int]], capacity: int) -> Store:
-        """The rows of several stores, one after the other, in new planes of `capacity` slots.
+    def stacked(cls, parts: Sequence[tuple[SlotBuffer | None, int, int]], capacity: int) -> SlotBuffer:
+        """The rows of several buffers, one after the other, in new planes of `capacity` slots.
 
         Args:
-            parts: of each its store, or None where it never had one; its number of rows, and of slots to copy. At least
-                one has a store; all store alike.
+            parts: of each its buffer, or None where it never had one; its number of rows, and of slots to copy. At
+                least one has a buffer; all store alike.
         """
-        like = next(store for store, _, _ in parts if store is not None)
+        like = next(buffer for buffer, _, _ in parts if buffer is not None)
         rows = sum(count for _, count, _ in parts)
         planes = []
         for which, plane in enumerate(like.planes):
             new = mx.zeros((rows, plane.shape[1], capacity, plane.shape[3]), plane.dtype)
             first = 0
-            for store, count, used in parts:
-                if store is not None:
-                    new[first : first + count, :, :used] = store.planes[which][:, :, :used]
+            for buffer, count, used in parts:
+                if buffer is not None:
+                    new[first : first + count, :, :used] = buffer.planes[which][:, :, :used]
                 first += count
             planes.append(new)
         return cls(like.codec, tuple(planes))

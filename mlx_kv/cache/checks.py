@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 import mlx.core as mx
 
-from mlx_kv.cache.buffers import Store, tensor_of
+from mlx_kv.cache.buffers import SlotBuffer, tensor_of
 
 MOST_TOKENS = 2**31 - 1  # MLX counts the elements of an axis in 32 bits
 
@@ -43,13 +43,13 @@ def whole_number(name: str, value: object, least: int = 0) -> int:
     return number
 
 
-def continues(keys: mx.array, values: mx.array, stores: tuple[Store, Store]) -> bool:
+def continues(keys: mx.array, values: mx.array, buffers: tuple[SlotBuffer, SlotBuffer]) -> bool:
     """Whether this update is like the ones before it; if not, the checks below say what is wrong, if anything."""
     if not (isinstance(keys, mx.array) and isinstance(values, mx.array)) or keys.ndim != 4 or values.ndim != 4:
         return False
     if not keys.shape[2] == values.shape[2] > 0:
         return False
-    return tensor_of(keys) == stores[0].tensor and tensor_of(values) == stores[1].tensor
+    return tensor_of(keys) == buffers[0].tensor and tensor_of(values) == buffers[1].tensor
 
 
 def check_tokens(keys: mx.array, values: mx.array) -> None:
@@ -72,9 +72,9 @@ def check_tokens(keys: mx.array, values: mx.array) -> None:
             )
 
 
-def check_unchanged(name: str, tensor: mx.array, store: Store) -> None:
+def check_unchanged(name: str, tensor: mx.array, buffer: SlotBuffer) -> None:
     """Only the number of tokens may change from one update to the next."""
-    for what, new, old in zip(("rows", "KV heads", "head dim", "dtype"), tensor_of(tensor), store.tensor, strict=True):
+    for what, new, old in zip(("rows", "KV heads", "head dim", "dtype"), tensor_of(tensor), buffer.tensor, strict=True):
         if new != old:
             raise ValueError(
                 f"{name} came with {what} {new}, but this cache holds {what} {old}: "

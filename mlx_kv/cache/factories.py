@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mlx_kv.cache.eviction.evictor import Evictor, Granularity
+from mlx_kv.cache.eviction.evictor import Evictor
+from mlx_kv.cache.eviction.granularity import Granularity
 from mlx_kv.cache.eviction.scores import Function
 from mlx_kv.cache.growth import Geometric, Growth
 from mlx_kv.cache.kv_cache import KVCache

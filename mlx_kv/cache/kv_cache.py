@@ -1,7 +1,7 @@
 """What an attention layer talks to: one update path for every combination.
 
 Decides the order of an update (check, compact if due, plan, reserve, write, read) and puts the parts together: a growth
-rule, a layout, a codec and two stores, and an evictor where there is a budget. Knows nothing about models or mlx-lm
+rule, a layout, a codec and two buffers, and an evictor where there is a budget. Knows nothing about models or mlx-lm
 beyond the names in `protocol.Cache`.
 B rows, H KV heads, S new tokens, Dk and Dv head dims, C capacity in slots.
 
@@ -20,7 +20,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_kv.cache.buffers import Store, tensor_of
+from mlx_kv.cache.buffers import SlotBuffer, tensor_of
 from mlx_kv.cache.checks import check_tokens, check_unchanged, continues, whole_number
 from mlx_kv.cache.codecs import Plain, make_codec
 from mlx_kv.cache.eviction.evictor import Evictor
@@ -28,7 +28,7 @@ from mlx_kv.cache.growth import Geometric, Growth, round_up
 from mlx_kv.cache.layout import NO_LIMIT, Append, Budget, Layout, Plan, Ranges, Row, make_layout, plan_of, trim_rows
 from mlx_kv.cache.mask import Mask, make_mask
 from mlx_kv.cache.protocol import Fetched
-from mlx_kv.cache.rows import check_joinable, check_rows, joined_stores
+from mlx_kv.cache.rows import check_joinable, check_rows, joined_buffers
 from mlx_kv.cache.view import CacheView
 
 # A write of up to this many tokens (decode, the verify step of speculative decoding) reads packed planes. A longer one
@@ -76,7 +76,7 @@ class KVCache:
             raise ValueError(f"quantized_start is {quantized_start}, but bits is None: say how many")
         self._packed_decode = packed_decode
         self._rows: tuple[Row, ...] = (Row(),)
-        self._stores: tuple[Store, Store] | None = None  # keys, values
+        self._buffers: tuple[SlotBuffer, SlotBuffer] | None = None  # keys, values
         self._lengths: tuple[int, ...] | None = None  # tokens of each row that are announced; padding follows them
         if evictor is not None and layout not in (Append(), evictor.layout):
             raise ValueError(f"got {layout}, but an evictor of {evictor.layout}: leave the layout out")
@@ -143,19 +143,19 @@ class KVCache:
             self._announced *= len(rows)
         plan = plan_of(self.layout, rows, keys.shape[2], self._counts(keys.shape[2]))
         self._transient = None
-        stores = self._make_room(plan, tensors)
+        buffers = self._make_room(plan, tensors)
         if plan.transient:  # read before the write overwrites what its first queries see
-            self._transient = self._read_transient(plan, stores, tensors)
-        for store, tensor in zip(stores, tensors, strict=True):
-            store.write(tensor, plan)
+            self._transient = self._read_transient(plan, buffers, tensors)
+        for buffer, tensor in zip(buffers, tensors, strict=True):
+            buffer.write(tensor, plan)
         self._rows, self._ranges = plan.after, () if plan.transient else plan.ranges
         if self._lengths is not None:
             self._lengths = tuple([max(0, length - plan.new) for length in self._lengths])
-        self._packed = not plan.transient and self._hands_out_packed(stores, plan.new)
-        return self._fetched(stores)
+        self._packed = not plan.transient and self._hands_out_packed(buffers, plan.new)
+        return self._fetched(buffers)
 
     def _read_transient(
-        self, plan: Plan, stores: tuple[Store, Store], tensors: tuple[mx.array, mx.array]
+        self, plan: Plan, buffers: tuple[SlotBuffer, SlotBuffer], tensors: tuple[mx.array, mx.array]
     ) -> tuple[mx.array, mx.array]:
         """The live tokens in order, then the new ones as they will be stored. Shorter rows begin with filler."""
         live = plan.live()
@@ -164,16 +164,16 @@ class KVCache:
             for row, seen in zip(plan.distinct, live, strict=True)
         ]
 
-        def read(store: Store, new: mx.array) -> mx.array:
-            stored = store.codec.decode(store.codec.encode(new))
-            return mx.concatenate([store.codec.decode(store.take(slots)), stored], axis=2) if live[0] else stored
+        def read(buffer: SlotBuffer, new: mx.array) -> mx.array:
+            stored = buffer.codec.decode(buffer.codec.encode(new))
+            return mx.concatenate([buffer.codec.decode(buffer.take(slots)), stored], axis=2) if live[0] else stored
 
-        return read(stores[0], tensors[0]), read(stores[1], tensors[1])
+        return read(buffers[0], tensors[0]), read(buffers[1], tensors[1])
 
-    def _hands_out_packed(self, stores: tuple[Store, Store], new: int) -> bool:
+    def _hands_out_packed(self, buffers: tuple[SlotBuffer, SlotBuffer], new: int) -> bool:
         # mlx-lm's packed attention shapes its result by the keys' head dim: with another one of values it cannot work.
-        same_head_dim = stores[0].tensor[2] == stores[1].tensor[2]
-        return self._packed_decode and new <= MOST_PACKED_TOKENS and same_head_dim and stores[0].codec.bits is not None
+        same_head_dim = buffers[0].tensor[2] == buffers[1].tensor[2]
+        return self._packed_decode and new <= MOST_PACKED_TOKENS and same_head_dim and buffers[0].codec.bits is not None
 
     def keys_and_values(self) -> Fetched:
         """What the last update returned, again: some models read a layer's cache from another layer.
@@ -181,39 +181,39 @@ class KVCache:
         Raises:
             ValueError: nothing has been stored yet.
         """
-        if self._stores is None or self.empty():
+        if self._buffers is None or self.empty():
             raise ValueError("this cache is empty: call update_and_fetch before keys_and_values")
         if self._transient is None and not self._ranges:
             raise ValueError("nothing was fetched since rows came, went or were loaded: call update_and_fetch first")
-        return self._fetched(self._stores)
+        return self._fetched(self._buffers)
 
-    def _fetched(self, stores: tuple[Store, Store]) -> Fetched:
+    def _fetched(self, buffers: tuple[SlotBuffer, SlotBuffer]) -> Fetched:
         if self._transient is not None:
             return self._transient
-        keys, values = (store.read(self._ranges) for store in stores)
+        keys, values = (buffer.read(self._ranges) for buffer in buffers)
         if self._packed:
             return keys, values
-        return stores[0].codec.decode(keys), stores[1].codec.decode(values)
+        return buffers[0].codec.decode(keys), buffers[1].codec.decode(values)
 
-    def _make_room(self, plan: Plan, tensors: tuple[mx.array, mx.array]) -> tuple[Store, Store]:
-        """The stores, with slots for the plan: allocated, grown or quantised first where that is due."""
+    def _make_room(self, plan: Plan, tensors: tuple[mx.array, mx.array]) -> tuple[SlotBuffer, SlotBuffer]:
+        """The buffers, with slots for the plan: allocated, grown or quantised first where that is due."""
         held = min(max(plan.held, 0), plan.layout.most_slots)
         needed = plan.needed + plan.padded  # padding goes to a slot of its own
         due = max([row.offset for row in plan.rows]) >= self._quantized_start
-        if self._stores is None:
+        if self._buffers is None:
             codec = self._codec if due else Plain()
             capacity = self._next_capacity(needed)
-            keys, values = (Store.allocate(codec, tensor, capacity) for tensor in tensors)
-            self._stores = keys, values
+            keys, values = (SlotBuffer.allocate(codec, tensor, capacity) for tensor in tensors)
+            self._buffers = keys, values
         elif needed > self.capacity:
             capacity = self._next_capacity(needed)
-            for store in self._stores:
-                store.reserve(capacity, used=held)
+            for buffer in self._buffers:
+                buffer.reserve(capacity, used=held)
             self.growths += 1
-        if due and self._stores[0].codec is not self._codec:
-            for store in self._stores:
-                store.recode(self._codec)
-        return self._stores
+        if due and self._buffers[0].codec is not self._codec:
+            for buffer in self._buffers:
+                buffer.recode(self._codec)
+        return self._buffers
 
     def _next_capacity(self, needed: int) -> int:
         reserve = max(self._reserve, *self._announced)
@@ -222,19 +222,19 @@ class KVCache:
         return min(wanted, round_up(max(needed, self.layout.enough_slots)))
 
     def _check(self, keys: mx.array, values: mx.array) -> None:
-        if self._stores is not None and continues(keys, values, self._stores):
+        if self._buffers is not None and continues(keys, values, self._buffers):
             return  # every token of every layer comes by here: the usual case first
         check_tokens(keys, values)
         tensors = {"keys": keys, "values": values}
         for name, tensor in tensors.items():
             self._codec.check(name, tensor)
-        if self._stores is None:
+        if self._buffers is None:
             return
-        if self.empty() and [tensor_of(x) for x in tensors.values()] != [store.tensor for store in self._stores]:
-            self._stores = None  # a new session of another shape: nothing is lost
+        if self.empty() and [tensor_of(x) for x in tensors.values()] != [buffer.tensor for buffer in self._buffers]:
+            self._buffers = None  # a new session of another shape: nothing is lost
             return
-        for (name, tensor), store in zip(tensors.items(), self._stores, strict=True):
-            check_unchanged(name, tensor, store)
+        for (name, tensor), buffer in zip(tensors.items(), self._buffers, strict=True):
+            check_unchanged(name, tensor, buffer)
 
     # --- lengths --------------------------------------------------------------------------------------------------
 
@@ -305,7 +305,7 @@ class KVCache:
         if self._evictor is not None:
             self._evictor.reset()
         if self._quantized_start:
-            self._stores = None  # the new session begins plain again
+            self._buffers = None  # the new session begins plain again
 
     def reserve(self, tokens: int) -> None:
         """Announces that each row will hold `tokens` tokens in all: when room must be made next, it is made for them.
@@ -365,7 +365,7 @@ class KVCache:
             check_joinable(index, self, other)
         filled = [cache for cache in everyone if not cache.empty()]
         # Where nobody has a token, buffers that are left of trimmed ones have rows for this cache alone.
-        self._stores = joined_stores(everyone, max(cache.capacity for cache in filled)) if filled else None
+        self._buffers = joined_buffers(everyone, max(cache.capacity for cache in filled)) if filled else None
         self._rows = tuple([row for cache in everyone for row in cache._rows])
         self._reserve = max(cache._reserve for cache in everyone)
         self._announced = tuple([announced for cache in everyone for announced in cache._announced])
@@ -407,12 +407,12 @@ class KVCache:
     def _select(self, chosen: Sequence[int], shrink: bool = False) -> None:
         self._rows = tuple([self._rows[index] for index in chosen])
         self._announced = tuple([self._announced[index] for index in chosen])
-        if self._stores is not None:
+        if self._buffers is not None:
             used = min(max(0, *(row.end for row in self._rows)), self.layout.most_slots)
             capacity = min(self.capacity, round_up(max(self._reserve, *self._announced, 2 * used, 1)))
             capacity = round_up(used + 1) if shrink else capacity
-            keys, values = (store.selected(chosen, capacity) for store in self._stores)
-            self._stores = keys, values
+            keys, values = (buffer.selected(chosen, capacity) for buffer in self._buffers)
+            self._buffers = keys, values
         self._transient, self._ranges, self._packed = None, (), False
         if self._lengths is not None:
             self._lengths = tuple([self._lengths[index] for index in chosen])
@@ -497,36 +497,36 @@ class KVCache:
     @property
     def view(self) -> CacheView:
         """What it holds and how, as it is now, for those who look and change nothing."""
-        return CacheView(self.layout, self._rows, self._stores)
+        return CacheView(self.layout, self._rows, self._buffers)
 
     # --- memory ---------------------------------------------------------------------------------------------------
 
     @property
     def capacity(self) -> int:
         """Slots allocated for each row; 0 before the first update."""
-        return 0 if self._stores is None else self._stores[0].capacity
+        return 0 if self._buffers is None else self._buffers[0].capacity
 
     @property
     def nbytes(self) -> int:
         """Bytes allocated, dead slots included."""
         known = 0 if self._evictor is None else self._evictor.nbytes
-        return 0 if self._stores is None else known + sum(store.nbytes for store in self._stores)
+        return 0 if self._buffers is None else known + sum(buffer.nbytes for buffer in self._buffers)
 
     @property
     def nbytes_live(self) -> int:
         """Bytes of the slots that hold a token."""
-        if self._stores is None:
+        if self._buffers is None:
             return 0
         return sum(max(0, self.layout.held(row)) for row in self._rows) * self._bytes_per_slot
 
     @property
     def nbytes_full(self) -> int:
         """Bytes that all tokens up to here would take if none had been evicted or overwritten."""
-        return 0 if self._stores is None else sum(max(0, row.offset) for row in self._rows) * self._bytes_per_slot
+        return 0 if self._buffers is None else sum(max(0, row.offset) for row in self._rows) * self._bytes_per_slot
 
     @property
     def _bytes_per_slot(self) -> int:
-        return sum(store.bytes_per_slot for store in self._stores or ())
+        return sum(buffer.bytes_per_slot for buffer in self._buffers or ())
 
     # --- quantisation ---------------------------------------------------------------------------------------------
 
@@ -557,12 +557,12 @@ class KVCache:
         if self._codec.bits is not None:
             return self
         codec = make_codec(bits, group_size)
-        for name, store in zip(("keys", "values"), self._stores or (), strict=False):
-            codec.check(name, store.planes[0])
+        for name, buffer in zip(("keys", "values"), self._buffers or (), strict=False):
+            codec.check(name, buffer.planes[0])
         quantized = copy.deepcopy(self)  # the buffers are shared until the next line replaces them
         quantized._codec = codec
-        for store in quantized._stores or ():
-            store.recode(codec)
+        for buffer in quantized._buffers or ():
+            buffer.recode(codec)
         return quantized
 
     # --- what mlx-lm reads and writes from outside ------------------------------------------------------------------
@@ -573,7 +573,7 @@ class KVCache:
 
         Pipelined models replace it by the same buffer with a dependency: `cache.keys = mx.depends(cache.keys, h)`.
         """
-        return None if self._stores is None else self._stores[0].handles()[0]
+        return None if self._buffers is None else self._buffers[0].handles()[0]
 
     @keys.setter
     def keys(self, value: mx.array) -> None:
@@ -582,22 +582,22 @@ class KVCache:
     @property
     def values(self) -> mx.array | None:
         """The buffer of the values, as `keys`."""
-        return None if self._stores is None else self._stores[1].handles()[0]
+        return None if self._buffers is None else self._buffers[1].handles()[0]
 
     @values.setter
     def values(self, value: mx.array) -> None:
         self._replace(1, value)
 
     def _replace(self, which: int, value: mx.array) -> None:
-        if self._stores is None or value.shape != self._stores[which].planes[0].shape:
+        if self._buffers is None or value.shape != self._buffers[which].planes[0].shape:
             raise ValueError(f"a buffer of shape {value.shape} cannot replace the one of this cache: keep its shape")
-        store = self._stores[which]
-        store.planes = (value[:], *store.planes[1:])
+        buffer = self._buffers[which]
+        buffer.planes = (value[:], *buffer.planes[1:])
 
     @property
     def state(self) -> tuple[Any, ...]:
         """Everything to continue from, as a pytree: planes of keys and of values, rows, and how they are stored."""
-        keys, values = (None, None) if self._stores is None else (store.handles() for store in self._stores)
+        keys, values = (None, None) if self._buffers is None else (buffer.handles() for buffer in self._buffers)
         rows, ranges = [list(row) for row in self._rows], [list(one) for one in self._ranges]
         settings = (self._codec.bits, self._codec.group_size, self._quantized_start, self._packed_decode, self._packed)
         eviction = None if self._evictor is None else self._evictor.state
@@ -612,12 +612,12 @@ class KVCache:
         self._quantized_start, self._packed_decode, self._packed = quantized_start, packed_decode, packed
         self._rows, self._transient = tuple(Row(*row) for row in rows), None
         self._announced = (0,) * len(rows)
-        self._ranges, self._stores = tuple((first, last) for first, last in ranges), None
+        self._ranges, self._buffers = tuple((first, last) for first, last in ranges), None
         evictor = None if eviction is None else Evictor.from_state(Budget(*layout[1:]), eviction)
         self._lay_out(make_layout(*layout), evictor)
         if keys is not None:
             codec = self._codec if len(keys) > 1 else Plain()
-            self._stores = Store(codec, tuple(keys)), Store(codec, tuple(values))
+            self._buffers = SlotBuffer(codec, tuple(keys)), SlotBuffer(codec, tuple(values))
 
     @classmethod
     def from_state(cls, state: tuple[Any, ...]) -> KVCache:
@@ -639,8 +639,8 @@ class KVCache:
         memo[id(self)] = copied
         copied.__dict__ |= vars(self)  # all of it is never changed in place, but for the two that follow
         copied._evictor = None
-        if self._stores is not None:
-            copied._stores = self._stores[0].copied(), self._stores[1].copied()
+        if self._buffers is not None:
+            copied._buffers = self._buffers[0].copied(), self._buffers[1].copied()
         return copied
 
     def __repr__(self) -> str:

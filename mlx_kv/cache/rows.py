@@ -1,4 +1,4 @@
-"""Rows that come together: which caches fit, and their stores as one.
+"""Rows that come together: which caches fit, and their buffers as one.
 
 A row's slots begin at 0 in every cache, whatever was evicted or overwritten, so rows are put side by side as they are:
 nothing is rolled, padded or realigned. Knows nothing about attention or masks; `KVCache` has the methods.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from mlx_kv.cache.buffers import Store
+from mlx_kv.cache.buffers import SlotBuffer
 from mlx_kv.cache.codecs import Codec
 from mlx_kv.cache.eviction.evictor import Evictor
 from mlx_kv.cache.layout import Layout, Row
@@ -21,7 +21,7 @@ class Joinable(Protocol):
     layout: Layout
     _codec: Codec
     _rows: tuple[Row, ...]
-    _stores: tuple[Store, Store] | None
+    _buffers: tuple[SlotBuffer, SlotBuffer] | None
     _evictor: Evictor | None
 
     def empty(self) -> bool: ...
@@ -34,7 +34,7 @@ def check_joinable(index: int, first: Joinable, other: Joinable) -> None:
             f"cache {index} is a {type(other).__name__}: only caches of this library can be merged with one"
         )
     kept, wanted = _how(other), _how(first)
-    if first._stores is None or other._stores is None:  # what has stored nothing yet takes any shape
+    if first._buffers is None or other._buffers is None:  # what has stored nothing yet takes any shape
         kept, wanted = kept[:-2], wanted[:-2]
     for (what, own), (_, theirs) in zip(wanted, kept, strict=True):
         if own != theirs:
@@ -46,11 +46,11 @@ def check_joinable(index: int, first: Joinable, other: Joinable) -> None:
 def _how(cache: Joinable) -> list[tuple[str, object]]:
     """All that must be the same in every row of a batch, in words and as it is."""
     evictor = cache._evictor
-    keys, values = (None, None) if cache._stores is None else (store.tensor[1:] for store in cache._stores)
+    keys, values = (None, None) if cache._buffers is None else (buffer.tensor[1:] for buffer in cache._buffers)
     return [
         ("layout", cache.layout.parameters),
         ("bits and group size", (cache._codec.bits, cache._codec.group_size)),
-        ("score and share", None if evictor is None else (evictor.score.name, evictor.share)),
+        ("score and share", None if evictor is None else (evictor.score.name, evictor.granularity)),
         # Lambdas have one name, and so have functions that were registered under it one after the other.
         ("the score function", None if evictor is None else (evictor.score.function, evictor.score.per_token)),
         ("KV heads, head dim and dtype of keys", keys),
@@ -66,23 +66,25 @@ def check_rows(chosen: Sequence[int], rows: int) -> None:
         )
 
 
-def joined_stores(caches: Sequence[Joinable], capacity: int) -> tuple[Store, Store]:
+def joined_buffers(caches: Sequence[Joinable], capacity: int) -> tuple[SlotBuffer, SlotBuffer]:
     """Keys and values of all rows. If one cache is quantised by now, all are."""
-    stored = [None if cache.empty() else cache._stores for cache in caches]
-    codec = max((stores[0].codec for stores in stored if stores is not None), key=lambda codec: codec.bits is not None)
+    stored = [None if cache.empty() else cache._buffers for cache in caches]
+    codec = max(
+        (buffers[0].codec for buffers in stored if buffers is not None), key=lambda codec: codec.bits is not None
+    )
 
-    def joined(which: int) -> Store:
-        parts: list[tuple[Store | None, int, int]] = []
-        for cache, stores in zip(caches, stored, strict=True):
-            if stores is None:
+    def joined(which: int) -> SlotBuffer:
+        parts: list[tuple[SlotBuffer | None, int, int]] = []
+        for cache, buffers in zip(caches, stored, strict=True):
+            if buffers is None:
                 parts.append((None, len(cache._rows), 0))
                 continue
-            store = stores[which]
-            if store.codec != codec:
-                store = Store(store.codec, store.planes)
-                store.recode(codec)
+            buffer = buffers[which]
+            if buffer.codec != codec:
+                buffer = SlotBuffer(buffer.codec, buffer.planes)
+                buffer.recode(codec)
             used = max(0, *(row.end for row in cache._rows))
-            parts.append((store, len(cache._rows), min(used, cache.layout.most_slots)))
-        return Store.stacked(parts, capacity)
+            parts.append((buffer, len(cache._rows), min(used, cache.layout.most_slots)))
+        return SlotBuffer.stacked(parts, capacity)
 
     return joined(0), joined(1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from mlx_kv.cache.buffers import Store
+from mlx_kv.cache.buffers import SlotBuffer
 from mlx_kv.cache.layout import Layout, Row
 
 
@@ -14,9 +14,9 @@ class CacheView(NamedTuple):
     Attributes:
         layout: which slot holds which position.
         rows: where each row stands.
-        stores: of keys and of values; None before the first update.
+        buffers: of keys and of values; None before the first update.
     """
 
     layout: Layout
     rows: tuple[Row, ...]
-    stores: tuple[Store, Store] | None
+    buffers: tuple[SlotBuffer, SlotBuffer] | None

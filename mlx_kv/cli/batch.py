@@ -19,6 +19,7 @@ import click
 
 from mlx_kv.bundled import draft_path, model_path
 from mlx_kv.cli.options import decoding_options, make_policy, model_option, policy_options
+from mlx_kv.generation.speculation import DRAFT_TOKENS
 
 if TYPE_CHECKING:
     from mlx_kv.cli.batch_input import InputScan
@@ -134,7 +135,7 @@ def batch(
 
         from mlx_kv.generation.engine import make_engine
         from mlx_kv.generation.sampling import TemperatureSampler
-        from mlx_kv.generation.speculation.decoder import SpeculationStatistics
+        from mlx_kv.generation.speculation.statistics import SpeculationStatistics
         from mlx_kv.mlxlm.convert import load
 
         network, tokenizer = load(model_path(model))
@@ -147,7 +148,7 @@ def batch(
             max_batch_size,
             prefill_step_size,
             drafting,
-            3 if num_draft_tokens is None else num_draft_tokens,
+            DRAFT_TOKENS if num_draft_tokens is None else num_draft_tokens,
             speculation,
         )
         if scan.changed:

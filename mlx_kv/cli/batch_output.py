@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from mlx_kv.cli.batch_input import BatchRequest, Id, is_whole
+from mlx_kv.files.locks import lock_at_once
 from mlx_kv.files.replacing import replacing
 
 BEGINNING = b'{"id": '  # of every line that is written here
@@ -97,9 +98,8 @@ class OutputFile:
         try:
             if not stat.S_ISREG(os.fstat(file).st_mode):
                 raise ValueError(f"{path} is no regular file: give one that can be read again")
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.fstat(file).st_ino != os.stat(path).st_ino:
-                raise BlockingIOError  # the other run put a new file in its place
+            if not lock_at_once(file) or os.fstat(file).st_ino != os.stat(path).st_ino:
+                raise BlockingIOError  # the other run has it, or put a new file in its place
         except BlockingIOError:
             os.close(file)
             raise ValueError(f"another run writes {path}: wait for it, or give another file") from None

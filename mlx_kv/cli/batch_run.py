@@ -18,9 +18,10 @@ if TYPE_CHECKING:
     import mlx.nn as nn
 
     from mlx_kv.cli.batch_input import BatchRequest, InputFile, RequestLine
-    from mlx_kv.generation.engine import BatchToken, Engine, TokenSequence
+    from mlx_kv.generation.engine import Engine
     from mlx_kv.generation.sampling import Sampler
-    from mlx_kv.generation.speculation.decoder import SpeculationStatistics
+    from mlx_kv.generation.sequence import BatchToken, TokenSequence
+    from mlx_kv.generation.speculation.statistics import SpeculationStatistics
 
 
 class PromptEncoder:
@@ -38,15 +39,15 @@ class PromptEncoder:
         from mlx_kv.mlxlm.convert import context_length
 
         self._tokenizer, self._sampler, self._seed = tokenizer, sampler, seed
-        self._templated = tokenizer.chat_template is not None and not plain
+        self._plain = plain
         self._vocabulary = model(mx.array([[0]])).shape[-1]  # the graph alone tells
         self.context = context_length(model)
         self.past: list[int] = []
 
     def encode(self, request: BatchRequest) -> TokenSequence:
         """Raises ValueError for an empty prompt, one longer than the context, and tokens that the model has not."""
-        from mlx_kv.generation.engine import TokenSequence
         from mlx_kv.generation.sampling import derived_seed, sampler_of_sequence
+        from mlx_kv.generation.sequence import TokenSequence
 
         tokens = self._tokens(request.prompt)
         if not tokens:
@@ -68,14 +69,9 @@ class PromptEncoder:
         return TokenSequence(request.number, tokens, request.max_tokens, self._tokenizer.detokenizer, sampler)
 
     def _tokens(self, prompt: str | list[int]) -> list[int]:
-        from mlx_kv.generation.stream import encode_prompt
+        from mlx_kv.generation.encoding import encode_text
 
-        if not isinstance(prompt, str):
-            return prompt
-        if not self._templated:
-            return encode_prompt(self._tokenizer, prompt)
-        messages = [{"role": "user", "content": prompt}]
-        return list(self._tokenizer.apply_chat_template(messages, add_generation_prompt=True))
+        return encode_text(self._tokenizer, prompt, self._plain) if isinstance(prompt, str) else prompt
 
 
 class Progress:

@@ -1,7 +1,7 @@
 """`mlx-kv cache`: reads a prompt once and keeps its keys and values in a file; `generate` goes on from there.
 
-Decides what is written beside the caches, and what a prompt that follows a cached one looks like in tokens. Knows
-nothing about files or how tokens are kept.
+Decides what is written beside the caches, and which files a model can go on from. Knows nothing about files or how
+tokens are kept.
 """
 
 from __future__ import annotations
@@ -38,28 +38,6 @@ Examples:
   mlx-kv generate --prompt-cache-file notes.safetensors --prompt "def main():"
   mlx-kv cache --prompt-file notes.py --output small.safetensors --kv-budget 256 --kv-bits 8
 """
-QUERY = "<query>"  # stands for a text that is still to come, in a chat template
-
-
-def encode_beginning(tokenizer: Any, text: str, chat: bool) -> list[int]:
-    """Tokens of a prompt that another will follow; of a chat, a message that is not ended yet."""
-    from mlx_kv.generation.stream import encode_prompt
-
-    if not chat:
-        return encode_prompt(tokenizer, text)
-    messages = [{"role": "user", "content": text}]
-    ids: list[int] = tokenizer.apply_chat_template(messages, add_generation_prompt=False, continue_final_message=True)
-    return ids
-
-
-def encode_ending(tokenizer: Any, text: str, chat: bool) -> list[int]:
-    """Tokens of a prompt that follows a cached one; of a chat, the rest of the message, and the answer's beginning."""
-    if chat:
-        messages = [{"role": "user", "content": QUERY}]
-        whole: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        text = text + whole.partition(QUERY)[2]
-    ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
-    return ids
 
 
 def load_for(path: Path, network: Any, tokenizer: Any, model: str) -> PromptFile:
@@ -133,25 +111,22 @@ def cache(
         check_output(output, force, "--force")  # before anything is read, and again when it is written
 
     import mlx.core as mx
-    from mlx_lm.generate import generate_step
 
     from mlx_kv.files.fingerprint import model_fingerprint
-    from mlx_kv.generation.stream import cache_statistics, prefill_step, reserve_for
+    from mlx_kv.generation.encoding import encode_beginning, speaks_chat
+    from mlx_kv.generation.prefill import prefill, prefill_step, reserve_for
+    from mlx_kv.generation.statistics import cache_statistics
     from mlx_kv.mlxlm.convert import load, make_prompt_cache
 
     network, tokenizer = load(model_path(model))
-    tokens = encode_beginning(tokenizer, text, tokenizer.chat_template is not None and not ignore_chat_template)
+    tokens = encode_beginning(tokenizer, text, speaks_chat(tokenizer, ignore_chat_template))
     note_context(network, len(tokens))
     caches = make_prompt_cache(network, cache_policy)
     reserve_for(caches, len(tokens), 0)
     step = prefill_step(network, caches, prefill_step_size)
     started = time.perf_counter()
     with prefill_bar(len(tokens), step) as advance:
-        options: dict[str, Any] = {} if advance is None else {"prompt_progress_callback": advance}
-        for _ in generate_step(
-            mx.array(tokens), network, max_tokens=0, prompt_cache=caches, prefill_step_size=step, **options
-        ):
-            pass
+        prefill(network, caches, mx.array(tokens)[None], step, advance)
     read = time.perf_counter()
     with file_errors(f"write {output}"):
         check_output(output, force, "--force")

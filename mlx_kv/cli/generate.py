@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from mlx_kv.bundled import draft_path, model_path
-from mlx_kv.cli.cache import encode_ending, load_for, tokens_read
+from mlx_kv.cli.cache import load_for, tokens_read
 from mlx_kv.cli.options import (
     decoding_options,
     human_bytes,
@@ -96,23 +96,23 @@ def generate(
     text = read_prompt(prompt, prompt_file, source)
     cache_policy = make_policy(**policy)  # refuses bad settings before anything is loaded
 
+    from mlx_kv.generation.encoding import encode_ending, encode_text, speaks_chat
+    from mlx_kv.generation.prefill import prefill_step
     from mlx_kv.generation.sampling import TemperatureSampler
-    from mlx_kv.generation.speculation.decoder import SpeculationStatistics
+    from mlx_kv.generation.speculation.statistics import SpeculationStatistics
     from mlx_kv.generation.speculation.stream import speculative_generate
-    from mlx_kv.generation.stream import cache_statistics, encode_prompt, prefill_step, stream_generate
+    from mlx_kv.generation.statistics import cache_statistics
+    from mlx_kv.generation.stream import stream_generate
     from mlx_kv.mlxlm.convert import load, make_prompt_cache
 
     network, tokenizer = load(model_path(model))
-    chat = tokenizer.chat_template is not None and not ignore_chat_template
     already = 0  # tokens that the caches have read
     if prompt_cache_file is not None:
         file = load_for(prompt_cache_file, network, tokenizer, model)
         caches, already = file.caches, tokens_read(file)
-        tokens = encode_ending(tokenizer, text, chat)
-    elif chat:
-        tokens = tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True)
+        tokens = encode_ending(tokenizer, text, speaks_chat(tokenizer, ignore_chat_template))
     else:
-        tokens = encode_prompt(tokenizer, text)
+        tokens = encode_text(tokenizer, text, plain=ignore_chat_template)
     note_context(network, already + len(tokens), max_tokens)
     options: dict[str, Any] = {
         "max_tokens": max_tokens,

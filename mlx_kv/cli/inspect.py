@@ -207,14 +207,12 @@ def inspect_command(
     policy = make_policy(**settings)  # refuses bad settings before anything is loaded
 
     from mlx_kv.evaluation.inspection import inspect_prompt
-    from mlx_kv.generation.stream import encode_prompt, prefill_step
+    from mlx_kv.generation.encoding import encode_text
+    from mlx_kv.generation.prefill import prefill_step
     from mlx_kv.mlxlm.convert import load, make_prompt_cache
 
     network, tokenizer = load(model_path(model))
-    if tokenizer.chat_template is not None and not ignore_chat_template:
-        tokens = tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True)
-    else:
-        tokens = encode_prompt(tokenizer, text)
+    tokens = encode_text(tokenizer, text, plain=ignore_chat_template)
     note_context(network, len(tokens))
     step = prefill_step(network, make_prompt_cache(network, policy), prefill_step_size)
     with prefill_bar(len(tokens), step) as advance:

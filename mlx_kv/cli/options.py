@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mlx_kv.cli.wording import SETTINGS
+from mlx_kv.generation.speculation import DRAFT_TOKENS
 
 if TYPE_CHECKING:
     import mlx.nn as nn
@@ -85,7 +86,9 @@ def decoding_options(function: Command) -> Command:
         click.option("--seed", type=click.IntRange(0, 2**64 - 1), metavar="N", help="Makes sampling repeatable."),
         prefill_option(),
         draft_option,
-        click.option("--num-draft-tokens", type=int, metavar="K", help="Drafted for each pass.  [default: 3]"),
+        click.option(
+            "--num-draft-tokens", type=int, metavar="K", help=f"Drafted for each pass.  [default: {DRAFT_TOKENS}]"
+        ),
     )
     return applied(options, function)
 

@@ -22,6 +22,7 @@ from mlx_kv.cli.options import (
     policy_options,
     prefill_option,
 )
+from mlx_kv.generation.speculation import DRAFT_TOKENS
 
 if TYPE_CHECKING:
     from mlx_kv.prefixes.store import PromptStore
@@ -57,7 +58,9 @@ _NUMBER: dict[str, Any] = {"metavar": "N", "show_default": True}
 @click.option("--port", type=click.IntRange(0, 65535), default=8080, **_NUMBER, help="0 takes a free one.")
 @click.option("--max-batch-size", type=click.IntRange(1), default=16, **_NUMBER, help="Requests at once; more wait.")
 @draft_option
-@click.option("--num-draft-tokens", type=click.IntRange(1), metavar="K", help="Drafted for each pass.  [default: 3]")
+@click.option(
+    "--num-draft-tokens", type=click.IntRange(1), metavar="K", help=f"Drafted for each pass.  [default: {DRAFT_TOKENS}]"
+)
 @prefill_option("Prompt tokens of a row read at once.  [default: 2048; on a CPU 512 to 64, as generate]")
 @click.option(
     "--api-key-file",
@@ -170,7 +173,7 @@ def serve(
         counters,
         cache_policy,
         max_batch_size,
-        3 if num_draft_tokens is None else num_draft_tokens,
+        DRAFT_TOKENS if num_draft_tokens is None else num_draft_tokens,
         prefill_step_size,
         prompt_memory_bytes,
         None if prompt_store is None else open_store,

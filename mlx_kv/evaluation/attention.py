@@ -1,21 +1,23 @@
 """The attention that tokens of a context receive, and how alike two rankings of them are.
 
-Decides how attention weights are seen, which mlx-lm shows to nobody, and what counts of them. Knows nothing about
-scores or budgets. B rows, Hq query heads, H KV heads, S queries, N tokens, C tokens of context, L layers.
+Decides what counts of attention weights, which mlx-lm shows to nobody; where they can be seen, `mlxlm.attention` knows.
+Knows nothing about scores or budgets.
+B rows, Hq query heads, H KV heads, S queries, N tokens, C tokens of context, L layers.
 """
 
 from __future__ import annotations
 
 import contextlib
-import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mlx_kv.mlxlm.convert import attention_caches, make_prompt_cache
+from mlx_kv.mlxlm.attention import AttentionCall, attention_hooked, attention_modules
+from mlx_kv.mlxlm.convert import make_prompt_cache
+from mlx_kv.mlxlm.traverse import attention_caches
 
 
 def attention_weights(queries: mx.array, keys: mx.array, scale: float, mask: Any = None) -> mx.array:
@@ -34,36 +36,40 @@ def attention_weights(queries: mx.array, keys: mx.array, scale: float, mask: Any
     return mx.softmax(products, axis=-1)
 
 
-@contextlib.contextmanager
-def watched_attention(model: nn.Module) -> Iterator[list[tuple[Any, mx.array]]]:
-    """What each call of attention gives to each token, as long as this is open: the cache, and (B, N).
+class _Watcher:
+    """Writes down what each call of attention gives to each token of its cache."""
 
-    The mean over heads and the sum over queries, so that a row sums to the number of queries. mlx-lm shows attention
-    weights to nobody. The one place to see queries is the function that a model's module calls by its global name
-    `scaled_dot_product_attention`; it is replaced in that module while the block runs, for every model of that module,
-    and put back at its end.
+    def __init__(self) -> None:
+        self.seen: list[tuple[Any, mx.array]] = []
+
+    def attend(self, call: AttentionCall) -> mx.array:
+        if isinstance(call.keys, mx.array):  # packed planes have no keys to look at
+            weights = attention_weights(call.queries, call.keys, call.scale, call.mask)
+            received = weights.mean(axis=1).sum(axis=1)  # (B, N)
+            mx.eval(received)
+            self.seen.append((call.cache, received))
+        return call.hand_on()
+
+
+@contextlib.contextmanager
+def watched_attention(model: nn.Module, caches: Sequence[Any]) -> Iterator[list[tuple[Any, mx.array]]]:
+    """What each call of attention over these caches gives to each token, while this is open: the cache, and (B, N).
+
+    The mean over heads and the sum over queries, so that a row sums to the number of queries.
 
     Raises:
-        ValueError: the model's module has no such function.
+        ValueError: no layer of the model has attention that can be seen.
     """
-    module = sys.modules[type(model).__module__]
-    own = getattr(module, "scaled_dot_product_attention", None)
-    if own is None:
-        raise ValueError(f"{module.__name__} hides its attention: leave out the task correlation")
-    seen: list[tuple[Any, mx.array]] = []
+    check_attention(model)
+    watcher = _Watcher()
+    with attention_hooked(model, caches, watcher):
+        yield watcher.seen
 
-    def watching(queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: Any, **rest: Any) -> Any:
-        if isinstance(keys, mx.array):  # packed planes have no keys to look at
-            received = attention_weights(queries, keys, scale, mask).mean(axis=1).sum(axis=1)  # (B, N)
-            mx.eval(received)
-            seen.append((cache, received))
-        return own(queries, keys, values, cache=cache, scale=scale, mask=mask, **rest)
 
-    module.scaled_dot_product_attention = watching  # type: ignore[attr-defined]
-    try:
-        yield seen
-    finally:
-        module.scaled_dot_product_attention = own  # type: ignore[attr-defined]
+def check_attention(model: nn.Module) -> None:
+    """Raises ValueError where no layer of a model has attention that can be seen."""
+    if not attention_modules(model):
+        raise ValueError(f"{type(model).__module__} hides its attention: leave out the task correlation")
 
 
 def attention_received(model: nn.Module, contexts: np.ndarray, questions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -81,7 +87,7 @@ def attention_received(model: nn.Module, contexts: np.ndarray, questions: np.nda
         layers = [id(cache) for cache in attention_caches(caches) if cache.max_write is None]  # of full attention
         received = []
         for tokens in parts:
-            with watched_attention(model) as seen:
+            with watched_attention(model, caches) as seen:
                 mx.eval(model(mx.array(tokens)[None], cache=caches))
             given = {id(cache): np.array(weights[0, :length]) for cache, weights in seen}
             if not layers or not given.keys() >= set(layers):

@@ -2,7 +2,7 @@
 
 Decides when a context is compressed (before its questions are seen), and what counts as a right answer. Knows nothing
 about files, tables or figures; what is asked is in `tasks`, which policies are compared and what is said of
-several seeds in `results`, how attention is seen in `attention`.
+several seeds in `results`, how attention is counted in `attention`.
 B rows, C tokens of context, Q of questions, A answers, L layers.
 
 A context is read once, and what was then written is written again into the caches of every policy: until it is
@@ -22,9 +22,9 @@ import numpy as np
 
 from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.evaluation import tasks
-from mlx_kv.evaluation.attention import attention_received, rank_correlation, watched_attention
+from mlx_kv.evaluation.attention import attention_received, check_attention, rank_correlation
 from mlx_kv.evaluation.results import Measurement, Settings
-from mlx_kv.generation.stream import prefill_step
+from mlx_kv.generation.prefill import prefill_step, read_chunk
 from mlx_kv.mlxlm.convert import attention_caches, compact, context_length, make_prompt_cache
 from mlx_kv.policy import SINKS, CachePolicy
 
@@ -57,8 +57,7 @@ def read(model: nn.Module, tokens: mx.array, caches: Sequence[Any]) -> None:
     rows, count = tokens.shape
     step = max(1, prefill_step(model, caches, None) // rows)
     for first in range(0, count, step):
-        model(tokens[:, first : first + step], cache=caches)
-        mx.eval([cache.state for cache in caches])
+        read_chunk(model, caches, tokens[:, first : first + step])
 
 
 class Context:
@@ -212,8 +211,7 @@ def evaluate(model: nn.Module, tokenizer: Any, task: str, settings: Settings, te
         trials = trials_of(tokenizer, task, replace(settings, rows=1), seed=0).values()
         check_length(model, settings.context + max(trial.questions.shape[1] for trial in trials))
     if task == "correlation":
-        with watched_attention(model):
-            pass
+        check_attention(model)
 
     def measurements() -> Iterator[Measurement]:
         for seed in range(settings.seeds):

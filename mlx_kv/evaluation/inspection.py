@@ -16,7 +16,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_kv.cache.kv_cache import KVCache
-from mlx_kv.generation.stream import cache_statistics, prefill_step
+from mlx_kv.generation.prefill import prefill, prefill_step
+from mlx_kv.generation.statistics import cache_statistics
 from mlx_kv.mlxlm.convert import attention_caches, compact, leaves, make_prompt_cache
 from mlx_kv.policy import CachePolicy
 
@@ -113,22 +114,16 @@ def inspect_prompt(
     if not tokens:
         raise ValueError("the prompt is empty: give at least one token")
     caches = make_prompt_cache(model, policy)
-    step, total = prefill_step(model, caches, prefill_step_size), len(tokens)
-    ids, done = mx.array(list(tokens))[None], 0  # (1, S)
-    while done < total:
-        chunk = max(1, min(step, total - 1 - done))
-        model(ids[:, done : done + chunk], cache=caches)
-        mx.eval([cache.state for cache in caches])  # the logits are never computed
-        done += chunk
-        if progress is not None:
-            progress(done, total)
+    step = prefill_step(model, caches, prefill_step_size)
+    prefill(model, caches, mx.array(list(tokens))[None], step, progress)
     compact(caches)
     layers: list[KeptLayer] = []
     for index, cache in enumerate(caches):
         for each in attention_caches([cache]):
             if each.evictor is not None:
                 layers.append(KeptLayer(len(layers), index, kept_in(each)))
-    statistics, kept = cache_statistics(caches), min(policy.budget, total)
+    statistics, total = cache_statistics(caches), len(tokens)
+    kept = min(policy.budget, total)
     assert all(len(head.positions) == kept for layer in layers for head in layer.heads), "compact() leaves the budget"
     return Inspection(
         tokens=total,

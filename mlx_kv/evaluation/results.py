@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from mlx_kv.cache.eviction.evictor import Granularity
+from mlx_kv.cache.eviction.granularity import Granularity
 from mlx_kv.cache.eviction.scores import find_score
 from mlx_kv.policy import SINKS, CachePolicy
 

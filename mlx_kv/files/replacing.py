@@ -1,20 +1,20 @@
 """Files that are there whole or not at all, and whose place may be taken.
 
 Decides how a new file comes to be (beside the old one, on the disk, and then by its name), and what a name may stand
-for: nothing yet, or a regular file that the caller calls its own. Knows nothing about what is in a file, and imports
-nothing but the standard library.
+for: nothing yet, or a regular file that the caller calls its own. Knows nothing about what is in a file.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import secrets
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
+
+from mlx_kv.files.locks import lock, lock_at_once
 
 KINDS = {
     stat.S_IFCHR: "a device",
@@ -129,7 +129,7 @@ def claim(target: Path, mode: int) -> tuple[Path, IO[bytes]]:
         opened = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
         try:
             with contextlib.suppress(OSError):  # some network drives have no locks: what is left there stays
-                fcntl.flock(opened, fcntl.LOCK_EX)
+                lock(opened)
             if os.fstat(opened).st_nlink:
                 return temporary, os.fdopen(opened, "w+b")
         except BaseException:
@@ -148,5 +148,5 @@ def _remove_left_behind(target: Path) -> None:
             continue
         left = target.with_name(name)
         with contextlib.suppress(OSError), open(left, "rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            left.unlink()
+            if lock_at_once(file.fileno()):
+                left.unlink()

@@ -299,8 +299,8 @@ def _theirs(cache: Any, index: int) -> tuple[str, Any]:
             f"cache {index} has {len(cache._rows)} rows, and mlx-lm's format holds one: extract it, or {mend}"
         )
     row, codec = cache._rows[0], cache._codec
-    if cache._stores is not None:
-        codec = cache._stores[0].codec  # before quantized_start, plain
+    if cache._buffers is not None:
+        codec = cache._buffers[0].codec  # before quantized_start, plain
     if layout.chunk_size is not None or row.start < 0 or row.offset < 0:
         what = "chunks" if layout.chunk_size is not None else "evicted tokens" if row.start < 0 else "left padding"
         raise ValueError(f"cache {index} has {what}, which mlx-lm's format cannot hold: {mend}")
@@ -311,9 +311,9 @@ def _theirs(cache: Any, index: int) -> tuple[str, Any]:
         positions = [*range(min(layout.sinks, held)), *range(row.offset - max(held - layout.sinks, 0), row.offset)]
         slots = [[layout.slot(row, position) for position in positions]]
         rotating = (row.offset, layout.sinks, layout.window, held)
-        if cache._stores is None or not held:
+        if cache._buffers is None or not held:
             return "RotatingKVCache", (None, None, *rotating)
-        keys, values = (store.take(slots)[0] for store in cache._stores)
+        keys, values = (buffer.take(slots)[0] for buffer in cache._buffers)
         return "RotatingKVCache", (keys, values, *rotating)
     if codec.bits is not None and not cache._packed_decode:
         raise ValueError(
@@ -321,8 +321,8 @@ def _theirs(cache: Any, index: int) -> tuple[str, Any]:
             f"mlx-lm's gives it: {mend}"
         )
     planes: list[Any] = [None, None]
-    if cache._stores is not None and row.offset:
-        planes = [[plane[:, :, : row.offset] for plane in store.planes] for store in cache._stores]
+    if cache._buffers is not None and row.offset:
+        planes = [[plane[:, :, : row.offset] for plane in buffer.planes] for buffer in cache._buffers]
     if codec.bits is None:
         return "KVCache", (*(None if p is None else p[0] for p in planes), row.offset)
     return "QuantizedKVCache", (*planes, row.offset, codec.group_size, codec.bits)

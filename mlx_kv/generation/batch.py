@@ -12,10 +12,13 @@ from typing import Any
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_kv.generation.engine import BatchToken, Engine, TokenSequence, make_engine
+from mlx_kv.generation.encoding import encode_prompt
+from mlx_kv.generation.engine import Engine, make_engine
 from mlx_kv.generation.sampling import Sampler, derived_seed, sampler_of_sequence
-from mlx_kv.generation.speculation.decoder import SpeculationStatistics
-from mlx_kv.generation.stream import encode_prompt
+from mlx_kv.generation.sequence import BatchToken, TokenSequence
+from mlx_kv.generation.speculation import DRAFT_TOKENS
+from mlx_kv.generation.speculation.drafters import Drafter, Factory
+from mlx_kv.generation.speculation.statistics import SpeculationStatistics
 from mlx_kv.mlxlm.convert import context_length
 from mlx_kv.policy import CachePolicy
 
@@ -27,12 +30,13 @@ def batch_generate(
     policy: CachePolicy | None = None,
     max_tokens: int | Sequence[int] = 256,
     draft_model: nn.Module | None = None,
-    num_draft_tokens: int = 3,
+    num_draft_tokens: int = DRAFT_TOKENS,
     max_batch_size: int = 8,
     sampler: Sampler | None = None,
     prefill_step_size: int | None = None,
     statistics: SpeculationStatistics | None = None,
     seed: int | None = None,
+    drafter: str | Factory | Drafter | None = None,
 ) -> Iterator[BatchToken]:
     """Continues many prompts at once; each gets the tokens that it would get alone.
 
@@ -47,9 +51,10 @@ def batch_generate(
         sampler: log-probabilities (B, V) to tokens (B,); None is greedy. With a draft model as in
             `speculative_generate`.
         prefill_step_size: prompt tokens of each row read at once; by default what `stream_generate` would read.
-        statistics: filled in as tokens come; only with a draft model.
+        statistics: filled in as tokens come; only with a draft model or a drafter.
         seed: makes a `TemperatureSampler` repeatable. What a prompt gets depends on it, on the prompt and on its index,
             not on the other prompts.
+        drafter: as in `speculative_generate`.
 
     Returns:
         An iterator of `BatchToken`, in the order in which they come; tokens of one prompt are in order.
@@ -66,7 +71,15 @@ def batch_generate(
     sequences = _sequences(tokenizer, prompts, max_tokens, sampler, seed, context_length(model))
     ends = set() if tokenizer is None else set(tokenizer.eos_token_ids)
     engine = make_engine(
-        model, ends, policy, max_batch_size, prefill_step_size, draft_model, num_draft_tokens, statistics
+        model,
+        ends,
+        policy,
+        max_batch_size,
+        prefill_step_size,
+        draft_model,
+        num_draft_tokens,
+        statistics,
+        drafter=drafter,
     )
     return _tokens(engine, sequences)
 

@@ -16,11 +16,9 @@ from mlx_lm.models import cache as stock
 
 from mlx_kv.mlxlm.asking import asked_once
 from mlx_kv.mlxlm.slots import counts_slots
-from mlx_kv.mlxlm.stand_ins import ATTENTION, FAR, StandIn, stand_ins
+from mlx_kv.mlxlm.stand_ins import ATTENTION, ROWS, StandIn, stand_ins
 from mlx_kv.mlxlm.traverse import leaves
-
-# Rows, when each has a length of its own: as no model has heads, so that no axis of rows passes for one of heads.
-ROWS = 13
+from mlx_kv.mlxlm.trials import in_words, objection
 
 
 @dataclass(frozen=True)
@@ -54,7 +52,7 @@ def cache_usage(model: nn.Module) -> CacheUsage:
         try:
             model(tokens, cache=stock.make_prompt_cache(model))
         except Exception as error:
-            return CacheUsage(fault=_in_words(error))
+            return CacheUsage(fault=in_words(error))
         return CacheUsage()  # it needs what only mlx-lm's own caches have
     windows: dict[int, int] = {}
     seen = [(index, cache) for index, cache in enumerate(leaves(caches)) if isinstance(cache, StandIn)]
@@ -103,37 +101,8 @@ def refuses_ragged(model: nn.Module) -> str | None:
     return None
 
 
-class _Built(Exception):  # noqa: N818 - it is no error
-    """The graph is built, and no longer wanted."""
-
-
-def _objects(model: nn.Module, new: int, **how: Any) -> str | None:
+def _objects(model: nn.Module, new: int, rows: int = 1, **how: Any) -> str | None:
     """What Python says to `new` tokens after many others; None where the graph can be built."""
-
-    def build(tokens: mx.array, position: int) -> None:
-        model(tokens, cache=stand_ins(model, position, **how))
-        raise _Built
-
-    tokens = mx.zeros((how.get("rows", 1), new), mx.int32)
     if "packed" in how:
         how["plain"] = indexers(model)
-    try:
-        # In a trace nothing can be evaluated: so far into a text that would take all memory.
-        mx.export_function(lambda part: None, lambda traced: build(traced, FAR), tokens)
-    except _Built:
-        return None
-    except Exception as error:
-        if "[eval]" not in str(error):
-            return _in_words(error)
-    try:  # a model that evaluates something on its way: then not so far
-        build(tokens, 2 * ROWS)
-    except _Built:
-        pass
-    except Exception as error:
-        return _in_words(error)
-    return None
-
-
-def _in_words(error: Exception) -> str:
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0]}".removesuffix(": ")
+    return objection(model, (rows, new), lambda position: stand_ins(model, position, rows=rows, **how))

@@ -25,6 +25,7 @@ from typing import Any
 import fsspec
 
 from mlx_kv.files import tensor_files
+from mlx_kv.files.locks import locked
 from mlx_kv.files.serialization import VERSION_WORD
 
 MARKER, FORMAT = "mlx-kv-store", 1
@@ -220,8 +221,5 @@ class StoreFolder:
         if not self.local:
             yield
             return
-        import fcntl
-
-        with open(self.path("lock"), "a") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+        with locked(self.path("lock")):
             yield

@@ -213,7 +213,7 @@ def _how(cache: KVCache) -> str:
     if codec.bits is not None:
         keeps.append(f"{codec.bits} bits in groups of {codec.group_size} from {cache._quantized_start}")
     if cache.evictor is not None:
-        keeps.append(f"by {cache.evictor.score.name} for each {cache.evictor.share}")
+        keeps.append(f"by {cache.evictor.score.name} for each {cache.evictor.granularity}")
     return ", ".join(keeps)
 
 

@@ -11,11 +11,10 @@ from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from typing import Any
 
-import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_kv.files.fingerprint import model_fingerprint
-from mlx_kv.generation.stream import prefill_step
+from mlx_kv.generation.prefill import chunk_end, prefill_step, read_chunk
 from mlx_kv.mlxlm.convert import attention_caches
 from mlx_kv.prefixes.index import Prefixes, kept_how, needs_checkpoints
 
@@ -79,11 +78,9 @@ class PromptReader:
 
         Caches that cannot always be trimmed back to any prefix are kept on the way, others at the end.
         """
-        chunk = self.tokens[self.read : min(self.read + self.step_size, len(self.tokens) - 1)]
+        chunk = self.tokens[self.read : chunk_end(self.read, len(self.tokens), self.step_size)]
         if chunk:
-            self.model(mx.array([chunk]), cache=self.caches)
-            mx.eval([cache.state for cache in self.caches])
-            mx.clear_cache()
+            read_chunk(self.model, self.caches, [chunk])
             self.read += len(chunk)
             if self.store is not None and self._worth_keeping():
                 self.store.keep(self.tokens[: self.read], self.caches)

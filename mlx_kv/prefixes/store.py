@@ -29,7 +29,7 @@ import numpy as np
 
 from mlx_kv.files import serialization
 from mlx_kv.files.fingerprint import Whose
-from mlx_kv.generation.stream import cache_statistics
+from mlx_kv.generation.statistics import cache_statistics
 from mlx_kv.mlxlm.convert import trim_prompt_cache
 from mlx_kv.prefixes.directory import StoreFolder
 from mlx_kv.prefixes.index import LEAST_SHARED, Entry, PrefixIndex, least_tokens, packed

@@ -20,7 +20,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from mlx_kv.generation.stream import encode_prompt
+from mlx_kv.generation.encoding import encode_prompt
 from mlx_kv.server.access import AccessRules, ApiKeys
 from mlx_kv.server.admission import AdmissionController
 from mlx_kv.server.bodies import read_body

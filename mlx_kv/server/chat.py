@@ -11,6 +11,7 @@ from typing import Any
 
 from mlx_lm.server import convert_chat, process_message_content
 
+from mlx_kv.generation.encoding import encode_messages
 from mlx_kv.server.errors import ApiError
 from mlx_kv.server.requests import CompletionRequest
 
@@ -31,12 +32,8 @@ def encode_chat(tokenizer: Any, request: CompletionRequest) -> list[int]:
         if not tokenizer.has_chat_template:
             if request.template:
                 raise ValueError("this model has no chat template, so it takes no chat_template_kwargs")
-            ids: list[int] = tokenizer.encode(convert_chat(messages))
-        else:
-            ids = tokenizer.apply_chat_template(
-                messages, tools=request.tools or None, add_generation_prompt=True, tokenize=True, **request.template
-            )
-        return [int(token) for token in ids]
+            return [int(token) for token in tokenizer.encode(convert_chat(messages))]
+        return encode_messages(tokenizer, messages, tools=request.tools or None, **request.template)
     except Exception as error:  # templates are programs of others, and raise what they like
         message = " ".join(f"the chat template refuses these messages: {type(error).__name__}: {error}".split())
         raise ApiError(400, message[:500], "messages") from error

@@ -27,7 +27,7 @@ class PrefillScheduler:
 
     Args:
         step: tokens read at once; None is what the engine reads.
-        reading, decoding: the jobs that the engine has, before and after their first token.
+        reading, decoding: the jobs that the engine has, on their way to a row, and in one.
     """
 
     def __init__(

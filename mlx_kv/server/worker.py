@@ -21,7 +21,9 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_kv.files.fingerprint import model_fingerprint
-from mlx_kv.generation.engine import BatchToken, TokenSequence, make_engine
+from mlx_kv.generation.engine import make_engine
+from mlx_kv.generation.sequence import BatchToken, TokenSequence
+from mlx_kv.generation.speculation import DRAFT_TOKENS
 from mlx_kv.mlxlm.convert import context_length
 from mlx_kv.policy import CachePolicy
 from mlx_kv.prefixes.memory import PromptMemory
@@ -64,7 +66,7 @@ class Worker:
         metrics: Metrics,
         policy: CachePolicy | None = None,
         max_batch_size: int = 8,
-        num_draft_tokens: int = 3,
+        num_draft_tokens: int = DRAFT_TOKENS,
         prefill_step_size: int | None = None,
         prompt_memory_bytes: int = 2**30,
         open_store: Callable[[Models], PromptStore] | None = None,
@@ -197,8 +199,8 @@ class Worker:
             self._engine,
             self._prefixes,
             self._prefill_step_size,
-            reading=lambda: [job for job in self._active.values() if not job.answer and job not in self._prefill],
-            decoding=lambda: [job for job in self._active.values() if job.answer],
+            reading=lambda: [self._active[number] for number in self._engine.pending],
+            decoding=lambda: self._decoding,
         )
 
     @property
@@ -250,7 +252,7 @@ class Worker:
         self._metrics.prompt_tokens.inc(len(job.tokens))
 
     def _deliver(self, tokens: list[BatchToken]) -> None:
-        """Passes on what a step gave. It tells of all rows that decode, in the order of the batch."""
+        """Passes on what a step gave."""
         if self.policy.budget is not None:
             self._monitor.count_evicted(self._decoding, self._engine.caches)
         chunks: dict[int, OutputChunk] = {}

@@ -25,7 +25,7 @@ from oracle import HEADS, QUERY_HEADS, poison
 
 import mlx_kv.cache.kv_cache
 from mlx_kv import CachePolicy, KVCache
-from mlx_kv.cache.eviction.evictor import Evictor
+from mlx_kv.cache.eviction.kept_tokens import KeptTokens
 from mlx_kv.cache.eviction.layer_group import LayerGroup
 from mlx_kv.cache.layout import Plan
 
@@ -291,34 +291,32 @@ def padding_is_stored(self: Plan, index: int, token: int) -> bool:
     return False
 
 
-def mixes_up_rows(self: Evictor, rows: Any) -> None:
-    genuine_keep(self, rows)
-    if self.positions is not None:
-        self.positions = self.positions[::-1]
+def mixes_up_rows(self: KeptTokens, chosen: Any) -> KeptTokens:
+    return genuine_of_rows(self, chosen[::-1])
 
 
 def loses_a_slot(caches: Any, capacity: int) -> Any:
-    stores = genuine_join(caches, capacity)
-    for store in stores:
-        store.planes = tuple(mx.concatenate([p[:, :, 1:], p[:, :, :1]], axis=2) for p in store.planes)
-    return stores
+    buffers = genuine_join(caches, capacity)
+    for buffer in buffers:
+        buffer.planes = tuple(mx.concatenate([p[:, :, 1:], p[:, :, :1]], axis=2) for p in buffer.planes)
+    return buffers
 
 
 def trims_all_rows_alike(layout: Any, rows: Any, counts: Any) -> Any:
     return genuine_trim(layout, rows, (min(counts),) * len(counts))
 
 
-genuine_keep, genuine_join, genuine_trim = (
-    Evictor.keep,
-    mlx_kv.cache.kv_cache.joined_stores,
+genuine_of_rows, genuine_join, genuine_trim = (
+    KeptTokens.of_rows,
+    mlx_kv.cache.kv_cache.joined_buffers,
     mlx_kv.cache.kv_cache.trim_rows,
 )
 RING = Kind(CachePolicy(max_write=5), window=9)
 BUDGET = Kind(CachePolicy(budget=12, keep_recent=4, sinks=2, margin=3, score="key_norm"), layers=2)
 PLANTED = {
     "padding is stored": (Plan, "is_padding", padding_is_stored, RING),
-    "positions go to other rows": (Evictor, "keep", mixes_up_rows, BUDGET),
-    "slots shift when rows join": (mlx_kv.cache.kv_cache, "joined_stores", loses_a_slot, RING),
+    "positions go to other rows": (KeptTokens, "of_rows", mixes_up_rows, BUDGET),
+    "slots shift when rows join": (mlx_kv.cache.kv_cache, "joined_buffers", loses_a_slot, RING),
     "rows trim together": (mlx_kv.cache.kv_cache, "trim_rows", trims_all_rows_alike, RING),
 }
 

@@ -89,9 +89,9 @@ def test_every_way_to_quantise(bits: int, group_size: int) -> None:
 def test_quantises_once_at_the_start_that_was_asked_for(rows: int) -> None:
     spec = Spec(bits=8, rows=rows, quantized_start=10, packed_decode=False)
     twins = run(spec, [("update", 9), ("update", 1)])
-    assert len(twins.cache._stores[0].planes) == 1
+    assert len(twins.cache._buffers[0].planes) == 1
     twins.update(4)
-    assert len(twins.cache._stores[0].planes) == 3
+    assert len(twins.cache._buffers[0].planes) == 3
     twins.replace_by_loaded()
     twins.update(3)
 
@@ -148,7 +148,7 @@ def grows_and_forgets_one(self: Any, capacity: int, used: int) -> None:
     genuine_reserve(self, capacity, used - 1)
 
 
-genuine_reserve = mlx_kv.cache.buffers.Store.reserve
+genuine_reserve = mlx_kv.cache.buffers.SlotBuffer.reserve
 
 PLANTED = {
     "mask: the diagonal is missing": (mlx_kv.cache.mask, "visible", sees_one_less, RAGGED),
@@ -156,7 +156,7 @@ PLANTED = {
     "slot: tokens are written one late": (Append, "pieces", writes_one_slot_late, EVEN),
     "offset: a trim drops one less": (mlx_kv.cache.kv_cache, "trim_rows", trims_one_less, EVEN),
     "growth: the last token stays behind": (
-        mlx_kv.cache.buffers.Store,
+        mlx_kv.cache.buffers.SlotBuffer,
         "reserve",
         grows_and_forgets_one,
         [("update", 250)] * 2,

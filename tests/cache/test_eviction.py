@@ -16,10 +16,10 @@ from kept import FORMULAS
 from oracle import Spec
 from test_cache_properties import fractions, run
 
-import mlx_kv.cache.eviction.evictor
+import mlx_kv.cache.eviction.batch_moves
 from mlx_kv import CachePolicy, CompressedKVCache, KVCache, register_score
-from mlx_kv.cache.eviction import scores
-from mlx_kv.cache.eviction.compaction import lowest
+from mlx_kv.cache.eviction import compaction, scores
+from mlx_kv.cache.eviction.compaction import Moves, lowest
 from mlx_kv.cache.eviction.evictor import Evictor
 from mlx_kv.cache.layout import Budget, Ring, Row
 
@@ -327,9 +327,9 @@ def test_trims_back_to_what_was_recent_and_no_further() -> None:
 # --- the tests above must be able to fail: bugs planted one at a time ---------------------------------------------
 
 
-def forgets_the_slide(layout: Budget, row: Row) -> tuple[mx.array, mx.array]:
+def forgets_the_slide(layout: Budget, row: Row) -> Moves:
     block = mx.arange(layout.keep_recent, dtype=mx.int32)
-    return block + layout.cut, block + layout.cut
+    return Moves(block + layout.cut, block + layout.cut)
 
 
 def evicts_the_highest(scores: mx.array, positions: mx.array, count: int) -> mx.array:
@@ -349,8 +349,8 @@ def trims_one_too_far(self: Budget, row: Row) -> int:
 
 
 PLANTED = {
-    "the recent block stays where it is": (mlx_kv.cache.eviction.evictor, "slide", forgets_the_slide),
-    "the best tokens go": (mlx_kv.cache.eviction.evictor, "lowest", evicts_the_highest),
+    "the recent block stays where it is": (mlx_kv.cache.eviction.batch_moves, "slide", forgets_the_slide),
+    "the best tokens go": (compaction, "lowest", evicts_the_highest),
     "one token above the budget stays": (Budget, "compacted", leaves_one_more),
     "offset is what is held": (Budget, "compacted", counts_what_is_held),
     "a trim goes one token too far": (Budget, "most_trim", trims_one_too_far),

@@ -20,7 +20,7 @@ from mlx_kv.cli import batch_output
 from mlx_kv.cli import main as cli
 from mlx_kv.cli.batch_input import BatchRequest, InputFile
 from mlx_kv.cli.batch_output import OutputFile
-from mlx_kv.generation.engine import PlainEngine
+from mlx_kv.generation.plain import PlainEngine
 from mlx_kv.generation.stream import stream_generate
 
 PROMPTS: list[dict[str, Any]] = [

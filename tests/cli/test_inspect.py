@@ -17,7 +17,7 @@ from mlx_kv.cli import inspect as inspect_module
 from mlx_kv.cli.inspect import blocks, mark_evicted, tenths, text_lines, token_texts
 from mlx_kv.evaluation import inspection
 from mlx_kv.evaluation.inspection import KeptLayer, KeptTokens, inspect_prompt
-from mlx_kv.generation.stream import encode_prompt
+from mlx_kv.generation.encoding import encode_prompt
 from mlx_kv.mlxlm.convert import attention_caches, make_prompt_cache
 from mlx_kv.plots.kept import kept_positions, ranks, raster, share_kept
 from mlx_kv.policy import CachePolicy

@@ -193,8 +193,9 @@ def test_a_rolling_budget_of_everything_is_one_pass_and_a_small_one_evicts(recal
 
 def test_attention_received_sums_to_the_number_of_queries(recall_model: Any) -> None:
     trial = tasks.recall(np.random.default_rng(6), tasks.RecallLanguage(), replace(SHAPE, rows=2), 4)
-    with watched_attention(recall_model[0]) as seen:
-        recall_model[0](mx.array(trial.context), cache=make_prompt_cache(recall_model[0]))
+    caches = make_prompt_cache(recall_model[0])
+    with watched_attention(recall_model[0], caches) as seen:
+        recall_model[0](mx.array(trial.context), cache=caches)
     assert [weights.shape for _, weights in seen] == [(2, 256)] * 4
     for _, weights in seen:
         assert np.array(weights.sum(axis=1)) == pytest.approx([256, 256], rel=1e-4)
@@ -220,7 +221,7 @@ def test_the_attention_of_a_model_is_put_back(recall_model: Any) -> None:
     from mlx_lm.models import llama
 
     own = llama.scaled_dot_product_attention
-    with contextlib.suppress(RuntimeError), watched_attention(recall_model[0]):
+    with contextlib.suppress(RuntimeError), watched_attention(recall_model[0], []):
         assert llama.scaled_dot_product_attention is not own
         raise RuntimeError
     assert llama.scaled_dot_product_attention is own
@@ -230,7 +231,7 @@ def test_attention_that_cannot_be_seen_is_an_error() -> None:
     class Hidden(nn.Module):
         pass
 
-    with pytest.raises(ValueError, match="leave out the task correlation"), watched_attention(Hidden()):
+    with pytest.raises(ValueError, match="leave out the task correlation"), watched_attention(Hidden(), []):
         pass
 
 

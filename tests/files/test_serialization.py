@@ -36,11 +36,11 @@ from mlx_kv import (
     save_prompt_cache,
 )
 from mlx_kv.cache.eviction import scores
-from mlx_kv.cli.cache import encode_beginning, encode_ending
 from mlx_kv.files import tensor_files
 from mlx_kv.files.fingerprint import check_fingerprint, model_fingerprint
 from mlx_kv.files.replacing import replacing
 from mlx_kv.files.serialization import VERSION_WORD, _checksum, load_prompt_file
+from mlx_kv.generation.encoding import encode_beginning, encode_ending
 from mlx_kv.mlxlm.convert import attention_caches, leaves, load
 
 THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"

@@ -14,7 +14,10 @@ from tiny_models import FAMILIES, VOCAB, make_model
 
 from mlx_kv import CachePolicy, SpeculationStatistics, batch_generate, cache_statistics, make_prompt_cache
 from mlx_kv.generation.sampling import TemperatureSampler
-from mlx_kv.generation.speculation.decoder import Decoder
+from mlx_kv.generation.speculation.decoder import make_decoder
+from mlx_kv.generation.speculation.drafters import DrafterContext
+from mlx_kv.generation.speculation.drafters.model import ModelDrafter
+from mlx_kv.generation.speculation.joining import NewRow
 
 UNBATCHED = ("gemma2", "llama4")  # mlx-lm's models are not made for rows of different lengths
 BATCHED = sorted(set(FAMILIES) - set(UNBATCHED))
@@ -226,14 +229,15 @@ def test_sampling_follows_the_models_distribution() -> None:
 
 def test_memory_of_rows_that_have_left_is_given_back() -> None:
     model = make_model("llama")
-    decoder = Decoder(model, make_model("llama", seed=1), CachePolicy(), 2)
-    decoder.add([PROMPTS[0]] * 8, 10, [None] * 8)
-    whole = cache_statistics(decoder.caches[0]).bytes_allocated
+    drafter = ModelDrafter(DrafterContext(model, VOCAB, 2, make_model("llama", seed=1)))
+    decoder = make_decoder(model, CachePolicy(), None, drafter, 2)
+    assert decoder.read_on(decoder.begin([NewRow(PROMPTS[0], 10)] * 8))
+    whole = cache_statistics(decoder.target.caches).bytes_allocated
     decoder.keep([3])
-    assert cache_statistics(decoder.caches[0]).bytes_allocated == whole // 8
+    assert cache_statistics(decoder.target.caches).bytes_allocated == whole // 8
     decoder.keep([])
-    assert decoder.caches == ([], [])
-    decoder.add([PROMPTS[1]], 10, [None])
+    assert decoder.target.caches == drafter.caches == []
+    assert decoder.read_on(decoder.begin([NewRow(PROMPTS[1], 10)]))
     assert len(decoder.round(5, SpeculationStatistics())) == 1
 
 

@@ -23,7 +23,9 @@ from mlx_kv import (
     make_prompt_cache,
     trim_prompt_cache,
 )
-from mlx_kv.generation.engine import Engine, PlainEngine, TokenSequence, make_engine
+from mlx_kv.generation.engine import Engine, make_engine
+from mlx_kv.generation.plain import PlainEngine
+from mlx_kv.generation.sequence import TokenSequence
 
 PROMPT = mx.random.randint(1, VOCAB, (20,), key=mx.random.key(1)).tolist()
 ENGINES = ["plain", "speculative"]
@@ -256,7 +258,7 @@ def test_state_that_was_taken_out_holds_no_other_row() -> None:
 
 def test_prompts_are_read_together_as_far_as_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "mlx_kv.generation.engine.MOST_TOKENS_AT_ONCE", dict.fromkeys(mx.DeviceType.__members__.values(), 30)
+        "mlx_kv.generation.plain.MOST_TOKENS_AT_ONCE", dict.fromkeys(mx.DeviceType.__members__.values(), 30)
     )
     model = make_model("llama")
     made = make_engine(model, set())
@@ -280,7 +282,7 @@ def test_prompts_are_read_together_as_far_as_they_fit(monkeypatch: pytest.Monkey
 
 def test_a_prompt_of_several_passes_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "mlx_kv.generation.engine.MOST_TOKENS_AT_ONCE", dict.fromkeys(mx.DeviceType.__members__.values(), 16)
+        "mlx_kv.generation.plain.MOST_TOKENS_AT_ONCE", dict.fromkeys(mx.DeviceType.__members__.values(), 16)
     )
     model = make_model("llama")
     made = make_engine(model, set(), prefill_step_size=8)
@@ -393,7 +395,7 @@ def test_rows_that_come_and_go_leave_no_chain() -> None:
         made.filter([0])
         mx.eval(made.state)
     made.filter([0])
-    assert made.evictor.positions is not None
+    assert made.evictor.members.kept.positions is not None
     made.extend(short)
     made.filter([1])
-    assert made.evictor.positions is None
+    assert made.evictor.members.kept.positions is None

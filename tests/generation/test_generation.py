@@ -27,8 +27,10 @@ from mlx_kv import (
 from mlx_kv.bundled import FOLDER
 from mlx_kv.evaluation.evaluate import read
 from mlx_kv.evaluation.inspection import inspect_prompt
-from mlx_kv.generation.engine import TokenSequence, make_engine
-from mlx_kv.generation.stream import chunk_for, encode_prompt
+from mlx_kv.generation.encoding import encode_prompt
+from mlx_kv.generation.engine import make_engine
+from mlx_kv.generation.prefill import chunk_for
+from mlx_kv.generation.sequence import TokenSequence
 
 Reference = tuple[nn.Module, Any]
 SOURCE = Path(mlx_kv.__file__).parent / "cache" / "kv_cache.py"
@@ -205,8 +207,8 @@ def test_everybody_reads_prompts_in_the_same_chunks(
         return original(self, tokens, *rest, **more)
 
     monkeypatch.setattr(type(reference[0]), "__call__", watched)
-    monkeypatch.setattr("mlx_kv.generation.stream.CPU_STEPS", (32,))
-    monkeypatch.setattr("mlx_kv.generation.stream.PREFILL_STEP", 32)
+    monkeypatch.setattr("mlx_kv.generation.prefill.CPU_STEPS", (32,))
+    monkeypatch.setattr("mlx_kv.generation.prefill.PREFILL_STEP", 32)
     for options, wanted in (({}, 32), ({"prefill_step_size": 50}, 50)):
         if who == "eval" and options:
             continue

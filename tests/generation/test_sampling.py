@@ -20,8 +20,9 @@ from mlx_kv import (
     speculative_generate,
     stream_generate,
 )
-from mlx_kv.generation.engine import TokenSequence, make_engine
+from mlx_kv.generation.engine import make_engine
 from mlx_kv.generation.sampling import SeededSampler, derived_seed, gumbel_noise
+from mlx_kv.generation.sequence import TokenSequence
 
 PROMPT = mx.random.randint(1, VOCAB, (20,), key=mx.random.key(1)).tolist()
 RULES = TemperatureSampler(1.0, 0.95)

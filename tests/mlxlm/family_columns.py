@@ -16,8 +16,9 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from families import VOCAB, make_family
+from families import make_family
 from family_model import CHUNKS, Family, Verdict, WrongError, distance, kinds, read, tokens
+from family_parts import VOCAB
 from family_references import History, histories, run_shadowed
 from metal_stand_ins import experts_of_sixteen_bits
 from mlx.utils import tree_map_with_path
@@ -33,7 +34,8 @@ from mlx_kv import (
     save_prompt_cache,
     trim_prompt_cache,
 )
-from mlx_kv.generation.engine import TokenSequence, make_engine
+from mlx_kv.generation.engine import make_engine
+from mlx_kv.generation.sequence import TokenSequence
 from mlx_kv.mlxlm.traverse import attention_caches, leaves
 
 EXACT = Verdict("exact")

@@ -12,7 +12,8 @@ from typing import Any, Literal
 
 import mlx.core as mx
 import mlx.nn as nn
-from families import VOCAB, make_family
+from families import make_family
+from family_parts import VOCAB
 from mlx_lm.models import cache as stock
 
 from mlx_kv import CachePolicy

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from typing import Any
 
@@ -10,19 +9,16 @@ import family_columns
 import family_references
 import mlx.core as mx
 import pytest
-from families import CONFIGURATIONS, HELPERS, VOCAB, family_names, make_family, model_files
+from families import HELPERS, WALKED, make_family, model_files
+from family_configurations import CONFIGURATIONS
 from family_model import Family, distance, read, tokens
+from family_parts import VOCAB
 from family_table import PAGE, parse, render
 from family_walk import judge, walk
 from mlx_lm.models import cache as stock
 
 from mlx_kv import CachePolicy, KVCache, load_prompt_cache, trim_prompt_cache
-from mlx_kv.cache.buffers import Store
-
-THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
-# One of each kind of attention, and what each once got wrong; all of them in the long suite.
-SAMPLE = "plamo3 llama4 deepseek_v32 minimax_m3_vl afm7 nemotron-nas baichuan_m1 recurrent_gemma gpt_bigcode".split()
-WALKED = family_names() if THOROUGH else SAMPLE
+from mlx_kv.cache.buffers import SlotBuffer
 
 
 def test_every_model_file_of_mlx_lm_is_a_family_or_known_to_be_none() -> None:
@@ -76,7 +72,7 @@ def unquantised(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def unmoved(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Store, "move", lambda self, source, target: None)
+    monkeypatch.setattr(SlotBuffer, "move", lambda self, source, target: None)
 
 
 def padded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,11 +10,13 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from families import VOCAB, make_family
+from families import make_family
+from family_parts import VOCAB
 from mlx_lm.models import cache as stock
 
 from mlx_kv import CachePolicy, batch_generate, load_prompt_cache, make_prompt_cache, save_prompt_cache, stream_generate
-from mlx_kv.generation.engine import TokenSequence, make_engine
+from mlx_kv.generation.engine import make_engine
+from mlx_kv.generation.sequence import TokenSequence
 from mlx_kv.mlxlm.batching import prompts_must_be_equal, rows_must_be_equal
 from mlx_kv.mlxlm.loading import model_from_config
 from mlx_kv.mlxlm.quirks import cache_usage, indexers, takes_packed, window_of

@@ -1,4 +1,4 @@
-"""What goes and what moves when one row is compacted. Knows nothing about layers, stores or scores.
+"""What goes and what moves when one row is compacted. Knows nothing about layers, buffers, or where scores come from.
 
 Live tokens of a row lie in the slots [0, n): sinks, then in any order what was kept, and from the cut on in the order
 of positions; the newest keep_recent are the last. With E = n - budget victims,
@@ -12,9 +12,21 @@ At most E + keep_recent slots move, however large the budget is. Shapes: (H, ...
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import mlx.core as mx
 
 from mlx_kv.cache.layout import Budget, Row
+
+
+class Moves(NamedTuple):
+    """Slots and where they go: int32 (H, m), or (B, H, m) of a batch. Two of the same target have the same source.
+
+    A move from slot 0 to slot 0 is none: it makes heads and rows of fewer moves as long as the others.
+    """
+
+    source: mx.array
+    target: mx.array
 
 
 def lowest(scores: mx.array, positions: mx.array, count: int) -> mx.array:
@@ -32,8 +44,20 @@ def lowest(scores: mx.array, positions: mx.array, count: int) -> mx.array:
     return mx.sort(mx.argpartition(keys, count - 1, axis=-1)[:, :count], axis=-1)
 
 
-def hole_moves(layout: Budget, row: Row, victims: mx.array) -> tuple[mx.array, mx.array]:
-    """Which survivors fill which holes: two arrays (H, m). Some may be the same move again, or slot 0 onto itself.
+def eviction_moves(layout: Budget, row: Row, scores: mx.array, positions: mx.array) -> Moves:
+    """What moves into the holes if the tokens of the lowest scores go, down to the budget.
+
+    Args:
+        scores: (H, n - sinks - keep_recent) float32, finite: of the evictable slots.
+        positions: (H, n), of all live slots.
+    """
+    sinks = layout.sinks
+    evictable = positions[:, sinks : sinks + scores.shape[1]]
+    return hole_moves(layout, row, lowest(scores, evictable, row.end - layout.budget) + sinks)
+
+
+def hole_moves(layout: Budget, row: Row, victims: mx.array) -> Moves:
+    """Which survivors fill which holes, (H, m). Some may be the same move again, or slot 0 onto itself.
 
     Args:
         victims: (H, E), slots in ascending order.
@@ -48,23 +72,10 @@ def hole_moves(layout: Budget, row: Row, victims: mx.array) -> tuple[mx.array, m
     # Heads with fewer holes repeat their last move; where there is none, slot 0 moves onto itself.
     index = mx.minimum(mx.arange(most)[None], mx.maximum(holes - 1, 0))
     source, target = (mx.take_along_axis(x[:, :most], index, axis=1) for x in (survivors, victims))
-    source, target = (mx.where(holes > 0, x, 0).astype(mx.int32) for x in (source, target))
-    return source, target
+    return Moves(*(mx.where(holes > 0, x, 0).astype(mx.int32) for x in (source, target)))
 
 
-def padded(x: mx.array, most: int) -> mx.array:
-    """Moves (H, m) as (H, most): the last one again and again, or slot 0 onto itself where there is none."""
-    heads, count = x.shape
-    more = mx.repeat(x[:, -1:], most - count, axis=1) if count else mx.zeros((heads, most), mx.int32)
-    return mx.concatenate([x, more], axis=1)
-
-
-def slide(layout: Budget, row: Row) -> tuple[mx.array, mx.array]:
-    """The recent block's way down: two arrays (keep_recent,)."""
+def slide(layout: Budget, row: Row) -> Moves:
+    """The recent block's way down, (keep_recent,), the same in all heads."""
     block = mx.arange(layout.keep_recent, dtype=mx.int32)
-    return block + (row.end - layout.keep_recent), block + layout.cut
-
-
-def moved(x: mx.array, source: mx.array, target: mx.array) -> mx.array:
-    """x (B, H, n) with what was at `source` (B, H, m) put at `target`."""
-    return mx.put_along_axis(x, target, mx.take_along_axis(x, source, axis=2), axis=2)
+    return Moves(block + (row.end - layout.keep_recent), block + layout.cut)

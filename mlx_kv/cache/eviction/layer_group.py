@@ -20,9 +20,8 @@ from typing import Any, ClassVar, Protocol
 
 import mlx.core as mx
 
+from mlx_kv.cache.eviction.compaction import Moves
 from mlx_kv.cache.layout import Row
-
-Moves = tuple[mx.array, mx.array]  # from which slots (H, m), to which
 
 
 class Member(Protocol):

@@ -12,6 +12,7 @@ Chunks: the same ring for models whose tokens see their own chunk of the text; a
 
 from __future__ import annotations
 
+from mlx_kv.cache.layout.append import Append
 from mlx_kv.cache.layout.base import (
     NO_LIMIT,
     Layout,
@@ -24,8 +25,9 @@ from mlx_kv.cache.layout.base import (
     trim_rows,
     trimmed,
 )
-from mlx_kv.cache.layout.straight import Append, Budget
-from mlx_kv.cache.layout.turning import Chunks, Ring
+from mlx_kv.cache.layout.budget import Budget
+from mlx_kv.cache.layout.chunks import Chunks
+from mlx_kv.cache.layout.ring import Ring
 
 __all__ = [
     "NO_LIMIT",

@@ -16,30 +16,35 @@ from mlx_lm.generate import GenerationResponse, generation_stream
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_kv.cache.checks import whole_number
+from mlx_kv.generation.encoding import encode_prompt
 from mlx_kv.generation.sampling import Sampler, sampler_of_sequence
-from mlx_kv.generation.speculation.decoder import Decoder, SpeculationStatistics
-from mlx_kv.generation.stream import encode_prompt
+from mlx_kv.generation.speculation import DRAFT_TOKENS
+from mlx_kv.generation.speculation.decoder import Decoder, make_decoder
+from mlx_kv.generation.speculation.drafters import Drafter, Factory
+from mlx_kv.generation.speculation.joining import NewRow
+from mlx_kv.generation.speculation.statistics import SpeculationStatistics
 from mlx_kv.policy import CachePolicy
 
 
 def speculative_generate(
     model: nn.Module,
-    draft_model: nn.Module,
+    draft_model: nn.Module | None,
     tokenizer: Any,
     prompt: str | Sequence[int] | mx.array,
     max_tokens: int = 256,
-    num_draft_tokens: int = 3,
+    num_draft_tokens: int = DRAFT_TOKENS,
     policy: CachePolicy | None = None,
     sampler: Sampler | None = None,
     prefill_step_size: int | None = None,
     statistics: SpeculationStatistics | None = None,
     prompt_progress_callback: Callable[[int, int], None] | None = None,
     seed: int | None = None,
+    drafter: str | Factory | Drafter | None = None,
 ) -> Iterator[GenerationResponse]:
     """Generates what `stream_generate` would, in fewer passes of the model where the draft is right.
 
     Args:
-        model, draft_model: models with the same tokenizer.
+        model, draft_model: models with the same tokenizer; no draft model where the drafter needs none.
         tokenizer: as from `mlx_lm.load`; None with a prompt of token ids, for responses without text.
         prompt: a text, or token ids.
         max_tokens: tokens to generate, from 1 up.
@@ -51,13 +56,15 @@ def speculative_generate(
         statistics: filled in as tokens come.
         prompt_progress_callback: called with the prompt tokens that the model has read, and their number.
         seed: as in `stream_generate`, which gives the same tokens.
+        drafter: who proposes tokens instead of the draft model: a name of `drafter_names()`, a factory as
+            `register_drafter` takes it, or a `Drafter`, which is for this call alone.
 
     Returns:
         An iterator of mlx-lm's `GenerationResponse`, one for each token.
 
     Raises:
         ValueError: K or max_tokens below 1, an empty prompt, vocabularies that differ, caches that cannot roll back, a
-            seed for a sampler that is no `TemperatureSampler`.
+            seed for a sampler that is no `TemperatureSampler`, neither a draft model nor a drafter.
     """
     for name, value in (("num_draft_tokens", num_draft_tokens), ("max_tokens", max_tokens)):
         if value < 1:
@@ -71,14 +78,17 @@ def speculative_generate(
         raise ValueError("the prompt is empty: give at least one token")
     if prefill_step_size is not None:
         whole_number("prefill_step_size", prefill_step_size, least=1)
-    decoder = Decoder(model, draft_model, policy or CachePolicy(), num_draft_tokens)
+    decoder = make_decoder(model, policy or CachePolicy(), draft_model, drafter, num_draft_tokens)
     statistics = statistics or SpeculationStatistics()
     drawing = sampler_of_sequence(sampler, seed, len(tokens))
     progress = prompt_progress_callback or (lambda done, total: None)
 
     def prefill() -> None:
-        decoder.add([tokens], max_tokens, [drawing], prefill_step_size, progress)
-        statistics.caches[:] = decoder.caches[0]
+        joining = decoder.begin([NewRow(tokens, max_tokens, drawing)], prefill_step_size)
+        while not decoder.read_on(joining):
+            progress(joining.read, joining.longest)
+        progress(joining.longest, joining.longest)
+        statistics.caches[:] = decoder.target.caches
 
     return _responses(decoder, tokenizer, len(tokens), max_tokens, prefill, statistics)
 

@@ -1,4 +1,4 @@
-"""Slots that are written over and over: rings for sliding windows, and for chunks.
+"""Slots that are written over and over: a ring for a sliding window.
 
 The first `sinks` positions have slots of their own, and after them slot = sinks + (position - sinks) mod turn, in
 R = window + max_write - 1 slots all in all. A slot holds the largest position below the row's offset that maps to it;
@@ -8,7 +8,7 @@ the mask decides from that position alone, so a ring is never unrolled. Integers
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 from mlx_kv.cache.layout.base import Ranges, Row, count_slots
@@ -18,7 +18,7 @@ from mlx_kv.cache.layout.base import Ranges, Row, count_slots
 MOST_DEAD = 2
 
 
-class Turning:
+class WrittenOver:
     """Sinks, and after them `turn` slots that are written over and over: the arithmetic that `Ring` and `Chunks` share.
 
     Abstract: a layout says what is seen, and with that how many slots there must be.
@@ -75,7 +75,7 @@ class Turning:
 
 
 @dataclass(frozen=True, slots=True)
-class Ring(Turning):
+class Ring(WrittenOver):
     """The last `window` tokens of which the first `sinks` are the first of all, in window + max_write - 1 slots.
 
     Raises:
@@ -134,57 +134,3 @@ class Ring(Turning):
         if row.high <= self.most_slots:
             return row.offset
         return row.offset - max(0, row.high - self.max_write)
-
-
-@dataclass(frozen=True, slots=True)
-class Chunks(Turning):
-    """A query sees its own chunk: positions of the same p // chunk_size. chunk_size + max_write slots.
-
-    Attention reads in the order of positions, from the front on, as models want it that make the mask themselves. The
-    front moves when the model says so, at the latest when room is needed; then the last chunk_size tokens stay.
-
-    Raises:
-        ValueError: a chunk_size or max_write below 1.
-    """
-
-    chunk_size: int
-    max_write: int
-    window: ClassVar[None] = None
-    sinks: int = field(default=0, init=False)
-
-    def __post_init__(self) -> None:
-        for name, value in (("chunk_size", self.chunk_size), ("max_write", self.max_write)):
-            if value < 1:
-                raise ValueError(f"{name} is {value}: give a number of tokens from 1 up")
-
-    @property
-    def most_slots(self) -> int:
-        return self.chunk_size + self.max_write
-
-    def first_seen(self, position: int) -> int:
-        return position - position % self.chunk_size
-
-    def front(self, row: Row, new: int) -> int:
-        return row.front if row.offset + new - row.front <= self.most_slots else self.trimmed_front(row)
-
-    def trimmed_front(self, row: Row) -> int:
-        """The front when only the last chunk_size tokens are to stay."""
-        return max(row.front, row.offset - self.chunk_size)
-
-    @property
-    def parameters(self) -> tuple[str | int, ...]:
-        return "chunks", self.chunk_size, self.max_write
-
-    def ranges(self, row: Row, new: int) -> Ranges:
-        return self._in_order(row, new)
-
-    def held(self, row: Row) -> int:
-        return row.offset - row.front
-
-    def most_trim(self, row: Row) -> int:
-        """Back to offset L is lossless if the chunk that L is in was not overwritten: high - R <= L - L % chunk_size.
-
-        Further back, only offsets between two chunks would be: those are not offered, so that less is never refused.
-        """
-        overwritten = max(0, row.high - self.most_slots)
-        return row.offset + (-overwritten // self.chunk_size) * self.chunk_size

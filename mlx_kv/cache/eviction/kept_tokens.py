@@ -1,0 +1,75 @@
+"""What must be known of tokens that no longer lie in order: their positions, and scores that are asked for only once.
+
+Both cover the slots before the cut. From there on position is slot - start, and scores are not needed yet. Knows
+nothing about how scores come about, or what moves.
+B rows; H' is the number of heads where each keeps its own tokens, else 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from mlx_kv.cache.layout import Budget, Plan, Row, count_slots
+
+
+class KeptTokens(NamedTuple):
+    """Of every row of a batch; rows that have evicted nothing have any numbers.
+
+    Attributes:
+        positions: (B, H', cut) of int32; None before the first compaction of any row.
+        scores: (B, H', cut) of float32; None also where all live tokens are scored at every compaction.
+    """
+
+    positions: mx.array | None = None
+    scores: mx.array | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(x.nbytes for x in self if x is not None)
+
+    def live_positions(self, layout: Budget, row: Row, index: int) -> mx.array:
+        """The position of each live slot of row `index`, which stands at `row`: (H', n) of int32."""
+        n, cut = max(0, row.end), layout.cut
+        if row.start >= 0 or self.positions is None:
+            return mx.arange(n, dtype=mx.int32)[None]
+        kept = self.positions[index]  # (H', cut)
+        rest = mx.broadcast_to(mx.arange(cut, n, dtype=mx.int32) - row.start, (kept.shape[0], n - cut))
+        return mx.concatenate([kept, rest], axis=1)
+
+    def key_positions(self, layout: Budget, plan: Plan) -> mx.array:
+        """The position of each key that attention reads with the next write, (B, 1, 1, K); all heads must agree."""
+        read = count_slots(plan.ranges)
+        lines = []
+        for i, (row, new) in enumerate(zip(plan.rows, plan.counts, strict=True)):
+            held = self.live_positions(layout, row, i)[0]
+            line = mx.concatenate([held, mx.arange(row.offset, row.offset + new)])
+            lines.append(mx.pad(line, (0, read - line.size), constant_values=mx.array(-1)))
+        return mx.stack(lines)[:, None, None]
+
+    def of_rows(self, chosen: Sequence[int]) -> KeptTokens:
+        """Of some rows, in this order."""
+        index = mx.array(list(chosen))
+        return KeptTokens(*(None if x is None else x[index] for x in self))
+
+    def joined(self, rows: int, other: KeptTokens, more: int) -> KeptTokens:
+        """Of these `rows` rows, and after them `more` others."""
+
+        def both(own: mx.array | None, theirs: mx.array | None) -> mx.array | None:
+            like = own if own is not None else theirs
+            if like is None:
+                return None
+            parts = [
+                mx.zeros((count, *like.shape[1:]), like.dtype) if x is None else x
+                for x, count in ((own, rows), (theirs, more))
+            ]
+            return mx.concatenate(parts)
+
+        return KeptTokens(both(self.positions, other.positions), both(self.scores, other.scores))
+
+    def compute(self) -> KeptTokens:
+        """Has them computed now: rows may come and go for long before the next compaction, and make a chain of them."""
+        mx.async_eval(*self)  # type: ignore[no-untyped-call]
+        return self

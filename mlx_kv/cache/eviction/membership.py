@@ -1,0 +1,129 @@
+"""Which sequences the rows of one cache are, and what goes with a row into other batches.
+
+Decides what rows that come, go or begin bring along: the layer group of their sequence, the work done for them, what is
+known of their tokens. Nothing here changes: each method gives a membership of its own. Knows nothing about scores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+from mlx_kv.cache.eviction.granularity import Granularity
+from mlx_kv.cache.eviction.kept_tokens import KeptTokens
+from mlx_kv.cache.eviction.layer_group import LayerGroup, Member
+from mlx_kv.cache.layout import Row
+
+
+class Work(NamedTuple):
+    """What compactions did for one row, which takes it along into other batches.
+
+    Attributes:
+        moved: slots.
+        compactions: that it took part in.
+        seconds: of them, shared among the rows that took part.
+    """
+
+    moved: int = 0
+    compactions: int = 0
+    seconds: float = 0.0
+
+
+class EvictorState(NamedTuple):
+    """What a loaded evictor needs besides its layout. Files hold it as a list of the same order.
+
+    Attributes:
+        score: its name.
+        share: the granularity.
+        layer: which of its sequences' layers it evicts from.
+        groups: the names of the layer groups, by row.
+        positions, scores: as in `KeptTokens`.
+        work: by row, each as in `Work`; of all rows together, as version 0.1.0 counted, three numbers.
+    """
+
+    score: str
+    share: Granularity
+    layer: int
+    groups: list[str]
+    positions: mx.array | None
+    scores: mx.array | None
+    work: list[Any]
+
+    def work_by_row(self) -> tuple[Work, ...]:
+        if isinstance(self.work[0], Sequence):
+            return tuple([Work(*row) for row in self.work])
+        moved, compactions, seconds = self.work
+        return Work(moved, compactions, seconds), *[Work(0, compactions)] * (len(self.groups) - 1)
+
+
+class Membership(NamedTuple):
+    """The rows of one evictor.
+
+    Attributes:
+        groups: of which sequence each row is.
+        work: done for each row.
+        kept: what is known of the tokens before the cut.
+    """
+
+    groups: tuple[LayerGroup, ...]
+    work: tuple[Work, ...] = (Work(),)
+    kept: KeptTokens = KeptTokens()
+
+    @classmethod
+    def from_state(cls, state: EvictorState, member: Member, memo: dict[int, Any] | None = None) -> Membership:
+        """Rows that are copies of those of a state: their sequences are copies, too.
+
+        Args:
+            member: the evictor whose rows they become.
+            memo: deepcopy's.
+        """
+        return cls(
+            tuple([LayerGroup.joined(name, state.layer, member, memo) for name in state.groups]),
+            state.work_by_row(),
+            KeptTokens(state.positions, state.scores),
+        )
+
+    def first(self) -> Membership:
+        """The sequence of the first row alone, begun anew."""
+        return Membership(self.groups[:1])
+
+    def new_batch(self, rows: int, layer: int, member: Member) -> Membership:
+        """So many sequences that begin, the first of them that of the first row."""
+        groups = tuple([self.groups[0].for_row(index) for index in range(rows)])
+        for group in groups:
+            group.join(layer, member)
+        return Membership(groups, (Work(),) * rows)
+
+    def of_rows(self, chosen: Sequence[int]) -> Membership:
+        """Some of the rows, in this order."""
+        groups, work = tuple([self.groups[row] for row in chosen]), tuple([self.work[row] for row in chosen])
+        return Membership(groups, work, self.kept.of_rows(chosen))
+
+    def joined(self, other: Membership, layer: int, member: Member) -> Membership:
+        """These rows, and after them copies of others."""
+        more = tuple([LayerGroup.joined(group.name, layer, member) for group in other.groups])
+        kept = self.kept.joined(len(self.groups), other.kept, len(more))
+        return Membership(self.groups + more, self.work + other.work, kept)
+
+    def with_group(self, old: LayerGroup, new: LayerGroup) -> Membership:
+        """The same rows, where the sequence of one group has become that of another."""
+        return self._replace(groups=tuple([new if group is old else group for group in self.groups]))
+
+    def compacted(self, due: Sequence[int], kept: KeptTokens, moved: int, seconds: float) -> Membership:
+        """The same rows after a compaction of those that were due.
+
+        Args:
+            moved: slots of each of them.
+            seconds: that it took for all of them.
+        """
+        work = [
+            Work(row.moved + moved, row.compactions + 1, row.seconds + seconds / len(due)) if i in due else row
+            for i, row in enumerate(self.work)
+        ]
+        return self._replace(work=tuple(work), kept=kept)
+
+    def without_evicted(self, rows: Sequence[Row]) -> Membership:
+        """The same rows; where none has evicted anything, nothing is known of tokens."""
+        return self._replace(kept=KeptTokens()) if all(row.start >= 0 for row in rows) else self

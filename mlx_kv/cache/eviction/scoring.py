@@ -1,0 +1,102 @@
+"""What the live tokens of one cache are worth, where it stands now.
+
+Decides which tokens a score is asked for, and checks what it says. Knows nothing about which tokens go.
+B rows, H KV heads; H' is H where every head keeps its own tokens (share="head"), else 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from mlx_kv.cache.buffers import SlotBuffer
+from mlx_kv.cache.eviction.granularity import Granularity
+from mlx_kv.cache.eviction.kept_tokens import KeptTokens
+from mlx_kv.cache.eviction.scores import Score
+from mlx_kv.cache.layout import Budget, Row
+
+
+class Scoring:
+    """Scores of one cache's tokens; what is asked of rows that all stand alike is worked out once for all of them.
+
+    Args:
+        layout, score, granularity: the evictor's.
+        rows: where each row stands.
+        buffers: of keys and of values.
+        kept: what is known of the tokens before the cut.
+    """
+
+    def __init__(
+        self,
+        layout: Budget,
+        score: Score,
+        granularity: Granularity,
+        rows: Sequence[Row],
+        buffers: Sequence[SlotBuffer],
+        kept: KeptTokens,
+    ) -> None:
+        self._layout, self._score, self._granularity = layout, score, granularity
+        self._rows, self._buffers, self._kept = rows, buffers, kept
+        self._alike = all(row == rows[0] for row in rows)
+        self._before_recent: dict[int | None, mx.array] = {}  # by row; those of all rows by None
+
+    def live(self, index: int) -> mx.array:
+        """The scores of all live slots of one row, (H', n), as the score sees them now."""
+        return self._combined(self._asked(index, 0, self._rows[index].end))[0]
+
+    def evictable(self, index: int) -> mx.array:
+        """The scores of the evictable slots of one row, (H', n - sinks - keep_recent)."""
+        return self.before_recent(index)[:, self._layout.sinks : self._rows[index].end - self._layout.keep_recent]
+
+    def standardised(self, index: int) -> mx.array:
+        """The scores of the evictable slots of one row, with mean 0 and deviation 1 in each head.
+
+        Layers with large norms would decide alone otherwise.
+        """
+        scores = self.evictable(index)
+        centred = scores - scores.mean(axis=-1, keepdims=True)
+        return centred / mx.maximum(scores.std(axis=-1, keepdims=True), 1e-12)
+
+    def before_recent(self, index: int) -> mx.array:
+        """The scores of one row from slot 0 at least up to its recent block, (H', n - keep_recent or more)."""
+        which = None if self._alike else index
+        if which not in self._before_recent:
+            self._before_recent[which] = self._combined_before_recent(which)
+        return self._before_recent[which][index if self._alike else 0]
+
+    def _combined_before_recent(self, index: int | None) -> mx.array:
+        row = self._rows[index or 0]
+        if not self._score.per_token:
+            return self._combined(self._asked(index, 0, row.end))
+        last = row.end - self._layout.keep_recent
+        known = self._kept.scores
+        if row.start >= 0 or known is None:
+            return self._combined(self._asked(index, 0, last))
+        fresh = self._combined(self._asked(index, self._layout.cut, last))
+        return mx.concatenate([known if index is None else known[index : index + 1], fresh], axis=2)
+
+    def _combined(self, scores: mx.array) -> mx.array:
+        """(B, H', n) of (B, H, n)."""
+        return scores if self._granularity == "head" else scores.mean(axis=1, keepdims=True)
+
+    def _asked(self, index: int | None, first: int, last: int) -> mx.array:
+        """What the score says of slots [first, last) of one row or, as (B, H, n), of all; it must be of that shape."""
+
+        def read(buffer: SlotBuffer) -> mx.array:
+            planes = buffer.read(((first, last),))
+            return buffer.codec.decode(planes if index is None else tuple(p[index : index + 1] for p in planes))
+
+        keys, values = map(read, self._buffers)
+        which = range(len(self._rows)) if index is None else [index]
+        live = [self._kept.live_positions(self._layout, self._rows[i], i) for i in which]
+        positions = mx.stack([line[:, first:last] for line in live])  # (B or 1, H', n)
+        scores = self._score.function(keys, values, positions)
+        wanted = keys.shape[:3]
+        if not isinstance(scores, mx.array) or scores.shape != wanted or scores.dtype != mx.float32:
+            got = f"{scores.shape} of {scores.dtype}" if isinstance(scores, mx.array) else type(scores).__name__
+            raise ValueError(
+                f"the score {self._score.name} gave {got}, expected an mx.array {wanted} of float32: one number "
+                "for each row, head and token"
+            )
+        return scores

@@ -1,0 +1,87 @@
+"""The compaction that comes next for one cache: what it would evict, and what would move.
+
+Nothing is changed here, so nothing has changed anywhere when one layer of a sequence cannot decide. Knows nothing about
+other layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import mlx.core as mx
+
+from mlx_kv.cache.eviction.batch_moves import kept_after, side_by_side, with_slides
+from mlx_kv.cache.eviction.compaction import Moves, eviction_moves
+from mlx_kv.cache.eviction.granularity import Granularity
+from mlx_kv.cache.eviction.kept_tokens import KeptTokens
+from mlx_kv.cache.eviction.scores import Score
+from mlx_kv.cache.eviction.scoring import Scoring
+from mlx_kv.cache.layout import Budget
+from mlx_kv.cache.view import CacheView
+
+
+class CompactionStep:
+    """What was worked out for a cache, good for as long as it stands where it stood.
+
+    Attributes:
+        view: of the cache, as it stands.
+        buffers: of its keys and values.
+        scoring: what its tokens are worth.
+    """
+
+    def __init__(
+        self, layout: Budget, score: Score, granularity: Granularity, view: CacheView, kept: KeptTokens
+    ) -> None:
+        assert view.buffers is not None, "only tokens that are there can be evicted"
+        self.view, self.buffers = view, view.buffers
+        self.scoring = Scoring(layout, score, granularity, view.rows, view.buffers, kept)
+        self._layout, self._score, self._kept = layout, score, kept
+        self._own_moves: dict[int, Moves] = {}
+
+    def is_of(self, view: CacheView) -> bool:
+        """Whether a cache stands as it did, and holds its tokens where it did."""
+        buffers = view.buffers or ()
+        return view.rows == self.view.rows and all(
+            one is other for one, other in zip(buffers, self.buffers, strict=True)
+        )
+
+    def own_moves(self, index: int) -> Moves:
+        """What moves in one row if this layer decides alone, (H', m).
+
+        Raises:
+            ValueError: as `moves_for`.
+        """
+        if index not in self._own_moves:
+            self._own_moves[index] = self.moves_for(self.scoring.evictable(index), index)
+        return self._own_moves[index]
+
+    def moves_for(self, scores: mx.array, index: int) -> Moves:
+        """What moves into the holes of one row if the tokens of the lowest scores go, (H', m).
+
+        Args:
+            scores: (H', n - sinks - keep_recent), of the evictable slots.
+
+        Raises:
+            ValueError: scores that are not finite.
+        """
+        if not mx.isfinite(scores).all().item():
+            raise ValueError(f"the score {self._score.name} gave what is not a finite number: check it for NaN")
+        moves = eviction_moves(self._layout, self.view.rows[index], scores, self._positions(index))
+        mx.eval(moves)
+        return moves
+
+    def all_moves(self, decided: Mapping[int, Moves]) -> tuple[Moves, KeptTokens]:
+        """All that moves in the batch, (B, H', m), and what is known of its tokens then.
+
+        Args:
+            decided: what moves into the holes of each row that is due.
+        """
+        layout, rows, due = self._layout, self.view.rows, list(decided)
+        moves = side_by_side(decided, len(rows))
+        positions = {i: self._positions(i) for i in due}
+        scores = {i: self.scoring.before_recent(i) for i in due} if self._score.per_token else None
+        kept = kept_after(layout, rows, moves, self._kept, positions, scores)
+        return with_slides(layout, rows, due, moves), kept
+
+    def _positions(self, index: int) -> mx.array:
+        return self._kept.live_positions(self._layout, self.view.rows[index], index)

@@ -1,0 +1,63 @@
+"""Slots that are written over and over, for models whose tokens see their own chunk of the text. Integers only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from mlx_kv.cache.layout.base import Ranges, Row
+from mlx_kv.cache.layout.ring import WrittenOver
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks(WrittenOver):
+    """A query sees its own chunk: positions of the same p // chunk_size. chunk_size + max_write slots.
+
+    Attention reads in the order of positions, from the front on, as models want it that make the mask themselves. The
+    front moves when the model says so, at the latest when room is needed; then the last chunk_size tokens stay.
+
+    Raises:
+        ValueError: a chunk_size or max_write below 1.
+    """
+
+    chunk_size: int
+    max_write: int
+    window: ClassVar[None] = None
+    sinks: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        for name, value in (("chunk_size", self.chunk_size), ("max_write", self.max_write)):
+            if value < 1:
+                raise ValueError(f"{name} is {value}: give a number of tokens from 1 up")
+
+    @property
+    def most_slots(self) -> int:
+        return self.chunk_size + self.max_write
+
+    def first_seen(self, position: int) -> int:
+        return position - position % self.chunk_size
+
+    def front(self, row: Row, new: int) -> int:
+        return row.front if row.offset + new - row.front <= self.most_slots else self.trimmed_front(row)
+
+    def trimmed_front(self, row: Row) -> int:
+        """The front when only the last chunk_size tokens are to stay."""
+        return max(row.front, row.offset - self.chunk_size)
+
+    @property
+    def parameters(self) -> tuple[str | int, ...]:
+        return "chunks", self.chunk_size, self.max_write
+
+    def ranges(self, row: Row, new: int) -> Ranges:
+        return self._in_order(row, new)
+
+    def held(self, row: Row) -> int:
+        return row.offset - row.front
+
+    def most_trim(self, row: Row) -> int:
+        """Back to offset L is lossless if the chunk that L is in was not overwritten: high - R <= L - L % chunk_size.
+
+        Further back, only offsets between two chunks would be: those are not offered, so that less is never refused.
+        """
+        overwritten = max(0, row.high - self.most_slots)
+        return row.offset + (-overwritten // self.chunk_size) * self.chunk_size

@@ -1,0 +1,55 @@
+"""Texts and chats as the token ids of a prompt.
+
+Decides where special tokens are added, when a text becomes a message of a chat, and what becomes of a message that is
+read in two parts. The tokenizer and its chat template are mlx-lm's. Knows nothing about models, caches or requests.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+QUERY = "<query>"  # stands for a text that is still to come, in a chat template
+
+
+def encode_prompt(tokenizer: Any, prompt: str) -> list[int]:
+    """Token ids of a text, by mlx-lm's rule: special tokens are added unless the text begins with one."""
+    bos = tokenizer.bos_token
+    ids: list[int] = tokenizer.encode(prompt, add_special_tokens=bos is None or not prompt.startswith(bos))
+    return ids
+
+
+def encode_messages(tokenizer: Any, messages: list[dict[str, Any]], **template: Any) -> list[int]:
+    """Token ids of a chat, up to where its answer begins; `template` is for the chat template."""
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, **template)
+    return [int(token) for token in ids]
+
+
+def speaks_chat(tokenizer: Any, plain: bool) -> bool:
+    """Whether a text becomes a message of a chat: where the model knows chats, unless it is wanted plain."""
+    return tokenizer.chat_template is not None and not plain
+
+
+def encode_text(tokenizer: Any, text: str, plain: bool = False) -> list[int]:
+    """Token ids of a text: what a user says in a chat, or with `plain` and where there are no chats, itself."""
+    if speaks_chat(tokenizer, plain):
+        return encode_messages(tokenizer, [{"role": "user", "content": text}])
+    return encode_prompt(tokenizer, text)
+
+
+def encode_beginning(tokenizer: Any, text: str, chat: bool) -> list[int]:
+    """Tokens of a prompt that another will follow; of a chat, a message that is not ended yet."""
+    if not chat:
+        return encode_prompt(tokenizer, text)
+    messages = [{"role": "user", "content": text}]
+    ids: list[int] = tokenizer.apply_chat_template(messages, add_generation_prompt=False, continue_final_message=True)
+    return ids
+
+
+def encode_ending(tokenizer: Any, text: str, chat: bool) -> list[int]:
+    """Tokens of a prompt that follows a cached one; of a chat, the rest of the message, and the answer's beginning."""
+    if chat:
+        messages = [{"role": "user", "content": QUERY}]
+        whole: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        text = text + whole.partition(QUERY)[2]
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
+    return ids

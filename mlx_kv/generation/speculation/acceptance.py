@@ -1,0 +1,99 @@
+"""Which tokens are chosen, and so which drafted ones are right: the rows' samplers, with the random numbers of a place.
+
+What a sequence gets at a position follows from the model's distribution there and that position's random key. So a
+drafter may guess it, drawing from a distribution of its own with the same key, and a drafted token is accepted where
+the model chose the same. That is exact for any draft. Knows nothing about models, caches or where drafts come from.
+B rows, V the vocabulary, L the most tokens that were drafted for a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_kv.generation.sampling import Sampler, SeededSampler, TemperatureSampler, gumbel_noise
+
+
+class Choice:
+    """How the next tokens of all rows are chosen, in one round.
+
+    Args:
+        samplers: of each row; None is greedy.
+        vocabulary: V.
+        most: tokens that may be drafted for a row.
+    """
+
+    def __init__(self, samplers: Sequence[Sampler | None], vocabulary: int, most: int) -> None:
+        self._samplers, self._vocabulary, self._most = samplers, vocabulary, most
+        self._random = any(isinstance(sampler, SeededSampler) for sampler in samplers)
+        self._drawn: mx.array | None = None  # (B, n, V), for as many positions as were asked for
+
+    def guess(self, logits: mx.array, ahead: int) -> mx.array:
+        """Tokens (B,) that the samplers would choose, if these logits (B, V) were the model's.
+
+        Args:
+            ahead: 0 for the next token of each row, 1 for the one after it, and so on. Its random numbers are those
+                with which the model will choose; of a sampler that is no `SeededSampler`, it is the likeliest token.
+        """
+        noise = self._noise(self._most + 1)
+        return self._chosen(normalized(logits), None if noise is None else noise[:, ahead])
+
+    def accept(self, drafted: Sequence[Sequence[int]], logprobs: mx.array) -> list[tuple[int, int]]:
+        """For each row, how many of its drafted tokens are right, and the token that the model chose after them.
+
+        Args:
+            drafted: of each row, any number.
+            logprobs: the model's (B, L + 1, V), at the places of the drafted tokens and of the one after them. What
+                stands after a row's own is not looked at.
+        """
+        chosen: Any = self._chosen(logprobs, self._noise(logprobs.shape[1])).tolist()
+        decided = []
+        for row, (guessed, sampler) in enumerate(zip(drafted, self._samplers, strict=True)):
+            own = chosen[row]
+            if not (sampler is None or isinstance(sampler, SeededSampler)):
+                own = sampler(logprobs[row, : len(guessed) + 1]).tolist()
+            right = 0
+            while right < len(guessed) and guessed[right] == own[right]:
+                right += 1
+            decided.append((right, own[right]))
+        return decided
+
+    def _noise(self, count: int) -> mx.array | None:
+        """What is added to log-probabilities (B, count, V) of each row's next tokens before the likeliest is taken.
+
+        Zeros where that is the model's, or another sampler's, own choice; None where it is in every row.
+        """
+        if not self._random:
+            return None
+        if self._drawn is None:
+            none = mx.zeros((count, self._vocabulary))
+            self._drawn = mx.stack(
+                [
+                    gumbel_noise([sampler.key(ahead) for ahead in range(count)], self._vocabulary)
+                    if isinstance(sampler, SeededSampler)
+                    else none
+                    for sampler in self._samplers
+                ]
+            )
+        return self._drawn[:, :count]
+
+    def _chosen(self, logprobs: mx.array, noise: mx.array | None) -> mx.array:
+        """Tokens (B, ...) for log-probabilities and noise (B, ..., V)."""
+        if noise is None:
+            return mx.argmax(logprobs, axis=-1)
+        rules = [sampler.rules if isinstance(sampler, SeededSampler) else None for sampler in self._samplers]
+
+        def scaled(rule: TemperatureSampler | None, rows: mx.array) -> mx.array:
+            return rows if rule is None else rule.scaled(rows)
+
+        if all(rule == rules[0] for rule in rules):
+            return mx.argmax(scaled(rules[0], logprobs) + noise, axis=-1)
+        each = [scaled(rule, logprobs[row : row + 1]) for row, rule in enumerate(rules)]
+        return mx.argmax(mx.concatenate(each) + noise, axis=-1)
+
+
+def normalized(logits: mx.array) -> mx.array:
+    """Log-probabilities (..., V) of logits (..., V)."""
+    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)

@@ -1,0 +1,70 @@
+"""Drafters, and the names under which they are found. A drafter of one's own is a class that inherits from `Drafter`.
+
+Decides nothing about which drafted tokens are accepted, nor how many are asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from importlib.metadata import entry_points
+
+from mlx_kv.generation.speculation.drafters.model import ModelDrafter
+from mlx_kv.generation.speculation.drafters.protocol import Drafter as Drafter
+from mlx_kv.generation.speculation.drafters.protocol import DrafterContext as DrafterContext
+
+Factory = Callable[[DrafterContext], Drafter]
+ENTRY_POINTS = "mlx_kv.drafters"
+
+_known: dict[str, Factory] = {"model": ModelDrafter}
+
+
+@cache
+def _from_entry_points() -> dict[str, Factory]:
+    """Drafters of other packages: entry points of the group `mlx_kv.drafters`, each a factory."""
+    return {entry.name: entry.load() for entry in entry_points(group=ENTRY_POINTS)}
+
+
+def drafter_names() -> list[str]:
+    """The names that `drafter=` takes."""
+    return sorted(_from_entry_points() | _known)
+
+
+def register_drafter(name: str, factory: Factory) -> None:
+    """Makes a drafter known by a name, so that it can be asked for by it.
+
+    Args:
+        name: replaces whatever had it before.
+        factory: makes a new `Drafter` of a `DrafterContext`; a class will do.
+
+    Raises:
+        ValueError: a factory that cannot be called.
+    """
+    if not callable(factory):
+        raise ValueError(f"the drafter {name} is {factory!r}: give a function DrafterContext -> Drafter")
+    _known[name] = factory
+
+
+def find_drafter(drafter: str | Factory | Drafter | None, context: DrafterContext) -> Drafter:
+    """A drafter for one model: of a name, of a factory, or the one that is given; of None, the draft model.
+
+    Raises:
+        ValueError: no drafter has this name, or what the drafter itself refuses.
+    """
+    if drafter is None:
+        if context.draft_model is None:
+            raise ValueError("got neither a draft_model nor a drafter: give one of them")
+        drafter = "model"
+    if isinstance(drafter, str):
+        known = _from_entry_points() | _known
+        if drafter not in known:
+            raise ValueError(
+                f"there is no drafter {drafter!r}: choose one of {', '.join(sorted(known))}, give one, or "
+                "register_drafter() one of that name"
+            )
+        return known[drafter](context)
+    if callable(drafter):
+        return drafter(context)
+    if context.draft_model is not None:
+        raise ValueError("got a drafter, which is made already, and a draft_model that it cannot use: give one of them")
+    return drafter

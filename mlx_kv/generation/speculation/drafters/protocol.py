@@ -1,0 +1,88 @@
+"""What a drafter is asked, and what it is told.
+
+Decides nothing. B rows, V the vocabulary.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import mlx.nn as nn
+
+from mlx_kv.generation.speculation.acceptance import Choice
+
+
+@dataclass(frozen=True)
+class DrafterContext:
+    """What a drafter is made for.
+
+    Attributes:
+        model: the one that decides.
+        vocabulary: V, of the model.
+        draft_tokens: that are asked for at the most, for one row at once.
+        draft_model: a small model to draft with, if the user gave one.
+    """
+
+    model: nn.Module
+    vocabulary: int
+    draft_tokens: int
+    draft_model: nn.Module | None = None
+
+
+class Drafter(Protocol):
+    """Guesses how rows go on. Whatever it says, the text is the model's own: a wrong guess costs time, nothing else.
+
+    Rows are known by their order: new ones `join` after those that there are, and `keep` leaves some of them. In each
+    round it is asked once to `propose`, and told once what the rows got. Those who inherit from this say only what is
+    abstract here; the rest is that of a drafter without caches.
+
+    Attributes:
+        step_size: tokens of a prompt that it reads at once; None for any number.
+        equal_rows: whether it can have one row only.
+    """
+
+    step_size: int | None = None
+    equal_rows: bool = False
+
+    @abstractmethod
+    def join(self, prompts: Sequence[Sequence[int]], caches: list[Any]) -> None:
+        """New rows.
+
+        Args:
+            prompts: all tokens so far of each, at least one.
+            caches: those of `make_caches`, of all these rows, which have read all but the last token of each.
+        """
+
+    @abstractmethod
+    def keep(self, rows: Sequence[int]) -> None:
+        """Lets all other rows go."""
+
+    @abstractmethod
+    def propose(self, most: int, choice: Choice) -> Sequence[Sequence[int]]:
+        """Tokens that each row may go on with: any number up to `most`, also none, and not the same for all rows.
+
+        Args:
+            choice: with logits of its own, a drafter guesses by the random numbers with which the model will choose.
+        """
+
+    @abstractmethod
+    def accepted(self, tokens: Sequence[Sequence[int]]) -> None:
+        """What each row got, at least 1 token: those of its draft that were right, and the one that the model chose."""
+
+    def make_caches(self) -> list[Any]:
+        """New caches of one row, like those of a model; none by itself."""
+        return []
+
+    def read(self, rows: Sequence[Sequence[int]], caches: list[Any]) -> None:
+        """Reads some tokens of prompts, of each row any number, into such caches. Not asked where there are none."""
+
+    def behind(self, row: int) -> int:
+        """How many tokens of a row its caches have yet to read."""
+        return 0
+
+    def extract(self, row: int, behind: int) -> list[Any] | None:
+        """Copies of a row's caches, without its last `behind` tokens; None where they cannot be had."""
+        return []

@@ -1,0 +1,146 @@
+"""Rows with speculation: rounds of a decoder.
+
+Decides which prompts are read together, when a row ends, and that prompts are read between rounds. Knows nothing about
+drafts, nor how rows are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.generate import generation_stream
+
+from mlx_kv.generation.prefill import CHUNKS_AT_ONCE, MOST_PROMPTS_AT_ONCE
+from mlx_kv.generation.sequence import BatchToken, TokenSequence, Waiting
+from mlx_kv.generation.speculation.decoder import Decoder
+from mlx_kv.generation.speculation.joining import Joining, NewRow
+from mlx_kv.generation.speculation.statistics import SpeculationStatistics
+from mlx_kv.mlxlm.batch_generator import evaluated
+
+
+class SpeculativeEngine:
+    """Rounds of a decoder: a pass of the draft for each drafted token, and one of the model, for all rows."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        ends: set[int],
+        max_batch_size: int,
+        prefill_step_size: int | None,
+        statistics: SpeculationStatistics | None = None,
+        return_caches: bool = False,
+    ) -> None:
+        self._decoder, self._ends, self._return_caches = decoder, ends, return_caches
+        # Only statistics that somebody asked for keep the caches of the last batch.
+        self._statistics, self._watched = statistics or SpeculationStatistics(), statistics is not None
+        self._max_batch_size = max_batch_size
+        self._waiting = Waiting(decoder.make_caches)
+        self._active: list[TokenSequence] = []
+        self._joining: Joining | None = None
+        self._reading: list[TokenSequence] = []  # the rows that join
+        self.step_size = decoder.step_size if prefill_step_size is None else prefill_step_size
+        self._most_tokens = CHUNKS_AT_ONCE * decoder.step_size
+
+    def submit(self, sequence: TokenSequence) -> None:
+        self._waiting.submit(sequence)
+
+    def cancel(self, index: int) -> None:
+        self._waiting.cancel(index)
+        staying = [row for row, sequence in enumerate(self._reading) if sequence.index != index]
+        self._reading, before = [self._reading[row] for row in staying], len(self._reading)
+        if not staying:
+            self._joining = None
+        elif self._joining is not None and len(staying) < before:
+            self._joining.keep(staying)  # what is left is read no longer than the longest of them takes
+        self._keep([row for row, sequence in enumerate(self._active) if sequence.index != index])
+
+    def _keep(self, rows: Sequence[int]) -> None:
+        self._decoder.keep(rows)
+        self._active = [self._active[row] for row in rows]
+
+    def step(self) -> list[BatchToken]:
+        with mx.stream(generation_stream):
+            self._join()
+            if not self._active:
+                return []
+            left = max(sequence.max_tokens - sequence.emitted for sequence in self._active)
+            emitted = self._decoder.round(left, self._statistics)
+        tokens, staying = [], []
+        for row, (sequence, items) in enumerate(zip(self._active, emitted, strict=True)):
+            finish = None
+            for item in items:
+                last = sequence.emitted + 1 == sequence.max_tokens
+                finish = "stop" if item.token in self._ends else "length" if last else None
+                held = self._decoder.extract(row) if finish is not None and self._return_caches else None
+                tokens.append(sequence.emit(item.token, finish, item.from_draft, held and evaluated(held)))
+                if finish is not None:
+                    break
+            if finish is None:
+                staying.append(row)
+        self._keep(staying)
+        return tokens
+
+    def _join(self) -> None:
+        """Reads a chunk of the prompts whose turn it is; when all of them are read, they are rows."""
+        if self._joining is None:
+            self._begin()
+        if self._joining is None or not self._decoder.read_on(self._joining):
+            return
+        self._active += self._reading
+        self._joining, self._reading = None, []
+        if self._watched:
+            self._statistics.caches[:] = self._decoder.target.caches
+
+    def _begin(self) -> None:
+        room = min(self._max_batch_size - len(self._active), MOST_PROMPTS_AT_ONCE, len(self._waiting))
+        joining: list[TokenSequence] = []
+        while len(joining) < room:
+            longest = max(len(sequence.tokens) for sequence in (*joining, self._waiting.first))
+            if joining and (len(joining) + 1) * min(longest, self.step_size) > self._most_tokens:
+                break
+            joining.append(self._waiting.next())
+        if joining:
+            self._joining = self._decoder.begin(
+                [NewRow(own.tokens, own.max_tokens, own.sampler, own.caches, own.before) for own in joining],
+                self.step_size,
+            )
+            for sequence in joining:
+                sequence.caches = None  # the batch has them now
+            self._reading = joining
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._waiting or self._reading or self._active)
+
+    @property
+    def caches(self) -> list[Any]:
+        return list(self._decoder.target.caches)
+
+    @property
+    def rows(self) -> list[int]:
+        return [sequence.index for sequence in self._active]
+
+    @property
+    def pending(self) -> list[int]:
+        return [sequence.index for sequence in (*self._reading, *self._waiting)]
+
+    def make_caches(self) -> list[Any]:
+        return self._decoder.make_caches()
+
+    def read(self, tokens: mx.array, cache: list[Any]) -> Any:
+        return self._decoder.read(tokens, cache)
+
+    def extract(self, index: int) -> list[Any] | None:
+        for row, sequence in enumerate(self._active):
+            if sequence.index == index:
+                held = self._decoder.extract(row)
+                return held and evaluated(held)
+        return None
+
+    def close(self) -> None:
+        self._decoder.keep([])
+        self._joining, self._reading = None, []
+        self._active.clear()
+        self._waiting.clear()

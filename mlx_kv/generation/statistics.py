@@ -1,0 +1,51 @@
+"""What the caches of one model hold, and what they did, summed up over its layers.
+
+Decides what is summed and what is the busiest layer's. Knows nothing about loops, models or the command line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from mlx_kv.mlxlm.convert import attention_caches, leaves
+
+
+@dataclass(frozen=True)
+class CacheStatistics:
+    """What the caches of one model hold, and what they did.
+
+    Attributes:
+        bytes_live: of tokens that can still be seen.
+        bytes_allocated: dead slots included.
+        bytes_full: what all tokens up to here would take, with none evicted or overwritten.
+        growths: reallocations of the busiest layer.
+        tokens_evicted: by all rows of the busiest layer.
+        compactions: that the busiest row of the busiest layer took part in.
+        compaction_seconds: of all layers together.
+    """
+
+    bytes_live: int
+    bytes_allocated: int
+    growths: int
+    bytes_full: int
+    tokens_evicted: int
+    compactions: int
+    compaction_seconds: float
+
+
+def cache_statistics(caches: Iterable[Any]) -> CacheStatistics:
+    """Sums over all layers; a cache that is not ours counts as wholly live."""
+    everything = list(leaves(caches))
+    ours = attention_caches(everything)
+    evictors = [cache.evictor for cache in ours if cache.evictor is not None]
+    return CacheStatistics(
+        bytes_live=sum(getattr(cache, "nbytes_live", cache.nbytes) for cache in everything),
+        bytes_allocated=sum(cache.nbytes for cache in everything),
+        growths=max((cache.growths for cache in ours), default=0),
+        bytes_full=sum(getattr(cache, "nbytes_full", cache.nbytes) for cache in everything),
+        tokens_evicted=max((evictor.evicted for evictor in evictors), default=0),
+        compactions=max((evictor.compactions for evictor in evictors), default=0),
+        compaction_seconds=sum(evictor.seconds for evictor in evictors),
+    )

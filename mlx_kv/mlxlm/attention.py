@@ -1,0 +1,196 @@
+"""The one place where the attention of mlx-lm's models can be seen, and served.
+
+mlx-lm's models call `scaled_dot_product_attention(queries, keys, values, cache=..., ...)` by a global name of the
+module in which their layer lies. While an `AttentionSeam` of a model is open, that name stands for a function of ours
+in each of these modules: a call whose cache carries an `attention_hook` goes to that hook, every other one is handed on
+as it came. Closed, the modules are as they were; nothing is touched before.
+
+Which layers call it at all, `visibility` says. Knows nothing about scores, codecs or budgets.
+B rows, Hq query heads, H KV heads, S queries, N tokens that a cache holds, D head dim.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from itertools import count
+from types import ModuleType
+from typing import Any, Protocol, Self
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_kv.mlxlm.traverse import leaves
+
+NAME = "scaled_dot_product_attention"
+HOOK = "attention_hook"
+# Its arguments, in the order in which mlx-lm gives them; some models give them by name, some by place.
+ARGUMENTS = ("queries", "keys", "values", "cache", "scale", "mask", "sinks")
+
+
+class AttentionCall:
+    """One call of attention: what a layer asks, and a way to have it answered.
+
+    Attributes:
+        queries: (B, Hq, S, D), after RoPE.
+        keys, values: as the layer hands them on: mostly what the cache returned, (B, H, N, D) or packed planes.
+        cache: the cache of the layer.
+        scale: of the products of queries and keys.
+        mask: "causal", an array of bool or of addends that broadcasts to (B, Hq, S, N), or None.
+        sinks: (Hq,) logits of attention sinks, or None.
+    """
+
+    __slots__ = (*ARGUMENTS, "_function", "_named", "_placed")
+
+    queries: mx.array
+    keys: Any
+    values: Any
+    cache: Any
+    scale: float
+    mask: mx.array | str | None
+    sinks: mx.array | None
+
+    def __init__(self, function: Callable[..., mx.array], placed: tuple[Any, ...], named: dict[str, Any]) -> None:
+        self._function, self._placed, self._named = function, placed, named
+        given = dict(zip(ARGUMENTS, placed, strict=False)) | named
+        for name in ARGUMENTS:
+            setattr(self, name, given.get(name))
+
+    def hand_on(self, **changes: Any) -> mx.array:
+        """(B, Hq, S, D), what the layer would have got: of the same arguments, but for those that are given anew.
+
+        Raises:
+            TypeError: a change of something that is no argument of attention.
+        """
+        if not changes.keys() <= set(ARGUMENTS):
+            raise TypeError(f"attention has no {', '.join(changes.keys() - set(ARGUMENTS))}: {', '.join(ARGUMENTS)}")
+        if not isinstance(self.keys, mx.array) and "queries" not in changes:
+            changes["queries"] = self.queries[...]  # mlx-lm scales them in place there: those of the hook stay
+        placed = [changes.pop(name, value) for name, value in zip(ARGUMENTS, self._placed, strict=False)]
+        return self._function(*placed, **(self._named | changes))
+
+
+class AttentionHook(Protocol):
+    """What a cache carries as `attention_hook` if it wants to see its attention, or to answer it itself."""
+
+    def attend(self, call: AttentionCall) -> mx.array:
+        """(B, Hq, S, D): `call.hand_on()`, after a look at it or with other arguments; or an answer of its own."""
+
+
+class AttentionSeam:
+    """Gives the attention of a model's layers to the hooks of their caches, from its making until it is closed.
+
+    It ends with its block, with `close`, or when nobody holds it any more: caches that ask can carry it. A copy is the
+    seam itself. Seams may overlap in any order, also those of several models of one module; a module gets its own
+    function back with the last of them.
+
+    Args:
+        model: any model of mlx-lm. Layers of other modules, as wrappers of models have, are found.
+        otherwise: what gets the calls that no hook asks for, also those that name no cache. In overlapping seams the
+            last one.
+    """
+
+    def __init__(self, model: nn.Module, otherwise: AttentionHook | None = None) -> None:
+        number = next(_numbers)
+        modules = attention_modules(model)
+        self._finalizer = weakref.finalize(self, _leave, modules, number)
+        self._finalizer.atexit = False
+        with _lock:
+            for module in modules:
+                _seamed.setdefault(module, _SeamedModule(module)).enter(number, otherwise)
+
+    def close(self) -> None:
+        """Ends it; again, nothing happens."""
+        self._finalizer()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        return self
+
+
+@contextlib.contextmanager
+def attention_hooked(model: nn.Module, caches: Iterable[Any], hook: AttentionHook) -> Iterator[None]:
+    """Gives the attention over these caches, ours or mlx-lm's, to a hook for as long as the block runs."""
+    everything = list(leaves(caches))
+    before = [getattr(cache, HOOK, None) for cache in everything]
+    with AttentionSeam(model):
+        try:
+            for cache in everything:
+                setattr(cache, HOOK, hook)
+            yield
+        finally:
+            for cache, own in zip(everything, before, strict=True):
+                setattr(cache, HOOK, own)
+
+
+def attention_modules(model: nn.Module) -> list[ModuleType]:
+    """The modules that the model's layers come from or inherit from, if they have attention by its global name."""
+    parts = model.modules()  # type: ignore[no-untyped-call]
+    names = {kind.__module__ for part in {type(part) for part in parts} for kind in part.__mro__}
+    found = [sys.modules[name] for name in sorted(names) if name in sys.modules]
+    return [module for module in found if callable(getattr(module, NAME, None))]
+
+
+class _SeamedModule:
+    """The function that stands in a module for its attention, and the seams that want it there."""
+
+    def __init__(self, module: ModuleType) -> None:
+        own: Callable[..., mx.array] = getattr(module, NAME)
+        self.module, self.own = module, own
+        self.seams: dict[int, AttentionHook | None] = {}
+        self.otherwise: AttentionHook | None = None
+        self.standing = False
+
+        @functools.wraps(own)
+        def attention(*placed: Any, **named: Any) -> mx.array:
+            cache = named["cache"] if "cache" in named else placed[3] if len(placed) > 3 else None
+            hook: AttentionHook | None = getattr(cache, HOOK, None)
+            if hook is None:
+                hook = self.otherwise
+                if hook is None:
+                    return own(*placed, **named)
+            return hook.attend(AttentionCall(own, placed, named))
+
+        self.function = attention
+
+    def enter(self, number: int, otherwise: AttentionHook | None) -> None:
+        self.seams[number] = otherwise
+        _seamed[self.module] = self  # also where the garbage of another seam took it out just now
+        self._settle()
+        if not self.standing:
+            self.standing = True
+            setattr(self.module, NAME, self.function)
+
+    def leave(self, number: int) -> None:
+        self.seams.pop(number, None)
+        self._settle()
+        if not self.seams:
+            self.standing = False
+            del _seamed[self.module]
+            # Else somebody stands in front and calls ours, which hands everything on from now on.
+            if getattr(self.module, NAME) is self.function:
+                setattr(self.module, NAME, self.own)
+
+    def _settle(self) -> None:
+        self.otherwise = next((hook for hook in reversed(self.seams.values()) if hook is not None), None)
+
+
+_numbers = count()
+_seamed: dict[ModuleType, _SeamedModule] = {}
+_lock = threading.RLock()  # again by the same thread: the garbage of a seam may be collected while another is made
+
+
+def _leave(modules: list[ModuleType], number: int) -> None:
+    with _lock:
+        for module in modules:
+            if module in _seamed:
+                _seamed[module].leave(number)

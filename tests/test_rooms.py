@@ -1,0 +1,144 @@
+"""The house as it is meant: imports go downwards, privates stay in their rooms, and nothing is too long to read."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from house_rules import MOST_IN_ROOT, in_root, privates_across_rooms, privates_of_mlx_lm, too_long
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "mlx_kv"
+# Still to be mended.
+LATER = (
+    "cli/cache.py",
+    "cli/config.py",
+    "files/described.py",
+    "files/stock_files.py",
+    "prefixes/index.py",
+    "server/memory.py",
+    "generation/engine.py",
+    "cache/eviction/evictor.py",
+    "cache/kv_cache.py",
+    "cli/test_batch_files.py",
+    "evaluation/test_evaluation.py",
+    "files/test_serialization.py",
+    "server/test_server.py",
+)
+
+
+def sources(folder: Path) -> dict[str, str]:
+    return {str(path.relative_to(folder)): path.read_text() for path in sorted(folder.rglob("*.py"))}
+
+
+def left(found: list[str]) -> list[str]:
+    return [each for each in found if not each.startswith(LATER)]
+
+
+# --- what is imported -------------------------------------------------------------------------------------------------
+
+
+def linted(root: Path) -> subprocess.CompletedProcess[str]:
+    """What import-linter says of the package in a folder, by the contracts in pyproject.toml."""
+    call = "import sys; from importlinter.cli import lint_imports as lint; sys.exit(lint(sys.argv[1], no_cache=True))"
+    command = [sys.executable, "-c", call, str(ROOT / "pyproject.toml")]
+    environment = os.environ | {"PYTHONPATH": str(root)}
+    return subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False, timeout=120)
+
+
+def test_imports_keep_the_contracts() -> None:
+    said = linted(ROOT)
+    assert said.returncode == 0, said.stdout
+
+
+@pytest.mark.parametrize(
+    ("path", "line", "contract"),
+    [
+        ("cache/mask.py", "from mlx_kv.files import tensor_files", "Rooms import downwards only"),
+        ("server/job.py", "import mlx_kv.cli.main", "Rooms import downwards only"),
+        ("plots/kept.py", "def lazily():\n    from mlx_kv import blas", "Rooms import downwards only"),
+        (
+            "cache/growth.py",
+            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from mlx_kv.cache.kv_cache import KVCache",
+            "Nothing imports in a circle",
+        ),
+        ("cache/mask.py", "import mlx_lm.models.base", "The cache knows nothing of mlx-lm"),
+        ("attic/__init__.py", "", "Rooms import downwards only"),
+    ],
+)
+def test_each_contract_can_be_broken(path: str, line: str, contract: str, tmp_path: Path) -> None:
+    for name, source in (sources(PACKAGE)).items():
+        copied = tmp_path / "mlx_kv" / name
+        copied.parent.mkdir(parents=True, exist_ok=True)
+        copied.write_text(source)
+    planted = tmp_path / "mlx_kv" / path
+    planted.parent.mkdir(exist_ok=True)
+    with planted.open("a") as file:
+        file.write(f"\n{line}\n")
+    said = linted(tmp_path)
+    assert said.returncode == 1
+    assert contract in said.stdout.partition("Broken contracts")[2] or "missing layers" in said.stdout
+
+
+# --- privates ---------------------------------------------------------------------------------------------------------
+
+
+def test_no_private_attribute_is_read_across_rooms() -> None:
+    assert left(privates_across_rooms(sources(PACKAGE))) == []
+
+
+def test_only_files_that_say_so_use_mlx_lms_privates() -> None:
+    assert left(privates_of_mlx_lm(sources(PACKAGE))) == []
+
+
+MADE = {"cache/kv_cache.py": "class KVCache:\n    def __init__(self):\n        self._rows = ()\n\ndef _helper(): ..."}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def size(cache):\n    return cache._rows",
+        "def size(cache):\n    cache._rows = ()",
+        "from mlx_kv.cache.kv_cache import _helper",
+        "def size(cache):\n    return getattr(cache, '_rows', None)",
+    ],
+)
+def test_a_private_of_another_room_is_found(source: str) -> None:
+    assert len(privates_across_rooms({**MADE, "server/memory.py": source})) == 1
+    assert privates_across_rooms({**MADE, "cache/rows.py": source}) == []
+
+
+def test_what_a_room_makes_itself_is_its_own() -> None:
+    own = "class Row:\n    def __init__(self, other):\n        self._rows = other._rows"
+    assert privates_across_rooms({**MADE, "server/memory.py": own}) == []
+
+
+@pytest.mark.parametrize(
+    "source", ["def name(engine):\n    return engine._generation_batch", "from mlx_lm.utils import _get_classes"]
+)
+def test_a_private_of_mlx_lms_is_found_where_nobody_says_so(source: str) -> None:
+    said = f'"""A loop.\n\nIt uses mlx-lm\'s privates: its batch.\n"""\n{source}'
+    assert len(privates_of_mlx_lm({**MADE, "generation/engine.py": source})) == 1
+    assert privates_of_mlx_lm({**MADE, "generation/engine.py": said, "mlxlm/quirks.py": source}) == []
+
+
+# --- sizes ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("folder", ["mlx_kv", "tests"])
+def test_files_and_classes_can_be_read_in_one_sitting(folder: str) -> None:
+    assert left(too_long(sources(ROOT / folder))) == []
+
+
+def test_the_root_holds_a_handful_of_files() -> None:
+    assert len(in_root(sources(PACKAGE))) <= MOST_IN_ROOT
+
+
+def test_what_is_too_long_is_found() -> None:
+    assert too_long({"a.py": "x = 1\n" * 400, "b.py": "class B:\n" + "    x = 1\n" * 349}) == []
+    assert too_long({"a.py": "x = 1\n" * 401}) == ["a.py: 401 lines"]
+    assert too_long({"b.py": "class B:\n" + "    x = 1\n" * 350}) == ["b.py: class B of 351 lines"]
+    assert in_root({"a.py": "", "cache/b.py": ""}) == ["a.py"]
