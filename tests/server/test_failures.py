@@ -20,7 +20,7 @@ from typing import Any
 
 import httpx
 import pytest
-from test_server import ENDS, LONG, Running, Troubled, cached, check_error, command, running
+from test_completions import ENDS, LONG, Running, Troubled, cached, check_error, command, running
 
 from mlx_kv.server.api import Limits
 from mlx_kv.server.shutdown import ShutdownSignals
