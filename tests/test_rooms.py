@@ -26,7 +26,7 @@ LATER = (
     "cli/test_batch_files.py",
     "evaluation/test_evaluation.py",
     "files/test_serialization.py",
-    "server/test_completions.py",
+    "server/test_server.py",
 )
 
 
