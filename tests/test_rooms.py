@@ -23,7 +23,6 @@ LATER = (
     "cli/test_batch_files.py",
     "files/test_serialization.py",
     "generation/test_engine.py",
-    "server/test_server.py",
 )
 
 

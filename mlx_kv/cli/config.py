@@ -50,10 +50,10 @@ def read_config(path: Path) -> dict[str, Any]:
     Raises:
         click.UsageError: it cannot be read, or is no JSON object.
     """
-    from mlx_kv.mlxlm.loading import config_from_json
+    from mlx_kv.mlxlm.loading import parse_config
 
     try:
-        config = config_from_json(path.read_text(encoding="utf-8"))
+        config = parse_config(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise click.UsageError(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:

@@ -1,8 +1,8 @@
 """Models of mlx-lm: loaded with their weights, or made of a configuration alone; and what a model says of itself.
 
-Knows nothing about caches. mlx-lm's loader is imported when it is called: it brings the tokenizers. A
-configuration takes two of mlx-lm's privates: `_get_classes`, which finds the class for a model type, and
-`_decode_tagged_floats`.
+Knows nothing about caches. mlx-lm's loader is imported when it is called: it brings the tokenizers. A model of a
+configuration takes two of mlx-lm's privates: `_decode_tagged_floats`, for numbers that JSON has no names for, and
+`_get_classes`, which finds the class for a model type.
 """
 
 from __future__ import annotations
@@ -40,11 +40,12 @@ def load(path_or_hub_id: str | Path) -> tuple[nn.Module, Any]:
     return model, tokenizer
 
 
-def config_from_json(text: str) -> Any:
-    """What the text of a config.json says, as mlx-lm reads it: floats of its own notation become floats.
+def parse_config(text: str) -> Any:
+    """The content of a config.json, as mlx-lm reads it: infinity and NaN are objects there that name them.
 
     Raises:
         ValueError: it is no JSON.
+        RecursionError: it is nested too deeply.
     """
     from mlx_lm.utils import _decode_tagged_floats
 
