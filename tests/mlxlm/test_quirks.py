@@ -202,7 +202,7 @@ def test_layers_that_hold_nothing_do_not_forbid_a_trim() -> None:
     both = mx.concatenate([tokens, tokens])
     read(model, rows, both, [20])
     trim_prompt_cache(rows, [8, 3])
-    assert [row.offset for row in attention_caches(rows)[0]._rows] == [12, 17]
+    assert [row.offset for row in attention_caches(rows)[0].view.rows] == [12, 17]
 
 
 def test_speculation_goes_on_over_layers_that_hold_nothing() -> None:
