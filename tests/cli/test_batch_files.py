@@ -16,9 +16,10 @@ from typing import Any
 
 import pytest
 
-from mlx_kv.cli import batch_files as jobs
+from mlx_kv.cli import batch_output
 from mlx_kv.cli import main as cli
-from mlx_kv.cli.batch_files import Answers, Job, Prompts
+from mlx_kv.cli.batch_input import BatchRequest, InputFile
+from mlx_kv.cli.batch_output import OutputFile
 from mlx_kv.generation.plain import PlainEngine
 from mlx_kv.generation.stream import stream_generate
 
@@ -240,8 +241,8 @@ def test_a_prompt_that_may_go_past_the_context_is_noted(call: Any, files: Files)
 def test_a_line_that_changes_under_a_run_is_not_mistaken_for_another(files: Files) -> None:
     files.ask(GOOD, {"prompt": "x"})
     with files.prompts.open("rb") as file:
-        prompts = Prompts(file, 9, {})
-        first, second = prompts.survey({}).todo
+        prompts = InputFile(file, 9, {})
+        first, second = prompts.scan({}).todo
         files.ask(GOOD, {"prompt": "y"})
         file.seek(0)
         assert prompts.read(first).prompt == GOOD["prompt"]
@@ -342,10 +343,10 @@ def test_any_half_of_the_last_line_is_cut_off(files: Files) -> None:
     first, second = line(1, text="a"), line(2, "zwei", text="b")
     for length in range(len(second) + 1):
         files.output.write_text(first + second[:length])
-        with Answers(files.output) as answers:
+        with OutputFile(files.output) as answers:
             whole = length == len(second)
             assert answers.done.keys() == ({1, "zwei"} if whole else {1})
-            answers.append(Job(3, 3, "x", 1, "d"), {"text": "c"})
+            answers.append(BatchRequest(3, 3, "x", 1, "d"), {"text": "c"})
         lines = files.output.read_text().splitlines(keepends=True)
         assert lines[:-1] == ([first, second] if whole else [first])
         assert json.loads(lines[-1]) == {"id": 3, "line": 3, "digest": "d", "text": "c"}
@@ -364,7 +365,7 @@ def test_a_line_that_does_not_fit_on_the_disk_is_taken_back(
                 return write(file, data[:20])
         return write(file, data)
 
-    monkeypatch.setattr(jobs.os, "write", full)
+    monkeypatch.setattr(batch_output.os, "write", full)
     done = call("--max-tokens", 20)
     assert done.code == 2
     assert f"cannot write {files.output}: {os.strerror(errno.ENOSPC)}" in done.err
@@ -454,15 +455,15 @@ def test_only_settings_that_change_answers_count(more: tuple[Any, ...], same: bo
 def test_a_replaced_file_stays_locked(files: Files) -> None:
     files.output.write_text(line(1) + line(2))
     old = os.open(files.output, os.O_RDWR)
-    with Answers(files.output) as answers:
+    with OutputFile(files.output) as answers:
         answers.drop({1})
         assert files.output.read_text() == line(2)
         with pytest.raises(ValueError, match="another run writes"):
-            Answers(files.output)
-        answers.append(Job(3, 3, "x", 1, "d"), {})
+            OutputFile(files.output)
+        answers.append(BatchRequest(3, 3, "x", 1, "d"), {})
     fcntl.flock(old, fcntl.LOCK_EX | fcntl.LOCK_NB)  # nobody holds what nobody can find any more
     os.close(old)
-    with Answers(files.output) as answers:
+    with OutputFile(files.output) as answers:
         assert answers.done == {2: "0" * 16, 3: "d"}
 
 
@@ -475,9 +476,9 @@ def test_a_file_that_is_replaced_while_it_is_opened_is_refused(files: Files, mon
         new.replace(files.output)
         flock(file, operation)
 
-    monkeypatch.setattr(jobs.fcntl, "flock", late)
+    monkeypatch.setattr(batch_output.fcntl, "flock", late)
     with pytest.raises(ValueError, match="another run writes"):
-        Answers(files.output)
+        OutputFile(files.output)
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
