@@ -22,7 +22,6 @@ LATER = (
     "generation/engine.py",
     "cache/eviction/evictor.py",
     "cache/kv_cache.py",
-    "cli/test_batch_files.py",
     "evaluation/test_evaluation.py",
     "files/test_serialization.py",
     "server/test_server.py",
