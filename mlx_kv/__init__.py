@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from mlx_kv.generation.batch import batch_generate
     from mlx_kv.generation.sampling import TemperatureSampler
     from mlx_kv.generation.sequence import BatchToken
-    from mlx_kv.generation.speculation.drafters import drafter_names, register_drafter
+    from mlx_kv.generation.speculation.drafters import Drafter, drafter_names, register_drafter
     from mlx_kv.generation.speculation.statistics import SpeculationStatistics
     from mlx_kv.generation.speculation.stream import speculative_generate
     from mlx_kv.generation.statistics import CacheStatistics, cache_statistics
@@ -59,6 +59,7 @@ _HOMES = {
     "CacheStatistics": "generation.statistics",
     "ChunkedKVCache": "cache.factories",
     "CompressedKVCache": "cache.factories",
+    "Drafter": "generation.speculation.drafters",
     "FixedStep": "cache.growth",
     "Geometric": "cache.growth",
     "Growth": "cache.growth",
@@ -102,6 +103,7 @@ __all__ = [
     "CacheStatistics",
     "ChunkedKVCache",
     "CompressedKVCache",
+    "Drafter",
     "FixedStep",
     "Geometric",
     "Growth",
