@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from mlx_kv.bundled import bundled_models, model_path
     from mlx_kv.cache.codecs import codec_names, register_codec
     from mlx_kv.cache.eviction.scores import register_score, score_names
+    from mlx_kv.cache.eviction.scores.tokens import ScoredTokens
     from mlx_kv.cache.factories import (
         BatchKVCache,
         BatchRotatingKVCache,
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from mlx_kv.generation.batch import batch_generate
     from mlx_kv.generation.sampling import TemperatureSampler
     from mlx_kv.generation.sequence import BatchToken
-    from mlx_kv.generation.speculation.drafters import drafter_names, register_drafter
+    from mlx_kv.generation.speculation.drafters import Drafter, drafter_names, register_drafter
     from mlx_kv.generation.speculation.statistics import SpeculationStatistics
     from mlx_kv.generation.speculation.stream import speculative_generate
     from mlx_kv.generation.statistics import CacheStatistics, cache_statistics
@@ -58,6 +59,7 @@ _HOMES = {
     "CacheStatistics": "generation.statistics",
     "ChunkedKVCache": "cache.factories",
     "CompressedKVCache": "cache.factories",
+    "Drafter": "generation.speculation.drafters",
     "FixedStep": "cache.growth",
     "Geometric": "cache.growth",
     "Growth": "cache.growth",
@@ -69,6 +71,7 @@ _HOMES = {
     "PromptMemory": "prefixes.memory",
     "PromptReader": "prefixes.reader",
     "PromptStore": "prefixes.store",
+    "ScoredTokens": "cache.eviction.scores.tokens",
     "SpeculationStatistics": "generation.speculation.statistics",
     "TemperatureSampler": "generation.sampling",
     "batch_generate": "generation.batch",
@@ -100,6 +103,7 @@ __all__ = [
     "CacheStatistics",
     "ChunkedKVCache",
     "CompressedKVCache",
+    "Drafter",
     "FixedStep",
     "Geometric",
     "Growth",
@@ -111,6 +115,7 @@ __all__ = [
     "RingBufferKVCache",
     "RingKVCache",
     "RotatingKVCache",
+    "ScoredTokens",
     "SpeculationStatistics",
     "TemperatureSampler",
     "batch_generate",

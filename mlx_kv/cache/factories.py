@@ -109,7 +109,7 @@ def CompressedKVCache(  # noqa: N802, a choice of parts with the name of what it
         budget: tokens that are left after a compaction.
         keep_recent: so many of the newest tokens are never evicted; a trim can go back as far.
         sinks: so many of the first tokens are never evicted.
-        score: what matters, by name (`mlx_kv.score_names()`), or any callable (keys, values, positions) -> (B, H, n) in
+        score: what matters, by name (`mlx_kv.score_names()`), or any callable `(tokens: ScoredTokens) -> (B, H, n)` in
             float32, higher is kept.
         share: "head", each head keeps its own tokens; otherwise heads keep the same.
         margin: how far the budget may be overshot before a compaction; None is max(64, budget // 16).

@@ -4,7 +4,7 @@ Decides by tokens alone. Sequences are kept sorted, so those that begin like a p
 would lie itself, those that share most of it nearest: finding one takes a few binary searches, however many there are.
 An entry that can be trimmed back to `least` tokens serves a prompt that begins with those, its *head*; so entries are
 sorted among those of the same head, and only heads that the prompt begins with are looked into. Knows nothing about
-where the caches of an entry are: on a disk (`prompt_store`) or in memory (`prompt_memory`).
+where the caches of an entry are: on a disk (`store`) or in memory (`memory`).
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def shared(first: bytes, second: bytes) -> int:
     return int(differ[0]) if len(differ) else most
 
 
-class Sorted:
+class SortedIndex:
     """Names by packed tokens, in the order of these. Every question is a few binary searches."""
 
     def __init__(self) -> None:
@@ -122,8 +122,8 @@ class PrefixIndex:
 
     def __init__(self) -> None:
         self._entries: dict[str, Entry] = {}
-        self._all, self._heads = Sorted(), Sorted()
-        self._of_head: dict[bytes, Sorted] = {}
+        self._all, self._heads = SortedIndex(), SortedIndex()
+        self._of_head: dict[bytes, SortedIndex] = {}
 
     def __getitem__(self, name: str) -> Entry:
         return self._entries[name]
@@ -136,7 +136,7 @@ class PrefixIndex:
         self._entries[name] = entry
         self._all.add(entry.tokens, name)
         if head(entry) not in self._of_head:
-            self._of_head[head(entry)] = Sorted()
+            self._of_head[head(entry)] = SortedIndex()
             self._heads.add(head(entry), "")
         self._of_head[head(entry)].add(entry.tokens, name)
 

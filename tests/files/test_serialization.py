@@ -162,7 +162,7 @@ def test_layers_of_a_loaded_batch_stay_in_step(tmp_path: Path) -> None:
 
 
 def test_a_score_that_nobody_knows_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(scores._known, "mine", scores.Score("mine", lambda keys, values, positions: keys[..., 0]))
+    monkeypatch.setitem(scores._known, "mine", scores.Score("mine", lambda tokens: tokens.keys[..., 0]))
     save_prompt_cache(tmp_path / "a.safetensors", [mlx_kv.CompressedKVCache(100, score="mine")])
     monkeypatch.delitem(scores._known, "mine")
     with pytest.raises(ValueError, match="mine"):
