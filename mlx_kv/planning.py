@@ -130,7 +130,7 @@ class Planner:
         if policy not in self._layers:
             stored = _read_one_token(self.model, policy)
             own = leaves(stock.make_prompt_cache(self.model))
-            plain = stored if policy.bits is None else _read_one_token(self.model, replace(policy, bits=None))
+            plain = stored if policy.stores_plain else _read_one_token(self.model, policy.plain())
             self._layers[policy] = [_describe(*caches) for caches in zip(own, plain, stored, strict=True)]
         return self._layers[policy]
 
@@ -142,7 +142,7 @@ class Planner:
         """
         policy = strategy.policy
         if context <= policy.quantized_start:  # the write that comes next is the first to be quantised
-            policy = replace(policy, bits=None, quantized_start=0)
+            policy = policy.plain()
         return batch_size * sum(
             layer.state_bytes + layer.bytes_per_slot * strategy.slots(layer, context) for layer in self.layers(policy)
         )

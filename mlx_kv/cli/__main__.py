@@ -2,4 +2,5 @@
 
 from mlx_kv_command import main
 
-main()
+if __name__ == "__main__":
+    main()

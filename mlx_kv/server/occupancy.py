@@ -77,7 +77,9 @@ def occupancy_of(caches: Sequence[Any], positions: bool) -> BatchOccupancy:
 def tokens_evicted(caches: Iterable[Any]) -> list[int]:
     """Tokens that a budget has evicted of each row, by the busiest layer."""
     counts = [
-        [max(0, -row.start) for row in cache._rows] for cache in attention_caches(caches) if cache.evictor is not None
+        [max(0, -row.start) for row in cache.view.rows]
+        for cache in attention_caches(caches)
+        if cache.evictor is not None
     ]
     return [max(layers) for layers in zip(*counts, strict=True)]
 
@@ -94,7 +96,7 @@ def _rule(caches: Sequence[KVCache], positions: bool) -> list[RowOccupancy]:
             first.capacity,
             _kept(first, row, index) if positions else None,
         )
-        for index, row in enumerate(first._rows)
+        for index, row in enumerate(first.view.rows)
     ]
 
 

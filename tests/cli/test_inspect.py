@@ -14,7 +14,7 @@ from mlx_lm.generate import generate_step
 from tiny_models import VOCAB, make_model
 
 from mlx_kv.cli import inspect as inspect_module
-from mlx_kv.cli.inspect import blocks, marked, pieces, tenths, text_lines
+from mlx_kv.cli.inspect import blocks, mark_evicted, tenths, text_lines, token_texts
 from mlx_kv.evaluation import inspection
 from mlx_kv.evaluation.inspection import KeptLayer, KeptTokens, inspect_prompt
 from mlx_kv.generation.encoding import encode_prompt
@@ -205,7 +205,7 @@ def test_characters_of_several_tokens_stay_whole(reference: Any) -> None:
     tokenizer = reference[1]
     text = "café 漢字 🎉🎉 naïve\n\t« x »"
     tokens = encode_prompt(tokenizer, text)
-    found = list(pieces(tokenizer, tokens))
+    found = list(token_texts(tokenizer, tokens))
     assert "".join(piece for _, _, piece in found) == text
     assert [first for first, _, _ in found] == [0, *(last for _, last, _ in found[:-1])]
     assert found[-1][1] == len(tokens) > len(found)
@@ -227,7 +227,7 @@ def test_a_terminal_gets_dimmed_text_unless_no_color(call: Any, monkeypatch: pyt
     plain = call("--prompt", PROMPT, *SMALL, "--text").out
     assert "\x1b" not in plain
     assert "·" in plain
-    assert marked("a\n\nb", dim=True) == "\x1b[2ma\n\x1b[0m\n\x1b[2mb\x1b[0m"
+    assert mark_evicted("a\n\nb", dim=True) == "\x1b[2ma\n\x1b[0m\n\x1b[2mb\x1b[0m"
 
 
 # --- the figure ---------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from tiny_models import VOCAB, make_model
 
 from mlx_kv import CachePolicy, PromptMemory, PromptStore, load_prompt_cache, make_prompt_cache
 from mlx_kv.prefixes.directory import MARKER
+from mlx_kv.prefixes.folder import Folder
 from mlx_kv.prefixes.index import LEAST_SHARED, packed  # noqa: F401, packed is for a child
 from mlx_kv.prefixes.reader import PromptReader
 
@@ -211,15 +212,15 @@ def test_damaged_entries_are_set_aside_and_never_served(harm: str, tmp_path: Pat
 
 def test_a_writer_that_was_killed_leaves_nothing_that_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, store = make_model("llama"), PromptStore(tmp_path)
-    write = PromptStore._write
+    write = Folder.write
 
-    def killed(store: PromptStore, name: str, text: str) -> None:
+    def killed(folder: Folder, name: str, content: bytes) -> None:
         if name.endswith(".json"):
             raise KeyboardInterrupt
-        write(store, name, text)
+        write(folder, name, content)
 
     with monkeypatch.context() as patch:
-        patch.setattr(PromptStore, "_write", killed)
+        patch.setattr(Folder, "write", killed)
         with pytest.raises(KeyboardInterrupt):
             read(model, CachePolicy(), PREFIX[:300], store)
     assert sorted(path.suffix for path in tmp_path.iterdir() if path.name != MARKER) == [".safetensors", ".used"]
@@ -229,7 +230,7 @@ def test_a_writer_that_was_killed_leaves_nothing_that_is_found(tmp_path: Path, m
     assert not store.entries()
     read(model, CachePolicy(), PREFIX[700:900], store)
     assert len(list(tmp_path.glob("*.safetensors"))) == 2  # another writer may be at work: it is given an hour
-    monkeypatch.setattr("mlx_kv.prefixes.store.ORPHANED_AFTER", -1.0)
+    monkeypatch.setattr("mlx_kv.prefixes.entry_files.ORPHANED_AFTER", -1.0)
     read(model, CachePolicy(), PREFIX[:200], store)
     assert len(store.entries()) == 2
     names = sorted(path.suffix for path in tmp_path.iterdir() if path.name not in ("lock", MARKER))

@@ -86,7 +86,7 @@ class Scoring:
 
         def read(buffer: SlotBuffer) -> mx.array:
             planes = buffer.read(((first, last),))
-            return buffer.codec.decode(planes if index is None else tuple(p[index : index + 1] for p in planes))
+            return buffer.decode(planes if index is None else tuple(p[index : index + 1] for p in planes))
 
         keys, values = map(read, self._buffers)
         which = range(len(self._rows)) if index is None else [index]

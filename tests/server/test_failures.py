@@ -1,29 +1,22 @@
-"""How requests end when something of the server ends: its worker, its other threads, or all of it by a signal."""
+"""How requests end when something of the server ends: its worker, its other threads; or takes nothing."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import ctypes
-import json
-import signal
-import socket
-import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
-from test_server import ENDS, LONG, Running, Troubled, cached, check_error, command, running
+from serving import ENDS, LONG, SERVE, Running, Troubled, cached, check_error, command, deaf, running
 
 from mlx_kv.server.api import Limits
-from mlx_kv.server.shutdown import ShutdownSignals
 from mlx_kv.server.task_thread import TaskThread, TaskThreadError
 
 
@@ -141,7 +134,6 @@ def test_an_engine_that_can_be_made_at_the_second_try_is_used(monkeypatch: pytes
         assert len(tries) == 2
 
 
-SERVE = "import sys; from mlx_kv.cli.main import main; sys.argv[1:] = ['serve', '--port', '0']; "
 DIES = SERVE + (
     "from mlx_kv.server import worker; worker.Worker._deliver = lambda self, tokens: sys.exit('gone'); main()"
 )
@@ -234,19 +226,6 @@ def test_a_disk_that_never_answers_costs_only_time(
 # --- clients that take nothing ----------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def deaf(url: str, max_tokens: int = 1_000_000) -> Iterator[socket.socket]:
-    """A client that asks for a long stream, and takes nothing of it."""
-    raw = socket.socket()
-    raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-    raw.connect(("127.0.0.1", int(url.rsplit(":", 1)[1])))
-    body = json.dumps({"prompt": "import os", "max_tokens": max_tokens, "stream": True}).encode()
-    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    raw.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-    with raw:
-        yield raw
-
-
 def test_a_client_that_takes_nothing_loses_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """With events so large that no buffer takes many of them."""
     monkeypatch.setattr("mlx_kv.server.responses.STALLED", 0.2)
@@ -255,100 +234,3 @@ def test_a_client_that_takes_nothing_loses_its_place(monkeypatch: pytest.MonkeyP
         server.wait_until(lambda: server.api.admission.admitted == 1)
         server.wait_until_empty()
         assert server.complete("import", 3)
-
-
-# --- signals ----------------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def streaming(url: str, max_tokens: int) -> Iterator[Iterator[str]]:
-    """The lines that still come of a streamed answer, after the first."""
-    body = {"prompt": "import", "max_tokens": max_tokens, "stream": True}
-    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as answer:
-        lines = answer.iter_lines()
-        next(lines)
-        yield filter(None, lines)
-
-
-def interrupted(process: subprocess.Popen[str]) -> str:
-    """What is said after Ctrl-C."""
-    assert process.stderr is not None
-    process.send_signal(signal.SIGINT)
-    return process.stderr.readline()
-
-
-def test_ctrl_c_lets_requests_finish() -> None:
-    with command() as (process, url):
-        with streaming(url, 300) as lines:
-            said = interrupted(process)
-            rest = list(lines)
-        assert said == (
-            "mlx-kv: stopping: 1 request to be finished within 30 s; another Ctrl-C (SIGINT) ends at once\n"
-        )
-        assert rest[-1] == "data: [DONE]"
-        assert '"finish_reason": "length"' in rest[-2]
-        assert process.wait(20) == 130
-        assert process.stderr is not None
-        assert process.stderr.read() == ""
-
-
-@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_after_a_signal_ends_at_once(first: signal.Signals) -> None:
-    """Every stream ends with an error and properly, also beside a client that takes nothing; two lines are said."""
-    with command("--drain-seconds", "1000") as (process, url):
-        assert process.stderr is not None
-        with streaming(url, 100_000) as lines, streaming(url, 100_000) as more, deaf(url):
-            waited = time.monotonic() + 20
-            while httpx.get(f"{url}/memory").json()["in_flight"] < 3:
-                assert time.monotonic() < waited
-            process.send_signal(first)
-            assert process.stderr.readline().startswith("mlx-kv: stopping: 3 requests to be finished within 1000 s;")
-            process.send_signal(signal.SIGTERM)  # which changes nothing
-            next(lines)
-            assert interrupted(process) == "mlx-kv: stopping at once: 3 requests to be ended with an error\n"
-            for rest in (list(lines), list(more)):
-                assert "the server is shutting down" in rest[-2]
-                assert rest[-1] == "data: [DONE]"
-            assert process.wait(20) == 130
-        assert process.stderr.read() == ""
-
-
-LOADS = SERVE + (
-    "from mlx_kv.mlxlm import convert; import time; "
-    "convert.load = lambda path: print('loading', file=sys.stderr, flush=True) or time.sleep(60); main()"
-)
-
-
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
-def test_a_signal_while_the_model_loads_is_one_line(number: signal.Signals, code: int) -> None:
-    process = subprocess.Popen([sys.executable, "-c", LOADS], stderr=subprocess.PIPE, text=True)
-    try:
-        assert process.stderr is not None
-        assert process.stderr.readline() == "loading\n"
-        process.send_signal(number)
-        assert process.wait(20) == code
-        assert process.stderr.read() == "mlx-kv: stopped\n"
-    finally:
-        process.kill()
-        process.communicate()
-
-
-def test_a_terminal_that_is_gone_keeps_no_signal_from_what_it_asks_for() -> None:
-    def gone(line: str) -> None:
-        raise BrokenPipeError
-
-    hurried: list[bool] = []
-    server: Any = SimpleNamespace(
-        api=SimpleNamespace(desk=SimpleNamespace(admitted=1)), should_exit=False, hurry=lambda: hurried.append(True)
-    )
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        ending = ShutdownSignals(gone, 1.0)
-        ending.attach(server)
-        signal.raise_signal(signal.SIGTERM)
-        assert server.should_exit
-        signal.raise_signal(signal.SIGINT)
-        assert hurried == [True]
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
