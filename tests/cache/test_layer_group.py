@@ -21,6 +21,7 @@ from mlx_kv import (
     CachePolicy,
     KVCache,
     ScoredTokens,
+    SpeculationStatistics,
     cache_statistics,
     compact,
     make_prompt_cache,
@@ -336,10 +337,8 @@ def test_under_speculation(draft_tokens: int) -> None:
     steps = generate_step(PROMPT, model, max_tokens=25, prompt_cache=plain)
     wanted = [token for token, _ in steps]
     assert got == wanted
-    from mlx_kv import SpeculationStatistics
-
     statistics = SpeculationStatistics()
-    options = {"max_tokens": 150, "num_draft_tokens": draft_tokens, "policy": POLICY, "statistics": statistics}
+    options = {"max_tokens": 100, "num_draft_tokens": draft_tokens, "policy": POLICY, "statistics": statistics}
     list(speculative_generate(model, draft, None, PROMPT, **options))
     held = positions(statistics.caches)
     assert held[0] == held[1] == held[2]
