@@ -85,14 +85,14 @@ def serve_and_fail() -> None:
     from mlx_kv.server.worker import Worker
 
     wanted: list[BaseException] = []
-    told = Worker._told
+    deliver = Worker._deliver
 
     def fails(self: Worker, tokens: Any) -> None:
-        told(self, tokens)
+        deliver(self, tokens)
         if wanted and len(self._active) > 1:
             raise wanted.pop()
 
-    Worker._told = fails  # type: ignore[method-assign]
+    Worker._deliver = fails  # type: ignore[method-assign]
     signal.signal(signal.SIGUSR1, lambda number, frame: wanted.append(RuntimeError("made to fail")))
     signal.signal(signal.SIGUSR2, lambda number, frame: wanted.append(SystemExit("killed")))
     sys.argv.remove("--serve")

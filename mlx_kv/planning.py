@@ -101,7 +101,7 @@ def strategies(policy: CachePolicy) -> list[Strategy]:
 
 
 @dataclass(frozen=True)
-class Row:
+class StrategyMemory:
     """A strategy at several contexts: bytes held at each, or why this model cannot be kept so."""
 
     name: str
@@ -130,7 +130,7 @@ class Planner:
         if policy not in self._layers:
             stored = _read_one_token(self.model, policy)
             own = leaves(stock.make_prompt_cache(self.model))
-            plain = stored if policy.bits is None else _read_one_token(self.model, replace(policy, bits=None))
+            plain = stored if policy.stores_plain else _read_one_token(self.model, policy.plain())
             self._layers[policy] = [_describe(*caches) for caches in zip(own, plain, stored, strict=True)]
         return self._layers[policy]
 
@@ -142,20 +142,22 @@ class Planner:
         """
         policy = strategy.policy
         if context <= policy.quantized_start:  # the write that comes next is the first to be quantised
-            policy = replace(policy, bits=None, quantized_start=0)
+            policy = policy.plain()
         return batch_size * sum(
             layer.state_bytes + layer.bytes_per_slot * strategy.slots(layer, context) for layer in self.layers(policy)
         )
 
-    def rows(self, compared: Iterable[Strategy], contexts: Iterable[int], batch_size: int = 1) -> list[Row]:
+    def compare(
+        self, strategies: Iterable[Strategy], contexts: Iterable[int], batch_size: int = 1
+    ) -> list[StrategyMemory]:
         """Every strategy at every context, in bytes; one that the head dims refuse says so in its row."""
         contexts, rows = list(contexts), []
-        for strategy in compared:
+        for strategy in strategies:
             try:
                 held = tuple(self.bytes_held(strategy, context, batch_size) for context in contexts)
-                rows.append(Row(strategy.name, held))
+                rows.append(StrategyMemory(strategy.name, held))
             except ValueError as error:
-                rows.append(Row(strategy.name, refused=str(error)))
+                rows.append(StrategyMemory(strategy.name, refused=str(error)))
         return rows
 
 

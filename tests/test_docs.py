@@ -5,8 +5,10 @@ The build of the site (`make docs`) checks links, too; this is what can be said 
 
 from __future__ import annotations
 
+import importlib
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,3 +36,17 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
         assert file.exists(), target
         if anchor and file.suffix == ".md":
             assert anchor in anchors(file), f"{target}#{anchor}"
+
+
+GROUPS = {"mlx_kv.scores", "mlx_kv.codecs", "mlx_kv.drafters"}  # of entry points
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_names_and_tests_that_a_page_speaks_of_exist(page: Path) -> None:
+    text = page.read_text()
+    for name in set(re.findall(r"\bmlx_kv(?:\.[A-Za-z_]\w*)+", text)) - GROUPS:
+        found: Any = mlx_kv
+        for part in name.split(".")[1:]:
+            found = getattr(found, part, None) or importlib.import_module(f"{found.__name__}.{part}")
+    for path in re.findall(r"\btests/[\w/]+\.py", text):
+        assert (ROOT / path).is_file(), path

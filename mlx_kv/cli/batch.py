@@ -1,7 +1,7 @@
 """`mlx-kv batch`: a file of prompts in, a file of answers out, and what is missing when it is started again.
 
-Decides the order of a run, which prompts a model refuses, how many wait for a place in the batch, and what is said of
-it all. Knows nothing about how lines are read and written (`jobs`), nor how tokens are chosen or kept.
+Decides the order of a run, and what its options mean. Knows nothing about how lines are read and written
+(`batch_input`, `batch_output`), nor how tokens are chosen or kept.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ import os
 import shutil
 import sys
 import tempfile
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import IO, TYPE_CHECKING, Any, BinaryIO, Literal
 
 import click
@@ -23,13 +22,7 @@ from mlx_kv.cli.options import decoding_options, make_policy, model_option, poli
 from mlx_kv.generation.speculation import DRAFT_TOKENS
 
 if TYPE_CHECKING:
-    import mlx.nn as nn
-
-    from mlx_kv.cli.batch_files import Job, Place, Prompts, Survey
-    from mlx_kv.generation.engine import Engine
-    from mlx_kv.generation.sampling import Sampler
-    from mlx_kv.generation.sequence import BatchToken, TokenSequence
-    from mlx_kv.generation.speculation.statistics import SpeculationStatistics
+    from mlx_kv.cli.batch_input import InputScan
     from mlx_kv.policy import CachePolicy
 
 EXAMPLES = """
@@ -109,34 +102,36 @@ def batch(
         raise click.UsageError(f"--output {output_file} is the file of prompts: give another one")
     policy = make_policy(**settings)  # refuses bad settings before anything is loaded
 
-    from mlx_kv.cli.batch_files import Answers, PrintedAnswers, Prompts
+    from mlx_kv.cli.batch_input import InputFile
+    from mlx_kv.cli.batch_output import OutputFile, OutputStream
+    from mlx_kv.cli.batch_run import Progress, PromptEncoder, run
 
-    tell: dict[str, Any] = {
+    answer_settings: dict[str, Any] = {
         "model": model,
         "plain": ignore_chat_template,
-        "policy": in_json(policy),
+        "policy": answer_policy(policy),
     }  # an answer's digest
     if temp > 0:
-        tell |= {"temp": temp, "top_p": top_p, "seed": seed}
-    report = Report()
-    answers: Answers | PrintedAnswers
+        answer_settings |= {"temp": temp, "top_p": top_p, "seed": seed}
+    progress = Progress()
+    answers: OutputFile | OutputStream
     try:
-        answers = PrintedAnswers(standard("stdout")) if output_file == "-" else Answers(output_file)
+        answers = OutputStream(standard("stdout")) if output_file == "-" else OutputFile(output_file)
     except OSError as error:
         raise click.UsageError(f"cannot open {error.filename or output_file}: {error.strerror}") from error
     where = "stdout" if output_file == "-" else output_file
     with answers, spooled_stdin() if prompts_file == "-" else open(prompts_file, "rb") as file:
-        prompts = Prompts(file, max_tokens, tell)
-        survey = prompts.survey(answers.done)
-        if survey.changed and not overwrite:
-            raise click.UsageError(say_changed(survey, where))
-        for number, reason in survey.bad:
-            report.bad_line(number, reason)
-        report.skipped = survey.skipped
-        if not survey.todo:
-            held = f"{survey.skipped:,} of {survey.skipped + report.bad:,} lines are in {where}"
+        prompts = InputFile(file, max_tokens, answer_settings)
+        scan = prompts.scan(answers.done)
+        if scan.changed and not overwrite:
+            raise click.UsageError(say_changed(scan, where))
+        for number, reason in scan.bad:
+            progress.bad_line(number, reason)
+        progress.skipped = scan.skipped
+        if not scan.todo:
+            held = f"{scan.skipped:,} of {scan.skipped + progress.bad:,} lines are in {where}"
             click.echo(f"mlx-kv: nothing to do: {held}", err=True)
-            sys.exit(1 if report.bad else 0)
+            sys.exit(1 if progress.bad else 0)
 
         from mlx_kv.generation.engine import make_engine
         from mlx_kv.generation.sampling import TemperatureSampler
@@ -156,15 +151,15 @@ def batch(
             DRAFT_TOKENS if num_draft_tokens is None else num_draft_tokens,
             speculation,
         )
-        if survey.changed:
+        if scan.changed:
             with written(where):
-                answers.drop({name for _, name in survey.changed})
+                answers.drop({name for _, name in scan.changed})
         sampler = TemperatureSampler(temp, top_p) if temp > 0 else None
-        reader = Reader(network, tokenizer, ignore_chat_template, sampler, seed)
+        encoder = PromptEncoder(network, tokenizer, ignore_chat_template, sampler, seed)
         ahead = (1 + BATCHES_AHEAD) * max_batch_size
-        report.begin(len(survey.todo))
+        progress.begin(len(scan.todo))
         try:
-            for job, prompt_tokens, tokens in finished(engine, prompts, survey.todo, reader, ahead, report):
+            for request, prompt_tokens, tokens in run(engine, prompts, scan.todo, encoder, ahead, progress):
                 answer = {
                     "text": "".join(token.text for token in tokens),
                     "tokens": [token.token for token in tokens],
@@ -173,11 +168,11 @@ def batch(
                     "generation_tokens": len(tokens),
                 }
                 with written(where):
-                    answers.append(job, answer)
-                report.finished()
+                    answers.append(request, answer)
+                progress.finished()
         finally:
-            report.end(reader, speculation)
-    sys.exit(1 if report.bad else 0)
+            progress.end(encoder, speculation)
+    sys.exit(1 if progress.bad else 0)
 
 
 def standard(name: Literal["stdin", "stdout"]) -> BinaryIO:
@@ -207,150 +202,15 @@ def written(where: str) -> Iterator[None]:
         raise click.UsageError(f"cannot write {where}: {error.strerror}") from error
 
 
-def in_json(policy: CachePolicy) -> dict[str, Any]:
+def answer_policy(policy: CachePolicy) -> dict[str, Any]:
     """What of a policy an answer depends on; how memory grows is none of it."""
     return {name: getattr(policy, name) for name in policy.changed() if name != "growth"}
 
 
-def say_changed(survey: Survey, output: str) -> str:
-    number, name = survey.changed[0]
-    others = f" (and {len(survey.changed) - 1:,} more)" if len(survey.changed) > 1 else ""
+def say_changed(scan: InputScan, output: str) -> str:
+    number, name = scan.changed[0]
+    others = f" (and {len(scan.changed) - 1:,} more)" if len(scan.changed) > 1 else ""
     return (
         f"line {number}{others}: id {json.dumps(name)} is in {output} with another prompt or other settings: "
         "give another id or --output, or --overwrite to do it again"
     )
-
-
-class Reader:
-    """Makes of a job what an engine takes, and refuses what this model cannot continue.
-
-    Attributes:
-        past: numbers of lines that may go past the context of the model.
-    """
-
-    def __init__(
-        self, model: nn.Module, tokenizer: Any, plain: bool, sampler: Sampler | None, seed: int | None
-    ) -> None:
-        import mlx.core as mx
-
-        from mlx_kv.mlxlm.convert import context_length
-
-        self._tokenizer, self._sampler, self._seed = tokenizer, sampler, seed
-        self._plain = plain
-        self._vocabulary = model(mx.array([[0]])).shape[-1]  # the graph alone tells
-        self.context = context_length(model)
-        self.past: list[int] = []
-
-    def start(self, job: Job) -> TokenSequence:
-        """Raises ValueError for an empty prompt, one longer than the context, and tokens that the model has not."""
-        from mlx_kv.generation.sampling import derived_seed, sampler_of_sequence
-        from mlx_kv.generation.sequence import TokenSequence
-
-        tokens = self._tokens(job.prompt)
-        if not tokens:
-            raise ValueError("the prompt is empty: give at least one token")
-        if max(tokens) >= self._vocabulary:
-            raise ValueError(
-                f"the prompt has the token {max(tokens)}, but the vocabulary has {self._vocabulary:,}: "
-                f"give ids from 0 to {self._vocabulary - 1}"
-            )
-        if self.context is not None and len(tokens) >= self.context:
-            raise ValueError(
-                f"the prompt has {len(tokens):,} tokens, but this model was made for {self.context:,}: shorten it"
-            )
-        if self.context is not None and len(tokens) + job.max_tokens > self.context:
-            self.past.append(job.number)
-        # By its id, so that a line draws the same in any company, and one that is there twice does not.
-        seed = None if self._seed is None else derived_seed(self._seed, json.dumps(job.id))
-        sampler = sampler_of_sequence(self._sampler, seed, len(tokens))
-        return TokenSequence(job.number, tokens, job.max_tokens, self._tokenizer.detokenizer, sampler)
-
-    def _tokens(self, prompt: str | list[int]) -> list[int]:
-        from mlx_kv.generation.encoding import encode_text
-
-        return encode_text(self._tokenizer, prompt, self._plain) if isinstance(prompt, str) else prompt
-
-
-class Report:
-    """Counts lines and tokens, and says them on stderr; with a progress bar on a terminal."""
-
-    def __init__(self) -> None:
-        self.done = self.skipped = self.bad = self.tokens = 0
-        self._bar: Any = None
-        self._begun = 0.0
-
-    def begin(self, lines: int) -> None:
-        from tqdm import tqdm
-
-        hidden = not sys.stderr.isatty()
-        total = lines + self.skipped
-        self._bar = tqdm(total=total, initial=self.skipped, unit="line", leave=False, file=sys.stderr, disable=hidden)
-        self._begun = time.perf_counter()
-
-    def bad_line(self, number: int, reason: str) -> None:
-        self.bad += 1
-        if self._bar is not None:
-            self._bar.clear()
-            self._bar.update()
-        click.echo(f"mlx-kv: line {number}: {reason}", err=True)
-
-    def step(self, tokens: int) -> None:
-        """So many more tokens."""
-        self.tokens += tokens
-        self._bar.set_postfix_str(f"{self._rate():,.1f} tokens/s", refresh=False)
-        self._bar.update(0)
-
-    def finished(self) -> None:
-        """One more line."""
-        self.done += 1
-        self._bar.update()
-
-    def end(self, reader: Reader, speculation: SpeculationStatistics | None) -> None:
-        rate = self._rate()
-        self._bar.close()
-        if reader.past:
-            what = f"{len(reader.past):,} line{'' if len(reader.past) == 1 else 's'} (first {reader.past[0]})"
-            click.echo(
-                f"mlx-kv: note: {what} may go past the {reader.context:,} tokens that this model was made for", err=True
-            )
-        click.echo(f"lines       {self.done:,} done, {self.skipped:,} skipped, {self.bad:,} bad", err=True)
-        click.echo(f"generation  {self.tokens:7,} tokens  {rate:10,.1f} tokens/s", err=True)
-        if speculation is not None:
-            share = f"{speculation.accepted:,} of {speculation.drafted:,} ({speculation.acceptance_rate:.0%})"
-            click.echo(f"draft       {share} accepted in {speculation.rounds:,} passes of the model", err=True)
-
-    def _rate(self) -> float:
-        return self.tokens / max(time.perf_counter() - self._begun, 1e-9)
-
-
-def finished(
-    engine: Engine, prompts: Prompts, places: Sequence[Place], reader: Reader, ahead: int, report: Report
-) -> Iterator[tuple[Job, int, list[BatchToken]]]:
-    """Each job when its last token has come, with the tokens of its prompt and its own; bad lines are reported.
-
-    Args:
-        ahead: prompts that the engine has at once: those of the batch, and those that wait.
-    """
-    waiting = iter(places)
-    running: dict[int, tuple[Job, int, list[BatchToken]]] = {}
-    try:
-        while True:
-            while len(running) < ahead and (place := next(waiting, None)) is not None:
-                try:
-                    job = prompts.read(place)
-                    sequence = reader.start(job)
-                    engine.submit(sequence)
-                except ValueError as error:
-                    report.bad_line(place.number, str(error))
-                    continue
-                running[place.number] = job, len(sequence.tokens), []
-            if not running:
-                return
-            tokens = engine.step()
-            report.step(len(tokens))
-            for token in tokens:
-                running[token.index][2].append(token)
-                if token.finish_reason is not None:
-                    yield running.pop(token.index)
-    finally:
-        engine.close()

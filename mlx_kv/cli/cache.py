@@ -69,7 +69,7 @@ def tokens_read(file: PromptFile) -> int:
 
     if file.tokens is not None:
         return len(file.tokens)
-    return max((row.offset for cache in attention_caches(file.caches) for row in cache._rows), default=0)
+    return max((row.offset for cache in attention_caches(file.caches) for row in cache.view.rows), default=0)
 
 
 @click.command(epilog=EXAMPLES)

@@ -5,7 +5,6 @@ Decides which file is meant, and refuses what is none. Knows nothing about what 
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -51,10 +50,10 @@ def read_config(path: Path) -> dict[str, Any]:
     Raises:
         click.UsageError: it cannot be read, or is no JSON object.
     """
-    from mlx_lm.utils import _decode_tagged_floats
+    from mlx_kv.mlxlm.loading import parse_config
 
     try:
-        config = _decode_tagged_floats(json.loads(path.read_text(encoding="utf-8")))
+        config = parse_config(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise click.UsageError(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:

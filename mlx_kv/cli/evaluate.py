@@ -1,7 +1,7 @@
 """`mlx-kv eval`: how well a model still answers when its cache keeps only part of a context.
 
-Decides how measurements are shown: in rows, in JSON, as a figure, and which text is read unless told otherwise. Knows
-nothing about how they are made.
+Decides what its options mean, and which text is read unless told otherwise. Knows nothing about how measurements are
+made, nor how they line up (`evaluate_tables`).
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ import click
 
 from mlx_kv.bundled import model_path
 from mlx_kv.cli.config import short_name
+from mlx_kv.cli.evaluate_tables import by_budget, by_layer, by_part, draw
 from mlx_kv.cli.options import model_option
-from mlx_kv.cli.output import check_plot, save_figure
+from mlx_kv.cli.output import check_plot
 
 if TYPE_CHECKING:
-    from mlx_kv.evaluation.results import Measurement, Result, Settings
+    from mlx_kv.evaluation.results import Measurement, Settings
 
 EXAMPLES = """
 \b
@@ -96,97 +97,6 @@ def progress_bar(total: int) -> Iterator[Callable[[str], None]]:
             bar.update()
 
         yield advance
-
-
-# --- rows ---------------------------------------------------------------------------------------------------------
-
-
-def aligned(lines: Sequence[Sequence[str]]) -> list[str]:
-    """Cells of lines of equal length: the first column to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return [
-        "  ".join([line[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(line[1:], widths[1:], strict=True))])
-        for line in lines
-    ]
-
-
-def in_words(unit: str, mean: float, deviation: float | None = None) -> str:
-    """A value and its spread; accuracies in percent."""
-    scale, digits = (100, 1) if unit == "accuracy" else (1, 3)
-    spread = "" if deviation is None else f" ± {scale * deviation:.{digits}f}"
-    return f"{scale * mean:.{digits}f}{spread}"
-
-
-def cell(result: Result) -> str:
-    """Accuracy; nats per token of the full cache, and what others add to them."""
-    if result.unit == "accuracy" or result.score is None:
-        return in_words(result.unit, result.mean, result.deviation)
-    sign = "+" if result.difference >= 0 else ""
-    return sign + in_words(result.unit, result.difference, result.difference_deviation)
-
-
-def by_budget(results: Sequence[Result], budgets: Sequence[int]) -> list[str]:
-    """A block for each task: rows of scores, columns of budgets."""
-    lines = []
-    for task in dict.fromkeys(result.task for result in results):
-        found = {(r.score, r.budget): cell(r) for r in results if r.task == task}
-        unit = next(r.unit for r in results if r.task == task)
-        title = f"{task}, {unit.replace('accuracy', 'accuracy in %')}"
-        lines.append([title, *(f"{budget:,}" for budget in budgets)])
-        for score in dict.fromkeys(score for score, _ in found):
-            cells = [found[score, budget if score else None] for budget in budgets]
-            lines.append([f"  {score or 'full cache'}", *cells])
-    return aligned(lines) if lines else []
-
-
-def by_part(results: Sequence[Result], budget: int) -> list[str]:
-    """A block for each task that has parts, of one budget: rows of scores, columns of depths or quarters."""
-    tables = []
-    for task in dict.fromkeys(r.task for r in results if r.parts):
-        rows = [r for r in results if r.task == task and r.budget in (budget, None)]
-        lines = [[f"{task} at {budget:,}, accuracy in %", *rows[0].parts]]
-        lines += [[f"  {r.score or 'full cache'}", *(in_words(r.unit, v) for v in r.parts.values())] for r in rows]
-        tables += ["", *aligned(lines)]
-    return tables
-
-
-def by_layer(results: Sequence[Result]) -> list[str]:
-    """A block for each kind of attention: rows of scores, columns of layers."""
-    tables = []
-    for task in dict.fromkeys(r.task for r in results):
-        rows = [r for r in results if r.task == task]
-        lines = [[f"{task}, rank correlation", "all layers", *rows[0].parts]]
-        for r in rows:
-            mean = in_words(r.unit, r.mean, r.deviation)
-            lines.append([f"  {r.score}", mean, *(in_words(r.unit, value) for value in r.parts.values())])
-        tables += ["", *aligned(lines)]
-    return tables
-
-
-def draw(title: str, results: Sequence[Result], settings: Settings, file: Path) -> None:
-    """Writes the figure.
-
-    Raises:
-        click.UsageError, ValueError: the file cannot be written.
-    """
-    from mlx_kv.plots.quality import Panel, quality_against_budget
-
-    panels = []
-    for task in dict.fromkeys(r.task for r in results):
-        rows = [r for r in results if r.task == task]
-        full = next(r for r in rows if r.score is None)
-        share = full.unit == "accuracy"
-        lines: dict[str, list[tuple[int, float, float]]] = {}
-        for r in rows:
-            if r.score is not None and r.budget is not None:
-                spread = (r.mean, r.deviation) if share else (r.difference, r.difference_deviation)
-                lines.setdefault(r.score, []).append((r.budget, spread[0], spread[1] or 0.0))
-        name = task if share else f"{task} (full: {full.mean:.2f})"
-        panels.append(Panel(name, "accuracy, %" if share else "added nats per token", full.mean * share, lines, share))
-    save_figure(quality_against_budget(title, settings.context, panels), file)
-
-
-# --- the command --------------------------------------------------------------------------------------------------
 
 
 def measured(model: str | None, tasks: Sequence[str], settings: Settings, text: str) -> list[Measurement]:

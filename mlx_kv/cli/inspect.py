@@ -29,6 +29,7 @@ from mlx_kv.cli.options import (
     read_prompt,
 )
 from mlx_kv.cli.output import check_json, check_plot, save_figure, save_json
+from mlx_kv.cli.tables import aligned
 
 if TYPE_CHECKING:
     from mlx_kv.evaluation.inspection import Inspection, KeptLayer
@@ -84,17 +85,13 @@ def table(found: Inspection) -> list[str]:
     width = max(len(number) for row in numbers for number in row)
     for line, row in zip(lines[1:], numbers, strict=True):
         line.append(" ".join(number.rjust(width) for number in row))
-    widths = [max(len(line[column]) for line in lines) for column in range(3)]
-    return [
-        "  ".join([*(cell.rjust(w) for cell, w in zip(line, widths, strict=False)), line[3].ljust(TENTHS), line[4]])
-        for line in lines
-    ]
+    return [line.rstrip() for line in aligned(lines, left=(3, 4))]
 
 
 # --- the text ---------------------------------------------------------------------------------------------------------
 
 
-def pieces(tokenizer: Any, tokens: Sequence[int]) -> Iterator[tuple[int, int, str]]:
+def token_texts(tokenizer: Any, tokens: Sequence[int]) -> Iterator[tuple[int, int, str]]:
     """The text of a prompt in the smallest pieces that are text: tokens [first, last) and their characters.
 
     A character may be spread over several tokens, none of which can be decoded alone. Each piece is decoded behind the
@@ -109,7 +106,7 @@ def pieces(tokenizer: Any, tokens: Sequence[int]) -> Iterator[tuple[int, int, st
         before, first = first, last
 
 
-def marked(text: str, dim: bool) -> str:
+def mark_evicted(text: str, dim: bool) -> str:
     """An evicted text: dimmed, or a dot for every character but white space, which stays for the shape of the text."""
     if dim:
         lines = text.splitlines(keepends=True)  # pagers forget at the end of a line
@@ -124,16 +121,16 @@ def text_lines(tokenizer: Any, tokens: Sequence[int], evicted: Sequence[float], 
         evicted: for each token, the share of layers and heads that evicted it.
     """
     runs = groupby(
-        pieces(tokenizer, tokens), key=lambda piece: sum(evicted[piece[0] : piece[1]]) / (piece[1] - piece[0]) > 0.5
+        token_texts(tokenizer, tokens), key=lambda run: sum(evicted[run[0] : run[1]]) / (run[1] - run[0]) > 0.5
     )
     texts = ((gone, "".join(text for _, _, text in run)) for gone, run in runs)
-    return "".join(marked(text, dim) if gone else text for gone, text in texts)
+    return "".join(mark_evicted(text, dim) if gone else text for gone, text in texts)
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
-def in_json(model: str, policy: CachePolicy, found: Inspection) -> str:
+def inspection_json(model: str, policy: CachePolicy, found: Inspection) -> str:
     return json.dumps(
         {"model": model, **{name: getattr(policy, name) for name in SETTINGS}, **asdict(found)}, allow_nan=False
     )
@@ -228,13 +225,13 @@ def inspect_command(
         draw(title, policy, found, plot)
     if to_json is not None:
         check_json(to_json, ("model", *SETTINGS, "layers"), force)  # it may have come meanwhile
-        save_json(in_json(model, policy, found), to_json)
+        save_json(inspection_json(model, policy, found), to_json)
     if as_text:
         dim = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
         marked_text = text_lines(tokenizer, tokens, evicted, dim)
         click.echo(marked_text, nl=not marked_text.endswith("\n"), color=dim)
     elif json_file == "-":
-        click.echo(in_json(model, policy, found))
+        click.echo(inspection_json(model, policy, found))
     else:
         facts = f"{found.tokens:,} tokens, budget {policy.budget:,}, score {policy.score}, share={policy.share}"
         times = f"{found.compactions:,} compaction{'' if found.compactions == 1 else 's'}"

@@ -70,9 +70,3 @@ def main() -> None:
     except (click.Abort, KeyboardInterrupt):
         click.echo("mlx-kv: interrupted", err=True)  # click has ended the line that was being written
         sys.exit(130)
-
-
-if __name__ == "__main__":
-    from mlx_kv_command import main as guarded
-
-    guarded()

@@ -17,10 +17,11 @@ import click
 from mlx_kv.cli.config import find_config, read_config, short_name
 from mlx_kv.cli.options import make_policy, model_option, policy_options
 from mlx_kv.cli.output import check_plot, save_figure
+from mlx_kv.cli.tables import aligned
 from mlx_kv.cli.wording import in_options
 
 if TYPE_CHECKING:
-    from mlx_kv.planning import Layer, Row
+    from mlx_kv.planning import Layer, StrategyMemory
 
 EXAMPLES = """
 \b
@@ -58,7 +59,7 @@ def dense(contexts: Sequence[int]) -> list[int]:
     return sorted({*between, *contexts})
 
 
-def describe(layer: Layer, count: int) -> str:
+def describe_layer(layer: Layer, count: int) -> str:
     """One line of the table of layers."""
     window = "" if layer.window is None else f", window {layer.window:,}"
     if layer.state_bytes:
@@ -70,22 +71,18 @@ def describe(layer: Layer, count: int) -> str:
     return f"{count} {layer.kind}{window}: {heads}, {layer.bytes_per_slot:,} bytes a token{whose}"
 
 
-def table(rows: Sequence[Row], contexts: Sequence[int]) -> list[str]:
+def table(rows: Sequence[StrategyMemory], contexts: Sequence[int]) -> list[str]:
     """Rows of strategies, columns of contexts, one unit for all."""
     held = [count for row in rows for count in row.bytes_held]
     unit, size = next((unit for unit in UNITS if min(held, default=0) >= unit[1] / 10), UNITS[-1])
-    first = max(len(row.name) for row in rows)
-    cells = [[f"{count:,}" for count in contexts]]
-    cells += [[f"{count / size:,.2f}" for count in row.bytes_held] or ["-"] * len(contexts) for row in rows]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    names = [f"{unit} at tokens".ljust(first), *(row.name.ljust(first) for row in rows)]
-    return [
-        "  ".join([name, *(cell.rjust(width) for cell, width in zip(line, widths, strict=True))])
-        for name, line in zip(names, cells, strict=True)
+    lines = [[f"{unit} at tokens", *(f"{count:,}" for count in contexts)]]
+    lines += [
+        [row.name, *([f"{count / size:,.2f}" for count in row.bytes_held] or ["-"] * len(contexts))] for row in rows
     ]
+    return aligned(lines)
 
 
-def in_json(layer: Layer, count: int) -> dict[str, Any]:
+def layer_json(layer: Layer, count: int) -> dict[str, Any]:
     """What a plan says of `count` caches that are alike; bytes are of one sequence, unquantised."""
     return {
         "kind": layer.kind,
@@ -99,7 +96,9 @@ def in_json(layer: Layer, count: int) -> dict[str, Any]:
     }
 
 
-def draw(title: str, contexts: Sequence[int], rows: Sequence[Row], marked: Sequence[int], file: Path) -> None:
+def draw(
+    title: str, contexts: Sequence[int], rows: Sequence[StrategyMemory], marked: Sequence[int], file: Path
+) -> None:
     """Writes the figure.
 
     Raises:
@@ -162,18 +161,18 @@ def plan(
     if policy.changed():
         make_prompt_cache(planner.model, policy)  # refuses what generate would refuse
     compared = strategies(policy)
-    rows = planner.rows(compared, contexts, batch_size)
+    rows = planner.compare(compared, contexts, batch_size)
     if plot is not None:
         title = f"{short_name(model)}, {dtype}, batch of {batch_size}"
         line = dense(contexts)
-        draw(title, line, planner.rows(compared, line, batch_size), contexts, plot)
+        draw(title, line, planner.compare(compared, line, batch_size), contexts, plot)
     facts = {"model": model, "model_type": config["model_type"], "dtype": dtype, "batch_size": batch_size}
     if as_json:
-        answer = {"layers": [in_json(*each) for each in layers.items()], "strategies": [asdict(row) for row in rows]}
+        answer = {"layers": [layer_json(*each) for each in layers.items()], "strategies": [asdict(row) for row in rows]}
         click.echo(json.dumps({**facts, "contexts": contexts, **answer}))
         return
     lines = [f"{short_name(model)} ({config['model_type']}), keys and values in {dtype}, batch of {batch_size}", ""]
-    lines += [f"  {describe(*each)}" for each in layers.items()]
+    lines += [f"  {describe_layer(*each)}" for each in layers.items()]
     lines += ["", *(f"  {line}" for line in table(rows, contexts)), ""]
     command = click.get_current_context().command
     lines += [f"{row.name}: {in_options(ValueError(row.refused), command)}." for row in rows if row.refused]

@@ -141,7 +141,7 @@ def serve(
     cache_policy = make_policy(**policy)  # refuses bad settings before anything is loaded
     try:
         from mlx_kv.server import api, metrics, run, worker
-        from mlx_kv.server.doors import Doors, is_loopback
+        from mlx_kv.server.access import AccessRules, is_loopback
     except ImportError as error:
         if error.name not in EXTRA:
             raise
@@ -161,15 +161,15 @@ def serve(
         store.refresh()
         return store
 
-    doors = Doors(host, listed(allowed_hosts), listed(allowed_origins))
+    access = AccessRules(host, listed(allowed_hosts), listed(allowed_origins))
     if not is_loopback(host):
-        say(f"note: it answers to {doors.in_words}; --allowed-hosts adds names")
+        say(f"note: it answers to {access.allowed_names}; --allowed-hosts adds names")
         if not keys:
             say(f"note: whoever reaches {host} can use this server: consider --api-key-file")
     counters = metrics.Metrics()
     works = worker.Worker(
         load,
-        lambda pieces: None,
+        lambda chunks: None,
         counters,
         cache_policy,
         max_batch_size,
@@ -194,7 +194,7 @@ def serve(
             port,
             limits,
             keys,
-            doors,
+            access,
             drain_seconds,
             ready=lambda url: say(f"{model} at {url}/v1, its memory at {url}/"),
             say=say,

@@ -1,7 +1,7 @@
 """How well a model still answers when its cache keeps only part of a context, and how far scores foretell attention.
 
 Decides when a context is compressed (before its questions are seen), and what counts as a right answer. Knows nothing
-about files, tables or figures; what is asked is in `evaluation_tasks`, which policies are compared and what is said of
+about files, tables or figures; what is asked is in `tasks`, which policies are compared and what is said of
 several seeds in `results`, how attention is counted in `attention`.
 B rows, C tokens of context, Q of questions, A answers, L layers.
 
@@ -25,7 +25,10 @@ from mlx_kv.evaluation import tasks
 from mlx_kv.evaluation.attention import attention_received, check_attention, rank_correlation
 from mlx_kv.evaluation.results import Measurement, Settings
 from mlx_kv.generation.prefill import prefill_step, read_chunk
-from mlx_kv.mlxlm.convert import attention_caches, compact, context_length, make_prompt_cache
+from mlx_kv.mlxlm.convert import make_prompt_cache
+from mlx_kv.mlxlm.loading import context_length
+from mlx_kv.mlxlm.traverse import attention_caches, is_ours
+from mlx_kv.mlxlm.trimming import compact
 from mlx_kv.policy import SINKS, CachePolicy
 
 TASKS = ("passkey", "recall", "copy", "perplexity", "correlation")
@@ -37,7 +40,7 @@ CORRELATED_PAIRS = 16
 # --- contexts -----------------------------------------------------------------------------------------------------
 
 
-class Recorder:
+class RecordingCache:
     """Passes everything on to a cache, and keeps what is written to it."""
 
     def __init__(self, cache: KVCache) -> None:
@@ -64,19 +67,19 @@ class Context:
     """A context (B, C) that was read, in caches of any policy."""
 
     def __init__(self, model: nn.Module, tokens: np.ndarray, settings: Settings) -> None:
-        self.model, self.tokens, self.recorders = model, mx.array(tokens), []
+        self.model, self.tokens, self.recordings = model, mx.array(tokens), []
         caches = make_prompt_cache(model, settings.policy(None, None))
-        if all(isinstance(cache, KVCache) for cache in caches):
-            self.recorders = [Recorder(cache) for cache in caches]
-            read(model, self.tokens, self.recorders)
+        if all(is_ours(cache) for cache in caches):
+            self.recordings = [RecordingCache(cache) for cache in caches]
+            read(model, self.tokens, self.recordings)
 
     def caches(self, policy: CachePolicy) -> list[Any]:
         """All of the context, not compressed yet."""
         caches = make_prompt_cache(self.model, policy)
-        if not self.recorders:
+        if not self.recordings:
             read(self.model, self.tokens, caches)
-        for recorder, cache in zip(self.recorders, caches, strict=False):
-            for keys, values in recorder.written:
+        for recording, cache in zip(self.recordings, caches, strict=False):
+            for keys, values in recording.written:
                 cache.update_and_fetch(keys, values)
         return caches
 
@@ -113,7 +116,9 @@ def rolling_perplexity(model: nn.Module, tokens: np.ndarray, policy: CachePolicy
 # --- the whole ----------------------------------------------------------------------------------------------------
 
 
-def answered(model: nn.Module, task: str, trial: tasks.Trial, seed: int, settings: Settings) -> Iterator[Measurement]:
+def measure_answers(
+    model: nn.Module, task: str, trial: tasks.Trial, seed: int, settings: Settings
+) -> Iterator[Measurement]:
     """One trial under every policy."""
     context = Context(model, trial.context, settings)
     for score, budget in settings.policies():
@@ -126,7 +131,7 @@ def answered(model: nn.Module, task: str, trial: tasks.Trial, seed: int, setting
         )
 
 
-def predicted(model: nn.Module, text: np.ndarray, seed: int, settings: Settings) -> Iterator[Measurement]:
+def measure_perplexity(model: nn.Module, text: np.ndarray, seed: int, settings: Settings) -> Iterator[Measurement]:
     """Texts (B, C + JUDGED + 1) under every policy: with a budget that rolls, and compressed once, after C tokens."""
     context = Context(model, text[:, : settings.context], settings)
     judged = mx.array(text[:, settings.context :])
@@ -152,7 +157,7 @@ def correlations(context: Context, received: np.ndarray, score: str, settings: S
     return found
 
 
-def correlated(model: nn.Module, trial: tasks.Trial, seed: int, settings: Settings) -> Iterator[Measurement]:
+def measure_correlation(model: nn.Module, trial: tasks.Trial, seed: int, settings: Settings) -> Iterator[Measurement]:
     """One trial, every score against the attention of the full cache."""
     context = Context(model, trial.context, settings)
     of_all, of_questions = attention_received(model, trial.context, trial.questions)
@@ -169,17 +174,17 @@ def check_length(model: nn.Module, needed: int) -> None:
         raise ValueError(f"{needed:,} tokens are read, but this model was made for {length:,}: give a shorter context")
 
 
-def asked(tokenizer: Any, task: str, settings: Settings, seed: int) -> dict[str, tasks.Trial]:
+def trials_of(tokenizer: Any, task: str, settings: Settings, seed: int) -> dict[str, tasks.Trial]:
     """The trials of one task, by the names that their measurements have."""
     language, rng = tasks.find_language(tokenizer), np.random.default_rng(seed)
-    place = tasks.Place(settings.rows, settings.context, SINKS, settings.keep_recent)
+    shape = tasks.ContextShape(settings.rows, settings.context, SINKS, settings.keep_recent)
     if task == "passkey":
-        return {"passkey": tasks.passkey(rng, language, place)}
+        return {"passkey": tasks.passkey(rng, language, shape)}
     if task == "recall":
-        return {f"recall {pairs}": tasks.recall(rng, language, place, pairs) for pairs in tasks.PAIRS}
+        return {f"recall {pairs}": tasks.recall(rng, language, shape, pairs) for pairs in tasks.PAIRS}
     if task == "copy":
-        return {"copy": tasks.copy(rng, language, place)}
-    return {"attention": tasks.recall(rng, language, replace(place, rows=settings.few_rows), CORRELATED_PAIRS)}
+        return {"copy": tasks.copy(rng, language, shape)}
+    return {"attention": tasks.recall(rng, language, replace(shape, rows=settings.few_rows), CORRELATED_PAIRS)}
 
 
 def evaluate(model: nn.Module, tokenizer: Any, task: str, settings: Settings, text: str = "") -> Iterator[Measurement]:
@@ -188,7 +193,7 @@ def evaluate(model: nn.Module, tokenizer: Any, task: str, settings: Settings, te
     What can be refused is refused at once; the work is done as measurements are asked for.
 
     Args:
-        model, tokenizer: as from `mlx_kv.mlxlm.convert.load`.
+        model, tokenizer: as from `mlx_kv.mlxlm.loading.load`.
         task: one of `TASKS`.
         text: for perplexity.
 
@@ -206,7 +211,7 @@ def evaluate(model: nn.Module, tokenizer: Any, task: str, settings: Settings, te
         tasks.windows(np.random.default_rng(0), tokens, 1, length)
         check_length(model, length - 1)
     else:
-        trials = asked(tokenizer, task, replace(settings, rows=1), seed=0).values()
+        trials = trials_of(tokenizer, task, replace(settings, rows=1), seed=0).values()
         check_length(model, settings.context + max(trial.questions.shape[1] for trial in trials))
     if task == "correlation":
         check_attention(model)
@@ -215,13 +220,13 @@ def evaluate(model: nn.Module, tokenizer: Any, task: str, settings: Settings, te
         for seed in range(settings.seeds):
             if task == "perplexity":
                 texts = tasks.windows(np.random.default_rng(seed), tokens, settings.few_rows, length)
-                yield from predicted(model, texts, seed, settings)
+                yield from measure_perplexity(model, texts, seed, settings)
                 continue
-            for name, trial in asked(tokenizer, task, settings, seed).items():
+            for name, trial in trials_of(tokenizer, task, settings, seed).items():
                 if task == "correlation":
-                    yield from correlated(model, trial, seed, settings)
+                    yield from measure_correlation(model, trial, seed, settings)
                 else:
-                    yield from answered(model, name, trial, seed, settings)
+                    yield from measure_answers(model, name, trial, seed, settings)
 
     return measurements()
 

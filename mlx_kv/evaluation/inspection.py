@@ -18,12 +18,14 @@ import mlx.nn as nn
 from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.generation.prefill import prefill, prefill_step
 from mlx_kv.generation.statistics import cache_statistics
-from mlx_kv.mlxlm.convert import attention_caches, compact, leaves, make_prompt_cache
+from mlx_kv.mlxlm.convert import make_prompt_cache
+from mlx_kv.mlxlm.traverse import attention_caches, leaves
+from mlx_kv.mlxlm.trimming import compact
 from mlx_kv.policy import CachePolicy
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptTokens:
     """The tokens that are left in one layer, or in one head of it.
 
     Attributes:
@@ -48,7 +50,7 @@ class KeptLayer:
 
     index: int
     cache: int
-    heads: tuple[Kept, ...]
+    heads: tuple[KeptTokens, ...]
 
 
 @dataclass(frozen=True)
@@ -135,8 +137,8 @@ def inspect_prompt(
     )
 
 
-def kept_in(cache: KVCache) -> tuple[Kept, ...]:
-    """What is left in the first row of a cache with a budget, one `Kept` for each of H' heads."""
+def kept_in(cache: KVCache) -> tuple[KeptTokens, ...]:
+    """What is left in the first row of a cache with a budget, one `KeptTokens` for each of H' heads."""
     assert cache.evictor is not None, "only asked of caches with a budget"
     scores = cache.evictor.live_scores(0)
     scores = scores.reshape(-1, scores.shape[-1])  # (H', n), of one row
@@ -144,4 +146,4 @@ def kept_in(cache: KVCache) -> tuple[Kept, ...]:
     order = mx.argsort(positions, axis=1)
     places: Any = mx.take_along_axis(positions, order, axis=1).tolist()
     values: Any = mx.take_along_axis(scores, order, axis=1).tolist()
-    return tuple(Kept(tuple(own), tuple(theirs)) for own, theirs in zip(places, values, strict=True))
+    return tuple(KeptTokens(tuple(own), tuple(theirs)) for own, theirs in zip(places, values, strict=True))

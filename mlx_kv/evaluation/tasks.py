@@ -30,7 +30,7 @@ Pair = tuple[Tokens, Tokens, Tokens]  # the statement, the question, the answer
 
 
 @dataclass(frozen=True)
-class Place:
+class ContextShape:
     """The rows and tokens of a context, and how many of its first and last tokens are kept by any policy."""
 
     rows: int
@@ -117,7 +117,7 @@ class TextLanguage:
         self.words = [encode(" " + word) for word in COPIED.split()]
 
     def filler(self, rng: np.random.Generator, rows: int, length: int) -> np.ndarray:
-        return np.array([drawn(rng, self.sentences, length) for _ in range(rows)], np.int64).reshape(rows, length)
+        return np.array([draw_tokens(rng, self.sentences, length) for _ in range(rows)], np.int64).reshape(rows, length)
 
     def pairs(self, rng: np.random.Generator, count: int) -> list[Pair]:
         places, colours = PLACES.split(), COLOURS.split()
@@ -130,10 +130,10 @@ class TextLanguage:
         return made
 
     def string(self, rng: np.random.Generator, length: int) -> Tokens:
-        return drawn(rng, self.words, length)
+        return draw_tokens(rng, self.words, length)
 
 
-def drawn(rng: np.random.Generator, pieces: Sequence[Tokens], length: int) -> Tokens:
+def draw_tokens(rng: np.random.Generator, pieces: Sequence[Tokens], length: int) -> Tokens:
     """Pieces one after another, drawn at random, cut off at so many tokens."""
     tokens: Tokens = []
     while len(tokens) < length:
@@ -149,10 +149,10 @@ def find_language(tokenizer: Any) -> Language:
     return TextLanguage(tokenizer)
 
 
-def assembled(
+def assemble(
     rng: np.random.Generator,
     language: Language,
-    place: Place,
+    shape: ContextShape,
     pairs: Sequence[Sequence[Pair]],
     starts: Callable[[int], np.ndarray],
     parts: np.ndarray,
@@ -167,21 +167,21 @@ def assembled(
         ValueError: the pairs do not fit into the context.
     """
     contexts, questions, answers = [], [], []
-    first = max(place.sinks, len(language.start))
+    first = max(shape.sinks, len(language.start))
     for row in pairs:
         size = sum(len(statement) for statement, _, _ in row)
-        free = place.context - first - place.keep_recent - size
+        free = shape.context - first - shape.keep_recent - size
         if free < 0:
             raise ValueError(
-                f"{len(row)} pairs of {size} tokens in all do not fit into a context of {place.context} with "
-                f"{place.sinks} sinks and keep_recent={place.keep_recent}: give a longer context"
+                f"{len(row)} pairs of {size} tokens in all do not fit into a context of {shape.context} with "
+                f"{shape.sinks} sinks and keep_recent={shape.keep_recent}: give a longer context"
             )
-        filler = [*language.start, *language.filler(rng, 1, place.context - size)[0].tolist()]
+        filler = [*language.start, *language.filler(rng, 1, shape.context - size)[0].tolist()]
         context, taken = [], 0
         for (statement, _, _), start in zip(row, (first + starts(free)).tolist(), strict=True):
             context += filler[taken:start] + statement
             taken = start
-        contexts.append((context + filler[taken:])[: place.context])
+        contexts.append((context + filler[taken:])[: shape.context])
         asked: Tokens = []
         marked: Tokens = []
         for number, index in enumerate(rng.permutation(len(row)).tolist(), start=1):
@@ -196,40 +196,40 @@ def assembled(
     return Trial(np.array(contexts), np.array(questions), np.array(answers), parts, names)
 
 
-def passkey(rng: np.random.Generator, language: Language, place: Place) -> Trial:
+def passkey(rng: np.random.Generator, language: Language, shape: ContextShape) -> Trial:
     """One pair, at the depths of `DEPTHS` row by row."""
-    which = np.arange(place.rows) % len(DEPTHS)
-    jitter = place.context // JITTER
+    which = np.arange(shape.rows) % len(DEPTHS)
+    jitter = shape.context // JITTER
     depths = iter(which.tolist())
 
     def start(free: int) -> np.ndarray:
         wanted = round(DEPTHS[next(depths)] * free) + rng.integers(-jitter, jitter + 1, size=1)
         return np.clip(wanted, 0, free)
 
-    pairs = [language.pairs(rng, 1) for _ in range(place.rows)]
-    names = tuple(f"depth {depth:g}" for depth in DEPTHS[: place.rows])
-    return assembled(rng, language, place, pairs, start, which[:, None], names)
+    pairs = [language.pairs(rng, 1) for _ in range(shape.rows)]
+    names = tuple(f"depth {depth:g}" for depth in DEPTHS[: shape.rows])
+    return assemble(rng, language, shape, pairs, start, which[:, None], names)
 
 
-def recall(rng: np.random.Generator, language: Language, place: Place, count: int) -> Trial:
+def recall(rng: np.random.Generator, language: Language, shape: ContextShape, count: int) -> Trial:
     """`count` pairs anywhere, all of them asked for."""
-    pairs = [language.pairs(rng, count) for _ in range(place.rows)]
+    pairs = [language.pairs(rng, count) for _ in range(shape.rows)]
 
     def starts(free: int) -> np.ndarray:
         return np.sort(rng.integers(free + 1, size=count))
 
-    return assembled(rng, language, place, pairs, starts, np.zeros((place.rows, count), np.int64))
+    return assemble(rng, language, shape, pairs, starts, np.zeros((shape.rows, count), np.int64))
 
 
-def copy(rng: np.random.Generator, language: Language, place: Place) -> Trial:
+def copy(rng: np.random.Generator, language: Language, shape: ContextShape) -> Trial:
     """A random string, an eighth of the context, anywhere in it, to be repeated; every token is an answer."""
-    size = place.context // COPIED_SHARE
+    size = shape.context // COPIED_SHARE
     if size < len(QUARTERS):
-        raise ValueError(f"nothing can be copied in a context of {place.context}: give one from 32 tokens up")
-    strings = [language.string(rng, size) for _ in range(place.rows)]
+        raise ValueError(f"nothing can be copied in a context of {shape.context}: give one from 32 tokens up")
+    strings = [language.string(rng, size) for _ in range(shape.rows)]
     blocks = [[(language.copy + string, language.again, string)] for string in strings]
-    quarters = np.tile(np.arange(size) * len(QUARTERS) // size, (place.rows, 1))
-    trial = assembled(rng, language, place, blocks, lambda free: rng.integers(free + 1, size=1), quarters, QUARTERS)
+    quarters = np.tile(np.arange(size) * len(QUARTERS) // size, (shape.rows, 1))
+    trial = assemble(rng, language, shape, blocks, lambda free: rng.integers(free + 1, size=1), quarters, QUARTERS)
     return replace(trial, answers=trial.answers.cumsum(axis=1))
 
 

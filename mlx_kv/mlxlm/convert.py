@@ -69,7 +69,7 @@ def make_prompt_cache(model: nn.Module, policy: CachePolicy | None = None, *, st
         check_policy(model, policy)
     if policy.max_kv_size is not None or policy.budget is not None:
         policy = policy if why_unbounded(model) is None else policy.unbounded()
-    packed_decode = policy.bits is not None and _takes_packed_planes(model, policy)
+    packed_decode = not policy.stores_plain and _takes_packed_planes(model, policy)
     return _convert(model, stock.make_prompt_cache(model), policy, packed_decode)
 
 
@@ -137,7 +137,7 @@ def kind_and_window(cache: Any) -> tuple[str | None, int | None]:
 
 def _convert(model: nn.Module, own: Iterable[Any], policy: CachePolicy, packed_decode: bool) -> list[Any]:
     # The keys of an indexer stay plain: they are few, and the models write such a cache's buffers themselves.
-    of_indexers, plain = indexers(model), replace(policy, bits=None, quantized_start=0)
+    of_indexers, plain = indexers(model), policy.plain()
     layer_group, numbers, layers = LayerGroup(), count(), count()
 
     def converted(cache: Any) -> Any:
@@ -160,9 +160,10 @@ def _takes_packed_planes(model: nn.Module, policy: CachePolicy) -> bool:
     """Whether attention in every layer of this model works on packed planes.
 
     Raises:
-        ValueError: a head dim that no group divides.
+        ValueError: a head dim that the codec cannot store.
     """
-    if policy.bits is not None and takes_packed(model, policy.group_size, policy.bits):
+    packing = policy.packing
+    if packing is not None and takes_packed(model, packing.group_size, packing.bits):
         return True
     # On plain ones it works, or the error is for the user. The graph is dropped without being evaluated.
     always = replace(policy, quantized_start=0)

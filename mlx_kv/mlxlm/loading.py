@@ -1,11 +1,13 @@
 """Models of mlx-lm: loaded with their weights, or made of a configuration alone; and what a model says of itself.
 
 Knows nothing about caches. mlx-lm's loader is imported when it is called: it brings the tokenizers. A model of a
-configuration takes one of mlx-lm's privates: `_get_classes`, which finds the class for a model type.
+configuration takes two of mlx-lm's privates: `_decode_tagged_floats`, for numbers that JSON has no names for, and
+`_get_classes`, which finds the class for a model type.
 """
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,18 @@ def load(path_or_hub_id: str | Path) -> tuple[nn.Module, Any]:
     if mx.default_device().type == mx.DeviceType.cpu:
         model.set_dtype(mx.float32)
     return model, tokenizer
+
+
+def parse_config(text: str) -> Any:
+    """The content of a config.json, as mlx-lm reads it: infinity and NaN are objects there that name them.
+
+    Raises:
+        ValueError: it is no JSON.
+        RecursionError: it is nested too deeply.
+    """
+    from mlx_lm.utils import _decode_tagged_floats
+
+    return _decode_tagged_floats(json.loads(text))
 
 
 def model_from_config(config: dict[str, Any], dtype: mx.Dtype) -> nn.Module:

@@ -62,7 +62,7 @@ def name_lines(figure: Figure, axes: Axes, ends: Mapping[str, tuple[float, float
         )
 
 
-def in_words(value: float) -> str:
+def axis_label(value: float) -> str:
     """A number of an axis: 0.25, 8, 4,096."""
     return f"{value:,.0f}" if value >= 1 else f"{value:.3g}"
 
@@ -95,7 +95,7 @@ def memory_against_context(
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_minor_locator(NullLocator())
-        axis.set_major_formatter(FuncFormatter(lambda value, _: in_words(value)))
+        axis.set_major_formatter(FuncFormatter(lambda value, _: axis_label(value)))
     name_lines(figure, axes, ends, colours)
     return figure
 

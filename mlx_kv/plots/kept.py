@@ -19,9 +19,9 @@ from matplotlib.colors import ListedColormap, Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedFormatter, FixedLocator, FuncFormatter, MaxNLocator
 
-from mlx_kv.plots import GREY, in_words
+from mlx_kv.plots import GREY, axis_label
 
-Row = tuple[Sequence[int], Sequence[float]]  # positions kept, rising, and their scores
+ScoredPositions = tuple[Sequence[int], Sequence[float]]  # positions kept, rising, and their scores
 DPI = 160
 ROW_INCHES = 0.2
 MOST_INCHES = 7.0  # of rows, as long as each has its pixels
@@ -37,7 +37,7 @@ def ranks(scores: Sequence[float]) -> np.ndarray:
     return place.reshape(-1) / max(1, len(distinct) - 1)
 
 
-def raster(rows: Sequence[Row], tokens: int, columns: int) -> np.ndarray:
+def raster(rows: Sequence[ScoredPositions], tokens: int, columns: int) -> np.ndarray:
     """The highest rank among the kept positions of each column, (R, W); NaN where all were evicted."""
     image = np.full((len(rows), columns), -np.inf)
     for line, (positions, scores) in zip(image, rows, strict=True):
@@ -46,7 +46,7 @@ def raster(rows: Sequence[Row], tokens: int, columns: int) -> np.ndarray:
     return image
 
 
-def share_kept(rows: Sequence[Row], tokens: int, bins: int) -> np.ndarray:
+def share_kept(rows: Sequence[ScoredPositions], tokens: int, bins: int) -> np.ndarray:
     """The share of the cells of each stretch of the text that were kept, (bins,)."""
     kept = np.zeros(bins)
     for positions, _ in rows:
@@ -55,7 +55,9 @@ def share_kept(rows: Sequence[Row], tokens: int, bins: int) -> np.ndarray:
     return kept / (len(rows) * sizes)
 
 
-def kept_positions(title: str, layers: Sequence[Sequence[Row]], tokens: int, sinks: int, recent: int) -> Figure:
+def kept_positions(
+    title: str, layers: Sequence[Sequence[ScoredPositions]], tokens: int, sinks: int, recent: int
+) -> Figure:
     """Which positions each layer kept: rows of cells coloured by the rank of the score, and above them the share kept.
 
     Args:
@@ -76,7 +78,7 @@ def kept_positions(title: str, layers: Sequence[Sequence[Row]], tokens: int, sin
     cells.set_xlabel("position in the text, tokens")
     cells.set_ylabel("layer" if len(rows) == len(layers) else "layer, a row a head")
     cells.xaxis.set_major_locator(MaxNLocator(8, integer=True))
-    cells.xaxis.set_major_formatter(FuncFormatter(lambda value, _: in_words(value) if value else "0"))
+    cells.xaxis.set_major_formatter(FuncFormatter(lambda value, _: axis_label(value) if value else "0"))
     name_layers(cells, [len(layer) for layer in layers], inches)
     cells.spines[["top", "right"]].set_visible(False)
     for axes in (above, cells):

@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from mlx_kv.plots import COLOURS, DASHES, GREY, apart, in_words
+from mlx_kv.plots import COLOURS, DASHES, GREY, apart, axis_label
 
 COLUMNS = 4
 MARKS = "osD^vPX"
@@ -92,7 +92,7 @@ def draw_panel(axes: Axes, panel: Panel, scores: Sequence[str], context: int) ->
     axes.set_xlim(budgets[0] / 2**0.3, budgets[-1] * 2**0.3)
     axes.xaxis.set_major_locator(FixedLocator(apart(budgets)))
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{in_words(value)}\n{100 * value / context:.3g}%"))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{axis_label(value)}\n{100 * value / context:.3g}%"))
     if panel.is_share:
         axes.set_ylim(-4, 104)
         axes.yaxis.set_major_locator(FixedLocator([0, 25, 50, 75, 100]))

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from mlx_kv.cache.codecs import are_plain, in_words
 from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.cache.layout import NO_LIMIT, Row
 from mlx_kv.mlxlm.convert import leaves
@@ -187,7 +188,7 @@ def least_tokens(caches: Sequence[Any], held: int) -> int:
     most = held
     for cache in leaves(caches):
         if isinstance(cache, KVCache):
-            most = min(most, *(_exact_trim(cache, row) for row in cache._rows))
+            most = min(most, *(_exact_trim(cache, row) for row in cache.view.rows))
         elif not cache.is_trimmable():
             most = 0
     return held - most
@@ -209,9 +210,9 @@ def kept_how(caches: Sequence[Any]) -> str:
 
 
 def _how(cache: KVCache) -> str:
-    keeps, codec = [" ".join(map(str, cache.layout.parameters))], cache._codec
-    if codec.bits is not None:
-        keeps.append(f"{codec.bits} bits in groups of {codec.group_size} from {cache._quantized_start}")
+    keeps, view = [" ".join(map(str, cache.layout.parameters))], cache.view
+    if not are_plain(view.codecs):
+        keeps.append(f"{in_words(view.codecs)} from {view.quantized_start}")
     if cache.evictor is not None:
         keeps.append(f"by {cache.evictor.score.name} for each {cache.evictor.granularity}")
     return ", ".join(keeps)

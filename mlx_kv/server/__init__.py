@@ -1,18 +1,30 @@
 """An OpenAI-compatible server over the continuous batching of `mlx_kv.generation.engine`.
 
-    requests.py  what a client may ask for, and the error objects
-    chat.py      a chat as tokens
-    replies.py   what it gets back
-    api.py       HTTP: routes, limits, keys
-    answers.py   from a job to an answer, whole or streamed; clients that hang up
-    worker.py    the one thread that owns MLX, the models and the engine
-    reading.py   prompts on their way to a row
-    prompts.py   what was read of prompts before, in memory and on a disk
-    job.py       what is passed between the two
-    memory.py    what is in memory, as the page and the metrics show it
-    text.py      stop strings
-    metrics.py   what Prometheus reads
-    run.py       sockets, signals, the order of start and end
+HTTP, in the event loop:
+
+    run.py               sockets, the order of start and end
+    shutdown.py          what signals do
+    api.py               routes and limits
+    access.py            names, sites and keys that are let in
+    bodies.py            the JSON of a request
+    requests.py          what a client may ask for (chat_requests.py: messages and tools; fields.py: single fields)
+    errors.py            error objects
+    chat.py              a chat as tokens
+    admission.py         how many requests are let in, and whose output is whose
+    responses.py         from a job to an answer, whole or streamed; clients that hang up
+    response_objects.py  what a client gets (chat_output.py: reasoning and tool calls)
+    memory_report.py     what is in memory, for the page and for Prometheus
+    metrics.py           what Prometheus reads
+
+The worker, one thread that owns MLX, the models and the engine:
+
+    worker.py            which job gets a row, and what becomes of it
+    prefill.py           prompts on their way to a row
+    tiered_prefixes.py   what was read of prompts before, in memory and on a disk
+    monitor.py           snapshots and rates (occupancy.py: what caches hold)
+    job.py               what is passed between the two
+    stop_strings.py      where an answer ends
+    task_thread.py       other threads that do one thing after the other
 
 Needs the extra: pip install "mlx-kv[server]".
 """

@@ -12,27 +12,28 @@ from typing import Any
 from mlx_lm.server import convert_chat, process_message_content
 
 from mlx_kv.generation.encoding import encode_messages
-from mlx_kv.server.requests import ApiError, CompletionRequest
+from mlx_kv.server.errors import ApiError
+from mlx_kv.server.requests import CompletionRequest
 
 
-def encode_chat(tokenizer: Any, asked: CompletionRequest) -> list[int]:
+def encode_chat(tokenizer: Any, request: CompletionRequest) -> list[int]:
     """The messages of a chat, up to where the answer begins.
 
     Raises:
         ApiError: 400, for messages that the template refuses, or tools that the model does not know.
     """
-    if asked.tools and not tokenizer.has_tool_calling:
+    if request.tools and not tokenizer.has_tool_calling:
         raise ApiError(400, "this model cannot call tools: leave them out", "tools", "unsupported_parameter")
     try:
-        messages = copy.deepcopy(asked.messages)
+        messages = copy.deepcopy(request.messages)
         for function in (call["function"] for message in messages for call in message.get("tool_calls") or ()):
             function["arguments"] = function["arguments"] or "{}"
         process_message_content(messages)
         if not tokenizer.has_chat_template:
-            if asked.template:
+            if request.template:
                 raise ValueError("this model has no chat template, so it takes no chat_template_kwargs")
             return [int(token) for token in tokenizer.encode(convert_chat(messages))]
-        return encode_messages(tokenizer, messages, tools=asked.tools or None, **asked.template)
+        return encode_messages(tokenizer, messages, tools=request.tools or None, **request.template)
     except Exception as error:  # templates are programs of others, and raise what they like
-        told = " ".join(f"the chat template refuses these messages: {type(error).__name__}: {error}".split())
-        raise ApiError(400, told[:500], "messages") from error
+        message = " ".join(f"the chat template refuses these messages: {type(error).__name__}: {error}".split())
+        raise ApiError(400, message[:500], "messages") from error

@@ -1,4 +1,4 @@
-"""What is passed between requests and the worker: a job, its pieces, and a look at what is in memory.
+"""What is passed between requests and the worker: a job, the chunks of its output, and a snapshot of memory.
 
 Decides how a job samples. Knows nothing about threads or HTTP.
 """
@@ -12,15 +12,17 @@ from itertools import count
 
 from mlx_kv.generation.sampling import Sampler, SeededSampler, TemperatureSampler
 from mlx_kv.prefixes.index import packed
-from mlx_kv.server.memory import Memory
-from mlx_kv.server.text import Stops
+from mlx_kv.server.occupancy import BatchOccupancy
+from mlx_kv.server.stop_strings import StopStrings
 
 _numbers = count(1)
 
 
 @dataclass(eq=False)
 class Job:
-    """One request to be continued. The worker writes the fields that have a default, others only read them.
+    """A prompt to be continued for one request.
+
+    The worker writes the fields that have a default, others only read them.
 
     Attributes:
         tokens: of the prompt.
@@ -37,7 +39,7 @@ class Job:
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int | None = None
-    stops: Stops = field(default_factory=Stops)
+    stop_strings: StopStrings = field(default_factory=StopStrings)
     number: int = field(default_factory=lambda: next(_numbers))
     since: float = field(default_factory=time.monotonic)
     joined: bool = False
@@ -62,8 +64,8 @@ class OutputChunk:
 
     Attributes:
         text: may be empty.
-        tokens: generated since the last piece.
-        finish_reason: with the last piece: "stop" or "length", or "error".
+        tokens: generated since the last chunk.
+        finish_reason: with the last chunk: "stop" or "length", or "error".
         error: in words, for the client.
     """
 
@@ -74,7 +76,7 @@ class OutputChunk:
     error: str | None = None
 
     def joined(self, following: OutputChunk) -> OutputChunk:
-        """This piece and the one after it as one."""
+        """This chunk and the one after it as one."""
         text, tokens = self.text + following.text, self.tokens + following.tokens
         return OutputChunk(self.job, text, tokens, following.finish_reason)
 
@@ -84,12 +86,12 @@ class Snapshot:
     """What was in memory a moment ago.
 
     Attributes:
-        decoding: jobs that decode, in the order of the rows of `memory`.
+        decoding: jobs that decode, in the order of the rows of `occupancy`.
         generated: tokens of each of them.
         active_memory, prompt_memory: bytes of all arrays, and of prompts that are kept.
     """
 
-    memory: Memory = field(default_factory=Memory)
+    occupancy: BatchOccupancy = field(default_factory=BatchOccupancy)
     decoding: tuple[Job, ...] = ()
     generated: tuple[int, ...] = ()
     tokens_per_second: float = 0.0

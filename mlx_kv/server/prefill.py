@@ -16,8 +16,8 @@ from mlx_kv.mlxlm.convert import attention_caches, can_trim, trim_prompt_cache
 from mlx_kv.prefixes.index import LEAST_SHARED, needs_checkpoints, packed, shared
 from mlx_kv.prefixes.reader import PromptReader
 from mlx_kv.server.job import Job
-from mlx_kv.server.memory import evicted
-from mlx_kv.server.prompts import Prompts
+from mlx_kv.server.occupancy import tokens_evicted
+from mlx_kv.server.tiered_prefixes import TieredPrefixes
 
 WORTH_WAITING = 256  # tokens that need not be read if all of another prompt, which has them too, is read first
 
@@ -33,12 +33,12 @@ class PrefillScheduler:
     def __init__(
         self,
         engine: Engine,
-        prompts: Prompts,
+        prefixes: TieredPrefixes,
         step: int | None,
         reading: Callable[[], Iterable[Job]],
         decoding: Callable[[], Iterable[Job]],
     ) -> None:
-        self._engine, self._prompts = engine, prompts
+        self._engine, self._prefixes = engine, prefixes
         self._step = engine.step_size if step is None else step
         self._in_engine, self._decoding = reading, decoding
         self._jobs: list[Job] = []  # whose turn it is comes first
@@ -92,19 +92,19 @@ class PrefillScheduler:
 
     def _begin(self, job: Job, ready: list[Job]) -> PromptReader | None:
         """A reader that stands where reading goes on; None if that cannot be said yet."""
-        if self._fetched is not job and self._prompts.on_disk(job.prompt):
+        if self._fetched is not job and self._prefixes.on_disk(job.prompt):
             if self._fetching is None:  # else perhaps that comes with what this one needs
                 self._fetching = job
-                self._prompts.fetch(job.tokens, self._arrived)
+                self._prefixes.fetch(job.tokens, self._arrived)
             return None
         if self._fetched is not job:
-            there, wanted = self._prompts.serves(job.prompt), job.prompt
+            there, wanted = self._prefixes.serves(job.prompt), job.prompt
             if self._worth_waiting(wanted, there, ready):
                 return None
             if not self._checkpoints:
                 self._take_from_rows(wanted, there)
-        reader = PromptReader(self._engine.read, self._engine.make_caches(), job.tokens, self._prompts, self._step)
-        job.evicted = max(evicted(reader.caches), default=0)  # by others, who have counted it
+        reader = PromptReader(self._engine.read, self._engine.make_caches(), job.tokens, self._prefixes, self._step)
+        job.evicted = max(tokens_evicted(reader.caches), default=0)  # by others, who have counted it
         return reader
 
     def _worth_waiting(self, wanted: bytes, there: int, ready: list[Job]) -> bool:
@@ -139,4 +139,4 @@ class PrefillScheduler:
         if beyond and not can_trim(caches, beyond):
             return
         trim_prompt_cache(caches, beyond)
-        self._prompts.keep(known[:read], caches)
+        self._prefixes.keep(known[:read], caches)

@@ -9,19 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import signal
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import NoReturn
 
 import uvicorn
 
+from mlx_kv.server.access import AccessRules
 from mlx_kv.server.api import Api, Limits
-from mlx_kv.server.doors import Doors
 from mlx_kv.server.metrics import Metrics
+from mlx_kv.server.shutdown import ShutdownSignals
 from mlx_kv.server.worker import Worker
 
 BACKLOG = 2048
@@ -77,6 +74,11 @@ class Server(uvicorn.Server):
         """`serve` does that: uvicorn would, at a second Ctrl-C, drop all connections in the middle of a word."""
         yield
 
+    @property
+    def unanswered(self) -> int:
+        """Requests that were let in and are not answered yet."""
+        return self.api.admission.admitted
+
     def hurry(self) -> None:
         """Ends all answers with an error, now. Called in the thread of the event loop, or in a signal handler there."""
         self._at_once.set()
@@ -84,8 +86,8 @@ class Server(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         if self._died is None and not self.api.worker.alive:
             self._died = time.monotonic()
-        told = self._died is not None and time.monotonic() - self._died > TOLD_WITHIN
-        return await super().on_tick(counter) or told
+        clients_know = self._died is not None and time.monotonic() - self._died > TOLD_WITHIN
+        return await super().on_tick(counter) or clients_know
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         ending = asyncio.create_task(self._end_answers())
@@ -95,68 +97,10 @@ class Server(uvicorn.Server):
     async def _end_answers(self) -> None:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._at_once.wait(), self._drain_seconds)
-        self.api.desk.give_up()
+        self.api.admission.give_up()
         await asyncio.sleep(TOLD_WITHIN)
         for connection in list(self.server_state.connections):  # of clients that do not listen, or still send
             connection.transport.abort()
-
-
-class Ending:
-    """What SIGTERM and SIGINT (Ctrl-C) ask for, from the first moment to the last.
-
-    The first lets answers finish, a SIGINT after it ends them at once; a SIGTERM more changes nothing, for there are
-    supervisors that send several. Where nobody is being served, the process ends.
-
-    Args:
-        say: called with one line, for the terminal.
-
-    Attributes:
-        code: for the process to end with: 130 if there was a SIGINT, else 0.
-        hurried: whether all is to end at once.
-    """
-
-    def __init__(self, say: Callable[[str], None], drain_seconds: float) -> None:
-        self._say, self._drain_seconds = say, drain_seconds
-        self._server: Server | None = None
-        self._asked, self.code, self.hurried = False, 0, False
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._signal)
-
-    def belongs_to(self, server: Server | None) -> None:
-        self._server = server
-
-    def _signal(self, number: int, frame: object) -> None:
-        self.code = 130 if number == signal.SIGINT else self.code
-        if self._server is None:
-            if not self._asked or number == signal.SIGINT:
-                self.leave("stopped")
-        elif not self._asked:
-            self._asked, self._server.should_exit = True, True
-            self._tell(
-                f"stopping: {self._left} to be finished within {self._drain_seconds:g} s; "
-                "another Ctrl-C (SIGINT) ends at once"
-            )
-        elif number == signal.SIGINT and not self.hurried:
-            self.hurried = True
-            self._tell(f"stopping at once: {self._left} to be ended with an error")
-            self._server.hurry()
-
-    @property
-    def _left(self) -> str:
-        count = 0 if self._server is None else self._server.api.desk.admitted
-        return f"{count} request{'' if count == 1 else 's'}"
-
-    def leave(self, why: str) -> NoReturn:
-        """Ends the process now, whatever its threads are doing: a model that is loaded, a disk that is written to."""
-        self._tell(why)
-        os._exit(self.code)
-
-    def _tell(self, line: str) -> None:
-        """What cannot be said is left out: the terminal may be gone, or a signal have come in the middle of a line."""
-        with contextlib.suppress(OSError, RuntimeError, ValueError):
-            self._say(line)
-            sys.stdout.flush()
-            sys.stderr.flush()
 
 
 class WorkerError(Exception):
@@ -171,7 +115,7 @@ def serve(
     port: int,
     limits: Limits,
     keys: Sequence[str] = (),
-    doors: Doors | None = None,
+    access: AccessRules | None = None,
     drain_seconds: float = 30.0,
     ready: Callable[[str], None] = lambda url: None,
     say: Callable[[str], None] = lambda line: None,
@@ -191,17 +135,17 @@ def serve(
     """
     listening = bound(host, port)
     with listening:
-        ending = Ending(say, drain_seconds)
+        signals = ShutdownSignals(say, drain_seconds)
         worker.start()
-        server = Server(Api(worker, metrics, name, limits, keys, doors), drain_seconds)
+        server = Server(Api(worker, metrics, name, limits, keys, access), drain_seconds)
         listening.listen(BACKLOG)
-        ending.belongs_to(server)
+        signals.attach(server)
         shown = f"[{host}]" if ":" in host else host
         ready(f"http://{shown}:{listening.getsockname()[1]}")
         server.run([listening])
-        ending.belongs_to(None)
+        signals.attach(None)
         if worker.failure is not None:
             raise WorkerError(f"the server has ended: {worker.failure}")
-        if not worker.stop(1.0 if ending.hurried else drain_seconds + LAST_WORDS):
-            ending.leave("stopped before the last step, or what the disk was to keep, was done")
-        return ending.code
+        if not worker.stop(1.0 if signals.hurried else drain_seconds + LAST_WORDS):
+            signals.leave("stopped before the last step, or what the disk was to keep, was done")
+        return signals.code

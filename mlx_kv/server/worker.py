@@ -1,8 +1,8 @@
 """The one thread that owns MLX, the models and the engine.
 
-Decides when a request gets a row, when one is let go, and how often it is looked what is in memory. Requests come
+Decides when a request gets a row, when one is let go, and what becomes of the others when a step fails. Requests come
 through a queue; what becomes of them is handed back in batches, one for each step. Knows nothing about HTTP, JSON or
-asyncio.
+asyncio, nor what is shown of its memory (`monitor`).
 """
 
 from __future__ import annotations
@@ -30,14 +30,11 @@ from mlx_kv.prefixes.memory import PromptMemory
 from mlx_kv.prefixes.reader import PromptReader
 from mlx_kv.prefixes.store import PromptStore
 from mlx_kv.server.job import Job, OutputChunk, Snapshot, sampler_for
-from mlx_kv.server.memory import Memory, evicted, look
 from mlx_kv.server.metrics import Metrics
+from mlx_kv.server.monitor import UPDATE_EVERY, Monitor
 from mlx_kv.server.prefill import PrefillScheduler
-from mlx_kv.server.prompts import Prompts
+from mlx_kv.server.tiered_prefixes import TieredPrefixes
 
-LOOK_EVERY = 0.25  # seconds between two looks at what is in memory
-WATCHED_FOR = 3.0  # seconds for which a page that asked counts as looking
-RATE_OVER = 10.0  # seconds over which tokens per second are told
 ENGINE_TRIES, ENGINE_PAUSE = 3, 0.5  # how often an engine is made anew before the worker gives up; seconds in between
 log = logging.getLogger("mlx_kv.server")
 
@@ -56,7 +53,7 @@ class Worker:
 
     Args:
         load: called once, in the thread, so that all arrays are made there.
-        deliver: called in the thread with the pieces of each step.
+        deliver: called in the thread with the output of each step.
         policy, max_batch_size, num_draft_tokens, prefill_step_size: as in `make_engine`.
         prompt_memory_bytes: of processed prompts that are kept in memory; 0 keeps none.
         open_store: makes the store behind them, if there is to be one.
@@ -81,11 +78,10 @@ class Worker:
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._waiting: deque[Job] = deque()
         self._active: dict[int, Job] = {}  # by number: those that the engine has
-        self._stopping, self._looked, self._watched = False, 0.0, -WATCHED_FOR
-        self._counted: deque[tuple[float, int]] = deque()  # when, and how many tokens
-        self.snapshot = Snapshot()
+        self._stopping = False
+        self._monitor = Monitor(metrics, evicts=self.policy.budget is not None)
         self._started = threading.Event()
-        self._refused: Exception | None = None  # what loading raised
+        self._load_error: Exception | None = None  # what loading raised
         self.failure: str | None = None  # why the thread has ended, if nobody asked it to
         self._thread = threading.Thread(target=self._run, name="mlx-kv worker", daemon=True)
 
@@ -99,9 +95,9 @@ class Worker:
         """
         self._thread.start()
         self._started.wait()
-        if self._refused is not None:
+        if self._load_error is not None:
             self._thread.join()
-            raise self._refused
+            raise self._load_error
         return self.models
 
     def submit(self, job: Job) -> None:
@@ -109,12 +105,16 @@ class Worker:
 
     def cancel(self, job: Job) -> None:
         """Lets a job go, wherever it stands; one that has ended is no error."""
-        self._inbox.put(partial(self._let_go, job))
+        self._inbox.put(partial(self._cancel, job))
+
+    @property
+    def snapshot(self) -> Snapshot:
+        """What was in memory a moment ago."""
+        return self._monitor.snapshot
 
     def watch(self) -> Snapshot:
-        """What is in memory. For some seconds from now, positions of rows are looked at, too."""
-        self._watched = time.monotonic()
-        return self.snapshot
+        """The same. For some seconds from now, positions of rows are looked at, too."""
+        return self._monitor.watch()
 
     def stop(self, seconds: float | None = None) -> bool:
         """Ends the thread; jobs that are left get an error.
@@ -155,30 +155,30 @@ class Worker:
         try:
             self.models: Models = self._load()
             store = None if self._open_store is None else self._open_store(self.models)
-            self._prompts = Prompts(self._prompt_memory, store, self._inbox.put, self._whose)
+            self._prefixes = TieredPrefixes(self._prompt_memory, store, self._inbox.put, self._fingerprint)
             self._keeps = store is not None or self._prompt_memory.max_bytes > 0
             self.context, self.vocabulary = context_length(self.models.model), len(self.models.tokenizer)
             self._make_engine()
         except BaseException as error:
-            self._refused = error if isinstance(error, Exception) else RuntimeError(f"loading ended with {error!r}")
+            self._load_error = error if isinstance(error, Exception) else RuntimeError(f"loading ended with {error!r}")
             return
         self._started.set()
         while not self._stopping:
             try:
-                self._take()
-                self._join()
+                self._read_inbox()
+                self._admit_waiting()
                 if self._engine.busy:
-                    self._told(self._engine.step())
-                self._look()
+                    self._deliver(self._engine.step())
+                self._update_monitor()
                 continue
             except Exception:
                 log.exception("a step failed: all %d rows end, and the engine is made anew", len(self._active))
-            self._fail_all()  # out here, where no traceback holds the arrays of that step any longer
-        self._drop([*self._active.values(), *self._waiting], "the server is shutting down")
+            self._recover()  # out here, where no traceback holds the arrays of that step any longer
+        self._fail([*self._active.values(), *self._waiting], "the server is shutting down")
         self._engine.close()
-        self._prompts.close()
+        self._prefixes.close()
 
-    def _whose(self) -> str:
+    def _fingerprint(self) -> str:
         """What tells the caches of this model, draft model and policy from those of others."""
         marks = [model_fingerprint(net) for net in (self.models.model, self.models.draft) if net is not None]
         how = [str(self.policy), f"draft tokens {self._num_draft_tokens}"][: len(marks)]
@@ -195,134 +195,129 @@ class Worker:
             self._num_draft_tokens,
             return_caches=self._keeps or self.policy.budget is not None,  # also to see what was evicted last
         )
-        self._reading = PrefillScheduler(
+        self._prefill = PrefillScheduler(
             self._engine,
-            self._prompts,
+            self._prefixes,
             self._prefill_step_size,
             reading=lambda: [self._active[number] for number in self._engine.pending],
-            decoding=lambda: [self._active[number] for number in self._engine.rows],
+            decoding=lambda: self._decoding,
         )
 
-    def _take(self) -> None:
+    @property
+    def _decoding(self) -> list[Job]:
+        """The jobs that decode, in the order of the rows of the engine's caches."""
+        return [self._active[number] for number in self._engine.rows]
+
+    def _update_monitor(self) -> None:
+        idle = not self._active and not self._waiting
+        if self._monitor.due(idle):
+            rows, caches = ([], []) if idle else (self._decoding, self._engine.caches)
+            self._monitor.update(rows, caches, self._prompt_memory.nbytes)
+
+    def _read_inbox(self) -> None:
         """Does what was asked for; waits for it where there is nothing else to do."""
         try:
             room = self._waiting and len(self._active) < self.max_batch_size
-            if not self._engine.busy and self._reading.waits and not room:
-                # Nothing but time makes tokens per second go back to 0: that must be told, too.
-                self._inbox.get(timeout=LOOK_EVERY if self._counted else None)()
+            if not self._engine.busy and self._prefill.waits and not room:
+                self._inbox.get(timeout=UPDATE_EVERY if self._monitor.rate_falls else None)()
             while True:
                 self._inbox.get_nowait()()
         except queue.Empty:
             pass
 
-    def _join(self) -> None:
+    def _admit_waiting(self) -> None:
         while self._waiting and len(self._active) < self.max_batch_size:
             job = self._waiting.popleft()
             self._active[job.number], job.joined = job, True  # from here on, whatever fails ends it
             if self._keeps:
-                self._reading.add(job)
+                self._prefill.add(job)
             else:
                 self._submit(job)
-        for job, reader in self._reading.step():
+        for job, reader in self._prefill.step():
             job.cached = reader.reused
             (self._metrics.prefix_hits if reader.reused else self._metrics.prefix_misses).inc()
             self._metrics.cached_tokens.inc(job.cached)
-            self._count_evicted(job, reader.caches)
+            self._monitor.count_evicted([job], reader.caches)
             self._submit(job, reader)
 
     def _submit(self, job: Job, reader: PromptReader | None = None) -> None:
         """Gives a job to the engine, with caches if any of its prompt has been read."""
         sampler, detokenizer = sampler_for(job), self.models.tokenizer.detokenizer
-        rest, caches = (job.tokens, None) if reader is None else (job.tokens[reader.read :], reader.caches)
+        read, caches = (0, None) if reader is None else (reader.read, reader.caches)
+        before, rest = job.tokens[:read], job.tokens[read:]
         try:
-            self._engine.submit(TokenSequence(job.number, rest, job.max_tokens, detokenizer, sampler, caches))
+            self._engine.submit(TokenSequence(job.number, rest, job.max_tokens, detokenizer, sampler, caches, before))
         except ValueError as error:
-            self._drop([job], str(error))
+            self._fail([job], str(error))
             return
         self._metrics.prompt_tokens.inc(len(job.tokens))
 
-    def _told(self, tokens: list[BatchToken]) -> None:
+    def _deliver(self, tokens: list[BatchToken]) -> None:
         """Passes on what a step gave."""
-        self._look_for_evicted()
-        pieces: dict[int, OutputChunk] = {}
+        if self.policy.budget is not None:
+            self._monitor.count_evicted(self._decoding, self._engine.caches)
+        chunks: dict[int, OutputChunk] = {}
         ended: list[tuple[Job, BatchToken]] = []
         for token in tokens:
             job = self._active.get(token.index)
             if job is None:
                 continue  # it met a stop string earlier in this step
             job.answer.append(token.token)
-            text, finish = job.stops.feed(token.text), token.finish_reason
-            if job.stops.stopped:
+            text, finish = job.stop_strings.feed(token.text), token.finish_reason
+            if job.stop_strings.stopped:
                 finish = "stop"
             elif finish is not None:
-                text += job.stops.finish()
-            piece = OutputChunk(job, text, 1, finish)
-            pieces[job.number] = pieces[job.number].joined(piece) if job.number in pieces else piece
+                text += job.stop_strings.finish()
+            chunk = OutputChunk(job, text, 1, finish)
+            chunks[job.number] = chunks[job.number].joined(chunk) if job.number in chunks else chunk
             if finish is not None:
-                self._end(job, finish)
+                self._finish(job, finish)
                 ended.append((job, token))
-        if pieces:
-            new = sum(piece.tokens for piece in pieces.values())
-            self._metrics.generated_tokens.inc(new)
-            self._counted.append((time.monotonic(), new))
-            self.deliver(list(pieces.values()))
-            if any(len(piece.job.answer) == piece.tokens for piece in pieces.values()):
+        if chunks:
+            self._monitor.count_generated(sum(chunk.tokens for chunk in chunks.values()))
+            self.deliver(list(chunks.values()))
+            if any(len(chunk.job.answer) == chunk.tokens for chunk in chunks.values()):
                 time.sleep(5e-5)  # a first token is waited for: let it out before the next step is built
         for job, token in ended:  # when the clients know
             stopped = token.finish_reason is None  # by a text: the engine would go on
-            self._count_evicted(job, token.caches)
+            self._monitor.count_evicted([job], token.caches)
             if self._keeps:
-                self._reading.keep(job, self._engine.extract(job.number) if stopped else token.caches)
+                self._prefill.keep(job, self._engine.extract(job.number) if stopped else token.caches)
             if stopped:
                 self._engine.cancel(job.number)
 
-    def _look_for_evicted(self) -> None:
-        """Counts what budgets have evicted of the rows that decode."""
-        if self.policy.budget is not None:
-            for number, gone in zip(self._engine.rows, evicted(self._engine.caches), strict=False):
-                self._evicted(self._active[number], gone)
-
-    def _count_evicted(self, job: Job, caches: list[Any] | None) -> None:
-        """The same, of one job that has caches of its own."""
-        if caches is not None and self.policy.budget is not None:
-            self._evicted(job, max(evicted(caches), default=0))
-
-    def _evicted(self, job: Job, gone: int) -> None:
-        self._metrics.evicted.inc(max(0, gone - job.evicted))
-        job.evicted = max(gone, job.evicted)
-
-    def _end(self, job: Job, reason: str) -> None:
+    def _finish(self, job: Job, reason: str) -> None:
         self._active.pop(job.number, None)
-        self._reading.wake()
+        self._prefill.wake()
         self._metrics.finished.labels(reason).inc()
 
-    def _let_go(self, job: Job) -> None:
+    def _cancel(self, job: Job) -> None:
         if job in self._waiting:
             self._waiting.remove(job)
         elif job.number in self._active:
-            reader = self._reading.remove(job)
-            self._count_evicted(job, None if reader is None else reader.caches)
+            reader = self._prefill.remove(job)
+            self._monitor.count_evicted([job], None if reader is None else reader.caches)
             self._engine.cancel(job.number)
         else:
             return
-        self._end(job, "cancelled")
-        self._looked = 0.0
+        self._finish(job, "cancelled")
+        self._monitor.expire()
 
-    def _drop(self, jobs: list[Job], error: str) -> None:
+    def _fail(self, jobs: list[Job], error: str) -> None:
         for job in jobs:
-            self._end(job, "error")
+            self._finish(job, "error")
         if jobs:
             self.deliver([OutputChunk(job, finish_reason="error", error=error) for job in jobs])
 
-    def _fail_all(self) -> None:
+    def _recover(self) -> None:
         """A step has failed: its rows are lost, but not the server.
 
         Raises:
             Exception: the engine cannot be made anew; there is nothing more to be done then.
         """
         self._metrics.engine_failures.inc()
-        self._drop(list(self._active.values()), "the server failed while it generated: see its log")
-        del self._engine, self._reading  # and with them what may be too much for two
+        self._fail(list(self._active.values()), "the server failed while it generated: see its log")
+        del self._engine, self._prefill  # and with them what may be too much for two
         mx.clear_cache()
         for tried in range(1, ENGINE_TRIES + 1):
             try:
@@ -333,17 +328,3 @@ class Worker:
                     raise
                 log.warning("the engine could not be made anew: %s; trying once more", error)
             time.sleep(ENGINE_PAUSE)
-
-    def _look(self) -> None:
-        now, idle = time.monotonic(), not self._active and not self._waiting
-        if now - self._looked < LOOK_EVERY and not (idle and self.snapshot.decoding):
-            return
-        self._looked = now
-        while self._counted and now - self._counted[0][0] > RATE_OVER:
-            self._counted.popleft()
-        rate = sum(n for _, n in self._counted) / max(1.0, now - self._counted[0][0]) if self._counted else 0.0
-        decoding = tuple([] if idle else [self._active[number] for number in self._engine.rows])
-        memory = Memory() if idle else look(self._engine.caches, now - self._watched < WATCHED_FOR)
-        generated = tuple(len(job.answer) for job in decoding)
-        held, kept = mx.get_active_memory(), self._prompt_memory.nbytes
-        self.snapshot = Snapshot(memory, decoding, generated, rate, held, kept)

@@ -6,7 +6,6 @@ import copy
 import gc
 import re
 from collections import namedtuple
-from importlib.metadata import EntryPoint
 from typing import Any
 
 import mlx.core as mx
@@ -18,8 +17,15 @@ from mlx_lm.models import cache as stock
 from oracle import Shadowed, SlowCache
 from tiny_models import FAMILIES, VOCAB, make_model
 
-from mlx_kv import CachePolicy, KVCache, cache_statistics, compact, make_prompt_cache, speculative_generate
-from mlx_kv.cache.eviction import scores
+from mlx_kv import (
+    CachePolicy,
+    KVCache,
+    ScoredTokens,
+    cache_statistics,
+    compact,
+    make_prompt_cache,
+    speculative_generate,
+)
 from mlx_kv.cache.eviction.layer_group import LayerGroup
 from mlx_kv.mlxlm.convert import attention_caches
 
@@ -257,9 +263,9 @@ def test_a_score_that_breaks_in_one_layer_stops_all_before_any_has_changed(share
     model = make_model("llama")
     calls = []
 
-    def breaks_in_the_third_layer(keys: mx.array, values: mx.array, where: mx.array) -> mx.array:
+    def breaks_in_the_third_layer(tokens: ScoredTokens) -> mx.array:
         calls.append(1)
-        return mx.full(keys.shape[:3], float("nan") if len(calls) % 3 == 0 else 1.0)
+        return mx.full(tokens.keys.shape[:3], float("nan") if len(calls) % 3 == 0 else 1.0)
 
     caches = make_prompt_cache(
         model, CachePolicy(budget=40, keep_recent=6, margin=5, score=breaks_in_the_third_layer, share=share)
@@ -304,23 +310,6 @@ def test_under_speculation(draft_tokens: int) -> None:
     assert held[0] == held[1] == held[2]
     assert len(held[0][0]) <= 40 + 5 + draft_tokens + 1
     assert statistics.caches[0].evictor.compactions > 10
-
-
-def test_scores_of_other_packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    entry = EntryPoint("longest", "mlx_kv.cache.eviction.scores.key_norm:key_norm_high", scores.ENTRY_POINTS)
-    monkeypatch.setattr(scores, "entry_points", lambda group: [entry] if group == scores.ENTRY_POINTS else [])
-    scores._from_entry_points.cache_clear()
-    try:
-        assert "longest" in scores.score_names()
-        assert scores.find_score("longest").function is scores.key_norm_high
-    finally:
-        scores._from_entry_points.cache_clear()
-
-
-def test_a_loaded_cache_needs_its_score() -> None:
-    cache = CachePolicy(budget=80, score=lambda k, v, p: mx.zeros(k.shape[:3])).make_cache()
-    with pytest.raises(ValueError, match="there is no score"):
-        KVCache.from_state(cache.state)
 
 
 def test_a_window_that_a_model_asks_for_goes_by_true_positions() -> None:

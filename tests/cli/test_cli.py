@@ -25,7 +25,7 @@ GROWTH = PACKAGE / "cache" / "growth.py"
 
 def run(*arguments: str, stdin: bytes = b"", **environment: str) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(
-        [sys.executable, "-m", "mlx_kv.cli.main", *arguments],
+        [sys.executable, "-m", "mlx_kv.cli", *arguments],
         input=stdin,
         capture_output=True,
         timeout=300,
@@ -57,9 +57,7 @@ def test_a_long_prompt_shows_its_progress_on_a_terminal(chunks: tuple[str, ...])
         "2",
         *chunks,
     )
-    process = subprocess.Popen(
-        [sys.executable, "-m", "mlx_kv.cli.main", *arguments], stdout=subprocess.PIPE, stderr=theirs
-    )
+    process = subprocess.Popen([sys.executable, "-m", "mlx_kv.cli", *arguments], stdout=subprocess.PIPE, stderr=theirs)
     os.close(theirs)
     seen = b""
     with contextlib.suppress(OSError):  # how a terminal says that its other side has gone

@@ -14,9 +14,9 @@ from mlx_lm.generate import generate_step
 from tiny_models import VOCAB, make_model
 
 from mlx_kv.cli import inspect as inspect_module
-from mlx_kv.cli.inspect import blocks, marked, pieces, tenths, text_lines
+from mlx_kv.cli.inspect import blocks, mark_evicted, tenths, text_lines, token_texts
 from mlx_kv.evaluation import inspection
-from mlx_kv.evaluation.inspection import Kept, KeptLayer, inspect_prompt
+from mlx_kv.evaluation.inspection import KeptLayer, KeptTokens, inspect_prompt
 from mlx_kv.generation.encoding import encode_prompt
 from mlx_kv.mlxlm.convert import attention_caches, make_prompt_cache
 from mlx_kv.plots.kept import kept_positions, ranks, raster, share_kept
@@ -112,7 +112,12 @@ def test_only_layers_with_a_budget_are_listed(family: str, places: list[int] | N
 
 
 def test_the_share_of_heads_that_evicted() -> None:
-    heads = [Kept((0, 1), (0.0, 0.0)), Kept((0, 3), (0.0, 0.0)), Kept((0, 1), (0.0, 0.0)), Kept((0, 1), (0.0, 0.0))]
+    heads = [
+        KeptTokens((0, 1), (0.0, 0.0)),
+        KeptTokens((0, 3), (0.0, 0.0)),
+        KeptTokens((0, 1), (0.0, 0.0)),
+        KeptTokens((0, 1), (0.0, 0.0)),
+    ]
     layers = (KeptLayer(0, 0, tuple(heads[:2])), KeptLayer(1, 1, tuple(heads[2:])))
     found = inspection.Inspection(4, 2, 2, 1, 0, layers)
     assert found.share_evicted() == [0.0, 0.25, 1.0, 0.75]
@@ -160,11 +165,11 @@ def test_the_table_counts_tokens(call: Any) -> None:
 
 
 def test_blocks_are_full_only_where_all_was_kept() -> None:
-    layer = KeptLayer(0, 0, (Kept((*range(10), 10, 20, 21, 22, 23, 24, 99), (0.0,) * 17),))
+    layer = KeptLayer(0, 0, (KeptTokens((*range(10), 10, 20, 21, 22, 23, 24, 99), (0.0,) * 17),))
     counts = tenths(layer, 100)
     assert counts == [10, 1, 5, 0, 0, 0, 0, 0, 0, 1]
     assert blocks(counts, 100) == "█▁▄······▁"
-    assert blocks(tenths(KeptLayer(0, 0, (Kept((0, 2), (0.0, 0.0)),)), 3), 3) == "█·····█···"
+    assert blocks(tenths(KeptLayer(0, 0, (KeptTokens((0, 2), (0.0, 0.0)),)), 3), 3) == "█·····█···"
 
 
 def test_a_short_prompt_is_said_to_be_whole(call: Any) -> None:
@@ -200,7 +205,7 @@ def test_characters_of_several_tokens_stay_whole(reference: Any) -> None:
     tokenizer = reference[1]
     text = "café 漢字 🎉🎉 naïve\n\t« x »"
     tokens = encode_prompt(tokenizer, text)
-    found = list(pieces(tokenizer, tokens))
+    found = list(token_texts(tokenizer, tokens))
     assert "".join(piece for _, _, piece in found) == text
     assert [first for first, _, _ in found] == [0, *(last for _, last, _ in found[:-1])]
     assert found[-1][1] == len(tokens) > len(found)
@@ -222,7 +227,7 @@ def test_a_terminal_gets_dimmed_text_unless_no_color(call: Any, monkeypatch: pyt
     plain = call("--prompt", PROMPT, *SMALL, "--text").out
     assert "\x1b" not in plain
     assert "·" in plain
-    assert marked("a\n\nb", dim=True) == "\x1b[2ma\n\x1b[0m\n\x1b[2mb\x1b[0m"
+    assert mark_evicted("a\n\nb", dim=True) == "\x1b[2ma\n\x1b[0m\n\x1b[2mb\x1b[0m"
 
 
 # --- the figure ---------------------------------------------------------------------------------------------------

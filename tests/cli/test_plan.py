@@ -97,7 +97,7 @@ def test_nothing_is_evaluated() -> None:
     mx.reset_peak_memory()
     before = mx.get_active_memory()
     planner = Planner(model_from_config(GEMMA4, mx.bfloat16))
-    rows = planner.rows(strategies(CachePolicy(bits=8, max_kv_size=8192)), [4096, 131072])
+    rows = planner.compare(strategies(CachePolicy(bits=8, max_kv_size=8192)), [4096, 131072])
     assert not any(row.refused for row in rows)
     assert mx.get_peak_memory() - before < 1e6  # the weights would be 60e9
 
@@ -164,7 +164,7 @@ def test_quantisation_that_starts_late_is_planned_late() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_has_a_plan(family: str) -> None:
     planner = Planner(model_from_config({"model_type": family, **FAMILIES[family]}, mx.bfloat16))
-    rows = planner.rows(strategies(CachePolicy(group_size=32)), [10, 1000])
+    rows = planner.compare(strategies(CachePolicy(group_size=32)), [10, 1000])
     held = {row.name: row.bytes_held for row in rows}
     assert all(0 < few < many for few, many in held.values())
     assert held["window + max_write - 1, 4 bits"] < held["window + max_write - 1, 8 bits"] < held["full"]
@@ -203,7 +203,7 @@ def test_a_cache_that_nobody_knows_is_listed_and_counts_nothing() -> None:
     planner = Planner(Strange())
     kinds = [layer.kind for layer in planner.layers(CachePolicy())]
     assert kinds == ["not planned: ConcatenateKVCache", "not planned: KVCache"]
-    assert {row.bytes_held for row in planner.rows(strategies(CachePolicy()), [100])} == {(0,)}
+    assert {row.bytes_held for row in planner.compare(strategies(CachePolicy()), [100])} == {(0,)}
 
 
 # --- where a config comes from ------------------------------------------------------------------------------------
@@ -235,7 +235,7 @@ def test_of_a_hub_id_only_the_config_is_fetched(tmp_path: Path, call: Any, monke
 @pytest.mark.parametrize("environment", [{"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": "http://127.0.0.1:9"}])
 def test_no_network_is_one_line(environment: dict[str, str], tmp_path: Path) -> None:
     """Where nobody answers, too: no line for each of five retries, which take half a minute."""
-    arguments = [sys.executable, "-m", "mlx_kv.cli.main", "plan", "--model", "nobody/nothing"]
+    arguments = [sys.executable, "-m", "mlx_kv.cli", "plan", "--model", "nobody/nothing"]
     done = subprocess.run(arguments, capture_output=True, text=True, env={"HOME": str(tmp_path), **environment})
     assert done.returncode == 2
     assert done.stderr.startswith("mlx-kv: error: cannot fetch config.json of nobody/nothing from the hub: ")

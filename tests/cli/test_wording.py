@@ -1,14 +1,10 @@
-"""Refusals name options on the command line and settings in Python; names that others use share their defaults."""
+"""Refusals name options on the command line and settings in Python."""
 
 from __future__ import annotations
 
-import argparse
-import importlib
 import re
-from pathlib import Path
 from typing import Any
 
-import click
 import mlx.nn as nn
 import pytest
 from mlx_lm.models import cache as stock
@@ -25,8 +21,6 @@ class Recurrent(nn.Module):
     def make_cache(self) -> list[Any]:
         return [stock.ArraysCache(2)]
 
-
-DOCS = Path(__file__).parent.parent.parent / "docs"
 
 # What the library says, and what stands for it on the command line; words that only look like settings stay.
 SAID = {
@@ -72,59 +66,3 @@ def test_every_option_of_a_policy_sets_something_that_exists() -> None:
     params = {param.name for param in group.commands["plan"].params if param.name in SETTINGS}
     assert params == set(SETTINGS)
     assert set(SETTINGS.values()) <= fields
-
-
-# --- names that mlx-lm has, too -----------------------------------------------------------------------------------
-
-
-def parser_of_the_server(monkeypatch: pytest.MonkeyPatch) -> argparse.ArgumentParser:
-    """It is made inside of the server's main, and nowhere else."""
-    made: list[argparse.ArgumentParser] = []
-
-    def stop(parser: argparse.ArgumentParser) -> None:
-        made.append(parser)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", stop)
-    with pytest.raises(KeyboardInterrupt):
-        importlib.import_module("mlx_lm.server").main()
-    return made[0]
-
-
-def in_words(default: Any) -> str:
-    return "none" if default in (None, (), "") else "off" if default is False else f"`{default}`"
-
-
-def our_default(option: click.Option) -> str:
-    """What click fills in, or where the library does, what the help says."""
-    if option.is_flag:
-        return "off"
-    said = re.search(r"\[default: ([\w.]+)", option.help or "")
-    value = option.default
-    return f"`{said[1]}`" if said else in_words(None if "UNSET" in repr(value) else value)
-
-
-def shared_defaults(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, str], tuple[str, str]]:
-    """Of each option that a command of ours and its counterpart in mlx-lm share: mlx-lm's default and ours."""
-    counterparts = {
-        "generate": importlib.import_module("mlx_lm.generate").setup_arg_parser(),
-        "cache": importlib.import_module("mlx_lm.cache_prompt").setup_arg_parser(),
-        "serve": parser_of_the_server(monkeypatch),
-    }
-    found = {}
-    for name, parser in counterparts.items():
-        theirs = {option: action for action in parser._actions for option in action.option_strings}
-        for param in group.commands[name].params:
-            for option in set(param.opts) & set(theirs) - {"--help", "-h"}:
-                assert isinstance(param, click.Option)
-                found[name, option] = in_words(theirs[option].default), our_default(param)
-    return found
-
-
-def test_defaults_that_differ_from_mlx_lms_are_in_the_docs(monkeypatch: pytest.MonkeyPatch) -> None:
-    table = (DOCS / "coming-from-mlx-lm.md").read_text().partition("## Options of the same name")[2]
-    rows = re.findall(r"^\| `(--[\w-]+)` \| ([\w, ]+) \| (.+?) \| (.+?) \|", table, re.M)
-    documented = {(name, option): (a, b) for option, names, a, b in rows for name in names.split(", ")}
-    shared = shared_defaults(monkeypatch)
-    assert len(shared) > 20
-    assert documented == shared

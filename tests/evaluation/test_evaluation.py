@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import subprocess
 import sys
@@ -16,23 +15,17 @@ import numpy as np
 import pytest
 from tiny_models import make_model
 
-from mlx_kv.bundled import model_path
 from mlx_kv.cache.eviction.scores import score_names
 from mlx_kv.evaluation import evaluate as evaluation
 from mlx_kv.evaluation import recall_tasks, tasks
-from mlx_kv.evaluation.attention import attention_received, attention_weights, rank_correlation, watched_attention
 from mlx_kv.evaluation.evaluate import Context, count, evaluate, right_answers
 from mlx_kv.evaluation.results import Measurement, Settings, summary
-from mlx_kv.mlxlm.convert import compact, load, make_prompt_cache
+from mlx_kv.mlxlm.convert import make_prompt_cache
+from mlx_kv.mlxlm.trimming import compact
 from mlx_kv.plots.quality import Panel, quality_against_budget
 
 SMALL = Settings(budgets=(64,), scores=("recent",), rows=4, context=256, seeds=1)
-PLACE = tasks.Place(rows=4, context=256, sinks=4, keep_recent=16)
-
-
-@pytest.fixture(scope="module")
-def recall_model() -> tuple[nn.Module, Any]:
-    return load(model_path("recall"))
+SHAPE = tasks.ContextShape(rows=4, context=256, sinks=4, keep_recent=16)
 
 
 class Letters:
@@ -56,7 +49,7 @@ def accuracy(model: nn.Module, trial: tasks.Trial, settings: Settings, score: st
 def test_what_is_asked_for_lies_in_the_context_outside_of_what_is_always_kept() -> None:
     language = tasks.RecallLanguage()
     for pairs in (1, 4, 16):
-        trial = tasks.recall(np.random.default_rng(0), language, PLACE, pairs)
+        trial = tasks.recall(np.random.default_rng(0), language, SHAPE, pairs)
         assert trial.context.shape == (4, 256)
         assert trial.questions.shape == trial.answers.shape == (4, 3 * pairs)
         assert (trial.context[:, 0] == recall_tasks.END).all()
@@ -69,8 +62,8 @@ def test_what_is_asked_for_lies_in_the_context_outside_of_what_is_always_kept() 
 
 
 def test_a_passkey_stands_at_its_depth() -> None:
-    place = tasks.Place(rows=50, context=512, sinks=4, keep_recent=16)
-    trial = tasks.passkey(np.random.default_rng(0), tasks.RecallLanguage(), place)
+    shape = tasks.ContextShape(rows=50, context=512, sinks=4, keep_recent=16)
+    trial = tasks.passkey(np.random.default_rng(0), tasks.RecallLanguage(), shape)
     starts = (trial.context == recall_tasks.SET).argmax(axis=1)
     for start, part in zip(starts, trial.parts[:, 0], strict=True):
         assert abs(start - 4 - tasks.DEPTHS[part] * (512 - 4 - 16 - 3)) <= 512 // 64 + 1
@@ -79,7 +72,7 @@ def test_a_passkey_stands_at_its_depth() -> None:
 
 
 def test_a_copy_has_an_answer_for_each_token_and_four_quarters() -> None:
-    trial = tasks.copy(np.random.default_rng(0), tasks.RecallLanguage(), PLACE)
+    trial = tasks.copy(np.random.default_rng(0), tasks.RecallLanguage(), SHAPE)
     assert trial.answers.tolist() == [list(range(33))] * 4
     assert trial.parts.tolist() == [[0] * 8 + [1] * 8 + [2] * 8 + [3] * 8] * 4
     for context, questions in zip(trial.context, trial.questions, strict=True):
@@ -93,7 +86,7 @@ def test_the_recall_vocabulary_is_recognised_and_other_tokenizers_speak_english(
     assert isinstance(tasks.find_language(recall_model[1]), tasks.RecallLanguage)
     language = tasks.find_language(reference[1])
     assert isinstance(language, tasks.TextLanguage)
-    trial = tasks.recall(np.random.default_rng(0), language, PLACE, 4)
+    trial = tasks.recall(np.random.default_rng(0), language, SHAPE, 4)
     text = reference[1].decode(trial.context[0].tolist())
     asked = reference[1].decode(trial.questions[0].tolist())
     first = asked.splitlines()[1]
@@ -103,9 +96,9 @@ def test_the_recall_vocabulary_is_recognised_and_other_tokenizers_speak_english(
 
 def test_a_context_that_is_too_short_says_so() -> None:
     with pytest.raises(ValueError, match="32 pairs of 96 tokens in all do not fit into a context of 64"):
-        tasks.recall(np.random.default_rng(0), tasks.RecallLanguage(), replace(PLACE, context=64), 32)
+        tasks.recall(np.random.default_rng(0), tasks.RecallLanguage(), replace(SHAPE, context=64), 32)
     with pytest.raises(ValueError, match="give one from 32 tokens up"):
-        tasks.copy(np.random.default_rng(0), tasks.RecallLanguage(), replace(PLACE, context=31))
+        tasks.copy(np.random.default_rng(0), tasks.RecallLanguage(), replace(SHAPE, context=31))
     with pytest.raises(ValueError, match="the text has 5 tokens, but 6 are read"):
         tasks.windows(np.random.default_rng(0), range(5), 1, 6)
 
@@ -127,14 +120,14 @@ def test_an_answer_is_right_when_all_of_its_tokens_are() -> None:
 
 
 def test_the_full_cache_recalls(recall_model: Any) -> None:
-    trial = tasks.recall(np.random.default_rng(1), tasks.RecallLanguage(), replace(PLACE, rows=16), 8)
+    trial = tasks.recall(np.random.default_rng(1), tasks.RecallLanguage(), replace(SHAPE, rows=16), 8)
     assert accuracy(recall_model[0], trial, SMALL, None, None).mean() >= 0.95
 
 
 @pytest.mark.parametrize("bits", [None, 8])
 def test_a_budget_of_the_context_is_the_full_cache_for_every_score(recall_model: Any, bits: int | None) -> None:
     model, settings = recall_model[0], replace(SMALL, bits=bits)
-    trial = tasks.recall(np.random.default_rng(2), tasks.RecallLanguage(), PLACE, 16)
+    trial = tasks.recall(np.random.default_rng(2), tasks.RecallLanguage(), SHAPE, 16)
     trial = replace(trial, questions=np.random.default_rng(3).integers(256, size=trial.questions.shape))
     logits = []
     for score in (None, *score_names()):
@@ -147,7 +140,7 @@ def test_a_budget_of_the_context_is_the_full_cache_for_every_score(recall_model:
 
 def test_what_is_written_again_is_what_was_read(recall_model: Any) -> None:
     model, policy = recall_model[0], SMALL.policy("key_norm", 64)
-    trial = tasks.recall(np.random.default_rng(2), tasks.RecallLanguage(), PLACE, 4)
+    trial = tasks.recall(np.random.default_rng(2), tasks.RecallLanguage(), SHAPE, 4)
     replayed = Context(model, trial.context, SMALL).caches(policy)
     direct = make_prompt_cache(model, policy)
     model(mx.array(trial.context), cache=direct)
@@ -160,8 +153,8 @@ def test_what_is_written_again_is_what_was_read(recall_model: Any) -> None:
 
 
 def test_recent_tokens_alone_recall_what_is_recent_and_nothing_else(recall_model: Any) -> None:
-    place = replace(PLACE, rows=20)
-    trial = tasks.passkey(np.random.default_rng(4), tasks.RecallLanguage(), place)
+    shape = replace(SHAPE, rows=20)
+    trial = tasks.passkey(np.random.default_rng(4), tasks.RecallLanguage(), shape)
     right = accuracy(recall_model[0], trial, SMALL, "recent", 64)
     assert right[trial.parts == 4].mean() == 1.0  # depth 0.95
     assert right[trial.parts < 3].mean() <= 0.2
@@ -186,64 +179,6 @@ def test_a_rolling_budget_of_everything_is_one_pass_and_a_small_one_evicts(recal
     ]
     assert rolling[:2] == pytest.approx([whole, whole], rel=1e-5)
     assert abs(rolling[2] - whole) > 1e-4
-
-
-# --- attention ----------------------------------------------------------------------------------------------------
-
-
-def test_attention_received_sums_to_the_number_of_queries(recall_model: Any) -> None:
-    trial = tasks.recall(np.random.default_rng(6), tasks.RecallLanguage(), replace(PLACE, rows=2), 4)
-    caches = make_prompt_cache(recall_model[0])
-    with watched_attention(recall_model[0], caches) as seen:
-        recall_model[0](mx.array(trial.context), cache=caches)
-    assert [weights.shape for _, weights in seen] == [(2, 256)] * 4
-    for _, weights in seen:
-        assert np.array(weights.sum(axis=1)) == pytest.approx([256, 256], rel=1e-4)
-    of_all, of_questions = attention_received(recall_model[0], trial.context, trial.questions)
-    assert of_all.shape == of_questions.shape == (4, 2, 256)
-    assert ((of_questions.sum(axis=2) <= 12) & (of_questions.sum(axis=2) > 0)).all()
-    assert (of_all.sum(axis=2) - of_questions.sum(axis=2)).ravel() == pytest.approx([256] * 8, rel=1e-4)
-
-
-def test_attention_weights_are_those_of_mlx() -> None:
-    mx.random.seed(0)
-    q, k, v = (mx.random.normal((2, heads, n, 8)) for heads, n in ((4, 3), (2, 7), (2, 7)))
-    addends = mx.random.normal((2, 1, 3, 7))
-    for mask in ("causal", None, addends > 0, addends):
-        if isinstance(mask, mx.array) and mask.dtype == mx.bool_:
-            mask = mask | (mx.arange(7) == 0)
-        weights = attention_weights(q, k, 0.3, mask)  # (2, 4, 3, 7)
-        expected = mx.fast.scaled_dot_product_attention(q, k, v, scale=0.3, mask=mask)
-        np.testing.assert_allclose(np.array(weights @ mx.repeat(v, 2, axis=1)), np.array(expected), atol=1e-5)
-
-
-def test_the_attention_of_a_model_is_put_back(recall_model: Any) -> None:
-    from mlx_lm.models import llama
-
-    own = llama.scaled_dot_product_attention
-    with contextlib.suppress(RuntimeError), watched_attention(recall_model[0], []):
-        assert llama.scaled_dot_product_attention is not own
-        raise RuntimeError
-    assert llama.scaled_dot_product_attention is own
-
-
-def test_attention_that_cannot_be_seen_is_an_error() -> None:
-    class Hidden(nn.Module):
-        pass
-
-    with pytest.raises(ValueError, match="leave out the task correlation"), watched_attention(Hidden(), []):
-        pass
-
-
-def test_rank_correlation_by_hand() -> None:
-    a = np.array([10.0, 20.0, 30.0, 40.0, 50.0])
-    assert rank_correlation(a, np.exp(a)) == pytest.approx(1)
-    assert rank_correlation(a, -a) == pytest.approx(-1)
-    # Ranks 1 3 2 5 4 against 0 .. 4: the sum of squared differences is 4, 1 - 6 * 4 / (5 * 24) = 0.8.
-    assert rank_correlation(a, np.array([0.1, 0.3, 0.2, 0.5, 0.4])) == pytest.approx(0.8)
-    # Ties share the mean of their ranks: -1.5 -.5 .5 1.5 against -1 -1 1 1, so 4 / sqrt(5 * 4).
-    assert rank_correlation(a[:4], np.array([1.0, 1.0, 2.0, 2.0])) == pytest.approx(4 / np.sqrt(20))
-    assert rank_correlation(a, np.ones(5)) == 0
 
 
 # --- the whole ----------------------------------------------------------------------------------------------------
@@ -389,7 +324,7 @@ def test_bad_input_is_one_line_and_exit_code_2(case: str, call: Any, tmp_path: P
 
 
 def test_help_has_examples_and_needs_no_mlx() -> None:
-    code = "import sys; from mlx_kv import cli; sys.argv = ['mlx-kv', 'eval', '--help']; cli.main()"
+    code = "import sys; from mlx_kv.cli.main import main; sys.argv = ['mlx-kv', 'eval', '--help']; main()"
     done = subprocess.run([sys.executable, "-X", "importtime", "-c", code], capture_output=True, text=True)
     assert "mlx-kv eval --tasks copy" in done.stdout
     assert "mlx.core" not in done.stderr

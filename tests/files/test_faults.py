@@ -24,7 +24,8 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 from mlx_kv import KVCache, PromptStore, load_prompt_cache, save_prompt_cache
-from mlx_kv.cli.batch_files import Answers, Job
+from mlx_kv.cli.batch_input import BatchRequest
+from mlx_kv.cli.batch_output import OutputFile
 
 ERRORS: tuple[Exception, ...] = (
     OSError(errno.ENOSPC, "No space left on device"),
@@ -260,9 +261,9 @@ def test_answers(what: str, faults: Faults, tmp_path: Path) -> None:
         return made
 
     def run(place: Path) -> None:
-        with Answers(place / "a.jsonl") as answers:
+        with OutputFile(place / "a.jsonl") as answers:
             if what == "append":
-                answers.append(Job(3, 3, "x", 1, "d"), {})
+                answers.append(BatchRequest(3, 3, "x", 1, "d"), {})
             else:
                 answers.drop({1})
 
@@ -272,9 +273,9 @@ def test_answers(what: str, faults: Faults, tmp_path: Path) -> None:
         assert (place / "a.jsonl.kept").read_text() == "somebody's", why
         assert lines[1] in left, why
         assert what == "drop" or left.startswith("".join(lines)), why
-        with Answers(place / "a.jsonl") as answers:
+        with OutputFile(place / "a.jsonl") as answers:
             if what == "append" and 3 in answers.done:
                 continue  # it was written before what failed
         run(place)
-        with Answers(place / "a.jsonl") as answers:
+        with OutputFile(place / "a.jsonl") as answers:
             assert answers.done.keys() == ({1, 2, 3} if what == "append" else {2}), why

@@ -14,7 +14,7 @@ from tiny_models import VOCAB, make_model
 
 from mlx_kv import CachePolicy, PromptMemory, PromptReader, PromptStore, make_prompt_cache
 from mlx_kv.prefixes.index import kept_how
-from mlx_kv.server.prompts import Prompts
+from mlx_kv.server.tiered_prefixes import TieredPrefixes
 
 TOKENS: list[int] = mx.random.randint(1, VOCAB, (200,), key=mx.random.key(0)).tolist()  # type: ignore[assignment]
 OTHERS: dict[str, tuple[dict[str, Any], CachePolicy]] = {
@@ -56,7 +56,7 @@ def test_a_reader_never_gets_what_another_model_or_policy_left(case: str, tmp_pa
 
 def test_two_scores_of_one_name_are_two_policies() -> None:
     def policy(sign: float) -> CachePolicy:
-        return CachePolicy(budget=150, score=lambda keys, values, positions: sign * mx.abs(keys).sum(axis=-1))
+        return CachePolicy(budget=150, score=lambda tokens: sign * mx.abs(tokens.keys).sum(axis=-1))
 
     first, second = policy(1.0), policy(-1.0)
     place = PromptMemory()
@@ -117,7 +117,7 @@ def test_whatever_fails_in_the_server_costs_a_prompt_its_time_and_no_more(
     store = broken if which != "memory" else PromptStore(tmp_path)
     called: list[Callable[[], None]] = []
     ended: list[str] = []
-    prompts = Prompts(memory, store, called.append, lambda: "mine")
+    prompts = TieredPrefixes(memory, store, called.append, lambda: "mine")
     caches = read(None).caches
     with caplog.at_level(logging.WARNING):
         prompts.keep(TOKENS[:199], caches)

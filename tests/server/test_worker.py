@@ -21,58 +21,58 @@ from mlx_kv.server.worker import Models, Worker
 PROMPT = [(7 * i * i + 3 * i) % 90 for i in range(700)]
 
 
-class CompletionRequest:
+class Submitted:
     """A job, and what came of it."""
 
     def __init__(self, job: Job) -> None:
-        self.job, self.ended, self.pieces = job, threading.Event(), list[OutputChunk]()
+        self.job, self.ended, self.chunks = job, threading.Event(), list[OutputChunk]()
         self.first = 0.0
 
     def wait(self) -> list[int]:
         assert self.ended.wait(20), "it never ended"
-        assert self.pieces[-1].error is None, self.pieces[-1].error
+        assert self.chunks[-1].error is None, self.chunks[-1].error
         return self.job.answer
 
 
-class Office:
+class WorkerClient:
     """A worker, and somebody to ask it."""
 
     def __init__(self, worker: Worker) -> None:
-        self.worker, self.asked = worker, dict[int, CompletionRequest]()
+        self.worker, self.submitted = worker, dict[int, Submitted]()
         worker.deliver = self.deliver
 
-    def deliver(self, pieces: list[OutputChunk]) -> None:
-        for piece in pieces:
-            asked = self.asked[piece.job.number]
-            asked.pieces.append(piece)
+    def deliver(self, chunks: list[OutputChunk]) -> None:
+        for chunk in chunks:
+            asked = self.submitted[chunk.job.number]
+            asked.chunks.append(chunk)
             asked.first = asked.first or time.monotonic()
-            if piece.finish_reason is not None:
+            if chunk.finish_reason is not None:
                 asked.ended.set()
 
-    def ask(self, tokens: list[int], max_tokens: int = 8) -> CompletionRequest:
+    def ask(self, tokens: list[int], max_tokens: int = 8) -> Submitted:
         job = Job(list(tokens), max_tokens)
-        self.asked[job.number] = CompletionRequest(job)
+        self.submitted[job.number] = Submitted(job)
         self.worker.submit(job)
-        return self.asked[job.number]
+        return self.submitted[job.number]
 
 
 @contextlib.contextmanager
-def office(
+def worker_at_work(
     reference: Any,
     family: str,
     policy: CachePolicy | None = None,
     prompt_memory_bytes: int = 2**28,
     draft: bool = False,
     **options: Any,
-) -> Iterator[Office]:
+) -> Iterator[WorkerClient]:
     def models() -> Models:
         model = make_model(family, max_position_embeddings=8192)
         return Models(model, reference[1], model if draft else None)  # a draft that is always right
 
-    worker = Worker(models, lambda pieces: None, Metrics(), policy, prompt_memory_bytes=prompt_memory_bytes, **options)
+    worker = Worker(models, lambda chunks: None, Metrics(), policy, prompt_memory_bytes=prompt_memory_bytes, **options)
     worker.start()
     try:
-        yield Office(worker)
+        yield WorkerClient(worker)
     finally:
         worker.stop()
 
@@ -83,15 +83,15 @@ def test_prompts_of_other_families_are_found_again(family: str, where: str, refe
     """Recurrent state serves exactly what it has read; windows and sinks go back as far as they can."""
     store = {"prompt_memory_bytes": 0, "open_store": lambda models: PromptStore(tmp_path)} if where == "store" else {}
     with (
-        office(reference, family, prefill_step_size=64, **store) as kept,
-        office(reference, family, prompt_memory_bytes=0, prefill_step_size=64) as anew,
+        worker_at_work(reference, family, prefill_step_size=64, **store) as kept,
+        worker_at_work(reference, family, prompt_memory_bytes=0, prefill_step_size=64) as anew,
     ):
         first = kept.ask(PROMPT)
         first.wait()
         for tokens in (PROMPT, [*PROMPT[:650], 1, 2, 3, 4, 5], [*first.job.known, 5, 6]):
-            if kept.worker._prompts.store is not None:
+            if kept.worker._prefixes.store is not None:
                 time.sleep(0.2)
-                kept.worker._prompts._disk.submit(kept.worker._prompts.store.refresh).result()
+                kept.worker._prefixes._disk.submit(kept.worker._prefixes.store.refresh).result()
             asked = kept.ask(tokens)
             assert asked.wait() == anew.ask(tokens).wait()
             assert asked.job.cached >= 576  # the chunk before 640 at the least
@@ -99,7 +99,7 @@ def test_prompts_of_other_families_are_found_again(family: str, where: str, refe
 
 
 def test_who_waited_for_a_prompt_goes_on_when_that_ends_with_its_first_token(reference: Any) -> None:
-    with office(reference, "llama") as one:
+    with worker_at_work(reference, "llama") as one:
         one.ask(PROMPT[::-1], 2).wait()
         first, second = one.ask(PROMPT[:600], 1), one.ask([*PROMPT[:600], 3, 4], 1)
         second.wait()
@@ -108,7 +108,10 @@ def test_who_waited_for_a_prompt_goes_on_when_that_ends_with_its_first_token(ref
 
 
 def test_what_a_draft_had_right_beyond_the_end_is_not_kept(reference: Any) -> None:
-    with office(reference, "llama", draft=True) as one, office(reference, "llama", prompt_memory_bytes=0) as alone:
+    with (
+        worker_at_work(reference, "llama", draft=True) as one,
+        worker_at_work(reference, "llama", prompt_memory_bytes=0) as alone,
+    ):
         for tokens in (1, 2, 3, 4, 5):
             prompt = PROMPT[tokens : 200 + tokens]
             other = one.ask(PROMPT[::-1], 100)  # as long as it has tokens to come, rounds are long
@@ -134,10 +137,10 @@ def test_an_entry_that_cannot_be_made_costs_only_time(
         store.refresh()
         return store
 
-    with office(reference, "llama", open_store=open_store) as one:
+    with worker_at_work(reference, "llama", open_store=open_store) as one:
         wanted = one.ask(PROMPT).wait()
-    with office(reference, "llama", open_store=open_store) as one:
-        assert one.worker._prompts.on_disk(PROMPT)
+    with worker_at_work(reference, "llama", open_store=open_store) as one:
+        assert one.worker._prefixes.on_disk(PROMPT)
         asked = one.ask(PROMPT)
         assert asked.wait() == wanted
         assert asked.job.cached == 0
@@ -153,21 +156,21 @@ def test_what_waits_for_the_disk_is_counted_by_one_thread(reference: Any, tmp_pa
             self.written = [*self.written, threading.current_thread().name]
             return super().write(new)
 
-    with office(reference, "llama", open_store=lambda models: Counted(tmp_path)) as one:
+    with worker_at_work(reference, "llama", open_store=lambda models: Counted(tmp_path)) as one:
         for start in range(12):
             one.ask(PROMPT[start : start + 100]).wait()
-        store: Any = one.worker._prompts.store
+        store: Any = one.worker._prefixes.store
         deadline = time.monotonic() + 10
-        while (one.worker._prompts._pending or len(store.written) < 12) and time.monotonic() < deadline:
+        while (one.worker._prefixes._pending or len(store.written) < 12) and time.monotonic() < deadline:
             time.sleep(0.02)
-        assert one.worker._prompts._pending == 0
+        assert one.worker._prefixes._pending == 0
         assert len(store.written) == 12
         assert all(name.startswith("mlx-kv disk") for name in store.written)
 
 
 def test_a_short_prompt_does_not_wait_for_a_long_one(reference: Any) -> None:
     policy = CachePolicy(max_kv_size=100, max_write=64)
-    with office(reference, "llama", policy) as one:
+    with worker_at_work(reference, "llama", policy) as one:
         long, short = one.ask(PROMPT * 5, 1), one.ask(PROMPT[::-1][:90], 1)
         long.wait()
         short.wait()
@@ -176,12 +179,12 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(reference: Any) -> None:
 
 @pytest.mark.parametrize("policy", [CachePolicy(), CachePolicy(max_kv_size=100, max_write=64)], ids=["full", "window"])
 def test_prompts_wait_for_what_they_share_only_where_it_is_much(policy: CachePolicy, reference: Any) -> None:
-    with office(reference, "llama", policy) as one:
+    with worker_at_work(reference, "llama", policy) as one:
         first, second = one.ask([*PROMPT, 1, 2], 4), one.ask([*PROMPT, 3, 4], 4)
         assert first.wait()
         assert second.wait()
         assert second.job.cached >= 640
-    with office(reference, "llama", policy) as one:  # 300 tokens are not worth waiting for 6,000
+    with worker_at_work(reference, "llama", policy) as one:  # 300 tokens are not worth waiting for 6,000
         long, short = one.ask([*PROMPT[:300], *PROMPT[::-1] * 8], 1), one.ask([*PROMPT[:300], 5], 1)
         long.wait()
         short.wait()
@@ -194,7 +197,7 @@ def test_jobs_that_come_and_go_at_any_time(
     policy: CachePolicy, prompt_memory_bytes: int, reference: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prompts that share parts of any length, two in five cancelled, a store too small: the others are right."""
-    monkeypatch.setattr("mlx_kv.server.prompts.REFRESH_EVERY", 0.05)
+    monkeypatch.setattr("mlx_kv.server.tiered_prefixes.REFRESH_EVERY", 0.05)
     chance = random.Random(0)
     bases = [[chance.randrange(90) for _ in range(900)] for _ in range(3)]
 
@@ -202,8 +205,8 @@ def test_jobs_that_come_and_go_at_any_time(
         return PromptStore(tmp_path, max_bytes=3_000_000)
 
     with (
-        office(reference, "llama", policy, prompt_memory_bytes, open_store=open_store, max_batch_size=4) as one,
-        office(reference, "llama", policy, 0, max_batch_size=1) as alone,
+        worker_at_work(reference, "llama", policy, prompt_memory_bytes, open_store=open_store, max_batch_size=4) as one,
+        worker_at_work(reference, "llama", policy, 0, max_batch_size=1) as alone,
     ):
         left = []
         for _ in range(80):
@@ -223,6 +226,6 @@ def test_jobs_that_come_and_go_at_any_time(
         assert sum(asked.job.cached for asked in left) > 1000
         worker = one.worker
         assert not worker._active
-        assert not worker._reading._jobs
-        assert not worker._reading._readers
+        assert not worker._prefill._jobs
+        assert not worker._prefill._readers
         assert worker._metrics.total("engine_failures") == 0

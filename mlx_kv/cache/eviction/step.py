@@ -40,10 +40,7 @@ class CompactionStep:
 
     def is_of(self, view: CacheView) -> bool:
         """Whether a cache stands as it did, and holds its tokens where it did."""
-        buffers = view.buffers or ()
-        return view.rows == self.view.rows and all(
-            one is other for one, other in zip(buffers, self.buffers, strict=True)
-        )
+        return view.rows == self.view.rows and [*map(id, view.buffers or ())] == [*map(id, self.buffers)]
 
     def own_moves(self, index: int) -> Moves:
         """What moves in one row if this layer decides alone, (H', m).

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-class Stops:
+class StopStrings:
     """Passes a text on, piece by piece, up to the first stop string.
 
     The stop string that ends first counts, of several that end there the longest: so it does not matter how the text

@@ -1,13 +1,17 @@
-"""By which names a server may be reached, and from pages of which sites.
+"""Who may use the server: by which names it is reached, from pages of which sites, with which keys.
 
 A page of any site can have a browser send requests to this machine: under a name of its own that it has point here
 (DNS rebinding), or, where no answer is needed, straight away. So the Host header must be a name of this server, and an
 Origin that of its own page or of a site that was let in. Programs send no Origin. Decides that; Starlette answers
-preflights (CORS). Knows nothing about keys or routes.
+preflights (CORS). A key, where any is asked for, is compared in a time that tells nothing. Knows nothing about routes.
+
+Starlette's TrustedHostMiddleware knows fixed names alone: not "any address" for a server that listens on all of them,
+no origins, and its refusal is a line of text with status 400, no error object.
 """
 
 from __future__ import annotations
 
+import hmac
 import ipaddress
 import socket
 from collections.abc import Awaitable, Callable, Sequence
@@ -20,7 +24,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from mlx_kv.server.requests import ApiError
+from mlx_kv.server.errors import ApiError
 
 ANY = "*"
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -40,8 +44,8 @@ def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
         return None
 
 
-class Doors:
-    """Who may come in.
+class AccessRules:
+    """By which names, and from pages of which sites, requests may come.
 
     Args:
         host: where the server listens. Its name is let in, and where it is all addresses of this machine (0.0.0.0 or
@@ -69,7 +73,7 @@ class Doors:
         self._origins = [origin.lower() for origin in origins]
 
     @property
-    def in_words(self) -> str:
+    def allowed_names(self) -> str:
         """Which names are let in."""
         if ANY in self._hosts:
             return "any name"
@@ -81,7 +85,7 @@ class Doors:
         Args:
             refused: makes the answer for those who may not come in.
         """
-        made = [Middleware(Doorkeeper, doors=self, refused=refused)]
+        made = [Middleware(AccessMiddleware, rules=self, refused=refused)]
         if self._origins:
             made.append(
                 Middleware(
@@ -97,7 +101,7 @@ class Doors:
         if not self._has(name):
             raise ApiError(
                 403, f"{host[:200]!r} is no name of this server: start it with --allowed-hosts NAME, or come by one of "
-                f"these: {self.in_words}", None, "host_not_allowed",
+                f"these: {self.allowed_names}", None, "host_not_allowed",
             )  # fmt: skip
         own = origin is not None and _netloc(origin) == host.lower()
         if origin is not None and not own and not {ANY, origin.lower()} & set(self._origins):
@@ -128,18 +132,37 @@ def _netloc(origin: str) -> str:
         return ""
 
 
-class Doorkeeper:
-    """Lets requests in that `doors` lets in; others get an error object."""
+class AccessMiddleware:
+    """Lets requests in that the rules let in; others get an error object."""
 
-    def __init__(self, app: ASGIApp, doors: Doors, refused: Refused) -> None:
-        self._app, self._doors, self._refused = app, doors, refused
+    def __init__(self, app: ASGIApp, rules: AccessRules, refused: Refused) -> None:
+        self._app, self._rules, self._refused = app, rules, refused
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             try:
-                self._doors.check(Headers(scope=scope))
+                self._rules.check(Headers(scope=scope))
             except ApiError as error:
                 answer = await self._refused(Request(scope), error)
                 await answer(scope, receive, send)
                 return
         await self._app(scope, receive, send)
+
+
+class ApiKeys:
+    """The keys of which a client must send one; where there are none, all are let in."""
+
+    def __init__(self, keys: Sequence[str]) -> None:
+        self._keys = [key.encode() for key in keys]
+
+    def check(self, headers: Headers) -> None:
+        """Raises ApiError, 401, for a request without a valid key."""
+        if not self._keys:
+            return
+        kind, _, given = headers.get("authorization", "").partition(" ")
+        found = [hmac.compare_digest(given.strip().encode("latin-1"), key) for key in self._keys]
+        if kind.lower() != "bearer" or not any(found):
+            raise ApiError(
+                401, "no valid API key: send one as Authorization: Bearer KEY", None, "invalid_api_key",
+                {"WWW-Authenticate": "Bearer"},
+            )  # fmt: skip

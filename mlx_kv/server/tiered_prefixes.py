@@ -19,7 +19,7 @@ from mlx_kv.prefixes.entry_files import PackedEntry
 from mlx_kv.prefixes.index import LEAST_SHARED
 from mlx_kv.prefixes.memory import PromptMemory
 from mlx_kv.prefixes.store import PromptStore, StoredPrompt
-from mlx_kv.server.clerk import Clerk
+from mlx_kv.server.task_thread import TaskThread
 
 MOST_PENDING = 256 * 2**20  # bytes that wait for the disk; what comes on top is not stored
 REFRESH_EVERY = 1.0  # seconds after which entries of other processes are looked for
@@ -28,7 +28,7 @@ T = TypeVar("T")
 log = logging.getLogger("mlx_kv.server")
 
 
-class Prompts:
+class TieredPrefixes:
     """A `Prefixes` for one thread.
 
     Args:
@@ -50,7 +50,7 @@ class Prompts:
             if store.other_versions:
                 log.warning("the prompt store has %d entries of other versions: left alone", store.other_versions)
         self.memory, self.store, self._call = memory, store, call
-        self._disk = Clerk("mlx-kv disk")
+        self._disk = TaskThread("mlx-kv disk")
         self._pending = 0  # bytes
         self._refreshed, self._refreshing = -REFRESH_EVERY, False
         self._late = False  # the disk owes an answer that nobody waits for any longer

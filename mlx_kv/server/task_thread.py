@@ -19,11 +19,11 @@ IDLE = 10.0  # seconds after which a thread that has nothing to do ends; the nex
 log = logging.getLogger("mlx_kv.server")
 
 
-class ClerkError(RuntimeError):
+class TaskThreadError(RuntimeError):
     """Nobody is there to do a thing."""
 
 
-class Clerk:
+class TaskThread:
     """Like an executor of one thread, but for one that has died: `concurrent.futures` would wait for it for ever.
 
     Args:
@@ -38,18 +38,18 @@ class Clerk:
         self._closed = False
 
     def submit(self, what: Callable[[], T]) -> Future[T]:
-        """What `what` returns or raises, or a ClerkError if the thread dies, or has been closed."""
+        """What `what` returns or raises, or a TaskThreadError if the thread dies, or has been closed."""
         future: Future[T] = Future()
         with self._news:
             if self._closed:
-                future.set_exception(ClerkError(f"the thread {self._name!r} has been closed"))
+                future.set_exception(TaskThreadError(f"the thread {self._name!r} has been closed"))
                 return future
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 try:
                     thread.start()
                 except RuntimeError as error:  # no more threads can be had
-                    future.set_exception(ClerkError(f"the thread {self._name!r} cannot be started: {error}"))
+                    future.set_exception(TaskThreadError(f"the thread {self._name!r} cannot be started: {error}"))
                     return future
                 self._thread = thread
             self._tasks.append((future, what))
@@ -73,7 +73,7 @@ class Clerk:
                 left, self._tasks, self._thread = self._tasks, deque(), None
             for future, _ in left:
                 with contextlib.suppress(InvalidStateError):  # it is done, or whoever waited has gone
-                    future.set_exception(ClerkError(f"the thread {self._name!r} has died"))
+                    future.set_exception(TaskThreadError(f"the thread {self._name!r} has died"))
 
     def _work(self) -> None:
         while True:

@@ -19,11 +19,11 @@ from mlx_kv.generation.statistics import cache_statistics
 from mlx_kv.mlxlm.convert import attention_caches
 
 FINENESS = 1000  # runs of positions are told apart down to this fraction of a row
-Ranges = list[tuple[int, int]]  # [first, last)
+PositionRanges = list[tuple[int, int]]  # [first, last)
 
 
 @dataclass(frozen=True)
-class Kept:
+class RowOccupancy:
     """One row in the layers of one rule.
 
     Attributes:
@@ -40,7 +40,7 @@ class Kept:
     offset: int
     live: int
     capacity: int
-    kept: Ranges | None
+    kept: PositionRanges | None
 
     @property
     def evicted(self) -> int:
@@ -49,16 +49,16 @@ class Kept:
 
 
 @dataclass(frozen=True)
-class Memory:
+class BatchOccupancy:
     """All rows that decode, in the order of the batch, and the bytes that they take together."""
 
-    rows: tuple[tuple[Kept, ...], ...] = ()
+    rows: tuple[tuple[RowOccupancy, ...], ...] = ()
     bytes_live: int = 0
     bytes_allocated: int = 0
     bytes_full: int = 0
 
 
-def look(caches: Sequence[Any], positions: bool) -> Memory:
+def occupancy_of(caches: Sequence[Any], positions: bool) -> BatchOccupancy:
     """What the caches of one batch hold.
 
     Args:
@@ -71,22 +71,24 @@ def look(caches: Sequence[Any], positions: bool) -> Memory:
         rules.setdefault(cache.layout.parameters, []).append(cache)
     columns = [_rule(same, positions) for same in rules.values()]
     rows = tuple(zip(*columns, strict=True)) if columns else ()
-    return Memory(rows, held.bytes_live, held.bytes_allocated, held.bytes_full)
+    return BatchOccupancy(rows, held.bytes_live, held.bytes_allocated, held.bytes_full)
 
 
-def evicted(caches: Iterable[Any]) -> list[int]:
+def tokens_evicted(caches: Iterable[Any]) -> list[int]:
     """Tokens that a budget has evicted of each row, by the busiest layer."""
     counts = [
-        [max(0, -row.start) for row in cache._rows] for cache in attention_caches(caches) if cache.evictor is not None
+        [max(0, -row.start) for row in cache.view.rows]
+        for cache in attention_caches(caches)
+        if cache.evictor is not None
     ]
     return [max(layers) for layers in zip(*counts, strict=True)]
 
 
-def _rule(caches: Sequence[KVCache], positions: bool) -> list[Kept]:
+def _rule(caches: Sequence[KVCache], positions: bool) -> list[RowOccupancy]:
     first = caches[0]
-    rule, layers = in_words(first.layout), len(caches)
+    rule, layers = layout_name(first.layout), len(caches)
     return [
-        Kept(
+        RowOccupancy(
             rule,
             layers,
             max(0, row.offset),
@@ -94,20 +96,20 @@ def _rule(caches: Sequence[KVCache], positions: bool) -> list[Kept]:
             first.capacity,
             _kept(first, row, index) if positions else None,
         )
-        for index, row in enumerate(first._rows)
+        for index, row in enumerate(first.view.rows)
     ]
 
 
-def _kept(cache: KVCache, row: Row, index: int) -> Ranges:
+def _kept(cache: KVCache, row: Row, index: int) -> PositionRanges:
     offset, live = max(0, row.offset), max(0, cache.layout.held(row))
     if cache.evictor is not None and row.start < 0:
         places = np.sort(np.array(cache.evictor.live_positions(row, index)[0]))
-        return runs(places, offset // FINENESS)
+        return position_ranges(places, offset // FINENESS)
     sinks = min(cache.layout.sinks, live)  # a ring: its first tokens, and its newest
     return [(0, offset)] if live == offset else [(0, sinks), (offset - live + sinks, offset)][sinks == 0 :]
 
 
-def runs(positions: Any, gap: int = 0) -> Ranges:
+def position_ranges(positions: Any, gap: int = 0) -> PositionRanges:
     """Rising positions as ranges [first, last); those that are at most `gap` positions apart are one."""
     if len(positions) == 0:
         return []
@@ -116,7 +118,7 @@ def runs(positions: Any, gap: int = 0) -> Ranges:
     return [(int(positions[a]), int(positions[b]) + 1) for a, b in zip(firsts, lasts, strict=True)]
 
 
-def in_words(layout: Layout) -> str:
+def layout_name(layout: Layout) -> str:
     """What a layout keeps."""
     name, *numbers = layout.parameters
     if name == "append":

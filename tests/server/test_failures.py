@@ -1,30 +1,23 @@
-"""How requests end when something of the server ends: its worker, its other threads, or all of it by a signal."""
+"""How requests end when something of the server ends: its worker, its other threads; or takes nothing."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import ctypes
-import json
-import signal
-import socket
-import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
-from test_server import ENDS, LONG, Running, Troubled, cached, check_error, command, running
+from serving import ENDS, LONG, SERVE, Running, Troubled, cached, check_error, command, deaf, running
 
 from mlx_kv.server.api import Limits
-from mlx_kv.server.clerk import Clerk, ClerkError
-from mlx_kv.server.run import Ending
+from mlx_kv.server.task_thread import TaskThread, TaskThreadError
 
 
 def kill(thread: threading.Thread | None) -> None:
@@ -92,7 +85,7 @@ def test_whatever_the_worker_dies_of_every_request_ends(
         with held(server):
             asked.append(pool.submit(server.post, **body))
             asked.append(pool.submit(server.post, **body, stream=True))
-            server.wait_until(lambda: len(server.api.desk.jobs) == 4)
+            server.wait_until(lambda: len(server.api.admission.jobs) == 4)
             death(server, monkeypatch)
         answers = [each.result(20) for each in asked]
         streamed = [answers[0].text, answers[3].text]
@@ -102,14 +95,14 @@ def test_whatever_the_worker_dies_of_every_request_ends(
         assert told.startswith("the server ends: its worker died of ")
         assert told in streamed[1]
         assert ("no memory left" in told) == (death in (no_engine, no_delivery))
-        server.wait_until(lambda: server.api.desk.admitted == 0 and not server.api.desk.jobs)
+        server.wait_until(lambda: server.api.admission.admitted == 0 and not server.api.admission.jobs)
 
 
 def test_later_requests_hear_why_there_is_no_worker() -> None:
     with running() as server:
         kill(server.worker._thread)
         server.worker.cancel(server.worker.snapshot)  # type: ignore[arg-type]  # which wakes it
-        server.wait_until(lambda: server.api.desk._closing is not None)
+        server.wait_until(lambda: server.api.admission._closing is not None)
 
         async def ask() -> list[httpx.Response]:
             transport = httpx.ASGITransport(app=server.api.app)
@@ -141,9 +134,8 @@ def test_an_engine_that_can_be_made_at_the_second_try_is_used(monkeypatch: pytes
         assert len(tries) == 2
 
 
-SERVE = "import sys; from mlx_kv import cli; sys.argv[1:] = ['serve', '--port', '0']; "
 DIES = SERVE + (
-    "from mlx_kv.server import worker; worker.Worker._told = lambda self, tokens: sys.exit('gone'); cli.main()"
+    "from mlx_kv.server import worker; worker.Worker._deliver = lambda self, tokens: sys.exit('gone'); main()"
 )
 
 
@@ -162,19 +154,19 @@ def test_the_command_ends_with_its_worker() -> None:
 
 
 def test_a_clerk_does_one_thing_after_the_other() -> None:
-    clerk, done = Clerk("clerk"), list[int]()
+    clerk, done = TaskThread("clerk"), list[int]()
     futures = [clerk.submit(lambda n=n: done.append(n) or n) for n in range(50)]  # type: ignore[misc]
     assert [future.result(20) for future in futures] == done == list(range(50))
     assert isinstance(clerk.submit(broken).exception(20), RuntimeError)
     assert clerk.submit(lambda: 7).result(20) == 7
     clerk.close()
-    with pytest.raises(ClerkError, match="closed"):
+    with pytest.raises(TaskThreadError, match="closed"):
         clerk.submit(lambda: 7).result(20)
 
 
 @pytest.mark.parametrize("busy", [True, False])
 def test_who_waits_for_a_clerk_that_dies_is_told(busy: bool) -> None:
-    clerk, holds, go_on = Clerk("clerk"), threading.Event(), threading.Event()
+    clerk, holds, go_on = TaskThread("clerk"), threading.Event(), threading.Event()
     assert clerk.submit(lambda: 7).result(20) == 7
     first = None
     if busy:
@@ -184,7 +176,7 @@ def test_who_waits_for_a_clerk_that_dies_is_told(busy: bool) -> None:
     waiting = clerk.submit(lambda: 7)
     go_on.set()
     for future in filter(None, (first, waiting)):
-        with pytest.raises(ClerkError, match="'clerk' has died"):
+        with pytest.raises(TaskThreadError, match="'clerk' has died"):
             future.result(20)
     assert clerk.submit(lambda: 8).result(20) == 8
     clerk.close()
@@ -204,7 +196,7 @@ def test_a_tokenizer_that_dies_ends_its_requests_only(monkeypatch: pytest.Monkey
 def test_a_disk_that_never_answers_costs_only_time(
     trouble: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mlx_kv.server.prompts.PATIENCE", 0.3 if trouble == "hangs" else 1000.0)
+    monkeypatch.setattr("mlx_kv.server.tiered_prefixes.PATIENCE", 0.3 if trouble == "hangs" else 1000.0)
     stores: list[Troubled] = []
 
     def open_store(models: Any) -> Troubled:
@@ -217,16 +209,16 @@ def test_a_disk_that_never_answers_costs_only_time(
         server.wait_until_empty()
     with running(open_store=open_store) as server, ThreadPoolExecutor(1) as pool:
         slow = pool.submit(server.post, prompt=LONG + ENDS[0], max_tokens=20)
-        server.wait_until(lambda: bool(server.worker._active) and server.worker._reading._fetching is not None)
+        server.wait_until(lambda: bool(server.worker._active) and server.worker._prefill._fetching is not None)
         if trouble == "dies":
-            kill(server.worker._prompts._disk._thread)
+            kill(server.worker._prefixes._disk._thread)
             stores[-1].go_on.set()
         answer = slow.result(20).json()
         assert answer["choices"][0]["text"] == wanted
         assert cached(answer) == 0
         stores[-1].go_on.set()
         again = server.post(prompt=LONG + ENDS[1], max_tokens=5).json()  # and the disk is asked again
-        server.wait_until(lambda: not server.worker._prompts._late)
+        server.wait_until(lambda: not server.worker._prefixes._late)
         again = server.post(prompt=LONG + ENDS[2], max_tokens=5).json()
         assert cached(again) > 1000
 
@@ -234,121 +226,11 @@ def test_a_disk_that_never_answers_costs_only_time(
 # --- clients that take nothing ----------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def deaf(url: str, max_tokens: int = 1_000_000) -> Iterator[socket.socket]:
-    """A client that asks for a long stream, and takes nothing of it."""
-    raw = socket.socket()
-    raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-    raw.connect(("127.0.0.1", int(url.rsplit(":", 1)[1])))
-    body = json.dumps({"prompt": "import os", "max_tokens": max_tokens, "stream": True}).encode()
-    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    raw.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-    with raw:
-        yield raw
-
-
 def test_a_client_that_takes_nothing_loses_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """With events so large that no buffer takes many of them."""
-    monkeypatch.setattr("mlx_kv.server.answers.STALLED", 0.2)
-    monkeypatch.setattr("mlx_kv.server.answers.event", lambda data: b": " + b"x" * 500_000 + b"\n\n")
+    monkeypatch.setattr("mlx_kv.server.responses.STALLED", 0.2)
+    monkeypatch.setattr("mlx_kv.server.responses.event", lambda data: b": " + b"x" * 500_000 + b"\n\n")
     with running(max_batch_size=1, limits=Limits(queue=0)) as server, deaf(server.url):
-        server.wait_until(lambda: server.api.desk.admitted == 1)
+        server.wait_until(lambda: server.api.admission.admitted == 1)
         server.wait_until_empty()
         assert server.complete("import", 3)
-
-
-# --- signals ----------------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def streaming(url: str, max_tokens: int) -> Iterator[Iterator[str]]:
-    """The lines that still come of a streamed answer, after the first."""
-    body = {"prompt": "import", "max_tokens": max_tokens, "stream": True}
-    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as answer:
-        lines = answer.iter_lines()
-        next(lines)
-        yield filter(None, lines)
-
-
-def interrupted(process: subprocess.Popen[str]) -> str:
-    """What is said after Ctrl-C."""
-    assert process.stderr is not None
-    process.send_signal(signal.SIGINT)
-    return process.stderr.readline()
-
-
-def test_ctrl_c_lets_requests_finish() -> None:
-    with command() as (process, url):
-        with streaming(url, 300) as lines:
-            said = interrupted(process)
-            rest = list(lines)
-        assert said == (
-            "mlx-kv: stopping: 1 request to be finished within 30 s; another Ctrl-C (SIGINT) ends at once\n"
-        )
-        assert rest[-1] == "data: [DONE]"
-        assert '"finish_reason": "length"' in rest[-2]
-        assert process.wait(20) == 130
-        assert process.stderr is not None
-        assert process.stderr.read() == ""
-
-
-@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_after_a_signal_ends_at_once(first: signal.Signals) -> None:
-    """Every stream ends with an error and properly, also beside a client that takes nothing; two lines are said."""
-    with command("--drain-seconds", "1000") as (process, url):
-        assert process.stderr is not None
-        with streaming(url, 100_000) as lines, streaming(url, 100_000) as more, deaf(url):
-            waited = time.monotonic() + 20
-            while httpx.get(f"{url}/memory").json()["in_flight"] < 3:
-                assert time.monotonic() < waited
-            process.send_signal(first)
-            assert process.stderr.readline().startswith("mlx-kv: stopping: 3 requests to be finished within 1000 s;")
-            process.send_signal(signal.SIGTERM)  # which changes nothing
-            next(lines)
-            assert interrupted(process) == "mlx-kv: stopping at once: 3 requests to be ended with an error\n"
-            for rest in (list(lines), list(more)):
-                assert "the server is shutting down" in rest[-2]
-                assert rest[-1] == "data: [DONE]"
-            assert process.wait(20) == 130
-        assert process.stderr.read() == ""
-
-
-LOADS = SERVE + (
-    "from mlx_kv import adapter; import time; "
-    "adapter.load = lambda path: print('loading', file=sys.stderr, flush=True) or time.sleep(60); cli.main()"
-)
-
-
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
-def test_a_signal_while_the_model_loads_is_one_line(number: signal.Signals, code: int) -> None:
-    process = subprocess.Popen([sys.executable, "-c", LOADS], stderr=subprocess.PIPE, text=True)
-    try:
-        assert process.stderr is not None
-        assert process.stderr.readline() == "loading\n"
-        process.send_signal(number)
-        assert process.wait(20) == code
-        assert process.stderr.read() == "mlx-kv: stopped\n"
-    finally:
-        process.kill()
-        process.communicate()
-
-
-def test_a_terminal_that_is_gone_keeps_no_signal_from_what_it_asks_for() -> None:
-    def gone(line: str) -> None:
-        raise BrokenPipeError
-
-    hurried: list[bool] = []
-    server: Any = SimpleNamespace(
-        api=SimpleNamespace(desk=SimpleNamespace(admitted=1)), should_exit=False, hurry=lambda: hurried.append(True)
-    )
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        ending = Ending(gone, 1.0)
-        ending.belongs_to(server)
-        signal.raise_signal(signal.SIGTERM)
-        assert server.should_exit
-        signal.raise_signal(signal.SIGINT)
-        assert hurried == [True]
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

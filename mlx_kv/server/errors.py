@@ -1,0 +1,35 @@
+"""Errors that clients get: OpenAI's error objects, with their HTTP status.
+
+Decides their form, and which type of error a status is. Knows nothing about what went wrong.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class ApiError(Exception):
+    """An answer that is an OpenAI-style error object."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.code, self.headers = status, code, headers or {}
+        # They may quote what a client sent, of which not everything is Unicode that can be sent back.
+        self.message, self.param = _sendable(message), None if param is None else _sendable(param)
+
+    @property
+    def body(self) -> dict[str, Any]:
+        kinds = {401: "authentication_error", 429: "rate_limit_error"}
+        kind = kinds.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def _sendable(text: str) -> str:
+    return text.encode("utf-8", "replace").decode()

@@ -1,0 +1,84 @@
+"""What the worker lets others see: a snapshot of memory now and then, tokens per second, and how many were evicted.
+
+Decides how often the caches are looked at, and over which time a rate is told. Knows nothing about which rows there
+should be. All but `watch` is called in the thread that owns the caches.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_kv.server.job import Job, Snapshot
+from mlx_kv.server.metrics import Metrics
+from mlx_kv.server.occupancy import BatchOccupancy, occupancy_of, tokens_evicted
+
+UPDATE_EVERY = 0.25  # seconds between two snapshots
+WATCHED_FOR = 3.0  # seconds for which a page that asked counts as watching
+RATE_OVER = 10.0  # seconds over which tokens per second are told
+
+
+class Monitor:
+    """Counts, and keeps the newest snapshot.
+
+    Args:
+        evicts: whether caches have a budget; else there is nothing to count.
+    """
+
+    def __init__(self, metrics: Metrics, evicts: bool) -> None:
+        self._metrics, self._evicts = metrics, evicts
+        self._updated, self._watched = 0.0, -WATCHED_FOR
+        self._generated: deque[tuple[float, int]] = deque()  # when, and how many tokens
+        self.snapshot = Snapshot()
+
+    def watch(self) -> Snapshot:
+        """What is in memory. For some seconds from now, positions of rows are looked at, too."""
+        self._watched = time.monotonic()
+        return self.snapshot
+
+    @property
+    def rate_falls(self) -> bool:
+        """Whether nothing but time makes tokens per second go back to 0: that must be told, too."""
+        return bool(self._generated)
+
+    def count_generated(self, tokens: int) -> None:
+        self._metrics.generated_tokens.inc(tokens)
+        self._generated.append((time.monotonic(), tokens))
+
+    def count_evicted(self, jobs: Iterable[Job], caches: Sequence[Any] | None) -> None:
+        """Counts what budgets have evicted of these jobs, the rows of caches, since they were last counted."""
+        if not self._evicts or caches is None:
+            return
+        for job, tokens in zip(jobs, tokens_evicted(caches), strict=False):
+            self._metrics.evicted.inc(max(0, tokens - job.evicted))
+            job.evicted = max(tokens, job.evicted)
+
+    def expire(self) -> None:
+        """What is shown is no longer so: the next update is due."""
+        self._updated = 0.0
+
+    def due(self, idle: bool) -> bool:
+        """Whether it is time for a snapshot; it is, at once, when the last row has ended."""
+        return time.monotonic() - self._updated >= UPDATE_EVERY or (idle and bool(self.snapshot.decoding))
+
+    def update(self, decoding: Sequence[Job], caches: Sequence[Any], prompt_memory: int) -> None:
+        """Makes a snapshot.
+
+        Args:
+            decoding: the jobs that are rows of the caches, in their order.
+            caches: of the batch, one for each layer; none where nothing decodes or waits.
+            prompt_memory: bytes of prompts that are kept.
+        """
+        self._updated = now = time.monotonic()
+        while self._generated and now - self._generated[0][0] > RATE_OVER:
+            self._generated.popleft()
+        rate = 0.0
+        if self._generated:
+            rate = sum(tokens for _, tokens in self._generated) / max(1.0, now - self._generated[0][0])
+        occupancy = occupancy_of(caches, now - self._watched < WATCHED_FOR) if caches else BatchOccupancy()
+        generated = tuple(len(job.answer) for job in decoding)
+        self.snapshot = Snapshot(occupancy, tuple(decoding), generated, rate, mx.get_active_memory(), prompt_memory)

@@ -1,0 +1,16 @@
+"""A server that tests share: each begins and ends with nothing in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from serving import Running, running
+
+from mlx_kv.server.api import Limits
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[Running]:
+    with running(limits=Limits(body_bytes=50_000, prompt_tokens=1000, queue=16, max_tokens=32)) as one:
+        yield one

@@ -1,0 +1,158 @@
+"""What was read of prompts is not read again: in memory, on a disk, in a row that still decodes."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+from serving import ENDS, LONG, PLENTY, SOURCE, Troubled, cached, running
+
+from mlx_kv import CachePolicy, PromptStore
+from mlx_kv.server.worker import Models
+
+
+@pytest.mark.parametrize("stop", [None, "="], ids=["to the last token", "to a stop string"])
+@pytest.mark.parametrize("draft", [False, True], ids=["plain", "draft"])
+def test_a_conversation_goes_on_from_its_answer(draft: bool, stop: str | None) -> None:
+    with running() as plain, running(draft=draft, prompt_memory_bytes=PLENTY) as server:
+        first = server.post(prompt=SOURCE[:400], max_tokens=20, stop=stop).json()
+        text = SOURCE[:400] + first["choices"][0]["text"] + "\n\n    def other"
+        second = server.post(prompt=text, max_tokens=20).json()
+        assert cached(first) == 0
+        # A stop string ends within a token that is then another one in the next prompt; and a draft is a step behind.
+        assert 0 <= first["usage"]["total_tokens"] - cached(second) <= (0 if stop is None and not draft else 4)
+        assert second["choices"][0]["text"] == plain.complete(text, 20)
+        assert (server.metrics.total("prefix_hits"), server.metrics.total("prefix_misses")) == (1, 1)
+        assert server.metrics.total("prompt_tokens_cached") == cached(second)
+        server.wait_until_empty()
+        server.wait_until(lambda: server.http.get("/memory").json()["prompt_memory"] > 0)
+
+
+@pytest.mark.parametrize("draft", [False, True], ids=["plain", "draft"])
+@pytest.mark.parametrize("where", ["memory", "store", "both"])
+@pytest.mark.parametrize(
+    "policy",
+    [CachePolicy(), CachePolicy(bits=8), CachePolicy(max_kv_size=200), CachePolicy(budget=200)],
+    ids=["full", "8 bits", "windowed", "budget"],
+)
+def test_a_shared_prefix_is_read_once(policy: CachePolicy, where: str, draft: bool, tmp_path: Path) -> None:
+    """Also by a second server, where there is a store: only the rest is read, and the text is the same."""
+    asked = [LONG + end for end in ENDS[:3]]
+
+    def open_store(models: Models) -> PromptStore:
+        store = PromptStore(tmp_path, fingerprint="reference")
+        store.refresh()
+        return store
+
+    answers = []
+    for prompts in (asked[:2], asked[2:]) if where != "memory" else (asked,):
+        with running(
+            policy,
+            draft=draft,
+            prompt_memory_bytes=0 if where == "store" else PLENTY,
+            open_store=None if where == "memory" else open_store,
+        ) as server:
+            for prompt in prompts:
+                answers.append(server.post(prompt=prompt, max_tokens=20).json())
+                server.wait_until_kept()
+            server.wait_until_empty()
+    assert cached(answers[0]) == 0
+    for answer in answers[1:]:
+        assert cached(answer) >= 0.95 * answer["usage"]["prompt_tokens"]
+    if policy.budget is None:  # what a budget keeps depends on where a prompt was read from
+        with running(policy) as plain:
+            wanted = [plain.complete(prompt, 20) for prompt in asked]
+        assert [answer["choices"][0]["text"] for answer in answers] == wanted
+
+
+def test_prompts_that_come_together_read_what_they_share_once() -> None:
+    asked = [LONG + end for end in ENDS]
+    with running() as plain:
+        wanted = [plain.complete(prompt, 20) for prompt in asked]
+    with running(prompt_memory_bytes=PLENTY) as server, ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(lambda prompt: server.post(prompt=prompt, max_tokens=20).json(), asked))
+        assert [answer["choices"][0]["text"] for answer in answers] == wanted
+        assert sorted(cached(answer) > 0.95 * answer["usage"]["prompt_tokens"] for answer in answers) == [
+            False,
+            True,
+            True,
+            True,
+        ]
+        server.wait_until_empty()
+
+
+@pytest.mark.parametrize("draft", [False, True], ids=["plain", "draft"])
+def test_a_prompt_goes_on_from_a_row_that_still_decodes(draft: bool) -> None:
+    with running() as plain:
+        wanted = plain.complete(LONG + ENDS[0], 20)
+    with running(draft=draft, prompt_memory_bytes=PLENTY) as server, ThreadPoolExecutor(1) as pool:
+        long = pool.submit(server.post, prompt=LONG, max_tokens=600)
+        server.wait_until(lambda: bool(server.worker.snapshot.decoding))
+        answer = server.post(prompt=LONG + ENDS[0], max_tokens=20).json()
+        assert not long.done()
+        assert cached(answer) >= 0.95 * answer["usage"]["prompt_tokens"]
+        assert answer["choices"][0]["text"] == wanted
+        assert long.result().json()["usage"]["completion_tokens"] == 600
+
+
+def test_a_long_prompt_is_read_between_the_tokens_of_others() -> None:
+    """Caches of a window are read chunk by chunk; the longest silence of another row is that of a chunk, not of all."""
+    with running(CachePolicy(max_kv_size=200, max_write=64), prompt_memory_bytes=PLENTY) as server:
+        reading: list[int] = []  # tokens that the other row had got when the prompt was seen to be read
+
+        def other() -> None:
+            body = {"prompt": "import os", "max_tokens": 500, "stream": True}
+            with server.http.stream("POST", "/v1/completions", json=body) as answer:
+                for _ in filter(lambda line: line.startswith("data: {"), answer.iter_lines()):
+                    now = sum(job.joined and not job.answer for job in server.api.admission.jobs)
+                    reading.append(now)
+
+        thread = threading.Thread(target=other)
+        thread.start()
+        server.wait_until(lambda: len(reading) > 10)
+        server.post(prompt=LONG, max_tokens=1)
+        thread.join()
+        assert sum(reading) >= 5
+
+
+@pytest.mark.parametrize("trouble", ["slow", "broken", "full", "damaged", "cancelled"])
+def test_nobody_waits_for_a_disk(trouble: str, tmp_path: Path) -> None:
+    """Rows that decode go on; a prompt whose entry cannot be had is read; the answer is the same."""
+    stores: list[Troubled] = []
+
+    def open_store(models: Models) -> PromptStore:
+        stores.append(Troubled(tmp_path, "slow" if trouble == "cancelled" else trouble))
+        stores[-1].refresh()
+        return stores[-1]
+
+    with running(open_store=open_store) as server:
+        wanted = server.complete(LONG + ENDS[0], 20)
+        server.wait_until_empty()
+    if trouble == "damaged":
+        for path in tmp_path.glob("*.safetensors"):
+            path.write_bytes(path.read_bytes()[:-1])
+    with running(open_store=open_store) as server, ThreadPoolExecutor(2) as pool:
+        if trouble == "cancelled":
+            with contextlib.suppress(httpx.ReadTimeout):
+                server.http.post("/v1/completions", json={"prompt": LONG + ENDS[0]}, timeout=0.5)
+            server.wait_until(lambda: not server.worker._active)
+            other = pool.submit(server.post, prompt=LONG + ENDS[0], max_tokens=20)
+            server.wait_until(lambda: bool(server.worker._active))
+            stores[-1].go_on.set()
+            answer = other.result().json()
+        else:
+            slow = pool.submit(server.post, prompt=LONG + ENDS[0], max_tokens=20)
+            server.wait_until(lambda: server.metrics.total("prefix_misses") > 0 or server.worker._prefill.waits)
+            if trouble == "slow":
+                server.complete("class A:\n    ", 30)
+                assert not slow.done()
+                stores[-1].go_on.set()
+            answer = slow.result().json()
+        assert answer["choices"][0]["text"] == wanted
+        assert (cached(answer) > 0) == (trouble in ("slow", "cancelled"))
+        assert stores[-1].damaged == (trouble == "damaged")
+        server.wait_until_empty()

@@ -1,0 +1,185 @@
+"""What a server shows of itself: metrics, rows in memory, the page in a browser."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from serving import PLENTY, SOURCE, Running, running
+
+from mlx_kv import CachePolicy
+from mlx_kv.cache.eviction.evictor import Evictor
+from mlx_kv.server.occupancy import position_ranges
+
+# --- what it shows of itself ------------------------------------------------------------------------------------------
+
+
+def test_metrics_are_prometheus_text(server: Running) -> None:
+    server.complete("import", 5)
+    answer = server.http.get("/metrics")
+    families = {family.name: family for family in text_string_to_metric_families(answer.text)}
+    samples = {(s.name, *s.labels.values()): s.value for family in families.values() for s in family.samples}
+    assert samples["mlx_kv_requests_total", "completions", "200"] >= 1
+    assert samples["mlx_kv_generated_tokens_total",] >= 5
+    assert samples["mlx_kv_time_to_first_token_seconds_count",] >= 1
+    for name in ("kv_bytes_live", "kv_bytes_allocated", "tokens_evicted", "prefix_hits", "tokens_per_second", "rows"):
+        assert f"mlx_kv_{name}" in families
+
+
+def test_rows_in_memory() -> None:
+    """Each row is shown with its own tokens, and with the positions that are really kept."""
+    with running(CachePolicy(budget=128, keep_recent=32)) as server, ThreadPoolExecutor(6) as pool:
+        prompts = [SOURCE[: 150 * n] for n in (6, 1, 4, 2, 5, 3)]
+        asked = [pool.submit(server.complete, prompt, 400) for prompt in prompts]
+        seen, most = [], 0
+        while not all(each.done() for each in asked):
+            seen = server.http.get("/memory").json()["rows"]
+            for row in (row for row in seen if row["state"] == "decoding" and row["layers"]):
+                (layer,) = row["layers"]
+                assert 0 <= layer["offset"] - row["prompt_tokens"] - row["generated_tokens"] <= 2
+                assert layer["live"] + layer["evicted"] == layer["offset"]
+                assert layer["live"] <= layer["capacity"]
+                if layer["kept"] is not None:
+                    most = max(most, layer["evicted"])
+                    assert sum(last - first for first, last in layer["kept"]) == layer["live"]
+                    assert layer["kept"][0][0] == 0  # the sinks
+                    assert layer["kept"][-1][1] == layer["offset"]
+            time.sleep(0.05)
+        assert most > 200
+        server.wait_until_empty()
+        assert server.http.get("/memory").json()["rows"] == []
+
+
+def test_all_that_was_let_in_is_shown() -> None:
+    """Also what the worker has not heard of yet, and what is no tokens yet."""
+    with running(max_batch_size=2) as server, ThreadPoolExecutor(8) as pool:
+        go_on, encoding = threading.Event(), threading.Event()
+        asked = [pool.submit(server.complete, "import os", 400) for _ in range(5)]
+        server.wait_until(lambda: len(server.worker.snapshot.decoding) == 2 and len(server.worker._waiting) == 3)
+        try:
+            server.worker._inbox.put(lambda: go_on.wait(20) and None)
+            asked += [pool.submit(server.complete, "import os", 4)]
+            server.wait_until(lambda: len(server.api.admission.jobs) == 6)
+            server.api._tokenizing.submit(lambda: encoding.wait(20))
+            asked += [pool.submit(server.complete, "import os", 4)]
+            server.wait_until(lambda: server.api.admission.admitted == 7)
+            seen = server.http.get("/memory").json()
+            assert (seen["in_flight"], seen["waiting"]) == (7, 5)
+            states = [row["state"] for row in seen["rows"]]
+            assert states == ["decoding"] * 2 + ["waiting"] * 4
+            text = server.http.get("/metrics").text
+            assert "mlx_kv_rows 2.0" in text
+            assert "mlx_kv_requests_waiting 5.0" in text
+        finally:
+            go_on.set()
+            encoding.set()
+        assert all(each.result() for each in asked)
+        seen = server.http.get("/memory").json()
+        assert (seen["in_flight"], seen["waiting"], seen["rows"]) == (0, 0, [])
+
+
+@pytest.mark.parametrize("kept", [0, PLENTY], ids=["nothing kept", "prompts kept"])
+def test_what_is_evicted_is_counted_once(kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts that go on from others, texts that stop, clients that hang up: as many as compactions evict."""
+    evicted, real = [0], Evictor.compact_if_due
+
+    def compact_if_due(self: Evictor, rows: Any, on_demand: bool = False) -> Any:
+        after = real(self, rows, on_demand)
+        if self.layer == 0:
+            evicted[0] += sum(before.start - row.start for before, row in zip(rows, after, strict=True))
+        return after
+
+    monkeypatch.setattr(Evictor, "compact_if_due", compact_if_due)
+    policy = CachePolicy(budget=64, keep_recent=16, margin=8)
+    with running(policy, prompt_memory_bytes=kept) as server, ThreadPoolExecutor(4) as pool:
+        first = [pool.submit(server.complete, SOURCE[: 300 * n], 30 * n) for n in (1, 2, 3, 4)]
+        wanted = [each.result() for each in first]
+        stops = [text[len(text) // 2 :][:8] for text in wanted]
+        again = [
+            pool.submit(server.complete, SOURCE[: 300 * n], 30 * n, stop=stops[n - 1] if n % 2 else None)
+            for n in (4, 3, 2, 1)
+        ]
+        assert all(each.result() for each in again)
+        body = {"prompt": SOURCE[:1500], "max_tokens": 3000, "stream": True}
+        with server.http.stream("POST", "/v1/completions", json=body) as answer:
+            lines = answer.iter_lines()
+            for _ in range(100):
+                next(lines)
+        server.wait_until_empty()
+        assert (server.metrics.total("prefix_hits") >= 4) == bool(kept)
+        assert server.metrics.total("tokens_evicted") == evicted[0] > 1000
+
+
+def test_positions_as_ranges() -> None:
+    assert position_ranges([]) == []
+    assert position_ranges([0, 1, 2, 5, 6, 9]) == [(0, 3), (5, 7), (9, 10)]
+    assert position_ranges([0, 1, 2, 5, 6, 9], gap=2) == [(0, 10)]
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
+    if chromium is None or driver is None:
+        pytest.skip("needs Debian's chromium and chromium-driver: apt-get install chromium chromium-driver")
+    from selenium import webdriver
+    from selenium.webdriver.chrome.service import Service
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = chromium
+    switches = ("headless", "no-sandbox", "disable-gpu", "disable-quic", "no-first-run", "disable-sync")
+    for switch in (*switches, "disable-background-networking", "disable-component-update"):
+        options.add_argument(f"--{switch}")
+    options.add_argument(f"--user-data-dir={tmp_path_factory.mktemp('chromium')}")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    started = webdriver.Chrome(options=options, service=Service(driver))
+    yield started
+    started.quit()
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_the_page(browser: Any, width: int) -> None:
+    screen = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
+    with running(CachePolicy(budget=128, keep_recent=32)) as server, ThreadPoolExecutor(3) as pool:
+        browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
+        browser.get(server.url)
+        asked = [pool.submit(server.complete, SOURCE[: 400 * n], 900) for n in (1, 2, 3)]
+
+        def script(code: str) -> Any:
+            return browser.execute_script(f"return {code}")
+
+        server.wait_until(lambda: len(script("document.querySelectorAll('.row canvas')")) == 3)
+        assert script("document.documentElement.scrollWidth <= innerWidth")
+        assert "evicted" in script("document.querySelector('.row .what').textContent")
+        server.wait_until(lambda: not script("document.getElementById('evicted').textContent").startswith("0"))
+        colours = """(() => {
+            const strip = document.querySelector('.row canvas');
+            const data = strip.getContext('2d').getImageData(0, 5, strip.width, 1).data, seen = new Set();
+            for (let i = 0; i < data.length; i += 4) if (data[i + 3]) seen.add(data.slice(i, i + 3).join());
+            return [...seen];
+        })()"""
+        server.wait_until(lambda: len(script(colours)) >= 3)  # kept, evicted, dead
+        assert "tokens/s" in script("document.getElementById('rate').textContent")
+        assert all(each.result() for each in asked)
+        server.wait_until(lambda: "No request" in script("document.getElementById('list').textContent"))
+        assert [said for said in browser.get_log("browser") if said["level"] == "SEVERE"] == []
+        browser.get("about:blank")  # or the page says in the next test's log that this server has ended
+
+
+def test_the_page_asks_for_a_key(browser: Any) -> None:
+    with running(keys=("open-sesame",)) as server:
+        browser.get(server.url)
+
+        def shown() -> bool:
+            return bool(browser.execute_script("return !document.getElementById('ask').hidden"))
+
+        server.wait_until(shown)
+        browser.execute_script("document.getElementById('key').value = 'open-sesame'")
+        browser.execute_script("document.getElementById('ask').requestSubmit()")
+        server.wait_until(lambda: not shown())
+        assert browser.execute_script("return document.getElementById('model').textContent") == "reference"
