@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from mlx_kv.cache.buffers import Buffers
 from mlx_kv.cache.codecs import Codecs
+from mlx_kv.cache.eviction.evictor import Evictor
 from mlx_kv.cache.growth import Growth
 from mlx_kv.cache.layout import Layout, Row
-
-if TYPE_CHECKING:
-    from mlx_kv.cache.eviction.evictor import Evictor
 
 
 class CacheView(NamedTuple):

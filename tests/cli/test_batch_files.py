@@ -85,7 +85,7 @@ def call(
     files: Files, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, reference: Any, draft: Any
 ) -> Any:
     """`mlx-kv batch` in this process, with models that are loaded once for all tests."""
-    monkeypatch.setattr("mlx_kv.mlxlm.convert.load", lambda path: (draft, None) if "draft" in path else reference)
+    monkeypatch.setattr("mlx_kv.mlxlm.loading.load", lambda path: (draft, None) if "draft" in path else reference)
     return lambda *arguments: Called(capsys, monkeypatch, *files.options(), *map(str, arguments))
 
 
@@ -378,7 +378,7 @@ def test_nothing_to_do_is_said(call: Any, files: Files, monkeypatch: pytest.Monk
     files.ask(GOOD, {**GOOD, "id": "b"})
     assert call().code == 0
     before = files.output.read_bytes()
-    monkeypatch.setattr("mlx_kv.mlxlm.convert.load", None)  # no model is loaded for it
+    monkeypatch.setattr("mlx_kv.mlxlm.loading.load", None)  # no model is loaded for it
     done = call()
     assert (done.code, files.output.read_bytes()) == (0, before)
     assert done.err == f"mlx-kv: nothing to do: 2 of 2 lines are in {files.output}\n"
@@ -509,7 +509,7 @@ def test_a_dash_is_standard_input_and_output(
     files: Files, tmp_path: Path, capfdbinary: Any, monkeypatch: pytest.MonkeyPatch, reference: Any
 ) -> None:
     """Both, and each beside a file; a file of that name is ./-."""
-    monkeypatch.setattr("mlx_kv.mlxlm.convert.load", lambda path: reference)
+    monkeypatch.setattr("mlx_kv.mlxlm.loading.load", lambda path: reference)
     monkeypatch.chdir(tmp_path)
     files.ask(*PROMPTS[:3], "{")
 
