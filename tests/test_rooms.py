@@ -22,7 +22,6 @@ LATER = (
     "generation/engine.py",
     "cache/eviction/evictor.py",
     "cache/kv_cache.py",
-    "evaluation/test_evaluation.py",
     "files/test_serialization.py",
     "server/test_server.py",
 )

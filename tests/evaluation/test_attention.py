@@ -1,0 +1,73 @@
+"""Attention is seen as it is, and put back; rank correlation is what it is called."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+
+from mlx_kv.evaluation import tasks
+from mlx_kv.evaluation.attention import attention_received, attention_weights, rank_correlation, watched_attention
+from mlx_kv.mlxlm.convert import make_prompt_cache
+
+SHAPE = tasks.ContextShape(rows=4, context=256, sinks=4, keep_recent=16)
+
+
+def test_attention_received_sums_to_the_number_of_queries(recall_model: Any) -> None:
+    trial = tasks.recall(np.random.default_rng(6), tasks.RecallLanguage(), replace(SHAPE, rows=2), 4)
+    caches = make_prompt_cache(recall_model[0])
+    with watched_attention(recall_model[0], caches) as seen:
+        recall_model[0](mx.array(trial.context), cache=caches)
+    assert [weights.shape for _, weights in seen] == [(2, 256)] * 4
+    for _, weights in seen:
+        assert np.array(weights.sum(axis=1)) == pytest.approx([256, 256], rel=1e-4)
+    of_all, of_questions = attention_received(recall_model[0], trial.context, trial.questions)
+    assert of_all.shape == of_questions.shape == (4, 2, 256)
+    assert ((of_questions.sum(axis=2) <= 12) & (of_questions.sum(axis=2) > 0)).all()
+    assert (of_all.sum(axis=2) - of_questions.sum(axis=2)).ravel() == pytest.approx([256] * 8, rel=1e-4)
+
+
+def test_attention_weights_are_those_of_mlx() -> None:
+    mx.random.seed(0)
+    q, k, v = (mx.random.normal((2, heads, n, 8)) for heads, n in ((4, 3), (2, 7), (2, 7)))
+    addends = mx.random.normal((2, 1, 3, 7))
+    for mask in ("causal", None, addends > 0, addends):
+        if isinstance(mask, mx.array) and mask.dtype == mx.bool_:
+            mask = mask | (mx.arange(7) == 0)
+        weights = attention_weights(q, k, 0.3, mask)  # (2, 4, 3, 7)
+        expected = mx.fast.scaled_dot_product_attention(q, k, v, scale=0.3, mask=mask)
+        np.testing.assert_allclose(np.array(weights @ mx.repeat(v, 2, axis=1)), np.array(expected), atol=1e-5)
+
+
+def test_the_attention_of_a_model_is_put_back(recall_model: Any) -> None:
+    from mlx_lm.models import llama
+
+    own = llama.scaled_dot_product_attention
+    with contextlib.suppress(RuntimeError), watched_attention(recall_model[0], []):
+        assert llama.scaled_dot_product_attention is not own
+        raise RuntimeError
+    assert llama.scaled_dot_product_attention is own
+
+
+def test_attention_that_cannot_be_seen_is_an_error() -> None:
+    class Hidden(nn.Module):
+        pass
+
+    with pytest.raises(ValueError, match="leave out the task correlation"), watched_attention(Hidden(), []):
+        pass
+
+
+def test_rank_correlation_by_hand() -> None:
+    a = np.array([10.0, 20.0, 30.0, 40.0, 50.0])
+    assert rank_correlation(a, np.exp(a)) == pytest.approx(1)
+    assert rank_correlation(a, -a) == pytest.approx(-1)
+    # Ranks 1 3 2 5 4 against 0 .. 4: the sum of squared differences is 4, 1 - 6 * 4 / (5 * 24) = 0.8.
+    assert rank_correlation(a, np.array([0.1, 0.3, 0.2, 0.5, 0.4])) == pytest.approx(0.8)
+    # Ties share the mean of their ranks: -1.5 -.5 .5 1.5 against -1 -1 1 1, so 4 / sqrt(5 * 4).
+    assert rank_correlation(a[:4], np.array([1.0, 1.0, 2.0, 2.0])) == pytest.approx(4 / np.sqrt(20))
+    assert rank_correlation(a, np.ones(5)) == 0
