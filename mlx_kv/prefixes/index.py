@@ -19,7 +19,7 @@ import numpy as np
 from mlx_kv.cache.codecs import are_plain, in_words
 from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.cache.layout import NO_LIMIT, Row
-from mlx_kv.mlxlm.convert import leaves
+from mlx_kv.mlxlm.traverse import is_ours, leaves
 
 LEAST_SHARED = 64  # tokens; below, finding costs more than reading
 MOST_STEPS = 64  # of a walk through beginnings that turn out to be none
@@ -187,7 +187,7 @@ def least_tokens(caches: Sequence[Any], held: int) -> int:
     """How few of `held` tokens caches can be trimmed back to exactly, all layers together."""
     most = held
     for cache in leaves(caches):
-        if isinstance(cache, KVCache):
+        if is_ours(cache):
             most = min(most, *(_exact_trim(cache, row) for row in cache.view.rows))
         elif not cache.is_trimmable():
             most = 0
@@ -206,7 +206,7 @@ def _exact_trim(cache: KVCache, row: Row) -> int:
 
 def kept_how(caches: Sequence[Any]) -> str:
     """How caches keep keys and values, in words: only those that say the same may stand in for each other."""
-    return "; ".join(_how(cache) if isinstance(cache, KVCache) else type(cache).__name__ for cache in leaves(caches))
+    return "; ".join(_how(cache) if is_ours(cache) else type(cache).__name__ for cache in leaves(caches))
 
 
 def _how(cache: KVCache) -> str:
@@ -220,4 +220,4 @@ def _how(cache: KVCache) -> str:
 
 def needs_checkpoints(caches: Sequence[Any]) -> bool:
     """Whether caches will come to where they cannot be trimmed back to any prefix."""
-    return not all(isinstance(cache, KVCache) and cache.layout.enough_slots == NO_LIMIT for cache in leaves(caches))
+    return not all(is_ours(cache) and cache.layout.enough_slots == NO_LIMIT for cache in leaves(caches))

@@ -28,7 +28,7 @@ from mlx_kv import (
     speculative_generate,
 )
 from mlx_kv.cache.eviction.layer_group import LayerGroup
-from mlx_kv.mlxlm.convert import attention_caches
+from mlx_kv.mlxlm.traverse import attention_caches
 
 POLICY = CachePolicy(budget=40, keep_recent=6, sinks=2, margin=5)
 PROMPT = mx.random.randint(0, VOCAB, (90,), key=mx.random.key(3))
