@@ -245,9 +245,10 @@ def test_quantising_later_keeps_layers_in_step() -> None:
     assert held[0] == held[1] == held[2]
 
 
-def test_layers_that_have_diverged_are_named_and_nothing_changes() -> None:
+@pytest.mark.parametrize("share", ["layers", "layer", "head"])
+def test_layers_that_have_diverged_are_named_and_nothing_changes(share: Any) -> None:
     model = make_model("llama")
-    caches = make_prompt_cache(model, POLICY)
+    caches = make_prompt_cache(model, CachePolicy(budget=40, keep_recent=6, sinks=2, margin=5, share=share))
     feed(model, caches, PROMPT[:44], 44)
     caches[1].trim(3)
     x = mx.random.normal((1, 2, 2, 32))
@@ -264,23 +265,29 @@ def test_layers_that_have_diverged_are_named_and_nothing_changes() -> None:
     assert all(cache.evictor.evicted == 0 for cache in caches)
 
 
+@pytest.mark.parametrize("compactions", [0, 1])
 @pytest.mark.parametrize("share", ["layers", "layer", "head"])
-def test_a_score_that_breaks_in_one_layer_stops_all_before_any_has_changed(share: Any) -> None:
+def test_a_score_that_breaks_in_one_layer_stops_all_before_any_has_changed(share: Any, compactions: int) -> None:
     model = make_model("llama")
     calls = []
 
     def breaks_in_the_third_layer(tokens: ScoredTokens) -> mx.array:
         calls.append(1)
-        return mx.full(tokens.keys.shape[:3], float("nan") if len(calls) % 3 == 0 else 1.0)
+        breaks = len(calls) % 3 == 0 and len(calls) > 3 * compactions
+        return mx.full(tokens.keys.shape[:3], float("nan") if breaks else 1.0)
 
     caches = make_prompt_cache(
         model, CachePolicy(budget=40, keep_recent=6, margin=5, score=breaks_in_the_third_layer, share=share)
     )
     feed(model, caches, PROMPT, 90)
-    before = [np.array(cache.keys) for cache in caches]
+    for _ in range(compactions):
+        compact(caches)
+        feed(model, caches, PROMPT[:5], 5)
+    before, held = [np.array(cache.keys) for cache in caches], caches[0].size()
     with pytest.raises(ValueError, match="not a finite number"):
         compact(caches)
-    assert [(cache.offset, cache.size()) for cache in caches] == [(90, 90)] * 3
+    assert [(cache.offset, cache.size()) for cache in caches] == [(90 + 5 * compactions, held)] * 3
+    assert held == (45 if compactions else 90)
     assert all(np.array_equal(np.array(cache.keys), old) for cache, old in zip(caches, before, strict=True))
 
 
