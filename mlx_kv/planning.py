@@ -19,7 +19,8 @@ from mlx_lm.models import cache as stock
 
 from mlx_kv.cache.growth import Geometric
 from mlx_kv.cache.layout import NO_LIMIT
-from mlx_kv.mlxlm.convert import kind_and_window, leaves, make_prompt_cache
+from mlx_kv.mlxlm.convert import kind_and_window, make_prompt_cache
+from mlx_kv.mlxlm.traverse import leaves
 from mlx_kv.policy import CachePolicy
 
 DTYPES = {"bfloat16": mx.bfloat16, "float16": mx.float16, "float32": mx.float32}

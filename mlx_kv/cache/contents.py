@@ -24,8 +24,7 @@ class Contents:
     """The parts of a cache, its settings, and where it stands.
 
     Attributes:
-        codecs, layout, growth, reserved, quantized_start, packed_decode, announced, lengths: as in
-            `CacheView`.
+        codecs, layout, growth, reserved, quantized_start, packed_decode, announced, lengths: as in `CacheView`.
         evictor: what compacts the rows of a budget; None without one.
         packing: how mlx-lm can read what the codecs store; None where it cannot.
         rows: where each row stands.

@@ -6,11 +6,10 @@ samplers are in `generation`.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -22,21 +21,8 @@ from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.mlxlm.loading import architecture
 from mlx_kv.mlxlm.quirks import cache_usage, indexers, takes_packed, window_of
 from mlx_kv.mlxlm.slots import counts_slots
-from mlx_kv.mlxlm.traverse import leaves as leaves
+from mlx_kv.mlxlm.traverse import leaves
 from mlx_kv.policy import FOR_BUDGETS, CachePolicy
-
-if TYPE_CHECKING:  # what moved to other files of this room
-    from mlx_kv.mlxlm.batching import check_alike as check_alike
-    from mlx_kv.mlxlm.batching import check_batches as check_batches
-    from mlx_kv.mlxlm.batching import prompts_must_be_equal as prompts_must_be_equal
-    from mlx_kv.mlxlm.batching import rows_must_be_equal as rows_must_be_equal
-    from mlx_kv.mlxlm.loading import context_length as context_length
-    from mlx_kv.mlxlm.loading import load as load
-    from mlx_kv.mlxlm.loading import model_from_config as model_from_config
-    from mlx_kv.mlxlm.traverse import attention_caches as attention_caches
-    from mlx_kv.mlxlm.trimming import can_trim as can_trim
-    from mlx_kv.mlxlm.trimming import compact as compact
-    from mlx_kv.mlxlm.trimming import trim_prompt_cache as trim_prompt_cache
 
 FULL = {stock.KVCache, stock.QuantizedKVCache}
 WINDOWED = {stock.RotatingKVCache, stock.ChunkedKVCache}
@@ -169,18 +155,3 @@ def _takes_packed_planes(model: nn.Module, policy: CachePolicy) -> bool:
     always = replace(policy, quantized_start=0)
     model(mx.array([[0]]), cache=_convert(model, stock.make_prompt_cache(model), always, packed_decode=False))
     return False
-
-
-_MOVED = {
-    **dict.fromkeys(("leaves", "attention_caches"), "traverse"),
-    **dict.fromkeys(("can_trim", "trim_prompt_cache", "compact"), "trimming"),
-    **dict.fromkeys(("check_alike", "check_batches", "rows_must_be_equal", "prompts_must_be_equal"), "batching"),
-    **dict.fromkeys(("load", "model_from_config", "context_length"), "loading"),
-}
-
-
-def __getattr__(name: str) -> Any:
-    """What moved to other files of this room, until those who import it follow."""
-    if name not in _MOVED:
-        raise AttributeError(name)
-    return getattr(importlib.import_module(f"mlx_kv.mlxlm.{_MOVED[name]}"), name)

@@ -4,7 +4,7 @@ Decides by tokens alone. Sequences are kept sorted, so those that begin like a p
 would lie itself, those that share most of it nearest: finding one takes a few binary searches, however many there are.
 An entry that can be trimmed back to `least` tokens serves a prompt that begins with those, its *head*; so entries are
 sorted among those of the same head, and only heads that the prompt begins with are looked into. Knows nothing about
-caches: how far back they can be trimmed (`trimming`), and where they are, on a disk (`store`) or in memory (`memory`).
+caches: how far back they can be trimmed (`serving`), and where they are, on a disk (`store`) or in memory (`memory`).
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from typing import Any
 
 from mlx_kv.cache.checks import whole_number
 from mlx_kv.generation.statistics import cache_statistics
-from mlx_kv.mlxlm.convert import trim_prompt_cache
+from mlx_kv.mlxlm.trimming import trim_prompt_cache
 from mlx_kv.prefixes.index import PrefixIndex, packed
 from mlx_kv.prefixes.place import PromptPlace
 

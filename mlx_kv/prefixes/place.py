@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from mlx_kv.prefixes.index import LEAST_SHARED, Entry, packed
-from mlx_kv.prefixes.trimming import least_tokens
+from mlx_kv.prefixes.serving import least_tokens
 
 
 class Prefixes(Protocol):

@@ -17,7 +17,7 @@ from typing import Any
 
 from mlx_kv.files import serialization
 from mlx_kv.generation.statistics import cache_statistics
-from mlx_kv.mlxlm.convert import trim_prompt_cache
+from mlx_kv.mlxlm.trimming import trim_prompt_cache
 from mlx_kv.prefixes.entry_files import EntryFiles, PackedEntry, pack
 from mlx_kv.prefixes.index import Entry, packed
 from mlx_kv.prefixes.place import PromptPlace

@@ -16,7 +16,7 @@ import numpy as np
 from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.cache.layout import Layout, Row
 from mlx_kv.generation.statistics import cache_statistics
-from mlx_kv.mlxlm.convert import attention_caches
+from mlx_kv.mlxlm.traverse import attention_caches
 
 FINENESS = 1000  # runs of positions are told apart down to this fraction of a row
 PositionRanges = list[tuple[int, int]]  # [first, last)

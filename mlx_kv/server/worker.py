@@ -24,7 +24,7 @@ from mlx_kv.files.fingerprint import model_fingerprint
 from mlx_kv.generation.engine import make_engine
 from mlx_kv.generation.sequence import BatchToken, TokenSequence
 from mlx_kv.generation.speculation import DRAFT_TOKENS
-from mlx_kv.mlxlm.convert import context_length
+from mlx_kv.mlxlm.loading import context_length
 from mlx_kv.policy import CachePolicy
 from mlx_kv.prefixes.memory import PromptMemory
 from mlx_kv.prefixes.reader import PromptReader

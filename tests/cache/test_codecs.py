@@ -28,9 +28,9 @@ from mlx_kv import (
     save_prompt_cache,
 )
 from mlx_kv.cache.codecs import Affine, Codec, Plain, names
-from mlx_kv.mlxlm.convert import attention_caches
+from mlx_kv.mlxlm.traverse import attention_caches
 from mlx_kv.planning import Planner, Strategy
-from mlx_kv.prefixes.trimming import kept_how
+from mlx_kv.prefixes.serving import kept_how
 
 SHAPES = {
     "full": {},

@@ -23,7 +23,7 @@ from mlx_kv import (
     make_prompt_cache,
     save_prompt_cache,
 )
-from mlx_kv.mlxlm.convert import leaves
+from mlx_kv.mlxlm.traverse import leaves
 
 
 def stock_caches(model: nn.Module, kind: str) -> list[Any]:

@@ -29,7 +29,7 @@ from mlx_kv import (
 from mlx_kv.cache.eviction import scores
 from mlx_kv.files import tensor_files
 from mlx_kv.files.fingerprint import check_fingerprint, model_fingerprint
-from mlx_kv.mlxlm.convert import attention_caches, leaves
+from mlx_kv.mlxlm.traverse import attention_caches, leaves
 
 
 @pytest.mark.parametrize("rows", [1, 3])

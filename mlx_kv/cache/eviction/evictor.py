@@ -20,16 +20,15 @@ from mlx_kv.cache.eviction.granularity import Granularity, check_granularity
 from mlx_kv.cache.eviction.layer_group import LayerGroup
 from mlx_kv.cache.eviction.membership import EvictorState, Membership, Work
 from mlx_kv.cache.eviction.scores import Function, Score, find_score
-from mlx_kv.cache.eviction.step import CompactionStep
+from mlx_kv.cache.eviction.step import CompactionStep, Held
 from mlx_kv.cache.layout import Budget, Plan, Row
-from mlx_kv.cache.view import CacheView
 
 
 class Owner(Protocol):
     """The cache that an evictor belongs to."""
 
     @property
-    def view(self) -> CacheView: ...
+    def view(self) -> Held: ...
 
 
 class Evictor:
@@ -231,10 +230,10 @@ class Evictor:
             self._step = self._step_from(view)
         return self._step
 
-    def _step_from(self, view: CacheView) -> CompactionStep:
+    def _step_from(self, view: Held) -> CompactionStep:
         return CompactionStep(self.layout, self.score, self.granularity, view, self.members.kept)
 
-    def _view(self) -> CacheView:
+    def _view(self) -> Held:
         owner = self._owner()
         assert owner is not None, "an evictor is asked by its cache, or through it"
         return owner.view
