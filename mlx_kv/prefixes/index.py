@@ -4,22 +4,16 @@ Decides by tokens alone. Sequences are kept sorted, so those that begin like a p
 would lie itself, those that share most of it nearest: finding one takes a few binary searches, however many there are.
 An entry that can be trimmed back to `least` tokens serves a prompt that begins with those, its *head*; so entries are
 sorted among those of the same head, and only heads that the prompt begins with are looked into. Knows nothing about
-where the caches of an entry are: on a disk (`store`) or in memory (`memory`).
+caches: how far back they can be trimmed (`serving`), and where they are, on a disk (`store`) or in memory (`memory`).
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import numpy as np
-
-from mlx_kv.cache.codecs import are_plain, in_words
-from mlx_kv.cache.kv_cache import KVCache
-from mlx_kv.cache.layout import NO_LIMIT, Row
-from mlx_kv.mlxlm.traverse import is_ours, leaves
 
 LEAST_SHARED = 64  # tokens; below, finding costs more than reading
 MOST_STEPS = 64  # of a walk through beginnings that turn out to be none
@@ -47,22 +41,6 @@ class Entry:
 def head(entry: Entry) -> bytes:
     """The tokens that must stay of an entry: whatever begins with them can be served."""
     return entry.tokens[: 4 * entry.least]
-
-
-class Prefixes(Protocol):
-    """Somebody who keeps processed prompts."""
-
-    def bind(self, find: Callable[[], str]) -> None:
-        """Is told, if need be, whose caches these are: `find` works it out."""
-        ...
-
-    def find(self, tokens: Sequence[int]) -> tuple[list[Any], int] | None:
-        """The asker's own caches, which have read the first tokens of these, and how many: never all of them."""
-        ...
-
-    def keep(self, tokens: Sequence[int], caches: Sequence[Any]) -> object:
-        """Is shown caches that have read exactly these tokens."""
-        ...
 
 
 def packed(tokens: Sequence[int]) -> bytes:
@@ -181,43 +159,3 @@ class PrefixIndex:
             if self._entries[name].least >= entry.least:
                 found.append(name)
         return found
-
-
-def least_tokens(caches: Sequence[Any], held: int) -> int:
-    """How few of `held` tokens caches can be trimmed back to exactly, all layers together."""
-    most = held
-    for cache in leaves(caches):
-        if is_ours(cache):
-            most = min(most, *(_exact_trim(cache, row) for row in cache.view.rows))
-        elif not cache.is_trimmable():
-            most = 0
-    return held - most
-
-
-def _exact_trim(cache: KVCache, row: Row) -> int:
-    """Tokens that can be taken back to where a fresh read of the rest would stand.
-
-    With a budget not beyond the last compaction: what was evicted then may have gone for the sake of later tokens.
-    """
-    if cache.evictor is not None and row.start < 0:
-        return max(0, row.end - cache.evictor.layout.budget)
-    return cache.layout.most_trim(row)
-
-
-def kept_how(caches: Sequence[Any]) -> str:
-    """How caches keep keys and values, in words: only those that say the same may stand in for each other."""
-    return "; ".join(_how(cache) if is_ours(cache) else type(cache).__name__ for cache in leaves(caches))
-
-
-def _how(cache: KVCache) -> str:
-    keeps, view = [" ".join(map(str, cache.layout.parameters))], cache.view
-    if not are_plain(view.codecs):
-        keeps.append(f"{in_words(view.codecs)} from {view.quantized_start}")
-    if cache.evictor is not None:
-        keeps.append(f"by {cache.evictor.score.name} for each {cache.evictor.granularity}")
-    return ", ".join(keeps)
-
-
-def needs_checkpoints(caches: Sequence[Any]) -> bool:
-    """Whether caches will come to where they cannot be trimmed back to any prefix."""
-    return not all(is_ours(cache) and cache.layout.enough_slots == NO_LIMIT for cache in leaves(caches))

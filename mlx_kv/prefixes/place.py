@@ -1,4 +1,4 @@
-"""A place that keeps processed prompts: what memory and a directory have in common.
+"""A place that keeps processed prompts: what is asked of any, and what memory and a directory have in common.
 
 Decides whose caches a place keeps (of the model and the policy that it was told when it was made, else of its first
 reader), and which are worth keeping at all. Knows nothing about where they are kept, nor what leaves.
@@ -8,9 +8,26 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
-from mlx_kv.prefixes.index import LEAST_SHARED, Entry, least_tokens, packed
+from mlx_kv.prefixes.index import LEAST_SHARED, Entry, packed
+from mlx_kv.prefixes.serving import least_tokens
+
+
+class Prefixes(Protocol):
+    """Somebody who keeps processed prompts."""
+
+    def bind(self, find: Callable[[], str]) -> None:
+        """Is told, if need be, whose caches these are: `find` works it out."""
+        ...
+
+    def find(self, tokens: Sequence[int]) -> tuple[list[Any], int] | None:
+        """The asker's own caches, which have read the first tokens of these, and how many: never all of them."""
+        ...
+
+    def keep(self, tokens: Sequence[int], caches: Sequence[Any]) -> object:
+        """Is shown caches that have read exactly these tokens."""
+        ...
 
 
 class PromptPlace(ABC):

@@ -30,7 +30,7 @@ from mlx_kv import (
 from mlx_kv.cache.codecs import Affine, Codec, Plain, names
 from mlx_kv.mlxlm.traverse import attention_caches
 from mlx_kv.planning import Planner, Strategy
-from mlx_kv.prefixes.index import kept_how
+from mlx_kv.prefixes.serving import kept_how
 
 SHAPES = {
     "full": {},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import tempfile
 import uuid
@@ -21,6 +22,7 @@ from mlx_kv.prefixes.entry_files import VERSION, checksum
 from mlx_kv.prefixes.folder import Folder
 
 HEX = "0123456789abcdef" * 2  # a name as a hash gives it
+HEX_NAME = re.compile("[0-9a-f]{32}[.]")
 WEIGHTS = (Path(mlx_kv.model_path("draft")) / "model.safetensors").read_bytes()
 
 
@@ -279,3 +281,52 @@ def test_a_store_in_a_folder_of_a_model_loses_nothing(tmp_path: Path) -> None:
     save_prompt_cache(model / "own.safetensors", caches())
     with pytest.raises(ValueError, match="no prompt store"):
         PromptStore(model)
+
+
+def test_an_index_comes_last_and_goes_first(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever looks in between finds no index of data that are not there."""
+    names: list[set[str]] = []
+    delete, write = Folder.delete, Folder.write
+
+    def seen(change: Callable[..., None]) -> Callable[..., None]:
+        def changing(*arguments: Any) -> None:
+            change(*arguments)
+            names.append({name.rpartition(".")[2] for name in place.names() if HEX_NAME.match(name)})
+
+        return changing
+
+    monkeypatch.setattr(Folder, "delete", seen(delete))
+    monkeypatch.setattr(Folder, "write", seen(write))
+    store = place.store()
+    store.keep(tokens(0), caches())
+    (name,) = store.entries()
+    store._remove(name)
+    states = [sorted(suffixes) for suffixes in names if suffixes]
+    assert states == [["used"], ["json", "safetensors", "used"], ["safetensors", "used"], ["used"]]
+    assert not names[-1]
+
+
+def test_what_another_process_uses_does_not_leave(place: Place) -> None:
+    """Each process knows its own uses at once, and asks for those of others before something leaves."""
+    size = caches()[0].nbytes_live
+    store, another = (place.store(max_bytes=3 * size) for _ in range(2))
+    for seed in range(3):
+        store.keep(tokens(seed), caches())
+    assert another.find([*tokens(0), 0]) is not None
+    store.keep(tokens(3), caches())
+    assert [store.find([*tokens(seed), 0]) is not None for seed in range(4)] == [True, False, True, True]
+
+
+def test_nothing_has_its_name_before_it_is_whole(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind, written = type(place.fs), []
+    pipe = kind.pipe_file
+
+    def piped(fs: Any, path: str, *arguments: Any, **options: Any) -> None:
+        written.append(path)
+        pipe(fs, path, *arguments, **options)
+
+    monkeypatch.setattr(kind, "pipe_file", piped)
+    assert place.store().keep(tokens(0), caches())
+    assert len(written) == 3  # the marker, when it was used, the index
+    assert all(path.endswith(".partial") for path in written)
+    assert not any("partial" in name for name in place.names())

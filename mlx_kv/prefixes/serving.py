@@ -1,0 +1,55 @@
+"""What of a sequence's caches decides whom they can serve: how far back they go, and how they keep what they keep.
+
+Decides which trims are exact, so that what is served stands where a fresh read would. Knows nothing about which tokens
+they have read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from mlx_kv.cache.codecs import are_plain, in_words
+from mlx_kv.cache.kv_cache import KVCache
+from mlx_kv.cache.layout import NO_LIMIT, Row
+from mlx_kv.mlxlm.traverse import is_ours, leaves
+
+
+def least_tokens(caches: Sequence[Any], held: int) -> int:
+    """How few of `held` tokens caches can be trimmed back to exactly, all layers together."""
+    most = held
+    for cache in leaves(caches):
+        if is_ours(cache):
+            most = min(most, *(_exact_trim(cache, row) for row in cache.view.rows))
+        elif not cache.is_trimmable():
+            most = 0
+    return held - most
+
+
+def _exact_trim(cache: KVCache, row: Row) -> int:
+    """Tokens that can be taken back to where a fresh read of the rest would stand.
+
+    With a budget not beyond the last compaction: what was evicted then may have gone for the sake of later tokens.
+    """
+    if cache.evictor is not None and row.start < 0:
+        return max(0, row.end - cache.evictor.layout.budget)
+    return cache.layout.most_trim(row)
+
+
+def kept_how(caches: Sequence[Any]) -> str:
+    """How caches keep keys and values, in words: only those that say the same may stand in for each other."""
+    return "; ".join(_how(cache) if is_ours(cache) else type(cache).__name__ for cache in leaves(caches))
+
+
+def _how(cache: KVCache) -> str:
+    keeps, view = [" ".join(map(str, cache.layout.parameters))], cache.view
+    if not are_plain(view.codecs):
+        keeps.append(f"{in_words(view.codecs)} from {view.quantized_start}")
+    if cache.evictor is not None:
+        keeps.append(f"by {cache.evictor.score.name} for each {cache.evictor.granularity}")
+    return ", ".join(keeps)
+
+
+def needs_checkpoints(caches: Sequence[Any]) -> bool:
+    """Whether caches will come to where they cannot be trimmed back to any prefix."""
+    return not all(is_ours(cache) and cache.layout.enough_slots == NO_LIMIT for cache in leaves(caches))
