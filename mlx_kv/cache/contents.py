@@ -24,8 +24,8 @@ class Contents:
     """The parts of a cache, its settings, and where it stands.
 
     Attributes:
-        codecs, layout, evictor, growth, reserved, quantized_start, packed_decode, announced, lengths: as in
-            `CacheView`.
+        codecs, layout, growth, reserved, quantized_start, packed_decode, announced, lengths: as in `CacheView`.
+        evictor: what compacts the rows of a budget; None without one.
         packing: how mlx-lm can read what the codecs store; None where it cannot.
         rows: where each row stands.
         buffers: of keys and of values.
@@ -92,7 +92,6 @@ class Contents:
             self.announced,
             self.lengths,
             self.growth,
-            self.evictor,
         )
 
     def copied(self, memo: dict[int, Any]) -> Contents:

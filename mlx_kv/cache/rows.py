@@ -12,6 +12,7 @@ from typing import Protocol
 from mlx_kv.cache.buffers import Buffers, SlotBuffer
 from mlx_kv.cache.codecs import affine_of, are_plain, in_words
 from mlx_kv.cache.contents import Contents
+from mlx_kv.cache.eviction.evictor import Evictor
 from mlx_kv.cache.growth import round_up
 from mlx_kv.cache.view import CacheView
 
@@ -22,6 +23,9 @@ class Joinable(Protocol):
     @property
     def view(self) -> CacheView: ...
 
+    @property
+    def evictor(self) -> Evictor | None: ...
+
 
 def check_joinable(index: int, first: Joinable, other: Joinable) -> None:
     """Raises ValueError unless `other`, number `index` of those to be joined, keeps its tokens as `first` does."""
@@ -29,9 +33,8 @@ def check_joinable(index: int, first: Joinable, other: Joinable) -> None:
         raise ValueError(
             f"cache {index} is a {type(other).__name__}: only caches of this library can be merged with one"
         )
-    first_view, other_view = first.view, other.view
-    kept, wanted = _how(other_view), _how(first_view)
-    if first_view.buffers is None or other_view.buffers is None:  # what has stored nothing yet takes any shape
+    kept, wanted = _how(other), _how(first)
+    if first.view.buffers is None or other.view.buffers is None:  # what has stored nothing yet takes any shape
         kept, wanted = kept[:-2], wanted[:-2]
     for (what, own), (_, theirs) in zip(wanted, kept, strict=True):
         if own != theirs:
@@ -40,9 +43,10 @@ def check_joinable(index: int, first: Joinable, other: Joinable) -> None:
             )
 
 
-def _how(view: CacheView) -> list[tuple[str, object]]:
+def _how(cache: Joinable) -> list[tuple[str, object]]:
     """All that must be the same in every row of a batch, in words and as it is."""
-    evictor, affine = view.evictor, affine_of(view.codecs)
+    view, evictor = cache.view, cache.evictor
+    affine = affine_of(view.codecs)
     keys, values = (None, None) if view.buffers is None else (buffer.tensor[1:] for buffer in view.buffers)
     other = None if affine is not None or are_plain(view.codecs) else in_words(view.codecs)
     return [

@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 from mlx_kv.cache.buffers import Buffers
 from mlx_kv.cache.codecs import Codecs
-from mlx_kv.cache.eviction.evictor import Evictor
 from mlx_kv.cache.growth import Growth
 from mlx_kv.cache.layout import Layout, Row
 
@@ -25,7 +24,6 @@ class CacheView(NamedTuple):
         announced: tokens that each row will hold, as far as was said.
         lengths: tokens of each row that are announced, padding follows them; None where none is.
         growth: how capacity grows.
-        evictor: what compacts the rows of a budget; None without one.
     """
 
     layout: Layout
@@ -38,4 +36,3 @@ class CacheView(NamedTuple):
     announced: tuple[int, ...]
     lengths: tuple[int, ...] | None
     growth: Growth
-    evictor: Evictor | None

@@ -21,6 +21,7 @@ from mlx_kv import (
     CachePolicy,
     KVCache,
     ScoredTokens,
+    SpeculationStatistics,
     cache_statistics,
     compact,
     make_prompt_cache,
@@ -44,6 +45,11 @@ def feed(model: nn.Module, caches: list[Any], tokens: mx.array, chunk: int) -> m
 
 def positions(caches: list[Any]) -> list[list[list[int]]]:
     return [cache.positions[0].tolist() for cache in caches]
+
+
+def one_sequence(policy: CachePolicy, layers: int) -> list[KVCache]:
+    group = LayerGroup()
+    return [policy.make_cache(layer_group=group, layer=layer) for layer in range(layers)]
 
 
 @pytest.mark.parametrize("share", ["layers", "layer", "head"])
@@ -278,6 +284,36 @@ def test_a_score_that_breaks_in_one_layer_stops_all_before_any_has_changed(share
     assert all(np.array_equal(np.array(cache.keys), old) for cache, old in zip(caches, before, strict=True))
 
 
+def test_layers_weigh_alike_however_large_their_scores() -> None:
+    """Added up as they are, the scores of the layer with the largest values would decide alone."""
+    caches = one_sequence(CachePolicy(budget=20, keep_recent=2, sinks=1, score="value_norm"), 2)
+    x = mx.random.normal((2, 1, 1, 40, 32), key=mx.random.key(5))
+    energy = (np.array(x, np.float64)[:, 0, 0, 1:38] ** 2).sum(axis=-1)  # (2, 37) of the tokens that may go
+    for cache, values, scale in zip(caches, x, (1, 30), strict=True):
+        cache.update_and_fetch(values, scale * values)
+    compact(caches)
+    together = ((energy - energy.mean(axis=1, keepdims=True)) / energy.std(axis=1, keepdims=True)).sum(axis=0)
+    kept = {0, 38, 39, *(1 + np.argsort(together)[-17:]).tolist()}
+    assert [set(cache.positions[0, 0].tolist()) for cache in caches] == [kept] * 2
+
+
+@pytest.mark.parametrize("share", ["layers", "layer", "head"])
+def test_a_new_session_decides_anew(share: Any) -> None:
+    policy = CachePolicy(budget=20, keep_recent=2, score="key_norm", share=share)
+    used, fresh = one_sequence(policy, 2), one_sequence(policy, 2)
+    x = mx.random.normal((2, 2, 1, 2, 40, 32), key=mx.random.key(5))
+    for session, keys in enumerate(x):
+        for cache, new in zip(used, keys, strict=True):
+            cache.reset()
+            cache.update_and_fetch(new, new)
+        if session == 1:
+            for cache, new in zip(fresh, keys, strict=True):
+                cache.update_and_fetch(new, new)
+        compact(used)
+    compact(fresh)
+    assert positions(used) == positions(fresh)
+
+
 def test_compact_on_demand() -> None:
     model = make_model("llama")
     caches = make_prompt_cache(model, POLICY)
@@ -301,10 +337,8 @@ def test_under_speculation(draft_tokens: int) -> None:
     steps = generate_step(PROMPT, model, max_tokens=25, prompt_cache=plain)
     wanted = [token for token, _ in steps]
     assert got == wanted
-    from mlx_kv import SpeculationStatistics
-
     statistics = SpeculationStatistics()
-    options = {"max_tokens": 150, "num_draft_tokens": draft_tokens, "policy": POLICY, "statistics": statistics}
+    options = {"max_tokens": 100, "num_draft_tokens": draft_tokens, "policy": POLICY, "statistics": statistics}
     list(speculative_generate(model, draft, None, PROMPT, **options))
     held = positions(statistics.caches)
     assert held[0] == held[1] == held[2]

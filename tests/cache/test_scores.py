@@ -50,6 +50,9 @@ def test_of_equal_scores_the_oldest_go() -> None:
     cache.update_and_fetch(*[mx.ones((1, 1, 10, 32))] * 2)
     cache.compact()
     assert set(cache.positions[0, 0].tolist()) == {0, 5, 6, 7, 8, 9}
+    cache.update_and_fetch(*[mx.ones((1, 1, 4, 32))] * 2)
+    cache.compact()  # of tokens that no longer lie in order
+    assert set(cache.positions[0, 0].tolist()) == {0, 9, 10, 11, 12, 13}
 
 
 @pytest.mark.parametrize("score", SCORES)
@@ -190,3 +193,28 @@ def test_a_broken_score_loses_nothing(broken: str, share: Any) -> None:
                 attempt()
         assert (cache.offset, cache.size()) == (40, 40)
         assert mx.array_equal(cache.keys_and_values()[0], x).item()
+
+
+@pytest.mark.parametrize("taken_back", [0, 1])
+@pytest.mark.parametrize("share", ["layers", "layer", "head"])
+def test_nothing_is_left_of_a_compaction_that_failed(share: Any, taken_back: int) -> None:
+    """Neither for more tokens, nor for others in the place of some: as if it had never been tried."""
+    breaks = False
+
+    def sometimes(tokens: ScoredTokens) -> mx.array:
+        return mx.full(tokens.keys.shape[:3], float("nan")) if breaks else tokens.keys.square().sum(axis=-1)
+
+    one, other = (CompressedKVCache(20, keep_recent=2, sinks=1, margin=30, score=sometimes, share=share) for _ in "ab")
+    x = mx.random.normal((1, 2, 43, 32), key=mx.random.key(5))
+    for cache in (one, other):
+        cache.update_and_fetch(x[:, :, :40], x[:, :, :40])
+        if cache is one:
+            breaks = True
+            with pytest.raises(ValueError, match="not a finite number"):
+                cache.compact()
+            breaks = False
+        cache.trim(taken_back)
+        new = x[:, :, 40 : 40 + (taken_back or 3)]
+        cache.update_and_fetch(new, new)
+        cache.compact()
+    assert one.positions.tolist() == other.positions.tolist()
