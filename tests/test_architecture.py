@@ -163,6 +163,7 @@ def test_a_codec(example: Callable[[str], ModuleType], tmp_path: Path) -> None:
         assert mx.isfinite(model(mx.array([[5], [6]]), cache=batch)).all()
 
 
+@pytest.mark.slow
 def test_a_drafter(example: Callable[[str], ModuleType], reference: tuple[Any, Any]) -> None:
     example("A drafter")
     assert "repeating" in mlx_kv.drafter_names()

@@ -41,12 +41,25 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
 GROUPS = {"mlx_kv.scores", "mlx_kv.codecs", "mlx_kv.drafters"}  # of entry points
 
 
+def exists(name: str) -> None:
+    """Fails unless this is a module, or an attribute of one."""
+    found: Any = mlx_kv
+    for part in name.split(".")[1:]:
+        found = getattr(found, part, None) or importlib.import_module(f"{found.__name__}.{part}")
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_names_and_tests_that_a_page_speaks_of_exist(page: Path) -> None:
     text = page.read_text()
     for name in set(re.findall(r"\bmlx_kv(?:\.[A-Za-z_]\w*)+", text)) - GROUPS:
-        found: Any = mlx_kv
-        for part in name.split(".")[1:]:
-            found = getattr(found, part, None) or importlib.import_module(f"{found.__name__}.{part}")
+        exists(name)
     for path in re.findall(r"\btests/[\w/]+\.py", text):
         assert (ROOT / path).is_file(), path
+
+
+def test_modules_that_moved_are_where_the_changelog_says() -> None:
+    table = (ROOT / "CHANGELOG.md").read_text().partition("| it was | it is |")[2].partition("\n\n")[0]
+    rows = re.findall(r"^\| (.*`.*) \| (.*`.*) \|$", table, re.M)
+    assert len(rows) > 20
+    for name in re.findall(r"`(mlx_kv[\w.]+)`", " ".join(new for _old, new in rows)):
+        exists(name)
