@@ -44,6 +44,9 @@ class Scaled:
             raise ValueError(f"levels is {levels}: give 1 to 127")
         self.levels, self.note = levels, note
 
+    def __repr__(self) -> str:
+        return f"Scaled({self.levels}, {self.note!r})"
+
     @property
     def parameters(self) -> dict[str, Any]:
         return {"levels": self.levels, "note": self.note}

@@ -134,8 +134,8 @@ def test_ctrl_c_after_a_signal_ends_at_once(first: signal.Signals) -> None:
 
 
 LOADS = SERVE + (
-    "from mlx_kv.mlxlm import convert; import time; "
-    "convert.load = lambda path: print('loading', file=sys.stderr, flush=True) or time.sleep(60); main()"
+    "from mlx_kv.mlxlm import loading; import time; "
+    "loading.load = lambda path: print('loading', file=sys.stderr, flush=True) or time.sleep(60); main()"
 )
 
 
