@@ -23,7 +23,6 @@ LATER = (
     "cache/eviction/evictor.py",
     "cache/kv_cache.py",
     "files/test_serialization.py",
-    "server/test_server.py",
 )
 
 
