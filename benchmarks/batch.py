@@ -30,7 +30,7 @@ from typing import Any
 
 # Ours first: importing the package loads a tuned BLAS ahead of MLX.
 from mlx_kv import KVCache, SpeculationStatistics, batch_generate, model_path
-from mlx_kv.mlxlm.convert import load
+from mlx_kv.mlxlm.loading import load
 
 # isort: split
 import mlx.core as mx

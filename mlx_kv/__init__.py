@@ -13,7 +13,9 @@ from mlx_kv import blas
 
 if TYPE_CHECKING:
     from mlx_kv.bundled import bundled_models, model_path
+    from mlx_kv.cache.codecs import codec_names, register_codec
     from mlx_kv.cache.eviction.scores import register_score, score_names
+    from mlx_kv.cache.eviction.scores.tokens import ScoredTokens
     from mlx_kv.cache.factories import (
         BatchKVCache,
         BatchRotatingKVCache,
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
     from mlx_kv.generation.batch import batch_generate
     from mlx_kv.generation.sampling import TemperatureSampler
     from mlx_kv.generation.sequence import BatchToken
-    from mlx_kv.generation.speculation.drafters import drafter_names, register_drafter
+    from mlx_kv.generation.speculation.drafters import Drafter, drafter_names, register_drafter
     from mlx_kv.generation.speculation.statistics import SpeculationStatistics
     from mlx_kv.generation.speculation.stream import speculative_generate
     from mlx_kv.generation.statistics import CacheStatistics, cache_statistics
@@ -57,6 +59,7 @@ _HOMES = {
     "CacheStatistics": "generation.statistics",
     "ChunkedKVCache": "cache.factories",
     "CompressedKVCache": "cache.factories",
+    "Drafter": "generation.speculation.drafters",
     "FixedStep": "cache.growth",
     "Geometric": "cache.growth",
     "Growth": "cache.growth",
@@ -68,17 +71,20 @@ _HOMES = {
     "PromptMemory": "prefixes.memory",
     "PromptReader": "prefixes.reader",
     "PromptStore": "prefixes.store",
+    "ScoredTokens": "cache.eviction.scores.tokens",
     "SpeculationStatistics": "generation.speculation.statistics",
     "TemperatureSampler": "generation.sampling",
     "batch_generate": "generation.batch",
     "bundled_models": "bundled",
     "cache_statistics": "generation.statistics",
+    "codec_names": "cache.codecs",
     "compact": "mlxlm.trimming",
     "drafter_names": "generation.speculation.drafters",
     "load": "mlxlm.loading",
     "load_prompt_cache": "files.serialization",
     "make_prompt_cache": "mlxlm.convert",
     "model_path": "bundled",
+    "register_codec": "cache.codecs",
     "register_drafter": "generation.speculation.drafters",
     "register_score": "cache.eviction.scores",
     "save_prompt_cache": "files.serialization",
@@ -97,6 +103,7 @@ __all__ = [
     "CacheStatistics",
     "ChunkedKVCache",
     "CompressedKVCache",
+    "Drafter",
     "FixedStep",
     "Geometric",
     "Growth",
@@ -108,17 +115,20 @@ __all__ = [
     "RingBufferKVCache",
     "RingKVCache",
     "RotatingKVCache",
+    "ScoredTokens",
     "SpeculationStatistics",
     "TemperatureSampler",
     "batch_generate",
     "bundled_models",
     "cache_statistics",
+    "codec_names",
     "compact",
     "drafter_names",
     "load",
     "load_prompt_cache",
     "make_prompt_cache",
     "model_path",
+    "register_codec",
     "register_drafter",
     "register_score",
     "save_prompt_cache",

@@ -19,7 +19,8 @@ from mlx_lm.models import cache as stock
 
 from mlx_kv.cache.growth import Geometric
 from mlx_kv.cache.layout import NO_LIMIT
-from mlx_kv.mlxlm.convert import kind_and_window, leaves, make_prompt_cache
+from mlx_kv.mlxlm.convert import kind_and_window, make_prompt_cache
+from mlx_kv.mlxlm.traverse import leaves
 from mlx_kv.policy import CachePolicy
 
 DTYPES = {"bfloat16": mx.bfloat16, "float16": mx.float16, "float32": mx.float32}
@@ -130,7 +131,7 @@ class Planner:
         if policy not in self._layers:
             stored = _read_one_token(self.model, policy)
             own = leaves(stock.make_prompt_cache(self.model))
-            plain = stored if policy.bits is None else _read_one_token(self.model, replace(policy, bits=None))
+            plain = stored if policy.stores_plain else _read_one_token(self.model, policy.plain())
             self._layers[policy] = [_describe(*caches) for caches in zip(own, plain, stored, strict=True)]
         return self._layers[policy]
 
@@ -142,7 +143,7 @@ class Planner:
         """
         policy = strategy.policy
         if context <= policy.quantized_start:  # the write that comes next is the first to be quantised
-            policy = replace(policy, bits=None, quantized_start=0)
+            policy = policy.plain()
         return batch_size * sum(
             layer.state_bytes + layer.bytes_per_slot * strategy.slots(layer, context) for layer in self.layers(policy)
         )

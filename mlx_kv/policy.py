@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from mlx_kv.cache.checks import SettingError, whole_number
-from mlx_kv.cache.codecs import Affine
+from mlx_kv.cache.codecs import Affine, Choice, Packing, are_plain, find_codecs, packing_of
 from mlx_kv.cache.eviction.evictor import Evictor
 from mlx_kv.cache.eviction.granularity import Granularity
 from mlx_kv.cache.eviction.layer_group import LayerGroup
@@ -40,6 +40,7 @@ class CachePolicy:
             With a budget, the longest write that memory is planned for.
         max_rollback: tokens that rings must be able to take back; they always can take back max_write.
         budget: full-attention layers keep so many tokens, those that matter most. Instead of max_kv_size.
+        codec: instead of bits, how tensors are stored, as in `KVCache`.
         keep_recent, sinks, score, share, margin: as in `CompressedKVCache`. `sinks` also counts for max_kv_size.
 
     Raises:
@@ -61,6 +62,7 @@ class CachePolicy:
     score: str | Function = "key_diff"
     share: Granularity = "layers"
     margin: int | None = None
+    codec: Choice | None = None
 
     def __post_init__(self) -> None:
         whole_number("max_rollback", self.max_rollback)
@@ -115,6 +117,7 @@ class CachePolicy:
             packed_decode=packed_decode,
             layout=layout,
             evictor=evictor,
+            codec=self.codec,
         )
 
     def unbounded(self) -> CachePolicy:
@@ -122,6 +125,20 @@ class CachePolicy:
         default = CachePolicy()
         same: dict[str, Any] = {name: getattr(default, name) for name in FOR_BUDGETS}
         return replace(self, max_kv_size=None, budget=None, **same)
+
+    def plain(self) -> CachePolicy:
+        """This policy, but tensors are stored as they are."""
+        return replace(self, bits=None, codec=None, quantized_start=0)
+
+    @property
+    def stores_plain(self) -> bool:
+        """Whether tensors are stored as they are."""
+        return are_plain(find_codecs(self.bits, self.group_size, self.codec))
+
+    @property
+    def packing(self) -> Packing | None:
+        """How mlx-lm's attention can read what is stored; None where it must be decoded first."""
+        return packing_of(find_codecs(self.bits, self.group_size, self.codec))
 
     def changed(self) -> list[str]:
         """The names of the settings that are not at their default."""

@@ -46,7 +46,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def reference() -> tuple[nn.Module, Any]:
     """The reference model and its tokenizer, float32."""
     from mlx_kv.bundled import model_path
-    from mlx_kv.mlxlm.convert import load
+    from mlx_kv.mlxlm.loading import load
 
     return load(model_path("reference"))
 
@@ -55,7 +55,7 @@ def reference() -> tuple[nn.Module, Any]:
 def draft() -> nn.Module:
     """The draft model that goes with the reference model."""
     from mlx_kv.bundled import model_path
-    from mlx_kv.mlxlm.convert import load
+    from mlx_kv.mlxlm.loading import load
 
     return load(model_path("draft"))[0]
 

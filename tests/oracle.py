@@ -16,18 +16,12 @@ import numpy as np
 import pytest
 from kept import Kept
 from mlx_lm.models.base import scaled_dot_product_attention
+from outside import left_of, round_trip
 
 from mlx_kv import ChunkedKVCache, CompressedKVCache, FixedStep, Geometric, KVCache, RingKVCache
 from mlx_kv.cache.layout import Row
 
 HEADS, QUERY_HEADS = 2, 4
-
-
-def round_trip(x: mx.array, bits: int | None, group_size: int) -> mx.array:
-    """What is left of a tensor that was quantised."""
-    if bits is None or x.shape[-1] == 0:
-        return x
-    return mx.dequantize(*mx.quantize(x, group_size, bits), group_size, bits)
 
 
 class SlowCache:
@@ -153,6 +147,7 @@ class Spec:
     margin: int = 0
     score: str = "key_norm"
     share: Any = "layers"
+    codec: Any = None  # instead of bits: one of `outside.LEFT`, or two, of keys and of values
 
     @property
     def most_slots(self) -> int | None:
@@ -160,6 +155,17 @@ class Spec:
         if self.chunk is not None:
             return self.chunk + self.max_write
         return None if self.ring is None else self.ring + self.max_write - 1
+
+    @property
+    def encodes(self) -> bool:
+        """Whether what comes back is not what was stored."""
+        return self.bits is not None or self.codec is not None
+
+    def left(self, which: int, x: mx.array | np.ndarray) -> np.ndarray:
+        """What is left of keys (0) or of values (1) that were stored."""
+        if self.codec is None:
+            return np.array(round_trip(mx.array(x), self.bits, 32))
+        return left_of(self.codec[which] if isinstance(self.codec, tuple) else self.codec, np.array(x))
 
     def make(self) -> KVCache:
         if self.budget is not None:
@@ -175,9 +181,10 @@ class Spec:
                 self.max_write,
                 packed_decode=self.packed_decode,
                 reserve=self.reserve,
+                codec=self.codec,
             )
         if self.chunk is not None:
-            options = {"reserve": self.reserve, "packed_decode": self.packed_decode}
+            options = {"reserve": self.reserve, "packed_decode": self.packed_decode, "codec": self.codec}
             return ChunkedKVCache(self.chunk, self.max_write, self.bits, 32, **options)
         if self.ring is not None:
             growth = FixedStep() if self.step_growth else Geometric()
@@ -190,6 +197,7 @@ class Spec:
                 growth=growth,
                 reserve=self.reserve,
                 packed_decode=self.packed_decode,
+                codec=self.codec,
             )
         return KVCache(
             bits=self.bits,
@@ -198,6 +206,7 @@ class Spec:
             reserve=self.reserve,
             packed_decode=self.packed_decode,
             quantized_start=self.quantized_start,
+            codec=self.codec,
         )
 
 
@@ -213,12 +222,13 @@ def live_slots(cache: KVCache, row: Row) -> set[int]:
 
 def poison(cache: KVCache) -> None:
     """Fills every slot that holds no token with large finite values."""
-    live = [live_slots(cache, row) for row in cache._rows]
-    for buffer in cache._buffers or ():
+    live = [live_slots(cache, row) for row in cache.view.rows]
+    for buffer in cache.view.buffers or ():
         planes = []
         for plane in buffer.planes:
             dead = np.stack([[slot not in slots for slot in range(plane.shape[2])] for slots in live])
-            bad = mx.array(0xDEADBEEF if plane.dtype == mx.uint32 else 1e4, plane.dtype)
+            large = {mx.uint32: 0xDEADBEEF, mx.int8: 99}.get(plane.dtype, 1e4)
+            bad = mx.array(large, plane.dtype)
             planes.append(mx.where(mx.array(dead)[:, None, :, None], bad, plane))
         buffer.planes = tuple(planes)
 
@@ -268,7 +278,7 @@ class Twins:
 
     def __init__(self, spec: Spec, seed: int = 0) -> None:
         self.spec, self.cache, self.poisoned = spec, spec.make(), spec.make()
-        self.was_quantized = spec.bits is not None and spec.quantized_start == 0
+        self.was_quantized = spec.encodes and spec.quantized_start == 0
         self.rng = np.random.default_rng(seed)
         self.keys = [np.zeros((HEADS, 0, spec.key_dim), np.float32) for _ in range(spec.rows)]
         self.values = [np.zeros((HEADS, 0, spec.value_dim), np.float32) for _ in range(spec.rows)]
@@ -282,19 +292,19 @@ class Twins:
 
     def update(self, new: int) -> None:
         spec, rows = self.spec, self.spec.rows
-        quantized = spec.bits is not None and max(self.lengths()) >= spec.quantized_start
+        quantized = spec.encodes and max(self.lengths()) >= spec.quantized_start
         q, k, v = (
             mx.array(self.rng.normal(size=(rows, heads, new, dim)).astype(np.float32))
             for heads, dim in ((QUERY_HEADS, spec.key_dim), (HEADS, spec.key_dim), (HEADS, spec.value_dim))
         )
         if quantized and not self.was_quantized:
-            self.keys = [self._stored(row) for row in self.keys]
-            self.values = [self._stored(row) for row in self.values]
+            self.keys = [spec.left(0, row) for row in self.keys]
+            self.values = [spec.left(1, row) for row in self.values]
         self.was_quantized = quantized
         if self.kept is not None:
             self.kept.compact(self.keys, self.values)
         for i in range(rows):
-            stored = (self._stored(x[i]) if quantized else np.array(x[i]) for x in (k, v))
+            stored = (spec.left(which, x[i]) if quantized else np.array(x[i]) for which, x in enumerate((k, v)))
             self.keys[i], self.values[i] = (
                 np.concatenate([old, x], axis=1) for old, x in zip((self.keys[i], self.values[i]), stored, strict=True)
             )
@@ -302,7 +312,7 @@ class Twins:
         if spec.chunk is not None and self.rng.random() < 0.7:  # as llama4 does, if it is asked
             for cache in self.each():
                 cache.maybe_trim_front()
-                assert len(set(map(tuple, cache._rows))) > 1 or cache.size() <= spec.chunk
+                assert len(set(map(tuple, cache.view.rows))) > 1 or cache.size() <= spec.chunk
         got, other = (attend(cache, q, k, v, spec.window) for cache in self.each())
         assert mx.array_equal(got, other).item(), "a dead slot changed the output"
         if self.kept is not None:
@@ -314,12 +324,11 @@ class Twins:
             np.testing.assert_allclose(np.array(got[i]), wanted, atol=2e-5, rtol=2e-5)
         self.check_lengths()
 
-    def _stored(self, x: mx.array | np.ndarray) -> np.ndarray:
-        return np.array(round_trip(mx.array(x), self.spec.bits, 32))
-
     def trim(self, counts: Sequence[int]) -> None:
         """Trims, or finds that the cache refuses and is as it was."""
-        allowed = all(n <= self.cache.layout.most_trim(row) for n, row in zip(counts, self.cache._rows, strict=True))
+        allowed = all(
+            n <= self.cache.layout.most_trim(row) for n, row in zip(counts, self.cache.view.rows, strict=True)
+        )
         if self.kept is not None:
             lengths = self.lengths()
             assert allowed == all(n <= self.kept.most_trim(i, lengths[i]) for i, n in enumerate(counts))

@@ -12,7 +12,7 @@ from functools import lru_cache
 
 import mlx.core as mx
 
-from mlx_kv.cache.codecs import Codec, Planes
+from mlx_kv.cache.codecs import Codec, Planes, alike
 from mlx_kv.cache.layout import Plan, Ranges
 
 # Rows, heads, head dim and dtype: what must agree for a tensor to fit into a buffer.
@@ -43,19 +43,25 @@ class SlotBuffer:
     Args:
         codec: how the tensor became planes.
         planes: one or more arrays (B, H, C, width).
+        head_dim, dtype: of the tensor.
     """
 
-    def __init__(self, codec: Codec, planes: Planes) -> None:
+    def __init__(self, codec: Codec, planes: Planes, head_dim: int, dtype: mx.Dtype) -> None:
         self.codec, self.planes = codec, tuple(plane[:] for plane in planes)
-        # Only a shape is asked for here: it is never evaluated.
-        self._head_dim = codec.decode(tuple(plane[:, :, :1] for plane in planes)).shape[3]
+        self.head_dim, self.dtype = head_dim, dtype
 
     @classmethod
     def allocate(cls, codec: Codec, like: mx.array, capacity: int) -> SlotBuffer:
-        """An empty buffer of `capacity` slots for tensors like `like` (B, H, S, D)."""
-        # Widths and dtypes of planes are the codec's business: ask it, with one token that is never evaluated.
-        sample = codec.encode(like[:, :, :1])
-        return cls(codec, tuple(mx.zeros((*p.shape[:2], capacity, p.shape[3]), p.dtype) for p in sample))
+        """An empty buffer of `capacity` slots for tensors like `like` (B, H, S, D).
+
+        Raises:
+            ValueError: the codec makes other planes than it says, or another tensor of them.
+        """
+        check_codec(codec, like[:, :, :1])
+        rows, heads, head_dim, dtype = tensor_of(like)
+        planes = codec.planes(head_dim, dtype)
+        empty = tuple(mx.zeros((rows, heads, capacity, width), of) for width, of in planes)
+        return cls(codec, empty, head_dim, dtype)
 
     def handles(self) -> Planes:
         """The planes, for others to keep.
@@ -67,15 +73,16 @@ class SlotBuffer:
 
     def copied(self) -> SlotBuffer:
         """Another buffer over the same memory. Whoever writes first gets memory of their own: MLX sees to it."""
-        copied = SlotBuffer.__new__(SlotBuffer)
-        copied.codec, copied.planes, copied._head_dim = self.codec, self.handles(), self._head_dim
-        return copied
+        return self._with(self.planes)
+
+    def _with(self, planes: Planes) -> SlotBuffer:
+        return SlotBuffer(self.codec, planes, self.head_dim, self.dtype)
 
     @property
     def tensor(self) -> Tensor:
-        """What a tensor must be to fit in here. Its dtype is that of the last plane, whatever the codec."""
+        """What a tensor must be to fit in here."""
         rows, heads = self.planes[0].shape[:2]
-        return rows, heads, self._head_dim, self.planes[-1].dtype
+        return rows, heads, self.head_dim, self.dtype
 
     @property
     def capacity(self) -> int:
@@ -170,7 +177,7 @@ class SlotBuffer:
         planes = [mx.contiguous(plane[mx.array(list(rows))][:, :, :used]) for plane in self.planes]
         if used < capacity:
             planes = [mx.pad(plane, [(0, 0), (0, 0), (0, capacity - used), (0, 0)]) for plane in planes]
-        return SlotBuffer(self.codec, tuple(planes))
+        return self._with(tuple(planes))
 
     @classmethod
     def stacked(cls, parts: Sequence[tuple[SlotBuffer | None, int, int]], capacity: int) -> SlotBuffer:
@@ -191,13 +198,47 @@ class SlotBuffer:
                     new[first : first + count, :, :used] = buffer.planes[which][:, :, :used]
                 first += count
             planes.append(new)
-        return cls(like.codec, tuple(planes))
+        return like._with(tuple(planes))
+
+    def decode(self, planes: Planes) -> mx.array:
+        """The tensor (B, H, n, D) that some slots of the planes stand for."""
+        return self.codec.decode(planes, self.dtype)
+
+    def as_stored(self, x: mx.array) -> mx.array:
+        """What is left of a tensor (B, H, S, D) once it is written and read again."""
+        return self.decode(self.codec.encode(x))
 
     def recode(self, codec: Codec) -> None:
-        """Stores every slot with another codec, the capacity unchanged."""
-        if codec != self.codec:
-            self.planes = codec.encode(self.codec.decode(self.planes))
-            self.codec = codec
+        """Stores every slot with another codec, the capacity unchanged.
+
+        Raises:
+            ValueError: as `allocate`.
+        """
+        if not alike(codec, self.codec):
+            decoded = self.decode(self.planes)
+            check_codec(codec, decoded[:, :, :1])
+            self.planes = codec.encode(decoded)
+        self.codec = codec
+
+
+Buffers = tuple[SlotBuffer, SlotBuffer]  # of keys, of values
+
+
+def check_codec(codec: Codec, x: mx.array) -> None:
+    """Raises ValueError unless a codec makes the planes that it says of x (B, H, S, D), and x of them again.
+
+    Only shapes and dtypes are looked at: nothing is evaluated.
+    """
+    told = [(*x.shape[:3], width, dtype) for width, dtype in codec.planes(x.shape[3], x.dtype)]
+    encoded = codec.encode(x)
+    made = [(*plane.shape, plane.dtype) for plane in encoded]
+    if made != told:
+        raise ValueError(f"the codec {codec.name} says that its planes are {told}, but makes {made}: they must agree")
+    again = codec.decode(encoded, x.dtype)
+    if (again.shape, again.dtype) != (x.shape, x.dtype):
+        raise ValueError(
+            f"the codec {codec.name} decodes {again.shape} of {again.dtype}, expected {x.shape} of {x.dtype}"
+        )
 
 
 def _as_words(plane: mx.array) -> mx.array:

@@ -7,11 +7,12 @@ it was. Each message states what came, what was expected and the mend. Shapes ar
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import mlx.core as mx
 
-from mlx_kv.cache.buffers import SlotBuffer, tensor_of
+from mlx_kv.cache.buffers import Buffers, SlotBuffer, tensor_of
 
 MOST_TOKENS = 2**31 - 1  # MLX counts the elements of an axis in 32 bits
 
@@ -43,7 +44,22 @@ def whole_number(name: str, value: object, least: int = 0) -> int:
     return number
 
 
-def continues(keys: mx.array, values: mx.array, buffers: tuple[SlotBuffer, SlotBuffer]) -> bool:
+def whole_numbers(given: object, rows: int) -> tuple[int, ...]:
+    """Whole numbers from a sequence or an array; one number stands for one of each row.
+
+    Raises:
+        ValueError: something else.
+    """
+    listed: Any = given.tolist() if isinstance(given, mx.array) else given
+    if not isinstance(listed, Sequence) or isinstance(listed, str):
+        listed = list(listed) if hasattr(listed, "__len__") else [listed] * rows
+    try:
+        return tuple([operator.index(number) for number in listed])
+    except TypeError:
+        raise ValueError(f"got {given!r}: give whole numbers") from None
+
+
+def continues(keys: mx.array, values: mx.array, buffers: Buffers) -> bool:
     """Whether this update is like the ones before it; if not, the checks below say what is wrong, if anything."""
     if not (isinstance(keys, mx.array) and isinstance(values, mx.array)) or keys.ndim != 4 or values.ndim != 4:
         return False

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from mlx_kv.cache.codecs import Choice
 from mlx_kv.cache.eviction.evictor import Evictor
 from mlx_kv.cache.eviction.granularity import Granularity
 from mlx_kv.cache.eviction.scores import Function
@@ -31,6 +32,7 @@ def RingKVCache(  # noqa: N802, a choice of parts with the name of what it is
     reserve: int = 0,
     *,
     packed_decode: bool = True,
+    codec: Choice | None = None,
 ) -> KVCache:
     """A `KVCache` that keeps the last `window` tokens, in window + max_write - 1 slots, and can undo its last write.
 
@@ -42,9 +44,8 @@ def RingKVCache(  # noqa: N802, a choice of parts with the name of what it is
     Raises:
         ValueError: a window or max_write below 1, sinks that fill the window, and what `KVCache` refuses.
     """
-    return KVCache(
-        bits, group_size, growth, reserve, packed_decode=packed_decode, layout=Ring(window, max_write, sinks)
-    )
+    layout = Ring(window, max_write, sinks)
+    return KVCache(bits, group_size, growth, reserve, packed_decode=packed_decode, layout=layout, codec=codec)
 
 
 def RotatingKVCache(max_size: int, keep: int = 0) -> KVCache:  # noqa: N802, mlx-lm's name for it
@@ -66,6 +67,7 @@ def ChunkedKVCache(  # noqa: N802, mlx-lm's name for it
     reserve: int = 0,
     *,
     packed_decode: bool = True,
+    codec: Choice | None = None,
 ) -> KVCache:
     """A `KVCache` for chunked attention, as llama4's: a token sees those of its own chunk of the text.
 
@@ -79,7 +81,8 @@ def ChunkedKVCache(  # noqa: N802, mlx-lm's name for it
     Raises:
         ValueError: a chunk_size or max_write below 1, and what `KVCache` refuses.
     """
-    return KVCache(bits, group_size, growth, reserve, packed_decode=packed_decode, layout=Chunks(chunk_size, max_write))
+    layout = Chunks(chunk_size, max_write)
+    return KVCache(bits, group_size, growth, reserve, packed_decode=packed_decode, layout=layout, codec=codec)
 
 
 def CompressedKVCache(  # noqa: N802, a choice of parts with the name of what it is
@@ -96,6 +99,7 @@ def CompressedKVCache(  # noqa: N802, a choice of parts with the name of what it
     reserve: int = 0,
     *,
     packed_decode: bool = True,
+    codec: Choice | None = None,
 ) -> KVCache:
     """A `KVCache` that keeps at most `budget` tokens of each sequence, or up to `margin` more: those that matter most.
 
@@ -105,7 +109,7 @@ def CompressedKVCache(  # noqa: N802, a choice of parts with the name of what it
         budget: tokens that are left after a compaction.
         keep_recent: so many of the newest tokens are never evicted; a trim can go back as far.
         sinks: so many of the first tokens are never evicted.
-        score: what matters, by name (`mlx_kv.score_names()`), or any callable (keys, values, positions) -> (B, H, n) in
+        score: what matters, by name (`mlx_kv.score_names()`), or any callable `(tokens: ScoredTokens) -> (B, H, n)` in
             float32, higher is kept.
         share: "head", each head keeps its own tokens; otherwise heads keep the same.
         margin: how far the budget may be overshot before a compaction; None is max(64, budget // 16).
@@ -116,7 +120,7 @@ def CompressedKVCache(  # noqa: N802, a choice of parts with the name of what it
             share, and what `KVCache` refuses.
     """
     evictor = Evictor(Budget(budget, keep_recent, sinks, margin, max_write), score, share)
-    return KVCache(bits, group_size, growth, reserve, packed_decode=packed_decode, evictor=evictor)
+    return KVCache(bits, group_size, growth, reserve, packed_decode=packed_decode, evictor=evictor, codec=codec)
 
 
 def BatchKVCache(left_padding: Sequence[int]) -> KVCache:  # noqa: N802, mlx-lm's name for it

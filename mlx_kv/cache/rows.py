@@ -1,4 +1,4 @@
-"""Rows that come together: which caches fit, and their buffers as one.
+"""Rows that come, go and change places: which caches fit, their buffers as one, and padding that is announced.
 
 A row's slots begin at 0 in every cache, whatever was evicted or overwritten, so rows are put side by side as they are:
 nothing is rolled, padded or realigned. Knows nothing about attention or masks; `KVCache` has the methods.
@@ -9,22 +9,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from mlx_kv.cache.buffers import SlotBuffer
-from mlx_kv.cache.codecs import Codec
+from mlx_kv.cache.buffers import Buffers, SlotBuffer
+from mlx_kv.cache.codecs import affine_of, are_plain, in_words
+from mlx_kv.cache.contents import Contents
 from mlx_kv.cache.eviction.evictor import Evictor
-from mlx_kv.cache.layout import Layout, Row
+from mlx_kv.cache.growth import round_up
+from mlx_kv.cache.view import CacheView
 
 
 class Joinable(Protocol):
-    """What of a cache must agree, and what is joined."""
+    """A cache that says what it holds."""
 
-    layout: Layout
-    _codec: Codec
-    _rows: tuple[Row, ...]
-    _buffers: tuple[SlotBuffer, SlotBuffer] | None
-    _evictor: Evictor | None
+    @property
+    def view(self) -> CacheView: ...
 
-    def empty(self) -> bool: ...
+    @property
+    def evictor(self) -> Evictor | None: ...
 
 
 def check_joinable(index: int, first: Joinable, other: Joinable) -> None:
@@ -34,7 +34,7 @@ def check_joinable(index: int, first: Joinable, other: Joinable) -> None:
             f"cache {index} is a {type(other).__name__}: only caches of this library can be merged with one"
         )
     kept, wanted = _how(other), _how(first)
-    if first._buffers is None or other._buffers is None:  # what has stored nothing yet takes any shape
+    if first.view.buffers is None or other.view.buffers is None:  # what has stored nothing yet takes any shape
         kept, wanted = kept[:-2], wanted[:-2]
     for (what, own), (_, theirs) in zip(wanted, kept, strict=True):
         if own != theirs:
@@ -45,11 +45,14 @@ def check_joinable(index: int, first: Joinable, other: Joinable) -> None:
 
 def _how(cache: Joinable) -> list[tuple[str, object]]:
     """All that must be the same in every row of a batch, in words and as it is."""
-    evictor = cache._evictor
-    keys, values = (None, None) if cache._buffers is None else (buffer.tensor[1:] for buffer in cache._buffers)
+    view, evictor = cache.view, cache.evictor
+    affine = affine_of(view.codecs)
+    keys, values = (None, None) if view.buffers is None else (buffer.tensor[1:] for buffer in view.buffers)
+    other = None if affine is not None or are_plain(view.codecs) else in_words(view.codecs)
     return [
-        ("layout", cache.layout.parameters),
-        ("bits and group size", (cache._codec.bits, cache._codec.group_size)),
+        ("layout", view.layout.parameters),
+        ("bits and group size", (None, None) if affine is None else tuple(affine)),
+        ("codecs", (other, None if other is None else tuple(map(type, view.codecs)))),
         ("score and share", None if evictor is None else (evictor.score.name, evictor.granularity)),
         # Lambdas have one name, and so have functions that were registered under it one after the other.
         ("the score function", None if evictor is None else (evictor.score.function, evictor.score.per_token)),
@@ -66,25 +69,86 @@ def check_rows(chosen: Sequence[int], rows: int) -> None:
         )
 
 
-def joined_buffers(caches: Sequence[Joinable], capacity: int) -> tuple[SlotBuffer, SlotBuffer]:
-    """Keys and values of all rows. If one cache is quantised by now, all are."""
-    stored = [None if cache.empty() else cache._buffers for cache in caches]
-    codec = max(
-        (buffers[0].codec for buffers in stored if buffers is not None), key=lambda codec: codec.bits is not None
-    )
+def join(held: Contents, others: Sequence[Contents]) -> None:
+    """Takes copies of the rows of others, after its own; `check_joinable` has found that they fit."""
+    everyone = [held, *others]
+    filled = [each for each in everyone if not each.empty()]
+    encoded = any(each.encoded for each in filled)  # if one cache is quantised by now, all are
+    # Where nobody has a token, buffers that are left of trimmed ones have rows for this cache alone.
+    held.buffers = joined_buffers(everyone, max(each.capacity for each in filled), encoded) if filled else None
+    held.encoded = encoded
+    held.rows = tuple([row for each in everyone for row in each.rows])
+    held.reserved = max(each.reserved for each in everyone)
+    held.announced = tuple([announced for each in everyone for announced in each.announced])
+    held.transient, held.ranges, held.packed, held.lengths = None, (), False, None
+    if held.evictor is not None:
+        for other in others:
+            if other.evictor is not None:
+                held.evictor.extend(other.evictor)
+
+
+def joined_buffers(everyone: Sequence[Contents], capacity: int, encoded: bool) -> Buffers:
+    """Keys and values of all rows, stored by the codecs, or still plain."""
+    stored = [None if each.empty() else each.buffers for each in everyone]
 
     def joined(which: int) -> SlotBuffer:
         parts: list[tuple[SlotBuffer | None, int, int]] = []
-        for cache, buffers in zip(caches, stored, strict=True):
+        for each, buffers in zip(everyone, stored, strict=True):
             if buffers is None:
-                parts.append((None, len(cache._rows), 0))
+                parts.append((None, len(each.rows), 0))
                 continue
             buffer = buffers[which]
-            if buffer.codec != codec:
-                buffer = SlotBuffer(buffer.codec, buffer.planes)
-                buffer.recode(codec)
-            used = max(0, *(row.end for row in cache._rows))
-            parts.append((buffer, len(cache._rows), min(used, cache.layout.most_slots)))
+            if encoded:
+                buffer = buffer.copied()
+                buffer.recode(everyone[0].codecs[which])
+            used = max(0, *(row.end for row in each.rows))
+            parts.append((buffer, len(each.rows), min(used, each.layout.most_slots)))
         return SlotBuffer.stacked(parts, capacity)
 
     return joined(0), joined(1)
+
+
+def extracted(held: Contents, index: int) -> Contents:
+    """A copy of one row, of no more slots than it needs; what was announced is left behind."""
+    single = held.without_evictor()
+    select(single, [index], shrink=True)
+    single.announced = (0,)
+    if held.evictor is not None:
+        single.evictor = held.evictor.selected([index])
+        single.evictor.belong_to(single)
+    return single
+
+
+def select(held: Contents, chosen: Sequence[int], shrink: bool = False) -> None:
+    """Keeps only these rows, in this order.
+
+    Args:
+        shrink: leave no slack.
+    """
+    held.rows = tuple([held.rows[index] for index in chosen])
+    held.announced = tuple([held.announced[index] for index in chosen])
+    if held.buffers is not None:
+        used = min(max(0, *(row.end for row in held.rows)), held.layout.most_slots)
+        capacity = min(held.capacity, round_up(max(held.reserved, *held.announced, 2 * used, 1)))
+        capacity = round_up(used + 1) if shrink else capacity
+        keys, values = (buffer.selected(chosen, capacity) for buffer in held.buffers)
+        held.buffers = keys, values
+    held.transient, held.ranges, held.packed = None, (), False
+    if held.lengths is not None:
+        held.lengths = tuple([held.lengths[index] for index in chosen])
+    if held.evictor is not None:
+        held.evictor.keep(chosen, held.rows)
+
+
+def announce_padding(held: Contents, lengths: Sequence[int] | None, left_padding: Sequence[int] | None) -> None:
+    """Notes what `KVCache.prepare` was told."""
+    rows = len(held.rows)
+    for name, counts in (("lengths", lengths), ("left_padding", left_padding)):
+        if counts is not None and (len(counts) != rows or min(counts) < 0):
+            raise ValueError(f"{name} is {list(counts)}: give {rows} numbers from 0 up, one for each row")
+    if left_padding is not None:
+        if not held.empty():
+            raise ValueError("left padding can only come first, but this cache holds tokens: give lengths instead")
+        held.rows = tuple([row._replace(offset=row.offset - n) for row, n in zip(held.rows, left_padding, strict=True)])
+    if lengths is not None:
+        held.lengths = tuple(lengths)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from mlx_kv.cache.buffers import SlotBuffer
+from mlx_kv.cache.buffers import Buffers
+from mlx_kv.cache.codecs import Codecs
+from mlx_kv.cache.growth import Growth
 from mlx_kv.cache.layout import Layout, Row
 
 
@@ -14,9 +16,23 @@ class CacheView(NamedTuple):
     Attributes:
         layout: which slot holds which position.
         rows: where each row stands.
-        buffers: of keys and of values; None before the first update.
+        codecs: how keys and how values are stored from `quantized_start` on.
+        buffers: of keys and of values; None before the first update. Before `quantized_start` they are plain.
+        quantized_start: tokens from which on the codecs are used.
+        packed_decode: whether attention may be handed packed planes.
+        reserved: tokens that room is made for at the first update, in any row.
+        announced: tokens that each row will hold, as far as was said.
+        lengths: tokens of each row that are announced, padding follows them; None where none is.
+        growth: how capacity grows.
     """
 
     layout: Layout
     rows: tuple[Row, ...]
-    buffers: tuple[SlotBuffer, SlotBuffer] | None
+    codecs: Codecs
+    buffers: Buffers | None
+    quantized_start: int
+    packed_decode: bool
+    reserved: int
+    announced: tuple[int, ...]
+    lengths: tuple[int, ...] | None
+    growth: Growth

@@ -136,7 +136,7 @@ def batch(
         from mlx_kv.generation.engine import make_engine
         from mlx_kv.generation.sampling import TemperatureSampler
         from mlx_kv.generation.speculation.statistics import SpeculationStatistics
-        from mlx_kv.mlxlm.convert import load
+        from mlx_kv.mlxlm.loading import load
 
         network, tokenizer = load(model_path(model))
         drafting = None if draft_model is None else load(draft_path(draft_model))[0]

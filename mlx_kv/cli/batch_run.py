@@ -36,7 +36,7 @@ class PromptEncoder:
     ) -> None:
         import mlx.core as mx
 
-        from mlx_kv.mlxlm.convert import context_length
+        from mlx_kv.mlxlm.loading import context_length
 
         self._tokenizer, self._sampler, self._seed = tokenizer, sampler, seed
         self._plain = plain

@@ -65,11 +65,11 @@ def load_for(path: Path, network: Any, tokenizer: Any, model: str) -> PromptFile
 
 def tokens_read(file: PromptFile) -> int:
     """How many tokens the caches of a file have read."""
-    from mlx_kv.mlxlm.convert import attention_caches
+    from mlx_kv.mlxlm.traverse import attention_caches
 
     if file.tokens is not None:
         return len(file.tokens)
-    return max((row.offset for cache in attention_caches(file.caches) for row in cache._rows), default=0)
+    return max((row.offset for cache in attention_caches(file.caches) for row in cache.view.rows), default=0)
 
 
 @click.command(epilog=EXAMPLES)
@@ -116,7 +116,8 @@ def cache(
     from mlx_kv.generation.encoding import encode_beginning, speaks_chat
     from mlx_kv.generation.prefill import prefill, prefill_step, reserve_for
     from mlx_kv.generation.statistics import cache_statistics
-    from mlx_kv.mlxlm.convert import load, make_prompt_cache
+    from mlx_kv.mlxlm.convert import make_prompt_cache
+    from mlx_kv.mlxlm.loading import load
 
     network, tokenizer = load(model_path(model))
     tokens = encode_beginning(tokenizer, text, speaks_chat(tokenizer, ignore_chat_template))

@@ -102,7 +102,7 @@ def progress_bar(total: int) -> Iterator[Callable[[str], None]]:
 def measured(model: str | None, tasks: Sequence[str], settings: Settings, text: str) -> list[Measurement]:
     """All tasks, each on the model that it is for."""
     from mlx_kv.evaluation.evaluate import count, evaluate
-    from mlx_kv.mlxlm.convert import load
+    from mlx_kv.mlxlm.loading import load
 
     loaded: dict[str, Any] = {}
     runs = []

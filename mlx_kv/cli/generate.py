@@ -103,7 +103,8 @@ def generate(
     from mlx_kv.generation.speculation.stream import speculative_generate
     from mlx_kv.generation.statistics import cache_statistics
     from mlx_kv.generation.stream import stream_generate
-    from mlx_kv.mlxlm.convert import load, make_prompt_cache
+    from mlx_kv.mlxlm.convert import make_prompt_cache
+    from mlx_kv.mlxlm.loading import load
 
     network, tokenizer = load(model_path(model))
     already = 0  # tokens that the caches have read

@@ -209,7 +209,8 @@ def inspect_command(
     from mlx_kv.evaluation.inspection import inspect_prompt
     from mlx_kv.generation.encoding import encode_text
     from mlx_kv.generation.prefill import prefill_step
-    from mlx_kv.mlxlm.convert import load, make_prompt_cache
+    from mlx_kv.mlxlm.convert import make_prompt_cache
+    from mlx_kv.mlxlm.loading import load
 
     network, tokenizer = load(model_path(model))
     tokens = encode_text(tokenizer, text, plain=ignore_chat_template)

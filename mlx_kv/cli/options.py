@@ -196,7 +196,7 @@ def read_prompt(prompt: str | None, prompt_file: Path | None, source: str | None
 
 def note_context(model: nn.Module, prompt_tokens: int, max_tokens: int = 0) -> None:
     """Says on stderr where a prompt and its answer go past the positions that a model was made for."""
-    from mlx_kv.mlxlm.convert import context_length
+    from mlx_kv.mlxlm.loading import context_length
 
     length = context_length(model)
     if length is not None and prompt_tokens + max_tokens > length:

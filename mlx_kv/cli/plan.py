@@ -151,7 +151,8 @@ def plan(
     policy = make_policy(**settings)
     config = read_config(find_config(model))
 
-    from mlx_kv.mlxlm.convert import make_prompt_cache, model_from_config
+    from mlx_kv.mlxlm.convert import make_prompt_cache
+    from mlx_kv.mlxlm.loading import model_from_config
     from mlx_kv.planning import DTYPES, Planner, config_dtype, strategies
     from mlx_kv.policy import CachePolicy
 

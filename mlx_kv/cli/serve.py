@@ -148,7 +148,7 @@ def serve(
         raise click.ClickException(f'{error.name} is not installed: pip install "mlx-kv[server]"') from error
 
     def load() -> Models:
-        from mlx_kv.mlxlm.convert import load
+        from mlx_kv.mlxlm.loading import load
 
         network, tokenizer = load(model_path(model))
         draft = None if draft_model is None else load(draft_path(draft_model))[0]

@@ -25,7 +25,10 @@ from mlx_kv.evaluation import tasks
 from mlx_kv.evaluation.attention import attention_received, check_attention, rank_correlation
 from mlx_kv.evaluation.results import Measurement, Settings
 from mlx_kv.generation.prefill import prefill_step, read_chunk
-from mlx_kv.mlxlm.convert import attention_caches, compact, context_length, make_prompt_cache
+from mlx_kv.mlxlm.convert import make_prompt_cache
+from mlx_kv.mlxlm.loading import context_length
+from mlx_kv.mlxlm.traverse import attention_caches, is_ours
+from mlx_kv.mlxlm.trimming import compact
 from mlx_kv.policy import SINKS, CachePolicy
 
 TASKS = ("passkey", "recall", "copy", "perplexity", "correlation")
@@ -66,7 +69,7 @@ class Context:
     def __init__(self, model: nn.Module, tokens: np.ndarray, settings: Settings) -> None:
         self.model, self.tokens, self.recordings = model, mx.array(tokens), []
         caches = make_prompt_cache(model, settings.policy(None, None))
-        if all(isinstance(cache, KVCache) for cache in caches):
+        if all(is_ours(cache) for cache in caches):
             self.recordings = [RecordingCache(cache) for cache in caches]
             read(model, self.tokens, self.recordings)
 
@@ -190,7 +193,7 @@ def evaluate(model: nn.Module, tokenizer: Any, task: str, settings: Settings, te
     What can be refused is refused at once; the work is done as measurements are asked for.
 
     Args:
-        model, tokenizer: as from `mlx_kv.mlxlm.convert.load`.
+        model, tokenizer: as from `mlx_kv.mlxlm.loading.load`.
         task: one of `TASKS`.
         text: for perplexity.
 

@@ -18,7 +18,9 @@ import mlx.nn as nn
 from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.generation.prefill import prefill, prefill_step
 from mlx_kv.generation.statistics import cache_statistics
-from mlx_kv.mlxlm.convert import attention_caches, compact, leaves, make_prompt_cache
+from mlx_kv.mlxlm.convert import make_prompt_cache
+from mlx_kv.mlxlm.traverse import attention_caches, leaves
+from mlx_kv.mlxlm.trimming import compact
 from mlx_kv.policy import CachePolicy
 
 

@@ -19,12 +19,14 @@ import mlx.core as mx
 from mlx_lm.models import cache as stock
 
 from mlx_kv.cache.checks import MOST_TOKENS, whole_number
-from mlx_kv.cache.codecs import make_codec
+from mlx_kv.cache.codecs import PLAIN, Codecs, affine_of, are_plain, find_codec, find_codecs, packing_of
 from mlx_kv.cache.eviction.evictor import Evictor
 from mlx_kv.cache.growth import SLOT_MULTIPLE, FixedStep, Geometric, Growth, round_up
 from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.cache.layout import NO_LIMIT, Budget, Layout, Row, make_layout
+from mlx_kv.cache.state import CacheState, Tensors
 from mlx_kv.files import stock_files
+from mlx_kv.files.planes import check_planes
 
 # What comes of a description that is none, beside the ValueErrors of the checks.
 NOT_SO = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
@@ -119,30 +121,67 @@ def _whole(name: str, value: object, least: int = 0) -> int:
 
 
 def _describe_ours(cache: KVCache, name: str, arrays: dict[str, mx.array]) -> dict[str, Any]:
-    keys, values, *state = cache.state
-    live = [min(max(0, row.end), cache.layout.most_slots) for row in cache._rows]
+    told, view = cache.state, cache.view
+    live = [min(max(0, row.end), view.layout.most_slots) for row in view.rows]
     planes = {}
-    for which, tensor in (("keys", keys), ("values", values)):
+    for which, tensor in (("keys", told.keys), ("values", told.values)):
         for index, plane in enumerate(tensor or ()):  # (B, H, C, width)
             for row, used in enumerate(live):
                 arrays[f"{name}.{which}.{index}.{row}"] = plane[row, :, :used]  # (H, n, width)
         planes[which] = len(tensor or ())
-    return {
+    affine = affine_of(view.codecs)
+    settings = (*(affine or (None, None)), told.quantized_start, told.packed_decode, told.packed)
+    state = [told.rows, told.ranges, told.layout, *settings, told.eviction]  # in the order of version 0.1.0
+    described = {
         "kind": "mlx-kv",
         "name": name,
         "planes": planes,
         "live": live,
         "capacity": cache.capacity,
         "state": _in_json(state, f"{name}.state", arrays),
-        "growth": _growth_in_json(cache._growth),
-        "reserve": cache._reserve,
-        "lengths": cache._lengths,
-        **({"announced": cache._announced} if any(cache._announced) else {}),
+        "growth": _growth_in_json(view.growth),
+        "reserve": view.reserved,
+        "lengths": view.lengths,
     }
+    if any(view.announced):
+        described["announced"] = view.announced
+    if affine is None and not are_plain(view.codecs):  # bits and a group size do not tell them
+        described["codecs"] = {"codecs": told.codecs, "tensors": told.tensors, "encoded": told.encoded}
+    return described
+
+
+def _codecs(
+    told: dict[str, Any] | None, bits: Any, group_size: Any, stored: bool
+) -> tuple[Codecs, Tensors | None, bool | None]:
+    """The codecs; head dims and dtypes, and whether planes are encoded yet, where more than the planes tells that.
+
+    Args:
+        stored: whether there are planes.
+    """
+    if told is None:
+        codecs = find_codecs(bits, group_size)
+        if bits is None and group_size is not None:
+            raise ValueError("groups without bits")
+        return codecs, None, None
+    _check_parts(told, {"codecs", "tensors", "encoded"})
+    (keys, its), (values, theirs) = told["codecs"]
+    codecs = find_codec(keys, its), find_codec(values, theirs)
+    if bits is not None or group_size is not None or affine_of(codecs) is not None or are_plain(codecs):
+        raise ValueError("codecs that are told otherwise than such codecs are")
+    if [[codec.name, codec.parameters] for codec in codecs] != told["codecs"]:
+        raise ValueError(f"the codecs {keys} and {values} do not say of themselves what it says of them")
+    if type(told["encoded"]) is not bool or (told["tensors"] is not None) != stored or told["encoded"] > stored:
+        raise ValueError("tensors that there are not")
+    tensors = None
+    if stored:
+        _check_lists(told["tensors"], *told["tensors"])
+        (key_dim, key_dtype), (value_dim, value_dtype) = told["tensors"]
+        tensors = [(_whole("a head dim", key_dim), key_dtype), (_whole("a head dim", value_dim), value_dtype)]
+    return codecs, tensors, told["encoded"]
 
 
 def _restore_ours(described: dict[str, Any], name: str, arrays: dict[str, mx.array], room: Room) -> KVCache:
-    _check_parts(described, PARTS | (described.keys() & {"announced"}))
+    _check_parts(described, PARTS | (described.keys() & {"announced", "codecs"}))
     _check_parts(described["planes"], {"keys", "values"})
     if described["name"] != name:
         raise ValueError(f"cache {name} says that it is another")
@@ -167,35 +206,33 @@ def _restore_ours(described: dict[str, Any], name: str, arrays: dict[str, mx.arr
         raise ValueError("announced for other rows, or nothing")
     if not all(type(flag) is bool for flag in (packed_decode, packed)):
         raise ValueError("a yes or no that is neither")
-    if _whole("quantized_start", quantized_start) and bits is None:
+    counts = [_whole("planes", described["planes"][which]) for which in ("keys", "values")]
+    stored = any(counts)
+    codecs, tensors, encoded = _codecs(described.get("codecs"), bits, group_size, stored)
+    if _whole("quantized_start", quantized_start) and are_plain(codecs):
         raise ValueError("it is quantised later, but not to so many bits")
-    make_codec(bits, group_size)
-    if bits is None and group_size is not None:
-        raise ValueError("groups without bits")
+    encoded = stored and (are_plain(codecs) or counts[0] > 1) if encoded is None else encoded
 
     growth, reserve = _growth(described["growth"]), _whole("reserve", described["reserve"])
     capacity, needed = _whole("capacity", described["capacity"]), min(max(live) + 1, layout.most_slots)
-    count = _whole("planes", described["planes"]["keys"])
-    if count not in (0, 1, 3) or _whole("planes", described["planes"]["values"]) != count or (not count and max(live)):
+    if not stored and max(live):
         raise ValueError("planes of no tensor")
-    if capacity % SLOT_MULTIPLE or capacity < max(live) or (count == 0) != (capacity == 0):
+    if capacity % SLOT_MULTIPLE or capacity < max(live) or stored != (capacity > 0):
         raise ValueError(f"a capacity of {capacity} slots")
-    if count and needed > capacity:
+    if stored and needed > capacity:
         capacity = round_up(max(needed, growth.capacity(needed, capacity)))
-    end = capacity if count else NO_LIMIT
+    end = capacity if stored else NO_LIMIT
     if not all(0 <= _whole("a slot", first) < _whole("a slot", last) <= end for first, last in ranges):
         raise ValueError("slots that are not there")
-    if count == 3 and bits is None:
-        raise ValueError("packed planes without bits")
-    if count == 1 and bits is not None and not quantized_start:
+    if stored and not encoded and not quantized_start:
         raise ValueError("plain planes, but bits")
-    if packed and not (count == 3 and packed_decode):
+    if packed and not (encoded and packed_decode and packing_of(codecs) is not None):
         raise ValueError("packed planes that there are not")
 
     most = max(capacity, min(max(reserve, *announced), layout.enough_slots))  # which the next growth makes room for
     taken = [
         [[arrays.pop(f"{name}.{which}.{index}.{row}") for row in range(len(rows))] for index in range(count)]
-        for which in ("keys", "values")
+        for which, count in zip(("keys", "values"), counts, strict=True)
     ]
     for which in taken:
         for lines in which:  # each (H, n, width)
@@ -203,10 +240,10 @@ def _restore_ours(described: dict[str, Any], name: str, arrays: dict[str, mx.arr
             if len(shapes) != 1 or [line.shape[1] for line in lines] != live:
                 raise ValueError("rows of different shapes")
             room.take(len(lines) * math.prod(lines[0].shape[::2]) * lines[0].itemsize * most)
-    if count:
+    if stored:
         first_keys, first_values = ([lines[0][None] for lines in which] for which in taken)
-        stock_files.check_planes(first_keys, first_values, bits, group_size)
-    heads = taken[0][0][0].shape[0] if count else None
+        check_planes(first_keys, first_values, codecs if encoded else PLAIN, tensors)
+    heads = taken[0][0][0].shape[0] if stored else None
     if isinstance(layout, Budget):
         _check_eviction(layout, rows, heads, eviction)
     elif eviction is not None:
@@ -220,11 +257,26 @@ def _restore_ours(described: dict[str, Any], name: str, arrays: dict[str, mx.arr
         return whole
 
     keys, values = ([plane(lines) for lines in which] or None for which in taken)
-    cache = KVCache()
-    cache.state = keys, values, *state
-    cache._growth, cache._reserve, cache._announced = growth, reserve, tuple(announced)
-    cache._lengths = None if lengths is None else tuple(lengths)
-    return cache
+    return KVCache.from_state(
+        CacheState(
+            keys,
+            values,
+            list(rows),
+            ranges,
+            parameters,
+            [[codec.name, codec.parameters] for codec in codecs],
+            tensors,
+            encoded,
+            quantized_start,
+            packed_decode,
+            packed,
+            eviction,
+        ),
+        growth=growth,
+        reserved=reserve,
+        announced=tuple(announced),
+        lengths=None if lengths is None else tuple(lengths),
+    )
 
 
 def _row(layout: Layout, told: Sequence[int]) -> Row:

@@ -1,14 +1,12 @@
 """Whose caches they are: a short text for a model and its tokenizer, cheap enough to make for every file.
 
-Decides what makes two models the same, and how a place that keeps caches learns whose they are. Knows nothing about
-files or caches.
+Decides what makes two models the same, and whose caches one may go on with. Knows nothing about files or caches.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
 from dataclasses import asdict, is_dataclass
 from typing import Any
 
@@ -64,43 +62,3 @@ def check_fingerprint(what: str, saved: str | None, own: str, made_with: str | N
         raise ValueError(f"{what} is a prompt cache of another model: {mend}")
     if tokenizer and own_tokenizer and tokenizer != own_tokenizer:
         raise ValueError(f"{what} is a prompt cache of a model with another tokenizer: {mend}")
-
-
-class Whose:
-    """Whose caches a place keeps: what it was told when it was made, else what its first reader says.
-
-    Args:
-        place: its name, for messages.
-        told: a fingerprint of model and policy; None leaves it to the first reader.
-    """
-
-    def __init__(self, place: str, told: str | None) -> None:
-        self._place, self._told, self._found = place, told, told
-
-    def bind(self, find: Callable[[], str]) -> None:
-        """A reader comes, whose fingerprint can be asked for.
-
-        Raises:
-            ValueError: it is another than that of the first reader.
-        """
-        if self._told is not None:
-            return
-        found = find()
-        if self._found not in (None, found):
-            raise ValueError(
-                f"this {self._place} keeps caches of another model or policy: give each a {self._place} of its own"
-            )
-        self._found = found
-
-    @property
-    def fingerprint(self) -> str | None:
-        return self._found
-
-    def known(self) -> str:
-        """Raises ValueError if nobody has said."""
-        if self._found is None:
-            raise ValueError(
-                f"this {self._place} does not know whose caches it keeps: read with a PromptReader, or give "
-                f"{self._place}(..., fingerprint=...), such as that of mlx_kv.files.fingerprint.model_fingerprint"
-            )
-        return self._found

@@ -16,14 +16,15 @@ import mlx.core as mx
 from mlx_lm.models import cache as stock
 
 from mlx_kv.cache.checks import MOST_TOKENS
-from mlx_kv.cache.codecs import make_codec
+from mlx_kv.cache.codecs import affine_of, are_plain, find_codecs
 from mlx_kv.cache.growth import round_up
 from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.cache.layout import Append, Layout, Ring, Row
+from mlx_kv.cache.state import CacheState, in_state
 from mlx_kv.files import tensor_files
+from mlx_kv.files.planes import Planes, check_planes
 
 MAX_WRITE = 512  # of the rings that are made of mlx-lm's: the default of a policy
-Planes = Sequence[mx.array]
 
 # --- theirs to ours ---------------------------------------------------------------------------------------------------
 
@@ -110,13 +111,13 @@ def check_state(name: str, state: Any) -> None:
     if len(numbers) != wanted[name]:
         raise ValueError(f"a {name} has {wanted[name]} numbers, and this one {len(numbers)}")
     bits, group_size = (numbers[2], numbers[1]) if name == "QuantizedKVCache" else (None, 64)
-    make_codec(bits, group_size)
+    codecs = find_codecs(bits, group_size)
     offset = numbers[0] if numbers else 0
     if _absent(keys) and _absent(values):
         held = 0
     else:
         keys, values = (planes if type(planes) is list else [planes] for planes in (keys, values))
-        check_planes(keys, values, bits, group_size)
+        check_planes(keys, values, codecs)
         held = keys[0].shape[2]
     if name in ("KVCache", "QuantizedKVCache") and offset > held:
         raise ValueError(f"a cache says that it holds {offset} tokens, and has {held} slots")
@@ -128,35 +129,6 @@ def check_state(name: str, state: Any) -> None:
 
 def _absent(planes: Any) -> bool:
     return planes is None or (type(planes) is list and all(plane is None for plane in planes))
-
-
-def check_planes(keys: Planes, values: Planes, bits: int | None, group_size: int | None) -> None:
-    """Whether these planes (B, H, n, width) are keys and values, plain or quantised to so many bits.
-
-    Raises:
-        ValueError: they are not.
-    """
-    for planes in (keys, values):
-        if not all(type(plane) is mx.array and plane.ndim == 4 for plane in planes) or len(planes) not in (1, 3):
-            raise ValueError("keys or values that are no arrays of four axes")
-        packed, *scales = planes
-        if len(planes) == 1:
-            if not mx.issubdtype(packed.dtype, mx.floating):
-                raise ValueError(f"keys or values of {packed.dtype}")
-        elif bits is None or group_size is None or packed.dtype != mx.uint32:
-            raise ValueError("packed planes that are none")
-        else:
-            width = packed.shape[3] * 32 // bits
-            if packed.shape[3] * 32 % bits or any(width != scale.shape[3] * group_size for scale in scales):
-                raise ValueError("scales of other groups")
-            if scales[0].dtype != scales[1].dtype or not mx.issubdtype(scales[0].dtype, mx.floating):
-                raise ValueError("scales that are none")
-    if (
-        len(keys) != len(values)
-        or len({plane.shape[:3] for plane in (*keys, *values)}) != 1
-        or 0 in keys[0].shape[:2] + keys[0].shape[3:]
-    ):
-        raise ValueError("keys and values of a cache do not fit each other")
 
 
 def _ours(name: str, state: Any) -> Any:
@@ -243,8 +215,10 @@ def _made(
     bits: int | None = None,
     group_size: int = 64,
 ) -> KVCache:
-    settings = (bits, group_size, 0, True, False)
-    return KVCache.from_state((keys, values, list(rows), list(ranges), list(layout.parameters), *settings, None))
+    codecs = in_state(find_codecs(bits, group_size))
+    return KVCache.from_state(
+        CacheState(tuple(keys), tuple(values), list(rows), list(ranges), layout=list(layout.parameters), codecs=codecs)
+    )
 
 
 # --- ours to theirs ---------------------------------------------------------------------------------------------------
@@ -293,36 +267,41 @@ def _theirs(cache: Any, index: int) -> tuple[str, Any]:
         if getattr(stock, name, None) is not type(cache):
             raise ValueError(f"cache {index} is a {name}, which mlx-lm cannot load: use mlx_kv.make_prompt_cache")
         return name, cache.state
-    layout, mend = cache.layout, "leave out format='mlx-lm'"
-    if len(cache._rows) != 1:
+    view, mend = cache.view, "leave out format='mlx-lm'"
+    layout, buffers = view.layout, view.buffers
+    if len(view.rows) != 1:
         raise ValueError(
-            f"cache {index} has {len(cache._rows)} rows, and mlx-lm's format holds one: extract it, or {mend}"
+            f"cache {index} has {len(view.rows)} rows, and mlx-lm's format holds one: extract it, or {mend}"
         )
-    row, codec = cache._rows[0], cache._codec
-    if cache._buffers is not None:
-        codec = cache._buffers[0].codec  # before quantized_start, plain
+    row = view.rows[0]
+    # Before quantized_start, plain.
+    codecs = view.codecs if buffers is None else (buffers[0].codec, buffers[1].codec)
+    plain, affine = are_plain(codecs), affine_of(codecs)
     if layout.chunk_size is not None or row.start < 0 or row.offset < 0:
         what = "chunks" if layout.chunk_size is not None else "evicted tokens" if row.start < 0 else "left padding"
         raise ValueError(f"cache {index} has {what}, which mlx-lm's format cannot hold: {mend}")
+    if not plain and affine is None:
+        names = " and ".join(sorted({codec.name for codec in codecs}))
+        raise ValueError(f"cache {index} is stored by the codec {names}, and mlx-lm has no such thing: {mend}")
     if layout.window is not None:
-        if codec.bits is not None:
+        if not plain:
             raise ValueError(f"cache {index} is a quantised ring, and mlx-lm has no such thing: {mend}")
         held = min(row.offset, layout.window)
         positions = [*range(min(layout.sinks, held)), *range(row.offset - max(held - layout.sinks, 0), row.offset)]
         slots = [[layout.slot(row, position) for position in positions]]
         rotating = (row.offset, layout.sinks, layout.window, held)
-        if cache._buffers is None or not held:
+        if buffers is None or not held:
             return "RotatingKVCache", (None, None, *rotating)
-        keys, values = (buffer.take(slots)[0] for buffer in cache._buffers)
+        keys, values = (buffer.take(slots)[0] for buffer in buffers)
         return "RotatingKVCache", (keys, values, *rotating)
-    if codec.bits is not None and not cache._packed_decode:
+    if not plain and not view.packed_decode:
         raise ValueError(
             f"cache {index} is a quantised one of a model whose attention cannot take packed planes, which is what "
             f"mlx-lm's gives it: {mend}"
         )
     planes: list[Any] = [None, None]
-    if cache._buffers is not None and row.offset:
-        planes = [[plane[:, :, : row.offset] for plane in buffer.planes] for buffer in cache._buffers]
-    if codec.bits is None:
+    if buffers is not None and row.offset:
+        planes = [[plane[:, :, : row.offset] for plane in buffer.planes] for buffer in buffers]
+    if affine is None:
         return "KVCache", (*(None if p is None else p[0] for p in planes), row.offset)
-    return "QuantizedKVCache", (*planes, row.offset, codec.group_size, codec.bits)
+    return "QuantizedKVCache", (*planes, row.offset, affine.group_size, affine.bits)

@@ -149,9 +149,9 @@ def read(path: str | Path) -> TensorFile:
     regular(path)
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
-        words, entries = _read_header(path, file, size)
+        words, headers = _read_header(path, file, size)
         named, digests = {}, {}
-        for first, last, name, dtype, shape in entries:
+        for first, last, name, dtype, shape in headers:
             content = bytearray(last - first)
             if file.readinto(content) != len(content):
                 raise ValueError(f"{path} was cut off while it was read: make it again")
@@ -168,12 +168,12 @@ def words_of(file: IO[bytes], size: int) -> dict[str, str] | None:
         return None
 
 
-Entry = tuple[int, int, str, str, tuple[int, ...]]  # first and last byte, name, dtype, shape
+ArrayHeader = tuple[int, int, str, str, tuple[int, ...]]  # first and last byte, name, dtype, shape
 
 
 def _read_header(
     path: str | Path, file: IO[bytes], size: int, whole: bool = True
-) -> tuple[dict[str, str], list[Entry]]:
+) -> tuple[dict[str, str], list[ArrayHeader]]:
     """The words and the arrays of a file, these in the order of their bytes, after every check that there is."""
     length = int.from_bytes(file.read(8), "little")
     if size < 8 or not 2 <= length <= min(size - 8, MOST_HEADER_BYTES):
@@ -184,25 +184,25 @@ def _read_header(
     try:
         header = json.loads(file.read(length).decode("utf-8"))
         words = header.pop("__metadata__", {})
-        entries = sorted(_entry(name, told) for name, told in header.items())
+        headers = sorted(_array_header(name, told) for name, told in header.items())
         if not all(isinstance(word, str) for word in words.values()):
             raise ValueError("metadata that is no text")
     except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
         raise ValueError(
             f"{path} is no safetensors file, or was damaged: its header cannot be read; give another, or make it again"
         ) from error
-    ends = [0, *(last for _, last, *_ in entries)]
+    ends = [0, *(last for _, last, *_ in headers)]
     if not whole:
-        return words, entries
-    if [first for first, *_ in entries] != ends[:-1] or ends[-1] != size - 8 - length:
+        return words, headers
+    if [first for first, *_ in headers] != ends[:-1] or ends[-1] != size - 8 - length:
         raise ValueError(
             f"{path} was cut off or damaged: its arrays have {ends[-1]:,} bytes, the file has {size - 8 - length:,}; "
             "make it again"
         )
-    return words, entries
+    return words, headers
 
 
-def _entry(name: str, told: Any) -> Entry:
+def _array_header(name: str, told: Any) -> ArrayHeader:
     """One array of the header.
 
     Raises:

@@ -19,7 +19,7 @@ from mlx_kv.generation.sequence import BatchToken, TokenSequence
 from mlx_kv.generation.speculation import DRAFT_TOKENS
 from mlx_kv.generation.speculation.drafters import Drafter, Factory
 from mlx_kv.generation.speculation.statistics import SpeculationStatistics
-from mlx_kv.mlxlm.convert import context_length
+from mlx_kv.mlxlm.loading import context_length
 from mlx_kv.policy import CachePolicy
 
 

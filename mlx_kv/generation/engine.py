@@ -19,7 +19,7 @@ from mlx_kv.generation.speculation.decoder import make_decoder
 from mlx_kv.generation.speculation.drafters import Drafter, Factory
 from mlx_kv.generation.speculation.statistics import SpeculationStatistics
 from mlx_kv.generation.speculative import SpeculativeEngine
-from mlx_kv.mlxlm.convert import check_batches, rows_must_be_equal
+from mlx_kv.mlxlm.batching import check_batches, rows_must_be_equal
 from mlx_kv.policy import CachePolicy
 
 
@@ -67,7 +67,7 @@ class Engine(Protocol):
         ...
 
     def make_caches(self) -> list[Any]:
-        """New caches for a sequence to bring: of all layers, and then of those of the draft model."""
+        """New caches for a sequence to bring: of all layers, and then those of the drafter, if it has any."""
         ...
 
     def read(self, tokens: mx.array, cache: list[Any]) -> Any:

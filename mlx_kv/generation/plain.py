@@ -16,7 +16,9 @@ import mlx.nn as nn
 from mlx_kv.generation.prefill import CHUNKS_AT_ONCE, MOST_PROMPTS_AT_ONCE, chunk_for, prefill_step, reserve_for
 from mlx_kv.generation.sequence import BatchToken, TokenSequence, Waiting
 from mlx_kv.mlxlm.batch_generator import WatchedBatchGenerator, evaluated
-from mlx_kv.mlxlm.convert import attention_caches, make_prompt_cache, prompts_must_be_equal, rows_must_be_equal
+from mlx_kv.mlxlm.batching import prompts_must_be_equal, rows_must_be_equal
+from mlx_kv.mlxlm.convert import make_prompt_cache
+from mlx_kv.mlxlm.traverse import attention_caches
 from mlx_kv.policy import CachePolicy
 
 # Tokens of prompts read together, and no more than two chunks. More would keep the device no busier, but all rows
@@ -64,23 +66,7 @@ class PlainEngine:
             del self._active[uid]
 
     def step(self) -> list[BatchToken]:
-        began: list[TokenSequence] = []  # in this very step
-        while self._waiting and len(self._active) < self._max_batch_size:
-            if not self._may_join(self._waiting.first, began):
-                break
-            together = sum(self._reading.values()) + len(self._waiting.first.tokens)
-            # A prompt that takes several passes does not keep others from joining in them. Each has rows as long as it.
-            several = self._reading and max(self._reading.values()) > self.step_size
-            if self._reading and (len(self._reading) >= self._most_long if several else together > self._most_tokens):
-                break
-            sequence = self._waiting.next()
-            caches = sequence.caches or self.make_caches()
-            reserve_for(caches, len(sequence.tokens), sequence.max_tokens)
-            uid = self._generator.insert(sequence.tokens, sequence.max_tokens, caches, sequence.sampler)
-            self._active[uid], self._reading[uid] = sequence, len(sequence.tokens)
-            began.append(sequence)
-        for sequence in began:
-            sequence.caches = None  # the batch has its own copy
+        self._join()
         if not self._active:
             return []
         tokens = []
@@ -99,6 +85,26 @@ class PlainEngine:
             if finish is not None:
                 del self._active[response.uid]
         return tokens
+
+    def _join(self) -> None:
+        """Hands sequences to mlx-lm's loop, as many as may be read together."""
+        began: list[TokenSequence] = []  # in this very step
+        while self._waiting and len(self._active) < self._max_batch_size:
+            if not self._may_join(self._waiting.first, began):
+                break
+            together = sum(self._reading.values()) + len(self._waiting.first.tokens)
+            # A prompt that takes several passes does not keep others from joining in them. Each has rows as long as it.
+            several = self._reading and max(self._reading.values()) > self.step_size
+            if self._reading and (len(self._reading) >= self._most_long if several else together > self._most_tokens):
+                break
+            sequence = self._waiting.next()
+            caches = sequence.caches or self.make_caches()
+            reserve_for(caches, len(sequence.tokens), sequence.max_tokens)
+            uid = self._generator.insert(sequence.tokens, sequence.max_tokens, caches, sequence.sampler)
+            self._active[uid], self._reading[uid] = sequence, len(sequence.tokens)
+            began.append(sequence)
+        for sequence in began:
+            sequence.caches = None  # the batch has its own copy
 
     def _may_join(self, sequence: TokenSequence, began: Sequence[TokenSequence]) -> bool:
         """Whether the model can take a sequence beside those that there are; `began` are those of this step."""

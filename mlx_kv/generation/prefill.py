@@ -15,7 +15,7 @@ import mlx.nn as nn
 from mlx_lm.utils import get_total_parameters
 
 from mlx_kv.cache.checks import whole_number
-from mlx_kv.mlxlm.convert import attention_caches
+from mlx_kv.mlxlm.traverse import attention_caches
 
 # Room is made ahead for at most this many generated tokens: a high max_tokens is often only a safety limit, and slots
 # that are reserved are allocated at once. Longer answers grow from there.

@@ -13,7 +13,7 @@ from typing import Any
 
 from mlx_kv.cache.checks import whole_number
 from mlx_kv.generation.sampling import Sampler
-from mlx_kv.mlxlm.convert import check_alike
+from mlx_kv.mlxlm.batching import check_alike
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class BatchToken:
             tokenizer, and for the token that ends a sequence.
         token: its id.
         finish_reason: "stop" or "length" with the last token of a sequence, else None.
-        from_draft: whether the draft model had proposed it.
+        from_draft: whether it had been drafted.
         caches: with the last token, if the engine was asked for them: the caches of the row, as `Engine.extract` gives
             them.
     """

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_kv.mlxlm.convert import attention_caches, leaves
+from mlx_kv.mlxlm.traverse import attention_caches, leaves
 
 
 @dataclass(frozen=True)

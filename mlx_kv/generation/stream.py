@@ -18,7 +18,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_kv.generation.encoding import encode_prompt
 from mlx_kv.generation.prefill import prefill_step, reserve_for
 from mlx_kv.generation.sampling import Sampler, sampler_of_sequence
-from mlx_kv.mlxlm.convert import attention_caches, check_windows, make_prompt_cache
+from mlx_kv.mlxlm.convert import check_windows, make_prompt_cache
+from mlx_kv.mlxlm.traverse import attention_caches
 from mlx_kv.policy import CachePolicy
 
 FOR_THE_POLICY = {

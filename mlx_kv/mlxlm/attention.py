@@ -3,7 +3,8 @@
 mlx-lm's models call `scaled_dot_product_attention(queries, keys, values, cache=..., ...)` by a global name of the
 module in which their layer lies. While an `AttentionSeam` of a model is open, that name stands for a function of ours
 in each of these modules: a call whose cache carries an `attention_hook` goes to that hook, every other one is handed on
-as it came. Closed, the modules are as they were; nothing is touched before.
+as it came, which costs half a microsecond a layer (a step of a tiny model takes thousands). Closed, the modules are as
+they were; nothing is touched before.
 
 Which layers call it at all, `visibility` says. Knows nothing about scores, codecs or budgets.
 B rows, Hq query heads, H KV heads, S queries, N tokens that a cache holds, D head dim.

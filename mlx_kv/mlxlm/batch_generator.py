@@ -14,7 +14,7 @@ import mlx.nn as nn
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.models import cache as stock
 
-from mlx_kv.mlxlm.convert import leaves
+from mlx_kv.mlxlm.traverse import leaves
 
 
 class WatchedBatchGenerator:

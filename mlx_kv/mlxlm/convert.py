@@ -6,11 +6,10 @@ samplers are in `generation`.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -22,21 +21,8 @@ from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.mlxlm.loading import architecture
 from mlx_kv.mlxlm.quirks import cache_usage, indexers, takes_packed, window_of
 from mlx_kv.mlxlm.slots import counts_slots
-from mlx_kv.mlxlm.traverse import leaves as leaves
+from mlx_kv.mlxlm.traverse import leaves
 from mlx_kv.policy import FOR_BUDGETS, CachePolicy
-
-if TYPE_CHECKING:  # what moved to other files of this room
-    from mlx_kv.mlxlm.batching import check_alike as check_alike
-    from mlx_kv.mlxlm.batching import check_batches as check_batches
-    from mlx_kv.mlxlm.batching import prompts_must_be_equal as prompts_must_be_equal
-    from mlx_kv.mlxlm.batching import rows_must_be_equal as rows_must_be_equal
-    from mlx_kv.mlxlm.loading import context_length as context_length
-    from mlx_kv.mlxlm.loading import load as load
-    from mlx_kv.mlxlm.loading import model_from_config as model_from_config
-    from mlx_kv.mlxlm.traverse import attention_caches as attention_caches
-    from mlx_kv.mlxlm.trimming import can_trim as can_trim
-    from mlx_kv.mlxlm.trimming import compact as compact
-    from mlx_kv.mlxlm.trimming import trim_prompt_cache as trim_prompt_cache
 
 FULL = {stock.KVCache, stock.QuantizedKVCache}
 WINDOWED = {stock.RotatingKVCache, stock.ChunkedKVCache}
@@ -69,7 +55,7 @@ def make_prompt_cache(model: nn.Module, policy: CachePolicy | None = None, *, st
         check_policy(model, policy)
     if policy.max_kv_size is not None or policy.budget is not None:
         policy = policy if why_unbounded(model) is None else policy.unbounded()
-    packed_decode = policy.bits is not None and _takes_packed_planes(model, policy)
+    packed_decode = not policy.stores_plain and _takes_packed_planes(model, policy)
     return _convert(model, stock.make_prompt_cache(model), policy, packed_decode)
 
 
@@ -137,7 +123,7 @@ def kind_and_window(cache: Any) -> tuple[str | None, int | None]:
 
 def _convert(model: nn.Module, own: Iterable[Any], policy: CachePolicy, packed_decode: bool) -> list[Any]:
     # The keys of an indexer stay plain: they are few, and the models write such a cache's buffers themselves.
-    of_indexers, plain = indexers(model), replace(policy, bits=None, quantized_start=0)
+    of_indexers, plain = indexers(model), policy.plain()
     layer_group, numbers, layers = LayerGroup(), count(), count()
 
     def converted(cache: Any) -> Any:
@@ -160,26 +146,12 @@ def _takes_packed_planes(model: nn.Module, policy: CachePolicy) -> bool:
     """Whether attention in every layer of this model works on packed planes.
 
     Raises:
-        ValueError: a head dim that no group divides.
+        ValueError: a head dim that the codec cannot store.
     """
-    if policy.bits is not None and takes_packed(model, policy.group_size, policy.bits):
+    packing = policy.packing
+    if packing is not None and takes_packed(model, packing.group_size, packing.bits):
         return True
     # On plain ones it works, or the error is for the user. The graph is dropped without being evaluated.
     always = replace(policy, quantized_start=0)
     model(mx.array([[0]]), cache=_convert(model, stock.make_prompt_cache(model), always, packed_decode=False))
     return False
-
-
-_MOVED = {
-    **dict.fromkeys(("leaves", "attention_caches"), "traverse"),
-    **dict.fromkeys(("can_trim", "trim_prompt_cache", "compact"), "trimming"),
-    **dict.fromkeys(("check_alike", "check_batches", "rows_must_be_equal", "prompts_must_be_equal"), "batching"),
-    **dict.fromkeys(("load", "model_from_config", "context_length"), "loading"),
-}
-
-
-def __getattr__(name: str) -> Any:
-    """What moved to other files of this room, until those who import it follow."""
-    if name not in _MOVED:
-        raise AttributeError(name)
-    return getattr(importlib.import_module(f"mlx_kv.mlxlm.{_MOVED[name]}"), name)

@@ -6,7 +6,7 @@ Decides which of them are ours, and which hold anything. Knows nothing about mod
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, TypeGuard
 
 from mlx_lm.models import cache as stock
 
@@ -22,9 +22,14 @@ def leaves(caches: Iterable[Any]) -> Iterator[Any]:
             yield cache
 
 
+def is_ours(cache: Any) -> TypeGuard[KVCache]:
+    """Whether a cache is ours: of attention, and not somebody else's."""
+    return isinstance(cache, KVCache)
+
+
 def attention_caches(caches: Iterable[Any]) -> list[KVCache]:
     """Those of all the caches that are ours."""
-    return [cache for cache in leaves(caches) if isinstance(cache, KVCache)]
+    return [cache for cache in leaves(caches) if is_ours(cache)]
 
 
 def in_use(caches: Iterable[Any]) -> list[Any]:
@@ -34,6 +39,6 @@ def in_use(caches: Iterable[Any]) -> list[Any]:
     as nothing was written to any, nobody knows which they are.
     """
     everything = list(leaves(caches))
-    unwritten = [isinstance(cache, KVCache) and cache.keys is None for cache in everything]
+    unwritten = [is_ours(cache) and cache.keys is None for cache in everything]
     written = [cache for cache, spared in zip(everything, unwritten, strict=True) if not spared]
-    return written if any(isinstance(cache, KVCache) for cache in written) else everything
+    return written if any(is_ours(cache) for cache in written) else everything

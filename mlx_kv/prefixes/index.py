@@ -4,7 +4,7 @@ Decides by tokens alone. Sequences are kept sorted, so those that begin like a p
 would lie itself, those that share most of it nearest: finding one takes a few binary searches, however many there are.
 An entry that can be trimmed back to `least` tokens serves a prompt that begins with those, its *head*; so entries are
 sorted among those of the same head, and only heads that the prompt begins with are looked into. Knows nothing about
-where the caches of an entry are: on a disk (`prompt_store`) or in memory (`prompt_memory`).
+where the caches of an entry are: on a disk (`store`) or in memory (`memory`).
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from mlx_kv.cache.codecs import are_plain, in_words
 from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.cache.layout import NO_LIMIT, Row
-from mlx_kv.mlxlm.convert import leaves
+from mlx_kv.mlxlm.traverse import is_ours, leaves
 
 LEAST_SHARED = 64  # tokens; below, finding costs more than reading
 MOST_STEPS = 64  # of a walk through beginnings that turn out to be none
@@ -76,7 +77,7 @@ def shared(first: bytes, second: bytes) -> int:
     return int(differ[0]) if len(differ) else most
 
 
-class Sorted:
+class SortedIndex:
     """Names by packed tokens, in the order of these. Every question is a few binary searches."""
 
     def __init__(self) -> None:
@@ -121,8 +122,8 @@ class PrefixIndex:
 
     def __init__(self) -> None:
         self._entries: dict[str, Entry] = {}
-        self._all, self._heads = Sorted(), Sorted()
-        self._of_head: dict[bytes, Sorted] = {}
+        self._all, self._heads = SortedIndex(), SortedIndex()
+        self._of_head: dict[bytes, SortedIndex] = {}
 
     def __getitem__(self, name: str) -> Entry:
         return self._entries[name]
@@ -135,7 +136,7 @@ class PrefixIndex:
         self._entries[name] = entry
         self._all.add(entry.tokens, name)
         if head(entry) not in self._of_head:
-            self._of_head[head(entry)] = Sorted()
+            self._of_head[head(entry)] = SortedIndex()
             self._heads.add(head(entry), "")
         self._of_head[head(entry)].add(entry.tokens, name)
 
@@ -186,8 +187,8 @@ def least_tokens(caches: Sequence[Any], held: int) -> int:
     """How few of `held` tokens caches can be trimmed back to exactly, all layers together."""
     most = held
     for cache in leaves(caches):
-        if isinstance(cache, KVCache):
-            most = min(most, *(_exact_trim(cache, row) for row in cache._rows))
+        if is_ours(cache):
+            most = min(most, *(_exact_trim(cache, row) for row in cache.view.rows))
         elif not cache.is_trimmable():
             most = 0
     return held - most
@@ -205,13 +206,13 @@ def _exact_trim(cache: KVCache, row: Row) -> int:
 
 def kept_how(caches: Sequence[Any]) -> str:
     """How caches keep keys and values, in words: only those that say the same may stand in for each other."""
-    return "; ".join(_how(cache) if isinstance(cache, KVCache) else type(cache).__name__ for cache in leaves(caches))
+    return "; ".join(_how(cache) if is_ours(cache) else type(cache).__name__ for cache in leaves(caches))
 
 
 def _how(cache: KVCache) -> str:
-    keeps, codec = [" ".join(map(str, cache.layout.parameters))], cache._codec
-    if codec.bits is not None:
-        keeps.append(f"{codec.bits} bits in groups of {codec.group_size} from {cache._quantized_start}")
+    keeps, view = [" ".join(map(str, cache.layout.parameters))], cache.view
+    if not are_plain(view.codecs):
+        keeps.append(f"{in_words(view.codecs)} from {view.quantized_start}")
     if cache.evictor is not None:
         keeps.append(f"by {cache.evictor.score.name} for each {cache.evictor.granularity}")
     return ", ".join(keeps)
@@ -219,4 +220,4 @@ def _how(cache: KVCache) -> str:
 
 def needs_checkpoints(caches: Sequence[Any]) -> bool:
     """Whether caches will come to where they cannot be trimmed back to any prefix."""
-    return not all(isinstance(cache, KVCache) and cache.layout.enough_slots == NO_LIMIT for cache in leaves(caches))
+    return not all(is_ours(cache) and cache.layout.enough_slots == NO_LIMIT for cache in leaves(caches))

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import count
 from typing import Any
 
 from mlx_kv.cache.checks import whole_number
-from mlx_kv.files.fingerprint import Whose
 from mlx_kv.generation.statistics import cache_statistics
-from mlx_kv.mlxlm.convert import trim_prompt_cache
-from mlx_kv.prefixes.index import LEAST_SHARED, Entry, PrefixIndex, least_tokens, packed
+from mlx_kv.mlxlm.trimming import trim_prompt_cache
+from mlx_kv.prefixes.index import PrefixIndex, packed
+from mlx_kv.prefixes.place import PromptPlace
 
 
-class PromptMemory:
+class PromptMemory(PromptPlace):
     """Processed prompts, up to so many bytes.
 
     Args:
@@ -32,8 +32,7 @@ class PromptMemory:
     """
 
     def __init__(self, max_bytes: int = 2**30, fingerprint: str | None = None) -> None:
-        self._whose = Whose("PromptMemory", fingerprint)
-        self.max_bytes = whole_number("max_bytes", max_bytes)
+        super().__init__(whole_number("max_bytes", max_bytes), fingerprint)
         self._index, self._names = PrefixIndex(), count()
         self._caches: OrderedDict[str, list[Any]] = OrderedDict()  # least recently used first
         self.nbytes = 0
@@ -41,32 +40,16 @@ class PromptMemory:
     def __len__(self) -> int:
         return len(self._caches)
 
-    @property
-    def fingerprint(self) -> str | None:
-        """Whose caches these are, as far as is known."""
-        return self._whose.fingerprint
-
-    def bind(self, find: Callable[[], str]) -> None:
-        """Keeps to the model and the policy of a first reader, unless a fingerprint was given.
-
-        Raises:
-            ValueError: there was another reader, of another model or policy.
-        """
-        self._whose.bind(find)
-
-    def serves(self, tokens: Sequence[int]) -> int:
-        """How many of these tokens `find` would come with."""
-        self._whose.known()
-        best = self._index.best(packed(tokens))
-        return 0 if best is None else best[1]
+    def _best(self, tokens: Sequence[int]) -> tuple[str, int] | None:
+        self._owner()
+        return self._index.best(packed(tokens))
 
     def find(self, tokens: Sequence[int]) -> tuple[list[Any], int] | None:
         """The caches that have read most of a prompt, all but its last token at the most, and how many tokens of it.
 
         They are the caller's own. None where nothing serves.
         """
-        self._whose.known()
-        best = self._index.best(packed(tokens))
+        best = self._best(tokens)
         if best is None:
             return None
         name, found = best
@@ -80,10 +63,9 @@ class PromptMemory:
 
         They should be evaluated: otherwise they hold on to whatever they will be computed from.
         """
-        self._whose.known()
-        size = cache_statistics(caches).bytes_allocated
-        entry = Entry(packed(tokens), size, least_tokens(caches, len(tokens)))
-        if len(entry) < LEAST_SHARED or size > self.max_bytes:
+        self._owner()
+        entry = self._entry(tokens, caches, cache_statistics(caches).bytes_allocated)
+        if entry is None:
             return False
         covering = self._index.covering(entry)
         if covering is not None:
@@ -94,7 +76,7 @@ class PromptMemory:
             self._remove(superfluous)
         self._index.add(name, entry)
         self._caches[name] = copied
-        self.nbytes += size
+        self.nbytes += entry.bytes
         while self.nbytes > self.max_bytes:
             self._remove(next(iter(self._caches)))
         return True

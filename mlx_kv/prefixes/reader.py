@@ -15,7 +15,7 @@ import mlx.nn as nn
 
 from mlx_kv.files.fingerprint import model_fingerprint
 from mlx_kv.generation.prefill import chunk_end, prefill_step, read_chunk
-from mlx_kv.mlxlm.convert import attention_caches
+from mlx_kv.mlxlm.traverse import attention_caches
 from mlx_kv.prefixes.index import Prefixes, kept_how, needs_checkpoints
 
 MOST_CHECKPOINTS = 32  # of one prompt: so at most a 32nd of it is read again

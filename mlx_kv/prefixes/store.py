@@ -1,46 +1,31 @@
 """A directory of processed prompts, so that a prefix is read once: across requests, processes and machines.
 
-Decides how an entry comes to be and to go, so that nobody ever finds half of one, and what leaves when there is too
-much. An entry is the caches of one token sequence. Knows nothing about which entry serves a prompt (`prefixes`), which
-files of a folder are a store's (`store_folder`), how caches are written to one (`serialization`), nor about requests.
-
-    <id>.used          when it was last of use
-    <id>.safetensors   the caches, with a checksum
-    <id>.json          tokens, bytes, how far back it can be trimmed, and a checksum; written last
+Decides what is served, what is kept, and what leaves when there is too much. An entry is the caches of one token
+sequence. Knows nothing about how an entry is found among many (`index`, `table`), nor about its files (`entry_files`),
+nor about requests.
 
 What takes the disk's time (`refresh`, `fetch`, `write`) does nothing with MLX: another thread can do it, one at a time.
 """
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import json
-import threading
 import time
-import uuid
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from mlx_kv.files import serialization
-from mlx_kv.files.fingerprint import Whose
 from mlx_kv.generation.statistics import cache_statistics
-from mlx_kv.mlxlm.convert import trim_prompt_cache
-from mlx_kv.prefixes.directory import StoreFolder
-from mlx_kv.prefixes.index import LEAST_SHARED, Entry, PrefixIndex, least_tokens, packed
-
-VERSION = 2
-MOST_NUMBER = 2**62  # bytes of an entry: more is no number of bytes
-ORPHANED_AFTER = 3600.0  # seconds; data without an index is a writer at work, or one that was killed
+from mlx_kv.mlxlm.trimming import trim_prompt_cache
+from mlx_kv.prefixes.entry_files import EntryFiles, PackedEntry, pack
+from mlx_kv.prefixes.index import Entry, packed
+from mlx_kv.prefixes.place import PromptPlace
+from mlx_kv.prefixes.table import EntryTable
 
 
 @dataclass(frozen=True)
-class Fetched:
+class StoredPrompt:
     """An entry that was read for a prompt.
 
     Attributes:
@@ -54,16 +39,7 @@ class Fetched:
     file: serialization.ReadFile
 
 
-@dataclass(frozen=True)
-class PackedEntry:
-    """What is to become an entry."""
-
-    entry: Entry
-    fingerprint: str
-    caches: serialization.PackedCaches
-
-
-class PromptStore:
+class PromptStore(PromptPlace):
     """Processed prompts in a directory.
 
     Args:
@@ -84,34 +60,26 @@ class PromptStore:
     def __init__(self, directory: str | Path, max_bytes: int = 8 * 2**30, fingerprint: str | None = None) -> None:
         if max_bytes < 1:
             raise ValueError(f"max_bytes is {max_bytes}: give a number of bytes from 1 up")
-        self._folder = StoreFolder(directory)
-        self.max_bytes, self._whose = max_bytes, Whose("PromptStore", fingerprint)
+        super().__init__(max_bytes, fingerprint)
+        self._files, self._table = EntryFiles(directory), EntryTable()
         self.hits = self.misses = self.tokens_reused = self.damaged = 0
-        self._known: dict[str, tuple[Entry, str]] = {}  # all that are there, and whose they are
-        self._indexes: defaultdict[str, PrefixIndex] = defaultdict(PrefixIndex)  # by fingerprint
-        self._used: dict[str, float] = {}  # when each was last of use, as far as is known: perhaps later
         self._ignored: set[str] = set()  # set aside, or not to be understood
         self._others: set[str] = set()  # of another version
-        self._not_ours: set[str] = set()  # files that were looked into
-        self._changing = threading.RLock()  # guards the first two: one thread serves while another refreshes
-
-    @property
-    def fingerprint(self) -> str | None:
-        """Whose caches these are, as far as is known."""
-        return self._whose.fingerprint
 
     @property
     def other_versions(self) -> int:
         """Entries of another version of the format, which are left alone, by what the last refresh saw."""
         return len(self._others)
 
-    def bind(self, find: Callable[[], str]) -> None:
-        """Keeps to the model and the policy of a first reader, unless a fingerprint was given.
+    @property
+    def bytes_live(self) -> int:
+        """Of all entries."""
+        return sum(entry.bytes for entry in self.entries().values())
 
-        Raises:
-            ValueError: there was another reader, of another model or policy.
-        """
-        self._whose.bind(find)
+    def entries(self) -> dict[str, Entry]:
+        """All entries that are there now, by name."""
+        self.refresh()
+        return self._table.entries()
 
     # --- finding --------------------------------------------------------------------------------------------------
 
@@ -130,15 +98,9 @@ class PromptStore:
         self.misses += 1
         return None
 
-    def serves(self, tokens: Sequence[int]) -> int:
-        """How many tokens of a prompt `fetch` would come with, by what the last refresh saw."""
-        best = self._best(tokens)
-        return 0 if best is None else best[1]
-
     def _best(self, tokens: Sequence[int]) -> tuple[str, int] | None:
-        whose, wanted = self._whose.known(), packed(tokens)
-        with self._changing:
-            return self._indexes[whose].best(wanted)
+        whose = self._owner()
+        return self._table.best(packed(tokens), whose)
 
     def refresh(self) -> None:
         """Looks which entries have come and gone. Each index is read once."""
@@ -146,16 +108,13 @@ class PromptStore:
 
     def _refreshed(self) -> list[str]:
         """The same; returns the names of all files."""
-        files = self._folder.files()
-        names = self._folder.indexed(files)
-        with self._changing:
-            gone = self._known.keys() - names
-        for name in gone:
-            self._forget(name)
+        files, names = self._files.files()
+        for name in self._table.names() - names:
+            self._table.remove(name)
         self._others &= names
-        for name in names - self._known.keys() - self._ignored - self._others:
+        for name in names - self._table.names() - self._ignored - self._others:
             try:
-                found = _index_entry(self._folder.read(f"{name}.json"))
+                found = self._files.index(name)
             except OSError:
                 continue  # it left in this moment, or it is there the next time
             except (ValueError, TypeError, KeyError, RecursionError):
@@ -164,25 +123,16 @@ class PromptStore:
             if found is None:
                 self._others.add(name)
             else:
-                self._learn(name, *found)
+                self._table.add(name, *found)
         return files
 
-    def entries(self) -> dict[str, Entry]:
-        """All entries that are there now, by name."""
-        self.refresh()
-        with self._changing:
-            return {name: entry for name, (entry, _) in self._known.items()}
-
-    def fetch(self, tokens: Sequence[int]) -> Fetched | None:
+    def fetch(self, tokens: Sequence[int]) -> StoredPrompt | None:
         """Reads the entry that stands for most of a prompt; what is gone or damaged on the way is forgotten."""
         while (best := self._best(tokens)) is not None:
             name, count = best
             try:
-                entry, whose = self._known[name]
-                with self._folder.as_local(f"{name}.safetensors") as path:
-                    file = serialization.read(path)
-                if _told(file).get("store_tokens") != _digest(entry, whose):
-                    raise ValueError("its tokens are not those of its index")
+                entry, whose = self._table[name]
+                file = self._files.read(name, entry, whose)
             except FileNotFoundError:
                 self._remove(name)  # what is left of it
             except ValueError:
@@ -191,10 +141,10 @@ class PromptStore:
                 pass  # it was forgotten meanwhile
             else:
                 self._touch(name)
-                return Fetched(name, count, len(entry) - count, file)
+                return StoredPrompt(name, count, len(entry) - count, file)
         return None
 
-    def restore(self, fetched: Fetched) -> list[Any] | None:
+    def restore(self, fetched: StoredPrompt) -> list[Any] | None:
         """The caches of what was fetched, trimmed to its count; None where they cannot be made, and never will."""
         try:
             caches = fetched.file.restore().caches
@@ -216,151 +166,52 @@ class PromptStore:
 
     def pack(self, tokens: Sequence[int], caches: Sequence[Any]) -> PackedEntry | None:
         """What `keep` would write, as the caches are now; None if it is not worth it."""
-        entry = Entry(packed(tokens), cache_statistics(caches).bytes_live, least_tokens(caches, len(tokens)))
-        if len(entry) < LEAST_SHARED or entry.bytes > self.max_bytes:
-            return None
-        whose = self._whose.known()
-        return PackedEntry(entry, whose, serialization.pack(list(caches), {"store_tokens": _digest(entry, whose)}))
+        entry = self._entry(tokens, caches, cache_statistics(caches).bytes_live)
+        return None if entry is None else pack(entry, self._owner(), caches)
 
     def write(self, new: PackedEntry) -> bool:
         """As `keep`."""
         self.refresh()
-        with self._changing:
-            covering = self._indexes[new.fingerprint].covering(new.entry)
+        covering = self._table.covering(new.entry, new.fingerprint)
         if covering is not None:
             self._touch(covering)
             return False
-        name = uuid.uuid4().hex
+        name = self._files.new_name()
         self._touch(name)  # from now on nobody takes it for what a killed writer left
         try:
-            self._folder.write_by(f"{name}.safetensors", new.caches.write)
-            self._write(f"{name}.json", _index_text(new.entry, new.fingerprint))
+            self._files.write(name, new)
         except Exception:
             self._remove(name)
             raise
-        self._learn(name, new.entry, new.fingerprint)
-        with self._folder.locked():
+        self._table.add(name, new.entry, new.fingerprint)
+        with self._files.locked():
             files = self._refreshed()
-            self._sweep(files)
-            with self._changing:
-                covered = self._indexes[new.fingerprint].covered(new.entry)
-            for old in covered:
+            self._files.sweep(files, self._table.names() | self._others)
+            for old in self._table.covered(new.entry, new.fingerprint):
                 if old != name:
                     self._remove(old)
             self._enforce()
         return True
 
     def _enforce(self) -> None:
-        with self._changing:
-            there = {name: entry for name, (entry, _) in self._known.items()}
+        there = self._table.entries()
         total = sum(entry.bytes for entry in there.values())
         while total > self.max_bytes and there:
-            name = min(there, key=lambda name: self._used.get(name, 0.0))
-            known, self._used[name] = self._used.get(name, 0.0), self._last_used(name)
-            if self._used[name] > known:
-                continue  # another process has used it meanwhile
+            name = self._table.least_recent(there, self._files.last_used)
             total -= there.pop(name).bytes
             self._remove(name)
 
-    def _sweep(self, files: list[str]) -> None:
-        """Removes what killed writers left, where it is certain that it was a store's writer."""
-        for file in sorted(files):  # an index before its data, which tell whose it is if it cannot
-            name = self._folder.id_of(file)
-            if name is None or name in self._known or name in self._others or file in self._not_ours:
-                continue
-            age = self._folder.age(file)
-            if age is None or min(age, time.time() - self._last_used(name)) <= ORPHANED_AFTER:
-                continue
-            with contextlib.suppress(OSError):
-                if self._folder.wrote(file):
-                    self._folder.delete(file)
-                else:
-                    self._not_ours.add(file)
-
-    @property
-    def bytes_live(self) -> int:
-        """Of all entries."""
-        return sum(entry.bytes for entry in self.entries().values())
-
-    # --- files ----------------------------------------------------------------------------------------------------
-
-    def _learn(self, name: str, entry: Entry, fingerprint: str) -> None:
-        with self._changing:
-            self._known[name] = entry, fingerprint
-            self._indexes[fingerprint].add(name, entry)
-
-    def _forget(self, name: str) -> None:
-        with self._changing:
-            _, whose = self._known.pop(name, (None, None))
-            self._used.pop(name, None)
-            if whose is not None:
-                self._indexes[whose].remove(name)
-
-    def _write(self, name: str, text: str) -> None:
-        self._folder.write(name, text.encode())
-
     def _touch(self, name: str) -> None:
-        self._used[name] = time.time()
-        with contextlib.suppress(OSError):
-            self._write(f"{name}.used", str(self._used[name]))
-
-    def _last_used(self, name: str) -> float:
-        try:
-            return float(self._folder.read(f"{name}.used"))
-        except (OSError, ValueError):
-            return 0.0
+        now = time.time()
+        self._table.touch(name, now)
+        self._files.touch(name, now)
 
     def _remove(self, name: str) -> None:
-        """Its index first: nobody finds half an entry."""
-        for suffix in ("json", "safetensors", "used"):
-            self._folder.delete(f"{name}.{suffix}")
-        self._forget(name)
+        self._files.remove(name)
+        self._table.remove(name)
 
     def _set_aside(self, name: str) -> None:
         self.damaged += 1
         self._ignored.add(name)
-        self._folder.set_aside(f"{name}.safetensors", self.max_bytes // 8)
-        self._remove(name)
-
-
-def _index_text(entry: Entry, fingerprint: str) -> str:
-    """The index of an entry."""
-    told = {"tokens": np.frombuffer(entry.tokens, ">u4").tolist(), "bytes_live": entry.bytes, "least": entry.least}
-    told |= {"fingerprint": fingerprint, "version": VERSION}
-    return json.dumps(told | {"checksum": _sealed(told)})
-
-
-def _index_entry(content: bytes) -> tuple[Entry, str] | None:
-    """What an index says of an entry, and whose it is; None if it is of another version.
-
-    Raises:
-        ValueError, TypeError, KeyError, RecursionError: it is no index, or was damaged.
-    """
-    told = json.loads(content)
-    if type(told["version"]) is not int:
-        raise ValueError("a version that is no number")
-    if told["version"] != VERSION:
-        return None
-    seal = told.pop("checksum", None)  # 0.1.0 wrote none
-    if seal is not None and seal != _sealed(told):
-        raise ValueError("it is not what was written")
-    tokens, numbers, whose = told["tokens"], (told["bytes_live"], told["least"]), told["fingerprint"]
-    if type(tokens) is not list or not all(type(token) is int and 0 <= token < 2**32 for token in tokens):
-        raise ValueError("tokens that are none")
-    if not all(type(number) is int for number in numbers) or type(whose) is not str:
-        raise ValueError("a number that is none")
-    if not (0 <= numbers[0] < MOST_NUMBER and 0 <= numbers[1] <= len(tokens)):
-        raise ValueError("numbers that cannot be")
-    return Entry(packed(tokens), *numbers), whose
-
-
-def _sealed(told: dict[str, Any]) -> str:
-    return hashlib.blake2b(json.dumps(told, sort_keys=True).encode(), digest_size=16).hexdigest()
-
-
-def _told(file: serialization.ReadFile) -> dict[str, Any]:
-    return {} if file.description is None else dict(file.description["metadata"])
-
-
-def _digest(entry: Entry, fingerprint: str) -> str:
-    return hashlib.blake2b(fingerprint.encode() + b"," + entry.tokens, digest_size=16).hexdigest()
+        self._files.set_aside(name, self.max_bytes // 8)
+        self._table.remove(name)

@@ -16,7 +16,7 @@ import numpy as np
 from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.cache.layout import Layout, Row
 from mlx_kv.generation.statistics import cache_statistics
-from mlx_kv.mlxlm.convert import attention_caches
+from mlx_kv.mlxlm.traverse import attention_caches
 
 FINENESS = 1000  # runs of positions are told apart down to this fraction of a row
 PositionRanges = list[tuple[int, int]]  # [first, last)
@@ -77,7 +77,9 @@ def occupancy_of(caches: Sequence[Any], positions: bool) -> BatchOccupancy:
 def tokens_evicted(caches: Iterable[Any]) -> list[int]:
     """Tokens that a budget has evicted of each row, by the busiest layer."""
     counts = [
-        [max(0, -row.start) for row in cache._rows] for cache in attention_caches(caches) if cache.evictor is not None
+        [max(0, -row.start) for row in cache.view.rows]
+        for cache in attention_caches(caches)
+        if cache.evictor is not None
     ]
     return [max(layers) for layers in zip(*counts, strict=True)]
 
@@ -94,7 +96,7 @@ def _rule(caches: Sequence[KVCache], positions: bool) -> list[RowOccupancy]:
             first.capacity,
             _kept(first, row, index) if positions else None,
         )
-        for index, row in enumerate(first._rows)
+        for index, row in enumerate(first.view.rows)
     ]
 
 

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from mlx_kv.generation.engine import Engine
-from mlx_kv.mlxlm.convert import attention_caches, can_trim, trim_prompt_cache
+from mlx_kv.mlxlm.traverse import attention_caches
+from mlx_kv.mlxlm.trimming import can_trim, trim_prompt_cache
 from mlx_kv.prefixes.index import LEAST_SHARED, needs_checkpoints, packed, shared
 from mlx_kv.prefixes.reader import PromptReader
 from mlx_kv.server.job import Job

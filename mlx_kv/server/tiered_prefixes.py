@@ -15,9 +15,10 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
 
+from mlx_kv.prefixes.entry_files import PackedEntry
 from mlx_kv.prefixes.index import LEAST_SHARED
 from mlx_kv.prefixes.memory import PromptMemory
-from mlx_kv.prefixes.store import Fetched, PackedEntry, PromptStore
+from mlx_kv.prefixes.store import PromptStore, StoredPrompt
 from mlx_kv.server.task_thread import TaskThread
 
 MOST_PENDING = 256 * 2**20  # bytes that wait for the disk; what comes on top is not stored
@@ -80,7 +81,7 @@ class TieredPrefixes:
         assert self.store is not None
         store = self.store
 
-        def arrived(fetched: Fetched | None) -> None:
+        def arrived(fetched: StoredPrompt | None) -> None:
             late, self._late = self._late, False
             if late:
                 return
@@ -100,7 +101,7 @@ class TieredPrefixes:
         timer.daemon = True
         timer.start()
 
-    def _restored(self, tokens: list[int], fetched: Fetched) -> None:
+    def _restored(self, tokens: list[int], fetched: StoredPrompt) -> None:
         caches = None if self.store is None else self.store.restore(fetched)
         if caches is not None:
             self._fetched = tokens, caches, fetched.count

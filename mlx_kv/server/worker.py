@@ -24,7 +24,7 @@ from mlx_kv.files.fingerprint import model_fingerprint
 from mlx_kv.generation.engine import make_engine
 from mlx_kv.generation.sequence import BatchToken, TokenSequence
 from mlx_kv.generation.speculation import DRAFT_TOKENS
-from mlx_kv.mlxlm.convert import context_length
+from mlx_kv.mlxlm.loading import context_length
 from mlx_kv.policy import CachePolicy
 from mlx_kv.prefixes.memory import PromptMemory
 from mlx_kv.prefixes.reader import PromptReader
@@ -243,9 +243,10 @@ class Worker:
     def _submit(self, job: Job, reader: PromptReader | None = None) -> None:
         """Gives a job to the engine, with caches if any of its prompt has been read."""
         sampler, detokenizer = sampler_for(job), self.models.tokenizer.detokenizer
-        rest, caches = (job.tokens, None) if reader is None else (job.tokens[reader.read :], reader.caches)
+        read, caches = (0, None) if reader is None else (reader.read, reader.caches)
+        before, rest = job.tokens[:read], job.tokens[read:]
         try:
-            self._engine.submit(TokenSequence(job.number, rest, job.max_tokens, detokenizer, sampler, caches))
+            self._engine.submit(TokenSequence(job.number, rest, job.max_tokens, detokenizer, sampler, caches, before))
         except ValueError as error:
             self._fail([job], str(error))
             return

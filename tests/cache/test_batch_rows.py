@@ -24,6 +24,7 @@ from mlx_lm.models.base import scaled_dot_product_attention
 from oracle import HEADS, QUERY_HEADS, poison
 
 import mlx_kv.cache.kv_cache
+import mlx_kv.cache.rows
 from mlx_kv import CachePolicy, KVCache
 from mlx_kv.cache.eviction.kept_tokens import KeptTokens
 from mlx_kv.cache.eviction.layer_group import LayerGroup
@@ -80,7 +81,7 @@ class Single:
         """What any update begins with, also one that has no token for this row: a compaction, if it is due."""
         for cache in self.caches:
             if cache.evictor is not None:
-                cache._rows = cache.evictor.compact_if_due(cache._rows)
+                cache._held.rows = cache.evictor.compact_if_due(cache._held.rows)
 
     def trim(self, count: int) -> None:
         held = self.pending[0][1].shape[1] if self.pending else 0
@@ -178,7 +179,7 @@ class Batches(RuleBasedStateMachine):
     @rule(which=st.floats(0, 1), fractions=st.lists(st.floats(0, 1), min_size=5, max_size=5), uniform=st.booleans())
     def trim(self, which: float, fractions: list[float], uniform: bool) -> None:
         caches, singles = self._pick(which)
-        most = [caches[0].layout.most_trim(row) for row in caches[0]._rows]
+        most = [caches[0].layout.most_trim(row) for row in caches[0].view.rows]
         counts = [min(int(f * 9), m) for f, m in zip(fractions, most, strict=False)]
         if uniform:
             counts = [min(counts)] * len(counts)
@@ -195,11 +196,11 @@ class Batches(RuleBasedStateMachine):
         """One row that cannot: nothing happens in any."""
         caches, singles = self._pick(which)
         index = int(row * len(singles)) % len(singles)
-        counts = [0 if i != index else caches[0].layout.most_trim(r) + 1 for i, r in enumerate(caches[0]._rows)]
-        before = caches[0]._rows
+        counts = [0 if i != index else caches[0].layout.most_trim(r) + 1 for i, r in enumerate(caches[0].view.rows)]
+        before = caches[0].view.rows
         with pytest.raises(ValueError, match="cannot trim"):
             caches[0].trim_per_sequence(counts)
-        assert caches[0]._rows == before
+        assert caches[0].view.rows == before
 
     @precondition(lambda self: len(self.batches) > 1)
     @rule(extend=st.booleans())
@@ -295,8 +296,8 @@ def mixes_up_rows(self: KeptTokens, chosen: Any) -> KeptTokens:
     return genuine_of_rows(self, chosen[::-1])
 
 
-def loses_a_slot(caches: Any, capacity: int) -> Any:
-    buffers = genuine_join(caches, capacity)
+def loses_a_slot(*joined: Any) -> Any:
+    buffers = genuine_join(*joined)
     for buffer in buffers:
         buffer.planes = tuple(mx.concatenate([p[:, :, 1:], p[:, :, :1]], axis=2) for p in buffer.planes)
     return buffers
@@ -308,7 +309,7 @@ def trims_all_rows_alike(layout: Any, rows: Any, counts: Any) -> Any:
 
 genuine_of_rows, genuine_join, genuine_trim = (
     KeptTokens.of_rows,
-    mlx_kv.cache.kv_cache.joined_buffers,
+    mlx_kv.cache.rows.joined_buffers,
     mlx_kv.cache.kv_cache.trim_rows,
 )
 RING = Kind(CachePolicy(max_write=5), window=9)
@@ -316,7 +317,7 @@ BUDGET = Kind(CachePolicy(budget=12, keep_recent=4, sinks=2, margin=3, score="ke
 PLANTED = {
     "padding is stored": (Plan, "is_padding", padding_is_stored, RING),
     "positions go to other rows": (KeptTokens, "of_rows", mixes_up_rows, BUDGET),
-    "slots shift when rows join": (mlx_kv.cache.kv_cache, "joined_buffers", loses_a_slot, RING),
+    "slots shift when rows join": (mlx_kv.cache.rows, "joined_buffers", loses_a_slot, RING),
     "rows trim together": (mlx_kv.cache.kv_cache, "trim_rows", trims_all_rows_alike, RING),
 }
 
@@ -328,5 +329,6 @@ def test_a_planted_bug_is_caught(bug: str, monkeypatch: pytest.MonkeyPatch) -> N
     quick = settings(max_examples=40, stateful_step_count=25, phases=[Phase.generate], report_multiple_bugs=False)
     run_state_machine_as_test(Batches, settings=quick)
     monkeypatch.setattr(where, name, broken)
+    # What is drawn depends on the constants of the whole package: a bug may take more histories, and ends them.
     with pytest.raises(BaseException):  # noqa: B017, PT011, the first rule that sees it fails in its own way
-        run_state_machine_as_test(Batches, settings=quick)
+        run_state_machine_as_test(Batches, settings=settings(quick, max_examples=400))

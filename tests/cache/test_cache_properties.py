@@ -46,13 +46,13 @@ def run(spec: Spec, steps: list[tuple[str, Any]], seed: int = 0) -> Twins:
             case "update":
                 twins.update(argument)
             case "trim":
-                twins.trim([int(argument * min(twins.lengths()))] * len(twins.cache._rows))
+                twins.trim([int(argument * min(twins.lengths()))] * len(twins.cache.view.rows))
             case "trim_rows":
-                if len(twins.cache._rows) == spec.rows:
+                if len(twins.cache.view.rows) == spec.rows:
                     twins.trim([int(f * n) for f, n in zip(argument, twins.lengths(), strict=False)])
             case "trim_few":
                 twins.trim(
-                    [min(n, m) for n, m in zip(argument, twins.lengths(), strict=False)][: len(twins.cache._rows)]
+                    [min(n, m) for n, m in zip(argument, twins.lengths(), strict=False)][: len(twins.cache.view.rows)]
                 )
             case "copy":
                 twins.replace_by_copy()
@@ -89,9 +89,9 @@ def test_every_way_to_quantise(bits: int, group_size: int) -> None:
 def test_quantises_once_at_the_start_that_was_asked_for(rows: int) -> None:
     spec = Spec(bits=8, rows=rows, quantized_start=10, packed_decode=False)
     twins = run(spec, [("update", 9), ("update", 1)])
-    assert len(twins.cache._buffers[0].planes) == 1
+    assert len(twins.cache.view.buffers[0].planes) == 1
     twins.update(4)
-    assert len(twins.cache._buffers[0].planes) == 3
+    assert len(twins.cache.view.buffers[0].planes) == 3
     twins.replace_by_loaded()
     twins.update(3)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from typing import Any
 
@@ -17,8 +16,8 @@ from oracle import Spec
 from test_cache_properties import fractions, run
 
 import mlx_kv.cache.eviction.batch_moves
-from mlx_kv import CachePolicy, CompressedKVCache, KVCache, register_score
-from mlx_kv.cache.eviction import compaction, scores
+from mlx_kv import CachePolicy, CompressedKVCache, KVCache
+from mlx_kv.cache.eviction import compaction
 from mlx_kv.cache.eviction.compaction import Moves, lowest
 from mlx_kv.cache.eviction.evictor import Evictor
 from mlx_kv.cache.layout import Budget, Ring, Row
@@ -112,72 +111,6 @@ def test_a_compaction_runs_once_a_margin_and_moves_no_more_than_it_evicts() -> N
     assert cache.evictor.moved <= 9 * (21 + 16)
 
 
-def test_a_score_of_single_tokens_is_asked_once_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
-
-    def counting(keys: mx.array, values: mx.array, positions: mx.array) -> mx.array:
-        asked.extend(positions[0, 0].tolist())
-        return mx.random.uniform(shape=keys.shape[:3])
-
-    monkeypatch.setattr(scores, "_known", dict(scores._known))
-    register_score("counting", counting, per_token=True)
-    cache = CompressedKVCache(50, keep_recent=6, sinks=3, margin=4, score="counting")
-    for new in (70, 3, 3, 9, 1, 1, 1, 1, 1, 1, 1, 80, 1):
-        cache.update_and_fetch(*[mx.random.normal((1, 2, new, 32))] * 2)
-    assert len(asked) == len(set(asked))
-    assert set(asked) == set(range(max(asked) + 1))
-
-
-# --- the published formulas, each written independently in tests/kept.py --------------------------------------------
-
-
-@pytest.mark.parametrize("score", ["key_norm", "key_diff"])
-@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
-def test_selects_what_the_published_formula_selects(score: str, dtype: mx.Dtype) -> None:
-    k, v = (mx.random.normal((1, 2, 400, 64), key=mx.random.key(seed)).astype(dtype) for seed in (1, 2))
-    cache = CompressedKVCache(150, keep_recent=10, sinks=4, score=score, share="head")
-    cache.update_and_fetch(k, v)
-    cache.compact()
-    keys, values = (np.array(x.astype(mx.float32))[0] for x in (k, v))
-    wanted = FORMULAS[score](keys, values, np.arange(400))
-    for head in range(2):
-        order = np.argsort(wanted[head, 4:390])[::-1] + 4
-        kept = {*range(4), *order[: 150 - 14].tolist(), *range(390, 400)}
-        assert set(cache.positions[0, head].tolist()) == kept
-
-
-@pytest.mark.parametrize("score", SCORES)
-def test_heads_that_are_split_over_machines_are_scored_as_together(score: str) -> None:
-    """No head knows its number: whoever has heads 2 and 3 says of them what one who has all of them says."""
-    k, v = (mx.random.normal((1, 4, 300, 64), key=mx.random.key(seed)) for seed in (1, 2))
-    function, where = scores.find_score(score).function, mx.arange(300)[None, None]
-    split = [function(k[:, half], v[:, half], where) for half in (slice(0, 2), slice(2, 4))]
-    assert mx.array_equal(mx.concatenate(split, axis=1), function(k, v, where)).item()
-
-
-def test_two_functions_of_one_name_are_not_one_score() -> None:
-    first, second = (
-        CompressedKVCache(20, keep_recent=2, score=lambda k, v, where, sign=sign: sign * mx.linalg.norm(k, axis=-1))
-        for sign in (1, -1)
-    )
-    assert first.evictor.score.name == second.evictor.score.name
-    x = mx.random.normal((1, 2, 9, 32))
-    for cache in (first, second):
-        cache.update_and_fetch(x, x)
-    for join in (lambda: KVCache.merge([first, second]), lambda: first.extend(second)):
-        with pytest.raises(ValueError, match="only caches of one kind can be one batch"):
-            join()
-    assert KVCache.merge([first, copy.deepcopy(first)]).size() == 9
-    register_score("changes", scores.find_score("key_norm").function)
-    try:
-        before = CompressedKVCache(20, keep_recent=2, score="changes")
-        register_score("changes", scores.find_score("key_diff").function)
-        with pytest.raises(ValueError, match="only caches of one kind can be one batch"):
-            KVCache.merge([before, CompressedKVCache(20, keep_recent=2, score="changes")])
-    finally:
-        scores._known.pop("changes")
-
-
 def test_a_budget_as_a_layout_evicts() -> None:
     x = mx.random.normal((1, 2, 300, 32))
     cache = KVCache(layout=Budget(100, keep_recent=8))
@@ -223,24 +156,6 @@ def test_work_is_counted_by_row_and_goes_with_it() -> None:
     assert KVCache.from_state(tuple(old)).evictor.work == ((7, 4, 0.5),)
 
 
-def test_the_direction_of_the_key_norm() -> None:
-    """Low norms stay, high norms go (Devoto et al. 2024); key_norm_high is the reverse."""
-    norms = mx.array([5.0, 1, 9, 2, 8, 3, 7, 4])[None, None, :, None]
-    keys = norms * mx.array([1.0] + [0] * 31)
-    for score, kept in (("key_norm", {1, 3, 5, 7}), ("key_norm_high", {0, 2, 4, 6})):
-        cache = CompressedKVCache(4, keep_recent=0, sinks=0, score=score)
-        cache.update_and_fetch(keys, keys)
-        cache.compact()
-        assert set(cache.positions[0, 0].tolist()) == kept
-
-
-def test_of_equal_scores_the_oldest_go() -> None:
-    cache = CompressedKVCache(6, keep_recent=0, sinks=1, score=lambda k, v, p: mx.zeros(k.shape[:3]))
-    cache.update_and_fetch(*[mx.ones((1, 1, 10, 32))] * 2)
-    cache.compact()
-    assert set(cache.positions[0, 0].tolist()) == {0, 5, 6, 7, 8, 9}
-
-
 @given(st.integers(1, 60), st.integers(1, 4), st.data())
 def test_lowest(n: int, heads: int, data: st.DataObject) -> None:
     """Against a sort of (score, position) pairs, for all floats."""
@@ -283,30 +198,6 @@ def test_a_policy_refuses_what_contradicts_itself() -> None:
         CachePolicy(budget=100, max_kv_size=200)
     with pytest.raises(ValueError, match="score, margin is for a budget, but budget is None"):
         CachePolicy(score="recent", margin=3)
-
-
-BROKEN: dict[str, tuple[Any, str]] = {
-    "nan": (lambda k, v, p: mx.full(k.shape[:3], float("nan")), "gave what is not a finite number"),
-    "infinite": (lambda k, v, p: mx.full(k.shape[:3], float("inf")), "gave what is not a finite number"),
-    "shape": (lambda k, v, p: mx.zeros(k.shape[:2]), r"expected an mx.array \(1, 2, 40\) of float32"),
-    "dtype": (lambda k, v, p: mx.zeros(k.shape[:3], mx.float16), "of mlx.core.float16, expected an mx.array"),
-    "type": (lambda k, v, p: [1.0] * k.shape[2], "gave list, expected an mx.array"),
-}
-
-
-@pytest.mark.parametrize("share", ["layers", "layer", "head"])
-@pytest.mark.parametrize("broken", BROKEN)
-def test_a_broken_score_loses_nothing(broken: str, share: Any) -> None:
-    score, message = BROKEN[broken]
-    cache = CompressedKVCache(20, keep_recent=2, sinks=1, margin=5, score=score, share=share)
-    x = mx.random.normal((1, 2, 40, 32))
-    cache.update_and_fetch(x, x)
-    for _ in range(2):
-        for attempt in (lambda: cache.update_and_fetch(x[:, :, :1], x[:, :, :1]), cache.compact):
-            with pytest.raises(ValueError, match=message):
-                attempt()
-        assert (cache.offset, cache.size()) == (40, 40)
-        assert mx.array_equal(cache.keys_and_values()[0], x).item()
 
 
 def test_trims_back_to_what_was_recent_and_no_further() -> None:

@@ -6,7 +6,6 @@ import copy
 import gc
 import re
 from collections import namedtuple
-from importlib.metadata import EntryPoint
 from typing import Any
 
 import mlx.core as mx
@@ -18,10 +17,18 @@ from mlx_lm.models import cache as stock
 from oracle import Shadowed, SlowCache
 from tiny_models import FAMILIES, VOCAB, make_model
 
-from mlx_kv import CachePolicy, KVCache, cache_statistics, compact, make_prompt_cache, speculative_generate
-from mlx_kv.cache.eviction import scores
+from mlx_kv import (
+    CachePolicy,
+    KVCache,
+    ScoredTokens,
+    SpeculationStatistics,
+    cache_statistics,
+    compact,
+    make_prompt_cache,
+    speculative_generate,
+)
 from mlx_kv.cache.eviction.layer_group import LayerGroup
-from mlx_kv.mlxlm.convert import attention_caches
+from mlx_kv.mlxlm.traverse import attention_caches
 
 POLICY = CachePolicy(budget=40, keep_recent=6, sinks=2, margin=5)
 PROMPT = mx.random.randint(0, VOCAB, (90,), key=mx.random.key(3))
@@ -38,6 +45,11 @@ def feed(model: nn.Module, caches: list[Any], tokens: mx.array, chunk: int) -> m
 
 def positions(caches: list[Any]) -> list[list[list[int]]]:
     return [cache.positions[0].tolist() for cache in caches]
+
+
+def one_sequence(policy: CachePolicy, layers: int) -> list[KVCache]:
+    group = LayerGroup()
+    return [policy.make_cache(layer_group=group, layer=layer) for layer in range(layers)]
 
 
 @pytest.mark.parametrize("share", ["layers", "layer", "head"])
@@ -257,9 +269,9 @@ def test_a_score_that_breaks_in_one_layer_stops_all_before_any_has_changed(share
     model = make_model("llama")
     calls = []
 
-    def breaks_in_the_third_layer(keys: mx.array, values: mx.array, where: mx.array) -> mx.array:
+    def breaks_in_the_third_layer(tokens: ScoredTokens) -> mx.array:
         calls.append(1)
-        return mx.full(keys.shape[:3], float("nan") if len(calls) % 3 == 0 else 1.0)
+        return mx.full(tokens.keys.shape[:3], float("nan") if len(calls) % 3 == 0 else 1.0)
 
     caches = make_prompt_cache(
         model, CachePolicy(budget=40, keep_recent=6, margin=5, score=breaks_in_the_third_layer, share=share)
@@ -270,6 +282,36 @@ def test_a_score_that_breaks_in_one_layer_stops_all_before_any_has_changed(share
         compact(caches)
     assert [(cache.offset, cache.size()) for cache in caches] == [(90, 90)] * 3
     assert all(np.array_equal(np.array(cache.keys), old) for cache, old in zip(caches, before, strict=True))
+
+
+def test_layers_weigh_alike_however_large_their_scores() -> None:
+    """Added up as they are, the scores of the layer with the largest values would decide alone."""
+    caches = one_sequence(CachePolicy(budget=20, keep_recent=2, sinks=1, score="value_norm"), 2)
+    x = mx.random.normal((2, 1, 1, 40, 32), key=mx.random.key(5))
+    energy = (np.array(x, np.float64)[:, 0, 0, 1:38] ** 2).sum(axis=-1)  # (2, 37) of the tokens that may go
+    for cache, values, scale in zip(caches, x, (1, 30), strict=True):
+        cache.update_and_fetch(values, scale * values)
+    compact(caches)
+    together = ((energy - energy.mean(axis=1, keepdims=True)) / energy.std(axis=1, keepdims=True)).sum(axis=0)
+    kept = {0, 38, 39, *(1 + np.argsort(together)[-17:]).tolist()}
+    assert [set(cache.positions[0, 0].tolist()) for cache in caches] == [kept] * 2
+
+
+@pytest.mark.parametrize("share", ["layers", "layer", "head"])
+def test_a_new_session_decides_anew(share: Any) -> None:
+    policy = CachePolicy(budget=20, keep_recent=2, score="key_norm", share=share)
+    used, fresh = one_sequence(policy, 2), one_sequence(policy, 2)
+    x = mx.random.normal((2, 2, 1, 2, 40, 32), key=mx.random.key(5))
+    for session, keys in enumerate(x):
+        for cache, new in zip(used, keys, strict=True):
+            cache.reset()
+            cache.update_and_fetch(new, new)
+        if session == 1:
+            for cache, new in zip(fresh, keys, strict=True):
+                cache.update_and_fetch(new, new)
+        compact(used)
+    compact(fresh)
+    assert positions(used) == positions(fresh)
 
 
 def test_compact_on_demand() -> None:
@@ -295,32 +337,13 @@ def test_under_speculation(draft_tokens: int) -> None:
     steps = generate_step(PROMPT, model, max_tokens=25, prompt_cache=plain)
     wanted = [token for token, _ in steps]
     assert got == wanted
-    from mlx_kv import SpeculationStatistics
-
     statistics = SpeculationStatistics()
-    options = {"max_tokens": 150, "num_draft_tokens": draft_tokens, "policy": POLICY, "statistics": statistics}
+    options = {"max_tokens": 100, "num_draft_tokens": draft_tokens, "policy": POLICY, "statistics": statistics}
     list(speculative_generate(model, draft, None, PROMPT, **options))
     held = positions(statistics.caches)
     assert held[0] == held[1] == held[2]
     assert len(held[0][0]) <= 40 + 5 + draft_tokens + 1
     assert statistics.caches[0].evictor.compactions > 10
-
-
-def test_scores_of_other_packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    entry = EntryPoint("longest", "mlx_kv.cache.eviction.scores.key_norm:key_norm_high", scores.ENTRY_POINTS)
-    monkeypatch.setattr(scores, "entry_points", lambda group: [entry] if group == scores.ENTRY_POINTS else [])
-    scores._from_entry_points.cache_clear()
-    try:
-        assert "longest" in scores.score_names()
-        assert scores.find_score("longest").function is scores.key_norm_high
-    finally:
-        scores._from_entry_points.cache_clear()
-
-
-def test_a_loaded_cache_needs_its_score() -> None:
-    cache = CachePolicy(budget=80, score=lambda k, v, p: mx.zeros(k.shape[:3])).make_cache()
-    with pytest.raises(ValueError, match="there is no score"):
-        KVCache.from_state(cache.state)
 
 
 def test_a_window_that_a_model_asks_for_goes_by_true_positions() -> None:

@@ -138,7 +138,7 @@ def test_nothing_to_do_is_said(call: Any, files: Files, monkeypatch: pytest.Monk
     files.ask(GOOD, {**GOOD, "id": "b"})
     assert call().code == 0
     before = files.output.read_bytes()
-    monkeypatch.setattr("mlx_kv.mlxlm.convert.load", None)  # no model is loaded for it
+    monkeypatch.setattr("mlx_kv.mlxlm.loading.load", None)  # no model is loaded for it
     done = call()
     assert (done.code, files.output.read_bytes()) == (0, before)
     assert done.err == f"mlx-kv: nothing to do: 2 of 2 lines are in {files.output}\n"

@@ -17,7 +17,7 @@ import pytest
 
 import mlx_kv
 from mlx_kv.generation.stream import stream_generate
-from mlx_kv.mlxlm.convert import load
+from mlx_kv.mlxlm.loading import load
 
 PACKAGE = Path(mlx_kv.__file__).parent
 GROWTH = PACKAGE / "cache" / "growth.py"

@@ -18,7 +18,8 @@ from mlx_kv.cli.inspect import blocks, mark_evicted, tenths, text_lines, token_t
 from mlx_kv.evaluation import inspection
 from mlx_kv.evaluation.inspection import KeptLayer, KeptTokens, inspect_prompt
 from mlx_kv.generation.encoding import encode_prompt
-from mlx_kv.mlxlm.convert import attention_caches, make_prompt_cache
+from mlx_kv.mlxlm.convert import make_prompt_cache
+from mlx_kv.mlxlm.traverse import attention_caches
 from mlx_kv.plots.kept import kept_positions, ranks, raster, share_kept
 from mlx_kv.policy import CachePolicy
 
@@ -28,7 +29,7 @@ SMALL = ("--kv-budget", "40", "--kv-keep-recent", "8", "--kv-margin", "0", "--ma
 
 @pytest.fixture
 def call(command: Any, monkeypatch: pytest.MonkeyPatch, reference: Any) -> Any:
-    monkeypatch.setattr("mlx_kv.mlxlm.convert.load", lambda path: reference)  # once for all tests
+    monkeypatch.setattr("mlx_kv.mlxlm.loading.load", lambda path: reference)  # once for all tests
     return lambda *arguments: command("inspect", *arguments)
 
 

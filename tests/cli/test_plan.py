@@ -17,7 +17,9 @@ from tiny_models import FAMILIES, VOCAB, make_model
 import mlx_kv
 from mlx_kv import plots
 from mlx_kv.cli import generate as generate_command
-from mlx_kv.mlxlm.convert import leaves, make_prompt_cache, model_from_config
+from mlx_kv.mlxlm.convert import make_prompt_cache
+from mlx_kv.mlxlm.loading import model_from_config
+from mlx_kv.mlxlm.traverse import leaves
 from mlx_kv.planning import Planner, Strategy, config_dtype, strategies
 from mlx_kv.policy import CachePolicy
 

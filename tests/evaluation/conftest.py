@@ -1,4 +1,4 @@
-"""The bundled model that recalls, loaded once."""
+"""Shared by the tests of evaluation: the model that recalls."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from typing import Any
 import mlx.nn as nn
 import pytest
 
-from mlx_kv.bundled import model_path
-from mlx_kv.mlxlm.convert import load
-
 
 @pytest.fixture(scope="session")
 def recall_model() -> tuple[nn.Module, Any]:
+    """The recall model and its tokenizer, float32."""
+    from mlx_kv.bundled import model_path
+    from mlx_kv.mlxlm.loading import load
+
     return load(model_path("recall"))

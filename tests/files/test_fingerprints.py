@@ -56,7 +56,7 @@ def test_a_reader_never_gets_what_another_model_or_policy_left(case: str, tmp_pa
 
 def test_two_scores_of_one_name_are_two_policies() -> None:
     def policy(sign: float) -> CachePolicy:
-        return CachePolicy(budget=150, score=lambda keys, values, positions: sign * mx.abs(keys).sum(axis=-1))
+        return CachePolicy(budget=150, score=lambda tokens: sign * mx.abs(tokens.keys).sum(axis=-1))
 
     first, second = policy(1.0), policy(-1.0)
     place = PromptMemory()

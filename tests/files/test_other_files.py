@@ -130,7 +130,7 @@ def test_the_command_refuses_before_it_reads_anything(
     notes = tmp_path / "precious.txt"
     notes.write_text("precious")
     with monkeypatch.context() as patch:
-        patch.setattr("mlx_kv.mlxlm.convert.load", None)
+        patch.setattr("mlx_kv.mlxlm.loading.load", None)
         for name, message in {**devices(tmp_path), "precious.txt": "or --force to replace it"}.items():
             done = command("cache", "--prompt", "import os", "--output", tmp_path / name)
             assert (done.code, done.out, done.err.count("\n")) == (2, "", 1), done.err
@@ -153,7 +153,7 @@ def test_json_replaces_nothing_but_such_json(
     path = tmp_path / "kept.json"
     foreign = {**FOREIGN, "much the same": b'{"model": "m", "budget": 3}', "deep": b'{"model": ' + b"[" * 9000}
     with monkeypatch.context() as patch:
-        patch.setattr("mlx_kv.mlxlm.convert.load", None)  # refused before anything is read
+        patch.setattr("mlx_kv.mlxlm.loading.load", None)  # refused before anything is read
         for content in foreign.values():
             path.write_bytes(content)
             done = command(*PICTURE, "--json", path)
@@ -168,7 +168,7 @@ def test_json_replaces_nothing_but_such_json(
                 assert message in done.err or "is a directory" in done.err
             after = os.lstat(tmp_path / name)
             assert (before.st_ino, before.st_mode, before.st_size) == (after.st_ino, after.st_mode, after.st_size)
-    monkeypatch.setattr("mlx_kv.mlxlm.convert.load", lambda path: reference)
+    monkeypatch.setattr("mlx_kv.mlxlm.loading.load", lambda path: reference)
     path.chmod(0o600)
     assert command(*PICTURE, "--json", path, "--force").code == 0
     written = path.read_bytes()
@@ -188,7 +188,7 @@ def test_json_that_came_meanwhile_stays(
         path.write_text("precious")
         return reference
 
-    monkeypatch.setattr("mlx_kv.mlxlm.convert.load", load)
+    monkeypatch.setattr("mlx_kv.mlxlm.loading.load", load)
     done = command(*PICTURE, "--json", path)
     assert (done.code, path.read_text()) == (2, "precious")
     assert "is no JSON of this command" in done.err
@@ -205,7 +205,7 @@ FIGURES: dict[str, tuple[str, ...]] = {
 def test_a_figure_that_cannot_be_written_leaves_the_old_one(
     name: str, command: Callable[..., Any], reference: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mlx_kv.mlxlm.convert.load", None)
+    monkeypatch.setattr("mlx_kv.mlxlm.loading.load", None)
     os.mkfifo(tmp_path / "pipe.png")
     before = os.lstat(tmp_path / "pipe.png")
     done = command(*FIGURES[name], "--plot", tmp_path / "pipe.png")
@@ -220,7 +220,7 @@ def test_a_figure_that_cannot_be_written_leaves_the_old_one(
         file.write(b"half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("mlx_kv.mlxlm.convert.load", lambda path: reference)
+    monkeypatch.setattr("mlx_kv.mlxlm.loading.load", lambda path: reference)
     path = tmp_path / "a.png"
     path.write_text("somebody's")
     path.chmod(0o600)

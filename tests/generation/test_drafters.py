@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -17,29 +19,23 @@ from mlx_kv.generation.engine import make_engine
 from mlx_kv.generation.sequence import TokenSequence
 from mlx_kv.generation.speculation import drafters
 from mlx_kv.generation.speculation.drafters import Drafter, DrafterContext
+from mlx_kv.generation.speculation.drafters.model import ModelDrafter
 
 PROMPTS = [mx.random.randint(1, VOCAB, (n,), key=mx.random.key(n)).tolist() for n in (5, 33, 1, 60, 18, 2)]
 LENGTH = 30
 
 
-class Repeat(Drafter):
-    """Says the last token again, as often as it may."""
+def documented() -> type[Drafter]:
+    """The example of the documentation: it says the last token again."""
+    page = (Path(mlx_kv.__file__).parent.parent / "docs" / "speculative.md").read_text()
+    (example,) = re.findall(r"^```python\n(class .*?)^```", page, re.M | re.S)
+    names: dict[str, Any] = {"mlx_kv": mlx_kv}
+    exec(example, names)
+    assert len(example.splitlines()) <= 15
+    return names["Repeat"]
 
-    def __init__(self, context: DrafterContext) -> None:
-        self.last: list[int] = []
 
-    def join(self, prompts: Sequence[Sequence[int]], caches: list[Any]) -> None:
-        assert caches == []
-        self.last += [prompt[-1] for prompt in prompts]
-
-    def keep(self, rows: Sequence[int]) -> None:
-        self.last = [self.last[row] for row in rows]
-
-    def propose(self, most: int, choice: Any) -> list[list[int]]:
-        return [[token] * most for token in self.last]
-
-    def accepted(self, tokens: Sequence[Sequence[int]]) -> None:
-        self.last = [row[-1] for row in tokens]
+Repeat = documented()
 
 
 class Prophet(Drafter):
@@ -72,6 +68,16 @@ class Prophet(Drafter):
     def accepted(self, tokens: Sequence[Sequence[int]]) -> None:
         for text, new in zip(self.texts, tokens, strict=True):
             text += new
+
+
+class Hesitant(ModelDrafter):
+    """Passes on some of what the draft model says, for each row another number; now and then it does not ask it."""
+
+    random = random.Random(2)
+
+    def propose(self, most: int, choice: Any) -> list[list[int]]:
+        drafted = super().propose(self.random.randint(0, most), choice)
+        return [row[: self.random.randint(0, len(row))] for row in drafted]
 
 
 def gathered(responses: Any) -> list[list[int]]:
@@ -118,6 +124,36 @@ def test_rows_with_drafts_of_any_length_get_the_same(kind: str, sampler: Tempera
             assert any(len(set(lengths)) > 2 for lengths in drafter.lengths), "rows differ in one pass"
             assert any(0 in lengths and max(lengths) for lengths in drafter.lengths)
             assert drafter.texts == []
+
+
+@pytest.mark.parametrize("sampler", [None, TemperatureSampler(0.8)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_lengths_may_be_chosen_for_a_drafter_with_caches(family: str, sampler: TemperatureSampler | None) -> None:
+    model = make_model(family)
+    draft = make_model(family)
+    mx.random.seed(1)
+    draft.update(nn.utils.tree_map(lambda p: p + 0.05 * mx.random.normal(p.shape) * p.std(), model.parameters()))
+    rules: dict[str, Any] = {"sampler": sampler, "seed": None if sampler is None else 7, "max_batch_size": 4}
+    wanted = gathered(batch_generate(model, None, PROMPTS, None, LENGTH, **rules))
+    counts = SpeculationStatistics()
+    rules |= {"draft_model": draft, "drafter": Hesitant, "num_draft_tokens": 4, "statistics": counts}
+    assert gathered(batch_generate(model, None, PROMPTS, None, LENGTH, **rules)) == wanted
+    assert 0 < counts.accepted < counts.drafted
+
+
+def test_a_sampler_of_others_sees_the_places_of_its_own_row() -> None:
+    model = make_model("llama")
+    wanted = gathered(batch_generate(model, None, PROMPTS, None, LENGTH))
+    shapes = set()
+
+    def sampler(logprobs: mx.array) -> mx.array:
+        shapes.add(logprobs.shape)
+        assert mx.isfinite(logprobs).all().item()
+        return mx.argmax(logprobs, axis=-1)
+
+    options: dict[str, Any] = {"drafter": prophet(wanted), "num_draft_tokens": 3, "sampler": sampler}
+    assert gathered(batch_generate(model, None, PROMPTS, None, LENGTH, **options)) == wanted
+    assert shapes == {(places, VOCAB) for places in (1, 2, 3, 4)}
 
 
 @pytest.mark.parametrize("seed", [None, 3])
@@ -262,7 +298,7 @@ def test_what_cannot_be_drafted_with_is_refused() -> None:
     ],
 )
 def test_a_drafter_that_says_what_it_may_not_is_told(drafted: list[list[int]], message: str) -> None:
-    class Wrong(Repeat):
+    class Wrong(Repeat):  # type: ignore[valid-type, misc]
         def propose(self, most: int, choice: Any) -> list[list[int]]:
             return drafted
 

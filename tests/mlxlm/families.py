@@ -7,6 +7,7 @@ them.
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 import os
 import sys
@@ -91,3 +92,9 @@ def make_family(name: str, seed: int = 0) -> nn.Module:
     model.eval()
     mx.eval(model.parameters())
     return model
+
+
+@functools.cache
+def shared_family(name: str, seed: int = 0) -> nn.Module:
+    """One for all tests of a process that leave it as it is; what it was asked once, it need not be asked again."""
+    return make_family(name, seed)

@@ -37,6 +37,7 @@ from mlx_kv import (
 from mlx_kv.generation.engine import make_engine
 from mlx_kv.generation.sequence import TokenSequence
 from mlx_kv.mlxlm.traverse import attention_caches, leaves
+from mlx_kv.mlxlm.visibility import attention_seen
 
 EXACT = Verdict("exact")
 AS_MLX_LM = Verdict("as mlx-lm", "mlx-lm's model sees later tokens of the same chunk: its answers depend on the chunks")
@@ -72,6 +73,7 @@ def sixteen_bits(family: Family) -> Verdict:
         names = ", ".join(sorted(kind.__name__ for kind in kinds(family.model)))
         return Verdict("nothing to do", f"its caches are mlx-lm's own {names}, which stay as they are")
     half = Family(family.name)
+    half.model = make_family(family.name)  # one of its own, which changes
     with experts_of_sixteen_bits():
         for dtype in (mx.bfloat16, mx.float16):
             half.model.set_dtype(dtype)
@@ -97,7 +99,7 @@ def _check_packed(family: Family, policy: CachePolicy) -> None:
     read(family.model, packed, tokens(), [21, 11])
     unpacked = copy.deepcopy(packed)
     for cache in attention_caches(unpacked):
-        cache._packed_decode = False
+        cache._held.packed_decode = False
     got, wanted = (read(family.model, caches, tokens(9), [1]) for caches in (packed, unpacked))
     far = distance(got, wanted)
     if far > 0.05:
@@ -275,6 +277,16 @@ def _check_loaded(family: Family, path: Path, policy: CachePolicy) -> tuple[list
     return caches, wanted
 
 
+def visible(family: Family) -> Verdict:
+    """Whether a hook of a cache gets the attention over it."""
+    sights = [sight for sight in attention_seen(family.model) if sight is not None]
+    if not sights:
+        return Verdict("nothing to do", "no layer has attention")
+    if len(set(sights)) == 1:
+        return Verdict(sights[0])
+    return Verdict("hidden" if "hidden" in sights else "derived", f"cache by cache: {', '.join(sights)}")
+
+
 COLUMNS: dict[str, Callable[[Family], Verdict]] = {
     "alone": alone,
     "16-bit": sixteen_bits,
@@ -284,6 +296,7 @@ COLUMNS: dict[str, Callable[[Family], Verdict]] = {
     "draft model": drafted,
     "trim": trimmed,
     "files": filed,
+    "attention": visible,
 }
 
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import mlx.core as mx
 import mlx.nn as nn
-from families import make_family
+from families import shared_family
 from family_parts import VOCAB
 from mlx_lm.models import cache as stock
 
@@ -24,7 +24,7 @@ CHUNKS = (21, 11, 1, 1, 1, 9, 1, 1, 1, 1)  # longer than a window, past it, deco
 TOLERANCE = 1e-4  # of the largest logit: float32 in other shapes of the same sums
 # Models that round to bfloat16 between layers themselves.
 ROUNDED = {"muse_spark": 0.02}
-Kind = Literal["exact", "refused", "nothing to do", "as mlx-lm", "mlx-lm fails", "WRONG"]
+Kind = Literal["exact", "refused", "nothing to do", "as mlx-lm", "mlx-lm fails", "seen", "derived", "hidden", "WRONG"]
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,8 @@ class Verdict:
     Attributes:
         kind: "exact"; "refused", with our message; "nothing to do" where no layer has what the column is about;
             "as mlx-lm" where we answer as mlx-lm's own caches do in the same chunks, but the model looks ahead in each;
-            "mlx-lm fails" where its own caches end in a traceback; "WRONG".
+            "mlx-lm fails" where its own caches end in a traceback; of attention "seen", "derived" or "hidden", as
+            `mlx_kv.mlxlm.visibility` says it; "WRONG".
         reason: in words; of "exact" what is exact although mlx-lm's own caches are not.
     """
 
@@ -54,7 +55,7 @@ class Family:
 
     @cached_property
     def model(self) -> nn.Module:
-        return make_family(self.name)
+        return shared_family(self.name)
 
     @property
     def tolerance(self) -> float:

@@ -102,5 +102,7 @@ def run_shadowed(
     used = [shadow for shadow in shadows if shadow.checked]
     assert used, "no layer wrote anything"
     assert all(shadow.checked == len(chunks) for shadow in used)
-    if bits is not None and not any(cache._codec.bits for cache in attention_caches(caches) if not cache.empty()):
+    if bits is not None and not any(
+        cache.view.codecs[0].packed for cache in attention_caches(caches) if not cache.empty()
+    ):
         raise WrongError("nothing was quantised")

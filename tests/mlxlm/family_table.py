@@ -45,10 +45,13 @@ and obvious. The page is written by `make families`, and tests hold it against t
 | draft model | speculative decoding in such a batch: the tokens that greedy decoding gives |
 | trim | 7 tokens too many, taken back, then others: the logits of never having read them |
 | files | saved, loaded and gone on with: bit for bit; in mlx-lm's format, too, both ways |
+| attention | whether a hook of a cache (`attention_hook`) gets every call of attention over it |
 
 **exact**: it is as the column says. **refused**: a ValueError before anything is read or changed; the note has its
 words. **nothing to do**: no layer has a cache of ours. **as mlx-lm**: our answer is that of mlx-lm's own caches, but
-theirs is not what one pass would say. **mlx-lm fails**: its own caches end in an error.
+theirs is not what one pass would say. **mlx-lm fails**: its own caches end in an error. Attention is **seen** with the
+keys that the cache returned, **derived** with as many keys that the layer makes of them (latent attention), **hidden**
+where a layer calls a function of its own, selects tokens or does not say whose they are.
 
 In short: {counts}.
 """

@@ -15,7 +15,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from families import make_family
+from families import shared_family
 from family_model import read, tokens
 from mlx_lm.models import cache as stock
 from mlx_lm.models import llama
@@ -48,7 +48,7 @@ class Deaf:
 
 @pytest.fixture(scope="module")
 def model() -> nn.Module:
-    return make_family("qwen3")
+    return shared_family("qwen3")
 
 
 @pytest.fixture(autouse=True)
@@ -186,7 +186,7 @@ def test_a_hook_can_serve_keys_that_are_stored_otherwise(model: nn.Module) -> No
 
 
 def test_caches_of_mlx_lm_can_ask_too() -> None:
-    model, observer = make_family("gemma3_text"), Observer()
+    model, observer = shared_family("gemma3_text"), Observer()
     caches = stock.make_prompt_cache(model)
     with attention_hooked(model, caches, observer):
         answer(model, caches, [5])
@@ -194,7 +194,7 @@ def test_caches_of_mlx_lm_can_ask_too() -> None:
 
 
 def test_calls_that_name_no_cache_go_to_who_takes_all_others() -> None:
-    model, others, observer = make_family("afm7"), Observer(), Observer()
+    model, others, observer = shared_family("afm7"), Observer(), Observer()
     caches = make_prompt_cache(model)
     with AttentionSeam(model, otherwise=others), attention_hooked(model, caches[:1], observer):
         answer(model, caches, [5])
@@ -207,7 +207,7 @@ def test_calls_that_name_no_cache_go_to_who_takes_all_others() -> None:
     [("qwen3_vl", "qwen3"), ("lfm2-vl", "lfm2"), ("kimi_k25", "deepseek_v3"), ("qwen3_5", "qwen3_next")],
 )
 def test_layers_of_other_modules_are_found(family: str, module: str) -> None:
-    model = make_family(family)
+    model = shared_family(family)
     assert [found.__name__ for found in attention_modules(model)] == [f"mlx_lm.models.{module}"]
     caches, observer = make_prompt_cache(model), Observer()
     with attention_hooked(model, caches, observer):
@@ -226,7 +226,7 @@ def test_layers_that_inherit_are_found(model: nn.Module) -> None:
 def test_attention_of_wrapped_models_is_evaluated() -> None:
     import numpy as np
 
-    model = make_family("qwen3_vl")
+    model = shared_family("qwen3_vl")
     context, questions = np.array(tokens(0, 20)), np.array(tokens(1, 4))
     of_all, of_questions = attention_received(model, context, questions)
     assert of_all.shape == of_questions.shape == (4, 1, 20)
@@ -264,7 +264,10 @@ def test_hooks_are_taken_off_also_after_an_error_and_those_before_come_back(mode
 @pytest.mark.parametrize("last", [0, 1])
 def test_seams_of_two_models_of_one_module_end_in_any_order(model: nn.Module, last: int) -> None:
     qwen3 = importlib.import_module("mlx_lm.models.qwen3")
-    own, seams = qwen3.scaled_dot_product_attention, [AttentionSeam(model), AttentionSeam(make_family("qwen3"))]
+    own, seams = (
+        qwen3.scaled_dot_product_attention,
+        [AttentionSeam(model), AttentionSeam(shared_family("qwen3", seed=1))],
+    )
     standing = qwen3.scaled_dot_product_attention
     seams[1 - last].close()
     assert qwen3.scaled_dot_product_attention is standing

@@ -9,7 +9,7 @@ import family_columns
 import family_references
 import mlx.core as mx
 import pytest
-from families import HELPERS, WALKED, make_family, model_files
+from families import HELPERS, WALKED, model_files, shared_family
 from family_configurations import CONFIGURATIONS
 from family_model import Family, distance, read, tokens
 from family_parts import VOCAB
@@ -47,7 +47,7 @@ def test_the_docs_have_every_family_and_were_not_edited_by_hand() -> None:
 @pytest.mark.parametrize("name", [name for name in WALKED if name != "olmo"])  # no model that can be read
 def test_answers_hang_on_early_tokens(name: str) -> None:
     """Else a cache that lost them would not be seen."""
-    model = make_family(name)
+    model = shared_family(name)
     prompt = tokens()
     other = mx.concatenate([(prompt[:, :1] + 1) % VOCAB, prompt[:, 1:]], axis=1)
     last = [read(model, stock.make_prompt_cache(model), each, [40, 8])[:, -1] for each in (prompt, other)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import random
 from typing import Any
 
@@ -21,6 +22,7 @@ LENGTH = 60
 INDEXED = ("deepseek_v32",)  # the second cache of a layer is its indexer's, which stays plain
 WINDOWED = ["gemma3_text", "gpt_oss", "olmo3", "mistral", "llama4"]
 RECURRENT = ["lfm2", "falcon_h1"]
+make = functools.cache(make_model)  # tests here leave models as they are
 TRIMMABLE = [f for f in FAMILIES if f not in RECURRENT]
 
 
@@ -73,7 +75,7 @@ def assert_close(got: mx.array, wanted: mx.array) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_same_chunks_give_mlx_lms_logits(family: str) -> None:
-    model, chunks = make_model(family), random_chunks(random.Random(family))
+    model, chunks = make(family), random_chunks(random.Random(family))
     wanted = logits(model, stock.make_prompt_cache(model), prompt(2), chunks)
     caches = make_prompt_cache(model)
     assert any(isinstance(cache, KVCache) for cache in leaves(caches))
@@ -87,7 +89,7 @@ def write_sizes(family: str) -> dict[str, int]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_equal_the_slow_caches(family: str) -> None:
-    model, chunks = make_model(family), random_chunks(random.Random(family))
+    model, chunks = make(family), random_chunks(random.Random(family))
     wanted = logits(model, slow_caches(model), prompt(2), chunks)
     got = logits(model, make_prompt_cache(model, CachePolicy(**write_sizes(family))), prompt(2), chunks)
     assert_close(got, wanted)
@@ -96,7 +98,7 @@ def test_logits_equal_the_slow_caches(family: str) -> None:
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_quantised_layers_see_bit_for_bit_the_whole_history(family: str, bits: int) -> None:
-    model = make_model(family)
+    model = make(family)
     policy = CachePolicy(bits=bits, group_size=32, **write_sizes(family))
     caches = make_prompt_cache(model, policy)
     slow = list(leaves(slow_caches(model, bits)))
@@ -120,7 +122,7 @@ def test_quantised_layers_see_bit_for_bit_the_whole_history(family: str, bits: i
 @pytest.mark.parametrize("bits", [None, 8, 4])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_dead_slots_are_dead(family: str, bits: int | None) -> None:
-    model, chunks = make_model(family), random_chunks(random.Random(f"{family}{bits}"))
+    model, chunks = make(family), random_chunks(random.Random(f"{family}{bits}"))
     policy = CachePolicy(bits=bits, group_size=32, **write_sizes(family))
     clean, dirty = (logits(model, make_prompt_cache(model, policy), prompt(2), chunks, dirty=d) for d in (False, True))
     assert mx.array_equal(clean, dirty).item()
@@ -129,7 +131,7 @@ def test_dead_slots_are_dead(family: str, bits: int | None) -> None:
 @pytest.mark.parametrize("max_write", [1, 3, 64])
 @pytest.mark.parametrize("family", WINDOWED)
 def test_rings_of_any_size_equal_the_full_history_with_the_same_window(family: str, max_write: int) -> None:
-    model, chunks = make_model(family), random_chunks(random.Random(max_write))
+    model, chunks = make(family), random_chunks(random.Random(max_write))
     wanted = logits(model, slow_caches(model), prompt(2), chunks)
     policy = CachePolicy(max_write=max_write)
     assert_close(logits(model, make_prompt_cache(model, policy), prompt(2), chunks), wanted)
@@ -137,7 +139,7 @@ def test_rings_of_any_size_equal_the_full_history_with_the_same_window(family: s
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 def test_max_kv_size_bounds_full_attention_and_keeps_the_first_four(family: str) -> None:
-    model, chunks = make_model(family), random_chunks(random.Random(5))
+    model, chunks = make(family), random_chunks(random.Random(5))
     policy = CachePolicy(max_kv_size=20, max_write=6)
     caches = make_prompt_cache(model, policy)
     got = logits(model, caches, prompt(), chunks, dirty=True)
@@ -148,7 +150,7 @@ def test_max_kv_size_bounds_full_attention_and_keeps_the_first_four(family: str)
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_any_split_of_the_prompt_gives_the_same_logits(family: str) -> None:
-    model = make_model(family)
+    model = make(family)
     wanted = logits(model, make_prompt_cache(model), prompt(), [LENGTH])
     for seed in range(3):
         got = logits(model, make_prompt_cache(model), prompt(), random_chunks(random.Random(seed)))
@@ -159,7 +161,7 @@ def test_any_split_of_the_prompt_gives_the_same_logits(family: str) -> None:
 @pytest.mark.parametrize("family", TRIMMABLE)
 def test_a_trim_goes_back_exactly_and_so_does_a_copy(family: str, bits: int | None) -> None:
     """Reads on, takes it back, reads something else: as if the first had never been."""
-    model = make_model(family)
+    model = make(family)
     policy = CachePolicy(
         bits=bits, group_size=32, **({"max_write": 4, "max_rollback": 20} if family in WINDOWED else {})
     )
@@ -177,7 +179,7 @@ def test_a_trim_goes_back_exactly_and_so_does_a_copy(family: str, bits: int | No
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3", *(f for f in WINDOWED if f != "llama4")])
 def test_rows_of_a_batch_are_trimmed_one_by_one(family: str) -> None:
     """Ragged rows: each continues as it would alone. (gemma2 and llama4 cannot: they take no mask for each row.)"""
-    model, keep = make_model(family), (20, 7, 13)
+    model, keep = make(family), (20, 7, 13)
     tokens, more = prompt(3), prompt(3, seed=9)[:, :6]
     caches = make_prompt_cache(model)
     logits(model, caches, tokens[:, :20], [20])
@@ -195,7 +197,7 @@ def test_rows_of_a_batch_are_trimmed_one_by_one(family: str) -> None:
     [("llama", True), ("gemma3_text", True), ("gpt_oss", False), ("gemma2", False), ("deepseek_v3", False)],
 )
 def test_packed_planes_go_only_where_attention_takes_them(family: str, packed: bool) -> None:
-    model = make_model(family)
+    model = make(family)
     caches = make_prompt_cache(model, CachePolicy(bits=8, group_size=32))
     logits(model, caches, prompt()[:, :21], [20, 1])
     ours = attention_caches(caches)
@@ -206,7 +208,7 @@ def test_packed_planes_go_only_where_attention_takes_them(family: str, packed: b
 
 
 def test_recurrent_layers_stay_mlx_lms_own() -> None:
-    kinds = {family: [type(c) for c in leaves(make_prompt_cache(make_model(family)))] for family in FAMILIES}
+    kinds = {family: [type(c) for c in leaves(make_prompt_cache(make(family)))] for family in FAMILIES}
     assert stock.ArraysCache in kinds["lfm2"]
     assert stock.ArraysCache in kinds["falcon_h1"]
     for found in kinds.values():
@@ -305,7 +307,7 @@ def test_a_cache_of_others_needs_what_the_protocol_says_and_no_more(beside_ours:
     public = {name for name in vars(Theirs) if not name.startswith("_")}
     assert public == {name for name in vars(Cache) if not name.startswith("_")}
     assert isinstance(Theirs(), Cache)
-    model = make_model("llama")
+    model = make("llama")
     caches: list[Any] = [Theirs() for _ in model.layers]
     if beside_ours:
         caches[0] = KVCache()

@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from families import make_family
+from families import shared_family
 from family_parts import VOCAB
 from mlx_lm.models import cache as stock
 
@@ -66,7 +66,7 @@ class WithDeadSlots(stock.KVCache):
     ["afm7", "minimax_m3_vl", "deepseek_v32", "glm_moe_dsa", "llama4_text", "qwen3", "dbrx", "mistral4", "gptj"],
 )
 def test_slots_are_counted_where_dead_ones_change_what_is_said(family: str) -> None:
-    model, tokens = make_family(family), prompt(30)
+    model, tokens = shared_family(family), prompt(30)
 
     def padded(cache: Any) -> Any:
         return stock.CacheList(*map(padded, cache.caches)) if type(cache) is stock.CacheList else WithDeadSlots()
@@ -80,12 +80,12 @@ def test_slots_are_counted_where_dead_ones_change_what_is_said(family: str) -> N
 @pytest.mark.parametrize(("family", "counts"), [("phi3small", True), ("spark2_5", False), ("recurrent_gemma", False)])
 def test_slots_are_counted_also_where_a_graph_cannot_be_looked_at(family: str, counts: bool) -> None:
     """phi3small's can, but its answers depend on chunks anyway."""
-    assert counts_slots(make_family(family)) == counts
+    assert counts_slots(shared_family(family)) == counts
 
 
 @pytest.mark.parametrize("family", ["afm7", "minimax_m3_vl", "deepseek_v32"])
 def test_a_budget_is_refused_with_the_reason(family: str) -> None:
-    model = make_family(family)
+    model = shared_family(family)
     why = "the number of slots" if family == "afm7" else "the indexer of its sparse attention counts slots"
     for policy in (CachePolicy(budget=100), CachePolicy(max_kv_size=100)):
         with pytest.raises(ValueError, match=f"can honour (budget|max_kv_size): .*{why}.*; leave it out"):
@@ -98,16 +98,16 @@ def test_a_budget_is_refused_with_the_reason(family: str) -> None:
 
 def test_a_model_gets_the_window_that_it_asks_for() -> None:
     """plamo3 makes caches for 16 tokens, and masks for 17."""
-    model, tokens = make_family("plamo3"), prompt(60)
+    model, tokens = shared_family("plamo3"), prompt(60)
     assert window_of(model, 16) == 17
     wanted = read(model, stock.make_prompt_cache(model), tokens, [60])  # one write: all is there
     for chunks in ([60], [20, *[1] * 40], [40, 1, 7, 12]):
         assert distance(read(model, make_prompt_cache(model), tokens, chunks), wanted) < 1e-5
-    assert window_of(make_family("gemma3_text"), 16) == 16
+    assert window_of(shared_family("gemma3_text"), 16) == 16
 
 
 def test_files_keep_the_window_that_a_model_asks_for(tmp_path: Path) -> None:
-    model, tokens, file = make_family("plamo3"), prompt(60), tmp_path / "ours.safetensors"
+    model, tokens, file = shared_family("plamo3"), prompt(60), tmp_path / "ours.safetensors"
     wanted = read(model, stock.make_prompt_cache(model), tokens, [60])[:, 40:]
     caches = make_prompt_cache(model)
     read(model, caches, tokens, [40])
@@ -124,14 +124,14 @@ def test_files_keep_the_window_that_a_model_asks_for(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", [*READS_PADDING, "lfm2", "falcon_h1", "bailing_hybrid", "qwen3_next", "llama"])
 def test_recurrent_layers_that_read_padding_are_found(family: str) -> None:
-    assert prompts_must_be_equal(make_family(family)) == (family in READS_PADDING)
+    assert prompts_must_be_equal(shared_family(family)) == (family in READS_PADDING)
 
 
 @pytest.mark.parametrize(
     "family", ["afm7", "gemma2", "gpt_bigcode", "llama4", "minimax_m3_vl", "qwen3", "dbrx", "gpt_oss"]
 )
 def test_models_that_take_no_ragged_rows_are_found(family: str) -> None:
-    assert rows_must_be_equal(make_family(family)) == (family not in ("qwen3", "dbrx", "gpt_oss"))
+    assert rows_must_be_equal(shared_family(family)) == (family not in ("qwen3", "dbrx", "gpt_oss"))
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_models_that_take_no_ragged_rows_are_found(family: str) -> None:
 )
 def test_prompts_of_any_lengths_get_what_they_get_alone(family: str) -> None:
     """And those of equal lengths share a batch."""
-    model, heard = make_family(family), {}
+    model, heard = shared_family(family), {}
 
     def listener(index: int) -> Any:
         def sampler(logprobs: mx.array) -> mx.array:
@@ -166,8 +166,8 @@ def test_prompts_of_any_lengths_get_what_they_get_alone(family: str) -> None:
 
 
 def test_drafts_are_verified_one_row_at_a_time_where_rows_must_be_equal() -> None:
-    model = make_family("afm7")
-    tokens = batch_generate(model, None, PROMPTS, max_tokens=6, draft_model=make_family("afm7", seed=1))
+    model = shared_family("afm7")
+    tokens = batch_generate(model, None, PROMPTS, max_tokens=6, draft_model=shared_family("afm7", seed=1))
     said: list[list[int]] = [[] for _ in PROMPTS]
     for token in tokens:
         said[token.index].append(token.token)
@@ -178,14 +178,14 @@ def test_drafts_are_verified_one_row_at_a_time_where_rows_must_be_equal() -> Non
 
 
 def test_caches_that_cannot_be_rows_are_refused_in_words() -> None:
-    model = make_family("deepseek_v41")
+    model = shared_family("deepseek_v41")
     for rows in (1, 8):
         with pytest.raises(ValueError, match=r"mlx-lm's deepseek_v41 has caches of its own \(LayerCache\)"):
             batch_generate(model, None, PROMPTS, max_batch_size=rows)
 
 
 def test_layers_that_hold_nothing_do_not_forbid_a_trim() -> None:
-    model, tokens = make_family("nemotron-nas"), prompt(30)
+    model, tokens = shared_family("nemotron-nas"), prompt(30)
     caches = make_prompt_cache(model)
     with pytest.raises(ValueError, match=r"cannot trim 1 tokens: layer 0 says: .* this cache holds 0"):
         trim_prompt_cache(caches, 1)  # nothing was read: nobody knows which of them will hold nothing
@@ -202,12 +202,12 @@ def test_layers_that_hold_nothing_do_not_forbid_a_trim() -> None:
     both = mx.concatenate([tokens, tokens])
     read(model, rows, both, [20])
     trim_prompt_cache(rows, [8, 3])
-    assert [row.offset for row in attention_caches(rows)[0]._rows] == [12, 17]
+    assert [row.offset for row in attention_caches(rows)[0].view.rows] == [12, 17]
 
 
 def test_speculation_goes_on_over_layers_that_hold_nothing() -> None:
-    model = make_family("nemotron-nas")
-    tokens = batch_generate(model, None, PROMPTS[:2], max_tokens=8, draft_model=make_family("nemotron-nas", seed=1))
+    model = shared_family("nemotron-nas")
+    tokens = batch_generate(model, None, PROMPTS[:2], max_tokens=8, draft_model=shared_family("nemotron-nas", seed=1))
     said: list[list[int]] = [[], []]
     for token in tokens:
         said[token.index].append(token.token)
@@ -227,7 +227,7 @@ def test_speculation_goes_on_over_layers_that_hold_nothing() -> None:
     ],
 )
 def test_each_cache_says_why_it_takes_nothing_back(family: str, policy: CachePolicy, count: int, message: str) -> None:
-    model = make_family(family)
+    model = shared_family(family)
     caches = make_prompt_cache(model, policy)
     read(model, caches, prompt(40), [4] * 10)
     with pytest.raises(ValueError, match=f"cannot trim {count} tokens: .*{message}") as refusal:
@@ -236,20 +236,20 @@ def test_each_cache_says_why_it_takes_nothing_back(family: str, policy: CachePol
 
 
 def test_a_fault_of_mlx_lms_own_is_told_as_one() -> None:
-    model = make_family("olmo")
+    model = shared_family("olmo")
     with pytest.raises(
         ValueError, match="mlx-lm's olmo cannot read a prompt: with mlx-lm's own caches, too, it ends in"
     ):
         make_prompt_cache(model)
-    assert cache_usage(make_family("olmo2")).fault is None
+    assert cache_usage(shared_family("olmo2")).fault is None
 
 
 def test_indexers_and_what_they_select_are_found() -> None:
-    assert indexers(make_family("deepseek_v32")) == {1, 3, 5, 7}
-    assert indexers(make_family("minimax_m3_vl")) == {2, 5}
-    assert indexers(make_family("longcat_flash")) == set()  # two caches of one layer, both of attention
-    assert not takes_packed(make_family("minimax_m3_vl"), 32, 8)  # its masks have an axis for heads, far into a text
-    assert takes_packed(make_family("qwen3"), 32, 8)
+    assert indexers(shared_family("deepseek_v32")) == {1, 3, 5, 7}
+    assert indexers(shared_family("minimax_m3_vl")) == {2, 5}
+    assert indexers(shared_family("longcat_flash")) == set()  # two caches of one layer, both of attention
+    assert not takes_packed(shared_family("minimax_m3_vl"), 32, 8)  # its masks have an axis for heads, far into a text
+    assert takes_packed(shared_family("qwen3"), 32, 8)
 
 
 def test_asking_makes_no_weights_and_is_done_once() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 import pytest
-from families import WALKED, family_names, make_family
+from families import WALKED, family_names, make_family, shared_family
 from family_model import read, tokens
 from mlx_lm.models import cache as stock
 
@@ -45,18 +45,23 @@ ASKED = [name for name in family_names() if name in WALKED or name in NOT_JUST_S
 
 @pytest.mark.parametrize("name", [name for name in ASKED if name not in UNREADABLE])
 def test_families_that_hide_their_attention_are_found(name: str) -> None:
-    found = tuple(sight for sight in attention_seen(make_family(name)) if sight is not None)
+    found = tuple(sight for sight in attention_seen(shared_family(name)) if sight is not None)
     assert found == NOT_JUST_SEEN.get(name, ("seen",) * len(found))
 
 
 def test_layers_without_attention_have_none_to_see() -> None:
-    assert attention_seen(make_family("mamba")) == (None,) * 4
-    assert attention_seen(make_family("lfm2")) == (None, "seen", None, "seen")
-    assert attention_seen(make_family("deepseek_v32"))[1::2] == (None,) * 4  # indexers
+    assert attention_seen(shared_family("mamba")) == (None,) * 4
+    assert attention_seen(shared_family("lfm2")) == (None, "seen", None, "seen")
+    assert attention_seen(shared_family("deepseek_v32"))[1::2] == (None,) * 4  # indexers
+
+
+def test_attention_that_passes_elsewhere_is_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mlx_kv.mlxlm.attention.attention_modules", lambda model: [])
+    assert attention_seen(make_family("llama")) == ("hidden",) * 4
 
 
 def test_it_is_asked_once() -> None:
-    model = make_family("llama")
+    model = shared_family("llama")
     assert attention_seen(model) is attention_seen(model)
 
 
@@ -74,7 +79,7 @@ class HandingOn:
 @pytest.mark.parametrize("name", [name for name in WALKED if name not in UNREADABLE])
 def test_nothing_changes_bit_for_bit(name: str) -> None:
     """With a seam and nobody asking, and with one who takes every call."""
-    model, everybody = make_family(name), HandingOn()
+    model, everybody = shared_family(name), HandingOn()
 
     def answer() -> mx.array:
         return read(model, stock.make_prompt_cache(model), tokens(), [20, 1, 1])

@@ -16,8 +16,9 @@ import pytest
 
 import mlx_kv
 from mlx_kv import KVCache, PromptStore, save_prompt_cache
-from mlx_kv.prefixes.directory import MARKER, MOST_DAMAGED, StoreFolder
-from mlx_kv.prefixes.store import VERSION
+from mlx_kv.prefixes.directory import MARKER, MOST_DAMAGED
+from mlx_kv.prefixes.entry_files import VERSION, checksum
+from mlx_kv.prefixes.folder import Folder
 
 HEX = "0123456789abcdef" * 2  # a name as a hash gives it
 WEIGHTS = (Path(mlx_kv.model_path("draft")) / "model.safetensors").read_bytes()
@@ -111,7 +112,7 @@ def test_a_folder_inside_is_another_thing(tmp_path: Path) -> None:
 
 def test_what_others_put_into_a_store_stays(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever it is called, however old it is; and what killed writers left goes."""
-    monkeypatch.setattr("mlx_kv.prefixes.store.ORPHANED_AFTER", -1.0)
+    monkeypatch.setattr("mlx_kv.prefixes.entry_files.ORPHANED_AFTER", -1.0)
     store = place.store()
     store.keep(tokens(0), caches())
     ours = place.names() - {"lock"}
@@ -160,7 +161,7 @@ def test_a_store_without_a_marker_is_taken_over(place: Place) -> None:
 
 
 def test_entries_of_another_version_are_left_alone_and_counted(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlx_kv.prefixes.store.ORPHANED_AFTER", -1.0)
+    monkeypatch.setattr("mlx_kv.prefixes.entry_files.ORPHANED_AFTER", -1.0)
     store = place.store()
     store.keep(tokens(0), caches())
     (name,) = store.entries()
@@ -237,8 +238,6 @@ INDEX: dict[str, Callable[[dict[str, Any]], Any]] = {
 @pytest.mark.parametrize("sealed", [True, False])
 @pytest.mark.parametrize("case", INDEX)
 def test_an_index_that_cannot_be_is_passed_over(case: str, sealed: bool, tmp_path: Path) -> None:
-    from mlx_kv.prefixes.store import _sealed
-
     store = PromptStore(tmp_path, fingerprint="a")
     store.keep(tokens(0), caches())
     (index,) = tmp_path.glob("*.json")
@@ -246,7 +245,7 @@ def test_an_index_that_cannot_be_is_passed_over(case: str, sealed: bool, tmp_pat
     del told["checksum"]
     made_up = INDEX[case](told)
     if sealed and isinstance(made_up, dict):
-        made_up |= {"checksum": _sealed(made_up)}
+        made_up |= {"checksum": checksum(made_up)}
     index.write_text(json.dumps(made_up))
     again = PromptStore(tmp_path, fingerprint="a")
     assert again.find([*tokens(0), 0]) is None
@@ -258,11 +257,11 @@ def test_an_index_that_could_not_be_read_is_read_the_next_time(tmp_path: Path, m
     PromptStore(tmp_path, fingerprint="a").keep(tokens(0), caches())
     store = PromptStore(tmp_path, fingerprint="a")
 
-    def broken(folder: StoreFolder, file: str) -> bytes:
+    def broken(folder: Folder, name: str) -> bytes:
         raise OSError(5, "Input/output error")
 
     with monkeypatch.context() as patch:
-        patch.setattr(StoreFolder, "read", broken)
+        patch.setattr(Folder, "read", broken)
         assert not store.entries()
     assert store.find([*tokens(0), 0]) is not None
 

@@ -21,7 +21,7 @@ import openai
 
 from mlx_kv import CachePolicy, PromptStore
 from mlx_kv.bundled import model_path
-from mlx_kv.mlxlm.convert import load
+from mlx_kv.mlxlm.loading import load
 from mlx_kv.server.access import AccessRules
 from mlx_kv.server.api import Api, Limits
 from mlx_kv.server.metrics import Metrics

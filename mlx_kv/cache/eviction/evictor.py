@@ -20,16 +20,15 @@ from mlx_kv.cache.eviction.granularity import Granularity, check_granularity
 from mlx_kv.cache.eviction.layer_group import LayerGroup
 from mlx_kv.cache.eviction.membership import EvictorState, Membership, Work
 from mlx_kv.cache.eviction.scores import Function, Score, find_score
-from mlx_kv.cache.eviction.step import CompactionStep
+from mlx_kv.cache.eviction.step import CompactionStep, Held
 from mlx_kv.cache.layout import Budget, Plan, Row
-from mlx_kv.cache.view import CacheView
 
 
 class Owner(Protocol):
     """The cache that an evictor belongs to."""
 
     @property
-    def view(self) -> CacheView: ...
+    def view(self) -> Held: ...
 
 
 class Evictor:
@@ -220,8 +219,8 @@ class Evictor:
         """What moves into the holes of one row, once all layers of its sequence have decided."""
         row, group = step.view.rows[index], self.members.groups[index]
         if self.granularity == "layers":
-            return group.moves(row, lambda scores: step.moves_for(scores, index))
-        group.all_decide(row)
+            return group.decide_together(row, lambda scores: step.moves_for(scores, index))
+        group.decide_each(row)
         return step.own_moves(index)
 
     def _next_step(self) -> CompactionStep:
@@ -231,27 +230,27 @@ class Evictor:
             self._step = self._step_from(view)
         return self._step
 
-    def _step_from(self, view: CacheView) -> CompactionStep:
+    def _step_from(self, view: Held) -> CompactionStep:
         return CompactionStep(self.layout, self.score, self.granularity, view, self.members.kept)
 
-    def _view(self) -> CacheView:
+    def _view(self) -> Held:
         owner = self._owner()
         assert owner is not None, "an evictor is asked by its cache, or through it"
         return owner.view
 
     # --- a member of layer groups -------------------------------------------------------------------------------------
 
-    def row(self, layer_group: LayerGroup) -> Row:
+    def row(self, group: LayerGroup) -> Row:
         owner = self._owner()
-        if owner is None or owner.view.buffers is None or layer_group not in self.members.groups:
+        if owner is None or owner.view.buffers is None or group not in self.members.groups:
             return Row()
-        return owner.view.rows[self.members.groups.index(layer_group)]
+        return owner.view.rows[self.members.groups.index(group)]
 
-    def evictable_scores(self, layer_group: LayerGroup) -> mx.array:
-        return self._next_step().scoring.standardised(self.members.groups.index(layer_group))
+    def evictable_scores(self, group: LayerGroup) -> mx.array:
+        return self._next_step().scoring.standardised(self.members.groups.index(group))
 
-    def decide(self, layer_group: LayerGroup) -> None:
-        self._next_step().own_moves(self.members.groups.index(layer_group))
+    def decide(self, group: LayerGroup) -> None:
+        self._next_step().own_moves(self.members.groups.index(group))
 
     def change(self, old: LayerGroup, new: LayerGroup) -> None:
         self.members = self.members.with_group(old, new)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import uuid
 import weakref
 from collections.abc import Callable
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import mlx.core as mx
 
@@ -25,23 +25,42 @@ from mlx_kv.cache.layout import Row
 
 
 class Member(Protocol):
-    """One layer of a sequence."""
+    """The cache of one layer of a sequence, or rather its evictor; with rows of several sequences, of each of them."""
 
-    def row(self, layer_group: LayerGroup) -> Row:
+    def row(self, group: LayerGroup) -> Row:
         """Where the sequence stands in this layer."""
         ...
 
-    def evictable_scores(self, layer_group: LayerGroup) -> mx.array:
-        """(1, n), higher is kept, comparable between layers."""
+    def evictable_scores(self, group: LayerGroup) -> mx.array:
+        """(1, n) of the evictable slots, higher is kept, comparable between layers."""
         ...
 
-    def decide(self, layer_group: LayerGroup) -> None:
+    def decide(self, group: LayerGroup) -> None:
         """Finds out which tokens this layer alone would evict, or raises ValueError."""
         ...
 
     def change(self, old: LayerGroup, new: LayerGroup) -> None:
-        """From now on the sequence of the old layer_group is that of the new one."""
+        """From now on the sequence of the old group is that of the new one."""
         ...
+
+
+class Decision(NamedTuple):
+    """What the layers of a sequence have agreed on.
+
+    Attributes:
+        row: where all of them stand.
+        moves: the same in all layers; None where each has decided for itself.
+    """
+
+    row: Row
+    moves: Moves | None
+
+
+class CopiedTogether(NamedTuple):
+    """The layers of one sequence that a deepcopy has copied so far, and the group that they are in."""
+
+    group: LayerGroup
+    members: tuple[tuple[int, Member], ...]
 
 
 class LayerGroup:
@@ -55,43 +74,50 @@ class LayerGroup:
 
     def __init__(self) -> None:
         self.name = uuid.uuid4().hex
-        self._members: dict[int, weakref.ref[Member]] = {}
-        self._decided: tuple[Row, Moves | None] | None = None
-        self._rows: weakref.WeakValueDictionary[int, LayerGroup] = weakref.WeakValueDictionary()
+        self._members: dict[int, weakref.ref[Member]] = {}  # by layer
+        self._decision: Decision | None = None
+        # Those of a new batch's other rows, by row: layer after layer asks for them.
+        self._of_rows: weakref.WeakValueDictionary[int, LayerGroup] = weakref.WeakValueDictionary()
+
+    # --- who belongs to it ------------------------------------------------------------------------------------------
 
     @classmethod
-    def joined(cls, name: str, layer: int, member: Member, memo: dict[Any, Any] | None = None) -> LayerGroup:
-        """The layer_group for a copy of one layer of the sequence `name`: its oldest copy that has no such layer yet.
+    def of_copy(cls, name: str, layer: int, member: Member, memo: dict[Any, Any] | None = None) -> LayerGroup:
+        """The group for a copy of one layer of the sequence `name`: its oldest copy that has no such layer yet.
 
         Args:
             memo: deepcopy's, which all that it copies in one go has in common: such layers are never parted. One that
                 finds its place taken was not meant to complete an older copy, and so were those that came before it.
         """
-        before: tuple[LayerGroup, list[tuple[int, Member]]] | None = None if memo is None else memo.get(name)
+        before: CopiedTogether | None = None if memo is None else memo.get(name)
         if before is None:
-            known = [ref() for ref in cls._copies.get(name, [])]  # alive until this method returns
-            lacking = [layer_group for layer_group in known if layer_group is not None and not layer_group._has(layer)]
-            layer_group = lacking[0] if lacking else cls._new_copy(name)
-            together: list[tuple[int, Member]] = []
+            group = cls._lacking(name, layer)
+            together: tuple[tuple[int, Member], ...] = ()
         else:
-            layer_group, together = before
-            if layer_group._has(layer):
-                taken, layer_group = layer_group, cls._new_copy(name)
+            group, together = before
+            if group._has(layer):
+                taken, group = group, cls._new_copy(name)
                 for number, other in together:
                     del taken._members[number]
-                    layer_group.join(number, other)
-                    other.change(taken, layer_group)
-        layer_group.join(layer, member)
+                    group.join(number, other)
+                    other.change(taken, group)
+        group.join(layer, member)
         if memo is not None:
-            memo[name] = layer_group, [*together, (layer, member)]
-        return layer_group
+            memo[name] = CopiedTogether(group, (*together, (layer, member)))
+        return group
+
+    @classmethod
+    def _lacking(cls, name: str, layer: int) -> LayerGroup:
+        known = [ref() for ref in cls._copies.get(name, [])]  # alive until this method returns
+        lacking = (group for group in known if group is not None and not group._has(layer))
+        return next(lacking, None) or cls._new_copy(name)
 
     @classmethod
     def _new_copy(cls, name: str) -> LayerGroup:
-        layer_group = cls()
-        ref = weakref.ref(layer_group, lambda ref: cls._drop(name, ref))
+        group = cls()
+        ref = weakref.ref(group, lambda ref: cls._drop(name, ref))
         cls._copies.setdefault(name, []).append(ref)
-        return layer_group
+        return group
 
     @classmethod
     def _drop(cls, name: str, ref: weakref.ref[LayerGroup]) -> None:
@@ -99,55 +125,32 @@ class LayerGroup:
         if left:
             cls._copies[name] = left
 
-    def _has(self, layer: int) -> bool:
-        return layer in self._members and self._members[layer]() is not None
+    def of_row(self, index: int) -> LayerGroup:
+        """The group of another row of a new batch whose first row has this one; the same in every layer."""
+        if index == 0:
+            return self
+        group = self._of_rows.get(index) or LayerGroup()
+        self._of_rows[index] = group
+        return group
 
     def join(self, layer: int, member: Member) -> None:
         self._members[layer] = weakref.ref(member)
 
-    def for_row(self, index: int) -> LayerGroup:
-        """The layer_group of another row of a new batch whose first row has this one; the same in every layer."""
-        if index == 0:
-            return self
-        layer_group = self._rows.get(index) or LayerGroup()
-        self._rows[index] = layer_group
-        return layer_group
-
-    def forget(self) -> None:
-        """A member was trimmed or reset: what was decided about its tokens no longer holds."""
-        self._decided = None
+    def _has(self, layer: int) -> bool:
+        return layer in self._members and self._members[layer]() is not None
 
     def members(self) -> list[tuple[int, Member]]:
         """Those that still exist and hold tokens, in the order of layers."""
         alive = [(layer, ref()) for layer, ref in sorted(self._members.items())]
         return [(layer, member) for layer, member in alive if member is not None and member.row(self).offset]
 
-    def check(self, row: Row) -> None:
-        """Raises ValueError unless every layer stands where `row` does."""
-        standing = [(layer, member.row(self)) for layer, member in self.members()]
-        if any((other.start, other.offset) != (row.start, row.offset) for _, other in standing):
-            held: dict[str, list[str]] = {}
-            for layer, other in standing:
-                held.setdefault(f"{other.end} of {other.offset}", []).append(str(layer))
-            told = "; ".join(f"{kept} tokens in layer {', '.join(layers)}" for kept, layers in held.items())
-            raise ValueError(
-                f"the layers of one sequence have diverged, and cannot evict the same tokens: they hold {told}. "
-                "Trim all layers alike and copy them together, or use share='layer'"
-            )
+    # --- what it decides --------------------------------------------------------------------------------------------
 
-    def all_decide(self, row: Row) -> None:
-        """Has every layer decide for itself.
+    def forget(self) -> None:
+        """A member was trimmed or reset: what was decided about its tokens no longer holds."""
+        self._decision = None
 
-        Raises:
-            ValueError: as `moves`.
-        """
-        if self._decided is None or self._decided[0] != row:
-            self.check(row)
-            for _, member in self.members():
-                member.decide(self)
-            self._decided = row, None
-
-    def moves(self, row: Row, decide: Callable[[mx.array], Moves]) -> Moves:
+    def decide_together(self, row: Row, decide: Callable[[mx.array], Moves]) -> Moves:
         """What moves in every layer: decided once, from the sum of all layers' scores.
 
         Args:
@@ -157,13 +160,41 @@ class LayerGroup:
         Raises:
             ValueError: layers that stand elsewhere, or scores that cannot be used; nothing has changed then.
         """
-        if self._decided is None or self._decided[0] != row or self._decided[1] is None:
-            self.check(row)
-            total = mx.zeros(1)
-            for _, member in self.members():
-                total = total + member.evictable_scores(self)
-                mx.eval(total)  # one layer after the other: none of them needs memory for long
-            decided = decide(total)
-            self._decided = row, decided
-            return decided
-        return self._decided[1]
+        decision = self._decision
+        if decision is not None and decision.row == row and decision.moves is not None:
+            return decision.moves
+        self.check_in_step(row)
+        total = mx.zeros(1)
+        for _, member in self.members():
+            total = total + member.evictable_scores(self)
+            mx.eval(total)  # one layer after the other: none of them needs memory for long
+        moves = decide(total)
+        self._decision = Decision(row, moves)
+        return moves
+
+    def decide_each(self, row: Row) -> None:
+        """Has every layer decide for itself, once.
+
+        Raises:
+            ValueError: as `decide_together`.
+        """
+        if self._decision is not None and self._decision.row == row:
+            return
+        self.check_in_step(row)
+        for _, member in self.members():
+            member.decide(self)
+        self._decision = Decision(row, None)
+
+    def check_in_step(self, row: Row) -> None:
+        """Raises ValueError unless every layer stands where `row` does."""
+        standing = [(layer, member.row(self)) for layer, member in self.members()]
+        if all((other.start, other.offset) == (row.start, row.offset) for _, other in standing):
+            return
+        held: dict[str, list[str]] = {}
+        for layer, other in standing:
+            held.setdefault(f"{other.end} of {other.offset}", []).append(str(layer))
+        told = "; ".join(f"{kept} tokens in layer {', '.join(layers)}" for kept, layers in held.items())
+        raise ValueError(
+            f"the layers of one sequence have diverged, and cannot evict the same tokens: they hold {told}. "
+            "Trim all layers alike and copy them together, or use share='layer'"
+        )

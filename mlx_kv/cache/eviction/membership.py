@@ -80,7 +80,7 @@ class Membership(NamedTuple):
             memo: deepcopy's.
         """
         return cls(
-            tuple([LayerGroup.joined(name, state.layer, member, memo) for name in state.groups]),
+            tuple([LayerGroup.of_copy(name, state.layer, member, memo) for name in state.groups]),
             state.work_by_row(),
             KeptTokens(state.positions, state.scores),
         )
@@ -91,7 +91,7 @@ class Membership(NamedTuple):
 
     def new_batch(self, rows: int, layer: int, member: Member) -> Membership:
         """So many sequences that begin, the first of them that of the first row."""
-        groups = tuple([self.groups[0].for_row(index) for index in range(rows)])
+        groups = tuple([self.groups[0].of_row(index) for index in range(rows)])
         for group in groups:
             group.join(layer, member)
         return Membership(groups, (Work(),) * rows)
@@ -103,7 +103,7 @@ class Membership(NamedTuple):
 
     def joined(self, other: Membership, layer: int, member: Member) -> Membership:
         """These rows, and after them copies of others."""
-        more = tuple([LayerGroup.joined(group.name, layer, member) for group in other.groups])
+        more = tuple([LayerGroup.of_copy(group.name, layer, member) for group in other.groups])
         kept = self.kept.joined(len(self.groups), other.kept, len(more))
         return Membership(self.groups + more, self.work + other.work, kept)
 

@@ -14,6 +14,7 @@ from mlx_kv.cache.buffers import SlotBuffer
 from mlx_kv.cache.eviction.granularity import Granularity
 from mlx_kv.cache.eviction.kept_tokens import KeptTokens
 from mlx_kv.cache.eviction.scores import Score
+from mlx_kv.cache.eviction.scores.tokens import ScoredTokens
 from mlx_kv.cache.layout import Budget, Row
 
 
@@ -85,13 +86,13 @@ class Scoring:
 
         def read(buffer: SlotBuffer) -> mx.array:
             planes = buffer.read(((first, last),))
-            return buffer.codec.decode(planes if index is None else tuple(p[index : index + 1] for p in planes))
+            return buffer.decode(planes if index is None else tuple(p[index : index + 1] for p in planes))
 
         keys, values = map(read, self._buffers)
         which = range(len(self._rows)) if index is None else [index]
         live = [self._kept.live_positions(self._layout, self._rows[i], i) for i in which]
         positions = mx.stack([line[:, first:last] for line in live])  # (B or 1, H', n)
-        scores = self._score.function(keys, values, positions)
+        scores = self._score.function(ScoredTokens(keys=keys, values=values, positions=positions))
         wanted = keys.shape[:3]
         if not isinstance(scores, mx.array) or scores.shape != wanted or scores.dtype != mx.float32:
             got = f"{scores.shape} of {scores.dtype}" if isinstance(scores, mx.array) else type(scores).__name__

@@ -7,17 +7,28 @@ other layers.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Protocol
 
 import mlx.core as mx
 
+from mlx_kv.cache.buffers import Buffers
 from mlx_kv.cache.eviction.batch_moves import kept_after, side_by_side, with_slides
 from mlx_kv.cache.eviction.compaction import Moves, eviction_moves
 from mlx_kv.cache.eviction.granularity import Granularity
 from mlx_kv.cache.eviction.kept_tokens import KeptTokens
 from mlx_kv.cache.eviction.scores import Score
 from mlx_kv.cache.eviction.scoring import Scoring
-from mlx_kv.cache.layout import Budget
-from mlx_kv.cache.view import CacheView
+from mlx_kv.cache.layout import Budget, Row
+
+
+class Held(Protocol):
+    """What is looked at of a cache: where its rows stand, and what holds their tokens. A `CacheView` has both."""
+
+    @property
+    def rows(self) -> tuple[Row, ...]: ...
+
+    @property
+    def buffers(self) -> Buffers | None: ...
 
 
 class CompactionStep:
@@ -29,21 +40,16 @@ class CompactionStep:
         scoring: what its tokens are worth.
     """
 
-    def __init__(
-        self, layout: Budget, score: Score, granularity: Granularity, view: CacheView, kept: KeptTokens
-    ) -> None:
+    def __init__(self, layout: Budget, score: Score, granularity: Granularity, view: Held, kept: KeptTokens) -> None:
         assert view.buffers is not None, "only tokens that are there can be evicted"
         self.view, self.buffers = view, view.buffers
         self.scoring = Scoring(layout, score, granularity, view.rows, view.buffers, kept)
         self._layout, self._score, self._kept = layout, score, kept
         self._own_moves: dict[int, Moves] = {}
 
-    def is_of(self, view: CacheView) -> bool:
+    def is_of(self, view: Held) -> bool:
         """Whether a cache stands as it did, and holds its tokens where it did."""
-        buffers = view.buffers or ()
-        return view.rows == self.view.rows and all(
-            one is other for one, other in zip(buffers, self.buffers, strict=True)
-        )
+        return view.rows == self.view.rows and [*map(id, view.buffers or ())] == [*map(id, self.buffers)]
 
     def own_moves(self, index: int) -> Moves:
         """What moves in one row if this layer decides alone, (H', m).

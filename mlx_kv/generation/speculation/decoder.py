@@ -55,7 +55,6 @@ class Decoder:
         # A round writes draft_tokens + 1 tokens and takes back all but one of them at the most.
         policy = replace(policy, max_rollback=max(policy.max_rollback, context.draft_tokens + 1))
         self.target = ModelRows(context.model, policy)
-        self._layers = len(self.target.make_caches())
         steps = (self.target.step_size, self.drafter.step_size)
         self.step_size = min(step for step in steps if step is not None)
         self.samplers: list[Sampler | None] = []  # by row; None is greedy
@@ -68,8 +67,8 @@ class Decoder:
 
     def read(self, tokens: mx.array, cache: list[Any]) -> None:
         """The model and the drafter read tokens (1, n) into such caches."""
-        self.target.model(tokens, cache=cache[: self._layers])
-        if own := cache[self._layers :]:
+        self.target.model(tokens, cache=cache[: self.target.layers])
+        if own := cache[self.target.layers :]:
             rows: Any = tokens.tolist()
             self.drafter.read(rows, own)
 
@@ -82,8 +81,8 @@ class Decoder:
         each = [self.make_caches() if row.caches is None else row.caches for row in rows]
         for row, own in zip(rows, each, strict=True):
             reserve_for(own, len(row.prompt), row.max_tokens + self.draft_tokens)
-        caches = merged([own[: self._layers] for own in each])
-        drafters = merged([own[self._layers :] for own in each])
+        caches = merged([own[: self.target.layers] for own in each])
+        drafters = merged([own[self.target.layers :] for own in each])
         step = self.step_size if step is None else step
         return Joining(list(rows), self.target.model, self.drafter, caches, drafters, step)
 

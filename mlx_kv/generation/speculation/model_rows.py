@@ -14,7 +14,9 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_kv.generation.prefill import prefill_step, read_ragged
-from mlx_kv.mlxlm.convert import can_trim, leaves, make_prompt_cache, trim_prompt_cache
+from mlx_kv.mlxlm.convert import make_prompt_cache
+from mlx_kv.mlxlm.traverse import leaves
+from mlx_kv.mlxlm.trimming import can_trim, trim_prompt_cache
 from mlx_kv.policy import CachePolicy
 
 
@@ -23,6 +25,7 @@ class ModelRows:
 
     Attributes:
         caches: of all rows, one for each layer; empty where there are no rows.
+        layers: how many caches a row has.
         pending: of each row, the tokens that the model has yet to read.
         step_size: tokens of a prompt that are read at once.
 
@@ -36,6 +39,7 @@ class ModelRows:
         self._empty = make_prompt_cache(model, policy, strict=False)
         self.caches: list[Any] = []
         self.pending: list[list[int]] = []
+        self.layers = len(self._empty)
         self.step_size = prefill_step(model, self._empty, None)
         probe = self.make_caches()
         if not can_trim(probe, 0):

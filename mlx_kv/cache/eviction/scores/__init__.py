@@ -1,19 +1,20 @@
 """Scores of tokens, higher is kept: one formula a file, and the names under which they are found.
 
-Decides nothing about how many tokens go, nor which are protected. A score is a function of what a cache stores,
+Decides nothing about how many tokens go, nor which are protected. A score is a function of what a cache knows of n
+tokens of each row and head,
 
-    (keys, values, positions) -> (B, H, n), float32
+    (tokens: ScoredTokens) -> (B, H, n), float32
 
-with keys (B, H, n, Dk), values (B, H, n, Dv) and positions (B, 1 or H, n), all of the same n tokens, in no particular
-order. Only the order of what it returns matters; it must be finite.
+with keys, values and positions as its fields. Only the order of what it returns matters; it must be finite.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 
 import mlx.core as mx
 
@@ -23,9 +24,10 @@ from mlx_kv.cache.eviction.scores.key_value import key_value
 from mlx_kv.cache.eviction.scores.lag_kv import lag_kv
 from mlx_kv.cache.eviction.scores.random import random
 from mlx_kv.cache.eviction.scores.recent import recent
+from mlx_kv.cache.eviction.scores.tokens import ScoredTokens
 from mlx_kv.cache.eviction.scores.value_norm import value_norm
 
-Function = Callable[[mx.array, mx.array, mx.array], mx.array]
+Function = Callable[[ScoredTokens], mx.array]
 ENTRY_POINTS = "mlx_kv.scores"
 
 
@@ -35,14 +37,33 @@ class Score:
 
     Attributes:
         name: under which it is found, also by those who load a saved cache.
-        function: (keys, values, positions) -> (B, H, n).
+        function: (tokens) -> (B, H, n), float32.
         per_token: whether the score of a token depends on nothing but itself and its neighbours in the text. Then it
             is asked for once, for runs of new tokens in order; otherwise for all live tokens at every compaction.
+
+    Raises:
+        ValueError: a function that cannot be called, or not with one argument.
     """
 
     name: str
     function: Function
     per_token: bool = False
+
+    def __post_init__(self) -> None:
+        if not callable(self.function):
+            raise ValueError(f"the score {self.name} is {self.function!r}: give a function (tokens) -> (B, H, n)")
+        try:
+            signature = inspect.signature(self.function)
+        except (TypeError, ValueError):  # of what is not written in Python, nothing is known
+            return
+        try:
+            signature.bind(None)
+        except TypeError:
+            takes = ", ".join(signature.parameters)
+            raise ValueError(
+                f"the score {self.name} takes ({takes}): a score takes one argument (tokens), of which tokens.keys, "
+                "tokens.values and tokens.positions are known"
+            ) from None
 
 
 _known = {
@@ -61,18 +82,21 @@ _known = {
 
 
 @cache
-def _from_entry_points() -> dict[str, Score]:
+def _entry_points() -> dict[str, EntryPoint]:
     """Scores of other packages: entry points of the group `mlx_kv.scores`, each a function or a `Score`."""
-    found = {}
-    for entry in entry_points(group=ENTRY_POINTS):
-        loaded = entry.load()
-        found[entry.name] = loaded if isinstance(loaded, Score) else Score(entry.name, loaded)
-    return found
+    return {entry.name: entry for entry in entry_points(group=ENTRY_POINTS)}
+
+
+@cache
+def _loaded(entry: EntryPoint) -> Score:
+    """Loaded when it is asked for: a package whose score cannot be used is in the way of no other."""
+    found = entry.load()
+    return found if isinstance(found, Score) else Score(entry.name, found)
 
 
 def score_names() -> list[str]:
     """The names that `score=` takes."""
-    return sorted(_from_entry_points() | _known)
+    return sorted({*_entry_points(), *_known})
 
 
 def register_score(name: str, function: Function, per_token: bool = False) -> None:
@@ -83,10 +107,8 @@ def register_score(name: str, function: Function, per_token: bool = False) -> No
         function, per_token: as in `Score`.
 
     Raises:
-        ValueError: a function that cannot be called.
+        ValueError: a function that cannot be called, or not with one argument.
     """
-    if not callable(function):
-        raise ValueError(f"the score {name} is {function!r}: give a function (keys, values, positions) -> (B, H, n)")
     _known[name] = Score(name, function, per_token)
 
 
@@ -94,17 +116,18 @@ def find_score(score: str | Function | Score) -> Score:
     """The score of a name, or one made of any callable, which is then asked for all live tokens.
 
     Raises:
-        ValueError: no score has this name.
+        ValueError: no score has this name, or a function that cannot be called with one argument.
     """
     if isinstance(score, Score):
         return score
     if callable(score):
         name = getattr(score, "__qualname__", type(score).__qualname__)
         return Score(f"{getattr(score, '__module__', '')}.{name}", score)
-    known = _from_entry_points() | _known
-    if score not in known:
-        raise ValueError(
-            f"there is no score {score!r}: choose one of {', '.join(sorted(known))}, give a function, or "
-            "register_score() one of that name"
-        )
-    return known[score]
+    if score in _known:
+        return _known[score]
+    if score in _entry_points():
+        return _loaded(_entry_points()[score])
+    raise ValueError(
+        f"there is no score {score!r}: choose one of {', '.join(score_names())}, give a function, or "
+        "register_score() one of that name"
+    )

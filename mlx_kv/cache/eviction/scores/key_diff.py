@@ -7,11 +7,14 @@ Resource-Constrained Environments". The mean is over all live tokens, so it chan
 import mlx.core as mx
 
 from mlx_kv.cache.eviction.scores.blocks import blocks, each_block
+from mlx_kv.cache.eviction.scores.tokens import ScoredTokens
 
 LEAST_NORM = 1e-12
 
 
-def key_diff(keys: mx.array, values: mx.array, positions: mx.array) -> mx.array:
+def key_diff(tokens: ScoredTokens) -> mx.array:
+    keys = tokens.keys
+
     def length(block: mx.array) -> mx.array:
         return mx.maximum(mx.linalg.norm(block, axis=-1), LEAST_NORM)
 

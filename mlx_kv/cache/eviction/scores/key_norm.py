@@ -7,13 +7,14 @@ Keys of low norm receive much attention. The sign is often told the wrong way ro
 import mlx.core as mx
 
 from mlx_kv.cache.eviction.scores.blocks import each_block
+from mlx_kv.cache.eviction.scores.tokens import ScoredTokens
 
 
-def key_norm(keys: mx.array, values: mx.array, positions: mx.array) -> mx.array:
+def key_norm(tokens: ScoredTokens) -> mx.array:
     # In float32: in bfloat16, three quarters of the norms of a layer tie.
-    return -each_block(lambda block: mx.linalg.norm(block, axis=-1), keys)
+    return -each_block(lambda block: mx.linalg.norm(block, axis=-1), tokens.keys)
 
 
-def key_norm_high(keys: mx.array, values: mx.array, positions: mx.array) -> mx.array:
+def key_norm_high(tokens: ScoredTokens) -> mx.array:
     """The reversed sign: no method, but the control that a good key_norm must beat."""
-    return -key_norm(keys, values, positions)
+    return -key_norm(tokens)

@@ -9,12 +9,13 @@ order.
 import mlx.core as mx
 
 from mlx_kv.cache.eviction.scores.blocks import each_block
+from mlx_kv.cache.eviction.scores.tokens import ScoredTokens
 
 WINDOW = 16
 
 
-def key_value(keys: mx.array, values: mx.array, positions: mx.array) -> mx.array:
-    return _over_local_mean(keys) * _over_local_mean(values)
+def key_value(tokens: ScoredTokens) -> mx.array:
+    return _over_local_mean(tokens.keys) * _over_local_mean(tokens.values)
 
 
 def _over_local_mean(x: mx.array) -> mx.array:

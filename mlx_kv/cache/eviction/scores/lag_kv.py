@@ -9,13 +9,15 @@ score 1, which is more than any rank. A text of fewer than two partitions scores
 
 import mlx.core as mx
 
+from mlx_kv.cache.eviction.scores.tokens import ScoredTokens
+
 SINKS, PARTITION = 4, 128
 
 
-def lag_kv(keys: mx.array, values: mx.array, positions: mx.array) -> mx.array:
-    rows, heads, n, _ = keys.shape
+def lag_kv(tokens: ScoredTokens) -> mx.array:
+    rows, heads, n, _ = tokens.keys.shape
     partitions = (n - SINKS) // PARTITION
-    order = mx.argsort(positions, axis=-1)  # (B, 1 or H, n): live tokens may lie in any order
+    order = mx.argsort(tokens.positions, axis=-1)  # (B, 1 or H, n): live tokens may lie in any order
     ranks = mx.broadcast_to(mx.argsort(order, axis=-1), (rows, heads, n))
     if partitions < 2:
         return ranks.astype(mx.float32) / n
@@ -27,7 +29,7 @@ def lag_kv(keys: mx.array, values: mx.array, positions: mx.array) -> mx.array:
         low, high = after.min(axis=3, keepdims=True), after.max(axis=3, keepdims=True)
         return mx.softmax(((parts[:, :, :-1] - low) / mx.maximum(high - low, 1e-12)).std(axis=-1, ddof=1), axis=-1)
 
-    both = (surprise(keys) + surprise(values)) / 2
+    both = (surprise(tokens.keys) + surprise(tokens.values)) / 2
     rank = mx.argsort(mx.argsort(both, axis=-1), axis=-1).astype(mx.float32) / PARTITION
     scored = rank.reshape(rows, heads, -1)
     kept = mx.ones((rows, heads, n - SINKS - scored.shape[2]))

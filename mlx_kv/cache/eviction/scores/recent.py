@@ -2,6 +2,8 @@
 
 import mlx.core as mx
 
+from mlx_kv.cache.eviction.scores.tokens import ScoredTokens
 
-def recent(keys: mx.array, values: mx.array, positions: mx.array) -> mx.array:
-    return mx.broadcast_to(positions.astype(mx.float32), keys.shape[:3])
+
+def recent(tokens: ScoredTokens) -> mx.array:
+    return mx.broadcast_to(tokens.positions.astype(mx.float32), tokens.keys.shape[:3])

@@ -3,7 +3,8 @@
 import mlx.core as mx
 
 from mlx_kv.cache.eviction.scores.blocks import each_block
+from mlx_kv.cache.eviction.scores.tokens import ScoredTokens
 
 
-def value_norm(keys: mx.array, values: mx.array, positions: mx.array) -> mx.array:
-    return each_block(lambda block: block.square().sum(axis=-1), values)
+def value_norm(tokens: ScoredTokens) -> mx.array:
+    return each_block(lambda block: block.square().sum(axis=-1), tokens.values)

@@ -15,7 +15,7 @@ from mlx_kv.generation.prefill import read_chunk
 from mlx_kv.generation.speculation.acceptance import Choice
 from mlx_kv.generation.speculation.drafters.protocol import Drafter, DrafterContext
 from mlx_kv.generation.speculation.model_rows import ModelRows
-from mlx_kv.mlxlm.convert import rows_must_be_equal
+from mlx_kv.mlxlm.batching import rows_must_be_equal
 from mlx_kv.policy import CachePolicy
 
 

@@ -1,4 +1,4 @@
-"""Attention is seen as it is, and put back; rank correlation is what it is called."""
+"""The attention that tokens receive: seen in every layer, counted right, and correlated as Spearman did."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
+from mlx_kv import make_prompt_cache
 from mlx_kv.evaluation import tasks
 from mlx_kv.evaluation.attention import attention_received, attention_weights, rank_correlation, watched_attention
-from mlx_kv.mlxlm.convert import make_prompt_cache
 
 SHAPE = tasks.ContextShape(rows=4, context=256, sinks=4, keep_recent=16)
 

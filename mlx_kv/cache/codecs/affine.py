@@ -1,0 +1,59 @@
+"""Affine quantisation, as `mx.quantize` does it: groups of elements share a scale and a bias."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
+
+import mlx.core as mx
+
+from mlx_kv.cache.codecs.base import Packing, Plane, Planes
+
+BITS = (2, 3, 4, 5, 6, 8)
+GROUP_SIZES = (32, 64, 128)
+
+
+@dataclass(frozen=True)
+class Affine:
+    """Three planes: uint32 (…, D·bits/32), scales and biases (…, D/group_size).
+
+    Raises:
+        ValueError: bits or a group size that `mx.quantize` does not know.
+    """
+
+    bits: int = 8
+    group_size: int = 64
+    name: ClassVar[str] = "affine"
+
+    def __post_init__(self) -> None:
+        if type(self.bits) is not int or self.bits not in BITS:
+            raise ValueError(f"bits is {self.bits!r}: a quantised cache has {', '.join(map(str, BITS))} bits")
+        if type(self.group_size) is not int or self.group_size not in GROUP_SIZES:
+            raise ValueError(f"group_size is {self.group_size}: choose one of {', '.join(map(str, GROUP_SIZES))}")
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @property
+    def packed(self) -> Packing:
+        return Packing(self.bits, self.group_size)
+
+    def check(self, name: str, x: mx.array) -> None:
+        dim = x.shape[-1]
+        if dim % self.group_size:
+            fitting = [str(g) for g in GROUP_SIZES if dim % g == 0]
+            mend = f"use group_size={' or '.join(fitting)}" if fitting else "use bits=None: no group size divides it"
+            raise ValueError(f"{name} have head dim {dim}, not a multiple of group_size={self.group_size}; {mend}")
+
+    def planes(self, head_dim: int, dtype: mx.Dtype) -> tuple[Plane, ...]:
+        groups = Plane(head_dim // self.group_size, dtype)
+        return Plane(head_dim * self.bits // 32, mx.uint32), groups, groups
+
+    def encode(self, x: mx.array) -> Planes:
+        packed, scales, biases = mx.quantize(x, group_size=self.group_size, bits=self.bits)
+        return packed, scales, biases
+
+    def decode(self, planes: Planes, dtype: mx.Dtype) -> mx.array:
+        packed, scales, biases = planes
+        return mx.dequantize(packed, scales, biases, group_size=self.group_size, bits=self.bits)

@@ -1,0 +1,71 @@
+"""What every codec is: a way to store one tensor as planes.
+
+A tensor of shape (B, H, S, D) becomes a tuple of *planes* that share every axis but the last: plain has one, affine
+quantisation three (packed words, scales, biases). Knows nothing about slots, lengths or attention. Because every slot
+operation maps over planes, rings, budgets and ragged rows need no code of their own for any codec.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+import mlx.core as mx
+
+Planes = tuple[mx.array, ...]
+
+
+class Plane(NamedTuple):
+    """What one plane is, for tensors of some head dim and dtype.
+
+    Attributes:
+        width: of its last axis.
+        dtype: of its elements.
+    """
+
+    width: int
+    dtype: mx.Dtype
+
+
+class Packing(NamedTuple):
+    """Planes as `mx.quantized_matmul` reads them, and with it mlx-lm's attention: packed words, scales and biases.
+
+    Attributes:
+        bits: per element.
+        group_size: elements that share a scale.
+    """
+
+    bits: int
+    group_size: int
+
+
+class Codec(Protocol):
+    """Turns (B, H, S, D) into planes and back. A codec never changes, and tokens know nothing of each other."""
+
+    @property
+    def name(self) -> str:
+        """Under which it is found, also by those who load a saved cache."""
+        ...
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """With which it is made anew: what JSON can hold."""
+        ...
+
+    @property
+    def packed(self) -> Packing | None:
+        """How mlx-lm can read the planes as they are; None where they must be decoded first."""
+        ...
+
+    def check(self, name: str, x: mx.array) -> None:
+        """Raises ValueError where this codec cannot store `x`, the `name` of a cache, before anything has changed."""
+        ...
+
+    def planes(self, head_dim: int, dtype: mx.Dtype) -> tuple[Plane, ...]:
+        """The planes (B, H, S, width) of a tensor (B, H, S, head_dim): one or more."""
+        ...
+
+    def encode(self, x: mx.array) -> Planes: ...
+
+    def decode(self, planes: Planes, dtype: mx.Dtype) -> mx.array:
+        """The tensor (B, H, S, D), in the dtype that it had."""
+        ...

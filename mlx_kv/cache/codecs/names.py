@@ -1,0 +1,65 @@
+"""The names under which codecs are found: ours, those of other packages, and those that somebody registers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from importlib.metadata import entry_points
+from typing import Any
+
+from mlx_kv.cache.codecs.affine import Affine
+from mlx_kv.cache.codecs.base import Codec
+from mlx_kv.cache.codecs.plain import Plain
+
+Factory = Callable[..., Codec]  # takes the codec's `parameters` by their names; each has a default
+ENTRY_POINTS = "mlx_kv.codecs"
+
+_known: dict[str, Factory] = {Plain.name: Plain, Affine.name: Affine}
+
+
+@cache
+def _from_entry_points() -> dict[str, Factory]:
+    """Codecs of other packages: entry points of the group `mlx_kv.codecs`, each a factory."""
+    return {entry.name: entry.load() for entry in entry_points(group=ENTRY_POINTS)}
+
+
+def codec_names() -> list[str]:
+    """The names that `codec=` takes."""
+    return sorted(_from_entry_points() | _known)
+
+
+def register_codec(name: str, factory: Factory) -> None:
+    """Makes a codec known by a name, so that it can be asked for by it and found again by a loaded cache.
+
+    Args:
+        name: the `name` that the codec says of itself; replaces whatever had it before.
+        factory: makes one, usually its class. A loaded cache gives it the `parameters` of the saved one.
+
+    Raises:
+        ValueError: a factory that cannot be called.
+    """
+    if not callable(factory):
+        raise ValueError(f"the codec {name} is {factory!r}: give what makes one, such as its class")
+    _known[name] = factory
+
+
+def find_codec(codec: str | Codec, parameters: Mapping[str, Any] | None = None) -> Codec:
+    """The codec of a name, or the one that is given.
+
+    Args:
+        parameters: of the codec, instead of its defaults; only with a name.
+
+    Raises:
+        ValueError: no codec has this name, or it is none; and what a codec says of its parameters.
+    """
+    if not isinstance(codec, str):
+        if not callable(getattr(codec, "encode", None)):
+            raise ValueError(f"codec is {codec!r}: give a codec such as Affine(8, 64), or a name")
+        return codec
+    known = _from_entry_points() | _known
+    if codec not in known:
+        raise ValueError(
+            f"there is no codec {codec!r}: choose one of {', '.join(sorted(known))}, give a codec, or "
+            "register_codec() one of that name"
+        )
+    return known[codec](**(parameters or {}))

@@ -1,0 +1,116 @@
+"""All that one cache is made of and holds, by name. What is done to it is in `update`, `rows`, `state` and `memory`.
+
+B rows.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_kv.cache.buffers import Buffers
+from mlx_kv.cache.codecs import PLAIN, Codecs, Packing, packing_of
+from mlx_kv.cache.eviction.evictor import Evictor
+from mlx_kv.cache.growth import Geometric, Growth
+from mlx_kv.cache.layout import Append, Budget, Layout, Ranges, Row
+from mlx_kv.cache.view import CacheView
+
+
+@dataclass(slots=True, weakref_slot=True, eq=False)
+class Contents:
+    """The parts of a cache, its settings, and where it stands.
+
+    Attributes:
+        codecs, layout, growth, reserved, quantized_start, packed_decode, announced, lengths: as in `CacheView`.
+        evictor: what compacts the rows of a budget; None without one.
+        packing: how mlx-lm can read what the codecs store; None where it cannot.
+        rows: where each row stands.
+        buffers: of keys and of values.
+        encoded: whether the buffers are stored by the codecs; before `quantized_start` they are plain.
+        ranges: the slots that the last fetch was made of.
+        transient: what attention read of a write longer than max_write, until the next step.
+        packed: whether the last fetch handed out packed planes.
+        growths: reallocations since the first allocation.
+    """
+
+    codecs: Codecs = PLAIN
+    layout: Layout = Append()
+    evictor: Evictor | None = None
+    growth: Growth = Geometric()
+    reserved: int = 0
+    quantized_start: int = 0
+    packed_decode: bool = True
+    announced: tuple[int, ...] = (0,)
+    lengths: tuple[int, ...] | None = None
+    rows: tuple[Row, ...] = (Row(),)
+    buffers: Buffers | None = None
+    encoded: bool = False
+    ranges: Ranges = ()
+    packed: bool = False
+    transient: tuple[mx.array, mx.array] | None = None
+    growths: int = 0
+    packing: Packing | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.packing = packing_of(self.codecs)
+        if self.evictor is None and isinstance(self.layout, Budget):  # without one, nothing would ever be evicted
+            self.evictor = Evictor(self.layout)
+        if self.evictor is not None:
+            self.layout = self.evictor.layout
+            self.evictor.belong_to(self)
+
+    def use(self, codecs: Codecs) -> None:
+        """From now on these say how tensors are stored."""
+        self.codecs, self.packing = codecs, packing_of(codecs)
+        for buffer, codec in zip(self.buffers or (), codecs, strict=False):
+            buffer.recode(codec)
+        self.encoded = True
+
+    @property
+    def capacity(self) -> int:
+        """Slots allocated for each row; 0 before the first update."""
+        return 0 if self.buffers is None else self.buffers[0].capacity
+
+    def empty(self) -> bool:
+        """Whether no row holds a token."""
+        return not any(row.offset > 0 for row in self.rows)
+
+    @property
+    def view(self) -> CacheView:
+        """For others to look at."""
+        return CacheView(
+            self.layout,
+            self.rows,
+            self.codecs,
+            self.buffers,
+            self.quantized_start,
+            self.packed_decode,
+            self.reserved,
+            self.announced,
+            self.lengths,
+            self.growth,
+        )
+
+    def copied(self, memo: dict[int, Any]) -> Contents:
+        """A deep copy; the memory of its buffers is shared until one of them writes.
+
+        Args:
+            memo: deepcopy's.
+        """
+        evictor = None if self.evictor is None else self.evictor.copied(memo)
+        copied = self.without_evictor()
+        if evictor is not None:
+            copied.evictor = evictor
+            evictor.belong_to(copied)
+        return copied
+
+    def without_evictor(self) -> Contents:
+        """A copy that whoever asks gives an evictor."""
+        copied = copy.copy(self)  # all of it is never changed in place, but for the two that follow
+        copied.evictor = None
+        if self.buffers is not None:
+            copied.buffers = self.buffers[0].copied(), self.buffers[1].copied()
+        return copied

@@ -1,0 +1,23 @@
+"""What a score is given: all that a cache knows of the tokens to be scored."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ScoredTokens:
+    """Tokens to be scored, n of each row and head, in no particular order. What comes to be known of them is one more
+    field: scores that do not look at it stay as they are.
+
+    Attributes:
+        keys: (B, H, n, Dk), in the dtype of the model, positions rotated in.
+        values: (B, H, n, Dv).
+        positions: (B, 1, n) of int32, or (B, H, n) where every head keeps its own tokens.
+    """
+
+    keys: mx.array
+    values: mx.array
+    positions: mx.array

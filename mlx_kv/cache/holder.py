@@ -1,0 +1,143 @@
+"""What others read of a cache: a view of what it holds, lengths, bytes, and the state to go on from elsewhere.
+
+Decides nothing about updates: `KVCache` is one of these. B rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+import mlx.core as mx
+
+from mlx_kv.cache import memory, state
+from mlx_kv.cache.codecs import affine_of
+from mlx_kv.cache.contents import Contents
+from mlx_kv.cache.eviction.evictor import Evictor
+from mlx_kv.cache.layout import NO_LIMIT, Layout
+from mlx_kv.cache.state import CacheState
+from mlx_kv.cache.view import CacheView
+
+
+class Holder:
+    """Contents that others may read. Abstract: `KVCache` says what is done to them."""
+
+    def __init__(self, held: Contents) -> None:
+        self._held = held
+
+    @property
+    def layout(self) -> Layout:
+        """Which slot holds which position."""
+        return self._held.layout
+
+    @property
+    def evictor(self) -> Evictor | None:
+        """The part that evicts, with what it did so far; None without a budget."""
+        return self._held.evictor
+
+    @property
+    def view(self) -> CacheView:
+        """What it holds and how, as it is now, for those who look and change nothing."""
+        return self._held.view
+
+    # --- lengths ----------------------------------------------------------------------------------------------------
+
+    @property
+    def offset(self) -> int | mx.array:
+        """The next position: an int where all rows agree, an array (B,) of int32 where they differ."""
+        offsets = [row.offset for row in self._held.rows]
+        return offsets[0] if len(set(offsets)) == 1 else mx.array(offsets)
+
+    def size(self) -> int:
+        """Tokens held by the longest row."""
+        return max(0, *map(self.layout.held, self._held.rows))
+
+    def empty(self) -> bool:
+        """Whether no row holds a token."""
+        return self._held.empty()
+
+    @property
+    def max_write(self) -> int | None:
+        """The longest write after which attention reads the slots themselves, not a copy; None is no limit."""
+        return None if self.layout.max_write == NO_LIMIT else self.layout.max_write
+
+    @property
+    def start_position(self) -> int:
+        """The first position, sinks aside, that attention reads."""
+        return min(row.front for row in self._held.rows)
+
+    @property
+    def positions(self) -> mx.array:
+        """The position of each live slot: (B, H', n), H' being the number of heads where each keeps its own, else 1.
+
+        Rows with fewer live slots end with -1. Only for layouts whose slots are never used again: budgets, or none.
+
+        Raises:
+            ValueError: this cache is a ring.
+        """
+        return memory.live_positions(self._held)
+
+    # --- memory ----------------------------------------------------------------------------------------------------
+
+    @property
+    def capacity(self) -> int:
+        """Slots allocated for each row; 0 before the first update."""
+        return self._held.capacity
+
+    @property
+    def growths(self) -> int:
+        """Reallocations since the first allocation."""
+        return self._held.growths
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated, dead slots included."""
+        return memory.allocated(self._held)
+
+    @property
+    def nbytes_live(self) -> int:
+        """Bytes of the slots that hold a token."""
+        return memory.live(self._held)
+
+    @property
+    def nbytes_full(self) -> int:
+        """Bytes that all tokens up to here would take if none had been evicted or overwritten."""
+        return memory.full(self._held)
+
+    # --- state and copies ------------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> CacheState:
+        """Everything to continue from, as a pytree: planes of keys and of values, rows, and how they are stored."""
+        return state.state_of(self._held)
+
+    @state.setter
+    def state(self, value: tuple[Any, ...]) -> None:
+        growths = self._held.growths
+        self._held = state.contents_of(value, self._held.growth, self._held.reserved)
+        self._held.growths = growths
+
+    @classmethod
+    def from_state(cls, value: tuple[Any, ...], **told: Any) -> Self:
+        """A cache that continues from another's `state`; it grows by the default rule.
+
+        Args:
+            told: what no state tells, by the names of `state.contents_of`.
+        """
+        made = cls.__new__(cls)
+        made._held = state.contents_of(value, **told)
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        copied = memo[id(self)] = self._like(self._held.copied(memo))
+        return copied
+
+    def _like(self, held: Contents) -> Self:
+        """A cache of other contents."""
+        made = type(self).__new__(type(self))
+        made.__dict__ |= vars(self) | {"_held": held}
+        return made
+
+    def __repr__(self) -> str:
+        affine = affine_of(self._held.codecs)
+        how = "" if affine is None else f", bits={affine.bits}"
+        return f"{type(self).__name__}(offset={self.offset}, capacity={self.capacity}, nbytes={self.nbytes}{how})"

@@ -1,0 +1,135 @@
+"""What an update needs before and after its write: tensors that fit, room for them, and what attention reads.
+
+Decides what is refused, when buffers are allocated, grown or quantised, and what is handed out packed. The order of it
+all is `KVCache.update_and_fetch`. B rows, H KV heads, S new tokens.
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from mlx_kv.cache.buffers import Buffers, SlotBuffer, tensor_of
+from mlx_kv.cache.checks import check_tokens, check_unchanged, continues
+from mlx_kv.cache.codecs import PLAIN, Codecs, Packing
+from mlx_kv.cache.contents import Contents
+from mlx_kv.cache.growth import round_up
+from mlx_kv.cache.layout import Plan
+from mlx_kv.cache.protocol import Fetched
+
+# A write of up to this many tokens (decode, the verify step of speculative decoding) reads packed planes. A longer one
+# is prefill: there, packed attention is unfused and holds all scores at once, so it gets dequantised arrays instead.
+MOST_PACKED_TOKENS = 8
+
+
+def check(held: Contents, keys: mx.array, values: mx.array) -> None:
+    """Raises ValueError for tensors that this cache cannot take."""
+    if held.buffers is not None and continues(keys, values, held.buffers):
+        return  # every token of every layer comes by here: the usual case first
+    check_tokens(keys, values)
+    tensors = {"keys": keys, "values": values}
+    for (name, tensor), codec in zip(tensors.items(), held.codecs, strict=True):
+        codec.check(name, tensor)
+    if held.buffers is None:
+        return
+    if held.empty() and [tensor_of(x) for x in tensors.values()] != [buffer.tensor for buffer in held.buffers]:
+        held.buffers = None  # a new session of another shape: nothing is lost
+        return
+    for (name, tensor), buffer in zip(tensors.items(), held.buffers, strict=True):
+        check_unchanged(name, tensor, buffer)
+
+
+def make_room(held: Contents, plan: Plan, tensors: tuple[mx.array, mx.array]) -> Buffers:
+    """The buffers, with slots for the plan: allocated, grown or quantised first where that is due."""
+    used = min(max(plan.held, 0), plan.layout.most_slots)
+    needed = plan.needed + plan.padded  # padding goes to a slot of its own
+    due = max([row.offset for row in plan.rows]) >= held.quantized_start
+    if held.buffers is None:
+        codecs = held.codecs if due else PLAIN
+        capacity = _next_capacity(held, needed)
+        keys, values = (
+            SlotBuffer.allocate(codec, tensor, capacity) for codec, tensor in zip(codecs, tensors, strict=True)
+        )
+        held.buffers, held.encoded = (keys, values), due
+    elif needed > held.capacity:
+        capacity = _next_capacity(held, needed)
+        for buffer in held.buffers:
+            buffer.reserve(capacity, used=used)
+        held.growths += 1
+    if due and not held.encoded:
+        held.use(held.codecs)
+    return held.buffers
+
+
+def _next_capacity(held: Contents, needed: int) -> int:
+    reserve = max(held.reserved, *held.announced)
+    # Who says how much will come gets that and no slack: also on top of what was held before, or loaded.
+    wanted = round_up(reserve if needed <= reserve else max(needed, held.growth.capacity(needed, held.capacity)))
+    return min(wanted, round_up(max(needed, held.layout.enough_slots)))
+
+
+def read_transient(plan: Plan, buffers: Buffers, tensors: tuple[mx.array, mx.array]) -> tuple[mx.array, mx.array]:
+    """The live tokens in order, then the new ones as they will be stored. Shorter rows begin with filler."""
+    live = plan.live()
+    slots = [
+        [0 if position < 0 else plan.layout.slot(row, position) for position in seen]
+        for row, seen in zip(plan.distinct, live, strict=True)
+    ]
+
+    def read(buffer: SlotBuffer, new: mx.array) -> mx.array:
+        stored = buffer.as_stored(new)
+        return mx.concatenate([buffer.decode(buffer.take(slots)), stored], axis=2) if live[0] else stored
+
+    return read(buffers[0], tensors[0]), read(buffers[1], tensors[1])
+
+
+def hands_out_packed(held: Contents, buffers: Buffers, new: int) -> bool:
+    """Whether attention reads a write of `new` tokens, and all before it, as packed planes."""
+    if held.packing is None or not (held.encoded and held.packed_decode) or new > MOST_PACKED_TOKENS:
+        return False
+    # mlx-lm's packed attention shapes its result by the keys' head dim: with another one of values it cannot work.
+    return buffers[0].head_dim == buffers[1].head_dim
+
+
+def fetched(held: Contents, buffers: Buffers) -> Fetched:
+    """What attention reads after the last write."""
+    if held.transient is not None:
+        return held.transient
+    keys, values = buffers
+    if held.packed:
+        return keys.read(held.ranges), values.read(held.ranges)
+    return keys.decode(keys.read(held.ranges)), values.decode(values.read(held.ranges))
+
+
+def packing(held: Contents) -> Packing:
+    """How the planes of the last fetch are packed.
+
+    Raises:
+        AttributeError: it was of plain arrays.
+    """
+    if not held.packed or held.packing is None:
+        raise AttributeError("bits and group_size are visible only after a fetch of packed planes")
+    return held.packing
+
+
+def quantize(held: Contents, codecs: Codecs) -> None:
+    """Stores plain contents by these codecs from now on, whatever the length.
+
+    Raises:
+        ValueError: a head dim that they cannot store; nothing has changed then.
+    """
+    for name, codec, buffer in zip(("keys", "values"), codecs, held.buffers or (), strict=False):
+        codec.check(name, buffer.planes[0])
+    held.use(codecs)
+
+
+def first_plane(held: Contents, which: int) -> mx.array | None:
+    """A handle of the first plane of the keys (0) or the values (1)."""
+    return None if held.buffers is None else held.buffers[which].handles()[0]
+
+
+def replace_first_plane(held: Contents, which: int, value: mx.array) -> None:
+    """Puts an array of the same shape in its place."""
+    if held.buffers is None or value.shape != held.buffers[which].planes[0].shape:
+        raise ValueError(f"a buffer of shape {value.shape} cannot replace the one of this cache: keep its shape")
+    buffer = held.buffers[which]
+    buffer.planes = (value[:], *buffer.planes[1:])
