@@ -76,8 +76,8 @@ def code_below(heading: str) -> str:
 @pytest.fixture
 def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
     """Imports the example below a heading, as a module of its own; what it registers is forgotten with the test."""
-    for names in (scores, codecs, drafters):
-        monkeypatch.setattr(names, "_known", dict(names._known))
+    for found in (scores.SCORES, codecs.CODECS, drafters.DRAFTERS):
+        monkeypatch.setattr(found, "registered", dict(found.registered))
     monkeypatch.syspath_prepend(tmp_path)
 
     def run(heading: str) -> ModuleType:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from brought import bring
 import mlx.core as mx
 import pytest
 from going_on import go_on, tokens_of
@@ -168,12 +169,12 @@ def test_what_only_mlx_kv_can_hold_is_refused_to_mlx_lm(tmp_path: Path) -> None:
 
 
 def test_a_codec_that_nobody_registered_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(names._known, "mine", Half)
+    monkeypatch.setitem(names.CODECS.registered, "mine", Half)
     monkeypatch.setattr(Half, "name", "mine")
     cache = fed(KVCache(codec="mine"))
     save_prompt_cache(tmp_path / "a.safetensors", [cache])
     state = cache.state
-    monkeypatch.delitem(names._known, "mine")
+    monkeypatch.delitem(names.CODECS.registered, "mine")
     message = r"there is no codec 'mine': choose one of affine, .*, or register_codec\(\) one of that name"
     for load in (lambda: load_prompt_cache(tmp_path / "a.safetensors"), lambda: KVCache.from_state(state)):
         with pytest.raises(ValueError, match=message):
@@ -184,20 +185,9 @@ def test_a_codec_that_nobody_registered_is_refused_by_name(tmp_path: Path, monke
 
 
 def test_codecs_are_found_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Entry:
-        name = "brought"
-
-        def load(self) -> Any:
-            return lambda: Scaled(5)
-
-    monkeypatch.setattr(names, "entry_points", lambda group: [Entry()] if group == "mlx_kv.codecs" else [])
-    names._from_entry_points.cache_clear()
-    try:
-        assert {"affine", "brought", "half", "plain", "scaled"} <= set(codec_names())
-        assert KVCache(codec="brought").view.codecs[0].parameters["levels"] == 5
-    finally:
-        monkeypatch.undo()
-        names._from_entry_points.cache_clear()
+    bring(monkeypatch, names.CODECS, "mlx_kv.codecs", "brought", lambda: Scaled(5))
+    assert {"affine", "brought", "half", "plain", "scaled"} <= set(codec_names())
+    assert KVCache(codec="brought").view.codecs[0].parameters["levels"] == 5
     assert KVCache(codec="affine").view.codecs == (Affine(8, 64),) * 2
     assert KVCache(codec="plain").view.codecs == (Plain(), Plain())
 

@@ -8,6 +8,7 @@ from functools import partial
 from importlib.metadata import EntryPoint
 from typing import Any
 
+from brought import bring
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -82,7 +83,7 @@ def test_a_score_of_single_tokens_is_asked_once_for_each(monkeypatch: pytest.Mon
         asked.extend(tokens.positions[0, 0].tolist())
         return mx.random.uniform(shape=tokens.keys.shape[:3])
 
-    monkeypatch.setattr(scores, "_known", dict(scores._known))
+    monkeypatch.setattr(scores.SCORES, "registered", dict(scores.SCORES.registered))
     register_score("counting", counting, per_token=True)
     cache = CompressedKVCache(50, keep_recent=6, sinks=3, margin=4, score="counting")
     for new in (70, 3, 3, 9, 1, 1, 1, 1, 1, 1, 1, 80, 1):
@@ -148,18 +149,13 @@ def test_two_functions_of_one_name_are_not_one_score() -> None:
         with pytest.raises(ValueError, match="only caches of one kind can be one batch"):
             KVCache.merge([before, CompressedKVCache(20, keep_recent=2, score="changes")])
     finally:
-        scores._known.pop("changes")
+        scores.SCORES.registered.pop("changes")
 
 
 def test_scores_of_other_packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    entry = EntryPoint("longest", "mlx_kv.cache.eviction.scores.key_norm:key_norm_high", scores.ENTRY_POINTS)
-    monkeypatch.setattr(scores, "entry_points", lambda group: [entry] if group == scores.ENTRY_POINTS else [])
-    scores._entry_points.cache_clear()
-    try:
-        assert "longest" in scores.score_names()
-        assert scores.find_score("longest").function is scores.key_norm_high
-    finally:
-        scores._entry_points.cache_clear()
+    bring(monkeypatch, scores.SCORES, "mlx_kv.scores", "longest", scores.key_norm_high)
+    assert "longest" in scores.score_names()
+    assert scores.find_score("longest").function is scores.key_norm_high
 
 
 def test_a_loaded_cache_needs_its_score() -> None:

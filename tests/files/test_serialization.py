@@ -162,9 +162,9 @@ def test_layers_of_a_loaded_batch_stay_in_step(tmp_path: Path) -> None:
 
 
 def test_a_score_that_nobody_knows_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(scores._known, "mine", scores.Score("mine", lambda tokens: tokens.keys[..., 0]))
+    monkeypatch.setitem(scores.SCORES.registered, "mine", scores.Score("mine", lambda tokens: tokens.keys[..., 0]))
     save_prompt_cache(tmp_path / "a.safetensors", [mlx_kv.CompressedKVCache(100, score="mine")])
-    monkeypatch.delitem(scores._known, "mine")
+    monkeypatch.delitem(scores.SCORES.registered, "mine")
     with pytest.raises(ValueError, match="mine"):
         load_prompt_cache(tmp_path / "a.safetensors")
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from brought import bring
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
@@ -238,7 +239,7 @@ def test_rows_that_are_cancelled_leave_the_drafter_too() -> None:
 
 
 def test_drafters_are_found_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drafters, "_known", dict(drafters._known))
+    monkeypatch.setattr(drafters.DRAFTERS, "registered", dict(drafters.DRAFTERS.registered))
     assert mlx_kv.drafter_names() == ["model"]
     mlx_kv.register_drafter("repeat", Repeat)
     assert mlx_kv.drafter_names() == ["model", "repeat"]
@@ -254,23 +255,10 @@ def test_drafters_are_found_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_drafters_of_other_packages_are_entry_points(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Entry:
-        name = "theirs"
-
-        @staticmethod
-        def load() -> Any:
-            return Repeat
-
-    def entry_points(group: str) -> list[type[Entry]]:
-        assert group == "mlx_kv.drafters"
-        return [Entry]
-
-    drafters._from_entry_points.cache_clear()
-    monkeypatch.setattr(drafters, "entry_points", entry_points)
-    try:
-        assert mlx_kv.drafter_names() == ["model", "theirs"]
-    finally:
-        drafters._from_entry_points.cache_clear()
+    bring(monkeypatch, drafters.DRAFTERS, "mlx_kv.drafters", "theirs", Repeat)
+    assert mlx_kv.drafter_names() == ["model", "theirs"]
+    context = DrafterContext(make_model("llama"), VOCAB, 3)
+    assert isinstance(drafters.find_drafter("theirs", context), Repeat)
 
 
 def test_what_cannot_be_drafted_with_is_refused() -> None:

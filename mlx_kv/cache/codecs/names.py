@@ -3,29 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import cache
-from importlib.metadata import entry_points
 from typing import Any
 
 from mlx_kv.cache.codecs.affine import Affine
 from mlx_kv.cache.codecs.base import Codec
 from mlx_kv.cache.codecs.plain import Plain
+from mlx_kv.open_set import OpenSet
 
 Factory = Callable[..., Codec]  # takes the codec's `parameters` by their names; each has a default
-ENTRY_POINTS = "mlx_kv.codecs"
 
-_known: dict[str, Factory] = {Plain.name: Plain, Affine.name: Affine}
-
-
-@cache
-def _from_entry_points() -> dict[str, Factory]:
-    """Codecs of other packages: entry points of the group `mlx_kv.codecs`, each a factory."""
-    return {entry.name: entry.load() for entry in entry_points(group=ENTRY_POINTS)}
+CODECS: OpenSet[Factory] = OpenSet("codec", "a codec", {Plain.name: Plain, Affine.name: Affine})
 
 
 def codec_names() -> list[str]:
     """The names that `codec=` takes."""
-    return sorted(_from_entry_points() | _known)
+    return CODECS.names()
 
 
 def register_codec(name: str, factory: Factory) -> None:
@@ -40,7 +32,7 @@ def register_codec(name: str, factory: Factory) -> None:
     """
     if not callable(factory):
         raise ValueError(f"the codec {name} is {factory!r}: give what makes one, such as its class")
-    _known[name] = factory
+    CODECS.registered[name] = factory
 
 
 def find_codec(codec: str | Codec, parameters: Mapping[str, Any] | None = None) -> Codec:
@@ -56,10 +48,4 @@ def find_codec(codec: str | Codec, parameters: Mapping[str, Any] | None = None) 
         if not callable(getattr(codec, "encode", None)):
             raise ValueError(f"codec is {codec!r}: give a codec such as Affine(8, 64), or a name")
         return codec
-    known = _from_entry_points() | _known
-    if codec not in known:
-        raise ValueError(
-            f"there is no codec {codec!r}: choose one of {', '.join(sorted(known))}, give a codec, or "
-            "register_codec() one of that name"
-        )
-    return known[codec](**(parameters or {}))
+    return CODECS.find(codec)(**(parameters or {}))

@@ -13,8 +13,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
-from importlib.metadata import EntryPoint, entry_points
+from typing import Any
 
 import mlx.core as mx
 
@@ -26,9 +25,9 @@ from mlx_kv.cache.eviction.scores.random import random
 from mlx_kv.cache.eviction.scores.recent import recent
 from mlx_kv.cache.eviction.scores.tokens import ScoredTokens
 from mlx_kv.cache.eviction.scores.value_norm import value_norm
+from mlx_kv.open_set import OpenSet
 
 Function = Callable[[ScoredTokens], mx.array]
-ENTRY_POINTS = "mlx_kv.scores"
 
 
 @dataclass(frozen=True)
@@ -66,37 +65,27 @@ class Score:
             ) from None
 
 
-_known = {
-    score.name: score
-    for score in (
-        Score("key_diff", key_diff),
-        Score("key_norm", key_norm, per_token=True),
-        Score("key_norm_high", key_norm_high, per_token=True),
-        Score("key_value", key_value, per_token=True),
-        Score("lag_kv", lag_kv),
-        Score("random", random, per_token=True),
-        Score("recent", recent, per_token=True),
-        Score("value_norm", value_norm, per_token=True),
-    )
-}
+def _of_entry_point(name: str, found: Any) -> Score:
+    """Entry points of the group `mlx_kv.scores` are each a function or a `Score`."""
+    return found if isinstance(found, Score) else Score(name, found)
 
 
-@cache
-def _entry_points() -> dict[str, EntryPoint]:
-    """Scores of other packages: entry points of the group `mlx_kv.scores`, each a function or a `Score`."""
-    return {entry.name: entry for entry in entry_points(group=ENTRY_POINTS)}
-
-
-@cache
-def _loaded(entry: EntryPoint) -> Score:
-    """Loaded when it is asked for: a package whose score cannot be used is in the way of no other."""
-    found = entry.load()
-    return found if isinstance(found, Score) else Score(entry.name, found)
+OURS = (
+    Score("key_diff", key_diff),
+    Score("key_norm", key_norm, per_token=True),
+    Score("key_norm_high", key_norm_high, per_token=True),
+    Score("key_value", key_value, per_token=True),
+    Score("lag_kv", lag_kv),
+    Score("random", random, per_token=True),
+    Score("recent", recent, per_token=True),
+    Score("value_norm", value_norm, per_token=True),
+)
+SCORES = OpenSet("score", "a function", {score.name: score for score in OURS}, _of_entry_point)
 
 
 def score_names() -> list[str]:
     """The names that `score=` takes."""
-    return sorted({*_entry_points(), *_known})
+    return SCORES.names()
 
 
 def register_score(name: str, function: Function, per_token: bool = False) -> None:
@@ -109,7 +98,7 @@ def register_score(name: str, function: Function, per_token: bool = False) -> No
     Raises:
         ValueError: a function that cannot be called, or not with one argument.
     """
-    _known[name] = Score(name, function, per_token)
+    SCORES.registered[name] = Score(name, function, per_token)
 
 
 def find_score(score: str | Function | Score) -> Score:
@@ -123,11 +112,4 @@ def find_score(score: str | Function | Score) -> Score:
     if callable(score):
         name = getattr(score, "__qualname__", type(score).__qualname__)
         return Score(f"{getattr(score, '__module__', '')}.{name}", score)
-    if score in _known:
-        return _known[score]
-    if score in _entry_points():
-        return _loaded(_entry_points()[score])
-    raise ValueError(
-        f"there is no score {score!r}: choose one of {', '.join(score_names())}, give a function, or "
-        "register_score() one of that name"
-    )
+    return SCORES.find(score)

@@ -6,28 +6,20 @@ Decides nothing about which drafted tokens are accepted, nor how many are asked 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
-from importlib.metadata import entry_points
 
 from mlx_kv.generation.speculation.drafters.model import ModelDrafter
 from mlx_kv.generation.speculation.drafters.protocol import Drafter as Drafter
 from mlx_kv.generation.speculation.drafters.protocol import DrafterContext as DrafterContext
+from mlx_kv.open_set import OpenSet
 
 Factory = Callable[[DrafterContext], Drafter]
-ENTRY_POINTS = "mlx_kv.drafters"
 
-_known: dict[str, Factory] = {"model": ModelDrafter}
-
-
-@cache
-def _from_entry_points() -> dict[str, Factory]:
-    """Drafters of other packages: entry points of the group `mlx_kv.drafters`, each a factory."""
-    return {entry.name: entry.load() for entry in entry_points(group=ENTRY_POINTS)}
+DRAFTERS: OpenSet[Factory] = OpenSet("drafter", "one", {"model": ModelDrafter})
 
 
 def drafter_names() -> list[str]:
     """The names that `drafter=` takes."""
-    return sorted(_from_entry_points() | _known)
+    return DRAFTERS.names()
 
 
 def register_drafter(name: str, factory: Factory) -> None:
@@ -42,7 +34,7 @@ def register_drafter(name: str, factory: Factory) -> None:
     """
     if not callable(factory):
         raise ValueError(f"the drafter {name} is {factory!r}: give a function DrafterContext -> Drafter")
-    _known[name] = factory
+    DRAFTERS.registered[name] = factory
 
 
 def find_drafter(drafter: str | Factory | Drafter | None, context: DrafterContext) -> Drafter:
@@ -56,13 +48,7 @@ def find_drafter(drafter: str | Factory | Drafter | None, context: DrafterContex
             raise ValueError("got neither a draft_model nor a drafter: give one of them")
         drafter = "model"
     if isinstance(drafter, str):
-        known = _from_entry_points() | _known
-        if drafter not in known:
-            raise ValueError(
-                f"there is no drafter {drafter!r}: choose one of {', '.join(sorted(known))}, give one, or "
-                "register_drafter() one of that name"
-            )
-        return known[drafter](context)
+        return DRAFTERS.find(drafter)(context)
     if callable(drafter):
         return drafter(context)
     if context.draft_model is not None:
