@@ -304,6 +304,22 @@ def test_layers_weigh_alike_however_large_their_scores() -> None:
     assert [set(cache.positions[0, 0].tolist()) for cache in caches] == [kept] * 2
 
 
+def test_every_row_of_a_new_batch_is_one_sequence_in_all_layers() -> None:
+    caches = one_sequence(CachePolicy(budget=20, keep_recent=2, score="key_norm"), 2)
+    x = mx.random.normal((2, 3, 2, 40, 32), key=mx.random.key(5))
+    for cache, new in zip(caches, x, strict=True):
+        cache.update_and_fetch(new, new)
+    compact(caches)
+    assert caches[0].positions.tolist() == caches[1].positions.tolist()
+    for alone in (True, False):
+        for cache, new in zip(caches, x, strict=True):
+            cache.update_and_fetch(new[:, :, :1], new[:, :, :1])
+        if alone:
+            caches[0].compact()  # from here on, of as many tokens another number is gone
+    with pytest.raises(ValueError, match="diverged"):
+        caches[1].compact()
+
+
 @pytest.mark.parametrize("share", ["layers", "layer", "head"])
 def test_a_new_session_decides_anew(share: Any) -> None:
     policy = CachePolicy(budget=20, keep_recent=2, score="key_norm", share=share)
