@@ -32,6 +32,7 @@ COLUMNS = {
     "mlxlm": (0, 3.5),
     "policy": (0, 3.5),
     "cache": (0, 6),
+    "open_set": (0, 6),
 }
 COLUMN, GAP, MARGIN, ROOF, LINE = 172, 36, 22, 92, 16  # pixels
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"

@@ -18,7 +18,8 @@ from typing import IO, TYPE_CHECKING, Any, BinaryIO, Literal
 import click
 
 from mlx_kv.bundled import draft_path, model_path
-from mlx_kv.cli.options import decoding_options, make_policy, model_option, policy_options
+from mlx_kv.cli.decoding import Decoding, decoding_options
+from mlx_kv.cli.options import make_policy, model_option, policy_options
 from mlx_kv.generation.speculation import DRAFT_TOKENS
 
 if TYPE_CHECKING:
@@ -79,12 +80,7 @@ def batch(
     max_batch_size: int,
     ignore_chat_template: bool,
     max_tokens: int,
-    temp: float,
-    top_p: float,
-    seed: int | None,
-    prefill_step_size: int | None,
-    draft_model: str | None,
-    num_draft_tokens: int | None,
+    decoding: Decoding,
     **settings: Any,
 ) -> None:
     """Continue many prompts at once, from a file into a file.
@@ -93,8 +89,6 @@ def batch(
     the prompt must be there, and the id is else the line's number. Killed and started again, it does the lines that
     are missing. Bad lines are reported and passed over: the exit code is then 1.
     """
-    if num_draft_tokens is not None and draft_model is None:
-        raise click.UsageError("--num-draft-tokens needs --draft-model")
     if prompts_file != "-" and not os.path.isfile(prompts_file):
         raise click.UsageError(f"--prompts {prompts_file} is no regular file: give one that can be read twice, or -")
     both = "-" not in (prompts_file, output_file)
@@ -111,8 +105,8 @@ def batch(
         "plain": ignore_chat_template,
         "policy": answer_policy(policy),
     }  # an answer's digest
-    if temp > 0:
-        answer_settings |= {"temp": temp, "top_p": top_p, "seed": seed}
+    if decoding.temp > 0:
+        answer_settings |= {"temp": decoding.temp, "top_p": decoding.top_p, "seed": decoding.seed}
     progress = Progress()
     answers: OutputFile | OutputStream
     try:
@@ -134,28 +128,27 @@ def batch(
             sys.exit(1 if progress.bad else 0)
 
         from mlx_kv.generation.engine import make_engine
-        from mlx_kv.generation.sampling import TemperatureSampler
         from mlx_kv.generation.speculation.statistics import SpeculationStatistics
         from mlx_kv.mlxlm.loading import load
 
         network, tokenizer = load(model_path(model))
-        drafting = None if draft_model is None else load(draft_path(draft_model))[0]
+        drafting = None if decoding.draft_model is None else load(draft_path(decoding.draft_model))[0]
         speculation = None if drafting is None else SpeculationStatistics()
         engine = make_engine(
             network,
             set(tokenizer.eos_token_ids),
             policy,
             max_batch_size,
-            prefill_step_size,
+            decoding.prefill_step_size,
             drafting,
-            DRAFT_TOKENS if num_draft_tokens is None else num_draft_tokens,
+            DRAFT_TOKENS if decoding.num_draft_tokens is None else decoding.num_draft_tokens,
             speculation,
         )
         if scan.changed:
             with written(where):
                 answers.drop({name for _, name in scan.changed})
-        sampler = TemperatureSampler(temp, top_p) if temp > 0 else None
-        encoder = PromptEncoder(network, tokenizer, ignore_chat_template, sampler, seed)
+        sampler = decoding.sampler
+        encoder = PromptEncoder(network, tokenizer, ignore_chat_template, sampler, decoding.seed)
         ahead = (1 + BATCHES_AHEAD) * max_batch_size
         progress.begin(len(scan.todo))
         try:

@@ -14,19 +14,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mlx_kv.bundled import model_path
-from mlx_kv.cli.options import (
-    human_bytes,
-    make_policy,
-    model_option,
-    note_context,
-    policy_options,
-    prefill_bar,
-    prefill_option,
-    prompt_options,
-    read_prompt,
-    tokens_line,
-)
+from mlx_kv.cli.options import human_bytes, make_policy, model_option, policy_options, tokens_line
 from mlx_kv.cli.output import file_errors
+from mlx_kv.cli.prompt import note_context, prefill_bar, prefill_option, prompt_options, read_prompt
 
 if TYPE_CHECKING:
     from mlx_kv.files.serialization import PromptFile

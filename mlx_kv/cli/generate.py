@@ -14,18 +14,9 @@ import click
 
 from mlx_kv.bundled import draft_path, model_path
 from mlx_kv.cli.cache import load_for, tokens_read
-from mlx_kv.cli.options import (
-    decoding_options,
-    human_bytes,
-    make_policy,
-    model_option,
-    note_context,
-    policy_options,
-    prefill_bar,
-    prompt_options,
-    read_prompt,
-    tokens_line,
-)
+from mlx_kv.cli.decoding import Decoding, decoding_options
+from mlx_kv.cli.options import human_bytes, make_policy, model_option, policy_options, tokens_line
+from mlx_kv.cli.prompt import note_context, prefill_bar, prompt_options, read_prompt
 
 EXAMPLES = """
 \b
@@ -75,12 +66,7 @@ def generate(
     prompt_cache_file: Path | None,
     ignore_chat_template: bool,
     max_tokens: int,
-    temp: float,
-    top_p: float,
-    seed: int | None,
-    prefill_step_size: int | None,
-    draft_model: str | None,
-    num_draft_tokens: int | None,
+    decoding: Decoding,
     as_json: bool,
     **policy: Any,
 ) -> None:
@@ -89,16 +75,13 @@ def generate(
     The prompt is --prompt, the content of --prompt-file, or stdin for a lone -. With --prompt-cache-file it follows
     the one that was kept.
     """
-    if num_draft_tokens is not None and draft_model is None:
-        raise click.UsageError("--num-draft-tokens needs --draft-model")
     if prompt_cache_file is not None:
-        check_cache_file(policy, draft_model)
+        check_cache_file(policy, decoding.draft_model)
     text = read_prompt(prompt, prompt_file, source)
     cache_policy = make_policy(**policy)  # refuses bad settings before anything is loaded
 
     from mlx_kv.generation.encoding import encode_ending, encode_text, speaks_chat
     from mlx_kv.generation.prefill import prefill_step
-    from mlx_kv.generation.sampling import TemperatureSampler
     from mlx_kv.generation.speculation.statistics import SpeculationStatistics
     from mlx_kv.generation.speculation.stream import speculative_generate
     from mlx_kv.generation.statistics import cache_statistics
@@ -117,26 +100,26 @@ def generate(
     note_context(network, already + len(tokens), max_tokens)
     options: dict[str, Any] = {
         "max_tokens": max_tokens,
-        "sampler": TemperatureSampler(temp, top_p) if temp > 0 else None,
-        "prefill_step_size": prefill_step_size,
-        "seed": seed,
+        "sampler": decoding.sampler,
+        "prefill_step_size": decoding.prefill_step_size,
+        "seed": decoding.seed,
     }
     speculation = SpeculationStatistics()
     pieces, ids, response = [], [], None
     if prompt_cache_file is None:
-        caches = make_prompt_cache(network, cache_policy, strict=draft_model is None)
-    step = prefill_step(network, caches, prefill_step_size)
-    if draft_model is not None:
-        drafting, _ = load(draft_path(draft_model))
-        step = min(step, prefill_step(drafting, make_prompt_cache(drafting), prefill_step_size))
+        caches = make_prompt_cache(network, cache_policy, strict=decoding.draft_model is None)
+    step = prefill_step(network, caches, decoding.prefill_step_size)
+    if decoding.draft_model is not None:
+        drafting, _ = load(draft_path(decoding.draft_model))
+        step = min(step, prefill_step(drafting, make_prompt_cache(drafting), decoding.prefill_step_size))
     with prefill_bar(len(tokens), step) as advance:
         options["prompt_progress_callback"] = advance
-        if draft_model is None:
+        if decoding.draft_model is None:
             responses = stream_generate(network, tokenizer, tokens, prompt_cache=caches, **options)
         else:
             options |= {"policy": cache_policy, "statistics": speculation}
-            if num_draft_tokens is not None:
-                options["num_draft_tokens"] = num_draft_tokens
+            if decoding.num_draft_tokens is not None:
+                options["num_draft_tokens"] = decoding.num_draft_tokens
             responses = speculative_generate(network, drafting, tokenizer, tokens, **options)
             caches = speculation.caches
         for response in responses:
@@ -147,7 +130,7 @@ def generate(
     assert response is not None, "mlx-lm's loop ends with a response"
     held = cache_statistics(caches)
     # The clock of generation starts when the first tokens are there: these alone are no rate.
-    first = speculation.rounds <= 1 if draft_model is not None else response.generation_tokens == 1
+    first = speculation.rounds <= 1 if decoding.draft_model is not None else response.generation_tokens == 1
     generation_tps = None if first else response.generation_tps
     if as_json:
         answer = {
@@ -168,7 +151,7 @@ def generate(
             "kv_compaction_seconds": round(held.compaction_seconds, 4),
             "peak_memory_bytes": round(response.peak_memory * 1e9),
         }
-        if draft_model is not None:
+        if decoding.draft_model is not None:
             answer |= {"drafted": speculation.drafted, "accepted": speculation.accepted}
         click.echo(json.dumps(answer))
         return
@@ -187,6 +170,6 @@ def generate(
         of_full = f"{held.bytes_live / max(held.bytes_full, 1):.0%} of {human_bytes(held.bytes_full)} for all tokens"
         work = f"{held.tokens_evicted:,} tokens in {held.compactions:,} compactions, {held.compaction_seconds:.3f} s"
         click.echo(f"evicted     {work}; KV cache is {of_full}", err=True)
-    if draft_model is not None:
+    if decoding.draft_model is not None:
         share = f"{speculation.accepted:,} of {speculation.drafted:,} ({speculation.acceptance_rate:.0%})"
         click.echo(f"draft       {share} accepted in {speculation.rounds:,} passes of the model", err=True)

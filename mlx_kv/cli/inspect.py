@@ -18,17 +18,9 @@ import click
 
 from mlx_kv.bundled import model_path
 from mlx_kv.cli.config import short_name
-from mlx_kv.cli.options import (
-    make_policy,
-    model_option,
-    note_context,
-    policy_options,
-    prefill_bar,
-    prefill_option,
-    prompt_options,
-    read_prompt,
-)
+from mlx_kv.cli.options import make_policy, model_option, policy_options
 from mlx_kv.cli.output import check_json, check_plot, save_figure, save_json
+from mlx_kv.cli.prompt import note_context, prefill_bar, prefill_option, prompt_options, read_prompt
 from mlx_kv.cli.tables import aligned
 
 if TYPE_CHECKING:

@@ -14,14 +14,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mlx_kv.bundled import draft_path, model_path
-from mlx_kv.cli.options import (
-    FiniteRange,
-    draft_option,
-    make_policy,
-    model_option,
-    policy_options,
-    prefill_option,
-)
+from mlx_kv.cli.decoding import draft_option
+from mlx_kv.cli.options import FiniteRange, make_policy, model_option, policy_options
+from mlx_kv.cli.prompt import prefill_option
 from mlx_kv.generation.speculation import DRAFT_TOKENS
 
 if TYPE_CHECKING:

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from brought import bring
 import mlx.core as mx
 import pytest
+from brought import bring
 from going_on import go_on, tokens_of
 from hypothesis import given
 from hypothesis import strategies as st

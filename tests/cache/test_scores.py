@@ -5,13 +5,12 @@ from __future__ import annotations
 import copy
 from dataclasses import make_dataclass
 from functools import partial
-from importlib.metadata import EntryPoint
 from typing import Any
 
-from brought import bring
 import mlx.core as mx
 import numpy as np
 import pytest
+from brought import bring
 from kept import FORMULAS
 
 from mlx_kv import CachePolicy, CompressedKVCache, KVCache, ScoredTokens, register_score

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from brought import bring
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from brought import bring
 from tiny_models import VOCAB, make_model
 
 import mlx_kv

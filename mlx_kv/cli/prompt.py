@@ -1,0 +1,105 @@
+"""A prompt on the command line: where it comes from, how it is read, and how long it may be.
+
+Knows nothing about what is done with it. Imports neither MLX nor what needs it before a command runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from mlx_kv.cli.options import Command, applied
+
+if TYPE_CHECKING:
+    import mlx.nn as nn
+
+SOON_READ = 128  # tokens for which nobody waits
+
+
+def prefill_option(
+    text: str = "Prompt tokens read at once.  [default: 2048; on a CPU 512 to 64, by the size of the model; at most "
+    "max-write in models with windows]",
+) -> Callable[[Command], Command]:
+    """--prefill-step-size, for the commands that read prompts."""
+    return click.option("--prefill-step-size", type=click.IntRange(1), metavar="N", help=text)
+
+
+def prompt_options(function: Command) -> Command:
+    """The three places that a prompt comes from, for `read_prompt`."""
+    options = (
+        click.argument("source", required=False, metavar="[-]"),
+        click.option("--prompt", metavar="TEXT"),
+        click.option("--prompt-file", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FILE"),
+    )
+    return applied(options, function)
+
+
+def read_stdin() -> str:
+    if sys.stdin is None:
+        raise click.UsageError("stdin is closed: give --prompt or --prompt-file")
+    return sys.stdin.buffer.read().decode("utf-8")
+
+
+def read_prompt(prompt: str | None, prompt_file: Path | None, source: str | None) -> str:
+    """The one prompt of three possible places.
+
+    Raises:
+        click.UsageError: none or more than one was given, or it is empty or no text.
+    """
+    if source not in (None, "-"):
+        raise click.UsageError(
+            f"unexpected argument {source!r}: a prompt comes from --prompt, --prompt-file or - for stdin"
+        )
+    given = [place for place in (prompt, prompt_file, source) if place is not None]
+    if len(given) != 1:
+        raise click.UsageError(
+            f"{'no prompt' if not given else 'more than one prompt'}: give --prompt, --prompt-file or -"
+        )
+    try:
+        if prompt_file is not None:
+            text = prompt_file.read_text(encoding="utf-8")
+        else:
+            text = prompt if prompt is not None else read_stdin()
+        text.encode("utf-8")
+    except UnicodeError as error:
+        raise click.UsageError(
+            f"the prompt is not UTF-8 text ({getattr(error, 'reason', error)}): give a text file"
+        ) from error
+    except OSError as error:
+        raise click.UsageError(f"cannot read {prompt_file}: {error.strerror}") from error
+    if not text.strip():
+        raise click.UsageError("the prompt is empty: give at least one word")
+    return text
+
+
+def note_context(model: nn.Module, prompt_tokens: int, max_tokens: int = 0) -> None:
+    """Says on stderr where a prompt and its answer go past the positions that a model was made for."""
+    from mlx_kv.mlxlm.loading import context_length
+
+    length = context_length(model)
+    if length is not None and prompt_tokens + max_tokens > length:
+        asked = f"{prompt_tokens} + {max_tokens} tokens" if max_tokens else f"{prompt_tokens} tokens"
+        click.echo(f"mlx-kv: note: {asked}, but this model was made for {length}", err=True)
+
+
+@contextlib.contextmanager
+def prefill_bar(prompt_tokens: int, step: int) -> Iterator[Callable[[int, int], None] | None]:
+    """A progress bar for a prompt of several chunks or of a long one, on a terminal only; mlx-lm's callback."""
+    if not sys.stderr.isatty() or prompt_tokens <= min(step, SOON_READ):
+        yield None
+        return
+    from tqdm import tqdm
+
+    with tqdm(total=prompt_tokens, desc="prompt", unit="tok", leave=False, file=sys.stderr) as bar:
+
+        def advance(done: int, total: int) -> None:
+            bar.update(done - bar.n)
+            if done == total:
+                bar.close()
+
+        yield advance
