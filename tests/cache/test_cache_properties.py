@@ -18,15 +18,18 @@ import mlx_kv.cache.mask
 from mlx_kv import KVCache
 from mlx_kv.cache.layout import Append, Row
 
+STORAGE = {
+    "bits": st.sampled_from([None, None, 8, 4]),
+    "rows": st.sampled_from([1, 3]),
+    "key_dim": st.sampled_from([32, 64]),
+    "value_dim": st.sampled_from([32, 64]),
+    "packed_decode": st.booleans(),
+    "reserve": st.sampled_from([0, 300]),
+}
 specs = st.builds(
     Spec,
-    bits=st.sampled_from([None, None, 8, 4]),
-    rows=st.sampled_from([1, 3]),
-    key_dim=st.sampled_from([32, 64]),
-    value_dim=st.sampled_from([32, 64]),
+    **STORAGE,
     step_growth=st.booleans(),
-    reserve=st.sampled_from([0, 300]),
-    packed_decode=st.booleans(),
     window=st.sampled_from([None, None, 7]),
 )
 fractions = st.floats(0, 1)

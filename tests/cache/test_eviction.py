@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kept import FORMULAS
 from oracle import Spec
-from test_cache_properties import fractions, run
+from test_cache_properties import STORAGE, fractions, run
 
 import mlx_kv.cache.eviction.batch_moves
 from mlx_kv import CachePolicy, CompressedKVCache, KVCache
@@ -26,12 +26,7 @@ SCORES = sorted(FORMULAS)
 
 specs = st.builds(
     Spec,
-    bits=st.sampled_from([None, None, 8, 4]),
-    rows=st.sampled_from([1, 3]),
-    key_dim=st.sampled_from([32, 64]),
-    value_dim=st.sampled_from([32, 64]),
-    packed_decode=st.booleans(),
-    reserve=st.sampled_from([0, 300]),
+    **STORAGE,
     budget=st.integers(9, 24),
     keep_recent=st.integers(0, 5),
     sinks=st.integers(0, 3),

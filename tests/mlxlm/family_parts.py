@@ -7,25 +7,19 @@ from __future__ import annotations
 
 from typing import Any
 
-VOCAB = 96
+import tiny_models
+from tiny_models import VOCAB as VOCAB
+
 WINDOW = 16
 
 # What most files call things; each takes what it knows.
 COMMON: dict[str, Any] = {
-    "vocab_size": VOCAB,
+    **tiny_models.COMMON,
     "hidden_size": 128,
-    "intermediate_size": 64,
     "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "rms_norm_eps": 1e-5,
     "layer_norm_eps": 1e-5,
     "layer_norm_epsilon": 1e-5,
     "norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "max_position_embeddings": 512,
-    "tie_word_embeddings": True,
     "attention_bias": False,
     "mlp_bias": False,
     "use_bias": False,

@@ -9,9 +9,10 @@ import mlx.core as mx
 import mlx.nn as nn
 from family_model import Family, WrongError, read, tokens
 from mlx_lm.models import cache as stock
-from oracle import Shadowed, SlowCache
+from oracle import SlowCache
+from shadowing import shadowed
 
-from mlx_kv import CachePolicy, KVCache, make_prompt_cache
+from mlx_kv import CachePolicy, make_prompt_cache
 from mlx_kv.mlxlm.traverse import attention_caches, leaves
 
 INDEXED = ("deepseek_v32", "glm_moe_dsa", "minimax_m3_vl")  # the second cache of a layer is an indexer's, never packed
@@ -85,20 +86,9 @@ def run_shadowed(
 ) -> None:
     """Reads with a slow cache in the shadow of each of ours: what every query sees must be the same, bit for bit."""
     caches = make_prompt_cache(family.model, policy)
-    slow = list(leaves(histories(family, bits)))
-    shadows: list[Shadowed] = []
-
-    def shadowed(cache: Any) -> Any:
-        if isinstance(cache, stock.CacheList):
-            return stock.CacheList(*map(shadowed, cache.caches))
-        other = slow.pop(0)
-        if not isinstance(cache, KVCache):
-            return cache
-        shadows.append(Shadowed(cache, other))
-        return shadows[-1]
-
+    watched, shadows = shadowed(caches, histories(family, bits))
     prompt = mx.concatenate([tokens(seed, sum(chunks)) for seed in range(rows)])
-    read(family.model, [shadowed(cache) for cache in caches], prompt, chunks)
+    read(family.model, watched, prompt, chunks)
     used = [shadow for shadow in shadows if shadow.checked]
     assert used, "no layer wrote anything"
     assert all(shadow.checked == len(chunks) for shadow in used)

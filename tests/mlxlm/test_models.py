@@ -12,7 +12,8 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.generate import generate_step
 from mlx_lm.models import cache as stock
-from oracle import Shadowed, SlowCache, poison
+from oracle import SlowCache, poison
+from shadowing import shadowed
 from tiny_models import FAMILIES, VOCAB, make_model
 
 from mlx_kv import Cache, CachePolicy, KVCache, cache_statistics, make_prompt_cache, trim_prompt_cache
@@ -101,20 +102,9 @@ def test_quantised_layers_see_bit_for_bit_the_whole_history(family: str, bits: i
     model = make(family)
     policy = CachePolicy(bits=bits, group_size=32, **write_sizes(family))
     caches = make_prompt_cache(model, policy)
-    slow = list(leaves(slow_caches(model, bits)))
-    shadows = []
-
-    def shadowed(cache: Any) -> Any:
-        if isinstance(cache, stock.CacheList):
-            return stock.CacheList(*map(shadowed, cache.caches))
-        other = slow.pop(0)
-        if not isinstance(cache, KVCache):
-            return cache
-        shadows.append(Shadowed(cache, other))
-        return shadows[-1]
-
+    watched, shadows = shadowed(caches, slow_caches(model, bits))
     chunks = random_chunks(random.Random(f"{family}{bits}"))
-    logits(model, [shadowed(cache) for cache in caches], prompt(2), chunks)
+    logits(model, watched, prompt(2), chunks)
     assert all(shadow.checked == len(chunks) for shadow in shadows)
     assert shadows
 
