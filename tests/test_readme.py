@@ -113,6 +113,7 @@ def test_the_set_up_installs_what_the_readme_shows(checkout: Path, environment: 
         assert needed <= set(extras.split(",")) <= set(EXTRAS)
 
 
+@pytest.mark.slow
 def test_commands_run_as_they_are_written(checkout: Path, environment: dict[str, str]) -> None:
     lines = [line for line in starting("mlx-kv", "echo") if not line.startswith("mlx-kv serve")]
     chains: dict[str, list[str]] = {}  # a command waits for the one that writes its file

@@ -9,6 +9,8 @@ import sys
 import zipfile
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 EXTRA = "[cpu]" if sys.platform == "linux" else ""
 
@@ -20,6 +22,7 @@ def call(*arguments: str | Path, cwd: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_the_wheel_runs_in_an_empty_environment(tmp_path: Path) -> None:
     call(sys.executable, "-m", "build", "--wheel", "--outdir", tmp_path, ROOT, cwd=tmp_path)
     (wheel,) = tmp_path.glob("mlx_kv-*.whl")

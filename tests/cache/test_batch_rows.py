@@ -282,7 +282,7 @@ Batches.TestCase.settings = settings(
     stateful_step_count=25,
     suppress_health_check=list(HealthCheck),
 )
-TestBatches = Batches.TestCase
+TestBatches = pytest.mark.slow(Batches.TestCase)
 
 
 # --- the machine above must be able to fail: bugs planted one at a time ---------------------------------------------
@@ -322,6 +322,7 @@ PLANTED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bug", PLANTED)
 def test_a_planted_bug_is_caught(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     where, name, broken, kind = PLANTED[bug]

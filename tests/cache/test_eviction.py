@@ -43,6 +43,7 @@ operations = st.one_of(
 )
 
 
+@pytest.mark.slow
 @given(specs, st.lists(operations, min_size=2, max_size=10), st.integers(0, 1000))
 def test_any_history(spec: Spec, steps: list[tuple[str, Any]], seed: int) -> None:
     run(spec, [("update", 25), *steps, ("update", 20), ("update", 2), ("update", 1)], seed)

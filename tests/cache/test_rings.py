@@ -61,6 +61,7 @@ def test_a_short_row_beside_one_that_wraps_sees_no_sink_twice() -> None:
     )
 
 
+@pytest.mark.slow
 @given(st.integers(1, 700), st.integers(1, 300), st.booleans(), st.lists(st.integers(1, 400), min_size=1, max_size=6))
 def test_short_prompts_stay_small_and_long_ones_bounded(
     ring: int, max_write: int, step_growth: bool, chunks: list[int]
@@ -81,6 +82,7 @@ def undo_and_go_on(spec: Spec, written: int, undone: int) -> None:
     twins.update(min(3, spec.max_write))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sinks", [0, 2])
 @pytest.mark.parametrize(("ring", "max_write"), [(4, 1), (4, 3), (5, 6), (7, 2)])
 def test_the_rollback_bound_is_exact(ring: int, max_write: int, sinks: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,6 +90,7 @@ def test_the_rollback_bound_is_exact(ring: int, max_write: int, sinks: int, monk
     bound_is_exact(Spec(ring=ring, max_write=max_write, sinks=sinks, key_dim=32, value_dim=32), monkeypatch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("chunk", "max_write"), [(2, 1), (4, 1), (4, 3), (3, 6), (5, 2)])
 def test_the_bound_for_chunks_is_exact(chunk: int, max_write: int, monkeypatch: pytest.MonkeyPatch) -> None:
     bound_is_exact(Spec(chunk=chunk, max_write=max_write, key_dim=32, value_dim=32), monkeypatch)

@@ -163,6 +163,7 @@ def test_a_line_that_changes_under_a_run_is_not_mistaken_for_another(files: File
             prompts.read(second)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [(), ("--draft-model", "reference", "--num-draft-tokens", 5)])
 def test_with_a_seed_a_line_gets_its_answer_in_any_company(call: Any, files: Files, more: tuple[Any, ...]) -> None:
     """Whatever else is asked, in which order, how many at once, and whether the run was interrupted."""

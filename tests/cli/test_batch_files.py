@@ -53,6 +53,7 @@ def whole_lines(content: bytes) -> bytes:
     return content[: content.rfind(b"\n") + 1]
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_goes_on_where_it_was(call: Any, files: Files) -> None:
     asked = MANY * 5  # more than it can do before it is killed, however slow this process is
     files.ask(*asked)
@@ -82,6 +83,7 @@ def test_a_run_that_is_killed_goes_on_where_it_was(call: Any, files: Files) -> N
     assert files.by_id() == wanted
 
 
+@pytest.mark.slow
 def test_ctrl_c_keeps_what_is_finished(call: Any, files: Files) -> None:
     files.ask(*MANY * 10)  # far more than it can do before the signal comes, however slow this process is
     process = start(files)

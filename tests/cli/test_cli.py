@@ -82,6 +82,7 @@ def test_a_rate_is_said_of_what_was_timed(draft: tuple[str, ...], command: Any) 
     assert (answer["generation_tokens"], answer["generation_tokens_per_second"]) == (1, None)
 
 
+@pytest.mark.slow
 def test_json_is_one_object_and_options_reach_the_caches() -> None:
     common = ("generate", "-", "--max-tokens", "8", "--json")
     plain, packed = (json.loads(run(*common, *more, stdin=b"import os\n").stdout) for more in ((), ("--kv-bits", "8")))
@@ -93,6 +94,7 @@ def test_json_is_one_object_and_options_reach_the_caches() -> None:
     assert plain["kv_growths"] == 0
 
 
+@pytest.mark.slow
 def test_a_draft_model_changes_the_speed_and_not_the_text() -> None:
     common = ("generate", "--prompt-file", str(GROWTH), "--max-tokens", "24", "--json")
     plain, drafted = (
@@ -113,6 +115,7 @@ def test_max_kv_size_bounds_what_is_live() -> None:
     assert held["kv_bytes_allocated"] == 512 * 4 * 2 * 2 * 64 * 4
 
 
+@pytest.mark.slow
 def test_a_seed_repeats_and_another_does_not() -> None:
     options = ("generate", "--prompt", "class ", "--max-tokens", "12", "--temp", "1.0", "--top-p", "0.95")
     first, again, other = (run(*options, "--seed", seed).stdout for seed in ("1", "1", "2"))
@@ -209,6 +212,7 @@ def test_the_bare_command_prints_its_help() -> None:
     assert done.stderr.count("\n") > 5
 
 
+@pytest.mark.slow
 def test_a_broken_model_is_one_line(tmp_path: Path) -> None:
     shutil.copytree(PACKAGE / "models" / "draft", tmp_path / "model")
     (tmp_path / "model" / "model.safetensors").write_bytes(b"\x00" * 100)

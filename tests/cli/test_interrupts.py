@@ -88,6 +88,7 @@ def test_one_line_whenever_it_comes(delays: list[float], arguments: tuple[str, .
             process.kill()
 
 
+@pytest.mark.slow
 def test_a_long_prompt_can_be_interrupted(tmp_path: Path) -> None:
     prompt = (Path(__file__).parent.parent / "source.txt").read_text() * 100
     (tmp_path / "long").write_text(prompt)

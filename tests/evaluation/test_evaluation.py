@@ -140,6 +140,7 @@ def test_tasks_run_on_any_model(family: str) -> None:
         assert all(np.isfinite(each.value) for each in found)
 
 
+@pytest.mark.slow
 def test_every_task_runs_on_a_model_of_text(reference: Any) -> None:
     settings = Settings(budgets=(500,), scores=("key_diff",), rows=1, context=650, seeds=2)
     for task in evaluation.TASKS:

@@ -46,6 +46,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 def test_a_killed_writer_leaves_the_old_file_or_the_new(tmp_path: Path) -> None:
     path, chosen = tmp_path / "a.safetensors", random.Random(0)
     save_prompt_cache(tmp_path / "older.safetensors", [filled(KVCache())])

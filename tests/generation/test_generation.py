@@ -52,6 +52,7 @@ def stock_greedy(reference: Reference, prompt: list[int], caches: list[Any]) -> 
     return ids(stock_stream_generate(*reference, prompt, max_tokens=256, prompt_cache=caches))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prefill_step_size", [2048, 100])
 def test_greedy_equals_mlx_lms_for_256_tokens(reference: Reference, prompt: list[int], prefill_step_size: int) -> None:
     wanted = stock_greedy(reference, prompt, stock.make_prompt_cache(reference[0]))
@@ -60,6 +61,7 @@ def test_greedy_equals_mlx_lms_for_256_tokens(reference: Reference, prompt: list
     assert got == wanted
 
 
+@pytest.mark.slow
 def test_greedy_on_8_bits_equals_mlx_lms_quantised_cache(reference: Reference, prompt: list[int]) -> None:
     wanted = stock_greedy(reference, prompt, [stock.QuantizedKVCache(64, 8) for _ in reference[0].layers])
     got = ids(stream_generate(*reference, prompt, policy=CachePolicy(bits=8), max_tokens=256))

@@ -75,6 +75,7 @@ def speculate(model: nn.Module, draft: nn.Module, tokens: list[int], k: int, **o
     return [r.token for r in speculative_generate(model, draft, None, tokens, **options)], counts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("k", [1, 2, 3, 4, 5, 6])
 @pytest.mark.parametrize("window", [16, 32, 64])
 def test_greedy_on_windows_past_several_wraps(window: int, k: int) -> None:
@@ -141,6 +142,7 @@ def test_the_reference_model_with_its_draft(reference: Any, draft: nn.Module, bi
     assert sum(r.from_draft for r in got) == counts.accepted
 
 
+@pytest.mark.slow
 def test_sampling_through_both_models_has_the_models_distribution() -> None:
     """The second token of two, over many seeds, against the exact mixture over first tokens."""
     model, draft = (make_model("llama", seed=s, vocab_size=6, num_hidden_layers=1) for s in (0, 1))

@@ -73,6 +73,7 @@ def read_second(place: Path, kind: str, said: Connection) -> None:
     said.send((reader.reused, answer(model, reader.caches, SECOND[-1:])))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_prefix_is_read_once(kind: str, tmp_path: Path) -> None:
     """In a folder and elsewhere, and by another process."""

@@ -80,6 +80,7 @@ def test_the_models_are_listed(server: Running) -> None:
         server.client.completions.create(model="gpt-4o", prompt="x")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [*POLICIES, "a draft"])
 def test_sixteen_clients_get_what_they_get_alone(policy: str, reference: Any, draft: Any) -> None:
     model, tokenizer = reference
@@ -149,6 +150,7 @@ def test_seeds_make_sampling_repeatable(server: Running) -> None:
     assert server.complete("def ", 16, temperature=1.0, top_p=0) == server.complete("def ", 16)
 
 
+@pytest.mark.slow
 def test_a_seed_with_a_draft_model_does_not_depend_on_other_clients() -> None:
     """How many tokens are drafted follows from all rows: near the end of an answer most of all."""
     with running(draft=True) as one:

@@ -192,6 +192,7 @@ def test_a_tokenizer_that_dies_ends_its_requests_only(monkeypatch: pytest.Monkey
         server.wait_until_empty()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trouble", ["dies", "hangs"])
 def test_a_disk_that_never_answers_costs_only_time(
     trouble: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -32,6 +32,7 @@ def test_metrics_are_prometheus_text(server: Running) -> None:
         assert f"mlx_kv_{name}" in families
 
 
+@pytest.mark.slow
 def test_rows_in_memory() -> None:
     """Each row is shown with its own tokens, and with the positions that are really kept."""
     with running(CachePolicy(budget=128, keep_recent=32)) as server, ThreadPoolExecutor(6) as pool:
@@ -56,6 +57,7 @@ def test_rows_in_memory() -> None:
         assert server.http.get("/memory").json()["rows"] == []
 
 
+@pytest.mark.slow
 def test_all_that_was_let_in_is_shown() -> None:
     """Also what the worker has not heard of yet, and what is no tokens yet."""
     with running(max_batch_size=2) as server, ThreadPoolExecutor(8) as pool:
@@ -142,6 +144,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     started.quit()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [390, 1280])
 def test_the_page(browser: Any, width: int) -> None:
     screen = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}

@@ -31,6 +31,7 @@ def terminated_while_it_answers(process: subprocess.Popen[str], url: str, max_to
         yield filter(None, lines)
 
 
+@pytest.mark.slow
 def test_sigterm_lets_requests_finish() -> None:
     with command("--kv-bits", "8") as (process, url):
         with terminated_while_it_answers(process, url, 600) as lines:
@@ -63,6 +64,7 @@ def failing(*options: str, **environment: str) -> str:
     return line
 
 
+@pytest.mark.slow
 def test_bad_options_are_one_line(tmp_path: Path, server: Running) -> None:
     empty, odd = tmp_path / "empty", tmp_path / "odd"
     empty.write_text("\n \n")

@@ -177,6 +177,7 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(reference: Any) -> None:
         assert short.first < long.first
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [CachePolicy(), CachePolicy(max_kv_size=100, max_write=64)], ids=["full", "window"])
 def test_prompts_wait_for_what_they_share_only_where_it_is_much(policy: CachePolicy, reference: Any) -> None:
     with worker_at_work(reference, "llama", policy) as one:
@@ -191,6 +192,7 @@ def test_prompts_wait_for_what_they_share_only_where_it_is_much(policy: CachePol
         assert short.first < long.first
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prompt_memory_bytes", [0, 2**28], ids=["store", "memory and store"])
 @pytest.mark.parametrize("policy", [CachePolicy(), CachePolicy(max_kv_size=160)], ids=["full", "window"])
 def test_jobs_that_come_and_go_at_any_time(
