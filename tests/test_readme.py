@@ -83,6 +83,7 @@ def test_every_command_is_found() -> None:
     assert shown == {f"    {line}" for line in commands() if "mlx-kv " in line and line.startswith(("mlx-kv", "echo"))}
 
 
+@pytest.mark.slow
 def test_make_generate_prints_what_is_shown(checkout: Path, environment: dict[str, str]) -> None:
     (line,) = starting("make generate")
     done = run(dry_run(line, checkout, environment)[-1].removeprefix(".venv/bin/"), checkout, environment)
@@ -135,6 +136,7 @@ def test_commands_run_as_they_are_written(checkout: Path, environment: dict[str,
     assert len(answers) == len((ROOT / "examples" / "prompts.jsonl").read_text().splitlines())
 
 
+@pytest.mark.slow
 def test_the_server_answers_as_it_is_started(checkout: Path, environment: dict[str, str]) -> None:
     (line,) = starting("mlx-kv serve")
     process = subprocess.Popen(
@@ -154,6 +156,7 @@ def test_the_server_answers_as_it_is_started(checkout: Path, environment: dict[s
         process.communicate()
 
 
+@pytest.mark.slow
 def test_the_program_runs(checkout: Path, environment: dict[str, str]) -> None:
     (program,) = re.findall(r"```python\n(.*?)```", README, re.S)
     (checkout / "program.py").write_text(program)

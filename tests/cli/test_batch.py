@@ -144,6 +144,7 @@ def test_bytes_that_are_no_text_and_a_mark_at_the_beginning(call: Any, files: Fi
     assert "mlx-kv: line 2: not UTF-8 (invalid start byte)" in done.err
 
 
+@pytest.mark.slow
 def test_a_prompt_that_may_go_past_the_context_is_noted(call: Any, files: Files) -> None:
     files.ask(GOOD, {"prompt": [7] * 4000, "max_tokens": 200})
     done = call("--kv-budget", 128, "--max-write", 128, "--max-tokens", 1)

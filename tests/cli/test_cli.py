@@ -35,6 +35,7 @@ def run(*arguments: str, stdin: bytes = b"", **environment: str) -> subprocess.C
     return subprocess.CompletedProcess(done.args, done.returncode, out, err)
 
 
+@pytest.mark.slow
 def test_text_goes_to_stdout_and_statistics_to_stderr() -> None:
     done = run("generate", "--prompt-file", str(GROWTH), "--max-tokens", "20")
     assert done.returncode == 0
@@ -45,6 +46,7 @@ def test_text_goes_to_stdout_and_statistics_to_stderr() -> None:
     assert "%|" not in done.stderr  # no progress bar where nobody looks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunks", [("--prefill-step-size", "100"), ()], ids=["many", "one"])
 def test_a_long_prompt_shows_its_progress_on_a_terminal(chunks: tuple[str, ...]) -> None:
     ours, theirs = pty.openpty()
@@ -108,6 +110,7 @@ def test_a_draft_model_changes_the_speed_and_not_the_text() -> None:
     assert "accepted in" in done.stderr
 
 
+@pytest.mark.slow
 def test_max_kv_size_bounds_what_is_live() -> None:
     common = ("generate", "--prompt-file", str(GROWTH), "--max-tokens", "4", "--json")
     held = json.loads(run(*common, "--max-kv-size", "300", "--max-write", "100").stdout)
@@ -240,6 +243,7 @@ def test_info_says_what_is_installed() -> None:
         assert words in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="a BLAS is loaded ahead of MLX on Linux only")
 def test_blas_can_be_chosen_and_a_missing_one_is_said() -> None:
     assert "bundled reference BLAS (MLX_KV_BLAS=none)" in run("info", MLX_KV_BLAS="none").stdout

@@ -41,6 +41,7 @@ def test_several_seeds_have_a_spread(call: Any) -> None:
     assert done.out.count(" ± ") >= 6
 
 
+@pytest.mark.slow
 def test_json(call: Any) -> None:
     done = call(*FAST, "--tasks", "recall,perplexity", "--model", "recall", "--json")
     assert (done.code, done.err) == (0, "")

@@ -234,6 +234,7 @@ def test_a_terminal_gets_dimmed_text_unless_no_color(call: Any, monkeypatch: pyt
 # --- the figure ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", ["layers", "head"])
 def test_a_figure_is_written(share: str, call: Any, tmp_path: Path) -> None:
     file = tmp_path / "a.png"

@@ -54,6 +54,7 @@ def check(process: subprocess.Popen[bytes], serves: bool = False) -> None:
     ), error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("delays", "arguments"),
     [

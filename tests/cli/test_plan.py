@@ -316,6 +316,7 @@ def test_without_matplotlib_the_extra_is_named(call: Any, monkeypatch: pytest.Mo
 # --- the figure ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_figure_is_written(call: Any, tmp_path: Path) -> None:
     folder = write_config(tmp_path / "g4", GEMMA4)
     for context in ("4096,32768,131072", "1", "5,6,7,8,4000"):

@@ -201,6 +201,7 @@ FIGURES: dict[str, tuple[str, ...]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FIGURES)
 def test_a_figure_that_cannot_be_written_leaves_the_old_one(
     name: str, command: Callable[..., Any], reference: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

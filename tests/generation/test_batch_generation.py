@@ -72,6 +72,7 @@ def shaken(model: nn.Module, noise: float, family: str, **changes: Any) -> nn.Mo
     return draft
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", BATCHED)
 def test_mlx_lms_batches_over_our_caches(family: str) -> None:
     """mlx-lm's BatchGenerator: the same tokens over our caches as over its own, and as each prompt alone."""
@@ -145,6 +146,7 @@ def test_speculation_across_windows(window: int, drafted: int) -> None:
     assert gathered(batch_generate(model, None, PROMPTS, None, 90, draft, drafted, 4)) == wanted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["8 bits", "max_kv_size"])
 def test_speculation_under_policies(policy: str) -> None:
     model = make_model("llama")
@@ -155,6 +157,7 @@ def test_speculation_under_policies(policy: str) -> None:
     assert gathered(batch_generate(model, None, PROMPTS, settings, 30, draft, 3, 5)) == wanted
 
 
+@pytest.mark.slow
 def test_speculation_under_a_budget() -> None:
     """Within one margin nothing is evicted while decoding: the schedule, and so the text, is that of plain decoding."""
     model = make_model("llama")
@@ -171,6 +174,7 @@ def test_speculation_under_a_budget() -> None:
     assert counts.rounds > 10
 
 
+@pytest.mark.slow
 def test_ends_inside_a_block(reference: Any, draft: nn.Module) -> None:
     """A token that the model writes often becomes the end: text stops before it, in every row, drafted or not."""
     model, tokenizer = reference
@@ -201,6 +205,7 @@ def test_a_row_of_its_own_length_each(reference: Any) -> None:
     assert [len(row) for row in got] == lengths
 
 
+@pytest.mark.slow
 def test_sampling_follows_the_models_distribution() -> None:
     """Keys of its own in every row: the first token of many rows, against the model's own probabilities."""
     model = make_model("llama")

@@ -69,6 +69,7 @@ def test_greedy_on_8_bits_equals_mlx_lms_quantised_cache(reference: Reference, p
     assert got == wanted
 
 
+@pytest.mark.slow
 def test_quantising_later_equals_mlx_lms_loop_doing_it(reference: Reference, prompt: list[int]) -> None:
     options = {"kv_bits": 8, "quantized_kv_start": 1200, "prefill_step_size": 500}
     wanted = ids(stock_stream_generate(*reference, prompt, max_tokens=64, **options))
@@ -84,6 +85,7 @@ def test_sampling_with_a_seed_equals_mlx_lms(reference: Reference, prompt: list[
     assert runs[0] == runs[1]
 
 
+@pytest.mark.slow
 def test_room_for_prompt_and_answer_is_reserved(reference: Reference, prompt: list[int]) -> None:
     caches = make_prompt_cache(reference[0], CachePolicy(growth=FixedStep()))
     responses = list(stream_generate(*reference, prompt, max_tokens=300, prompt_cache=caches, prefill_step_size=100))
@@ -146,6 +148,7 @@ def test_the_shipped_models_are_small_and_of_the_promised_shape(reference: Refer
     assert (args.model_type, args.head_dim, args.num_attention_heads, args.num_key_value_heads) == ("llama", 64, 4, 2)
 
 
+@pytest.mark.slow
 def test_the_reference_model_recalls(reference: Reference) -> None:
     """Real recall over some distance: without it, no later claim about caches would mean anything."""
     pairs = {"river_copper": "walnut", "falcon_lemon": "zephyr", "amber_tunnel": "silver", "ocean_rabbit": "ginger"}

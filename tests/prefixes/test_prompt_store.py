@@ -302,6 +302,7 @@ def write_forever(place: Path, turn: int, said: Connection) -> None:
                     store._remove(name)
 
 
+@pytest.mark.slow
 def test_kills_while_writing_lose_nothing_and_leave_nothing_wrong(tmp_path: Path) -> None:
     """SIGKILL at random moments of storing: older entries stay, and whatever is listed loads and is right."""
     kills = 200 if os.environ.get("HYPOTHESIS_PROFILE") == "thorough" else 5

@@ -138,6 +138,7 @@ def test_how_a_text_falls_into_pieces_does_not_matter(text: str, strings: list[s
     assert stops.stopped == bool(ends)
 
 
+@pytest.mark.slow
 def test_seeds_make_sampling_repeatable(server: Running) -> None:
     def sample(seed: int | None) -> str:
         return server.complete("def ", 16, temperature=1.0, top_p=0.95, seed=seed)
@@ -253,6 +254,7 @@ def test_a_client_that_hangs_up_frees_its_row(server: Running, stream: bool) -> 
     assert cancelled() == before + 3
 
 
+@pytest.mark.slow
 def test_one_that_hangs_up_while_it_waits() -> None:
     with running(max_batch_size=1) as server, ThreadPoolExecutor(1) as pool:
         first = pool.submit(server.complete, "import", 400)

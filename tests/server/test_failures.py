@@ -139,6 +139,7 @@ DIES = SERVE + (
 )
 
 
+@pytest.mark.slow
 def test_the_command_ends_with_its_worker() -> None:
     with command(program=["-c", DIES]) as (process, url):
         answer = httpx.post(f"{url}/v1/completions", json={"prompt": "import"}, timeout=60)

@@ -107,6 +107,7 @@ def test_a_prompt_goes_on_from_a_row_that_still_decodes(draft: bool) -> None:
         assert long.result().json()["usage"]["completion_tokens"] == 600
 
 
+@pytest.mark.slow
 def test_a_long_prompt_is_read_between_the_tokens_of_others() -> None:
     """Caches of a window are read chunk by chunk; the longest silence of another row is that of a chunk, not of all."""
     with running(CachePolicy(max_kv_size=200, max_write=64), prompt_memory_bytes=PLENTY) as server:
@@ -127,6 +128,7 @@ def test_a_long_prompt_is_read_between_the_tokens_of_others() -> None:
         assert sum(reading) >= 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trouble", ["slow", "broken", "full", "damaged", "cancelled"])
 def test_nobody_waits_for_a_disk(trouble: str, tmp_path: Path) -> None:
     """Rows that decode go on; a prompt whose entry cannot be had is read; the answer is the same."""

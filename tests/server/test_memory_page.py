@@ -86,6 +86,7 @@ def test_all_that_was_let_in_is_shown() -> None:
         assert (seen["in_flight"], seen["waiting"], seen["rows"]) == (0, 0, [])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kept", [0, PLENTY], ids=["nothing kept", "prompts kept"])
 def test_what_is_evicted_is_counted_once(kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts that go on from others, texts that stop, clients that hang up: as many as compactions evict."""

@@ -234,6 +234,7 @@ def test_unknown_paths_and_methods(server: Running) -> None:
     check_error(server.http.delete("/"), 405)
 
 
+@pytest.mark.slow
 def test_a_full_queue_turns_away() -> None:
     with running(max_batch_size=1, limits=Limits(queue=1)) as server, ThreadPoolExecutor(2) as pool:
         waiting = [pool.submit(server.complete, "import", 300) for _ in range(2)]

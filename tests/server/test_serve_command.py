@@ -47,6 +47,7 @@ def test_sigterm_lets_requests_finish() -> None:
         assert line.startswith("mlx-kv: stopping: 1 request to be finished within 30 s;")
 
 
+@pytest.mark.slow
 def test_sigterm_waits_only_so_long() -> None:
     with command("--drain-seconds", "0") as (process, url):
         with terminated_while_it_answers(process, url, 4000) as lines:
@@ -99,6 +100,7 @@ def interrupted(process: subprocess.Popen[str]) -> str:
     return process.stderr.readline()
 
 
+@pytest.mark.slow
 def test_ctrl_c_lets_requests_finish() -> None:
     with command() as (process, url):
         with streaming(url, 300) as lines:
@@ -114,6 +116,7 @@ def test_ctrl_c_lets_requests_finish() -> None:
         assert process.stderr.read() == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_after_a_signal_ends_at_once(first: signal.Signals) -> None:
     """Every stream ends with an error and properly, also beside a client that takes nothing; two lines are said."""
@@ -141,6 +144,7 @@ LOADS = SERVE + (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
 def test_a_signal_while_the_model_loads_is_one_line(number: signal.Signals, code: int) -> None:
     process = subprocess.Popen([sys.executable, "-c", LOADS], stderr=subprocess.PIPE, text=True)

@@ -107,6 +107,7 @@ def test_who_waited_for_a_prompt_goes_on_when_that_ends_with_its_first_token(ref
         assert second.first - first.first < 0.2  # a look at what is in memory comes later than that
 
 
+@pytest.mark.slow
 def test_what_a_draft_had_right_beyond_the_end_is_not_kept(reference: Any) -> None:
     with (
         worker_at_work(reference, "llama", draft=True) as one,
