@@ -35,18 +35,31 @@ MLA: dict[str, Any] = {
     "n_routed_experts": None,
     "first_k_dense_replace": 99,
 }
-LLAMA4_TEXT: dict[str, Any] = {
-    **COMMON,
-    "model_type": "llama4_text",
-    "num_hidden_layers": 4,
-    "attention_bias": False,
+# Chunks whose tokens see each other, and experts in every other layer.
+LLAMA4: dict[str, Any] = {
     "attention_chunk_size": 16,
     "interleave_moe_layer_step": 2,
     "intermediate_size_mlp": 64,
     "num_experts_per_tok": 1,
     "num_local_experts": 2,
-    "rope_scaling": None,
     "use_qk_norm": True,
+}
+LLAMA4_TEXT: dict[str, Any] = {
+    **COMMON,
+    **LLAMA4,
+    "model_type": "llama4_text",
+    "num_hidden_layers": 4,
+    "attention_bias": False,
+    "rope_scaling": None,
+}
+CONVOLUTION: dict[str, Any] = {
+    "conv_bias": False,
+    "conv_L_cache": 3,
+    "block_dim": 128,
+    "block_ff_dim": 64,
+    "block_multiple_of": 32,
+    "block_ffn_dim_multiplier": 1.0,
+    "block_auto_adjust_ff_dim": False,
 }
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": COMMON,
@@ -73,13 +86,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **COMMON,
         "hidden_size": 128,
         "norm_eps": 1e-5,
-        "conv_bias": False,
-        "conv_L_cache": 3,
-        "block_dim": 128,
-        "block_ff_dim": 64,
-        "block_multiple_of": 32,
-        "block_ffn_dim_multiplier": 1.0,
-        "block_auto_adjust_ff_dim": False,
+        **CONVOLUTION,
         "full_attn_idxs": [1],
         "rope_parameters": {"rope_theta": 10000.0},
     },

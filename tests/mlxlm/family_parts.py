@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import tiny_models
+from tiny_models import LLAMA4 as LLAMA4
 from tiny_models import VOCAB as VOCAB
 
 WINDOW = 16
@@ -83,24 +84,7 @@ MAMBA = {
     "mamba_proj_bias": False,
     "mamba_conv_bias": True,
 }
-CONVOLUTION = {
-    "conv_bias": False,
-    "conv_L_cache": 3,
-    "block_dim": 128,
-    "block_ff_dim": 64,
-    "block_multiple_of": 32,
-    "block_ffn_dim_multiplier": 1.0,
-    "block_auto_adjust_ff_dim": False,
-    "layer_types": ["conv", "full_attention"] * 2,
-}
-LLAMA4_TEXT = {
-    "attention_chunk_size": WINDOW,
-    "interleave_moe_layer_step": 2,
-    "intermediate_size_mlp": 64,
-    "num_experts_per_tok": 1,
-    "num_local_experts": 2,
-    "use_qk_norm": True,
-}
+CONVOLUTION = {**tiny_models.CONVOLUTION, "layer_types": ["conv", "full_attention"] * 2}
 GEMMA4 = {
     **WINDOWED,
     "num_hidden_layers": 6,
