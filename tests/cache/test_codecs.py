@@ -28,6 +28,7 @@ from mlx_kv import (
     register_codec,
     save_prompt_cache,
 )
+from mlx_kv.cache.buffers import SlotBuffer
 from mlx_kv.cache.codecs import Affine, Codec, Plain, names
 from mlx_kv.mlxlm.traverse import attention_caches
 from mlx_kv.planning import Planner, Strategy
@@ -237,3 +238,14 @@ def test_a_state_is_a_tree() -> None:
     cache = fed(KVCache(codec=("scaled", "half")))
     mx.eval(cache.state)
     assert len([x for _, x in tree_flatten(cache.state) if isinstance(x, mx.array)]) == 3
+
+
+def test_two_settings_of_one_codec_are_two_codecs() -> None:
+    tensor = mx.random.normal((1, 2, 5, 64))
+    eight, four = Affine(8, 32), Affine(4, 32)
+    buffer = SlotBuffer(eight, eight.encode(tensor), 64, mx.float32)
+    buffer.recode(Affine(8, 32))
+    assert all(mx.array_equal(*each).item() for each in zip(buffer.planes, eight.encode(tensor), strict=True))
+    buffer.recode(four)
+    wanted = four.encode(eight.decode(eight.encode(tensor), mx.float32))
+    assert all(mx.array_equal(*each).item() for each in zip(buffer.planes, wanted, strict=True))
