@@ -25,6 +25,9 @@ class Contents:
 
     Attributes:
         codecs, layout, growth, reserved, quantized_start, packed_decode, announced, lengths: as in `CacheView`.
+        following: the layout that the next short write finds, with less room; None where nothing changes.
+        short_writes, longest, since_trim: what `phases` has seen: writes in a row that want far less room than there
+            is, the longest of them, and tokens written since the last trim.
         evictor: what compacts the rows of a budget; None without one.
         packing: how mlx-lm can read what the codecs store; None where it cannot.
         rows: where each row stands.
@@ -52,6 +55,10 @@ class Contents:
     packed: bool = False
     transient: tuple[mx.array, mx.array] | None = None
     growths: int = 0
+    following: Layout | None = None
+    short_writes: int = 0
+    longest: int = 0
+    since_trim: int = 0
     packing: Packing | None = field(init=False)
 
     def __post_init__(self) -> None:

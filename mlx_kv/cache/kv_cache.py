@@ -18,14 +18,14 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from mlx_kv.cache import rows, update
+from mlx_kv.cache import phases, rows, update
 from mlx_kv.cache.checks import whole_number, whole_numbers
 from mlx_kv.cache.codecs import Choice, are_plain, find_codecs
 from mlx_kv.cache.contents import Contents
 from mlx_kv.cache.eviction.evictor import Evictor
 from mlx_kv.cache.growth import Geometric, Growth
 from mlx_kv.cache.holder import Holder
-from mlx_kv.cache.layout import Append, Layout, Row, plan_of, trim_rows
+from mlx_kv.cache.layout import Append, Layout, Row, plan_of, planned, reshaped, trim_rows
 from mlx_kv.cache.mask import Mask, make_mask
 from mlx_kv.cache.protocol import Fetched
 
@@ -79,14 +79,15 @@ class KVCache(Holder):
         """The mask for the next N tokens: None, "causal", or booleans (N, K) or (B, 1, N, K)."""
         held = self._held
         held.transient = None  # a new step: nobody reads what the last one left
-        counts = self._counts(N)
+        counts, layout = self._counts(N), phases.layout_for(held, N)
+        standing = held.rows if layout is held.layout else reshaped(held.layout, layout, held.rows)
         if held.evictor is None:
-            return make_mask(plan_of(held.layout, held.rows, N, counts), window_size, return_array)
+            return make_mask(plan_of(layout, standing, N, counts), window_size, return_array)
         # The next update compacts what is due, but where the rows stand then is known now. Only for a window must it
         # be known which tokens are left.
         if window_size is not None:
             held.rows = held.evictor.compact_if_due(held.rows)
-        plan = plan_of(held.layout, tuple(map(held.layout.compacted_if_due, held.rows)), N, counts)
+        plan = plan_of(layout, tuple(map(layout.compacted_if_due, held.rows)), N, counts)
         positions = None if window_size is None else held.evictor.key_positions(plan)
         return make_mask(plan, window_size, return_array, positions)
 
@@ -119,17 +120,21 @@ class KVCache(Holder):
             rows = held.rows = held.evictor.compact_if_due(rows)
         if len(held.announced) != len(rows):  # what was said of the first row of a new batch is said of all
             held.announced *= len(rows)
-        plan = plan_of(held.layout, rows, keys.shape[2], self._counts(keys.shape[2]))
+        before, new = held.layout, keys.shape[2]
+        held.layout = phases.layout_for(held, new)
+        standing = rows if held.layout is before else reshaped(before, held.layout, rows)
+        plan = plan_of(held.layout, standing, new, self._counts(new))
         held.transient = None
-        buffers = update.make_room(held, plan, tensors)
+        buffers = update.make_room(held, plan, tensors, before, rows)
         if plan.transient:  # read before the write overwrites what its first queries see
             held.transient = update.read_transient(plan, buffers, tensors)
         for buffer, tensor in zip(buffers, tensors, strict=True):
             buffer.write(tensor, plan)
         held.rows, held.ranges = plan.after, () if plan.transient else plan.ranges
         if held.lengths is not None:
-            held.lengths = tuple([max(0, length - plan.new) for length in held.lengths])
-        held.packed = not plan.transient and update.hands_out_packed(held, buffers, plan.new)
+            held.lengths = tuple([max(0, length - new) for length in held.lengths])
+        phases.note_write(held, new)
+        held.packed = not plan.transient and update.hands_out_packed(held, buffers, new)
         return update.fetched(held, buffers)
 
     def keys_and_values(self) -> Fetched:
@@ -181,6 +186,7 @@ class KVCache(Holder):
         held = self._held
         held.rows = trim_rows(held.layout, held.rows, whole_numbers(n, len(held.rows)))
         held.transient = None
+        phases.note_trim(held)
         if held.evictor is not None:
             held.evictor.forget()
 
@@ -188,6 +194,8 @@ class KVCache(Holder):
         """Forgets every token, for a new session. Slots stay allocated, and serve it if its shapes are the same."""
         held = self._held
         held.rows, held.announced = (Row(),), (0,)
+        held.layout, held.following = planned(held.layout), None
+        held.short_writes, held.longest, held.since_trim = 0, 0, 0
         held.packed, held.transient, held.lengths = False, None, None
         if held.evictor is not None:
             held.evictor.reset()

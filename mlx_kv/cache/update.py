@@ -13,7 +13,7 @@ from mlx_kv.cache.checks import check_tokens, check_unchanged, continues
 from mlx_kv.cache.codecs import PLAIN, Codecs, Packing
 from mlx_kv.cache.contents import Contents
 from mlx_kv.cache.growth import round_up
-from mlx_kv.cache.layout import Plan
+from mlx_kv.cache.layout import Layout, Plan, Row, moves_between
 from mlx_kv.cache.protocol import Fetched
 
 # A write of up to this many tokens (decode, the verify step of speculative decoding) reads packed planes. A longer one
@@ -38,8 +38,14 @@ def check(held: Contents, keys: mx.array, values: mx.array) -> None:
         check_unchanged(name, tensor, buffer)
 
 
-def make_room(held: Contents, plan: Plan, tensors: tuple[mx.array, mx.array]) -> Buffers:
-    """The buffers, with slots for the plan: allocated, grown or quantised first where that is due."""
+def make_room(
+    held: Contents, plan: Plan, tensors: tuple[mx.array, mx.array], before: Layout, rows: tuple[Row, ...]
+) -> Buffers:
+    """The buffers, with slots for the plan: allocated, given another shape or quantised first where that is due.
+
+    Args:
+        before, rows: the layout up to now, and where the rows stand in it.
+    """
     used = min(max(plan.held, 0), plan.layout.most_slots)
     needed = plan.needed + plan.padded  # padding goes to a slot of its own
     due = max([row.offset for row in plan.rows]) >= held.quantized_start
@@ -50,17 +56,27 @@ def make_room(held: Contents, plan: Plan, tensors: tuple[mx.array, mx.array]) ->
             SlotBuffer.allocate(codec, tensor, capacity) for codec, tensor in zip(codecs, tensors, strict=True)
         )
         held.buffers, held.encoded = (keys, values), due
-    elif needed > held.capacity:
-        capacity = _next_capacity(held, needed)
-        for buffer in held.buffers:
-            buffer.reserve(capacity, used=used)
-        held.growths += 1
+    elif needed > held.capacity or plan.layout is not before or plan.layout is held.following:
+        held.growths += needed > held.capacity
+        _reshape(held.buffers, before, plan.layout, rows, _next_capacity(held, needed), used)
     if due and not held.encoded:
         held.use(held.codecs)
     return held.buffers
 
 
+def _reshape(buffers: Buffers, before: Layout, layout: Layout, rows: tuple[Row, ...], capacity: int, used: int) -> None:
+    """Gives buffers another capacity, and tokens the slots that they have in another room."""
+    moves = [moves_between(before, layout, row) for row in rows]
+    for buffer in buffers:
+        if before is not layout and any(moves):
+            buffer.rearrange(moves, capacity)
+        elif capacity != buffer.capacity:
+            buffer.reserve(capacity, used=used)
+
+
 def _next_capacity(held: Contents, needed: int) -> int:
+    if needed <= held.capacity:  # what is beyond the room that there is to be is given back
+        return min(held.capacity, round_up(max(needed, held.layout.enough_slots)))
     reserve = max(held.reserved, *held.announced)
     # Who says how much will come gets that and no slack: also on top of what was held before, or loaded.
     wanted = round_up(reserve if needed <= reserve else max(needed, held.growth.capacity(needed, held.capacity)))

@@ -7,6 +7,7 @@ after a trim of one row alone, they are *ragged*.
 Append: slot = start + position; a row owns the slots [start, end), and every slot from `end` on is dead until written.
 Budget: the same, and now and then a compaction, after which start is below 0.
 Ring: slots are used again, `turn` positions later.
+Room: rings and budgets have slots for the writes that come, so the same layout has more while a prompt is read.
 Chunks: the same ring for models whose tokens see their own chunk of the text; attention reads it in order.
 """
 
@@ -21,7 +22,10 @@ from mlx_kv.cache.layout.base import (
     Row,
     count_seen,
     count_slots,
+    moves_between,
     plan_of,
+    planned,
+    reshaped,
     trim_rows,
     trimmed,
 )
@@ -42,7 +46,10 @@ __all__ = [
     "count_seen",
     "count_slots",
     "make_layout",
+    "moves_between",
     "plan_of",
+    "planned",
+    "reshaped",
     "trim_rows",
     "trimmed",
 ]

@@ -6,8 +6,11 @@ Decides nothing about slots itself. Integers only.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import lru_cache
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+L = TypeVar("L")
 
 
 class Row(NamedTuple):
@@ -88,7 +91,7 @@ class Plan:
             end = max([0, *(row.end + count for row, count in zip(rows, self.counts, strict=True))])
         self.ordered = end <= layout.most_slots
         self.needed = end if self.ordered else layout.most_slots
-        self.transient = not self.ordered and new > layout.max_write
+        self.transient = not self.ordered and new > layout.room
         self.ranges = (
             layout.ranges(rows[0], new) if self.uniform and not self.transient else ((0, self._bucket(self.needed)),)
         )
@@ -168,13 +171,27 @@ class Layout(Protocol):
         ...
 
     @property
+    def max_rollback(self) -> int:
+        """Tokens that can be taken back in any case: there is never less room than for so many."""
+        ...
+
+    @property
+    def room(self) -> int:
+        """The longest write that there are slots for as things are, max_write at the most."""
+        ...
+
+    def with_room(self, room: int) -> Layout:
+        """The same layout with slots for writes of so many tokens."""
+        ...
+
+    @property
     def most_slots(self) -> int:
         """Slots that are ever used."""
         ...
 
     @property
     def enough_slots(self) -> int:
-        """Slots that suffice as long as no write is longer than max_write."""
+        """Slots that suffice as long as no write is longer than there is room for."""
         ...
 
     def first_seen(self, position: int) -> int:
@@ -223,6 +240,44 @@ class Layout(Protocol):
         ...
 
 
+def check_room(room: int, max_write: int, max_rollback: int = 0) -> int:
+    """The room for writes that was told, or max_write where none was.
+
+    Raises:
+        ValueError: more than is planned for, or less than what can be taken back in any case.
+    """
+    if max_rollback < 0 or max_rollback > max_write:
+        raise ValueError(f"max_rollback is {max_rollback}: give a number of tokens from 0 to max_write={max_write}")
+    if room and not max(1, max_rollback) <= room <= max_write:
+        raise ValueError(
+            f"there is room for writes of {room}, but {max_write} are planned for, {max_rollback} at least"
+        )
+    return room or max_write
+
+
+@lru_cache(maxsize=64)
+def _with_room(layout: Any, room: int) -> Any:
+    return replace(layout, room=room)
+
+
+def with_room(layout: L, room: int) -> L:
+    """The same layout with another room; layers that ask for the same get the same object."""
+    made: L = _with_room(layout, room)
+    return made
+
+
+def room_parameters(layout: Layout) -> tuple[int, ...]:
+    """What of the `parameters` is about room: nothing where a layout is as it was made without any of it."""
+    if not layout.max_rollback and layout.room == layout.max_write:
+        return ()
+    return layout.max_rollback, layout.room
+
+
+def planned(layout: Layout) -> Layout:
+    """The layout with all the room that it ever has, as it was made."""
+    return layout.with_room(layout.max_write)
+
+
 def count_slots(ranges: Ranges) -> int:
     return sum([last - first for first, last in ranges])
 
@@ -255,3 +310,31 @@ def trimmed(layout: Layout, row: Row, count: int) -> Row:
     """A row without its last `count` tokens."""
     offset = row.offset - count
     return Row(row.start, offset, row.high, min(row.front, layout.first_seen(offset)))
+
+
+@lru_cache(maxsize=8)
+def reshaped(old: Layout, new: Layout, rows: tuple[Row, ...]) -> tuple[Row, ...]:
+    """Rows of one layout where they stand in the same with another room, once their tokens have moved there.
+
+    The lowest position that no write has gone over stays the same, as long as there is a slot for it: what can be taken
+    back is what it was, or what the new room allows.
+    """
+    more = new.room - old.room
+    if new.most_slots == NO_LIMIT:
+        return rows
+    return tuple([row._replace(high=max(row.offset, row.high + more)) for row in rows])
+
+
+def moves_between(old: Layout, new: Layout, row: Row) -> list[tuple[int, int, int]]:
+    """Which slots of a row are which between two rooms: (slot, new slot, slots) of each contiguous piece."""
+    sinks, fewer = old.sinks, min(old.most_slots, new.most_slots)
+    if row.end <= fewer:
+        return [(0, 0, row.end)] if row.end > 0 else []
+    moves = [(0, 0, sinks)] if sinks else []
+    position = max(sinks, row.offset - fewer + sinks)
+    while position < row.offset:
+        source, target = old.slot(row, position), new.slot(row, position)
+        count = min(row.offset - position, old.most_slots - source, new.most_slots - target)
+        moves.append((source, target, count))
+        position += count
+    return moves
