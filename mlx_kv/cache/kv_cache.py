@@ -1,9 +1,8 @@
 """What an attention layer talks to: one update path for every combination.
 
-Decides the order of an update (check, compact if due, plan, reserve, write, read), and what a trim takes back. What a
-cache is made of is in `contents`, what others read of it in `holder`, and what is done to rows in `rows`. Knows nothing
-about models or mlx-lm beyond the names in `protocol.Cache`.
-B rows, H KV heads, S new tokens, Dk and Dv head dims, C capacity in slots.
+Decides what a trim takes back. What a cache is made of is in `contents`, what others read of it in `holder`, an update
+in `update` and `steady`, and what is done to rows in `rows`. Knows nothing about models or mlx-lm beyond the names in
+`protocol.Cache`. B rows, H KV heads, S new tokens, Dk and Dv head dims, C capacity in slots.
 
     make_mask(S)            -> plan(S) -> None | "causal" | array
     update_and_fetch(k, v)  -> compact, if it is due -> plan(S) -> reserve -> write into slots -> read
@@ -18,7 +17,7 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from mlx_kv.cache import phases, rows, update
+from mlx_kv.cache import phases, rows, steady, update
 from mlx_kv.cache.checks import whole_number, whole_numbers
 from mlx_kv.cache.codecs import Choice, are_plain, find_codecs
 from mlx_kv.cache.contents import Contents
@@ -79,7 +78,9 @@ class KVCache(Holder):
         """The mask for the next N tokens: None, "causal", or booleans (N, K) or (B, 1, N, K)."""
         held = self._held
         held.transient = None  # a new step: nobody reads what the last one left
-        counts, layout = self._counts(N), phases.layout_for(held, N)
+        if (usual := steady.next_plan(held, N)) is not None and (window_size is None or held.evictor is None):
+            return make_mask(usual, window_size, return_array)
+        counts, layout = update.count_tokens(held, N), phases.layout_for(held, N)
         standing = held.rows if layout is held.layout else reshaped(held.layout, layout, held.rows)
         if held.evictor is None:
             return make_mask(plan_of(layout, standing, N, counts), window_size, return_array)
@@ -90,11 +91,6 @@ class KVCache(Holder):
         plan = plan_of(layout, tuple(map(layout.compacted_if_due, held.rows)), N, counts)
         positions = None if window_size is None else held.evictor.key_positions(plan)
         return make_mask(plan, window_size, return_array, positions)
-
-    def _counts(self, new: int) -> tuple[int, ...] | None:
-        """How many of the next tokens are tokens of their row; None is all of all rows."""
-        lengths = self._held.lengths
-        return None if lengths is None or min(lengths) >= new else tuple([min(length, new) for length in lengths])
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Fetched:
         """Stores the new tokens of every row and returns all that attention reads.
@@ -109,33 +105,11 @@ class KVCache(Holder):
             ValueError: shapes or dtypes that don't fit, or with a budget a score that cannot be used, or layers that
                 have diverged; the cache is then as it was.
         """
-        held, tensors = self._held, (keys, values)
-        update.check(held, keys, values)
-        rows = held.rows
-        if len(rows) != keys.shape[0]:
-            if rows != (Row(),) or held.lengths is not None:
-                raise ValueError(f"keys came with rows {keys.shape[0]}, but this batch has rows {len(rows)}")
-            rows = (Row(),) * keys.shape[0]
-        if held.evictor is not None:
-            rows = held.rows = held.evictor.compact_if_due(rows)
-        if len(held.announced) != len(rows):  # what was said of the first row of a new batch is said of all
-            held.announced *= len(rows)
-        before, new = held.layout, keys.shape[2]
-        held.layout = phases.layout_for(held, new)
-        standing = rows if held.layout is before else reshaped(before, held.layout, rows)
-        plan = plan_of(held.layout, standing, new, self._counts(new))
-        held.transient = None
-        buffers = update.make_room(held, plan, tensors, before, rows)
-        if plan.transient:  # read before the write overwrites what its first queries see
-            held.transient = update.read_transient(plan, buffers, tensors)
-        for buffer, tensor in zip(buffers, tensors, strict=True):
-            buffer.write(tensor, plan)
-        held.rows, held.ranges = plan.after, () if plan.transient else plan.ranges
-        if held.lengths is not None:
-            held.lengths = tuple([max(0, length - new) for length in held.lengths])
-        phases.note_write(held, new)
-        held.packed = not plan.transient and update.hands_out_packed(held, buffers, new)
-        return update.fetched(held, buffers)
+        fetched = steady.step(self._held, keys, values)
+        if fetched is None:
+            fetched = update.store(self._held, keys, values)
+            steady.remember(self._held, keys, values)
+        return fetched
 
     def keys_and_values(self) -> Fetched:
         """What the last update returned, again: some models read a layer's cache from another layer.
@@ -184,9 +158,10 @@ class KVCache(Holder):
             ValueError: a wrong number of counts, or one that its row cannot give; nothing has changed then.
         """
         held = self._held
-        held.rows = trim_rows(held.layout, held.rows, whole_numbers(n, len(held.rows)))
+        before = held.rows
+        held.rows = trim_rows(held.layout, before, whole_numbers(n, len(before)))
         held.transient = None
-        phases.note_trim(held)
+        phases.note_trim(held, before)
         if held.evictor is not None:
             held.evictor.forget()
 
@@ -195,7 +170,7 @@ class KVCache(Holder):
         held = self._held
         held.rows, held.announced = (Row(),), (0,)
         held.layout, held.following = planned(held.layout), None
-        held.short_writes, held.longest, held.since_trim = 0, 0, 0
+        held.steps, held.short_writes, held.longest, held.trimmed_at = 0, 0, 0, ()
         held.packed, held.transient, held.lengths = False, None, None
         if held.evictor is not None:
             held.evictor.reset()

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from mlx_kv.cache.contents import Contents
 from mlx_kv.cache.growth import round_up
-from mlx_kv.cache.layout import NO_LIMIT, Layout
+from mlx_kv.cache.layout import NO_LIMIT, Layout, Row
 
 # Changing the room copies what is live once, about as much as attention reads in two or three steps of decoding. After
 # so many, this is little even where writes change all the time.
@@ -34,31 +34,42 @@ def note_write(held: Contents, new: int) -> None:
     """Looks at a write that was made, in the layout that `layout_for` says."""
     if held.layout.room == NO_LIMIT:
         return
-    held.following = None
-    held.since_trim += new
-    _note(held, new)
+    held.following = None  # this write has found it
+    _note(held, new, writes=1)
 
 
-def note_trim(held: Contents) -> None:
-    """Looks at a trim, of whatever number of tokens: it might have been all since the last one."""
-    held.following = None
-    _note(held, held.since_trim)
-    held.since_trim = 0
+def note_trim(held: Contents, rows: tuple[Row, ...]) -> None:
+    """Looks at a trim, of whatever number of tokens: it might have been all that were written since the last one.
 
-
-def _note(held: Contents, tokens: int) -> None:
-    """Tokens that were written at once, or might have been taken back."""
-    layout = held.layout
-    if tokens * MUCH_LESS > layout.room and tokens > 1:
-        held.short_writes, held.longest = 0, 0
+    Args:
+        rows: as they stood before it.
+    """
+    if held.layout.room == NO_LIMIT:
         return
-    held.short_writes += 1
+    before = held.trimmed_at if len(held.trimmed_at) == len(rows) else (0,) * len(rows)
+    _note(held, max(row.offset - offset for row, offset in zip(rows, before, strict=True)), writes=0)
+    held.last = None
+    held.trimmed_at = tuple([row.offset for row in held.rows])
+
+
+def _note(held: Contents, tokens: int, writes: int) -> None:
+    """So many tokens were written at once, or might have been taken back."""
+    layout = held.layout
+    if held.following is not None and tokens > held.following.room:
+        held.following = None
+    if tokens * MUCH_LESS > layout.room and tokens > 1:
+        held.steps, held.short_writes, held.longest, held.most_steps = 0, 0, 0, NO_LIMIT
+        return
+    if held.short_writes:  # the steps since the last look were short, too
+        held.short_writes += held.steps
+    held.short_writes += writes
     held.longest = max(held.longest, tokens)
-    if held.short_writes % PERIOD == 0:
+    if held.short_writes >= PERIOD:
         narrower = layout.with_room(min(layout.room, _room_for(held.longest, layout)))
-        held.longest = 0
-        if narrower != layout or held.capacity > round_up(layout.enough_slots):
-            held.following = narrower
+        held.short_writes, held.longest = 0, 0
+        if narrower is not layout or held.capacity > round_up(layout.enough_slots):
+            held.following, held.last = narrower, None
+    held.steps, held.most_steps = 0, PERIOD - 1 - held.short_writes
 
 
 def _room_for(tokens: int, layout: Layout) -> int:

@@ -176,4 +176,4 @@ def announce_padding(held: Contents, lengths: Sequence[int] | None, left_padding
             raise ValueError("left padding can only come first, but this cache holds tokens: give lengths instead")
         held.rows = tuple([row._replace(offset=row.offset - n) for row, n in zip(held.rows, left_padding, strict=True)])
     if lengths is not None:
-        held.lengths = tuple(lengths)
+        held.lengths, held.last = tuple(lengths), None

@@ -41,6 +41,13 @@ Ranges = tuple[tuple[int, int], ...]
 NO_LIMIT = 1 << 62
 
 
+Index = tuple[slice, slice, slice]
+
+
+def _slots(first: int, count: int) -> Index:
+    return slice(None), slice(None), slice(first, first + count)
+
+
 class Plan:
     """One update in integers. The mask, the write and the read are all made from it, so they cannot disagree.
 
@@ -58,12 +65,18 @@ class Plan:
         ranges: the slots [first, last) that attention reads, one range after the other, unless the plan is transient.
         uniform: whether all rows stand alike, so that one slice write does it and one mask row serves all.
         ordered: whether slots are in the order of positions: nothing wraps, before or with this update.
+        steady: whether the update is all that is due: no padding, no compaction, nothing transient.
+        bounded: whether the room for writes is limited.
+        written, read: the slots of the new tokens, and of what attention reads, as an index of (B, H, C, D) each; None
+            where they are not one range.
         transient: whether the write would overwrite what its own first query needs. Attention then reads the live
             tokens in order and after them the new ones, and the ring keeps the last of both.
     """
 
     __slots__ = (
         "_after",
+        "_next",
+        "bounded",
         "counts",
         "held",
         "layout",
@@ -72,14 +85,18 @@ class Plan:
         "ordered",
         "padded",
         "ranges",
+        "read",
         "rows",
+        "steady",
         "transient",
         "uniform",
+        "written",
     )
 
     def __init__(self, layout: Layout, rows: tuple[Row, ...], new: int, counts: tuple[int, ...] | None = None) -> None:
         self.layout, self.rows, self.new = layout, rows, new
         self._after: tuple[Row, ...] | None = None
+        self._next: Plan | None = None
         self.padded = counts is not None or min([row.offset for row in rows]) < 0
         self.counts = (new,) * len(rows) if counts is None else counts
         self.held = rows[0].end if len(rows) == 1 else max([row.end for row in rows])
@@ -95,6 +112,15 @@ class Plan:
         self.ranges = (
             layout.ranges(rows[0], new) if self.uniform and not self.transient else ((0, self._bucket(self.needed)),)
         )
+
+        self.bounded = layout.room != NO_LIMIT
+        self.steady = not (self.padded or self.transient or any(layout.compacted_if_due(r) is not r for r in rows))
+        self.written: Index | None = None
+        self.read: Index | None = None
+        if self.uniform and self.steady and len(self.ranges) == 1:
+            if new == 1 or len(list(layout.pieces(rows[0], new))) == 1:
+                self.written = _slots(layout.slot(rows[0], rows[0].offset), new)
+            self.read = _slots(self.ranges[0][0], count_slots(self.ranges))
 
     def _bucket(self, end: int) -> int:
         """Where reading ends when there is a mask anyway: a few slots later, so that devices see fewer shapes.
@@ -121,6 +147,13 @@ class Plan:
                 ]
             )
         return self._after
+
+    @property
+    def next(self) -> Plan:
+        """The plan of the same update once more. Layers with the same plan get the same."""
+        if self._next is None:
+            self._next = plan_of(self.layout, self.after, self.new)
+        return self._next
 
     @property
     def distinct(self) -> tuple[Row, ...]:

@@ -122,9 +122,9 @@ class Ring(WrittenOver):
 
     def ranges(self, row: Row, new: int) -> Ranges:
         """One range wherever that is cheaper: the mask goes by positions, whatever their order."""
-        end = row.offset + new
-        everything = ((0, min(end, self.most_slots)),)
-        if end <= self.window or self.front(row, new) <= self.sinks:
+        end, most = row.offset + new, self.most_slots
+        everything = ((0, min(end, most)),)
+        if end <= self.window or most == self.window or self.front(row, new) <= self.sinks:
             return everything
         ranges = self._in_order(row, new)
         if self.sinks:  # they lie before slot `sinks`, where the second range begins if there is one
