@@ -82,9 +82,9 @@ def make_mask(
     narrower = window if window is not None and (kept is None or window < kept) else None
     sees_all = not (plan.padded or plan.transient) and (positions is None or narrower is None)
     if sees_all:  # so far: every key that is read is seen by the last query. Where there are more, they are in order
-        read, new = count_slots(plan.ranges), plan.new
+        read, count = count_slots(plan.ranges), plan.new
         sees_all = (narrower is None or read <= narrower) and all(
-            row.start <= 0 and read <= min(row.end + new, count_seen(layout, row.offset + new - 1))
+            row.start <= 0 and read <= min(row.end + count, count_seen(layout, row.offset + count - 1))
             for row in plan.distinct
         )
     if sees_all and plan.new == 1:

@@ -18,7 +18,7 @@ from test_rings import chunked, rings
 
 from mlx_kv import ChunkedKVCache, CompressedKVCache, KVCache, RingKVCache, compact
 from mlx_kv.cache import phases, rows, steady, update
-from mlx_kv.cache.layout import Chunks, Ring, Row, base, moves_between, plan_of, reshaped
+from mlx_kv.cache.layout import Chunks, Ring, Row, moves_between, plan_of, reshaped
 
 SETTLED = phases.PERIOD + 1  # steps of decoding after which the room is that of decoding
 fractions = st.floats(0, 1)
@@ -298,7 +298,7 @@ def stays_as_it_is(held: Any, new: int) -> Any:  # for the mask alone: the updat
     return held.layout
 
 
-genuine_moves = base.moves_between
+genuine_moves = moves_between
 PLANTED: dict[str, tuple[list[Any], str, Any, Spec]] = {
     "a slot off": ([update, rows], "moves_between", moves_one_too_low, Spec(ring=6, max_write=6)),
     "sinks stay behind": ([update, rows], "moves_between", forgets_the_sinks, Spec(ring=6, max_write=6, sinks=2)),

@@ -14,24 +14,12 @@ Chunks: the same ring for models whose tokens see their own chunk of the text; a
 from __future__ import annotations
 
 from mlx_kv.cache.layout.append import Append
-from mlx_kv.cache.layout.base import (
-    NO_LIMIT,
-    Layout,
-    Plan,
-    Ranges,
-    Row,
-    count_seen,
-    count_slots,
-    moves_between,
-    plan_of,
-    planned,
-    reshaped,
-    trim_rows,
-    trimmed,
-)
+from mlx_kv.cache.layout.base import NO_LIMIT, Layout, Ranges, Row, count_seen, count_slots, trim_rows, trimmed
 from mlx_kv.cache.layout.budget import Budget
 from mlx_kv.cache.layout.chunks import Chunks
+from mlx_kv.cache.layout.plan import Plan, plan_of
 from mlx_kv.cache.layout.ring import Ring
+from mlx_kv.cache.layout.room import moves_between, planned, reshaped
 
 __all__ = [
     "NO_LIMIT",

@@ -1,4 +1,4 @@
-"""What every layout has in common: rows, the plan of an update, what is asked of a layout, and trims.
+"""What every layout has in common: rows, what is asked of a layout, and trims.
 
 Decides nothing about slots itself. Integers only.
 """
@@ -6,11 +6,7 @@ Decides nothing about slots itself. Integers only.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
-from functools import lru_cache
-from typing import Any, NamedTuple, Protocol, TypeVar
-
-L = TypeVar("L")
+from typing import NamedTuple, Protocol
 
 
 class Row(NamedTuple):
@@ -39,145 +35,6 @@ Ranges = tuple[tuple[int, int], ...]
 
 
 NO_LIMIT = 1 << 62
-
-
-Index = tuple[slice, slice, slice]
-
-
-def _slots(first: int, count: int) -> Index:
-    return slice(None), slice(None), slice(first, first + count)
-
-
-class Plan:
-    """One update in integers. The mask, the write and the read are all made from it, so they cannot disagree.
-
-    Every layer asks for one for every token, so what is asked more than once is worked out once: `plan_of` gives
-    layers that stand alike the same.
-
-    Attributes:
-        layout: which slot holds which position.
-        rows: where each row stands before the update.
-        new: the number of new tokens of every row (S).
-        counts: how many of them are tokens of the row; padding follows. Positions below 0 are padding, too.
-        padded: whether any row has padding, which is never stored, nor seen by a token.
-        held: one past the last slot of the longest row before the update, as if nothing ever wrapped.
-        needed: slots that must exist: [0, needed).
-        ranges: the slots [first, last) that attention reads, one range after the other, unless the plan is transient.
-        uniform: whether all rows stand alike, so that one slice write does it and one mask row serves all.
-        ordered: whether slots are in the order of positions: nothing wraps, before or with this update.
-        steady: whether the update is all that is due: no padding, no compaction, nothing transient.
-        bounded: whether the room for writes is limited.
-        written, read: the slots of the new tokens, and of what attention reads, as an index of (B, H, C, D) each; None
-            where they are not one range.
-        transient: whether the write would overwrite what its own first query needs. Attention then reads the live
-            tokens in order and after them the new ones, and the ring keeps the last of both.
-    """
-
-    __slots__ = (
-        "_after",
-        "_next",
-        "bounded",
-        "counts",
-        "held",
-        "layout",
-        "needed",
-        "new",
-        "ordered",
-        "padded",
-        "ranges",
-        "read",
-        "rows",
-        "steady",
-        "transient",
-        "uniform",
-        "written",
-    )
-
-    def __init__(self, layout: Layout, rows: tuple[Row, ...], new: int, counts: tuple[int, ...] | None = None) -> None:
-        self.layout, self.rows, self.new = layout, rows, new
-        self._after: tuple[Row, ...] | None = None
-        self._next: Plan | None = None
-        self.padded = counts is not None or min([row.offset for row in rows]) < 0
-        self.counts = (new,) * len(rows) if counts is None else counts
-        self.held = rows[0].end if len(rows) == 1 else max([row.end for row in rows])
-        self.uniform = not self.padded and (
-            len(rows) == 1 or len({(row.start, row.offset, row.front) for row in rows}) == 1
-        )
-        end = self.held + new
-        if self.padded:
-            end = max([0, *(row.end + count for row, count in zip(rows, self.counts, strict=True))])
-        self.ordered = end <= layout.most_slots
-        self.needed = end if self.ordered else layout.most_slots
-        self.transient = not self.ordered and new > layout.room
-        self.ranges = (
-            layout.ranges(rows[0], new) if self.uniform and not self.transient else ((0, self._bucket(self.needed)),)
-        )
-
-        self.bounded = layout.room != NO_LIMIT
-        self.steady = not (self.padded or self.transient or any(layout.compacted_if_due(r) is not r for r in rows))
-        self.written: Index | None = None
-        self.read: Index | None = None
-        if self.uniform and self.steady and len(self.ranges) == 1:
-            if new == 1 or len(list(layout.pieces(rows[0], new))) == 1:
-                self.written = _slots(layout.slot(rows[0], rows[0].offset), new)
-            self.read = _slots(self.ranges[0][0], count_slots(self.ranges))
-
-    def _bucket(self, end: int) -> int:
-        """Where reading ends when there is a mask anyway: a few slots later, so that devices see fewer shapes.
-
-        At most 1/16 more slots, at least to a multiple of 16, and never into slots that do not exist.
-        """
-        end = max(end, 1)  # a batch may begin with nothing but padding, which must see something
-        step = min(256, 1 << max(4, end.bit_length() - 5))
-        return min(-(-end // step) * step, self.layout.most_slots)
-
-    def is_padding(self, index: int, token: int) -> bool:
-        """Whether a new token of row `index` is none of its own."""
-        return token >= self.counts[index] or self.rows[index].offset + token < 0
-
-    @property
-    def after(self) -> tuple[Row, ...]:
-        """Where each row stands after the update."""
-        if self._after is None:
-            front = self.layout.front
-            self._after = tuple(
-                [
-                    Row(row.start, row.offset + new, max(row.high, row.offset + new), front(row, new))
-                    for row, new in zip(self.rows, self.counts, strict=True)
-                ]
-            )
-        return self._after
-
-    @property
-    def next(self) -> Plan:
-        """The plan of the same update once more. Layers with the same plan get the same."""
-        if self._next is None:
-            self._next = plan_of(self.layout, self.after, self.new)
-        return self._next
-
-    @property
-    def distinct(self) -> tuple[Row, ...]:
-        """The rows to work something out for: one where all stand alike."""
-        return self.rows[:1] if self.uniform else self.rows
-
-    def live(self) -> list[list[int]]:
-        """For a transient plan: the positions before the update that attention reads, in order, by distinct row.
-
-        All are as long as the longest; shorter ones begin with -1, which is no position.
-        """
-        sinks = self.layout.sinks
-        seen = [
-            [*range(min(sinks, row.offset)), *range(max(sinks, self.layout.front(row, new)), row.offset)]
-            for row, new in zip(self.distinct, self.counts, strict=False)
-        ]
-        longest = max(map(len, seen))
-        return [[-1] * (longest - len(positions)) + positions for positions in seen]
-
-
-@lru_cache(maxsize=8)
-def plan_of(layout: Layout, rows: tuple[Row, ...], new: int, counts: tuple[int, ...] | None = None) -> Plan:
-    """The plan of an update. The layers of a model ask for the same one after the other; it is made once."""
-    return Plan(layout, rows, new, counts)
 
 
 class Layout(Protocol):
@@ -273,44 +130,6 @@ class Layout(Protocol):
         ...
 
 
-def check_room(room: int, max_write: int, max_rollback: int = 0) -> int:
-    """The room for writes that was told, or max_write where none was.
-
-    Raises:
-        ValueError: more than is planned for, or less than what can be taken back in any case.
-    """
-    if max_rollback < 0 or max_rollback > max_write:
-        raise ValueError(f"max_rollback is {max_rollback}: give a number of tokens from 0 to max_write={max_write}")
-    if room and not max(1, max_rollback) <= room <= max_write:
-        raise ValueError(
-            f"there is room for writes of {room}, but {max_write} are planned for, {max_rollback} at least"
-        )
-    return room or max_write
-
-
-@lru_cache(maxsize=64)
-def _with_room(layout: Any, room: int) -> Any:
-    return replace(layout, room=room)
-
-
-def with_room(layout: L, room: int) -> L:
-    """The same layout with another room; layers that ask for the same get the same object."""
-    made: L = _with_room(layout, room)
-    return made
-
-
-def room_parameters(layout: Layout) -> tuple[int, ...]:
-    """What of the `parameters` is about room: nothing where a layout is as it was made without any of it."""
-    if not layout.max_rollback and layout.room == layout.max_write:
-        return ()
-    return layout.max_rollback, layout.room
-
-
-def planned(layout: Layout) -> Layout:
-    """The layout with all the room that it ever has, as it was made."""
-    return layout.with_room(layout.max_write)
-
-
 def count_slots(ranges: Ranges) -> int:
     return sum([last - first for first, last in ranges])
 
@@ -343,31 +162,3 @@ def trimmed(layout: Layout, row: Row, count: int) -> Row:
     """A row without its last `count` tokens."""
     offset = row.offset - count
     return Row(row.start, offset, row.high, min(row.front, layout.first_seen(offset)))
-
-
-@lru_cache(maxsize=8)
-def reshaped(old: Layout, new: Layout, rows: tuple[Row, ...]) -> tuple[Row, ...]:
-    """Rows of one layout where they stand in the same with another room, once their tokens have moved there.
-
-    The lowest position that no write has gone over stays the same, as long as there is a slot for it: what can be taken
-    back is what it was, or what the new room allows.
-    """
-    more = new.room - old.room
-    if new.most_slots == NO_LIMIT:
-        return rows
-    return tuple([row._replace(high=max(row.offset, row.high + more)) for row in rows])
-
-
-def moves_between(old: Layout, new: Layout, row: Row) -> list[tuple[int, int, int]]:
-    """Which slots of a row are which between two rooms: (slot, new slot, slots) of each contiguous piece."""
-    sinks, fewer = old.sinks, min(old.most_slots, new.most_slots)
-    if row.end <= fewer:
-        return [(0, 0, row.end)] if row.end > 0 else []
-    moves = [(0, 0, sinks)] if sinks else []
-    position = max(sinks, row.offset - fewer + sinks)
-    while position < row.offset:
-        source, target = old.slot(row, position), new.slot(row, position)
-        count = min(row.offset - position, old.most_slots - source, new.most_slots - target)
-        moves.append((source, target, count))
-        position += count
-    return moves
