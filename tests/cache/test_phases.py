@@ -37,7 +37,7 @@ budgets = st.builds(
     value_dim=st.just(32),
 )
 operations = st.one_of(
-    st.tuples(st.just("updates"), st.tuples(st.integers(1, 3), st.integers(1, 12))),  # of so many tokens, so often
+    st.tuples(st.just("updates"), st.tuples(st.integers(1, 3), st.integers(1, 8))),  # of so many tokens, so often
     st.tuples(st.just("update"), st.integers(1, 30)),
     st.tuples(st.just("trim_few"), st.tuples(*[st.integers(0, 8)] * 3)),
     st.tuples(st.just("trim"), fractions),
@@ -61,14 +61,14 @@ def spelled_out(steps: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
     ]
 
 
-@given(rings | chunked | budgets, st.lists(operations, min_size=3, max_size=12), st.integers(1, 6), st.integers(0, 999))
+@given(rings | chunked | budgets, st.lists(operations, min_size=3, max_size=8), st.integers(1, 6), st.integers(0, 999))
 def test_any_history_through_changing_phases(spec: Spec, steps: list[tuple[str, Any]], often: int, seed: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(phases, "PERIOD", often)
         run(spec, [("update", 5), *spelled_out(steps), ("update", 3), *[("update", 1)] * 4], seed)
 
 
-@given(rings | chunked | budgets, st.lists(operations, min_size=3, max_size=12), st.integers(0, 999))
+@given(rings | chunked | budgets, st.lists(operations, min_size=3, max_size=8), st.integers(0, 999))
 def test_the_short_way_comes_to_the_same_as_the_whole(spec: Spec, steps: list[tuple[str, Any]], seed: int) -> None:
     states = []
     for short in (True, False):
