@@ -26,7 +26,7 @@ def layout_for(held: Contents, new: int) -> Layout:
     """The layout that a write of `new` tokens finds."""
     layout, following = held.layout, held.following
     if new > layout.room:
-        return layout.with_room(_room_for(new, layout)) if new <= layout.max_write else layout
+        return layout if layout.room == layout.max_write else layout.with_room(_room_for(new, layout))
     return layout if following is None or new > following.room else following
 
 

@@ -79,12 +79,13 @@ def step(held: Contents, keys: mx.array, values: mx.array) -> Fetched | None:
         if held.steps >= held.most_steps:
             return None  # it is time for a look at what writes want
         held.steps += 1
-    held.rows, held.ranges, held.last, held.transient = plan.after, plan.ranges, plan, None
     written, read = plan.written, plan.read
     if not plain or written is None or read is None:
         buffers[0].write(keys, plan)
         buffers[1].write(values, plan)
+        held.rows, held.ranges, held.last, held.transient = plan.after, plan.ranges, plan, None
         return fetched(held, buffers)
+    held.rows, held.ranges, held.last, held.transient = plan.after, plan.ranges, plan, None
     of_keys, of_values = buffers[0].planes[0], buffers[1].planes[0]
     of_keys[written] = keys
     of_values[written] = values
