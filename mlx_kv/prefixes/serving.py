@@ -11,7 +11,7 @@ from typing import Any
 
 from mlx_kv.cache.codecs import are_plain, in_words
 from mlx_kv.cache.kv_cache import KVCache
-from mlx_kv.cache.layout import NO_LIMIT, Row
+from mlx_kv.cache.layout import NO_LIMIT, Row, planned
 from mlx_kv.mlxlm.traverse import is_ours, leaves
 
 
@@ -42,7 +42,7 @@ def kept_how(caches: Sequence[Any]) -> str:
 
 
 def _how(cache: KVCache) -> str:
-    keeps, view = [" ".join(map(str, cache.layout.parameters))], cache.view
+    keeps, view = [" ".join(map(str, planned(cache.layout).parameters))], cache.view
     if not are_plain(view.codecs):
         keeps.append(f"{in_words(view.codecs)} from {view.quantized_start}")
     if cache.evictor is not None:
