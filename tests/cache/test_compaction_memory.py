@@ -62,3 +62,42 @@ def test_tokens_that_are_scored_all_at_once_take_more(monkeypatch: pytest.Monkey
 def test_slots_that_are_moved_all_at_once_take_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(buffers, "MOVED_BYTES", 2**30)
     assert extra(filled(2 * BUDGET, score="key_norm")) > MOST
+
+
+@pytest.mark.parametrize("share", ["layers", "layer", "head"])
+@pytest.mark.parametrize("keep_recent", [3, 40])  # the recent block slides past itself, or over its own slots
+def test_slots_that_are_moved_one_by_one_end_where_they_do_all_at_once(
+    share: Any, keep_recent: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def compacted(moved: int) -> list[list[mx.array]]:
+        monkeypatch.setattr(buffers, "MOVED_BYTES", moved)
+        policy = CachePolicy(budget=50, margin=90, keep_recent=keep_recent, score="random", share=share)
+        group = LayerGroup()
+        caches = [policy.make_cache(layer_group=group, layer=layer) for layer in range(2)]
+        for tokens in (52, 9, 30):
+            for layer, cache in enumerate(caches):
+                x = mx.random.normal((3, 2, tokens, 32), key=mx.random.key(100 * layer + tokens))
+                cache.update_and_fetch(x, x + 1)
+            compact(caches)
+        return [[cache.keys[:, :, :50], cache.values[:, :, :50], cache.positions] for cache in caches]
+
+    for layer, other in zip(compacted(2**30), compacted(1), strict=True):
+        for one, same in zip(layer, other, strict=True):
+            assert mx.array_equal(one, same).item()
+
+
+@pytest.mark.parametrize("score", ["key_diff", "key_norm", "key_value", "lag_kv", "value_norm"])
+@pytest.mark.parametrize("bits", [None, 8])
+def test_tokens_that_are_scored_in_blocks_score_as_they_do_all_at_once(
+    score: str, bits: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = CachePolicy(budget=500, margin=600, score=score, bits=bits, share="head")
+    cache = policy.make_cache()
+    for _ in range(2):
+        cache.update_and_fetch(*(mx.random.normal((2, 3, 333, 64)) for _ in range(2)))
+    scores = []
+    for size in (1, 2**30):
+        monkeypatch.setitem(blocks.BLOCK_BYTES, mx.DeviceType.cpu, size)
+        assert cache.evictor is not None
+        scores.append(cache.evictor.live_scores(1))
+    assert mx.allclose(*scores, rtol=1e-5, atol=1e-6).item()
