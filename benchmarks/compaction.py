@@ -12,10 +12,15 @@ way, or with one index for all heads, the fastest that MLX has; both are measure
 moves survivors from behind the cut into the holes before it, and slides the recent block: at most as many slots as are
 evicted, and 64. It evaluates what it read before it writes, or MLX would copy the whole buffer.
 
-Peak memory is what a compaction takes beyond the caches, bytes are counted from shapes, read and written once each.
+Peak memory is what a compaction takes beyond the caches, bytes are counted from shapes, read and written once each. It
+is also measured where a cache is small beside one of its layers: 12 layers, 4,160 tokens cut to 4,096, for the first
+time and again, by scores that see all tokens or the new ones, whoever decides, plain and in 8 bits.
+
 Then decode: tokens per second of the reference model after 16,384 tokens, all kept against a budget of 1,024. Attention
-reads 18 times the bytes; what is left are the weights. Ratios are textbook / ours and budget / full: more than 1, ours
-is faster. One JSON line last.
+reads 18 times the bytes; what is left are the weights. And what a budget costs: one of 512 against a plain cache that
+holds 512 tokens and is taken back to them after every 64, which is when the budget compacts: the whole model, and the
+attention step of one layer alone. Both read 512 to 576 tokens. Ratios are textbook / ours and budget / full or plain:
+more than 1, ours is faster. One JSON line last.
 """
 
 from __future__ import annotations
@@ -24,6 +29,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 # Ours first: importing the package loads a tuned BLAS ahead of MLX.
@@ -39,6 +45,15 @@ from mlx_lm.generate import generate_step
 LAYERS, HEADS, DIM = 36, 8, 128
 LONG, BUDGET, MARGIN, SINKS, RECENT = 8_192, 4_096, 64, 4, 64
 CONTEXT, DECODE_BUDGET, DECODED = 16_384, 1_024, 128
+FEW_LAYERS, SMALL_BUDGET, STEPS = 12, 512, 64
+PEAKS: dict[str, dict[str, Any]] = {
+    "key_norm": {"score": "key_norm"},
+    "key_diff": {"score": "key_diff"},
+    "key_diff, each layer": {"score": "key_diff", "share": "layer"},
+    "key_norm, each head": {"score": "key_norm", "share": "head"},
+    "key_norm, 8 bits": {"score": "key_norm", "bits": 8},
+    "key_diff, 8 bits": {"score": "key_diff", "bits": 8},
+}
 SLOT = 2 * HEADS * DIM * 2  # bytes, keys and values
 POLICY = CachePolicy(budget=BUDGET, margin=MARGIN, sinks=SINKS, keep_recent=RECENT, score="key_norm", max_write=LONG)
 
@@ -97,9 +112,9 @@ def one_index(x: mx.array, index: mx.array) -> mx.array:
     return x[:, :, index]
 
 
-def caches() -> list[KVCache]:
+def caches(policy: CachePolicy = POLICY, layers: int = LAYERS) -> list[KVCache]:
     layer_group = LayerGroup()
-    return [POLICY.make_cache(layer_group=layer_group, layer=layer) for layer in range(LAYERS)]
+    return [policy.make_cache(layer_group=layer_group, layer=layer) for layer in range(layers)]
 
 
 def fill(held: list[KVCache], layers: Sequence[Sequence[mx.array]]) -> None:
@@ -120,9 +135,9 @@ def evictions(held: list[KVCache]) -> dict[str, float]:
     return got | {"moved": held[0].evictor.moved - before, "least": sum(position in kept for position in old)}
 
 
-def measure(rounds: int) -> dict[str, dict[str, dict[str, float]]]:
+def measure(rounds: int) -> tuple[dict[str, dict[str, dict[str, float]]], dict[str, float]]:
     long, more = tokens(LONG, 0), tokens(MARGIN + 1, 1)
-    results = {}
+    results, shares = {}, peaks(long, more)
 
     def one_shot() -> dict[str, float]:
         held = caches()
@@ -158,7 +173,72 @@ def measure(rounds: int) -> dict[str, dict[str, dict[str, float]]]:
                 f"  {side:<20} {got['seconds'] * 1e3:9.1f} ms  {got['peak'] / 1e6:8.1f} MB more at the peak",
                 file=sys.stderr,
             )
-    return results
+    return results, shares
+
+
+def peaks(long: list[Pair], more: list[Pair]) -> dict[str, float]:
+    """What a compaction of few layers takes at the peak, of what is live: the first, or a later one that takes more."""
+    shares = {}
+    for name, settings in PEAKS.items():
+        held, most = caches(replace(POLICY, **settings), FEW_LAYERS), 0.0
+        fill(held, [(k[:, :, : BUDGET - 1], v[:, :, : BUDGET - 1]) for k, v in long[:FEW_LAYERS]])
+        for _ in range(2):
+            fill(held, more[:FEW_LAYERS])
+            live = sum(cache.nbytes_live for cache in held)
+            most = max(most, measured(lambda held=held: compact(held))["peak"] / live)
+        shares[name] = most
+        print(f"{FEW_LAYERS} layers, {name:<22} {most:6.2%} of the cache more at the peak", file=sys.stderr)
+    return shares
+
+
+def measure_small(rounds: int) -> dict[str, float]:
+    """Plain / budget, seconds of a step: of the whole reference model, and of one layer's update and attention."""
+    model, _ = load(model_path("reference"))
+    prompt = mx.random.randint(1, 4096, (1, 2 * SMALL_BUDGET), key=mx.random.key(0))
+    policies = {"plain": CachePolicy(), "budget": CachePolicy(budget=SMALL_BUDGET, margin=STEPS)}
+    models = {name: make_prompt_cache(model, policy) for name, policy in policies.items()}
+    layers = {name: caches(policy, 1) for name, policy in policies.items()}
+    q, k, v = (mx.random.normal((1, HEADS, 2 * SMALL_BUDGET, DIM)).astype(mx.float16) for _ in range(3))
+
+    def attend(cache: KVCache, first: int, last: int) -> None:
+        mask = cache.make_mask(last - first)
+        keys, values = cache.update_and_fetch(k[:, :, first:last], v[:, :, first:last])
+        mx.eval(mx.fast.scaled_dot_product_attention(q[:, :, first:last], keys, values, scale=1.0, mask=mask))
+
+    def read(name: str, tokens: int) -> None:
+        for first in range(0, tokens, SMALL_BUDGET):
+            model(prompt[:, first : first + SMALL_BUDGET], cache=models[name])
+            mx.eval([cache.state for cache in models[name]])
+            attend(layers[name][0], first, first + SMALL_BUDGET)
+
+    def once(held: list[KVCache], step: Callable[[int], None]) -> dict[str, float]:
+        if held[0].size() > SMALL_BUDGET and held[0].evictor is None:
+            for cache in held:
+                cache.trim(cache.size() - SMALL_BUDGET)
+        started = time.perf_counter()
+        for number in range(STEPS):
+            step(number)
+        return {"seconds": (time.perf_counter() - started) / STEPS}
+
+    def whole(name: str) -> dict[str, float]:
+        return once(models[name], lambda i: mx.eval(model(prompt[:, i : i + 1], cache=models[name])))
+
+    def attention(name: str) -> dict[str, float]:
+        return once(layers[name], lambda i: attend(layers[name][0], i, i + 1))
+
+    read("plain", SMALL_BUDGET)
+    read("budget", 2 * SMALL_BUDGET)
+    ratios = {}
+    for what, run in (("model", whole), ("attention", attention)):
+        runs = take_turns(8 * rounds, {name: lambda name=name, run=run: run(name) for name in policies})
+        got = {name: medians(each)["seconds"] for name, each in runs.items()}
+        ratios[what] = got["plain"] / got["budget"]
+        print(
+            f"a step at {SMALL_BUDGET} tokens, {what:<9} plain {got['plain'] * 1e3:7.3f} ms, budget "
+            f"{got['budget'] * 1e3:7.3f} ms: {ratios[what]:.3f}",
+            file=sys.stderr,
+        )
+    return ratios
 
 
 def measure_decode(rounds: int) -> dict[str, float]:
@@ -184,7 +264,12 @@ def measure_decode(rounds: int) -> dict[str, float]:
     return speeds
 
 
-def summary(results: dict[str, dict[str, dict[str, float]]], speeds: dict[str, float]) -> dict[str, Any]:
+def summary(
+    results: dict[str, dict[str, dict[str, float]]],
+    shares: dict[str, float],
+    small: dict[str, float],
+    speeds: dict[str, float],
+) -> dict[str, Any]:
     line: dict[str, Any] = {"benchmark": "compaction", "device": str(mx.default_device())}
     held = {"one shot": LONG, "steady state": BUDGET + MARGIN + 1}
     for case, result in results.items():
@@ -199,6 +284,10 @@ def summary(results: dict[str, dict[str, dict[str, float]]], speeds: dict[str, f
         line[f"{name}_mb_moved"] = round(2 * ours["moved"] * SLOT * LAYERS / 1e6, 2)
         line[f"{name}_mb_moved_least"] = round(2 * ours["least"] * SLOT * LAYERS / 1e6, 2)
         line[f"{name}_mb_moved_textbook"] = round(2 * BUDGET * SLOT * LAYERS / 1e6, 2)
+    for name, share in shares.items():
+        line[f"extra_peak_of_12_layers_{name.replace(', ', '_').replace(' ', '_')}"] = round(share, 4)
+    for name, ratio in small.items():
+        line[f"budget_of_512_over_plain_{name}"] = round(ratio, 3)
     line["decode_tokens_per_second_full"] = round(speeds["full"], 1)
     line["decode_tokens_per_second_budget"] = round(speeds["budget"], 1)
     line["decode_ratio"] = round(speeds["budget"] / speeds["full"], 2)
@@ -207,7 +296,7 @@ def summary(results: dict[str, dict[str, dict[str, float]]], speeds: dict[str, f
 
 def main() -> None:
     rounds = rounds_from_command_line(__doc__)
-    print(json.dumps(summary(measure(rounds), measure_decode(rounds))))
+    print(json.dumps(summary(*measure(rounds), measure_small(rounds), measure_decode(rounds))))
 
 
 if __name__ == "__main__":

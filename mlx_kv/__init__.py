@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         RingKVCache,
         RotatingKVCache,
     )
-    from mlx_kv.cache.growth import FixedStep, Geometric, Growth
+    from mlx_kv.cache.growth import FixedStep, Geometric, Growth, Tapered
     from mlx_kv.cache.kv_cache import KVCache
     from mlx_kv.cache.protocol import Cache
     from mlx_kv.files.serialization import load_prompt_cache, save_prompt_cache
@@ -73,6 +73,7 @@ _HOMES = {
     "PromptStore": "prefixes.store",
     "ScoredTokens": "cache.eviction.scores.tokens",
     "SpeculationStatistics": "generation.speculation.statistics",
+    "Tapered": "cache.growth",
     "TemperatureSampler": "generation.sampling",
     "batch_generate": "generation.batch",
     "bundled_models": "bundled",
@@ -117,6 +118,7 @@ __all__ = [
     "RotatingKVCache",
     "ScoredTokens",
     "SpeculationStatistics",
+    "Tapered",
     "TemperatureSampler",
     "batch_generate",
     "bundled_models",

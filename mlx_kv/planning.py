@@ -17,7 +17,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import cache as stock
 
-from mlx_kv.cache.growth import Geometric
+from mlx_kv.cache.growth import DEFAULT
 from mlx_kv.cache.layout import NO_LIMIT
 from mlx_kv.mlxlm.convert import kind_and_window, make_prompt_cache
 from mlx_kv.mlxlm.traverse import leaves
@@ -127,7 +127,7 @@ class Planner:
         Raises:
             ValueError: the policy cannot store these head dims, or the model cannot read a token.
         """
-        policy = replace(policy, quantized_start=0, growth=Geometric())
+        policy = replace(policy, quantized_start=0, growth=DEFAULT)
         if policy not in self._layers:
             stored = _read_one_token(self.model, policy)
             own = leaves(stock.make_prompt_cache(self.model))

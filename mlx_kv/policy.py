@@ -15,7 +15,7 @@ from mlx_kv.cache.eviction.evictor import Evictor
 from mlx_kv.cache.eviction.granularity import Granularity
 from mlx_kv.cache.eviction.layer_group import LayerGroup
 from mlx_kv.cache.eviction.scores import Function
-from mlx_kv.cache.growth import Geometric, Growth
+from mlx_kv.cache.growth import DEFAULT, Growth
 from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.cache.layout import Append, Budget, Chunks, Layout, Ring
 
@@ -30,7 +30,7 @@ class CachePolicy:
     Args:
         bits: quantise keys and values to 2, 3, 4, 5, 6 or 8 bits; None keeps them as they are.
         group_size: elements that share a scale when quantised: 32, 64 or 128.
-        growth: how capacity grows, `Geometric()` or `FixedStep(256)` or a rule of your own.
+        growth: how capacity grows, `Tapered()`, `Geometric()`, `FixedStep(256)` or a rule of your own.
         reserve: tokens to make room for at once, so that nothing grows within them.
         quantized_start: quantise only once a sequence holds this many tokens.
         max_kv_size: full-attention layers keep the first 4 and the newest tokens, so many in all, as mlx-lm's option
@@ -51,7 +51,7 @@ class CachePolicy:
 
     bits: int | None = None
     group_size: int = 64
-    growth: Growth = Geometric()
+    growth: Growth = DEFAULT
     reserve: int = 0
     quantized_start: int = 0
     max_kv_size: int | None = None
@@ -71,7 +71,7 @@ class CachePolicy:
         if self.max_kv_size is not None:
             whole_number("max_kv_size", self.max_kv_size, least=1)
         if not callable(getattr(self.growth, "capacity", None)):
-            raise ValueError(f"growth is {self.growth!r}: give a rule such as Geometric() or FixedStep(256)")
+            raise ValueError(f"growth is {self.growth!r}: give a rule such as Tapered() or FixedStep(256)")
         if self.budget is None:
             whole_number("sinks", self.sinks)
             if unused := [name for name in self.changed() if name in FOR_BUDGETS]:

@@ -18,7 +18,7 @@ from kept import Kept
 from mlx_lm.models.base import scaled_dot_product_attention
 from outside import left_of, round_trip
 
-from mlx_kv import ChunkedKVCache, CompressedKVCache, FixedStep, Geometric, KVCache, RingKVCache
+from mlx_kv import ChunkedKVCache, CompressedKVCache, FixedStep, KVCache, RingKVCache, Tapered
 from mlx_kv.cache.layout import Row
 
 HEADS, QUERY_HEADS = 2, 4
@@ -187,7 +187,7 @@ class Spec:
             options = {"reserve": self.reserve, "packed_decode": self.packed_decode, "codec": self.codec}
             return ChunkedKVCache(self.chunk, self.max_write, self.bits, 32, **options)
         if self.ring is not None:
-            growth = FixedStep() if self.step_growth else Geometric()
+            growth = FixedStep() if self.step_growth else Tapered()
             return RingKVCache(
                 self.ring,
                 self.max_write,
@@ -202,7 +202,7 @@ class Spec:
         return KVCache(
             bits=self.bits,
             group_size=32,
-            growth=FixedStep() if self.step_growth else Geometric(),
+            growth=FixedStep() if self.step_growth else Tapered(),
             reserve=self.reserve,
             packed_decode=self.packed_decode,
             quantized_start=self.quantized_start,

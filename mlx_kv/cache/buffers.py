@@ -15,6 +15,8 @@ import mlx.core as mx
 from mlx_kv.cache.codecs import Codec, Planes, alike
 from mlx_kv.cache.layout import Plan, Ranges
 
+MOVED_BYTES = 2**20  # that are read before they are written to where they go
+
 Moves = list[tuple[int, int, int]]  # of a row: slot, new slot, slots of each contiguous piece
 # Rows, heads, head dim and dtype: what must agree for a tensor to fit into a buffer.
 Tensor = tuple[int, int, int, mx.Dtype]
@@ -100,11 +102,16 @@ class SlotBuffer:
         return sum(math.prod(plane.shape[1::2]) * plane.itemsize for plane in self.planes)
 
     def reserve(self, capacity: int, used: int) -> None:
-        """Moves the first `used` slots into planes of `capacity` slots: one allocation and one copy a plane."""
-        old = self.planes
-        self.planes = tuple(mx.zeros((*plane.shape[:2], capacity, plane.shape[3]), plane.dtype) for plane in old)
-        for plane, held in zip(self.planes, old, strict=True):
-            plane[:, :, :used] = held[:, :, :used]
+        """Moves the first `used` slots into planes of `capacity` slots: one allocation and one copy a plane.
+
+        It waits for each plane, so that no more than one of them is held twice.
+        """
+        for index in range(len(self.planes)):
+            old = self.planes[index]
+            new = mx.zeros((*old.shape[:2], capacity, old.shape[3]), old.dtype)
+            new[:, :, :used] = old[:, :, :used]
+            mx.eval(new)
+            self.planes = (*self.planes[:index], new, *self.planes[index + 1 :])
 
     def rearrange(self, moves: Sequence[Moves], capacity: int) -> None:
         """Moves slots into planes of `capacity` slots: one allocation and one copy a plane.
@@ -166,31 +173,6 @@ class SlotBuffer:
             for plane in self.planes
         )
 
-    def move(self, source: mx.array, target: mx.array) -> None:
-        """Copies slots source[b, h, i] to slots target[b, h, i], in place; two of the same target have the same source.
-
-        Args:
-            source, target: (B, 1 or H, m) of int32.
-        """
-        rows, heads, capacity = self.planes[0].shape[:3]
-        first = mx.arange(rows * heads, dtype=mx.int32).reshape(rows, heads, 1) * capacity
-        index = (source + first).reshape(-1)
-        planes, self.planes = list(self.planes), ()  # nobody else may hold a buffer that is written in place
-        for _ in range(len(planes)):
-            plane = planes.pop(0)
-            dtype = plane.dtype
-            # Moved in wider words than elements, a slot costs less: both kernels count elements.
-            words = _as_words(plane)
-            del plane
-            width = words.shape[3]
-            taken = words.reshape(-1, width)[index].reshape(rows, heads, -1, width)
-            mx.eval(taken)  # a pending read of the buffer would make the write below copy it whole
-            words = mx.put_along_axis(words, mx.broadcast_to(target[..., None], taken.shape), taken, axis=2)
-            mx.async_eval(words)  # type: ignore[no-untyped-call]  # before the next takes memory
-            planes.append(words.view(dtype))
-            del words
-        self.planes = tuple(planes)
-
     def selected(self, rows: Sequence[int], capacity: int) -> SlotBuffer:
         """A buffer of `capacity` slots with copies of some rows: nothing of this one is kept alive by it."""
         used = min(capacity, self.capacity)
@@ -242,6 +224,36 @@ class SlotBuffer:
 
 
 Buffers = tuple[SlotBuffer, SlotBuffer]  # of keys, of values
+
+
+def move_slots(buffers: Sequence[SlotBuffer], source: mx.array, target: mx.array) -> None:
+    """Copies slots source[b, h, i] of every buffer to slots target[b, h, i], in place.
+
+    They are moved some at a time: no source may be the target of a move before it, except of one onto itself. Two of
+    the same target have the same source.
+
+    Args:
+        source, target: (B, 1 or H, m) of int32.
+    """
+    rows, heads, capacity = buffers[0].planes[0].shape[:3]
+    first = mx.arange(rows * heads, dtype=mx.int32).reshape(rows, heads, 1) * capacity
+    index = source + first
+    dtypes = [[plane.dtype for plane in buffer.planes] for buffer in buffers]
+    # Moved in wider words than elements, a slot costs less: both kernels count elements.
+    words = [_as_words(plane) for buffer in buffers for plane in buffer.planes]
+    for buffer in buffers:
+        buffer.planes = ()  # nobody else may hold a buffer that is written in place
+    some = max(1, MOVED_BYTES // (rows * heads * sum(plane.shape[3] * plane.itemsize for plane in words)))
+    for i in range(0, index.shape[2], some):
+        which, to = index[:, :, i : i + some].reshape(-1), target[:, :, i : i + some, None]
+        taken = [plane.reshape(-1, plane.shape[3])[which].reshape(rows, heads, -1, plane.shape[3]) for plane in words]
+        mx.eval(taken)  # a pending read of the buffer would make the write below copy it whole
+        for number, new in enumerate(taken):
+            words[number] = mx.put_along_axis(words[number], mx.broadcast_to(to, new.shape), new, axis=2)
+        mx.async_eval(words)  # type: ignore[no-untyped-call]  # before the next takes memory
+        del taken, new
+    for buffer, of in zip(buffers, dtypes, strict=True):
+        buffer.planes = tuple([words.pop(0).view(dtype) for dtype in of])
 
 
 def check_codec(codec: Codec, x: mx.array) -> None:

@@ -14,7 +14,7 @@ import mlx.core as mx
 from mlx_kv.cache.buffers import Buffers
 from mlx_kv.cache.codecs import PLAIN, Codecs, Packing, packing_of
 from mlx_kv.cache.eviction.evictor import Evictor
-from mlx_kv.cache.growth import Geometric, Growth
+from mlx_kv.cache.growth import DEFAULT, Growth
 from mlx_kv.cache.layout import Append, Budget, Layout, Plan, Ranges, Row
 from mlx_kv.cache.view import CacheView
 
@@ -45,7 +45,7 @@ class Contents:
     codecs: Codecs = PLAIN
     layout: Layout = Append()
     evictor: Evictor | None = None
-    growth: Growth = Geometric()
+    growth: Growth = DEFAULT
     reserved: int = 0
     quantized_start: int = 0
     packed_decode: bool = True

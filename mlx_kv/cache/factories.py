@@ -12,7 +12,7 @@ from mlx_kv.cache.codecs import Choice
 from mlx_kv.cache.eviction.evictor import Evictor
 from mlx_kv.cache.eviction.granularity import Granularity
 from mlx_kv.cache.eviction.scores import Function
-from mlx_kv.cache.growth import Geometric, Growth
+from mlx_kv.cache.growth import DEFAULT, Growth
 from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.cache.layout import Budget, Chunks, Ring
 
@@ -28,7 +28,7 @@ def RingKVCache(  # noqa: N802, a choice of parts with the name of what it is
     sinks: int = 0,
     bits: int | None = None,
     group_size: int = 64,
-    growth: Growth = Geometric(),
+    growth: Growth = DEFAULT,
     reserve: int = 0,
     *,
     packed_decode: bool = True,
@@ -68,7 +68,7 @@ def ChunkedKVCache(  # noqa: N802, mlx-lm's name for it
     max_write: int = 512,
     bits: int | None = None,
     group_size: int = 64,
-    growth: Growth = Geometric(),
+    growth: Growth = DEFAULT,
     reserve: int = 0,
     *,
     packed_decode: bool = True,
@@ -102,7 +102,7 @@ def CompressedKVCache(  # noqa: N802, a choice of parts with the name of what it
     bits: int | None = None,
     group_size: int = 64,
     max_write: int = 512,
-    growth: Growth = Geometric(),
+    growth: Growth = DEFAULT,
     reserve: int = 0,
     *,
     packed_decode: bool = True,

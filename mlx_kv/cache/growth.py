@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 SLOT_MULTIPLE = 256
+DOUBLED_TO = 1024  # below, a few growths less are worth slack that nobody notices
 
 
 def round_up(slots: int, multiple: int = SLOT_MULTIPLE) -> int:
@@ -23,6 +24,32 @@ class Growth(Protocol):
     def capacity(self, needed: int, current: int) -> int:
         """The new capacity in slots, at least `needed`, when `current` no longer suffices."""
         ...
+
+
+@dataclass(frozen=True)
+class Tapered:
+    """Doubles up to 1,024 slots and takes half as many more from there on, but never more than `max_increment` at once.
+
+    Slack is at most half of what is held, and at most `max_increment` slots. Beyond that length copies are no longer
+    logarithmic in it, and need not be: a cache that grows by I slots copies each token once for every I tokens that
+    follow, while attention reads it for every one of them.
+
+    Args:
+        max_increment: most slots added in one growth, unless more are needed at once.
+
+    Raises:
+        ValueError: a limit below 256, the least that capacities differ by.
+    """
+
+    max_increment: int = 8192
+
+    def __post_init__(self) -> None:
+        if self.max_increment < SLOT_MULTIPLE:
+            raise ValueError(f"max_increment is {self.max_increment}: give a number of slots from {SLOT_MULTIPLE} up")
+
+    def capacity(self, needed: int, current: int) -> int:
+        increment = min(current, max(DOUBLED_TO // 2, current // 2), self.max_increment)
+        return max(round_up(needed), current + increment // SLOT_MULTIPLE * SLOT_MULTIPLE)
 
 
 @dataclass(frozen=True)
@@ -74,3 +101,6 @@ class FixedStep:
 
     def capacity(self, needed: int, current: int) -> int:
         return round_up(needed, self.step)
+
+
+DEFAULT: Growth = Tapered()

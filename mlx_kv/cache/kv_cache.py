@@ -22,7 +22,7 @@ from mlx_kv.cache.checks import whole_number, whole_numbers
 from mlx_kv.cache.codecs import Choice, are_plain, find_codecs
 from mlx_kv.cache.contents import Contents
 from mlx_kv.cache.eviction.evictor import Evictor
-from mlx_kv.cache.growth import Geometric, Growth
+from mlx_kv.cache.growth import DEFAULT, Growth
 from mlx_kv.cache.holder import Holder
 from mlx_kv.cache.layout import Append, Layout, Row, plan_of, planned, reshaped, trim_rows
 from mlx_kv.cache.mask import Mask, make_mask
@@ -55,7 +55,7 @@ class KVCache(Holder):
         self,
         bits: int | None = None,
         group_size: int = 64,
-        growth: Growth = Geometric(),
+        growth: Growth = DEFAULT,
         reserve: int = 0,
         *,
         quantized_start: int = 0,

@@ -15,7 +15,7 @@ from mlx_kv.cache.buffers import SlotBuffer
 from mlx_kv.cache.codecs import PLAIN, Affine, Codec, Codecs, Plain, Planes, find_codec, find_codecs
 from mlx_kv.cache.contents import Contents
 from mlx_kv.cache.eviction.evictor import Evictor
-from mlx_kv.cache.growth import Geometric, Growth
+from mlx_kv.cache.growth import DEFAULT, Growth
 from mlx_kv.cache.layout import Budget, Row, make_layout
 
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32, "float64": mx.float64}
@@ -81,7 +81,7 @@ def state_of(held: Contents) -> CacheState:
 
 def contents_of(
     state: tuple[Any, ...],
-    growth: Growth = Geometric(),
+    growth: Growth = DEFAULT,
     reserved: int = 0,
     announced: tuple[int, ...] | None = None,
     lengths: tuple[int, ...] | None = None,

@@ -6,11 +6,9 @@ made, nor how they line up (`evaluate_tables`).
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import json
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
@@ -23,9 +21,10 @@ from mlx_kv.cli.config import short_name
 from mlx_kv.cli.evaluate_tables import by_budget, by_layer, by_part, draw
 from mlx_kv.cli.options import model_option
 from mlx_kv.cli.output import check_plot
+from mlx_kv.cli.progress import Progress
 
 if TYPE_CHECKING:
-    from mlx_kv.evaluation.results import Measurement, Settings
+    from mlx_kv.evaluation.results import Measurement, Result, Settings
 
 EXAMPLES = """
 \b
@@ -38,6 +37,7 @@ Examples:
 """
 # The bundled reference model has read none of these: tools/reference_corpus.py held them out, by a hash of their paths.
 HELD_OUT = ("concurrent.futures.process", "multiprocessing.connection")
+BUNDLED = "recall model, and reference model for perplexity"
 ABOUT = """\
 A context is compressed before its questions are seen; mean ± standard deviation of the seeds. full cache: nothing is
 evicted. Nats per token: those of the full cache, and what others add to them, seed by seed. random and key_norm_high
@@ -82,42 +82,51 @@ def read_text(file: Path | None) -> str:
     return "\n".join(texts)
 
 
-@contextlib.contextmanager
-def progress_bar(total: int) -> Iterator[Callable[[str], None]]:
-    """To be called with a task's name at each measurement; shows a bar on a terminal only."""
-    if not sys.stderr.isatty():
-        yield lambda name: None
-        return
-    from tqdm import tqdm
+class Runs:
+    """What is to be measured, and what was: all tasks, each on the model that it is for.
 
-    with tqdm(total=total, unit="run", leave=False, file=sys.stderr) as bar:
+    Attributes:
+        work: tokens that are read for each measurement.
+        found: measurements, by task.
+        unfinished: the task that is being measured, if any.
 
-        def advance(name: str) -> None:
-            bar.set_description(name, refresh=False)
-            bar.update()
+    Raises:
+        ValueError: as `evaluate`; all tasks are checked before the first begins.
+    """
 
-        yield advance
+    def __init__(self, model: str | None, tasks: Sequence[str], settings: Settings, text: str) -> None:
+        from mlx_kv.evaluation.evaluate import evaluate, tokens_read
+        from mlx_kv.mlxlm.loading import load
 
+        loaded: dict[str, Any] = {}
+        self.work: list[int] = []
+        self.found: dict[str, list[Measurement]] = {}
+        self.unfinished: str | None = None
+        self._runs = {}
+        for task in tasks:
+            name = model or ("reference" if task == "perplexity" else "recall")
+            if name not in loaded:
+                loaded[name] = load(model_path(name))
+            network, tokenizer = loaded[name]
+            self._runs[task] = evaluate(network, tokenizer, task, settings, text)
+            self.work += tokens_read(tokenizer, task, settings)
 
-def measured(model: str | None, tasks: Sequence[str], settings: Settings, text: str) -> list[Measurement]:
-    """All tasks, each on the model that it is for."""
-    from mlx_kv.evaluation.evaluate import count, evaluate
-    from mlx_kv.mlxlm.loading import load
+    def measure(self, progress: Progress) -> Iterator[str]:
+        """The name of each task when all of it is measured."""
+        for task, run in self._runs.items():
+            self.unfinished, found = task, self.found.setdefault(task, [])
+            for each in run:
+                found.append(each)
+                progress.step(each.task)
+            self.unfinished = None
+            yield task
 
-    loaded: dict[str, Any] = {}
-    runs = []
-    for task in tasks:  # all of them are checked before the first begins
-        name = model or ("reference" if task == "perplexity" else "recall")
-        if name not in loaded:
-            loaded[name] = load(model_path(name))
-        network, tokenizer = loaded[name]
-        runs.append(evaluate(network, tokenizer, task, settings, text))
-    measurements = []
-    with progress_bar(sum(count(task, settings) for task in tasks)) as advance:
-        for each in chain.from_iterable(runs):
-            advance(each.task)
-            measurements.append(each)
-    return measurements
+    def results(self, task: str | None = None) -> list[Result]:
+        """Of one task, or of all, as far as it was measured."""
+        from mlx_kv.evaluation.results import summary
+
+        found = self.found.values() if task is None else [self.found[task]]
+        return summary(list(chain.from_iterable(found)))
 
 
 @click.command("eval", epilog=EXAMPLES)
@@ -206,7 +215,7 @@ def evaluate_command(
         check_plot(plot)
 
     from mlx_kv.evaluation.evaluate import TASKS
-    from mlx_kv.evaluation.results import Settings, summary
+    from mlx_kv.evaluation.results import Settings
 
     settings = Settings(bits=kv_bits, **options)  # refuses bad settings before anything is loaded
     for task in tasks:
@@ -217,19 +226,47 @@ def evaluate_command(
     if plot is not None and set(tasks) == {"correlation"}:
         raise click.UsageError("--plot draws against budgets, which correlation has none of: add a task")
     text = read_text(text_file) if "perplexity" in tasks else ""
-    results = summary(measured(model, tasks, settings, text))
+    runs, name = Runs(model, tasks, settings, text), short_name(model) if model else BUNDLED
+    interrupted = False
+    with Progress(runs.work, "run") as progress:
+
+        def show(text: str) -> None:
+            if not as_json:
+                progress.say(text)
+
+        show(f"{name}: {settings_in_words(settings)}")
+        try:
+            for task in runs.measure(progress):
+                show(tables(runs.results(task), settings))
+        except KeyboardInterrupt:  # what was measured is not lost
+            interrupted = True
+            if runs.unfinished is not None and runs.found[runs.unfinished]:
+                show(tables(runs.results(runs.unfinished), settings))
+            show(f"\nInterrupted: {progress.done} of {len(runs.work)} runs were measured.")
+    if as_json:
+        results = [asdict(result) for result in runs.results()]
+        answer = {"model": model, "settings": asdict(settings), "complete": not interrupted, "results": results}
+        click.echo(json.dumps(answer, allow_nan=False))
+    else:
+        click.echo(f"\n{ABOUT}")
+    if interrupted:
+        raise KeyboardInterrupt
+    if plot is not None:
+        with_budgets = [result for result in runs.results() if result.unit != "rank correlation"]
+        draw(f"{name}, contexts of {settings.context:,} tokens", with_budgets, settings, plot)
+
+
+def tables(results: Sequence[Result], settings: Settings) -> str:
+    """Of one task, an empty line before each."""
     with_budgets = [result for result in results if result.unit != "rank correlation"]
     of_attention = [result for result in results if result.unit == "rank correlation"]
-    name = short_name(model) if model else "recall model, and reference model for perplexity"
-    if plot is not None:
-        draw(f"{name}, contexts of {settings.context:,} tokens", with_budgets, settings, plot)
-    if as_json:
-        answer = {"model": model, "settings": asdict(settings), "results": [asdict(result) for result in results]}
-        click.echo(json.dumps(answer, allow_nan=False))
-        return
+    lines = ["", *by_budget(with_budgets, settings.budgets, settings.seeds > 1)] if with_budgets else []
+    lines += by_part(with_budgets, settings.budgets[len(settings.budgets) // 2])
+    lines += by_layer(of_attention)
+    return "\n".join(f"  {line}".rstrip() for line in lines)
+
+
+def settings_in_words(settings: Settings) -> str:
     rows = f"{settings.rows} rows, {settings.seeds} seed{'s' if settings.seeds > 1 else ''}"
-    bits = "" if kv_bits is None else f", {kv_bits} bits"
-    facts = f"{name}: contexts of {settings.context:,} tokens, {rows}, share={settings.share}{bits}"
-    middle = settings.budgets[len(settings.budgets) // 2]
-    lines = [*by_budget(with_budgets, settings.budgets), *by_part(with_budgets, middle), *by_layer(of_attention)]
-    click.echo("\n".join([facts, "", *(f"  {line}".rstrip() for line in lines), "", ABOUT]))
+    bits = "" if settings.bits is None else f", {settings.bits} bits"
+    return f"contexts of {settings.context:,} tokens, {rows}, share={settings.share}{bits}"

@@ -31,18 +31,24 @@ def cell(result: Result) -> str:
     return sign + value_cell(result.unit, result.difference, result.difference_deviation)
 
 
-def by_budget(results: Sequence[Result], budgets: Sequence[int]) -> list[str]:
-    """A block for each task: rows of scores, columns of budgets."""
-    lines = []
+def by_budget(results: Sequence[Result], budgets: Sequence[int], spread: bool) -> list[str]:
+    """A block for each task: rows of scores, columns of budgets; "-" is what was not measured.
+
+    Args:
+        spread: whether there are several seeds.
+    """
+    # Tasks are shown one after the other, and stand below each other all the same.
+    widest = "+0.000" + " ± 0.000" * spread
+    lines = [["perplexity, one-shot, nats per token", *[widest] * len(budgets)]]
     for task in dict.fromkeys(result.task for result in results):
         found = {(r.score, r.budget): cell(r) for r in results if r.task == task}
         unit = next(r.unit for r in results if r.task == task)
         title = f"{task}, {unit.replace('accuracy', 'accuracy in %')}"
         lines.append([title, *(f"{budget:,}" for budget in budgets)])
         for score in dict.fromkeys(score for score, _ in found):
-            cells = [found[score, budget if score else None] for budget in budgets]
+            cells = [found.get((score, budget if score else None), "-") for budget in budgets]
             lines.append([f"  {score or 'full cache'}", *cells])
-    return aligned(lines) if lines else []
+    return aligned(lines)[1:]
 
 
 def by_part(results: Sequence[Result], budget: int) -> list[str]:

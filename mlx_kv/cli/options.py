@@ -80,10 +80,10 @@ def policy_options(function: Command) -> Command:
         click.option("--quantized-kv-start", **number, default=0, help="Quantise once this many tokens are held."),
         click.option(
             "--kv-growth",
-            type=click.Choice(["geometric", "step"]),
-            default="geometric",
+            type=click.Choice(["tapered", "geometric", "step"]),
+            default="tapered",
             show_default=True,
-            help="Grow to twice the slots, or by 256 as mlx-lm does.",
+            help="Grow by half of the slots and at most 8,192, to twice as many, or by 256 as mlx-lm does.",
         ),
         click.option(
             "--max-kv-size", **number, help="Full-attention layers keep the first 4 and the newest of N tokens."
@@ -102,10 +102,10 @@ def make_policy(**options: Any) -> CachePolicy:
     Raises:
         ValueError: settings that don't exist or don't go together.
     """
-    from mlx_kv.cache.growth import FixedStep, Geometric
+    from mlx_kv.cache.growth import FixedStep, Geometric, Tapered
     from mlx_kv.policy import CachePolicy
 
-    options["kv_growth"] = Geometric() if options["kv_growth"] == "geometric" else FixedStep()
+    options["kv_growth"] = {"tapered": Tapered, "geometric": Geometric, "step": FixedStep}[options["kv_growth"]]()
     if options["kv_score"] is None:
         options["kv_score"] = CachePolicy.score
     return CachePolicy(**{SETTINGS.get(name, name): value for name, value in options.items()})

@@ -188,7 +188,7 @@ def trials_of(tokenizer: Any, task: str, settings: Settings, seed: int) -> dict[
 
 
 def evaluate(model: nn.Module, tokenizer: Any, task: str, settings: Settings, text: str = "") -> Iterator[Measurement]:
-    """Measures one task, seed after seed, under every policy; `count` says how many measurements come.
+    """Measures one task, seed after seed, under every policy; `tokens_read` says how many measurements come.
 
     What can be refused is refused at once; the work is done as measurements are asked for.
 
@@ -231,9 +231,18 @@ def evaluate(model: nn.Module, tokenizer: Any, task: str, settings: Settings, te
     return measurements()
 
 
-def count(task: str, settings: Settings) -> int:
-    """How many measurements `evaluate` gives."""
-    if task == "correlation":
-        return settings.seeds * 2 * len(settings.scores)
-    each = {"passkey": 1, "recall": len(tasks.PAIRS), "copy": 1, "perplexity": 2}[task]
-    return settings.seeds * each * len(settings.policies())
+def tokens_read(tokenizer: Any, task: str, settings: Settings) -> list[int]:
+    """For each measurement that `evaluate` gives, in its order, how many tokens are read for it: roughly its time."""
+    later = len(settings.policies()) - 1
+    if task == "perplexity":
+        rolling, once = (settings.few_rows * tokens for tokens in (settings.context + JUDGED, JUDGED))
+        first = settings.few_rows * settings.context + rolling
+        return settings.seeds * [first, once, *later * [rolling, once]]
+    work = []
+    for trial in trials_of(tokenizer, task, replace(settings, rows=1), seed=0).values():
+        asked = trial.questions.shape[1]
+        if task == "correlation":  # a text is read twice, and then nothing but scores are worked out
+            work += [settings.few_rows * (2 * settings.context + asked), *(2 * len(settings.scores) - 1) * [1]]
+        else:
+            work += [settings.rows * (settings.context + asked), *later * [settings.rows * asked]]
+    return settings.seeds * work

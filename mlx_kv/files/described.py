@@ -21,7 +21,7 @@ from mlx_lm.models import cache as stock
 from mlx_kv.cache.checks import MOST_TOKENS, whole_number
 from mlx_kv.cache.codecs import PLAIN, Codecs, affine_of, are_plain, find_codec, find_codecs, packing_of
 from mlx_kv.cache.eviction.evictor import Evictor
-from mlx_kv.cache.growth import SLOT_MULTIPLE, FixedStep, Geometric, Growth, round_up
+from mlx_kv.cache.growth import DEFAULT, SLOT_MULTIPLE, FixedStep, Geometric, Growth, Tapered, round_up
 from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.cache.layout import NO_LIMIT, Budget, Layout, Row, make_layout
 from mlx_kv.cache.state import CacheState, Tensors
@@ -30,7 +30,11 @@ from mlx_kv.files.planes import check_planes
 
 # What comes of a description that is none, beside the ValueErrors of the checks.
 NOT_SO = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
-GROWTHS: dict[str, type[Geometric] | type[FixedStep]] = {"geometric": Geometric, "fixed_step": FixedStep}
+GROWTHS: dict[str, type[Tapered] | type[Geometric] | type[FixedStep]] = {
+    "tapered": Tapered,
+    "geometric": Geometric,
+    "fixed_step": FixedStep,
+}
 # What mlx-lm keeps itself, stored as it is: recurrent state, and caches that were never made ours.
 AS_THEY_ARE = (
     stock.ArraysCache,
@@ -330,7 +334,7 @@ def _check_eviction(layout: Budget, rows: Sequence[Row], heads: int | None, told
 
 def _growth(told: dict[str, Any] | None) -> Growth:
     if told is None:
-        return Geometric()
+        return DEFAULT
     _check_parts(told, {"rule", "settings"})
     growth = GROWTHS[told["rule"]](**told["settings"])
     settings = asdict(growth)

@@ -247,7 +247,7 @@ def test_what_is_announced_on_top_of_what_is_held_is_all_that_is_allocated(bits:
     assert (cache.nbytes, cache.growths) == (1280 * per_slot, 1)
     for _ in range(181):  # one more than that: the rule again
         filled(cache, new=1)
-    assert (cache.nbytes, cache.growths) == (2560 * per_slot, 2)
+    assert (cache.nbytes, cache.growths) == (1792 * per_slot, 2)
 
 
 def test_a_growth_rule_that_gives_too_little_gets_what_is_needed() -> None:

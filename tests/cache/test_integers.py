@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_kv import FixedStep, Geometric
-from mlx_kv.cache.growth import Growth
+from mlx_kv import CachePolicy, FixedStep, Geometric, KVCache, Tapered
+from mlx_kv.cache.growth import DEFAULT, Growth
 from mlx_kv.cache.layout import Append, Plan, Ring, Row, trim_rows
 from mlx_kv.cache.mask import make_mask
 
@@ -29,6 +29,40 @@ def growths(rule: Growth, total: int, chunk: int) -> list[int]:
 def test_doubling_reaches_32k_in_seven_growths_and_steps_in_127() -> None:
     assert growths(Geometric(), 32768, 1) == [256 * 2**i for i in range(8)]
     assert len(growths(FixedStep(), 32768, 1)) - 1 == 127
+
+
+def most_slack(rule: Growth, chunk: int, first: int = 4096, last: int = 131_072) -> float:
+    """Slots allocated over slots that hold tokens, the most of all lengths from `first` to `last`."""
+    capacities, most = growths(rule, last, chunk), 0.0
+    for held in range(-(-first // chunk) * chunk, last + 1, chunk):
+        most = max(most, next(c for c in capacities if c >= held) / held)
+    return most
+
+
+def test_a_cache_grows_by_the_default_rule_unless_told_otherwise() -> None:
+    assert Tapered() == DEFAULT == KVCache().view.growth == CachePolicy().growth
+    assert growths(DEFAULT, 5000, 1) == [256, 512, 1024, 1536, 2304, 3328, 4864, 7168]
+
+
+@pytest.mark.parametrize("chunk", [1, 64, 100, 256, 512, 777, 1000, 1024, 2000, 2048])
+def test_the_default_holds_at_most_half_more_than_is_live_in_at_most_12_growths(chunk: int) -> None:
+    assert most_slack(DEFAULT, chunk) <= 1.5
+    assert len(growths(DEFAULT, 32_768, chunk)) - 1 <= 12
+    # It is the taper that does it: twice as much, or half as much rounded up, are more; less at once, more growths.
+    if chunk == 1:
+        assert most_slack(Geometric(), chunk) > 1.9
+        assert most_slack(Geometric(1.5), chunk) > 1.5
+        assert len(growths(Tapered(4096), 32_768, chunk)) - 1 > 12
+
+
+@given(st.integers(1, 100_000), st.integers(0, 400).map(lambda n: n * 256), st.integers(256, 10_000))
+def test_tapered_growth_holds_what_is_needed_and_not_much_more(extra: int, current: int, most: int) -> None:
+    needed = current + extra
+    capacity = Tapered(most).capacity(needed, current)
+    assert capacity >= needed
+    assert capacity % 256 == 0
+    assert capacity < max(needed + 256, current + min(most, max(512, current / 2)) + 1)
+    assert capacity >= current + min(current, most, max(512, current // 2)) - 255
 
 
 @given(
@@ -58,6 +92,7 @@ def test_geometric_holds_what_is_needed_within_its_limits(
         (lambda: Geometric(float("nan")), "factor is nan"),
         (lambda: Geometric(max_increment=0), "max_increment is 0"),
         (lambda: Geometric(max_capacity=-1), "max_capacity is -1"),
+        (lambda: Tapered(255), "max_increment is 255"),
         (lambda: FixedStep(0), "step is 0"),
         (lambda: FixedStep(100), "step is 100"),
     ],

@@ -10,11 +10,14 @@ from typing import Any
 
 import pytest
 
+from mlx_kv.cli import progress
+from mlx_kv.cli.progress import Progress
 from mlx_kv.plots.quality import Panel, quality_against_budget
 
 
 @pytest.fixture
-def call(command: Any) -> Any:
+def call(command: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN", 3600.0)  # however slow the machine is
     return lambda *arguments: command("eval", *arguments)
 
 
@@ -30,7 +33,8 @@ def test_a_table_and_a_figure(call: Any, tmp_path: Path) -> None:
     assert lines[2].split() == ["passkey,", "accuracy", "in", "%", "32", "100"]
     assert lines[3].split() == ["full", "cache", "100.0", "100.0"]
     assert [line.split()[0] for line in lines[4:6]] == ["key_diff", "recent"]
-    assert len({len(line) for line in lines[2:10]}) == 1  # columns stand below each other
+    copied = lines.index(next(line for line in lines if line.startswith("  copy, accuracy")))
+    assert len({len(line) for line in lines[2:6] + lines[copied : copied + 4]}) == 1  # tables stand below each other
     assert "  passkey at 100, accuracy in %  depth 0  depth 0.25" in done.out
     assert "  copy at 100, accuracy in %  first quarter" in done.out
     assert "  attention of questions, rank correlation  " in done.out
@@ -117,3 +121,46 @@ def test_a_figure_has_a_panel_for_each_task_and_one_legend() -> None:
         assert len(legends) == 1
         assert shown[0].get_title(loc="left") == "copy"
         assert shown[0].lines[0].get_ydata()[0] == 100
+
+
+def test_each_table_is_shown_when_its_task_is_done_and_an_interrupt_keeps_what_was_measured(
+    call: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = Progress.step
+
+    def step(self: Progress, what: str) -> None:
+        known(self, what)
+        if self.done == 8:  # five of the first task, three of the second
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Progress, "step", step)
+    done = call(*FAST, "--tasks", "passkey,copy,perplexity")
+    assert done.code == 130
+    assert done.err.strip() == "mlx-kv: interrupted"
+    first, second = done.out.split("\n  copy, accuracy in %")
+    assert "  passkey at 100, accuracy in %" in first
+    rows = [line.split() for line in second.splitlines()[1:4]]
+    assert [row[:1] for row in rows] == [["full"], ["key_diff"], []]
+    assert "-" not in rows[1]
+    assert "Interrupted: 8 of 20 runs were measured." in second
+    assert "perplexity, rolling" not in done.out
+    told = json.loads(call(*FAST, "--tasks", "passkey,copy", "--json").out)
+    assert told["complete"] is False
+    assert len(told["results"]) == 8
+
+
+def test_where_there_is_no_terminal_a_line_says_now_and_then_how_much_is_left(
+    call: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN", 0.0)
+    said = call(*FAST, "--tasks", "copy").err.splitlines()
+    assert len(said) == 4  # of five runs; with the last, all is said
+    assert said[1].startswith("mlx-kv: copy, 2 of 5 runs, about ")
+    assert said[1].endswith(" s left")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"), [(0.4, "about 0 s"), (89, "about 89 s"), (90, "about 2 min"), (7000, "about 1.9 h")]
+)
+def test_time_is_told_in_round_numbers(seconds: float, words: str) -> None:
+    assert progress.spoken(seconds) == words

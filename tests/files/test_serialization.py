@@ -22,6 +22,7 @@ from mlx_kv import (
     Geometric,
     KVCache,
     RingKVCache,
+    Tapered,
     load_prompt_cache,
     make_prompt_cache,
     save_prompt_cache,
@@ -75,7 +76,7 @@ def test_a_write_longer_than_was_planned_for_is_saved_too(tmp_path: Path) -> Non
             assert mx.array_equal(one, other).item()
 
 
-@pytest.mark.parametrize("growth", [Geometric(3.0, 512, 4096), FixedStep(512)])
+@pytest.mark.parametrize("growth", [Tapered(2048), Geometric(3.0, 512, 4096), FixedStep(512)])
 def test_headroom_is_restored_and_a_full_cache_gets_some(growth: Any, tmp_path: Path) -> None:
     for tokens, capacity in ((3, 1024), (1024, None)):
         cache = KVCache(growth=growth, reserve=1000)
@@ -96,7 +97,7 @@ def test_a_rule_of_another_package_becomes_the_default(tmp_path: Path) -> None:
             return needed
 
     save_prompt_cache(tmp_path / "a.safetensors", [KVCache(growth=Exact())])
-    assert load_prompt_cache(tmp_path / "a.safetensors")[0].view.growth == Geometric()
+    assert load_prompt_cache(tmp_path / "a.safetensors")[0].view.growth == Tapered()
 
 
 def test_empty_and_padded_caches(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
+from mlx_kv.cache.buffers import move_slots
 from mlx_kv.cache.eviction.compaction import Moves
 from mlx_kv.cache.eviction.granularity import Granularity, check_granularity
 from mlx_kv.cache.eviction.layer_group import LayerGroup
@@ -209,8 +210,7 @@ class Evictor:
         started = time.perf_counter()
         moves, kept = step.all_moves({i: self._moves(step, i) for i in due})
         kept.compute()
-        for buffer in step.buffers:
-            buffer.move(*moves)
+        move_slots(step.buffers, *moves)
         self._step = None
         self.members = self.members.compacted(due, kept, moves.source.shape[2], time.perf_counter() - started)
         return tuple([layout.compacted(row) if i in due else row for i, row in enumerate(rows)])

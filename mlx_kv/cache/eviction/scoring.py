@@ -11,10 +11,12 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from mlx_kv.cache.buffers import SlotBuffer
+from mlx_kv.cache.codecs import Planes
 from mlx_kv.cache.eviction.granularity import Granularity
 from mlx_kv.cache.eviction.kept_tokens import KeptTokens
 from mlx_kv.cache.eviction.scores import Score
-from mlx_kv.cache.eviction.scores.tokens import ScoredTokens
+from mlx_kv.cache.eviction.scores.blocks import some
+from mlx_kv.cache.eviction.scores.tokens import Part, ScoredTokens
 from mlx_kv.cache.layout import Budget, Row
 
 
@@ -84,15 +86,21 @@ class Scoring:
     def _asked(self, index: int | None, first: int, last: int) -> mx.array:
         """What the score says of slots [first, last) of one row or, as (B, H, n), of all; it must be of that shape."""
 
-        def read(buffer: SlotBuffer) -> mx.array:
-            planes = buffer.read(((first, last),))
-            return buffer.decode(planes if index is None else tuple(p[index : index + 1] for p in planes))
+        def planes(buffer: SlotBuffer) -> Planes:
+            read = buffer.read(((first, last),))
+            return read if index is None else tuple([plane[index : index + 1] for plane in read])
 
-        keys, values = map(read, self._buffers)
+        def part(buffer: SlotBuffer) -> Part:
+            return lambda which: buffer.decode(tuple([some(plane, which) for plane in planes(buffer)]))
+
+        # Whoever reads parts of them never has them all decoded: that is done only if somebody evaluates it.
+        keys, values = (buffer.decode(planes(buffer)) for buffer in self._buffers)
         which = range(len(self._rows)) if index is None else [index]
         live = [self._kept.live_positions(self._layout, self._rows[i], i) for i in which]
         positions = mx.stack([line[:, first:last] for line in live])  # (B or 1, H', n)
-        scores = self._score.function(ScoredTokens(keys=keys, values=values, positions=positions))
+        key_part, value_part = map(part, self._buffers)
+        tokens = ScoredTokens(keys=keys, values=values, positions=positions, key_part=key_part, value_part=value_part)
+        scores = self._score.function(tokens)
         wanted = keys.shape[:3]
         if not isinstance(scores, mx.array) or scores.shape != wanted or scores.dtype != mx.float32:
             got = f"{scores.shape} of {scores.dtype}" if isinstance(scores, mx.array) else type(scores).__name__

@@ -6,21 +6,22 @@ Resource-Constrained Environments". The mean is over all live tokens, so it chan
 
 import mlx.core as mx
 
-from mlx_kv.cache.eviction.scores.blocks import blocks, each_block
+from mlx_kv.cache.eviction.scores.blocks import Blocks
 from mlx_kv.cache.eviction.scores.tokens import ScoredTokens
 
 LEAST_NORM = 1e-12
 
 
 def key_diff(tokens: ScoredTokens) -> mx.array:
-    keys = tokens.keys
+    keys = Blocks(tokens.keys, tokens.key_part)
 
     def length(block: mx.array) -> mx.array:
         return mx.maximum(mx.linalg.norm(block, axis=-1), LEAST_NORM)
 
     # Two passes over the keys, as matrix products.
-    anchor = mx.zeros((*keys.shape[:2], 1, keys.shape[3]))
-    for block in blocks(keys):
-        anchor = anchor + (1 / length(block))[:, :, None] @ block  # (B, H, 1, D)
+    anchor = mx.zeros((keys.rows, keys.heads, 1, keys.dim))
+    for block in keys:
+        anchor = anchor + (1 / length(block))[:, :, None] @ block
+        mx.eval(anchor)  # and the block is let go
     direction = (anchor / mx.maximum(mx.linalg.norm(anchor, axis=-1, keepdims=True), LEAST_NORM)).swapaxes(2, 3)
-    return -each_block(lambda block: (block @ direction)[..., 0] / length(block), keys)
+    return -keys.each(lambda block: (block @ direction)[..., 0] / length(block))

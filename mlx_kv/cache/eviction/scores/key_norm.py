@@ -6,13 +6,13 @@ Keys of low norm receive much attention. The sign is often told the wrong way ro
 
 import mlx.core as mx
 
-from mlx_kv.cache.eviction.scores.blocks import each_block
+from mlx_kv.cache.eviction.scores.blocks import Blocks
 from mlx_kv.cache.eviction.scores.tokens import ScoredTokens
 
 
 def key_norm(tokens: ScoredTokens) -> mx.array:
     # In float32: in bfloat16, three quarters of the norms of a layer tie.
-    return -each_block(lambda block: mx.linalg.norm(block, axis=-1), tokens.keys)
+    return -Blocks(tokens.keys, tokens.key_part).each(lambda block: mx.linalg.norm(block, axis=-1))
 
 
 def key_norm_high(tokens: ScoredTokens) -> mx.array:

@@ -8,18 +8,19 @@ order.
 
 import mlx.core as mx
 
-from mlx_kv.cache.eviction.scores.blocks import each_block
+from mlx_kv.cache.eviction.scores.blocks import Blocks
 from mlx_kv.cache.eviction.scores.tokens import ScoredTokens
 
 WINDOW = 16
 
 
 def key_value(tokens: ScoredTokens) -> mx.array:
-    return _over_local_mean(tokens.keys) * _over_local_mean(tokens.values)
+    keys, values = Blocks(tokens.keys, tokens.key_part), Blocks(tokens.values, tokens.value_part)
+    return _over_local_mean(keys) * _over_local_mean(values)
 
 
-def _over_local_mean(x: mx.array) -> mx.array:
-    energy = each_block(lambda block: block.square().sum(axis=-1), x)  # (B, H, n)
+def _over_local_mean(x: Blocks) -> mx.array:
+    energy = x.each(lambda block: block.square().sum(axis=-1))  # (B, H, n)
     n = energy.shape[2]
     padding = [(0, 0), (0, 0), (0, -n % WINDOW)]
     counted = mx.pad(mx.ones((1, 1, n)), padding).reshape(1, 1, -1, WINDOW).sum(axis=-1)

@@ -9,6 +9,7 @@ score 1, which is more than any rank. A text of fewer than two partitions scores
 
 import mlx.core as mx
 
+from mlx_kv.cache.eviction.scores.blocks import Blocks, evaluated
 from mlx_kv.cache.eviction.scores.tokens import ScoredTokens
 
 SINKS, PARTITION = 4, 128
@@ -22,14 +23,16 @@ def lag_kv(tokens: ScoredTokens) -> mx.array:
     if partitions < 2:
         return ranks.astype(mx.float32) / n
 
-    def surprise(x: mx.array) -> mx.array:  # (B, H, partitions - 1, PARTITION)
-        x = mx.take_along_axis(x.astype(mx.float32), mx.broadcast_to(order[..., None], (rows, heads, n, 1)), axis=2)
-        parts = x[:, :, SINKS : SINKS + partitions * PARTITION].reshape(rows, heads, partitions, PARTITION, -1)
-        after = parts[:, :, 1:]
-        low, high = after.min(axis=3, keepdims=True), after.max(axis=3, keepdims=True)
-        return mx.softmax(((parts[:, :, :-1] - low) / mx.maximum(high - low, 1e-12)).std(axis=-1, ddof=1), axis=-1)
+    def surprise(x: Blocks) -> mx.array:  # (B, H, partitions - 1, PARTITION)
+        def of(first: int) -> mx.array:  # one partition after the other: each is read twice
+            start = SINKS + first * PARTITION
+            here, after = x.part(order[:, :, start : start + 2 * PARTITION]).split(2, axis=2)
+            low, high = after.min(axis=2, keepdims=True), after.max(axis=2, keepdims=True)
+            return mx.softmax(((here - low) / mx.maximum(high - low, 1e-12)).std(axis=-1, ddof=1), axis=-1)
 
-    both = (surprise(tokens.keys) + surprise(tokens.values)) / 2
+        return mx.stack(list(evaluated(map(of, range(partitions - 1)))), axis=2)
+
+    both = (surprise(Blocks(tokens.keys, tokens.key_part)) + surprise(Blocks(tokens.values, tokens.value_part))) / 2
     rank = mx.argsort(mx.argsort(both, axis=-1), axis=-1).astype(mx.float32) / PARTITION
     scored = rank.reshape(rows, heads, -1)
     kept = mx.ones((rows, heads, n - SINKS - scored.shape[2]))

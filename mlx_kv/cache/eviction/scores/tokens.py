@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import mlx.core as mx
+
+# Some of the n tokens, a slice of them or indices (B, 1 or H, m), as they were before they were stored: (B, H, m, D).
+Part = Callable[[slice | mx.array], mx.array]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -16,8 +20,12 @@ class ScoredTokens:
         keys: (B, H, n, Dk), in the dtype of the model, positions rotated in.
         values: (B, H, n, Dv).
         positions: (B, 1, n) of int32, or (B, H, n) where every head keeps its own tokens.
+        key_part, value_part: the same keys and values, some of them at a time. Whoever evaluates one part after the
+            other never holds all of them decoded, or in float32.
     """
 
     keys: mx.array
     values: mx.array
     positions: mx.array
+    key_part: Part | None = None
+    value_part: Part | None = None

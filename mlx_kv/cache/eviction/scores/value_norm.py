@@ -2,9 +2,9 @@
 
 import mlx.core as mx
 
-from mlx_kv.cache.eviction.scores.blocks import each_block
+from mlx_kv.cache.eviction.scores.blocks import Blocks
 from mlx_kv.cache.eviction.scores.tokens import ScoredTokens
 
 
 def value_norm(tokens: ScoredTokens) -> mx.array:
-    return each_block(lambda block: block.square().sum(axis=-1), tokens.values)
+    return Blocks(tokens.values, tokens.value_part).each(lambda block: block.square().sum(axis=-1))
