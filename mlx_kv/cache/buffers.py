@@ -160,7 +160,7 @@ class SlotBuffer:
             plane = planes.pop(0)
             dtype = plane.dtype
             # Moved in wider words than elements, a slot costs less: both kernels count elements.
-            words = _as_words(plane)
+            words = as_words(plane)
             del plane
             width = words.shape[3]
             taken = words.reshape(-1, width)[index].reshape(rows, heads, -1, width)
@@ -241,7 +241,7 @@ def check_codec(codec: Codec, x: mx.array) -> None:
         )
 
 
-def _as_words(plane: mx.array) -> mx.array:
+def as_words(plane: mx.array) -> mx.array:
     """The same bytes as the widest unsigned integers that divide a slot."""
     size = plane.shape[3] * plane.itemsize
     for words in (mx.uint64, mx.uint32, mx.uint16):
