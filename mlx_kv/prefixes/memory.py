@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from itertools import count
 from typing import Any
 
-from mlx_kv.cache.checks import whole_number
 from mlx_kv.prefixes.blocks import Block, KeptCaches, kept_bytes
 from mlx_kv.prefixes.holdings import Holdings
 from mlx_kv.prefixes.index import PrefixIndex, packed
@@ -32,7 +31,9 @@ class PromptMemory(PromptPlace):
     """
 
     def __init__(self, max_bytes: int = 2**30, fingerprint: str | None = None) -> None:
-        super().__init__(whole_number("max_bytes", max_bytes), fingerprint)
+        if max_bytes < 0:
+            raise ValueError(f"max_bytes is {max_bytes}: give a number of bytes from 0 up")
+        super().__init__(max_bytes, fingerprint)
         self._index, self._names = PrefixIndex(), count()
         self._kept: OrderedDict[str, KeptCaches] = OrderedDict()  # least recently used first
         self._holdings: Holdings[Block] = Holdings()

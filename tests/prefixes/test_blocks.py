@@ -71,6 +71,7 @@ def check_all(memory: PromptMemory, reference: Reference) -> None:
         for count in {max(entry.least, len(tokens) - 3), entry.least}:
             if count >= 64:
                 found = memory._kept[name].caches(len(tokens) - count, count)
+                assert {cache.capacity % 256 for cache in found} == {0}
                 assert goes_on_as(found, reference.kept[tokens], count)
 
 
