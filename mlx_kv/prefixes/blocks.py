@@ -112,7 +112,7 @@ class KeptCaches:
             # Where slots are positions, none beyond what is shared is worth a look.
             most = shared if used == tokens else used
             cuts.append(StripCut(tuple(numbers), planes, used, [] if like is None else like._pieces(numbers, most)))
-        mx.eval([cut.alike for cut in cuts])
+        mx.eval([cut.equal for cut in cuts])
         made = [cut.strip() for cut in cuts]
         mx.eval([block.planes for strip in made for block, _ in strip.pieces])
         for cache in ours:
@@ -163,7 +163,7 @@ class StripCut:
         pieces: of the other.
 
     Attributes:
-        alike: of each slot of these pieces, as far as there are slots, whether it is the same: booleans (n,).
+        equal: of each of these pieces, as far as there are slots, whether all of it is the same: booleans (pieces,).
     """
 
     def __init__(self, layers: tuple[int, ...], planes: list[mx.array], used: int, pieces: list[Piece]) -> None:
@@ -175,7 +175,9 @@ class StripCut:
             if first < used:
                 self._pieces.append((first, block, min(count, used - first)))
             first += count
-        self.alike = mx.concatenate([mx.array([], mx.bool_), *(self._same(*piece) for piece in self._pieces)])
+        self.equal = mx.array([], mx.bool_)
+        if self._pieces:
+            self.equal = mx.stack([mx.all(self._alike(*piece)) for piece in self._pieces])
 
     def _fits(self, block: Block) -> bool:
         def kind(plane: mx.array) -> tuple[Any, ...]:
@@ -184,21 +186,20 @@ class StripCut:
         words = [(*kind(words)[:3], dtype) for words, dtype in zip(self._words, self._dtypes, strict=True)]
         return words == [(*kind(as_words(plane))[:3], plane.dtype) for plane in block.planes]
 
-    def _same(self, first: int, block: Block, count: int) -> mx.array:
-        """Of each slot of a piece, (count,)."""
-        same = [
-            mx.all(words[:, :, first : first + count] == as_words(plane)[:, :, :count], axis=(0, 1, 3))
+    def _alike(self, first: int, block: Block, count: int, each: bool = False) -> mx.array:
+        """Of each plane, whether a piece is the same; or of each of its slots, (planes, count)."""
+        parts = [
+            words[:, :, first : first + count] == as_words(plane)[:, :, :count]
             for words, plane in zip(self._words, block.planes, strict=True)
         ]
-        return mx.all(mx.stack(same), axis=0)
+        return mx.stack([mx.all(part, axis=(0, 1, 3)) if each else mx.all(part) for part in parts])
 
     def strip(self) -> Strip:
         """The pieces: those of the other as far as they are alike, and new blocks, not evaluated, in between."""
-        alike, place = np.array(self.alike), 0
-        pieces: list[Piece] = []
-        for first, block, count in self._pieces:
-            same = alike[first : first + count]
-            count = len(same) if same.all() else int(same.argmin())
+        place, pieces = 0, list[Piece]()
+        for (first, block, count), equal in zip(self._pieces, np.array(self.equal), strict=True):
+            if not equal:  # most are, so that slots are seldom looked at one by one
+                count = int(np.array(mx.all(self._alike(first, block, count, each=True), axis=0)).argmin())
             if count >= LEAST_SLOTS:
                 pieces += [*self._own(place, first), (block, count)]
                 place = first + count
