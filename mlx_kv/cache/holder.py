@@ -143,7 +143,7 @@ class Holder:
             raise ValueError("this cache is empty: it has no planes that could be replaced")
         for buffer, planes in zip(self._held.buffers, (keys, values), strict=True):
             buffer.planes = tuple(plane[:] for plane in planes)
-        self._held.transient, self._held.ranges, self._held.packed = None, (), False
+        self._held.transient, self._held.ranges, self._held.packed, self._held.last = None, (), False, None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         copied = memo[id(self)] = self._like(self._held.copied(memo))
