@@ -240,7 +240,7 @@ def move_slots(buffers: Sequence[SlotBuffer], source: mx.array, target: mx.array
     index = source + first
     dtypes = [[plane.dtype for plane in buffer.planes] for buffer in buffers]
     # Moved in wider words than elements, a slot costs less: both kernels count elements.
-    words = [_as_words(plane) for buffer in buffers for plane in buffer.planes]
+    words = [as_words(plane) for buffer in buffers for plane in buffer.planes]
     for buffer in buffers:
         buffer.planes = ()  # nobody else may hold a buffer that is written in place
     some = max(1, MOVED_BYTES // (rows * heads * sum(plane.shape[3] * plane.itemsize for plane in words)))
@@ -273,7 +273,7 @@ def check_codec(codec: Codec, x: mx.array) -> None:
         )
 
 
-def _as_words(plane: mx.array) -> mx.array:
+def as_words(plane: mx.array) -> mx.array:
     """The same bytes as the widest unsigned integers that divide a slot."""
     size = plane.shape[3] * plane.itemsize
     for words in (mx.uint64, mx.uint32, mx.uint16):

@@ -5,6 +5,7 @@ Decides nothing about updates: `KVCache` is one of these. B rows.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Self
 
 import mlx.core as mx
@@ -126,6 +127,23 @@ class Holder:
         made = cls.__new__(cls)
         made._held = state.contents_of(value, **told)
         return made
+
+    def replace_planes(self, keys: Sequence[mx.array], values: Sequence[mx.array]) -> None:
+        """Puts other planes in the place of its own: with more slots or fewer, those of its tokens as they are.
+
+        With no slot at all it is still copied and trimmed as ever, and good for nothing else.
+
+        Args:
+            keys, values: as many as its own, of the same rows, heads, widths and dtypes: (B, H, C, width).
+
+        Raises:
+            ValueError: nothing has been stored yet.
+        """
+        if self._held.buffers is None:
+            raise ValueError("this cache is empty: it has no planes that could be replaced")
+        for buffer, planes in zip(self._held.buffers, (keys, values), strict=True):
+            buffer.planes = tuple(plane[:] for plane in planes)
+        self._held.transient, self._held.ranges, self._held.packed, self._held.last = None, (), False, None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         copied = memo[id(self)] = self._like(self._held.copied(memo))

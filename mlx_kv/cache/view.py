@@ -36,3 +36,8 @@ class CacheView(NamedTuple):
     announced: tuple[int, ...]
     lengths: tuple[int, ...] | None
     growth: Growth
+
+    @property
+    def used(self) -> int:
+        """Slots, from the first on, among which those lie that hold a token of any row."""
+        return min(max(0, *(row.end for row in self.rows)), self.layout.most_slots)

@@ -190,6 +190,11 @@ class ReadFile:
         if self.description is None:
             caches, metadata = stock_files.convert(self.path, self.file)
             return PromptFile(caches, metadata, stock=True)
+        if "blocks" in self.description:
+            raise ValueError(
+                f"{self.path} is a part of an entry of a prompt store, whose blocks lie beside it: give the folder to "
+                "mlx_kv.PromptStore"
+            )
         arrays = dict(self.file.arrays)
         try:
             tokens = _tokens(arrays.pop("tokens", None))
@@ -232,7 +237,8 @@ def read(path: str | Path) -> ReadFile:
 def _check_description(told: Any) -> None:
     """Raises ValueError, TypeError or AttributeError."""
     words = [*told["metadata"], *told["metadata"].values(), "" if told["fingerprint"] is None else told["fingerprint"]]
-    if told.keys() != {"caches", "metadata", "fingerprint", "arrays"} or type(told["caches"]) is not list:
+    parts = told.keys() - {"blocks"}  # which only entries of a store have
+    if parts != {"caches", "metadata", "fingerprint", "arrays"} or type(told["caches"]) is not list:
         raise ValueError("other parts")
     if not all(type(word) is str for word in words):
         raise ValueError("words that are none")

@@ -6,7 +6,8 @@ index says (`entry_files`), which entry serves a prompt, nor when one is superfl
 
     mlx-kv-store             the marker
     <id>.json, .safetensors, .used   an entry; an id is 32 hex digits
-    damaged/<time>-<id>.safetensors  entries that were set aside, the newest of them
+    <digest>.block                   slots that entries share; a digest is 32 hex digits
+    damaged/<time>-<id>.safetensors  entries that were set aside, the newest of them; blocks, too
     lock                     held by who decides what leaves
 """
 
@@ -16,10 +17,12 @@ import contextlib
 import json
 import re
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from mlx_kv.files import tensor_files
+from mlx_kv.files.blocks import BLOCK_WORD
 from mlx_kv.files.serialization import VERSION_WORD
 from mlx_kv.prefixes.folder import PARTIAL, Folder
 
@@ -27,23 +30,35 @@ MARKER, FORMAT = "mlx-kv-store", 1
 ABOUT = "Processed prompts, kept here by mlx-kv. To free the space, delete the whole folder."
 DAMAGED, MOST_DAMAGED = "damaged", 16
 _ID = "[0-9a-f]{32}"
-_ENTRY = re.compile(rf"({_ID})\.(json|safetensors|used)")
+_FILE = re.compile(rf"({_ID})\.(json|safetensors|used|block)")
 # What is not there yet: its name has two random parts, and can be nobody else's.
-_HALF = re.compile(rf"(?:{_ID}\.(?:json|safetensors|used)|{MARKER}){PARTIAL}|\.{_ID}\.safetensors\.[0-9a-f]{{16}}\.tmp")
-_SET_ASIDE = re.compile(rf"(?:([0-9]{{10}})-)?{_ID}\.safetensors")
+_HALF = re.compile(
+    rf"(?:{_ID}\.(?:json|safetensors|used|block)|{MARKER}){PARTIAL}|\.{_ID}\.(?:safetensors|block)\.[0-9a-f]{{16}}\.tmp"
+)
+_SET_ASIDE = re.compile(rf"(?:([0-9]{{10}})-)?{_ID}\.(?:safetensors|block)")
 
 
 def id_of(file: str) -> str | None:
-    """The entry that a file is a part of, by its name; None if it has none that a store gives."""
-    if not (_ENTRY.fullmatch(file) or _HALF.fullmatch(file)):
+    """The entry that a file is a part of, or the block that it is; None if it has no name that a store gives."""
+    if not (_FILE.fullmatch(file) or _HALF.fullmatch(file)):
         return None
     match = re.match(rf"\.?({_ID})\.", file)
     return "" if match is None else match[1]
 
 
-def indexed(files: list[str]) -> set[str]:
+def indexed(files: Iterable[str]) -> set[str]:
     """The entries that have an index."""
-    return {file.removesuffix(".json") for file in files if file.endswith(".json") and _ENTRY.fullmatch(file)}
+    return _with_suffix(files, "json")
+
+
+def blocks_among(files: Iterable[str]) -> set[str]:
+    """The digests of all files that may be blocks."""
+    return _with_suffix(files, "block")
+
+
+def _with_suffix(files: Iterable[str], suffix: str) -> set[str]:
+    matches = map(_FILE.fullmatch, files)
+    return {match[1] for match in matches if match is not None and match[2] == suffix}
 
 
 class StoreFolder:
@@ -103,7 +118,7 @@ class StoreFolder:
         """
         if _HALF.fullmatch(file):
             return True
-        match = _ENTRY.fullmatch(file)
+        match = _FILE.fullmatch(file)
         if match is None:
             return False
         name, suffix = match.groups()
@@ -112,16 +127,21 @@ class StoreFolder:
                 return float(self.folder.read(file)) > 0
             if suffix == "safetensors":
                 return self._is_data(file)
+            if suffix == "block":
+                return BLOCK_WORD in self._words(file)
             with contextlib.suppress(ValueError, RecursionError):
                 told = json.loads(self.folder.read(file))
                 return isinstance(told, dict) and {"version", "tokens", "fingerprint"} <= told.keys()
             return self._is_data(f"{name}.safetensors")  # an index that cannot be read, beside what it is of
         return False
 
-    def _is_data(self, file: str) -> bool:
+    def _words(self, file: str) -> dict[str, str]:
         with self.folder.open(file) as opened:
-            words = tensor_files.words_of(opened, self.folder.size(file))
-        if words is None or VERSION_WORD not in words:
+            return tensor_files.words_of(opened, self.folder.size(file)) or {}
+
+    def _is_data(self, file: str) -> bool:
+        words = self._words(file)
+        if VERSION_WORD not in words:
             return False
         told = json.loads(words.get("description", ""))
         return isinstance(told, dict) and "store_tokens" in dict(told.get("metadata", {}))

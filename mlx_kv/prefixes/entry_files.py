@@ -1,37 +1,34 @@
 """The files of a store's entries: how one comes to be and to go, so that nobody ever finds half of one.
 
-Decides their order (data before its index, and an index gone before its data), what an index says and when it is not
-believed, and what of killed writers is removed. Knows nothing about which entry serves a prompt, nor when one is
-superfluous (`store`), which files of a folder are a store's (`directory`), nor how caches are written to one
-(`serialization`).
+Decides their order (data before its index, and an index gone before its data), and what of killed writers is removed.
+Knows nothing about which entry serves a prompt, nor when one or a block is superfluous (`store`), what an index says
+(`entry_index`), which files of a folder are a store's (`directory`), nor how caches are written to one
+(`serialization`) and cut (`blocks`, of files).
 
     <id>.used          when it was last of use
-    <id>.safetensors   the caches, with a checksum
-    <id>.json          tokens, bytes, how far back it can be trimmed, and a checksum; written last
+    <digest>.block     slots that other entries may have, too
+    <id>.safetensors   the rest of the caches, with a checksum
+    <id>.json          tokens, bytes, how far back it can be trimmed, which blocks, and a checksum; written last
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+from mlx_kv.files import blocks, serialization
+from mlx_kv.files.tensor_files import TensorFile
+from mlx_kv.prefixes.directory import StoreFolder, blocks_among, id_of, indexed
+from mlx_kv.prefixes.entry_index import IndexedEntry, IndexOfOthers, index_of, read_index, tokens_digest
+from mlx_kv.prefixes.index import Entry
 
-from mlx_kv.files import serialization
-from mlx_kv.prefixes.directory import StoreFolder, id_of, indexed
-from mlx_kv.prefixes.index import Entry, packed
-
-VERSION = 2
-MOST_NUMBER = 2**62  # bytes of an entry: more is no number of bytes
 ORPHANED_AFTER = 3600.0  # seconds; data without an index is a writer at work, or one that was killed
 
 
@@ -48,10 +45,38 @@ class PackedEntry:
     caches: serialization.PackedCaches
 
 
+@dataclass(frozen=True)
+class CutEntry:
+    """The same, cut into blocks."""
+
+    indexed: IndexedEntry
+    caches: blocks.CutCaches
+
+
+class DamagedBlockError(ValueError):
+    """A block is not what was written.
+
+    Attributes:
+        name: of the block.
+    """
+
+    def __init__(self, name: str, why: object) -> None:
+        super().__init__(str(why))
+        self.name = name
+
+
 def pack(entry: Entry, fingerprint: str, caches: Sequence[Any]) -> PackedEntry:
-    """An entry of these caches as they are now; its data say of which tokens and whose they are."""
-    told = {"store_tokens": _digest(entry, fingerprint)}
-    return PackedEntry(entry, fingerprint, serialization.pack(list(caches), told))
+    """An entry of these caches as they are now, and its bytes; its data say of which tokens and whose they are."""
+    told = {"store_tokens": tokens_digest(entry, fingerprint)}
+    found = serialization.pack(list(caches), told)
+    return PackedEntry(replace(entry, bytes=found.nbytes), fingerprint, found)
+
+
+def cut(new: PackedEntry, wanted: Callable[[int, int], Collection[int]]) -> CutEntry:
+    """Cuts an entry into blocks; see `mlx_kv.files.blocks.cut`."""
+    found = blocks.cut(new.caches, wanted)
+    columns = tuple(tuple((block.name, block.slots, block.nbytes) for block in column) for column in found.columns)
+    return CutEntry(IndexedEntry(new.entry, new.fingerprint, columns), found)
 
 
 class EntryFiles:
@@ -76,10 +101,27 @@ class EntryFiles:
     def new_name(self) -> str:
         return uuid.uuid4().hex
 
-    def write(self, name: str, new: PackedEntry) -> None:
-        """Its index last. Raises whatever the file system does; then some of it may be there."""
-        self._folder.write_by(f"{name}.safetensors", new.caches.write)
-        self._folder.write(f"{name}.json", index_of(new.entry, new.fingerprint))
+    def write(self, name: str, new: CutEntry, there: AbstractSet[str]) -> None:
+        """All of it but its index, and but for the blocks that are there.
+
+        Raises whatever the file system does; then some of it may be there.
+        """
+        for column in new.caches.columns:
+            for block in column:
+                if block.name not in there:
+                    self._folder.write_by(f"{block.name}.block", block.write)
+        self._folder.write_by(f"{name}.safetensors", new.caches.rest.write)
+
+    def publish(self, name: str, new: CutEntry, files: Sequence[str]) -> None:
+        """Its index, with which it is there; before that what has left meanwhile. Raises as `write`.
+
+        Args:
+            files: that are there now.
+        """
+        missing = new.indexed.blocks.keys() - blocks_among(files)
+        if missing:
+            self.write(name, new, new.indexed.blocks.keys() - missing)
+        self._folder.write(f"{name}.json", index_of(new.indexed))
 
     def touch(self, name: str, now: float) -> None:
         """Says to all processes that it is of use, if it can be said."""
@@ -93,28 +135,38 @@ class EntryFiles:
         files = self._folder.names()
         return files, indexed(files)
 
-    def index(self, name: str) -> tuple[Entry, str] | None:
-        """What the index of an entry says, and whose it is; None if it is of another version.
+    def index(self, name: str) -> IndexedEntry | IndexOfOthers:
+        """What the index of an entry says.
 
         Raises:
             OSError: it cannot be read.
             ValueError, TypeError, KeyError, RecursionError: it is no index, or was damaged.
         """
-        return entry_of(self._folder.read(f"{name}.json"))
+        return read_index(self._folder.read(f"{name}.json"))
 
-    def read(self, name: str, entry: Entry, fingerprint: str) -> serialization.ReadFile:
-        """The data of an entry.
+    def read(self, name: str, known: IndexedEntry) -> serialization.ReadFile:
+        """The data of an entry, its blocks among them.
 
         Raises:
-            FileNotFoundError: they are gone.
+            FileNotFoundError: they are gone, or a block is.
+            DamagedBlockError: a block was damaged.
             ValueError: they were damaged, or are of other tokens or of another model than the index says.
         """
         with self._folder.as_local(f"{name}.safetensors") as path:
-            file = serialization.read(path)
-        told = {} if file.description is None else dict(file.description["metadata"])
-        if told.get("store_tokens") != _digest(entry, fingerprint):
+            rest = serialization.read(path)
+        told = {} if rest.description is None else dict(rest.description["metadata"])
+        if told.get("store_tokens") != tokens_digest(known.entry, known.fingerprint):
             raise ValueError("its tokens are not those of its index")
-        return file
+        if blocks.blocks_of(rest) != [[block for block, _, _ in column] for column in known.columns if column]:
+            raise ValueError("its blocks are not those of its index")
+        return blocks.joined(rest, self._read_block)
+
+    def _read_block(self, name: str) -> TensorFile:
+        with self._folder.as_local(f"{name}.block") as path:
+            try:
+                return blocks.read_block(path, name)
+            except ValueError as error:
+                raise DamagedBlockError(name, error) from error
 
     def last_used(self, name: str) -> float:
         """When an entry was last of use to any process, in seconds since 1970; 0 where nobody knows."""
@@ -130,13 +182,25 @@ class EntryFiles:
         for suffix in ("json", "safetensors", "used"):
             self._folder.delete(f"{name}.{suffix}")
 
+    def remove_block(self, name: str) -> None:
+        self._folder.delete(f"{name}.block")
+
     def set_aside(self, name: str, most_bytes: int) -> None:
         """Removes an entry, but keeps its data in `damaged/`, where all that was set aside has so many bytes."""
         self._directory.set_aside(f"{name}.safetensors", most_bytes)
         self.remove(name)
 
+    def set_block_aside(self, name: str, most_bytes: int) -> None:
+        """The same of a block. Whoever keeps what was in it writes it again."""
+        self._directory.set_aside(f"{name}.block", most_bytes)
+        self.remove_block(name)
+
     def sweep(self, files: Sequence[str], known: AbstractSet[str]) -> None:
-        """Removes what killed writers left of other entries than these, where it is certain that it was a store's."""
+        """Removes what killed writers left, where it is certain that it was a store's.
+
+        Args:
+            known: entries and blocks that stay.
+        """
         for file in sorted(files):  # an index before its data, which tell whose it is if it cannot
             name = id_of(file)
             if name is None or name in known or file in self._not_ours:
@@ -149,44 +213,3 @@ class EntryFiles:
                     self._folder.delete(file)
                 else:
                     self._not_ours.add(file)
-
-
-# --- the index of an entry --------------------------------------------------------------------------------------------
-
-
-def index_of(entry: Entry, fingerprint: str) -> bytes:
-    told = {"tokens": np.frombuffer(entry.tokens, ">u4").tolist(), "bytes_live": entry.bytes, "least": entry.least}
-    told |= {"fingerprint": fingerprint, "version": VERSION}
-    return json.dumps(told | {"checksum": checksum(told)}).encode()
-
-
-def entry_of(content: bytes) -> tuple[Entry, str] | None:
-    """The entry of an index, and whose it is; None if it is of another version.
-
-    Raises:
-        ValueError, TypeError, KeyError, RecursionError: it is no index, or was damaged.
-    """
-    told = json.loads(content)
-    if type(told["version"]) is not int:
-        raise ValueError("a version that is no number")
-    if told["version"] != VERSION:
-        return None
-    seal = told.pop("checksum", None)  # 0.1.0 wrote none
-    if seal is not None and seal != checksum(told):
-        raise ValueError("it is not what was written")
-    tokens, numbers, fingerprint = told["tokens"], (told["bytes_live"], told["least"]), told["fingerprint"]
-    if type(tokens) is not list or not all(type(token) is int and 0 <= token < 2**32 for token in tokens):
-        raise ValueError("tokens that are none")
-    if not all(type(number) is int for number in numbers) or type(fingerprint) is not str:
-        raise ValueError("a number that is none")
-    if not (0 <= numbers[0] < MOST_NUMBER and 0 <= numbers[1] <= len(tokens)):
-        raise ValueError("numbers that cannot be")
-    return Entry(packed(tokens), *numbers), fingerprint
-
-
-def checksum(told: dict[str, Any]) -> str:
-    return hashlib.blake2b(json.dumps(told, sort_keys=True).encode(), digest_size=16).hexdigest()
-
-
-def _digest(entry: Entry, fingerprint: str) -> str:
-    return hashlib.blake2b(fingerprint.encode() + b"," + entry.tokens, digest_size=16).hexdigest()

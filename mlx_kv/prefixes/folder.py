@@ -8,6 +8,7 @@ for the disk (`mlx_kv.files.replacing`), is left to them. Knows nothing about wh
 from __future__ import annotations
 
 import contextlib
+import errno
 import tempfile
 import time
 import uuid
@@ -19,6 +20,7 @@ import fsspec
 
 from mlx_kv.files.locks import locked
 
+NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)  # what network drives say
 PARTIAL = r"\.[0-9a-f]{32}\.partial"  # how the name of a file that is not there yet goes on
 
 
@@ -125,9 +127,12 @@ class Folder:
 
     @contextlib.contextmanager
     def locked(self, name: str) -> Iterator[None]:
-        """One process at a time goes on, on a local disk; elsewhere nobody waits for anybody."""
-        if not self._local:
-            yield
-            return
-        with locked(self._path(name)):
+        """One process at a time goes on, on a local disk; where there are no locks nobody waits for anybody."""
+        with contextlib.ExitStack() as held:
+            if self._local:
+                try:
+                    held.enter_context(locked(self._path(name)))
+                except OSError as error:
+                    if error.errno not in NO_LOCKS:
+                        raise
             yield

@@ -143,6 +143,11 @@ class PrefixIndex:
                     break
         return None if found is None else (found, count)
 
+    def nearest(self, tokens: bytes) -> tuple[str, int] | None:
+        """The entry that begins like these tokens for longest, and for how many, whether it can serve them or not."""
+        count, name = self._all.nearest(tokens) if self._all else (0, "")
+        return (name, count) if count >= LEAST_SHARED else None
+
     def covering(self, entry: Entry) -> str | None:
         """An entry that serves every prompt which this one serves."""
         for beginning, _ in self._heads.beginnings(head(entry)):

@@ -1,20 +1,18 @@
 """Processed prompts in memory: the nearest place to find one again.
 
-Decides what leaves when there is too much. Its caches share their buffers with those that it was shown and those that
-it hands out, until one of them is written to: keeping and finding cost nothing, going on costs one copy.
+Decides what leaves when there is too much. What entries have in common is there once (`blocks`): keeping one
+copies what is its own, finding one copies what was asked for, when it is first read.
 """
 
 from __future__ import annotations
 
-import copy
 from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import count
 from typing import Any
 
-from mlx_kv.cache.checks import whole_number
-from mlx_kv.generation.statistics import cache_statistics
-from mlx_kv.mlxlm.trimming import trim_prompt_cache
+from mlx_kv.prefixes.blocks import Block, KeptCaches, kept_bytes
+from mlx_kv.prefixes.holdings import Holdings
 from mlx_kv.prefixes.index import PrefixIndex, packed
 from mlx_kv.prefixes.place import PromptPlace
 
@@ -23,7 +21,8 @@ class PromptMemory(PromptPlace):
     """Processed prompts, up to so many bytes.
 
     Args:
-        max_bytes: allocated by all of them; what was of no use for longest leaves first. 0 keeps nothing.
+        max_bytes: of all of them, what several share counted once; what was of no use for longest leaves first. 0 keeps
+            nothing.
         fingerprint: whose caches these are; None leaves it to the first `PromptReader`. A reader of another model or
             policy is refused.
 
@@ -32,13 +31,20 @@ class PromptMemory(PromptPlace):
     """
 
     def __init__(self, max_bytes: int = 2**30, fingerprint: str | None = None) -> None:
-        super().__init__(whole_number("max_bytes", max_bytes), fingerprint)
+        if max_bytes < 0:
+            raise ValueError(f"max_bytes is {max_bytes}: give a number of bytes from 0 up")
+        super().__init__(max_bytes, fingerprint)
         self._index, self._names = PrefixIndex(), count()
-        self._caches: OrderedDict[str, list[Any]] = OrderedDict()  # least recently used first
-        self.nbytes = 0
+        self._kept: OrderedDict[str, KeptCaches] = OrderedDict()  # least recently used first
+        self._holdings: Holdings[Block] = Holdings()
 
     def __len__(self) -> int:
-        return len(self._caches)
+        return len(self._kept)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all entries, what several share counted once."""
+        return self._holdings.nbytes
 
     def _best(self, tokens: Sequence[int]) -> tuple[str, int] | None:
         self._owner()
@@ -53,35 +59,35 @@ class PromptMemory(PromptPlace):
         if best is None:
             return None
         name, found = best
-        caches = copy.deepcopy(self._caches[name])
-        trim_prompt_cache(caches, len(self._index[name]) - found)
-        self._caches.move_to_end(name)
+        caches = self._kept[name].caches(len(self._index[name]) - found, len(tokens))
+        self._kept.move_to_end(name)
         return caches, found
 
     def keep(self, tokens: Sequence[int], caches: Sequence[Any]) -> bool:
         """Keeps the caches that have read exactly these tokens, unless an entry serves as well; says whether it did.
 
-        They should be evaluated: otherwise they hold on to whatever they will be computed from.
+        They are evaluated. What is kept of them is a copy, but for what is kept of another prompt already.
         """
         self._owner()
-        entry = self._entry(tokens, caches, cache_statistics(caches).bytes_allocated)
+        entry = self._entry(tokens, caches, kept_bytes(caches))
         if entry is None:
             return False
         covering = self._index.covering(entry)
         if covering is not None:
-            self._caches.move_to_end(covering)
+            self._kept.move_to_end(covering)
             return False
-        name, copied = str(next(self._names)), copy.deepcopy(list(caches))  # from here on, nothing can fail
-        for superfluous in self._index.covered(entry):
+        like, shared = self._index.nearest(entry.tokens) or (None, 0)
+        name, kept = str(next(self._names)), KeptCaches.of(caches, len(entry), self._kept.get(like or ""), shared)
+        for superfluous in self._index.covered(entry):  # from here on, nothing can fail
             self._remove(superfluous)
         self._index.add(name, entry)
-        self._caches[name] = copied
-        self.nbytes += entry.bytes
+        self._kept[name] = kept
+        self._holdings.add(name, kept.own_bytes, kept.blocks)
         while self.nbytes > self.max_bytes:
-            self._remove(next(iter(self._caches)))
+            self._remove(next(iter(self._kept)))
         return True
 
     def _remove(self, name: str) -> None:
-        self.nbytes -= self._index[name].bytes
+        self._holdings.remove(name)
         self._index.remove(name)
-        del self._caches[name]
+        del self._kept[name]

@@ -1,8 +1,9 @@
 """A directory of processed prompts, so that a prefix is read once: across requests, processes and machines.
 
 Decides what is served, what is kept, and what leaves when there is too much. An entry is the caches of one token
-sequence. Knows nothing about how an entry is found among many (`index`, `table`), nor about its files (`entry_files`),
-nor about requests.
+sequence; what several have in common lies in blocks, and a block leaves with the last entry that holds it. Knows
+nothing about how an entry is found among many (`index`, `table`), nor about its files (`entry_files`), nor about
+requests.
 
 What takes the disk's time (`refresh`, `fetch`, `write`) does nothing with MLX: another thread can do it, one at a time.
 """
@@ -12,13 +13,17 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from mlx_kv.files import serialization
 from mlx_kv.generation.statistics import cache_statistics
 from mlx_kv.mlxlm.trimming import trim_prompt_cache
-from mlx_kv.prefixes.entry_files import EntryFiles, PackedEntry, pack
+from mlx_kv.prefixes.directory import blocks_among
+from mlx_kv.prefixes.entry_files import DamagedBlockError, EntryFiles, PackedEntry, cut, pack
+from mlx_kv.prefixes.entry_index import IndexedEntry
 from mlx_kv.prefixes.index import Entry, packed
 from mlx_kv.prefixes.place import PromptPlace
 from mlx_kv.prefixes.table import EntryTable
@@ -45,7 +50,7 @@ class PromptStore(PromptPlace):
     Args:
         directory: a path, or any URL that fsspec knows (memory://prompts, s3://bucket/prompts); made if not there. One
             that holds other things is refused.
-        max_bytes: live bytes of all entries; what was of no use for longest leaves first.
+        max_bytes: of all entries, what several share counted once; what was of no use for longest leaves first.
         fingerprint: entries of another model or policy are never served. None leaves it to the first `PromptReader`.
 
     Attributes:
@@ -64,7 +69,9 @@ class PromptStore(PromptPlace):
         self._files, self._table = EntryFiles(directory), EntryTable()
         self.hits = self.misses = self.tokens_reused = self.damaged = 0
         self._ignored: set[str] = set()  # set aside, or not to be understood
-        self._others: set[str] = set()  # of another version
+        self._others: dict[str, frozenset[str]] = {}  # of another version, and the blocks of each
+        self._released: set[str] = set()  # blocks that some entry held which has left
+        self._unread = False  # whether any index could not be read the last time: nobody knows what it holds
 
     @property
     def other_versions(self) -> int:
@@ -73,8 +80,9 @@ class PromptStore(PromptPlace):
 
     @property
     def bytes_live(self) -> int:
-        """Of all entries."""
-        return sum(entry.bytes for entry in self.entries().values())
+        """Of all entries, what several share counted once."""
+        self.refresh()
+        return self._table.nbytes
 
     def entries(self) -> dict[str, Entry]:
         """All entries that are there now, by name."""
@@ -110,20 +118,24 @@ class PromptStore(PromptPlace):
         """The same; returns the names of all files."""
         files, names = self._files.files()
         for name in self._table.names() - names:
-            self._table.remove(name)
-        self._others &= names
-        for name in names - self._table.names() - self._ignored - self._others:
+            self._released.update(self._table.remove(name))
+        self._others = {name: held for name, held in self._others.items() if name in names}
+        self._unread = False
+        for name in names - self._table.names() - self._ignored - self._others.keys():
             try:
                 found = self._files.index(name)
+            except FileNotFoundError:
+                continue  # it left in this moment
             except OSError:
-                continue  # it left in this moment, or it is there the next time
+                self._unread = True  # perhaps it can be read the next time
+                continue
             except (ValueError, TypeError, KeyError, RecursionError):
                 self._ignored.add(name)
                 continue
-            if found is None:
-                self._others.add(name)
+            if isinstance(found, IndexedEntry):
+                self._table.add(name, found)
             else:
-                self._table.add(name, *found)
+                self._others[name] = found.blocks
         return files
 
     def fetch(self, tokens: Sequence[int]) -> StoredPrompt | None:
@@ -131,10 +143,13 @@ class PromptStore(PromptPlace):
         while (best := self._best(tokens)) is not None:
             name, count = best
             try:
-                entry, whose = self._table[name]
-                file = self._files.read(name, entry, whose)
+                entry = self._table[name].entry
+                file = self._files.read(name, self._table[name])
             except FileNotFoundError:
                 self._remove(name)  # what is left of it
+            except DamagedBlockError as error:
+                self._files.set_block_aside(error.name, self.max_bytes // 8)
+                self._set_aside(name)
             except ValueError:
                 self._set_aside(name)
             except KeyError:
@@ -167,39 +182,74 @@ class PromptStore(PromptPlace):
     def pack(self, tokens: Sequence[int], caches: Sequence[Any]) -> PackedEntry | None:
         """What `keep` would write, as the caches are now; None if it is not worth it."""
         entry = self._entry(tokens, caches, cache_statistics(caches).bytes_live)
-        return None if entry is None else pack(entry, self._owner(), caches)
+        new = None if entry is None else pack(entry, self._owner(), caches)
+        return None if new is None or new.entry.bytes > self.max_bytes else new
 
     def write(self, new: PackedEntry) -> bool:
         """As `keep`."""
-        self.refresh()
+        there = blocks_among(self._refreshed())
         covering = self._table.covering(new.entry, new.fingerprint)
         if covering is not None:
             self._touch(covering)
             return False
-        name = self._files.new_name()
+        name, published = self._files.new_name(), False
         self._touch(name)  # from now on nobody takes it for what a killed writer left
+        made = cut(new, partial(self._wanted_ends, new))
         try:
-            self._files.write(name, new)
+            self._files.write(name, made, there)
+            with self._files.locked():  # what leaves does so under this lock: what is there now is there with the index
+                files = self._refreshed()
+                self._files.publish(name, made, files)
+                published = True
+                self._table.add(name, made.indexed)
+                self._tidy(name, new, files)
         except Exception:
-            self._remove(name)
+            if not published:
+                self._remove(name)
+                self._released.update(made.indexed.blocks)
             raise
-        self._table.add(name, new.entry, new.fingerprint)
-        with self._files.locked():
-            files = self._refreshed()
-            self._files.sweep(files, self._table.names() | self._others)
-            for old in self._table.covered(new.entry, new.fingerprint):
-                if old != name:
-                    self._remove(old)
-            self._enforce()
         return True
 
-    def _enforce(self) -> None:
+    def _wanted_ends(self, new: PackedEntry, column: int, slots: int) -> list[int]:
+        """Where blocks should end, so that they are those of the entry that begins like this one for longest.
+
+        Where two part, a block ends: the next that parts there has the same one.
+        """
+        nearest = self._table.nearest(new.entry.tokens, new.fingerprint)
+        if nearest is None or slots != len(new.entry):  # where a slot is no position, all are cut alike
+            return []
+        other, shared = nearest
+        ends = accumulate(count for _, count, _ in (*other.columns, *[()] * (column + 1))[column])
+        return [*(end for end in ends if end <= shared), *([shared] if shared < len(other.entry) else [])]
+
+    def _tidy(self, name: str, new: PackedEntry, files: Sequence[str]) -> None:
+        """Removes what a new entry makes superfluous, what is too much, and what was left of others."""
+        if not self._unread:
+            self._files.sweep(files, self._table.names() | self._others.keys() | self._held())
+        for old in self._table.covered(new.entry, new.fingerprint):
+            if old != name:
+                self._remove(old)
         there = self._table.entries()
-        total = sum(entry.bytes for entry in there.values())
-        while total > self.max_bytes and there:
-            name = self._table.least_recent(there, self._files.last_used)
-            total -= there.pop(name).bytes
-            self._remove(name)
+        while self._table.nbytes > self.max_bytes and there:
+            old = self._table.least_recent(there, self._files.last_used)
+            del there[old]
+            self._remove(old)
+        self._remove_released()
+
+    def _held(self) -> set[str]:
+        """All blocks that anybody holds, as far as is known."""
+        return self._table.blocks.union(*self._others.values())
+
+    def _remove_released(self) -> None:
+        """Removes blocks that nobody holds any longer, unless somebody may whose index could not be read."""
+        if not self._released:
+            return
+        self._refreshed()  # elsewhere than on a local disk, others may have come meanwhile
+        if not self._unread:
+            free = self._released - self._held()
+            self._released = set()
+            for block in free:
+                self._files.remove_block(block)
 
     def _touch(self, name: str) -> None:
         now = time.time()
@@ -207,11 +257,12 @@ class PromptStore(PromptPlace):
         self._files.touch(name, now)
 
     def _remove(self, name: str) -> None:
+        """Its blocks leave when it is next looked for what is superfluous."""
         self._files.remove(name)
-        self._table.remove(name)
+        self._released.update(self._table.remove(name))
 
     def _set_aside(self, name: str) -> None:
         self.damaged += 1
         self._ignored.add(name)
         self._files.set_aside(name, self.max_bytes // 8)
-        self._table.remove(name)
+        self._released.update(self._table.remove(name))

@@ -10,21 +10,35 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection
 
+from mlx_kv.prefixes.entry_index import IndexedEntry
+from mlx_kv.prefixes.holdings import Holdings
 from mlx_kv.prefixes.index import Entry, PrefixIndex
 
 
 class EntryTable:
-    """Entries by name, each with the fingerprint of its owner."""
+    """Entries by name, each with the fingerprint of its owner and the blocks that it holds."""
 
     def __init__(self) -> None:
-        self._known: dict[str, tuple[Entry, str]] = {}
+        self._known: dict[str, IndexedEntry] = {}
+        self._holdings: Holdings[str] = Holdings()
         self._indexes: defaultdict[str, PrefixIndex] = defaultdict(PrefixIndex)  # by fingerprint
         self._used: dict[str, float] = {}  # when each was last of use, as far as is known: perhaps later
-        self._changing = threading.RLock()  # guards the first two
+        self._changing = threading.RLock()  # guards the first three
 
-    def __getitem__(self, name: str) -> tuple[Entry, str]:
-        """An entry, and whose it is."""
+    def __getitem__(self, name: str) -> IndexedEntry:
         return self._known[name]
+
+    @property
+    def nbytes(self) -> int:
+        """Of all entries, what several share counted once."""
+        with self._changing:
+            return self._holdings.nbytes
+
+    @property
+    def blocks(self) -> set[str]:
+        """The names of all blocks that any entry holds."""
+        with self._changing:
+            return set(self._holdings.blocks)
 
     def names(self) -> set[str]:
         with self._changing:
@@ -32,20 +46,23 @@ class EntryTable:
 
     def entries(self) -> dict[str, Entry]:
         with self._changing:
-            return {name: entry for name, (entry, _) in self._known.items()}
+            return {name: known.entry for name, known in self._known.items()}
 
-    def add(self, name: str, entry: Entry, fingerprint: str) -> None:
+    def add(self, name: str, known: IndexedEntry) -> None:
+        """One that is not there."""
         with self._changing:
-            self._known[name] = entry, fingerprint
-            self._indexes[fingerprint].add(name, entry)
+            self._known[name] = known
+            self._indexes[known.fingerprint].add(name, known.entry)
+            self._holdings.add(name, known.own_bytes, known.blocks)
 
-    def remove(self, name: str) -> None:
-        """Also if it is not there."""
+    def remove(self, name: str) -> list[str]:
+        """Also if it is not there. Returns the blocks that no entry holds any longer."""
         with self._changing:
-            _, fingerprint = self._known.pop(name, (None, None))
+            known = self._known.pop(name, None)
             self._used.pop(name, None)
-            if fingerprint is not None:
-                self._indexes[fingerprint].remove(name)
+            if known is not None:
+                self._indexes[known.fingerprint].remove(name)
+            return self._holdings.remove(name)
 
     # --- which ------------------------------------------------------------------------------------------------------
 
@@ -53,6 +70,12 @@ class EntryTable:
         """As `PrefixIndex.best`, of one owner's."""
         with self._changing:
             return self._indexes[fingerprint].best(tokens)
+
+    def nearest(self, tokens: bytes, fingerprint: str) -> tuple[IndexedEntry, int] | None:
+        """As `PrefixIndex.nearest`, of one owner's."""
+        with self._changing:
+            found = self._indexes[fingerprint].nearest(tokens)
+            return None if found is None else (self._known[found[0]], found[1])
 
     def covering(self, entry: Entry, fingerprint: str) -> str | None:
         """As `PrefixIndex.covering`, of one owner's."""

@@ -11,14 +11,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import mlx.core as mx
 import pytest
+from places import Place
 
 import mlx_kv
 from mlx_kv import KVCache, PromptStore, save_prompt_cache
 from mlx_kv.prefixes.directory import MARKER, MOST_DAMAGED
-from mlx_kv.prefixes.entry_files import VERSION, checksum
+from mlx_kv.prefixes.entry_index import VERSION_WITH_BLOCKS, checksum
 from mlx_kv.prefixes.folder import Folder
 
 HEX = "0123456789abcdef" * 2  # a name as a hash gives it
@@ -60,36 +60,6 @@ FOREIGN: dict[str, bytes] = {
 def tokens(seed: int, count: int = 100) -> list[int]:
     found: list[int] = mx.random.randint(1, 1000, (count,), key=mx.random.key(seed)).tolist()  # type: ignore[assignment]
     return found
-
-
-class Place:
-    """A folder, wherever it is."""
-
-    def __init__(self, url: str) -> None:
-        self.url = url
-        self.fs, self.root = fsspec.core.url_to_fs(url)
-
-    def put(self, files: dict[str, bytes]) -> None:
-        for name, content in files.items():
-            self.fs.makedirs(f"{self.root}/{name}".rsplit("/", 1)[0], exist_ok=True)
-            self.fs.pipe_file(f"{self.root}/{name}", content)
-
-    def names(self, folder: str = "") -> set[str]:
-        self.fs.invalidate_cache()
-        found = self.fs.find(f"{self.root}/{folder}")
-        return {path.removeprefix(f"{self.root}/") for path in found}
-
-    def read(self, name: str) -> bytes:
-        content: bytes = self.fs.cat_file(f"{self.root}/{name}")
-        return content
-
-    def store(self, **options: Any) -> PromptStore:
-        return PromptStore(self.url, **{"fingerprint": "a", **options})
-
-
-@pytest.fixture(params=["folder", "memory"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
-    return Place(str(tmp_path / "prompts") if request.param == "folder" else f"memory://{uuid.uuid4().hex}")
 
 
 @pytest.mark.parametrize("name", FOREIGN)
@@ -168,7 +138,7 @@ def test_entries_of_another_version_are_left_alone_and_counted(place: Place, mon
     store.keep(tokens(0), caches())
     (name,) = store.entries()
     other = {
-        f"{HEX}.json": json.dumps({"version": VERSION + 1, "anything": []}).encode(),
+        f"{HEX}.json": json.dumps({"version": VERSION_WITH_BLOCKS + 1, "anything": []}).encode(),
         f"{HEX}.safetensors": place.read(f"{name}.safetensors"),
         f"{HEX}.used": b"1.0",
     }

@@ -169,5 +169,6 @@ def test_memory_forgets_what_is_of_least_use() -> None:
     nothing = PromptMemory(0)
     read(nothing, prompt(0))
     assert (len(nothing), nothing.nbytes, nothing.find(prompt(0))) == (0, 0, None)
-    with pytest.raises(ValueError, match="max_bytes"):
+    assert PromptMemory(2**40).max_bytes == 2**40
+    with pytest.raises(ValueError, match="max_bytes is -1: give a number of bytes"):
         PromptMemory(-1)

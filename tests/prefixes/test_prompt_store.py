@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
 import shutil
-import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable
 from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +17,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx_lm.generate import generate_step
+from processes import start
 from tiny_models import VOCAB, make_model
 
 from mlx_kv import CachePolicy, PromptMemory, PromptStore, load_prompt_cache, make_prompt_cache
@@ -41,23 +38,10 @@ KINDS: dict[str, tuple[str, CachePolicy]] = {
 }
 IN_ANOTHER_PROCESS = ("plain", "windowed past its wrap")
 
-# Processes of their own, but what they import is imported once. (Elsewhere what is imported may not be forked.)
-PROCESSES = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
-PROCESSES.set_forkserver_preload(["mlx_kv", "mlx_kv.prefixes.store"])
-
 
 def answer(model: nn.Module, caches: list[Any], tokens: list[int]) -> list[int]:
     steps = generate_step(mx.array(tokens), model, max_tokens=20, prompt_cache=caches)
     return [int(token) for token, _ in steps]
-
-
-def start(target: Callable[..., None], *arguments: object) -> tuple[BaseProcess, Connection]:
-    """Another process, and what it says."""
-    said, saying = PROCESSES.Pipe(duplex=False)
-    child = PROCESSES.Process(target=target, args=(*arguments, saying), daemon=True)
-    child.start()
-    saying.close()  # so that the end of a child that fails is heard
-    return child, said
 
 
 def read(model: nn.Module, policy: CachePolicy, tokens: list[int], store: PromptStore | None) -> PromptReader:
@@ -232,7 +216,8 @@ def test_a_writer_that_was_killed_leaves_nothing_that_is_found(tmp_path: Path, m
         patch.setattr(Folder, "write", killed)
         with pytest.raises(KeyboardInterrupt):
             read(model, CachePolicy(), PREFIX[:300], store)
-    assert sorted(path.suffix for path in tmp_path.iterdir() if path.name != MARKER) == [".safetensors", ".used"]
+    names = sorted(path.suffix for path in tmp_path.iterdir() if path.name not in ("lock", MARKER))
+    assert names == [".safetensors", ".used"]
     (tmp_path / f"{uuid.uuid4().hex}.json.{uuid.uuid4().hex}.partial").write_text("{")
     (tmp_path / f".{uuid.uuid4().hex}.safetensors.0123456789abcdef.tmp").write_text("")
     (tmp_path / "notes.txt").write_text("somebody else's")

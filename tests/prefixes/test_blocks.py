@@ -1,0 +1,210 @@
+"""What prompts in memory share: each continues as what was kept, whoever else leaves, and bytes are counted once."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from conversations import KINDS, STEPS, Reference, budget, goes_on_as, read
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlx_kv import KVCache, PromptMemory, compact
+from mlx_kv.prefixes import blocks
+from mlx_kv.prefixes.blocks import KeptCaches
+from mlx_kv.prefixes.holdings import Holdings
+
+
+def bytes_of(memory: PromptMemory) -> int:
+    """Of all distinct arrays that the entries hold, looked at one by one."""
+    arrays = {}
+    for kept in memory._kept.values():
+        for strip in kept._strips:
+            arrays |= {id(plane): plane.nbytes for block, _ in strip.pieces for plane in block.planes}
+    evictors = sum(cache.evictor.nbytes for kept in memory._kept.values() for cache in kept._shells if cache.evictor)
+    return sum(arrays.values()) + evictors
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=12)
+@given(steps=STEPS)
+def test_whatever_is_kept_found_and_removed(kind: str, steps: list[tuple[Any, ...]]) -> None:
+    patch = pytest.MonkeyPatch()
+    patch.setattr(blocks, "BLOCK_SLOTS", 32)
+    patch.setattr(blocks, "LEAST_SLOTS", 4)
+    reference, memory = Reference(), PromptMemory(fingerprint="a")
+    try:
+        for what, *told in steps:
+            names = list(memory._kept)
+            if what == "keep":
+                tokens, caches = reference.grow(kind, *told)
+                if memory.keep(tokens, caches):
+                    reference.kept[tuple(tokens)] = copy.deepcopy(caches)
+                read(caches, [1, 2, 3], len(tokens))  # whoever was shown goes on
+            elif what == "remove" and names:
+                memory._remove(names[told[0] % len(names)])
+            elif what == "find" and reference.kept:
+                tokens = list(list(reference.kept)[told[0] % len(reference.kept)])
+                tokens = [*tokens[: len(tokens) - told[1]], 99]
+                found = memory.find(tokens)
+                if found is not None:
+                    read(found[0], [5] * 20, found[1])  # whoever finds goes on
+            assert memory.nbytes == bytes_of(memory)
+            check_all(memory, reference)
+        for name in list(memory._kept):
+            memory._remove(name)
+        assert memory.nbytes == 0
+    finally:
+        patch.undo()
+
+
+def check_all(memory: PromptMemory, reference: Reference) -> None:
+    """Everything that is there is what was kept."""
+    for name in memory._kept:
+        entry = memory._index[name]
+        tokens = tuple(np.frombuffer(entry.tokens, ">u4").tolist())
+        assert goes_on_as(memory._kept[name].caches(0, 0), reference.kept[tokens], len(tokens))
+        for count in {max(entry.least, len(tokens) - 3), entry.least}:
+            if count >= 64:
+                found = memory._kept[name].caches(len(tokens) - count, count)
+                assert {cache.capacity % 256 for cache in found} == {0}
+                assert goes_on_as(found, reference.kept[tokens], count)
+
+
+def conversations(count: int, system: int = 4000, own: int = 100) -> tuple[PromptMemory, list[list[int]], int]:
+    """So many that begin alike, and the bytes of one slot of all layers."""
+    memory, prompts = PromptMemory(fingerprint="a"), []
+    (first,) = caches = [KVCache()]
+    read(caches, [token % 50 for token in range(system)], 0)
+    for number in range(count):
+        mine = copy.deepcopy(caches)
+        tokens = [*(token % 50 for token in range(system)), *([100 + number] * own)]
+        read(mine, tokens[system:], system)
+        assert memory.keep(tokens, mine)
+        prompts.append(tokens)
+    return memory, prompts, first.nbytes_live // system
+
+
+@pytest.mark.parametrize("system", [4000, 4096, 4095, 4097, 300])
+def test_what_conversations_share_is_there_once(system: int) -> None:
+    memory, prompts, slot = conversations(20, system)
+    part = min(system, blocks.LEAST_SLOTS - 1)  # a short piece of a block is copied
+    assert (system + 20 * 100) * slot <= memory.nbytes <= (system + 20 * (100 + part * (system == 4097))) * slot
+    for name in list(memory._kept)[:19]:
+        before = memory.nbytes
+        memory._remove(name)
+        assert before - memory.nbytes >= 100 * slot * (name != "0")
+    (found,), count = memory.find(prompts[19])  # type: ignore[misc]
+    assert (len(memory), count) == (1, len(prompts[19]) - 1)
+    assert memory.nbytes <= (system + 100 + blocks.BLOCK_SLOTS) * slot
+    assert found.capacity <= count + 1 + 256
+
+
+def test_memory_is_given_back() -> None:
+    """A block holds on to nothing else: neither to the cache that it is a part of, nor to what others have."""
+    memory, _, _ = conversations(4)
+    for _ in range(2):
+        gc.collect()
+        before = mx.get_active_memory()
+        again, _, _ = conversations(4)
+        gc.collect()
+        assert abs(mx.get_active_memory() - before - again.nbytes) <= again.nbytes / 10  # pages, to which it is rounded
+        del again
+    one_head = [KVCache()]  # of which a part of the slots is no copy by itself
+    one_head[0].update_and_fetch(mx.ones((1, 1, 4096, 64)), mx.zeros((1, 1, 4096, 64)))
+    kept = KeptCaches.of(one_head, 4096, None, 0)
+    mx.eval(one_head[0].state)
+    before = mx.get_active_memory()
+    del one_head
+    gc.collect()
+    assert before - mx.get_active_memory() >= 4096 * 64 * 4 * 2 - 4096
+    del kept, memory
+
+
+def test_one_bit_is_enough_to_share_nothing_of_a_block() -> None:
+    """Also the sign of a zero, and a NaN is itself."""
+    plane = np.zeros((1, 1, 256, 32), np.float32)
+    plane[0, 0, 5] = np.nan
+
+    def kept(like: KeptCaches | None, changed: int | None) -> KeptCaches:
+        values = plane.copy()
+        if changed is not None:
+            values[0, 0, changed, 31] = -0.0
+        cache = KVCache()
+        cache.update_and_fetch(mx.array(plane), mx.array(values))
+        return KeptCaches.of([cache], 256, like, 256)
+
+    first = kept(None, None)
+    for changed, pieces in ((None, [256]), (200, [200, 56]), (10, [256]), (255, [255, 1])):
+        (strip,) = kept(first, changed)._strips
+        assert [count for _, count in strip.pieces] == pieces
+        own = [block for block, _ in strip.pieces if block not in first.blocks]
+        assert sum(block.planes[0].shape[2] for block in own) == {None: 0, 200: 56, 10: 256, 255: 1}[changed]
+        (cache,) = KeptCaches([*first._shells], [strip]).caches(0, 0)
+        assert np.signbit(np.array(cache.values)[0, 0, :, 31]).tolist() == [i == changed for i in range(512)]
+
+
+def test_entries_of_other_shapes_share_nothing() -> None:
+    def cache(**options: Any) -> list[KVCache]:
+        made = KVCache(**options)
+        made.update_and_fetch(*[mx.zeros((1, 2, 100, 64))] * 2)
+        return [made]
+
+    first = KeptCaches.of(cache(), 100, None, 0)
+    for other in (cache(bits=8, group_size=64), cache() * 2):
+        assert not KeptCaches.of(other, 100, first, 100).blocks.keys() & first.blocks.keys()
+    assert KeptCaches.of(cache(), 100, first, 100).blocks == first.blocks
+
+
+def test_pieces_do_not_become_many() -> None:
+    """A conversation of many short turns: no more than a piece for each LEAST_SLOTS, and one for each block."""
+    memory, caches, tokens = PromptMemory(fingerprint="a"), [KVCache()], [0] * 64
+    read(caches, tokens, 0)
+    for turn in range(100):
+        tokens += [turn] * 9
+        read(caches, tokens[-9:], len(tokens) - 9)
+        assert memory.keep(tokens, caches)
+    assert len(memory) == 1
+    (kept,) = memory._kept.values()
+    (strip,) = kept._strips
+    assert len(strip.pieces) <= len(tokens) // blocks.LEAST_SLOTS + len(tokens) // blocks.BLOCK_SLOTS + 1
+    assert goes_on_as(memory._kept.popitem()[1].caches(0, 0), caches, len(tokens))
+
+
+HELD = st.dictionaries(st.integers(0, 5), st.just(10), max_size=4)
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 3), HELD), max_size=12))
+def test_holdings_are_those_of_a_look_at_all(steps: list[tuple[int, int, dict[int, int]]]) -> None:
+    holdings: Holdings[int] = Holdings()
+    there: dict[str, tuple[int, dict[int, int]]] = {}
+    for number, own, held in steps:
+        if str(number) in there:
+            gone = there.pop(str(number))
+            free = set(gone[1]) - {block for _, other in there.values() for block in other}
+            assert set(holdings.remove(str(number))) == free
+        else:
+            there[str(number)] = own, held
+            holdings.add(str(number), own, held)
+        every = {block: size for _, other in there.values() for block, size in other.items()}
+        assert holdings.nbytes == sum(own for own, _ in there.values()) + sum(every.values())
+        assert set(holdings.blocks) == set(every)
+        assert all((block in holdings) == (block in every) for block in range(6))
+    assert holdings.remove("none") == []
+
+
+def test_compaction_between_two_keeps() -> None:
+    """What a compaction moved is no longer what the other entry has; what it left in place is."""
+    caches = budget()
+    read(caches, list(range(44)), 0)
+    first = KeptCaches.of(caches, 44, None, 0)
+    kept = copy.deepcopy(caches)
+    compact(caches)
+    read(caches, [7] * 2, 44)
+    second = KeptCaches.of(caches, 46, first, 44)
+    assert goes_on_as(first.caches(0, 0), kept, 44)
+    assert goes_on_as(second.caches(0, 0), caches, 46)
