@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import mlx.core as mx
 import pytest
 from classes import anywhere
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import initialize
+from hypothesis.stateful import initialize, run_state_machine_as_test
 from test_batch_rows import Batches, Kind, kinds
 
-from mlx_kv import KVCache
-from mlx_kv.cache.classes import RowClasses, moving
+from mlx_kv import CachePolicy, KVCache
+from mlx_kv.cache.classes import DeferredMask, RowClasses, moving
+from mlx_kv.cache.classes.parts import Parts
 
 
 class ClassedBatches(Batches):
@@ -38,3 +40,39 @@ ClassedBatches.TestCase.settings = settings(
     suppress_health_check=list(HealthCheck),
 )
 TestClassedBatches = pytest.mark.slow(ClassedBatches.TestCase)
+
+
+# --- the histories above must be able to fail: bugs planted one at a time -------------------------------------------
+
+
+def rows_stay_shuffled(self: Parts, outputs: Any) -> Any:
+    return mx.concatenate(list(outputs))
+
+
+def forgets_copies_between(self: RowClasses, moved: moving.Moved) -> None:
+    self._parts, self._room = moved.parts, 0
+
+
+def one_mask_for_all(self: DeferredMask, cache: KVCache) -> Any:
+    known = self._known
+    return known.setdefault("all", None if known else self._made_by(cache))
+
+
+BUDGET = Kind(CachePolicy(budget=12, keep_recent=4, sinks=2, margin=3, score="key_norm"), layers=2)
+FULL = Kind(CachePolicy())
+PLANTED = {
+    "rows come back in another order": (Parts, "joined", rows_stay_shuffled, FULL),
+    "layers of a sequence lose one another": (RowClasses, "_settled", forgets_copies_between, BUDGET),
+    "one mask serves all classes": (DeferredMask, "of", one_mask_for_all, FULL),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bug", PLANTED)
+def test_a_planted_bug_is_caught(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    where, name, broken, kind = PLANTED[bug]
+    monkeypatch.setattr(ClassedBatches, "only", kind)
+    quick = settings(max_examples=200, stateful_step_count=25, phases=[Phase.generate], report_multiple_bugs=False)
+    monkeypatch.setattr(where, name, broken)
+    with pytest.raises(BaseException):  # noqa: B017, PT011, the first rule that sees it fails in its own way
+        run_state_machine_as_test(ClassedBatches, settings=quick)
