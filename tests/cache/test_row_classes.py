@@ -45,12 +45,21 @@ TestClassedBatches = pytest.mark.slow(ClassedBatches.TestCase)
 # --- the histories above must be able to fail: bugs planted one at a time -------------------------------------------
 
 
+def holds_caches_between(self: moving.Moved, cache: KVCache, chosen: list[int]) -> KVCache:
+    """And with them members of groups that rows have left."""
+    before = len(self.passing)
+    piece = genuine_piece(self, cache, chosen)
+    if len(self.passing) > before:
+        self.passing[before:] = [piece]
+    return piece
+
+
 def rows_stay_shuffled(self: Parts, outputs: Any) -> Any:
     return mx.concatenate(list(outputs))
 
 
 def forgets_copies_between(self: RowClasses, moved: moving.Moved) -> None:
-    self._parts, self._room = moved.parts, 0
+    self._put(moved.parts)
 
 
 def one_mask_for_all(self: DeferredMask, cache: KVCache) -> Any:
@@ -58,13 +67,21 @@ def one_mask_for_all(self: DeferredMask, cache: KVCache) -> Any:
     return known.setdefault("all", None if known else self._made_by(cache))
 
 
+genuine_piece = moving.Moved._piece
 BUDGET = Kind(CachePolicy(budget=12, keep_recent=4, sinks=2, margin=3, score="key_norm"), layers=2)
 FULL = Kind(CachePolicy())
 PLANTED = {
     "rows come back in another order": (Parts, "joined", rows_stay_shuffled, FULL),
     "layers of a sequence lose one another": (RowClasses, "_settled", forgets_copies_between, BUDGET),
+    "a sequence is found among copies that nobody has any more": (moving.Moved, "_piece", holds_caches_between, BUDGET),
     "one mask serves all classes": (DeferredMask, "of", one_mask_for_all, FULL),
 }
+
+
+@pytest.mark.slow
+def test_layers_of_a_budget_stay_together_wherever_rows_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ClassedBatches, "only", BUDGET)
+    run_state_machine_as_test(ClassedBatches, settings=settings(max_examples=100, stateful_step_count=25))
 
 
 @pytest.mark.slow

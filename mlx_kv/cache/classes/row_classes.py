@@ -47,9 +47,13 @@ class RowClasses:
         return made
 
     def _begin(self, parts: Sequence[Part]) -> None:
-        self._parts = Parts(parts)
+        self._put(Parts(parts))
         self._passing: list[object] = []
         self._pending: tuple[mx.array, mx.array] | None = None
+
+    def _put(self, parts: Parts) -> None:
+        self._parts = parts
+        self._only = parts.first if len(parts) == 1 else None  # the cache that has all rows, if one has
         self._room = 0  # tokens that come before it must be looked whether a row outgrows its class
 
     @property
@@ -67,8 +71,8 @@ class RowClasses:
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
         """The mask for the next N tokens; of several caches what they will make it of, a `DeferredMask`."""
         self._pending, self._passing = None, []
-        if len(self._parts) == 1:
-            return self._parts.first.make_mask(N, return_array, window_size)
+        if self._only is not None:
+            return self._only.make_mask(N, return_array, window_size)
         return DeferredMask(N, return_array, window_size)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Fetched:
@@ -83,9 +87,10 @@ class RowClasses:
         Raises:
             ValueError: shapes or dtypes that don't fit; the cache is then as it was.
         """
-        self._passing = []
-        if len(self._parts) == 1:
-            return self._parts.first.update_and_fetch(keys, values)
+        if self._passing:
+            self._passing = []
+        if self._only is not None:
+            return self._only.update_and_fetch(keys, values)
         if keys.shape[0] != self._parts.rows:
             raise ValueError(f"keys came with rows {keys.shape[0]}, but this batch has rows {self._parts.rows}")
         self._pending = keys, values
@@ -94,7 +99,7 @@ class RowClasses:
     @property
     def attention_hook(self) -> RowClasses | None:
         """What answers the attention of this layer: nobody but mlx-lm while one cache has all rows."""
-        return None if len(self._parts) == 1 else self
+        return self if self._only is None else None
 
     def attend(self, call: Call) -> mx.array:
         """(B, Hq, S, Dv): of each cache the attention of its rows, after their update."""
@@ -119,7 +124,7 @@ class RowClasses:
         if self._room < new:
             self._room = room_in(self._parts)
             if self._room < new:
-                self._parts = moved_where_they_grow(self._parts, new)
+                self._put(moved_where_they_grow(self._parts, new))
                 self._room = new  # where a class grows it is asked again
         self._room -= new
 
@@ -159,7 +164,7 @@ class RowClasses:
         self._settled(moved_to_classes(parts, held))
 
     def _settled(self, moved: Moved) -> None:
-        self._parts, self._room = moved.parts, 0
+        self._put(moved.parts)
         self._passing = [*self._passing, *moved.passing]
 
     def extract(self, index: int) -> KVCache:
@@ -277,8 +282,8 @@ class RowClasses:
     @property
     def offset(self) -> int | mx.array:
         """The next position: an int where all rows agree, an array (B,) of int32 where they differ."""
-        if len(self._parts) == 1:
-            return self._parts.first.offset
+        if self._only is not None:
+            return self._only.offset
         offsets = [0] * self._parts.rows
         for cache, rows, _ in self._parts:
             for number, row in zip(rows, cache.view.rows, strict=True):
@@ -329,9 +334,9 @@ class RowClasses:
         return self._alone("group_size").group_size
 
     def _alone(self, name: str) -> KVCache:
-        if len(self._parts) > 1:
+        if self._only is None:
             raise AttributeError(f"{name} is that of one cache, and this batch has {len(self._parts)}")
-        return self._parts.first
+        return self._only
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         made = memo[id(self)] = self._of([part._replace(cache=copy.deepcopy(part.cache, memo)) for part in self._parts])
