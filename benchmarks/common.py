@@ -8,9 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 
-def rounds_from_command_line(doc: str | None) -> int:
+def rounds_from_command_line(doc: str | None, default: int = 5) -> int:
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5, help="how often each side is measured")
+    parser.add_argument("--rounds", type=int, default=default, help="how often each side is measured")
     return max(1, int(parser.parse_args().rounds))
 
 

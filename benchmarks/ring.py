@@ -2,15 +2,16 @@
 
     python benchmarks/ring.py [--rounds 5]
 
-The physics. One layer of 8 heads x 128 in float32, 8,192 bytes per token, window 1,024, a prompt of 4,096 tokens in
-chunks of 256, 512 and 2,048, then 1,024 decode steps. A chunk of M needs the last 1,023 tokens and itself, so the least
-that a cache can hold is window + M - 1 slots: 1,279 for chunks of 256, 10.5 MB. A ring of that size writes the chunk in
-place and copies nothing else; the rotating cache puts what it holds in order and concatenates the chunk, so old and new
-buffer exist at once, and it reads and writes all of both for every chunk. In decode both write one token and hand all
-slots to attention: mlx-lm's 1,024 without a mask; ours the same where they lie side by side, which is M of R steps, and
-else all R with a mask, or a copy where R is more than twice the window. The M - 1 slots more are what a rollback needs.
-Our ring is made for the chunk that is used (max_write = chunk) and knows how long the prompt is (reserve), as it does
-under stream_generate.
+The physics. One layer of 8 heads x 128 in float32, 8,192 bytes per token; windows of 512, 1,024 and 4,096 tokens, a
+prompt of two windows and 2,048 tokens in chunks, then decoding. A chunk of M needs the last window - 1 tokens and
+itself, so the least that a cache can hold while it reads is window + M - 1 slots. A ring of that size writes the chunk
+in place and copies nothing else; the rotating cache puts what it holds in order and concatenates the chunk, so old and
+new buffer exist at once, and it reads and writes all of both for every chunk. In decode both write one token and hand
+all slots to attention, without a mask: ours once the ring has given back what the chunks needed, after the 32nd token,
+which is one copy of the window. Our ring is made for the chunk that is used (max_write = chunk) and knows how long the
+prompt is (reserve), as it does under stream_generate.
+
+The whole model is a random one of mlx-lm's gemma3 with that window in every layer: 8 layers, 512 wide, 8 heads of 64.
 
 Peak memory includes the chunk. Bytes copied are counted from shapes: what is written besides the new tokens.
 Sides take turns; times are medians; ratios are mlx-lm / ours (more than 1: ours is faster). One JSON line last.
@@ -25,20 +26,25 @@ from collections.abc import Callable
 from typing import Any
 
 # Ours first: importing the package loads a tuned BLAS ahead of MLX.
-from mlx_kv import RingKVCache
+from mlx_kv import CachePolicy, RingKVCache, make_prompt_cache
 
 # isort: split
 import mlx.core as mx
 import mlx_lm.models.cache as stock
 from common import medians, rounds_from_command_line, take_turns
+from mlx_lm.models import gemma3_text
 
-HEADS, QUERY_HEADS, DIM, WINDOW, PROMPT, DECODED = 8, 16, 128, 1_024, 4_096, 1_024
-CHUNKS = (256, 512, 2_048)
+HEADS, QUERY_HEADS, DIM, DECODED, SETTLED = 8, 16, 128, 512, 40
+CASES = ((512, 512), (1_024, 256), (1_024, 512), (1_024, 2_048), (4_096, 512))  # window, chunk
 BYTES_PER_TOKEN = HEADS * DIM * 2 * 4
 
 
-def attend(cache: Any, q: mx.array, k: mx.array, v: mx.array) -> mx.array:
-    mask = cache.make_mask(q.shape[2], window_size=WINDOW)
+def prompt_tokens(window: int) -> int:
+    return 2 * window + 2_048
+
+
+def attend(cache: Any, window: int, q: mx.array, k: mx.array, v: mx.array) -> mx.array:
+    mask = cache.make_mask(q.shape[2], window_size=window)
     keys, values = cache.update_and_fetch(k, v)
     return mx.fast.scaled_dot_product_attention(q, keys, values, scale=DIM**-0.5, mask=mask)
 
@@ -49,72 +55,131 @@ def tokens(count: int) -> list[mx.array]:
     return made
 
 
-def run(make: Callable[[int], Any], chunk: int) -> dict[str, float]:
+def run(make: Callable[[], Any], window: int, chunk: int) -> dict[str, float]:
     """Updates alone for the prompt and its peak memory; then decode steps, with and without their attention."""
     mx.clear_cache()
     before = mx.get_active_memory()
-    cache, (_, k, v) = make(chunk), tokens(chunk)
+    cache, (_, k, v) = make(), tokens(chunk)
     mx.reset_peak_memory()
     started = time.perf_counter()
-    for _ in range(PROMPT // chunk):
+    for _ in range(prompt_tokens(window) // chunk):
         fetched = cache.update_and_fetch(k, v)
         mx.eval(fetched)
         del fetched
     prefill, peak = time.perf_counter() - started, mx.get_peak_memory() - before
-    _, k, v = tokens(1)
-    fetched = cache.update_and_fetch(k, v)  # the first step after a prompt puts mlx-lm's cache in its final form
-    mx.eval(fetched)
-    del fetched
+    q, k, v = tokens(1)
+    longest = 0.0
+    for _ in range(SETTLED):  # both caches take another form at the beginning of decoding
+        begun = time.perf_counter()
+        fetched = cache.update_and_fetch(k, v)
+        mx.eval(fetched)
+        del fetched
+        longest = max(longest, time.perf_counter() - begun)
     started = time.perf_counter()
     for _ in range(DECODED):
         fetched = cache.update_and_fetch(k, v)
         mx.eval(fetched)
         del fetched
     update = (time.perf_counter() - started) / DECODED
-    q, k, v = tokens(1)
     started = time.perf_counter()
     for _ in range(DECODED):
-        mx.eval(attend(cache, q, k, v))
+        mx.eval(attend(cache, window, q, k, v))
     attention = (time.perf_counter() - started) / DECODED
-    return {"prefill": prefill, "peak": peak, "update": update, "step": attention, "held": cache.nbytes}
+    live = min(window, cache.offset) * BYTES_PER_TOKEN
+    return {
+        "prefill": prefill,
+        "peak": peak,
+        "longest": longest,
+        "update": update,
+        "step": attention,
+        "of_live": cache.nbytes / live,
+    }
 
 
-def copied_per_chunk(side: str, chunk: int) -> int:
+def model_of(window: int) -> Any:
+    """A random model whose layers all have the window."""
+    mx.random.seed(0)
+    options = {"hidden_size": 512, "num_hidden_layers": 8, "intermediate_size": 1024, "num_attention_heads": 8}
+    options |= {"num_key_value_heads": 4, "head_dim": 64, "vocab_size": 1024, "sliding_window_pattern": 9}
+    args = gemma3_text.ModelArgs(model_type="gemma3_text", sliding_window=window, **options)
+    model = gemma3_text.Model(args)
+    mx.eval(model.parameters())
+    return model
+
+
+def run_model(model: Any, caches: list[Any], window: int, chunk: int) -> dict[str, float]:
+    """A prompt in chunks, and decoding, in seconds a token."""
+    prompt = prompt_tokens(window)
+    ids = mx.random.randint(0, 1024, (1, prompt), key=mx.random.key(1))
+    started = time.perf_counter()
+    for first in range(0, prompt, chunk):
+        model(ids[:, first : first + chunk], cache=caches)
+        mx.eval([cache.state for cache in caches])
+    prefill, token = time.perf_counter() - started, ids[:, -1:]
+    for count in (SETTLED, 64):
+        started = time.perf_counter()
+        for _ in range(count):
+            token = mx.argmax(model(token, cache=caches)[:, -1:], axis=-1)
+            mx.eval(token)
+    return {"prefill": prefill / prompt, "decode": (time.perf_counter() - started) / count}
+
+
+def copied_per_chunk(side: str, window: int) -> int:
     """Bytes written besides the new tokens for one chunk of a long prompt."""
-    return 0 if side == "ours" else (WINDOW - 1) * BYTES_PER_TOKEN
+    return 0 if side == "ours" else (window - 1) * BYTES_PER_TOKEN
 
 
 def main() -> None:
     rounds = rounds_from_command_line(__doc__)
     line: dict[str, Any] = {"benchmark": "ring", "device": str(mx.default_device())}
-    for chunk in CHUNKS:
-        sides = {
-            "mlx-lm": lambda chunk=chunk: run(lambda _: stock.RotatingKVCache(WINDOW), chunk),
-            "ours": lambda chunk=chunk: run(lambda most: RingKVCache(WINDOW, most, reserve=PROMPT), chunk),
+    for window, chunk in CASES:
+        prompt = prompt_tokens(window)
+        makers: dict[str, Callable[[], Any]] = {
+            "mlx-lm": lambda window=window: stock.RotatingKVCache(window),
+            "ours": lambda window=window, chunk=chunk, prompt=prompt: RingKVCache(window, chunk, reserve=prompt),
         }
+        sides = {side: lambda make=make: run(make, window, chunk) for side, make in makers.items()}  # noqa: B023
         got = {side: medians(runs) for side, runs in take_turns(rounds, sides).items()}
-        print(f"window {WINDOW:,}, {PROMPT:,} tokens in chunks of {chunk:,}, then {DECODED:,} steps", file=sys.stderr)
+        print(f"window {window:,}, {prompt:,} tokens in chunks of {chunk:,}, then {DECODED:,} steps", file=sys.stderr)
         for side, m in got.items():
             print(
                 f"  {side:<7} peak {m['peak'] / 1e6:6.1f} MB  prompt {m['prefill'] * 1e3:7.2f} ms  "
                 f"decode update {m['update'] * 1e6:6.1f} us  with attention {m['step'] * 1e6:7.1f} us  "
-                f"copied per chunk {copied_per_chunk(side, chunk) / 1e6:.1f} MB",
+                f"longest of the first {m['longest'] * 1e3:5.2f} ms  allocated {m['of_live']:.2f} x live  "
+                f"copied per chunk {copied_per_chunk(side, window) / 1e6:.1f} MB",
                 file=sys.stderr,
             )
         stock_side, ours = got["mlx-lm"], got["ours"]
-        line[f"chunk_{chunk}"] = {
+        figures = {
             "peak_bytes_mlx_lm": int(stock_side["peak"]),
             "peak_bytes_ours": int(ours["peak"]),
             "peak_ours_of_mlx_lm": round(ours["peak"] / stock_side["peak"], 3),
-            "least_bytes": (WINDOW + 2 * chunk - 1) * BYTES_PER_TOKEN,
+            "least_bytes": (window + 2 * chunk - 1) * BYTES_PER_TOKEN,
             "prefill_ratio": round(stock_side["prefill"] / ours["prefill"], 3),
             "decode_update_ratio": round(stock_side["update"] / ours["update"], 3),
             "decode_step_ratio": round(stock_side["step"] / ours["step"], 3),
-            "bytes_copied_per_chunk_mlx_lm": copied_per_chunk("mlx-lm", chunk),
-            "bytes_copied_per_chunk_ours": copied_per_chunk("ours", chunk),
-            "bytes_copied_per_decode_step": 0,
+            "allocated_of_live_while_decoding": round(ours["of_live"], 3),
+            "bytes_copied_per_chunk_mlx_lm": copied_per_chunk("mlx-lm", window),
+            "bytes_copied_per_chunk_ours": copied_per_chunk("ours", window),
         }
+        if chunk == 512:
+            figures |= whole_model(rounds, window, chunk)
+        line[f"window_{window}_chunk_{chunk}"] = figures
     print(json.dumps(line))
+
+
+def whole_model(rounds: int, window: int, chunk: int) -> dict[str, float]:
+    model = model_of(window)
+    policy = CachePolicy(max_write=chunk, reserve=prompt_tokens(window))
+    caches: dict[str, Callable[[], list[Any]]] = {
+        "mlx-lm": lambda: stock.make_prompt_cache(model),
+        "ours": lambda: make_prompt_cache(model, policy),
+    }
+    sides = {side: lambda make=make: run_model(model, make(), window, chunk) for side, make in caches.items()}
+    got = {side: medians(runs) for side, runs in take_turns(max(1, rounds - 2), sides).items()}
+    ratios = {f"model_{what}_ratio": round(got["mlx-lm"][what] / got["ours"][what], 3) for what in got["ours"]}
+    print(f"  whole model, window {window:,}: mlx-lm / ours {ratios}", file=sys.stderr)
+    return ratios
 
 
 if __name__ == "__main__":

@@ -37,8 +37,9 @@ class CachePolicy:
             of this name; layers with a window of their own keep that. (A model that asks for a narrower window than
             max_kv_size, but not by 4, sees up to 4 tokens fewer of it: the first 4 take their room.)
         max_write: the longest write that rings plan for. Longer ones lose nothing, but attention reads a copy then.
-            With a budget, the longest write that memory is planned for.
-        max_rollback: tokens that rings must be able to take back; they always can take back max_write.
+            With a budget, the longest write that memory is planned for. While writes are shorter, as in decoding,
+            rings and budgets give the room for it back.
+        max_rollback: tokens that rings must be able to take back at any time; the last write they always can.
         budget: full-attention layers keep so many tokens, those that matter most. Instead of max_kv_size.
         codec: instead of bits, how tensors are stored, as in `KVCache`.
         keep_recent, sinks, score, share, margin: as in `CompressedKVCache`. `sinks` also counts for max_kv_size.
@@ -86,12 +87,12 @@ class CachePolicy:
         """Which slots one layer has: with a window of its own (`sinks` included), in chunks, or of full attention."""
         max_write = max(self.max_write, self.max_rollback)
         if chunk_size is not None:
-            return Chunks(chunk_size, max_write)
+            return Chunks(chunk_size, max_write, self.max_rollback)
         if window is None and self.max_kv_size is not None:
             window, sinks = self.max_kv_size, min(self.sinks, self.max_kv_size - 1)
         if window is None and self.budget is not None:
             return Budget(self.budget, self.keep_recent, self.sinks, self.margin, self.max_write)
-        return Append() if window is None else Ring(window, max_write, sinks)
+        return Append() if window is None else Ring(window, max_write, sinks, self.max_rollback)
 
     def make_cache(
         self,

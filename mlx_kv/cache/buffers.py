@@ -15,6 +15,7 @@ import mlx.core as mx
 from mlx_kv.cache.codecs import Codec, Planes, alike
 from mlx_kv.cache.layout import Plan, Ranges
 
+Moves = list[tuple[int, int, int]]  # of a row: slot, new slot, slots of each contiguous piece
 # Rows, heads, head dim and dtype: what must agree for a tensor to fit into a buffer.
 Tensor = tuple[int, int, int, mx.Dtype]
 
@@ -104,6 +105,25 @@ class SlotBuffer:
         self.planes = tuple(mx.zeros((*plane.shape[:2], capacity, plane.shape[3]), plane.dtype) for plane in old)
         for plane, held in zip(self.planes, old, strict=True):
             plane[:, :, :used] = held[:, :, :used]
+
+    def rearrange(self, moves: Sequence[Moves], capacity: int) -> None:
+        """Moves slots into planes of `capacity` slots: one allocation and one copy a plane.
+
+        Args:
+            moves: of each row (slot, new slot, slots) of each contiguous piece.
+        """
+        if all(own == moves[0] for own in moves):
+            old = self.planes
+            self.planes = tuple(mx.zeros((*plane.shape[:2], capacity, plane.shape[3]), plane.dtype) for plane in old)
+            for plane, held in zip(self.planes, old, strict=True):
+                for source, target, count in moves[0]:
+                    plane[:, :, target : target + count] = held[:, :, source : source + count]
+            return
+        slots = [[0] * capacity for _ in moves]  # dead ones hold anything
+        for line, own in zip(slots, moves, strict=True):
+            for source, target, count in own:
+                line[target : target + count] = range(source, source + count)
+        self.planes = self.take(slots)
 
     def write(self, x: mx.array, plan: Plan) -> None:
         """Writes the new tokens x (B, H, S, D) of a plan to their slots, in place wherever MLX owns the buffer.

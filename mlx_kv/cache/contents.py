@@ -15,7 +15,7 @@ from mlx_kv.cache.buffers import Buffers
 from mlx_kv.cache.codecs import PLAIN, Codecs, Packing, packing_of
 from mlx_kv.cache.eviction.evictor import Evictor
 from mlx_kv.cache.growth import Geometric, Growth
-from mlx_kv.cache.layout import Append, Budget, Layout, Ranges, Row
+from mlx_kv.cache.layout import Append, Budget, Layout, Plan, Ranges, Row
 from mlx_kv.cache.view import CacheView
 
 
@@ -25,6 +25,12 @@ class Contents:
 
     Attributes:
         codecs, layout, growth, reserved, quantized_start, packed_decode, announced, lengths: as in `CacheView`.
+        last, alike: the plan of the last update and what it was like, where the next may be a step like it, and else
+            None; see `steady`.
+        following: the layout that the next short write finds, with less room; None where nothing changes.
+        steps, most_steps: of `steady`, in a row, and after how many of them `phases` has another look.
+        short_writes, longest, trimmed_at: what `phases` has seen: writes in a row that want far less room than there
+            is, the longest of them, and the offset of each row after the last trim.
         evictor: what compacts the rows of a budget; None without one.
         packing: how mlx-lm can read what the codecs store; None where it cannot.
         rows: where each row stands.
@@ -52,6 +58,14 @@ class Contents:
     packed: bool = False
     transient: tuple[mx.array, mx.array] | None = None
     growths: int = 0
+    last: Plan | None = None
+    alike: Any = None
+    following: Layout | None = None
+    steps: int = 0
+    most_steps: int = 0
+    short_writes: int = 0
+    longest: int = 0
+    trimmed_at: tuple[int, ...] = ()
     packing: Packing | None = field(init=False)
 
     def __post_init__(self) -> None:
@@ -64,7 +78,7 @@ class Contents:
 
     def use(self, codecs: Codecs) -> None:
         """From now on these say how tensors are stored."""
-        self.codecs, self.packing = codecs, packing_of(codecs)
+        self.codecs, self.packing, self.last = codecs, packing_of(codecs), None
         for buffer, codec in zip(self.buffers or (), codecs, strict=False):
             buffer.recode(codec)
         self.encoded = True

@@ -33,18 +33,23 @@ def RingKVCache(  # noqa: N802, a choice of parts with the name of what it is
     *,
     packed_decode: bool = True,
     codec: Choice | None = None,
+    max_rollback: int = 0,
 ) -> KVCache:
-    """A `KVCache` that keeps the last `window` tokens, in window + max_write - 1 slots, and can undo its last write.
+    """A `KVCache` that keeps the last `window` tokens and can undo its last write.
+
+    It has window + max_write - 1 slots while it is written to in long pieces, and as many as the window while tokens
+    come one by one.
 
     Args:
         window: tokens that a query sees, itself and the sinks included.
         max_write: the longest write to plan for. A longer one loses nothing, but attention then reads a copy.
         sinks: so many of the first tokens are never dropped; they count towards the window.
+        max_rollback: tokens that it must be able to take back at any time, also those of several writes.
 
     Raises:
         ValueError: a window or max_write below 1, sinks that fill the window, and what `KVCache` refuses.
     """
-    layout = Ring(window, max_write, sinks)
+    layout = Ring(window, max(max_write, max_rollback), sinks, max_rollback)
     return KVCache(bits, group_size, growth, reserve, packed_decode=packed_decode, layout=layout, codec=codec)
 
 
@@ -68,6 +73,7 @@ def ChunkedKVCache(  # noqa: N802, mlx-lm's name for it
     *,
     packed_decode: bool = True,
     codec: Choice | None = None,
+    max_rollback: int = 0,
 ) -> KVCache:
     """A `KVCache` for chunked attention, as llama4's: a token sees those of its own chunk of the text.
 
@@ -76,12 +82,13 @@ def ChunkedKVCache(  # noqa: N802, mlx-lm's name for it
 
     Args:
         chunk_size: positions of a chunk.
-        max_write: the longest write to plan for, and what can be undone in any case. A longer one loses nothing.
+        max_write: the longest write to plan for. A longer one loses nothing.
+        max_rollback: tokens that it must be able to take back at any time, also those of several writes.
 
     Raises:
         ValueError: a chunk_size or max_write below 1, and what `KVCache` refuses.
     """
-    layout = Chunks(chunk_size, max_write)
+    layout = Chunks(chunk_size, max(max_write, max_rollback), max_rollback)
     return KVCache(bits, group_size, growth, reserve, packed_decode=packed_decode, layout=layout, codec=codec)
 
 

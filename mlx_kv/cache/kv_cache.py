@@ -1,9 +1,8 @@
 """What an attention layer talks to: one update path for every combination.
 
-Decides the order of an update (check, compact if due, plan, reserve, write, read), and what a trim takes back. What a
-cache is made of is in `contents`, what others read of it in `holder`, and what is done to rows in `rows`. Knows nothing
-about models or mlx-lm beyond the names in `protocol.Cache`.
-B rows, H KV heads, S new tokens, Dk and Dv head dims, C capacity in slots.
+Decides what a trim takes back. What a cache is made of is in `contents`, what others read of it in `holder`, an update
+in `update` and `steady`, and what is done to rows in `rows`. Knows nothing about models or mlx-lm beyond the names in
+`protocol.Cache`. B rows, H KV heads, S new tokens, Dk and Dv head dims, C capacity in slots.
 
     make_mask(S)            -> plan(S) -> None | "causal" | array
     update_and_fetch(k, v)  -> compact, if it is due -> plan(S) -> reserve -> write into slots -> read
@@ -18,14 +17,14 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from mlx_kv.cache import rows, update
+from mlx_kv.cache import phases, rows, steady, update
 from mlx_kv.cache.checks import whole_number, whole_numbers
 from mlx_kv.cache.codecs import Choice, are_plain, find_codecs
 from mlx_kv.cache.contents import Contents
 from mlx_kv.cache.eviction.evictor import Evictor
 from mlx_kv.cache.growth import Geometric, Growth
 from mlx_kv.cache.holder import Holder
-from mlx_kv.cache.layout import Append, Layout, Row, plan_of, trim_rows
+from mlx_kv.cache.layout import Append, Layout, Row, plan_of, planned, reshaped, trim_rows
 from mlx_kv.cache.mask import Mask, make_mask
 from mlx_kv.cache.protocol import Fetched
 
@@ -79,21 +78,19 @@ class KVCache(Holder):
         """The mask for the next N tokens: None, "causal", or booleans (N, K) or (B, 1, N, K)."""
         held = self._held
         held.transient = None  # a new step: nobody reads what the last one left
-        counts = self._counts(N)
+        if (usual := steady.next_plan(held, N)) is not None and (window_size is None or held.evictor is None):
+            return make_mask(usual, window_size, return_array)
+        counts, layout = update.count_tokens(held, N), phases.layout_for(held, N)
+        standing = held.rows if layout is held.layout else reshaped(held.layout, layout, held.rows)
         if held.evictor is None:
-            return make_mask(plan_of(held.layout, held.rows, N, counts), window_size, return_array)
+            return make_mask(plan_of(layout, standing, N, counts), window_size, return_array)
         # The next update compacts what is due, but where the rows stand then is known now. Only for a window must it
         # be known which tokens are left.
         if window_size is not None:
             held.rows = held.evictor.compact_if_due(held.rows)
-        plan = plan_of(held.layout, tuple(map(held.layout.compacted_if_due, held.rows)), N, counts)
+        plan = plan_of(layout, tuple(map(layout.compacted_if_due, held.rows)), N, counts)
         positions = None if window_size is None else held.evictor.key_positions(plan)
         return make_mask(plan, window_size, return_array, positions)
-
-    def _counts(self, new: int) -> tuple[int, ...] | None:
-        """How many of the next tokens are tokens of their row; None is all of all rows."""
-        lengths = self._held.lengths
-        return None if lengths is None or min(lengths) >= new else tuple([min(length, new) for length in lengths])
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Fetched:
         """Stores the new tokens of every row and returns all that attention reads.
@@ -108,29 +105,11 @@ class KVCache(Holder):
             ValueError: shapes or dtypes that don't fit, or with a budget a score that cannot be used, or layers that
                 have diverged; the cache is then as it was.
         """
-        held, tensors = self._held, (keys, values)
-        update.check(held, keys, values)
-        rows = held.rows
-        if len(rows) != keys.shape[0]:
-            if rows != (Row(),) or held.lengths is not None:
-                raise ValueError(f"keys came with rows {keys.shape[0]}, but this batch has rows {len(rows)}")
-            rows = (Row(),) * keys.shape[0]
-        if held.evictor is not None:
-            rows = held.rows = held.evictor.compact_if_due(rows)
-        if len(held.announced) != len(rows):  # what was said of the first row of a new batch is said of all
-            held.announced *= len(rows)
-        plan = plan_of(held.layout, rows, keys.shape[2], self._counts(keys.shape[2]))
-        held.transient = None
-        buffers = update.make_room(held, plan, tensors)
-        if plan.transient:  # read before the write overwrites what its first queries see
-            held.transient = update.read_transient(plan, buffers, tensors)
-        for buffer, tensor in zip(buffers, tensors, strict=True):
-            buffer.write(tensor, plan)
-        held.rows, held.ranges = plan.after, () if plan.transient else plan.ranges
-        if held.lengths is not None:
-            held.lengths = tuple([max(0, length - plan.new) for length in held.lengths])
-        held.packed = not plan.transient and update.hands_out_packed(held, buffers, plan.new)
-        return update.fetched(held, buffers)
+        fetched = steady.step(self._held, keys, values)
+        if fetched is None:
+            fetched = update.store(self._held, keys, values)
+            steady.remember(self._held, keys, values)
+        return fetched
 
     def keys_and_values(self) -> Fetched:
         """What the last update returned, again: some models read a layer's cache from another layer.
@@ -179,8 +158,10 @@ class KVCache(Holder):
             ValueError: a wrong number of counts, or one that its row cannot give; nothing has changed then.
         """
         held = self._held
-        held.rows = trim_rows(held.layout, held.rows, whole_numbers(n, len(held.rows)))
+        before = held.rows
+        held.rows = trim_rows(held.layout, before, whole_numbers(n, len(before)))
         held.transient = None
+        phases.note_trim(held, before)
         if held.evictor is not None:
             held.evictor.forget()
 
@@ -188,6 +169,8 @@ class KVCache(Holder):
         """Forgets every token, for a new session. Slots stay allocated, and serve it if its shapes are the same."""
         held = self._held
         held.rows, held.announced = (Row(),), (0,)
+        held.layout, held.following = planned(held.layout), None
+        held.steps, held.short_writes, held.longest, held.trimmed_at = 0, 0, 0, ()
         held.packed, held.transient, held.lengths = False, None, None
         if held.evictor is not None:
             held.evictor.reset()

@@ -80,15 +80,16 @@ def make_mask(
     """
     layout, kept = plan.layout, plan.layout.window
     narrower = window if window is not None and (kept is None or window < kept) else None
-    sees_all = plan.uniform and plan.rows[0].start <= 0 and not plan.transient
-    if positions is not None and narrower is not None:
-        sees_all = False
+    sees_all = not (plan.padded or plan.transient) and (positions is None or narrower is None)
     if sees_all:  # so far: every key that is read is seen by the last query. Where there are more, they are in order
-        seen_by_last = count_seen(layout, plan.rows[0].offset + plan.new - 1)
-        sees_all = count_slots(plan.ranges) <= (seen_by_last if narrower is None else min(seen_by_last, narrower))
+        read, count = count_slots(plan.ranges), plan.new
+        sees_all = (narrower is None or read <= narrower) and all(
+            row.start <= 0 and read <= min(row.end + count, count_seen(layout, row.offset + count - 1))
+            for row in plan.distinct
+        )
     if sees_all and plan.new == 1:
         return None
-    if sees_all and not return_array:
+    if sees_all and plan.uniform and not return_array:
         return "causal"
     new = mx.arange(plan.new)[:, None]  # (S, 1)
     offsets = [row.offset for row in plan.rows]

@@ -14,6 +14,7 @@ from mlx_kv.cache.codecs import affine_of, are_plain, in_words
 from mlx_kv.cache.contents import Contents
 from mlx_kv.cache.eviction.evictor import Evictor
 from mlx_kv.cache.growth import round_up
+from mlx_kv.cache.layout import Layout, moves_between, planned, reshaped
 from mlx_kv.cache.view import CacheView
 
 
@@ -50,7 +51,7 @@ def _how(cache: Joinable) -> list[tuple[str, object]]:
     keys, values = (None, None) if view.buffers is None else (buffer.tensor[1:] for buffer in view.buffers)
     other = None if affine is not None or are_plain(view.codecs) else in_words(view.codecs)
     return [
-        ("layout", view.layout.parameters),
+        ("layout", planned(view.layout).parameters),
         ("bits and group size", (None, None) if affine is None else tuple(affine)),
         ("codecs", (other, None if other is None else tuple(map(type, view.codecs)))),
         ("score and share", None if evictor is None else (evictor.score.name, evictor.granularity)),
@@ -73,9 +74,13 @@ def join(held: Contents, others: Sequence[Contents]) -> None:
     """Takes copies of the rows of others, after its own; `check_joinable` has found that they fit."""
     everyone = [held, *others]
     filled = [each for each in everyone if not each.empty()]
+    if filled:  # those that come take the shape of those that are there: these are often many
+        layout = filled[0].layout
+        held.layout, everyone = layout, [_in_shape(each, layout) for each in everyone]
+        filled = [each for each in everyone if not each.empty()]
     encoded = any(each.encoded for each in filled)  # if one cache is quantised by now, all are
     # Where nobody has a token, buffers that are left of trimmed ones have rows for this cache alone.
-    held.buffers = joined_buffers(everyone, max(each.capacity for each in filled), encoded) if filled else None
+    held.buffers = joined_buffers(everyone, _joint_capacity(filled), encoded) if filled else None
     held.encoded = encoded
     held.rows = tuple([row for each in everyone for row in each.rows])
     held.reserved = max(each.reserved for each in everyone)
@@ -85,6 +90,26 @@ def join(held: Contents, others: Sequence[Contents]) -> None:
         for other in others:
             if other.evictor is not None:
                 held.evictor.extend(other.evictor)
+
+
+def _in_shape(held: Contents, layout: Layout) -> Contents:
+    """The same contents, or a copy of them in a layout of another room."""
+    if held.layout == layout:
+        return held
+    copied = held.without_evictor()
+    copied.layout, copied.rows = layout, reshaped(held.layout, layout, held.rows)
+    moves = [moves_between(held.layout, layout, row) for row in held.rows]
+    for buffer in copied.buffers or ():
+        most = max(target + count for own in moves for _, target, count in own) if any(moves) else 0
+        buffer.rearrange(moves, round_up(most))
+    return copied
+
+
+def _joint_capacity(filled: Sequence[Contents]) -> int:
+    """Slots for the rows of all: no more than they ever need, or hold now."""
+    layout = filled[0].layout
+    used = max(min(row.end, layout.most_slots) for each in filled for row in each.rows)
+    return min(max(each.capacity for each in filled), round_up(max(used, layout.enough_slots)))
 
 
 def joined_buffers(everyone: Sequence[Contents], capacity: int, encoded: bool) -> Buffers:
@@ -151,4 +176,4 @@ def announce_padding(held: Contents, lengths: Sequence[int] | None, left_padding
             raise ValueError("left padding can only come first, but this cache holds tokens: give lengths instead")
         held.rows = tuple([row._replace(offset=row.offset - n) for row, n in zip(held.rows, left_padding, strict=True)])
     if lengths is not None:
-        held.lengths = tuple(lengths)
+        held.lengths, held.last = tuple(lengths), None

@@ -1,7 +1,8 @@
-"""What an update needs before and after its write: tensors that fit, room for them, and what attention reads.
+"""An update, whole: tensors that fit, room for them, the write, and what attention reads.
 
-Decides what is refused, when buffers are allocated, grown or quantised, and what is handed out packed. The order of it
-all is `KVCache.update_and_fetch`. B rows, H KV heads, S new tokens.
+Decides the order (check, compact if due, plan, make room, write, read), what is refused, when buffers are allocated,
+grown, given another shape or quantised, and what is handed out packed. The steps of decoding, which are all alike, take
+the shorter way of `steady`. B rows, H KV heads, S new tokens.
 """
 
 from __future__ import annotations
@@ -13,12 +14,49 @@ from mlx_kv.cache.checks import check_tokens, check_unchanged, continues
 from mlx_kv.cache.codecs import PLAIN, Codecs, Packing
 from mlx_kv.cache.contents import Contents
 from mlx_kv.cache.growth import round_up
-from mlx_kv.cache.layout import Plan
+from mlx_kv.cache.layout import Layout, Plan, Row, moves_between, plan_of, reshaped
+from mlx_kv.cache.phases import layout_for, note_write
 from mlx_kv.cache.protocol import Fetched
 
 # A write of up to this many tokens (decode, the verify step of speculative decoding) reads packed planes. A longer one
 # is prefill: there, packed attention is unfused and holds all scores at once, so it gets dequantised arrays instead.
 MOST_PACKED_TOKENS = 8
+
+
+def store(held: Contents, keys: mx.array, values: mx.array) -> Fetched:
+    """As `KVCache.update_and_fetch`."""
+    check(held, keys, values)
+    tensors, new, rows = (keys, values), keys.shape[2], held.rows
+    if len(rows) != keys.shape[0]:
+        if rows != (Row(),) or held.lengths is not None:
+            raise ValueError(f"keys came with rows {keys.shape[0]}, but this batch has rows {len(rows)}")
+        rows = (Row(),) * keys.shape[0]
+    if held.evictor is not None:
+        rows = held.rows = held.evictor.compact_if_due(rows)
+    if len(held.announced) != len(rows):  # what was said of the first row of a new batch is said of all
+        held.announced *= len(rows)
+    layout = layout_for(held, new)
+    standing = rows if layout is held.layout else reshaped(held.layout, layout, rows)
+    plan = plan_of(layout, standing, new, count_tokens(held, new))
+    held.transient = None
+    buffers = make_room(held, plan, tensors, rows)
+    if plan.transient:  # read before the write overwrites what its first queries see
+        held.transient = read_transient(plan, buffers, tensors)
+    for buffer, tensor in zip(buffers, tensors, strict=True):
+        buffer.write(tensor, plan)
+    held.layout, held.last = layout, plan
+    held.rows, held.ranges = plan.after, () if plan.transient else plan.ranges
+    if held.lengths is not None:
+        held.lengths = tuple([max(0, length - new) for length in held.lengths])
+    note_write(held, new)
+    held.packed = not plan.transient and hands_out_packed(held, buffers, new)
+    return fetched(held, buffers)
+
+
+def count_tokens(held: Contents, new: int) -> tuple[int, ...] | None:
+    """How many of the next tokens are tokens of their row; None is all of all rows."""
+    lengths = held.lengths
+    return None if lengths is None or min(lengths) >= new else tuple([min(length, new) for length in lengths])
 
 
 def check(held: Contents, keys: mx.array, values: mx.array) -> None:
@@ -38,33 +76,47 @@ def check(held: Contents, keys: mx.array, values: mx.array) -> None:
         check_unchanged(name, tensor, buffer)
 
 
-def make_room(held: Contents, plan: Plan, tensors: tuple[mx.array, mx.array]) -> Buffers:
-    """The buffers, with slots for the plan: allocated, grown or quantised first where that is due."""
+def make_room(held: Contents, plan: Plan, tensors: tuple[mx.array, mx.array], rows: tuple[Row, ...]) -> Buffers:
+    """The buffers, with slots for the plan: allocated, given another shape or quantised first where that is due.
+
+    Args:
+        rows: where they stand in the layout of before, which may be another than the plan's.
+    """
     used = min(max(plan.held, 0), plan.layout.most_slots)
     needed = plan.needed + plan.padded  # padding goes to a slot of its own
     due = max([row.offset for row in plan.rows]) >= held.quantized_start
     if held.buffers is None:
         codecs = held.codecs if due else PLAIN
-        capacity = _next_capacity(held, needed)
+        capacity = _next_capacity(held, plan.layout, needed)
         keys, values = (
             SlotBuffer.allocate(codec, tensor, capacity) for codec, tensor in zip(codecs, tensors, strict=True)
         )
         held.buffers, held.encoded = (keys, values), due
-    elif needed > held.capacity:
-        capacity = _next_capacity(held, needed)
-        for buffer in held.buffers:
-            buffer.reserve(capacity, used=used)
-        held.growths += 1
+    elif needed > held.capacity or plan.layout is not held.layout or plan.layout is held.following:
+        held.growths += needed > held.capacity
+        _reshape(held.buffers, held.layout, plan.layout, rows, _next_capacity(held, plan.layout, needed), used)
     if due and not held.encoded:
         held.use(held.codecs)
     return held.buffers
 
 
-def _next_capacity(held: Contents, needed: int) -> int:
+def _reshape(buffers: Buffers, before: Layout, layout: Layout, rows: tuple[Row, ...], capacity: int, used: int) -> None:
+    """Gives buffers another capacity, and tokens the slots that they have in another room."""
+    moves = [moves_between(before, layout, row) for row in rows]
+    for buffer in buffers:
+        if before is not layout and any(moves):
+            buffer.rearrange(moves, capacity)
+        elif capacity != buffer.capacity:
+            buffer.reserve(capacity, used=used)
+
+
+def _next_capacity(held: Contents, layout: Layout, needed: int) -> int:
+    if needed <= held.capacity:  # what is beyond the room that there is to be is given back
+        return min(held.capacity, round_up(max(needed, layout.enough_slots)))
     reserve = max(held.reserved, *held.announced)
     # Who says how much will come gets that and no slack: also on top of what was held before, or loaded.
     wanted = round_up(reserve if needed <= reserve else max(needed, held.growth.capacity(needed, held.capacity)))
-    return min(wanted, round_up(max(needed, held.layout.enough_slots)))
+    return min(wanted, round_up(max(needed, layout.enough_slots)))
 
 
 def read_transient(plan: Plan, buffers: Buffers, tensors: tuple[mx.array, mx.array]) -> tuple[mx.array, mx.array]:

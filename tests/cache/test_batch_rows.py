@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import mlx.core as mx
@@ -26,12 +26,13 @@ from oracle import HEADS, QUERY_HEADS, poison
 import mlx_kv.cache.kv_cache
 import mlx_kv.cache.rows
 from mlx_kv import CachePolicy, KVCache
+from mlx_kv.cache import phases
 from mlx_kv.cache.eviction.kept_tokens import KeptTokens
 from mlx_kv.cache.eviction.layer_group import LayerGroup
 from mlx_kv.cache.layout import Plan, Row
 from mlx_kv.mlxlm.traverse import attention_caches, places_of
 
-DIM = 32
+DIM, PERIOD = 32, phases.PERIOD
 MOST_ROWS, MOST_BATCHES = 5, 3
 Tokens = tuple[np.ndarray, np.ndarray, np.ndarray]  # q (QH, n, D), k (H, n, D), v (H, n, D)
 
@@ -46,23 +47,30 @@ class Kind:
     layers: int = 1
 
     def make(self) -> list[KVCache]:
+        return self._made(self.policy)
+
+    def alone(self) -> list[KVCache]:
+        """As `make`, but always with all the room: it can take back whatever a batch can."""
+        return self._made(self.policy if self.layers > 1 else replace(self.policy, max_rollback=self.policy.max_write))
+
+    def _made(self, policy: CachePolicy) -> list[KVCache]:
         layer_group = LayerGroup()
-        layout = self.policy.layout(self.window, sinks=2 if self.window else 0, chunk_size=self.chunk)
-        return [self.policy.make_cache(layout, layer_group=layer_group, layer=i) for i in range(self.layers)]
+        layout = policy.layout(self.window, sinks=2 if self.window else 0, chunk_size=self.chunk)
+        return [policy.make_cache(layout, layer_group=layer_group, layer=i) for i in range(self.layers)]
 
 
 def kinds() -> st.SearchStrategy[Kind]:
     storage = st.sampled_from([{}, {}, {"bits": 8, "group_size": 32}, {"bits": 4, "group_size": 32}])
     bounds = st.sampled_from(["full", "ring", "chunks", "layers", "layer", "head"])
 
-    def made(storage: dict[str, Any], bound: str, score: str) -> Kind:
+    def made(storage: dict[str, Any], bound: str, score: str, rollback: int) -> Kind:
         if bound in ("layers", "layer", "head"):
             policy = CachePolicy(budget=12, keep_recent=4, sinks=2, margin=3, share=bound, score=score, **storage)
             return Kind(policy, layers=2)
-        policy = CachePolicy(max_write=5, **storage)
+        policy = CachePolicy(max_write=5, max_rollback=rollback, **storage)
         return Kind(policy, window=9 if bound == "ring" else None, chunk=6 if bound == "chunks" else None)
 
-    return st.builds(made, storage, bounds, st.sampled_from(["key_norm", "key_diff", "random"]))
+    return st.builds(made, storage, bounds, st.sampled_from(["key_norm", "key_diff", "random"]), st.integers(0, 5))
 
 
 @dataclass
@@ -110,6 +118,11 @@ def rows_of(cache: Any) -> list[Row]:
     return [own.view.rows[index] for own, index in places_of(cache)]
 
 
+def most_trims(cache: Any) -> list[int]:
+    """Tokens that each row can take back."""
+    return [own.layout.most_trim(own.view.rows[index]) for own, index in places_of(cache)]
+
+
 class Batches(RuleBasedStateMachine):
     """Batches that trade rows, beside each row alone."""
 
@@ -123,8 +136,12 @@ class Batches(RuleBasedStateMachine):
         """What stands in a batch for the cache of one row."""
         return cache
 
-    @initialize(kind=kinds(), rows=st.integers(1, 3), seed=st.integers(0, 999))
-    def begin(self, kind: Kind, rows: int, seed: int) -> None:
+    def teardown(self) -> None:
+        phases.PERIOD = PERIOD
+
+    @initialize(kind=kinds(), rows=st.integers(1, 3), seed=st.integers(0, 999), period=st.sampled_from([1, 2, 3, 32]))
+    def begin(self, kind: Kind, rows: int, seed: int, period: int) -> None:
+        phases.PERIOD = period
         self.kind, self.rng = self.only or kind, np.random.default_rng(seed)
         self.batches.append(self._new(rows))
 
@@ -132,7 +149,7 @@ class Batches(RuleBasedStateMachine):
         each = [self.kind.make() for _ in range(rows)]
         layers = [[self.made(caches[layer]) for caches in each] for layer in range(self.kind.layers)]
         merged = [same[0].merge(same) for same in layers]
-        return merged, [Single(self.kind.make()) for _ in range(rows)]
+        return merged, [Single(self.kind.alone()) for _ in range(rows)]
 
     def _pick(self, which: float) -> tuple[list[Any], list[Single]]:
         return self.batches[int(which * len(self.batches)) % len(self.batches)]
@@ -188,7 +205,7 @@ class Batches(RuleBasedStateMachine):
     @rule(which=st.floats(0, 1), fractions=st.lists(st.floats(0, 1), min_size=5, max_size=5), uniform=st.booleans())
     def trim(self, which: float, fractions: list[float], uniform: bool) -> None:
         caches, singles = self._pick(which)
-        most = [caches[0].layout.most_trim(row) for row in rows_of(caches[0])]
+        most = most_trims(caches[0])
         counts = [min(int(f * 9), m) for f, m in zip(fractions, most, strict=False)]
         if uniform:
             counts = [min(counts)] * len(counts)
@@ -205,7 +222,7 @@ class Batches(RuleBasedStateMachine):
         """One row that cannot: nothing happens in any."""
         caches, singles = self._pick(which)
         index = int(row * len(singles)) % len(singles)
-        counts = [0 if i != index else caches[0].layout.most_trim(r) + 1 for i, r in enumerate(rows_of(caches[0]))]
+        counts = [0 if i != index else most + 1 for i, most in enumerate(most_trims(caches[0]))]
         before = rows_of(caches[0])
         with pytest.raises(ValueError, match="cannot trim"):
             caches[0].trim_per_sequence(counts)

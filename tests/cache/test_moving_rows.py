@@ -119,7 +119,7 @@ def test_a_window_that_a_model_asks_for_is_each_rows(window: int | None) -> None
 def test_layers_that_stand_alike_share_a_mask() -> None:
     layers = [batch_of([row_of(900), row_of(20), row_of(3)]) for _ in range(2)]
     mask: Any = layers[0].make_mask(1)
-    masks = [[mask.of(cache) for cache in batch.parts] for batch in layers]
+    masks = [[mask.of(number, cache) for number, cache in enumerate(batch.parts)] for batch in layers]
     assert masks[0][1] is masks[1][1] is not None
 
 

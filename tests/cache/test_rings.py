@@ -155,7 +155,7 @@ def test_a_trim_that_would_lose_tokens_says_what_would_help() -> None:
     assert cache.can_trim(4)
     assert not cache.can_trim(5)
     with pytest.raises(
-        ValueError, match=r"cannot trim 6 tokens: this cache is a ring .* trim by 0 to 4, or .*max_write=6"
+        ValueError, match=r"cannot trim 6 tokens: this cache is a ring .* trim by 0 to 4, or .*max_rollback=6"
     ):
         cache.trim(6)
     assert cache.offset == 20

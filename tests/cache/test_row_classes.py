@@ -17,6 +17,8 @@ from mlx_kv import CachePolicy, KVCache
 from mlx_kv.cache.classes import DeferredMask, RowClasses, moving
 from mlx_kv.cache.classes.parts import Parts
 
+RULE = moving.settled
+
 
 class ClassedBatches(Batches):
     """The same histories, of batches whose rows go from class to class."""
@@ -24,14 +26,14 @@ class ClassedBatches(Batches):
     def made(self, cache: KVCache) -> Any:
         return RowClasses(cache)
 
-    @initialize(kind=kinds(), rows=st.integers(1, 3), seed=st.integers(0, 999))
-    def begin(self, kind: Kind, rows: int, seed: int) -> None:
-        self.genuine = moving.settled
+    @initialize(kind=kinds(), rows=st.integers(1, 3), seed=st.integers(0, 999), period=st.sampled_from([1, 2, 3, 32]))
+    def begin(self, kind: Kind, rows: int, seed: int, period: int) -> None:
         moving.settled = anywhere(seed)  # type: ignore[assignment]
-        super().begin(kind, rows, seed)
+        super().begin(kind, rows, seed, period)
 
     def teardown(self) -> None:
-        moving.settled = self.genuine
+        moving.settled = RULE
+        super().teardown()
 
 
 ClassedBatches.TestCase.settings = settings(
@@ -62,7 +64,7 @@ def forgets_copies_between(self: RowClasses, moved: moving.Moved) -> None:
     self._put(moved.parts)
 
 
-def one_mask_for_all(self: DeferredMask, cache: KVCache) -> Any:
+def one_mask_for_all(self: DeferredMask, number: int, cache: KVCache) -> Any:
     known = self._known
     return known.setdefault("all", None if known else self._made_by(cache))
 

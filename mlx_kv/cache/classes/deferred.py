@@ -42,12 +42,17 @@ class DeferredMask:
         self._new, self._return_array, self._window = new, return_array, window_size
         self._known: dict[Any, Mask] = {}  # layers whose caches stand alike share a mask
 
-    def of(self, cache: KVCache) -> Mask:
-        """The mask of a cache before its update."""
+    def of(self, number: int, cache: KVCache) -> Mask:
+        """The mask of a cache before its update.
+
+        Args:
+            number: of its class. Caches of two classes have histories of their own, and may come to stand alike in what
+                can be seen of them.
+        """
         if cache.evictor is not None and self._window is not None:  # then integers alone do not say
             return self._made_by(cache)
         view = cache.view
-        key = view.layout, view.rows, view.lengths
+        key = number, view.layout, view.rows, view.lengths
         if key not in self._known:
             self._known[key] = self._made_by(cache)
         return self._known[key]

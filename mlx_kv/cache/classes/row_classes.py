@@ -109,13 +109,13 @@ class RowClasses:
         (keys, values), self._pending = self._pending, None
         self._make_room(keys.shape[2])
         outputs = []
-        for cache, _, take in self._parts:
+        for number, (cache, _, take) in enumerate(self._parts):
             queries, lengths = call.queries[take], cache.view.lengths
             if lengths is not None and not any(lengths) and cache.evictor is None:
                 # Nothing but padding, which nobody looks at: prompts of other classes are longer.
                 outputs.append(mx.zeros((*queries.shape[:3], values.shape[3]), queries.dtype))
                 continue
-            made = mask.of(cache)
+            made = mask.of(number, cache)
             read, read_values = cache.update_and_fetch(keys[take], values[take])
             outputs.append(call.hand_on(queries=queries, keys=read, values=read_values, cache=cache, mask=made))
         return self._parts.joined(outputs)

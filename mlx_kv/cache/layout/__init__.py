@@ -7,27 +7,19 @@ after a trim of one row alone, they are *ragged*.
 Append: slot = start + position; a row owns the slots [start, end), and every slot from `end` on is dead until written.
 Budget: the same, and now and then a compaction, after which start is below 0.
 Ring: slots are used again, `turn` positions later.
+Room: rings and budgets have slots for the writes that come, so the same layout has more while a prompt is read.
 Chunks: the same ring for models whose tokens see their own chunk of the text; attention reads it in order.
 """
 
 from __future__ import annotations
 
 from mlx_kv.cache.layout.append import Append
-from mlx_kv.cache.layout.base import (
-    NO_LIMIT,
-    Layout,
-    Plan,
-    Ranges,
-    Row,
-    count_seen,
-    count_slots,
-    plan_of,
-    trim_rows,
-    trimmed,
-)
+from mlx_kv.cache.layout.base import NO_LIMIT, Layout, Ranges, Row, count_seen, count_slots, trim_rows, trimmed
 from mlx_kv.cache.layout.budget import Budget
 from mlx_kv.cache.layout.chunks import Chunks
+from mlx_kv.cache.layout.plan import Plan, plan_of
 from mlx_kv.cache.layout.ring import Ring
+from mlx_kv.cache.layout.room import moves_between, planned, reshaped
 
 __all__ = [
     "NO_LIMIT",
@@ -42,7 +34,10 @@ __all__ = [
     "count_seen",
     "count_slots",
     "make_layout",
+    "moves_between",
     "plan_of",
+    "planned",
+    "reshaped",
     "trim_rows",
     "trimmed",
 ]

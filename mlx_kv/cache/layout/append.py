@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from mlx_kv.cache.layout.base import NO_LIMIT, Ranges, Row
 
@@ -42,7 +42,12 @@ class Append(InOrder):
 
     sinks: ClassVar[int] = 0
     max_write: ClassVar[int] = NO_LIMIT
+    max_rollback: ClassVar[int] = 0
+    room: ClassVar[int] = NO_LIMIT
     enough_slots: ClassVar[int] = NO_LIMIT
+
+    def with_room(self, room: int) -> Self:
+        return self
 
     @property
     def parameters(self) -> tuple[str | int, ...]:

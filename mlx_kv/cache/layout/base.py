@@ -1,4 +1,4 @@
-"""What every layout has in common: rows, the plan of an update, what is asked of a layout, and trims.
+"""What every layout has in common: rows, what is asked of a layout, and trims.
 
 Decides nothing about slots itself. Integers only.
 """
@@ -6,7 +6,6 @@ Decides nothing about slots itself. Integers only.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
 from typing import NamedTuple, Protocol
 
 
@@ -38,112 +37,6 @@ Ranges = tuple[tuple[int, int], ...]
 NO_LIMIT = 1 << 62
 
 
-class Plan:
-    """One update in integers. The mask, the write and the read are all made from it, so they cannot disagree.
-
-    Every layer asks for one for every token, so what is asked more than once is worked out once: `plan_of` gives
-    layers that stand alike the same.
-
-    Attributes:
-        layout: which slot holds which position.
-        rows: where each row stands before the update.
-        new: the number of new tokens of every row (S).
-        counts: how many of them are tokens of the row; padding follows. Positions below 0 are padding, too.
-        padded: whether any row has padding, which is never stored, nor seen by a token.
-        held: one past the last slot of the longest row before the update, as if nothing ever wrapped.
-        needed: slots that must exist: [0, needed).
-        ranges: the slots [first, last) that attention reads, one range after the other, unless the plan is transient.
-        uniform: whether all rows stand alike, so that one slice write does it and one mask row serves all.
-        ordered: whether slots are in the order of positions: nothing wraps, before or with this update.
-        transient: whether the write would overwrite what its own first query needs. Attention then reads the live
-            tokens in order and after them the new ones, and the ring keeps the last of both.
-    """
-
-    __slots__ = (
-        "_after",
-        "counts",
-        "held",
-        "layout",
-        "needed",
-        "new",
-        "ordered",
-        "padded",
-        "ranges",
-        "rows",
-        "transient",
-        "uniform",
-    )
-
-    def __init__(self, layout: Layout, rows: tuple[Row, ...], new: int, counts: tuple[int, ...] | None = None) -> None:
-        self.layout, self.rows, self.new = layout, rows, new
-        self._after: tuple[Row, ...] | None = None
-        self.padded = counts is not None or min([row.offset for row in rows]) < 0
-        self.counts = (new,) * len(rows) if counts is None else counts
-        self.held = rows[0].end if len(rows) == 1 else max([row.end for row in rows])
-        self.uniform = not self.padded and (
-            len(rows) == 1 or len({(row.start, row.offset, row.front) for row in rows}) == 1
-        )
-        end = self.held + new
-        if self.padded:
-            end = max([0, *(row.end + count for row, count in zip(rows, self.counts, strict=True))])
-        self.ordered = end <= layout.most_slots
-        self.needed = end if self.ordered else layout.most_slots
-        self.transient = not self.ordered and new > layout.max_write
-        self.ranges = (
-            layout.ranges(rows[0], new) if self.uniform and not self.transient else ((0, self._bucket(self.needed)),)
-        )
-
-    def _bucket(self, end: int) -> int:
-        """Where reading ends when there is a mask anyway: a few slots later, so that devices see fewer shapes.
-
-        At most 1/16 more slots, at least to a multiple of 16, and never into slots that do not exist.
-        """
-        end = max(end, 1)  # a batch may begin with nothing but padding, which must see something
-        step = min(256, 1 << max(4, end.bit_length() - 5))
-        return min(-(-end // step) * step, self.layout.most_slots)
-
-    def is_padding(self, index: int, token: int) -> bool:
-        """Whether a new token of row `index` is none of its own."""
-        return token >= self.counts[index] or self.rows[index].offset + token < 0
-
-    @property
-    def after(self) -> tuple[Row, ...]:
-        """Where each row stands after the update."""
-        if self._after is None:
-            front = self.layout.front
-            self._after = tuple(
-                [
-                    Row(row.start, row.offset + new, max(row.high, row.offset + new), front(row, new))
-                    for row, new in zip(self.rows, self.counts, strict=True)
-                ]
-            )
-        return self._after
-
-    @property
-    def distinct(self) -> tuple[Row, ...]:
-        """The rows to work something out for: one where all stand alike."""
-        return self.rows[:1] if self.uniform else self.rows
-
-    def live(self) -> list[list[int]]:
-        """For a transient plan: the positions before the update that attention reads, in order, by distinct row.
-
-        All are as long as the longest; shorter ones begin with -1, which is no position.
-        """
-        sinks = self.layout.sinks
-        seen = [
-            [*range(min(sinks, row.offset)), *range(max(sinks, self.layout.front(row, new)), row.offset)]
-            for row, new in zip(self.distinct, self.counts, strict=False)
-        ]
-        longest = max(map(len, seen))
-        return [[-1] * (longest - len(positions)) + positions for positions in seen]
-
-
-@lru_cache(maxsize=8)
-def plan_of(layout: Layout, rows: tuple[Row, ...], new: int, counts: tuple[int, ...] | None = None) -> Plan:
-    """The plan of an update. The layers of a model ask for the same one after the other; it is made once."""
-    return Plan(layout, rows, new, counts)
-
-
 class Layout(Protocol):
     """A rule for slots. All numbers are slots or positions of one row. A layout never changes."""
 
@@ -168,13 +61,27 @@ class Layout(Protocol):
         ...
 
     @property
+    def max_rollback(self) -> int:
+        """Tokens that can be taken back in any case: there is never less room than for so many."""
+        ...
+
+    @property
+    def room(self) -> int:
+        """The longest write that there are slots for as things are, max_write at the most."""
+        ...
+
+    def with_room(self, room: int) -> Layout:
+        """The same layout with slots for writes of so many tokens."""
+        ...
+
+    @property
     def most_slots(self) -> int:
         """Slots that are ever used."""
         ...
 
     @property
     def enough_slots(self) -> int:
-        """Slots that suffice as long as no write is longer than max_write."""
+        """Slots that suffice as long as no write is longer than there is room for."""
         ...
 
     def first_seen(self, position: int) -> int:

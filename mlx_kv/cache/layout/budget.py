@@ -6,9 +6,11 @@ Decides nothing about which tokens a budget leaves, only how many, and when. Int
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar, Self
 
 from mlx_kv.cache.layout.append import InOrder
 from mlx_kv.cache.layout.base import Row
+from mlx_kv.cache.layout.room import check_room, room_parameters, with_room
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +23,7 @@ class Budget(InOrder):
     Args:
         margin: how far the budget may be overshot before a compaction; None is max(64, budget // 16).
         max_write: the longest write to plan for; memory peaks at budget + margin + max_write slots.
+        room: the longest write that there are slots for as things are; 0 is max_write.
 
     Raises:
         ValueError: a number below its least, or a budget that sinks and recent tokens would fill.
@@ -31,12 +34,15 @@ class Budget(InOrder):
     sinks: int = 4
     margin: int | None = None
     max_write: int = 512
+    room: int = 0
+    max_rollback: ClassVar[int] = 0  # what can be taken back, keep_recent says
 
     def __post_init__(self) -> None:
         for name, least in (("budget", 1), ("keep_recent", 0), ("sinks", 0), ("margin", 0), ("max_write", 1)):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < least):
                 raise ValueError(f"{name} is {value!r}: give a whole number of tokens from {least} up")
+        object.__setattr__(self, "room", check_room(self.room, self.max_write))
         if self.budget <= self.sinks + self.keep_recent:
             raise ValueError(
                 f"budget is {self.budget}, but {self.sinks} sinks and keep_recent={self.keep_recent} are kept: "
@@ -50,7 +56,10 @@ class Budget(InOrder):
 
     @property
     def enough_slots(self) -> int:
-        return self.budget + self.slack + self.max_write
+        return self.budget + self.slack + self.room
+
+    def with_room(self, room: int) -> Self:
+        return with_room(self, room)
 
     @property
     def cut(self) -> int:
@@ -59,7 +68,8 @@ class Budget(InOrder):
 
     @property
     def parameters(self) -> tuple[str | int, ...]:
-        return "budget", self.budget, self.keep_recent, self.sinks, self.slack, self.max_write
+        numbers = self.budget, self.keep_recent, self.sinks, self.slack, self.max_write
+        return "budget", *numbers, *room_parameters(self)[1:]
 
     def due(self, row: Row) -> bool:
         """Whether a row is to be compacted before its next write."""

@@ -7,21 +7,24 @@ from typing import ClassVar
 
 from mlx_kv.cache.layout.base import Ranges, Row
 from mlx_kv.cache.layout.ring import WrittenOver
+from mlx_kv.cache.layout.room import check_room, room_parameters
 
 
 @dataclass(frozen=True, slots=True)
 class Chunks(WrittenOver):
-    """A query sees its own chunk: positions of the same p // chunk_size. chunk_size + max_write slots.
+    """A query sees its own chunk: positions of the same p // chunk_size. chunk_size + room slots.
 
     Attention reads in the order of positions, from the front on, as models want it that make the mask themselves. The
     front moves when the model says so, at the latest when room is needed; then the last chunk_size tokens stay.
 
     Raises:
-        ValueError: a chunk_size or max_write below 1.
+        ValueError: a chunk_size or max_write below 1, or a room that is not planned for.
     """
 
     chunk_size: int
     max_write: int
+    max_rollback: int = 0
+    room: int = 0
     window: ClassVar[None] = None
     sinks: int = field(default=0, init=False)
 
@@ -29,10 +32,11 @@ class Chunks(WrittenOver):
         for name, value in (("chunk_size", self.chunk_size), ("max_write", self.max_write)):
             if value < 1:
                 raise ValueError(f"{name} is {value}: give a number of tokens from 1 up")
+        object.__setattr__(self, "room", check_room(self.room, self.max_write, self.max_rollback))
 
     @property
     def most_slots(self) -> int:
-        return self.chunk_size + self.max_write
+        return self.chunk_size + self.room
 
     def first_seen(self, position: int) -> int:
         return position - position % self.chunk_size
@@ -46,7 +50,7 @@ class Chunks(WrittenOver):
 
     @property
     def parameters(self) -> tuple[str | int, ...]:
-        return "chunks", self.chunk_size, self.max_write
+        return "chunks", self.chunk_size, self.max_write, *room_parameters(self)
 
     def ranges(self, row: Row, new: int) -> Ranges:
         return self._in_order(row, new)

@@ -1,17 +1,18 @@
 """Slots that are written over and over: a ring for a sliding window.
 
 The first `sinks` positions have slots of their own, and after them slot = sinks + (position - sinks) mod turn, in
-R = window + max_write - 1 slots all in all. A slot holds the largest position below the row's offset that maps to it;
-the mask decides from that position alone, so a ring is never unrolled. Integers only.
+R = window + room - 1 slots all in all, with room for the longest write of now. A slot holds the largest position below
+the row's offset that maps to it; the mask decides from that position alone, so a ring is never unrolled. Integers only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from mlx_kv.cache.layout.base import Ranges, Row, count_slots
+from mlx_kv.cache.layout.room import check_room, room_parameters, with_room
 
 # Reading two ranges as one takes a copy: each slot is read, written and read again. Up to so many times the slots that
 # are seen, it costs less to read the dead ones between them, too (measured on a CPU: from 2.2).
@@ -26,7 +27,8 @@ class WrittenOver:
 
     __slots__ = ()
     max_write: int
-
+    max_rollback: int
+    room: int
     sinks: int
 
     @property
@@ -40,12 +42,15 @@ class WrittenOver:
     def enough_slots(self) -> int:
         return self.most_slots
 
+    def with_room(self, room: int) -> Self:
+        return with_room(self, room)
+
     def compacted_if_due(self, row: Row) -> Row:
         return row
 
     def refusal(self, count: int, most: int) -> tuple[str, str]:
-        more = self.max_write + count - most
-        return "is a ring that has overwritten what would be seen again", f"plan for it with max_write={more}"
+        more = self.room + count - most
+        return "is a ring that has overwritten what would be seen again", f"plan for it with max_rollback={more}"
 
     @property
     def turn(self) -> int:
@@ -76,21 +81,24 @@ class WrittenOver:
 
 @dataclass(frozen=True, slots=True)
 class Ring(WrittenOver):
-    """The last `window` tokens of which the first `sinks` are the first of all, in window + max_write - 1 slots.
+    """The last `window` tokens of which the first `sinks` are the first of all, in window + room - 1 slots.
 
     Raises:
-        ValueError: a window or max_write below 1, or sinks that fill the window.
+        ValueError: a window or max_write below 1, a room that is not planned for, or sinks that fill the window.
     """
 
     window: int
     max_write: int
     sinks: int = 0
+    max_rollback: int = 0
+    room: int = 0
     chunk_size: ClassVar[None] = None
 
     def __post_init__(self) -> None:
         for name, value in (("window", self.window), ("max_write", self.max_write)):
             if value < 1:
                 raise ValueError(f"{name} is {value}: give a number of tokens from 1 up")
+        object.__setattr__(self, "room", check_room(self.room, self.max_write, self.max_rollback))
         if not 0 <= self.sinks < self.window:
             raise ValueError(
                 f"sinks is {self.sinks}: a window of {self.window} tokens has room for 0 to {self.window - 1}"
@@ -98,7 +106,7 @@ class Ring(WrittenOver):
 
     @property
     def most_slots(self) -> int:
-        return self.window + self.max_write - 1
+        return self.window + self.room - 1
 
     def first_seen(self, position: int) -> int:
         return max(0, position - (self.window - self.sinks) + 1)
@@ -111,13 +119,13 @@ class Ring(WrittenOver):
 
     @property
     def parameters(self) -> tuple[str | int, ...]:
-        return "ring", self.window, self.max_write, self.sinks
+        return "ring", self.window, self.max_write, self.sinks, *room_parameters(self)
 
     def ranges(self, row: Row, new: int) -> Ranges:
         """One range wherever that is cheaper: the mask goes by positions, whatever their order."""
-        end = row.offset + new
-        everything = ((0, min(end, self.most_slots)),)
-        if end <= self.window or self.front(row, new) <= self.sinks:
+        end, most = row.offset + new, self.most_slots
+        everything = ((0, min(end, most)),)
+        if end <= self.window or most == self.window or self.front(row, new) <= self.sinks:
             return everything
         ranges = self._in_order(row, new)
         if self.sinks:  # they lie before slot `sinks`, where the second range begins if there is one
@@ -133,4 +141,4 @@ class Ring(WrittenOver):
         """Back to offset L is lossless iff high - L <= R - W + 1, or as long as nothing was ever overwritten."""
         if row.high <= self.most_slots:
             return row.offset
-        return row.offset - max(0, row.high - self.max_write)
+        return row.offset - max(0, row.high - self.room)

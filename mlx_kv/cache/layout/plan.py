@@ -1,0 +1,157 @@
+"""The plan of one update: which slots are written, which are read, and where rows stand after it. Integers only."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from mlx_kv.cache.layout.base import NO_LIMIT, Layout, Row
+
+AHEAD = 8  # steps of decoding that are planned in one go
+
+Index = tuple[slice, slice, slice]
+
+
+def _slots(first: int, count: int) -> Index:
+    return slice(None), slice(None), slice(first, first + count)
+
+
+class Plan:
+    """One update in integers. The mask, the write and the read are all made from it, so they cannot disagree.
+
+    Every layer asks for one for every token, so what is asked more than once is worked out once: `plan_of` gives
+    layers that stand alike the same.
+
+    Attributes:
+        layout: which slot holds which position.
+        rows: where each row stands before the update.
+        new: the number of new tokens of every row (S).
+        counts: how many of them are tokens of the row; padding follows. Positions below 0 are padding, too.
+        padded: whether any row has padding, which is never stored, nor seen by a token.
+        held: one past the last slot of the longest row before the update, as if nothing ever wrapped.
+        needed: slots that must exist: [0, needed).
+        ranges: the slots [first, last) that attention reads, one range after the other, unless the plan is transient.
+        uniform: whether all rows stand alike, so that one slice write does it and one mask row serves all.
+        ordered: whether slots are in the order of positions: nothing wraps, before or with this update.
+        steady: whether the update is all that is due: no padding, no compaction, nothing transient.
+        bounded: whether the room for writes is limited.
+        written, read: the slots of the new tokens, and of what attention reads, as an index of (B, H, C, D) each; None
+            where they are not one range.
+        transient: whether the write would overwrite what its own first query needs. Attention then reads the live
+            tokens in order and after them the new ones, and the ring keeps the last of both.
+    """
+
+    __slots__ = (
+        "_after",
+        "_next",
+        "bounded",
+        "counts",
+        "held",
+        "layout",
+        "needed",
+        "new",
+        "ordered",
+        "padded",
+        "ranges",
+        "read",
+        "rows",
+        "steady",
+        "transient",
+        "uniform",
+        "written",
+    )
+
+    def __init__(self, layout: Layout, rows: tuple[Row, ...], new: int, counts: tuple[int, ...] | None = None) -> None:
+        self.layout, self.rows, self.new = layout, rows, new
+        self._after: tuple[Row, ...] | None = None
+        self._next: Plan | None = None
+        first, alone, most = rows[0], len(rows) == 1, layout.most_slots
+        self.padded = counts is not None or (first.offset if alone else min([row.offset for row in rows])) < 0
+        self.counts = (new,) * len(rows) if counts is None else counts
+        self.held = first.end if alone else max([row.end for row in rows])
+        self.uniform = not self.padded and (alone or len({(row.start, row.offset, row.front) for row in rows}) == 1)
+        end = self.held + new
+        if self.padded:
+            end = max([0, *(row.end + count for row, count in zip(rows, self.counts, strict=True))])
+        self.ordered = end <= most
+        self.needed = end if self.ordered else most
+        self.transient = not self.ordered and new > layout.room
+        self.ranges = (
+            layout.ranges(first, new) if self.uniform and not self.transient else ((0, self._bucket(self.needed)),)
+        )
+        self.bounded = layout.room != NO_LIMIT
+        due = [row for row in self.distinct if layout.compacted_if_due(row) is not row]
+        self.steady = not (self.padded or self.transient or due)
+        self.written: Index | None = None
+        self.read: Index | None = None
+        if self.uniform and self.steady and len(self.ranges) == 1:
+            if new == 1 or len(list(layout.pieces(first, new))) == 1:
+                self.written = _slots(layout.slot(first, first.offset), new)
+            begin, end = self.ranges[0]
+            self.read = _slots(begin, end - begin)
+
+    def _bucket(self, end: int) -> int:
+        """Where reading ends when there is a mask anyway: a few slots later, so that devices see fewer shapes.
+
+        At most 1/16 more slots, at least to a multiple of 16, and never into slots that do not exist.
+        """
+        end = max(end, 1)  # a batch may begin with nothing but padding, which must see something
+        step = min(256, 1 << max(4, end.bit_length() - 5))
+        return min(-(-end // step) * step, self.layout.most_slots)
+
+    def is_padding(self, index: int, token: int) -> bool:
+        """Whether a new token of row `index` is none of its own."""
+        return token >= self.counts[index] or self.rows[index].offset + token < 0
+
+    @property
+    def after(self) -> tuple[Row, ...]:
+        """Where each row stands after the update."""
+        if self._after is None:
+            front = self.layout.front
+            self._after = tuple(
+                [
+                    Row(row.start, row.offset + new, max(row.high, row.offset + new), front(row, new))
+                    for row, new in zip(self.rows, self.counts, strict=True)
+                ]
+            )
+        return self._after
+
+    @property
+    def next(self) -> Plan:
+        """The plan of the same update once more. Layers with the same plan get the same."""
+        if self._next is None:
+            self._plan_ahead()
+        assert self._next is not None
+        return self._next
+
+    def _plan_ahead(self) -> None:
+        """Plans a few steps in one go: in the middle of other work, each would take Python several times as long."""
+        plan = self
+        for _ in range(AHEAD if self.steady else 1):
+            plan._next = Plan(plan.layout, plan.after, plan.new)
+            plan = plan._next
+            if not plan.steady:
+                return
+
+    @property
+    def distinct(self) -> tuple[Row, ...]:
+        """The rows to work something out for: one where all stand alike."""
+        return self.rows[:1] if self.uniform else self.rows
+
+    def live(self) -> list[list[int]]:
+        """For a transient plan: the positions before the update that attention reads, in order, by distinct row.
+
+        All are as long as the longest; shorter ones begin with -1, which is no position.
+        """
+        sinks = self.layout.sinks
+        seen = [
+            [*range(min(sinks, row.offset)), *range(max(sinks, self.layout.front(row, new)), row.offset)]
+            for row, new in zip(self.distinct, self.counts, strict=False)
+        ]
+        longest = max(map(len, seen))
+        return [[-1] * (longest - len(positions)) + positions for positions in seen]
+
+
+@lru_cache(maxsize=8)
+def plan_of(layout: Layout, rows: tuple[Row, ...], new: int, counts: tuple[int, ...] | None = None) -> Plan:
+    """The plan of an update. The layers of a model ask for the same one after the other; it is made once."""
+    return Plan(layout, rows, new, counts)
