@@ -17,6 +17,7 @@ from mlx_kv.generation.prefill import CHUNKS_AT_ONCE, MOST_PROMPTS_AT_ONCE, chun
 from mlx_kv.generation.sequence import BatchToken, TokenSequence, Waiting
 from mlx_kv.mlxlm.batch_generator import WatchedBatchGenerator, evaluated
 from mlx_kv.mlxlm.batching import prompts_must_be_equal, rows_must_be_equal
+from mlx_kv.mlxlm.by_class import RowsByClass
 from mlx_kv.mlxlm.convert import make_prompt_cache
 from mlx_kv.mlxlm.traverse import attention_caches
 from mlx_kv.policy import CachePolicy
@@ -45,6 +46,7 @@ class PlainEngine:
         together = min(MOST_PROMPTS_AT_ONCE, max_batch_size)
         self._generator = WatchedBatchGenerator(model, ends, max_batch_size, together, self.step_size)
         self._max_batch_size = max_batch_size
+        self._by_class = RowsByClass(model, max_batch_size)
         self._equal_rows = max_batch_size > 1 and rows_must_be_equal(model)
         # Asked here, where an error is that of the model alone: in a step it would end all rows.
         self._equal_prompts = max_batch_size > 1 and prompts_must_be_equal(model)
@@ -100,7 +102,9 @@ class PlainEngine:
             sequence = self._waiting.next()
             caches = sequence.caches or self.make_caches()
             reserve_for(caches, len(sequence.tokens), sequence.max_tokens)
-            uid = self._generator.insert(sequence.tokens, sequence.max_tokens, caches, sequence.sampler)
+            uid = self._generator.insert(
+                sequence.tokens, sequence.max_tokens, self._by_class.of(caches), sequence.sampler
+            )
             self._active[uid], self._reading[uid] = sequence, len(sequence.tokens)
             began.append(sequence)
         for sequence in began:
@@ -149,6 +153,7 @@ class PlainEngine:
         self._reading.clear()
         self._waiting.clear()
         self._generator.close()
+        self._by_class.close()
 
 
 def _tokens(sequence: TokenSequence) -> tuple[int, int]:

@@ -18,6 +18,7 @@ from mlx_kv.generation.speculation.decoder import Decoder
 from mlx_kv.generation.speculation.joining import Joining, NewRow
 from mlx_kv.generation.speculation.statistics import SpeculationStatistics
 from mlx_kv.mlxlm.batch_generator import evaluated
+from mlx_kv.mlxlm.by_class import RowsByClass
 
 
 class SpeculativeEngine:
@@ -36,6 +37,8 @@ class SpeculativeEngine:
         # Only statistics that somebody asked for keep the caches of the last batch.
         self._statistics, self._watched = statistics or SpeculationStatistics(), statistics is not None
         self._max_batch_size = max_batch_size
+        self._by_class = RowsByClass(decoder.target.model, max_batch_size)
+        decoder.by_class = self._by_class.of
         self._waiting = Waiting(decoder.make_caches)
         self._active: list[TokenSequence] = []
         self._joining: Joining | None = None
@@ -144,3 +147,4 @@ class SpeculativeEngine:
         self._joining, self._reading = None, []
         self._active.clear()
         self._waiting.clear()
+        self._by_class.close()

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_kv.mlxlm.traverse import attention_caches, leaves
+from mlx_kv.mlxlm.traverse import leaves, parts_of
 
 
 @dataclass(frozen=True)
@@ -38,14 +38,14 @@ class CacheStatistics:
 def cache_statistics(caches: Iterable[Any]) -> CacheStatistics:
     """Sums over all layers; a cache that is not ours counts as wholly live."""
     everything = list(leaves(caches))
-    ours = attention_caches(everything)
-    evictors = [cache.evictor for cache in ours if cache.evictor is not None]
+    layers = [parts_of(cache) for cache in everything]
+    evictors = [[own.evictor for own in parts if own.evictor is not None] for parts in layers]
     return CacheStatistics(
         bytes_live=sum(getattr(cache, "nbytes_live", cache.nbytes) for cache in everything),
         bytes_allocated=sum(cache.nbytes for cache in everything),
-        growths=max((cache.growths for cache in ours), default=0),
+        growths=max((own.growths for parts in layers for own in parts), default=0),
         bytes_full=sum(getattr(cache, "nbytes_full", cache.nbytes) for cache in everything),
-        tokens_evicted=max((evictor.evicted for evictor in evictors), default=0),
-        compactions=max((evictor.compactions for evictor in evictors), default=0),
-        compaction_seconds=sum(evictor.seconds for evictor in evictors),
+        tokens_evicted=max((sum(own.evicted for own in layer) for layer in evictors), default=0),
+        compactions=max((own.compactions for layer in evictors for own in layer), default=0),
+        compaction_seconds=sum(own.seconds for layer in evictors for own in layer),
     )

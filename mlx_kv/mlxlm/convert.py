@@ -6,7 +6,7 @@ samplers are in `generation`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
 from typing import Any
@@ -21,7 +21,7 @@ from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.mlxlm.loading import architecture
 from mlx_kv.mlxlm.quirks import cache_usage, indexers, takes_packed, window_of
 from mlx_kv.mlxlm.slots import counts_slots
-from mlx_kv.mlxlm.traverse import leaves
+from mlx_kv.mlxlm.traverse import leaves, mapped
 from mlx_kv.policy import FOR_BUDGETS, CachePolicy
 
 FULL = {stock.KVCache, stock.QuantizedKVCache}
@@ -121,14 +121,12 @@ def kind_and_window(cache: Any) -> tuple[str | None, int | None]:
     return kind, None if window is None else getattr(cache, window)
 
 
-def _convert(model: nn.Module, own: Iterable[Any], policy: CachePolicy, packed_decode: bool) -> list[Any]:
+def _convert(model: nn.Module, own: Sequence[Any], policy: CachePolicy, packed_decode: bool) -> list[Any]:
     # The keys of an indexer stay plain: they are few, and the models write such a cache's buffers themselves.
     of_indexers, plain = indexers(model), policy.plain()
     layer_group, numbers, layers = LayerGroup(), count(), count()
 
     def converted(cache: Any) -> Any:
-        if type(cache) is stock.CacheList:
-            return stock.CacheList(*[converted(member) for member in cache.caches])  # type: ignore[no-untyped-call]
         kept = plain if next(numbers) in of_indexers else policy
         if type(cache) is stock.RotatingKVCache:
             window = window_of(model, cache.max_size)
@@ -139,7 +137,7 @@ def _convert(model: nn.Module, own: Iterable[Any], policy: CachePolicy, packed_d
             return kept.make_cache(packed_decode=packed_decode, layer_group=layer_group, layer=next(layers))
         return cache
 
-    return [converted(cache) for cache in own]
+    return mapped(own, converted)
 
 
 def _takes_packed_planes(model: nn.Module, policy: CachePolicy) -> bool:

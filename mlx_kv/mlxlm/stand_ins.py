@@ -13,6 +13,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import cache as stock
 
+from mlx_kv.mlxlm.traverse import mapped
+
 ATTENTION = {stock.KVCache, stock.QuantizedKVCache, stock.RotatingKVCache, stock.ChunkedKVCache}
 # A length at which whatever a model does in long texts only has begun. Graphs of any length cost the same.
 FAR = 1 << 20
@@ -105,8 +107,6 @@ def stand_ins(
     number = count()
 
     def replaced(cache: Any) -> Any:
-        if type(cache) is stock.CacheList:
-            return stock.CacheList(*[replaced(member) for member in cache.caches])  # type: ignore[no-untyped-call]
         index = next(number)
         if type(cache) not in ATTENTION:
             return cache
@@ -114,4 +114,4 @@ def stand_ins(
         given = how | {"extra": 0} if type(cache) is stock.ChunkedKVCache else how
         return StandIn(position, packed=None if index in plain else packed, **given)
 
-    return [replaced(cache) for cache in stock.make_prompt_cache(model)]
+    return mapped(stock.make_prompt_cache(model), replaced)

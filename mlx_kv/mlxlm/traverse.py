@@ -5,12 +5,15 @@ Decides which of them are ours, and which hold anything. Knows nothing about mod
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeGuard
 
 from mlx_lm.models import cache as stock
 
+from mlx_kv.cache.classes import RowClasses
 from mlx_kv.cache.kv_cache import KVCache
+
+Places = list[tuple[KVCache, int]]
 
 
 def leaves(caches: Iterable[Any]) -> Iterator[Any]:
@@ -22,14 +25,37 @@ def leaves(caches: Iterable[Any]) -> Iterator[Any]:
             yield cache
 
 
+def mapped(caches: Sequence[Any], function: Callable[[Any], Any]) -> list[Any]:
+    """What a function makes of the caches of all layers, those inside a `CacheList` one by one."""
+
+    def one(cache: Any) -> Any:
+        if isinstance(cache, stock.CacheList):
+            return stock.CacheList(*map(one, cache.caches))  # type: ignore[no-untyped-call]
+        return function(cache)
+
+    return [one(cache) for cache in caches]
+
+
 def is_ours(cache: Any) -> TypeGuard[KVCache]:
     """Whether a cache is ours: of attention, and not somebody else's."""
     return isinstance(cache, KVCache)
 
 
+def parts_of(cache: Any) -> tuple[KVCache, ...]:
+    """Ours that stand in one layer: one, or one for each class of rows; none where it is somebody else's."""
+    return cache.parts if isinstance(cache, RowClasses) else (cache,) if is_ours(cache) else ()
+
+
+def places_of(cache: Any) -> Places:
+    """Of each row of a batch, the one of ours that has it, and which of its rows that is."""
+    if isinstance(cache, RowClasses):
+        return cache.places
+    return [(cache, index) for index in range(len(cache.view.rows))] if is_ours(cache) else []
+
+
 def attention_caches(caches: Iterable[Any]) -> list[KVCache]:
     """Those of all the caches that are ours."""
-    return [cache for cache in leaves(caches) if is_ours(cache)]
+    return [part for cache in leaves(caches) for part in parts_of(cache)]
 
 
 def in_use(caches: Iterable[Any]) -> list[Any]:
@@ -39,6 +65,6 @@ def in_use(caches: Iterable[Any]) -> list[Any]:
     as nothing was written to any, nobody knows which they are.
     """
     everything = list(leaves(caches))
-    unwritten = [is_ours(cache) and cache.keys is None for cache in everything]
+    unwritten = [bool(parts_of(cache)) and all(own.keys is None for own in parts_of(cache)) for cache in everything]
     written = [cache for cache, spared in zip(everything, unwritten, strict=True) if not spared]
-    return written if any(is_ours(cache) for cache in written) else everything
+    return written if any(parts_of(cache) for cache in written) else everything

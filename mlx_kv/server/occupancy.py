@@ -16,7 +16,7 @@ import numpy as np
 from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.cache.layout import Layout, Row
 from mlx_kv.generation.statistics import cache_statistics
-from mlx_kv.mlxlm.traverse import attention_caches
+from mlx_kv.mlxlm.traverse import Places, leaves, places_of
 
 FINENESS = 1000  # runs of positions are told apart down to this fraction of a row
 PositionRanges = list[tuple[int, int]]  # [first, last)
@@ -66,9 +66,10 @@ def occupancy_of(caches: Sequence[Any], positions: bool) -> BatchOccupancy:
         positions: whether to read which positions are kept, which may have to wait for the device.
     """
     held = cache_statistics(caches)
-    rules: dict[tuple[Any, ...], list[KVCache]] = {}
-    for cache in attention_caches(caches):
-        rules.setdefault(cache.layout.parameters, []).append(cache)
+    rules: dict[tuple[Any, ...], list[Places]] = {}
+    for cache in leaves(caches):
+        if places := places_of(cache):
+            rules.setdefault(places[0][0].layout.parameters, []).append(places)
     columns = [_rule(same, positions) for same in rules.values()]
     rows = tuple(zip(*columns, strict=True)) if columns else ()
     return BatchOccupancy(rows, held.bytes_live, held.bytes_allocated, held.bytes_full)
@@ -77,27 +78,22 @@ def occupancy_of(caches: Sequence[Any], positions: bool) -> BatchOccupancy:
 def tokens_evicted(caches: Iterable[Any]) -> list[int]:
     """Tokens that a budget has evicted of each row, by the busiest layer."""
     counts = [
-        [max(0, -row.start) for row in cache.view.rows]
-        for cache in attention_caches(caches)
-        if cache.evictor is not None
+        [max(0, -own.view.rows[index].start) for own, index in places]
+        for places in map(places_of, leaves(caches))
+        if places and places[0][0].evictor is not None
     ]
     return [max(layers) for layers in zip(*counts, strict=True)]
 
 
-def _rule(caches: Sequence[KVCache], positions: bool) -> list[RowOccupancy]:
-    first = caches[0]
-    rule, layers = layout_name(first.layout), len(caches)
-    return [
-        RowOccupancy(
-            rule,
-            layers,
-            max(0, row.offset),
-            max(0, first.layout.held(row)),
-            first.capacity,
-            _kept(first, row, index) if positions else None,
-        )
-        for index, row in enumerate(first.view.rows)
-    ]
+def _rule(layers: Sequence[Places], positions: bool) -> list[RowOccupancy]:
+    rule = layout_name(layers[0][0][0].layout)
+    told = []
+    for cache, index in layers[0]:
+        row = cache.view.rows[index]
+        kept = _kept(cache, row, index) if positions else None
+        live = max(0, cache.layout.held(row))
+        told.append(RowOccupancy(rule, len(layers), max(0, row.offset), live, cache.capacity, kept))
+    return told
 
 
 def _kept(cache: KVCache, row: Row, index: int) -> PositionRanges:

@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from classes import attend
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -20,7 +21,6 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from mlx_lm.models.base import scaled_dot_product_attention
 from oracle import HEADS, QUERY_HEADS, poison
 
 import mlx_kv.cache.kv_cache
@@ -29,7 +29,8 @@ from mlx_kv import CachePolicy, KVCache
 from mlx_kv.cache import phases
 from mlx_kv.cache.eviction.kept_tokens import KeptTokens
 from mlx_kv.cache.eviction.layer_group import LayerGroup
-from mlx_kv.cache.layout import Plan
+from mlx_kv.cache.layout import Plan, Row
+from mlx_kv.mlxlm.traverse import attention_caches, places_of
 
 DIM, PERIOD = 32, phases.PERIOD
 MOST_ROWS, MOST_BATCHES = 5, 3
@@ -108,10 +109,18 @@ class Single:
         return Single(copy.deepcopy(self.caches), list(self.pending))
 
 
-def attend(cache: KVCache, q: mx.array, k: mx.array, v: mx.array) -> np.ndarray:
-    mask = cache.make_mask(q.shape[2])
-    keys, values = cache.update_and_fetch(k, v)
-    return np.array(scaled_dot_product_attention(q, keys, values, cache=cache, scale=DIM**-0.5, mask=mask))
+def attention(cache: Any, *tokens: mx.array) -> np.ndarray:
+    return np.array(attend(cache, *tokens))
+
+
+def rows_of(cache: Any) -> list[Row]:
+    """Where each row of a batch stands."""
+    return [own.view.rows[index] for own, index in places_of(cache)]
+
+
+def most_trims(cache: Any) -> list[int]:
+    """Tokens that each row can take back."""
+    return [own.layout.most_trim(own.view.rows[index]) for own, index in places_of(cache)]
 
 
 class Batches(RuleBasedStateMachine):
@@ -121,7 +130,11 @@ class Batches(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.batches: list[tuple[list[KVCache], list[Single]]] = []
+        self.batches: list[tuple[list[Any], list[Single]]] = []
+
+    def made(self, cache: KVCache) -> Any:
+        """What stands in a batch for the cache of one row."""
+        return cache
 
     def teardown(self) -> None:
         phases.PERIOD = PERIOD
@@ -132,15 +145,16 @@ class Batches(RuleBasedStateMachine):
         self.kind, self.rng = self.only or kind, np.random.default_rng(seed)
         self.batches.append(self._new(rows))
 
-    def _new(self, rows: int) -> tuple[list[KVCache], list[Single]]:
+    def _new(self, rows: int) -> tuple[list[Any], list[Single]]:
         each = [self.kind.make() for _ in range(rows)]
-        merged = [KVCache.merge([caches[layer] for caches in each]) for layer in range(self.kind.layers)]
+        layers = [[self.made(caches[layer]) for caches in each] for layer in range(self.kind.layers)]
+        merged = [same[0].merge(same) for same in layers]
         return merged, [Single(self.kind.alone()) for _ in range(rows)]
 
-    def _pick(self, which: float) -> tuple[list[KVCache], list[Single]]:
+    def _pick(self, which: float) -> tuple[list[Any], list[Single]]:
         return self.batches[int(which * len(self.batches)) % len(self.batches)]
 
-    def _feed(self, batch: tuple[list[KVCache], list[Single]], new: int, counts: list[int]) -> None:
+    def _feed(self, batch: tuple[list[Any], list[Single]], new: int, counts: list[int]) -> None:
         """One update of all layers; the first counts[i] tokens of row i are its own."""
         caches, singles = batch
         for single in singles:
@@ -152,10 +166,10 @@ class Batches(RuleBasedStateMachine):
             q, k, v = (self.rng.normal(size=shape).astype(np.float32) for shape in shapes)
             tokens.append((q, k, v))
         twins = copy.deepcopy(caches)
-        for twin in twins:
+        for twin in attention_caches(twins):
             poison(twin)
-        outputs = [attend(cache, *map(mx.array, x)) for cache, x in zip(caches, tokens, strict=True)]
-        others = [attend(cache, *map(mx.array, x)) for cache, x in zip(twins, tokens, strict=True)]
+        outputs = [attention(cache, *map(mx.array, x)) for cache, x in zip(caches, tokens, strict=True)]
+        others = [attention(cache, *map(mx.array, x)) for cache, x in zip(twins, tokens, strict=True)]
         for row, (single, count) in enumerate(zip(singles, counts, strict=True)):
             own = [tuple(x[row, :, :count] for x in of_layer) for of_layer in tokens]
             probe = single.copied().caches
@@ -164,7 +178,7 @@ class Batches(RuleBasedStateMachine):
                 assert np.isfinite(outputs[layer][row]).all()
                 assert np.array_equal(got, others[layer][row, :, :count]), "a dead slot changed the output"
                 if count:
-                    wanted = attend(probe[layer], *(mx.array(x)[None] for x in (q, k, v)))[0]
+                    wanted = attention(probe[layer], *(mx.array(x)[None] for x in (q, k, v)))[0]
                     np.testing.assert_allclose(got, wanted, atol=2e-5, rtol=2e-5)
             single.pending = own
 
@@ -191,7 +205,7 @@ class Batches(RuleBasedStateMachine):
     @rule(which=st.floats(0, 1), fractions=st.lists(st.floats(0, 1), min_size=5, max_size=5), uniform=st.booleans())
     def trim(self, which: float, fractions: list[float], uniform: bool) -> None:
         caches, singles = self._pick(which)
-        most = [caches[0].layout.most_trim(row) for row in caches[0].view.rows]
+        most = most_trims(caches[0])
         counts = [min(int(f * 9), m) for f, m in zip(fractions, most, strict=False)]
         if uniform:
             counts = [min(counts)] * len(counts)
@@ -208,11 +222,11 @@ class Batches(RuleBasedStateMachine):
         """One row that cannot: nothing happens in any."""
         caches, singles = self._pick(which)
         index = int(row * len(singles)) % len(singles)
-        counts = [0 if i != index else caches[0].layout.most_trim(r) + 1 for i, r in enumerate(caches[0].view.rows)]
-        before = caches[0].view.rows
+        counts = [0 if i != index else most + 1 for i, most in enumerate(most_trims(caches[0]))]
+        before = rows_of(caches[0])
         with pytest.raises(ValueError, match="cannot trim"):
             caches[0].trim_per_sequence(counts)
-        assert caches[0].view.rows == before
+        assert rows_of(caches[0]) == before
 
     @precondition(lambda self: len(self.batches) > 1)
     @rule(extend=st.booleans())
@@ -229,7 +243,7 @@ class Batches(RuleBasedStateMachine):
             for own, other in zip(left, right, strict=True):
                 own.extend(other)
         else:
-            left = [KVCache.merge([own, other]) for own, other in zip(left, right, strict=True)]
+            left = [own.merge([own, other]) for own, other in zip(left, right, strict=True)]
         self.batches.append((left, a + b))
 
     @precondition(lambda self: len(self.batches) < MOST_BATCHES)
@@ -253,7 +267,7 @@ class Batches(RuleBasedStateMachine):
         index = int(row * len(singles)) % len(singles)
         extracted = [cache.extract(index) for cache in caches]
         assert all(cache.capacity <= 256 for cache in extracted)
-        self.batches.append((extracted, [singles[index].copied()]))
+        self.batches.append(([self.made(cache) for cache in extracted], [singles[index].copied()]))
 
     @rule(which=st.floats(0, 1))
     def compact(self, which: float) -> None:
@@ -268,7 +282,8 @@ class Batches(RuleBasedStateMachine):
     @rule(which=st.floats(0, 1), load=st.booleans())
     def replace(self, which: float, load: bool) -> None:
         caches, _ = self._pick(which)
-        new = [KVCache.from_state(cache.state) if load else copy.deepcopy(cache) for cache in caches]
+        single = load and isinstance(caches[0], KVCache)
+        new = [KVCache.from_state(cache.state) for cache in caches] if single else copy.deepcopy(caches)
         caches[:] = new
 
     @invariant()
@@ -282,10 +297,9 @@ class Batches(RuleBasedStateMachine):
             if len(caches) < 2 or any(single.pending for single in singles):
                 continue
             for layer, cache in enumerate(caches):
-                held = cache.positions
-                for row, single in enumerate(singles):
+                for (own, row), single in zip(places_of(cache), singles, strict=True):
                     alone = single.caches[layer].positions[0].tolist()
-                    got = [[p for p in head if p >= 0] for head in held[row].tolist()]
+                    got = [[p for p in head if p >= 0] for head in own.positions[row].tolist()]
                     assert [got[0]] * len(alone) == alone if len(got) < len(alone) else got[: len(alone)] == alone
 
 

@@ -16,6 +16,7 @@ from tiny_models import VOCAB, make_model
 from mlx_kv import (
     CachePolicy,
     batch_generate,
+    cache_statistics,
     make_prompt_cache,
     trim_prompt_cache,
 )
@@ -54,10 +55,12 @@ def test_room_that_was_made_for_a_row_leaves_with_it(kind: str, policy: CachePol
         made.step()
     (before,) = {cache.capacity for cache in made.caches}
     assert before == 256
+    of_two = cache_statistics(made.caches).bytes_allocated
     made.submit(TokenSequence(2, PROMPT, 5000))
-    while len(made.caches[0].view.rows) < 3:
+    while len(made.rows) < 3:
         made.step()
     assert made.caches[0].capacity >= 5000
+    assert cache_statistics(made.caches).bytes_allocated < 1.5 * of_two * 5120 / 512  # the other two have it not
     made.cancel(2)
     assert {cache.capacity for cache in made.caches} == {before}
     assert drained(made).keys() == {0, 1}

@@ -5,17 +5,23 @@ from __future__ import annotations
 import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from classes import anywhere
 from prometheus_client.parser import text_string_to_metric_families
 from serving import PLENTY, SOURCE, Running, running
+from tiny_models import make_model
 
-from mlx_kv import CachePolicy
+from mlx_kv import CachePolicy, cache_statistics, make_prompt_cache
+from mlx_kv.cache.classes import moving
 from mlx_kv.cache.eviction.evictor import Evictor
-from mlx_kv.server.occupancy import position_ranges
+from mlx_kv.generation.prefill import read_ragged
+from mlx_kv.mlxlm.by_class import RowsByClass
+from mlx_kv.server.occupancy import occupancy_of, position_ranges, tokens_evicted
 
 # --- what it shows of itself ------------------------------------------------------------------------------------------
 
@@ -117,6 +123,36 @@ def test_what_is_evicted_is_counted_once(kept: int, monkeypatch: pytest.MonkeyPa
         server.wait_until_empty()
         assert (server.metrics.total("prefix_hits") >= 4) == bool(kept)
         assert server.metrics.total("tokens_evicted") == evicted[0] > 1000
+
+
+@pytest.mark.parametrize("policy", [CachePolicy(), CachePolicy(budget=24, keep_recent=8, margin=4)])
+def test_rows_of_several_classes_are_counted_as_those_of_one(
+    policy: CachePolicy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model("llama")
+    by_class = RowsByClass(model, 4)
+    monkeypatch.setattr(moving, "settled", anywhere(1))
+    texts = [[7] * length for length in (60, 5, 33, 12)]
+
+    def batch(made: Callable[[list[Any]], list[Any]]) -> list[Any]:
+        each = [made(make_prompt_cache(model, policy)) for _ in texts]
+        caches = [same[0].merge(list(same)) for same in zip(*each, strict=True)]
+        for tokens in (texts, [[3]] * 4):
+            read_ragged(model, caches, tokens)
+        return caches
+
+    one, several = batch(list), batch(by_class.of)
+    assert all(len(cache.parts) > 1 for cache in several)
+    seen, wanted = (occupancy_of(caches, positions=True) for caches in (several, one))
+    assert [[replace(layer, capacity=0) for layer in row] for row in seen.rows] == [
+        [replace(layer, capacity=0) for layer in row] for row in wanted.rows
+    ]
+    assert (seen.bytes_live, seen.bytes_full) == (wanted.bytes_live, wanted.bytes_full)
+    assert seen.bytes_allocated == sum(cache.nbytes for layer in several for cache in layer.parts)
+    assert tokens_evicted(several) == tokens_evicted(one)
+    held, alike = cache_statistics(several), cache_statistics(one)
+    assert (held.tokens_evicted, held.compactions) == (alike.tokens_evicted, alike.compactions)
+    by_class.close()
 
 
 def test_positions_as_ranges() -> None:

@@ -9,7 +9,7 @@ B rows, V the vocabulary, L the most tokens that were drafted for a row.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -58,6 +58,7 @@ class Decoder:
         steps = (self.target.step_size, self.drafter.step_size)
         self.step_size = min(step for step in steps if step is not None)
         self.samplers: list[Sampler | None] = []  # by row; None is greedy
+        self.by_class: Callable[[list[Any]], list[Any]] = list  # what is done to the model's caches of a row that joins
 
     # --- rows that come and go ------------------------------------------------------------------------------------
 
@@ -81,7 +82,7 @@ class Decoder:
         each = [self.make_caches() if row.caches is None else row.caches for row in rows]
         for row, own in zip(rows, each, strict=True):
             reserve_for(own, len(row.prompt), row.max_tokens + self.draft_tokens)
-        caches = merged([own[: self.target.layers] for own in each])
+        caches = merged([self.by_class(own[: self.target.layers]) for own in each])
         drafters = merged([own[self.target.layers :] for own in each])
         step = self.step_size if step is None else step
         return Joining(list(rows), self.target.model, self.drafter, caches, drafters, step)

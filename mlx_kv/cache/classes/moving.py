@@ -1,0 +1,130 @@
+"""Rows on their way from one cache to another, as the rule for classes says.
+
+Decides what the rule is told: the slots that each row needs, and when a row outgrows its class. Rows that stay together
+stay where they are: only the caches that rows come to or go from are made anew. Knows nothing about attention.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from mlx_kv.cache.classes.parts import Part, Parts, part_of
+from mlx_kv.cache.classes.rule import Groups, settled
+from mlx_kv.cache.growth import round_up
+from mlx_kv.cache.kv_cache import KVCache
+from mlx_kv.cache.layout import NO_LIMIT
+
+# Slots that one class more has to save, for what it costs: some ten calls in each layer and step. On a CPU that is
+# the time in which attention reads a thousand slots or two; a GPU reads more of them meanwhile.
+LEAST_SAVED = {mx.DeviceType.cpu: 2048, mx.DeviceType.gpu: 16384}
+
+
+class Moved:
+    """The parts of a batch after a move.
+
+    Attributes:
+        passing: to be held until all layers of the batch have moved, which is before its next step. Layers of one
+            sequence find one another by what they are copies of (`LayerGroup`), and rows that moved were copied twice:
+            these are of the copies between.
+    """
+
+    def __init__(self, parts: Sequence[Part], groups: Groups, held: int) -> None:
+        """
+        Args:
+            parts: with every row once.
+            groups: which rows are to be together.
+            held: so many of the parts are the batch's own; the others come, and are copied.
+        """
+        self.passing: list[object] = []
+        made = [self._made(parts, set(group), parts[:held]) for group in groups]
+        if len(made) == 1:  # it is asked as if it stood there alone: its rows are those of the batch, in their order
+            cache, rows, _ = made[0]
+            cache.filter(sorted(range(len(rows)), key=rows.__getitem__))
+            made = [part_of(cache, range(len(rows)))]
+        self.parts = Parts(made)
+
+    def _made(self, parts: Sequence[Part], group: set[int], own: Sequence[Part]) -> Part:
+        for part in own:
+            if set(part.rows) == group:
+                return part
+        chosen = [(part, [index for index, row in enumerate(part.rows) if row in group]) for part in parts]
+        pieces = [self._piece(part.cache, indices) for part, indices in chosen if indices]
+        return part_of(KVCache.merge(pieces), [part.rows[index] for part, indices in chosen for index in indices])
+
+    def _piece(self, cache: KVCache, chosen: list[int]) -> KVCache:
+        if len(chosen) == len(cache.view.rows):
+            return cache
+        piece = copy.deepcopy(cache)
+        piece.filter(chosen)
+        if piece.evictor is not None:
+            self.passing.extend(piece.evictor.layer_groups)
+        return piece
+
+
+def moved_to_classes(parts: Sequence[Part], held: int, lengths: Sequence[int] | None = None) -> Moved:
+    """Every row in its class.
+
+    Args:
+        parts, held: as of `Moved`.
+        lengths: tokens that come next, of each row of the batch.
+    """
+    together = Parts(parts)
+    groups = [tuple(sorted(part.rows)) for part in parts]
+    needs = _needs(together, lengths)
+    return Moved(parts, settled(needs, tuple(groups[:held]), tuple(groups[held:]), _least_saved()), held)
+
+
+def moved_where_they_grow(parts: Parts, new: int) -> Parts:
+    """The parts before a write of `new` tokens: rows that outgrow their class move on alone, where that is worth it.
+
+    For rows that grow without end (`room_in`).
+    """
+    needs = list(_needs(parts))
+    staying, growing = [], []
+    for cache, rows, _ in parts:
+        view, capacity = cache.view, cache.capacity
+        ends = {row: own.end + new for row, own in zip(rows, view.rows, strict=True)}
+        beyond = [row for row in sorted(rows) if ends[row] > capacity]
+        for row in beyond:
+            needs[row] = max(needs[row], round_up(view.growth.capacity(ends[row], capacity)))
+        if len(beyond) < len(rows):
+            growing.extend([tuple(beyond)] if beyond else [])
+            staying.append(tuple([row for row in sorted(rows) if row not in beyond]))
+        else:  # a class that grows as it is
+            staying.append(tuple(beyond))
+    as_it_is = settled(tuple(needs), parts.groups, (), _least_saved())
+    if not growing or as_it_is == parts.groups:
+        return parts
+    return Moved(tuple(parts), settled(tuple(needs), tuple(staying), tuple(growing), _least_saved()), len(parts)).parts
+
+
+def room_in(parts: Parts) -> int:
+    """Tokens that each row can take before one of them outgrows its class.
+
+    No limit where rows stop growing, in rings and budgets (and layers of a budget change places between steps alone),
+    and while prompts are read, for which room was made when they were announced.
+    """
+    rooms = [NO_LIMIT]
+    for cache, _, _ in parts:
+        view = cache.view
+        if view.layout.enough_slots == NO_LIMIT and view.lengths is None:
+            rooms.append(cache.capacity - max(0, *[row.end for row in view.rows]))
+    return min(rooms)
+
+
+def _needs(parts: Parts, lengths: Sequence[int] | None = None) -> tuple[int, ...]:
+    """Slots of each row, as far as it is known what will come."""
+    needs = []
+    for number, (cache, index) in enumerate(parts.places):
+        view = cache.view
+        end = view.rows[index].end + (1 if lengths is None else lengths[number])
+        announced = max(view.reserved, view.announced[index])
+        needs.append(round_up(max(1, min(max(end, announced), view.layout.enough_slots))))
+    return tuple(needs)
+
+
+def _least_saved() -> int:
+    return LEAST_SAVED[mx.default_device().type]

@@ -1,0 +1,346 @@
+"""Rows of one layer in several caches, by the slots that they need, in the place of one cache for all of them.
+
+Decides in which order the caches are asked, and hands on all else: rings, budgets and codecs are theirs, and which rows
+are together is decided in `moving`. While one cache has all rows, it is asked as if it stood here itself.
+B rows, Hq query heads, H KV heads, S new tokens, Dk and Dv head dims.
+
+    make_mask(S)            -> a DeferredMask: each cache makes its own, when it is attended to
+    update_and_fetch(k, v)  -> the same k and v: what is read of several caches, no one pair of arrays could say
+    attend(call)            -> of each cache: make_mask -> update_and_fetch -> attention, of its rows
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any, Self
+
+import mlx.core as mx
+
+from mlx_kv.cache.checks import whole_numbers
+from mlx_kv.cache.classes.deferred import Call, DeferredMask
+from mlx_kv.cache.classes.moving import Moved, moved_to_classes, moved_where_they_grow, room_in
+from mlx_kv.cache.classes.parts import Part, Parts, part_of
+from mlx_kv.cache.kv_cache import KVCache
+from mlx_kv.cache.layout import Layout
+from mlx_kv.cache.protocol import Fetched
+from mlx_kv.cache.rows import check_joinable, check_rows
+
+
+class RowClasses:
+    """Keys and values of one layer for a batch whose rows differ in length, each held and read as long as it is.
+
+    It stands where a batched cache stands in mlx-lm's loops and ours, and needs attention to be asked for through a
+    seam (`mlxlm.attention.AttentionSeam`). What comes out of it again, by `extract`, is a `KVCache`.
+
+    Args:
+        cache: which it goes on with; of one row, or of several in the order of the batch.
+    """
+
+    def __init__(self, cache: KVCache) -> None:
+        self._begin([part_of(cache, range(len(cache.view.rows)))])
+
+    @classmethod
+    def _of(cls, parts: Sequence[Part]) -> Self:
+        made = cls.__new__(cls)
+        made._begin(parts)
+        return made
+
+    def _begin(self, parts: Sequence[Part]) -> None:
+        self._put(Parts(parts))
+        self._passing: list[object] = []
+        self._pending: tuple[mx.array, mx.array] | None = None
+
+    def _put(self, parts: Parts) -> None:
+        self._parts = parts
+        self._only = parts.first if len(parts) == 1 else None  # the cache that has all rows, if one has
+        self._room = 0  # tokens that come before it must be looked whether a row outgrows its class
+
+    @property
+    def parts(self) -> tuple[KVCache, ...]:
+        """The caches, one for each class."""
+        return self._parts.caches
+
+    @property
+    def places(self) -> list[tuple[KVCache, int]]:
+        """Of each row of the batch, its cache and which row of that it is."""
+        return self._parts.places
+
+    # --- the update path ------------------------------------------------------------------------------------------
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
+        """The mask for the next N tokens; of several caches what they will make it of, a `DeferredMask`."""
+        self._pending, self._passing = None, []
+        if self._only is not None:
+            return self._only.make_mask(N, return_array, window_size)
+        return DeferredMask(N, return_array, window_size)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> Fetched:
+        """Stores the new tokens of every row; of several caches when they are attended to, which comes next.
+
+        Args:
+            keys: (B, H, S, Dk), floating point.  values: (B, H, S, Dv).
+
+        Returns:
+            what attention reads; of several caches nothing that it would read: keys and values.
+
+        Raises:
+            ValueError: shapes or dtypes that don't fit; the cache is then as it was.
+        """
+        if self._passing:
+            self._passing = []
+        if self._only is not None:
+            return self._only.update_and_fetch(keys, values)
+        if keys.shape[0] != self._parts.rows:
+            raise ValueError(f"keys came with rows {keys.shape[0]}, but this batch has rows {self._parts.rows}")
+        self._pending = keys, values
+        return keys, values
+
+    @property
+    def attention_hook(self) -> RowClasses | None:
+        """What answers the attention of this layer: nobody but mlx-lm while one cache has all rows."""
+        return self if self._only is None else None
+
+    def attend(self, call: Call) -> mx.array:
+        """(B, Hq, S, Dv): of each cache the attention of its rows, after their update."""
+        mask = call.mask
+        assert self._pending is not None, "attention comes once, after each update"
+        assert isinstance(mask, DeferredMask), "models that do not hand on the mask are not asked by class"
+        (keys, values), self._pending = self._pending, None
+        self._make_room(keys.shape[2])
+        outputs = []
+        for number, (cache, _, take) in enumerate(self._parts):
+            queries, lengths = call.queries[take], cache.view.lengths
+            if lengths is not None and not any(lengths) and cache.evictor is None:
+                # Nothing but padding, which nobody looks at: prompts of other classes are longer.
+                outputs.append(mx.zeros((*queries.shape[:3], values.shape[3]), queries.dtype))
+                continue
+            made = mask.of(number, cache)
+            read, read_values = cache.update_and_fetch(keys[take], values[take])
+            outputs.append(call.hand_on(queries=queries, keys=read, values=read_values, cache=cache, mask=made))
+        return self._parts.joined(outputs)
+
+    def _make_room(self, new: int) -> None:
+        if self._room < new:
+            self._room = room_in(self._parts)
+            if self._room < new:
+                self._put(moved_where_they_grow(self._parts, new))
+                self._room = new  # where a class grows it is asked again
+        self._room -= new
+
+    # --- rows -----------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def merge(cls, caches: Sequence[RowClasses]) -> Self:
+        """A batch of copies of the rows of several, in their order.
+
+        Raises:
+            ValueError: none at all, or one that stores otherwise than the first.
+        """
+        if not caches:
+            raise ValueError("got no cache to merge: give at least one")
+        made = cls._of(())
+        made._join(caches)
+        return made
+
+    def extend(self, other: RowClasses) -> None:
+        """Takes copies of another's rows, after its own. The rows of classes that none of them comes to stay in place.
+
+        Raises:
+            ValueError: it stores otherwise; nothing has changed then.
+        """
+        self._join([other])
+
+    def _join(self, others: Sequence[RowClasses]) -> None:
+        parts = list(self._parts)
+        held = len(parts)
+        for index, other in enumerate(others, min(held, 1)):
+            first = sum(len(part.rows) for part in parts)
+            if not isinstance(other, RowClasses):
+                raise ValueError(f"cache {index} is a {type(other).__name__}: only caches of one kind can be one batch")
+            for cache, rows, _ in other._parts:
+                check_joinable(index, parts[0].cache if parts else cache, cache)
+                parts.append(part_of(cache, [first + row for row in rows]))
+        self._settled(moved_to_classes(parts, held))
+
+    def _settled(self, moved: Moved) -> None:
+        self._put(moved.parts)
+        self._passing = [*self._passing, *moved.passing]
+
+    def extract(self, index: int) -> KVCache:
+        """A copy of one row, as a cache of its own: see `KVCache.extract`.
+
+        Raises:
+            ValueError: there is no such row.
+        """
+        check_rows([index], self._parts.rows)
+        cache, row = self._parts.places[index]
+        return cache.extract(row)
+
+    def filter(self, batch_indices: Sequence[int] | mx.array) -> None:
+        """Keeps only these rows, in this order; the memory of the others is given back, and what only they needed.
+
+        Raises:
+            ValueError: no row, or one that is not there; nothing has changed then.
+        """
+        chosen = list(whole_numbers(batch_indices, self._parts.rows))
+        check_rows(chosen, self._parts.rows)
+        if chosen == list(range(self._parts.rows)):
+            return
+        parts = []
+        for cache, rows, _ in self._parts:
+            if kept := [row for row in chosen if row in rows]:
+                cache.filter([rows.index(row) for row in kept])
+                parts.append(part_of(cache, [chosen.index(row) for row in kept]))
+        self._settled(moved_to_classes(parts, len(parts)))
+
+    def prepare(
+        self,
+        *,
+        lengths: Sequence[int] | None = None,
+        right_padding: Sequence[int] | None = None,
+        left_padding: Sequence[int] | None = None,
+    ) -> None:
+        """Announces padding in the tokens that come: see `KVCache.prepare`.
+
+        Raises:
+            ValueError: as there; nothing has changed then.
+        """
+        count = self._parts.rows
+        for name, counts in (("lengths", lengths), ("left_padding", left_padding)):
+            if counts is not None and (len(counts) != count or min(counts) < 0):
+                raise ValueError(f"{name} is {list(counts)}: give {count} numbers from 0 up, one for each row")
+        if left_padding is not None and not self.empty():
+            raise ValueError("left padding can only come first, but this cache holds tokens: give lengths instead")
+        if lengths is not None and all(cache.view.lengths is None for cache in self.parts):
+            self._settled(moved_to_classes(tuple(self._parts), len(self._parts), lengths))
+        for cache, rows, _ in self._parts:
+            own, left = ([counts[row] for row in rows] if counts else None for counts in (lengths, left_padding))
+            cache.prepare(lengths=own, left_padding=left)
+
+    def finalize(self) -> None:
+        """Ends what `prepare` announced. Nothing moves."""
+        self._room = 0
+        for cache in self.parts:
+            cache.finalize()
+
+    def reserve(self, tokens: int) -> None:
+        """Announces that each row will hold `tokens` tokens in all: see `KVCache.reserve`."""
+        for cache in self.parts:
+            cache.reserve(tokens)
+
+    # --- trims ----------------------------------------------------------------------------------------------------
+
+    def is_trimmable(self) -> bool:
+        """Whether every trim is lossless."""
+        return all(cache.is_trimmable() for cache in self.parts)
+
+    def can_trim(self, n: int | Sequence[int]) -> bool:
+        """Whether every row can drop n tokens, or row i n[i] of them, and see what it saw before them."""
+        try:
+            counts = whole_numbers(n, self._parts.rows)
+        except ValueError:
+            return False
+        if len(counts) != self._parts.rows:
+            return False
+        return all(cache.can_trim([counts[row] for row in rows]) for cache, rows, _ in self._parts)
+
+    def trim(self, n: int) -> int:
+        """Drops the last n tokens of every row, without moving anything, and returns n.
+
+        Raises:
+            ValueError: as `trim_per_sequence`.
+        """
+        self.trim_per_sequence([n] * self._parts.rows)
+        return n
+
+    def trim_per_sequence(self, n: Sequence[int] | mx.array) -> None:
+        """Drops the last n[i] tokens of row i, without moving anything.
+
+        Raises:
+            ValueError: a wrong number of counts, or one that its row cannot give; nothing has changed then.
+        """
+        counts, rows = whole_numbers(n, self._parts.rows), self._parts.rows
+        if len(counts) != rows:
+            raise ValueError(f"got {len(counts)} counts to trim by, but this cache has {rows} rows: give one for each")
+        own = [(part.cache, [counts[row] for row in part.rows]) for part in self._parts]
+        for cache, each in sorted(own, key=lambda one: one[0].can_trim(one[1])):
+            cache.trim_per_sequence(each)  # those that cannot come first, and say why
+
+    def compact(self) -> None:
+        """Evicts down to the budget now; caches without one do nothing."""
+        for cache in self.parts:
+            cache.compact()
+
+    # --- what others read -------------------------------------------------------------------------------------------
+
+    @property
+    def layout(self) -> Layout:
+        """Which slot holds which position."""
+        return self._parts.first.layout
+
+    @property
+    def offset(self) -> int | mx.array:
+        """The next position: an int where all rows agree, an array (B,) of int32 where they differ."""
+        if self._only is not None:
+            return self._only.offset
+        offsets = [0] * self._parts.rows
+        for cache, rows, _ in self._parts:
+            for number, row in zip(rows, cache.view.rows, strict=True):
+                offsets[number] = row.offset
+        return offsets[0] if len(set(offsets)) == 1 else mx.array(offsets)
+
+    def size(self) -> int:
+        """Tokens held by the longest row."""
+        return max(cache.size() for cache in self.parts)
+
+    def empty(self) -> bool:
+        """Whether no row holds a token."""
+        return all(cache.empty() for cache in self.parts)
+
+    @property
+    def capacity(self) -> int:
+        """Slots allocated for each row of the class that has most; 0 before the first update."""
+        return max(cache.capacity for cache in self.parts)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated, dead slots included."""
+        return sum(cache.nbytes for cache in self.parts)
+
+    @property
+    def nbytes_live(self) -> int:
+        """Bytes of the slots that hold a token."""
+        return sum(cache.nbytes_live for cache in self.parts)
+
+    @property
+    def nbytes_full(self) -> int:
+        """Bytes that all tokens up to here would take if none had been evicted or overwritten."""
+        return sum(cache.nbytes_full for cache in self.parts)
+
+    @property
+    def state(self) -> list[Any]:
+        """Those of its caches, to evaluate. To go on from elsewhere, take rows out by `extract`."""
+        return [cache.state for cache in self.parts]
+
+    @property
+    def bits(self) -> int:
+        """As of `KVCache`: there only while one cache has all rows, and packs them."""
+        return self._alone("bits").bits
+
+    @property
+    def group_size(self) -> int:
+        """Elements that share a scale in the last fetch; there only when `bits` is."""
+        return self._alone("group_size").group_size
+
+    def _alone(self, name: str) -> KVCache:
+        if self._only is None:
+            raise AttributeError(f"{name} is that of one cache, and this batch has {len(self._parts)}")
+        return self._only
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        made = memo[id(self)] = self._of([part._replace(cache=copy.deepcopy(part.cache, memo)) for part in self._parts])
+        return made
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(map(repr, self.parts))})"
