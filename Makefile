@@ -35,6 +35,7 @@ lint: $(VENV)/.dev
 
 bench: $(VENV)/.run
 	$(VENV)/bin/python benchmarks/growth.py
+	$(VENV)/bin/python benchmarks/host.py
 	$(VENV)/bin/python benchmarks/ring.py
 	$(VENV)/bin/python benchmarks/compaction.py
 	$(VENV)/bin/python benchmarks/batch.py
