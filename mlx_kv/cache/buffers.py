@@ -102,35 +102,32 @@ class SlotBuffer:
         return sum(math.prod(plane.shape[1::2]) * plane.itemsize for plane in self.planes)
 
     def reserve(self, capacity: int, used: int) -> None:
-        """Moves the first `used` slots into planes of `capacity` slots: one allocation and one copy a plane.
-
-        It waits for each plane, so that no more than one of them is held twice.
-        """
-        for index in range(len(self.planes)):
-            old = self.planes[index]
-            new = mx.zeros((*old.shape[:2], capacity, old.shape[3]), old.dtype)
-            new[:, :, :used] = old[:, :, :used]
-            mx.eval(new)
-            self.planes = (*self.planes[:index], new, *self.planes[index + 1 :])
+        """Moves the first `used` slots into planes of `capacity` slots."""
+        self.rearrange([[(0, 0, used)]], capacity)
 
     def rearrange(self, moves: Sequence[Moves], capacity: int) -> None:
         """Moves slots into planes of `capacity` slots: one allocation and one copy a plane.
 
+        It waits for each plane, so that no more than one of them is held twice.
+
         Args:
-            moves: of each row (slot, new slot, slots) of each contiguous piece.
+            moves: of each row (slot, new slot, slots) of each contiguous piece; one list serves all rows.
         """
-        if all(own == moves[0] for own in moves):
-            old = self.planes
-            self.planes = tuple(mx.zeros((*plane.shape[:2], capacity, plane.shape[3]), plane.dtype) for plane in old)
-            for plane, held in zip(self.planes, old, strict=True):
-                for source, target, count in moves[0]:
-                    plane[:, :, target : target + count] = held[:, :, source : source + count]
-            return
+        alike = all(own == moves[0] for own in moves)
         slots = [[0] * capacity for _ in moves]  # dead ones hold anything
-        for line, own in zip(slots, moves, strict=True):
+        for line, own in zip(slots, () if alike else moves, strict=False):
             for source, target, count in own:
                 line[target : target + count] = range(source, source + count)
-        self.planes = self.take(slots)
+        for index in range(len(self.planes)):
+            old = self.planes[index]
+            if alike:
+                new = mx.zeros((*old.shape[:2], capacity, old.shape[3]), old.dtype)
+                for source, target, count in moves[0]:
+                    new[:, :, target : target + count] = old[:, :, source : source + count]
+            else:
+                new = _taken(old, slots)
+            mx.eval(new)
+            self.planes = (*self.planes[:index], new, *self.planes[index + 1 :])
 
     def write(self, x: mx.array, plan: Plan) -> None:
         """Writes the new tokens x (B, H, S, D) of a plan to their slots, in place wherever MLX owns the buffer.
@@ -167,11 +164,7 @@ class SlotBuffer:
 
     def take(self, slots: Sequence[Sequence[int]]) -> Planes:
         """A copy of slots[i] of row i, in that order; one list serves all rows."""
-        index = mx.array([list(row) for row in slots])[:, None, :, None]  # (B or 1, 1, n, 1)
-        return tuple(
-            mx.take_along_axis(plane, mx.broadcast_to(index, (*plane.shape[:2], *index.shape[2:])), axis=2)
-            for plane in self.planes
-        )
+        return tuple(_taken(plane, slots) for plane in self.planes)
 
     def selected(self, rows: Sequence[int], capacity: int) -> SlotBuffer:
         """A buffer of `capacity` slots with copies of some rows: nothing of this one is kept alive by it."""
@@ -271,6 +264,12 @@ def check_codec(codec: Codec, x: mx.array) -> None:
         raise ValueError(
             f"the codec {codec.name} decodes {again.shape} of {again.dtype}, expected {x.shape} of {x.dtype}"
         )
+
+
+def _taken(plane: mx.array, slots: Sequence[Sequence[int]]) -> mx.array:
+    """As `SlotBuffer.take`, of one plane."""
+    index = mx.array([list(row) for row in slots])[:, None, :, None]  # (B or 1, 1, n, 1)
+    return mx.take_along_axis(plane, mx.broadcast_to(index, (*plane.shape[:2], *index.shape[2:])), axis=2)
 
 
 def as_words(plane: mx.array) -> mx.array:

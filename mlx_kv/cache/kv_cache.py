@@ -7,7 +7,8 @@ in `update` and `steady`, and what is done to rows in `rows`. Knows nothing abou
     make_mask(S)            -> plan(S) -> None | "causal" | array
     update_and_fetch(k, v)  -> compact, if it is due -> plan(S) -> reserve -> write into slots -> read
 
-The plan is made of Python integers, so no update waits for the device, and no chain of tiny arrays is left unevaluated.
+The plan is made of Python integers, so no update waits for the device but where buffers are made anew, and no chain of
+tiny arrays is left unevaluated.
 """
 
 from __future__ import annotations
