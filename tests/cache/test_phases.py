@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -12,11 +13,19 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from oracle import Spec, live_slots
+from oracle import Spec, attend, live_slots
 from test_cache_properties import run
 from test_rings import chunked, rings
 
-from mlx_kv import ChunkedKVCache, CompressedKVCache, KVCache, RingKVCache, compact
+from mlx_kv import (
+    ChunkedKVCache,
+    CompressedKVCache,
+    KVCache,
+    RingKVCache,
+    compact,
+    load_prompt_cache,
+    save_prompt_cache,
+)
 from mlx_kv.cache import phases, rows, steady, update
 from mlx_kv.cache.layout import Chunks, Ring, Row, moves_between, plan_of, reshaped
 
@@ -264,6 +273,27 @@ def test_files_and_copies_go_on_in_the_phase_they_were_in() -> None:
     assert [list(again.view.rows)] == [list(cache.view.rows)]
     cache.reset()
     assert cache.layout.room == 64
+
+
+@pytest.mark.parametrize("bits", [None, 8])
+def test_saved_caches_go_on_in_the_phase_they_were_in(bits: int | None, tmp_path: Path) -> None:
+    caches = [
+        RingKVCache(300, 512, 4, bits=bits, group_size=32),
+        RingKVCache(300, 512, max_rollback=5, bits=bits, group_size=32),
+        CompressedKVCache(300, max_write=512, bits=bits, group_size=32),
+    ]
+    for number, cache in enumerate(caches):
+        for new in (400, 500, *[1] * SETTLED):
+            keys = mx.random.normal((1, 2, new, 32), key=mx.random.key(new + number))
+            cache.update_and_fetch(keys, -keys)
+    save_prompt_cache(tmp_path / "phases.safetensors", caches)
+    loaded = load_prompt_cache(tmp_path / "phases.safetensors")
+    for own, other in zip(caches, loaded, strict=True):
+        assert (own.layout.parameters, own.capacity) == (other.layout.parameters, other.capacity)
+        for new in (1, 1, 100, 3):
+            x = mx.random.normal((1, 2, new, 32), key=mx.random.key(new))
+            q = mx.random.normal((1, 4, new, 32), key=mx.random.key(new + 1))
+            assert mx.array_equal(attend(own, q, x, x, None), attend(other, q, x, x, None)).item()
 
 
 def test_a_compaction_on_demand_and_phases() -> None:
