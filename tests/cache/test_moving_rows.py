@@ -10,8 +10,9 @@ import pytest
 from classes import attend
 from oracle import HEADS, QUERY_HEADS
 
-from mlx_kv import KVCache, RingKVCache
+from mlx_kv import Geometric, KVCache, RingKVCache
 from mlx_kv.cache.classes import RowClasses, moving
+from mlx_kv.cache.growth import DEFAULT, Growth
 
 DIM = 32
 
@@ -25,8 +26,8 @@ def random(*shape: int) -> mx.array:
     return mx.random.normal(shape)
 
 
-def row_of(tokens: int, announced: int = 0) -> KVCache:
-    cache = KVCache()
+def row_of(tokens: int, announced: int = 0, growth: Growth = DEFAULT) -> KVCache:
+    cache = KVCache(growth=growth)
     cache.reserve(announced)
     cache.update_and_fetch(random(1, HEADS, tokens, DIM), random(1, HEADS, tokens, DIM))
     return cache
@@ -79,7 +80,8 @@ def test_bytes_are_near_those_of_tokens() -> None:
 
 
 def test_a_row_that_outgrows_its_class_moves_alone() -> None:
-    rows = [row_of(3000, 3072), row_of(1015, 1024), *(row_of(30, 1024) for _ in range(7))]
+    doubles = Geometric()
+    rows = [row_of(3000, 3072), row_of(1015, 1024, doubles), *(row_of(30, 1024, doubles) for _ in range(7))]
     batch = batch_of(rows)
     assert rows_by_capacity(batch) == {3072: 1, 1024: 8}
     check_steps(batch, rows, 20)

@@ -18,7 +18,7 @@ from family_walk import judge, walk
 from mlx_lm.models import cache as stock
 
 from mlx_kv import CachePolicy, KVCache, load_prompt_cache, trim_prompt_cache
-from mlx_kv.cache.buffers import SlotBuffer
+from mlx_kv.cache.eviction import evictor
 
 
 def test_every_model_file_of_mlx_lm_is_a_family_or_known_to_be_none() -> None:
@@ -72,7 +72,7 @@ def unquantised(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def unmoved(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SlotBuffer, "move", lambda self, source, target: None)
+    monkeypatch.setattr(evictor, "move_slots", lambda buffers, source, target: None)
 
 
 def padded(monkeypatch: pytest.MonkeyPatch) -> None:
