@@ -113,19 +113,15 @@ class SlotBuffer:
         Args:
             moves: of each row (slot, new slot, slots) of each contiguous piece; one list serves all rows.
         """
-        alike = all(own == moves[0] for own in moves)
-        slots = [[0] * capacity for _ in moves]  # dead ones hold anything
-        for line, own in zip(slots, () if alike else moves, strict=False):
-            for source, target, count in own:
-                line[target : target + count] = range(source, source + count)
+        taken = None if all(own == moves[0] for own in moves) else _index(_sources(moves, capacity))
         for index in range(len(self.planes)):
             old = self.planes[index]
-            if alike:
+            if taken is None:
                 new = mx.zeros((*old.shape[:2], capacity, old.shape[3]), old.dtype)
                 for source, target, count in moves[0]:
                     new[:, :, target : target + count] = old[:, :, source : source + count]
             else:
-                new = _taken(old, slots)
+                new = _taken(old, taken)
             mx.eval(new)
             self.planes = (*self.planes[:index], new, *self.planes[index + 1 :])
 
@@ -164,7 +160,8 @@ class SlotBuffer:
 
     def take(self, slots: Sequence[Sequence[int]]) -> Planes:
         """A copy of slots[i] of row i, in that order; one list serves all rows."""
-        return tuple(_taken(plane, slots) for plane in self.planes)
+        index = _index(slots)
+        return tuple(_taken(plane, index) for plane in self.planes)
 
     def selected(self, rows: Sequence[int], capacity: int) -> SlotBuffer:
         """A buffer of `capacity` slots with copies of some rows: nothing of this one is kept alive by it."""
@@ -266,9 +263,21 @@ def check_codec(codec: Codec, x: mx.array) -> None:
         )
 
 
-def _taken(plane: mx.array, slots: Sequence[Sequence[int]]) -> mx.array:
-    """As `SlotBuffer.take`, of one plane."""
-    index = mx.array([list(row) for row in slots])[:, None, :, None]  # (B or 1, 1, n, 1)
+def _sources(moves: Sequence[Moves], capacity: int) -> list[list[int]]:
+    """From which slot each of `capacity` slots of a row comes; dead ones from any."""
+    slots = [[0] * capacity for _ in moves]
+    for line, own in zip(slots, moves, strict=True):
+        for source, target, count in own:
+            line[target : target + count] = range(source, source + count)
+    return slots
+
+
+def _index(slots: Sequence[Sequence[int]]) -> mx.array:
+    """Slots of each row, or of all, as (B or 1, 1, n, 1)."""
+    return mx.array([list(row) for row in slots])[:, None, :, None]
+
+
+def _taken(plane: mx.array, index: mx.array) -> mx.array:
     return mx.take_along_axis(plane, mx.broadcast_to(index, (*plane.shape[:2], *index.shape[2:])), axis=2)
 
 

@@ -25,7 +25,7 @@ from mlx_kv.cache.contents import Contents
 from mlx_kv.cache.eviction.evictor import Evictor
 from mlx_kv.cache.growth import DEFAULT, Growth
 from mlx_kv.cache.holder import Holder
-from mlx_kv.cache.layout import Append, Layout, Row, plan_of, planned, reshaped, trim_rows
+from mlx_kv.cache.layout import Append, Layout, Row, trim_rows
 from mlx_kv.cache.mask import Mask, make_mask
 from mlx_kv.cache.protocol import Fetched
 
@@ -81,15 +81,13 @@ class KVCache(Holder):
         held.transient = None  # a new step: nobody reads what the last one left
         if (usual := steady.next_plan(held, N)) is not None and (window_size is None or held.evictor is None):
             return make_mask(usual, window_size, return_array)
-        counts, layout = update.count_tokens(held, N), phases.layout_for(held, N)
-        standing = held.rows if layout is held.layout else reshaped(held.layout, layout, held.rows)
         if held.evictor is None:
-            return make_mask(plan_of(layout, standing, N, counts), window_size, return_array)
+            return make_mask(update.plan_for(held, held.rows, N), window_size, return_array)
         # The next update compacts what is due, but where the rows stand then is known now. Only for a window must it
         # be known which tokens are left.
         if window_size is not None:
             held.rows = held.evictor.compact_if_due(held.rows)
-        plan = plan_of(layout, tuple(map(layout.compacted_if_due, held.rows)), N, counts)
+        plan = update.plan_for(held, tuple(map(held.layout.compacted_if_due, held.rows)), N)
         positions = None if window_size is None else held.evictor.key_positions(plan)
         return make_mask(plan, window_size, return_array, positions)
 
@@ -170,8 +168,7 @@ class KVCache(Holder):
         """Forgets every token, for a new session. Slots stay allocated, and serve it if its shapes are the same."""
         held = self._held
         held.rows, held.announced = (Row(),), (0,)
-        held.layout, held.following = planned(held.layout), None
-        held.steps, held.short_writes, held.longest, held.trimmed_at = 0, 0, 0, ()
+        phases.begin(held)
         held.packed, held.transient, held.lengths = False, None, None
         if held.evictor is not None:
             held.evictor.reset()

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from mlx_kv.cache.contents import Contents
 from mlx_kv.cache.growth import round_up
-from mlx_kv.cache.layout import NO_LIMIT, Layout, Row
+from mlx_kv.cache.layout import NO_LIMIT, Layout, Row, planned
 
 # Changing the room copies what is live once, about as much as attention reads in two or three steps of decoding. After
 # so many, this is little even where writes change all the time.
@@ -28,6 +28,12 @@ def layout_for(held: Contents, new: int) -> Layout:
     if new > layout.room:
         return layout if layout.room == layout.max_write else layout.with_room(_room_for(new, layout))
     return layout if following is None or new > following.room else following
+
+
+def begin(held: Contents) -> None:
+    """A new session: there is all the room that is planned for, and nothing was seen."""
+    held.layout, held.following, held.last = planned(held.layout), None, None
+    held.steps, held.most_steps, held.short_writes, held.longest, held.trimmed_at = 0, 0, 0, 0, ()
 
 
 def note_write(held: Contents, new: int) -> None:

@@ -14,7 +14,7 @@ from mlx_kv.cache.codecs import affine_of, are_plain, in_words
 from mlx_kv.cache.contents import Contents
 from mlx_kv.cache.eviction.evictor import Evictor
 from mlx_kv.cache.growth import round_up
-from mlx_kv.cache.layout import Layout, moves_between, planned, reshaped
+from mlx_kv.cache.layout import Layout, moves_between, planned, reshaped, stay
 from mlx_kv.cache.view import CacheView
 
 
@@ -85,7 +85,7 @@ def join(held: Contents, others: Sequence[Contents]) -> None:
     held.rows = tuple([row for each in everyone for row in each.rows])
     held.reserved = max(each.reserved for each in everyone)
     held.announced = tuple([announced for each in everyone for announced in each.announced])
-    held.transient, held.ranges, held.packed, held.lengths = None, (), False, None
+    held.transient, held.ranges, held.packed, held.lengths, held.trimmed_at = None, (), False, None, ()
     if held.evictor is not None:
         for other in others:
             if other.evictor is not None:
@@ -98,18 +98,18 @@ def _in_shape(held: Contents, layout: Layout) -> Contents:
         return held
     copied = held.without_evictor()
     copied.layout, copied.rows = layout, reshaped(held.layout, layout, held.rows)
+    if stay(held.layout, layout, held.rows):
+        return copied
     moves = [moves_between(held.layout, layout, row) for row in held.rows]
     for buffer in copied.buffers or ():
-        most = max(target + count for own in moves for _, target, count in own) if any(moves) else 0
-        buffer.rearrange(moves, round_up(most))
+        buffer.rearrange(moves, round_up(copied.view.used))
     return copied
 
 
 def _joint_capacity(filled: Sequence[Contents]) -> int:
     """Slots for the rows of all: no more than they ever need, or hold now."""
-    layout = filled[0].layout
-    used = max(min(row.end, layout.most_slots) for each in filled for row in each.rows)
-    return min(max(each.capacity for each in filled), round_up(max(used, layout.enough_slots)))
+    used = max(each.view.used for each in filled)
+    return min(max(each.capacity for each in filled), round_up(max(used, filled[0].layout.enough_slots)))
 
 
 def joined_buffers(everyone: Sequence[Contents], capacity: int, encoded: bool) -> Buffers:
@@ -126,8 +126,7 @@ def joined_buffers(everyone: Sequence[Contents], capacity: int, encoded: bool) -
             if encoded:
                 buffer = buffer.copied()
                 buffer.recode(everyone[0].codecs[which])
-            used = max(0, *(row.end for row in each.rows))
-            parts.append((buffer, len(each.rows), min(used, each.layout.most_slots)))
+            parts.append((buffer, len(each.rows), each.view.used))
         return SlotBuffer.stacked(parts, capacity)
 
     return joined(0), joined(1)
@@ -153,27 +152,31 @@ def select(held: Contents, chosen: Sequence[int], shrink: bool = False) -> None:
     held.rows = tuple([held.rows[index] for index in chosen])
     held.announced = tuple([held.announced[index] for index in chosen])
     if held.buffers is not None:
-        used = min(max(0, *(row.end for row in held.rows)), held.layout.most_slots)
+        used = held.view.used
         capacity = min(held.capacity, round_up(max(held.reserved, *held.announced, 2 * used, 1)))
         capacity = round_up(used + 1) if shrink else capacity
         keys, values = (buffer.selected(chosen, capacity) for buffer in held.buffers)
         held.buffers = keys, values
-    held.transient, held.ranges, held.packed = None, (), False
+    held.transient, held.ranges, held.packed, held.trimmed_at = None, (), False, ()
     if held.lengths is not None:
         held.lengths = tuple([held.lengths[index] for index in chosen])
     if held.evictor is not None:
         held.evictor.keep(chosen, held.rows)
 
 
-def announce_padding(held: Contents, lengths: Sequence[int] | None, left_padding: Sequence[int] | None) -> None:
-    """Notes what `KVCache.prepare` was told."""
-    rows = len(held.rows)
+def check_padding(rows: int, empty: bool, lengths: Sequence[int] | None, left_padding: Sequence[int] | None) -> None:
+    """Raises ValueError unless padding of so many rows can be announced like that."""
     for name, counts in (("lengths", lengths), ("left_padding", left_padding)):
         if counts is not None and (len(counts) != rows or min(counts) < 0):
             raise ValueError(f"{name} is {list(counts)}: give {rows} numbers from 0 up, one for each row")
+    if left_padding is not None and not empty:
+        raise ValueError("left padding can only come first, but this cache holds tokens: give lengths instead")
+
+
+def announce_padding(held: Contents, lengths: Sequence[int] | None, left_padding: Sequence[int] | None) -> None:
+    """Notes what `KVCache.prepare` was told."""
+    check_padding(len(held.rows), held.empty(), lengths, left_padding)
     if left_padding is not None:
-        if not held.empty():
-            raise ValueError("left padding can only come first, but this cache holds tokens: give lengths instead")
         held.rows = tuple([row._replace(offset=row.offset - n) for row, n in zip(held.rows, left_padding, strict=True)])
     if lengths is not None:
         held.lengths, held.last = tuple(lengths), None

@@ -14,7 +14,7 @@ from mlx_kv.cache.checks import check_tokens, check_unchanged, continues
 from mlx_kv.cache.codecs import PLAIN, Codecs, Packing
 from mlx_kv.cache.contents import Contents
 from mlx_kv.cache.growth import round_up
-from mlx_kv.cache.layout import Layout, Plan, Row, moves_between, plan_of, reshaped
+from mlx_kv.cache.layout import Layout, Plan, Row, moves_between, plan_of, reshaped, stay
 from mlx_kv.cache.phases import layout_for, note_write
 from mlx_kv.cache.protocol import Fetched
 
@@ -35,16 +35,14 @@ def store(held: Contents, keys: mx.array, values: mx.array) -> Fetched:
         rows = held.rows = held.evictor.compact_if_due(rows)
     if len(held.announced) != len(rows):  # what was said of the first row of a new batch is said of all
         held.announced *= len(rows)
-    layout = layout_for(held, new)
-    standing = rows if layout is held.layout else reshaped(held.layout, layout, rows)
-    plan = plan_of(layout, standing, new, count_tokens(held, new))
+    plan = plan_for(held, rows, new)
     held.transient = None
     buffers = make_room(held, plan, tensors, rows)
     if plan.transient:  # read before the write overwrites what its first queries see
         held.transient = read_transient(plan, buffers, tensors)
     for buffer, tensor in zip(buffers, tensors, strict=True):
         buffer.write(tensor, plan)
-    held.layout, held.last = layout, plan
+    held.layout, held.last = plan.layout, plan
     held.rows, held.ranges = plan.after, () if plan.transient else plan.ranges
     if held.lengths is not None:
         held.lengths = tuple([max(0, length - new) for length in held.lengths])
@@ -53,10 +51,17 @@ def store(held: Contents, keys: mx.array, values: mx.array) -> Fetched:
     return fetched(held, buffers)
 
 
-def count_tokens(held: Contents, new: int) -> tuple[int, ...] | None:
-    """How many of the next tokens are tokens of their row; None is all of all rows."""
-    lengths = held.lengths
-    return None if lengths is None or min(lengths) >= new else tuple([min(length, new) for length in lengths])
+def plan_for(held: Contents, rows: tuple[Row, ...], new: int) -> Plan:
+    """The plan of the next `new` tokens, for the mask as for the update: in the layout that this write finds.
+
+    Args:
+        rows: where they stand in the layout of now, once what is due has been compacted.
+    """
+    layout, lengths = layout_for(held, new), held.lengths
+    standing = rows if layout is held.layout else reshaped(held.layout, layout, rows)
+    # How many of the next tokens are tokens of their row; None is all of all rows.
+    counted = None if lengths is None or min(lengths) >= new else tuple([min(length, new) for length in lengths])
+    return plan_of(layout, standing, new, counted)
 
 
 def check(held: Contents, keys: mx.array, values: mx.array) -> None:
@@ -102,9 +107,9 @@ def make_room(held: Contents, plan: Plan, tensors: tuple[mx.array, mx.array], ro
 
 def _reshape(buffers: Buffers, before: Layout, layout: Layout, rows: tuple[Row, ...], capacity: int, used: int) -> None:
     """Gives buffers another capacity, and tokens the slots that they have in another room."""
-    moves = [moves_between(before, layout, row) for row in rows]
+    moves = None if stay(before, layout, rows) else [moves_between(before, layout, row) for row in rows]
     for buffer in buffers:
-        if before is not layout and any(moves):
+        if moves is not None:
             buffer.rearrange(moves, capacity)
         elif capacity != buffer.capacity:
             buffer.reserve(capacity, used=used)

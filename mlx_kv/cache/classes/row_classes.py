@@ -24,7 +24,7 @@ from mlx_kv.cache.classes.parts import Part, Parts, part_of
 from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.cache.layout import Layout
 from mlx_kv.cache.protocol import Fetched
-from mlx_kv.cache.rows import check_joinable, check_rows
+from mlx_kv.cache.rows import check_joinable, check_padding, check_rows
 
 
 class RowClasses:
@@ -206,12 +206,7 @@ class RowClasses:
         Raises:
             ValueError: as there; nothing has changed then.
         """
-        count = self._parts.rows
-        for name, counts in (("lengths", lengths), ("left_padding", left_padding)):
-            if counts is not None and (len(counts) != count or min(counts) < 0):
-                raise ValueError(f"{name} is {list(counts)}: give {count} numbers from 0 up, one for each row")
-        if left_padding is not None and not self.empty():
-            raise ValueError("left padding can only come first, but this cache holds tokens: give lengths instead")
+        check_padding(self._parts.rows, self.empty(), lengths, left_padding)
         if lengths is not None and all(cache.view.lengths is None for cache in self.parts):
             self._settled(moved_to_classes(tuple(self._parts), len(self._parts), lengths))
         for cache, rows, _ in self._parts:

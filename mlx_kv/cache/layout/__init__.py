@@ -19,7 +19,7 @@ from mlx_kv.cache.layout.budget import Budget
 from mlx_kv.cache.layout.chunks import Chunks
 from mlx_kv.cache.layout.plan import Plan, plan_of
 from mlx_kv.cache.layout.ring import Ring
-from mlx_kv.cache.layout.room import moves_between, planned, reshaped
+from mlx_kv.cache.layout.room import moves_between, planned, reshaped, stay
 
 __all__ = [
     "NO_LIMIT",
@@ -38,6 +38,7 @@ __all__ = [
     "plan_of",
     "planned",
     "reshaped",
+    "stay",
     "trim_rows",
     "trimmed",
 ]

@@ -66,6 +66,11 @@ def reshaped(old: Layout, new: Layout, rows: tuple[Row, ...]) -> tuple[Row, ...]
     return tuple([row._replace(high=max(row.offset, row.high + more)) for row in rows])
 
 
+def stay(old: Layout, new: Layout, rows: tuple[Row, ...]) -> bool:
+    """Whether all tokens have the same slots in both rooms."""
+    return max([row.end for row in rows]) <= min(old.most_slots, new.most_slots)
+
+
 def moves_between(old: Layout, new: Layout, row: Row) -> list[tuple[int, int, int]]:
     """Which slots of a row are which between two rooms: (slot, new slot, slots) of each contiguous piece."""
     sinks, fewer = old.sinks, min(old.most_slots, new.most_slots)
