@@ -218,6 +218,7 @@ def test_a_disk_that_never_answers_costs_only_time(
         answer = slow.result(20).json()
         assert answer["choices"][0]["text"] == wanted
         assert cached(answer) == 0
+        monkeypatch.setattr("mlx_kv.server.tiered_prefixes.PATIENCE", 1000.0)  # a disk that only has much to do
         stores[-1].go_on.set()
         again = server.post(prompt=LONG + ENDS[1], max_tokens=5).json()  # and the disk is asked again
         server.wait_until(lambda: not server.worker._prefixes._late)

@@ -13,6 +13,7 @@ from mlx_kv.cache.eviction.scores.tokens import Part
 # caches; on a GPU each costs a launch, and memory comes in other sizes.
 BLOCK_BYTES = {mx.DeviceType.cpu: 2**15, mx.DeviceType.gpu: 2**19}
 LEAST_TOKENS = 16
+TOGETHER_BYTES = 2**19  # of blocks that are waited for at once; no less is waited for
 
 
 class Blocks:
@@ -41,15 +42,25 @@ class Blocks:
 
     def each(self, function: Callable[[mx.array], mx.array]) -> mx.array:
         """What `function` makes of each block, (B, H, n); a value for each token that depends on no other."""
-        if self.n <= self.tokens:  # nothing is gained by waiting for it
-            return function(self.part(slice(None)))
-        return mx.concatenate(list(evaluated(map(function, self))), axis=2)
+        return mx.concatenate(list(self.evaluated(map(function, self))), axis=2)
+
+    def evaluated(self, made: Iterator[mx.array]) -> Iterator[mx.array]:
+        """What was made of each block, evaluated before more is made: what it was made of is let go."""
+        return evaluated(made, 4 * self.rows * self.heads * self.tokens * self.dim)
 
 
-def evaluated(made: Iterator[mx.array]) -> Iterator[mx.array]:
-    """The same, each evaluated before the next is made: what it was made of is let go."""
+def evaluated(made: Iterator[mx.array], nbytes: int) -> Iterator[mx.array]:
+    """The same, evaluated as many at a time as were made of `TOGETHER_BYTES`, before more are made; not the last.
+
+    Args:
+        nbytes: that each was made of.
+    """
+    together: list[mx.array] = []
     for each in made:
-        mx.eval(each)
+        if len(together) == max(1, TOGETHER_BYTES // nbytes):
+            mx.eval(together)
+            together.clear()
+        together.append(each)
         yield each
 
 

@@ -4,6 +4,8 @@ Park et al. 2025, "KeyDiff: Key Similarity-Based KV Cache Eviction for Long-Cont
 Resource-Constrained Environments". The mean is over all live tokens, so it changes with what has been evicted.
 """
 
+from collections.abc import Iterator
+
 import mlx.core as mx
 
 from mlx_kv.cache.eviction.scores.blocks import Blocks
@@ -19,9 +21,11 @@ def key_diff(tokens: ScoredTokens) -> mx.array:
         return mx.maximum(mx.linalg.norm(block, axis=-1), LEAST_NORM)
 
     # Two passes over the keys, as matrix products.
-    anchor = mx.zeros((keys.rows, keys.heads, 1, keys.dim))
-    for block in keys:
-        anchor = anchor + (1 / length(block))[:, :, None] @ block
-        mx.eval(anchor)  # and the block is let go
+    def sums() -> Iterator[mx.array]:
+        yield (anchor := mx.zeros((keys.rows, keys.heads, 1, keys.dim)))
+        for block in keys:
+            yield (anchor := anchor + (1 / length(block))[:, :, None] @ block)
+
+    *_, anchor = keys.evaluated(sums())
     direction = (anchor / mx.maximum(mx.linalg.norm(anchor, axis=-1, keepdims=True), LEAST_NORM)).swapaxes(2, 3)
     return -keys.each(lambda block: (block @ direction)[..., 0] / length(block))

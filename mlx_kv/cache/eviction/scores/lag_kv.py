@@ -16,7 +16,7 @@ SINKS, PARTITION = 4, 128
 
 
 def lag_kv(tokens: ScoredTokens) -> mx.array:
-    rows, heads, n, _ = tokens.keys.shape
+    rows, heads, n, dim = tokens.keys.shape
     partitions = (n - SINKS) // PARTITION
     order = mx.argsort(tokens.positions, axis=-1)  # (B, 1 or H, n): live tokens may lie in any order
     ranks = mx.broadcast_to(mx.argsort(order, axis=-1), (rows, heads, n))
@@ -30,7 +30,8 @@ def lag_kv(tokens: ScoredTokens) -> mx.array:
             low, high = after.min(axis=2, keepdims=True), after.max(axis=2, keepdims=True)
             return mx.softmax(((here - low) / mx.maximum(high - low, 1e-12)).std(axis=-1, ddof=1), axis=-1)
 
-        return mx.stack(list(evaluated(map(of, range(partitions - 1)))), axis=2)
+        nbytes = 4 * rows * heads * 2 * PARTITION * dim
+        return mx.stack(list(evaluated(map(of, range(partitions - 1)), nbytes)), axis=2)
 
     both = (surprise(Blocks(tokens.keys, tokens.key_part)) + surprise(Blocks(tokens.values, tokens.value_part))) / 2
     rank = mx.argsort(mx.argsort(both, axis=-1), axis=-1).astype(mx.float32) / PARTITION
