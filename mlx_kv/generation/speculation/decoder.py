@@ -122,13 +122,10 @@ class Decoder:
         count = min(self.draft_tokens, most - 1)
         choice = Choice(self.samplers, self._vocabulary, count)
         drafted = self._drafted(count, choice)
-        last = self.target.pending  # one token of each row
-        logits = self.target.read([[*own, *tokens] for own, tokens in zip(last, drafted, strict=True)])
-        logprobs = normalized(logits)  # (B, L + 1, V)
+        logprobs = normalized(self.target.verify(drafted))  # (B, L + 1, V)
         decided = choice.accept(drafted, logprobs)
-        self.target.take_back([len(row) - right for row, (right, _) in zip(drafted, decided, strict=True)])
         got = [[*row[:right], own] for row, (right, own) in zip(drafted, decided, strict=True)]
-        self.target.pending = [tokens[-1:] for tokens in got]
+        self.target.accepted(got)
         self.drafter.accepted(got)
         for sampler, tokens in zip(self.samplers, got, strict=True):
             if isinstance(sampler, SeededSampler):

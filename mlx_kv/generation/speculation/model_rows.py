@@ -39,6 +39,7 @@ class ModelRows:
         self._empty = make_prompt_cache(model, policy, strict=False)
         self.caches: list[Any] = []
         self.pending: list[list[int]] = []
+        self._drafted: list[int] = []  # of each row, in the pass that is to be accepted
         self.layers = len(self._empty)
         self.step_size = prefill_step(model, self._empty, None)
         probe = self.make_caches()
@@ -73,6 +74,21 @@ class ModelRows:
     def take_back(self, counts: Sequence[int]) -> None:
         """The last tokens of each row are as if they had not been read."""
         trim_prompt_cache(self.caches, counts)
+
+    def verify(self, drafted: Sequence[Sequence[int]]) -> mx.array:
+        """One pass over what is pending and the drafted tokens of each row.
+
+        Returns:
+            Logits (B, L + 1, V), from the last pending token of each row on; what stands after a row's own is not
+            looked at.
+        """
+        self._drafted = [len(row) for row in drafted]
+        return self.read([[*own, *row] for own, row in zip(self.pending, drafted, strict=True)])
+
+    def accepted(self, tokens: Sequence[Sequence[int]]) -> None:
+        """What each row got of the pass of `verify`: the drafted tokens that were right, and one that is yet unread."""
+        self.take_back([count + 1 - len(got) for count, got in zip(self._drafted, tokens, strict=True)])
+        self.pending = [list(got[-1:]) for got in tokens]
 
     def extract(self, row: int, behind: int) -> list[Any] | None:
         """Copies of a row's caches, without its last `behind` tokens; None where they cannot be trimmed to that."""
