@@ -11,7 +11,7 @@ from mlx_kv.cache.eviction.scores.tokens import Part
 # Bytes of one block in float32, of each row and head: so sums come out the same in whatever batch a row is, and however
 # heads are split. A few blocks are all that a score needs. On a CPU small ones are no slower, since they stay in its
 # caches; on a GPU each costs a launch, and memory comes in other sizes.
-BLOCK_BYTES = {mx.DeviceType.cpu: 2**16, mx.DeviceType.gpu: 2**19}
+BLOCK_BYTES = {mx.DeviceType.cpu: 2**15, mx.DeviceType.gpu: 2**19}
 LEAST_TOKENS = 16
 SHORT_BYTES = 2**18  # of each row and head, up to which all tokens are one block: a matrix product costs, however small
 TOGETHER_BYTES = 2**19  # of blocks that are waited for at once; no less is waited for
