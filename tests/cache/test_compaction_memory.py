@@ -43,7 +43,13 @@ def extra(caches: list[KVCache]) -> float:
 
 @pytest.mark.parametrize(
     ("score", "policy"),
-    [("key_diff", {}), ("key_norm", {}), ("key_value", {"share": "head"}), ("key_norm", {"bits": 8}), ("key_diff", {"bits": 8})],
+    [
+        ("key_diff", {}),
+        ("key_norm", {}),
+        ("key_value", {"share": "head"}),
+        ("key_norm", {"bits": 8}),
+        ("key_diff", {"bits": 8}),
+    ],
 )
 def test_a_compaction_takes_a_few_hundredths_of_the_cache(score: str, policy: dict[str, Any]) -> None:
     assert extra(filled(BUDGET + 64, score=score, **policy)) < MOST
