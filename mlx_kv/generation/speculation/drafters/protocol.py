@@ -42,10 +42,13 @@ class Drafter(Protocol):
     Attributes:
         step_size: tokens of a prompt that it reads at once; None for any number.
         equal_rows: whether it can have one row only.
+        proposals_cost: whether it takes time worth speaking of to propose, such as a pass of a model. One that says no
+            may be asked while nothing is drafted, to see whether it would be right: what it says is not used then.
     """
 
     step_size: int | None = None
     equal_rows: bool = False
+    proposals_cost: bool = True
 
     @abstractmethod
     def join(self, prompts: Sequence[Sequence[int]], caches: list[Any]) -> None:
