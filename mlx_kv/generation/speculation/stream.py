@@ -126,7 +126,14 @@ def _check_cache(model: nn.Module, decoder: Decoder, caches: list[Any]) -> int:
         )
     if not can_trim(caches, 0):
         raise ValueError("the prompt_cache cannot take back tokens: generate without a draft")
-    return max((int(cache.offset) for cache in attention_caches(caches)), default=0)
+    attention = list(attention_caches(caches))
+    planned = min((cache.max_write for cache in attention if cache.max_write is not None), default=None)
+    if planned is not None and planned <= decoder.draft_tokens:
+        raise ValueError(
+            f"the prompt_cache plans for writes of {planned} tokens, and so can take back no draft of "
+            f"{decoder.draft_tokens}: use num_draft_tokens={max(1, planned - 1)}, or caches of a larger max_write"
+        )
+    return max((int(cache.offset) for cache in attention), default=0)
 
 
 def _responses(
