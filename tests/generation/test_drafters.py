@@ -24,6 +24,7 @@ from mlx_kv.generation.speculation.drafters.model import ModelDrafter
 
 PROMPTS = [mx.random.randint(1, VOCAB, (n,), key=mx.random.key(n)).tolist() for n in (5, 33, 1, 60, 18, 2)]
 LENGTH = 30
+OURS = ["auto", "model", "ngram", "suffix"]
 
 
 def documented() -> type[Drafter]:
@@ -239,15 +240,17 @@ def test_rows_that_are_cancelled_leave_the_drafter_too() -> None:
 
 def test_drafters_are_found_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drafters.DRAFTERS, "registered", dict(drafters.DRAFTERS.registered))
-    assert mlx_kv.drafter_names() == ["model"]
+    assert mlx_kv.drafter_names() == OURS
     mlx_kv.register_drafter("repeat", Repeat)
-    assert mlx_kv.drafter_names() == ["model", "repeat"]
+    assert mlx_kv.drafter_names() == sorted([*OURS, "repeat"])
     model = make_model("llama")
     wanted = gathered(batch_generate(model, None, PROMPTS, None, 8))
     assert gathered(batch_generate(model, None, PROMPTS, None, 8, drafter="repeat")) == wanted
     draft = make_model("llama", seed=5)
     assert gathered(batch_generate(model, None, PROMPTS, None, 8, drafter="model", draft_model=draft)) == wanted
-    with pytest.raises(ValueError, match="there is no drafter 'nobody': choose one of model, repeat"):
+    with pytest.raises(
+        ValueError, match="there is no drafter 'nobody': choose one of auto, model, ngram, repeat, suffix"
+    ):
         make_engine(model, set(), drafter="nobody")
     with pytest.raises(ValueError, match="the drafter nothing is None"):
         mlx_kv.register_drafter("nothing", None)  # type: ignore[arg-type]
@@ -255,7 +258,7 @@ def test_drafters_are_found_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_drafters_of_other_packages_are_entry_points(monkeypatch: pytest.MonkeyPatch) -> None:
     bring(monkeypatch, drafters.DRAFTERS, "mlx_kv.drafters", "theirs", Repeat)
-    assert mlx_kv.drafter_names() == ["model", "theirs"]
+    assert mlx_kv.drafter_names() == [*OURS, "theirs"]
     context = DrafterContext(make_model("llama"), VOCAB, 3)
     assert isinstance(drafters.find_drafter("theirs", context), Repeat)
 

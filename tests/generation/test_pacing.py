@@ -16,7 +16,8 @@ from mlx_kv.generation.engine import make_engine
 from mlx_kv.generation.sequence import TokenSequence
 from mlx_kv.generation.speculation import decoder
 from mlx_kv.generation.speculation.drafters.model import ModelDrafter
-from mlx_kv.generation.speculation.pacing import MEASURED_FIRST, MOST_WAIT, Acceptance, Costs, Pace, check_draft_length
+from mlx_kv.generation.speculation.pacing import MEASURED_FIRST, MOST_WAIT, Acceptance, Costs, Pace
+from mlx_kv.generation.speculation.settings import DraftSettings
 
 pytestmark = pytest.mark.chosen_length
 
@@ -210,4 +211,4 @@ def test_costs_are_worked_out_of_what_was_seen() -> None:
 
 def test_a_length_that_nobody_knows_is_refused() -> None:
     with pytest.raises(ValueError, match="give 'chosen'"):
-        check_draft_length("long")
+        DraftSettings("suffix", draft_length="long")  # type: ignore[arg-type]

@@ -24,7 +24,8 @@ from mlx_kv.generation.speculation.acceptance import Choice, normalized
 from mlx_kv.generation.speculation.drafters import Drafter, DrafterContext, Factory, find_drafter
 from mlx_kv.generation.speculation.joining import Joining, NewRow
 from mlx_kv.generation.speculation.model_rows import ModelRows, merged
-from mlx_kv.generation.speculation.pacing import DraftLength, Pace, check_draft_length
+from mlx_kv.generation.speculation.pacing import Pace
+from mlx_kv.generation.speculation.settings import DraftSettings
 from mlx_kv.generation.speculation.statistics import SpeculationStatistics
 from mlx_kv.mlxlm.convert import check_policy
 from mlx_kv.policy import CachePolicy
@@ -259,11 +260,10 @@ def make_decoder(
     model: nn.Module,
     policy: CachePolicy,
     draft_model: nn.Module | None,
-    drafter: str | Factory | Drafter | None,
-    num_draft_tokens: int,
-    draft_length: DraftLength = "chosen",
+    drafting: DraftSettings,
 ) -> Decoder:
-    """A decoder for one model and policy; the arguments are those of `make_engine`."""
+    """A decoder for one model and policy."""
     vocabulary = int(model(mx.array([[0]])).shape[-1])  # the graph is built for one token, and not evaluated
-    context = DrafterContext(model, vocabulary, num_draft_tokens, draft_model)
-    return Decoder(context, drafter, policy, check_draft_length(draft_length) == "fixed")
+    least, most = drafting.prompt_lookup_min, drafting.prompt_lookup_max
+    context = DrafterContext(model, vocabulary, drafting.draft_tokens, draft_model, least, most)
+    return Decoder(context, drafting.drafter, policy, fixed=drafting.draft_length == "fixed")

@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from itertools import accumulate
 from operator import mul
 from statistics import median
-from typing import Literal, get_args
 
 FADE = 0.98  # of what was seen, with each round that says more about a row
 FIRST_RIGHT = 0.7  # a guess, as long as nothing is known
@@ -26,7 +25,6 @@ PRIOR_WEIGHT = 4.0  # tokens for which the guess counts, and for a row what is k
 MORE = 0.1  # of the cost of a token alone, for each further one in a pass, as long as nothing is known
 REMEMBERED = 7  # rounds of one size: their median is what such a round costs
 MEASURED_FIRST = 3  # rounds without drafts: what they cost is what all else is compared to
-DraftLength = Literal["chosen", "fixed"]
 TRIALS = 2  # rounds that are drafted to see whether it pays again
 LEAST_WAIT, MOST_WAIT = 32, 1024  # rounds without drafts between trials
 
@@ -221,10 +219,3 @@ class Pace:
     def seconds_without(self, rows: int) -> float | None:
         """What a round without drafts takes for so many rows; None where it was not seen."""
         return self._costs.of(rows, 1) if self._costs.times(rows, 1) else None
-
-
-def check_draft_length(length: str) -> str:
-    """The same; raises ValueError for one that nobody knows."""
-    if length not in get_args(DraftLength):
-        raise ValueError(f"draft_length is {length!r}: give 'chosen' (as many tokens as pay) or 'fixed' (all, always)")
-    return length

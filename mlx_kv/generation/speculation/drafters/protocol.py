@@ -24,12 +24,16 @@ class DrafterContext:
         vocabulary: V, of the model.
         draft_tokens: that are asked for at the most, for one row at once.
         draft_model: a small model to draft with, if the user gave one.
+        lookup_min, lookup_max: tokens that must be alike for a drafter that looks into text, and that it looks for at
+            the most, if it looks for a certain number.
     """
 
     model: nn.Module
     vocabulary: int
     draft_tokens: int
     draft_model: nn.Module | None = None
+    lookup_min: int = 2
+    lookup_max: int = 4
 
 
 class Drafter(Protocol):
