@@ -10,7 +10,7 @@ B rows, V the vocabulary, L the most tokens that were drafted for a row.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -52,9 +52,7 @@ class Decoder:
         check_policy(context.model, policy)
         self._vocabulary, self.draft_tokens = context.vocabulary, context.draft_tokens
         self.drafter = find_drafter(drafter, context)
-        # A round writes draft_tokens + 1 tokens and takes back all but one of them at the most.
-        policy = replace(policy, max_rollback=max(policy.max_rollback, context.draft_tokens + 1))
-        self.target = ModelRows(context.model, policy)
+        self.target = ModelRows(context.model, policy, context.draft_tokens)
         steps = (self.target.step_size, self.drafter.step_size)
         self.step_size = min(step for step in steps if step is not None)
         self.samplers: list[Sampler | None] = []  # by row; None is greedy
@@ -110,18 +108,21 @@ class Decoder:
 
         None where they cannot be trimmed to that.
         """
-        behind = max(len(self.target.pending[row]), self.drafter.behind(row))
-        own = self.target.extract(row, behind)
-        others = self.drafter.extract(row, behind)
-        return None if own is None or others is None else [*own, *others]
+        own, other = len(self.target.pending[row]), self.drafter.behind(row)
+        for behind in sorted({max(own, other), own}, reverse=True):  # trimmed alike, or the drafter reads the rest
+            caches, others = self.target.extract(row, behind), self.drafter.extract(row, behind)
+            if caches is not None and others is not None:
+                return [*caches, *others]
+        return None
 
     # --- rounds ---------------------------------------------------------------------------------------------------
 
     def round(self, most: int, statistics: SpeculationStatistics) -> list[list[Emitted]]:
         """Drafts, verifies, and takes back: 1 to `most` tokens of each row."""
-        count = min(self.draft_tokens, most - 1)
+        may_draft = self.target.may_draft
+        count = min(self.draft_tokens, most - 1) if any(may_draft) else 0
         choice = Choice(self.samplers, self._vocabulary, count)
-        drafted = self._drafted(count, choice)
+        drafted = [row if may else [] for row, may in zip(self._drafted(count, choice), may_draft, strict=True)]
         logprobs = normalized(self.target.verify(drafted))  # (B, L + 1, V)
         decided = choice.accept(drafted, logprobs)
         got = [[*row[:right], own] for row, (right, own) in zip(drafted, decided, strict=True)]
