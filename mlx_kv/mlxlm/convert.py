@@ -20,7 +20,7 @@ from mlx_kv.cache.eviction.layer_group import LayerGroup
 from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.mlxlm.loading import architecture
 from mlx_kv.mlxlm.quirks import cache_usage, indexers, takes_packed, window_of
-from mlx_kv.mlxlm.recurrent import RecurrentState
+from mlx_kv.mlxlm.recurrent import RecurrentState, count_by_attention
 from mlx_kv.mlxlm.slots import counts_slots
 from mlx_kv.mlxlm.traverse import leaves, mapped
 from mlx_kv.policy import FOR_BUDGETS, CachePolicy
@@ -141,7 +141,9 @@ def _convert(model: nn.Module, own: Sequence[Any], policy: CachePolicy, packed_d
             return RecurrentState.of(cache, policy.max_rollback)
         return cache
 
-    return mapped(own, converted)
+    caches = mapped(own, converted)
+    count_by_attention(caches)
+    return caches
 
 
 def _takes_packed_planes(model: nn.Module, policy: CachePolicy) -> bool:

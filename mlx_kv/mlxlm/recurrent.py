@@ -4,8 +4,8 @@ A recurrent layer puts new arrays in the place of those that it has and never wr
 reference. Decides where each row can go back to, and exactly there it can: tokens between two checkpoints must be read
 again. How many tokens a pass had the state is not told with it: whoever reads in a loop of ours announces it
 (`announce`), most models of mlx-lm say it after each layer (`advance`), and for the others a cache of attention counts
-(`Clock`). Knows nothing about what a model keeps in such arrays, but that zeros are what they begin with, as mlx-lm has
-it. B rows; arrays are (B, ...).
+(`Clock`), if they have one. Knows nothing about what a model keeps in such arrays, but that zeros are what they begin
+with, as mlx-lm has it. B rows; arrays are (B, ...).
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import mlx.nn as nn
 from mlx_lm.models import cache as stock
 
 from mlx_kv.cache.checks import whole_numbers
-from mlx_kv.mlxlm.traverse import leaves, mapped
+from mlx_kv.cache.kv_cache import KVCache
+from mlx_kv.mlxlm.traverse import is_ours, leaves, mapped
 
 Arrays = tuple[mx.array | None, ...]
 
@@ -35,6 +36,24 @@ class Checkpoint(NamedTuple):
     arrays: Arrays
     row: int
     at: int
+
+
+class Clock(NamedTuple):
+    """A cache of attention in another layer of the same sequence, by which tokens can be counted.
+
+    Attributes:
+        first: whether that layer comes before: its cache has the tokens of a pass when the recurrent layer reads them.
+        ahead: its offset when the counting began.
+    """
+
+    cache: KVCache
+    first: bool
+    ahead: int
+
+    @property
+    def tokens(self) -> int:
+        """Since the counting began."""
+        return int(self.cache.offset) - self.ahead
 
 
 class RecurrentState(stock.ArraysCache):
@@ -66,6 +85,7 @@ class RecurrentState(stock.ArraysCache):
         """Nothing is known of what was read before."""
         self._read = [0] * rows  # by row, tokens since counting began
         self._checkpoints: list[tuple[Checkpoint, ...]] = [()] * rows  # by row, the newest last
+        self._clock: Clock | None = None  # of one row, as long as it has its layer's place in a list
         self._forget_pass()
 
     def _forget_pass(self) -> None:
@@ -87,6 +107,8 @@ class RecurrentState(stock.ArraysCache):
         if index in self._written or not (self._written or self._announced):  # each array comes once in a pass
             self._close_pass()
             self._before, self._written, self._announced = tuple(self.cache), set(), False
+            if self._clock is not None and self._clock.first:
+                self._ask_clock()
         self._written.add(index)
         self.cache[index] = value
 
@@ -101,8 +123,21 @@ class RecurrentState(stock.ArraysCache):
 
     def _close_pass(self) -> None:
         """Another pass begins: if nobody has said how long the last one was, there is no way back to before it."""
+        self._ask_clock()
         if self._before is not None:
             self.forget()
+
+    def count_by(self, cache: KVCache, first: bool) -> None:
+        """Lets a cache of another layer say how long passes are of which nobody else says it; see `Clock`."""
+        self._clock = Clock(cache, first, int(cache.offset) - self._read[0])
+
+    def _ask_clock(self) -> None:
+        """How long was the pass of which nobody has said it?"""
+        if self._before is not None and self._clock is not None:
+            length = self._clock.tokens - self._read[0]
+            if length > 0:  # else it is no longer the clock of this sequence
+                before, self._before = self._before, None
+                self._note(before, [length])
 
     def _note(self, before: Arrays, lengths: Sequence[int]) -> None:
         """A pass reads so many tokens of each row, which was that before."""
@@ -176,6 +211,7 @@ class RecurrentState(stock.ArraysCache):
         """Why rows cannot go back by so many tokens, and what to do about it; None where they can."""
         if not any(counts):
             return None
+        self._ask_clock()
         if self._before is not None:
             return (
                 f"cannot trim {max(counts)} tokens: nobody said how many this recurrent state read last; "
@@ -222,6 +258,7 @@ class RecurrentState(stock.ArraysCache):
         ]
         self._read = [read for part in parts for read in part._read]
         self._checkpoints = [each for part in parts for each in part._checkpoints]
+        self._clock = None
         self._forget_pass()
         self.cache, self.left_padding = list(_rows_of(rows)), mx.concatenate(padding) if padded else None
 
@@ -230,6 +267,7 @@ class RecurrentState(stock.ArraysCache):
         rows = whole_numbers(batch_indices, len(self._read))
         self._close_pass()
         super().filter(mx.array(rows))  # type: ignore[no-untyped-call]
+        self._clock = None
         self._read = [self._read[row] for row in rows]
         self._checkpoints = [self._checkpoints[row] for row in rows]
         self._left = None if self._left is None else [self._left[row] for row in rows]
@@ -316,6 +354,17 @@ def with_checkpoints(caches: Sequence[Any], max_rollback: int, most_checkpoints:
         return RecurrentState.of(cache, max_rollback, most_checkpoints) if type(cache) is stock.ArraysCache else cache
 
     return mapped(caches, one)
+
+
+def count_by_attention(caches: Sequence[Any]) -> None:
+    """Gives recurrent states of a new list of caches, one sequence, attention of another layer to count by."""
+    for index, layer in enumerate(caches):
+        for state in recurrent_states([layer]):
+            others = [(other, each) for other, each in enumerate(caches) if other != index]
+            clocks = [(other, cache) for other, each in others for cache in leaves([each]) if is_ours(cache)]
+            if clocks:
+                other, clock = clocks[0]
+                state.count_by(clock, other < index)
 
 
 def announce(caches: Iterable[Any], lengths: Sequence[int]) -> None:

@@ -25,7 +25,8 @@ from mlx_kv.mlxlm.trimming import can_trim
 
 PRIME = 9973
 SAYING = ["qwen3_next", "lfm2", "falcon_h1", "mamba2"]  # models that tell their caches what they read
-SILENT = ["mamba", "rwkv7", "jamba"]  # and those that do not
+COUNTED = ["jamba", "recurrent_gemma", "baichuan_m1", "bailing_moe_linear", "longcat_flash_ngram"]  # attention counts
+SILENT = ["mamba", "rwkv7"]  # nobody can tell
 
 
 # --- the state alone, under a layer whose state is a number that hangs on all tokens ------------------------------
@@ -191,7 +192,7 @@ def fresh(model: Any, text: list[int]) -> mx.array:
     return model(mx.array([text]), cache=stock.make_prompt_cache(model))[0, -1, :VOCAB]
 
 
-@pytest.mark.parametrize("family", SAYING)
+@pytest.mark.parametrize("family", [*SAYING, *COUNTED])
 def test_models_are_trimmed_in_anybodys_loop(family: str) -> None:
     """Passes of any length and trims at random: what is read next is as if what was taken back had never been read."""
     model, draw = shared_family(family), random.Random(family)
@@ -207,9 +208,11 @@ def test_models_are_trimmed_in_anybodys_loop(family: str) -> None:
             back = draw.choice(ways)
             trim_prompt_cache(caches, len(text) - back)
             text, ways = text[:back], [way for way in ways if way < back]
+        if draw.random() < 0.2:
+            caches = copy.deepcopy(caches)
 
 
-@pytest.mark.parametrize("family", [*SAYING, *SILENT])
+@pytest.mark.parametrize("family", [*SAYING, *SILENT, "jamba"])
 def test_models_are_trimmed_where_passes_are_announced(family: str) -> None:
     """Rows of one length, or of any where the model can read them: each goes back on its own."""
     model, draw = shared_family(family), random.Random(family)
@@ -240,6 +243,17 @@ def test_what_nobody_can_tell_is_refused(family: str) -> None:
     more = tokens(2, 3)
     wanted = mx.concatenate([tokens(0, 9), tokens(1, 2), more], axis=1)
     assert distance(model(more, cache=caches)[0, -1, :VOCAB], fresh(model, wanted.tolist()[0])) < 1e-4
+
+
+def test_a_copy_of_one_layer_is_not_counted_by_another() -> None:
+    model = shared_family("jamba")
+    caches = make_prompt_cache(model, CachePolicy(max_rollback=6))
+    model(tokens(0, 9), cache=caches)
+    apart = [copy.deepcopy(cache) for cache in caches]
+    for own in (caches, apart):
+        model(tokens(1, 2), cache=own)
+    assert can_trim(caches, 2)
+    assert not any(state.can_trim(n) for state in recurrent_states(apart) for n in (1, 2, 3))
 
 
 def test_without_a_rollback_it_stays_mlx_lms_own() -> None:
