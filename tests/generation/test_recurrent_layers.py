@@ -36,12 +36,13 @@ POLICIES = {
     "budget, 8 bits, by head": CachePolicy(**BUDGET, share="head", bits=8, group_size=32),
 }
 KINDS = [
-    *[(family, policy) for family in ("qwen3_next", "lfm2", "falcon_h1") for policy in POLICIES],
-    *[(family, "plain") for family in ("mamba2", *ALONE)],
-    ("jamba", "budget"),
-    ("gear", "8 bits"),  # windows of its own beside convolutions
+    *[(family, policy, 4) for family in ("qwen3_next", "lfm2", "falcon_h1") for policy in POLICIES],
+    *[(family, "plain", 4) for family in ("mamba2", *ALONE)],
+    *[(family, "plain", 1) for family in TOGETHER],
+    ("jamba", "budget", 1),
+    ("gear", "8 bits", 4),  # windows of its own beside convolutions
 ]
-LENGTH, K = 30, 4
+LENGTH, K = 20, 4
 
 
 def length_under(policy: str) -> int:
@@ -68,8 +69,7 @@ def drafted(family: str, drafter: Any, policy: str = "plain", rows: int = 4, **o
     return gathered(batch_generate(model, None, PROMPTS, POLICIES[policy], length, drafter=drafter, **rules)), counts
 
 
-@pytest.mark.parametrize("rows", [1, 4])
-@pytest.mark.parametrize(("family", "policy"), KINDS)
+@pytest.mark.parametrize(("family", "policy", "rows"), KINDS)
 def test_greedy_is_plain_decoding(family: str, policy: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Under a drafter that is right now and then, known by its name."""
     wanted = plain(family, policy)
@@ -122,17 +122,17 @@ def test_a_drafter_that_is_always_wrong_costs_no_more_than_its_passes(
     assert passes[:7] == [K + 1, K + 2, K + 3, K + 4, 2 * K + 1, K + 2, K + 1]  # the sixth commits
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("family", ["qwen3_next", "lfm2", "mamba2", "rwkv7", "jamba"])
-def test_a_draft_model_may_be_recurrent(family: str, rows: int) -> None:
+@pytest.mark.parametrize(
+    ("family", "rows", "k"), [("qwen3_next", 3, 3), ("lfm2", 1, 1), ("mamba2", 3, 2), ("rwkv7", 1, 3), ("jamba", 3, 3)]
+)
+def test_a_draft_model_may_be_recurrent(family: str, rows: int, k: int) -> None:
     """It reads its own drafts one by one, and goes back among them."""
     wanted, draft = plain(family), make_family(family)
     mx.random.seed(1)
     draft.update(tree_map(lambda p: p + 0.03 * mx.random.normal(p.shape) * p.std(), draft.parameters()))
-    for k in (1, 3):
-        got, counts = drafted(family, None, rows=rows, draft_model=draft, num_draft_tokens=k)
-        assert got == wanted
-        assert 0 < counts.accepted < counts.drafted
+    got, counts = drafted(family, None, rows=rows, draft_model=draft, num_draft_tokens=k)
+    assert got == wanted
+    assert 0 < counts.accepted < counts.drafted
 
 
 def test_a_recurrent_draft_of_another_model_and_the_other_way_round() -> None:
@@ -178,8 +178,7 @@ def test_caches_that_are_handed_out_stand_where_they_say(family: str, draft: str
         held = [(token.index, token.caches) for token in tokens if token.caches is not None]
         held += [(index, engine.extract(index)) for index in engine.rows]
         for index, caches in held:
-            if caches is None:
-                continue
+            assert caches is not None
             (read,) = {int(cache.offset) for cache in attention_caches(caches)}
             text = [*PROMPTS[index], *wanted[index]]
             offsets.add(read - len(PROMPTS[index]))
@@ -189,8 +188,8 @@ def test_caches_that_are_handed_out_stand_where_they_say(family: str, draft: str
                 after = model(mx.array([text[: read + 3] + [1] * (read >= len(text))]))[0, -1]
                 assert distance(got, after) < 1e-4
             handed += 1
-    assert handed > 3 * LENGTH
-    assert len(offsets) > LENGTH // 2
+    assert handed > 20
+    assert len(offsets) >= 3
 
 
 def test_caches_of_a_file_speculate() -> None:

@@ -109,7 +109,7 @@ class Decoder:
         None where they cannot be trimmed to that.
         """
         own, other = len(self.target.pending[row]), self.drafter.behind(row)
-        for behind in sorted({max(own, other), own}, reverse=True):  # trimmed alike, or the drafter reads the rest
+        for behind in sorted({own, other or own}, reverse=True):  # one is trimmed, or the other reads on
             caches, others = self.target.extract(row, behind), self.drafter.extract(row, behind)
             if caches is not None and others is not None:
                 return [*caches, *others]
