@@ -99,11 +99,13 @@ class RecurrentState(stock.ArraysCache):
 
     def announce(self, lengths: Sequence[int]) -> None:
         """The next pass reads so many tokens of each row, padding aside."""
+        self._fit(len(lengths))
         self._close_pass()
         self._note(tuple(self.cache), lengths)
         self._written, self._announced = set(), True
 
     def __setitem__(self, index: int, value: mx.array) -> None:
+        self._fit(value.shape[0])
         if index in self._written or not (self._written or self._announced):  # each array comes once in a pass
             self._close_pass()
             self._before, self._written, self._announced = tuple(self.cache), set(), False
@@ -120,6 +122,11 @@ class RecurrentState(stock.ArraysCache):
         if self._left is not None:
             self._left = [max(0, n - N) for n in self._left]
         super().advance(N)  # type: ignore[no-untyped-call]
+
+    def _fit(self, rows: int) -> None:
+        """A new state takes as many rows as come."""
+        if rows != len(self._read):
+            self._begin(rows)
 
     def _close_pass(self) -> None:
         """Another pass begins: if nobody has said how long the last one was, there is no way back to before it."""

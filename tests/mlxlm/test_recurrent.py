@@ -16,11 +16,20 @@ from family_model import distance, tokens
 from family_parts import VOCAB
 from hypothesis import given
 from hypothesis import strategies as st
+from mlx_lm.generate import generate_step
 from mlx_lm.models import cache as stock
 
-from mlx_kv import CachePolicy, load_prompt_cache, make_prompt_cache, save_prompt_cache, trim_prompt_cache
+from mlx_kv import (
+    CachePolicy,
+    batch_generate,
+    load_prompt_cache,
+    make_prompt_cache,
+    save_prompt_cache,
+    trim_prompt_cache,
+)
 from mlx_kv.generation.prefill import read_ragged
 from mlx_kv.mlxlm.recurrent import RecurrentState, recurrent_states, with_checkpoints
+from mlx_kv.mlxlm.traverse import leaves
 from mlx_kv.mlxlm.trimming import can_trim
 
 PRIME = 9973
@@ -230,6 +239,44 @@ def test_models_are_trimmed_where_passes_are_announced(family: str) -> None:
         back = [draw.choice([0, length]) for length in lengths]
         trim_prompt_cache(caches, back)
         texts = [text[: len(text) - count] for text, count in zip(texts, back, strict=True)]
+
+
+@pytest.mark.parametrize("family", ["lfm2", "falcon_h1", "mamba2"])
+def test_a_new_state_takes_as_many_rows_as_come(family: str) -> None:
+    model = shared_family(family)
+    caches = make_prompt_cache(model, CachePolicy(max_rollback=6))
+    both = mx.concatenate([tokens(0, 9), tokens(1, 9)])
+    for first, last in ((0, 4), (4, 7), (7, 9)):
+        model(both[:, first:last], cache=caches)
+    for state in recurrent_states(caches):
+        assert state.batch_size == 2
+        assert state.can_trim([2, 5])
+        assert not state.can_trim([2, 3])
+    for cache in leaves(caches):
+        cache.trim_per_sequence([2, 5])
+    logits = read_ragged(model, caches, [[3, 1], [4, 1]])[:, -1, :VOCAB]
+    texts: Any = [[*both[0, :7].tolist(), 3, 1], [*both[1, :4].tolist(), 4, 1]]
+    for row, text in enumerate(texts):
+        assert distance(logits[row], fresh(model, text)) < 1e-4
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "lfm2", "falcon_h1", "mamba2", "jamba"])
+def test_mlx_lms_batches_and_loop_go_on_over_them(family: str) -> None:
+    model = shared_family(family)
+    prompts = [tokens(seed, length)[0].tolist() for seed, length in enumerate((5, 30, 19, 1))]
+    said: list[list[list[int]]] = []
+    for policy in (CachePolicy(), CachePolicy(max_rollback=5)):
+        said.append([[] for _ in prompts])
+        for token in batch_generate(model, None, prompts, policy, 8, max_batch_size=3, prefill_step_size=8):
+            said[-1][token.index].append(token.token)
+    assert said[0] == said[1]
+    caches = make_prompt_cache(model, CachePolicy(max_rollback=5))
+    steps = generate_step(mx.array(prompts[1]), model, prompt_cache=caches, max_tokens=8)
+    assert [token for token, _ in steps] == said[0][1]
+    trim_prompt_cache(caches, 4)
+    read = len(prompts[1]) + 8 - 4  # the loop has read its last token, too
+    wanted = fresh(model, [*(prompts[1] + said[0][1])[:read], 7])
+    assert distance(model(mx.array([[7]]), cache=caches)[0, -1, :VOCAB], wanted) < 1e-4
 
 
 @pytest.mark.parametrize("family", SILENT)
