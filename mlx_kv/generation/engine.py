@@ -20,7 +20,7 @@ from mlx_kv.generation.speculation.drafters import Drafter, Factory
 from mlx_kv.generation.speculation.settings import DraftLength, DraftSettings
 from mlx_kv.generation.speculation.statistics import SpeculationStatistics
 from mlx_kv.generation.speculative import SpeculativeEngine
-from mlx_kv.mlxlm.batching import check_batches, rows_must_be_equal
+from mlx_kv.mlxlm.batching import check_batches, rows_are_alone
 from mlx_kv.policy import CachePolicy
 
 
@@ -123,6 +123,6 @@ def make_engine(
     if draft_model is None and drafter is None:
         return PlainEngine(model, ends, policy, max_batch_size, prefill_step_size, return_caches)
     decoder = make_decoder(model, policy, draft_model, drafting)
-    if max_batch_size > 1 and (rows_must_be_equal(model) or decoder.drafter.equal_rows):
+    if max_batch_size > 1 and (rows_are_alone(model) or decoder.drafter.equal_rows):
         max_batch_size = 1  # of a round, each row accepts a number of tokens of its own
     return SpeculativeEngine(decoder, ends, max_batch_size, prefill_step_size, statistics, return_caches)

@@ -31,7 +31,7 @@ class Whim(Pace):
     random = random.Random(4)
     chosen: set[int]
 
-    def choose(self, most: int, proposed: Any = None) -> int:
+    def choose(self, most: int, waiting: int = 0, proposed: Any = None) -> int:
         longest = min(most, self.most) if proposed is None else min(most, max(proposed, default=0))
         length = 0 if longest == 0 or self.random.random() < 0.5 else self.random.randint(0, longest)
         type(self).chosen.add(length)
@@ -72,7 +72,9 @@ def test_a_draft_model_that_was_not_asked_for_long(family: str, whims: set[int],
     draft.update(model.parameters())  # so it is always right, if it has read what came meanwhile
     wanted = gathered(batch_generate(model, None, PROMPTS, None, 80, max_batch_size=3))
     turns = iter(range(10**6))
-    monkeypatch.setattr(Whim, "choose", lambda self, most, proposed=None: min(most, 4) if next(turns) % 25 < 6 else 0)
+    monkeypatch.setattr(
+        Whim, "choose", lambda self, most, waiting, proposed=None: min(most, 4) if next(turns) % 25 < 6 else 0
+    )
     counts = SpeculationStatistics()
     options: dict[str, Any] = {"draft_model": draft, "num_draft_tokens": 4, "statistics": counts, "max_batch_size": 3}
     assert gathered(batch_generate(model, None, PROMPTS, None, 80, **options)) == wanted
@@ -128,7 +130,7 @@ class Machine:
         time, tokens = self.time, self.tokens
         for _ in range(rounds):
             right = next((n for n in range(self.most) if self.random.random() >= chance), self.most)
-            length = self.pace.choose(self.most, [self.most] if self.pace.free else None)
+            length = self.pace.choose(self.most, 0, [self.most] if self.pace.free else None)
             self.lengths.append(length)
             right = min(right, length) if length else right
             if length:
@@ -139,7 +141,7 @@ class Machine:
                 truth = [1] * right + [0]
                 self.pace.told([truth])
             got = 1 + (right if length else 0)
-            self.pace.passed(length + 1, self.cost(length + 1), draft_cost * length)
+            self.pace.passed(length, 0, self.cost(length + 1), draft_cost * length)
             self.time += self.cost(length + 1) + draft_cost * length
             self.tokens += got
         return (self.tokens - tokens) / (self.time - time)

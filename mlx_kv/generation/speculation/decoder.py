@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -63,9 +63,7 @@ class Decoder:
         check_policy(context.model, policy)
         self._vocabulary, self.draft_tokens = context.vocabulary, context.draft_tokens
         self.drafter = find_drafter(drafter, context)
-        # A round writes draft_tokens + 1 tokens and takes back all but one of them at the most.
-        policy = replace(policy, max_rollback=max(policy.max_rollback, context.draft_tokens + 1))
-        self.target = ModelRows(context.model, policy)
+        self.target = ModelRows(context.model, policy, context.draft_tokens)
         steps = (self.target.step_size, self.drafter.step_size)
         self.step_size = min(step for step in steps if step is not None)
         self.samplers: list[Sampler | None] = []  # by row; None is greedy
@@ -135,10 +133,12 @@ class Decoder:
 
         None where they cannot be trimmed to that.
         """
-        behind = max(len(self.target.pending[row]), self.drafter.behind(row))
-        own = self.target.extract(row, behind)
-        others = self.drafter.extract(row, behind)
-        return None if own is None or others is None else [*own, *others]
+        own, other = len(self.target.pending[row]), self.drafter.behind(row)
+        for behind in sorted({own, other or own}, reverse=True):  # one is trimmed, or the other reads on
+            caches, others = self.target.extract(row, behind), self.drafter.extract(row, behind)
+            if caches is not None and others is not None:
+                return [*caches, *others]
+        return None
 
     # --- rounds ---------------------------------------------------------------------------------------------------
 
@@ -155,7 +155,7 @@ class Decoder:
         count = min(self.draft_tokens, most - 1)
         choice = Choice(self.samplers, self._vocabulary, max(count, 1))
         drafted, wanted = self._wanted(count, choice)
-        drafting = time.perf_counter() - started
+        drafting, waiting = time.perf_counter() - started, self.target.waiting
         if self._ahead is None and (wanted or self.pace.fixed):
             logprobs = normalized(self.target.verify(drafted))  # (B, L + 1, V)
             decided = choice.accept(drafted, logprobs)
@@ -169,7 +169,7 @@ class Decoder:
         self._take(got)
         longest = max(map(len, drafted))
         seconds = time.perf_counter() - started
-        self.pace.passed(longest + 1, seconds - drafting, drafting)
+        self.pace.passed(longest, waiting, seconds - drafting, drafting)
         statistics.note(drafted, right, seconds, self.pace.seconds_without(len(got)))
         return [
             [Emitted(token, logprobs[row, i], i < len(tokens) - 1) for i, token in enumerate(tokens)]
@@ -182,20 +182,19 @@ class Decoder:
         A drafter whose proposals cost nothing is asked in any case. Where a budget evicts, no pass goes beyond the next
         compaction: what is kept then, and so the text, does not depend on how many tokens were drafted.
         """
-        room = self.target.most_to_read()
+        room, waiting = self.target.most_to_draft(), self.target.waiting
         if room is not None:
-            room = [max(0, count - len(pending)) for count, pending in zip(room, self.target.pending, strict=True)]
             most = min(most, max(room))
         if not self.drafter.proposals_cost:
             proposed = self._drafted(most, choice)
             if room is not None:
                 proposed = [row[:count] for row, count in zip(proposed, room, strict=True)]
-            length = self.pace.choose(most, [len(row) for row in proposed])
+            length = self.pace.choose(most, waiting, [len(row) for row in proposed])
             if length == 0 or self._ahead is not None:
                 self.pace.unused(proposed)
             drafted = [row[:length] for row in proposed]
         else:
-            length = self.pace.choose(most)
+            length = self.pace.choose(most, waiting)
             drafted = self._drafted(length if self._ahead is None else 0, choice)
             if room is not None:
                 drafted = [row[:count] for row, count in zip(drafted, room, strict=True)]
@@ -207,8 +206,8 @@ class Decoder:
         Args:
             go_on: whether to begin the next one before.
         """
-        tokens, logprobs = self._ahead or self._begun(choice, self.target.step(), 0)
-        self._ahead = self._begun(choice, self.target.step(tokens), 1) if go_on else None
+        tokens, logprobs = self._ahead or self._begun(choice, self.target.follow(), 0)
+        self._ahead = self._begun(choice, self.target.follow(tokens), 1) if go_on else None
         known: Any = tokens.tolist()
         if self._ahead is None:
             self.target.pending = [[token] for token in known]

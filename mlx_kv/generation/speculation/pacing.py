@@ -123,11 +123,12 @@ class Pace:
 
     # --- what is chosen -------------------------------------------------------------------------------------------
 
-    def choose(self, most: int, proposed: Sequence[int] | None = None) -> int:
+    def choose(self, most: int, waiting: int = 0, proposed: Sequence[int] | None = None) -> int:
         """Tokens to draft for each row in the round that comes; 0 drafts nothing.
 
         Args:
             most: that there is use for.
+            waiting: tokens that the pass reads again besides.
             proposed: how many each row could have, where that is known: where drafts are free.
         """
         rows = len(self._rows)
@@ -140,7 +141,7 @@ class Pace:
             self.length = min(self._trial, longest)
             return self.length
         sizes = [size for size in self._sizes if size < longest] + [longest]
-        speeds = {size: self._speed(size, proposed) for size in sizes}
+        speeds = {size: self._speed(size, waiting, proposed) for size in sizes}
         self.length = max(sizes, key=lambda size: (speeds[size], -size))
         if self.length == 0 and not self.free:
             self._rounds_off += 1
@@ -155,7 +156,7 @@ class Pace:
         """Tokens of a trial: few, and as many as tell whether more would pay."""
         return min(2, self.most)
 
-    def _speed(self, size: int, proposed: Sequence[int] | None) -> float:
+    def _speed(self, size: int, waiting: int, proposed: Sequence[int] | None) -> float:
         """Expected tokens per second of a round that drafts so many."""
         rows = len(self._rows)
         prior = self._all.chances()
@@ -164,7 +165,7 @@ class Pace:
             count = size if proposed is None else min(size, proposed[row])
             gained += sum(accumulate(own.chances(prior)[:count], mul))
         drafting = 0.0 if self.free else size * self._seconds_a_draft(rows)
-        return gained / (self._costs.of(rows, size + 1) + drafting)
+        return gained / (self._costs.of(rows, size + 1 + waiting) + drafting)
 
     def _seconds_a_draft(self, rows: int) -> float:
         """What one drafted token of each row takes."""
@@ -173,17 +174,19 @@ class Pace:
 
     # --- what is learnt -------------------------------------------------------------------------------------------
 
-    def passed(self, tokens: int, seconds: float, drafting: float = 0.0) -> None:
-        """A round was done, with a pass over so many tokens of each row.
+    def passed(self, drafted: int, waiting: int, seconds: float, drafting: float = 0.0) -> None:
+        """A round was done, whose pass read a token of each row, and besides these.
 
         Args:
+            drafted: of the row that had most.
+            waiting: tokens that were read again.
             seconds: that it took, without drafting.
-            drafting: seconds that it took to draft all but one of these tokens.
+            drafting: seconds that drafting took.
         """
         rows = len(self._rows)
-        self._costs.note(rows, tokens, seconds)
-        if tokens > 1:
-            self._drafting.setdefault(rows, deque(maxlen=REMEMBERED)).append(drafting / (tokens - 1))
+        self._costs.note(rows, 1 + drafted + waiting, seconds)
+        if drafted:
+            self._drafting.setdefault(rows, deque(maxlen=REMEMBERED)).append(drafting / drafted)
             self._trials = max(0, self._trials - 1)
 
     def judged(self, drafted: Sequence[int], right: Sequence[int]) -> None:

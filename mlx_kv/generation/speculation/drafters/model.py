@@ -15,7 +15,7 @@ from mlx_kv.generation.prefill import read_chunk
 from mlx_kv.generation.speculation.acceptance import Choice
 from mlx_kv.generation.speculation.drafters.protocol import Drafter, DrafterContext
 from mlx_kv.generation.speculation.model_rows import ModelRows
-from mlx_kv.mlxlm.batching import rows_must_be_equal
+from mlx_kv.mlxlm.batching import rows_are_alone
 from mlx_kv.policy import CachePolicy
 
 
@@ -30,14 +30,15 @@ class ModelDrafter(Drafter):
         if context.draft_model is None:
             raise ValueError("the drafter model drafts with a model of its own: give a draft_model")
         check_vocabulary(context)
-        self._rows = ModelRows(context.draft_model, CachePolicy(max_rollback=context.draft_tokens + 1))
+        # It reads all drafts but the last one by one, and goes back to before any of them.
+        self._rows = ModelRows(context.draft_model, CachePolicy(), context.draft_tokens, context.draft_tokens - 1)
         self.step_size = self._rows.step_size
         self._drafted: list[list[int]] = []  # of each row, in this round
         self._draft_tokens = context.draft_tokens
 
     @property
     def equal_rows(self) -> bool:  # type: ignore[override]
-        return rows_must_be_equal(self._rows.model)
+        return rows_are_alone(self._rows.model)
 
     def join(self, prompts: Sequence[Sequence[int]], caches: list[Any]) -> None:
         self._rows.join(caches, [[prompt[-1]] for prompt in prompts])
@@ -60,7 +61,7 @@ class ModelDrafter(Drafter):
         tokens: list[mx.array] = []
         for ahead in range(most):
             if ahead:
-                here = self._rows.model(tokens[-1][:, None], cache=self._rows.caches)[:, -1]
+                here = self._rows.step(tokens[-1])
             tokens.append(choice.guess(here, ahead))
             mx.async_eval(tokens[-1])  # type: ignore[no-untyped-call]
         by_row: Any = mx.stack(tokens, axis=1).tolist()
