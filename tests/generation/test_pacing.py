@@ -8,10 +8,12 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from test_drafters import LENGTH, MODELS, PROMPTS, gathered, prophet
+from families import shared_family
+from family_parts import VOCAB as FAMILY_VOCAB
+from test_drafters import LENGTH, MODELS, PROMPTS, Prophet, gathered, prophet
 from tiny_models import make_model
 
-from mlx_kv import SpeculationStatistics, TemperatureSampler, batch_generate
+from mlx_kv import CachePolicy, SpeculationStatistics, TemperatureSampler, batch_generate
 from mlx_kv.generation.engine import make_engine
 from mlx_kv.generation.sequence import TokenSequence
 from mlx_kv.generation.speculation import decoder
@@ -64,6 +66,33 @@ def test_a_step_ahead_or_drafts_of_any_length(
     assert drafter.texts == []
     assert counts.accepted > 10
     assert {0, 1, 4} <= whims
+
+
+@pytest.mark.parametrize("costs", [True, False], ids=["asked when it drafts", "asked always"])
+@pytest.mark.parametrize(
+    ("family", "policy"),
+    [
+        ("qwen3_next", CachePolicy(max_kv_size=20, max_write=2)),
+        ("lfm2", CachePolicy(budget=24, keep_recent=8, sinks=2, margin=6)),
+        ("falcon_h1", CachePolicy(budget=24, keep_recent=8, sinks=2, margin=6, bits=8, group_size=32, share="head")),
+        ("mamba2", CachePolicy()),
+        ("jamba", CachePolicy(budget=24, keep_recent=8, sinks=2, margin=6)),  # one row after the other
+    ],
+)
+def test_recurrent_layers_go_on_from_what_waits(
+    family: str, policy: CachePolicy, costs: bool, whims: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was right waits, and is read with drafts, without, or by a step ahead; and budgets evict on time."""
+    model = shared_family(family)
+    prompts = [[token % FAMILY_VOCAB for token in prompt] for prompt in PROMPTS]
+    rules: dict[str, Any] = {"prefill_step_size": 8, "max_batch_size": 3}
+    wanted = gathered(batch_generate(model, None, prompts, policy, 40, **rules))
+    drafter = Prophet({tuple(prompt): answer for prompt, answer in zip(prompts, wanted, strict=True)})
+    drafter.proposals_cost = costs
+    counts = SpeculationStatistics()
+    rules |= {"drafter": drafter, "num_draft_tokens": 4, "statistics": counts}
+    assert gathered(batch_generate(model, None, prompts, policy, 40, **rules)) == wanted
+    assert counts.drafted > counts.accepted > 5
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
