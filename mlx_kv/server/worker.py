@@ -159,9 +159,9 @@ class Worker:
         try:
             self.models: Models = self._load()
             store = None if self._open_store is None else self._open_store(self.models)
+            self._keeps = store is not None or self._prompt_memory.max_bytes > 0
             self._make_engine()
             self._prefixes = TieredPrefixes(self._prompt_memory, store, self._inbox.put, self._fingerprint)
-            self._keeps = store is not None or self._prompt_memory.max_bytes > 0
             self.context, self.vocabulary = context_length(self.models.model), len(self.models.tokenizer)
             self._make_prefill()
         except BaseException as error:

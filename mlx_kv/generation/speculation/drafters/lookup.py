@@ -68,6 +68,6 @@ class LookupDrafter(Drafter):
 def continued(text: Sequence[int], start: int, count: int) -> list[int]:
     """`count` tokens of a text from one of its places on; past its end, those that were just said come again."""
     said = list(text[start : start + count])
-    while len(said) < count:
+    while 0 < len(said) < count:
         said += said[: count - len(said)]
     return said
