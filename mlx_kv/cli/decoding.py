@@ -116,7 +116,7 @@ def draft_options(function: Command) -> Command:
             "--num-draft-tokens",
             type=int,
             metavar="K",
-            help=f"Drafted for each pass, at the most.  [default: {LOOKUP_TOKENS}; {DRAFT_TOKENS} by a model]",
+            help=f"Drafted for each pass, at the most.  [default: {DRAFT_TOKENS}; {LOOKUP_TOKENS} without a model]",
         ),
         click.option(
             "--prompt-lookup-min",
