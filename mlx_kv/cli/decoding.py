@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -32,6 +32,7 @@ class Drafting:
     num_draft_tokens: int | None
     prompt_lookup_min: int | None
     prompt_lookup_max: int | None
+    draft_length: Literal["chosen", "fixed"]
 
     def __post_init__(self) -> None:
         if self.draft == "model" and self.draft_model is None:
@@ -64,6 +65,7 @@ class Drafting:
             self.num_draft_tokens,
             LOOKUP_MIN if least is None else least,
             LOOKUP_MAX if most is None else most,
+            self.draft_length,
         )
 
     def load_model(self) -> nn.Module | None:
@@ -122,6 +124,13 @@ def draft_options(function: Command) -> Command:
             "--prompt-lookup-min",
             **number,
             help=f"So many last tokens must have been there before.  [default: {LOOKUP_MIN}]",
+        ),
+        click.option(
+            "--draft-length",
+            type=click.Choice(("chosen", "fixed")),
+            default="chosen",
+            show_default=True,
+            help="chosen drafts as many of the K tokens as pay, or none; fixed always all of them.",
         ),
         click.option("--prompt-lookup-max", **number, help=f"ngram looks for so many.  [default: {LOOKUP_MAX}]"),
     )

@@ -19,6 +19,7 @@ from mlx_kv.generation.sampling import Sampler, derived_seed, sampler_of_sequenc
 from mlx_kv.generation.sequence import BatchToken, TokenSequence
 from mlx_kv.generation.speculation import LOOKUP_MAX, LOOKUP_MIN
 from mlx_kv.generation.speculation.drafters import Drafter, Factory
+from mlx_kv.generation.speculation.settings import DraftLength
 from mlx_kv.generation.speculation.statistics import SpeculationStatistics
 from mlx_kv.mlxlm.loading import context_length
 from mlx_kv.policy import CachePolicy
@@ -40,6 +41,7 @@ def batch_generate(
     drafter: str | Factory | Drafter | None = None,
     prompt_lookup_min: int = LOOKUP_MIN,
     prompt_lookup_max: int = LOOKUP_MAX,
+    draft_length: DraftLength = "chosen",
 ) -> Iterator[BatchToken]:
     """Continues many prompts at once; each gets the tokens that it would get alone.
 
@@ -57,7 +59,7 @@ def batch_generate(
         statistics: filled in as tokens come; only with a draft model or a drafter.
         seed: makes a `TemperatureSampler` repeatable. What a prompt gets depends on it, on the prompt and on its index,
             not on the other prompts.
-        drafter, prompt_lookup_min, prompt_lookup_max: as in `speculative_generate`.
+        drafter, prompt_lookup_min, prompt_lookup_max, draft_length: as in `speculative_generate`.
 
     Returns:
         An iterator of `BatchToken`, in the order in which they come; tokens of one prompt are in order.
@@ -83,6 +85,7 @@ def batch_generate(
         drafter=drafter,
         prompt_lookup_min=prompt_lookup_min,
         prompt_lookup_max=prompt_lookup_max,
+        draft_length=draft_length,
     )
     return _tokens(engine, sequences)
 

@@ -17,7 +17,7 @@ from mlx_kv.generation.sequence import BatchToken, TokenSequence
 from mlx_kv.generation.speculation import LOOKUP_MAX, LOOKUP_MIN
 from mlx_kv.generation.speculation.decoder import make_decoder
 from mlx_kv.generation.speculation.drafters import Drafter, Factory
-from mlx_kv.generation.speculation.settings import DraftSettings
+from mlx_kv.generation.speculation.settings import DraftLength, DraftSettings
 from mlx_kv.generation.speculation.statistics import SpeculationStatistics
 from mlx_kv.generation.speculative import SpeculativeEngine
 from mlx_kv.mlxlm.batching import check_batches, rows_must_be_equal
@@ -101,6 +101,7 @@ def make_engine(
     drafter: str | Factory | Drafter | None = None,
     prompt_lookup_min: int = LOOKUP_MIN,
     prompt_lookup_max: int = LOOKUP_MAX,
+    draft_length: DraftLength = "chosen",
 ) -> Engine:
     """An engine for one model and policy.
 
@@ -108,13 +109,13 @@ def make_engine(
         ends: ids of tokens that end a sequence.
         return_caches: whether the last token of a sequence brings its caches.
         drafter: as in `speculative_generate`; with it or a draft model, the engine speculates.
-        num_draft_tokens, prompt_lookup_min, prompt_lookup_max: the same.
+        num_draft_tokens, prompt_lookup_min, prompt_lookup_max, draft_length: the same.
 
     Raises:
         ValueError: what the model or the policy refuses.
     """
     whole_number("max_batch_size", max_batch_size, least=1)
-    drafting = DraftSettings(drafter, num_draft_tokens, prompt_lookup_min, prompt_lookup_max)
+    drafting = DraftSettings(drafter, num_draft_tokens, prompt_lookup_min, prompt_lookup_max, draft_length)
     if prefill_step_size is not None:
         whole_number("prefill_step_size", prefill_step_size, least=1)
     check_batches(model)

@@ -13,9 +13,10 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_kv.cache.layout import Budget
 from mlx_kv.generation.prefill import prefill_step, read_ragged
 from mlx_kv.mlxlm.convert import make_prompt_cache
-from mlx_kv.mlxlm.traverse import leaves
+from mlx_kv.mlxlm.traverse import leaves, places_of
 from mlx_kv.mlxlm.trimming import can_trim, trim_prompt_cache
 from mlx_kv.policy import CachePolicy
 
@@ -37,6 +38,7 @@ class ModelRows:
         self.model = model
         # Making caches may try out what a model's attention can read: it is done once, rows get copies.
         self._empty = make_prompt_cache(model, policy, strict=False)
+        self._evicts = policy.budget is not None
         self.caches: list[Any] = []
         self.pending: list[list[int]] = []
         self._drafted: list[int] = []  # of each row, in the pass that is to be accepted
@@ -84,6 +86,31 @@ class ModelRows:
         """
         self._drafted = [len(row) for row in drafted]
         return self.read([[*own, *row] for own, row in zip(self.pending, drafted, strict=True)])
+
+    def most_to_read(self) -> list[int] | None:
+        """How many tokens a pass can read of each row, so that evictions come when they would token by token.
+
+        None where nothing is evicted.
+        """
+        if not self._evicts:
+            return None
+        most: list[list[int]] = [[] for _ in self.pending]
+        for cache in leaves(self.caches):
+            for row, (own, index) in enumerate(places_of(cache)):
+                if isinstance(own.view.layout, Budget):
+                    most[row].append(own.view.layout.before_due(own.view.rows[index]))
+        return list(map(min, most)) if all(most) else None
+
+    def step(self, tokens: mx.array | None = None) -> mx.array:
+        """One pass over what is pending, or over tokens (B,) that need not be known yet; nothing is pending then.
+
+        Returns:
+            Logits (B, V) of what comes next, not evaluated.
+        """
+        none = [list[int]() for _ in self.pending]
+        logits: mx.array = self.verify(none) if tokens is None else self.model(tokens[:, None], cache=self.caches)
+        self.pending = none
+        return logits[:, 0]
 
     def accepted(self, tokens: Sequence[Sequence[int]]) -> None:
         """What each row got of the pass of `verify`: the drafted tokens that were right, and one that is yet unread."""

@@ -23,7 +23,7 @@ from mlx_kv.generation.speculation import LOOKUP_MAX, LOOKUP_MIN
 from mlx_kv.generation.speculation.decoder import Decoder, make_decoder
 from mlx_kv.generation.speculation.drafters import Drafter, Factory
 from mlx_kv.generation.speculation.joining import NewRow
-from mlx_kv.generation.speculation.settings import DraftSettings
+from mlx_kv.generation.speculation.settings import DraftLength, DraftSettings
 from mlx_kv.generation.speculation.statistics import SpeculationStatistics
 from mlx_kv.mlxlm.convert import check_windows
 from mlx_kv.mlxlm.traverse import attention_caches
@@ -47,6 +47,7 @@ def speculative_generate(
     drafter: str | Factory | Drafter | None = None,
     prompt_lookup_min: int = LOOKUP_MIN,
     prompt_lookup_max: int = LOOKUP_MAX,
+    draft_length: DraftLength = "chosen",
     prompt_cache: list[Any] | None = None,
     before: Sequence[int] = (),
 ) -> Iterator[GenerationResponse]:
@@ -71,6 +72,8 @@ def speculative_generate(
             no model.
         prompt_lookup_min, prompt_lookup_max: how many last tokens must have been there before for `ngram` and `suffix`
             to propose what followed them, and how many `ngram` looks for at the most.
+        draft_length: "chosen" drafts as many of the K tokens as have paid so far on this machine, or none; "fixed"
+            always all of them.
         prompt_cache: caches to go on from, made by `make_prompt_cache`; they are updated in place, and may have read
             more than was told if a token ends the sequence. Instead of a policy; not with a draft model.
         before: the tokens that they have read, as far as they are known, for a drafter that looks into text.
@@ -83,7 +86,7 @@ def speculative_generate(
             seed for a sampler that is no `TemperatureSampler`, neither a draft model nor a drafter, a policy beside a
             prompt_cache.
     """
-    drafting = DraftSettings(drafter, num_draft_tokens, prompt_lookup_min, prompt_lookup_max)
+    drafting = DraftSettings(drafter, num_draft_tokens, prompt_lookup_min, prompt_lookup_max, draft_length)
     whole_number("max_tokens", max_tokens, least=1)
     if policy is not None and prompt_cache is not None:
         raise ValueError("got a policy and a prompt_cache, which was made with its own: give one of them")

@@ -40,8 +40,8 @@ class Drafter(Protocol):
     """Guesses how rows go on. Whatever it says, the text is the model's own: a wrong guess costs time, nothing else.
 
     Rows are known by their order: new ones `join` after those that there are, and `keep` leaves some of them. In each
-    round it is asked once to `propose`, and told once what the rows got. Those who inherit from this say only what is
-    abstract here; the rest is that of a drafter without caches.
+    round it is asked once at the most to `propose`, and told what the rows got. Those who inherit from this say only
+    what is abstract here; the rest is that of a drafter without caches.
 
     Attributes:
         step_size: tokens of a prompt that it reads at once; None for any number.
