@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mlx_kv.generation.speculation.drafters import DrafterContext
@@ -112,6 +112,7 @@ def test_an_automaton_has_all_substrings_and_no_others(text: list[int]) -> None:
             assert automaton.ends[state] in places(text, word)
 
 
+@example([(True, [0, 1, 2]), (False, [2]), (True, [2, 1, 2, 0]), (False, [0])])  # split twice, where it stands
 @given(st.lists(st.tuples(st.booleans(), st.lists(st.integers(0, 2), min_size=1, max_size=12)), max_size=12))
 def test_a_match_in_a_text_that_grows_meanwhile(parts: list[tuple[bool, list[int]]]) -> None:
     """States are split under it. What it says is there; as much as came since the other last grew is found for sure."""
@@ -219,6 +220,7 @@ def test_rows_that_come_and_go(rng: random.Random, kind: type[LookupDrafter], al
             text += got
 
 
+@example([1, 1], 3)
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=30), st.integers(2, 24))
 def test_recent_answers_are_bounded(lengths: list[int], most: int) -> None:
     recent, token = RecentAnswers(most), 0
