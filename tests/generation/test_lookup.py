@@ -251,11 +251,11 @@ def test_a_continuation_goes_on_in_a_circle() -> None:
 def test_an_answer_is_drafted_from_that_of_another_row() -> None:
     """From its first token on, where prompts end alike; and only from rows that are gone."""
     drafter, prompt, answer = made(SuffixDrafter), [50, 51, 52, 53], [*range(1, 40)]
-    drafter.join([prompt, [60, *prompt[1:]]], [])
-    drafter.accepted([answer, [90]])
+    drafter.join([prompt, [60, *prompt[1:]], [61]], [])
+    drafter.accepted([answer, [90], [62, 63]])
     drafter.join([[70, *prompt[1:]]], [])
-    assert proposed(drafter, 10)[2] == []
-    drafter.keep([1])
+    assert proposed(drafter, 10)[3] == []
+    drafter.keep([1])  # the third one's answer comes after the first one's
     drafter.join([[70, *prompt[1:]]], [])
     assert proposed(drafter, 10) == [[], answer[:3]]
     drafter.accepted([[91], answer[:20]])
