@@ -241,6 +241,14 @@ def test_the_most_recent_place_is_taken() -> None:
         assert proposed(drafter, 1) == [[8]]
 
 
+@pytest.mark.parametrize("kind", [NgramDrafter, SuffixDrafter])
+def test_rows_that_stay_keep_their_texts(kind: type[LookupDrafter]) -> None:
+    drafter = made(kind)
+    drafter.join([[row, row + 10, row + 20, row, row + 10] for row in range(4)], [])
+    drafter.keep([3, 1])
+    assert proposed(drafter, 1) == [[23], [21]]
+
+
 def test_a_continuation_goes_on_in_a_circle() -> None:
     drafter = made(NgramDrafter)
     drafter.join([[9, 1, 2, 3, 1, 2, 3, 1, 2]], [])
