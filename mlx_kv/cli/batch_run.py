@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from mlx_kv.cli.decoding import said_of_drafts
+
 if TYPE_CHECKING:
     import mlx.nn as nn
 
@@ -120,8 +122,7 @@ class Progress:
         click.echo(f"lines       {self.done:,} done, {self.skipped:,} skipped, {self.bad:,} bad", err=True)
         click.echo(f"generation  {self.tokens:7,} tokens  {rate:10,.1f} tokens/s", err=True)
         if speculation is not None:
-            share = f"{speculation.accepted:,} of {speculation.drafted:,} ({speculation.acceptance_rate:.0%})"
-            click.echo(f"draft       {share} accepted in {speculation.rounds:,} passes of the model", err=True)
+            click.echo(said_of_drafts(speculation), err=True)
 
     def _rate(self) -> float:
         return self.tokens / max(time.perf_counter() - self._begun, 1e-9)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from mlx_kv.generation.sampling import TemperatureSampler
     from mlx_kv.generation.speculation.settings import DraftSettings
+    from mlx_kv.generation.speculation.statistics import SpeculationStatistics
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ def draft_options(function: Command) -> Command:
             "--num-draft-tokens",
             type=int,
             metavar="K",
-            help=f"Drafted for each pass, at the most.  [default: {LOOKUP_TOKENS}; {DRAFT_TOKENS} by a model]",
+            help=f"Drafted for each pass, at the most.  [default: {DRAFT_TOKENS}; {LOOKUP_TOKENS} without a model]",
         ),
         click.option(
             "--prompt-lookup-min",
@@ -153,3 +154,13 @@ def decoding_options(function: Command) -> Command:
         draft_options,
     )
     return applied(options, command)
+
+
+def said_of_drafts(speculation: SpeculationStatistics) -> str:
+    """Two lines of statistics."""
+    share = f"{speculation.accepted:,} of {speculation.drafted:,} ({speculation.acceptance_rate:.0%})"
+    gain = "" if speculation.gain is None else f", {speculation.gain:.2f} times as fast as without drafts"
+    return (
+        f"draft       {share} accepted in {speculation.rounds:,} passes of the model\n"
+        f"            {speculation.tokens_per_pass:.2f} tokens a pass, {speculation.length} drafted at last{gain}"
+    )

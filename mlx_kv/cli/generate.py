@@ -14,7 +14,7 @@ import click
 
 from mlx_kv.bundled import model_path
 from mlx_kv.cli.cache import load_for, tokens_read
-from mlx_kv.cli.decoding import Decoding, decoding_options
+from mlx_kv.cli.decoding import Decoding, decoding_options, said_of_drafts
 from mlx_kv.cli.options import human_bytes, make_policy, model_option, policy_options, tokens_line
 from mlx_kv.cli.prompt import note_context, prefill_bar, prompt_options, read_prompt
 
@@ -157,7 +157,7 @@ def generate(
             "peak_memory_bytes": round(response.peak_memory * 1e9),
         }
         if drafting.asked:
-            answer |= {"drafted": speculation.drafted, "accepted": speculation.accepted}
+            answer |= speculation.figures()
         click.echo(json.dumps(answer))
         return
     click.echo()
@@ -176,5 +176,4 @@ def generate(
         work = f"{held.tokens_evicted:,} tokens in {held.compactions:,} compactions, {held.compaction_seconds:.3f} s"
         click.echo(f"evicted     {work}; KV cache is {of_full}", err=True)
     if drafting.asked:
-        share = f"{speculation.accepted:,} of {speculation.drafted:,} ({speculation.acceptance_rate:.0%})"
-        click.echo(f"draft       {share} accepted in {speculation.rounds:,} passes of the model", err=True)
+        click.echo(said_of_drafts(speculation), err=True)

@@ -67,6 +67,11 @@ class Engine(Protocol):
         """The index of each sequence that does not decode yet: those whose prompts are read, then those that wait."""
         ...
 
+    @property
+    def speculation(self) -> SpeculationStatistics | None:
+        """What it has drafted so far, filled in as it goes; None where it never drafts."""
+        ...
+
     def make_caches(self) -> list[Any]:
         """New caches for a sequence to bring: of all layers, and then those of the drafter, if it has any."""
         ...

@@ -137,6 +137,10 @@ class PlainEngine:
         reading = [sequence.index for uid, sequence in self._active.items() if uid not in rows]
         return [*reading, *(sequence.index for sequence in self._waiting)]
 
+    @property
+    def speculation(self) -> None:
+        return None
+
     def make_caches(self) -> list[Any]:
         return copy.deepcopy(self._empty)  # making them may try out what the model's attention can read
 

@@ -129,6 +129,10 @@ class SpeculativeEngine:
     def pending(self) -> list[int]:
         return [sequence.index for sequence in (*self._reading, *self._waiting)]
 
+    @property
+    def speculation(self) -> SpeculationStatistics:
+        return self._statistics
+
     def make_caches(self) -> list[Any]:
         return self._decoder.make_caches()
 

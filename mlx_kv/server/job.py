@@ -11,6 +11,7 @@ from functools import cached_property, lru_cache
 from itertools import count
 
 from mlx_kv.generation.sampling import Sampler, SeededSampler, TemperatureSampler
+from mlx_kv.generation.speculation.statistics import SpeculationStatistics
 from mlx_kv.prefixes.index import packed
 from mlx_kv.server.occupancy import BatchOccupancy
 from mlx_kv.server.stop_strings import StopStrings
@@ -89,6 +90,7 @@ class Snapshot:
         decoding: jobs that decode, in the order of the rows of `occupancy`.
         generated: tokens of each of them.
         active_memory, prompt_memory: bytes of all arrays, and of prompts that are kept.
+        speculation: what was drafted since the engine was made; None where nothing is.
     """
 
     occupancy: BatchOccupancy = field(default_factory=BatchOccupancy)
@@ -97,6 +99,7 @@ class Snapshot:
     tokens_per_second: float = 0.0
     active_memory: int = 0
     prompt_memory: int = 0
+    speculation: SpeculationStatistics | None = None
 
 
 @lru_cache(maxsize=64)

@@ -31,6 +31,10 @@ def set_gauges(metrics: Metrics, snapshot: Snapshot, admission: AdmissionControl
     metrics.bytes_full.set(occupancy.bytes_full)
     metrics.active_memory.set(snapshot.active_memory)
     metrics.prompt_memory.set(snapshot.prompt_memory)
+    if snapshot.speculation is not None:
+        metrics.draft_length.set(snapshot.speculation.length)
+        metrics.draft_tokens_per_pass.set(snapshot.speculation.tokens_per_pass)
+        metrics.draft_gain.set(snapshot.speculation.gain or 0)
 
 
 def memory_report(worker: Worker, admission: AdmissionController, metrics: Metrics) -> dict[str, Any]:
@@ -52,6 +56,7 @@ def memory_report(worker: Worker, admission: AdmissionController, metrics: Metri
         "active_memory": snapshot.active_memory,
         "prompt_memory": snapshot.prompt_memory,
         "keeps_prompts": worker.keeps_prompts,
+        "drafts": None if snapshot.speculation is None else snapshot.speculation.figures(),
     }
 
 

@@ -34,6 +34,9 @@ class Metrics:
         self.prefix_hits = counter("prefix_hits", "Prompts of which a beginning had been read before.")
         self.prefix_misses = counter("prefix_misses", "Prompts of which nothing was there.")
         self.evicted = counter("tokens_evicted", "Tokens that budgets evicted, by the busiest layer of each row.")
+        self.drafted = counter("draft_tokens", "Tokens that were drafted.")
+        self.accepted = counter("draft_tokens_accepted", "Drafted tokens that were right.")
+        self.draft_passes = counter("draft_passes", "Passes of the model where it speculates, each of all rows.")
         self.engine_failures = counter("engine_failures", "Errors that ended all rows; the engine was made anew.")
         self.first_token = Histogram(
             "mlx_kv_time_to_first_token_seconds",
@@ -51,6 +54,9 @@ class Metrics:
         self.rows = gauge("rows", "Requests that are being read or decoded.")
         self.waiting = gauge("requests_waiting", "Requests that wait for a row.")
         self.tokens_per_second = gauge("tokens_per_second", "Tokens generated per second, in the last 10 seconds.")
+        self.draft_length = gauge("draft_length", "Tokens that were drafted for a row in the last pass, at the most.")
+        self.draft_tokens_per_pass = gauge("draft_tokens_per_pass", "Tokens that a row got of a pass, on average.")
+        self.draft_gain = gauge("draft_gain", "How many times as fast as without drafts; 0 where nobody can tell.")
         self.bytes_live = gauge(
             "kv_bytes_live", "Bytes of keys and values that can still be seen, of rows that decode."
         )

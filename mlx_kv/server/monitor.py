@@ -9,10 +9,12 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
 
+from mlx_kv.generation.speculation.statistics import SpeculationStatistics
 from mlx_kv.server.job import Job, Snapshot
 from mlx_kv.server.metrics import Metrics
 from mlx_kv.server.occupancy import BatchOccupancy, occupancy_of, tokens_evicted
@@ -33,6 +35,8 @@ class Monitor:
         self._metrics, self._evicts = metrics, evicts
         self._updated, self._watched = 0.0, -WATCHED_FOR
         self._generated: deque[tuple[float, int]] = deque()  # when, and how many tokens
+        self._drafts_of: SpeculationStatistics | None = None
+        self._drafted = SpeculationStatistics()  # of it, as far as it was counted
         self.snapshot = Snapshot()
 
     def watch(self) -> Snapshot:
@@ -65,13 +69,20 @@ class Monitor:
         """Whether it is time for a snapshot; it is, at once, when the last row has ended."""
         return time.monotonic() - self._updated >= UPDATE_EVERY or (idle and bool(self.snapshot.decoding))
 
-    def update(self, decoding: Sequence[Job], caches: Sequence[Any], prompt_memory: int) -> None:
+    def update(
+        self,
+        decoding: Sequence[Job],
+        caches: Sequence[Any],
+        prompt_memory: int,
+        speculation: SpeculationStatistics | None = None,
+    ) -> None:
         """Makes a snapshot.
 
         Args:
             decoding: the jobs that are rows of the caches, in their order.
             caches: of the batch, one for each layer; none where nothing decodes or waits.
             prompt_memory: bytes of prompts that are kept.
+            speculation: of the engine, if it drafts.
         """
         self._updated = now = time.monotonic()
         while self._generated and now - self._generated[0][0] > RATE_OVER:
@@ -81,4 +92,16 @@ class Monitor:
             rate = sum(tokens for _, tokens in self._generated) / max(1.0, now - self._generated[0][0])
         occupancy = occupancy_of(caches, now - self._watched < WATCHED_FOR) if caches else BatchOccupancy()
         generated = tuple(len(job.answer) for job in decoding)
-        self.snapshot = Snapshot(occupancy, tuple(decoding), generated, rate, mx.get_active_memory(), prompt_memory)
+        memory = mx.get_active_memory()
+        drafted = None if speculation is None else self._count_drafted(speculation)
+        self.snapshot = Snapshot(occupancy, tuple(decoding), generated, rate, memory, prompt_memory, drafted)
+
+    def _count_drafted(self, speculation: SpeculationStatistics) -> SpeculationStatistics:
+        """Counts what is new, and returns what is known now: it goes on in the thread of the engine."""
+        now = replace(speculation, caches=[])
+        counted = self._drafted if self._drafts_of is speculation else SpeculationStatistics()  # an engine made anew
+        self._metrics.drafted.inc(now.drafted - counted.drafted)
+        self._metrics.accepted.inc(now.accepted - counted.accepted)
+        self._metrics.draft_passes.inc(now.rounds - counted.rounds)
+        self._drafts_of, self._drafted = speculation, now
+        return now

@@ -227,7 +227,7 @@ class Worker:
         idle = not self._active and not self._waiting
         if self._monitor.due(idle):
             rows, caches = ([], []) if idle else (self._decoding, self._engine.caches)
-            self._monitor.update(rows, caches, self._prompt_memory.nbytes)
+            self._monitor.update(rows, caches, self._prompt_memory.nbytes, self._engine.speculation)
 
     def _read_inbox(self) -> None:
         """Does what was asked for; waits for it where there is nothing else to do."""

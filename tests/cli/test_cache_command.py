@@ -101,7 +101,7 @@ def test_a_file_of_mlx_lm_is_gone_on_from(call: Any, tmp_path: Path, reference: 
 
 @pytest.mark.parametrize("options", POLICY_OPTIONS)
 def test_drafts_without_a_model_go_on_from_a_file(options: str, call: Any, tmp_path: Path) -> None:
-    """The file knows nothing of drafts, and the drafter its text: the prompt alone has nothing to be found."""
+    """The file knows nothing of drafts; the drafter knows its text: the prompt alone has nothing that came before."""
     path, prompt = tmp_path / "p.safetensors", "\n\n\n@dataclass"
     assert call("cache", "--prompt", TEXT, "--output", path, *POLICY_OPTIONS[options]).code == 0
     common = ("generate", "--prompt-cache-file", path, "--prompt", prompt, "--max-tokens", "4", "--json")

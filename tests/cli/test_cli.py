@@ -117,6 +117,8 @@ def test_drafts_without_a_model_change_the_speed_and_not_the_text(drafter: str, 
     assert drafted["tokens"] == plain["tokens"]
     assert "drafted" not in plain
     assert 0 < drafted["accepted"] <= drafted["drafted"]
+    assert drafted["tokens_per_pass"] == round(30 / drafted["passes"], 2) > 1
+    assert {"draft_length", "draft_gain"} <= drafted.keys()
     sampled = ("--temp", "0.5", "--seed", "3")
     plain, drafted = (json.loads(command(*common, *more, *sampled).out) for more in ((), ("--draft", drafter)))
     assert drafted["tokens"] == plain["tokens"]

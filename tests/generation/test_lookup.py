@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mlx_kv.generation.speculation.drafters import DrafterContext
@@ -112,6 +112,7 @@ def test_an_automaton_has_all_substrings_and_no_others(text: list[int]) -> None:
             assert automaton.ends[state] in places(text, word)
 
 
+@example([(True, [0, 1, 2]), (False, [2]), (True, [2, 1, 2, 0]), (False, [0])])  # split twice, where it stands
 @given(st.lists(st.tuples(st.booleans(), st.lists(st.integers(0, 2), min_size=1, max_size=12)), max_size=12))
 def test_a_match_in_a_text_that_grows_meanwhile(parts: list[tuple[bool, list[int]]]) -> None:
     """States are split under it. What it says is there; as much as came since the other last grew is found for sure."""
@@ -219,6 +220,7 @@ def test_rows_that_come_and_go(rng: random.Random, kind: type[LookupDrafter], al
             text += got
 
 
+@example([1, 1], 3)
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=30), st.integers(2, 24))
 def test_recent_answers_are_bounded(lengths: list[int], most: int) -> None:
     recent, token = RecentAnswers(most), 0
@@ -239,6 +241,14 @@ def test_the_most_recent_place_is_taken() -> None:
         assert proposed(drafter, 1) == [[8]]
 
 
+@pytest.mark.parametrize("kind", [NgramDrafter, SuffixDrafter])
+def test_rows_that_stay_keep_their_texts(kind: type[LookupDrafter]) -> None:
+    drafter = made(kind)
+    drafter.join([[row, row + 10, row + 20, row, row + 10] for row in range(4)], [])
+    drafter.keep([3, 1])
+    assert proposed(drafter, 1) == [[23], [21]]
+
+
 def test_a_continuation_goes_on_in_a_circle() -> None:
     drafter = made(NgramDrafter)
     drafter.join([[9, 1, 2, 3, 1, 2, 3, 1, 2]], [])
@@ -249,11 +259,11 @@ def test_a_continuation_goes_on_in_a_circle() -> None:
 def test_an_answer_is_drafted_from_that_of_another_row() -> None:
     """From its first token on, where prompts end alike; and only from rows that are gone."""
     drafter, prompt, answer = made(SuffixDrafter), [50, 51, 52, 53], [*range(1, 40)]
-    drafter.join([prompt, [60, *prompt[1:]]], [])
-    drafter.accepted([answer, [90]])
+    drafter.join([prompt, [60, *prompt[1:]], [61]], [])
+    drafter.accepted([answer, [90], [62, 63]])
     drafter.join([[70, *prompt[1:]]], [])
-    assert proposed(drafter, 10)[2] == []
-    drafter.keep([1])
+    assert proposed(drafter, 10)[3] == []
+    drafter.keep([1])  # the third one's answer comes after the first one's
     drafter.join([[70, *prompt[1:]]], [])
     assert proposed(drafter, 10) == [[], answer[:3]]
     drafter.accepted([[91], answer[:20]])

@@ -72,6 +72,14 @@ def test_rows_get_what_they_get_without_drafts(case: str, sampler: TemperatureSa
         assert counts.drafted > counts.accepted >= (sampler is None), "some drafts are to be right, and some wrong"
 
 
+@pytest.mark.chosen_length
+@pytest.mark.parametrize("drafter", LOOKUPS)
+def test_rows_get_the_same_whatever_length_is_chosen(drafter: str) -> None:
+    model = make_model("llama")
+    wanted = by_row(batch_generate(model, None, PROMPTS, None, 60))
+    assert by_row(batch_generate(model, None, PROMPTS, None, 60, drafter=drafter)) == wanted
+
+
 def plain(model: nn.Module, policy: CachePolicy | None, prompt: list[int], length: int, seed: int | None) -> list[int]:
     """One sequence alone, by mlx-lm's loop."""
     engine = make_engine(model, set(), policy, 1)

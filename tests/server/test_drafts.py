@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from serving import ENDS, LONG, PLENTY, SOURCE, cached, running
+from prometheus_client.parser import text_string_to_metric_families
+from serving import ENDS, LONG, PLENTY, SOURCE, Running, cached, running
 
-from mlx_kv import CachePolicy, PromptStore
+from mlx_kv import CachePolicy, PromptStore, SpeculationStatistics
 from mlx_kv.generation.speculation.drafters.suffix import SuffixDrafter
 from mlx_kv.generation.speculation.settings import DraftSettings
+from mlx_kv.server.metrics import Metrics
+from mlx_kv.server.monitor import Monitor
 from mlx_kv.server.worker import Models
 
 
@@ -64,16 +67,51 @@ def test_prompts_that_were_kept_without_drafts_serve_with_them(policy: CachePoli
 
 
 def test_the_same_again_comes_of_its_first_answer() -> None:
-    """From recent answers: of the second, passes are a fraction of tokens."""
+    """From recent answers: of the second, passes are a fraction of tokens. And what was drafted is shown."""
     with running(drafting=DraftSettings("auto")) as server:
         first = server.complete(SOURCE[:500], 60)
-        passes = _passes(server)
+        before = drafts(server)
         assert server.complete(SOURCE[:500], 60) == first
-        assert _passes(server) - passes < 20
+        after = drafts(server)
+        assert after["passes"] - before["passes"] < 20
+        assert after["accepted"] - before["accepted"] > 40
+        assert after["tokens_per_pass"] > before["tokens_per_pass"] >= 1
         with running() as plain:
             assert plain.complete(SOURCE[:500], 60) == first
+            assert drafts(plain) is None
 
 
-def _passes(server: Any) -> int:
+def drafts(server: Running) -> Any:
+    """What the page shows when the last row has ended, which /metrics says, too."""
     server.wait_until_empty()
-    return int(server.worker._engine._statistics.rounds)
+    server.wait_until(lambda: server.worker.snapshot.speculation == server.worker._engine.speculation)
+    shown = server.http.get("/memory").json()["drafts"]
+    said = {
+        sample.name: sample.value
+        for family in text_string_to_metric_families(server.http.get("/metrics").text)
+        for sample in family.samples
+        if sample.name.startswith("mlx_kv_draft") and not sample.name.endswith("created")
+    }
+    if shown is None:
+        assert set(said.values()) == {0}
+        return None
+    assert said == {
+        "mlx_kv_draft_tokens_total": shown["drafted"],
+        "mlx_kv_draft_tokens_accepted_total": shown["accepted"],
+        "mlx_kv_draft_passes_total": shown["passes"],
+        "mlx_kv_draft_length": shown["draft_length"],
+        "mlx_kv_draft_tokens_per_pass": pytest.approx(shown["tokens_per_pass"], abs=0.01),
+        "mlx_kv_draft_gain": pytest.approx(shown["draft_gain"] or 0, abs=0.01),
+    }
+    return shown
+
+
+def test_an_engine_that_is_made_anew_counts_on() -> None:
+    metrics = Metrics()
+    monitor = Monitor(metrics, evicts=False)
+    for statistics in (SpeculationStatistics(rounds=3, drafted=9, accepted=4), SpeculationStatistics(rounds=1)):
+        for _ in range(2):
+            monitor.update([], [], 0, statistics)
+            statistics.drafted += 1
+    assert [metrics.total(name) for name in ("draft_tokens", "draft_tokens_accepted", "draft_passes")] == [11, 4, 4]
+    assert monitor.snapshot.speculation == SpeculationStatistics(rounds=1, drafted=1)

@@ -25,11 +25,10 @@ class DraftSettings:
         num_draft_tokens: for each pass of the model, at the most; None is 3, and 10 of a drafter that looks into text.
         prompt_lookup_min, prompt_lookup_max: tokens that must be alike for a drafter that looks into text, and that
             `ngram` looks for at the most.
-
         draft_length: "chosen" drafts as many of them as have paid so far, or none (`pacing`); "fixed" all, always.
 
     Raises:
-        ValueError: a number below 1, a minimum above the maximum, or a name that no drafter has.
+        ValueError: a number below 1, a minimum above the maximum, or a name that no drafter, or no way to choose, has.
     """
 
     drafter: str | Factory | Drafter | None = None

@@ -53,6 +53,17 @@ class SpeculationStatistics:
         if self.without is not None:
             self.without = None if alone is None else self.without + alone * tokens / len(right)
 
+    def figures(self) -> dict[str, float | int | None]:
+        """What a summary tells, by name: counts, and ratios that are rounded."""
+        return {
+            "drafted": self.drafted,
+            "accepted": self.accepted,
+            "passes": self.rounds,
+            "tokens_per_pass": round(self.tokens_per_pass, 2),
+            "draft_length": self.length,
+            "draft_gain": None if self.gain is None else round(self.gain, 2),
+        }
+
     @property
     def acceptance_rate(self) -> float:
         return self.accepted / self.drafted if self.drafted else 0.0
@@ -61,6 +72,11 @@ class SpeculationStatistics:
     def tokens_per_round(self) -> float:
         """Of all rows together."""
         return self.tokens / self.rounds if self.rounds else 0.0
+
+    @property
+    def tokens_per_pass(self) -> float:
+        """Of one row: the one that the model chose, and those of its draft that were right."""
+        return self.tokens / (self.tokens - self.accepted) if self.tokens else 0.0
 
     @property
     def gain(self) -> float | None:
