@@ -20,6 +20,7 @@ from mlx_kv.generation.speculation.decoder import make_decoder
 from mlx_kv.generation.speculation.drafters import DrafterContext
 from mlx_kv.generation.speculation.drafters.model import ModelDrafter
 from mlx_kv.generation.speculation.joining import NewRow
+from mlx_kv.generation.speculation.settings import DraftSettings
 
 UNBATCHED = ("gemma2", "llama4")  # mlx-lm's models are not made for rows of different lengths
 BATCHED = sorted(set(FAMILIES) - set(UNBATCHED))
@@ -236,7 +237,7 @@ def test_sampling_follows_the_models_distribution() -> None:
 def test_memory_of_rows_that_have_left_is_given_back() -> None:
     model = make_model("llama")
     drafter = ModelDrafter(DrafterContext(model, VOCAB, 2, make_model("llama", seed=1)))
-    decoder = make_decoder(model, CachePolicy(), None, drafter, 2)
+    decoder = make_decoder(model, CachePolicy(), None, DraftSettings(drafter, 2))
     assert decoder.read_on(decoder.begin([NewRow(PROMPTS[0], 10)] * 8))
     whole = cache_statistics(decoder.target.caches).bytes_allocated
     decoder.keep([3])

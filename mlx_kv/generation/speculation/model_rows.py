@@ -16,10 +16,11 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_kv.cache.layout import Budget
 from mlx_kv.generation.prefill import prefill_step, read_ragged
 from mlx_kv.mlxlm.convert import make_prompt_cache
 from mlx_kv.mlxlm.recurrent import announce, is_recurrent, with_checkpoints
-from mlx_kv.mlxlm.traverse import leaves
+from mlx_kv.mlxlm.traverse import leaves, places_of
 from mlx_kv.mlxlm.trimming import can_trim, trim_prompt_cache
 from mlx_kv.policy import CachePolicy
 
@@ -51,6 +52,7 @@ class ModelRows:
         self._limits = longest, checkpoints
         # Making caches may try out what a model's attention can read: it is done once, rows get copies.
         self._empty = with_checkpoints(make_prompt_cache(model, policy, strict=False), *self._limits)
+        self._evicts = policy.budget is not None
         self.caches: list[Any] = []
         self.pending: list[list[int]] = []
         self._drafted: list[int] = []  # of each row, how many in the pass that is to be accepted
@@ -86,8 +88,8 @@ class ModelRows:
         """One pass over some tokens of each row, any number from 1 up: logits (B, longest, V)."""
         return read_ragged(self.model, self.caches, rows)
 
-    def step(self, tokens: mx.array) -> mx.array:
-        """One pass over one token of each row, (B,): logits (B, V)."""
+    def follow(self, tokens: mx.array) -> mx.array:
+        """One pass over a token of each row, (B,): logits (B, V)."""
         announce(self.caches, [1] * len(self.pending))
         logits: mx.array = self.model(tokens[:, None], cache=self.caches)
         return logits[:, -1]
@@ -111,10 +113,41 @@ class ModelRows:
         places = mx.minimum(mx.array(first)[:, None] + mx.arange(most), logits.shape[1] - 1)
         return mx.take_along_axis(logits, places[..., None], axis=1)
 
-    @property
-    def may_draft(self) -> list[bool]:
-        """Of each row, whether the next pass is to have drafts; if not, so many tokens wait that they come first."""
-        return [len(own) <= self._most_waiting for own in self.pending]
+    def most_drafts(self, most: int) -> list[int]:
+        """How many drafted tokens the next pass can read of each row, `most` of them or fewer.
+
+        None where too many tokens wait: after a pass over those alone, none do.
+        """
+        room = [most if len(own) <= self._most_waiting else 0 for own in self.pending]
+        if (readable := self._most_to_read()) is not None:
+            pairs = zip(readable, self.pending, strict=True)
+            room = [min(most, max(0, count - len(own))) for most, (count, own) in zip(room, pairs, strict=True)]
+        return room
+
+    def _most_to_read(self) -> list[int] | None:
+        """How many tokens a pass can read of each row, so that evictions come when they would token by token.
+
+        None where nothing is evicted.
+        """
+        if not self._evicts:
+            return None
+        most: list[list[int]] = [[] for _ in self.pending]
+        for cache in leaves(self.caches):
+            for row, (own, index) in enumerate(places_of(cache)):
+                if isinstance(own.view.layout, Budget):
+                    most[row].append(own.view.layout.before_due(own.view.rows[index]))
+        return list(map(min, most)) if all(most) else None
+
+    def step(self, tokens: mx.array | None = None) -> mx.array:
+        """One pass over what is pending, or over tokens (B,) that need not be known yet; nothing is pending then.
+
+        Returns:
+            Logits (B, V) of what comes next, not evaluated.
+        """
+        none = [list[int]() for _ in self.pending]
+        logits = self.verify(none)[:, 0] if tokens is None else self.follow(tokens)
+        self.pending = none
+        return logits
 
     def accepted(self, tokens: Sequence[Sequence[int]]) -> None:
         """What each row got of the pass of `verify`: the drafted tokens that were right, and one that is yet unread."""
@@ -137,7 +170,7 @@ class ModelRows:
         each = [cache.extract(row) for cache in self.caches]
         beyond = behind - len(self.pending[row])
         if beyond < 0:
-            read_ragged(self.model, each, [self.pending[row][:-behind]])
+            read_ragged(self.model, each, [self.pending[row][:-beyond]])
             return each
         if not can_trim(each, beyond):
             return None
