@@ -182,13 +182,10 @@ class Decoder:
         A drafter whose proposals cost nothing is asked in any case. Where a budget evicts, no pass goes beyond the next
         compaction: what is kept then, and so the text, does not depend on how many tokens were drafted.
         """
-        room, waiting = self.target.most_to_draft(), self.target.waiting
-        if room is not None:
-            most = min(most, max(room))
+        room, waiting = self.target.most_drafts(most), self.target.waiting
+        most = max(room)
         if not self.drafter.proposals_cost:
-            proposed = self._drafted(most, choice)
-            if room is not None:
-                proposed = [row[:count] for row, count in zip(proposed, room, strict=True)]
+            proposed = [row[:count] for row, count in zip(self._drafted(most, choice), room, strict=True)]
             length = self.pace.choose(most, waiting, [len(row) for row in proposed])
             if length == 0 or self._ahead is not None:
                 self.pace.unused(proposed)
@@ -196,8 +193,7 @@ class Decoder:
         else:
             length = self.pace.choose(most, waiting)
             drafted = self._drafted(length if self._ahead is None else 0, choice)
-            if room is not None:
-                drafted = [row[:count] for row, count in zip(drafted, room, strict=True)]
+            drafted = [row[:count] for row, count in zip(drafted, room, strict=True)]
         return drafted, length > 0
 
     def _followed(self, choice: Choice, go_on: bool) -> tuple[list[list[int]], mx.array]:

@@ -119,7 +119,7 @@ class ModelRows:
         places = mx.minimum(mx.array(first)[:, None] + mx.arange(most), logits.shape[1] - 1)
         return mx.take_along_axis(logits, places[..., None], axis=1)
 
-    def most_to_read(self) -> list[int] | None:
+    def _most_to_read(self) -> list[int] | None:
         """How many tokens a pass can read of each row, so that evictions come when they would token by token.
 
         None where nothing is evicted.
@@ -133,23 +133,20 @@ class ModelRows:
                     most[row].append(own.view.layout.before_due(own.view.rows[index]))
         return list(map(min, most)) if all(most) else None
 
-    def most_to_draft(self) -> list[int] | None:
-        """How many drafted tokens of each row the next pass can read; None for any number.
+    def most_drafts(self, most: int) -> list[int]:
+        """How many drafted tokens the next pass can read of each row, `most` of them or fewer.
 
-        None at all where so many tokens wait to be read again that they come first.
+        None where too many tokens wait: after a pass over those alone, none do.
         """
-        most = self.most_to_read()
-        if most is None and not self._replays:
-            return None
-        longest = most or [2 * self._most_waiting] * len(self.pending)
-        return [
-            max(0, count - len(own)) if len(own) <= self._most_waiting else 0
-            for count, own in zip(longest, self.pending, strict=True)
-        ]
+        room = [most if len(own) <= self._most_waiting else 0 for own in self.pending]
+        if (readable := self._most_to_read()) is not None:
+            pairs = zip(readable, self.pending, strict=True)
+            room = [min(most, max(0, count - len(own))) for most, (count, own) in zip(room, pairs, strict=True)]
+        return room
 
     def _read_on(self) -> None:
         """Reads what is pending up to the next compaction, where that is not all: it would come too late."""
-        while (most := self.most_to_read()) is not None and any(
+        while (most := self._most_to_read()) is not None and any(
             len(own) > count for own, count in zip(self.pending, most, strict=True)
         ):
             pieces = [own[:count] if len(own) > count else [] for own, count in zip(self.pending, most, strict=True)]
