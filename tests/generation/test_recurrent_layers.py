@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,7 +21,6 @@ from mlx_kv.generation.engine import make_engine
 from mlx_kv.generation.sequence import TokenSequence
 from mlx_kv.generation.speculation import drafters, model_rows
 from mlx_kv.generation.speculation.model_rows import ModelRows
-from mlx_kv.generation.speculation.pacing import Pace
 from mlx_kv.mlxlm import recurrent
 from mlx_kv.mlxlm.recurrent import RecurrentState, recurrent_states, with_checkpoints
 from mlx_kv.mlxlm.traverse import attention_caches
@@ -81,29 +79,6 @@ def test_greedy_is_plain_decoding(family: str, policy: str, rows: int, monkeypat
     assert got == wanted
     assert counts.drafted > counts.accepted > 0.3 * counts.drafted
     assert rows == 1 or family in ALONE or counts.rounds < 0.7 * sum(map(len, wanted)) / 2  # rows share rounds
-
-
-@pytest.mark.chosen_length
-@pytest.mark.parametrize("costs", [False, True])
-@pytest.mark.parametrize(("family", "policy"), [("lfm2", "plain"), ("lfm2", "budget"), ("mamba2", "plain")])
-def test_greedy_is_plain_decoding_whatever_length_is_chosen(
-    family: str, policy: str, costs: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also where nothing is drafted and a step ahead is on its way, after rounds from which something waits."""
-    wanted, draw, chosen = plain(family, policy), random.Random(family), set()
-
-    def choose(self: Pace, most: int, proposed: Any = None) -> int:
-        longest = most if proposed is None else min(most, max(proposed))
-        chosen.add(length := draw.choice([0, 0, min(1, longest), longest]))
-        return length
-
-    monkeypatch.setattr(Pace, "choose", choose)
-    oracle = prophet(wanted)
-    oracle.proposals_cost = costs
-    got, counts = drafted(family, oracle, policy)
-    assert got == wanted
-    assert chosen >= {0, 1, K}
-    assert counts.drafted > counts.accepted > 0
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "lfm2", "mamba"])
