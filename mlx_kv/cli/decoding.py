@@ -122,16 +122,16 @@ def draft_options(function: Command) -> Command:
             help=f"Drafted for each pass, at the most.  [default: {DRAFT_TOKENS}; {LOOKUP_TOKENS} without a model]",
         ),
         click.option(
-            "--prompt-lookup-min",
-            **number,
-            help=f"So many last tokens must have been there before.  [default: {LOOKUP_MIN}]",
-        ),
-        click.option(
             "--draft-length",
             type=click.Choice(("chosen", "fixed")),
             default="chosen",
             show_default=True,
             help="chosen drafts as many of the K tokens as pay, or none; fixed always all of them.",
+        ),
+        click.option(
+            "--prompt-lookup-min",
+            **number,
+            help=f"So many last tokens must have been there before.  [default: {LOOKUP_MIN}]",
         ),
         click.option("--prompt-lookup-max", **number, help=f"ngram looks for so many.  [default: {LOOKUP_MAX}]"),
     )
