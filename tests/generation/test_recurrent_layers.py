@@ -81,6 +81,21 @@ def test_greedy_is_plain_decoding(family: str, policy: str, rows: int, monkeypat
     assert rows == 1 or family in ALONE or counts.rounds < 0.7 * sum(map(len, wanted)) / 2  # rows share rounds
 
 
+@pytest.mark.parametrize("family", TOGETHER)
+def test_drafts_without_a_model(family: str) -> None:
+    """Of prompts that repeat themselves, on rings past their wrap where there is attention."""
+    model = shared_family(family)
+    prompts = [[*prompt[:7], *prompt[:7], *prompt[:3]] for prompt in PROMPTS[1:5]]
+    policy = CachePolicy() if family == "mamba2" else POLICIES["ring past its wrap"]
+    wanted = gathered(batch_generate(model, None, prompts, policy, 3 * LENGTH, max_batch_size=4, prefill_step_size=8))
+    for drafter in ("ngram", "suffix"):
+        counts = SpeculationStatistics()
+        rules: dict[str, Any] = {"num_draft_tokens": K, "prefill_step_size": 8, "statistics": counts}
+        told = batch_generate(model, None, prompts, policy, 3 * LENGTH, max_batch_size=4, drafter=drafter, **rules)
+        assert gathered(told) == wanted
+        assert counts.drafted > counts.accepted
+
+
 @pytest.mark.parametrize("family", ["qwen3_next", "lfm2", "mamba"])
 def test_sampled_is_plain_sampling(family: str) -> None:
     wanted = plain(family, temp=0.8)

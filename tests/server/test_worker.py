@@ -56,6 +56,9 @@ class WorkerClient:
         return self.submitted[job.number]
 
 
+WHERE = ("memory", "store")
+
+
 @contextlib.contextmanager
 def worker_at_work(
     reference: Any,
@@ -77,13 +80,21 @@ def worker_at_work(
         worker.stop()
 
 
-@pytest.mark.parametrize("where", ["memory", "store"])
-@pytest.mark.parametrize("family", ["lfm2", "falcon_h1", "gemma3_text", "gpt_oss"])
-def test_prompts_of_other_families_are_found_again(family: str, where: str, reference: Any, tmp_path: Path) -> None:
-    """Recurrent state serves exactly what it has read; windows and sinks go back as far as they can."""
+@pytest.mark.parametrize(
+    ("family", "where", "draft"),
+    [
+        *[(family, where, False) for family in ("lfm2", "falcon_h1", "gemma3_text", "gpt_oss") for where in WHERE],
+        ("lfm2", "memory", True),
+        ("falcon_h1", "store", True),
+    ],
+)
+def test_prompts_of_other_families_are_found_again(
+    family: str, where: str, draft: bool, reference: Any, tmp_path: Path
+) -> None:
+    """Recurrent state serves exactly what it has read, drafts or not; windows and sinks go back as far as they can."""
     store = {"prompt_memory_bytes": 0, "open_store": lambda models: PromptStore(tmp_path)} if where == "store" else {}
     with (
-        worker_at_work(reference, family, prefill_step_size=64, **store) as kept,
+        worker_at_work(reference, family, draft=draft, prefill_step_size=64, **store) as kept,
         worker_at_work(reference, family, prompt_memory_bytes=0, prefill_step_size=64) as anew,
     ):
         first = kept.ask(PROMPT)

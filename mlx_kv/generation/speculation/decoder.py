@@ -165,7 +165,7 @@ class Decoder:
             self.pace.judged([len(row) for row in drafted], right)
         else:
             drafted, right = [[] for _ in drafted], [0] * len(drafted)
-            got, logprobs = self._followed(choice, go_on=most > 1 and not wanted)
+            got, logprobs = self._followed(choice, go_on=most > 1 and not wanted and not waiting)
         self._take(got)
         longest = max(map(len, drafted))
         seconds = time.perf_counter() - started
