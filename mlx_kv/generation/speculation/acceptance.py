@@ -38,7 +38,9 @@ class Choice:
                 with which the model will choose; of a sampler that is no `SeededSampler`, it is the likeliest token.
         """
         noise = self._noise(self._most + 1)
-        return self._chosen(normalized(logits), None if noise is None else noise[:, ahead])
+        if noise is None:
+            return mx.argmax(logits, axis=-1)  # of the vocabulary's logarithm a guess has no use
+        return self._chosen(normalized(logits), noise[:, ahead])
 
     def accept(self, drafted: Sequence[Sequence[int]], logprobs: mx.array) -> list[tuple[int, int]]:
         """For each row, how many of its drafted tokens are right, and the token that the model chose after them.
