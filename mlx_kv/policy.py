@@ -39,7 +39,9 @@ class CachePolicy:
         max_write: the longest write that rings plan for. Longer ones lose nothing, but attention reads a copy then.
             With a budget, the longest write that memory is planned for. While writes are shorter, as in decoding,
             rings and budgets give the room for it back.
-        max_rollback: tokens that rings must be able to take back at any time; the last write they always can.
+        max_rollback: tokens that rings must be able to take back at any time; the last write they always can. Recurrent
+            state holds what it was before its last passes, as far as that goes back: while tokens are read one by one
+            it can take back any number up to this, and holds so many states beside that of now.
         budget: full-attention layers keep so many tokens, those that matter most. Instead of max_kv_size.
         codec: instead of bits, how tensors are stored, as in `KVCache`.
         keep_recent, sinks, score, share, margin: as in `CompressedKVCache`. `sinks` also counts for max_kv_size.

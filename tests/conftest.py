@@ -51,6 +51,15 @@ def reference() -> tuple[nn.Module, Any]:
     return load(model_path("reference"))
 
 
+@pytest.fixture(autouse=True)
+def _all_that_may_be_is_drafted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How many tokens are drafted would follow from how busy the machine is; `chosen_length` marks tests of that."""
+    if request.node.get_closest_marker("chosen_length") is None:
+        from mlx_kv.generation.speculation import decoder, pacing
+
+        monkeypatch.setattr(decoder, "Pace", lambda most, free, fixed: pacing.Pace(most, free, True))
+
+
 @pytest.fixture(scope="session")
 def draft() -> nn.Module:
     """The draft model that goes with the reference model."""

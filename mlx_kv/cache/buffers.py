@@ -16,6 +16,7 @@ from mlx_kv.cache.codecs import Codec, Planes, alike
 from mlx_kv.cache.layout import Plan, Ranges
 
 MOVED_BYTES = 2**20  # that are read before they are written to where they go
+COPIED_BYTES = 2**20  # up to which a copy costs less than a wait
 
 Moves = list[tuple[int, int, int]]  # of a row: slot, new slot, slots of each contiguous piece
 # Rows, heads, head dim and dtype: what must agree for a tensor to fit into a buffer.
@@ -237,7 +238,8 @@ def move_slots(buffers: Sequence[SlotBuffer], source: mx.array, target: mx.array
     for i in range(0, index.shape[2], some):
         which, to = index[:, :, i : i + some].reshape(-1), target[:, :, i : i + some, None]
         taken = [plane.reshape(-1, plane.shape[3])[which].reshape(rows, heads, -1, plane.shape[3]) for plane in words]
-        mx.eval(taken)  # a pending read of the buffer would make the write below copy it whole
+        if sum(plane.nbytes for plane in words) > COPIED_BYTES:
+            mx.eval(taken)  # a pending read of the buffer would make the write below copy it whole
         for number, new in enumerate(taken):
             words[number] = mx.put_along_axis(words[number], mx.broadcast_to(to, new.shape), new, axis=2)
         mx.async_eval(words)  # type: ignore[no-untyped-call]  # before the next takes memory

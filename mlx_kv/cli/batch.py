@@ -17,10 +17,9 @@ from typing import IO, TYPE_CHECKING, Any, BinaryIO, Literal
 
 import click
 
-from mlx_kv.bundled import draft_path, model_path
+from mlx_kv.bundled import model_path
 from mlx_kv.cli.decoding import Decoding, decoding_options
 from mlx_kv.cli.options import make_policy, model_option, policy_options
-from mlx_kv.generation.speculation import DRAFT_TOKENS
 
 if TYPE_CHECKING:
     from mlx_kv.cli.batch_input import InputScan
@@ -31,6 +30,7 @@ EXAMPLES = """
 Examples:
   mlx-kv batch --prompts prompts.jsonl --output answers.jsonl
   mlx-kv batch --prompts prompts.jsonl --output answers.jsonl --max-batch-size 16 --kv-bits 8
+  mlx-kv batch --prompts prompts.jsonl --output answers.jsonl --draft suffix
   mlx-kv batch --prompts prompts.jsonl --output answers.jsonl --draft-model reference
   mlx-kv batch --prompts prompts.jsonl --output answers.jsonl --max-tokens 64 --overwrite
   generate-prompts | mlx-kv batch --prompts - --output - | sort-answers
@@ -94,7 +94,7 @@ def batch(
     both = "-" not in (prompts_file, output_file)
     if both and os.path.exists(output_file) and os.path.samefile(output_file, prompts_file):
         raise click.UsageError(f"--output {output_file} is the file of prompts: give another one")
-    policy = make_policy(**settings)  # refuses bad settings before anything is loaded
+    policy, drafts = make_policy(**settings), decoding.drafting.settings  # refuses bad ones before anything is loaded
 
     from mlx_kv.cli.batch_input import InputFile
     from mlx_kv.cli.batch_output import OutputFile, OutputStream
@@ -132,17 +132,16 @@ def batch(
         from mlx_kv.mlxlm.loading import load
 
         network, tokenizer = load(model_path(model))
-        drafting = None if decoding.draft_model is None else load(draft_path(decoding.draft_model))[0]
-        speculation = None if drafting is None else SpeculationStatistics()
+        speculation = SpeculationStatistics() if decoding.drafting.asked else None
         engine = make_engine(
             network,
             set(tokenizer.eos_token_ids),
             policy,
             max_batch_size,
             decoding.prefill_step_size,
-            drafting,
-            DRAFT_TOKENS if decoding.num_draft_tokens is None else decoding.num_draft_tokens,
-            speculation,
+            decoding.drafting.load_model(),
+            statistics=speculation,
+            **vars(drafts),
         )
         if scan.changed:
             with written(where):

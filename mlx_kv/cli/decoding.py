@@ -7,36 +7,85 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
+from mlx_kv.bundled import draft_path
 from mlx_kv.cli.options import Command, FiniteRange, applied
 from mlx_kv.cli.prompt import prefill_option
-from mlx_kv.generation.speculation import DRAFT_TOKENS
+from mlx_kv.generation.speculation import DRAFT_TOKENS, LOOKUP_MAX, LOOKUP_MIN, LOOKUP_TOKENS
 
 if TYPE_CHECKING:
-    from mlx_kv.generation.sampling import TemperatureSampler
+    import mlx.nn as nn
 
-draft_option = click.option(
-    "--draft-model", metavar="PATH_OR_HUB_ID", help="Speculate with this model; `reference`: the bundled draft."
-)
+    from mlx_kv.generation.sampling import TemperatureSampler
+    from mlx_kv.generation.speculation.settings import DraftSettings
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """What `draft_options` say; each attribute is an option."""
+
+    draft: str | None
+    draft_model: str | None
+    num_draft_tokens: int | None
+    prompt_lookup_min: int | None
+    prompt_lookup_max: int | None
+    draft_length: Literal["chosen", "fixed"]
+
+    def __post_init__(self) -> None:
+        if self.draft == "model" and self.draft_model is None:
+            raise click.UsageError("--draft model drafts with a model: give --draft-model")
+        if not self.asked and self.num_draft_tokens is not None:
+            raise click.UsageError("--num-draft-tokens needs --draft or --draft-model")
+        for name in ("prompt_lookup_min", "prompt_lookup_max"):
+            if getattr(self, name) is not None and self.draft in (None, "model"):
+                raise click.UsageError(f"--{name.replace('_', '-')} needs --draft ngram, suffix or auto")
+        if self.draft in ("ngram", "suffix", "auto") and self.draft_model is not None:
+            raise click.UsageError(f"--draft {self.draft} drafts without a model: leave out --draft-model, or --draft")
+
+    @property
+    def asked(self) -> bool:
+        """Whether anything is to be drafted."""
+        return self.draft is not None or self.draft_model is not None
+
+    @property
+    def settings(self) -> DraftSettings:
+        """The same, in terms of the library.
+
+        Raises:
+            ValueError: numbers that cannot be, or a name that no drafter has.
+        """
+        from mlx_kv.generation.speculation.settings import DraftSettings
+
+        least, most = self.prompt_lookup_min, self.prompt_lookup_max
+        return DraftSettings(
+            self.draft,
+            self.num_draft_tokens,
+            LOOKUP_MIN if least is None else least,
+            LOOKUP_MAX if most is None else most,
+            self.draft_length,
+        )
+
+    def load_model(self) -> nn.Module | None:
+        """The draft model, if there is to be one."""
+        if self.draft_model is None:
+            return None
+        from mlx_kv.mlxlm.loading import load
+
+        return load(draft_path(self.draft_model))[0]
 
 
 @dataclass(frozen=True)
 class Decoding:
-    """What `decoding_options` say; each attribute is an option."""
+    """What `decoding_options` say; each attribute but `drafting` is an option."""
 
     temp: float
     top_p: float
     seed: int | None
     prefill_step_size: int | None
-    draft_model: str | None
-    num_draft_tokens: int | None
-
-    def __post_init__(self) -> None:
-        if self.num_draft_tokens is not None and self.draft_model is None:
-            raise click.UsageError("--num-draft-tokens needs --draft-model")
+    drafting: Drafting
 
     @property
     def sampler(self) -> TemperatureSampler | None:
@@ -44,6 +93,48 @@ class Decoding:
         from mlx_kv.generation.sampling import TemperatureSampler
 
         return TemperatureSampler(self.temp, self.top_p) if self.temp > 0 else None
+
+
+def draft_options(function: Command) -> Command:
+    """Who drafts, for the commands that speculate: they get a `Drafting`."""
+
+    @functools.wraps(function)
+    def command(**given: Any) -> None:
+        drafting = Drafting(**{each.name: given.pop(each.name) for each in fields(Drafting)})
+        function(drafting=drafting, **given)
+
+    number: dict[str, Any] = {"type": int, "metavar": "N"}
+    options = (
+        click.option(
+            "--draft",
+            metavar="NAME",
+            help="Speculate: ngram and suffix look into the text for what may come next, auto is the better of them, "
+            "model is --draft-model; packages bring others. The text stays the same.",
+        ),
+        click.option(
+            "--draft-model", metavar="PATH_OR_HUB_ID", help="Speculate with this model; `reference`: the bundled draft."
+        ),
+        click.option(
+            "--num-draft-tokens",
+            type=int,
+            metavar="K",
+            help=f"Drafted for each pass, at the most.  [default: {LOOKUP_TOKENS}; {DRAFT_TOKENS} by a model]",
+        ),
+        click.option(
+            "--prompt-lookup-min",
+            **number,
+            help=f"So many last tokens must have been there before.  [default: {LOOKUP_MIN}]",
+        ),
+        click.option(
+            "--draft-length",
+            type=click.Choice(("chosen", "fixed")),
+            default="chosen",
+            show_default=True,
+            help="chosen drafts as many of the K tokens as pay, or none; fixed always all of them.",
+        ),
+        click.option("--prompt-lookup-max", **number, help=f"ngram looks for so many.  [default: {LOOKUP_MAX}]"),
+    )
+    return applied(options, command)
 
 
 def decoding_options(function: Command) -> Command:
@@ -59,9 +150,6 @@ def decoding_options(function: Command) -> Command:
         click.option("--top-p", type=FiniteRange(0, 1, min_open=True), default=1.0, show_default=True, metavar="P"),
         click.option("--seed", type=click.IntRange(0, 2**64 - 1), metavar="N", help="Makes sampling repeatable."),
         prefill_option(),
-        draft_option,
-        click.option(
-            "--num-draft-tokens", type=int, metavar="K", help=f"Drafted for each pass.  [default: {DRAFT_TOKENS}]"
-        ),
+        draft_options,
     )
     return applied(options, command)

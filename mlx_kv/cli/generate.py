@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from mlx_kv.bundled import draft_path, model_path
+from mlx_kv.bundled import model_path
 from mlx_kv.cli.cache import load_for, tokens_read
 from mlx_kv.cli.decoding import Decoding, decoding_options
 from mlx_kv.cli.options import human_bytes, make_policy, model_option, policy_options, tokens_line
@@ -25,6 +25,7 @@ Examples:
   mlx-kv generate --prompt-file notes.py --kv-bits 8 --max-tokens 400
   git show | mlx-kv generate - --temp 0.7 --top-p 0.9 --seed 1
   mlx-kv generate --prompt-file notes.py --kv-budget 256 --kv-score key_diff
+  mlx-kv generate --prompt-file notes.py --draft suffix
   mlx-kv generate --prompt-file notes.py --draft-model reference
   mlx-kv generate --prompt-cache-file notes.safetensors --prompt "def main():"
   mlx-kv generate --model mlx-community/Qwen3-0.6B-4bit --prompt "Hello" --json
@@ -34,7 +35,9 @@ Examples:
 def check_cache_file(policy: dict[str, Any], draft_model: str | None) -> None:
     """Refuses what cannot go with --prompt-cache-file."""
     if draft_model is not None:
-        raise click.UsageError("--prompt-cache-file has no caches of a draft model: leave out --draft-model")
+        raise click.UsageError(
+            "--prompt-cache-file has no caches of a draft model: leave out --draft-model, or give --draft suffix"
+        )
     ctx = click.get_current_context()
     given = [name for name in policy if ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE]
     if given:
@@ -75,10 +78,11 @@ def generate(
     The prompt is --prompt, the content of --prompt-file, or stdin for a lone -. With --prompt-cache-file it follows
     the one that was kept.
     """
+    drafting = decoding.drafting
     if prompt_cache_file is not None:
-        check_cache_file(policy, decoding.draft_model)
+        check_cache_file(policy, drafting.draft_model)
     text = read_prompt(prompt, prompt_file, source)
-    cache_policy = make_policy(**policy)  # refuses bad settings before anything is loaded
+    cache_policy, drafts = make_policy(**policy), drafting.settings  # refuses bad settings before anything is loaded
 
     from mlx_kv.generation.encoding import encode_ending, encode_text, speaks_chat
     from mlx_kv.generation.prefill import prefill_step
@@ -90,10 +94,10 @@ def generate(
     from mlx_kv.mlxlm.loading import load
 
     network, tokenizer = load(model_path(model))
-    already = 0  # tokens that the caches have read
+    already, before = 0, list[int]()  # tokens that the caches have read, and which, as far as they are known
     if prompt_cache_file is not None:
         file = load_for(prompt_cache_file, network, tokenizer, model)
-        caches, already = file.caches, tokens_read(file)
+        caches, already, before = file.caches, tokens_read(file), file.tokens or []
         tokens = encode_ending(tokenizer, text, speaks_chat(tokenizer, ignore_chat_template))
     else:
         tokens = encode_text(tokenizer, text, plain=ignore_chat_template)
@@ -107,20 +111,21 @@ def generate(
     speculation = SpeculationStatistics()
     pieces, ids, response = [], [], None
     if prompt_cache_file is None:
-        caches = make_prompt_cache(network, cache_policy, strict=decoding.draft_model is None)
+        caches = make_prompt_cache(network, cache_policy, strict=not drafting.asked)
     step = prefill_step(network, caches, decoding.prefill_step_size)
-    if decoding.draft_model is not None:
-        drafting, _ = load(draft_path(decoding.draft_model))
-        step = min(step, prefill_step(drafting, make_prompt_cache(drafting), decoding.prefill_step_size))
+    draft = drafting.load_model()
+    if draft is not None:
+        step = min(step, prefill_step(draft, make_prompt_cache(draft), decoding.prefill_step_size))
     with prefill_bar(len(tokens), step) as advance:
         options["prompt_progress_callback"] = advance
-        if decoding.draft_model is None:
+        if not drafting.asked:
             responses = stream_generate(network, tokenizer, tokens, prompt_cache=caches, **options)
         else:
-            options |= {"policy": cache_policy, "statistics": speculation}
-            if decoding.num_draft_tokens is not None:
-                options["num_draft_tokens"] = decoding.num_draft_tokens
-            responses = speculative_generate(network, drafting, tokenizer, tokens, **options)
+            options |= vars(drafts) | {"statistics": speculation}
+            options |= (
+                {"policy": cache_policy} if prompt_cache_file is None else {"prompt_cache": caches, "before": before}
+            )
+            responses = speculative_generate(network, draft, tokenizer, tokens, **options)
             caches = speculation.caches
         for response in responses:
             pieces.append(response.text)
@@ -130,7 +135,7 @@ def generate(
     assert response is not None, "mlx-lm's loop ends with a response"
     held = cache_statistics(caches)
     # The clock of generation starts when the first tokens are there: these alone are no rate.
-    first = speculation.rounds <= 1 if decoding.draft_model is not None else response.generation_tokens == 1
+    first = speculation.rounds <= 1 if drafting.asked else response.generation_tokens == 1
     generation_tps = None if first else response.generation_tps
     if as_json:
         answer = {
@@ -151,7 +156,7 @@ def generate(
             "kv_compaction_seconds": round(held.compaction_seconds, 4),
             "peak_memory_bytes": round(response.peak_memory * 1e9),
         }
-        if decoding.draft_model is not None:
+        if drafting.asked:
             answer |= {"drafted": speculation.drafted, "accepted": speculation.accepted}
         click.echo(json.dumps(answer))
         return
@@ -170,6 +175,6 @@ def generate(
         of_full = f"{held.bytes_live / max(held.bytes_full, 1):.0%} of {human_bytes(held.bytes_full)} for all tokens"
         work = f"{held.tokens_evicted:,} tokens in {held.compactions:,} compactions, {held.compaction_seconds:.3f} s"
         click.echo(f"evicted     {work}; KV cache is {of_full}", err=True)
-    if decoding.draft_model is not None:
+    if drafting.asked:
         share = f"{speculation.accepted:,} of {speculation.drafted:,} ({speculation.acceptance_rate:.0%})"
         click.echo(f"draft       {share} accepted in {speculation.rounds:,} passes of the model", err=True)

@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mlx_kv.bundled import draft_path, model_path
-from mlx_kv.cli.decoding import draft_option
+from mlx_kv.bundled import model_path
+from mlx_kv.cli.decoding import Drafting, draft_options
 from mlx_kv.cli.options import FiniteRange, make_policy, model_option, policy_options
 from mlx_kv.cli.prompt import prefill_option
-from mlx_kv.generation.speculation import DRAFT_TOKENS
 
 if TYPE_CHECKING:
     from mlx_kv.prefixes.store import PromptStore
@@ -29,6 +28,7 @@ EXAMPLES = """
 Examples:
   mlx-kv serve
   mlx-kv serve --model mlx-community/Qwen3-0.6B-4bit --kv-bits 8 --max-batch-size 16
+  mlx-kv serve --draft auto
   mlx-kv serve --kv-budget 256 --draft-model reference --port 9000
   mlx-kv serve --host 0.0.0.0 --api-key-file keys.txt
 \b
@@ -52,10 +52,7 @@ _NUMBER: dict[str, Any] = {"metavar": "N", "show_default": True}
 @click.option("--host", default="127.0.0.1", show_default=True, metavar="ADDRESS", help="Where to listen.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8080, **_NUMBER, help="0 takes a free one.")
 @click.option("--max-batch-size", type=click.IntRange(1), default=16, **_NUMBER, help="Requests at once; more wait.")
-@draft_option
-@click.option(
-    "--num-draft-tokens", type=click.IntRange(1), metavar="K", help=f"Drafted for each pass.  [default: {DRAFT_TOKENS}]"
-)
+@draft_options
 @prefill_option("Prompt tokens of a row read at once.  [default: 2048; on a CPU 512 to 64, as generate]")
 @click.option(
     "--api-key-file",
@@ -108,8 +105,7 @@ def serve(
     host: str,
     port: int,
     max_batch_size: int,
-    draft_model: str | None,
-    num_draft_tokens: int | None,
+    drafting: Drafting,
     prefill_step_size: int | None,
     api_key_file: Path | None,
     allowed_hosts: Sequence[str],
@@ -130,10 +126,8 @@ def serve(
     Requests are batched as they come. It listens on this machine only, unless --host says otherwise. Ctrl-C and SIGTERM
     end it: what is being answered is finished first, or, after another Ctrl-C, ended with an error.
     """
-    if num_draft_tokens is not None and draft_model is None:
-        raise click.UsageError("--num-draft-tokens needs --draft-model")
     keys = [] if api_key_file is None else read_keys(api_key_file)
-    cache_policy = make_policy(**policy)  # refuses bad settings before anything is loaded
+    cache_policy, drafts = make_policy(**policy), drafting.settings  # refuses bad settings before anything is loaded
     try:
         from mlx_kv.server import api, metrics, run, worker
         from mlx_kv.server.access import AccessRules, is_loopback
@@ -146,8 +140,7 @@ def serve(
         from mlx_kv.mlxlm.loading import load
 
         network, tokenizer = load(model_path(model))
-        draft = None if draft_model is None else load(draft_path(draft_model))[0]
-        return worker.Models(network, tokenizer, draft)
+        return worker.Models(network, tokenizer, drafting.load_model())
 
     def open_store(models: Models) -> PromptStore:
         from mlx_kv.prefixes.store import PromptStore
@@ -168,7 +161,7 @@ def serve(
         counters,
         cache_policy,
         max_batch_size,
-        DRAFT_TOKENS if num_draft_tokens is None else num_draft_tokens,
+        drafts,
         prefill_step_size,
         prompt_memory_bytes,
         None if prompt_store is None else open_store,

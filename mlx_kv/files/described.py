@@ -58,6 +58,8 @@ def describe(cache: Any, name: str, arrays: dict[str, mx.array]) -> dict[str, An
     if type(cache) is stock.CacheList:
         members = [describe(member, f"{name}.{index}", arrays) for index, member in enumerate(cache.caches)]
         return {"kind": "list", "members": members}
+    if isinstance(cache, stock.ArraysCache):  # also one that can go back: a file has what it is now
+        return {"kind": stock.ArraysCache.__name__, "state": _in_json(cache.state, name, arrays)}
     if type(cache) in AS_THEY_ARE:
         return {"kind": type(cache).__name__, "state": _in_json(cache.state, name, arrays)}
     raise ValueError(f"cache {name} is a {type(cache).__name__}, which no file can hold: use mlx_kv.make_prompt_cache")

@@ -262,6 +262,8 @@ def _theirs(cache: Any, index: int) -> tuple[str, Any]:
     """The class of mlx-lm, and the state of it, that goes on as this cache would."""
     if type(cache) is stock.CacheList:
         return "CacheList", [tuple(reversed(_theirs(member, index))) for member in cache.caches]
+    if isinstance(cache, stock.ArraysCache):  # also one that can go back: a file has what it is now
+        return stock.ArraysCache.__name__, cache.state
     if not isinstance(cache, KVCache):
         name = type(cache).__name__
         if getattr(stock, name, None) is not type(cache):

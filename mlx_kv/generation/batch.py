@@ -12,12 +12,14 @@ from typing import Any
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from mlx_kv.cache.checks import whole_number
 from mlx_kv.generation.encoding import encode_prompt
 from mlx_kv.generation.engine import Engine, make_engine
 from mlx_kv.generation.sampling import Sampler, derived_seed, sampler_of_sequence
 from mlx_kv.generation.sequence import BatchToken, TokenSequence
-from mlx_kv.generation.speculation import DRAFT_TOKENS
+from mlx_kv.generation.speculation import LOOKUP_MAX, LOOKUP_MIN
 from mlx_kv.generation.speculation.drafters import Drafter, Factory
+from mlx_kv.generation.speculation.settings import DraftLength
 from mlx_kv.generation.speculation.statistics import SpeculationStatistics
 from mlx_kv.mlxlm.loading import context_length
 from mlx_kv.policy import CachePolicy
@@ -30,13 +32,16 @@ def batch_generate(
     policy: CachePolicy | None = None,
     max_tokens: int | Sequence[int] = 256,
     draft_model: nn.Module | None = None,
-    num_draft_tokens: int = DRAFT_TOKENS,
+    num_draft_tokens: int | None = None,
     max_batch_size: int = 8,
     sampler: Sampler | None = None,
     prefill_step_size: int | None = None,
     statistics: SpeculationStatistics | None = None,
     seed: int | None = None,
     drafter: str | Factory | Drafter | None = None,
+    prompt_lookup_min: int = LOOKUP_MIN,
+    prompt_lookup_max: int = LOOKUP_MAX,
+    draft_length: DraftLength = "chosen",
 ) -> Iterator[BatchToken]:
     """Continues many prompts at once; each gets the tokens that it would get alone.
 
@@ -54,7 +59,7 @@ def batch_generate(
         statistics: filled in as tokens come; only with a draft model or a drafter.
         seed: makes a `TemperatureSampler` repeatable. What a prompt gets depends on it, on the prompt and on its index,
             not on the other prompts.
-        drafter: as in `speculative_generate`.
+        drafter, prompt_lookup_min, prompt_lookup_max, draft_length: as in `speculative_generate`.
 
     Returns:
         An iterator of `BatchToken`, in the order in which they come; tokens of one prompt are in order.
@@ -63,9 +68,7 @@ def batch_generate(
         ValueError: no prompt, one that is empty or longer than the model's context (it says which), a number below 1,
             vocabularies that differ, caches that cannot roll back for a draft model, a seed for another sampler.
     """
-    for name, value in (("num_draft_tokens", num_draft_tokens), ("max_batch_size", max_batch_size)):
-        if value < 1:
-            raise ValueError(f"{name} is {value}: give a number from 1 up")
+    whole_number("max_batch_size", max_batch_size, least=1)
     if tokenizer is not None and not isinstance(tokenizer, TokenizerWrapper):
         tokenizer = TokenizerWrapper(tokenizer)
     sequences = _sequences(tokenizer, prompts, max_tokens, sampler, seed, context_length(model))
@@ -80,6 +83,9 @@ def batch_generate(
         num_draft_tokens,
         statistics,
         drafter=drafter,
+        prompt_lookup_min=prompt_lookup_min,
+        prompt_lookup_max=prompt_lookup_max,
+        draft_length=draft_length,
     )
     return _tokens(engine, sequences)
 

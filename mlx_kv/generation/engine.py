@@ -14,12 +14,13 @@ import mlx.nn as nn
 from mlx_kv.cache.checks import whole_number
 from mlx_kv.generation.plain import PlainEngine
 from mlx_kv.generation.sequence import BatchToken, TokenSequence
-from mlx_kv.generation.speculation import DRAFT_TOKENS
+from mlx_kv.generation.speculation import LOOKUP_MAX, LOOKUP_MIN
 from mlx_kv.generation.speculation.decoder import make_decoder
 from mlx_kv.generation.speculation.drafters import Drafter, Factory
+from mlx_kv.generation.speculation.settings import DraftLength, DraftSettings
 from mlx_kv.generation.speculation.statistics import SpeculationStatistics
 from mlx_kv.generation.speculative import SpeculativeEngine
-from mlx_kv.mlxlm.batching import check_batches, rows_must_be_equal
+from mlx_kv.mlxlm.batching import check_batches, rows_are_alone
 from mlx_kv.policy import CachePolicy
 
 
@@ -94,10 +95,13 @@ def make_engine(
     max_batch_size: int = 8,
     prefill_step_size: int | None = None,
     draft_model: nn.Module | None = None,
-    num_draft_tokens: int = DRAFT_TOKENS,
+    num_draft_tokens: int | None = None,
     statistics: SpeculationStatistics | None = None,
     return_caches: bool = False,
     drafter: str | Factory | Drafter | None = None,
+    prompt_lookup_min: int = LOOKUP_MIN,
+    prompt_lookup_max: int = LOOKUP_MAX,
+    draft_length: DraftLength = "chosen",
 ) -> Engine:
     """An engine for one model and policy.
 
@@ -105,19 +109,20 @@ def make_engine(
         ends: ids of tokens that end a sequence.
         return_caches: whether the last token of a sequence brings its caches.
         drafter: as in `speculative_generate`; with it or a draft model, the engine speculates.
+        num_draft_tokens, prompt_lookup_min, prompt_lookup_max, draft_length: the same.
 
     Raises:
         ValueError: what the model or the policy refuses.
     """
-    for name, value in (("max_batch_size", max_batch_size), ("num_draft_tokens", num_draft_tokens)):
-        whole_number(name, value, least=1)
+    whole_number("max_batch_size", max_batch_size, least=1)
+    drafting = DraftSettings(drafter, num_draft_tokens, prompt_lookup_min, prompt_lookup_max, draft_length)
     if prefill_step_size is not None:
         whole_number("prefill_step_size", prefill_step_size, least=1)
     check_batches(model)
     policy = policy or CachePolicy()
     if draft_model is None and drafter is None:
         return PlainEngine(model, ends, policy, max_batch_size, prefill_step_size, return_caches)
-    decoder = make_decoder(model, policy, draft_model, drafter, num_draft_tokens)
-    if max_batch_size > 1 and (rows_must_be_equal(model) or decoder.drafter.equal_rows):
+    decoder = make_decoder(model, policy, draft_model, drafting)
+    if max_batch_size > 1 and (rows_are_alone(model) or decoder.drafter.equal_rows):
         max_batch_size = 1  # of a round, each row accepts a number of tokens of its own
     return SpeculativeEngine(decoder, ends, max_batch_size, prefill_step_size, statistics, return_caches)

@@ -15,6 +15,7 @@ import mlx.nn as nn
 from mlx_lm.utils import get_total_parameters
 
 from mlx_kv.cache.checks import whole_number
+from mlx_kv.mlxlm.recurrent import announce
 from mlx_kv.mlxlm.traverse import attention_caches
 
 # Room is made ahead for at most this many generated tokens: a high max_tokens is often only a safety limit, and slots
@@ -71,6 +72,7 @@ def read_chunk(model: Callable[..., Any], caches: Sequence[Any], rows: Sequence[
         rows: tokens (B, n), or lists of any lengths, some of which may be empty.
     """
     if isinstance(rows, mx.array):
+        announce(caches, [rows.shape[1]] * rows.shape[0])
         model(rows, cache=caches)
     else:
         read_ragged(model, caches, rows)
@@ -101,6 +103,7 @@ def prefill(
 def read_ragged(model: Callable[..., Any], caches: Sequence[Any], rows: Sequence[Sequence[int]]) -> mx.array:
     """One pass over rows of any lengths, shorter ones padded on the right: logits (B, longest, V)."""
     lengths = [len(row) for row in rows]
+    announce(caches, lengths)
     longest = max(lengths)
     ragged = min(lengths) < longest
     if ragged:

@@ -14,6 +14,7 @@ import mlx.nn as nn
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.models import cache as stock
 
+from mlx_kv.mlxlm.recurrent import RecurrentState
 from mlx_kv.mlxlm.traverse import leaves
 
 
@@ -73,6 +74,8 @@ class WatchedBatchGenerator:
 def evaluated(caches: list[Any]) -> list[Any]:
     """Caches of one row that were taken out of a batch, so that they no longer hold on to its buffers."""
     for cache in leaves(caches):
+        if isinstance(cache, RecurrentState):
+            cache.forget()  # its checkpoints are the batch's
         if isinstance(cache, stock.ArraysCache):  # mlx-lm's have slices of the batch's, which stay that: copy them
             cache.cache = [x if x is None else mx.take(x, mx.array([0]), axis=0) for x in cache.cache]
     mx.eval([cache.state for cache in caches])

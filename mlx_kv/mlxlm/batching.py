@@ -21,7 +21,7 @@ from mlx_kv.mlxlm.convert import make_prompt_cache
 from mlx_kv.mlxlm.loading import architecture
 from mlx_kv.mlxlm.quirks import refuses_ragged
 from mlx_kv.mlxlm.stand_ins import ATTENTION
-from mlx_kv.mlxlm.traverse import leaves
+from mlx_kv.mlxlm.traverse import kind_of, leaves
 
 # Two rows of a batch, when it is tried what padding does to recurrent layers: as many tokens as it takes for a state
 # that fades with every token.
@@ -39,8 +39,8 @@ def check_alike(first: Sequence[Any], others: Sequence[Any]) -> None:
     for own, other in pairs:
         if isinstance(own, KVCache):
             check_joinable(1, own, other)
-        elif type(own) is not type(other):
-            raise ValueError(f"got a {type(other).__name__} where the model has a {type(own).__name__}")
+        elif kind_of(own) is not kind_of(other):
+            raise ValueError(f"got a {kind_of(other).__name__} where the model has a {kind_of(own).__name__}")
 
 
 def check_batches(model: nn.Module) -> None:
@@ -56,6 +56,11 @@ def check_batches(model: nn.Module) -> None:
 def rows_must_be_equal(model: nn.Module) -> bool:
     """Whether rows of a batch must always be of one length: prompts that are read together, and all that comes."""
     return refuses_ragged(model) is not None
+
+
+def rows_are_alone(model: nn.Module) -> bool:
+    """Whether rows cannot be read together in passes of another number of tokens for each."""
+    return rows_must_be_equal(model) or prompts_must_be_equal(model)
 
 
 @asked_once

@@ -20,6 +20,7 @@ from mlx_kv.cache.eviction.layer_group import LayerGroup
 from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.mlxlm.loading import architecture
 from mlx_kv.mlxlm.quirks import cache_usage, indexers, takes_packed, window_of
+from mlx_kv.mlxlm.recurrent import RecurrentState, count_by_attention
 from mlx_kv.mlxlm.slots import counts_slots
 from mlx_kv.mlxlm.traverse import leaves, mapped
 from mlx_kv.policy import FOR_BUDGETS, CachePolicy
@@ -40,7 +41,7 @@ def make_prompt_cache(model: nn.Module, policy: CachePolicy | None = None, *, st
     """One cache for each layer that wants one, in the order of the model's own list.
 
     Attention caches become ours as the policy says, also inside a `CacheList`: those with a window become rings of that
-    window, chunked ones stay chunked. Recurrent state stays mlx-lm's.
+    window, chunked ones stay chunked. Recurrent state stays mlx-lm's, and with a max_rollback it can go back.
 
     Args:
         model: any model of mlx-lm.
@@ -67,7 +68,8 @@ def check_policy(model: nn.Module, policy: CachePolicy) -> None:
     bounded = full and (policy.max_kv_size is not None or policy.budget is not None)
     why = why_unbounded(model) if bounded else None
     rings = windowed or (policy.max_kv_size is not None and full and why is None)
-    honoured = {"max_write": rings or (policy.budget is not None and full and why is None), "max_rollback": rings}
+    honoured = {"max_write": rings or (policy.budget is not None and full and why is None)}
+    honoured["max_rollback"] = rings or stock.ArraysCache in kinds
     honoured |= dict.fromkeys(BOUNDS, full and why is None)
     ignored = [name for name in policy.changed() if not honoured.get(name, full or windowed)]
     if not ignored:
@@ -135,9 +137,13 @@ def _convert(model: nn.Module, own: Sequence[Any], policy: CachePolicy, packed_d
             return kept.make_cache(kept.layout(chunk_size=cache.chunk_size), packed_decode)
         if type(cache) in FULL:
             return kept.make_cache(packed_decode=packed_decode, layer_group=layer_group, layer=next(layers))
+        if type(cache) is stock.ArraysCache and policy.max_rollback:
+            return RecurrentState.of(cache, policy.max_rollback)
         return cache
 
-    return mapped(own, converted)
+    caches = mapped(own, converted)
+    count_by_attention(caches)
+    return caches
 
 
 def _takes_packed_planes(model: nn.Module, policy: CachePolicy) -> bool:

@@ -36,6 +36,11 @@ def mapped(caches: Sequence[Any], function: Callable[[Any], Any]) -> list[Any]:
     return [one(cache) for cache in caches]
 
 
+def kind_of(cache: Any) -> type:
+    """The class of a cache; recurrent state that can go back is mlx-lm's in all else."""
+    return stock.ArraysCache if isinstance(cache, stock.ArraysCache) else type(cache)
+
+
 def is_ours(cache: Any) -> TypeGuard[KVCache]:
     """Whether a cache is ours: of attention, and not somebody else's."""
     return isinstance(cache, KVCache)

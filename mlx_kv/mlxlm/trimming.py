@@ -47,7 +47,10 @@ def trim_prompt_cache(caches: Sequence[Any], n: int | Sequence[int]) -> int | Se
 def _why_no_trim(cache: Any, n: int | Sequence[int]) -> str:
     """Why a cache cannot take back so many tokens, and what to do about it."""
     if type(cache) is stock.ArraysCache:
-        return "is recurrent, and such state cannot go back: copy the caches before (copy.deepcopy), or read them anew"
+        return (
+            "is recurrent state of mlx-lm's, which cannot go back: make the caches with CachePolicy(max_rollback=...), "
+            "copy them before (copy.deepcopy), or read them anew"
+        )
     if not hasattr(cache, "can_trim"):
         return f"is a {type(cache).__name__} of mlx-lm's, which takes no tokens back: read them anew"
     try:  # it refuses before it changes anything

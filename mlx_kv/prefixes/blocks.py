@@ -26,6 +26,7 @@ from mlx_kv.cache.buffers import as_words
 from mlx_kv.cache.growth import round_up
 from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.generation.statistics import cache_statistics
+from mlx_kv.mlxlm.recurrent import recurrent_states
 from mlx_kv.mlxlm.traverse import attention_caches, is_ours, leaves
 from mlx_kv.mlxlm.trimming import trim_prompt_cache
 
@@ -101,6 +102,8 @@ class KeptCaches:
             shared: the tokens that it begins with alike.
         """
         shells = copy.deepcopy(list(caches))
+        for state in recurrent_states(shells):
+            state.forget()  # kept is what was read, and no way back
         strips: dict[tuple[Any, ...], list[int]] = {}
         ours = attention_caches(shells)
         for number, cache in enumerate(ours):

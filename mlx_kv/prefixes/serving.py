@@ -12,7 +12,7 @@ from typing import Any
 from mlx_kv.cache.codecs import are_plain, in_words
 from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.cache.layout import NO_LIMIT, Row, planned
-from mlx_kv.mlxlm.traverse import is_ours, leaves
+from mlx_kv.mlxlm.traverse import is_ours, kind_of, leaves
 
 
 def least_tokens(caches: Sequence[Any], held: int) -> int:
@@ -38,7 +38,7 @@ def _exact_trim(cache: KVCache, row: Row) -> int:
 
 def kept_how(caches: Sequence[Any]) -> str:
     """How caches keep keys and values, in words: only those that say the same may stand in for each other."""
-    return "; ".join(_how(cache) if is_ours(cache) else type(cache).__name__ for cache in leaves(caches))
+    return "; ".join(_how(cache) if is_ours(cache) else kind_of(cache).__name__ for cache in leaves(caches))
 
 
 def _how(cache: KVCache) -> str:

@@ -7,6 +7,7 @@ asyncio, nor what is shown of its memory (`monitor`).
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import queue
 import threading
@@ -23,11 +24,13 @@ import mlx.nn as nn
 from mlx_kv.files.fingerprint import model_fingerprint
 from mlx_kv.generation.engine import make_engine
 from mlx_kv.generation.sequence import BatchToken, TokenSequence
-from mlx_kv.generation.speculation import DRAFT_TOKENS
+from mlx_kv.generation.speculation.settings import DraftSettings
+from mlx_kv.mlxlm.convert import make_prompt_cache
 from mlx_kv.mlxlm.loading import context_length
 from mlx_kv.policy import CachePolicy
 from mlx_kv.prefixes.memory import PromptMemory
 from mlx_kv.prefixes.reader import PromptReader
+from mlx_kv.prefixes.serving import kept_how
 from mlx_kv.prefixes.store import PromptStore
 from mlx_kv.server.job import Job, OutputChunk, Snapshot, sampler_for
 from mlx_kv.server.metrics import Metrics
@@ -54,7 +57,8 @@ class Worker:
     Args:
         load: called once, in the thread, so that all arrays are made there.
         deliver: called in the thread with the output of each step.
-        policy, max_batch_size, num_draft_tokens, prefill_step_size: as in `make_engine`.
+        policy, max_batch_size, prefill_step_size: as in `make_engine`.
+        drafting: what is drafted; None is nothing, or by the draft model if there is one.
         prompt_memory_bytes: of processed prompts that are kept in memory; 0 keeps none.
         open_store: makes the store behind them, if there is to be one.
     """
@@ -66,14 +70,14 @@ class Worker:
         metrics: Metrics,
         policy: CachePolicy | None = None,
         max_batch_size: int = 8,
-        num_draft_tokens: int = DRAFT_TOKENS,
+        drafting: DraftSettings | None = None,
         prefill_step_size: int | None = None,
         prompt_memory_bytes: int = 2**30,
         open_store: Callable[[Models], PromptStore] | None = None,
     ) -> None:
         self._load, self.deliver, self._metrics = load, deliver, metrics
         self.policy, self.max_batch_size = policy or CachePolicy(), max_batch_size
-        self._num_draft_tokens, self._prefill_step_size = num_draft_tokens, prefill_step_size
+        self._drafting, self._prefill_step_size = drafting or DraftSettings(), prefill_step_size
         self._prompt_memory, self._open_store = PromptMemory(prompt_memory_bytes), open_store
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._waiting: deque[Job] = deque()
@@ -155,10 +159,11 @@ class Worker:
         try:
             self.models: Models = self._load()
             store = None if self._open_store is None else self._open_store(self.models)
-            self._prefixes = TieredPrefixes(self._prompt_memory, store, self._inbox.put, self._fingerprint)
             self._keeps = store is not None or self._prompt_memory.max_bytes > 0
-            self.context, self.vocabulary = context_length(self.models.model), len(self.models.tokenizer)
             self._make_engine()
+            self._prefixes = TieredPrefixes(self._prompt_memory, store, self._inbox.put, self._fingerprint)
+            self.context, self.vocabulary = context_length(self.models.model), len(self.models.tokenizer)
+            self._make_prefill()
         except BaseException as error:
             self._load_error = error if isinstance(error, Exception) else RuntimeError(f"loading ended with {error!r}")
             return
@@ -179,9 +184,17 @@ class Worker:
         self._prefixes.close()
 
     def _fingerprint(self) -> str:
-        """What tells the caches of this model, draft model and policy from those of others."""
+        """What tells the caches of this model, draft model and policy from those of others.
+
+        Who drafts without a model leaves no trace but in rings, which have room for drafts then.
+        """
         marks = [model_fingerprint(net) for net in (self.models.model, self.models.draft) if net is not None]
-        how = [str(self.policy), f"draft tokens {self._num_draft_tokens}"][: len(marks)]
+        how = [str(self.policy)]
+        here, plain = self._engine.make_caches(), make_prompt_cache(self.models.model, self.policy, strict=False)
+        if self.models.draft is not None:
+            how.append(f"draft tokens {self._drafting.draft_tokens}")
+        elif kept_how(here) != kept_how(plain):
+            how.append(hashlib.blake2b(kept_how(here).encode(), digest_size=8).hexdigest())
         return " ".join([*marks, *how])
 
     def _make_engine(self) -> None:
@@ -192,9 +205,11 @@ class Worker:
             self.max_batch_size,
             self._prefill_step_size,
             self.models.draft,
-            self._num_draft_tokens,
+            **vars(self._drafting),
             return_caches=self._keeps or self.policy.budget is not None,  # also to see what was evicted last
         )
+
+    def _make_prefill(self) -> None:
         self._prefill = PrefillScheduler(
             self._engine,
             self._prefixes,
@@ -322,6 +337,7 @@ class Worker:
         for tried in range(1, ENGINE_TRIES + 1):
             try:
                 self._make_engine()
+                self._make_prefill()
                 return
             except Exception as error:
                 if tried == ENGINE_TRIES:

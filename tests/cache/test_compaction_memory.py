@@ -43,7 +43,13 @@ def extra(caches: list[KVCache]) -> float:
 
 @pytest.mark.parametrize(
     ("score", "policy"),
-    [("key_diff", {}), ("key_norm", {}), ("key_value", {"share": "head"}), ("key_norm", {"bits": 8})],
+    [
+        ("key_diff", {}),
+        ("key_norm", {}),
+        ("key_value", {"share": "head"}),
+        ("key_norm", {"bits": 8}),
+        ("key_diff", {"bits": 8}),
+    ],
 )
 def test_a_compaction_takes_a_few_hundredths_of_the_cache(score: str, policy: dict[str, Any]) -> None:
     assert extra(filled(BUDGET + 64, score=score, **policy)) < MOST
@@ -64,13 +70,15 @@ def test_slots_that_are_moved_all_at_once_take_more(monkeypatch: pytest.MonkeyPa
     assert extra(filled(2 * BUDGET, score="key_norm")) > MOST
 
 
+@pytest.mark.parametrize("copied", [0, 2**20])  # what was read is waited for, or what is written is copied
 @pytest.mark.parametrize("share", ["layers", "layer", "head"])
 @pytest.mark.parametrize("keep_recent", [3, 40])  # the recent block slides past itself, or over its own slots
 def test_slots_that_are_moved_one_by_one_end_where_they_do_all_at_once(
-    share: Any, keep_recent: int, monkeypatch: pytest.MonkeyPatch
+    share: Any, keep_recent: int, copied: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def compacted(moved: int) -> list[list[mx.array]]:
         monkeypatch.setattr(buffers, "MOVED_BYTES", moved)
+        monkeypatch.setattr(buffers, "COPIED_BYTES", copied)
         policy = CachePolicy(budget=50, margin=90, keep_recent=keep_recent, score="random", share=share)
         group = LayerGroup()
         caches = [policy.make_cache(layer_group=group, layer=layer) for layer in range(2)]
@@ -96,6 +104,7 @@ def test_tokens_that_are_scored_in_blocks_score_as_they_do_all_at_once(
     for _ in range(2):
         cache.update_and_fetch(*(mx.random.normal((2, 3, 333, 64)) for _ in range(2)))
     scores = []
+    monkeypatch.setattr(blocks, "SHORT_BYTES", 0)
     for size in (1, 2**30):
         monkeypatch.setitem(blocks.BLOCK_BYTES, mx.DeviceType.cpu, size)
         assert cache.evictor is not None

@@ -18,7 +18,16 @@ from mlx_kv.generation.plain import PlainEngine
 # --- answers ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("more", [(), ("--max-batch-size", 2), ("--draft-model", "reference", "--max-batch-size", 3)])
+@pytest.mark.parametrize(
+    "more",
+    [
+        (),
+        ("--max-batch-size", 2),
+        ("--draft-model", "reference", "--max-batch-size", 3),
+        ("--draft", "suffix", "--max-batch-size", 3),
+        ("--draft", "ngram", "--prompt-lookup-max", 3, "--num-draft-tokens", 5),
+    ],
+)
 def test_every_prompt_gets_what_it_gets_alone(more: tuple[Any, ...], call: Any, files: Files, reference: Any) -> None:
     files.ask(*PROMPTS)
     done = call("--max-tokens", 20, *more)
@@ -32,7 +41,7 @@ def test_every_prompt_gets_what_it_gets_alone(more: tuple[Any, ...], call: Any, 
     assert found == {}
     assert "lines       6 done, 0 skipped, 0 bad" in done.err
     assert "tokens/s" in done.err
-    assert ("accepted in" in done.err) == ("--draft-model" in more)
+    assert ("accepted in" in done.err) == any("--draft" in str(option) for option in more)
     assert "%|" not in done.err  # no progress bar where nobody looks
 
 
@@ -165,7 +174,7 @@ def test_a_line_that_changes_under_a_run_is_not_mistaken_for_another(files: File
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [(), ("--draft-model", "reference", "--num-draft-tokens", 5)])
+@pytest.mark.parametrize("more", [(), ("--draft-model", "reference", "--num-draft-tokens", 5), ("--draft", "suffix")])
 def test_with_a_seed_a_line_gets_its_answer_in_any_company(call: Any, files: Files, more: tuple[Any, ...]) -> None:
     """Whatever else is asked, in which order, how many at once, and whether the run was interrupted."""
     lines = [{"prompt": "def f(x):\n", "max_tokens": 12 + 3 * i, "id": f"line {i}"} for i in range(6)]
@@ -186,7 +195,8 @@ def test_with_a_seed_a_line_gets_its_answer_in_any_company(call: Any, files: Fil
 # --- the command ------------------------------------------------------------------------------------------------------
 
 WRONG: dict[str, tuple[tuple[str, ...], str]] = {
-    "drafts without a model": (("--num-draft-tokens", "2"), "--num-draft-tokens needs --draft-model"),
+    "drafts without a model": (("--num-draft-tokens", "2"), "--num-draft-tokens needs --draft or --draft-model"),
+    "nobody": (("--draft", "nobody"), "there is no drafter 'nobody': choose one of auto, model, ngram, suffix"),
     "no drafts": (("--draft-model", "reference", "--num-draft-tokens", "0"), "--num-draft-tokens 0: "),
     "batch of 0": (("--max-batch-size", "0"), "0 is not in the range"),
     "policy": (("--kv-score", "recent"), "--kv-score is for a budget, but --kv-budget is not given"),

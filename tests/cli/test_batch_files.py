@@ -202,6 +202,7 @@ def test_another_prompt_with_the_same_id_is_refused_until_told(call: Any, files:
     [
         (("--max-batch-size", 1, "--prefill-step-size", 64, "--draft-model", "reference"), True),
         (("--kv-growth", "step", "--seed", 3), True),
+        (("--draft", "ngram"), True),
         (("--kv-bits", 8), False),
         (("--temp", 0.5), False),
         (("--ignore-chat-template",), False),

@@ -99,6 +99,18 @@ def test_a_file_of_mlx_lm_is_gone_on_from(call: Any, tmp_path: Path, reference: 
     assert "is a prompt cache of another model: give --model mlx-community/other" in other.err
 
 
+@pytest.mark.parametrize("options", POLICY_OPTIONS)
+def test_drafts_without_a_model_go_on_from_a_file(options: str, call: Any, tmp_path: Path) -> None:
+    """The file knows nothing of drafts, and the drafter its text: the prompt alone has nothing to be found."""
+    path, prompt = tmp_path / "p.safetensors", "\n\n\n@dataclass"
+    assert call("cache", "--prompt", TEXT, "--output", path, *POLICY_OPTIONS[options]).code == 0
+    common = ("generate", "--prompt-cache-file", path, "--prompt", prompt, "--max-tokens", "4", "--json")
+    plain, drafted = (json.loads(call(*common, *more).out) for more in ((), ("--draft", "ngram")))
+    assert drafted["tokens"] == plain["tokens"]
+    assert drafted["cached_tokens"] == plain["cached_tokens"] > 0
+    assert drafted["drafted"] > 0
+
+
 REFUSED = {
     "another model": (["generate", "--model", "draft", "--prompt-cache-file", "{p}"], "of another model"),
     "a policy": (["generate", "--kv-bits", "8", "--prompt-cache-file", "{p}"], "leave out --kv-bits"),

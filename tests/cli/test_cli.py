@@ -71,7 +71,7 @@ def test_a_long_prompt_shows_its_progress_on_a_terminal(chunks: tuple[str, ...])
     assert b"  0%|" in seen  # from the start on
 
 
-@pytest.mark.parametrize("draft", [(), ("--draft-model", "reference")], ids=["plain", "drafted"])
+@pytest.mark.parametrize("draft", [(), ("--draft-model", "reference"), ("--draft", "ngram")])
 def test_a_rate_is_said_of_what_was_timed(draft: tuple[str, ...], command: Any) -> None:
     """The first tokens are there when the clock of generation starts: one alone took no time."""
     common = ("generate", "--prompt", "import os\n", *draft)
@@ -108,6 +108,18 @@ def test_a_draft_model_changes_the_speed_and_not_the_text() -> None:
     assert 0 < drafted["accepted"] <= drafted["drafted"]
     done = run(*common[:-1], "--draft-model", "reference")
     assert "accepted in" in done.stderr
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "suffix", "auto"])
+def test_drafts_without_a_model_change_the_speed_and_not_the_text(drafter: str, command: Any) -> None:
+    common = ("generate", "--prompt-file", str(GROWTH), "--max-tokens", "30", "--json")
+    plain, drafted = (json.loads(command(*common, *more).out) for more in ((), ("--draft", drafter)))
+    assert drafted["tokens"] == plain["tokens"]
+    assert "drafted" not in plain
+    assert 0 < drafted["accepted"] <= drafted["drafted"]
+    sampled = ("--temp", "0.5", "--seed", "3")
+    plain, drafted = (json.loads(command(*common, *more, *sampled).out) for more in ((), ("--draft", drafter)))
+    assert drafted["tokens"] == plain["tokens"]
 
 
 @pytest.mark.slow
@@ -161,6 +173,25 @@ BAD = {
         ["generate", "--prompt", "x", "--draft-model", "reference", "--num-draft-tokens", "0"],
         "error: --num-draft-tokens 0: ",
     ),
+    "nobody": (["generate", "--prompt", "x", "--draft", "nobody"], "choose one of auto, model, ngram, suffix, "),
+    "no model": (["generate", "--prompt", "x", "--draft", "model"], "a model: give --draft-model"),
+    "a model for nothing": (
+        ["generate", "--prompt", "x", "--draft", "ngram", "--draft-model", "reference"],
+        "--draft ngram drafts without a model: leave out --draft-model, or --draft",
+    ),
+    "nothing to look up": (
+        ["generate", "--prompt", "x", "--draft-model", "reference", "--prompt-lookup-min", "2"],
+        "--prompt-lookup-min needs --draft ngram, suffix or auto",
+    ),
+    "more than all": (
+        ["generate", "--prompt", "x", "--draft", "ngram", "--prompt-lookup-min", "5"],
+        "error: --prompt-lookup-min 5, more than --prompt-lookup-max 4: give a smaller one",
+    ),
+    "no drafts of a server": (
+        ["serve", "--draft", "auto", "--num-draft-tokens", "0"],
+        "error: --num-draft-tokens 0: ",
+    ),
+    "drafts of a server by nobody": (["serve", "--num-draft-tokens", "2"], "needs --draft or --draft-model"),
     "seed": (["generate", "--prompt", "x", "--seed", "-1"], "-1 is not in the range"),
     "no tokens": (["generate", "--prompt", "x", "--max-tokens", "0"], "0 is not in the range"),
     "temperature": (["generate", "--prompt", "x", "--temp", "-1"], "-1.0 is not in the range"),

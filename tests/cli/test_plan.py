@@ -351,10 +351,10 @@ def test_help_has_examples(call: Any) -> None:
 def test_drafted_tokens_without_a_draft_model_are_refused(call: Any) -> None:
     done = call("generate", "--prompt", "x", "--num-draft-tokens", "4")
     assert (done.code, done.out) == (2, "")
-    assert done.err == "mlx-kv: error: --num-draft-tokens needs --draft-model\n"
+    assert done.err == "mlx-kv: error: --num-draft-tokens needs --draft or --draft-model\n"
 
 
-@pytest.mark.parametrize("draft", [[], ["--draft-model", "reference"]])
+@pytest.mark.parametrize("draft", [[], ["--draft-model", "reference"], ["--draft", "suffix"]])
 def test_the_progress_bar_knows_how_long_a_chunk_is(
     draft: list[str], call: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

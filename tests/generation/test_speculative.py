@@ -28,6 +28,13 @@ from mlx_kv import (
 LENGTH = 120
 
 
+class Forward(stock.KVCache):
+    """A cache that takes nothing back."""
+
+    def is_trimmable(self) -> bool:
+        return False
+
+
 def make_windowed(window: int) -> nn.Module:
     return make_model("gemma3_text", sliding_window=window)
 
@@ -201,12 +208,16 @@ def test_bad_input_is_refused_at_the_call(options: dict[str, Any], message: str)
         speculative_generate(model, model, None, **{"prompt": [1, 2], **options})
 
 
-def test_another_vocabulary_and_recurrent_layers_are_refused() -> None:
+def test_another_vocabulary_and_layers_that_cannot_go_back_are_refused() -> None:
     model = make_model("llama")
     with pytest.raises(ValueError, match="a vocabulary of 50 tokens, the model one of 96"):
         speculative_generate(model, make_model("llama", vocab_size=50), None, [1, 2])
-    with pytest.raises(ValueError, match="ArraysCache cannot take back tokens"):
-        speculative_generate(make_model("lfm2"), model, None, [1, 2])
+    forward = make_model("llama")
+    forward.make_cache = lambda: [Forward() for _ in forward.layers]
+    with pytest.raises(ValueError, match="Forward cannot take back tokens: generate without a draft model"):
+        speculative_generate(forward, model, None, [1, 2])
+    with pytest.raises(ValueError, match="Forward cannot take back tokens"):
+        speculative_generate(model, forward, None, [1, 2])
 
 
 @pytest.mark.parametrize(

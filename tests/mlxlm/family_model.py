@@ -67,7 +67,9 @@ class Family:
 
     def policy(self, max_write: int = 6, max_rollback: int = 0, **settings: Any) -> CachePolicy:
         """A policy; with slots for short writes where there are windows, which longer ones exceed now and then."""
-        for_rings = {"max_write": max_write, "max_rollback": max_rollback} if self.windowed else {}
+        for_rings = {"max_write": max_write} if self.windowed else {}
+        if self.windowed or stock.ArraysCache in kinds(self.model):
+            for_rings["max_rollback"] = max_rollback
         return CachePolicy(**for_rings, **settings)
 
     @cached_property

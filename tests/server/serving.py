@@ -21,6 +21,7 @@ import openai
 
 from mlx_kv import CachePolicy, PromptStore
 from mlx_kv.bundled import model_path
+from mlx_kv.generation.speculation.settings import DraftSettings
 from mlx_kv.mlxlm.loading import load
 from mlx_kv.server.access import AccessRules
 from mlx_kv.server.api import Api, Limits
@@ -93,6 +94,7 @@ def running(
     open_store: Any = None,
     change: Callable[[Any], Any] = lambda tokenizer: tokenizer,
     access: AccessRules | None = None,
+    drafting: DraftSettings | None = None,
 ) -> Iterator[Running]:
     def models() -> Models:
         model, tokenizer = load(model_path("reference"))
@@ -105,6 +107,7 @@ def running(
         metrics,
         policy,
         max_batch_size,
+        drafting,
         prompt_memory_bytes=prompt_memory_bytes,
         open_store=open_store,
     )

@@ -16,6 +16,7 @@ from mlx_lm.tool_parsers import json_tools
 from serving import SOURCE, Running, check_error, running, texts
 
 from mlx_kv import CachePolicy, batch_generate
+from mlx_kv.generation.speculation.settings import DraftSettings
 from mlx_kv.server.chat_output import ChatOutputParser, Delta
 from mlx_kv.server.stop_strings import StopStrings
 
@@ -84,7 +85,7 @@ def test_the_models_are_listed(server: Running) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", [*POLICIES, "a draft"])
+@pytest.mark.parametrize("policy", [*POLICIES, "a draft", "lookup"])
 def test_sixteen_clients_get_what_they_get_alone(policy: str, reference: Any, draft: Any) -> None:
     model, tokenizer = reference
     lengths = [8 + 4 * index for index in range(16)]
@@ -94,7 +95,11 @@ def test_sixteen_clients_get_what_they_get_alone(policy: str, reference: Any, dr
             model, tokenizer, [prompt], POLICIES.get(policy), length, draft if policy == "a draft" else None
         )
         alone.append("".join(token.text for token in tokens))
-    with running(POLICIES.get(policy), draft=policy == "a draft") as server:
+    with running(
+        POLICIES.get(policy),
+        draft=policy == "a draft",
+        drafting=DraftSettings("auto") if policy == "lookup" else None,
+    ) as server:
 
         def ask(index: int) -> str:
             options: Any = {"model": "reference", "prompt": PROMPTS[index], "max_tokens": lengths[index]}

@@ -219,7 +219,8 @@ class Evictor:
         """What moves into the holes of one row, once all layers of its sequence have decided."""
         row, group = step.view.rows[index], self.members.groups[index]
         if self.granularity == "layers":
-            return group.decide_together(row, lambda scores: step.moves_for(scores, index))
+            nbytes = sum(buffer.nbytes for buffer in step.buffers)
+            return group.decide_together(row, lambda scores: step.moves_for(scores, index), nbytes)
         group.decide_each(row)
         return step.own_moves(index)
 

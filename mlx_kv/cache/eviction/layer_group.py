@@ -23,6 +23,8 @@ import mlx.core as mx
 from mlx_kv.cache.eviction.compaction import Moves
 from mlx_kv.cache.layout import Row
 
+TOGETHER_BYTES = 2**22  # of layers whose scores are waited for at once
+
 
 class Member(Protocol):
     """The cache of one layer of a sequence, or rather its evictor; with rows of several sequences, of each of them."""
@@ -150,12 +152,13 @@ class LayerGroup:
         """A member was trimmed or reset: what was decided about its tokens no longer holds."""
         self._decision = None
 
-    def decide_together(self, row: Row, decide: Callable[[mx.array], Moves]) -> Moves:
+    def decide_together(self, row: Row, decide: Callable[[mx.array], Moves], nbytes: int) -> Moves:
         """What moves in every layer: decided once, from the sum of all layers' scores.
 
         Args:
             row: where the asking layer stands.
             decide: from summed scores (1, n) to moves.
+            nbytes: that a layer is scored from: so much is waited for before the next is, where it is much.
 
         Raises:
             ValueError: layers that stand elsewhere, or scores that cannot be used; nothing has changed then.
@@ -165,9 +168,10 @@ class LayerGroup:
             return decision.moves
         self.check_in_step(row)
         total = mx.zeros(1)
-        for _, member in self.members():
+        for number, (_, member) in enumerate(self.members(), 1):
             total = total + member.evictable_scores(self)
-            mx.eval(total)  # one layer after the other: none of them needs memory for long
+            if number % max(1, TOGETHER_BYTES // nbytes) == 0:  # few layers at once: none of them needs memory for long
+                mx.eval(total)
         moves = decide(total)
         self._decision = Decision(row, moves)
         return moves

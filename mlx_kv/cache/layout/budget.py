@@ -75,6 +75,10 @@ class Budget(InOrder):
         """Whether a row is to be compacted before its next write."""
         return row.end > self.budget + self.slack
 
+    def before_due(self, row: Row) -> int:
+        """How long the next write can be so that no compaction comes later than if it were written token by token."""
+        return self.budget + self.slack + 1 - self.compacted_if_due(row).end
+
     def compacted(self, row: Row) -> Row:
         """A row of more tokens than the budget, when it holds exactly the budget."""
         return row._replace(start=self.budget - row.offset)

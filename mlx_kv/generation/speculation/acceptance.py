@@ -42,6 +42,23 @@ class Choice:
             return mx.argmax(logits, axis=-1)  # of the vocabulary's logarithm a guess has no use
         return self._chosen(normalized(logits), noise[:, ahead])
 
+    def follow(self, logprobs: mx.array, ahead: int) -> mx.array:
+        """The tokens (B,) that the rows get next, by the model's log-probabilities (B, V); not evaluated.
+
+        Args:
+            ahead: as in `guess`; the samplers that are no `SeededSampler` are called once for each token.
+        """
+        noise = self._noise(self._most + 1)
+        chosen = self._chosen(logprobs, None if noise is None else noise[:, ahead])
+        own = [
+            None if sampler is None or isinstance(sampler, SeededSampler) else sampler(logprobs[row : row + 1])
+            for row, sampler in enumerate(self._samplers)
+        ]
+        if all(tokens is None for tokens in own):
+            return chosen
+        each = [chosen[row : row + 1] if tokens is None else tokens.reshape(1) for row, tokens in enumerate(own)]
+        return mx.concatenate([tokens.astype(mx.uint32) for tokens in each])
+
     def accept(self, drafted: Sequence[Sequence[int]], logprobs: mx.array) -> list[tuple[int, int]]:
         """For each row, how many of its drafted tokens are right, and the token that the model chose after them.
 

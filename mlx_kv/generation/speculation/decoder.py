@@ -1,6 +1,7 @@
 """Rounds: a drafter guesses how several sequences go on, the model decides, the caches take back what was wrong.
 
-Decides what one pass of the model reads, and what each row trims afterwards. The result is the model's own, token for
+Decides what one pass of the model reads, what each row trims afterwards, and when a pass begins before the last one's
+tokens are known. How many tokens are drafted is the pace's affair. The result is the model's own, token for
 token, for any drafter, and nobody can tell how many tokens were drafted, or for whom else. Every trim is checked first;
 rings are made with the slack that it needs. Knows nothing about text, ends of sequences or when rows come and go, nor
 how a cache trims or how guesses are made.
@@ -9,8 +10,9 @@ B rows, V the vocabulary, L the most tokens that were drafted for a row.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -22,6 +24,8 @@ from mlx_kv.generation.speculation.acceptance import Choice, normalized
 from mlx_kv.generation.speculation.drafters import Drafter, DrafterContext, Factory, find_drafter
 from mlx_kv.generation.speculation.joining import Joining, NewRow
 from mlx_kv.generation.speculation.model_rows import ModelRows, merged
+from mlx_kv.generation.speculation.pacing import Pace
+from mlx_kv.generation.speculation.settings import DraftSettings
 from mlx_kv.generation.speculation.statistics import SpeculationStatistics
 from mlx_kv.mlxlm.convert import check_policy
 from mlx_kv.policy import CachePolicy
@@ -43,21 +47,30 @@ class Decoder:
         context: of the drafter, with the model.
         drafter: as for `find_drafter`.
         policy: how the model's keys and values are kept.
+        fixed: as many tokens are drafted as may be, always; else as many as have paid (`pacing`).
 
     Raises:
         ValueError: a policy that the model refuses, caches that cannot take back tokens, or what the drafter refuses.
     """
 
-    def __init__(self, context: DrafterContext, drafter: str | Factory | Drafter | None, policy: CachePolicy) -> None:
+    def __init__(
+        self,
+        context: DrafterContext,
+        drafter: str | Factory | Drafter | None,
+        policy: CachePolicy,
+        fixed: bool = False,
+    ) -> None:
         check_policy(context.model, policy)
         self._vocabulary, self.draft_tokens = context.vocabulary, context.draft_tokens
         self.drafter = find_drafter(drafter, context)
-        # A round writes draft_tokens + 1 tokens and takes back all but one of them at the most.
-        policy = replace(policy, max_rollback=max(policy.max_rollback, context.draft_tokens + 1))
-        self.target = ModelRows(context.model, policy)
+        self.target = ModelRows(context.model, policy, context.draft_tokens)
         steps = (self.target.step_size, self.drafter.step_size)
         self.step_size = min(step for step in steps if step is not None)
         self.samplers: list[Sampler | None] = []  # by row; None is greedy
+        self.pace = Pace(context.draft_tokens, not self.drafter.proposals_cost, fixed)
+        # Of all rows, tokens (B,) and log-probabilities (B, V) of a pass that is on its way: nothing is pending then.
+        self._ahead: tuple[mx.array, mx.array] | None = None
+        self._known: list[list[Emitted]] | None = None  # to be emitted next, without a pass
         self.by_class: Callable[[list[Any]], list[Any]] = list  # what is done to the model's caches of a row that joins
 
     # --- rows that come and go ------------------------------------------------------------------------------------
@@ -91,12 +104,16 @@ class Decoder:
         """Reads a chunk of their prompts; True when the rows have joined, after those that there are."""
         if not joining.read_on():
             return False
+        self._land()
         self.target.join(joining.caches, [[row.prompt[-1]] for row in joining.rows])
         self.drafter.join([[*row.before, *row.prompt] for row in joining.rows], joining.drafter_caches)
         self.samplers.extend(
             SeededSampler(row.sampler, None, 0) if isinstance(row.sampler, TemperatureSampler) else row.sampler
             for row in joining.rows
         )
+        self.pace.join(len(joining.rows))
+        if self._known is not None:
+            self._known += [[] for _ in joining.rows]
         return True
 
     def keep(self, rows: Sequence[int]) -> None:
@@ -104,39 +121,123 @@ class Decoder:
         self.target.keep(rows)
         self.drafter.keep(rows)
         self.samplers = [self.samplers[row] for row in rows]
+        self.pace.keep(rows)
+        if self._known is not None:
+            self._known = [self._known[row] for row in rows]
+        if self._ahead is not None and len(rows) < self._ahead[0].size:
+            which = mx.array(list(rows))
+            self._ahead = (self._ahead[0][which], self._ahead[1][which]) if rows else None
 
     def extract(self, row: int) -> list[Any] | None:
         """Copies of a row's caches, as of `make_caches`: the model and the drafter have read the same tokens of it.
 
         None where they cannot be trimmed to that.
         """
-        behind = max(len(self.target.pending[row]), self.drafter.behind(row))
-        own = self.target.extract(row, behind)
-        others = self.drafter.extract(row, behind)
-        return None if own is None or others is None else [*own, *others]
+        own, other = len(self.target.pending[row]), self.drafter.behind(row)
+        for behind in sorted({own, other or own}, reverse=True):  # one is trimmed, or the other reads on
+            caches, others = self.target.extract(row, behind), self.drafter.extract(row, behind)
+            if caches is not None and others is not None:
+                return [*caches, *others]
+        return None
 
     # --- rounds ---------------------------------------------------------------------------------------------------
 
     def round(self, most: int, statistics: SpeculationStatistics) -> list[list[Emitted]]:
-        """Drafts, verifies, and takes back: 1 to `most` tokens of each row."""
+        """Up to `most` tokens of each row: one at least, but for rows that joined while the others were a step ahead.
+
+        Drafts, verifies, and takes back. Where nothing is drafted, the next step begins before this one's tokens are
+        known, as in mlx-lm's loop.
+        """
+        if self._known is not None:
+            emitted, self._known = self._known, None
+            return emitted
+        started = time.perf_counter()
         count = min(self.draft_tokens, most - 1)
-        choice = Choice(self.samplers, self._vocabulary, count)
-        drafted = self._drafted(count, choice)
-        logprobs = normalized(self.target.verify(drafted))  # (B, L + 1, V)
-        decided = choice.accept(drafted, logprobs)
-        got = [[*row[:right], own] for row, (right, own) in zip(drafted, decided, strict=True)]
-        self.target.accepted(got)
-        self.drafter.accepted(got)
-        for sampler, tokens in zip(self.samplers, got, strict=True):
-            if isinstance(sampler, SeededSampler):
-                sampler.position += len(tokens)
-        statistics.rounds += 1
-        statistics.drafted += sum(map(len, drafted))
-        statistics.accepted += sum(right for right, _ in decided)
+        choice = Choice(self.samplers, self._vocabulary, max(count, 1))
+        drafted, wanted = self._wanted(count, choice)
+        drafting, waiting = time.perf_counter() - started, self.target.waiting
+        if self._ahead is None and (wanted or self.pace.fixed):
+            logprobs = normalized(self.target.verify(drafted))  # (B, L + 1, V)
+            decided = choice.accept(drafted, logprobs)
+            got = [[*row[:right], own] for row, (right, own) in zip(drafted, decided, strict=True)]
+            self.target.accepted(got)
+            right = [right for right, _ in decided]
+            self.pace.judged([len(row) for row in drafted], right)
+        else:
+            drafted, right = [[] for _ in drafted], [0] * len(drafted)
+            got, logprobs = self._followed(choice, go_on=most > 1 and not wanted)
+        self._take(got)
+        longest = max(map(len, drafted))
+        seconds = time.perf_counter() - started
+        self.pace.passed(longest, waiting, seconds - drafting, drafting)
+        statistics.note(drafted, right, seconds, self.pace.seconds_without(len(got)))
         return [
             [Emitted(token, logprobs[row, i], i < len(tokens) - 1) for i, token in enumerate(tokens)]
             for row, tokens in enumerate(got)
         ]
+
+    def _wanted(self, most: int, choice: Choice) -> tuple[list[list[int]], bool]:
+        """What is drafted for each row, and whether a pass is to verify it: it cannot, where one is on its way.
+
+        A drafter whose proposals cost nothing is asked in any case. Where a budget evicts, no pass goes beyond the next
+        compaction: what is kept then, and so the text, does not depend on how many tokens were drafted.
+        """
+        room, waiting = self.target.most_to_draft(), self.target.waiting
+        if room is not None:
+            most = min(most, max(room))
+        if not self.drafter.proposals_cost:
+            proposed = self._drafted(most, choice)
+            if room is not None:
+                proposed = [row[:count] for row, count in zip(proposed, room, strict=True)]
+            length = self.pace.choose(most, waiting, [len(row) for row in proposed])
+            if length == 0 or self._ahead is not None:
+                self.pace.unused(proposed)
+            drafted = [row[:length] for row in proposed]
+        else:
+            length = self.pace.choose(most, waiting)
+            drafted = self._drafted(length if self._ahead is None else 0, choice)
+            if room is not None:
+                drafted = [row[:count] for row, count in zip(drafted, room, strict=True)]
+        return drafted, length > 0
+
+    def _followed(self, choice: Choice, go_on: bool) -> tuple[list[list[int]], mx.array]:
+        """The next token of each row, and log-probabilities (B, 1, V), by a pass that was begun a round ago, or now.
+
+        Args:
+            go_on: whether to begin the next one before.
+        """
+        tokens, logprobs = self._ahead or self._begun(choice, self.target.follow(), 0)
+        self._ahead = self._begun(choice, self.target.follow(tokens), 1) if go_on else None
+        known: Any = tokens.tolist()
+        if self._ahead is None:
+            self.target.pending = [[token] for token in known]
+        return [[token] for token in known], logprobs[:, None]
+
+    def _begun(self, choice: Choice, logits: mx.array, ahead: int) -> tuple[mx.array, mx.array]:
+        """The tokens (B,) and log-probabilities (B, V) that a pass gives, which is under way when this returns."""
+        logprobs = normalized(logits)
+        tokens = choice.follow(logprobs, ahead)
+        mx.async_eval(tokens, logprobs)  # type: ignore[no-untyped-call]
+        return tokens, logprobs
+
+    def _take(self, got: list[list[int]]) -> None:
+        """Tells everybody what the rows got."""
+        self.drafter.accepted(got)
+        self.pace.told(got)
+        for sampler, tokens in zip(self.samplers, got, strict=True):
+            if isinstance(sampler, SeededSampler):
+                sampler.position += len(tokens)
+
+    def _land(self) -> None:
+        """What is on its way is waited for, and emitted next: the rows are about to change."""
+        if self._ahead is None:
+            return
+        tokens, logprobs = self._ahead
+        known: Any = tokens.tolist()
+        self._ahead, got = None, [[token] for token in known]
+        self.target.pending = [list(row) for row in got]
+        self._take(got)
+        self._known = [[Emitted(token, logprobs[row], False)] for row, token in enumerate(known)]
 
     def _drafted(self, most: int, choice: Choice) -> list[list[int]]:
         """What the drafter proposes for each row, checked: a drafter may be anybody's."""
@@ -158,9 +259,10 @@ def make_decoder(
     model: nn.Module,
     policy: CachePolicy,
     draft_model: nn.Module | None,
-    drafter: str | Factory | Drafter | None,
-    num_draft_tokens: int,
+    drafting: DraftSettings,
 ) -> Decoder:
-    """A decoder for one model and policy; the arguments are those of `make_engine`."""
+    """A decoder for one model and policy."""
     vocabulary = int(model(mx.array([[0]])).shape[-1])  # the graph is built for one token, and not evaluated
-    return Decoder(DrafterContext(model, vocabulary, num_draft_tokens, draft_model), drafter, policy)
+    least, most = drafting.prompt_lookup_min, drafting.prompt_lookup_max
+    context = DrafterContext(model, vocabulary, drafting.draft_tokens, draft_model, least, most)
+    return Decoder(context, drafting.drafter, policy, fixed=drafting.draft_length == "fixed")

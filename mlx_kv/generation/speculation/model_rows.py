@@ -1,27 +1,36 @@
 """One model, the caches of all its rows, and what it has yet to read of each: the model that decides, or a draft model.
 
-Decides how caches of single rows become those of a batch, and what is taken back of a copy. Knows nothing about drafts,
-samplers or the other model. B rows, V the vocabulary.
+Decides how caches of single rows become those of a batch, what is taken back after a pass, and what is read again.
+Recurrent state goes back only to where it was kept: before the pass. Then all layers of a row go there, and what was
+right is read again in front of the drafts of the next pass; where too much waits for that, in a pass without drafts.
+Knows nothing about samplers or the other model. B rows, V the vocabulary, L the most tokens drafted for a row.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_kv.cache.layout import Budget
 from mlx_kv.generation.prefill import prefill_step, read_ragged
 from mlx_kv.mlxlm.convert import make_prompt_cache
-from mlx_kv.mlxlm.traverse import leaves
+from mlx_kv.mlxlm.recurrent import announce, is_recurrent, with_checkpoints
+from mlx_kv.mlxlm.traverse import leaves, places_of
 from mlx_kv.mlxlm.trimming import can_trim, trim_prompt_cache
 from mlx_kv.policy import CachePolicy
 
 
 class ModelRows:
     """Rows of one model.
+
+    Args:
+        draft_tokens: the most that are drafted for a row at once.
+        checkpoints: how many passes can be taken back one by one, where it is recurrent.
 
     Attributes:
         caches: of all rows, one for each layer; empty where there are no rows.
@@ -33,13 +42,20 @@ class ModelRows:
         ValueError: the model has caches that cannot take back tokens.
     """
 
-    def __init__(self, model: nn.Module, policy: CachePolicy) -> None:
-        self.model = model
+    def __init__(self, model: nn.Module, policy: CachePolicy, draft_tokens: int, checkpoints: int = 1) -> None:
+        self.model, self._most_waiting = model, draft_tokens + 1
+        self._replays = is_recurrent(model)
+        # Of a pass all but one of its tokens may be taken back. Where they are read again they may all be, and beside
+        # the drafts as many as may wait for them.
+        longest = draft_tokens + 1 + (draft_tokens if self._replays else 0)
+        policy = replace(policy, max_rollback=max(policy.max_rollback, longest))
+        self._limits = longest, checkpoints
         # Making caches may try out what a model's attention can read: it is done once, rows get copies.
-        self._empty = make_prompt_cache(model, policy, strict=False)
+        self._evicts = policy.budget is not None
+        self._empty = with_checkpoints(make_prompt_cache(model, policy, strict=False), *self._limits)
         self.caches: list[Any] = []
         self.pending: list[list[int]] = []
-        self._drafted: list[int] = []  # of each row, in the pass that is to be accepted
+        self._drafted: list[int] = []  # of each row, how many in the pass that is to be accepted
         self.layers = len(self._empty)
         self.step_size = prefill_step(model, self._empty, None)
         probe = self.make_caches()
@@ -53,6 +69,7 @@ class ModelRows:
 
     def join(self, caches: list[Any], pending: Sequence[list[int]]) -> None:
         """Rows that come after those that there are, with what is yet to be read of them."""
+        caches = with_checkpoints(caches, *self._limits)  # what comes from a file cannot go back yet
         for own, other in zip(self.caches, caches, strict=False):
             own.extend(other)
         self.caches = self.caches or caches
@@ -71,6 +88,17 @@ class ModelRows:
         """One pass over some tokens of each row, any number from 1 up: logits (B, longest, V)."""
         return read_ragged(self.model, self.caches, rows)
 
+    def step(self, tokens: mx.array) -> mx.array:
+        """One pass over one token of each row, (B,): logits (B, V)."""
+        announce(self.caches, [1] * len(self.pending))
+        logits: mx.array = self.model(tokens[:, None], cache=self.caches)
+        return logits[:, -1]
+
+    @property
+    def waiting(self) -> int:
+        """Tokens that are read again before new ones, of the row that has most of them."""
+        return max([0, *(len(own) - 1 for own in self.pending)])
+
     def take_back(self, counts: Sequence[int]) -> None:
         """The last tokens of each row are as if they had not been read."""
         trim_prompt_cache(self.caches, counts)
@@ -83,17 +111,85 @@ class ModelRows:
             looked at.
         """
         self._drafted = [len(row) for row in drafted]
-        return self.read([[*own, *row] for own, row in zip(self.pending, drafted, strict=True)])
+        self._read_on()
+        logits = self.read([[*own, *row] for own, row in zip(self.pending, drafted, strict=True)])
+        first, most = [len(own) - 1 for own in self.pending], max(self._drafted) + 1
+        if len(set(first)) == 1:
+            return logits[:, first[0] : first[0] + most]
+        places = mx.minimum(mx.array(first)[:, None] + mx.arange(most), logits.shape[1] - 1)
+        return mx.take_along_axis(logits, places[..., None], axis=1)
+
+    def most_to_read(self) -> list[int] | None:
+        """How many tokens a pass can read of each row, so that evictions come when they would token by token.
+
+        None where nothing is evicted.
+        """
+        if not self._evicts:
+            return None
+        most: list[list[int]] = [[] for _ in self.pending]
+        for cache in leaves(self.caches):
+            for row, (own, index) in enumerate(places_of(cache)):
+                if isinstance(own.view.layout, Budget):
+                    most[row].append(own.view.layout.before_due(own.view.rows[index]))
+        return list(map(min, most)) if all(most) else None
+
+    def most_to_draft(self) -> list[int] | None:
+        """How many drafted tokens of each row the next pass can read; None for any number.
+
+        None at all where so many tokens wait to be read again that they come first.
+        """
+        most = self.most_to_read()
+        if most is None and not self._replays:
+            return None
+        longest = most or [2 * self._most_waiting] * len(self.pending)
+        return [
+            max(0, count - len(own)) if len(own) <= self._most_waiting else 0
+            for count, own in zip(longest, self.pending, strict=True)
+        ]
+
+    def _read_on(self) -> None:
+        """Reads what is pending up to the next compaction, where that is not all: it would come too late."""
+        while (most := self.most_to_read()) is not None and any(
+            len(own) > count for own, count in zip(self.pending, most, strict=True)
+        ):
+            pieces = [own[:count] if len(own) > count else [] for own, count in zip(self.pending, most, strict=True)]
+            self.read(pieces)
+            self.pending = [own[len(piece) :] for own, piece in zip(self.pending, pieces, strict=True)]
+
+    def follow(self, tokens: mx.array | None = None) -> mx.array:
+        """One pass over what is pending, or over tokens (B,) that need not be known yet; nothing is pending then.
+
+        Returns:
+            Logits (B, V) of what comes next, not evaluated.
+        """
+        none = [list[int]() for _ in self.pending]
+        logits = self.verify(none)[:, 0] if tokens is None else self.step(tokens)
+        self.pending = none
+        return logits
 
     def accepted(self, tokens: Sequence[Sequence[int]]) -> None:
         """What each row got of the pass of `verify`: the drafted tokens that were right, and one that is yet unread."""
-        self.take_back([count + 1 - len(got) for count, got in zip(self._drafted, tokens, strict=True)])
-        self.pending = [list(got[-1:]) for got in tokens]
+        counts = []
+        for row, (drafted, got) in enumerate(zip(self._drafted, tokens, strict=True)):
+            wrong = drafted + 1 - len(got)
+            if wrong and self._replays:
+                counts.append(len(self.pending[row]) + drafted)
+                self.pending[row] = [*self.pending[row], *got]
+            else:
+                counts.append(wrong)
+                self.pending[row] = list(got[-1:])
+        self.take_back(counts)
 
     def extract(self, row: int, behind: int) -> list[Any] | None:
-        """Copies of a row's caches, without its last `behind` tokens; None where they cannot be trimmed to that."""
+        """Copies of a row's caches, without its last `behind` tokens; None where they cannot be trimmed to that.
+
+        Where more are pending than that, some of them are read.
+        """
         each = [cache.extract(row) for cache in self.caches]
         beyond = behind - len(self.pending[row])
+        if beyond < 0:
+            read_ragged(self.model, each, [self.pending[row][:-beyond]])
+            return each
         if not can_trim(each, beyond):
             return None
         trim_prompt_cache(each, beyond)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,14 +13,56 @@ class SpeculationStatistics:
 
     A round is one pass of the model for all rows; the tokens are of all rows together.
 
+    Attributes:
+        tokens: that rows got.
+        seconds: that rounds took.
+        without: seconds that the same tokens would have taken without drafts, by what such rounds took; None where
+            there was none to compare with.
+        length: tokens that were drafted for a row at the most, in the last round.
+
     `caches` are those of the model, for `cache_statistics`.
     """
 
     rounds: int = 0
     drafted: int = 0
     accepted: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    without: float | None = 0.0
+    length: int = 0
     caches: list[Any] = field(default_factory=list)
+
+    def note(self, drafted: Sequence[Sequence[int]], right: Sequence[int], seconds: float, alone: float | None) -> None:
+        """Counts a round.
+
+        Args:
+            drafted: tokens of each row.
+            right: how many of them were accepted.
+            seconds: that it took.
+            alone: seconds that a round without drafts takes; None where that is not known.
+        """
+        tokens = len(right) + sum(right)
+        self.rounds += 1
+        self.drafted += sum(map(len, drafted))
+        self.accepted += sum(right)
+        self.tokens += tokens
+        self.seconds += seconds
+        self.length = max(map(len, drafted), default=0)
+        if self.length == 0:
+            alone = seconds
+        if self.without is not None:
+            self.without = None if alone is None else self.without + alone * tokens / len(right)
 
     @property
     def acceptance_rate(self) -> float:
         return self.accepted / self.drafted if self.drafted else 0.0
+
+    @property
+    def tokens_per_round(self) -> float:
+        """Of all rows together."""
+        return self.tokens / self.rounds if self.rounds else 0.0
+
+    @property
+    def gain(self) -> float | None:
+        """How many times as fast as without drafts; None where nobody can tell."""
+        return self.without / self.seconds if self.without is not None and self.seconds else None

@@ -17,12 +17,17 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_kv.cache.checks import whole_number
 from mlx_kv.generation.encoding import encode_prompt
+from mlx_kv.generation.prefill import prefill_step
 from mlx_kv.generation.sampling import Sampler, sampler_of_sequence
-from mlx_kv.generation.speculation import DRAFT_TOKENS
+from mlx_kv.generation.speculation import LOOKUP_MAX, LOOKUP_MIN
 from mlx_kv.generation.speculation.decoder import Decoder, make_decoder
 from mlx_kv.generation.speculation.drafters import Drafter, Factory
 from mlx_kv.generation.speculation.joining import NewRow
+from mlx_kv.generation.speculation.settings import DraftLength, DraftSettings
 from mlx_kv.generation.speculation.statistics import SpeculationStatistics
+from mlx_kv.mlxlm.convert import check_windows
+from mlx_kv.mlxlm.traverse import attention_caches
+from mlx_kv.mlxlm.trimming import can_trim
 from mlx_kv.policy import CachePolicy
 
 
@@ -32,7 +37,7 @@ def speculative_generate(
     tokenizer: Any,
     prompt: str | Sequence[int] | mx.array,
     max_tokens: int = 256,
-    num_draft_tokens: int = DRAFT_TOKENS,
+    num_draft_tokens: int | None = None,
     policy: CachePolicy | None = None,
     sampler: Sampler | None = None,
     prefill_step_size: int | None = None,
@@ -40,6 +45,11 @@ def speculative_generate(
     prompt_progress_callback: Callable[[int, int], None] | None = None,
     seed: int | None = None,
     drafter: str | Factory | Drafter | None = None,
+    prompt_lookup_min: int = LOOKUP_MIN,
+    prompt_lookup_max: int = LOOKUP_MAX,
+    draft_length: DraftLength = "chosen",
+    prompt_cache: list[Any] | None = None,
+    before: Sequence[int] = (),
 ) -> Iterator[GenerationResponse]:
     """Generates what `stream_generate` would, in fewer passes of the model where the draft is right.
 
@@ -48,7 +58,8 @@ def speculative_generate(
         tokenizer: as from `mlx_lm.load`; None with a prompt of token ids, for responses without text.
         prompt: a text, or token ids.
         max_tokens: tokens to generate, from 1 up.
-        num_draft_tokens: K, tokens drafted for each pass of the model, from 1 up.
+        num_draft_tokens: K, tokens drafted for each pass of the model, from 1 up; None is 3, and 10 for `ngram`,
+            `suffix` and `auto`.
         policy: how the model's keys and values are kept; rings get room to take back K + 1 tokens.
         sampler: None is greedy, token for token as without a draft. With a `TemperatureSampler` the draft guesses by
             the same random keys, with any other (log-probabilities to tokens) the likeliest. All three are exact.
@@ -57,18 +68,28 @@ def speculative_generate(
         prompt_progress_callback: called with the prompt tokens that the model has read, and their number.
         seed: as in `stream_generate`, which gives the same tokens.
         drafter: who proposes tokens instead of the draft model: a name of `drafter_names()`, a factory as
-            `register_drafter` takes it, or a `Drafter`, which is for this call alone.
+            `register_drafter` takes it, or a `Drafter`, which is for this call alone. `ngram`, `suffix` and `auto` need
+            no model.
+        prompt_lookup_min, prompt_lookup_max: how many last tokens must have been there before for `ngram` and `suffix`
+            to propose what followed them, and how many `ngram` looks for at the most.
+        draft_length: "chosen" drafts as many of the K tokens as have paid so far on this machine, or none; "fixed"
+            always all of them.
+        prompt_cache: caches to go on from, made by `make_prompt_cache`; they are updated in place, and may have read
+            more than was told if a token ends the sequence. Instead of a policy; not with a draft model.
+        before: the tokens that they have read, as far as they are known, for a drafter that looks into text.
 
     Returns:
         An iterator of mlx-lm's `GenerationResponse`, one for each token.
 
     Raises:
         ValueError: K or max_tokens below 1, an empty prompt, vocabularies that differ, caches that cannot roll back, a
-            seed for a sampler that is no `TemperatureSampler`, neither a draft model nor a drafter.
+            seed for a sampler that is no `TemperatureSampler`, neither a draft model nor a drafter, a policy beside a
+            prompt_cache.
     """
-    for name, value in (("num_draft_tokens", num_draft_tokens), ("max_tokens", max_tokens)):
-        if value < 1:
-            raise ValueError(f"{name} is {value}: give a number from 1 up")
+    drafting = DraftSettings(drafter, num_draft_tokens, prompt_lookup_min, prompt_lookup_max, draft_length)
+    whole_number("max_tokens", max_tokens, least=1)
+    if policy is not None and prompt_cache is not None:
+        raise ValueError("got a policy and a prompt_cache, which was made with its own: give one of them")
     if isinstance(prompt, str) and tokenizer is None:
         raise ValueError("the prompt is a text, but there is no tokenizer: give one, or token ids")
     if tokenizer is not None and not isinstance(tokenizer, TokenizerWrapper):
@@ -78,19 +99,44 @@ def speculative_generate(
         raise ValueError("the prompt is empty: give at least one token")
     if prefill_step_size is not None:
         whole_number("prefill_step_size", prefill_step_size, least=1)
-    decoder = make_decoder(model, policy or CachePolicy(), draft_model, drafter, num_draft_tokens)
+    decoder = make_decoder(model, policy or CachePolicy(), draft_model, drafting)
     statistics = statistics or SpeculationStatistics()
-    drawing = sampler_of_sequence(sampler, seed, len(tokens))
+    read = 0
+    if prompt_cache is not None:
+        read = _check_cache(model, decoder, prompt_cache)
+        prefill_step_size = prefill_step(model, prompt_cache, prefill_step_size)
+    drawing = sampler_of_sequence(sampler, seed, read + len(tokens))
     progress = prompt_progress_callback or (lambda done, total: None)
 
     def prefill() -> None:
-        joining = decoder.begin([NewRow(tokens, max_tokens, drawing)], prefill_step_size)
+        joining = decoder.begin([NewRow(tokens, max_tokens, drawing, prompt_cache, before)], prefill_step_size)
         while not decoder.read_on(joining):
             progress(joining.read, joining.longest)
         progress(joining.longest, joining.longest)
         statistics.caches[:] = decoder.target.caches
 
     return _responses(decoder, tokenizer, len(tokens), max_tokens, prefill, statistics)
+
+
+def _check_cache(model: nn.Module, decoder: Decoder, caches: list[Any]) -> int:
+    """How many tokens caches have read, if a decoder can go on with them."""
+    check_windows(model, caches)
+    wanted = len(decoder.make_caches())
+    if len(caches) != wanted:
+        raise ValueError(
+            f"the prompt_cache has {len(caches)} layers, the model and what drafts for it {wanted}: "
+            "use make_prompt_cache, and a drafter without a model"
+        )
+    if not can_trim(caches, 0):
+        raise ValueError("the prompt_cache cannot take back tokens: generate without a draft")
+    attention = list(attention_caches(caches))
+    planned = min((cache.max_write for cache in attention if cache.max_write is not None), default=None)
+    if planned is not None and planned <= decoder.draft_tokens:
+        raise ValueError(
+            f"the prompt_cache plans for writes of {planned} tokens, and so can take back no draft of "
+            f"{decoder.draft_tokens}: use num_draft_tokens={max(1, planned - 1)}, or caches of a larger max_write"
+        )
+    return max((int(cache.offset) for cache in attention), default=0)
 
 
 def _responses(

@@ -13,6 +13,7 @@ from mlx_kv.cache.eviction.scores.tokens import Part
 # caches; on a GPU each costs a launch, and memory comes in other sizes.
 BLOCK_BYTES = {mx.DeviceType.cpu: 2**15, mx.DeviceType.gpu: 2**19}
 LEAST_TOKENS = 16
+SHORT_BYTES = 2**18  # of each row and head, up to which all tokens are one block: a matrix product costs, however small
 TOGETHER_BYTES = 2**19  # of blocks that are waited for at once; no less is waited for
 
 
@@ -30,7 +31,9 @@ class Blocks:
 
     @property
     def tokens(self) -> int:
-        """Of one block."""
+        """Of one block; it follows from one row and head alone, as the bytes do."""
+        if 4 * self.n * self.dim <= SHORT_BYTES:
+            return self.n
         return max(LEAST_TOKENS, BLOCK_BYTES[mx.default_device().type] // (4 * self.dim))
 
     def __iter__(self) -> Iterator[mx.array]:

@@ -17,15 +17,15 @@ LEAST_NORM = 1e-12
 def key_diff(tokens: ScoredTokens) -> mx.array:
     keys = Blocks(tokens.keys, tokens.key_part)
 
-    def length(block: mx.array) -> mx.array:
-        return mx.maximum(mx.linalg.norm(block, axis=-1), LEAST_NORM)
+    scales: list[mx.array] = []  # of each block, 1 / ||k||
 
     # Two passes over the keys, as matrix products.
     def sums() -> Iterator[mx.array]:
-        yield (anchor := mx.zeros((keys.rows, keys.heads, 1, keys.dim)))
+        anchor = mx.zeros((keys.rows, keys.heads, 1, keys.dim))
         for block in keys:
-            yield (anchor := anchor + (1 / length(block))[:, :, None] @ block)
+            scales.append(mx.rsqrt(mx.maximum(block.square().sum(axis=-1), LEAST_NORM**2)))
+            yield (anchor := anchor + scales[-1][:, :, None] @ block)
 
     *_, anchor = keys.evaluated(sums())
     direction = (anchor / mx.maximum(mx.linalg.norm(anchor, axis=-1, keepdims=True), LEAST_NORM)).swapaxes(2, 3)
-    return -keys.each(lambda block: (block @ direction)[..., 0] / length(block))
+    return keys.each(lambda block: (block @ -direction)[..., 0]) * mx.concatenate(scales, axis=2)

@@ -8,13 +8,23 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from mlx_kv.generation.speculation.drafters.model import ModelDrafter
+from mlx_kv.generation.speculation.drafters.ngram import NgramDrafter
 from mlx_kv.generation.speculation.drafters.protocol import Drafter as Drafter
 from mlx_kv.generation.speculation.drafters.protocol import DrafterContext as DrafterContext
+from mlx_kv.generation.speculation.drafters.suffix import SuffixDrafter
 from mlx_kv.open_set import OpenSet
 
 Factory = Callable[[DrafterContext], Drafter]
 
-DRAFTERS: OpenSet[Factory] = OpenSet("drafter", "one", {"model": ModelDrafter})
+# Suffixes beat n-grams nearly everywhere: as many tokens are right, of a third of the drafts.
+OURS: dict[str, Factory] = {
+    "auto": SuffixDrafter,
+    "model": ModelDrafter,
+    "ngram": NgramDrafter,
+    "suffix": SuffixDrafter,
+}
+
+DRAFTERS: OpenSet[Factory] = OpenSet("drafter", "one", OURS)
 
 
 def drafter_names() -> list[str]:

@@ -15,7 +15,7 @@ from mlx_kv.generation.prefill import read_chunk
 from mlx_kv.generation.speculation.acceptance import Choice
 from mlx_kv.generation.speculation.drafters.protocol import Drafter, DrafterContext
 from mlx_kv.generation.speculation.model_rows import ModelRows
-from mlx_kv.mlxlm.batching import rows_must_be_equal
+from mlx_kv.mlxlm.batching import rows_are_alone
 from mlx_kv.policy import CachePolicy
 
 
@@ -30,32 +30,38 @@ class ModelDrafter(Drafter):
         if context.draft_model is None:
             raise ValueError("the drafter model drafts with a model of its own: give a draft_model")
         check_vocabulary(context)
-        self._rows = ModelRows(context.draft_model, CachePolicy(max_rollback=context.draft_tokens + 1))
+        # It reads all drafts but the last one by one, and goes back to before any of them.
+        self._rows = ModelRows(context.draft_model, CachePolicy(), context.draft_tokens, context.draft_tokens - 1)
         self.step_size = self._rows.step_size
         self._drafted: list[list[int]] = []  # of each row, in this round
+        self._draft_tokens = context.draft_tokens
 
     @property
     def equal_rows(self) -> bool:  # type: ignore[override]
-        return rows_must_be_equal(self._rows.model)
+        return rows_are_alone(self._rows.model)
 
     def join(self, prompts: Sequence[Sequence[int]], caches: list[Any]) -> None:
         self._rows.join(caches, [[prompt[-1]] for prompt in prompts])
+        self._drafted += [[] for _ in prompts]
 
     def keep(self, rows: Sequence[int]) -> None:
         self._rows.keep(rows)
+        self._drafted = [self._drafted[row] for row in rows]
 
     def propose(self, most: int, choice: Choice) -> list[list[int]]:
         pending = self._rows.pending
         if most == 0:
             self._drafted = [[] for _ in pending]
             return self._drafted
+        self._catch_up()
+        pending = self._rows.pending
         lengths = [len(tokens) for tokens in pending]
         logits = self._rows.read(pending)
         here = mx.take_along_axis(logits, (mx.array(lengths) - 1)[:, None, None], axis=1)[:, 0]  # (B, V)
         tokens: list[mx.array] = []
         for ahead in range(most):
             if ahead:
-                here = self._rows.model(tokens[-1][:, None], cache=self._rows.caches)[:, -1]
+                here = self._rows.step(tokens[-1])
             tokens.append(choice.guess(here, ahead))
             mx.async_eval(tokens[-1])  # type: ignore[no-untyped-call]
         by_row: Any = mx.stack(tokens, axis=1).tolist()
@@ -69,6 +75,7 @@ class ModelDrafter(Drafter):
         for row, (drafted, got) in enumerate(pairs):
             unread = drafted[-1:] if drafted else self._rows.pending[row]
             self._rows.pending[row] = [*(unread if len(got) > len(drafted) else []), got[-1]]
+        self._drafted = [[] for _ in tokens]
 
     @property
     def caches(self) -> list[Any]:
@@ -82,7 +89,16 @@ class ModelDrafter(Drafter):
         read_chunk(self._rows.model, caches, rows)
 
     def behind(self, row: int) -> int:
+        self._catch_up()
         return len(self._rows.pending[row])
+
+    def _catch_up(self) -> None:
+        """Reads what came while nothing was drafted, but for a few tokens: a pass over those is no longer."""
+        few, step = self._draft_tokens + 1, self._rows.step_size
+        while (longest := max((len(tokens) for tokens in self._rows.pending), default=0)) > few:
+            count = min(longest - 1, step)
+            read_chunk(self._rows.model, self._rows.caches, [tokens[:-1][:count] for tokens in self._rows.pending])
+            self._rows.pending = [[*tokens[:-1][count:], tokens[-1]] for tokens in self._rows.pending]
 
     def extract(self, row: int, behind: int) -> list[Any] | None:
         return self._rows.extract(row, behind)

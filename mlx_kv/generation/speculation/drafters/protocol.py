@@ -24,28 +24,35 @@ class DrafterContext:
         vocabulary: V, of the model.
         draft_tokens: that are asked for at the most, for one row at once.
         draft_model: a small model to draft with, if the user gave one.
+        lookup_min, lookup_max: tokens that must be alike for a drafter that looks into text, and that it looks for at
+            the most, if it looks for a certain number.
     """
 
     model: nn.Module
     vocabulary: int
     draft_tokens: int
     draft_model: nn.Module | None = None
+    lookup_min: int = 2
+    lookup_max: int = 4
 
 
 class Drafter(Protocol):
     """Guesses how rows go on. Whatever it says, the text is the model's own: a wrong guess costs time, nothing else.
 
     Rows are known by their order: new ones `join` after those that there are, and `keep` leaves some of them. In each
-    round it is asked once to `propose`, and told once what the rows got. Those who inherit from this say only what is
-    abstract here; the rest is that of a drafter without caches.
+    round it is asked once at the most to `propose`, and told what the rows got. Those who inherit from this say only
+    what is abstract here; the rest is that of a drafter without caches.
 
     Attributes:
         step_size: tokens of a prompt that it reads at once; None for any number.
         equal_rows: whether it can have one row only.
+        proposals_cost: whether it takes time worth speaking of to propose, such as a pass of a model. One that says no
+            may be asked while nothing is drafted, to see whether it would be right: what it says is not used then.
     """
 
     step_size: int | None = None
     equal_rows: bool = False
+    proposals_cost: bool = True
 
     @abstractmethod
     def join(self, prompts: Sequence[Sequence[int]], caches: list[Any]) -> None:

@@ -1,0 +1,380 @@
+"""Recurrent state that can go back: what it was before its last passes is kept beside what it is.
+
+A recurrent layer puts new arrays in the place of those that it has and never writes into them, so a checkpoint is a
+reference. Decides where each row can go back to, and exactly there it can: tokens between two checkpoints must be read
+again. How many tokens a pass had the state is not told with it: whoever reads in a loop of ours announces it
+(`announce`), most models of mlx-lm say it after each layer (`advance`), and for the others a cache of attention counts
+(`Clock`), if they have one. Knows nothing about what a model keeps in such arrays, but that zeros are what they begin
+with, as mlx-lm has it. B rows; arrays are (B, ...).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, Self
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models import cache as stock
+
+from mlx_kv.cache.checks import whole_numbers
+from mlx_kv.cache.kv_cache import KVCache
+from mlx_kv.mlxlm.traverse import is_ours, leaves, mapped
+
+Arrays = tuple[mx.array | None, ...]
+
+
+class Checkpoint(NamedTuple):
+    """What a row was.
+
+    Attributes:
+        arrays: of the batch in which it was, or of which it was one.
+        row: which of theirs it was.
+        at: tokens that it had read, as far as they were counted.
+    """
+
+    arrays: Arrays
+    row: int
+    at: int
+
+
+class Clock(NamedTuple):
+    """A cache of attention in another layer of the same sequence, by which tokens can be counted.
+
+    Attributes:
+        first: whether that layer comes before: its cache has the tokens of a pass when the recurrent layer reads them.
+        ahead: its offset when the counting began.
+    """
+
+    cache: KVCache
+    first: bool
+    ahead: int
+
+    @property
+    def tokens(self) -> int:
+        """Since the counting began."""
+        return int(self.cache.offset) - self.ahead
+
+
+class RecurrentState(stock.ArraysCache):
+    """mlx-lm's recurrent state of one layer, which can take back tokens as far as it has checkpoints.
+
+    Args:
+        size: arrays of a row.
+        max_rollback: tokens that can be taken back at the most, from 0 up: while one is read at a time, any number up
+            to that. It holds so many states beside that of now.
+        most_checkpoints: what it holds at the most, if that is less.
+    """
+
+    cache: list[mx.array | None]  # type: ignore[assignment]
+
+    def __init__(self, size: int, max_rollback: int, most_checkpoints: int | None = None) -> None:
+        super().__init__(size)
+        self.max_rollback, self.most_checkpoints = max_rollback, most_checkpoints
+        self._begin(1)
+
+    @classmethod
+    def of(cls, cache: stock.ArraysCache, max_rollback: int, most_checkpoints: int | None = None) -> RecurrentState:
+        """The same state with these limits: it goes back no further than to here."""
+        made = cls(len(cache.cache), max_rollback, most_checkpoints)
+        made.cache, made.left_padding, made.lengths = list(cache.cache), cache.left_padding, cache.lengths
+        made._begin(cache.batch_size)
+        return made
+
+    def _begin(self, rows: int) -> None:
+        """Nothing is known of what was read before."""
+        self._read = [0] * rows  # by row, tokens since counting began
+        self._checkpoints: list[tuple[Checkpoint, ...]] = [()] * rows  # by row, the newest last
+        self._clock: Clock | None = None  # of one row, as long as it has its layer's place in a list
+        self._forget_pass()
+
+    def _forget_pass(self) -> None:
+        """The next array that comes begins a pass, unless one is announced before."""
+        self._written: set[int] = set()  # which arrays have come in this pass
+        self._announced = False
+        self._before: Arrays | None = None  # what the state was before a pass of which nobody has said how long it is
+        self._left: list[int] | None = None  # by row, tokens to come before padding does
+
+    # --- passes ---------------------------------------------------------------------------------------------------
+
+    def announce(self, lengths: Sequence[int]) -> None:
+        """The next pass reads so many tokens of each row, padding aside."""
+        self._fit(len(lengths))
+        self._close_pass()
+        self._note(tuple(self.cache), lengths)
+        self._written, self._announced = set(), True
+
+    def __setitem__(self, index: int, value: mx.array) -> None:
+        self._fit(value.shape[0])
+        if index in self._written or not (self._written or self._announced):  # each array comes once in a pass
+            self._close_pass()
+            self._before, self._written, self._announced = tuple(self.cache), set(), False
+            if self._clock is not None and self._clock.first:
+                self._ask_clock()
+        self._written.add(index)
+        self.cache[index] = value
+
+    def advance(self, N: int) -> None:
+        """The layer has read N tokens, padding among them."""
+        if self._before is not None and self.left_padding is None:
+            before, self._before = self._before, None
+            self._note(before, [N] * self.batch_size if self._left is None else [min(n, N) for n in self._left])
+        if self._left is not None:
+            self._left = [max(0, n - N) for n in self._left]
+        super().advance(N)  # type: ignore[no-untyped-call]
+
+    def _fit(self, rows: int) -> None:
+        """A new state takes as many rows as come."""
+        if rows != len(self._read):
+            self._begin(rows)
+
+    def _close_pass(self) -> None:
+        """Another pass begins: if nobody has said how long the last one was, there is no way back to before it."""
+        self._ask_clock()
+        if self._before is not None:
+            self.forget()
+
+    def count_by(self, cache: KVCache, first: bool) -> None:
+        """Lets a cache of another layer say how long passes are of which nobody else says it; see `Clock`."""
+        self._clock = Clock(cache, first, int(cache.offset) - self._read[0])
+
+    def _ask_clock(self) -> None:
+        """How long was the pass of which nobody has said it?"""
+        if self._before is not None and self._clock is not None:
+            length = self._clock.tokens - self._read[0]
+            if length > 0:  # else it is no longer the clock of this sequence
+                before, self._before = self._before, None
+                self._note(before, [length])
+
+    def _note(self, before: Arrays, lengths: Sequence[int]) -> None:
+        """A pass reads so many tokens of each row, which was that before."""
+        for row, length in enumerate(lengths):
+            if length:
+                held = (*self._checkpoints[row], Checkpoint(before, row, self._read[row]))
+                self._read[row] += length
+                self._checkpoints[row] = self._within_limits(held, self._read[row])
+
+    def _within_limits(self, held: Sequence[Checkpoint], now: int) -> tuple[Checkpoint, ...]:
+        near = [checkpoint for checkpoint in held if now - checkpoint.at <= self.max_rollback]
+        return tuple(near if self.most_checkpoints is None else near[max(0, len(near) - self.most_checkpoints) :])
+
+    def limit(self, max_rollback: int, most_checkpoints: int | None) -> None:
+        """Other limits than those that it was made with."""
+        self.max_rollback, self.most_checkpoints = max_rollback, most_checkpoints
+        self._checkpoints = [
+            self._within_limits(held, read) for held, read in zip(self._checkpoints, self._read, strict=True)
+        ]
+
+    def forget(self) -> None:
+        """Lets all checkpoints go."""
+        self._checkpoints, self._before = [()] * len(self._read), None
+
+    # --- trims ----------------------------------------------------------------------------------------------------
+
+    def can_trim(self, n: int | Sequence[int]) -> bool:
+        """Whether every row was something n tokens ago, or row i n[i], that it can be again."""
+        try:
+            counts = whole_numbers(n, len(self._read))
+        except ValueError:
+            return False
+        return len(counts) == len(self._read) and self._refusal(counts) is None
+
+    def trim(self, n: int) -> int:
+        """Every row is what it was n tokens ago; returns n.
+
+        Raises:
+            ValueError: a row that has no checkpoint there; nothing has changed then.
+        """
+        self.trim_per_sequence(whole_numbers(n, len(self._read)))
+        return n
+
+    def trim_per_sequence(self, n: Sequence[int] | mx.array) -> None:
+        """Row i is what it was n[i] tokens ago.
+
+        Raises:
+            ValueError: a wrong number of counts, or a row that has no checkpoint there; nothing has changed then.
+        """
+        counts = whole_numbers(n, len(self._read))
+        if len(counts) != len(self._read):
+            raise ValueError(f"got {len(counts)} counts to trim by, but there are {len(self._read)} rows")
+        if (why := self._refusal(counts)) is not None:
+            raise ValueError(why)
+        if not any(counts):
+            return
+        now = tuple(self.cache)
+        sources = [
+            self._checkpoint(row, count) or Checkpoint(now, row, self._read[row]) for row, count in enumerate(counts)
+        ]
+        self.cache = list(_rows_of(sources))
+        for row, source in enumerate(sources):
+            self._read[row] = source.at
+            self._checkpoints[row] = tuple([c for c in self._checkpoints[row] if c.at < source.at])
+
+    def _checkpoint(self, row: int, count: int) -> Checkpoint | None:
+        at = self._read[row] - count
+        return next((checkpoint for checkpoint in self._checkpoints[row] if checkpoint.at == at), None)
+
+    def _refusal(self, counts: Sequence[int]) -> str | None:
+        """Why rows cannot go back by so many tokens, and what to do about it; None where they can."""
+        if not any(counts):
+            return None
+        self._ask_clock()
+        if self._before is not None:
+            return (
+                f"cannot trim {max(counts)} tokens: nobody said how many this recurrent state read last; "
+                "copy the caches before (copy.deepcopy), or read them anew"
+            )
+        for row, count in enumerate(counts):
+            if count and self._checkpoint(row, count) is None:
+                where = "this recurrent state" if len(counts) == 1 else f"row {row} of this recurrent state"
+                steps = sorted({0, *(self._read[row] - checkpoint.at for checkpoint in self._checkpoints[row])})
+                more = f"plan for it with max_rollback={count}" if count > self.max_rollback else "read the rest again"
+                return (
+                    f"cannot trim {count} tokens: {where} was not kept there; "
+                    f"trim by {' or '.join(map(str, steps))}, or {more}"
+                )
+        return None
+
+    # --- rows -----------------------------------------------------------------------------------------------------
+
+    @property
+    def batch_size(self) -> int:
+        return len(self._read)
+
+    @classmethod
+    def merge(cls, caches: Sequence[stock.ArraysCache]) -> RecurrentState:
+        """A batch of the rows of several caches; of mlx-lm's there is no way back."""
+        first = next((cache for cache in caches if isinstance(cache, cls)), None)
+        limits = (0, None) if first is None else (first.max_rollback, first.most_checkpoints)
+        parts = [cache if isinstance(cache, cls) else cls.of(cache, *limits) for cache in caches]
+        made = cls(len(parts[0].cache), *limits)
+        made._join(parts)
+        return made
+
+    def extend(self, other: stock.ArraysCache) -> None:
+        """Takes another's rows, after its own."""
+        self._join([self, other if isinstance(other, RecurrentState) else self.of(other, self.max_rollback)])
+
+    def _join(self, parts: Sequence[RecurrentState]) -> None:
+        for part in parts:
+            part._close_pass()
+        rows = [Checkpoint(tuple(part.cache), row, 0) for part in parts for row in range(part.batch_size)]
+        padded = any(part.left_padding is not None for part in parts)
+        padding = [
+            mx.zeros(part.batch_size, mx.int32) if part.left_padding is None else part.left_padding for part in parts
+        ]
+        self._read = [read for part in parts for read in part._read]
+        self._checkpoints = [each for part in parts for each in part._checkpoints]
+        self._clock = None
+        self._forget_pass()
+        self.cache, self.left_padding = list(_rows_of(rows)), mx.concatenate(padding) if padded else None
+
+    def filter(self, batch_indices: Sequence[int] | mx.array) -> None:
+        """Keeps only these rows, in this order."""
+        rows = whole_numbers(batch_indices, len(self._read))
+        self._close_pass()
+        super().filter(mx.array(rows))  # type: ignore[no-untyped-call]
+        self._clock = None
+        self._read = [self._read[row] for row in rows]
+        self._checkpoints = [self._checkpoints[row] for row in rows]
+        self._left = None if self._left is None else [self._left[row] for row in rows]
+
+    def extract(self, idx: int) -> RecurrentState:
+        """One row, which can go back as far. It holds on to the arrays of the batch: `forget` what is not wanted."""
+        made = type(self)(len(self.cache), self.max_rollback, self.most_checkpoints)
+        made.cache = [None if array is None else array[idx : idx + 1] for array in self.cache]
+        made._read = [self._read[idx]]
+        if self._before is None:
+            made._checkpoints = [self._checkpoints[idx]]
+        return made
+
+    def prepare(self, lengths: Sequence[int] | None = None, **_padding: Any) -> None:
+        """Announces padding in the tokens that come, as mlx-lm's does."""
+        super().prepare(lengths)  # type: ignore[no-untyped-call]
+        self._left = list(whole_numbers(lengths, len(self._read)))
+
+    def finalize(self) -> None:
+        super().finalize()  # type: ignore[no-untyped-call]
+        self._left = None
+
+    # --- the rest of what mlx-lm's says ---------------------------------------------------------------------------
+
+    @property
+    def state(self) -> Any:
+        """That of mlx-lm's: what it is now, and no way back."""
+        return self.cache, self.left_padding, self.lengths
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self.cache, self.left_padding, self.lengths = value
+        self._begin(next((array.shape[0] for array in self.cache if array is not None), 1))
+
+    @classmethod
+    def from_state(cls, state: Any) -> Self:
+        """Of a saved state, which says nothing of limits: it takes nothing back."""
+        made = cls(len(state[0]), 0)
+        made.state = state
+        return made
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the state of now, and of all that is kept to go back to."""
+        kept = [self.cache, *(checkpoint.arrays for row in self._checkpoints for checkpoint in row), self._before or ()]
+        return sum({id(array): array.nbytes for arrays in kept for array in arrays if array is not None}.values())
+
+
+def _rows_of(sources: Sequence[Checkpoint]) -> Arrays:
+    """The arrays (B, ...) of rows that come from anywhere; what has none is zeros beside others."""
+    first = sources[0].arrays
+    if all(source.arrays is first and source.row == row for row, source in enumerate(sources)):
+        held = next((array.shape[0] for array in first if array is not None), len(sources))
+        if held == len(sources):
+            return first
+    return tuple([_joined([(source.arrays[index], source.row) for source in sources]) for index in range(len(first))])
+
+
+def _joined(parts: Sequence[tuple[mx.array | None, int]]) -> mx.array | None:
+    like = next((array for array, _ in parts if array is not None), None)
+    if like is None:
+        return None
+    empty = mx.zeros((1, *like.shape[1:]), like.dtype)
+    return mx.concatenate([empty if array is None else array[row : row + 1] for array, row in parts])
+
+
+def is_recurrent(model: nn.Module) -> bool:
+    """Whether any layer of a model of mlx-lm has recurrent state."""
+    return any(isinstance(cache, stock.ArraysCache) for cache in leaves(stock.make_prompt_cache(model)))
+
+
+def recurrent_states(caches: Iterable[Any]) -> list[RecurrentState]:
+    """Those of all layers that can go back."""
+    return [cache for cache in leaves(caches) if isinstance(cache, RecurrentState)]
+
+
+def with_checkpoints(caches: Sequence[Any], max_rollback: int, most_checkpoints: int | None = None) -> list[Any]:
+    """The caches of all layers, mlx-lm's recurrent state so that it can go back, with these limits."""
+
+    def one(cache: Any) -> Any:
+        if isinstance(cache, RecurrentState):
+            cache.limit(max_rollback, most_checkpoints)
+            return cache
+        return RecurrentState.of(cache, max_rollback, most_checkpoints) if type(cache) is stock.ArraysCache else cache
+
+    return mapped(caches, one)
+
+
+def count_by_attention(caches: Sequence[Any]) -> None:
+    """Gives recurrent states of a new list of caches, one sequence, attention of another layer to count by."""
+    for index, layer in enumerate(caches):
+        for state in recurrent_states([layer]):
+            others = [(other, each) for other, each in enumerate(caches) if other != index]
+            clocks = [(other, cache) for other, each in others for cache in leaves([each]) if is_ours(cache)]
+            if clocks:
+                other, clock = clocks[0]
+                state.count_by(clock, other < index)
+
+
+def announce(caches: Iterable[Any], lengths: Sequence[int]) -> None:
+    """Says to all layers how many tokens of each row the next pass reads, padding aside."""
+    for state in recurrent_states(caches):
+        state.announce(lengths)

@@ -1,0 +1,216 @@
+"""How many tokens are drafted: as many as pay; and whatever is chosen, the text is the model's own."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from test_drafters import LENGTH, MODELS, PROMPTS, gathered, prophet
+from tiny_models import make_model
+
+from mlx_kv import SpeculationStatistics, TemperatureSampler, batch_generate
+from mlx_kv.generation.engine import make_engine
+from mlx_kv.generation.sequence import TokenSequence
+from mlx_kv.generation.speculation import decoder
+from mlx_kv.generation.speculation.drafters.model import ModelDrafter
+from mlx_kv.generation.speculation.pacing import MEASURED_FIRST, MOST_WAIT, Acceptance, Costs, Pace
+from mlx_kv.generation.speculation.settings import DraftSettings
+
+pytestmark = pytest.mark.chosen_length
+
+
+# --- whatever is chosen, the text is the same -------------------------------------------------------------------------
+
+
+class Whim(Pace):
+    """Chooses anything: nothing, for a while or once; all that may be; or some of it."""
+
+    random = random.Random(4)
+    chosen: set[int]
+
+    def choose(self, most: int, waiting: int = 0, proposed: Any = None) -> int:
+        longest = min(most, self.most) if proposed is None else min(most, max(proposed, default=0))
+        length = 0 if longest == 0 or self.random.random() < 0.5 else self.random.randint(0, longest)
+        type(self).chosen.add(length)
+        return length
+
+
+@pytest.fixture
+def whims(monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    Whim.chosen = set()
+    monkeypatch.setattr(decoder, "Pace", Whim)
+    return Whim.chosen
+
+
+@pytest.mark.parametrize("costs", [True, False], ids=["asked when it drafts", "asked always"])
+@pytest.mark.parametrize("sampler", [None, TemperatureSampler(0.8, 0.95)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_step_ahead_or_drafts_of_any_length(
+    kind: str, sampler: TemperatureSampler | None, costs: bool, whims: set[int]
+) -> None:
+    """Rows come and go meanwhile: there is room for three of them."""
+    family, policy = MODELS[kind]
+    model = make_model(family)
+    lengths = [LENGTH + 7 * row for row in range(len(PROMPTS))]
+    rules: dict[str, Any] = {"sampler": sampler, "seed": None if sampler is None else 7, "prefill_step_size": 8}
+    wanted = gathered(batch_generate(model, None, PROMPTS, policy, lengths, max_batch_size=3, **rules))
+    drafter, counts = prophet(wanted), SpeculationStatistics()
+    drafter.proposals_cost = costs
+    rules |= {"drafter": drafter, "num_draft_tokens": 5, "statistics": counts}
+    assert gathered(batch_generate(model, None, PROMPTS, policy, lengths, max_batch_size=3, **rules)) == wanted
+    assert drafter.texts == []
+    assert counts.accepted > 10
+    assert {0, 1, 4} <= whims
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_a_draft_model_that_was_not_asked_for_long(family: str, whims: set[int], monkeypatch: Any) -> None:
+    model, draft = make_model(family), make_model(family)
+    draft.update(model.parameters())  # so it is always right, if it has read what came meanwhile
+    wanted = gathered(batch_generate(model, None, PROMPTS, None, 80, max_batch_size=3))
+    turns = iter(range(10**6))
+    monkeypatch.setattr(
+        Whim, "choose", lambda self, most, waiting, proposed=None: min(most, 4) if next(turns) % 25 < 6 else 0
+    )
+    counts = SpeculationStatistics()
+    options: dict[str, Any] = {"draft_model": draft, "num_draft_tokens": 4, "statistics": counts, "max_batch_size": 3}
+    assert gathered(batch_generate(model, None, PROMPTS, None, 80, **options)) == wanted
+    assert counts.accepted > 0.97 * counts.drafted > 0
+
+
+@pytest.mark.parametrize("drafter", ["prophet", "model"])
+def test_caches_taken_at_any_time_go_on(drafter: str, whims: set[int]) -> None:
+    """Also while a step is on its way, and when its tokens are known but not yet told."""
+    model = make_model("llama")
+    answers = gathered(batch_generate(model, None, PROMPTS, None, 60))
+    known = prophet(answers) if drafter == "prophet" else (lambda context: ModelDrafter(context))
+    options: dict[str, Any] = {"draft_model": make_model("llama", seed=3)} if drafter == "model" else {}
+    engine = make_engine(model, set(), max_batch_size=3, drafter=known, num_draft_tokens=3, **options)
+    for index, prompt in enumerate(PROMPTS):
+        engine.submit(TokenSequence(index, prompt, 60))
+    texts = [list(prompt) for prompt in PROMPTS]
+    taken = 0
+    while engine.busy:
+        for token in engine.step():
+            texts[token.index].append(token.token)
+        for index in engine.rows:
+            held = engine.extract(index)
+            assert held is not None
+            layers = len(model.layers)
+            read = held[0].offset
+            assert {cache.offset for cache in held} == {read}
+            whole = [*PROMPTS[index], *answers[index]]
+            if read >= len(whole):
+                continue
+            assert len(texts[index]) - 5 <= read <= len(texts[index]) + 1
+            logits = model(mx.array([whole[read : read + 1]]), cache=held[:layers])
+            fresh = model(mx.array([whole[: read + 1]]))
+            assert mx.allclose(logits[:, -1], fresh[:, -1], atol=1e-4).item()
+            taken += 1
+    assert taken > 60
+
+
+# --- what is chosen ---------------------------------------------------------------------------------------------------
+
+
+class Machine:
+    """Rounds against a clock of its own: of one row, with drafts that are right with a chance, and passes of a cost."""
+
+    def __init__(self, free: bool, most: int = 8, pass_cost: Callable[[int], float] = lambda n: 1 + 0.1 * (n - 1)):
+        self.pace, self.random, self.cost = Pace(most, free), random.Random(0), pass_cost
+        self.pace.join(1)
+        self.most, self.time, self.tokens = most, 0.0, 0
+        self.lengths: list[int] = []
+
+    def run(self, rounds: int, chance: float, draft_cost: float = 0.0) -> float:
+        """Tokens for each unit of time, of which a token alone takes one."""
+        time, tokens = self.time, self.tokens
+        for _ in range(rounds):
+            right = next((n for n in range(self.most) if self.random.random() >= chance), self.most)
+            length = self.pace.choose(self.most, 0, [self.most] if self.pace.free else None)
+            self.lengths.append(length)
+            right = min(right, length) if length else right
+            if length:
+                self.pace.judged([length], [right])
+            elif self.pace.free:
+                said = [1] * self.most
+                self.pace.unused([said])
+                truth = [1] * right + [0]
+                self.pace.told([truth])
+            got = 1 + (right if length else 0)
+            self.pace.passed(length, 0, self.cost(length + 1), draft_cost * length)
+            self.time += self.cost(length + 1) + draft_cost * length
+            self.tokens += got
+        return (self.tokens - tokens) / (self.time - time)
+
+
+@pytest.mark.parametrize("free", [True, False])
+def test_text_that_can_be_guessed_and_then_cannot_and_then_can(free: bool) -> None:
+    machine = Machine(free)
+    draft_cost = 0.0 if free else 0.05
+    machine.run(100, 0.95, draft_cost)
+    assert machine.run(300, 0.95, draft_cost) > 3
+    assert sum(machine.lengths[-100:]) > 600
+    machine.run(100, 0.0, draft_cost)
+    assert machine.run(2 * MOST_WAIT, 0.0, draft_cost) > 0.995, "what is off costs nothing"
+    machine.run(MOST_WAIT + 100, 0.95, draft_cost)
+    assert machine.run(300, 0.95, draft_cost) > 3
+
+
+def test_passes_that_cost_as_much_as_their_tokens_are_not_drafted_for() -> None:
+    machine = Machine(True, pass_cost=lambda n: float(n))
+    machine.run(100, 0.6)
+    assert machine.run(300, 0.6) > 0.99
+    assert set(machine.lengths[-200:]) == {0}
+
+
+def test_the_best_length_is_found() -> None:
+    """With a chance of 0.7 and tokens at 0.2 each, two to four of eight are the best."""
+
+    def speed(length: int) -> float:
+        return sum(0.7**i for i in range(length + 1)) / (1 + 0.2 * length)
+
+    best = max(range(9), key=speed)
+    machine = Machine(True, pass_cost=lambda n: 1 + 0.2 * (n - 1))
+    machine.run(300, 0.7)
+    assert machine.run(1000, 0.7) > 0.95 * speed(best)
+
+
+def test_nothing_is_drafted_before_it_is_known_what_a_token_costs() -> None:
+    machine = Machine(False)
+    machine.run(20, 1.0)
+    assert machine.lengths[:MEASURED_FIRST] == [0] * MEASURED_FIRST
+    assert machine.lengths[MEASURED_FIRST] > 0
+    machine.pace.join(1)  # two rows: nobody knows what they cost
+    assert machine.pace.choose(8) == 0
+
+
+def test_places_are_told_apart() -> None:
+    """The first token is right half of the time, and those after a right one always."""
+    seen = Acceptance(4)
+    for turn in range(400):
+        seen.note(4, 4 * (turn % 2))
+    first, *others = seen.chances()
+    assert abs(first - 0.5) < 0.05
+    assert min(others) > 0.85  # the guess for the second is the first's chance, which counts for some tokens
+    assert Acceptance(4).chances(prior=[0.1, 0.2, 0.3, 0.4]) == pytest.approx([0.1, 0.2, 0.3, 0.4])
+
+
+def test_costs_are_worked_out_of_what_was_seen() -> None:
+    costs = Costs()
+    assert costs.of(1, 4) > costs.of(1, 1) > 0
+    for seconds in (2.0, 2.0, 90.0):
+        costs.note(1, 1, seconds)
+    costs.note(1, 5, 4.0)
+    assert [costs.of(1, n) for n in (1, 2, 3, 5)] == [2.0, 2.5, 3.0, 4.0]
+    assert 4.0 < costs.of(1, 9) < 8.0
+    assert costs.times(1, 1) == 3
+    assert costs.times(2, 1) == 0
+
+
+def test_a_length_that_nobody_knows_is_refused() -> None:
+    with pytest.raises(ValueError, match="give 'chosen'"):
+        DraftSettings("suffix", draft_length="long")  # type: ignore[arg-type]
