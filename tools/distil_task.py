@@ -74,7 +74,7 @@ def prompt_length(shard: int) -> int:
 class DistilTask(TextTask):
     """What a trainer asks: batches, a line of progress, the tokenizer, and measurements for the model card."""
 
-    steps, peak = 1200, 2e-3
+    steps, peak = 750, 2e-3
     card, loss = staticmethod(draft_card), staticmethod(distilled)
 
     def __init__(self, work: Path) -> None:
