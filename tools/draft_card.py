@@ -30,9 +30,10 @@ def draft_card(name: str, config: dict[str, Any], m: dict[str, Any]) -> str:
 The draft began as a model of half its width, trained as `reference` was, on source (`--model draft --steps 1600`). It
 was widened by hand with heads that find where the last two tokens stood before and say what came next
 (`tools/induction.py`): that is what greedy text asks for most. Then it learnt from what `reference` says,
-{taught:.1f} M tokens after prompts from the training side of its corpus, in rows of {length:,} with the prompt, each read
-{times:.1f} times. Two rows of three go on greedily, the third is drawn at temperature 0.8. The loss is the cross-entropy
-with the {m["likeliest"]} tokens that `reference` finds likeliest at each place, half of it with the first of them alone.
+{taught:.1f} M tokens after prompts from the training side of its corpus, in rows of {length:,} with the prompt, each
+read {times:.1f} times. Two rows of three go on greedily, the third is drawn at temperature 0.8. The loss is the
+cross-entropy with the {m["likeliest"]} tokens that `reference` finds likeliest at each place, half of it with the first
+of them alone.
 
 ## Measured, on the float16 weights that are shipped
 
