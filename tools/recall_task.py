@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from recall_card import recall_card
 from recall_corpus import HELD_OUT, batch, held_out_rows
-from reference_network import Llama
+from reference_network import Llama, token_losses
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from mlx_kv.evaluation.recall_tasks import END, FIRST_FILLER, SUCCESSORS, WORDS
@@ -62,9 +62,13 @@ class RecallTask:
     """What a trainer asks: batches, a line of progress, the tokenizer, and measurements for the model card."""
 
     steps, end_of_text, card = 7200, WORDS[END], staticmethod(recall_card)
+    peak, loss = 6e-3, staticmethod(token_losses)
 
     def __init__(self, work: Path) -> None:
         self.tokenizer = make_tokenizer()
+
+    def begin(self, model: Llama) -> None:
+        """At random."""
 
     def batch(self, seed: int, step: int, steps: int) -> tuple[np.ndarray, np.ndarray]:
         """(rows, length + 1) int64 tokens and the (rows, length) float32 weights of their predictions."""

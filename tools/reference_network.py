@@ -36,6 +36,7 @@ class LlamaConfig:
 PRESETS = {
     "reference": LlamaConfig(256, 704, 4, num_attention_heads=4, num_key_value_heads=2),
     "draft": LlamaConfig(64, 192, 2, num_attention_heads=2, num_key_value_heads=1),
+    "distilled": LlamaConfig(128, 192, 2, num_attention_heads=4, num_key_value_heads=2),  # of `draft`: see `induction`
     "recall": LlamaConfig(128, 96, 4, 4, 2, vocab_size=256, max_position_embeddings=1024),
 }
 
@@ -122,12 +123,12 @@ class Llama(nn.Module):
         device = self.model.norm.weight.device
         return angle.cos().to(device), angle.sin().to(device)
 
-    def forward(self, tokens: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """tokens (B, T) -> logits (B, T, vocab)."""
+    def forward(self, tokens: Tensor, cos: Tensor, sin: Tensor, last: int = 0) -> Tensor:
+        """tokens (B, T) -> logits (B, T, vocab), or those of the `last` places alone."""
         x = self.model.embed_tokens(tokens)
         for layer in self.model.layers:
             x = layer(x, cos, sin)
-        return F.linear(self.model.norm(x), self.model.embed_tokens.weight)
+        return F.linear(self.model.norm(x[:, -last:]), self.model.embed_tokens.weight)
 
 
 def token_losses(model: nn.Module, tokens: Tensor, cos: Tensor, sin: Tensor, weights: Tensor | None = None) -> Tensor:

@@ -105,18 +105,22 @@ class TextTask:
     """What a trainer asks: batches, a line of progress, the tokenizer, and measurements for the model card."""
 
     steps, end_of_text, card = 4800, END_OF_TEXT, staticmethod(text_card)
+    peak, loss = 6e-3, staticmethod(token_losses)
 
     def __init__(self, work: Path) -> None:
         self.work, self.tokenizer = work, get_tokenizer(work)
         self.held_out = make_corpus(self.tokenizer, work, held_out=True)
         self.train: Corpus | None = None  # read when training starts: measuring does without it
 
-    def batch(self, seed: int, step: int, steps: int) -> tuple[np.ndarray, None]:
+    def begin(self, model: Llama) -> None:
+        """At random."""
+
+    def batch(self, seed: int, step: int, steps: int) -> tuple[np.ndarray, ...]:
         """(rows, length + 1) int64 token windows; every token weighs the same."""
         if self.train is None:
             self.train = make_corpus(self.tokenizer, self.work, held_out=False)
         length = LONG if step >= LONG_FROM * steps else SHORT
-        return self.train.batch(seed, step, TOKENS_PER_STEP // length, length), None
+        return (self.train.batch(seed, step, TOKENS_PER_STEP // length, length),)
 
     def progress(self, model: Llama) -> str:
         return f"held out {held_out_loss(model, self.held_out, SHORT, 24):.3f}"

@@ -3,6 +3,7 @@
     pip install "mlx-kv[train]"
     python tools/train_reference_model.py --model reference --work build/train
     python tools/train_reference_model.py --model draft --work build/train --steps 1600
+    python tools/train_reference_model.py --model distilled --work build/train
     python tools/train_reference_model.py --model recall --work build/train
     python tools/train_reference_model.py --model reference --work build/train --export mlx_kv/models/reference
 
@@ -23,30 +24,37 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import torch
+from distil_task import DistilTask
 from recall_task import RecallTask
-from reference_network import PRESETS, Llama, token_losses
+from reference_network import PRESETS, Llama
 from text_task import TextTask
 from tokenizers import Tokenizer
 from torch import Tensor
 
 WARM_UP, DECAY_FROM = 100, 0.75
-TASKS = {"reference": TextTask, "draft": TextTask, "recall": RecallTask}
+TASKS = {"reference": TextTask, "draft": TextTask, "distilled": DistilTask, "recall": RecallTask}
 
 
 class Task(Protocol):
     """What a model is trained for."""
 
     steps: int  # unless --steps says otherwise
+    peak: float  # learning rate, unless --lr says otherwise
     end_of_text: str
     tokenizer: Tokenizer
+    loss: Callable[..., Tensor]  # of the model, a batch's tokens, cos, sin, and whatever else the batch holds
 
-    def batch(self, seed: int, step: int, steps: int) -> tuple[np.ndarray, np.ndarray | None]:
-        """(rows, length + 1) int64 tokens, and (rows, length) float32 weights of their predictions, or None."""
+    def begin(self, model: Llama) -> None:
+        """Sets the weights that a run begins with, unless they are to be random."""
+
+    def batch(self, seed: int, step: int, steps: int) -> tuple[np.ndarray, ...]:
+        """(rows, length + 1) int64 tokens, and what the loss asks for besides."""
 
     def progress(self, model: Llama) -> str:
         """A line for the log, from a quick measurement."""
@@ -67,18 +75,21 @@ def learning_rate(step: int, steps: int) -> float:
 class Trainer:
     """Model, optimisers and progress of one run, with checkpoints that a killed run goes on from."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
+    def __init__(self, args: argparse.Namespace, task: Task) -> None:
         torch.manual_seed(args.seed)
         self.args, self.step, self.seconds, self.tokens = args, 0, 0.0, 0
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
-        self.model = Llama(PRESETS[args.model]).to(self.device)
+        self.path = args.work / f"{args.model}.pt"
+        self.model = Llama(PRESETS[args.model])
+        if not self.path.exists():
+            task.begin(self.model)
+        self.model.to(self.device)
         matrices = [p for n, p in self.model.named_parameters() if p.ndim == 2 and "embed" not in n]
         others = [p for n, p in self.model.named_parameters() if p.ndim == 1 or "embed" in n]
         self.optimizers = [
             torch.optim.Muon(matrices, lr=args.lr, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
             torch.optim.AdamW(others, lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0),
         ]
-        self.path = args.work / f"{args.model}.pt"
         if self.path.exists():
             saved = torch.load(self.path, map_location=self.device, weights_only=True)
             if saved.get("seed", args.seed) != args.seed:
@@ -104,15 +115,14 @@ class Trainer:
         temporary.replace(self.path)
 
     def run(self, task: Task) -> None:
-        loss_of = token_losses if self.args.no_compile else torch.compile(token_losses)
+        loss_of = task.loss if self.args.no_compile else torch.compile(task.loss)
         while self.step < self.args.steps:
             started = time.monotonic()
-            batch, weights = task.batch(self.args.seed, self.step, self.args.steps)
-            cos, sin = self.model.angles(batch.shape[1] - 1)
-            tokens = torch.from_numpy(batch).to(self.device)
-            weigh = None if weights is None else torch.from_numpy(weights).to(self.device)
+            batch = task.batch(self.args.seed, self.step, self.args.steps)
+            tokens, *others = (torch.from_numpy(array).to(self.device) for array in batch)
+            cos, sin = self.model.angles(tokens.shape[1] - 1)
             with torch.autocast(self.device, torch.bfloat16):
-                loss: Tensor = loss_of(self.model, tokens, cos, sin, weigh)
+                loss: Tensor = loss_of(self.model, tokens, cos, sin, *others)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
             for optimizer in self.optimizers:
@@ -169,7 +179,7 @@ def main() -> None:
     parser.add_argument("--model", choices=sorted(PRESETS), default="reference")
     parser.add_argument("--work", type=Path, default=Path("build/train"), help="tokenizer, tokens and checkpoints")
     parser.add_argument("--steps", type=int, help="of about 8,192 tokens each; the task knows how many")
-    parser.add_argument("--lr", type=float, default=6e-3, help="peak learning rate")
+    parser.add_argument("--lr", type=float, help="peak learning rate; the task knows which")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--checkpoint-every", type=int, default=200, metavar="STEPS")
     parser.add_argument("--no-compile", action="store_true", help="without torch.compile (needs no C++ compiler)")
@@ -177,8 +187,8 @@ def main() -> None:
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
     task: Task = TASKS[args.model](args.work)
-    args.steps = args.steps or task.steps
-    trainer = Trainer(args)
+    args.steps, args.lr = args.steps or task.steps, args.lr or task.peak
+    trainer = Trainer(args, task)
     if args.export:
         export(trainer, task, args.export)
     else:

@@ -38,7 +38,9 @@ class Choice:
                 with which the model will choose; of a sampler that is no `SeededSampler`, it is the likeliest token.
         """
         noise = self._noise(self._most + 1)
-        return self._chosen(normalized(logits), None if noise is None else noise[:, ahead])
+        if noise is None:
+            return mx.argmax(logits, axis=-1)  # of the vocabulary's logarithm a guess has no use
+        return self._chosen(normalized(logits), noise[:, ahead])
 
     def follow(self, logprobs: mx.array, ahead: int) -> mx.array:
         """The tokens (B,) that the rows get next, by the model's log-probabilities (B, V); not evaluated.
