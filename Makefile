@@ -41,6 +41,7 @@ bench: $(VENV)/.run
 	$(VENV)/bin/python benchmarks/batch.py
 	$(VENV)/bin/python benchmarks/conversations.py
 	$(VENV)/bin/python benchmarks/ragged.py
+	$(VENV)/bin/python benchmarks/speculation.py
 
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 SOURCE_DATE_EPOCH=0 $(VENV)/bin/python -m mkdocs build --quiet
