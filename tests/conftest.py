@@ -57,7 +57,7 @@ def _all_that_may_be_is_drafted(request: pytest.FixtureRequest, monkeypatch: pyt
     if request.node.get_closest_marker("chosen_length") is None:
         from mlx_kv.generation.speculation import decoder, pacing
 
-        monkeypatch.setattr(decoder, "Pace", lambda most, free, fixed: pacing.Pace(most, free, True))
+        monkeypatch.setattr(decoder, "Pace", lambda most, free, fixed, replays: pacing.Pace(most, free, True))
 
 
 @pytest.fixture(scope="session")

@@ -67,7 +67,7 @@ class Decoder:
         steps = (self.target.step_size, self.drafter.step_size)
         self.step_size = min(step for step in steps if step is not None)
         self.samplers: list[Sampler | None] = []  # by row; None is greedy
-        self.pace = Pace(context.draft_tokens, not self.drafter.proposals_cost, fixed)
+        self.pace = Pace(context.draft_tokens, not self.drafter.proposals_cost, fixed, self.target.replays)
         # Of all rows, tokens (B,) and log-probabilities (B, V) of a pass that is on its way: nothing is pending then.
         self._ahead: tuple[mx.array, mx.array] | None = None
         self._known: list[list[Emitted]] | None = None  # to be emitted next, without a pass

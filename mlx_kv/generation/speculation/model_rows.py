@@ -37,6 +37,7 @@ class ModelRows:
         layers: how many caches a row has.
         pending: of each row, the tokens that the model has yet to read.
         step_size: tokens of a prompt that are read at once.
+        replays: whether a row of which a token was wrong reads the pass again: a layer is recurrent.
 
     Raises:
         ValueError: the model has caches that cannot take back tokens.
@@ -44,10 +45,10 @@ class ModelRows:
 
     def __init__(self, model: nn.Module, policy: CachePolicy, draft_tokens: int, checkpoints: int = 1) -> None:
         self.model, self._most_waiting = model, draft_tokens + 1
-        self._replays = is_recurrent(model)
+        self.replays = is_recurrent(model)
         # Of a pass all but one of its tokens may be taken back. Where they are read again they may all be, and beside
         # the drafts as many as may wait for them.
-        longest = draft_tokens + 1 + (draft_tokens if self._replays else 0)
+        longest = draft_tokens + 1 + (draft_tokens if self.replays else 0)
         policy = replace(policy, max_rollback=max(policy.max_rollback, longest))
         self._limits = longest, checkpoints
         # Making caches may try out what a model's attention can read: it is done once, rows get copies.
@@ -169,7 +170,7 @@ class ModelRows:
         counts = []
         for row, (drafted, got) in enumerate(zip(self._drafted, tokens, strict=True)):
             wrong = drafted + 1 - len(got)
-            if wrong and self._replays:
+            if wrong and self.replays:
                 counts.append(len(self.pending[row]) + drafted)
                 self.pending[row] = [*self.pending[row], *got]
             else:

@@ -93,13 +93,14 @@ class Pace:
         most: at once, for one row.
         free: whether drafts cost nothing: then they are made in any case, and judged also where they are not used.
         fixed: as many as may be, always.
+        replays: whether a row that had a wrong token reads all of that pass again, but for what was wrong.
 
     Attributes:
         length: that was chosen last.
     """
 
-    def __init__(self, most: int, free: bool, fixed: bool = False) -> None:
-        self.most, self.free, self.fixed = most, free, fixed
+    def __init__(self, most: int, free: bool, fixed: bool = False, replays: bool = False) -> None:
+        self.most, self.free, self.fixed, self.replays = most, free, fixed, replays
         self.length = most if fixed else 0
         self._sizes = sorted({0, *(size for size in (1, 2, 4, 8, 16, 32, 64) if size < most), most})
         self._all, self._rows = Acceptance(most), list[Acceptance]()
@@ -160,12 +161,17 @@ class Pace:
         """Expected tokens per second of a round that drafts so many."""
         rows = len(self._rows)
         prior = self._all.chances()
-        gained = float(rows)
+        gained, again = float(rows), 0.0
         for row, own in enumerate(self._rows):
             count = size if proposed is None else min(size, proposed[row])
-            gained += sum(accumulate(own.chances(prior)[:count], mul))
+            right = list(accumulate(own.chances(prior)[:count], mul))
+            gained += sum(right)
+            if self.replays and right:  # what a wrong token has the next pass read again, of the row that has most
+                again = max(again, (1 - right[-1]) * (1 + waiting + sum(right)))
         drafting = 0.0 if self.free else size * self._seconds_a_draft(rows)
-        return gained / (self._costs.of(rows, size + 1 + waiting) + drafting)
+        alone, passing = self._costs.of(rows, 1), self._costs.of(rows, size + 1 + waiting)
+        a_token = max(0.0, passing - alone) / max(1, size + waiting)
+        return gained / (passing + drafting + again * a_token)
 
     def _seconds_a_draft(self, rows: int) -> float:
         """What one drafted token of each row takes."""
