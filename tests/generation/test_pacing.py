@@ -15,6 +15,7 @@ from tiny_models import make_model
 
 from mlx_kv import CachePolicy, SpeculationStatistics, TemperatureSampler, batch_generate
 from mlx_kv.generation.engine import make_engine
+from mlx_kv.generation.sampling import derived_seed, sampler_of_sequence
 from mlx_kv.generation.sequence import TokenSequence
 from mlx_kv.generation.speculation import decoder
 from mlx_kv.generation.speculation.drafters.model import ModelDrafter
@@ -140,6 +141,31 @@ def test_caches_taken_at_any_time_go_on(drafter: str, whims: set[int]) -> None:
             assert mx.allclose(logits[:, -1], fresh[:, -1], atol=1e-4).item()
             taken += 1
     assert taken > 60
+
+
+@pytest.mark.parametrize("sampler", [None, TemperatureSampler(0.8)], ids=["greedy", "sampled"])
+def test_rows_that_are_let_go_leave_the_others_what_is_on_its_way(
+    sampler: TemperatureSampler | None, whims: set[int]
+) -> None:
+    model = make_model("llama")
+    rules: dict[str, Any] = {"sampler": sampler, "seed": None if sampler is None else 7}
+    wanted = gathered(batch_generate(model, None, PROMPTS, None, 60, max_batch_size=3, **rules))
+    drafter = prophet(wanted)
+    engine = make_engine(model, set(), max_batch_size=3, drafter=drafter, num_draft_tokens=3)
+    for index, prompt in enumerate(PROMPTS):
+        own = sampler_of_sequence(sampler, None if sampler is None else derived_seed(7, index), len(prompt))
+        engine.submit(TokenSequence(index, prompt, 60, sampler=own))
+    texts: list[list[int]] = [[] for _ in PROMPTS]
+    while engine.busy:
+        for token in engine.step():
+            texts[token.index].append(token.token)
+        for index in (0, 4):
+            if len(texts[index]) >= 10 + index and index in engine.rows:
+                engine.cancel(index)
+                assert index not in engine.rows
+    for index, text in enumerate(texts):
+        assert text == wanted[index][: len(text)]
+        assert len(text) == 60 or index in (0, 4)
 
 
 # --- what is chosen ---------------------------------------------------------------------------------------------------

@@ -48,8 +48,8 @@ class Choice:
         Args:
             ahead: as in `guess`; the samplers that are no `SeededSampler` are called once for each token.
         """
-        noise = self._noise(self._most + 1)
-        chosen = self._chosen(logprobs, None if noise is None else noise[:, ahead])
+        noise = self._noise_at(range(ahead, ahead + 1))
+        chosen = self._chosen(logprobs, None if noise is None else noise[:, 0])
         own = [
             None if sampler is None or isinstance(sampler, SeededSampler) else sampler(logprobs[row : row + 1])
             for row, sampler in enumerate(self._samplers)
@@ -84,19 +84,23 @@ class Choice:
 
         Zeros where that is the model's, or another sampler's, own choice; None where it is in every row.
         """
+        if self._drawn is None:
+            self._drawn = self._noise_at(range(count))
+        return None if self._drawn is None else self._drawn[:, :count]
+
+    def _noise_at(self, places: range) -> mx.array | None:
+        """The same, (B, n, V) at these places alone, counted from the next token of each row."""
         if not self._random:
             return None
-        if self._drawn is None:
-            none = mx.zeros((count, self._vocabulary))
-            self._drawn = mx.stack(
-                [
-                    gumbel_noise([sampler.key(ahead) for ahead in range(count)], self._vocabulary)
-                    if isinstance(sampler, SeededSampler)
-                    else none
-                    for sampler in self._samplers
-                ]
-            )
-        return self._drawn[:, :count]
+        none = mx.zeros((len(places), self._vocabulary))
+        return mx.stack(
+            [
+                gumbel_noise([sampler.key(place) for place in places], self._vocabulary)
+                if isinstance(sampler, SeededSampler)
+                else none
+                for sampler in self._samplers
+            ]
+        )
 
     def _chosen(self, logprobs: mx.array, noise: mx.array | None) -> mx.array:
         """Tokens (B, ...) for log-probabilities and noise (B, ..., V)."""

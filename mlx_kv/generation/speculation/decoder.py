@@ -124,7 +124,7 @@ class Decoder:
         self.pace.keep(rows)
         if self._known is not None:
             self._known = [self._known[row] for row in rows]
-        if self._ahead is not None and len(rows) < self._ahead[0].size:
+        if self._ahead is not None and list(rows) != list(range(self._ahead[0].size)):
             which = mx.array(list(rows))
             self._ahead = (self._ahead[0][which], self._ahead[1][which]) if rows else None
 
