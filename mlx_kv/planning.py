@@ -37,7 +37,7 @@ class Layer:
         heads, key_dim, value_dim: what is stored of each token, before any quantisation.
         bytes_per_slot: of one sequence, all heads, keys and values, as a policy stores them.
         most_slots: slots that a sequence ever fills under a policy.
-        state_bytes: of one sequence, the same at any context.
+        state_bytes: of one sequence, the same at any context; with those that it can go back to while it decodes.
         ours: whether the cache becomes one of this library, which the policy can quantise, or stays mlx-lm's.
     """
 
@@ -178,7 +178,9 @@ def _describe(own: Any, plain: Any, stored: Any) -> Layer:
     """One layer, from mlx-lm's own unused cache and from two that have seen a token: one plain, one as it is stored."""
     kind, window = kind_and_window(own)
     if kind == "recurrent":
-        return Layer(kind, state_bytes=stored.nbytes, ours=False)
+        state = sum(array.nbytes for array in stored.cache if array is not None)
+        kept = getattr(stored, "max_rollback", 0)  # while it decodes, the state after each of so many tokens
+        return Layer(kind, state_bytes=(1 + kept) * state, ours=False)
     if kind is None or stored.keys is None:  # unknown, or no layer writes to it
         return Layer(f"not planned: {type(own).__name__}", ours=False)
     return Layer(
