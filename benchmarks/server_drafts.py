@@ -25,14 +25,16 @@ import sys
 from itertools import count
 from typing import Any
 
+# Ours first: importing the package loads a tuned BLAS ahead of MLX.
+from mlx_kv.bundled import model_path
+from mlx_kv.mlxlm.loading import load
+
+# isort: split
 import httpx
 import mlx.core as mx
 from common import medians, take_turns
 from server import OURS, answers, measure, started
 from speculation import CODE, TASKS
-
-from mlx_kv.bundled import model_path
-from mlx_kv.mlxlm.loading import load
 
 TOPICS = (
     "a day at the sea",
