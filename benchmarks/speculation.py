@@ -132,10 +132,10 @@ def compared(rounds: int, sides: dict[str, Callable[[], dict[str, Any]]], what: 
         line = f"  {what:<22} {side:<8} {speeds[plain]:7.1f} -> {speeds[side]:7.1f} tokens/s {ratio:6.2f}"
         if counts is not None:
             figures[side] |= {
-                "per_pass": round(counts.tokens_per_round, 2),
+                "per_pass": round(counts.tokens_per_pass, 2),
                 "accepted": round(counts.acceptance_rate, 3),
             }
-            line += f"  {counts.tokens_per_round:5.2f} a pass, {counts.accepted} of {counts.drafted} accepted"
+            line += f"  {counts.tokens_per_pass:5.2f} a pass, {counts.accepted} of {counts.drafted} accepted"
         print(line + ("" if figures[side]["same"] else "  OTHER TEXT"), file=sys.stderr, flush=True)
     return figures
 

@@ -171,10 +171,7 @@ class Decoder:
         seconds = time.perf_counter() - started
         self.pace.passed(longest, waiting, seconds - drafting, drafting)
         statistics.note(drafted, right, seconds, self.pace.seconds_without(len(got)))
-        return [
-            [Emitted(token, logprobs[row, i], i < len(tokens) - 1) for i, token in enumerate(tokens)]
-            for row, tokens in enumerate(got)
-        ]
+        return _emitted(got, logprobs)
 
     def _wanted(self, most: int, choice: Choice) -> tuple[list[list[int]], bool]:
         """What is drafted for each row, and whether a pass is to verify it: it cannot, where one is on its way.
@@ -204,6 +201,10 @@ class Decoder:
         """
         tokens, logprobs = self._ahead or self._begun(choice, self.target.follow(), 0)
         self._ahead = self._begun(choice, self.target.follow(tokens), 1) if go_on else None
+        return self._arrived(tokens, logprobs)
+
+    def _arrived(self, tokens: mx.array, logprobs: mx.array) -> tuple[list[list[int]], mx.array]:
+        """The same of a pass; where no other has begun, its tokens are yet to be read."""
         known: Any = tokens.tolist()
         if self._ahead is None:
             self.target.pending = [[token] for token in known]
@@ -228,12 +229,10 @@ class Decoder:
         """What is on its way is waited for, and emitted next: the rows are about to change."""
         if self._ahead is None:
             return
-        tokens, logprobs = self._ahead
-        known: Any = tokens.tolist()
-        self._ahead, got = None, [[token] for token in known]
-        self.target.pending = [list(row) for row in got]
+        arriving, self._ahead = self._ahead, None
+        got, logprobs = self._arrived(*arriving)
         self._take(got)
-        self._known = [[Emitted(token, logprobs[row], False)] for row, token in enumerate(known)]
+        self._known = _emitted(got, logprobs)
 
     def _drafted(self, most: int, choice: Choice) -> list[list[int]]:
         """What the drafter proposes for each row, checked: a drafter may be anybody's."""
@@ -249,6 +248,14 @@ class Decoder:
                     f"propose ids from 0 to {self._vocabulary - 1}"
                 )
         return drafted
+
+
+def _emitted(got: Sequence[Sequence[int]], logprobs: mx.array) -> list[list[Emitted]]:
+    """What each row got of a pass, all but the last by the draft, with log-probabilities (B, n, V)."""
+    return [
+        [Emitted(token, logprobs[row, i], i < len(tokens) - 1) for i, token in enumerate(tokens)]
+        for row, tokens in enumerate(got)
+    ]
 
 
 def make_decoder(

@@ -69,11 +69,6 @@ class SpeculationStatistics:
         return self.accepted / self.drafted if self.drafted else 0.0
 
     @property
-    def tokens_per_round(self) -> float:
-        """Of all rows together."""
-        return self.tokens / self.rounds if self.rounds else 0.0
-
-    @property
     def tokens_per_pass(self) -> float:
         """Of one row: the one that the model chose, and those of its draft that were right."""
         return self.tokens / (self.tokens - self.accepted) if self.tokens else 0.0
