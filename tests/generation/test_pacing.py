@@ -66,6 +66,7 @@ def test_a_step_ahead_or_drafts_of_any_length(
     assert gathered(batch_generate(model, None, PROMPTS, policy, lengths, max_batch_size=3, **rules)) == wanted
     assert drafter.texts == []
     assert counts.accepted > 10
+    assert counts.tokens >= sum(lengths)
     assert {0, 1, 4} <= whims
 
 
