@@ -17,6 +17,7 @@ from mlx_lm.models import cache as stock
 
 from mlx_kv.cache.checks import SettingError
 from mlx_kv.cache.eviction.layer_group import LayerGroup
+from mlx_kv.cache.eviction.peers import ALONE, Peers
 from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.mlxlm.loading import architecture
 from mlx_kv.mlxlm.quirks import cache_usage, indexers, takes_packed, window_of
@@ -37,7 +38,9 @@ KINDS = {
 BOUNDS = ("max_kv_size", "budget", "sinks", *FOR_BUDGETS)
 
 
-def make_prompt_cache(model: nn.Module, policy: CachePolicy | None = None, *, strict: bool = True) -> list[Any]:
+def make_prompt_cache(
+    model: nn.Module, policy: CachePolicy | None = None, *, strict: bool = True, peers: Peers = ALONE
+) -> list[Any]:
     """One cache for each layer that wants one, in the order of the model's own list.
 
     Attention caches become ours as the policy says, also inside a `CacheList`: those with a window become rings of that
@@ -47,6 +50,7 @@ def make_prompt_cache(model: nn.Module, policy: CachePolicy | None = None, *, st
         model: any model of mlx-lm.
         policy: None is `CachePolicy()`.
         strict: whether to refuse a policy of which no layer can honour some setting.
+        peers: who has the other parts of the model, if it is but a part: what a budget keeps is decided by all.
 
     Raises:
         ValueError: strict, and the policy sets what no layer of this model can honour; or a head dim.
@@ -57,7 +61,7 @@ def make_prompt_cache(model: nn.Module, policy: CachePolicy | None = None, *, st
     if policy.max_kv_size is not None or policy.budget is not None:
         policy = policy if why_unbounded(model) is None else policy.unbounded()
     packed_decode = not policy.stores_plain and _takes_packed_planes(model, policy)
-    return _convert(model, stock.make_prompt_cache(model), policy, packed_decode)
+    return _convert(model, stock.make_prompt_cache(model), policy, packed_decode, peers)
 
 
 def check_policy(model: nn.Module, policy: CachePolicy) -> None:
@@ -123,10 +127,12 @@ def kind_and_window(cache: Any) -> tuple[str | None, int | None]:
     return kind, None if window is None else getattr(cache, window)
 
 
-def _convert(model: nn.Module, own: Sequence[Any], policy: CachePolicy, packed_decode: bool) -> list[Any]:
+def _convert(
+    model: nn.Module, own: Sequence[Any], policy: CachePolicy, packed_decode: bool, peers: Peers = ALONE
+) -> list[Any]:
     # The keys of an indexer stay plain: they are few, and the models write such a cache's buffers themselves.
     of_indexers, plain = indexers(model), policy.plain()
-    layer_group, numbers, layers = LayerGroup(), count(), count()
+    layer_group, numbers, layers = LayerGroup(peers), count(), count()
 
     def converted(cache: Any) -> Any:
         kept = plain if next(numbers) in of_indexers else policy
