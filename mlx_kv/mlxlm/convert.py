@@ -19,6 +19,7 @@ from mlx_kv.cache.checks import SettingError
 from mlx_kv.cache.eviction.layer_group import LayerGroup
 from mlx_kv.cache.eviction.peers import ALONE, Peers
 from mlx_kv.cache.kv_cache import KVCache
+from mlx_kv.mlxlm.asking import asked_once
 from mlx_kv.mlxlm.loading import architecture
 from mlx_kv.mlxlm.quirks import cache_usage, indexers, takes_packed, window_of
 from mlx_kv.mlxlm.recurrent import RecurrentState, count_by_attention
@@ -66,8 +67,7 @@ def make_prompt_cache(
 
 def check_policy(model: nn.Module, policy: CachePolicy) -> None:
     """Raises ValueError where no layer of a model can honour a setting of the policy, or mlx-lm cannot run it."""
-    caches = list(leaves(stock.make_prompt_cache(model)))
-    kinds = {type(cache) for cache in caches}
+    kinds = cache_kinds(model)
     full, windowed = bool(kinds & FULL), bool(kinds & WINDOWED)
     bounded = full and (policy.max_kv_size is not None or policy.budget is not None)
     why = why_unbounded(model) if bounded else None
@@ -87,6 +87,12 @@ def check_policy(model: nn.Module, policy: CachePolicy) -> None:
     elif full and not rings and set(ignored) <= {"max_write", "max_rollback"}:
         reason = "none has a window, so all can take back any number of tokens, and read as many"
     raise SettingError(f"no layer of this model can honour {', '.join(ignored)}: {reason}; leave it out", ignored)
+
+
+@asked_once
+def cache_kinds(model: nn.Module) -> frozenset[type]:
+    """The classes of the caches that mlx-lm makes for a model."""
+    return frozenset(type(cache) for cache in leaves(stock.make_prompt_cache(model)))
 
 
 def check_readable(model: nn.Module) -> None:
