@@ -23,6 +23,27 @@ def load(path_or_hub_id: str | Path) -> tuple[nn.Module, Any]:
     Raises:
         ValueError: a directory that holds no model, or a name that mlx-lm cannot load.
     """
+    model, tokenizer, _config = _loaded(path_or_hub_id, lazy=False)
+    use_device_dtype(model)
+    return model, tokenizer
+
+
+def load_lazily(path_or_hub_id: str | Path) -> tuple[nn.Module, Any, dict[str, Any]]:
+    """A model, its tokenizer and its configuration, by mlx-lm; each weight is read when it is first used, as stored.
+
+    Raises:
+        ValueError: as `load`.
+    """
+    return _loaded(path_or_hub_id, lazy=True)
+
+
+def use_device_dtype(model: nn.Module) -> None:
+    """On a CPU, 16-bit weights become float32: half precision is emulated there."""
+    if mx.default_device().type == mx.DeviceType.cpu:
+        model.set_dtype(mx.float32)
+
+
+def _loaded(path_or_hub_id: str | Path, lazy: bool) -> tuple[nn.Module, Any, dict[str, Any]]:
     from mlx_lm import load as stock_load
 
     path = Path(path_or_hub_id)
@@ -33,13 +54,10 @@ def load(path_or_hub_id: str | Path) -> tuple[nn.Module, Any]:
     if not path.exists() and (path.is_absolute() or len(path.parts) != 2):
         raise ValueError(f"{path} is neither a directory nor a hub id such as mlx-community/Qwen3-0.6B-4bit")
     try:
-        model, tokenizer = stock_load(str(path_or_hub_id))[:2]
+        return stock_load(str(path_or_hub_id), lazy=lazy, return_config=True)  # type: ignore[return-value]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise ValueError(f"mlx-lm cannot load {path_or_hub_id}: {reason[0]}") from error
-    if mx.default_device().type == mx.DeviceType.cpu:
-        model.set_dtype(mx.float32)
-    return model, tokenizer
 
 
 def parse_config(text: str) -> Any:
