@@ -23,7 +23,7 @@ from mlx_lm.models import cache as stock
 
 from mlx_kv.mlxlm.asking import answer_as
 from mlx_kv.mlxlm.convert import FULL, cache_kinds
-from mlx_kv.mlxlm.loading import architecture, load_lazily, model_from_config, use_device_dtype
+from mlx_kv.mlxlm.loading import architecture, load_lazily, model_from_config, number_of_weights, use_device_dtype
 from mlx_kv.mlxlm.quirks import refuses_ragged
 from mlx_kv.mlxlm.slots import counts_slots
 from mlx_kv.mlxlm.traverse import leaves
@@ -265,7 +265,7 @@ def split_model(
     """
     split, raw, whole = _known(group.split), group.raw, whole or model
     # A part cannot say what the whole does: it may have other kinds of layers, and its graph has what no graph shows.
-    answer_as(model, whole, cache_kinds, counts_slots, refuses_ragged)
+    answer_as(model, whole, cache_kinds, counts_slots, number_of_weights, refuses_ragged)
     heads = _heads(whole)
     cut(model, raw, split, layers)
     full = sum(type(cache) in FULL for cache in leaves(stock.make_prompt_cache(model)))
