@@ -98,7 +98,7 @@ class RankGroup:
                         f"rank {rank} has another {words} than rank 0 ({_short(there)}, not {_short(here)}): {ALIKE}"
                     )
 
-    def watch(self, step: str = "step") -> contextlib.AbstractContextManager[None]:
+    def watch(self, step: str = "a step") -> contextlib.AbstractContextManager[None]:
         """For the time of a step: if that takes far longer than any before it, the group ends with a message."""
         return self._watchdog.watch(step)
 
