@@ -182,7 +182,7 @@ def ranked(family: str, split: str, *names: str) -> None:
     from mlx_kv.ranks.group import join_ranks
     from mlx_kv.ranks.splitting import split_model
 
-    group = join_ranks(split)  # type: ignore[arg-type]
+    group = join_ranks(split, step_seconds=30)  # type: ignore[arg-type]
     assert group is not None
     with group:
         model = make_family(family)

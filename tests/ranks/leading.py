@@ -143,7 +143,7 @@ def prefixes(policy: CachePolicy = PLAIN, **settings: Any) -> Case:
     return case
 
 
-BUDGETED = CachePolicy(**BUDGET)
+BUDGETED, BY_LAYER = CachePolicy(**BUDGET), CachePolicy(share="layer", **BUDGET)
 SUFFIX: dict[str, Any] = {"drafter": "suffix", "num_draft_tokens": 3, "draft_length": "fixed"}
 DRAFT: dict[str, Any] = {"draft": True, "num_draft_tokens": 3, "draft_length": "fixed"}
 CASES: dict[str, Case] = {
@@ -157,6 +157,8 @@ CASES: dict[str, Case] = {
     "prefixes, suffix": prefixes(**SUFFIX),
     "prefixes, draft": prefixes(**DRAFT),
     "prefixes, budget, draft": prefixes(BUDGETED, **DRAFT),
+    "rows, budget of a layer, draft": coming_and_going(BY_LAYER, **DRAFT),
+    "prefixes, budget of a layer, draft": prefixes(BY_LAYER, **DRAFT),
 }
 
 
@@ -188,7 +190,7 @@ def ranked(family: str, split: str, *names: str) -> None:
     from mlx_kv.ranks.group import join_ranks
     from mlx_kv.ranks.splitting import split_model
 
-    group = join_ranks(split)  # type: ignore[arg-type]
+    group = join_ranks(split, step_seconds=30)  # type: ignore[arg-type]
     assert group is not None
     with group:
         model = make_family(family)
