@@ -15,7 +15,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from generating import BUDGET, PLAIN, POLICIES, PROMPT, TEMPERATURE, make_family, nearly
+from generating import BUDGET, PLAIN, POLICIES, PROMPT, TEMPERATURE, model_of, nearly
 
 from mlx_kv import CachePolicy
 from mlx_kv.generation.agreement import ALONE, Agreement
@@ -47,8 +47,8 @@ def note(engine: Engine, told: dict[str, list[int]]) -> dict[int, list[Any]]:
 
 
 def kept(caches: list[Any]) -> list[Any]:
-    """Which tokens the caches of this rank hold, as far as they can say: those of the first layer."""
-    cache = attention_caches(caches)[0]
+    """Which tokens are held, as far as caches can say: those of the last layer, which the leader always has."""
+    cache = attention_caches(caches)[-1]
     return [] if cache.evictor is None else cache.positions.tolist()
 
 
@@ -173,7 +173,7 @@ def maker(family: str, model: Any, agreement: Agreement = ALONE) -> Make:
 
 
 def alone(family: str, name: str) -> Any:
-    return json.loads(json.dumps(CASES[name](maker(family, make_family(family)))))
+    return json.loads(json.dumps(CASES[name](maker(family, model_of(family)))))
 
 
 def changes(policy: CachePolicy) -> dict[str, Any]:
@@ -193,7 +193,7 @@ def ranked(family: str, split: str, *names: str) -> None:
     group = join_ranks(split, step_seconds=30)  # type: ignore[arg-type]
     assert group is not None
     with group:
-        model = make_family(family)
+        model = model_of(family)
         split_model(model, group)
         asked: list[tuple[CachePolicy, dict[str, Any]]] = []
 
