@@ -42,6 +42,10 @@ def leave(reason: str, code: int = EXIT_CODE) -> NoReturn:
     os._exit(code)
 
 
+class LeaderEndedError(RanksError):
+    """The leader has ended in peace, while this rank waited for it."""
+
+
 class _Ending:
     """What is known of the end of a group, on one rank: the first reason counts, and is told once."""
 
