@@ -33,6 +33,7 @@ from mlx_kv import (
     speculative_generate,
     stream_generate,
 )
+from mlx_kv.mlxlm.loading import number_of_weights
 
 VOCAB = 96
 PROMPT = mx.random.randint(1, VOCAB, (40,), key=mx.random.key(3)).tolist()
@@ -163,6 +164,7 @@ def speculated(policy: CachePolicy = PLAIN, **options: Any) -> Case:
 
 
 CASES: dict[str, Case] = {
+    "weights": lambda model, group: number_of_weights(model),  # by which chunks are chosen
     **{f"stream, {name}": streamed(policy) for name, policy in POLICIES.items()},
     **{f"stream, {name}": streamed(policy) for name, policy in BUDGETS.items()},
     **{f"batch, {name}": batched(policy) for name, policy in BUDGETS.items()},
