@@ -30,7 +30,8 @@ def lead(make_engine: MakeEngine, group: RankGroup | None) -> Engine:
     if group is None:
         return make_engine(ALONE)
     group.leader.tell("engine")
-    return LedEngine(make_engine(group.agreement), group)
+    with group.watch("beginning"):
+        return LedEngine(make_engine(group.agreement), group)
 
 
 class LedEngine:

@@ -20,6 +20,7 @@ sys.path.append(str(Path(__file__).parent.parent / "mlxlm"))
 import mlx.core as mx
 import mlx.nn as nn
 from families import make_family
+from family_configurations import CONFIGURATIONS
 from mlx.utils import tree_map
 from mlx_lm.tokenizer_utils import TokenizerWrapper, load
 from tiny_models import make_model
@@ -54,7 +55,13 @@ Case = Callable[[nn.Module, Any], Any]
 
 
 def model_of(family: str) -> nn.Module:
-    """A tiny model, the same on every rank; of llama one that has three heads for keys and values, as some have."""
+    """A tiny model, the same on every rank, perhaps of a number of layers.
+
+    Of llama it is one that has three heads for keys and values, as some have.
+    """
+    family, _, layers = family.partition(" of ")
+    if layers:
+        CONFIGURATIONS[family] = {**CONFIGURATIONS[family], "num_hidden_layers": int(layers)}
     if family == "llama":
         return make_model("llama", num_attention_heads=9, num_key_value_heads=3, intermediate_size=96)
     return make_family(family)
