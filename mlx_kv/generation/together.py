@@ -24,8 +24,25 @@ def caches_together(
 
     Args:
         strict: as for `make_prompt_cache`.
+
+    Raises:
+        ValueError: another policy than the leader's, or what `make_prompt_cache` refuses.
     """
+    _check_leaders(policy, agreement)
     return make_prompt_cache(model, policy, strict=strict, peers=agreement.peers(model))
+
+
+def _check_leaders(policy: CachePolicy, agreement: Agreement) -> None:
+    """Raises ValueError where a policy is not the leader's, as far as words and numbers tell."""
+    every = {name: getattr(policy, name) for name in policy.changed()}
+    own = {name: value for name, value in every.items() if isinstance(value, int | float | str)}
+    leaders = agreement.told(lambda: own)
+    if leaders != own:
+        told, here = (", ".join(f"{name}={value!r}" for name, value in each.items()) for each in (leaders, own))
+        raise ValueError(
+            f"the leader's policy has {told or 'all by default'}, that of this rank {here or 'all by default'}: "
+            "give all ranks the same"
+        )
 
 
 def equal_lengths(model: nn.Module, agreement: Agreement) -> tuple[bool, bool]:

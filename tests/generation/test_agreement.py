@@ -10,11 +10,12 @@ import mlx.core as mx
 import pytest
 from tiny_models import VOCAB, make_model
 
-from mlx_kv import TemperatureSampler
+from mlx_kv import CachePolicy, TemperatureSampler
 from mlx_kv.generation.agreement import ALONE, Agreement, Alone, in_step
 from mlx_kv.generation.engine import make_engine
 from mlx_kv.generation.sampling import SeededSampler
 from mlx_kv.generation.sequence import TokenSequence
+from mlx_kv.generation.together import caches_together
 
 PROMPT = mx.random.randint(1, VOCAB, (60,), key=mx.random.key(1)).tolist()
 
@@ -112,3 +113,17 @@ def test_a_rank_that_has_seen_other_tokens_is_found_out() -> None:
     list(in_step(Words(said, True), counted(iter((1, 2, 3)), []), lambda given: given))
     with pytest.raises(AssertionError):
         list(in_step(Words(said, False), counted(iter((1, 5, 3)), []), lambda given: given))
+
+
+def test_another_policy_than_the_leaders_is_refused() -> None:
+    class Follows(Alone):
+        leads = False
+
+        def told(self, say: Any) -> Any:
+            return {"budget": 80, "share": "layer"}
+
+    model = make_model("llama")
+    assert caches_together(model, CachePolicy(budget=80, share="layer"), Follows())
+    for other in (CachePolicy(), CachePolicy(budget=81, share="layer"), CachePolicy(budget=80)):
+        with pytest.raises(ValueError, match="the leader's policy has budget=80, share='layer', that of this rank"):
+            caches_together(model, other, Follows())
