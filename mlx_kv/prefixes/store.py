@@ -10,23 +10,30 @@ What takes the disk's time (`refresh`, `fetch`, `write`) does nothing with MLX: 
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from mlx_kv.files import serialization
 from mlx_kv.generation.statistics import cache_statistics
 from mlx_kv.mlxlm.trimming import trim_prompt_cache
 from mlx_kv.prefixes.directory import blocks_among
 from mlx_kv.prefixes.entry_files import DamagedBlockError, EntryFiles, PackedEntry, cut, pack
-from mlx_kv.prefixes.entry_index import IndexedEntry
+from mlx_kv.prefixes.entry_index import IndexedEntry, IndexOfOthers
 from mlx_kv.prefixes.index import Entry, packed
 from mlx_kv.prefixes.place import PromptPlace
 from mlx_kv.prefixes.table import EntryTable
+
+DEADLINE, DISK_DEADLINE = 2.0, 10.0  # seconds
+TOUCH_EVERY = 60.0  # seconds; elsewhere, where each note is a request, who was of use when is known no better
+T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -52,23 +59,37 @@ class PromptStore(PromptPlace):
             that holds other things is refused.
         max_bytes: of all entries, what several share counted once; what was of no use for longest leaves first.
         fingerprint: entries of another model or policy are never served. None leaves it to the first `PromptReader`.
+        deadline: seconds that `find`, and `keep`, may take where the directory lies elsewhere (a URL of an object
+            store): what has not come by then is not there, whatever the place raises, and a line in the log says so.
+            None is 2 there, and 10 on a disk, which a server waits for, but `find` and `keep` as long as it takes.
 
     Attributes:
         hits, misses, tokens_reused: of `find`.
         damaged: entries that were set aside.
+        unanswered: times that `find` or `keep` went without a place that did not answer.
 
     Raises:
-        ValueError: max_bytes below 1, or a directory that cannot be used; whenever prompts are asked for or kept, that
-            nobody has said whose they are.
+        ValueError: max_bytes below 1, a deadline that is none, or a directory that cannot be used; whenever prompts are
+            asked for or kept, that nobody has said whose they are.
     """
 
-    def __init__(self, directory: str | Path, max_bytes: int = 8 * 2**30, fingerprint: str | None = None) -> None:
+    def __init__(
+        self,
+        directory: str | Path,
+        max_bytes: int = 8 * 2**30,
+        fingerprint: str | None = None,
+        deadline: float | None = None,
+    ) -> None:
         if max_bytes < 1:
             raise ValueError(f"max_bytes is {max_bytes}: give a number of bytes from 1 up")
+        if deadline is not None and not 0 < deadline < float("inf"):
+            raise ValueError(f"deadline is {deadline}: give a number of seconds above 0")
         super().__init__(max_bytes, fingerprint)
-        self._files, self._table = EntryFiles(directory), EntryTable()
-        self.hits = self.misses = self.tokens_reused = self.damaged = 0
+        self._files, self._table = EntryFiles(directory, DEADLINE if deadline is None else deadline), EntryTable()
+        self.deadline = deadline or (DEADLINE if self._files.far else DISK_DEADLINE)
+        self.hits = self.misses = self.tokens_reused = self.damaged = self.unanswered = 0
         self._ignored: set[str] = set()  # set aside, or not to be understood
+        self._unusable: list[str] = []  # forgotten, and yet to be set aside
         self._others: dict[str, frozenset[str]] = {}  # of another version, and the blocks of each
         self._released: set[str] = set()  # blocks that some entry held which has left
         self._unread = False  # whether any index could not be read the last time: nobody knows what it holds
@@ -96,15 +117,38 @@ class PromptStore(PromptPlace):
 
         They are the caller's own, read from a file: nothing else holds them. None where nothing serves.
         """
+        found = self._answered(lambda: self._find(tokens))
+        if found is None:
+            self.misses += 1
+            return None
+        self.hits += 1
+        self.tokens_reused += found[1]
+        return found
+
+    def _find(self, tokens: Sequence[int]) -> tuple[list[Any], int] | None:
         self.refresh()
         while (fetched := self.fetch(tokens)) is not None:
             caches = self.restore(fetched)
             if caches is not None:
-                self.hits += 1
-                self.tokens_reused += fetched.count
                 return caches, fetched.count
-        self.misses += 1
+            self._tidy_unusable()
         return None
+
+    def _answered(self, what: Callable[[], T]) -> T | None:
+        """What comes of it; None where a place elsewhere does not answer in time, or with an error."""
+        if not self._files.far:
+            return what()
+        try:
+            with self.within():
+                return what()
+        except OSError as error:
+            self.unanswered += 1
+            log.warning("the prompt store could not be used: %s", error)
+            return None
+
+    def within(self) -> AbstractContextManager[None]:
+        """All that this thread asks of a place elsewhere meanwhile takes no longer than the deadline, together."""
+        return self._files.within(self.deadline)
 
     def _best(self, tokens: Sequence[int]) -> tuple[str, int] | None:
         whose = self._owner()
@@ -116,26 +160,23 @@ class PromptStore(PromptPlace):
 
     def _refreshed(self) -> list[str]:
         """The same; returns the names of all files."""
+        self._tidy_unusable()
         files, names = self._files.files()
         for name in self._table.names() - names:
             self._released.update(self._table.remove(name))
         self._others = {name: held for name, held in self._others.items() if name in names}
-        self._unread = False
-        for name in names - self._table.names() - self._ignored - self._others.keys():
-            try:
-                found = self._files.index(name)
-            except FileNotFoundError:
-                continue  # it left in this moment
-            except OSError:
-                self._unread = True  # perhaps it can be read the next time
-                continue
-            except (ValueError, TypeError, KeyError, RecursionError):
-                self._ignored.add(name)
-                continue
+        self._unread, unread = True, False  # it stays so if what follows is broken off
+        new = names - self._table.names() - self._ignored - self._others.keys()
+        for name, found in self._files.indexes(sorted(new)):
             if isinstance(found, IndexedEntry):
                 self._table.add(name, found)
-            else:
+            elif isinstance(found, IndexOfOthers):
                 self._others[name] = found.blocks
+            elif isinstance(found, ValueError):
+                self._ignored.add(name)
+            elif not isinstance(found, FileNotFoundError):  # that one left in this moment
+                unread = True  # perhaps it can be read the next time
+        self._unread = unread
         return files
 
     def fetch(self, tokens: Sequence[int]) -> StoredPrompt | None:
@@ -165,9 +206,16 @@ class PromptStore(PromptPlace):
             caches = fetched.file.restore().caches
             trim_prompt_cache(caches, fetched.excess)
         except ValueError:
-            self._set_aside(fetched.name)
+            self.damaged += 1
+            self._ignored.add(fetched.name)
+            self._released.update(self._table.remove(fetched.name))
+            self._unusable.append(fetched.name)  # its files are for who waits for the disk
             return None
         return caches
+
+    def _tidy_unusable(self) -> None:
+        while self._unusable:
+            self._files.set_aside(self._unusable.pop(), self.max_bytes // 8)
 
     # --- keeping --------------------------------------------------------------------------------------------------
 
@@ -177,7 +225,7 @@ class PromptStore(PromptPlace):
         Entries that this one makes superfluous leave, and then those of least use until all fit into max_bytes.
         """
         new = self.pack(tokens, caches)
-        return new is not None and self.write(new)
+        return new is not None and self._answered(lambda: self.write(new)) is True
 
     def pack(self, tokens: Sequence[int], caches: Sequence[Any]) -> PackedEntry | None:
         """What `keep` would write, as the caches are now; None if it is not worth it."""
@@ -193,7 +241,8 @@ class PromptStore(PromptPlace):
             self._touch(covering)
             return False
         name, published = self._files.new_name(), False
-        self._touch(name)  # from now on nobody takes it for what a killed writer left
+        self._table.touch(name, now := time.time())
+        self._files.claim(name, now)
         made = cut(new, partial(self._wanted_ends, new))
         try:
             self._files.write(name, made, there)
@@ -248,13 +297,13 @@ class PromptStore(PromptPlace):
         if not self._unread:
             free = self._released - self._held()
             self._released = set()
-            for block in free:
-                self._files.remove_block(block)
+            self._files.remove_blocks(*free)
 
     def _touch(self, name: str) -> None:
-        now = time.time()
+        now, before = time.time(), self._table.touched(name)
         self._table.touch(name, now)
-        self._files.touch(name, now)
+        if not self._files.far or now - before >= TOUCH_EVERY:
+            self._files.touch(name, now)
 
     def _remove(self, name: str) -> None:
         """Its blocks leave when it is next looked for what is superfluous."""
