@@ -64,6 +64,7 @@ class PromptStore(PromptPlace):
             None is 2 there, and 10 on a disk, which a server waits for, but `find` and `keep` as long as it takes.
 
     Attributes:
+        far: whether the directory lies elsewhere.
         hits, misses, tokens_reused: of `find`.
         damaged: entries that were set aside.
         unanswered: times that `find` or `keep` went without a place that did not answer.
@@ -86,7 +87,8 @@ class PromptStore(PromptPlace):
             raise ValueError(f"deadline is {deadline}: give a number of seconds above 0")
         super().__init__(max_bytes, fingerprint)
         self._files, self._table = EntryFiles(directory, DEADLINE if deadline is None else deadline), EntryTable()
-        self.deadline = deadline or (DEADLINE if self._files.far else DISK_DEADLINE)
+        self.far = self._files.far
+        self.deadline = deadline or (DEADLINE if self.far else DISK_DEADLINE)
         self.hits = self.misses = self.tokens_reused = self.damaged = self.unanswered = 0
         self._ignored: set[str] = set()  # set aside, or not to be understood
         self._unusable: list[str] = []  # forgotten, and yet to be set aside
@@ -136,7 +138,7 @@ class PromptStore(PromptPlace):
 
     def _answered(self, what: Callable[[], T]) -> T | None:
         """What comes of it; None where a place elsewhere does not answer in time, or with an error."""
-        if not self._files.far:
+        if not self.far:
             return what()
         try:
             with self.within():
@@ -302,7 +304,7 @@ class PromptStore(PromptPlace):
     def _touch(self, name: str) -> None:
         now, before = time.time(), self._table.touched(name)
         self._table.touch(name, now)
-        if not self._files.far or now - before >= TOUCH_EVERY:
+        if not self.far or now - before >= TOUCH_EVERY:
             self._files.touch(name, now)
 
     def _remove(self, name: str) -> None:
