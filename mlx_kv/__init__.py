@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from mlx_kv.prefixes.memory import PromptMemory
     from mlx_kv.prefixes.reader import PromptReader
     from mlx_kv.prefixes.store import PromptStore
+    from mlx_kv.ranks.group import RankGroup, join_ranks
 
 __version__ = "0.1.0"
 
@@ -71,6 +72,7 @@ _HOMES = {
     "PromptMemory": "prefixes.memory",
     "PromptReader": "prefixes.reader",
     "PromptStore": "prefixes.store",
+    "RankGroup": "ranks.group",
     "ScoredTokens": "cache.eviction.scores.tokens",
     "SpeculationStatistics": "generation.speculation.statistics",
     "Tapered": "cache.growth",
@@ -81,6 +83,7 @@ _HOMES = {
     "codec_names": "cache.codecs",
     "compact": "mlxlm.trimming",
     "drafter_names": "generation.speculation.drafters",
+    "join_ranks": "ranks.group",
     "load": "mlxlm.loading",
     "load_prompt_cache": "files.serialization",
     "make_prompt_cache": "mlxlm.convert",
@@ -113,6 +116,7 @@ __all__ = [
     "PromptReader",
     "PromptStore",
     "QuantizedKVCache",
+    "RankGroup",
     "RingBufferKVCache",
     "RingKVCache",
     "RotatingKVCache",
@@ -126,6 +130,7 @@ __all__ = [
     "codec_names",
     "compact",
     "drafter_names",
+    "join_ranks",
     "load",
     "load_prompt_cache",
     "make_prompt_cache",

@@ -113,9 +113,11 @@ class Holder:
 
     @state.setter
     def state(self, value: tuple[Any, ...]) -> None:
-        growths = self._held.growths
-        self._held = state.contents_of(value, self._held.growth, self._held.reserved)
-        self._held.growths = growths
+        before = self._held
+        self._held = state.contents_of(value, before.growth, before.reserved)
+        self._held.growths = before.growths
+        if before.evictor is not None and self._held.evictor is not None:
+            self._held.evictor.hear_from(before.evictor.peers)
 
     @classmethod
     def from_state(cls, value: tuple[Any, ...], **told: Any) -> Self:

@@ -29,3 +29,18 @@ def asked_once(question: Callable[Concatenate[nn.Module, P], T]) -> Callable[Con
         return answer
 
     return answered  # type: ignore[return-value]
+
+
+def answer_as(model: nn.Module, other: nn.Module, *questions: Callable[[nn.Module], Any]) -> None:
+    """Has a model answer such questions, asked once, as another does: it may not be able to later on itself."""
+    for question in questions:
+        answer = question(other)
+        asked_once(_named(question.__name__, answer))(model)
+
+
+def _named(name: str, answer: T) -> Callable[[nn.Module], T]:
+    def known(model: nn.Module) -> T:
+        return answer
+
+    known.__name__ = name
+    return known

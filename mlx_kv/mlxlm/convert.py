@@ -17,7 +17,9 @@ from mlx_lm.models import cache as stock
 
 from mlx_kv.cache.checks import SettingError
 from mlx_kv.cache.eviction.layer_group import LayerGroup
+from mlx_kv.cache.eviction.peers import ALONE, Peers
 from mlx_kv.cache.kv_cache import KVCache
+from mlx_kv.mlxlm.asking import asked_once
 from mlx_kv.mlxlm.loading import architecture
 from mlx_kv.mlxlm.quirks import cache_usage, indexers, takes_packed, window_of
 from mlx_kv.mlxlm.recurrent import RecurrentState, count_by_attention
@@ -37,7 +39,9 @@ KINDS = {
 BOUNDS = ("max_kv_size", "budget", "sinks", *FOR_BUDGETS)
 
 
-def make_prompt_cache(model: nn.Module, policy: CachePolicy | None = None, *, strict: bool = True) -> list[Any]:
+def make_prompt_cache(
+    model: nn.Module, policy: CachePolicy | None = None, *, strict: bool = True, peers: Peers = ALONE
+) -> list[Any]:
     """One cache for each layer that wants one, in the order of the model's own list.
 
     Attention caches become ours as the policy says, also inside a `CacheList`: those with a window become rings of that
@@ -47,6 +51,7 @@ def make_prompt_cache(model: nn.Module, policy: CachePolicy | None = None, *, st
         model: any model of mlx-lm.
         policy: None is `CachePolicy()`.
         strict: whether to refuse a policy of which no layer can honour some setting.
+        peers: who has the other parts of the model, if it is but a part: what a budget keeps is decided by all.
 
     Raises:
         ValueError: strict, and the policy sets what no layer of this model can honour; or a head dim.
@@ -57,13 +62,12 @@ def make_prompt_cache(model: nn.Module, policy: CachePolicy | None = None, *, st
     if policy.max_kv_size is not None or policy.budget is not None:
         policy = policy if why_unbounded(model) is None else policy.unbounded()
     packed_decode = not policy.stores_plain and _takes_packed_planes(model, policy)
-    return _convert(model, stock.make_prompt_cache(model), policy, packed_decode)
+    return _convert(model, stock.make_prompt_cache(model), policy, packed_decode, peers)
 
 
 def check_policy(model: nn.Module, policy: CachePolicy) -> None:
     """Raises ValueError where no layer of a model can honour a setting of the policy, or mlx-lm cannot run it."""
-    caches = list(leaves(stock.make_prompt_cache(model)))
-    kinds = {type(cache) for cache in caches}
+    kinds = cache_kinds(model)
     full, windowed = bool(kinds & FULL), bool(kinds & WINDOWED)
     bounded = full and (policy.max_kv_size is not None or policy.budget is not None)
     why = why_unbounded(model) if bounded else None
@@ -83,6 +87,12 @@ def check_policy(model: nn.Module, policy: CachePolicy) -> None:
     elif full and not rings and set(ignored) <= {"max_write", "max_rollback"}:
         reason = "none has a window, so all can take back any number of tokens, and read as many"
     raise SettingError(f"no layer of this model can honour {', '.join(ignored)}: {reason}; leave it out", ignored)
+
+
+@asked_once
+def cache_kinds(model: nn.Module) -> frozenset[type]:
+    """The classes of the caches that mlx-lm makes for a model."""
+    return frozenset(type(cache) for cache in leaves(stock.make_prompt_cache(model)))
 
 
 def check_readable(model: nn.Module) -> None:
@@ -123,10 +133,12 @@ def kind_and_window(cache: Any) -> tuple[str | None, int | None]:
     return kind, None if window is None else getattr(cache, window)
 
 
-def _convert(model: nn.Module, own: Sequence[Any], policy: CachePolicy, packed_decode: bool) -> list[Any]:
+def _convert(
+    model: nn.Module, own: Sequence[Any], policy: CachePolicy, packed_decode: bool, peers: Peers = ALONE
+) -> list[Any]:
     # The keys of an indexer stay plain: they are few, and the models write such a cache's buffers themselves.
     of_indexers, plain = indexers(model), policy.plain()
-    layer_group, numbers, layers = LayerGroup(), count(), count()
+    layer_group, numbers, layers = LayerGroup(peers), count(), count()
 
     def converted(cache: Any) -> Any:
         kept = plain if next(numbers) in of_indexers else policy

@@ -14,6 +14,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_kv.mlxlm.asking import asked_once
+
 
 def load(path_or_hub_id: str | Path) -> tuple[nn.Module, Any]:
     """A model and its tokenizer, by mlx-lm. On a CPU, 16-bit weights become float32: half precision is emulated there.
@@ -21,6 +23,27 @@ def load(path_or_hub_id: str | Path) -> tuple[nn.Module, Any]:
     Raises:
         ValueError: a directory that holds no model, or a name that mlx-lm cannot load.
     """
+    model, tokenizer, _config = _loaded(path_or_hub_id, lazy=False)
+    use_device_dtype(model)
+    return model, tokenizer
+
+
+def load_lazily(path_or_hub_id: str | Path) -> tuple[nn.Module, Any, dict[str, Any]]:
+    """A model, its tokenizer and its configuration, by mlx-lm; each weight is read when it is first used, as stored.
+
+    Raises:
+        ValueError: as `load`.
+    """
+    return _loaded(path_or_hub_id, lazy=True)
+
+
+def use_device_dtype(model: nn.Module) -> None:
+    """On a CPU, 16-bit weights become float32: half precision is emulated there."""
+    if mx.default_device().type == mx.DeviceType.cpu:
+        model.set_dtype(mx.float32)
+
+
+def _loaded(path_or_hub_id: str | Path, lazy: bool) -> tuple[nn.Module, Any, dict[str, Any]]:
     from mlx_lm import load as stock_load
 
     path = Path(path_or_hub_id)
@@ -31,13 +54,10 @@ def load(path_or_hub_id: str | Path) -> tuple[nn.Module, Any]:
     if not path.exists() and (path.is_absolute() or len(path.parts) != 2):
         raise ValueError(f"{path} is neither a directory nor a hub id such as mlx-community/Qwen3-0.6B-4bit")
     try:
-        model, tokenizer = stock_load(str(path_or_hub_id))[:2]
+        return stock_load(str(path_or_hub_id), lazy=lazy, return_config=True)  # type: ignore[return-value]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise ValueError(f"mlx-lm cannot load {path_or_hub_id}: {reason[0]}") from error
-    if mx.default_device().type == mx.DeviceType.cpu:
-        model.set_dtype(mx.float32)
-    return model, tokenizer
 
 
 def parse_config(text: str) -> Any:
@@ -78,6 +98,14 @@ def model_from_config(config: dict[str, Any], dtype: mx.Dtype) -> nn.Module:
         reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
         raise ValueError(f"mlx-lm cannot build a model from this config.json: {reason}") from error
     return model
+
+
+@asked_once
+def number_of_weights(model: nn.Module) -> int:
+    """Of all layers, packed ones counted as what they stand for."""
+    from mlx_lm.utils import get_total_parameters
+
+    return int(get_total_parameters(model))  # type: ignore[no-untyped-call]
 
 
 def architecture(model: nn.Module) -> str:

@@ -11,6 +11,7 @@ from typing import Any, TypeGuard
 from mlx_lm.models import cache as stock
 
 from mlx_kv.cache.classes import RowClasses
+from mlx_kv.cache.eviction.peers import Peers
 from mlx_kv.cache.kv_cache import KVCache
 
 Places = list[tuple[KVCache, int]]
@@ -61,6 +62,13 @@ def places_of(cache: Any) -> Places:
 def attention_caches(caches: Iterable[Any]) -> list[KVCache]:
     """Those of all the caches that are ours."""
     return [part for cache in leaves(caches) for part in parts_of(cache)]
+
+
+def hear_from(caches: Iterable[Any], peers: Peers) -> None:
+    """Who has the other parts of the model that these caches are of: files and other processes don't tell."""
+    for cache in attention_caches(caches):
+        if cache.evictor is not None:
+            cache.evictor.hear_from(peers)
 
 
 def in_use(caches: Iterable[Any]) -> list[Any]:

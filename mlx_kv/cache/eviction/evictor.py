@@ -20,6 +20,7 @@ from mlx_kv.cache.eviction.compaction import Moves
 from mlx_kv.cache.eviction.granularity import Granularity, check_granularity
 from mlx_kv.cache.eviction.layer_group import LayerGroup
 from mlx_kv.cache.eviction.membership import EvictorState, Membership, Work
+from mlx_kv.cache.eviction.peers import ALONE, Peers
 from mlx_kv.cache.eviction.scores import Function, Score, find_score
 from mlx_kv.cache.eviction.step import CompactionStep, Held
 from mlx_kv.cache.layout import Budget, Plan, Row
@@ -76,7 +77,12 @@ class Evictor:
 
     @classmethod
     def from_state(
-        cls, layout: Budget, state: Sequence[Any], score: Score | None = None, memo: dict[int, Any] | None = None
+        cls,
+        layout: Budget,
+        state: Sequence[Any],
+        score: Score | None = None,
+        memo: dict[int, Any] | None = None,
+        peers: Peers = ALONE,
     ) -> Evictor:
         """An evictor of copies of the same rows.
 
@@ -84,13 +90,14 @@ class Evictor:
             state: an `EvictorState`, or a list of the same.
             score: None finds it by its name.
             memo: deepcopy's.
+            peers: who has other parts of the same sequences.
 
         Raises:
             ValueError: the score is one that nobody registered here.
         """
         told = EvictorState(*state)
-        made = cls(layout, score or told.score, told.share, LayerGroup(), told.layer)
-        made.members = Membership.from_state(told, made, memo)
+        made = cls(layout, score or told.score, told.share, LayerGroup(peers), told.layer)
+        made.members = Membership.from_state(told, made, memo, peers)
         return made
 
     def copied(self, memo: dict[int, Any]) -> Evictor:
@@ -99,11 +106,12 @@ class Evictor:
         Args:
             memo: deepcopy's.
         """
-        return Evictor.from_state(self.layout, self.state, self.score, memo)
+        return Evictor.from_state(self.layout, self.state, self.score, memo, self.peers)
 
     def selected(self, rows: Sequence[int]) -> Evictor:
         """An evictor for copies of some rows."""
-        return Evictor.from_state(self.layout, self._state_of(self.members.of_rows(rows)), self.score)
+        state = self._state_of(self.members.of_rows(rows))
+        return Evictor.from_state(self.layout, state, self.score, peers=self.peers)
 
     def reset(self) -> None:
         """A new session begins, of one sequence until more are seen."""
@@ -121,6 +129,16 @@ class Evictor:
         self.forget()
         self.members = self.members.joined(other.members, self.layer, self)
         self.members.kept.compute()
+
+    def hear_from(self, peers: Peers) -> None:
+        """These have other parts of the same sequences from now on."""
+        for group in self.members.groups:
+            group.peers = peers
+
+    @property
+    def peers(self) -> Peers:
+        """Who has other parts of the same sequences."""
+        return self.members.groups[0].peers
 
     def forget(self) -> None:
         """Tokens were taken back: nothing that was worked out for the next compaction holds."""
@@ -218,10 +236,10 @@ class Evictor:
     def _moves(self, step: CompactionStep, index: int) -> Moves:
         """What moves into the holes of one row, once all layers of its sequence have decided."""
         row, group = step.view.rows[index], self.members.groups[index]
+        nbytes = sum(buffer.nbytes for buffer in step.buffers)
         if self.granularity == "layers":
-            nbytes = sum(buffer.nbytes for buffer in step.buffers)
             return group.decide_together(row, lambda scores: step.moves_for(scores, index), nbytes)
-        group.decide_each(row)
+        group.decide_each(row, self.granularity, nbytes)
         return step.own_moves(index)
 
     def _next_step(self) -> CompactionStep:
@@ -246,6 +264,12 @@ class Evictor:
         if owner is None or owner.view.buffers is None or group not in self.members.groups:
             return Row()
         return owner.view.rows[self.members.groups.index(group)]
+
+    def own_scores(self, group: LayerGroup) -> mx.array | None:
+        return self._next_step().scoring.own(self.members.groups.index(group))
+
+    def hear(self, group: LayerGroup, scores: mx.array) -> None:
+        self._next_step().scoring.hear(self.members.groups.index(group), scores)
 
     def evictable_scores(self, group: LayerGroup) -> mx.array:
         return self._next_step().scoring.standardised(self.members.groups.index(group))

@@ -7,20 +7,23 @@ deepcopy copies in one go stays together, whatever container holds it and in wha
 kept while others are merged, would be taken for the first of a whole one: copy all layers, or none.)
 
 Decides once per compaction: the first member that is to be compacted asks all others, as they stand before the step,
-and the others find the decision made. So nothing has changed anywhere when one of them cannot decide. Knows nothing
-about how scores come about, or what moves.
+and the others find the decision made. So nothing has changed anywhere when one of them cannot decide. Where other
+processes have heads or layers of the same sequence, their scores are heard first, those of all layers at once. Knows
+nothing about how scores come about, how others are heard, or what moves.
 """
 
 from __future__ import annotations
 
 import uuid
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import mlx.core as mx
 
 from mlx_kv.cache.eviction.compaction import Moves
+from mlx_kv.cache.eviction.granularity import Granularity
+from mlx_kv.cache.eviction.peers import ALONE, Peers
 from mlx_kv.cache.layout import Row
 
 TOGETHER_BYTES = 2**22  # of layers whose scores are waited for at once
@@ -31,6 +34,14 @@ class Member(Protocol):
 
     def row(self, group: LayerGroup) -> Row:
         """Where the sequence stands in this layer."""
+        ...
+
+    def own_scores(self, group: LayerGroup) -> mx.array | None:
+        """(B, H, n) of the heads here, all that a decision needs of them; None where all heads were heard already."""
+        ...
+
+    def hear(self, group: LayerGroup, scores: mx.array) -> None:
+        """Has what `own_scores` gave replaced by the scores of all heads, (B, all heads, n)."""
         ...
 
     def evictable_scores(self, group: LayerGroup) -> mx.array:
@@ -70,12 +81,13 @@ class LayerGroup:
 
     Attributes:
         name: of this one alone, by which copies and files know what they are copies of.
+        peers: who is heard before anything is decided; copies have the same.
     """
 
     _copies: ClassVar[dict[str, list[weakref.ref[LayerGroup]]]] = {}  # by the name of what they are copies of
 
-    def __init__(self) -> None:
-        self.name = uuid.uuid4().hex
+    def __init__(self, peers: Peers = ALONE) -> None:
+        self.name, self.peers = uuid.uuid4().hex, peers
         self._members: dict[int, weakref.ref[Member]] = {}  # by layer
         self._decision: Decision | None = None
         # Those of a new batch's other rows, by row: layer after layer asks for them.
@@ -84,21 +96,24 @@ class LayerGroup:
     # --- who belongs to it ------------------------------------------------------------------------------------------
 
     @classmethod
-    def of_copy(cls, name: str, layer: int, member: Member, memo: dict[Any, Any] | None = None) -> LayerGroup:
+    def of_copy(
+        cls, name: str, layer: int, member: Member, memo: dict[Any, Any] | None = None, peers: Peers = ALONE
+    ) -> LayerGroup:
         """The group for a copy of one layer of the sequence `name`: its oldest copy that has no such layer yet.
 
         Args:
             memo: deepcopy's, which all that it copies in one go has in common: such layers are never parted. One that
                 finds its place taken was not meant to complete an older copy, and so were those that came before it.
+            peers: of the sequence.
         """
         before: CopiedTogether | None = None if memo is None else memo.get(name)
         if before is None:
-            group = cls._lacking(name, layer)
+            group = cls._lacking(name, layer, peers)
             together: tuple[tuple[int, Member], ...] = ()
         else:
             group, together = before
             if group._has(layer):
-                taken, group = group, cls._new_copy(name)
+                taken, group = group, cls._new_copy(name, peers)
                 for number, other in together:
                     del taken._members[number]
                     group.join(number, other)
@@ -109,14 +124,14 @@ class LayerGroup:
         return group
 
     @classmethod
-    def _lacking(cls, name: str, layer: int) -> LayerGroup:
+    def _lacking(cls, name: str, layer: int, peers: Peers) -> LayerGroup:
         known = [ref() for ref in cls._copies.get(name, [])]  # alive until this method returns
         lacking = (group for group in known if group is not None and not group._has(layer))
-        return next(lacking, None) or cls._new_copy(name)
+        return next(lacking, None) or cls._new_copy(name, peers)
 
     @classmethod
-    def _new_copy(cls, name: str) -> LayerGroup:
-        group = cls()
+    def _new_copy(cls, name: str, peers: Peers) -> LayerGroup:
+        group = cls(peers)
         ref = weakref.ref(group, lambda ref: cls._drop(name, ref))
         cls._copies.setdefault(name, []).append(ref)
         return group
@@ -131,7 +146,7 @@ class LayerGroup:
         """The group of another row of a new batch whose first row has this one; the same in every layer."""
         if index == 0:
             return self
-        group = self._of_rows.get(index) or LayerGroup()
+        group = self._of_rows.get(index) or LayerGroup(self.peers)
         self._of_rows[index] = group
         return group
 
@@ -167,17 +182,20 @@ class LayerGroup:
         if decision is not None and decision.row == row and decision.moves is not None:
             return decision.moves
         self.check_in_step(row)
+        self._hear_heads("layers", nbytes)
         total = mx.zeros(1)
-        for number, (_, member) in enumerate(self.members(), 1):
-            total = total + member.evictable_scores(self)
-            if number % max(1, TOGETHER_BYTES // nbytes) == 0:  # few layers at once: none of them needs memory for long
-                mx.eval(total)
+        for scores in self._of_layers(nbytes):
+            total = total + scores
         moves = decide(total)
         self._decision = Decision(row, moves)
         return moves
 
-    def decide_each(self, row: Row) -> None:
+    def decide_each(self, row: Row, granularity: Granularity, nbytes: int) -> None:
         """Has every layer decide for itself, once.
+
+        Args:
+            granularity: whether heads decide together.
+            nbytes: as `decide_together`.
 
         Raises:
             ValueError: as `decide_together`.
@@ -185,9 +203,25 @@ class LayerGroup:
         if self._decision is not None and self._decision.row == row:
             return
         self.check_in_step(row)
+        self._hear_heads(granularity, nbytes)
         for _, member in self.members():
             member.decide(self)
         self._decision = Decision(row, None)
+
+    def _hear_heads(self, granularity: Granularity, nbytes: int) -> None:
+        """Tells every layer what the heads of other processes say of its tokens."""
+        if not self.peers.have_heads(granularity):
+            return
+        asked = ((member, member.own_scores(self)) for _, member in self.members())
+        unheard = [(member, scores) for member, scores in asked if scores is not None]
+        own = list(_few_at_once((scores for _, scores in unheard), nbytes))
+        for (member, _), scores in zip(unheard, self.peers.with_heads(own) if own else [], strict=True):
+            member.hear(self, scores)
+
+    def _of_layers(self, nbytes: int) -> Iterable[mx.array]:
+        """The scores of all layers, (1, n) each, in their order."""
+        here = _few_at_once((member.evictable_scores(self) for _, member in self.members()), nbytes)
+        return self.peers.with_layers(list(here)) if self.peers.have_layers else here
 
     def check_in_step(self, row: Row) -> None:
         """Raises ValueError unless every layer stands where `row` does."""
@@ -202,3 +236,18 @@ class LayerGroup:
             f"the layers of one sequence have diverged, and cannot evict the same tokens: they hold {told}. "
             "Trim all layers alike and copy them together, or use share='layer'"
         )
+
+
+def _few_at_once(made: Iterator[mx.array], nbytes: int) -> Iterator[mx.array]:
+    """The same, evaluated as many at a time as are made of `TOGETHER_BYTES`: none of them needs memory for long.
+
+    Args:
+        nbytes: that each is made of.
+    """
+    together: list[mx.array] = []
+    for each in made:
+        together.append(each)
+        if len(together) == max(1, TOGETHER_BYTES // nbytes):
+            mx.eval(together)
+            together.clear()
+        yield each

@@ -14,6 +14,7 @@ import mlx.core as mx
 from mlx_kv.cache.eviction.granularity import Granularity
 from mlx_kv.cache.eviction.kept_tokens import KeptTokens
 from mlx_kv.cache.eviction.layer_group import LayerGroup, Member
+from mlx_kv.cache.eviction.peers import ALONE, Peers
 from mlx_kv.cache.layout import Row
 
 
@@ -72,15 +73,18 @@ class Membership(NamedTuple):
     kept: KeptTokens = KeptTokens()
 
     @classmethod
-    def from_state(cls, state: EvictorState, member: Member, memo: dict[int, Any] | None = None) -> Membership:
+    def from_state(
+        cls, state: EvictorState, member: Member, memo: dict[int, Any] | None = None, peers: Peers = ALONE
+    ) -> Membership:
         """Rows that are copies of those of a state: their sequences are copies, too.
 
         Args:
             member: the evictor whose rows they become.
             memo: deepcopy's.
+            peers: of the sequences.
         """
         return cls(
-            tuple([LayerGroup.of_copy(name, state.layer, member, memo) for name in state.groups]),
+            tuple([LayerGroup.of_copy(name, state.layer, member, memo, peers) for name in state.groups]),
             state.work_by_row(),
             KeptTokens(state.positions, state.scores),
         )
@@ -103,7 +107,8 @@ class Membership(NamedTuple):
 
     def joined(self, other: Membership, layer: int, member: Member) -> Membership:
         """These rows, and after them copies of others."""
-        more = tuple([LayerGroup.of_copy(group.name, layer, member) for group in other.groups])
+        peers = self.groups[0].peers
+        more = tuple([LayerGroup.of_copy(group.name, layer, member, peers=peers) for group in other.groups])
         kept = self.kept.joined(len(self.groups), other.kept, len(more))
         return Membership(self.groups + more, self.work + other.work, kept)
 

@@ -43,6 +43,7 @@ class Scoring:
         self._rows, self._buffers, self._kept = rows, buffers, kept
         self._alike = all(row == rows[0] for row in rows)
         self._before_recent: dict[int | None, mx.array] = {}  # by row; those of all rows by None
+        self._own: dict[int | None, mx.array] = {}  # what the score said of the heads here, by the same
 
     def live(self, index: int) -> mx.array:
         """The scores of all live slots of one row, (H', n), as the score sees them now."""
@@ -63,21 +64,52 @@ class Scoring:
 
     def before_recent(self, index: int) -> mx.array:
         """The scores of one row from slot 0 at least up to its recent block, (H', n - keep_recent or more)."""
-        which = None if self._alike else index
+        which = self._which(index)
         if which not in self._before_recent:
-            self._before_recent[which] = self._combined_before_recent(which)
+            self._before_recent[which] = self._with_known(which, self._said(which))
         return self._before_recent[which][index if self._alike else 0]
 
-    def _combined_before_recent(self, index: int | None) -> mx.array:
+    def own(self, index: int) -> mx.array | None:
+        """What the score says of the heads here, (B or 1, H, n), as much as it must be asked for the scores of a row.
+
+        None where those are known.
+        """
+        which = self._which(index)
+        if which in self._before_recent:
+            return None
+        if which not in self._own:
+            self._own[which] = self._said(which)
+        return self._own[which]
+
+    def hear(self, index: int, scores: mx.array) -> None:
+        """Takes what the score says of all heads, these and others, in the place of what `own` gave."""
+        which = self._which(index)
+        self._before_recent[which] = self._with_known(which, scores)
+        self._own.pop(which, None)
+
+    def _which(self, index: int) -> int | None:
+        return None if self._alike else index
+
+    def _said(self, index: int | None) -> mx.array:
+        """What the score says of the tokens of one row, or of all, whose scores are not known yet."""
         row = self._rows[index or 0]
         if not self._score.per_token:
-            return self._combined(self._asked(index, 0, row.end))
-        last = row.end - self._layout.keep_recent
+            return self._asked(index, 0, row.end)
+        return self._asked(
+            index, 0 if self._known(index) is None else self._layout.cut, row.end - self._layout.keep_recent
+        )
+
+    def _known(self, index: int | None) -> mx.array | None:
+        """The scores of tokens before the cut where they need not be asked for again, (B or 1, H', cut)."""
         known = self._kept.scores
-        if row.start >= 0 or known is None:
-            return self._combined(self._asked(index, 0, last))
-        fresh = self._combined(self._asked(index, self._layout.cut, last))
-        return mx.concatenate([known if index is None else known[index : index + 1], fresh], axis=2)
+        if not self._score.per_token or self._rows[index or 0].start >= 0 or known is None:
+            return None
+        return known if index is None else known[index : index + 1]
+
+    def _with_known(self, index: int | None, said: mx.array) -> mx.array:
+        """The combined scores of what the score said, after those that are known."""
+        known, fresh = self._known(index), self._combined(said)
+        return fresh if known is None else mx.concatenate([known, fresh], axis=2)
 
     def _combined(self, scores: mx.array) -> mx.array:
         """(B, H', n) of (B, H, n)."""

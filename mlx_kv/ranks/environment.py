@@ -1,0 +1,86 @@
+"""What the environment says of the ranks of a run, as `mlx.launch`, `mpirun` or whoever started them has set it.
+
+Decides which of MLX's backends is meant and where the first rank can be reached. Knows nothing about options, models or
+connections; MLX is not imported.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from ipaddress import ip_address
+from typing import Any
+
+LOOPBACK = "127.0.0.1"
+BACKENDS = {  # by what only this backend needs, in the order in which they are looked for
+    "MLX_HOSTFILE": "ring",
+    "MLX_IBV_DEVICES": "jaccl",
+    "NCCL_HOST_IP": "nccl",
+    "OMPI_COMM_WORLD_RANK": "mpi",
+    "PMI_RANK": "mpi",
+}
+# Ranks on the machine of a rank, and all of them, as MPI's launchers say it.
+LOCAL_SIZES = (("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_SIZE"), ("MPI_LOCALNRANKS", "PMI_SIZE"))
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How this process was started.
+
+    Attributes:
+        backend: MLX's name for what connects the ranks.
+        leader: the address of rank 0 for the others; None where the environment does not say.
+    """
+
+    backend: str
+    leader: str | None
+
+
+def launched(environment: Mapping[str, str] = os.environ) -> Launch | None:
+    """What the environment says; None where it knows of no ranks.
+
+    Raises:
+        ValueError: a file that it names cannot be read.
+    """
+    for name, backend in BACKENDS.items():
+        if name in environment and ("MLX_RANK" in environment or backend == "mpi"):
+            return Launch(backend, _leader(backend, environment))
+    return None
+
+
+def _leader(backend: str, environment: Mapping[str, str]) -> str | None:
+    if backend == "ring":
+        return _first_host(environment["MLX_HOSTFILE"])
+    if backend == "jaccl":
+        return _host(environment.get("MLX_JACCL_COORDINATOR", "")) or None
+    if backend == "nccl":
+        return environment["NCCL_HOST_IP"] or None
+    one_machine = any(here in environment and environment[here] == environment.get(all_) for here, all_ in LOCAL_SIZES)
+    return LOOPBACK if one_machine else None
+
+
+def _first_host(path: str) -> str | None:
+    """Where the file of MLX's ring says that rank 0 is."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            hosts: Any = json.load(file)
+        return _host(str(hosts[0][0])) or None
+    except OSError as error:
+        raise ValueError(f"cannot read MLX_HOSTFILE {path}: {error.strerror}") from error
+    except (ValueError, LookupError, TypeError) as error:
+        raise ValueError(f'MLX_HOSTFILE {path} is no list such as [["10.0.0.1:5000"], ["10.0.0.2:5000"]]') from error
+
+
+def _host(address: str) -> str:
+    """An address without its port."""
+    return address.rpartition(":")[0].strip("[]")
+
+
+def is_loopback(address: str) -> bool:
+    """Whether an address is of this machine alone."""
+    try:
+        return ip_address(address).is_loopback
+    except ValueError:
+        return address == "localhost"

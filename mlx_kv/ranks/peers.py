@@ -1,0 +1,87 @@
+"""What the parts of one model tell each other before they evict: scores, all of one compaction at once.
+
+Scores are gathered and then added up as one process would: of sums that ranks made beforehand, the last bit would
+depend on who added what. Decides nothing about which tokens go. All collectives go by the stream on which mlx-lm's loop
+runs the model: two on different streams could meet each other's.
+B rows, H KV heads of one rank, n tokens, L layers of one rank, R ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.generate import generation_stream
+
+from mlx_kv.cache.eviction.granularity import Granularity
+from mlx_kv.cache.eviction.peers import ALONE, Alone, Peers
+from mlx_kv.ranks.splitting import part_of
+
+
+def peers_of(model: nn.Module) -> Peers:
+    """Who has the other parts of a model; nobody where it is whole."""
+    part = part_of(model)
+    if part is None:
+        return ALONE
+    return Heads(part.raw, part.copies) if part.split == "heads" else Layers(part.raw, part.most_full)
+
+
+class Heads(Alone):
+    """Ranks that each have some heads of every layer.
+
+    Args:
+        group: the ranks.
+        copies: whether each of them has all heads of which keys and values are kept. All then hear the first: theirs
+            need not be the same to the last bit.
+    """
+
+    def __init__(self, group: mx.distributed.Group, copies: bool) -> None:
+        self._group, self._copies = group, copies
+
+    def have_heads(self, granularity: Granularity) -> bool:
+        return self._copies or granularity != "head"
+
+    def with_heads(self, scores: Sequence[mx.array]) -> list[mx.array]:
+        flat = mx.concatenate([each.reshape(-1) for each in scores])
+        every = _gathered(flat, self._group).reshape(self._group.size(), -1)  # (R, sum of B * H * n)
+        sizes = [math.prod(each.shape) for each in scores]
+        ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+        return [
+            self._whole(every[:, end - size : end].reshape(-1, *each.shape))
+            for each, size, end in zip(scores, sizes, ends, strict=True)
+        ]
+
+    def _whole(self, of_ranks: mx.array) -> mx.array:
+        """(B, R * H, n) of (R, B, H, n); (B, H, n) of copies."""
+        return of_ranks[0] if self._copies else mx.concatenate(list(of_ranks), axis=1)
+
+
+class Layers(Alone):
+    """Ranks that each have some layers, the last rank the first of them.
+
+    Args:
+        group: the ranks.
+        most: layers whose scores the rank with the most of them has.
+    """
+
+    have_layers = True
+
+    def __init__(self, group: mx.distributed.Group, most: int) -> None:
+        self._group, self._most = group, most
+
+    def with_layers(self, scores: Sequence[mx.array]) -> list[mx.array]:
+        nothing = mx.zeros((self._most - len(scores), scores[0].shape[1]))
+        own = mx.concatenate([*scores, nothing])  # (L, n); to add zeros changes nothing
+        every = _gathered(own, self._group).reshape(self._group.size(), self._most, 1, -1)
+        return [each for rank in reversed(range(self._group.size())) for each in every[rank]]
+
+
+def _gathered(x: mx.array, group: mx.distributed.Group) -> mx.array:
+    """Of all ranks, one after the other on axis 0, as it is now."""
+    mx.eval(x)
+    with mx.stream(generation_stream):
+        every = mx.distributed.all_gather(x, group=group)
+        mx.eval(every)
+    return every

@@ -1,0 +1,287 @@
+"""Models in parts: which can be split over ranks, how, and the part of each rank, loaded alone.
+
+A model is split by its own code in mlx-lm, by heads (`shard`: every rank has some heads of every layer) or by layers
+(`pipeline`: every rank has some of the layers, the last rank the first of them). Decides what is refused before it
+runs: mlx-lm itself splits heads that don't divide without a word, and such models fail later or, worse, say something
+else. What is refused follows from numbers alone, so every rank says the same line. Knows nothing about links, or what
+the ranks agree on.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol, get_args
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+from mlx_lm.models import cache as stock
+
+from mlx_kv.mlxlm.asking import answer_as
+from mlx_kv.mlxlm.convert import FULL, cache_kinds
+from mlx_kv.mlxlm.loading import architecture, load_lazily, model_from_config, use_device_dtype
+from mlx_kv.mlxlm.quirks import refuses_ragged
+from mlx_kv.mlxlm.slots import counts_slots
+from mlx_kv.mlxlm.traverse import leaves
+
+Split = Literal["heads", "layers"]
+
+
+class Place(Protocol):
+    """Which rank of how many: all that a model asks of an `mx.distributed.Group` when it is split."""
+
+    def rank(self) -> int: ...
+
+    def size(self) -> int: ...
+
+
+class Group(Protocol):
+    """The ranks of one run, as far as a part of a model needs them."""
+
+    @property
+    def raw(self) -> mx.distributed.Group: ...
+
+    @property
+    def split(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class PlannedRank:
+    """A rank that is not there: a model that is split for it tells shapes, and cannot run."""
+
+    number: int
+    of: int
+
+    def rank(self) -> int:
+        return self.number
+
+    def size(self) -> int:
+        return self.of
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a model is a part of.
+
+    Attributes:
+        raw: the ranks that have the others.
+        split: how the model was split.
+        copies: whether split heads share keys and values that every rank has whole, as latent attention does.
+        most_full: layers of full attention on the rank that has the most of them.
+        least_full: on the rank that has the least.
+    """
+
+    raw: mx.distributed.Group
+    split: Split
+    copies: bool
+    most_full: int
+    least_full: int
+
+
+_parts: dict[int, Part] = {}
+
+
+def part_of(model: nn.Module) -> Part | None:
+    """What a model is a part of; None where it is whole."""
+    return _parts.get(id(model))
+
+
+# --- what can be split ------------------------------------------------------------------------------------------------
+
+
+def check_split(
+    config: dict[str, Any], size: int, split: str | None = None, layers: Sequence[int] | None = None
+) -> Split:
+    """How the model of a config.json is split over so many ranks.
+
+    Args:
+        split: "heads" or "layers"; None is what the model offers: heads where they divide, else layers.
+        layers: of each rank, the first of which has the last layers.
+
+    Raises:
+        ValueError: it cannot be split so, in one line that is the same on every rank.
+    """
+    if layers is not None and split is None:
+        split = "layers"
+    if split is not None:
+        _try(config, size, _known(split), layers)
+        return _known(split)
+    try:
+        _try(config, size, "heads", layers)
+    except ValueError as unfit:
+        try:
+            _try(config, size, "layers", layers)
+        except ValueError:
+            raise unfit from None
+        return "layers"
+    return "heads"
+
+
+def _try(config: dict[str, Any], size: int, split: Split, layers: Sequence[int] | None) -> None:
+    cut(model_from_config(config, mx.bfloat16), PlannedRank(0, size), split, layers)
+
+
+def _known(split: str) -> Split:
+    if split not in get_args(Split):
+        raise ValueError(f"split is {split!r}: choose one of {', '.join(get_args(Split))}")
+    return split  # type: ignore[return-value]
+
+
+# --- cutting ----------------------------------------------------------------------------------------------------------
+
+
+def cut(model: nn.Module, place: Place, split: Split, layers: Sequence[int] | None = None) -> None:
+    """Leaves the part of one rank of a model; nothing is evaluated, and what goes is never read.
+
+    Raises:
+        ValueError: it cannot be split so; it is of no use then.
+    """
+    if split == "heads":
+        _cut_heads(model, place, layers)
+    else:
+        _cut_layers(model, place, layers)
+
+
+def _cut_heads(model: nn.Module, place: Place, layers: Sequence[int] | None) -> None:
+    size, name = place.size(), architecture(model)
+    if layers is not None:
+        raise ValueError(
+            "layers say how many each rank has, but heads are split: use split='layers', or leave them out"
+        )
+    if not hasattr(model, "shard"):
+        mend = "use split='layers'" if _pipeline(model) is not None else "run it on one machine"
+        raise ValueError(f"mlx-lm cannot split the heads of {name}: {mend}")
+    before = _numbers(model)
+    try:
+        model.shard(place)
+    except Exception as error:  # the code of two dozen models, with any configuration
+        after = _numbers(model)
+        _check_shares(before, after, size, name)
+        raise ValueError(f"{name} cannot be split over {size} ranks: {_words(error)}") from error
+    _check_shares(before, _numbers(model), size, name)
+
+
+def _check_shares(before: dict[str, int], after: dict[str, int], size: int, name: str) -> None:
+    """Raises ValueError where a number that was split is not the sum of its shares, or as many copies."""
+    for path, whole in before.items():
+        share = after.get(path, whole)
+        if share in (whole, whole / size) or (share == 1 and size % whole == 0):
+            continue
+        what = path.rpartition(".")[2]
+        kind = "key/value heads" if "kv" in what or "key_value" in what else "heads"
+        raise ValueError(
+            f"{whole} {kind if 'head' in what else what} of {name} cannot be shared by {size} ranks: use a number of "
+            "ranks that divides them, or split='layers' where the model offers it"
+        )
+
+
+def _numbers(model: nn.Module) -> dict[str, int]:
+    """The numbers that the layers of a model go by, such as those of heads, by their paths."""
+    return {
+        f"{path}.{name}": value
+        for path, module in sorted(model.named_modules())  # type: ignore[no-untyped-call]
+        for name, value in vars(module).items()
+        if type(value) is int and not name.startswith("_") and "pipeline" not in name
+    }
+
+
+def _cut_layers(model: nn.Module, place: Place, layers: Sequence[int] | None) -> None:
+    name, size, staged = architecture(model), place.size(), _pipeline(model)
+    if staged is None:
+        mend = "use split='heads'" if hasattr(model, "shard") else "run it on one machine"
+        raise ValueError(f"mlx-lm cannot split the layers of {name}: {mend}")
+    count = len(staged.layers)
+    if count < size:
+        raise ValueError(f"{count} layers of {name} cannot be shared by {size} ranks: use {count} ranks at the most")
+    options: dict[str, Any] = {}
+    if layers is not None:
+        told = f"layers are {','.join(map(str, layers))}"
+        if len(layers) != size:
+            raise ValueError(f"{told}, but there are {size} ranks: give a number for each")
+        if min(layers) < 1 or sum(layers) != count:
+            raise ValueError(f"{told}, but {name} has {count}: give each rank one at least, and {count} in all")
+        if "split" not in inspect.signature(staged.pipeline).parameters:
+            raise ValueError(f"mlx-lm splits the layers of {name} evenly only: leave out layers")
+        options["split"] = list(layers)
+    try:
+        staged.pipeline(place, **options)
+    except Exception as error:
+        raise ValueError(f"the layers of {name} cannot be split over {size} ranks: {_words(error)}") from error
+
+
+def _pipeline(model: nn.Module) -> Any | None:
+    """The module of a model that knows how to split its layers."""
+    inner = getattr(model, "model", None)
+    for module in (inner, getattr(inner, "language_model", None)):
+        if hasattr(module, "pipeline") and hasattr(module, "layers"):
+            return module
+    text = getattr(getattr(model, "language_model", None), "model", None)
+    return text if hasattr(text, "pipeline") else None
+
+
+def _words(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+# --- loading ----------------------------------------------------------------------------------------------------------
+
+
+def load_part(path_or_hub_id: str | Path, group: Group, layers: Sequence[int] | None = None) -> tuple[nn.Module, Any]:
+    """The part of a model that one rank has, and the tokenizer. All ranks call it at once, each with the whole model.
+
+    No more is ever in memory than the part and one tensor of the whole. Embeddings and the output of the model are in
+    every part, and where layers are split, so is the final norm.
+
+    Args:
+        layers: of each rank where layers are split, the first rank having the last; None is as many for each.
+
+    Raises:
+        ValueError: the model cannot be loaded, or not be split so: the same line on every rank.
+    """
+    model, tokenizer, config = load_lazily(path_or_hub_id)
+    split_model(model, group, layers, model_from_config(config, mx.float32))
+    use_device_dtype(model)
+    for weight in weights_of(model):
+        mx.eval(weight)  # one after the other: what each is cut from is let go
+    mx.clear_cache()
+    return model, tokenizer
+
+
+def split_model(
+    model: nn.Module, group: Group, layers: Sequence[int] | None = None, whole: nn.Module | None = None
+) -> None:
+    """Leaves the part of this rank of a model that was loaded whole, as `load_part` does. All ranks call it at once.
+
+    Args:
+        whole: another model of the same configuration, which can be asked what lazily loaded weights cannot; None asks
+            the model itself.
+
+    Raises:
+        ValueError: it cannot be split so; it is of no use then.
+    """
+    split, raw, whole = _known(group.split), group.raw, whole or model
+    # A part cannot say what the whole does: it may have other kinds of layers, and its graph has what no graph shows.
+    answer_as(model, whole, cache_kinds, counts_slots, refuses_ragged)
+    heads = _heads(whole)
+    cut(model, raw, split, layers)
+    full = sum(type(cache) in FULL for cache in leaves(stock.make_prompt_cache(model)))
+    told: Any = mx.distributed.all_gather(mx.array([full]), group=raw).tolist()
+    copies = split == "heads" and bool(heads) and _heads(model) == heads
+    _parts[id(model)] = Part(raw, split, copies, max(told), min(told))
+    weakref.finalize(model, _parts.pop, id(model), None)
+
+
+def weights_of(model: nn.Module) -> list[mx.array]:
+    """All weights of a model, evaluated or not."""
+    return [weight for _, weight in tree_flatten(model.parameters())]  # type: ignore[str-unpack,no-untyped-call]
+
+
+def _heads(model: nn.Module) -> list[int]:
+    """The heads of which each layer of full attention keeps keys and values; nothing is evaluated."""
+    caches = stock.make_prompt_cache(model)
+    model(mx.array([[0]]), cache=caches)
+    return [cache.keys.shape[1] for cache in leaves(caches) if type(cache) in FULL and cache.keys is not None]
