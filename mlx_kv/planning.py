@@ -9,7 +9,7 @@ nothing about files, tables or figures. Bytes are of live slots: neither rounded
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from mlx_kv.cache.layout import NO_LIMIT
 from mlx_kv.mlxlm.convert import kind_and_window, make_prompt_cache
 from mlx_kv.mlxlm.traverse import leaves
 from mlx_kv.policy import CachePolicy
+from mlx_kv.ranks.splitting import PlannedRank, check_split, planned_part, weights_of
 
 DTYPES = {"bfloat16": mx.bfloat16, "float16": mx.float16, "float32": mx.float32}
 
@@ -160,6 +161,54 @@ class Planner:
             except ValueError as error:
                 rows.append(StrategyMemory(strategy.name, refused=str(error)))
         return rows
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """What one rank of a model in parts has.
+
+    Attributes:
+        layers: of the model, of which it has some heads or all.
+        weights: bytes; each is read whole before it is cut, so that while they are loaded there is one more.
+        bytes_held: of its caches, at each context.
+    """
+
+    rank: int
+    layers: int
+    weights: int
+    bytes_held: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """So many ranks, and how a model is split over them; None as in `check_split`."""
+
+    size: int
+    split: str | None = None
+    layers: tuple[int, ...] | None = None
+
+
+def of_ranks(
+    config: dict[str, Any],
+    dtype: mx.Dtype,
+    ranks: Ranks,
+    strategy: Strategy,
+    contexts: Sequence[int],
+    batch_size: int = 1,
+) -> tuple[str, list[RankMemory]]:
+    """How the model of a config.json is split over ranks, and what each of them has of it.
+
+    Raises:
+        ValueError: it cannot be split so; as `Planner.layers`.
+    """
+    split = check_split(config, ranks.size, ranks.split, ranks.layers)
+    parts = []
+    for rank in range(ranks.size):
+        model = planned_part(config, dtype, PlannedRank(rank, ranks.size), split, ranks.layers)
+        planner, weights = Planner(model), sum(weight.nbytes for weight in weights_of(model))
+        held = tuple(planner.bytes_held(strategy, context, batch_size) for context in contexts)
+        parts.append(RankMemory(rank, len(stock.make_prompt_cache(model)), weights, held))
+    return split, parts
 
 
 def _read_one_token(model: nn.Module, policy: CachePolicy) -> list[Any]:

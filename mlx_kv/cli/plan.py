@@ -17,6 +17,8 @@ import click
 from mlx_kv.cli.config import find_config, read_config, short_name
 from mlx_kv.cli.options import make_policy, model_option, policy_options
 from mlx_kv.cli.output import check_plot, save_figure
+from mlx_kv.cli.plan_ranks import NOTE, ranks_json, ranks_table, unit_of
+from mlx_kv.cli.split_options import split_options
 from mlx_kv.cli.tables import aligned
 from mlx_kv.cli.wording import in_options
 
@@ -31,9 +33,9 @@ Examples:
   mlx-kv plan --model models/gemma --kv-bits 8 --max-kv-size 16384 --batch-size 4
   mlx-kv plan --model models/gemma --plot memory.png
   mlx-kv plan --model reference --json
+  mlx-kv plan --model mlx-community/Llama-3.3-70B-Instruct-4bit --ranks 2
 """
 MOST_TOKENS = 2**31 - 1
-UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 NOT_INCLUDED = """\
 Not included: weights, activations, logits, the copy that a growth makes. Slots are counted as they fill: caches
 allocate them in multiples of 256, and where nothing was reserved up to twice as many. Layers that share keys and
@@ -74,7 +76,7 @@ def describe_layer(layer: Layer, count: int) -> str:
 def table(rows: Sequence[StrategyMemory], contexts: Sequence[int]) -> list[str]:
     """Rows of strategies, columns of contexts, one unit for all."""
     held = [count for row in rows for count in row.bytes_held]
-    unit, size = next((unit for unit in UNITS if min(held, default=0) >= unit[1] / 10), UNITS[-1])
+    unit, size = unit_of(held)
     lines = [[f"{unit} at tokens", *(f"{count:,}" for count in contexts)]]
     lines += [
         [row.name, *([f"{count / size:,.2f}" for count in row.bytes_held] or ["-"] * len(contexts))] for row in rows
@@ -127,6 +129,8 @@ def draw(
 )
 @policy_options
 @click.option("--batch-size", type=click.IntRange(1), default=1, show_default=True, metavar="B", help="Sequences.")
+@click.option("--ranks", type=click.IntRange(2), metavar="R", help="Also what each of R ranks has of the model.")
+@split_options
 @click.option(
     "--dtype",
     type=click.Choice(["bfloat16", "float16", "float32"]),
@@ -140,12 +144,17 @@ def plan(
     model: str,
     contexts: tuple[int, ...],
     batch_size: int,
+    ranks: int | None,
+    split: str | None,
+    layers: tuple[int, ...] | None,
     dtype: str | None,
     plot: Path | None,
     as_json: bool,
     **settings: Any,
 ) -> None:
     """How much memory the keys and values of a model will take. Reads its config.json, and no weights."""
+    if ranks is None and (split is not None or layers is not None):
+        raise click.UsageError("--split and --layers are for several ranks: say how many with --ranks")
     if plot is not None:
         check_plot(plot)
     policy = make_policy(**settings)
@@ -153,31 +162,41 @@ def plan(
 
     from mlx_kv.mlxlm.convert import make_prompt_cache
     from mlx_kv.mlxlm.loading import model_from_config
-    from mlx_kv.planning import DTYPES, Planner, config_dtype, strategies
+    from mlx_kv.planning import DTYPES, Planner, Ranks, config_dtype, of_ranks, strategies
     from mlx_kv.policy import CachePolicy
 
     dtype = dtype or config_dtype(config)
     planner = Planner(model_from_config(config, DTYPES[dtype]))
-    layers = Counter(planner.layers(CachePolicy()))
+    caches = Counter(planner.layers(CachePolicy()))
     if policy.changed():
         make_prompt_cache(planner.model, policy)  # refuses what generate would refuse
     compared = strategies(policy)
     rows = planner.compare(compared, contexts, batch_size)
+    usual = compared[-1] if policy.changed() else compared[2]
+    parts = None
+    if ranks is not None:
+        wanted = Ranks(ranks, split, layers)
+        parts = of_ranks(config, DTYPES[dtype], wanted, usual, contexts, batch_size)
     if plot is not None:
         title = f"{short_name(model)}, {dtype}, batch of {batch_size}"
         line = dense(contexts)
         draw(title, line, planner.compare(compared, line, batch_size), contexts, plot)
     facts = {"model": model, "model_type": config["model_type"], "dtype": dtype, "batch_size": batch_size}
     if as_json:
-        answer = {"layers": [layer_json(*each) for each in layers.items()], "strategies": [asdict(row) for row in rows]}
-        click.echo(json.dumps({**facts, "contexts": contexts, **answer}))
+        answer = {"layers": [layer_json(*each) for each in caches.items()], "strategies": [asdict(row) for row in rows]}
+        of_each = {} if parts is None else {"ranks": ranks_json(*parts)}
+        click.echo(json.dumps({**facts, "contexts": contexts, **answer, **of_each}))
         return
     lines = [f"{short_name(model)} ({config['model_type']}), keys and values in {dtype}, batch of {batch_size}", ""]
-    lines += [f"  {describe_layer(*each)}" for each in layers.items()]
+    lines += [f"  {describe_layer(*each)}" for each in caches.items()]
     lines += ["", *(f"  {line}" for line in table(rows, contexts)), ""]
     command = click.get_current_context().command
     lines += [f"{row.name}: {in_options(ValueError(row.refused), command)}." for row in rows if row.refused]
     if policy.changed():
         changes = ", ".join(f"{name}={getattr(policy, name)!r}" for name in policy.changed())
         lines.append(f"this policy: CachePolicy({changes})")
-    click.echo("\n".join([*lines, NOT_INCLUDED]))
+    lines.append(NOT_INCLUDED)
+    if parts is not None:
+        how, each = parts
+        lines += ["", *ranks_table(how, usual.name, each, contexts), "", NOTE]
+    click.echo("\n".join(lines))

@@ -12,7 +12,10 @@ from collections.abc import Callable, Generator, Sequence
 from typing import Protocol, TypeAlias, TypeVar
 
 import mlx.core as mx
+import mlx.nn as nn
 
+from mlx_kv.cache.eviction.peers import ALONE as NOBODY
+from mlx_kv.cache.eviction.peers import Peers
 from mlx_kv.generation.sampling import Sampler
 
 T = TypeVar("T")
@@ -25,6 +28,10 @@ class Agreement(Protocol):
     @property
     def leads(self) -> bool:
         """Whether this rank is the one that decides."""
+        ...
+
+    def peers(self, model: nn.Module) -> Peers:
+        """Who has the other parts of a model, as its caches must know."""
         ...
 
     def tokens(self, own: mx.array) -> mx.array:
@@ -63,6 +70,9 @@ class Alone:
     """One process, which has the whole model."""
 
     leads = True
+
+    def peers(self, model: nn.Module) -> Peers:
+        return NOBODY
 
     def tokens(self, own: mx.array) -> mx.array:
         return own

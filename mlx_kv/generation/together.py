@@ -25,7 +25,7 @@ def caches_together(
     Args:
         strict: as for `make_prompt_cache`.
     """
-    return make_prompt_cache(model, policy, strict=strict)
+    return make_prompt_cache(model, policy, strict=strict, peers=agreement.peers(model))
 
 
 def equal_lengths(model: nn.Module, agreement: Agreement) -> tuple[bool, bool]:

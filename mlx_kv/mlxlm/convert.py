@@ -54,13 +54,16 @@ def make_prompt_cache(
         peers: who has the other parts of the model, if it is but a part: what a budget keeps is decided by all.
 
     Raises:
-        ValueError: strict, and the policy sets what no layer of this model can honour; or a head dim.
+        ValueError: strict, and the policy sets what no layer of this model can honour; or a head dim; or peers that
+            cannot say what a budget needs.
     """
     policy = policy or CachePolicy()
     if strict:
         check_policy(model, policy)
     if policy.max_kv_size is not None or policy.budget is not None:
         policy = policy if why_unbounded(model) is None else policy.unbounded()
+    if policy.budget is not None:
+        peers.check(policy.share)
     packed_decode = not policy.stores_plain and _takes_packed_planes(model, policy)
     return _convert(model, stock.make_prompt_cache(model), policy, packed_decode, peers)
 

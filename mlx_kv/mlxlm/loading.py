@@ -108,6 +108,24 @@ def number_of_weights(model: nn.Module) -> int:
     return int(get_total_parameters(model))  # type: ignore[no-untyped-call]
 
 
+def quantize_as_stored(model: nn.Module, config: dict[str, Any]) -> None:
+    """Gives a model of `model_from_config` weights of the bytes that its files have, as far as the configuration says.
+
+    It says which layers are quantised otherwise than the rest; those that cannot be are left as they are.
+    """
+    told = config.get("quantization")
+    if not isinstance(told, dict):
+        return
+    size, bits, mode = told.get("group_size", 64), told.get("bits", 4), told.get("mode", "affine")
+
+    def how(path: str, module: Any) -> Any:
+        if path in told:
+            return told[path]
+        return hasattr(module, "to_quantized") and module.weight.shape[-1] % size == 0
+
+    nn.quantize(model, group_size=size, bits=bits, mode=mode, class_predicate=how)
+
+
 def architecture(model: nn.Module) -> str:
     """The name of the file of mlx-lm that a model comes from."""
     return type(model).__module__.rpartition(".")[2]

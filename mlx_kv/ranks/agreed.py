@@ -10,8 +10,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Protocol, TypeVar
 
 import mlx.core as mx
+import mlx.nn as nn
 
+from mlx_kv.cache.eviction.peers import Peers
 from mlx_kv.ranks.link import Follower, Leader, RanksError
+from mlx_kv.ranks.peers import peers_of
 
 T = TypeVar("T")
 
@@ -44,6 +47,9 @@ class Agreed:
     def __init__(self, group: Joined) -> None:
         self._group = group
         self.leads = isinstance(group.link, Leader)
+
+    def peers(self, model: nn.Module) -> Peers:
+        return peers_of(model)
 
     def tokens(self, own: mx.array) -> mx.array:
         # Zeros that follow from the logits: so the collective comes after all that the model sends, on every rank.

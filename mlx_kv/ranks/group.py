@@ -13,11 +13,13 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from types import TracebackType
 from typing import Any, Literal, Self
 
 import mlx.core as mx
 
+from mlx_kv.ranks.agreed import Agreed
 from mlx_kv.ranks.environment import launched
 from mlx_kv.ranks.joining import connected, guarded, linked
 from mlx_kv.ranks.link import ALIKE, Follower, Gone, Leader, RanksError
@@ -46,6 +48,11 @@ class RankGroup:
     def leads(self) -> bool:
         """Whether this is the rank that decides."""
         return self.rank == 0
+
+    @cached_property
+    def agreement(self) -> Agreed:
+        """How the ranks agree while they generate."""
+        return Agreed(self)
 
     @property
     def leader(self) -> Leader:

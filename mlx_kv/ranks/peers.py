@@ -25,7 +25,7 @@ def peers_of(model: nn.Module) -> Peers:
     part = part_of(model)
     if part is None:
         return ALONE
-    return Heads(part.raw, part.copies) if part.split == "heads" else Layers(part.raw, part.most_full)
+    return Heads(part.raw, part.copies) if part.split == "heads" else Layers(part.raw, part.most_full, part.least_full)
 
 
 class Heads(Alone):
@@ -63,13 +63,20 @@ class Layers(Alone):
 
     Args:
         group: the ranks.
-        most: layers whose scores the rank with the most of them has.
+        most, least: layers of full attention on the rank that has the most of them, and the least.
     """
 
     have_layers = True
 
-    def __init__(self, group: mx.distributed.Group, most: int) -> None:
-        self._group, self._most = group, most
+    def __init__(self, group: mx.distributed.Group, most: int, least: int) -> None:
+        self._group, self._most, self._least = group, most, least
+
+    def check(self, granularity: Granularity) -> None:
+        if granularity == "layers" and self._least == 0:  # nothing on it would know when the others decide
+            raise ValueError(
+                "a rank has no layer of full attention, and cannot decide with the others what a budget keeps: use "
+                "share='layer', or give each rank such a layer"
+            )
 
     def with_layers(self, scores: Sequence[mx.array]) -> list[mx.array]:
         nothing = mx.zeros((self._most - len(scores), scores[0].shape[1]))

@@ -23,7 +23,14 @@ from mlx_lm.models import cache as stock
 
 from mlx_kv.mlxlm.asking import answer_as
 from mlx_kv.mlxlm.convert import FULL, cache_kinds
-from mlx_kv.mlxlm.loading import architecture, load_lazily, model_from_config, use_device_dtype
+from mlx_kv.mlxlm.loading import (
+    architecture,
+    load_lazily,
+    model_from_config,
+    number_of_weights,
+    quantize_as_stored,
+    use_device_dtype,
+)
 from mlx_kv.mlxlm.quirks import refuses_ragged
 from mlx_kv.mlxlm.slots import counts_slots
 from mlx_kv.mlxlm.traverse import leaves
@@ -45,8 +52,7 @@ class Group(Protocol):
     @property
     def raw(self) -> mx.distributed.Group: ...
 
-    @property
-    def split(self) -> str: ...
+    split: Split | None
 
 
 @dataclass(frozen=True)
@@ -115,8 +121,10 @@ def check_split(
     except ValueError as unfit:
         try:
             _try(config, size, "layers", layers)
-        except ValueError:
-            raise unfit from None
+        except ValueError as other:
+            neither = all("mlx-lm cannot split" in str(each) for each in (unfit, other))
+            name = config.get("model_type")
+            raise (ValueError(f"mlx-lm cannot split {name}: run it on one machine") if neither else unfit) from None
         return "layers"
     return "heads"
 
@@ -159,8 +167,7 @@ def _cut_heads(model: nn.Module, place: Place, layers: Sequence[int] | None) -> 
     try:
         model.shard(place)
     except Exception as error:  # the code of two dozen models, with any configuration
-        after = _numbers(model)
-        _check_shares(before, after, size, name)
+        _check_shares(before, {path: n // size for path, n in before.items() if path.endswith("heads")}, size, name)
         raise ValueError(f"{name} cannot be split over {size} ranks: {_words(error)}") from error
     _check_shares(before, _numbers(model), size, name)
 
@@ -227,22 +234,49 @@ def _words(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
+def planned_part(
+    config: dict[str, Any], dtype: mx.Dtype, place: PlannedRank, split: Split, layers: Sequence[int] | None = None
+) -> nn.Module:
+    """The part of a rank that is not there, of a config.json: nothing is read, made or evaluated.
+
+    Where the rank would wait for others it does not, so that a token goes through it: its shapes are right.
+
+    Raises:
+        ValueError: mlx-lm cannot build the model, or it cannot be split so.
+    """
+    model = model_from_config(config, dtype)
+    quantize_as_stored(model, config)
+    whole = model_from_config(config, dtype)
+    answer_as(model, whole, cache_kinds, counts_slots, refuses_ragged)
+    cut(model, place, split, layers)
+    alone = mx.distributed.init()
+    for module in model.modules():  # type: ignore[no-untyped-call]
+        for name, value in vars(module).items():
+            if value is place:
+                setattr(module, name, alone)
+    if (staged := _pipeline(model)) is not None:
+        staged.pipeline_rank, staged.pipeline_size = 0, 1
+    return model
+
+
 # --- loading ----------------------------------------------------------------------------------------------------------
 
 
 def load_part(path_or_hub_id: str | Path, group: Group, layers: Sequence[int] | None = None) -> tuple[nn.Module, Any]:
     """The part of a model that one rank has, and the tokenizer. All ranks call it at once, each with the whole model.
 
-    No more is ever in memory than the part and one tensor of the whole. Embeddings and the output of the model are in
-    every part, and where layers are split, so is the final norm.
+    No more is ever in memory than the part and one tensor of the whole. Embeddings, the last norm and what makes logits
+    are in every part.
 
     Args:
+        group: where it says no split yet, it is told what was found: heads where they divide, else layers.
         layers: of each rank where layers are split, the first rank having the last; None is as many for each.
 
     Raises:
         ValueError: the model cannot be loaded, or not be split so: the same line on every rank.
     """
     model, tokenizer, config = load_lazily(path_or_hub_id)
+    group.split = check_split(config, group.raw.size(), group.split, layers)
     split_model(model, group, layers, model_from_config(config, mx.float32))
     use_device_dtype(model)
     for weight in weights_of(model):
@@ -263,9 +297,10 @@ def split_model(
     Raises:
         ValueError: it cannot be split so; it is of no use then.
     """
+    assert group.split is not None, "whoever splits a model knows how"
     split, raw, whole = _known(group.split), group.raw, whole or model
     # A part cannot say what the whole does: it may have other kinds of layers, and its graph has what no graph shows.
-    answer_as(model, whole, cache_kinds, counts_slots, refuses_ragged)
+    answer_as(model, whole, cache_kinds, counts_slots, number_of_weights, refuses_ragged)
     heads = _heads(whole)
     cut(model, raw, split, layers)
     full = sum(type(cache) in FULL for cache in leaves(stock.make_prompt_cache(model)))
@@ -277,7 +312,8 @@ def split_model(
 
 def weights_of(model: nn.Module) -> list[mx.array]:
     """All weights of a model, evaluated or not."""
-    return [weight for _, weight in tree_flatten(model.parameters())]  # type: ignore[str-unpack,no-untyped-call]
+    flat: Any = tree_flatten(model.parameters())  # type: ignore[no-untyped-call]
+    return [weight for _, weight in flat]
 
 
 def _heads(model: nn.Module) -> list[int]:

@@ -41,6 +41,11 @@ PLAIN, EIGHT_BITS = CachePolicy(), CachePolicy(bits=8, group_size=32)
 RING = CachePolicy(max_kv_size=16, sinks=2)
 POLICIES = {"plain": PLAIN, "8 bits": EIGHT_BITS, "ring": RING}
 BUDGET: dict[str, Any] = {"budget": 24, "keep_recent": 6, "margin": 4, "sinks": 2}
+BUDGETS = {
+    **{f"budget, share={share}": CachePolicy(share=share, **BUDGET) for share in ("layers", "layer", "head")},
+    "budget, 8 bits": CachePolicy(bits=8, group_size=32, **BUDGET),
+    "budget, lag_kv": CachePolicy(score="lag_kv", **BUDGET),
+}
 TEMPERATURE = TemperatureSampler(0.8, 0.9)
 
 Case = Callable[[nn.Module, Any], Any]
@@ -151,6 +156,9 @@ def speculated(policy: CachePolicy = PLAIN, **options: Any) -> Case:
 
 CASES: dict[str, Case] = {
     **{f"stream, {name}": streamed(policy) for name, policy in POLICIES.items()},
+    **{f"stream, {name}": streamed(policy) for name, policy in BUDGETS.items()},
+    **{f"batch, {name}": batched(policy) for name, policy in BUDGETS.items()},
+    **{f"suffix, {name}": speculated(policy, drafter="suffix") for name, policy in BUDGETS.items()},
     "stream, seeded": streamed(PLAIN, sampler=TEMPERATURE, seed=7),
     "stream, left early": left_early,
     "refused": refused,
@@ -172,18 +180,12 @@ CASES: dict[str, Case] = {
 def ranked(family: str, split: str, *names: str) -> None:
     """Runs cases on this rank and writes down what came of each."""
     from mlx_kv.ranks.group import join_ranks
+    from mlx_kv.ranks.splitting import split_model
 
     group = join_ranks(split)  # type: ignore[arg-type]
     assert group is not None
     with group:
-        model = part(make_family(family), group)
+        model = make_family(family)
+        split_model(model, group)
         for name in names:
             print(json.dumps([name, CASES[name](model, group)]), flush=True)
-
-
-def part(model: nn.Module, group: Any) -> nn.Module:
-    if group.split == "heads":
-        model.shard(group.raw)
-    else:
-        model.model.pipeline(group.raw)
-    return model

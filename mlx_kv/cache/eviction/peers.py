@@ -28,6 +28,10 @@ class Peers(Protocol):
         """Whether heads that are not here have a say in which tokens the heads here keep."""
         ...
 
+    def check(self, granularity: Granularity) -> None:
+        """Raises ValueError where not all parts could tell what a budget needs to be told."""
+        ...
+
     def with_heads(self, scores: Sequence[mx.array]) -> Sequence[mx.array]:
         """The scores of all heads, (B, all heads, n), from those of the heads here, (B, H, n), of several layers."""
         ...
@@ -44,6 +48,9 @@ class Alone:
     """No other parts: this model is whole."""
 
     have_layers = False
+
+    def check(self, granularity: Granularity) -> None:
+        pass
 
     def have_heads(self, granularity: Granularity) -> bool:
         return False
