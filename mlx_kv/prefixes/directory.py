@@ -28,6 +28,7 @@ from mlx_kv.files.serialization import VERSION_WORD
 from mlx_kv.prefixes.folder import PARTIAL, Folder
 
 MARKER, FORMAT = "mlx-kv-store", 1
+OF_PARTS = "parts"  # the format of a store that has a part of the caches, which no older version takes for its own
 ABOUT = "Processed prompts, kept here by mlx-kv. To free the space, delete the whole folder."
 DAMAGED, MOST_DAMAGED = "damaged", 16
 _ID = "[0-9a-f]{32}"
@@ -68,6 +69,7 @@ class StoreFolder:
     Args:
         directory: a path or a URL of fsspec; made if not there.
         deadline: seconds that its answers may take, if it lies elsewhere.
+        words: which part of the caches a store here has, as its marker says; "" is all. Another one is refused.
 
     Attributes:
         folder: its files.
@@ -77,8 +79,8 @@ class StoreFolder:
             error: it is looked at again before it is used.
     """
 
-    def __init__(self, directory: str | Path, deadline: float) -> None:
-        self._named, self._checked = str(directory), False
+    def __init__(self, directory: str | Path, deadline: float, words: str) -> None:
+        self._named, self._words_of_parts, self._checked = str(directory), words, False
         try:
             self.folder = Folder(directory, deadline)
         except (OSError, ImportError) as error:
@@ -113,7 +115,11 @@ class StoreFolder:
                     f"cannot keep prompts in {self._named}: it is no prompt store and holds {named}; "
                     "give a new or an empty folder"
                 )
-            self.folder.write(MARKER, json.dumps({"format": FORMAT, "about": ABOUT}).encode())
+            self._check_parts("" if files else self._words_of_parts)
+            told = (
+                {"format": FORMAT} if not self._words_of_parts else {"format": OF_PARTS, "parts": self._words_of_parts}
+            )
+            self.folder.write(MARKER, json.dumps(told | {"about": ABOUT}).encode())
         self._checked = True
         return files
 
@@ -122,10 +128,21 @@ class StoreFolder:
         with contextlib.suppress(ValueError, RecursionError):
             told = json.loads(self.folder.read(MARKER))
         found = told.get("format") if isinstance(told, dict) else None
-        if found not in (FORMAT, None):  # a marker that cannot be read is one all the same
+        if found is None:
+            return  # a marker that cannot be read is one all the same
+        if found not in (FORMAT, OF_PARTS):
             raise ValueError(
                 f"cannot keep prompts in {self._named}: it is a prompt store of format {found!r}, and this mlx-kv has "
                 f"format {FORMAT}; give another folder"
+            )
+        self._check_parts(str(told.get("parts", "")))
+
+    def _check_parts(self, there: str) -> None:
+        if there != self._words_of_parts:
+            made, wanted = (words or "one process, which has all" for words in (there, self._words_of_parts))
+            raise ValueError(
+                f"cannot keep prompts in {self._named}: it was made by {made}, not by {wanted}; "
+                "give another folder, or start as many ranks with the same split"
             )
 
     def _as_of_old(self, file: str) -> bool:

@@ -38,9 +38,11 @@ class PackedEntry:
     """What is to become an entry.
 
     Attributes:
+        name: that it is to have.
         fingerprint: whose it is.
     """
 
+    name: str
     entry: Entry
     fingerprint: str
     caches: serialization.PackedCaches
@@ -66,11 +68,15 @@ class DamagedBlockError(ValueError):
         self.name = name
 
 
-def pack(entry: Entry, fingerprint: str, caches: Sequence[Any]) -> PackedEntry:
-    """An entry of these caches as they are now, and its bytes; its data say of which tokens and whose they are."""
+def pack(name: str, entry: Entry, fingerprint: str, caches: Sequence[Any], more: int = 0) -> PackedEntry:
+    """An entry of these caches as they are now, and its bytes; its data say of which tokens and whose they are.
+
+    Args:
+        more: bytes that another part of it has.
+    """
     told = {"store_tokens": tokens_digest(entry, fingerprint)}
     found = serialization.pack(list(caches), told)
-    return PackedEntry(replace(entry, bytes=found.nbytes), fingerprint, found)
+    return PackedEntry(name, replace(entry, bytes=found.nbytes + more), fingerprint, found)
 
 
 def cut(new: PackedEntry, wanted: Callable[[int, int], Collection[int]]) -> CutEntry:
@@ -84,6 +90,7 @@ class EntryFiles:
     """Args:
         directory: a path or a URL of fsspec; made if not there.
         deadline: seconds that its answers may take, if it lies elsewhere.
+        words: which part of the caches these files have; "" is all.
 
     Attributes:
         far: whether it lies elsewhere: each question is a request, and has its deadline, or with others `within` one.
@@ -92,8 +99,8 @@ class EntryFiles:
         ValueError: it cannot be used, or holds other things than a store.
     """
 
-    def __init__(self, directory: str | Path, deadline: float) -> None:
-        self._directory = StoreFolder(directory, deadline)
+    def __init__(self, directory: str | Path, deadline: float, words: str) -> None:
+        self._directory = StoreFolder(directory, deadline, words)
         self._folder = self._directory.folder
         self.within, self.far = self._folder.within, self._folder.far
         self._not_ours: set[str] = set()  # files that were looked into
@@ -194,6 +201,11 @@ class EntryFiles:
         """Its index first: nobody finds half an entry."""
         self._folder.delete(f"{name}.json")
         self._folder.delete(f"{name}.safetensors", f"{name}.used")
+
+    def is_old(self, name: str) -> bool:
+        """Whether an entry was written so long ago that nobody is at it any more."""
+        age = self._folder.age(f"{name}.json")
+        return age is not None and age > ORPHANED_AFTER
 
     def remove_blocks(self, *names: str) -> None:
         self._folder.delete(*(f"{name}.block" for name in names))

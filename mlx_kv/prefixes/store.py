@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +28,9 @@ from mlx_kv.prefixes.directory import blocks_among
 from mlx_kv.prefixes.entry_files import DamagedBlockError, EntryFiles, PackedEntry, cut, pack
 from mlx_kv.prefixes.entry_index import IndexedEntry, IndexOfOthers
 from mlx_kv.prefixes.index import Entry, packed
+from mlx_kv.prefixes.parts import Parts
 from mlx_kv.prefixes.place import PromptPlace
+from mlx_kv.prefixes.serving import least_tokens
 from mlx_kv.prefixes.table import EntryTable
 
 DEADLINE, DISK_DEADLINE = 2.0, 10.0  # seconds
@@ -62,6 +65,8 @@ class PromptStore(PromptPlace):
         deadline: seconds that `find`, and `keep`, may take where the directory lies elsewhere (a URL of an object
             store): what has not come by then is not there, whatever the place raises, and a line in the log says so.
             None is 2 there, and 10 on a disk, which a server waits for, but `find` and `keep` as long as it takes.
+        parts: the other ranks, where each has a part of the caches: they keep theirs beside this, and an entry is there
+            when all have theirs.
 
     Attributes:
         far: whether the directory lies elsewhere.
@@ -80,18 +85,22 @@ class PromptStore(PromptPlace):
         max_bytes: int = 8 * 2**30,
         fingerprint: str | None = None,
         deadline: float | None = None,
+        parts: Parts | None = None,
     ) -> None:
         if max_bytes < 1:
             raise ValueError(f"max_bytes is {max_bytes}: give a number of bytes from 1 up")
         if deadline is not None and not 0 < deadline < float("inf"):
             raise ValueError(f"deadline is {deadline}: give a number of seconds above 0")
-        super().__init__(max_bytes, fingerprint)
-        self._files, self._table = EntryFiles(directory, DEADLINE if deadline is None else deadline), EntryTable()
+        super().__init__(max_bytes, fingerprint, parts)
+        self._files = EntryFiles(directory, DEADLINE if deadline is None else deadline, self._parts.words)
+        self._table = EntryTable()
         self.far = self._files.far
         self.deadline = deadline or (DEADLINE if self.far else DISK_DEADLINE)
         self.hits = self.misses = self.tokens_reused = self.damaged = self.unanswered = 0
         self._ignored: set[str] = set()  # set aside, or not to be understood
         self._unusable: list[str] = []  # forgotten, and yet to be set aside
+        self._told_others = False  # which entries there are
+        self._parts.open(str(directory), self.deadline)
         self._others: dict[str, frozenset[str]] = {}  # of another version, and the blocks of each
         self._released: set[str] = set()  # blocks that some entry held which has left
         self._unread = False  # whether any index could not be read the last time: nobody knows what it holds
@@ -187,7 +196,8 @@ class PromptStore(PromptPlace):
             name, count = best
             try:
                 entry = self._table[name].entry
-                file = self._files.read(name, self._table[name])
+                with self._parts.reading(name, self.deadline):
+                    file = self._files.read(name, self._table[name])
             except FileNotFoundError:
                 self._remove(name)  # what is left of it
             except DamagedBlockError as error:
@@ -207,6 +217,7 @@ class PromptStore(PromptPlace):
         try:
             caches = fetched.file.restore().caches
             trim_prompt_cache(caches, fetched.excess)
+            caches = self._parts.restore(fetched.name, caches, fetched.excess)
         except ValueError:
             self.damaged += 1
             self._ignored.add(fetched.name)
@@ -217,6 +228,7 @@ class PromptStore(PromptPlace):
 
     def _tidy_unusable(self) -> None:
         while self._unusable:
+            self._parts.remove(self._unusable[-1])
             self._files.set_aside(self._unusable.pop(), self.max_bytes // 8)
 
     # --- keeping --------------------------------------------------------------------------------------------------
@@ -231,9 +243,19 @@ class PromptStore(PromptPlace):
 
     def pack(self, tokens: Sequence[int], caches: Sequence[Any]) -> PackedEntry | None:
         """What `keep` would write, as the caches are now; None if it is not worth it."""
-        entry = self._entry(tokens, caches, cache_statistics(caches).bytes_live)
-        new = None if entry is None else pack(entry, self._owner(), caches)
-        return None if new is None or new.entry.bytes > self.max_bytes else new
+        live = cache_statistics(caches).bytes_live
+        entry = self._entry(tokens, caches, "live", live)
+        if entry is None:
+            return None
+        new = pack(self._files.new_name(), entry, self._owner(), caches, entry.bytes - live)
+        if new.entry.bytes > self.max_bytes:
+            return None
+        self._parts.pack(new.name, caches, tokens, new.fingerprint)
+        return new
+
+    def discard(self, new: PackedEntry) -> None:
+        """What was packed is not to be written."""
+        self._parts.remove(new.name)
 
     def write(self, new: PackedEntry) -> bool:
         """As `keep`."""
@@ -241,25 +263,31 @@ class PromptStore(PromptPlace):
         covering = self._table.covering(new.entry, new.fingerprint)
         if covering is not None:
             self._touch(covering)
+            self.discard(new)
             return False
-        name, published = self._files.new_name(), False
+        self._write(new, there, lambda files: self._tidy(new, files))
+        return True
+
+    def _write(self, new: PackedEntry, there: AbstractSet[str], tidy: Callable[[Sequence[str]], None]) -> None:
+        """Writes an entry, beside blocks that are there; when it is published, tidies up among all files."""
+        name, published = new.name, False
         self._table.touch(name, now := time.time())
         self._files.claim(name, now)
         made = cut(new, partial(self._wanted_ends, new))
         try:
-            self._files.write(name, made, there)
+            with self._parts.writing(name):
+                self._files.write(name, made, there)
             with self._files.locked():  # what leaves does so under this lock: what is there now is there with the index
                 files = self._refreshed()
                 self._files.publish(name, made, files)
                 published = True
                 self._table.add(name, made.indexed)
-                self._tidy(name, new, files)
+                tidy(files)
         except Exception:
             if not published:
                 self._remove(name)
                 self._released.update(made.indexed.blocks)
             raise
-        return True
 
     def _wanted_ends(self, new: PackedEntry, column: int, slots: int) -> list[int]:
         """Where blocks should end, so that they are those of the entry that begins like this one for longest.
@@ -273,12 +301,11 @@ class PromptStore(PromptPlace):
         ends = accumulate(count for _, count, _ in (*other.columns, *[()] * (column + 1))[column])
         return [*(end for end in ends if end <= shared), *([shared] if shared < len(other.entry) else [])]
 
-    def _tidy(self, name: str, new: PackedEntry, files: Sequence[str]) -> None:
+    def _tidy(self, new: PackedEntry, files: Sequence[str]) -> None:
         """Removes what a new entry makes superfluous, what is too much, and what was left of others."""
-        if not self._unread:
-            self._files.sweep(files, self._table.names() | self._others.keys() | self._held())
+        self._sweep(files)
         for old in self._table.covered(new.entry, new.fingerprint):
-            if old != name:
+            if old != new.name:
                 self._remove(old)
         there = self._table.entries()
         while self._table.nbytes > self.max_bytes and there:
@@ -286,6 +313,14 @@ class PromptStore(PromptPlace):
             del there[old]
             self._remove(old)
         self._remove_released()
+
+    def _sweep(self, files: Sequence[str]) -> None:
+        if self._unread:
+            return
+        self._files.sweep(files, self._table.names() | self._others.keys() | self._held())
+        if not self._told_others:
+            self._told_others = True
+            self._parts.only(self._table.names())
 
     def _held(self) -> set[str]:
         """All blocks that anybody holds, as far as is known."""
@@ -310,10 +345,55 @@ class PromptStore(PromptPlace):
     def _remove(self, name: str) -> None:
         """Its blocks leave when it is next looked for what is superfluous."""
         self._files.remove(name)
+        self._parts.remove(name)
         self._released.update(self._table.remove(name))
 
     def _set_aside(self, name: str) -> None:
         self.damaged += 1
         self._ignored.add(name)
         self._files.set_aside(name, self.max_bytes // 8)
+        self._parts.remove(name)
         self._released.update(self._table.remove(name))
+
+    def by_themselves(self) -> None:
+        """From now on the thread that has made this does nothing but wait for the one that asks the disk."""
+        self._parts.by_themselves()
+
+    # --- what another rank decides --------------------------------------------------------------------------------
+
+    def pack_as(self, name: str, tokens: Sequence[int], caches: Sequence[Any], fingerprint: str) -> PackedEntry:
+        """This rank's part of an entry, under the name that it has on all."""
+        entry = Entry(packed(tokens), cache_statistics(caches).bytes_live, least_tokens(caches, len(tokens)))
+        return pack(name, entry, fingerprint, caches)
+
+    def write_as(self, new: PackedEntry) -> None:
+        """Writes it; what leaves is for the other rank to say."""
+        self._write(new, blocks_among(self._refreshed()), self._sweep)
+
+    def fetch_as(self, name: str) -> serialization.ReadFile:
+        """Reads the entry of a name.
+
+        Raises:
+            FileNotFoundError: there is none.
+            ValueError: it was damaged.
+        """
+        self.refresh()
+        try:
+            return self._files.read(name, self._table[name])
+        except KeyError:
+            raise FileNotFoundError(f"{name} is not there") from None
+        except DamagedBlockError as error:
+            self._files.set_block_aside(error.name, self.max_bytes // 8)
+            raise
+
+    def remove(self, name: str) -> None:
+        """Removes an entry, and the blocks that nobody holds then."""
+        self._remove(name)
+        self._remove_released()
+
+    def only(self, names: Collection[str]) -> None:
+        """Removes all entries but these, and those that are new."""
+        self.refresh()
+        for name in self._table.names() - set(names):
+            if self._files.is_old(name):
+                self.remove(name)

@@ -171,6 +171,7 @@ class TieredPrefixes:
             return
         if self._pending and self._pending + new.caches.nbytes > MOST_PENDING:
             log.warning("the prompt store is slower than prompts come: one was not stored")
+            store.discard(new)
             return
         self._pending += new.caches.nbytes
         self._on_disk(lambda: store.write(new), lambda stored: self._written(new))
@@ -202,4 +203,6 @@ class TieredPrefixes:
 
     def close(self) -> None:
         """Ends when all is written; a store elsewhere that does not answer is not waited for."""
+        if self.store is not None:
+            self.store.by_themselves()
         self._disk.close(self.store.deadline if self.store is not None and self.store.far else None)
