@@ -117,6 +117,7 @@ def request(client: httpx.Client, number: int, kinds: int, expected: dict[int, s
         return "unexpected"
     text = text_of(answer)
     if text is None:
+        print(f"request {number}: {answer.status_code} {answer.text[-300:]}", file=sys.stderr)
         return "unexpected"
     return "same" if text == expected.setdefault(number % kinds, text) else "different"
 
@@ -171,6 +172,7 @@ def soak(model: Path, options: argparse.Namespace) -> dict[str, Any]:
             while (found := metrics(client))["rows"] or found["requests_waiting"]:
                 assert time.monotonic() < deadline, "a row is left"
                 time.sleep(0.1)
+        print(ranks.stderr(0)[-4000:], file=sys.stderr)
         ranks.kill(0, signal.SIGTERM)
         codes = [each.code for each in ranks.wait(30)]
         noise = [each for rank in range(1, options.ranks) for each in (ranks.stdout(rank), ranks.stderr(rank)) if each]
