@@ -90,6 +90,17 @@ def test_what_the_leader_refuses_ends_the_others(tmp_path: Path) -> None:
     assert (leader.code, other.code) == (2, 2)
 
 
+def test_an_interrupt_is_the_leaders() -> None:
+    with started_ranks(2, MLX_KV, "generate", "--prompt", PROMPT, "--max-tokens", 4000) as ranks:
+        while not ranks.stdout(0):
+            time.sleep(0.02)
+        for rank in (1, 0):  # a terminal's Ctrl-C goes to all
+            ranks.kill(rank, signal.SIGINT)
+        leader, other = ranks.wait(20)
+    assert (leader.code, ours(leader)) == (130, ["mlx-kv: interrupted"])
+    assert (other.code, ours(other)) == (130, ["mlx-kv: error: the leader has ended: interrupted"])
+
+
 @pytest.mark.parametrize("option", ["--split=heads", "--layers=2,1", "--link-address=10.0.0.1"])
 def test_options_of_ranks_need_ranks(option: str, command: Callable[..., Any]) -> None:
     called = command("generate", "--prompt", PROMPT, option)
