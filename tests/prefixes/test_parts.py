@@ -114,7 +114,7 @@ def test_whatever_is_kept_and_found(kind: str, where: str, steps: Any, most: int
                 reference.kept[tuple(tokens)] = caches
         elif what == "find" and reference.kept:
             tokens = list(list(reference.kept)[told[0] % len(reference.kept)])
-            tokens = [*tokens[: len(tokens) - told[1]], 99]
+            tokens = [*tokens[: len(tokens) - 2 * told[1]], 99]
             name, wanted = place._best(tokens) or ("", 0)
             origin = reference.kept[tuple(whose(place, name))] if wanted else []
             found = place.find(tokens)
