@@ -22,7 +22,7 @@ import mlx.core as mx
 from mlx_kv.ranks.agreed import Agreed
 from mlx_kv.ranks.environment import launched
 from mlx_kv.ranks.joining import connected, guarded, linked
-from mlx_kv.ranks.link import ALIKE, Follower, Gone, Leader, RanksError
+from mlx_kv.ranks.link import ALIKE, Follower, Gone, Leader, LeaderEndedError, RanksError
 from mlx_kv.ranks.watchdog import STEP_SECONDS, Watchdog
 
 Split = Literal["heads", "layers"]
@@ -78,7 +78,9 @@ class RankGroup:
             return list(values)
         self.link.answer(value)
         told = self.link.next()
-        if told is None or told[0] != "gathered":
+        if told is None:
+            raise LeaderEndedError("the leader has ended")
+        if told[0] != "gathered":
             raise RanksError(f"the leader does something else than this rank: {ALIKE}")
         return list(told[1])
 
@@ -106,6 +108,10 @@ class RankGroup:
         """Who is called, once and in another thread, when a rank is gone; None ends the process, with one line."""
         self.link.when_gone(gone)
 
+    def gone_within(self, seconds: float) -> str | None:
+        """Why the group is broken, if that is known in so many seconds: collectives fail first, and say no reason."""
+        return self.link.gone_within(seconds)
+
     def fail(self, reason: str) -> None:
         """This rank cannot go on: all others end, with this reason."""
         self.link.break_up(f"rank {self.rank}: {reason}")
@@ -125,7 +131,7 @@ class RankGroup:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         code = _exit_code(error)
-        if code and not isinstance(error, (SystemExit, KeyboardInterrupt, ValueError)):
+        if code and not isinstance(error, (KeyboardInterrupt, ValueError)):
             time.sleep(
                 1
             )  # a collective has failed, perhaps since a rank is gone: the link knows which, and ends this one
@@ -133,11 +139,9 @@ class RankGroup:
 
 
 def _exit_code(error: BaseException | None) -> int:
-    """What a process that ends with this says."""
-    if error is None:
+    """What the others end with where one ends with this. Whoever calls `sys.exit` has done what was to be done."""
+    if error is None or isinstance(error, SystemExit):
         return 0
-    if isinstance(error, SystemExit):
-        return error.code if isinstance(error.code, int) else int(error.code is not None)
     if isinstance(error, KeyboardInterrupt):
         return 130
     return 2 if isinstance(error, ValueError) else 1
@@ -146,8 +150,6 @@ def _exit_code(error: BaseException | None) -> int:
 def _said(error: BaseException) -> str:
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
-    if isinstance(error, SystemExit):
-        return f"exit code {_exit_code(error)}"
     return " ".join(str(error).split()) or type(error).__name__
 
 
