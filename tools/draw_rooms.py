@@ -20,14 +20,15 @@ ROOT = Path(__file__).parent.parent
 # The first column of each room, and how many it takes, of six.
 COLUMNS = {
     "cli": (0, 6),
-    "planning": (0, 1),
-    "evaluation": (1, 1.1),
+    "evaluation": (0, 1.1),
+    "planning": (1.1, 1),
     "server": (2.1, 1.2),
     "plots": (3.3, 0.9),
     "bundled": (4.2, 0.9),
     "blas": (5.1, 0.9),
+    "ranks": (1.1, 2.2),
     "prefixes": (2.1, 3.9),
-    "generation": (1, 2.5),
+    "generation": (0, 3.5),
     "files": (3.5, 2.5),
     "mlxlm": (0, 3.5),
     "policy": (0, 3.5),

@@ -160,7 +160,7 @@ def serve_on(
     def open_store(models: Models) -> PromptStore:
         from mlx_kv.prefixes.store import PromptStore
 
-        store = PromptStore(str(prompt_store), prompt_store_bytes, deadline=prompt_store_deadline)
+        store = PromptStore(str(prompt_store), prompt_store_bytes, deadline=prompt_store_deadline, parts=works.parts())
         try:
             with store.within():
                 store.refresh()

@@ -22,7 +22,7 @@ from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.mlxlm.asking import asked_once
 from mlx_kv.mlxlm.loading import architecture
 from mlx_kv.mlxlm.quirks import cache_usage, indexers, takes_packed, window_of
-from mlx_kv.mlxlm.recurrent import RecurrentState, count_by_attention
+from mlx_kv.mlxlm.recurrent import RecurrentState, count_by_attention, mark_last
 from mlx_kv.mlxlm.slots import counts_slots
 from mlx_kv.mlxlm.traverse import leaves, mapped
 from mlx_kv.policy import FOR_BUDGETS, CachePolicy
@@ -158,6 +158,7 @@ def _convert(
 
     caches = mapped(own, converted)
     count_by_attention(caches)
+    mark_last(model, caches)
     return caches
 
 

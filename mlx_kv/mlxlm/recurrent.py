@@ -67,6 +67,7 @@ class RecurrentState(stock.ArraysCache):
     """
 
     cache: list[mx.array | None]  # type: ignore[assignment]
+    sends_on = False  # whether a pass ends with the first array once more, which then waits for the next rank
 
     def __init__(self, size: int, max_rollback: int, most_checkpoints: int | None = None) -> None:
         super().__init__(size)
@@ -91,7 +92,7 @@ class RecurrentState(stock.ArraysCache):
     def _forget_pass(self) -> None:
         """The next array that comes begins a pass, unless one is announced before."""
         self._written: set[int] = set()  # which arrays have come in this pass
-        self._announced = False
+        self._announced = self._sent = False
         self._before: Arrays | None = None  # what the state was before a pass of which nobody has said how long it is
         self._left: list[int] | None = None  # by row, tokens to come before padding does
 
@@ -102,13 +103,17 @@ class RecurrentState(stock.ArraysCache):
         self._fit(len(lengths))
         self._close_pass()
         self._note(tuple(self.cache), lengths)
-        self._written, self._announced = set(), True
+        self._written, self._announced, self._sent = set(), True, False
 
     def __setitem__(self, index: int, value: mx.array) -> None:
         self._fit(value.shape[0])
+        if self.sends_on and index == 0 and 0 in self._written and not self._sent:
+            self._sent, self.cache[0] = True, value
+            return
         if index in self._written or not (self._written or self._announced):  # each array comes once in a pass
             self._close_pass()
-            self._before, self._written, self._announced = tuple(self.cache), set(), False
+            self._before, self._written = tuple(self.cache), set()
+            self._announced = self._sent = False
             if self._clock is not None and self._clock.first:
                 self._ask_clock()
         self._written.add(index)
@@ -248,6 +253,7 @@ class RecurrentState(stock.ArraysCache):
         limits = (0, None) if first is None else (first.max_rollback, first.most_checkpoints)
         parts = [cache if isinstance(cache, cls) else cls.of(cache, *limits) for cache in caches]
         made = cls(len(parts[0].cache), *limits)
+        made.sends_on = any(part.sends_on for part in parts)
         made._join(parts)
         return made
 
@@ -283,7 +289,7 @@ class RecurrentState(stock.ArraysCache):
         """One row, which can go back as far. It holds on to the arrays of the batch: `forget` what is not wanted."""
         made = type(self)(len(self.cache), self.max_rollback, self.most_checkpoints)
         made.cache = [None if array is None else array[idx : idx + 1] for array in self.cache]
-        made._read = [self._read[idx]]
+        made._read, made.sends_on = [self._read[idx]], self.sends_on
         if self._before is None:
             made._checkpoints = [self._checkpoints[idx]]
         return made
@@ -372,6 +378,13 @@ def count_by_attention(caches: Sequence[Any]) -> None:
             if clocks:
                 other, clock = clocks[0]
                 state.count_by(clock, other < index)
+
+
+def mark_last(model: nn.Module, caches: Sequence[Any]) -> None:
+    """Tells the last cache of a rank that it is, if the rank sends on what its layers give: see `sends_on`."""
+    modules: Any = model.modules() if caches and isinstance(caches[-1], RecurrentState) else []  # type: ignore[no-untyped-call]
+    if any(getattr(module, "pipeline_rank", 0) for module in modules):
+        caches[-1].sends_on = True
 
 
 def announce(caches: Iterable[Any], lengths: Sequence[int]) -> None:

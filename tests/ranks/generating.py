@@ -22,6 +22,7 @@ import mlx.nn as nn
 from families import make_family
 from mlx.utils import tree_map
 from mlx_lm.tokenizer_utils import TokenizerWrapper, load
+from tiny_models import make_model
 
 from mlx_kv import (
     CachePolicy,
@@ -49,6 +50,13 @@ BUDGETS = {
 TEMPERATURE = TemperatureSampler(0.8, 0.9)
 
 Case = Callable[[nn.Module, Any], Any]
+
+
+def model_of(family: str) -> nn.Module:
+    """A tiny model, the same on every rank; of llama one that has three heads for keys and values, as some have."""
+    if family == "llama":
+        return make_model("llama", num_attention_heads=9, num_key_value_heads=3, intermediate_size=96)
+    return make_family(family)
 
 
 @functools.cache
@@ -131,7 +139,7 @@ def likeliest(logprobs: mx.array) -> mx.array:
 
 def nearly(family: str) -> nn.Module:
     """A draft model that often says what the model of this family says."""
-    model = make_family(family)
+    model = model_of(family)
     key = mx.random.key(1)
     model.update(
         tree_map(lambda weight: weight * (1 + 0.1 * mx.random.normal(weight.shape, key=key)), model.parameters())
@@ -182,10 +190,10 @@ def ranked(family: str, split: str, *names: str) -> None:
     from mlx_kv.ranks.group import join_ranks
     from mlx_kv.ranks.splitting import split_model
 
-    group = join_ranks(split)  # type: ignore[arg-type]
+    group = join_ranks(split, step_seconds=30)  # type: ignore[arg-type]
     assert group is not None
     with group:
-        model = make_family(family)
+        model = model_of(family)
         split_model(model, group)
         for name in names:
             print(json.dumps([name, CASES[name](model, group)]), flush=True)

@@ -7,14 +7,14 @@ from typing import Any
 
 import mlx.nn as nn
 import pytest
-from generating import CASES, make_family, ranked
+from generating import CASES, model_of, ranked
 from launching import run_ranks, succeeded
 
 
 @pytest.mark.parametrize(("family", "split", "size"), [("qwen2", "heads", 2), ("qwen2", "layers", 2)])
 def test_the_tokens_are_those_of_one_process(family: str, split: str, size: int) -> None:
     names = list(CASES)
-    model = make_family(family)
+    model = model_of(family)
     finished = succeeded(run_ranks(size, ranked, family, split, *names, timeout=120))
     for rank, each in enumerate(finished):
         told = dict(json.loads(line) for line in each.stdout.splitlines())

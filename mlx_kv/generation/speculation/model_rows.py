@@ -20,7 +20,7 @@ from mlx_kv.cache.layout import NO_LIMIT, Budget
 from mlx_kv.generation.agreement import ALONE, Agreement, anywhere
 from mlx_kv.generation.prefill import prefill_step, read_ragged
 from mlx_kv.generation.together import caches_together
-from mlx_kv.mlxlm.recurrent import announce, is_recurrent, with_checkpoints
+from mlx_kv.mlxlm.recurrent import announce, is_recurrent, mark_last, with_checkpoints
 from mlx_kv.mlxlm.traverse import attention_caches, leaves, places_of
 from mlx_kv.mlxlm.trimming import can_trim, trim_prompt_cache
 from mlx_kv.policy import CachePolicy
@@ -66,6 +66,7 @@ class ModelRows:
         self.pending: list[list[int]] = []
         self._drafted: list[int] = []  # of each row, how many in the pass that is to be accepted
         self.layers = len(self._empty)
+        mark_last(model, self._empty)
         probe = self.make_caches()
         here = any(isinstance(cache.view.layout, Budget) for cache in attention_caches(probe))
         self._evicts, elsewhere, fixed = anywhere(agreement, here, not here, not can_trim(probe, 0))
@@ -83,6 +84,7 @@ class ModelRows:
     def join(self, caches: list[Any], pending: Sequence[list[int]]) -> None:
         """Rows that come after those that there are, with what is yet to be read of them."""
         caches = with_checkpoints(caches, *self._limits)  # what comes from a file cannot go back yet
+        mark_last(self.model, caches)
         for own, other in zip(self.caches, caches, strict=False):
             own.extend(other)
         self.caches = self.caches or caches

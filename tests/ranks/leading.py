@@ -1,0 +1,218 @@
+"""What an engine is asked, by one process and by the leader of several: cases, and a program that runs them on a rank.
+
+A case takes a function that makes an engine with some settings; what it returns is of JSON's terms.
+"""
+
+from __future__ import annotations
+
+import mlx_kv  # noqa: F401  it loads a tuned BLAS before MLX
+
+# isort: split
+import copy
+import gc
+import json
+import random
+from collections.abc import Callable
+from typing import Any
+
+from generating import BUDGET, PLAIN, POLICIES, PROMPT, TEMPERATURE, model_of, nearly
+
+from mlx_kv import CachePolicy
+from mlx_kv.generation.agreement import ALONE, Agreement
+from mlx_kv.generation.engine import Engine, make_engine
+from mlx_kv.generation.prefill import read_chunk
+from mlx_kv.generation.sampling import SeededSampler
+from mlx_kv.generation.sequence import TokenSequence
+from mlx_kv.mlxlm.traverse import attention_caches
+from mlx_kv.prefixes.reader import PromptReader
+
+Make = Callable[..., Engine]
+Case = Callable[[Make], Any]
+
+
+def drained(engine: Engine, told: dict[str, list[int]]) -> dict[str, list[int]]:
+    while engine.busy:
+        note(engine, told)
+    return told
+
+
+def note(engine: Engine, told: dict[str, list[int]]) -> dict[int, list[Any]]:
+    """A step; returns the caches of those that ended in it."""
+    ended = {}
+    for token in engine.step():
+        told.setdefault(str(token.index), []).append(token.token)
+        if token.caches is not None:
+            ended[token.index] = token.caches
+    return ended
+
+
+def kept(caches: list[Any]) -> list[Any]:
+    """Which tokens are held, as far as caches can say: those of the last layer, which the leader always has."""
+    cache = attention_caches(caches)[-1]
+    return [] if cache.evictor is None else cache.positions.tolist()
+
+
+def offset(caches: list[Any]) -> int:
+    return max(int(cache.offset) for cache in attention_caches(caches))
+
+
+# --- rows that come and go --------------------------------------------------------------------------------------------
+
+
+def coming_and_going(policy: CachePolicy = PLAIN, **settings: Any) -> Case:
+    """Requests at random moments, some with samplers of their own, some cancelled; more than there are rows."""
+
+    def case(make: Make) -> dict[str, list[int]]:
+        engine, chance = make(policy, max_batch_size=3, prefill_step_size=8, **settings), random.Random(5)
+        told: dict[str, list[int]] = {}
+        for index in range(9):
+            prompt = (PROMPT * 2)[index : index + chance.choice((2, 5, 11, 30))]
+            sampler = SeededSampler(TEMPERATURE, index, len(prompt)) if index % 3 == 1 else None
+            engine.submit(TokenSequence(index, prompt, chance.randint(3, 14), sampler=sampler))
+            for _ in range(chance.randint(0, 3)):
+                note(engine, told)
+            if index in (3, 6, 8):
+                engine.cancel(index - chance.randint(0, 1))
+        engine.cancel(99)
+        drained(engine, told)
+        engine.close()
+        return told
+
+    return case
+
+
+def made_anew(make: Make) -> list[Any]:
+    """An engine with rows and caches gives way to another one."""
+    engine = make(PLAIN)
+    engine.submit(TokenSequence(0, PROMPT, 20))
+    engine.step()
+    stale = engine.make_caches()
+    engine = make(CachePolicy(bits=8, group_size=32), max_batch_size=2)
+    told = dict[str, list[int]]()
+    engine.submit(TokenSequence(0, PROMPT, 5))
+    refused = []
+    for sequence in (TokenSequence(1, [], 5), TokenSequence(1, PROMPT, 5, caches=stale)):
+        try:
+            engine.submit(sequence)
+        except ValueError as error:
+            refused.append(bool(str(error)))
+    return [drained(engine, told), refused]
+
+
+# --- caches that are kept ---------------------------------------------------------------------------------------------
+
+
+def prefixes(policy: CachePolicy = PLAIN, **settings: Any) -> Case:
+    """What was read is read on, copied, trimmed, and taken out of rows that decode or have ended."""
+
+    def case(make: Make) -> list[Any]:
+        engine = make(policy, prefill_step_size=8, return_caches=True, **settings)
+        told = dict[str, list[int]]()
+        begun = PromptReader(engine.read, engine.make_caches(), PROMPT, step=8).finish()
+        shorter = copy.deepcopy(begun)
+        left = len(PROMPT) - 1
+        came = engine.trim(shorter, 3)  # of which rings and budgets may have no more
+        if came:
+            left -= 3
+        engine.submit(TokenSequence(0, PROMPT[-1:], 9, caches=begun, before=PROMPT[:-1]))
+        engine.submit(TokenSequence(1, PROMPT[left:], 9, caches=shorter, before=PROMPT[:left]))
+        del begun, shorter
+        gc.collect()
+        for _ in range(5):
+            note(engine, told)
+        taken = engine.extract(0)
+        counts: list[Any] = [came, None if taken is None else offset(taken), engine.extract(7) is None]
+        ended: dict[int, list[Any]] = {}
+        while engine.busy:
+            ended |= note(engine, told)
+        for index, caches in ended.items():
+            text = (PROMPT + told[str(index)])[: offset(caches)]
+            counts.append([offset(caches), kept(caches)])
+            beyond = max(0, offset(caches) - len(text))
+            if engine.trim(caches, beyond):
+                read_chunk(engine.read, caches, [PROMPT[:5]])
+                engine.submit(TokenSequence(10 + index, PROMPT[5:9], 6, caches=caches, before=[*text, *PROMPT[:5]]))
+        if taken is not None:
+            engine.submit(TokenSequence(20, PROMPT[:2], 6, caches=taken, before=PROMPT))
+        ended.clear()
+        del taken, caches
+        drained(engine, told)
+        engine.close()
+        return [told, counts]
+
+    return case
+
+
+BUDGETED, BY_LAYER = CachePolicy(**BUDGET), CachePolicy(share="layer", **BUDGET)
+SUFFIX: dict[str, Any] = {"drafter": "suffix", "num_draft_tokens": 3, "draft_length": "fixed"}
+DRAFT: dict[str, Any] = {"draft": True, "num_draft_tokens": 3, "draft_length": "fixed"}
+CASES: dict[str, Case] = {
+    "rows": coming_and_going(),
+    "rows, budget": coming_and_going(BUDGETED),
+    "rows, suffix": coming_and_going(**SUFFIX),
+    "rows, draft": coming_and_going(**DRAFT),
+    "rows, budget, draft": coming_and_going(BUDGETED, **DRAFT),
+    "made anew": made_anew,
+    **{f"prefixes, {name}": prefixes(policy) for name, policy in {**POLICIES, "budget": BUDGETED}.items()},
+    "prefixes, suffix": prefixes(**SUFFIX),
+    "prefixes, draft": prefixes(**DRAFT),
+    "prefixes, budget, draft": prefixes(BUDGETED, **DRAFT),
+    "rows, budget of a layer, draft": coming_and_going(BY_LAYER, **DRAFT),
+    "prefixes, budget of a layer, draft": prefixes(BY_LAYER, **DRAFT),
+}
+
+
+def maker(family: str, model: Any, agreement: Agreement = ALONE) -> Make:
+    """Makes engines of a model; a draft model is the leader's alone."""
+
+    def make(policy: CachePolicy, draft: bool = False, **settings: Any) -> Engine:
+        drafts = nearly(family) if draft and agreement.leads else None
+        return make_engine(model, set(), policy, draft_model=drafts, agreement=agreement, **settings)
+
+    return make
+
+
+def alone(family: str, name: str) -> Any:
+    return json.loads(json.dumps(CASES[name](maker(family, model_of(family)))))
+
+
+def changes(policy: CachePolicy) -> dict[str, Any]:
+    return {name: getattr(policy, name) for name in policy.changed()}
+
+
+# --- on a rank --------------------------------------------------------------------------------------------------------
+
+
+def ranked(family: str, split: str, *names: str) -> None:
+    """The leader runs cases and writes down what came of each; the others follow, and write down what they hold."""
+    from mlx_kv.ranks.engine import lead
+    from mlx_kv.ranks.following import follow
+    from mlx_kv.ranks.group import join_ranks
+    from mlx_kv.ranks.splitting import split_model
+
+    group = join_ranks(split, step_seconds=30)  # type: ignore[arg-type]
+    assert group is not None
+    with group:
+        model = model_of(family)
+        split_model(model, group)
+        asked: list[tuple[CachePolicy, dict[str, Any]]] = []
+
+        def engine_of_last(agreement: Agreement) -> Engine:
+            """Like the leader's: of the same settings, which the command would have."""
+            how = agreement.told(lambda: [changes(asked[-1][0]), {**asked[-1][1], "drafter": None}])
+            if agreement.leads:
+                return maker(family, model, agreement)(asked[-1][0], **asked[-1][1])
+            return maker(family, model, agreement)(CachePolicy(**how[0]), **how[1])
+
+        if not group.leads:
+            follow(engine_of_last, group)
+            return
+
+        def make(policy: CachePolicy, **settings: Any) -> Engine:
+            asked.append((policy, settings))
+            return lead(engine_of_last, group)
+
+        for name in names:
+            print(json.dumps([name, CASES[name](make)]), flush=True)
+            gc.collect()
+        print(json.dumps(["frames", group.leader.frames]))
