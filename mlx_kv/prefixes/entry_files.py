@@ -184,12 +184,14 @@ class EntryFiles:
                 raise ValueError("its blocks are not those of its index")
             return blocks.joined(rest, lambda block: _read_block(paths[f"{block}.block"], block))
 
+    def dated(self, name: str) -> float:
+        """The same where the last look at all files has told; else 0."""
+        return max(self._folder.written(f"{name}.{suffix}") or 0.0 for suffix in ("used", "json"))
+
     def last_used(self, name: str) -> float:
         """When an entry was last of use to any process, in seconds since 1970; 0 where nobody knows."""
-        if self._folder.far:  # a look at all files has told
-            dates = [self._folder.written(f"{name}.{suffix}") for suffix in ("used", "json")]
-            if any(dates):
-                return max(date or 0.0 for date in dates)
+        if dated := self.dated(name):
+            return dated
         try:
             return float(self._folder.read(f"{name}.used"))
         except (OSError, ValueError):
@@ -231,7 +233,7 @@ class EntryFiles:
             if name is None or name in known or file in self._not_ours:
                 continue
             age = self._folder.age(file)
-            if age is None or min(age, time.time() - self.last_used(name)) <= ORPHANED_AFTER:
+            if age is None or age <= ORPHANED_AFTER or time.time() - self.last_used(name) <= ORPHANED_AFTER:
                 continue
             with contextlib.suppress(OSError):
                 if self._directory.wrote(file):

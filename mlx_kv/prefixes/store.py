@@ -337,7 +337,7 @@ class PromptStore(PromptPlace):
             self._files.remove_blocks(*free)
 
     def _touch(self, name: str) -> None:
-        now, before = time.time(), self._table.touched(name)
+        now, before = time.time(), max(self._table.touched(name), self._files.dated(name))
         self._table.touch(name, now)
         if not self.far or now - before >= TOUCH_EVERY:
             self._files.touch(name, now)

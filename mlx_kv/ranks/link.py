@@ -103,7 +103,7 @@ class Leader:
         self._outbox: deque[bytes] = deque()
         self._writing = threading.Lock()
         self._answers: dict[int, queue.SimpleQueue[Any]] = {rank: queue.SimpleQueue() for rank in self._channels}
-        self._heard: Heard = lambda content: None
+        self._listening: list[Heard] = []
         self._left: int | None = None  # a rank that has ended in peace
         self.frames = 0
         self._readers = [
@@ -139,8 +139,8 @@ class Leader:
         return found
 
     def listen(self, heard: Heard) -> None:
-        """This is called with what other ranks report, in threads of the link."""
-        self._heard = heard
+        """This is called, too, with what other ranks report, in threads of the link."""
+        self._listening.append(heard)
 
     def _check(self) -> None:
         if self._left is not None:
@@ -203,7 +203,8 @@ class Leader:
                     self._answers[rank].put(content[0])
                     continue
                 if kind == "report":
-                    self._heard(content[0])
+                    for heard in self._listening:
+                        heard(content[0])
                     continue
                 code, reason = content
                 if code == 0:

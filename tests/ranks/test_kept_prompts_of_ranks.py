@@ -13,7 +13,7 @@ from prefix_programs import alone, ranked
 
 @pytest.mark.parametrize(
     ("family", "split", "size"),
-    [("qwen2", "heads", 2), ("gemma3_text", "layers", 2)],
+    [("qwen2", "heads", 2), ("ministral3", "layers", 2)],
 )
 def test_what_is_found_is_what_one_process_finds(family: str, split: str, size: int, tmp_path: Path) -> None:
     wanted = json.loads(json.dumps(alone(family, str(tmp_path / "alone"))))
