@@ -206,10 +206,7 @@ def join_ranks(
 
 def _versions() -> dict[str, str]:
     """Of what decides how a model is computed, and how ranks speak."""
-    import mlx_kv
-
-    installed = {f"version of {name}": importlib.metadata.version(name) for name in ("mlx", "mlx-lm")}
-    return {"version of mlx-kv": mlx_kv.__version__, **installed}
+    return {f"version of {name}": importlib.metadata.version(name) for name in ("mlx-kv", "mlx", "mlx-lm")}
 
 
 @contextlib.contextmanager

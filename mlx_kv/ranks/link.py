@@ -4,8 +4,9 @@ Decides in which order messages arrive (as they were told, on every rank), what 
 rank that is gone, which ends all. It does no collectives: those belong to the stream of the model, and waiting in one
 keeps a core busy, while waiting here costs nothing. Knows nothing about what the messages mean.
 
-A frame is a list: its kind, then its content. From the leader ["tell", …], from the others ["answer", …]; from both
-sides ["bye", code, reason] when a rank ends, and from the leader ["gone", reason, code] where another one has.
+A frame is a list: its kind, then its content. From the leader ["tell", …]; from the others ["answer", …], and of what
+they do beside that ["report", …]; from both sides ["bye", code, reason] when a rank ends, and from the leader
+["gone", reason, code] where another one has.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ START_AGAIN, ALIKE = "start all ranks again", "start all ranks alike"
 _END = object()  # in a queue: nothing more will come
 
 Gone = Callable[[str], None]
+Heard = Callable[[Any], None]
 
 
 class RanksError(RuntimeError):
@@ -101,6 +103,7 @@ class Leader:
         self._outbox: deque[bytes] = deque()
         self._writing = threading.Lock()
         self._answers: dict[int, queue.SimpleQueue[Any]] = {rank: queue.SimpleQueue() for rank in self._channels}
+        self._listening: list[Heard] = []
         self._left: int | None = None  # a rank that has ended in peace
         self.frames = 0
         self._readers = [
@@ -134,6 +137,10 @@ class Leader:
                 inbox.put(_END)
                 self._check()
         return found
+
+    def listen(self, heard: Heard) -> None:
+        """This is called, too, with what other ranks report, in threads of the link."""
+        self._listening.append(heard)
 
     def _check(self) -> None:
         if self._left is not None:
@@ -195,6 +202,10 @@ class Leader:
                 if kind == "answer":
                     self._answers[rank].put(content[0])
                     continue
+                if kind == "report":
+                    for heard in self._listening:
+                        heard(content[0])
+                    continue
                 code, reason = content
                 if code == 0:
                     self._left = rank  # which is an error only if it is asked for more
@@ -244,6 +255,10 @@ class Follower:
         """
         self._ending.check()
         self._send(["answer", message])
+
+    def report(self, message: Any) -> None:
+        """What nobody waits for here: of another thread's work, which ends when it ends."""
+        self._send(["report", message])
 
     def when_gone(self, gone: Gone | None) -> None:
         self._ending.when_gone(gone)
