@@ -12,17 +12,23 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from typing import IO, TYPE_CHECKING, Any, BinaryIO, Literal
 
 import click
 
-from mlx_kv.bundled import model_path
 from mlx_kv.cli.decoding import Decoding, decoding_options
-from mlx_kv.cli.options import make_policy, model_option, policy_options
+from mlx_kv.cli.options import LeadersFile, make_policy, model_option, policy_options
+from mlx_kv.cli.ranks import Machine, RankOptions, rank_options
 
 if TYPE_CHECKING:
+    import mlx.nn as nn
+
     from mlx_kv.cli.batch_input import InputScan
+    from mlx_kv.generation.engine import Engine
+    from mlx_kv.generation.speculation.statistics import SpeculationStatistics
     from mlx_kv.policy import CachePolicy
 
 EXAMPLES = """
@@ -34,9 +40,10 @@ Examples:
   mlx-kv batch --prompts prompts.jsonl --output answers.jsonl --draft-model reference
   mlx-kv batch --prompts prompts.jsonl --output answers.jsonl --max-tokens 64 --overwrite
   generate-prompts | mlx-kv batch --prompts - --output - | sort-answers
+  mlx.launch -n 2 mlx-kv batch --prompts prompts.jsonl --output answers.jsonl
 """
 BATCHES_AHEAD = 2  # of prompts that wait for a place: a batch of short answers empties at once
-JSONL = click.Path(exists=True, dir_okay=False, allow_dash=True)
+JSONL = LeadersFile(exists=True, dir_okay=False, allow_dash=True)
 
 
 @click.command(epilog=EXAMPLES)
@@ -52,7 +59,7 @@ JSONL = click.Path(exists=True, dir_okay=False, allow_dash=True)
 @click.option(
     "--output",
     "output_file",
-    type=click.Path(dir_okay=False, allow_dash=True),
+    type=LeadersFile(dir_okay=False, allow_dash=True),
     required=True,
     metavar="FILE",
     help="Gets a line for each that is finished; what it already has is not done again. - is stdout, where nothing is.",
@@ -72,6 +79,7 @@ JSONL = click.Path(exists=True, dir_okay=False, allow_dash=True)
 )
 @decoding_options
 @policy_options
+@rank_options
 def batch(
     model: str,
     prompts_file: str,
@@ -81,6 +89,7 @@ def batch(
     ignore_chat_template: bool,
     max_tokens: int,
     decoding: Decoding,
+    ranks: RankOptions,
     **settings: Any,
 ) -> None:
     """Continue many prompts at once, from a file into a file.
@@ -89,16 +98,30 @@ def batch(
     the prompt must be there, and the id is else the line's number. Killed and started again, it does the lines that
     are missing. Bad lines are reported and passed over: the exit code is then 1.
     """
-    if prompts_file != "-" and not os.path.isfile(prompts_file):
-        raise click.UsageError(f"--prompts {prompts_file} is no regular file: give one that can be read twice, or -")
-    both = "-" not in (prompts_file, output_file)
-    if both and os.path.exists(output_file) and os.path.samefile(output_file, prompts_file):
-        raise click.UsageError(f"--output {output_file} is the file of prompts: give another one")
-    policy, drafts = make_policy(**settings), decoding.drafting.settings  # refuses bad ones before anything is loaded
+    policy, drafting = make_policy(**settings), decoding.drafting
+    drafts = drafting.settings  # refuses bad ones before anything is loaded
 
-    from mlx_kv.cli.batch_input import InputFile
-    from mlx_kv.cli.batch_output import OutputFile, OutputStream
-    from mlx_kv.cli.batch_run import Progress, PromptEncoder, run
+    def start(machine: Machine) -> Started:
+        """Loads the model, and makes an engine; of the others, each does as the first one's until that ends."""
+        from mlx_kv.generation.engine import make_engine
+        from mlx_kv.generation.speculation.statistics import SpeculationStatistics
+
+        network, tokenizer = machine.load()
+        speculation = SpeculationStatistics() if drafting.asked else None
+        engine = machine.lead_or_follow(
+            partial(
+                make_engine,
+                network,
+                set(tokenizer.eos_token_ids),
+                policy,
+                max_batch_size,
+                decoding.prefill_step_size,
+                drafting.load_model() if machine.leads else None,
+                statistics=speculation,
+                **vars(drafts),
+            )
+        )
+        return Started(engine, network, tokenizer, speculation)
 
     answer_settings: dict[str, Any] = {
         "model": model,
@@ -107,6 +130,61 @@ def batch(
     }  # an answer's digest
     if decoding.temp > 0:
         answer_settings |= {"temp": decoding.temp, "top_p": decoding.top_p, "seed": decoding.seed}
+    ahead, code = (1 + BATCHES_AHEAD) * max_batch_size, 0
+    with ranks.joined(model) as machine:
+        if machine.leads:
+            check_files(prompts_file, output_file)
+            code = run_file(
+                partial(start, machine),
+                answer_settings,
+                prompts_file,
+                output_file,
+                overwrite,
+                ahead,
+                ignore_chat_template,
+                max_tokens,
+                decoding,
+            )
+        else:
+            start(machine)
+    sys.exit(code)
+
+
+@dataclass(frozen=True)
+class Started:
+    """What a run needs once there is something to do."""
+
+    engine: Engine
+    model: nn.Module
+    tokenizer: Any
+    speculation: SpeculationStatistics | None
+
+
+def check_files(prompts_file: str, output_file: str) -> None:
+    """Refuses files that a run cannot read twice, or would write over."""
+    if prompts_file != "-" and not os.path.isfile(prompts_file):
+        raise click.UsageError(f"--prompts {prompts_file} is no regular file: give one that can be read twice, or -")
+    both = "-" not in (prompts_file, output_file)
+    if both and os.path.exists(output_file) and os.path.samefile(output_file, prompts_file):
+        raise click.UsageError(f"--output {output_file} is the file of prompts: give another one")
+
+
+def run_file(
+    start: Callable[[], Started],
+    answer_settings: dict[str, Any],
+    prompts_file: str,
+    output_file: str,
+    overwrite: bool,
+    ahead: int,
+    ignore_chat_template: bool,
+    max_tokens: int,
+    decoding: Decoding,
+) -> int:
+    """From one file into the other; the exit code. The engine is started when there is something to do."""
+    from mlx_kv.cli.batch_input import InputFile
+    from mlx_kv.cli.batch_output import OutputFile, OutputStream
+    from mlx_kv.cli.batch_run import Progress, PromptEncoder, run
+
     progress = Progress()
     answers: OutputFile | OutputStream
     try:
@@ -125,33 +203,16 @@ def batch(
         if not scan.todo:
             held = f"{scan.skipped:,} of {scan.skipped + progress.bad:,} lines are in {where}"
             click.echo(f"mlx-kv: nothing to do: {held}", err=True)
-            sys.exit(1 if progress.bad else 0)
-
-        from mlx_kv.generation.engine import make_engine
-        from mlx_kv.generation.speculation.statistics import SpeculationStatistics
-        from mlx_kv.mlxlm.loading import load
-
-        network, tokenizer = load(model_path(model))
-        speculation = SpeculationStatistics() if decoding.drafting.asked else None
-        engine = make_engine(
-            network,
-            set(tokenizer.eos_token_ids),
-            policy,
-            max_batch_size,
-            decoding.prefill_step_size,
-            decoding.drafting.load_model(),
-            statistics=speculation,
-            **vars(drafts),
-        )
+            return 1 if progress.bad else 0
+        at = start()
         if scan.changed:
             with written(where):
                 answers.drop({name for _, name in scan.changed})
         sampler = decoding.sampler
-        encoder = PromptEncoder(network, tokenizer, ignore_chat_template, sampler, decoding.seed)
-        ahead = (1 + BATCHES_AHEAD) * max_batch_size
+        encoder = PromptEncoder(at.model, at.tokenizer, ignore_chat_template, sampler, decoding.seed)
         progress.begin(len(scan.todo))
         try:
-            for request, prompt_tokens, tokens in run(engine, prompts, scan.todo, encoder, ahead, progress):
+            for request, prompt_tokens, tokens in run(at.engine, prompts, scan.todo, encoder, ahead, progress):
                 answer = {
                     "text": "".join(token.text for token in tokens),
                     "tokens": [token.token for token in tokens],
@@ -163,8 +224,8 @@ def batch(
                     answers.append(request, answer)
                 progress.finished()
         finally:
-            progress.end(encoder, speculation)
-    sys.exit(1 if progress.bad else 0)
+            progress.end(encoder, at.speculation)
+    return 1 if progress.bad else 0
 
 
 def standard(name: Literal["stdin", "stdout"]) -> BinaryIO:

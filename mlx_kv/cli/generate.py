@@ -12,11 +12,11 @@ from typing import Any
 
 import click
 
-from mlx_kv.bundled import model_path
 from mlx_kv.cli.cache import load_for, tokens_read
 from mlx_kv.cli.decoding import Decoding, decoding_options, said_of_drafts
 from mlx_kv.cli.options import human_bytes, make_policy, model_option, policy_options, tokens_line
 from mlx_kv.cli.prompt import note_context, prefill_bar, prompt_options, read_prompt
+from mlx_kv.cli.ranks import Machine, RankOptions, rank_options
 
 EXAMPLES = """
 \b
@@ -29,6 +29,7 @@ Examples:
   mlx-kv generate --prompt-file notes.py --draft-model reference
   mlx-kv generate --prompt-cache-file notes.safetensors --prompt "def main():"
   mlx-kv generate --model mlx-community/Qwen3-0.6B-4bit --prompt "Hello" --json
+  mlx.launch -n 2 mlx-kv generate --prompt "def fibonacci(n):"
 """
 
 
@@ -60,60 +61,79 @@ def check_cache_file(policy: dict[str, Any], draft_model: str | None) -> None:
 @click.option("--max-tokens", type=click.IntRange(1), default=256, show_default=True, metavar="N")
 @decoding_options
 @policy_options
+@rank_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of streaming.")
 def generate(
-    source: str | None,
     model: str,
-    prompt: str | None,
-    prompt_file: Path | None,
     prompt_cache_file: Path | None,
-    ignore_chat_template: bool,
-    max_tokens: int,
     decoding: Decoding,
-    as_json: bool,
-    **policy: Any,
+    ranks: RankOptions,
+    **given: Any,
 ) -> None:
     """Continue a prompt: text streams to stdout, statistics follow on stderr.
 
     The prompt is --prompt, the content of --prompt-file, or stdin for a lone -. With --prompt-cache-file it follows
     the one that was kept.
     """
+    with ranks.joined(model) as machine:
+        continue_prompt(machine, model, prompt_cache_file, decoding, **given)
+
+
+def continue_prompt(
+    machine: Machine,
+    model: str,
+    prompt_cache_file: Path | None,
+    decoding: Decoding,
+    source: str | None,
+    prompt: str | None,
+    prompt_file: Path | None,
+    ignore_chat_template: bool,
+    max_tokens: int,
+    as_json: bool,
+    **policy: Any,
+) -> None:
+    """What `generate` does, on each rank; the prompt and what is printed are those of the one that leads."""
     drafting = decoding.drafting
     if prompt_cache_file is not None:
         check_cache_file(policy, drafting.draft_model)
-    text = read_prompt(prompt, prompt_file, source)
+        if machine.group is not None:
+            raise click.UsageError("--prompt-cache-file has all of each layer, and a rank only a part: leave it out")
+    text = read_prompt(prompt, prompt_file, source) if machine.leads else ""
     cache_policy, drafts = make_policy(**policy), drafting.settings  # refuses bad settings before anything is loaded
 
+    from mlx_kv.generation.agreement import agreement_of
     from mlx_kv.generation.encoding import encode_ending, encode_text, speaks_chat
     from mlx_kv.generation.prefill import prefill_step
     from mlx_kv.generation.speculation.statistics import SpeculationStatistics
     from mlx_kv.generation.speculation.stream import speculative_generate
     from mlx_kv.generation.statistics import cache_statistics
     from mlx_kv.generation.stream import stream_generate
+    from mlx_kv.generation.together import caches_together
     from mlx_kv.mlxlm.convert import make_prompt_cache
-    from mlx_kv.mlxlm.loading import load
 
-    network, tokenizer = load(model_path(model))
+    network, tokenizer = machine.load()
     already, before = 0, list[int]()  # tokens that the caches have read, and which, as far as they are known
     if prompt_cache_file is not None:
         file = load_for(prompt_cache_file, network, tokenizer, model)
         caches, already, before = file.caches, tokens_read(file), file.tokens or []
         tokens = encode_ending(tokenizer, text, speaks_chat(tokenizer, ignore_chat_template))
     else:
-        tokens = encode_text(tokenizer, text, plain=ignore_chat_template)
+        tokens = encode_text(tokenizer, text, plain=ignore_chat_template) if machine.leads else []
     note_context(network, already + len(tokens), max_tokens)
     options: dict[str, Any] = {
         "max_tokens": max_tokens,
         "sampler": decoding.sampler,
         "prefill_step_size": decoding.prefill_step_size,
         "seed": decoding.seed,
+        "group": machine.group,
     }
     speculation = SpeculationStatistics()
     pieces, ids, response = [], [], None
     if prompt_cache_file is None:
-        caches = make_prompt_cache(network, cache_policy, strict=not drafting.asked)
+        agreement = agreement_of(machine.group)
+        caches = caches_together(network, cache_policy, agreement, strict=not drafting.asked)
     step = prefill_step(network, caches, decoding.prefill_step_size)
-    draft = drafting.load_model()
+    draft = drafting.load_model() if machine.leads else None
     if draft is not None:
         step = min(step, prefill_step(draft, make_prompt_cache(draft), decoding.prefill_step_size))
     with prefill_bar(len(tokens), step) as advance:
@@ -133,7 +153,7 @@ def generate(
             if not as_json:
                 click.echo(response.text, nl=False)
     assert response is not None, "mlx-lm's loop ends with a response"
-    held = cache_statistics(caches)
+    held, peak = machine.totals(cache_statistics(caches), round(response.peak_memory * 1e9))
     # The clock of generation starts when the first tokens are there: these alone are no rate.
     first = speculation.rounds <= 1 if drafting.asked else response.generation_tokens == 1
     generation_tps = None if first else response.generation_tps
@@ -154,8 +174,10 @@ def generate(
             "kv_tokens_evicted": held.tokens_evicted,
             "kv_compactions": held.compactions,
             "kv_compaction_seconds": round(held.compaction_seconds, 4),
-            "peak_memory_bytes": round(response.peak_memory * 1e9),
+            "peak_memory_bytes": peak,
         }
+        if machine.group is not None:
+            answer["ranks"] = machine.group.size
         if drafting.asked:
             answer |= speculation.figures()
         click.echo(json.dumps(answer))
@@ -168,7 +190,7 @@ def generate(
         tokens_line("generation", response.generation_tokens, generation_tps),
         f"KV cache    {human_bytes(held.bytes_live)} live, {human_bytes(held.bytes_allocated)} allocated",
         f"growths     {held.growths:7,}",
-        f"peak memory {human_bytes(round(response.peak_memory * 1e9))}",
+        f"peak memory {human_bytes(peak)}{machine.of_each}",
     )
     click.echo("\n".join(lines), err=True)
     if cache_policy.budget is not None or held.tokens_evicted:

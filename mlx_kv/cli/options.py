@@ -30,6 +30,15 @@ class FiniteRange(click.FloatRange):
         return super().convert(number, param, ctx)
 
 
+class LeadersFile(click.Path):
+    """A path on the first of several machines: the others need not have it."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        from mlx_kv.ranks.environment import follows
+
+        return self.coerce_path_result(value) if follows() else super().convert(value, param, ctx)
+
+
 def applied(options: tuple[Callable[[Command], Command], ...], function: Command) -> Command:
     """The function with these options, listed in this order by --help."""
     for option in reversed(options):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from mlx_kv.cli.options import Command, applied
+from mlx_kv.cli.options import Command, LeadersFile, applied
 
 if TYPE_CHECKING:
     import mlx.nn as nn
@@ -34,7 +34,7 @@ def prompt_options(function: Command) -> Command:
     options = (
         click.argument("source", required=False, metavar="[-]"),
         click.option("--prompt", metavar="TEXT"),
-        click.option("--prompt-file", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FILE"),
+        click.option("--prompt-file", type=LeadersFile(exists=True, dir_okay=False, path_type=Path), metavar="FILE"),
     )
     return applied(options, function)
 

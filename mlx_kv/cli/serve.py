@@ -15,7 +15,7 @@ import click
 
 from mlx_kv.bundled import model_path
 from mlx_kv.cli.decoding import Drafting, draft_options
-from mlx_kv.cli.options import FiniteRange, make_policy, model_option, policy_options
+from mlx_kv.cli.options import FiniteRange, LeadersFile, make_policy, model_option, policy_options
 from mlx_kv.cli.prompt import prefill_option
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ _NUMBER: dict[str, Any] = {"metavar": "N", "show_default": True}
 @prefill_option("Prompt tokens of a row read at once.  [default: 2048; on a CPU 512 to 64, as generate]")
 @click.option(
     "--api-key-file",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    type=LeadersFile(exists=True, dir_okay=False, path_type=Path),
     metavar="FILE",
     help="One key in each line; clients must send one of them.",
 )

@@ -6,6 +6,7 @@ about files or the command line, nor which sequences share a batch.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_kv.cache.checks import whole_number
+from mlx_kv.generation.agreement import Agreement, Group, Rounds, agreement_of, in_step
 from mlx_kv.generation.encoding import encode_prompt
 from mlx_kv.generation.engine import Engine, make_engine
 from mlx_kv.generation.sampling import Sampler, derived_seed, sampler_of_sequence
@@ -42,6 +44,7 @@ def batch_generate(
     prompt_lookup_min: int = LOOKUP_MIN,
     prompt_lookup_max: int = LOOKUP_MAX,
     draft_length: DraftLength = "chosen",
+    group: Group | None = None,
 ) -> Iterator[BatchToken]:
     """Continues many prompts at once; each gets the tokens that it would get alone.
 
@@ -60,6 +63,8 @@ def batch_generate(
         seed: makes a `TemperatureSampler` repeatable. What a prompt gets depends on it, on the prompt and on its index,
             not on the other prompts.
         drafter, prompt_lookup_min, prompt_lookup_max, draft_length: as in `speculative_generate`.
+        group: the ranks of which each has a part of the model, and calls this alike. The leader's prompts, limits,
+            samplers and drafter count, and where it stops asking for tokens, all end.
 
     Returns:
         An iterator of `BatchToken`, in the order in which they come; tokens of one prompt are in order.
@@ -68,10 +73,22 @@ def batch_generate(
         ValueError: no prompt, one that is empty or longer than the model's context (it says which), a number below 1,
             vocabularies that differ, caches that cannot roll back for a draft model, a seed for another sampler.
     """
-    whole_number("max_batch_size", max_batch_size, least=1)
     if tokenizer is not None and not isinstance(tokenizer, TokenizerWrapper):
         tokenizer = TokenizerWrapper(tokenizer)
-    sequences = _sequences(tokenizer, prompts, max_tokens, sampler, seed, context_length(model))
+    agreement = agreement_of(group)
+    sequences: list[TokenSequence] = []  # with the leader's samplers
+
+    def told() -> tuple[int, int | None, list[tuple[list[int], int]]]:
+        whole_number("max_batch_size", max_batch_size, least=1)
+        sequences.extend(_sequences(tokenizer, prompts, max_tokens, sampler, seed, context_length(model)))
+        return max_batch_size, prefill_step_size, [(own.tokens, own.max_tokens) for own in sequences]
+
+    max_batch_size, prefill_step_size, asked = agreement.told(told)
+    if not agreement.leads:
+        sequences = [
+            TokenSequence(index, tokens, limit, None if tokenizer is None else tokenizer.detokenizer)
+            for index, (tokens, limit) in enumerate(asked)
+        ]
     ends = set() if tokenizer is None else set(tokenizer.eos_token_ids)
     engine = make_engine(
         model,
@@ -86,16 +103,23 @@ def batch_generate(
         prompt_lookup_min=prompt_lookup_min,
         prompt_lookup_max=prompt_lookup_max,
         draft_length=draft_length,
+        agreement=agreement,
     )
-    return _tokens(engine, sequences)
+    return _tokens(engine, sequences, agreement)
 
 
-def _tokens(engine: Engine, sequences: Sequence[TokenSequence]) -> Iterator[BatchToken]:
+def _tokens(engine: Engine, sequences: Sequence[TokenSequence], agreement: Agreement) -> Iterator[BatchToken]:
+    def steps() -> Rounds[list[BatchToken]]:
+        while engine.busy:
+            yield engine.step()
+
     try:
         for sequence in sequences:
             engine.submit(sequence)
-        while engine.busy:
-            yield from engine.step()
+        rounds = in_step(agreement, steps(), lambda tokens: [(own.index, own.token) for own in tokens])
+        with contextlib.closing(rounds):
+            for tokens in rounds:
+                yield from tokens
     finally:
         engine.close()
 

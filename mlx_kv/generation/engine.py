@@ -12,6 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_kv.cache.checks import whole_number
+from mlx_kv.generation.agreement import ALONE, Agreement, leaders
 from mlx_kv.generation.plain import PlainEngine
 from mlx_kv.generation.sequence import BatchToken, TokenSequence
 from mlx_kv.generation.speculation import LOOKUP_MAX, LOOKUP_MIN
@@ -20,7 +21,8 @@ from mlx_kv.generation.speculation.drafters import Drafter, Factory
 from mlx_kv.generation.speculation.settings import DraftLength, DraftSettings
 from mlx_kv.generation.speculation.statistics import SpeculationStatistics
 from mlx_kv.generation.speculative import SpeculativeEngine
-from mlx_kv.mlxlm.batching import check_batches, rows_are_alone
+from mlx_kv.generation.together import equal_lengths
+from mlx_kv.mlxlm.batching import check_batches
 from mlx_kv.policy import CachePolicy
 
 
@@ -80,6 +82,10 @@ class Engine(Protocol):
         """Reads tokens (1, n) into such caches."""
         ...
 
+    def trim(self, caches: list[Any], n: int) -> bool:
+        """Takes the last n tokens out of such caches; says whether it could, and changes nothing where not."""
+        ...
+
     def extract(self, index: int) -> list[Any] | None:
         """Copies of the caches of a sequence that decodes, evaluated; None if it does not, or they cannot be had.
 
@@ -107,6 +113,7 @@ def make_engine(
     prompt_lookup_min: int = LOOKUP_MIN,
     prompt_lookup_max: int = LOOKUP_MAX,
     draft_length: DraftLength = "chosen",
+    agreement: Agreement = ALONE,
 ) -> Engine:
     """An engine for one model and policy.
 
@@ -115,19 +122,22 @@ def make_engine(
         return_caches: whether the last token of a sequence brings its caches.
         drafter: as in `speculative_generate`; with it or a draft model, the engine speculates.
         num_draft_tokens, prompt_lookup_min, prompt_lookup_max, draft_length: the same.
+        agreement: with the other ranks of the model, which all make an engine now. Whether it speculates, and who
+            drafts, the leader says.
 
     Raises:
         ValueError: what the model or the policy refuses.
     """
     whole_number("max_batch_size", max_batch_size, least=1)
-    drafting = DraftSettings(drafter, num_draft_tokens, prompt_lookup_min, prompt_lookup_max, draft_length)
+    lookup = prompt_lookup_min, prompt_lookup_max
+    drafting = leaders(agreement, lambda: DraftSettings(drafter, num_draft_tokens, *lookup, draft_length))
     if prefill_step_size is not None:
         whole_number("prefill_step_size", prefill_step_size, least=1)
     check_batches(model)
     policy = policy or CachePolicy()
-    if draft_model is None and drafter is None:
-        return PlainEngine(model, ends, policy, max_batch_size, prefill_step_size, return_caches)
-    decoder = make_decoder(model, policy, draft_model, drafting)
-    if max_batch_size > 1 and (rows_are_alone(model) or decoder.drafter.equal_rows):
+    if not agreement.told(lambda: draft_model is not None or drafter is not None):
+        return PlainEngine(model, ends, policy, max_batch_size, prefill_step_size, return_caches, agreement)
+    decoder = make_decoder(model, policy, draft_model, drafting or DraftSettings(), agreement)
+    if max_batch_size > 1 and (any(equal_lengths(model, agreement)) or decoder.drafter.equal_rows):
         max_batch_size = 1  # of a round, each row accepts a number of tokens of its own
     return SpeculativeEngine(decoder, ends, max_batch_size, prefill_step_size, statistics, return_caches)

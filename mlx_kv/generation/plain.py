@@ -13,13 +13,14 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_kv.generation.agreement import ALONE, Agreement
 from mlx_kv.generation.prefill import CHUNKS_AT_ONCE, MOST_PROMPTS_AT_ONCE, chunk_for, prefill_step, reserve_for
 from mlx_kv.generation.sequence import BatchToken, TokenSequence, Waiting
+from mlx_kv.generation.together import caches_together, equal_lengths
 from mlx_kv.mlxlm.batch_generator import WatchedBatchGenerator, evaluated
-from mlx_kv.mlxlm.batching import prompts_must_be_equal, rows_must_be_equal
 from mlx_kv.mlxlm.by_class import RowsByClass
-from mlx_kv.mlxlm.convert import make_prompt_cache
 from mlx_kv.mlxlm.traverse import attention_caches
+from mlx_kv.mlxlm.trimming import trimmed
 from mlx_kv.policy import CachePolicy
 
 # Tokens of prompts read together, and no more than two chunks. More would keep the device no busier, but all rows
@@ -39,21 +40,23 @@ class PlainEngine:
         max_batch_size: int,
         prefill_step_size: int | None,
         return_caches: bool = False,
+        agreement: Agreement = ALONE,
     ) -> None:
         self.model, self._return_caches = model, return_caches
-        self._empty = make_prompt_cache(model, policy)  # refuses what no layer can honour
-        self.step_size = prefill_step(model, self._empty, prefill_step_size)
+        self._empty = caches_together(model, policy, agreement)  # refuses what no layer can honour
+        step, chunk = prefill_step(model, self._empty, prefill_step_size), chunk_for(model)
+        self.step_size, chunk = agreement.least([step, chunk])
         together = min(MOST_PROMPTS_AT_ONCE, max_batch_size)
-        self._generator = WatchedBatchGenerator(model, ends, max_batch_size, together, self.step_size)
+        agreed = None if agreement is ALONE else agreement.tokens
+        self._generator = WatchedBatchGenerator(model, ends, max_batch_size, together, self.step_size, agreed)
         self._max_batch_size = max_batch_size
         self._by_class = RowsByClass(model, max_batch_size)
-        self._equal_rows = max_batch_size > 1 and rows_must_be_equal(model)
         # Asked here, where an error is that of the model alone: in a step it would end all rows.
-        self._equal_prompts = max_batch_size > 1 and prompts_must_be_equal(model)
+        alike = equal_lengths(model, agreement) if max_batch_size > 1 else (False, False)
+        self._equal_rows, self._equal_prompts = alike
         self._waiting = Waiting(lambda: self._empty)
         self._active: dict[int, TokenSequence] = {}  # by mlx-lm's number for it
         self._reading: dict[int, int] = {}  # by the same, those that have prompt tokens left to read, and how many
-        chunk = chunk_for(model)
         self._most_tokens = min(MOST_TOKENS_AT_ONCE[mx.default_device().type], 2 * chunk)
         self._most_long = max(2, CHUNKS_AT_ONCE * chunk // self.step_size)
 
@@ -147,6 +150,9 @@ class PlainEngine:
     def read(self, tokens: mx.array, cache: list[Any]) -> Any:
         return self.model(tokens, cache=cache)
 
+    def trim(self, caches: list[Any], n: int) -> bool:
+        return trimmed(caches, n)
+
     def extract(self, index: int) -> list[Any] | None:
         numbers = [uid for uid, sequence in self._active.items() if sequence.index == index]
         return self._generator.extract(numbers[0]) if numbers else None
@@ -162,5 +168,5 @@ class PlainEngine:
 
 def _tokens(sequence: TokenSequence) -> tuple[int, int]:
     """Tokens that were read of a sequence, and those that are not."""
-    read = max((int(cache.offset) for cache in attention_caches(sequence.caches or [])), default=0)
-    return read, len(sequence.tokens)
+    held = max((int(cache.offset) for cache in attention_caches(sequence.caches or [])), default=0)
+    return len(sequence.before) or held, len(sequence.tokens)

@@ -12,9 +12,9 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.utils import get_total_parameters
 
 from mlx_kv.cache.checks import whole_number
+from mlx_kv.mlxlm.loading import number_of_weights
 from mlx_kv.mlxlm.recurrent import announce
 from mlx_kv.mlxlm.traverse import attention_caches
 
@@ -44,7 +44,7 @@ def chunk_for(model: Any) -> int:
     """
     if mx.default_device().type != mx.DeviceType.cpu:
         return PREFILL_STEP
-    weights: int = get_total_parameters(model) if isinstance(model, nn.Module) else 0  # type: ignore[no-untyped-call]
+    weights = number_of_weights(model) if isinstance(model, nn.Module) else 0
     return next((step for step in CPU_STEPS if step * weights <= CPU_WORK), CPU_STEPS[-1])
 
 

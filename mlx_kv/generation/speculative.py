@@ -19,6 +19,7 @@ from mlx_kv.generation.speculation.joining import Joining, NewRow
 from mlx_kv.generation.speculation.statistics import SpeculationStatistics
 from mlx_kv.mlxlm.batch_generator import evaluated
 from mlx_kv.mlxlm.by_class import RowsByClass
+from mlx_kv.mlxlm.trimming import trimmed
 
 
 class SpeculativeEngine:
@@ -76,8 +77,8 @@ class SpeculativeEngine:
             for item in items:
                 last = sequence.emitted + 1 == sequence.max_tokens
                 finish = "stop" if item.token in self._ends else "length" if last else None
-                held = self._decoder.extract(row) if finish is not None and self._return_caches else None
-                tokens.append(sequence.emit(item.token, finish, item.from_draft, held and evaluated(held)))
+                held = self._extracted(row) if finish is not None and self._return_caches else None
+                tokens.append(sequence.emit(item.token, finish, item.from_draft, held))
                 if finish is not None:
                     break
             if finish is None:
@@ -139,12 +140,19 @@ class SpeculativeEngine:
     def read(self, tokens: mx.array, cache: list[Any]) -> Any:
         return self._decoder.read(tokens, cache)
 
+    def trim(self, caches: list[Any], n: int) -> bool:
+        return trimmed(caches, n)
+
     def extract(self, index: int) -> list[Any] | None:
         for row, sequence in enumerate(self._active):
             if sequence.index == index:
-                held = self._decoder.extract(row)
-                return held and evaluated(held)
+                return self._extracted(row)
         return None
+
+    def _extracted(self, row: int) -> list[Any] | None:
+        with mx.stream(generation_stream):  # what was accepted may have to be read first
+            held = self._decoder.extract(row)
+        return held and evaluated(held)
 
     def close(self) -> None:
         self._decoder.keep([])

@@ -15,10 +15,12 @@ from mlx_lm.generate import GenerationResponse
 from mlx_lm.generate import stream_generate as stock_stream_generate
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from mlx_kv.generation.agreement import Group, agreed_sampler, agreement_of, in_step, most
 from mlx_kv.generation.encoding import encode_prompt
 from mlx_kv.generation.prefill import prefill_step, reserve_for
 from mlx_kv.generation.sampling import Sampler, sampler_of_sequence
-from mlx_kv.mlxlm.convert import check_windows, make_prompt_cache
+from mlx_kv.generation.together import caches_together
+from mlx_kv.mlxlm.convert import check_windows
 from mlx_kv.mlxlm.traverse import attention_caches
 from mlx_kv.policy import CachePolicy
 
@@ -39,6 +41,7 @@ def stream_generate(
     sampler: Sampler | None = None,
     prompt_cache: list[Any] | None = None,
     seed: int | None = None,
+    group: Group | None = None,
     **options: Any,
 ) -> Iterator[GenerationResponse]:
     """Generates text with mlx-lm's loop, keys and values living in our caches.
@@ -52,6 +55,8 @@ def stream_generate(
         prompt_cache: caches to go on from, made by `make_prompt_cache`; they are updated in place. Instead of a policy.
         seed: makes a `TemperatureSampler` repeatable: each position of the sequence, counted from the first token that
             the caches have read, has random numbers of its own.
+        group: the ranks of which each has a part of the model, and calls this alike. The leader's prompt, limits and
+            sampler count, and where it stops asking for tokens, all end.
         options: the other options of mlx-lm's `generate_step`, such as prefill_step_size and logits_processors.
 
     Returns:
@@ -69,23 +74,44 @@ def stream_generate(
         raise ValueError("got a policy and a prompt_cache, which was made with its own: give one of them")
     if prompt_cache is not None:
         check_windows(model, prompt_cache)
-    if not isinstance(max_tokens, int) or max_tokens == 0 or max_tokens < -1:
-        raise ValueError(f"max_tokens is {max_tokens}: give a number from 1 up, or -1 for no limit")
     if not isinstance(tokenizer, TokenizerWrapper):
         tokenizer = TokenizerWrapper(tokenizer)
-    if isinstance(prompt, mx.array):
-        tokens = prompt
+    agreement, wanted = agreement_of(group), options.get("prefill_step_size")
+    told, max_tokens, wanted = agreement.told(lambda: (_prompt(tokenizer, prompt), _limit(max_tokens), wanted))
+    tokens = mx.array(told)
+    caches = caches_together(model, policy or CachePolicy(), agreement) if prompt_cache is None else prompt_cache
+    before = most(agreement, max((int(cache.offset) for cache in attention_caches(caches)), default=0))
+    if agreement.leads:
+        sampler = sampler_of_sequence(sampler, seed, before + tokens.size)
     else:
-        tokens = mx.array(encode_prompt(tokenizer, prompt) if isinstance(prompt, str) else list(prompt))
-    if tokens.ndim != 1 and tokens.size:
-        raise ValueError(f"the prompt has shape {tokens.shape}: give one sequence of token ids")
-    if tokens.size == 0:
-        raise ValueError("the prompt is empty: give at least one token")
-    caches = make_prompt_cache(model, policy) if prompt_cache is None else prompt_cache
-    before = max((int(cache.offset) for cache in attention_caches(caches)), default=0)
-    drawing = sampler_of_sequence(sampler, seed, before + tokens.size)
+        sampler = options["logits_processors"] = None
     reserve_for(caches, tokens.size, max_tokens)
-    options["prefill_step_size"] = prefill_step(model, caches, options.get("prefill_step_size"))
-    return stock_stream_generate(
-        model, tokenizer, tokens, max_tokens=max_tokens, sampler=drawing, prompt_cache=caches, **options
+    (options["prefill_step_size"],) = agreement.least([prefill_step(model, caches, wanted)])
+    responses = stock_stream_generate(
+        model,
+        tokenizer,
+        tokens,
+        max_tokens=max_tokens,
+        sampler=agreed_sampler(agreement, sampler),
+        prompt_cache=caches,
+        **options,
     )
+    return in_step(agreement, responses, lambda response: response.token)
+
+
+def _prompt(tokenizer: TokenizerWrapper, prompt: str | Sequence[int] | mx.array) -> list[int]:
+    if isinstance(prompt, mx.array):
+        if prompt.ndim != 1 and prompt.size:
+            raise ValueError(f"the prompt has shape {prompt.shape}: give one sequence of token ids")
+        tokens: Any = prompt.reshape(-1).tolist()
+    else:
+        tokens = encode_prompt(tokenizer, prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
+    if not tokens:
+        raise ValueError("the prompt is empty: give at least one token")
+    return list(tokens)
+
+
+def _limit(max_tokens: int) -> int:
+    if not isinstance(max_tokens, int) or max_tokens == 0 or max_tokens < -1:
+        raise ValueError(f"max_tokens is {max_tokens}: give a number from 1 up, or -1 for no limit")
+    return max_tokens

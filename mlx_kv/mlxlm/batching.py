@@ -63,12 +63,23 @@ def rows_are_alone(model: nn.Module) -> bool:
     return rows_must_be_equal(model) or prompts_must_be_equal(model)
 
 
-@asked_once
 def prompts_must_be_equal(model: nn.Module) -> bool:
-    """Whether prompts of different lengths cannot be read together, since recurrent layers would read the padding.
+    """Whether prompts of different lengths cannot be read together, since recurrent layers would read the padding."""
+    return not only_attention(model) and padding_is_read(model)
+
+
+def only_attention(model: nn.Module) -> bool:
+    """Whether a model has no layer with state of another kind."""
+    return all(type(cache) in ATTENTION for cache in leaves(stock.make_prompt_cache(model)))
+
+
+@asked_once
+def padding_is_read(model: nn.Module) -> bool:
+    """Whether padding changes the state of recurrent layers, if there are any.
 
     Some look at the lengths that are announced to them, some in part, some not at all: so it is tried, with a few
-    tokens, which are evaluated. Rows that decode are of one token each, and need no padding.
+    tokens, which are evaluated to the end: other processes may have other layers of this model. Rows that decode are of
+    one token each, and need no padding.
     """
     rows = mx.arange(2 * (TOKENS + PADDING)).reshape(2, -1)  # as many ids as any model has
 
@@ -79,13 +90,12 @@ def prompts_must_be_equal(model: nn.Module) -> bool:
         if lengths is not None:
             for cache in caches:
                 cache.prepare(lengths=lengths, right_padding=[tokens.shape[1] - length for length in lengths])
-        model(tokens, cache=caches)
+        logits = model(tokens, cache=caches)
+        mx.eval(logits, [cache.state for cache in caches])
         recurrent = [cache.state for cache in leaves(caches) if not isinstance(cache, KVCache)]
         flat: Any = tree_flatten(recurrent)
         return [array[1].astype(mx.float32) for _, array in flat if isinstance(array, mx.array) and array.ndim > 1]
 
-    if all(type(cache) in ATTENTION for cache in leaves(stock.make_prompt_cache(model))):
-        return False
     longer, shorter = state(rows), state(rows[:, :TOKENS])
     padded = state(rows, [TOKENS + PADDING, TOKENS])
     changes = zip(longer, shorter, padded, strict=True)

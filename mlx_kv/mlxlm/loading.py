@@ -14,6 +14,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_kv.mlxlm.asking import asked_once
+
 
 def load(path_or_hub_id: str | Path) -> tuple[nn.Module, Any]:
     """A model and its tokenizer, by mlx-lm. On a CPU, 16-bit weights become float32: half precision is emulated there.
@@ -96,6 +98,14 @@ def model_from_config(config: dict[str, Any], dtype: mx.Dtype) -> nn.Module:
         reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
         raise ValueError(f"mlx-lm cannot build a model from this config.json: {reason}") from error
     return model
+
+
+@asked_once
+def number_of_weights(model: nn.Module) -> int:
+    """Of all layers, packed ones counted as what they stand for."""
+    from mlx_lm.utils import get_total_parameters
+
+    return int(get_total_parameters(model))  # type: ignore[no-untyped-call]
 
 
 def quantize_as_stored(model: nn.Module, config: dict[str, Any]) -> None:

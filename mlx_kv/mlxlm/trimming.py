@@ -44,6 +44,14 @@ def trim_prompt_cache(caches: Sequence[Any], n: int | Sequence[int]) -> int | Se
     return n
 
 
+def trimmed(caches: Sequence[Any], n: int) -> bool:
+    """Drops the last n tokens in every layer, and says whether it could; where not, nothing has changed."""
+    could = n == 0 or can_trim(caches, n)
+    if could:
+        trim_prompt_cache(caches, n)
+    return could
+
+
 def _why_no_trim(cache: Any, n: int | Sequence[int]) -> str:
     """Why a cache cannot take back so many tokens, and what to do about it."""
     if type(cache) is stock.ArraysCache:

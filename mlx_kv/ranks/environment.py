@@ -21,6 +21,7 @@ BACKENDS = {  # by what only this backend needs, in the order in which they are 
     "OMPI_COMM_WORLD_RANK": "mpi",
     "PMI_RANK": "mpi",
 }
+RANKS = ("MLX_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 # Ranks on the machine of a rank, and all of them, as MPI's launchers say it.
 LOCAL_SIZES = (("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_SIZE"), ("MPI_LOCALNRANKS", "PMI_SIZE"))
 
@@ -48,6 +49,13 @@ def launched(environment: Mapping[str, str] = os.environ) -> Launch | None:
         if name in environment and ("MLX_RANK" in environment or backend == "mpi"):
             return Launch(backend, _leader(backend, environment))
     return None
+
+
+def follows(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether this is another rank than the first, as far as the environment says."""
+    if launched(environment) is None:
+        return False
+    return next((environment[name] for name in RANKS if name in environment), "0") != "0"
 
 
 def _leader(backend: str, environment: Mapping[str, str]) -> str | None:

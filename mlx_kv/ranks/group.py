@@ -13,14 +13,16 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from types import TracebackType
 from typing import Any, Literal, Self
 
 import mlx.core as mx
 
+from mlx_kv.ranks.agreed import Agreed
 from mlx_kv.ranks.environment import launched
 from mlx_kv.ranks.joining import connected, guarded, linked
-from mlx_kv.ranks.link import ALIKE, Follower, Gone, Leader, RanksError
+from mlx_kv.ranks.link import ALIKE, Follower, Gone, Leader, LeaderEndedError, RanksError
 from mlx_kv.ranks.watchdog import STEP_SECONDS, Watchdog
 
 Split = Literal["heads", "layers"]
@@ -47,6 +49,11 @@ class RankGroup:
         """Whether this is the rank that decides."""
         return self.rank == 0
 
+    @cached_property
+    def agreement(self) -> Agreed:
+        """How the ranks agree while they generate."""
+        return Agreed(self)
+
     @property
     def leader(self) -> Leader:
         """The link, on the rank that leads."""
@@ -71,7 +78,9 @@ class RankGroup:
             return list(values)
         self.link.answer(value)
         told = self.link.next()
-        if told is None or told[0] != "gathered":
+        if told is None:
+            raise LeaderEndedError("the leader has ended")
+        if told[0] != "gathered":
             raise RanksError(f"the leader does something else than this rank: {ALIKE}")
         return list(told[1])
 
@@ -91,7 +100,7 @@ class RankGroup:
                         f"rank {rank} has another {words} than rank 0 ({_short(there)}, not {_short(here)}): {ALIKE}"
                     )
 
-    def watch(self, step: str = "step") -> contextlib.AbstractContextManager[None]:
+    def watch(self, step: str = "a step") -> contextlib.AbstractContextManager[None]:
         """For the time of a step: if that takes far longer than any before it, the group ends with a message."""
         return self._watchdog.watch(step)
 
@@ -118,7 +127,7 @@ class RankGroup:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         code = _exit_code(error)
-        if code and not isinstance(error, (SystemExit, KeyboardInterrupt, ValueError)):
+        if code and not isinstance(error, (KeyboardInterrupt, ValueError)):
             time.sleep(
                 1
             )  # a collective has failed, perhaps since a rank is gone: the link knows which, and ends this one
@@ -126,11 +135,9 @@ class RankGroup:
 
 
 def _exit_code(error: BaseException | None) -> int:
-    """What a process that ends with this says."""
-    if error is None:
+    """What the others end with where one ends with this. Whoever calls `sys.exit` has done what was to be done."""
+    if error is None or isinstance(error, SystemExit):
         return 0
-    if isinstance(error, SystemExit):
-        return error.code if isinstance(error.code, int) else int(error.code is not None)
     if isinstance(error, KeyboardInterrupt):
         return 130
     return 2 if isinstance(error, ValueError) else 1
@@ -139,8 +146,6 @@ def _exit_code(error: BaseException | None) -> int:
 def _said(error: BaseException) -> str:
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
-    if isinstance(error, SystemExit):
-        return f"exit code {_exit_code(error)}"
     return " ".join(str(error).split()) or type(error).__name__
 
 

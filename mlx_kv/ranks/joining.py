@@ -80,7 +80,7 @@ def linked(
     if "error" in where:
         raise ValueError(where["error"])
     if reception is not None:
-        return _received(reception, raw.size(), seconds, gone)
+        return received(reception, raw.size(), seconds, gone)
     try:
         channel = connect((where["host"], where["port"]), _key(bytes.fromhex(where["salt"]), secret))
         channel.write(framed({"rank": raw.rank()}))
@@ -125,7 +125,7 @@ def _told_by_first(raw: mx.distributed.Group, told: bytes) -> dict[str, Any]:
     return dict(json.loads(bytes(letters)))
 
 
-def _received(reception: Reception, size: int, seconds: float, gone: Gone | None) -> Leader:
+def received(reception: Reception, size: int, seconds: float, gone: Gone | None) -> Leader:
     """The leader's link, when all others have come.
 
     Raises:

@@ -42,6 +42,10 @@ def leave(reason: str, code: int = EXIT_CODE) -> NoReturn:
     os._exit(code)
 
 
+class LeaderEndedError(RanksError):
+    """The leader has ended in peace, while this rank waited for it."""
+
+
 class _Ending:
     """What is known of the end of a group, on one rank: the first reason counts, and is told once."""
 
@@ -149,12 +153,12 @@ class Leader:
             self._ending.tell()
 
     def close(self, code: int = 0, reason: str = "") -> None:
-        """The others end, too, with the same exit code; waits for them, for some seconds at the most."""
+        """The others end, too, with the same exit code; after a good end it waits for them, for a few seconds."""
         if self._ending.closing:
             return
         self._ending.closing = True
         self._send(["bye", code, reason])
-        deadline = time.monotonic() + FAREWELL
+        deadline = time.monotonic() + (FAREWELL if code == 0 else 0.0)
         for reader in self._readers:
             if reader is not threading.current_thread():
                 reader.join(max(0.0, deadline - time.monotonic()))

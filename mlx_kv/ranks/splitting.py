@@ -27,6 +27,7 @@ from mlx_kv.mlxlm.loading import (
     architecture,
     load_lazily,
     model_from_config,
+    number_of_weights,
     quantize_as_stored,
     use_device_dtype,
 )
@@ -299,7 +300,7 @@ def split_model(
     assert group.split is not None, "whoever splits a model knows how"
     split, raw, whole = _known(group.split), group.raw, whole or model
     # A part cannot say what the whole does: it may have other kinds of layers, and its graph has what no graph shows.
-    answer_as(model, whole, cache_kinds, counts_slots, refuses_ragged)
+    answer_as(model, whole, cache_kinds, counts_slots, number_of_weights, refuses_ragged)
     heads = _heads(whole)
     cut(model, raw, split, layers)
     full = sum(type(cache) in FULL for cache in leaves(stock.make_prompt_cache(model)))

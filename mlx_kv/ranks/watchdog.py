@@ -68,7 +68,7 @@ class Watchdog:
                 time.sleep(min(left, LOOKED * self._seconds))
             elif self._running == running:
                 self._late(
-                    f"a {step} has taken {time.monotonic() - began:.0f} s: a rank, or the network between them, hangs; "
+                    f"{step} has taken {time.monotonic() - began:.0f} s: a rank, or the network between them, hangs; "
                     "start all ranks again"
                 )
                 return

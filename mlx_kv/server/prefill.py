@@ -13,7 +13,6 @@ from typing import Any
 
 from mlx_kv.generation.engine import Engine
 from mlx_kv.mlxlm.traverse import attention_caches
-from mlx_kv.mlxlm.trimming import can_trim, trim_prompt_cache
 from mlx_kv.prefixes.index import LEAST_SHARED, packed, shared
 from mlx_kv.prefixes.reader import PromptReader
 from mlx_kv.prefixes.serving import needs_checkpoints
@@ -138,7 +137,5 @@ class PrefillScheduler:
             return
         known, read = job.known, max((int(cache.offset) for cache in attention_caches(caches)), default=0)
         beyond = max(0, read - len(known))
-        if beyond and not can_trim(caches, beyond):
-            return
-        trim_prompt_cache(caches, beyond)
-        self._prefixes.keep(known[:read], caches)
+        if self._engine.trim(caches, beyond):
+            self._prefixes.keep(known[:read], caches)

@@ -32,20 +32,10 @@ def test_a_script_may_end_without_a_word() -> None:
 # --- started otherwise --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("which", "line"),
-    [
-        ("version", "rank 1 has another version of mlx-kv than rank 0 (0.0.9, not 0.1.0): start all ranks alike"),
-        ("model", "rank 1 has another model than rank 0 (tiny-4bit, not tiny): start all ranks alike"),
-    ],
-)
-def test_ranks_that_differ_say_the_same_line(which: str, line: str) -> None:
-    for each in run_ranks(2, programs.otherwise, which):
-        if which == "model":
-            assert each.code == 1
-            assert each.stderr.endswith(f"ValueError: {line}\n")
-        else:
-            assert (each.code, each.stderr) == (2, f"refused: {line}\n")
+def test_ranks_that_differ_say_the_same_line() -> None:
+    line = "rank 1 has another version of mlx-kv than rank 0 (0.0.9, not 0.1.0): start all ranks alike"
+    for each in run_ranks(2, programs.otherwise, "version"):
+        assert (each.code, each.stderr) == (2, f"refused: {line}\n")
 
 
 def test_a_rank_with_another_secret_does_not_come_in() -> None:
@@ -55,18 +45,11 @@ def test_a_rank_with_another_secret_does_not_come_in() -> None:
     assert leader.stderr == other.stderr == line
 
 
-@pytest.mark.parametrize(
-    ("address", "line"),
-    [
-        ("0.0.0.0", "the leader listens on 0.0.0.0, where others could come: give all ranks the same secret"),
-        ("192.0.2.1", "the leader listens on 192.0.2.1, where others could come"),
-    ],
-)
-def test_other_machines_need_a_secret(address: str, line: str) -> None:
-    for each in run_ranks(2, programs.nowhere, address):
+def test_other_machines_need_a_secret() -> None:
+    for each in run_ranks(2, programs.nowhere, "0.0.0.0"):
         assert each.code == 2
-        assert each.stderr.startswith(f"refused: {line}")
-        assert each.stderr.count("\n") == 1
+        line = "the leader listens on 0.0.0.0, where others could come: give all ranks the same secret (--secret-file)"
+        assert each.stderr == f"refused: {line}\n"
 
 
 def test_a_rank_that_never_comes_is_not_waited_for() -> None:
@@ -83,7 +66,7 @@ def ours(finished: Finished) -> list[str]:
     return [line for line in finished.stderr.splitlines() if not line.startswith("[ring]") and line != "ready"]
 
 
-@pytest.mark.parametrize(("how", "dies"), [("idle", 0), ("idle", 2), ("busy", 0), ("busy", 1), ("behind", 1)])
+@pytest.mark.parametrize(("how", "dies"), [("idle", 0), ("busy", 1), ("behind", 1)])
 def test_all_leave_when_a_rank_dies(how: str, dies: int) -> None:
     with started_ranks(3, programs.idle, how) as ranks:
         for rank in range(3):
@@ -120,14 +103,11 @@ def test_a_step_that_never_ends_ends_the_group() -> None:
         assert line.startswith("mlx-kv: error: a step has taken 1 s: a rank, or the network between them, hangs")
 
 
-@pytest.mark.parametrize(
-    ("where", "how", "code"), [(1, "ValueError", 2), (0, "ValueError", 2), (1, "RuntimeError", 1), (0, "exit", 1)]
-)
+@pytest.mark.parametrize(("where", "how", "code"), [(1, "RuntimeError", 1), (0, "ValueError", 2)])
 def test_what_ends_one_rank_ends_all_with_its_reason(where: int, how: str, code: int) -> None:
     finished = run_ranks(3, programs.fails, where, how)
     assert [each.code for rank, each in enumerate(finished) if rank != where] == [code] * 2
     who = "the leader" if where == 0 else f"rank {where}"
-    reason = "exit code 1" if how == "exit" else "no such model"
     for rank, each in enumerate(finished):
         if rank != where:
-            assert ours(each) == [f"mlx-kv: error: {who} has ended: {reason}"]
+            assert ours(each) == [f"mlx-kv: error: {who} has ended: no such model"]

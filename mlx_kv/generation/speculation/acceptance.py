@@ -8,7 +8,7 @@ B rows, V the vocabulary, L the most tokens that were drafted for a row.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -23,10 +23,17 @@ class Choice:
         samplers: of each row; None is greedy.
         vocabulary: V.
         most: tokens that may be drafted for a row.
+        agreed: what is made of the model's tokens before they are anybody's.
     """
 
-    def __init__(self, samplers: Sequence[Sampler | None], vocabulary: int, most: int) -> None:
-        self._samplers, self._vocabulary, self._most = samplers, vocabulary, most
+    def __init__(
+        self,
+        samplers: Sequence[Sampler | None],
+        vocabulary: int,
+        most: int,
+        agreed: Callable[[mx.array], mx.array] = lambda tokens: tokens,
+    ) -> None:
+        self._samplers, self._vocabulary, self._most, self._agreed = samplers, vocabulary, most, agreed
         self._random = any(isinstance(sampler, SeededSampler) for sampler in samplers)
         self._drawn: mx.array | None = None  # (B, n, V), for as many positions as were asked for
 
@@ -55,9 +62,9 @@ class Choice:
             for row, sampler in enumerate(self._samplers)
         ]
         if all(tokens is None for tokens in own):
-            return chosen
+            return self._agreed(chosen)
         each = [chosen[row : row + 1] if tokens is None else tokens.reshape(1) for row, tokens in enumerate(own)]
-        return mx.concatenate([tokens.astype(mx.uint32) for tokens in each])
+        return self._agreed(mx.concatenate([tokens.astype(mx.uint32) for tokens in each]))
 
     def accept(self, drafted: Sequence[Sequence[int]], logprobs: mx.array) -> list[tuple[int, int]]:
         """For each row, how many of its drafted tokens are right, and the token that the model chose after them.
@@ -67,12 +74,13 @@ class Choice:
             logprobs: the model's (B, L + 1, V), at the places of the drafted tokens and of the one after them. What
                 stands after a row's own is not looked at.
         """
-        chosen: Any = self._chosen(logprobs, self._noise(logprobs.shape[1])).tolist()
-        decided = []
+        tokens = self._chosen(logprobs, self._noise(logprobs.shape[1]))  # (B, L + 1)
         for row, (guessed, sampler) in enumerate(zip(drafted, self._samplers, strict=True)):
-            own = chosen[row]
             if not (sampler is None or isinstance(sampler, SeededSampler)):
-                own = sampler(logprobs[row, : len(guessed) + 1]).tolist()
+                tokens[row, : len(guessed) + 1] = sampler(logprobs[row, : len(guessed) + 1])
+        chosen: Any = self._agreed(tokens).tolist()
+        decided = []
+        for guessed, own in zip(drafted, chosen, strict=True):
             right = 0
             while right < len(guessed) and guessed[right] == own[right]:
                 right += 1

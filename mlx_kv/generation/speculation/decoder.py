@@ -18,10 +18,12 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_kv.generation.agreement import ALONE, Agreement, leaders
 from mlx_kv.generation.prefill import reserve_for
 from mlx_kv.generation.sampling import Sampler, SeededSampler, TemperatureSampler
 from mlx_kv.generation.speculation.acceptance import Choice, normalized
 from mlx_kv.generation.speculation.drafters import Drafter, DrafterContext, Factory, find_drafter
+from mlx_kv.generation.speculation.drafters.elsewhere import Elsewhere
 from mlx_kv.generation.speculation.joining import Joining, NewRow
 from mlx_kv.generation.speculation.model_rows import ModelRows, merged
 from mlx_kv.generation.speculation.pacing import Pace
@@ -48,6 +50,8 @@ class Decoder:
         drafter: as for `find_drafter`.
         policy: how the model's keys and values are kept.
         fixed: as many tokens are drafted as may be, always; else as many as have paid (`pacing`).
+        agreement: with the other ranks of the model, if there are any. The drafter is the leader's alone, and so is the
+            pace; what is drafted is told, and what the model chooses is agreed on in its pass.
 
     Raises:
         ValueError: a policy that the model refuses, caches that cannot take back tokens, or what the drafter refuses.
@@ -59,15 +63,16 @@ class Decoder:
         drafter: str | Factory | Drafter | None,
         policy: CachePolicy,
         fixed: bool = False,
+        agreement: Agreement = ALONE,
     ) -> None:
         check_policy(context.model, policy)
-        self._vocabulary, self.draft_tokens = context.vocabulary, context.draft_tokens
-        self.drafter = find_drafter(drafter, context)
-        self.target = ModelRows(context.model, policy, context.draft_tokens)
+        self._agreement, self._vocabulary = agreement, context.vocabulary
+        self.drafter, self.draft_tokens = _drafter(drafter, context, agreement)
+        self.target = ModelRows(context.model, policy, self.draft_tokens, agreement=agreement)
         steps = (self.target.step_size, self.drafter.step_size)
         self.step_size = min(step for step in steps if step is not None)
         self.samplers: list[Sampler | None] = []  # by row; None is greedy
-        self.pace = Pace(context.draft_tokens, not self.drafter.proposals_cost, fixed, self.target.replays)
+        self.pace = Pace(self.draft_tokens, not self.drafter.proposals_cost, fixed, self.target.replays)
         # Of all rows, tokens (B,) and log-probabilities (B, V) of a pass that is on its way: nothing is pending then.
         self._ahead: tuple[mx.array, mx.array] | None = None
         self._known: list[list[Emitted]] | None = None  # to be emitted next, without a pass
@@ -133,10 +138,13 @@ class Decoder:
 
         None where they cannot be trimmed to that.
         """
-        own, other = len(self.target.pending[row]), self.drafter.behind(row)
-        for behind in sorted({own, other or own}, reverse=True):  # one is trimmed, or the other reads on
+        own = len(self.target.pending[row])
+        # One is trimmed, or the other reads on.
+        tried = self._agreement.told(lambda: sorted({own, self.drafter.behind(row) or own}, reverse=True))
+        for behind in tried:
             caches, others = self.target.extract(row, behind), self.drafter.extract(row, behind)
-            if caches is not None and others is not None:
+            everywhere = self._agreement.least([int(caches is not None and others is not None)])
+            if caches is not None and others is not None and everywhere[0]:
                 return [*caches, *others]
         return None
 
@@ -155,10 +163,11 @@ class Decoder:
             return emitted
         started = time.perf_counter()
         count = min(self.draft_tokens, most - 1)
-        choice = Choice(self.samplers, self._vocabulary, max(count, 1))
-        drafted, wanted = self._wanted(count, choice)
-        drafting, waiting = time.perf_counter() - started, self.target.waiting
-        if self._ahead is None and (wanted or self.pace.fixed):
+        choice = Choice(self.samplers, self._vocabulary, max(count, 1), self._agreement.tokens)
+        room, waiting = self.target.most_drafts(count), self.target.waiting
+        drafted, verifies, goes_on = self._agreement.told(lambda: self._planned(most, room, waiting, choice))
+        drafting = time.perf_counter() - started
+        if verifies:
             logprobs = normalized(self.target.verify(drafted))  # (B, L + 1, V)
             decided = choice.accept(drafted, logprobs)
             got = [[*row[:right], own] for row, (right, own) in zip(drafted, decided, strict=True)]
@@ -166,8 +175,8 @@ class Decoder:
             right = [right for right, _ in decided]
             self.pace.judged([len(row) for row in drafted], right)
         else:
-            drafted, right = [[] for _ in drafted], [0] * len(drafted)
-            got, logprobs = self._followed(choice, go_on=most > 1 and not wanted and not waiting)
+            right = [0] * len(drafted)
+            got, logprobs = self._followed(choice, goes_on)
         self._take(got)
         longest = max(map(len, drafted))
         seconds = time.perf_counter() - started
@@ -175,13 +184,23 @@ class Decoder:
         statistics.note(drafted, right, seconds, self.pace.seconds_without(len(got)))
         return _emitted(got, logprobs)
 
-    def _wanted(self, most: int, choice: Choice) -> tuple[list[list[int]], bool]:
+    def _planned(self, most: int, room: list[int], waiting: int, choice: Choice) -> tuple[list[list[int]], bool, bool]:
+        """What is drafted for each row, whether a pass verifies it, and if not, whether the next one begins before.
+
+        Args:
+            most: tokens that there is use for.
+            room, waiting: of the model's rows.
+        """
+        drafted, wanted = self._wanted(room, waiting, choice)
+        verifies = self._ahead is None and (wanted or self.pace.fixed)
+        return drafted if verifies else [[] for _ in drafted], verifies, most > 1 and not wanted and not waiting
+
+    def _wanted(self, room: list[int], waiting: int, choice: Choice) -> tuple[list[list[int]], bool]:
         """What is drafted for each row, and whether a pass is to verify it: it cannot, where one is on its way.
 
         A drafter whose proposals cost nothing is asked in any case. Where a budget evicts, no pass goes beyond the next
         compaction: what is kept then, and so the text, does not depend on how many tokens were drafted.
         """
-        room, waiting = self.target.most_drafts(most), self.target.waiting
         most = max(room)
         if not self.drafter.proposals_cost:
             proposed = [row[:count] for row, count in zip(self._drafted(most, choice), room, strict=True)]
@@ -260,14 +279,25 @@ def _emitted(got: Sequence[Sequence[int]], logprobs: mx.array) -> list[list[Emit
     ]
 
 
+def _drafter(
+    drafter: str | Factory | Drafter | None, context: DrafterContext, agreement: Agreement
+) -> tuple[Drafter, int]:
+    """The leader's drafter, or what stands for it, and how many tokens it drafts at the most."""
+    found = leaders(agreement, lambda: find_drafter(drafter, context))
+    own = (1, None, False) if found is None else (context.draft_tokens, found.step_size, found.equal_rows)
+    draft_tokens, step_size, equal_rows = agreement.told(lambda: own)
+    return found or Elsewhere(step_size, equal_rows), draft_tokens
+
+
 def make_decoder(
     model: nn.Module,
     policy: CachePolicy,
     draft_model: nn.Module | None,
     drafting: DraftSettings,
+    agreement: Agreement = ALONE,
 ) -> Decoder:
     """A decoder for one model and policy."""
     vocabulary = int(model(mx.array([[0]])).shape[-1])  # the graph is built for one token, and not evaluated
     least, most = drafting.prompt_lookup_min, drafting.prompt_lookup_max
     context = DrafterContext(model, vocabulary, drafting.draft_tokens, draft_model, least, most)
-    return Decoder(context, drafting.drafter, policy, fixed=drafting.draft_length == "fixed")
+    return Decoder(context, drafting.drafter, policy, drafting.draft_length == "fixed", agreement)

@@ -16,11 +16,12 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_kv.cache.layout import Budget
+from mlx_kv.cache.layout import NO_LIMIT, Budget
+from mlx_kv.generation.agreement import ALONE, Agreement, anywhere
 from mlx_kv.generation.prefill import prefill_step, read_ragged
-from mlx_kv.mlxlm.convert import make_prompt_cache
+from mlx_kv.generation.together import caches_together
 from mlx_kv.mlxlm.recurrent import announce, is_recurrent, with_checkpoints
-from mlx_kv.mlxlm.traverse import leaves, places_of
+from mlx_kv.mlxlm.traverse import attention_caches, leaves, places_of
 from mlx_kv.mlxlm.trimming import can_trim, trim_prompt_cache
 from mlx_kv.policy import CachePolicy
 
@@ -31,6 +32,7 @@ class ModelRows:
     Args:
         draft_tokens: the most that are drafted for a row at once.
         checkpoints: how many passes can be taken back one by one, where it is recurrent.
+        agreement: with those who have other layers of the model: what those need, all rows do.
 
     Attributes:
         caches: of all rows, one for each layer; empty where there are no rows.
@@ -43,25 +45,35 @@ class ModelRows:
         ValueError: the model has caches that cannot take back tokens.
     """
 
-    def __init__(self, model: nn.Module, policy: CachePolicy, draft_tokens: int, checkpoints: int = 1) -> None:
-        self.model, self._most_waiting = model, draft_tokens + 1
-        self.replays = is_recurrent(model)
+    def __init__(
+        self,
+        model: nn.Module,
+        policy: CachePolicy,
+        draft_tokens: int,
+        checkpoints: int = 1,
+        agreement: Agreement = ALONE,
+    ) -> None:
+        self.model, self._most_waiting, self._agreement = model, draft_tokens + 1, agreement
+        (self.replays,) = anywhere(agreement, is_recurrent(model))
         # Of a pass all but one of its tokens may be taken back. Where they are read again they may all be, and beside
         # the drafts as many as may wait for them.
         longest = draft_tokens + 1 + (draft_tokens if self.replays else 0)
         policy = replace(policy, max_rollback=max(policy.max_rollback, longest))
         self._limits = longest, checkpoints
         # Making caches may try out what a model's attention can read: it is done once, rows get copies.
-        self._evicts = policy.budget is not None
-        self._empty = with_checkpoints(make_prompt_cache(model, policy, strict=False), *self._limits)
+        self._empty = with_checkpoints(caches_together(model, policy, agreement, strict=False), *self._limits)
         self.caches: list[Any] = []
         self.pending: list[list[int]] = []
         self._drafted: list[int] = []  # of each row, how many in the pass that is to be accepted
         self.layers = len(self._empty)
-        self.step_size = prefill_step(model, self._empty, None)
         probe = self.make_caches()
-        if not can_trim(probe, 0):
+        here = any(isinstance(cache.view.layout, Budget) for cache in attention_caches(probe))
+        self._evicts, elsewhere, fixed = anywhere(agreement, here, not here, not can_trim(probe, 0))
+        self._asks = self._evicts and elsewhere  # layers that evict and layers that don't are not together
+        (self.step_size,) = agreement.least([prefill_step(model, self._empty, None)])
+        if fixed:
             kinds = ", ".join(sorted({type(cache).__name__ for cache in leaves(probe) if not can_trim([cache], 0)}))
+            kinds = kinds or "a layer of another rank"
             raise ValueError(f"{kinds} cannot take back tokens: generate without a draft model")
 
     def make_caches(self) -> list[Any]:
@@ -132,7 +144,9 @@ class ModelRows:
             for row, (own, index) in enumerate(places_of(cache)):
                 if isinstance(own.view.layout, Budget):
                     most[row].append(own.view.layout.before_due(own.view.rows[index]))
-        return list(map(min, most)) if all(most) else None
+        least = [min(own, default=NO_LIMIT) for own in most]
+        least = self._agreement.least(least) if self._asks else least
+        return None if NO_LIMIT in least else least
 
     def most_drafts(self, most: int) -> list[int]:
         """How many drafted tokens the next pass can read of each row, `most` of them or fewer.

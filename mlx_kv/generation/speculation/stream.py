@@ -16,6 +16,7 @@ from mlx_lm.generate import GenerationResponse, generation_stream
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_kv.cache.checks import whole_number
+from mlx_kv.generation.agreement import Group, Rounds, agreement_of, in_step, leaders, most
 from mlx_kv.generation.encoding import encode_prompt
 from mlx_kv.generation.prefill import prefill_step
 from mlx_kv.generation.sampling import Sampler, sampler_of_sequence
@@ -50,6 +51,7 @@ def speculative_generate(
     draft_length: DraftLength = "chosen",
     prompt_cache: list[Any] | None = None,
     before: Sequence[int] = (),
+    group: Group | None = None,
 ) -> Iterator[GenerationResponse]:
     """Generates what `stream_generate` would, in fewer passes of the model where the draft is right.
 
@@ -77,6 +79,7 @@ def speculative_generate(
         prompt_cache: caches to go on from, made by `make_prompt_cache`; they are updated in place, and may have read
             more than was told if a token ends the sequence. Instead of a policy; not with a draft model.
         before: the tokens that they have read, as far as they are known, for a drafter that looks into text.
+        group: as in `stream_generate`. Drafts are the leader's: the others need no draft model and no drafter.
 
     Returns:
         An iterator of mlx-lm's `GenerationResponse`, one for each token.
@@ -86,26 +89,22 @@ def speculative_generate(
             seed for a sampler that is no `TemperatureSampler`, neither a draft model nor a drafter, a policy beside a
             prompt_cache.
     """
-    drafting = DraftSettings(drafter, num_draft_tokens, prompt_lookup_min, prompt_lookup_max, draft_length)
-    whole_number("max_tokens", max_tokens, least=1)
     if policy is not None and prompt_cache is not None:
         raise ValueError("got a policy and a prompt_cache, which was made with its own: give one of them")
-    if isinstance(prompt, str) and tokenizer is None:
-        raise ValueError("the prompt is a text, but there is no tokenizer: give one, or token ids")
     if tokenizer is not None and not isinstance(tokenizer, TokenizerWrapper):
         tokenizer = TokenizerWrapper(tokenizer)
-    tokens = encode_prompt(tokenizer, prompt) if isinstance(prompt, str) else [int(t) for t in prompt]
-    if not tokens:
-        raise ValueError("the prompt is empty: give at least one token")
-    if prefill_step_size is not None:
-        whole_number("prefill_step_size", prefill_step_size, least=1)
-    decoder = make_decoder(model, policy or CachePolicy(), draft_model, drafting)
+    agreement, drafting = agreement_of(group), (drafter, num_draft_tokens, prompt_lookup_min, prompt_lookup_max)
+    settings = leaders(agreement, lambda: DraftSettings(*drafting, draft_length))
+    tokens, max_tokens, prefill_step_size = agreement.told(
+        lambda: _asked(tokenizer, prompt, max_tokens, prefill_step_size)
+    )
+    decoder = make_decoder(model, policy or CachePolicy(), draft_model, settings or DraftSettings(), agreement)
     statistics = statistics or SpeculationStatistics()
     read = 0
     if prompt_cache is not None:
-        read = _check_cache(model, decoder, prompt_cache)
-        prefill_step_size = prefill_step(model, prompt_cache, prefill_step_size)
-    drawing = sampler_of_sequence(sampler, seed, read + len(tokens))
+        read = most(agreement, _check_cache(model, decoder, prompt_cache))
+        (prefill_step_size,) = agreement.least([prefill_step(model, prompt_cache, prefill_step_size)])
+    drawing = sampler_of_sequence(sampler, seed, read + len(tokens)) if agreement.leads else None
     progress = prompt_progress_callback or (lambda done, total: None)
 
     def prefill() -> None:
@@ -115,7 +114,23 @@ def speculative_generate(
         progress(joining.longest, joining.longest)
         statistics.caches[:] = decoder.target.caches
 
-    return _responses(decoder, tokenizer, len(tokens), max_tokens, prefill, statistics)
+    responses = _responses(decoder, tokenizer, len(tokens), max_tokens, prefill, statistics)
+    return in_step(agreement, responses, lambda response: response.token)
+
+
+def _asked(
+    tokenizer: Any, prompt: str | Sequence[int] | mx.array, max_tokens: int, step: int | None
+) -> tuple[list[int], int, int | None]:
+    """The tokens of a prompt, and the limits."""
+    whole_number("max_tokens", max_tokens, least=1)
+    if isinstance(prompt, str) and tokenizer is None:
+        raise ValueError("the prompt is a text, but there is no tokenizer: give one, or token ids")
+    tokens = encode_prompt(tokenizer, prompt) if isinstance(prompt, str) else [int(t) for t in prompt]
+    if not tokens:
+        raise ValueError("the prompt is empty: give at least one token")
+    if step is not None:
+        whole_number("prefill_step_size", step, least=1)
+    return tokens, max_tokens, step
 
 
 def _check_cache(model: nn.Module, decoder: Decoder, caches: list[Any]) -> int:
@@ -146,7 +161,7 @@ def _responses(
     max_tokens: int,
     prefill: Callable[[], None],
     statistics: SpeculationStatistics,
-) -> Iterator[GenerationResponse]:
+) -> Rounds[GenerationResponse]:
     detokenizer = None if tokenizer is None else tokenizer.detokenizer
     ends = set() if tokenizer is None else set(tokenizer.eos_token_ids)
     count, started = 0, time.perf_counter()

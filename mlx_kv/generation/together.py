@@ -1,0 +1,36 @@
+"""What holds of a model of which each process has a part: its caches, and what of a batch it can take.
+
+Decides that no part is given what another one cannot take. Knows nothing about how processes speak to each other.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.generate import generation_stream
+
+from mlx_kv.generation.agreement import ALONE, Agreement, anywhere
+from mlx_kv.mlxlm.batching import only_attention, padding_is_read, rows_must_be_equal
+from mlx_kv.mlxlm.convert import make_prompt_cache
+from mlx_kv.policy import CachePolicy
+
+
+def caches_together(
+    model: nn.Module, policy: CachePolicy, agreement: Agreement = ALONE, *, strict: bool = True
+) -> list[Any]:
+    """New caches of the layers that are here, whose budgets keep what all ranks keep.
+
+    Args:
+        strict: as for `make_prompt_cache`.
+    """
+    return make_prompt_cache(model, policy, strict=strict, peers=agreement.peers(model))
+
+
+def equal_lengths(model: nn.Module, agreement: Agreement) -> tuple[bool, bool]:
+    """Whether rows of a batch must always be of one length, and else whether prompts must that are read together."""
+    rows, others = anywhere(agreement, rows_must_be_equal(model), not only_attention(model))
+    with mx.stream(generation_stream):  # a trial is with all ranks, or with none
+        (prompts,) = anywhere(agreement, others and not rows and padding_is_read(model))
+    return rows, prompts
