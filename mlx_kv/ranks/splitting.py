@@ -130,7 +130,9 @@ def check_split(
 
 
 def _try(config: dict[str, Any], size: int, split: Split, layers: Sequence[int] | None) -> None:
-    cut(model_from_config(config, mx.bfloat16), PlannedRank(0, size), split, layers)
+    model = model_from_config(config, mx.bfloat16)
+    quantize_as_stored(model, config)  # groups that share a scale must not be parted either
+    cut(model, PlannedRank(0, size), split, layers)
 
 
 def _known(split: str) -> Split:

@@ -374,3 +374,49 @@ def test_the_progress_bar_knows_how_long_a_chunk_is(
     for more in ((), ("--prefill-step-size", "50")):
         assert call("generate", "--prompt", prompt, *options, *draft, *more).code == 0
     assert [step for _, step in seen] == [16, 50]
+
+
+# --- several ranks ----------------------------------------------------------------------------------------------------
+
+QWEN: dict[str, Any] = {**FAMILIES["qwen3"], "model_type": "qwen2", "num_hidden_layers": 4, "hidden_size": 128}
+
+
+@pytest.mark.parametrize(("how", "layers"), [(["--split", "heads"], [4, 4]), (["--layers", "1,3"], [1, 3])])
+def test_each_rank_has_its_part(how: list[str], layers: list[int], call: Any, tmp_path: Path) -> None:
+    folder = write_config(tmp_path, QWEN)
+    usual = f"plan --model {folder} --context 100,1000 --kv-bits 8 --kv-group-size 32 --json".split()
+    alone = json.loads(call(*usual).out)
+    told = json.loads(call(*usual, "--ranks", "2", *how).out)
+    ranks = told.pop("ranks")
+    assert told == alone
+    assert ranks["split"] == ("layers" if "--layers" in how else "heads")
+    assert [part["layers"] for part in ranks["parts"]] == layers
+    held = [part["bytes_held"] for part in ranks["parts"]]
+    whole = next(row["bytes_held"] for row in alone["strategies"] if row["name"] == "this policy")
+    assert [sum(each) for each in zip(*held, strict=True)] == whole
+    assert held[0] == ([count // 2 for count in whole] if "--split" in how else [count // 4 for count in whole])
+    assert all(part["weights"] > 0 for part in ranks["parts"])
+
+
+def test_a_table_of_ranks(call: Any, tmp_path: Path) -> None:
+    said = call("plan", "--model", str(write_config(tmp_path, QWEN)), "--context", "4096", "--ranks", "2").out
+    assert "Over 2 ranks, heads split, caches by 'window + max_write - 1':" in said
+    rows = [line.split() for line in said.splitlines() if line.strip().startswith("rank ")]
+    assert [row[1:3] for row in rows] == [["0", "4"], ["1", "4"]]
+    assert "embeddings" in said
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--split", "heads"], "--split and --layers are for several ranks: say how many with --ranks"),
+        (["--ranks", "2", "--layers", "4,x"], "'x' is no number of layers: give one for each rank, such as 20,12"),
+        (["--ranks", "2", "--layers", "3,3"], "layers are 3,3, but qwen2 has 4"),
+        (["--ranks", "3", "--split", "heads"], "4 heads of qwen2 cannot be shared by 3 ranks"),
+        (["--ranks", "1"], "Invalid value for '--ranks'"),
+    ],
+)
+def test_ranks_that_do_not_fit(options: list[str], words: str, call: Any, tmp_path: Path) -> None:
+    done = call("plan", "--model", str(write_config(tmp_path, QWEN)), *options)
+    assert done.code == 2
+    assert words in " ".join(done.err.split())

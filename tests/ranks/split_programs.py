@@ -29,7 +29,7 @@ from mlx_kv.ranks.peers import peers_of
 from mlx_kv.ranks.splitting import Split, load_part, split_model, weights_of
 
 PROMPT = [(7 * i * i + 3 * i) % 90 for i in range(70)]
-STEPS = 24
+STEPS = 16
 BUDGET: dict[str, Any] = {"budget": 40, "keep_recent": 6, "sinks": 2, "margin": 5}
 POLICIES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -112,20 +112,22 @@ def families(split: str, layers: str, *cases: str) -> None:
             tell(family=family, policy=name, alone=alone[name], part=run(model, settings))
 
 
-def without_peers(split: str) -> None:
-    """Ranks that decide for themselves."""
+def unheard(split: str) -> None:
+    """The shares of a budget, and one more time ranks that decide for themselves."""
     ranks = join(split)
     model = make_family("qwen3_moe")
-    alone = run(model, POLICIES["layers"])
+    alone = {share: run(model, POLICIES[share]) for share in ("layers", "layer", "head")}
     split_model(model, ranks)
-    tell(alone=alone, part=run(model, POLICIES["layers"], ALONE))
+    for share, whole in alone.items():
+        tell(policy=share, alone=whole, part=run(model, POLICIES[share]))
+    tell(policy="unheard", alone=alone["layers"], part=run(model, POLICIES["layers"], ALONE))
 
 
 def three_heads() -> None:
     """Nine heads on three of keys and values, as SmolLM2 has them."""
     ranks = join("heads")
     model = make_model("llama", num_attention_heads=9, num_key_value_heads=3, intermediate_size=96)
-    names = ("layers", "head", "budget and bits")
+    names = ("layers", "head")
     alone = [run(model, POLICIES[name]) for name in names]
     split_model(model, ranks)
     for name, whole in zip(names, alone, strict=True):
@@ -145,12 +147,12 @@ def windows_alone() -> None:
         tell(policy=name, alone=whole, part=run(model, POLICIES[name]))
 
 
-def loading(path: str, split: str) -> None:
+def loading(path: str, split: str, layers: str) -> None:
     """The bytes that a part takes, while it is loaded and then, and what it says."""
     ranks = join(split)
     before = mx.get_active_memory()
     mx.reset_peak_memory()
-    model, _tokenizer = load_part(Path(path), ranks)
+    model, _tokenizer = load_part(Path(path), ranks, [int(word) for word in layers.split(",")] if layers else None)
     held, peak = mx.get_active_memory() - before, mx.get_peak_memory() - before
     part = run(model, {})
     biggest = max(weight.nbytes for weight in weights_of(model))
