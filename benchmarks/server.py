@@ -64,9 +64,9 @@ def prompts(workload: str, n: int) -> list[str]:
     return [SHARED + SOURCE[start : start + 150] for start in starts]
 
 
-def completion(client: httpx.Client, side: str, prompt: str) -> tuple[float, int]:
+def completion(client: httpx.Client, side: str, prompt: str, most: int) -> tuple[float, int]:
     """Seconds to the first piece of text, and tokens generated."""
-    body = {"prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "stream": True}
+    body = {"prompt": prompt, "max_tokens": most, "temperature": 0, "stream": True}
     body["stream_options"] = {"include_usage": True}
     started, first, text, tokens = time.perf_counter(), 0.0, "", 0
     with client.stream("POST", "/v1/completions", json=body) as answer:
@@ -83,10 +83,10 @@ def completion(client: httpx.Client, side: str, prompt: str) -> tuple[float, int
     return first, tokens
 
 
-def measure(url: str, side: str, asked: list[str], clients: int) -> dict[str, float]:
+def measure(url: str, side: str, asked: list[str], clients: int, most: int = TOKENS) -> dict[str, float]:
     with httpx.Client(base_url=url, timeout=300) as client, ThreadPoolExecutor(clients) as pool:
         started = time.perf_counter()
-        results = list(pool.map(lambda prompt: completion(client, side, prompt), asked))
+        results = list(pool.map(lambda prompt: completion(client, side, prompt, most), asked))
         seconds = time.perf_counter() - started
     return {
         "tokens_per_second": sum(tokens for _, tokens in results) / seconds,

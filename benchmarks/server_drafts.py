@@ -1,13 +1,13 @@
 """Throughput of `mlx-kv serve --draft auto` against the same server without drafts, same machine, same model.
 
     python tools/smollm2.py build/smollm2
-    python benchmarks/server_drafts.py [--model build/smollm2] [--clients 8] [--rounds 2]
+    python benchmarks/server_drafts.py [--model build/smollm2] [--clients 8] [--tokens 160] [--rounds 2]
 
 Both servers run as processes of their own and take turns; while one is measured, the other idles. So many clients send
-streamed completions of 48 tokens at once, greedy: to edit code (a class of this repository's benchmarks, to be written
-again with another name) and to talk about something (nothing to be found in the text). Each round has prompts that no
-server has seen; both servers get the same. Tokens per second are those of all clients over the wall time, prompts
-included.
+streamed completions at once, greedy, of so many tokens at most: to edit code (a file of some 130 tokens, to be written
+again with another name in it) and to talk about something (nothing to be found in the text). Each round has prompts
+that no server has seen; both servers get the same. Tokens per second are those of all clients over the wall time,
+prompts included.
 
 The physics. A pass of eight rows reads the weights once for all of them, so much of what drafting saves is saved
 already; what is left is the arithmetic that a machine has to spare. Drafting pays for rows whose text can be guessed,
@@ -48,8 +48,8 @@ TOPICS = (
 
 def prompts(task: str, number: int, tokenizer: Any) -> str:
     """The prompt of this number, as a text with the chat's marks around it, where the model has any."""
-    what = f"Library{number}" if task == "edit" else f"{TOPICS[number % len(TOPICS)]}, in {number} words"
-    question = TASKS[task][0].format(text=CODE.replace("Shelf", f"Shelf{number}"), what=what)
+    what = f"title by name{number}" if task == "edit" else f"{TOPICS[number % len(TOPICS)]}, in {number} words"
+    question = TASKS[task][0].format(text=CODE.replace("book", f"book{number}"), what=what)
     if getattr(tokenizer, "chat_template", None) is None:
         return question
     asked: str = tokenizer.apply_chat_template(
@@ -67,6 +67,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="reference", help="a path, or the name of a bundled model")
     parser.add_argument("--clients", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=160, help="of an answer at most: the file to edit is as long")
     parser.add_argument("--rounds", type=int, default=2, help="how often each side is measured")
     given = parser.parse_args()
     line: dict[str, Any] = {"benchmark": "server_drafts", "device": str(mx.default_device()), "clients": given.clients}
@@ -82,10 +83,11 @@ def main() -> None:
             batches = [
                 [prompts(task, next(numbers), tokenizer) for _ in range(given.clients)] for _ in range(given.rounds + 1)
             ]
-            sides = {
-                side: lambda side=side, url=url: measure(url, side, batches[next(turns[side])], given.clients)  # noqa: B023
-                for side, url in (("plain", plain), ("auto", auto))
-            }
+
+            def turn(side: str, url: str, batches: Any = batches, turns: Any = turns) -> Any:
+                return measure(url, side, batches[next(turns[side])], given.clients, given.tokens)
+
+            sides = {"plain": lambda turn=turn: turn("plain", plain), "auto": lambda turn=turn: turn("auto", auto)}
             got = {side: medians(runs)["tokens_per_second"] for side, runs in take_turns(given.rounds, sides).items()}
             line[f"{task}_ratio"] = round(got["auto"] / got["plain"], 3)
             print(

@@ -45,26 +45,34 @@ from common import medians, take_turns
 from mlx_lm.generate import speculative_generate_step
 from mlx_lm.models import qwen3_next
 
-CODE = '''class Shelf:
-    """Books by title, and who has borrowed them."""
+CODE = """import json
 
-    def __init__(self, books):
-        self.books = {book.title: book for book in books}
-        self.borrowed = {}
 
-    def lend(self, title, reader):
-        if title not in self.books:
-            raise KeyError(title)
-        if title in self.borrowed:
-            raise ValueError(title)
-        self.borrowed[title] = reader
+def load_books(path):
+    with open(path) as file:
+        return json.load(file)
 
-    def take_back(self, title):
-        self.borrowed.pop(title, None)
 
-    def free(self):
-        return [title for title in self.books if title not in self.borrowed]
-'''
+def save_books(path, books):
+    with open(path, "w") as file:
+        json.dump(books, file)
+
+
+def add_book(books, title, author, year):
+    books.append({"title": title, "author": author, "year": year})
+    return books
+
+
+def remove_book(books, title):
+    return [book for book in books if book["title"] != title]
+
+
+def find_book(books, title):
+    for book in books:
+        if book["title"] == title:
+            return book
+    return None
+"""
 STORY = (
     "The lighthouse of Port Elin was built in 1887 by Marta Grune, an engineer from the mainland, who was paid 14,000 "
     "crowns for it. It is 41 metres tall and was lit with whale oil until 1903, when a petroleum lamp took its place. "
@@ -74,8 +82,8 @@ STORY = (
 )
 TASKS: dict[str, tuple[str, Sequence[str]]] = {
     "edit": (
-        "Here is a Python class.\n\n{text}\nRewrite the whole class with the name {what} and change nothing else.",
-        ("Library", "Cupboard", "Store", "Archive"),
+        "Replace the name {what} in this code, and write the whole code again.\n\n{text}",
+        ("title by name", "books by shelf", "path by place", "year by published"),
     ),
     "repeat": ("{text}\n\nRepeat this text word for word{what}.", ("", ", please", ", exactly", ", as it stands")),
     "summarise": (

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from mlx_kv.prefixes.reader import PromptReader
     from mlx_kv.prefixes.store import PromptStore
     from mlx_kv.ranks.group import RankGroup, join_ranks
+    from mlx_kv.ranks.splitting import load_part
 
 __version__ = "0.1.0"
 
@@ -85,6 +86,7 @@ _HOMES = {
     "drafter_names": "generation.speculation.drafters",
     "join_ranks": "ranks.group",
     "load": "mlxlm.loading",
+    "load_part": "ranks.splitting",
     "load_prompt_cache": "files.serialization",
     "make_prompt_cache": "mlxlm.convert",
     "model_path": "bundled",
@@ -132,6 +134,7 @@ __all__ = [
     "drafter_names",
     "join_ranks",
     "load",
+    "load_part",
     "load_prompt_cache",
     "make_prompt_cache",
     "model_path",

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mlx_kv.bundled import model_path
 from mlx_kv.cli.decoding import Drafting, draft_options
 from mlx_kv.cli.options import FiniteRange, LeadersFile, make_policy, model_option, policy_options
 from mlx_kv.cli.prompt import prefill_option
+from mlx_kv.cli.ranks import Machine, RankOptions, rank_options
 
 if TYPE_CHECKING:
     from mlx_kv.prefixes.store import PromptStore
@@ -31,6 +31,7 @@ Examples:
   mlx-kv serve --draft auto
   mlx-kv serve --kv-budget 256 --draft-model reference --port 9000
   mlx-kv serve --host 0.0.0.0 --api-key-file keys.txt
+  mlx.launch -n 2 mlx-kv serve
 \b
 With curl:
   curl http://127.0.0.1:8080/v1/completions -H "Content-Type: application/json" \\
@@ -100,12 +101,25 @@ _NUMBER: dict[str, Any] = {"metavar": "N", "show_default": True}
 @click.option("--prompt-store", metavar="DIR", help="Keep it on a disk as well, for the next start; or a URL.")
 @click.option("--prompt-store-bytes", type=click.IntRange(1), default=8 * 2**30, **_NUMBER, help="At the most, live.")
 @policy_options
-def serve(
+@rank_options
+def serve(model: str, drafting: Drafting, ranks: RankOptions, **given: Any) -> None:
+    """Serve completions and chats to OpenAI clients, many at once.
+
+    Requests are batched as they come. It listens on this machine only, unless --host says otherwise. Ctrl-C and SIGTERM
+    end it: what is being answered is finished first, or, after another Ctrl-C, ended with an error.
+    """
+    with ranks.joined(model) as machine:
+        code = serve_on(machine, model, drafting, **given)
+    sys.exit(code)
+
+
+def serve_on(
+    machine: Machine,
     model: str,
+    drafting: Drafting,
     host: str,
     port: int,
     max_batch_size: int,
-    drafting: Drafting,
     prefill_step_size: int | None,
     api_key_file: Path | None,
     allowed_hosts: Sequence[str],
@@ -120,13 +134,9 @@ def serve(
     prompt_store: str | None,
     prompt_store_bytes: int,
     **policy: Any,
-) -> None:
-    """Serve completions and chats to OpenAI clients, many at once.
-
-    Requests are batched as they come. It listens on this machine only, unless --host says otherwise. Ctrl-C and SIGTERM
-    end it: what is being answered is finished first, or, after another Ctrl-C, ended with an error.
-    """
-    keys = [] if api_key_file is None else read_keys(api_key_file)
+) -> int:
+    """What `serve` does on one machine, to the end; returns the exit code. HTTP is for the one that leads."""
+    keys = read_keys(api_key_file) if api_key_file is not None and machine.leads else []
     cache_policy, drafts = make_policy(**policy), drafting.settings  # refuses bad settings before anything is loaded
     try:
         from mlx_kv.server import api, metrics, run, worker
@@ -137,10 +147,8 @@ def serve(
         raise click.ClickException(f'{error.name} is not installed: pip install "mlx-kv[server]"') from error
 
     def load() -> Models:
-        from mlx_kv.mlxlm.loading import load
-
-        network, tokenizer = load(model_path(model))
-        return worker.Models(network, tokenizer, drafting.load_model())
+        network, tokenizer = machine.load()
+        return worker.Models(network, tokenizer, drafting.load_model() if machine.leads else None)
 
     def open_store(models: Models) -> PromptStore:
         from mlx_kv.prefixes.store import PromptStore
@@ -165,7 +173,11 @@ def serve(
         prefill_step_size,
         prompt_memory_bytes,
         None if prompt_store is None else open_store,
+        machine.group,
     )
+    if not machine.leads:
+        works.follow()
+        return 0
     limits = api.Limits(
         body_bytes=max_body_bytes,
         prompt_tokens=max_prompt_tokens,
@@ -174,7 +186,7 @@ def serve(
         temperature=temp,
     )
     try:
-        code = run.serve(
+        return run.serve(
             works,
             counters,
             model,
@@ -186,11 +198,11 @@ def serve(
             drain_seconds,
             ready=lambda url: say(f"{model} at {url}/v1, its memory at {url}/"),
             say=say,
+            group=machine.group,
         )
     except run.WorkerError as error:
         say(f"error: {error}")
-        code = 1
-    sys.exit(code)
+        return 1
 
 
 def say(line: str) -> None:

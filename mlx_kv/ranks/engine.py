@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
-from mlx_kv.generation.agreement import Agreement, checksum
+from mlx_kv.generation.agreement import ALONE, Agreement, checksum
 from mlx_kv.generation.engine import Engine
 from mlx_kv.generation.sequence import BatchToken, TokenSequence
 from mlx_kv.generation.speculation.statistics import SpeculationStatistics
@@ -25,8 +25,10 @@ MakeEngine = Callable[[Agreement], Engine]
 FAILED = -1  # no checksum of tokens: a step that raised
 
 
-def lead(make_engine: MakeEngine, group: RankGroup) -> LedEngine:
-    """An engine on all ranks; the others make one like it, and let go of the one that they had."""
+def lead(make_engine: MakeEngine, group: RankGroup | None) -> Engine:
+    """An engine on all ranks; the others make one like it, and let go of the one that they had. None is alone."""
+    if group is None:
+        return make_engine(ALONE)
     group.leader.tell("engine")
     return LedEngine(make_engine(group.agreement), group)
 

@@ -108,6 +108,10 @@ class RankGroup:
         """Who is called, once and in another thread, when a rank is gone; None ends the process, with one line."""
         self.link.when_gone(gone)
 
+    def gone_within(self, seconds: float) -> str | None:
+        """Why the group is broken, if that is known in so many seconds: collectives fail first, and say no reason."""
+        return self.link.gone_within(seconds)
+
     def fail(self, reason: str) -> None:
         """This rank cannot go on: all others end, with this reason."""
         self.link.break_up(f"rank {self.rank}: {reason}")

@@ -55,6 +55,7 @@ class _Ending:
         self._code = EXIT_CODE
         self.closing = False
         self.reason: str | None = None
+        self.broken = threading.Event()
 
     def when_gone(self, gone: Gone | None) -> None:
         with self._lock:
@@ -68,6 +69,7 @@ class _Ending:
             if self.closing or self.reason is not None:
                 return False
             self.reason, self._code = reason, code
+        self.broken.set()
         return True
 
     def tell(self) -> None:
@@ -145,6 +147,11 @@ class Leader:
     def when_gone(self, gone: Gone | None) -> None:
         """Somebody else is called from now on; at once, if the group is broken already."""
         self._ending.when_gone(gone)
+
+    def gone_within(self, seconds: float) -> str | None:
+        """Why the group is broken, if that is known in so many seconds."""
+        self._ending.broken.wait(seconds)
+        return self._ending.reason
 
     def break_up(self, reason: str, code: int = EXIT_CODE) -> None:
         """The group is broken: all others are told why, and end."""
@@ -240,6 +247,11 @@ class Follower:
 
     def when_gone(self, gone: Gone | None) -> None:
         self._ending.when_gone(gone)
+
+    def gone_within(self, seconds: float) -> str | None:
+        """Why the group is broken, if that is known in so many seconds."""
+        self._ending.broken.wait(seconds)
+        return self._ending.reason
 
     def break_up(self, reason: str) -> None:
         """The group is broken: the leader is told why, and tells all others."""

@@ -5,8 +5,9 @@ Decides which is which. Knows nothing about what is shown.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import asdict, fields
+from fractions import Fraction
 from typing import Any
 
 import mlx.core as mx
@@ -30,36 +31,43 @@ def statistics_of_all(group: RankGroup, own: CacheStatistics) -> CacheStatistics
     )
 
 
-class Shares:
-    """What keys and values of one token take on each rank: from what one rank holds follows what the others do.
+class MemoryOfAll:
+    """What all ranks hold, from what one of them does; of a process that is alone, its own.
+
+    Keys and values of a token take the same on a rank whatever the token is. What else is in memory is asked for.
 
     Args:
-        bytes_of_a_token: of each rank.
-        rank: the one that counts its own.
+        model: this rank's part. All ranks make one of these at once.
     """
 
-    def __init__(self, bytes_of_a_token: Sequence[int], rank: int) -> None:
-        self._bytes, self._own = [max(1, each) for each in bytes_of_a_token], rank
+    def __init__(self, model: nn.Module | None = None, group: RankGroup | None = None) -> None:
+        self._group, self._factor = group, Fraction(1)
+        if group is not None and model is not None:
+            shares = group.gathered(max(1, bytes_of_a_token(model)))
+            self._factor = Fraction(sum(shares), shares[group.rank])
 
     def of_all(self, count: int) -> int:
-        """Bytes on all ranks together, where this one has so many."""
-        return round(count * sum(self._bytes) / self._bytes[self._own])
+        """Bytes of keys and values on all ranks, where this one has so many."""
+        return round(count * self._factor)
 
-    def own_limit(self, limits: Sequence[int]) -> int:
-        """Bytes that this rank may hold, so that each stays below a limit of its own."""
-        return min(limit * self._bytes[self._own] // each for limit, each in zip(limits, self._bytes, strict=True))
+    def active(self) -> int:
+        """Bytes of all arrays on all ranks; the others answer between two steps."""
+        own = mx.get_active_memory()
+        if self._group is None:
+            return own
+        self._group.leader.tell("memory")
+        return int(own + sum(self._group.leader.answers()))
 
-
-ALONE = Shares([1], 0)
-
-
-def shares_of(model: nn.Module, group: RankGroup) -> Shares:
-    """What a token takes on each rank. All ranks must call it; nothing is evaluated."""
-    return Shares(group.gathered(bytes_of_a_token(model)), group.rank)
+    @property
+    def handlers(self) -> dict[str, Callable[..., object]]:
+        """What a rank that follows does with what this tells."""
+        group = self._group
+        assert group is not None, "who is alone follows nobody"
+        return {"memory": lambda: group.follower.answer(mx.get_active_memory())}
 
 
 def bytes_of_a_token(model: nn.Module) -> int:
-    """What the layers of a model hold once they have read one token, by mlx-lm's own caches."""
+    """What the layers of a model hold once they have read one token, by mlx-lm's own caches; nothing is evaluated."""
     caches: list[Any] = make_prompt_cache(model)
     model(mx.array([[0]]), cache=caches)
     arrays = tree_flatten([cache.state for cache in leaves(caches)])

@@ -12,13 +12,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import mlx.core as mx
-
 from mlx_kv.generation.speculation.statistics import SpeculationStatistics
+from mlx_kv.ranks.totals import MemoryOfAll
 from mlx_kv.server.job import Job, Snapshot
 from mlx_kv.server.metrics import Metrics
 from mlx_kv.server.occupancy import BatchOccupancy, occupancy_of, tokens_evicted
 
+ALONE = MemoryOfAll()
+BYTES = ("bytes_live", "bytes_allocated", "bytes_full")
 UPDATE_EVERY = 0.25  # seconds between two snapshots
 WATCHED_FOR = 3.0  # seconds for which a page that asked counts as watching
 RATE_OVER = 10.0  # seconds over which tokens per second are told
@@ -75,6 +76,7 @@ class Monitor:
         caches: Sequence[Any],
         prompt_memory: int,
         speculation: SpeculationStatistics | None = None,
+        ranks: MemoryOfAll = ALONE,
     ) -> None:
         """Makes a snapshot.
 
@@ -83,6 +85,7 @@ class Monitor:
             caches: of the batch, one for each layer; none where nothing decodes or waits.
             prompt_memory: bytes of prompts that are kept.
             speculation: of the engine, if it drafts.
+            ranks: who have parts of the model, and of all that is kept.
         """
         self._updated = now = time.monotonic()
         while self._generated and now - self._generated[0][0] > RATE_OVER:
@@ -91,10 +94,18 @@ class Monitor:
         if self._generated:
             rate = sum(tokens for _, tokens in self._generated) / max(1.0, now - self._generated[0][0])
         occupancy = occupancy_of(caches, now - self._watched < WATCHED_FOR) if caches else BatchOccupancy()
+        of_all: dict[str, Any] = {name: ranks.of_all(getattr(occupancy, name)) for name in BYTES}
         generated = tuple(len(job.answer) for job in decoding)
-        memory = mx.get_active_memory()
         drafted = None if speculation is None else self._count_drafted(speculation)
-        self.snapshot = Snapshot(occupancy, tuple(decoding), generated, rate, memory, prompt_memory, drafted)
+        self.snapshot = Snapshot(
+            replace(occupancy, **of_all),
+            tuple(decoding),
+            generated,
+            rate,
+            ranks.active(),
+            ranks.of_all(prompt_memory),
+            drafted,
+        )
 
     def _count_drafted(self, speculation: SpeculationStatistics) -> SpeculationStatistics:
         """Counts what is new, and returns what is known now: it goes on in the thread of the engine."""

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import uvicorn
 
+from mlx_kv.ranks.group import RankGroup
+from mlx_kv.ranks.link import leave
 from mlx_kv.server.access import AccessRules
 from mlx_kv.server.api import Api, Limits
 from mlx_kv.server.metrics import Metrics
@@ -59,6 +61,7 @@ class Server(uvicorn.Server):
         self.api, self._drain_seconds = api, drain_seconds
         self._at_once = asyncio.Event()
         self._died: float | None = None  # when the worker was found to have
+        self.broken: str | None = None  # why there is no whole model any longer
         config = uvicorn.Config(
             api.app,
             log_config=None,
@@ -83,11 +86,18 @@ class Server(uvicorn.Server):
         """Ends all answers with an error, now. Called in the thread of the event loop, or in a signal handler there."""
         self._at_once.set()
 
+    def end(self, reason: str) -> None:
+        """Ends all answers with an error, soon, and then the server. Called in any thread."""
+        self.broken = reason
+
     async def on_tick(self, counter: int) -> bool:
+        if self.broken is not None:  # the worker may be waiting for another rank for good
+            self.api.admission.give_up(f"the server ends: {self.broken}")
+            self.hurry()
         if self._died is None and not self.api.worker.alive:
             self._died = time.monotonic()
         clients_know = self._died is not None and time.monotonic() - self._died > TOLD_WITHIN
-        return await super().on_tick(counter) or clients_know
+        return await super().on_tick(counter) or clients_know or self.broken is not None
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         ending = asyncio.create_task(self._end_answers())
@@ -119,12 +129,14 @@ def serve(
     drain_seconds: float = 30.0,
     ready: Callable[[str], None] = lambda url: None,
     say: Callable[[str], None] = lambda line: None,
+    group: RankGroup | None = None,
 ) -> int:
     """Serves until SIGTERM or SIGINT; then finishes what is being answered, for so many seconds at the most.
 
     Args:
         ready: called with the address as soon as requests are taken.
         say: called with one line for each signal that changes something.
+        group: the ranks of which this is the first. When one is gone, clients get an error, and the process ends.
 
     Returns:
         What the process is to end with: 0, or 130 after SIGINT.
@@ -140,9 +152,15 @@ def serve(
         server = Server(Api(worker, metrics, name, limits, keys, access), drain_seconds)
         listening.listen(BACKLOG)
         signals.attach(server)
+        if group is not None:
+            group.when_gone(server.end)
         shown = f"[{host}]" if ":" in host else host
         ready(f"http://{shown}:{listening.getsockname()[1]}")
         server.run([listening])
+        if server.broken is not None:
+            leave(f"the server has ended: {server.broken}")  # whatever its worker waits for
+        if group is not None:
+            group.when_gone(None)
         signals.attach(None)
         if worker.failure is not None:
             raise WorkerError(f"the server has ended: {worker.failure}")

@@ -22,7 +22,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_kv.files.fingerprint import model_fingerprint
-from mlx_kv.generation.engine import make_engine
+from mlx_kv.generation.agreement import Agreement
+from mlx_kv.generation.engine import Engine, make_engine
 from mlx_kv.generation.sequence import BatchToken, TokenSequence
 from mlx_kv.generation.speculation.settings import DraftSettings
 from mlx_kv.mlxlm.convert import make_prompt_cache
@@ -32,6 +33,11 @@ from mlx_kv.prefixes.memory import PromptMemory
 from mlx_kv.prefixes.reader import PromptReader
 from mlx_kv.prefixes.serving import kept_how
 from mlx_kv.prefixes.store import PromptStore
+from mlx_kv.ranks.engine import lead
+from mlx_kv.ranks.following import follow
+from mlx_kv.ranks.group import RankGroup
+from mlx_kv.ranks.link import RanksError
+from mlx_kv.ranks.totals import MemoryOfAll
 from mlx_kv.server.job import Job, OutputChunk, Snapshot, sampler_for
 from mlx_kv.server.metrics import Metrics
 from mlx_kv.server.monitor import UPDATE_EVERY, Monitor
@@ -61,6 +67,7 @@ class Worker:
         drafting: what is drafted; None is nothing, or by the draft model if there is one.
         prompt_memory_bytes: of processed prompts that are kept in memory; 0 keeps none.
         open_store: makes the store behind them, if there is to be one.
+        group: the ranks of which each loads a part of the model; the worker of the first one has the jobs.
     """
 
     def __init__(
@@ -74,7 +81,9 @@ class Worker:
         prefill_step_size: int | None = None,
         prompt_memory_bytes: int = 2**30,
         open_store: Callable[[Models], PromptStore] | None = None,
+        group: RankGroup | None = None,
     ) -> None:
+        self._group = group
         self._load, self.deliver, self._metrics = load, deliver, metrics
         self.policy, self.max_batch_size = policy or CachePolicy(), max_batch_size
         self._drafting, self._prefill_step_size = drafting or DraftSettings(), prefill_step_size
@@ -88,6 +97,19 @@ class Worker:
         self._load_error: Exception | None = None  # what loading raised
         self.failure: str | None = None  # why the thread has ended, if nobody asked it to
         self._thread = threading.Thread(target=self._run, name="mlx-kv worker", daemon=True)
+
+    def follow(self) -> None:
+        """On another rank than the first: does as the worker there, until that ends. This one takes no jobs.
+
+        Raises:
+            ValueError: what loading the models, or making an engine, refuses.
+            RanksError: a rank is gone.
+        """
+        assert self._group is not None, "who is alone follows nobody"
+        self.models: Models = self._load()
+        self._keeps = self._open_store is not None or self._prompt_memory.max_bytes > 0
+        memory = MemoryOfAll(self.models.model, self._group)
+        follow(self._engine_for, self._group, lambda caches: memory.handlers)
 
     # --- called from other threads ------------------------------------------------------------------------------
 
@@ -149,15 +171,18 @@ class Worker:
         try:
             self._serve()
         except BaseException as error:
-            log.exception("the worker has died")
-            self.failure = " ".join(f"its worker died of {type(error).__name__}: {error}".split())[:300]
+            gone = None if self._group is None else self._group.gone_within(0.0)
+            if gone is None:
+                log.exception("the worker has died")
+            self.failure = gone or " ".join(f"its worker died of {type(error).__name__}: {error}".split())[:300]
         finally:
             self._started.set()
             mx.clear_streams()  # MLX wants this of a thread that ends, or it ends the process with an abort
 
     def _serve(self) -> None:
         try:
-            self.models: Models = self._load()
+            self.models = self._load()
+            self._memory = MemoryOfAll(self.models.model, self._group)
             store = None if self._open_store is None else self._open_store(self.models)
             self._keeps = store is not None or self._prompt_memory.max_bytes > 0
             self._make_engine()
@@ -176,7 +201,9 @@ class Worker:
                     self._deliver(self._engine.step())
                 self._update_monitor()
                 continue
-            except Exception:
+            except Exception as error:
+                if isinstance(error, RanksError) or (self._group is not None and self._group.gone_within(1.0)):
+                    raise  # there is nobody to go on with
                 log.exception("a step failed: all %d rows end, and the engine is made anew", len(self._active))
             self._recover()  # out here, where no traceback holds the arrays of that step any longer
         self._fail([*self._active.values(), *self._waiting], "the server is shutting down")
@@ -198,7 +225,10 @@ class Worker:
         return " ".join([*marks, *how])
 
     def _make_engine(self) -> None:
-        self._engine = make_engine(
+        self._engine = lead(self._engine_for, self._group)
+
+    def _engine_for(self, agreement: Agreement) -> Engine:
+        return make_engine(
             self.models.model,
             set(self.models.tokenizer.eos_token_ids),
             self.policy,
@@ -207,6 +237,7 @@ class Worker:
             self.models.draft,
             **vars(self._drafting),
             return_caches=self._keeps or self.policy.budget is not None,  # also to see what was evicted last
+            agreement=agreement,
         )
 
     def _make_prefill(self) -> None:
@@ -227,7 +258,7 @@ class Worker:
         idle = not self._active and not self._waiting
         if self._monitor.due(idle):
             rows, caches = ([], []) if idle else (self._decoding, self._engine.caches)
-            self._monitor.update(rows, caches, self._prompt_memory.nbytes, self._engine.speculation)
+            self._monitor.update(rows, caches, self._prompt_memory.nbytes, self._engine.speculation, self._memory)
 
     def _read_inbox(self) -> None:
         """Does what was asked for; waits for it where there is nothing else to do."""
@@ -339,6 +370,8 @@ class Worker:
                 self._make_engine()
                 self._make_prefill()
                 return
+            except RanksError:
+                raise
             except Exception as error:
                 if tried == ENGINE_TRIES:
                     raise

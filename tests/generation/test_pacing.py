@@ -18,8 +18,9 @@ from mlx_kv.generation.engine import make_engine
 from mlx_kv.generation.sampling import derived_seed, sampler_of_sequence
 from mlx_kv.generation.sequence import TokenSequence
 from mlx_kv.generation.speculation import decoder
+from mlx_kv.generation.speculation.costs import Costs
 from mlx_kv.generation.speculation.drafters.model import ModelDrafter
-from mlx_kv.generation.speculation.pacing import MEASURED_FIRST, MOST_WAIT, Acceptance, Costs, Pace
+from mlx_kv.generation.speculation.pacing import MEASURED_FIRST, MOST_WAIT, TRUSTED, Acceptance, Pace
 from mlx_kv.generation.speculation.settings import DraftSettings
 
 pytestmark = pytest.mark.chosen_length
@@ -187,6 +188,7 @@ class Machine:
         self.replays, self.waiting = replays, 0
         self.most, self.time, self.tokens = most, 0.0, 0
         self.lengths: list[int] = []
+        self.load = 1.0  # how much longer everything takes, by the clock; what is judged here is without it
 
     def run(self, rounds: int, chance: float, draft_cost: float = 0.0) -> float:
         """Tokens for each unit of time, of which a token alone takes one."""
@@ -206,7 +208,8 @@ class Machine:
                 self.pace.told([truth])
             got = 1 + (right if length else 0)
             self.waiting = waiting + got if self.replays and right < length else 0
-            self.pace.passed(length, waiting, self.cost(length + 1 + waiting), draft_cost * length)
+            load = self.load
+            self.pace.passed(length, waiting, load * self.cost(length + 1 + waiting), load * draft_cost * length)
             self.time += self.cost(length + 1 + waiting) + draft_cost * length
             self.tokens += got
         return (self.tokens - tokens) / (self.time - time)
@@ -262,8 +265,45 @@ def test_nothing_is_drafted_before_it_is_known_what_a_token_costs() -> None:
     machine.run(20, 1.0)
     assert machine.lengths[:MEASURED_FIRST] == [0] * MEASURED_FIRST
     assert machine.lengths[MEASURED_FIRST] > 0
-    machine.pace.join(1)  # two rows: nobody knows what they cost
-    assert machine.pace.choose(8) == 0
+
+
+def test_rows_that_are_new_are_taken_for_what_is_known_of_others() -> None:
+    """For some rounds; then it is measured what they cost without drafts. Many more rows are measured at once."""
+    pace = Pace(8, free=True)
+    pace.join(4)
+    for _ in range(MEASURED_FIRST):
+        assert pace.choose(8, 0, [8] * 4) == 0
+        pace.passed(0, 0, 1.0)
+    assert pace.choose(8, 0, [8] * 4) > 0
+    pace.join(5)
+    assert pace.choose(8, 0, [8] * 9) == 0, "more than twice as many"
+    pace.keep(range(7))
+    for _ in range(TRUSTED):
+        length = pace.choose(8, 0, [8] * 7)
+        assert length > 0
+        assert pace.seconds_without(7) is not None
+        pace.passed(length, 0, 1.5)
+    assert pace.choose(8, 0, [8] * 7) == 0
+    for _ in range(MEASURED_FIRST):
+        pace.passed(0, 0, 1.0)
+    assert pace.choose(8, 0, [8] * 7) > 0
+
+
+@pytest.mark.parametrize("busy_first", [True, False])
+@pytest.mark.parametrize(("more", "pays"), [(1.0, False), (0.1, True)])
+def test_a_machine_that_is_busy_for_a_while_changes_nothing(busy_first: bool, more: float, pays: bool) -> None:
+    """All passes take three times as long, for some seconds again and again: passes with drafts as those without."""
+    machine = Machine(True, pass_cost=lambda n: 1 + more * (n - 1))
+    machine.load = 3.0 if busy_first else 1.0
+    machine.run(MEASURED_FIRST, 0.9)  # all that is known at first of rounds without drafts
+    speeds = []
+    for turn in range(40):
+        machine.load = 1.0 if (turn % 2 == 0) == busy_first else 3.0
+        speeds.append(machine.run(40, 0.5 if not pays else 0.9))
+    alike = Machine(True, pass_cost=lambda n: 1 + more * (n - 1))
+    usual = alike.run(1000, 0.5 if not pays else 0.9)
+    assert sum(speeds[4:]) / 36 > 0.95 * usual
+    assert (usual > 2) == pays
 
 
 def test_places_are_told_apart() -> None:
@@ -280,13 +320,32 @@ def test_places_are_told_apart() -> None:
 def test_costs_are_worked_out_of_what_was_seen() -> None:
     costs = Costs()
     assert costs.of(1, 4) > costs.of(1, 1) > 0
+    costs.note(1, 5, 4.0)
     for seconds in (2.0, 2.0, 90.0):
         costs.note(1, 1, seconds)
-    costs.note(1, 5, 4.0)
     assert [costs.of(1, n) for n in (1, 2, 3, 5)] == [2.0, 2.5, 3.0, 4.0]
     assert 4.0 < costs.of(1, 9) < 8.0
     assert costs.times(1, 1) == 3
     assert costs.times(2, 1) == 0
+    assert costs.of(2, 5) / costs.of(2, 1) == 2.0, "rows that are new have the proportions of others"
+    costs.note(2, 5, 12.0 * costs.load)
+    assert [costs.of(2, n) for n in (1, 3, 5)] == pytest.approx([6.0, 9.0, 12.0])
+
+
+def test_a_busy_machine_is_told_from_passes_that_cost_more() -> None:
+    costs = Costs()
+    for _ in range(5):
+        costs.note(1, 1, 1.0)
+    for _ in range(20):
+        costs.note(1, 1, 3.0)
+    assert costs.load > 2.4, "the rest is taken for what passes cost"
+    for _ in range(8):
+        costs.note(1, 5, 6.0)  # the first of its size, on a busy machine
+    assert costs.of(1, 5) / costs.of(1, 1) == pytest.approx(2.0, rel=0.1)
+    for _ in range(20):
+        costs.note(1, 5, 2.0)  # not busy any more, and nothing of one token is seen
+    assert costs.of(1, 1) * costs.load == pytest.approx(1.0, rel=0.15)
+    assert costs.of(1, 5) / costs.of(1, 1) == pytest.approx(2.0, rel=0.15)
 
 
 def test_a_length_that_nobody_knows_is_refused() -> None:

@@ -76,6 +76,7 @@ class Decoder:
         # Of all rows, tokens (B,) and log-probabilities (B, V) of a pass that is on its way: nothing is pending then.
         self._ahead: tuple[mx.array, mx.array] | None = None
         self._known: list[list[Emitted]] | None = None  # to be emitted next, without a pass
+        self._two_began: float | None = None  # seconds of the last round, if it began a pass and the next one ahead
         self.by_class: Callable[[list[Any]], list[Any]] = list  # what is done to the model's caches of a row that joins
 
     # --- rows that come and go ------------------------------------------------------------------------------------
@@ -166,7 +167,7 @@ class Decoder:
         choice = Choice(self.samplers, self._vocabulary, max(count, 1), self._agreement.tokens)
         room, waiting = self.target.most_drafts(count), self.target.waiting
         drafted, verifies, goes_on = self._agreement.told(lambda: self._planned(most, room, waiting, choice))
-        drafting = time.perf_counter() - started
+        drafting, was_ahead = time.perf_counter() - started, self._ahead is not None
         if verifies:
             logprobs = normalized(self.target.verify(drafted))  # (B, L + 1, V)
             decided = choice.accept(drafted, logprobs)
@@ -180,9 +181,22 @@ class Decoder:
         self._take(got)
         longest = max(map(len, drafted))
         seconds = time.perf_counter() - started
-        self.pace.passed(longest, waiting, seconds - drafting, drafting)
+        self.pace.passed(longest, waiting, self._seconds_a_pass(was_ahead, seconds - drafting), drafting)
         statistics.note(drafted, right, seconds, self.pace.seconds_without(len(got)))
         return _emitted(got, logprobs)
+
+    def _seconds_a_pass(self, was_ahead: bool, seconds: float) -> float | None:
+        """What one pass took, by what a round took; None where that does not tell.
+
+        A round that begins two passes waits for the first and for much of the second; the rest is the next round's.
+        """
+        began, self._two_began = self._two_began, None
+        if self._ahead is not None and not was_ahead:
+            self._two_began = seconds
+            return None
+        if was_ahead and self._ahead is None:
+            return None if began is None else (began + seconds) / 2
+        return seconds
 
     def _planned(self, most: int, room: list[int], waiting: int, choice: Choice) -> tuple[list[list[int]], bool, bool]:
         """What is drafted for each row, whether a pass verifies it, and if not, whether the next one begins before.
@@ -250,7 +264,7 @@ class Decoder:
         """What is on its way is waited for, and emitted next: the rows are about to change."""
         if self._ahead is None:
             return
-        arriving, self._ahead = self._ahead, None
+        arriving, self._ahead, self._two_began = self._ahead, None, None
         got, logprobs = self._arrived(*arriving)
         self._take(got)
         self._known = _emitted(got, logprobs)

@@ -19,14 +19,17 @@ from itertools import accumulate
 from operator import mul
 from statistics import median
 
+from mlx_kv.generation.speculation.costs import MORE, REMEMBERED, Costs
+
 FADE = 0.98  # of what was seen, with each round that says more about a row
 FIRST_RIGHT = 0.7  # a guess, as long as nothing is known
 PRIOR_WEIGHT = 4.0  # tokens for which the guess counts, and for a row what is known of all rows
-MORE = 0.1  # of the cost of a token alone, for each further one in a pass, as long as nothing is known
-REMEMBERED = 7  # rounds of one size: their median is what such a round costs
-MEASURED_FIRST = 3  # rounds without drafts: what they cost is what all else is compared to
+MEASURED_FIRST = 2  # rounds without drafts: what they cost is what all else is compared to
+TRUSTED = 6  # rounds with drafts of a new number of rows, before what they cost without is measured and not guessed
 TRIALS = 2  # rounds that are drafted to see whether it pays again
 LEAST_WAIT, MOST_WAIT = 32, 1024  # rounds without drafts between trials
+LEAST_USE, MOST_USE = 32, 256  # rounds with drafts before it is seen again what one without takes
+AS_BEFORE = 0.2  # a change of what it takes, as a part, that changes nothing
 
 
 class Acceptance:
@@ -58,34 +61,6 @@ class Acceptance:
         return chances
 
 
-class Costs:
-    """Seconds of a pass, by how many rows and tokens it reads; what was not seen is worked out of what was."""
-
-    def __init__(self) -> None:
-        self._seen: dict[tuple[int, int], deque[float]] = {}
-
-    def note(self, rows: int, tokens: int, seconds: float) -> None:
-        self._seen.setdefault((rows, tokens), deque(maxlen=REMEMBERED)).append(seconds)
-
-    def times(self, rows: int, tokens: int) -> int:
-        """How often such a pass was seen, of late."""
-        return len(self._seen.get((rows, tokens), ()))
-
-    def of(self, rows: int, tokens: int) -> float:
-        """Of a pass of that many rows and tokens; 1 for one of a single token, where nothing was seen."""
-        known = {size: median(seconds) for (of, size), seconds in self._seen.items() if of == rows}
-        if tokens in known:
-            return known[tokens]
-        below = max((size for size in known if size < tokens), default=None)
-        above = min((size for size in known if size > tokens), default=None)
-        if below is None:
-            return 1 + MORE * (tokens - 1) if above is None else known[above]
-        if above is None:
-            return known[below] * (1 + MORE * (tokens - below) / (1 + MORE * (below - 1)))
-        share = (tokens - below) / (above - below)
-        return known[below] + share * (known[above] - known[below])
-
-
 class Pace:
     """The number of tokens that are drafted for each round.
 
@@ -109,6 +84,7 @@ class Pace:
             tuple[list[int], int] | None
         ] = []  # of each row, what was not used, and how far it is right
         self._rounds_off, self._wait, self._trials = 0, LEAST_WAIT, 0
+        self._rounds_on, self._use = 0, LEAST_USE
 
     # --- rows -----------------------------------------------------------------------------------------------------
 
@@ -136,7 +112,7 @@ class Pace:
         longest = min(most, self.most) if proposed is None else min(most, max(proposed, default=0))
         if self.fixed:
             return longest
-        if longest <= 0 or self._costs.times(rows, 1) < MEASURED_FIRST:
+        if longest <= 0 or not self._comparable(rows) or self._rounds_on >= self._use:
             return 0
         if self._trials:
             self.length = min(self._trial, longest)
@@ -151,6 +127,13 @@ class Pace:
         elif self.length:
             self._rounds_off, self._wait = 0, LEAST_WAIT
         return self.length
+
+    def _comparable(self, rows: int) -> bool:
+        """Whether it is known what these rows cost without drafts: it was measured, or of about so many rows."""
+        costs = self._costs
+        if costs.times(rows, 1) >= MEASURED_FIRST:
+            return True
+        return costs.like(rows, MEASURED_FIRST) and costs.times_longer(rows) < TRUSTED
 
     @property
     def _trial(self) -> int:
@@ -180,19 +163,24 @@ class Pace:
 
     # --- what is learnt -------------------------------------------------------------------------------------------
 
-    def passed(self, drafted: int, waiting: int, seconds: float, drafting: float = 0.0) -> None:
+    def passed(self, drafted: int, waiting: int, seconds: float | None, drafting: float = 0.0) -> None:
         """A round was done, whose pass read a token of each row, and besides these.
 
         Args:
             drafted: of the row that had most.
             waiting: tokens that were read again.
-            seconds: that it took, without drafting.
+            seconds: that a pass took, without drafting; None where it cannot be told.
             drafting: seconds that drafting took.
         """
-        rows = len(self._rows)
-        self._costs.note(rows, 1 + drafted + waiting, seconds)
+        rows, costs = len(self._rows), self._costs
+        self._rounds_on = self._rounds_on + 1 if drafted else 0
+        if seconds is not None:
+            if not drafted and not waiting and costs.times(rows, 1):
+                as_before = abs(seconds / (costs.of(rows, 1) * costs.load) - 1) < AS_BEFORE
+                self._use = min(2 * self._use, MOST_USE) if as_before else LEAST_USE
+            costs.note(rows, 1 + drafted + waiting, seconds)
         if drafted:
-            self._drafting.setdefault(rows, deque(maxlen=REMEMBERED)).append(drafting / drafted)
+            self._drafting.setdefault(rows, deque(maxlen=REMEMBERED)).append(drafting / drafted / costs.load)
             self._trials = max(0, self._trials - 1)
 
     def judged(self, drafted: Sequence[int], right: Sequence[int]) -> None:
@@ -226,5 +214,6 @@ class Pace:
                 self._note(row, len(guessed), right + (guessed[right] == token))
 
     def seconds_without(self, rows: int) -> float | None:
-        """What a round without drafts takes for so many rows; None where it was not seen."""
-        return self._costs.of(rows, 1) if self._costs.times(rows, 1) else None
+        """What a round without drafts takes for so many rows; None where none was seen, nor of about so many."""
+        costs = self._costs
+        return costs.of(rows, 1) * costs.load if costs.times(rows, 1) or costs.like(rows, MEASURED_FIRST) else None
