@@ -60,7 +60,7 @@ def played(seed: int, has: Has, peers: Peers) -> Life:
         **quantised,
     )
     life = Life(draw, policy, has, peers)
-    for _ in range(25):
+    for _ in range(30):
         draw.choice(life.acts)()
     return life
 
@@ -74,6 +74,7 @@ class Life:
         self.acts: list[Callable[[], None]] = [
             *[self.write, self.decode, self.decode] * 3,
             *[self.trim, self.copy, self.join, self.leave, self.load, self.compact],
+            *[self.replace, self.merge, self.single_out],
         ]
 
     def sequence(self) -> list[KVCache]:
@@ -123,6 +124,16 @@ class Life:
             stay = sorted(self.draw.sample(range(self.rows), self.rows - 1))
             for cache in self.batch:
                 cache.filter(stay)
+
+    def replace(self) -> None:
+        self.batch = copy.deepcopy(self.batch)
+
+    def merge(self) -> None:
+        if self.rows < 4:
+            self.batch = [KVCache.merge(each) for each in zip(self.kept_aside, self.batch, strict=True)]
+
+    def single_out(self) -> None:
+        self.batch = [cache.extract(self.rows - 1) for cache in self.batch]
 
     def load(self) -> None:
         self.batch = [KVCache.from_state(cache.state) for cache in self.batch]

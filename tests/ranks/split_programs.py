@@ -90,11 +90,11 @@ def run(model: nn.Module, settings: dict[str, Any], peers: Peers | None = None) 
         calls += 1
         return gathered(x, group)
 
-    gathered, exchange._gathered = exchange._gathered, counted
+    gathered, exchange.gathered = exchange.gathered, counted
     try:
         done = decode(model, caches)
     finally:
-        exchange._gathered = gathered
+        exchange.gathered = gathered
     compactions = max((cache.evictor.compactions for cache in attention_caches(caches) if cache.evictor), default=0)
     return {**done, "collectives": calls, "compactions": compactions}
 
