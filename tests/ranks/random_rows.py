@@ -23,10 +23,11 @@ SPLITS = {2: (2, 3), 3: (1, 3, 1)}  # layers of each rank, of which the last has
 
 
 class Has(NamedTuple):
-    """What a rank has."""
+    """What a rank has; noise is what its tensors are off by, as copies may be that ranks computed for themselves."""
 
     layers: range
     heads: slice
+    noise: float = 0.0
 
 
 ALL = Has(range(LAYERS), slice(None))
@@ -34,6 +35,8 @@ ALL = Has(range(LAYERS), slice(None))
 
 def part_of(split: str, group: mx.distributed.Group) -> Has:
     rank, size = group.rank(), group.size()
+    if split == "copies":
+        return Has(range(LAYERS), slice(None), 0.1 * rank)
     if split == "heads":
         return Has(range(LAYERS), slice(rank * HEADS // size, (rank + 1) * HEADS // size))
     counts = SPLITS[size]
@@ -42,7 +45,7 @@ def part_of(split: str, group: mx.distributed.Group) -> Has:
 
 
 def peers(split: str, group: mx.distributed.Group) -> Peers:
-    return Heads(group, copies=False) if split == "heads" else Layers(group, max(SPLITS[group.size()]), 1)
+    return Layers(group, max(SPLITS[group.size()]), 1) if split == "layers" else Heads(group, split == "copies")
 
 
 def played(seed: int, has: Has, peers: Peers) -> Life:
@@ -65,22 +68,30 @@ def played(seed: int, has: Has, peers: Peers) -> Life:
     return life
 
 
+def alike(count: int, has: Has, peers: Peers) -> None:
+    """Rows that stand alike, compacted once."""
+    life = Life(random.Random(0), CachePolicy(budget=20, keep_recent=4), has, peers)
+    life.batch = life.sequence(count, 40)
+    life.compact()
+
+
 class Life:
     """A batch of sequences, and one that was kept aside."""
 
     def __init__(self, draw: random.Random, policy: CachePolicy, has: Has, peers: Peers) -> None:
         self.draw, self.policy, self.has, self.peers = draw, policy, has, peers
-        self.batch, self.kept_aside = self.sequence(), self.sequence()
+        rows, tokens = draw.choice([1, 1, 2, 3]), draw.randint(1, 40)
+        self.batch, self.kept_aside = self.sequence(rows, tokens), self.sequence()
         self.acts: list[Callable[[], None]] = [
             *[self.write, self.decode, self.decode] * 3,
             *[self.trim, self.copy, self.join, self.leave, self.load, self.compact],
             *[self.replace, self.merge, self.single_out],
         ]
 
-    def sequence(self) -> list[KVCache]:
+    def sequence(self, rows: int = 1, tokens: int = 30) -> list[KVCache]:
         group = LayerGroup(self.peers)
         caches = [self.policy.make_cache(layer_group=group, layer=layer) for layer in self.has.layers]
-        self.update(caches, [self.draw.randint(1, 40)])
+        self.update(caches, [tokens] * rows)
         return caches
 
     def update(self, caches: list[KVCache], counts: list[int]) -> None:
@@ -88,6 +99,8 @@ class Life:
         longest, key = max(counts), mx.random.key(self.draw.getrandbits(32))
         shape = (2, LAYERS, len(counts), HEADS, longest, DIM)
         keys, values = mx.random.normal(shape, key=key)
+        if self.has.noise:
+            keys = keys + self.has.noise * mx.random.normal(keys.shape, key=mx.random.key(len(self.has.layers)))
         for cache, layer in zip(caches, self.has.layers, strict=True):
             if len(set(counts)) > 1:
                 cache.prepare(lengths=counts)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import sys
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 sys.path.append(str(Path(__file__).parent.parent / "mlxlm"))  # where the families are
 
@@ -26,8 +27,9 @@ from mlx_kv.cache.eviction.peers import ALONE, Peers
 from mlx_kv.mlxlm.traverse import attention_caches
 from mlx_kv.ranks import peers as exchange
 from mlx_kv.ranks.peers import peers_of
-from mlx_kv.ranks.splitting import Split, load_part, split_model, weights_of
+from mlx_kv.ranks.splitting import Split, load_part, part_of, split_model, weights_of
 
+T = TypeVar("T")
 PROMPT = [(7 * i * i + 3 * i) % 90 for i in range(70)]
 STEPS = 16
 BUDGET: dict[str, Any] = {"budget": 40, "keep_recent": 6, "sinks": 2, "margin": 5}
@@ -83,20 +85,26 @@ def run(model: nn.Module, settings: dict[str, Any], peers: Peers | None = None) 
         caches = make_prompt_cache(model, CachePolicy(**settings), peers=peers_of(model) if peers is None else peers)
     except ValueError as error:
         return {"refused": str(error)}
-    calls = 0
+    done, calls = counted(lambda: decode(model, caches))
+    compactions = max((cache.evictor.compactions for cache in attention_caches(caches) if cache.evictor), default=0)
+    return {**done, "collectives": calls, "compactions": compactions}
 
-    def counted(x: mx.array, group: mx.distributed.Group) -> mx.array:
+
+def counted(act: Callable[[], T]) -> tuple[T, int]:
+    """What is done, and how often the ranks had to tell each other their scores."""
+    calls, gathered = 0, exchange.gathered
+
+    def one_more(x: mx.array, group: mx.distributed.Group) -> mx.array:
         nonlocal calls
         calls += 1
         return gathered(x, group)
 
-    gathered, exchange.gathered = exchange.gathered, counted
+    exchange.gathered = one_more
     try:
-        done = decode(model, caches)
+        done = act()
+        return done, calls
     finally:
         exchange.gathered = gathered
-    compactions = max((cache.evictor.compactions for cache in attention_caches(caches) if cache.evictor), default=0)
-    return {**done, "collectives": calls, "compactions": compactions}
 
 
 def families(split: str, layers: str, *cases: str) -> None:
@@ -109,7 +117,8 @@ def families(split: str, layers: str, *cases: str) -> None:
         alone = {name: run(model, settings) for name, settings in policies.items()}
         split_model(model, ranks, [int(word) for word in layers.split(",")] if layers else None)
         for name, settings in policies.items():
-            tell(family=family, policy=name, alone=alone[name], part=run(model, settings))
+            part, of = run(model, settings), part_of(model)
+            tell(family=family, policy=name, alone=alone[name], part=part, copies=of is not None and of.copies)
 
 
 def unheard(split: str) -> None:
@@ -170,3 +179,15 @@ def random_rows(split: str, first: str, last: str) -> None:
         alone = rows.played(seed, rows.ALL, ALONE)
         kept = rows.played(seed, has, peers).kept()
         tell(alone=alone.part(has), kept=kept, share=alone.policy.share, compactions=alone.compactions())
+
+
+def order() -> None:
+    """Scores that say whose they are: layer, row, head, token."""
+    raw = join("").raw
+    numbers = mx.arange(rows.LAYERS * 2 * rows.HEADS * 4).reshape(rows.LAYERS, 2, rows.HEADS, 4).astype(mx.float32)
+    heads = [layer[:, rows.part_of("heads", raw).heads] for layer in numbers]
+    layers = [numbers[layer, 0, :1] for layer in rows.part_of("layers", raw).layers]
+    tell(heads=[layer.tolist() for layer in rows.peers("heads", raw).with_heads(heads)] == numbers.tolist())
+    tell(rows=counted(lambda: rows.alike(3, rows.part_of("heads", raw), rows.peers("heads", raw)))[1])
+    heard = [layer.tolist() for layer in rows.peers("layers", raw).with_layers(layers)]
+    tell(layers=[layer for layer in heard if any(layer[0])] == [layer[0, :1].tolist() for layer in numbers])

@@ -21,7 +21,7 @@ from mlx_kv.mlxlm.loading import model_from_config
 
 THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
 # Several kinds of attention: full and windowed in turn, sinks, latent, recurrent, lists of caches for each layer.
-HEADS = "llama qwen3 gpt_oss deepseek_v2 deepseek_v3 longcat_flash minimax_m3_vl qwen3_5 step3p5 glm4_moe".split()
+HEADS = "llama qwen3 deepseek_v3 deepseek_v2 gpt_oss longcat_flash minimax_m3_vl qwen3_5 step3p5 glm4_moe".split()
 LAYERS = (
     "qwen2 qwen3_moe ministral3 deepseek_v2 deepseek_v3 deepseek_v32 qwen3_next qwen3_5 mistral4 glm4_moe_lite".split()
 )
@@ -73,6 +73,8 @@ def test_families(split: str, names: list[str]) -> None:
     for case in found:
         check(case, split)
     assert sum("refused" in case[0]["alone"] for case in found) < len(found) / 4
+    copies = {case[0]["family"] for case in found if case[0]["copies"]}
+    assert copies == ({"deepseek_v3", "longcat_flash"} if split == "heads" else set())
 
 
 def test_uneven_layers_on_three_ranks() -> None:
@@ -100,6 +102,11 @@ def test_a_compaction_is_one_collective_at_the_most(split: str) -> None:
     assert any(layer not in unheard[0]["alone"]["kept"] for part in kept for layer in part)
 
 
+def test_what_is_heard_is_in_the_order_of_one_process() -> None:
+    """Or the last bits of sums would be others."""
+    assert told(3, split_programs.order) == [[{"heads": True}] * 3, [{"rows": 1}] * 3, [{"layers": True}] * 3]
+
+
 def test_a_rank_that_has_windows_alone_is_told() -> None:
     for case in told(2, split_programs.windows_alone):
         if case[0]["policy"] == "layers":
@@ -108,9 +115,11 @@ def test_a_rank_that_has_windows_alone_is_told() -> None:
             check(case, "layers")
 
 
-@pytest.mark.parametrize(("size", "split", "first"), [(2, "heads", 0), (2, "layers", 100), (3, "layers", 200)])
+@pytest.mark.parametrize(
+    ("size", "split", "first"), [(2, "heads", 0), (2, "layers", 100), (3, "layers", 200), (2, "copies", 300)]
+)
 def test_random_lives_of_rows(size: int, split: str, first: int) -> None:
-    """All ranks keep what one process keeps, whatever becomes of the rows."""
+    """All ranks keep what one process keeps, whatever becomes of the rows; of copies, what the first would keep."""
     lives = 200 if THOROUGH else 10
     found = told(size, split_programs.random_rows, split, first, first + lives)
     assert len(found) == lives
