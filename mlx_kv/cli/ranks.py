@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -164,7 +164,7 @@ class RankOptions:
         split: Any = self.split
         return join_ranks(
             split,
-            settings={"command": context.info_name, **settings},
+            settings={"command": context.info_name, **settings, "word on drafting": drafts(context.params)},
             address=self.link_address,
             secret=None if self.secret_file is None else read_secret(self.secret_file),
             step_seconds=self.step_timeout,
@@ -202,6 +202,11 @@ def rank_options(function: Command) -> Command:
         ),
     )
     return applied(options, command)
+
+
+def drafts(params: Mapping[str, Any]) -> bool:
+    """Whether a command drafts: ranks may have another draft model, or none, but all know that there are drafts."""
+    return params.get("draft_model") is not None or params.get("draft") not in (None, "none")
 
 
 def read_secret(path: Path) -> bytes:

@@ -104,6 +104,10 @@ class RankGroup:
         """For the time of a step: if that takes far longer than any before it, the group ends with a message."""
         return self._watchdog.watch(step)
 
+    def alive(self) -> None:
+        """A step that is watched has come on: it has the time of a new one."""
+        self._watchdog.alive()
+
     def when_gone(self, gone: Gone | None) -> None:
         """Who is called, once and in another thread, when a rank is gone; None ends the process, with one line."""
         self.link.when_gone(gone)
@@ -205,8 +209,9 @@ def join_ranks(
 
 
 def _versions() -> dict[str, str]:
-    """Of what decides how a model is computed, and how ranks speak."""
-    return {f"version of {name}": importlib.metadata.version(name) for name in ("mlx-kv", "mlx", "mlx-lm")}
+    """Of what decides how a model is computed, and how ranks speak; and on what: a CPU computes in other numbers."""
+    installed = {f"version of {name}": importlib.metadata.version(name) for name in ("mlx-kv", "mlx", "mlx-lm")}
+    return {**installed, "kind of device": mx.default_device().type.name}
 
 
 @contextlib.contextmanager

@@ -44,8 +44,15 @@ class Watchdog:
         try:
             yield
         finally:
+            if self._running is not None:
+                began = self._running[1]
             self._running = None
             self._longest[step] = max(self._longest.get(step, 0.0), time.monotonic() - began)
+
+    def alive(self) -> None:
+        """What runs has come on, as when a chunk of a long prompt was read: its time begins anew."""
+        if (running := self._running) is not None:
+            self._running = running[0], time.monotonic()
 
     def limit(self, step: str) -> float:
         """Seconds that a step of this name may take."""

@@ -110,6 +110,7 @@ class Worker:
         """
         assert self._group is not None, "who is alone follows nobody"
         self.models: Models = self._load()
+        self._agree_on_limits()
         memory, peers = MemoryOfAll(self.models.model, self._group), self._group.agreement.peers(self.models.model)
         whose = f"{model_fingerprint(self.models.model)} {self.policy}"
 
@@ -197,6 +198,7 @@ class Worker:
     def _serve(self) -> None:
         try:
             self.models = self._load()
+            self._agree_on_limits()
             self._memory = MemoryOfAll(self.models.model, self._group)
             self._make_engine()
             self._prompt_memory = PromptMemory(self._prompt_memory_bytes, parts=self.parts())
@@ -224,6 +226,12 @@ class Worker:
         self._fail([*self._active.values(), *self._waiting], "the server is shutting down")
         self._engine.close()
         self._prefixes.close()
+
+    def _agree_on_limits(self) -> None:
+        """The rank that keeps least decides what all keep."""
+        if self._group is not None:
+            (self._prompt_memory_bytes,) = self._group.agreement.least([self._prompt_memory_bytes])
+            self._keeps = self._open_store is not None or self._prompt_memory_bytes > 0
 
     def _fingerprint(self) -> str:
         """What tells the caches of this model, draft model and policy from those of others.
