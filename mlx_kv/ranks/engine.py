@@ -30,7 +30,7 @@ def lead(make_engine: MakeEngine, group: RankGroup | None) -> Engine:
     if group is None:
         return make_engine(ALONE)
     group.leader.tell("engine")
-    with group.watch("making an engine"):
+    with group.watch("beginning"):
         return LedEngine(make_engine(group.agreement), group)
 
 

@@ -85,7 +85,7 @@ class Following:
         self.caches.clear()
         self._ended, self._seen = {}, 0
         mx.clear_cache()
-        with self._group.watch("making an engine"):
+        with self._group.watch("beginning"):
             self._engine = self._make_engine(self._group.agreement)
 
     def do_submit(self, index: int, tokens: list[int], max_tokens: int, number: int | None, before: int) -> None:

@@ -16,16 +16,19 @@ from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
-from generating import BUDGET, PLAIN, POLICIES, PROMPT, TEMPERATURE, model_of, nearly
+from generating import BUDGET, PLAIN, POLICIES, PROMPT, TEMPERATURE, joined, model_of, nearly
 
 from mlx_kv import CachePolicy, ScoredTokens, register_score
 from mlx_kv.generation.agreement import ALONE, Agreement
 from mlx_kv.generation.engine import Engine, make_engine
+from mlx_kv.generation.plain import PlainEngine
 from mlx_kv.generation.prefill import read_chunk
 from mlx_kv.generation.sampling import SeededSampler
 from mlx_kv.generation.sequence import TokenSequence
 from mlx_kv.mlxlm.traverse import attention_caches
 from mlx_kv.prefixes.reader import PromptReader
+from mlx_kv.ranks.engine import lead
+from mlx_kv.ranks.following import follow
 
 Make = Callable[..., Engine]
 Case = Callable[[Make], Any]
@@ -209,16 +212,7 @@ def changes(policy: CachePolicy) -> dict[str, Any]:
 
 def ranked(family: str, split: str, *names: str) -> None:
     """The leader runs cases and writes down what came of each; the others follow, and write down what they hold."""
-    from mlx_kv.ranks.engine import lead
-    from mlx_kv.ranks.following import follow
-    from mlx_kv.ranks.group import join_ranks
-    from mlx_kv.ranks.splitting import split_model
-
-    group = join_ranks(split, step_seconds=30)  # type: ignore[arg-type]
-    assert group is not None
-    with group:
-        model = model_of(family)
-        split_model(model, group)
+    with joined(family, split) as (model, group):
         asked: list[tuple[CachePolicy, dict[str, Any]]] = []
 
         def engine_of_last(agreement: Agreement) -> Engine:
@@ -244,15 +238,7 @@ def ranked(family: str, split: str, *names: str) -> None:
 
 def astray(family: str, split: str) -> None:
     """A rank that lets go of no row when it is told to: its next step is not the leader's."""
-    from mlx_kv.generation.plain import PlainEngine
-    from mlx_kv.ranks.engine import lead
-    from mlx_kv.ranks.following import follow
-    from mlx_kv.ranks.group import join_ranks
-    from mlx_kv.ranks.splitting import split_model
-
-    with join_ranks(split, step_seconds=30) as group:  # type: ignore[arg-type,union-attr]
-        model = model_of(family)
-        split_model(model, group)
+    with joined(family, split) as (model, group):
 
         def make(agreement: Agreement) -> Engine:
             return make_engine(model, set(), PLAIN, agreement=agreement)
