@@ -24,6 +24,7 @@ from mlx_kv.cli.config import find_config, read_config
 from mlx_kv.cli.options import Command, FiniteRange, applied
 from mlx_kv.cli.split_options import split_options
 from mlx_kv.ranks.environment import launched
+from mlx_kv.ranks.watchdog import STEP_SECONDS
 
 if TYPE_CHECKING:
     import mlx.nn as nn
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from mlx_kv.generation.statistics import CacheStatistics
     from mlx_kv.ranks.group import RankGroup
 
-STEP_TIMEOUT = 120.0
 # Words that may differ: places on one machine, and what the first rank alone reads. Models are compared by content.
 MAY_DIFFER = {
     *("model", "draft_model", "secret_file", "api_key_file", "prompt_memory_bytes", "link_address"),
@@ -195,7 +195,7 @@ def rank_options(function: Command) -> Command:
         click.option(
             "--step-timeout",
             type=FiniteRange(0, min_open=True),
-            default=STEP_TIMEOUT,
+            default=STEP_SECONDS,
             show_default=True,
             metavar="SECONDS",
             help="Ranks whose steps take longer, and 20 times as long as any before, end.",
