@@ -7,7 +7,6 @@ asyncio, nor what is shown of its memory (`monitor`).
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import queue
 import threading
@@ -33,7 +32,7 @@ from mlx_kv.prefixes.memory import PromptMemory
 from mlx_kv.prefixes.part_keeper import PartKeeper
 from mlx_kv.prefixes.parts import RankParts
 from mlx_kv.prefixes.reader import PromptReader
-from mlx_kv.prefixes.serving import kept_how
+from mlx_kv.prefixes.serving import mark_of_drafts
 from mlx_kv.prefixes.store import PromptStore
 from mlx_kv.ranks.engine import lead
 from mlx_kv.ranks.following import Caches, follow
@@ -234,18 +233,15 @@ class Worker:
             self._keeps = self._open_store is not None or self._prompt_memory_bytes > 0
 
     def _fingerprint(self) -> str:
-        """What tells the caches of this model, draft model and policy from those of others.
-
-        Who drafts without a model leaves no trace but in rings, which have room for drafts then.
-        """
+        """What tells the caches of this model, draft model and policy from those of others."""
         marks = [model_fingerprint(net) for net in (self.models.model, self.models.draft) if net is not None]
-        how = [str(self.policy)]
-        here, plain = self._engine.make_caches(), make_prompt_cache(self.models.model, self.policy, strict=False)
+        marks.append(str(self.policy))
         if self.models.draft is not None:
-            how.append(f"draft tokens {self._drafting.draft_tokens}")
-        elif kept_how(here) != kept_how(plain):
-            how.append(hashlib.blake2b(kept_how(here).encode(), digest_size=8).hexdigest())
-        return " ".join([*marks, *how])
+            marks.append(f"draft tokens {self._drafting.draft_tokens}")
+        elif self._engine.speculation is not None:
+            plain = make_prompt_cache(self.models.model, self.policy, strict=False)
+            marks += mark_of_drafts(self._engine.make_caches(), plain)
+        return " ".join(marks)
 
     def _make_engine(self) -> None:
         self._engine = lead(self._engine_for, self._group)
