@@ -227,8 +227,8 @@ class RankParts:
             self._heard[what, name] = heard
         try:
             self._tell_soon(what, name)
-            yield
             ends = time.monotonic() + seconds
+            yield
             with self._news:
                 while len(heard) < self._others and (left := ends - time.monotonic()) > 0:
                     self._news.wait(left)

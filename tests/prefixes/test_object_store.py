@@ -14,6 +14,7 @@ from conversations import STEPS, Reference, conversation, goes_on_as, named
 from hypothesis import given, settings
 from places import Place
 from s3 import BUCKET, ObjectStore, object_store
+from two_ranks import TwoRanks, keep
 
 from mlx_kv import PromptStore
 
@@ -74,6 +75,21 @@ def test_it_asks_for_little(objects: ObjectStore, far: Place, monkeypatch: pytes
     assert asked(lambda: other.keep(*conversation(1))) == {"GET list": 1}  # it is there
     monkeypatch.setattr("mlx_kv.prefixes.store.TOUCH_EVERY", 0.0)  # when it was last of use is said once a minute
     assert asked(lambda: other.keep(*conversation(1))) == {"GET list": 1, "PUT used": 1}
+
+
+def test_two_ranks_have_their_parts_there(objects: ObjectStore, far: Place) -> None:
+    """And another two find both; without an answer nobody waits for either."""
+    ranks = TwoRanks()
+    assert keep(ranks, ranks.store(far.url, deadline=20.0), *conversation(0))
+    others = TwoRanks()
+    store = others.store(far.url, deadline=20.0)
+    found = store.find([*conversation(0)[0], 0])
+    assert found is not None
+    assert goes_on_as(others.whole(found[0]), conversation(0)[1], 240)
+    objects.hang()
+    store.deadline = QUICK
+    assert store.find([*conversation(0)[0], 0]) is None
+    assert keep(others, store, *conversation(1)) is False
 
 
 def test_what_was_of_no_use_leaves(far: Place, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,17 +57,14 @@ POLICIES = {
 
 
 class Run:
-    """A model, or the part of it that this rank has, as a server has it.
-
-    Args:
-        wrap: what becomes of a function that makes an engine.
-        parts: of the other ranks.
-    """
+    """A model, or the part of it that this rank has, as a server has it."""
 
     def __init__(self, model: nn.Module, policy: CachePolicy, group: Any) -> None:
         self.model, self.policy, self.group = model, policy, group
         self.inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self.engine: Any = self.make(ALONE) if group is None else lead(self.make, group)
+        self.engine: Any = None
+        if group is None or group.leads:
+            self.engine = self.make() if group is None else lead(self.make, group)
 
     def make(self, agreement: Agreement = ALONE) -> Engine:
         return make_engine(self.model, {VOCAB}, self.policy, 2, STEP, return_caches=True, agreement=agreement)
@@ -155,9 +152,7 @@ def ranked(family: str, split: str, folder: str) -> None:
         split_model(model, group)
         for name, policy in POLICIES.items():
             if not group.leads:
-                run = Run.__new__(Run)
-                run.model, run.policy, run.group = model, policy, group
-                follow_one(run)
+                follow_one(Run(model, policy, group))
                 continue
             run = Run(model, policy, group)
             for place in [place for place, policies in CASES if policies == name]:
@@ -165,11 +160,29 @@ def ranked(family: str, split: str, folder: str) -> None:
             group.leader.tell("next")
 
 
+def opening(family: str, folder: str) -> None:
+    """Opens a store on all ranks."""
+    from mlx_kv.ranks.group import join_ranks
+
+    group = join_ranks("layers")
+    assert group is not None
+    with group:
+        model = make_family(family)
+        split_model(model, group)
+        run = Run(model, CachePolicy(), group)
+        if group.leads:
+            PromptStore(folder, parts=run.parts())
+        else:
+            follow_one(run)
+
+
 class NextCaseError(Exception):
     """The leader goes on with another policy."""
 
 
 def follow_one(run: Run) -> None:
+    """As a rank that follows, until the leader goes on."""
+
     def end() -> None:
         raise NextCaseError
 
