@@ -30,7 +30,8 @@ def lead(make_engine: MakeEngine, group: RankGroup | None) -> Engine:
     if group is None:
         return make_engine(ALONE)
     group.leader.tell("engine")
-    return LedEngine(make_engine(group.agreement), group)
+    with group.watch("beginning"):
+        return LedEngine(make_engine(group.agreement), group)
 
 
 class LedEngine:
@@ -58,7 +59,7 @@ class LedEngine:
         self._engine.cancel(index)
 
     def step(self) -> list[BatchToken]:
-        self.numbers.tell("step", self._seen)
+        self.numbers.tell("step", standing(self._engine, self._seen))
         self._seen = FAILED
         with self._group.watch():
             tokens = self._engine.step()
@@ -126,9 +127,14 @@ def trim_everywhere(agreement: Agreement, engine: Engine, caches: list[Any], n: 
     return bool(everywhere) and engine.trim(caches, n)
 
 
+def standing(engine: Engine, seen: int) -> int:
+    """What must be the same on all ranks before a step: what came of the last one, and who is there."""
+    return checksum([seen, engine.rows, engine.pending])
+
+
 def seen_of(tokens: Iterable[BatchToken]) -> int:
     """What of a step must be the same on all ranks."""
     return checksum([(token.index, token.token, token.finish_reason, token.caches is not None) for token in tokens])
 
 
-__all__ = ["FAILED", "LedEngine", "MakeEngine", "RankCaches", "lead", "seen_of", "trim_everywhere"]
+__all__ = ["FAILED", "LedEngine", "MakeEngine", "RankCaches", "lead", "seen_of", "standing", "trim_everywhere"]

@@ -15,7 +15,7 @@ from mlx_lm.generate import generation_stream
 from mlx_kv.generation.engine import Engine
 from mlx_kv.generation.prefill import read_chunk
 from mlx_kv.generation.sequence import TokenSequence
-from mlx_kv.ranks.engine import FAILED, MakeEngine, seen_of, trim_everywhere
+from mlx_kv.ranks.engine import FAILED, MakeEngine, seen_of, standing, trim_everywhere
 from mlx_kv.ranks.group import RankGroup
 from mlx_kv.ranks.link import RanksError
 
@@ -65,7 +65,8 @@ class Following:
         self.caches.clear()
         self._ended, self._seen = {}, 0
         mx.clear_cache()
-        self._engine = self._make_engine(self._group.agreement)
+        with self._group.watch("beginning"):
+            self._engine = self._make_engine(self._group.agreement)
 
     def do_submit(self, index: int, tokens: list[int], max_tokens: int, number: int | None, before: int) -> None:
         caches = None if number is None else list(self.caches[number])
@@ -76,9 +77,10 @@ class Following:
         self.engine.cancel(index)
 
     def do_step(self, seen: int) -> None:
-        if seen != self._seen:
-            why = "it has generated other tokens than the leader" if self._seen != FAILED else self._error
-            self._group.agreement.part(why)
+        if self._seen == FAILED:
+            self._group.agreement.part(self._error)
+        if seen != standing(self.engine, self._seen):
+            self._group.agreement.part("it has other tokens, or other rows, than the leader")
         self._ended, self._seen = {}, FAILED
         try:
             with self._group.watch():

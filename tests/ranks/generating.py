@@ -11,7 +11,8 @@ import mlx_kv  # noqa: F401  it loads a tuned BLAS before MLX
 import functools
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ sys.path.append(str(Path(__file__).parent.parent / "mlxlm"))
 import mlx.core as mx
 import mlx.nn as nn
 from families import make_family
+from family_configurations import CONFIGURATIONS
 from mlx.utils import tree_map
 from mlx_lm.tokenizer_utils import TokenizerWrapper, load
 from tiny_models import make_model
@@ -33,6 +35,9 @@ from mlx_kv import (
     speculative_generate,
     stream_generate,
 )
+from mlx_kv.mlxlm.loading import number_of_weights
+from mlx_kv.ranks.group import RankGroup, join_ranks
+from mlx_kv.ranks.splitting import split_model
 
 VOCAB = 96
 PROMPT = mx.random.randint(1, VOCAB, (40,), key=mx.random.key(3)).tolist()
@@ -53,7 +58,13 @@ Case = Callable[[nn.Module, Any], Any]
 
 
 def model_of(family: str) -> nn.Module:
-    """A tiny model, the same on every rank; of llama one that has three heads for keys and values, as some have."""
+    """A tiny model, the same on every rank, perhaps of a number of layers.
+
+    Of llama it is one that has three heads for keys and values, as some have.
+    """
+    family, _, layers = family.partition(" of ")
+    if layers:
+        CONFIGURATIONS[family] = {**CONFIGURATIONS[family], "num_hidden_layers": int(layers)}
     if family == "llama":
         return make_model("llama", num_attention_heads=9, num_key_value_heads=3, intermediate_size=96)
     return make_family(family)
@@ -163,6 +174,7 @@ def speculated(policy: CachePolicy = PLAIN, **options: Any) -> Case:
 
 
 CASES: dict[str, Case] = {
+    "weights": lambda model, group: number_of_weights(model),  # by which chunks are chosen
     **{f"stream, {name}": streamed(policy) for name, policy in POLICIES.items()},
     **{f"stream, {name}": streamed(policy) for name, policy in BUDGETS.items()},
     **{f"batch, {name}": batched(policy) for name, policy in BUDGETS.items()},
@@ -185,15 +197,19 @@ CASES: dict[str, Case] = {
 # --- on a rank --------------------------------------------------------------------------------------------------------
 
 
-def ranked(family: str, split: str, *names: str) -> None:
-    """Runs cases on this rank and writes down what came of each."""
-    from mlx_kv.ranks.group import join_ranks
-    from mlx_kv.ranks.splitting import split_model
-
+@contextmanager
+def joined(family: str, split: str) -> Iterator[tuple[nn.Module, RankGroup]]:
+    """This rank's part of a model, among the others."""
     group = join_ranks(split, step_seconds=30)  # type: ignore[arg-type]
     assert group is not None
     with group:
         model = model_of(family)
         split_model(model, group)
+        yield model, group
+
+
+def ranked(family: str, split: str, *names: str) -> None:
+    """Runs cases on this rank and writes down what came of each."""
+    with joined(family, split) as (model, group):
         for name in names:
             print(json.dumps([name, CASES[name](model, group)]), flush=True)

@@ -15,16 +15,20 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from generating import BUDGET, PLAIN, POLICIES, PROMPT, TEMPERATURE, model_of, nearly
+import mlx.core as mx
+from generating import BUDGET, PLAIN, POLICIES, PROMPT, TEMPERATURE, joined, model_of, nearly
 
-from mlx_kv import CachePolicy
+from mlx_kv import CachePolicy, ScoredTokens, register_score
 from mlx_kv.generation.agreement import ALONE, Agreement
 from mlx_kv.generation.engine import Engine, make_engine
+from mlx_kv.generation.plain import PlainEngine
 from mlx_kv.generation.prefill import read_chunk
 from mlx_kv.generation.sampling import SeededSampler
 from mlx_kv.generation.sequence import TokenSequence
 from mlx_kv.mlxlm.traverse import attention_caches
 from mlx_kv.prefixes.reader import PromptReader
+from mlx_kv.ranks.engine import lead
+from mlx_kv.ranks.following import follow
 
 Make = Callable[..., Engine]
 Case = Callable[[Make], Any]
@@ -99,6 +103,28 @@ def made_anew(make: Make) -> list[Any]:
     return [drained(engine, told), refused]
 
 
+def failing(tokens: ScoredTokens) -> mx.array:
+    raise ValueError("this score cannot be used")
+
+
+register_score("failing", failing)
+
+
+def failed(make: Make) -> list[Any]:
+    """A step that fails on all ranks, in the middle of a prompt, and an engine that is made after it."""
+    engine, told = make(CachePolicy(score="failing", **BUDGET), prefill_step_size=8), dict[str, list[int]]()
+    engine.submit(TokenSequence(0, PROMPT[:5], 9))
+    engine.submit(TokenSequence(1, PROMPT, 9))
+    try:
+        drained(engine, told)
+    except ValueError as error:
+        said = str(error)
+    del engine
+    engine = make(PLAIN, prefill_step_size=8)
+    engine.submit(TokenSequence(0, PROMPT, 5))
+    return [said, drained(engine, {})]
+
+
 # --- caches that are kept ---------------------------------------------------------------------------------------------
 
 
@@ -153,6 +179,7 @@ CASES: dict[str, Case] = {
     "rows, draft": coming_and_going(**DRAFT),
     "rows, budget, draft": coming_and_going(BUDGETED, **DRAFT),
     "made anew": made_anew,
+    "failed, budget": failed,
     **{f"prefixes, {name}": prefixes(policy) for name, policy in {**POLICIES, "budget": BUDGETED}.items()},
     "prefixes, suffix": prefixes(**SUFFIX),
     "prefixes, draft": prefixes(**DRAFT),
@@ -185,16 +212,7 @@ def changes(policy: CachePolicy) -> dict[str, Any]:
 
 def ranked(family: str, split: str, *names: str) -> None:
     """The leader runs cases and writes down what came of each; the others follow, and write down what they hold."""
-    from mlx_kv.ranks.engine import lead
-    from mlx_kv.ranks.following import follow
-    from mlx_kv.ranks.group import join_ranks
-    from mlx_kv.ranks.splitting import split_model
-
-    group = join_ranks(split, step_seconds=30)  # type: ignore[arg-type]
-    assert group is not None
-    with group:
-        model = model_of(family)
-        split_model(model, group)
+    with joined(family, split) as (model, group):
         asked: list[tuple[CachePolicy, dict[str, Any]]] = []
 
         def engine_of_last(agreement: Agreement) -> Engine:
@@ -216,3 +234,23 @@ def ranked(family: str, split: str, *names: str) -> None:
             print(json.dumps([name, CASES[name](make)]), flush=True)
             gc.collect()
         print(json.dumps(["frames", group.leader.frames]))
+
+
+def astray(family: str, split: str) -> None:
+    """A rank that lets go of no row when it is told to: its next step is not the leader's."""
+    with joined(family, split) as (model, group):
+
+        def make(agreement: Agreement) -> Engine:
+            return make_engine(model, set(), PLAIN, agreement=agreement)
+
+        if not group.leads:
+            PlainEngine.cancel = lambda engine, index: None  # type: ignore[method-assign]
+            follow(make, group)
+        engine = lead(make, group)
+        for index in (0, 1):
+            engine.submit(TokenSequence(index, PROMPT[:5], 20))
+        engine.step()
+        engine.step()
+        print("cancelled", flush=True)
+        engine.cancel(1)
+        drained(engine, {})
