@@ -172,7 +172,6 @@ def soak(model: Path, options: argparse.Namespace) -> dict[str, Any]:
             while (found := metrics(client))["rows"] or found["requests_waiting"]:
                 assert time.monotonic() < deadline, "a row is left"
                 time.sleep(0.1)
-        print(ranks.stderr(0)[-4000:], file=sys.stderr)
         ranks.kill(0, signal.SIGTERM)
         codes = [each.code for each in ranks.wait(30)]
         noise = [each for rank in range(1, options.ranks) for each in (ranks.stdout(rank), ranks.stderr(rank)) if each]

@@ -137,7 +137,7 @@ def continue_prompt(
     if draft is not None:
         step = min(step, prefill_step(draft, make_prompt_cache(draft), decoding.prefill_step_size))
     with prefill_bar(len(tokens), step) as advance:
-        options["prompt_progress_callback"] = advance
+        options["prompt_progress_callback"] = machine.progress(advance)
         if not drafting.asked:
             responses = stream_generate(network, tokenizer, tokens, prompt_cache=caches, **options)
         else:
@@ -147,7 +147,7 @@ def continue_prompt(
             )
             responses = speculative_generate(network, draft, tokenizer, tokens, **options)
             caches = speculation.caches
-        for response in responses:
+        for response in machine.watched(responses):
             pieces.append(response.text)
             ids.append(response.token)
             if not as_json:

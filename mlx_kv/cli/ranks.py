@@ -12,10 +12,10 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from mlx_kv.generation.statistics import CacheStatistics
     from mlx_kv.ranks.group import RankGroup
 
+T = TypeVar("T")
+Progress = Callable[[int, int], None]
 # Words that may differ: places on one machine, and what the first rank alone reads. Models are compared by content.
 MAY_DIFFER = {
     *("model", "draft_model", "secret_file", "api_key_file", "prompt_memory_bytes", "link_address"),
@@ -97,6 +99,34 @@ class Machine:
             return lead(make_for, self.group)
         follow(make_for, self.group)
         raise LeaderEndedError("the leader has ended")
+
+    def watched(self, steps: Iterable[T]) -> Iterator[T]:
+        """The same, where a step that never ends ends all ranks."""
+        steps = iter(steps)
+        while True:
+            with self._watch():
+                try:
+                    step = next(steps)
+                except StopIteration:
+                    return
+            yield step
+
+    def _watch(self) -> contextlib.AbstractContextManager[None]:
+        # Other ranks wait for the first one's word, however long that takes: somebody may read page by page.
+        return self.group.watch() if self.group is not None and self.leads else contextlib.nullcontext()
+
+    def progress(self, then: Progress | None) -> Progress | None:
+        """A callback for chunks of a prompt, each of which is a step that is watched."""
+        group = self.group
+        if group is None:
+            return then
+
+        def told(done: int, total: int) -> None:
+            group.progress()
+            if then is not None:
+                then(done, total)
+
+        return told
 
     def totals(self, held: CacheStatistics, peak: int) -> tuple[CacheStatistics, int]:
         """What the caches of all ranks hold, and the largest peak; each rank gives its own."""
