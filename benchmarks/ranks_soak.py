@@ -85,7 +85,7 @@ def text_of(answer: httpx.Response) -> str | None:
     """The text of an answer, whole or streamed; None where it ended with an error."""
     if answer.status_code != 200 or '"error"' in answer.text:
         return None
-    if not answer.text.startswith("data: "):
+    if not answer.headers["content-type"].startswith("text/event-stream"):
         return str(answer.json()["choices"][0]["text"])
     events = [json.loads(line[6:]) for line in answer.text.split("\n\n") if line.startswith("data: {")]
     assert answer.text.endswith("data: [DONE]\n\n")
