@@ -85,7 +85,7 @@ def text_of(answer: httpx.Response) -> str | None:
     """The text of an answer, whole or streamed; None where it ended with an error."""
     if answer.status_code != 200 or '"error"' in answer.text:
         return None
-    if not answer.text.startswith("data: "):
+    if not answer.headers["content-type"].startswith("text/event-stream"):
         return str(answer.json()["choices"][0]["text"])
     events = [json.loads(line[6:]) for line in answer.text.split("\n\n") if line.startswith("data: {")]
     assert answer.text.endswith("data: [DONE]\n\n")
@@ -172,7 +172,6 @@ def soak(model: Path, options: argparse.Namespace) -> dict[str, Any]:
             while (found := metrics(client))["rows"] or found["requests_waiting"]:
                 assert time.monotonic() < deadline, "a row is left"
                 time.sleep(0.1)
-        print(ranks.stderr(0)[-4000:], file=sys.stderr)
         ranks.kill(0, signal.SIGTERM)
         codes = [each.code for each in ranks.wait(30)]
         noise = [each for rank in range(1, options.ranks) for each in (ranks.stdout(rank), ranks.stderr(rank)) if each]

@@ -70,8 +70,8 @@ class Agreement(Protocol):
         """For the time of a round: if it takes far longer than those before, all end."""
         ...
 
-    def alive(self) -> None:
-        """A round that takes long has come on."""
+    def progress(self) -> None:
+        """A part of a round is done, such as a chunk of a long prompt."""
         ...
 
 
@@ -101,7 +101,7 @@ class Alone:
     def watch(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def alive(self) -> None:
+    def progress(self) -> None:
         """Nobody looks."""
 
 

@@ -89,7 +89,7 @@ def stream_generate(
     shown = options.get("prompt_progress_callback")
 
     def progress(done: int, total: int) -> None:
-        agreement.alive()
+        agreement.progress()
         if shown is not None:
             shown(done, total)
 

@@ -36,8 +36,8 @@ class Joined(Protocol):
         """For the time of a step."""
         ...
 
-    def alive(self) -> None:
-        """A step goes on."""
+    def progress(self) -> None:
+        """A part of the step is done."""
         ...
 
     @property
@@ -107,8 +107,8 @@ class Agreed:
     def watch(self) -> contextlib.AbstractContextManager[None]:
         return self._group.watch()
 
-    def alive(self) -> None:
-        self._group.alive()
+    def progress(self) -> None:
+        self._group.progress()
 
     def part(self, why: str) -> NoReturn:
         """Ranks that no longer do the same end: each collective would meet another one's."""

@@ -104,9 +104,9 @@ class RankGroup:
         """For the time of a step: if that takes far longer than any before it, the group ends with a message."""
         return self._watchdog.watch(step)
 
-    def alive(self) -> None:
-        """A step that is watched has come on: it has the time of a new one."""
-        self._watchdog.alive()
+    def progress(self) -> None:
+        """A part of the step that is watched is done, such as a chunk of a long prompt: the time begins anew."""
+        self._watchdog.progress()
 
     def when_gone(self, gone: Gone | None) -> None:
         """Who is called, once and in another thread, when a rank is gone; None ends the process, with one line."""

@@ -299,6 +299,11 @@ def test_a_step_may_take_as_long_as_those_before_it_and_more() -> None:
     assert watchdog.limit("inner") == 0.2  # it was part of the other
     with watchdog.watch("step"):
         time.sleep(0.3)
+    with watchdog.watch("prompt"):
+        for _ in range(3):  # chunks
+            time.sleep(0.12)
+            watchdog.progress()
+    watchdog.progress()  # of nothing
     assert late == []
     with watchdog.watch("other"):
         time.sleep(0.6)
