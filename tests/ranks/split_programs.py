@@ -108,11 +108,14 @@ def counted(act: Callable[[], T]) -> tuple[T, int]:
 
 
 def families(split: str, layers: str, *cases: str) -> None:
-    """Every case FAMILY:POLICY,POLICY alone, and in parts."""
+    """Every case FAMILY:POLICY,POLICY alone, and in parts; of FAMILY/4 the weights have 4 bits."""
     ranks = join(split)
     for case in cases:
         family, _, names = case.partition(":")
+        family, _, bits = family.partition("/")
         model = make_family(family)
+        if bits:
+            nn.quantize(model, 32, int(bits))
         policies = {name: POLICIES[name] for name in names.split(",")}
         alone = {name: run(model, settings) for name, settings in policies.items()}
         split_model(model, ranks, [int(word) for word in layers.split(",")] if layers else None)

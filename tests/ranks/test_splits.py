@@ -61,8 +61,11 @@ def check(case: Told, split: str) -> None:
 def cases(names: list[str]) -> list[str]:
     """A budget that all layers share for each family, and one more policy in turn."""
     if THOROUGH:
-        return [f"{name}:{','.join(split_programs.POLICIES)}" for name in names]
-    return [f"{name}:layers,{policy}" for name, policy in zip(names, itertools.cycle(TURNS), strict=False)]
+        return [f"{name}:{','.join(split_programs.POLICIES)}" for name in ("qwen2/4", *names)]
+    return [
+        "qwen2/4:layers",
+        *(f"{name}:layers,{turn}" for name, turn in zip(names, itertools.cycle(TURNS), strict=False)),
+    ]
 
 
 @pytest.mark.parametrize(("split", "names"), [("heads", HEADS), ("layers", LAYERS)])
