@@ -2,27 +2,54 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from typing import Any
 
 import mlx.nn as nn
 import pytest
-from generating import CASES, model_of, ranked
+from generating import BUDGETS, CASES, model_of, ranked
 from launching import run_ranks, succeeded
 
+EVERYTHING = tuple(CASES)
+FEW = (
+    "weights",
+    "refused",
+    "stream, left early",
+    "stream, seeded",
+    "batch, seeded",
+    *(f"batch, {name}" for name in BUDGETS),
+    "suffix, 8 bits",
+    "suffix, budget, share=layers",
+    "a draft model, another sampler",
+    "pace",
+)
 
-@pytest.mark.parametrize(("family", "split", "size"), [("qwen2", "heads", 2), ("qwen2", "layers", 2)])
-def test_the_tokens_are_those_of_one_process(family: str, split: str, size: int) -> None:
-    names = list(CASES)
-    model = model_of(family)
-    finished = succeeded(run_ranks(size, ranked, family, split, *names, timeout=120))
-    for rank, each in enumerate(finished):
+
+@pytest.mark.parametrize(
+    ("family", "split", "names"),
+    [
+        ("qwen2", "layers", EVERYTHING),
+        ("qwen2", "heads", FEW),
+        pytest.param("qwen2", "heads", EVERYTHING, marks=pytest.mark.slow),
+        pytest.param("deepseek_v3", "heads", EVERYTHING, marks=pytest.mark.slow),
+    ],
+)
+def test_the_tokens_are_those_of_one_process(family: str, split: str, names: tuple[str, ...]) -> None:
+    model = shared(family)
+    for rank, each in enumerate(succeeded(run_ranks(2, ranked, family, split, *names, timeout=240))):
         told = dict(json.loads(line) for line in each.stdout.splitlines())
-        assert list(told) == names
-        wrong = [name for name in names if name != "pace" and told[name] != expected(model, name)]
+        assert tuple(told) == names
+        wrong = [name for name in names if tokens(name, told[name]) != tokens(name, expected(model, name))]
         assert wrong == [], f"rank {rank}: {[(name, told[name], expected(model, name)) for name in wrong[:1]]}"
 
 
+def tokens(name: str, told: Any) -> Any:
+    """What must be the same; how many tokens were drafted by the clock need not be."""
+    return [item[0] for item in told[:-2]] if name == "pace" else told
+
+
+shared = functools.cache(model_of)
 KNOWN: dict[tuple[int, str], Any] = {}
 
 
