@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ from mlx_kv.cli.config import find_config, read_config
 from mlx_kv.cli.options import Command, FiniteRange, applied
 from mlx_kv.cli.split_options import split_options
 from mlx_kv.ranks.environment import launched
+from mlx_kv.ranks.watchdog import STEP_SECONDS
 
 if TYPE_CHECKING:
     import mlx.nn as nn
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from mlx_kv.generation.statistics import CacheStatistics
     from mlx_kv.ranks.group import RankGroup
 
-STEP_TIMEOUT = 120.0
 # Words that may differ: places on one machine, and what the first rank alone reads. Models are compared by content.
 MAY_DIFFER = {
     *("model", "draft_model", "secret_file", "api_key_file", "prompt_memory_bytes", "link_address"),
@@ -164,7 +164,7 @@ class RankOptions:
         split: Any = self.split
         return join_ranks(
             split,
-            settings={"command": context.info_name, **settings},
+            settings={"command": context.info_name, **settings, "word on drafting": drafts(context.params)},
             address=self.link_address,
             secret=None if self.secret_file is None else read_secret(self.secret_file),
             step_seconds=self.step_timeout,
@@ -195,13 +195,18 @@ def rank_options(function: Command) -> Command:
         click.option(
             "--step-timeout",
             type=FiniteRange(0, min_open=True),
-            default=STEP_TIMEOUT,
+            default=STEP_SECONDS,
             show_default=True,
             metavar="SECONDS",
             help="Ranks whose steps take longer, and 20 times as long as any before, end.",
         ),
     )
     return applied(options, command)
+
+
+def drafts(params: Mapping[str, Any]) -> bool:
+    """Whether a command drafts: ranks may have another draft model, or none, but all know that there are drafts."""
+    return params.get("draft_model") is not None or params.get("draft") not in (None, "none")
 
 
 def read_secret(path: Path) -> bytes:

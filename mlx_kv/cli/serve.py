@@ -100,6 +100,12 @@ _NUMBER: dict[str, Any] = {"metavar": "N", "show_default": True}
 )
 @click.option("--prompt-store", metavar="DIR", help="Keep it on a disk as well, for the next start; or a URL.")
 @click.option("--prompt-store-bytes", type=click.IntRange(1), default=8 * 2**30, **_NUMBER, help="At the most, live.")
+@click.option(
+    "--prompt-store-deadline",
+    type=FiniteRange(0, min_open=True),
+    metavar="SECONDS",
+    help="A prompt waits no longer for the store.  [default: 2 for a URL, 10 for a disk]",
+)
 @policy_options
 @rank_options
 def serve(model: str, drafting: Drafting, ranks: RankOptions, **given: Any) -> None:
@@ -133,6 +139,7 @@ def serve_on(
     prompt_memory_bytes: int,
     prompt_store: str | None,
     prompt_store_bytes: int,
+    prompt_store_deadline: float | None,
     **policy: Any,
 ) -> int:
     """What `serve` does on one machine, to the end; returns the exit code. HTTP is for the one that leads."""
@@ -153,8 +160,14 @@ def serve_on(
     def open_store(models: Models) -> PromptStore:
         from mlx_kv.prefixes.store import PromptStore
 
-        store = PromptStore(str(prompt_store), prompt_store_bytes)
-        store.refresh()
+        store = PromptStore(str(prompt_store), prompt_store_bytes, deadline=prompt_store_deadline, parts=works.parts())
+        try:
+            with store.within():
+                store.refresh()
+        except OSError as error:
+            if not store.far:
+                raise
+            say(f"note: the prompt store does not answer, and is asked again: {error}")
         return store
 
     access = AccessRules(host, listed(allowed_hosts), listed(allowed_origins))

@@ -7,6 +7,7 @@ loop goes round; how ranks speak to each other is for `ranks`. B rows.
 
 from __future__ import annotations
 
+import contextlib
 import zlib
 from collections.abc import Callable, Generator, Sequence
 from typing import Protocol, TypeAlias, TypeVar
@@ -65,6 +66,14 @@ class Agreement(Protocol):
         """The leader's last word: nobody goes on."""
         ...
 
+    def watch(self) -> contextlib.AbstractContextManager[None]:
+        """For the time of a round: if it takes far longer than those before, all end."""
+        ...
+
+    def progress(self) -> None:
+        """A part of a round is done, such as a chunk of a long prompt."""
+        ...
+
 
 class Alone:
     """One process, which has the whole model."""
@@ -88,6 +97,12 @@ class Alone:
 
     def ends(self) -> None:
         """Nobody waits for it."""
+
+    def watch(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def progress(self) -> None:
+        """Nobody looks."""
 
 
 ALONE = Alone()
@@ -157,7 +172,8 @@ def _in_step(agreement: Agreement, rounds: Rounds[T], of: Callable[[T], object])
         if not agreement.goes_on(seen):
             return
         try:
-            given = next(rounds)
+            with agreement.watch():
+                given = next(rounds)
         except StopIteration:  # of all ranks at once
             return
         seen = checksum(of(given))

@@ -122,8 +122,8 @@ def make_engine(
         return_caches: whether the last token of a sequence brings its caches.
         drafter: as in `speculative_generate`; with it or a draft model, the engine speculates.
         num_draft_tokens, prompt_lookup_min, prompt_lookup_max, draft_length: the same.
-        agreement: with the other ranks of the model, which all make an engine now. Whether it speculates, and who
-            drafts, the leader says.
+        agreement: with the other ranks of the model, which all make an engine now. Whether it speculates, who drafts,
+            and whether caches are returned the leader says.
 
     Raises:
         ValueError: what the model or the policy refuses.
@@ -135,7 +135,8 @@ def make_engine(
         whole_number("prefill_step_size", prefill_step_size, least=1)
     check_batches(model)
     policy = policy or CachePolicy()
-    if not agreement.told(lambda: draft_model is not None or drafter is not None):
+    drafts, return_caches = agreement.told(lambda: (draft_model is not None or drafter is not None, return_caches))
+    if not drafts:
         return PlainEngine(model, ends, policy, max_batch_size, prefill_step_size, return_caches, agreement)
     decoder = make_decoder(model, policy, draft_model, drafting or DraftSettings(), agreement)
     if max_batch_size > 1 and (any(equal_lengths(model, agreement)) or decoder.drafter.equal_rows):

@@ -86,6 +86,14 @@ def stream_generate(
     else:
         sampler = options["logits_processors"] = None
     reserve_for(caches, tokens.size, max_tokens)
+    shown = options.get("prompt_progress_callback")
+
+    def progress(done: int, total: int) -> None:
+        agreement.progress()
+        if shown is not None:
+            shown(done, total)
+
+    options["prompt_progress_callback"] = progress
     (options["prefill_step_size"],) = agreement.least([prefill_step(model, caches, wanted)])
     responses = stock_stream_generate(
         model,

@@ -18,6 +18,7 @@ import json
 import re
 import time
 from collections.abc import Iterable
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from mlx_kv.files.serialization import VERSION_WORD
 from mlx_kv.prefixes.folder import PARTIAL, Folder
 
 MARKER, FORMAT = "mlx-kv-store", 1
+OF_PARTS = "parts"  # the format of a store that has a part of the caches, which no older version takes for its own
 ABOUT = "Processed prompts, kept here by mlx-kv. To free the space, delete the whole folder."
 DAMAGED, MOST_DAMAGED = "damaged", 16
 _ID = "[0-9a-f]{32}"
@@ -66,42 +68,81 @@ class StoreFolder:
 
     Args:
         directory: a path or a URL of fsspec; made if not there.
+        deadline: seconds that its answers may take, if it lies elsewhere.
+        words: which part of the caches a store here has, as its marker says; "" is all. Another one is refused.
 
     Attributes:
         folder: its files.
 
     Raises:
-        ValueError: it cannot be used, or holds other things than a store.
+        ValueError: it cannot be used, or holds other things than a store. One elsewhere that does not answer is no
+            error: it is looked at again before it is used.
     """
 
-    def __init__(self, directory: str | Path) -> None:
+    def __init__(self, directory: str | Path, deadline: float, words: str) -> None:
+        self._named, self._words_of_parts, self._checked = str(directory), words, False
         try:
-            self.folder = Folder(directory)
-            files = self.folder.names()
-            if MARKER in files:
-                self._check_format(directory)
-                return
+            self.folder = Folder(directory, deadline)
+        except (OSError, ImportError) as error:
+            raise self._refusal(error) from error
+        try:
+            with self.folder.within(deadline):
+                self._check()
+        except OSError as error:
+            if not self.folder.far or isinstance(error, FileNotFoundError | PermissionError):
+                raise self._refusal(error) from error
+
+    def _refusal(self, error: Exception) -> ValueError:
+        why = getattr(error, "strerror", None) or error
+        return ValueError(f"cannot keep prompts in {self._named}: {why}; give another place")
+
+    def names(self) -> list[str]:
+        """Of all files.
+
+        Raises:
+            ValueError: it turns out to hold other things than a store.
+        """
+        return self.folder.names() if self._checked else self._check()
+
+    def _check(self) -> list[str]:
+        files = self.folder.names()
+        if MARKER in files:
+            self._check_format()
+        else:
             if strange := [file for file in files if not self._as_of_old(file)]:
                 named = ", ".join(sorted(strange)[:3]) + (", …" if len(strange) > 3 else "")
                 raise ValueError(
-                    f"cannot keep prompts in {directory}: it is no prompt store and holds {named}; "
+                    f"cannot keep prompts in {self._named}: it is no prompt store and holds {named}; "
                     "give a new or an empty folder"
                 )
-            self.folder.write(MARKER, json.dumps({"format": FORMAT, "about": ABOUT}).encode())
-        except (OSError, ImportError) as error:
-            raise ValueError(
-                f"cannot keep prompts in {directory}: {getattr(error, 'strerror', None) or error}; give another place"
-            ) from error
+            self._check_parts("" if files else self._words_of_parts)
+            told = (
+                {"format": FORMAT} if not self._words_of_parts else {"format": OF_PARTS, "parts": self._words_of_parts}
+            )
+            self.folder.write(MARKER, json.dumps(told | {"about": ABOUT}).encode())
+        self._checked = True
+        return files
 
-    def _check_format(self, directory: str | Path) -> None:
+    def _check_format(self) -> None:
         told: Any = None
         with contextlib.suppress(ValueError, RecursionError):
             told = json.loads(self.folder.read(MARKER))
         found = told.get("format") if isinstance(told, dict) else None
-        if found not in (FORMAT, None):  # a marker that cannot be read is one all the same
+        if found is None:
+            return  # a marker that cannot be read is one all the same
+        if found not in (FORMAT, OF_PARTS):
             raise ValueError(
-                f"cannot keep prompts in {directory}: it is a prompt store of format {found!r}, and this mlx-kv has "
+                f"cannot keep prompts in {self._named}: it is a prompt store of format {found!r}, and this mlx-kv has "
                 f"format {FORMAT}; give another folder"
+            )
+        self._check_parts(str(told.get("parts", "")))
+
+    def _check_parts(self, there: str) -> None:
+        if there != self._words_of_parts:
+            made, wanted = (words or "one process, which has all" for words in (there, self._words_of_parts))
+            raise ValueError(
+                f"cannot keep prompts in {self._named}: it was made by {made}, not by {wanted}; "
+                "give another folder, or start as many ranks with the same split"
             )
 
     def _as_of_old(self, file: str) -> bool:
@@ -136,8 +177,10 @@ class StoreFolder:
         return False
 
     def _words(self, file: str) -> dict[str, str]:
-        with self.folder.open(file) as opened:
-            return tensor_files.words_of(opened, self.folder.size(file)) or {}
+        length = int.from_bytes(self.folder.beginning(file, 8), "little")
+        if length > tensor_files.MOST_HEADER_BYTES:
+            return {}
+        return tensor_files.words_of(BytesIO(self.folder.beginning(file, 8 + length)), self.folder.size(file)) or {}
 
     def _is_data(self, file: str) -> bool:
         words = self._words(file)

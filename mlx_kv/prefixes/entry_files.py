@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import time
 import uuid
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -29,6 +29,7 @@ from mlx_kv.prefixes.directory import StoreFolder, blocks_among, id_of, indexed
 from mlx_kv.prefixes.entry_index import IndexedEntry, IndexOfOthers, index_of, read_index, tokens_digest
 from mlx_kv.prefixes.index import Entry
 
+MOST_INDEXES = 64  # read at once
 ORPHANED_AFTER = 3600.0  # seconds; data without an index is a writer at work, or one that was killed
 
 
@@ -37,9 +38,11 @@ class PackedEntry:
     """What is to become an entry.
 
     Attributes:
+        name: that it is to have.
         fingerprint: whose it is.
     """
 
+    name: str
     entry: Entry
     fingerprint: str
     caches: serialization.PackedCaches
@@ -65,11 +68,15 @@ class DamagedBlockError(ValueError):
         self.name = name
 
 
-def pack(entry: Entry, fingerprint: str, caches: Sequence[Any]) -> PackedEntry:
-    """An entry of these caches as they are now, and its bytes; its data say of which tokens and whose they are."""
+def pack(name: str, entry: Entry, fingerprint: str, caches: Sequence[Any], more: int = 0) -> PackedEntry:
+    """An entry of these caches as they are now, and its bytes; its data say of which tokens and whose they are.
+
+    Args:
+        more: bytes that another part of it has.
+    """
     told = {"store_tokens": tokens_digest(entry, fingerprint)}
     found = serialization.pack(list(caches), told)
-    return PackedEntry(replace(entry, bytes=found.nbytes), fingerprint, found)
+    return PackedEntry(name, replace(entry, bytes=found.nbytes + more), fingerprint, found)
 
 
 def cut(new: PackedEntry, wanted: Callable[[int, int], Collection[int]]) -> CutEntry:
@@ -82,14 +89,20 @@ def cut(new: PackedEntry, wanted: Callable[[int, int], Collection[int]]) -> CutE
 class EntryFiles:
     """Args:
         directory: a path or a URL of fsspec; made if not there.
+        deadline: seconds that its answers may take, if it lies elsewhere.
+        words: which part of the caches these files have; "" is all.
+
+    Attributes:
+        far: whether it lies elsewhere: each question is a request, and has its deadline, or with others `within` one.
 
     Raises:
         ValueError: it cannot be used, or holds other things than a store.
     """
 
-    def __init__(self, directory: str | Path) -> None:
-        self._directory = StoreFolder(directory)
+    def __init__(self, directory: str | Path, deadline: float, words: str) -> None:
+        self._directory = StoreFolder(directory, deadline, words)
         self._folder = self._directory.folder
+        self.within, self.far = self._folder.within, self._folder.far
         self._not_ours: set[str] = set()  # files that were looked into
 
     def locked(self) -> AbstractContextManager[None]:
@@ -106,11 +119,9 @@ class EntryFiles:
 
         Raises whatever the file system does; then some of it may be there.
         """
-        for column in new.caches.columns:
-            for block in column:
-                if block.name not in there:
-                    self._folder.write_by(f"{block.name}.block", block.write)
-        self._folder.write_by(f"{name}.safetensors", new.caches.rest.write)
+        blocks = [block for column in new.caches.columns for block in column if block.name not in there]
+        written: dict[str, Callable[[Path], object]] = {f"{block.name}.block": block.write for block in blocks}
+        self._folder.write_by(written | {f"{name}.safetensors": new.caches.rest.write})
 
     def publish(self, name: str, new: CutEntry, files: Sequence[str]) -> None:
         """Its index, with which it is there; before that what has left meanwhile. Raises as `write`.
@@ -123,6 +134,14 @@ class EntryFiles:
             self.write(name, new, new.indexed.blocks.keys() - missing)
         self._folder.write(f"{name}.json", index_of(new.indexed))
 
+    def claim(self, name: str, now: float) -> None:
+        """Says to all processes that it is to be, if it can be said: nobody takes it for what a killed writer left.
+
+        Where all files are dated by one clock, its data say so themselves.
+        """
+        if not self._folder.far:
+            self.touch(name, now)
+
     def touch(self, name: str, now: float) -> None:
         """Says to all processes that it is of use, if it can be said."""
         with contextlib.suppress(OSError):
@@ -132,17 +151,20 @@ class EntryFiles:
 
     def files(self) -> tuple[list[str], set[str]]:
         """The names of all files, and the entries that have an index."""
-        files = self._folder.names()
+        files = self._directory.names()
         return files, indexed(files)
 
-    def index(self, name: str) -> IndexedEntry | IndexOfOthers:
-        """What the index of an entry says.
+    def indexes(self, names: Sequence[str]) -> Iterator[tuple[str, IndexedEntry | IndexOfOthers | Exception]]:
+        """What the indexes of entries say; an OSError where one cannot be read, a ValueError where it is none.
 
-        Raises:
-            OSError: it cannot be read.
-            ValueError, TypeError, KeyError, RecursionError: it is no index, or was damaged.
+        Elsewhere some are read at once, and an OSError ends all of it.
         """
-        return read_index(self._folder.read(f"{name}.json"))
+        for some in (names[first : first + MOST_INDEXES] for first in range(0, len(names), MOST_INDEXES)):
+            for name, content in zip(some, self._folder.read_each([f"{name}.json" for name in some]), strict=True):
+                try:
+                    yield name, content if isinstance(content, Exception) else read_index(content)
+                except (ValueError, TypeError, KeyError, RecursionError) as error:
+                    yield name, ValueError(f"no index: {error}")
 
     def read(self, name: str, known: IndexedEntry) -> serialization.ReadFile:
         """The data of an entry, its blocks among them.
@@ -152,24 +174,24 @@ class EntryFiles:
             DamagedBlockError: a block was damaged.
             ValueError: they were damaged, or are of other tokens or of another model than the index says.
         """
-        with self._folder.as_local(f"{name}.safetensors") as path:
-            rest = serialization.read(path)
-        told = {} if rest.description is None else dict(rest.description["metadata"])
-        if told.get("store_tokens") != tokens_digest(known.entry, known.fingerprint):
-            raise ValueError("its tokens are not those of its index")
-        if blocks.blocks_of(rest) != [[block for block, _, _ in column] for column in known.columns if column]:
-            raise ValueError("its blocks are not those of its index")
-        return blocks.joined(rest, self._read_block)
+        data = f"{name}.safetensors"
+        with self._folder.as_local([data, *(f"{block}.block" for block in known.blocks)], known.entry.bytes) as paths:
+            rest = serialization.read(paths[data])
+            told = {} if rest.description is None else dict(rest.description["metadata"])
+            if told.get("store_tokens") != tokens_digest(known.entry, known.fingerprint):
+                raise ValueError("its tokens are not those of its index")
+            if blocks.blocks_of(rest) != [[block for block, _, _ in column] for column in known.columns if column]:
+                raise ValueError("its blocks are not those of its index")
+            return blocks.joined(rest, lambda block: _read_block(paths[f"{block}.block"], block))
 
-    def _read_block(self, name: str) -> TensorFile:
-        with self._folder.as_local(f"{name}.block") as path:
-            try:
-                return blocks.read_block(path, name)
-            except ValueError as error:
-                raise DamagedBlockError(name, error) from error
+    def dated(self, name: str) -> float:
+        """The same where the last look at all files has told; else 0."""
+        return max(self._folder.written(f"{name}.{suffix}") or 0.0 for suffix in ("used", "json"))
 
     def last_used(self, name: str) -> float:
         """When an entry was last of use to any process, in seconds since 1970; 0 where nobody knows."""
+        if dated := self.dated(name):
+            return dated
         try:
             return float(self._folder.read(f"{name}.used"))
         except (OSError, ValueError):
@@ -179,11 +201,16 @@ class EntryFiles:
 
     def remove(self, name: str) -> None:
         """Its index first: nobody finds half an entry."""
-        for suffix in ("json", "safetensors", "used"):
-            self._folder.delete(f"{name}.{suffix}")
+        self._folder.delete(f"{name}.json")
+        self._folder.delete(f"{name}.safetensors", f"{name}.used")
 
-    def remove_block(self, name: str) -> None:
-        self._folder.delete(f"{name}.block")
+    def is_old(self, name: str) -> bool:
+        """Whether an entry was written so long ago that nobody is at it any more."""
+        age = self._folder.age(f"{name}.json")
+        return age is not None and age > ORPHANED_AFTER
+
+    def remove_blocks(self, *names: str) -> None:
+        self._folder.delete(*(f"{name}.block" for name in names))
 
     def set_aside(self, name: str, most_bytes: int) -> None:
         """Removes an entry, but keeps its data in `damaged/`, where all that was set aside has so many bytes."""
@@ -193,7 +220,7 @@ class EntryFiles:
     def set_block_aside(self, name: str, most_bytes: int) -> None:
         """The same of a block. Whoever keeps what was in it writes it again."""
         self._directory.set_aside(f"{name}.block", most_bytes)
-        self.remove_block(name)
+        self.remove_blocks(name)
 
     def sweep(self, files: Sequence[str], known: AbstractSet[str]) -> None:
         """Removes what killed writers left, where it is certain that it was a store's.
@@ -206,10 +233,17 @@ class EntryFiles:
             if name is None or name in known or file in self._not_ours:
                 continue
             age = self._folder.age(file)
-            if age is None or min(age, time.time() - self.last_used(name)) <= ORPHANED_AFTER:
+            if age is None or age <= ORPHANED_AFTER or time.time() - self.last_used(name) <= ORPHANED_AFTER:
                 continue
             with contextlib.suppress(OSError):
                 if self._directory.wrote(file):
                     self._folder.delete(file)
                 else:
                     self._not_ours.add(file)
+
+
+def _read_block(path: Path, name: str) -> TensorFile:
+    try:
+        return blocks.read_block(path, name)
+    except ValueError as error:
+        raise DamagedBlockError(name, error) from error

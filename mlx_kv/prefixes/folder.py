@@ -1,41 +1,57 @@
 """A folder on any file system of fsspec: files by name, each whole or not at all.
 
-Decides how a file comes to be where renaming is all that one can count on: beside its place, under a name with two
-random parts, and then by its own. What is written to a local disk by somebody who does more than that, such as to wait
-for the disk (`mlx_kv.files.replacing`), is left to them. Knows nothing about what the files are for.
+Decides how a file comes to be: where an object is there whole or not at all, by writing it; where renaming is all that
+one can count on, beside its place, under a name with two random parts, and then by its own. What is written to a local
+disk by somebody who does more than that, such as to wait for the disk (`mlx_kv.files.replacing`), is left to them. What
+a look at all files tells of each is not asked again: elsewhere, every question is a request. Knows nothing about what
+the files are for, nor how long one waits for them (`calls`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import datetime
 import errno
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO
+from typing import Any
 
 import fsspec
 
 from mlx_kv.files.locks import locked
+from mlx_kv.prefixes.calls import AT_ONCE, Calls
 
 NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)  # what network drives say
 PARTIAL = r"\.[0-9a-f]{32}\.partial"  # how the name of a file that is not there yet goes on
+# Where folders need not be made, and what is put is there whole or not at all.
+OBJECT_STORES = frozenset(("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oss"))
 
 
 class Folder:
     """Args:
-        directory: a path or a URL; made if not there.
+        directory: a path or a URL; made if not there, but for a bucket.
+        deadline: seconds for one call of what lies elsewhere, and more where it carries bytes.
+
+    Attributes:
+        far: whether calls have a deadline, and each is a request.
 
     Raises:
         OSError, ValueError, ImportError: it cannot be used.
     """
 
-    def __init__(self, directory: str | Path) -> None:
-        self._fs, self._root = fsspec.core.url_to_fs(str(directory))
-        self._local = "file" in (self._fs.protocol if isinstance(self._fs.protocol, tuple) else (self._fs.protocol,))
-        self._fs.makedirs(self._root, exist_ok=True)
+    def __init__(self, directory: str | Path, deadline: float = 10.0) -> None:
+        fs, self._root = fsspec.core.url_to_fs(str(directory))
+        protocols = {fs.protocol} if isinstance(fs.protocol, str) else set(fs.protocol)
+        self._fs, self._calls = fs, Calls(fs, str(directory), deadline)
+        self._local, self.far = "file" in protocols, self._calls.timed
+        self._objects = self.far and bool(protocols & OBJECT_STORES)
+        self._seen: dict[str, Mapping[str, Any]] = {}  # what the last look told of each file
+        self.within = self._calls.within
+        if not self._objects:
+            self._calls.one("makedirs", self._root, exist_ok=True)
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"
@@ -46,84 +62,126 @@ class Folder:
         """Of all there is, here or in a folder of this name."""
         self._fs.invalidate_cache()
         try:
-            found = self._fs.ls(self._path(inside) if inside else self._root, detail=False)
+            found = self._calls.one("ls", self._path(inside) if inside else self._root, detail=self.far)
         except FileNotFoundError:  # where folders are no more than the beginnings of names
             return []
-        return [path.rstrip("/").rsplit("/", 1)[-1] for path in found]
+        if not self.far:
+            return [_name(path) for path in found]
+        seen = {_name(told["name"]): told for told in found}
+        if not inside:
+            self._seen = seen
+        return list(seen)
 
     def is_folder(self, name: str) -> bool:
-        return bool(self._fs.isdir(self._path(name)))
+        return bool(self._calls.one("isdir", self._path(name)))
 
     def size(self, name: str) -> int:
         """In bytes."""
-        size: int = self._fs.info(self._path(name))["size"]
+        told = self._seen.get(name) or self._calls.one("info", self._path(name))
+        size: int = told["size"]
         return size
+
+    def written(self, name: str) -> float | None:
+        """When a file was written, as the last look told; None where that does not tell."""
+        told = self._seen.get(name, {}).get("LastModified")
+        return told.timestamp() if isinstance(told, datetime.datetime) else None
 
     def age(self, name: str) -> float | None:
         """Seconds since it was written; None where nobody knows."""
-        try:
-            written: float = self._fs.modified(self._path(name)).timestamp()
-            return time.time() - written
-        except (OSError, NotImplementedError, KeyError):
-            return None
+        written = self.written(name)
+        if written is None and not self.far:
+            with contextlib.suppress(OSError, NotImplementedError, KeyError):
+                written = self._calls.one("modified", self._path(name)).timestamp()
+        return None if written is None else time.time() - written
 
     # --- reading --------------------------------------------------------------------------------------------------
 
     def read(self, name: str) -> bytes:
-        content: bytes = self._fs.cat_file(self._path(name))
+        content: bytes = self._calls.one("cat_file", self._path(name))
         return content
 
-    def open(self, name: str) -> contextlib.AbstractContextManager[IO[bytes]]:
-        opened: contextlib.AbstractContextManager[IO[bytes]] = self._fs.open(self._path(name), "rb")
-        return opened
+    def read_each(self, names: Sequence[str]) -> list[bytes | Exception]:
+        """What is in each of these files, or the error with which it cannot be read."""
+        return self._calls.several("cat_file", [[self._path(name)] for name in names])
+
+    def beginning(self, name: str, count: int) -> bytes:
+        """The first bytes of a file."""
+        content: bytes = self._calls.one("cat_file", self._path(name), start=0, end=count)
+        return content
 
     @contextlib.contextmanager
-    def as_local(self, name: str) -> Iterator[Path]:
-        """The file, or a copy of it, by a path for the time being."""
+    def as_local(self, names: Collection[str], nbytes: int = 0) -> Iterator[dict[str, Path]]:
+        """The files, or copies of them, by paths for the time being; copies are fetched side by side.
+
+        Args:
+            nbytes: of all of them.
+
+        Raises:
+            FileNotFoundError: one is not there; on a local disk when it is opened.
+        """
         if self._local:
-            yield Path(self._path(name))
+            yield {name: Path(self._path(name)) for name in names}
             return
         with tempfile.TemporaryDirectory() as folder:
-            copy = Path(folder) / "copy.safetensors"
-            self._fs.get_file(self._path(name), str(copy))
-            yield copy
+            copies = {name: Path(folder) / f"{number}.safetensors" for number, name in enumerate(names)}
+            pairs = [(self._path(name), str(copy)) for name, copy in copies.items()]
+            _raise_first(self._calls.several("get_file", pairs, nbytes))
+            yield copies
 
     # --- changing -------------------------------------------------------------------------------------------------
 
     def write(self, name: str, content: bytes) -> None:
         """Whole, or not at all."""
-        with self._moved_to(name) as partial:
-            self._fs.pipe_file(partial, content)
+        with self._moved_to([name]) as (partial,):
+            self._calls.one("pipe_file", partial, content, nbytes=len(content))
 
-    def write_by(self, name: str, write: Callable[[Path], object]) -> None:
-        """The same, by somebody who writes local files whole or not at all."""
+    def write_by(self, writers: Mapping[str, Callable[[Path], object]]) -> None:
+        """The same of several files, by somebody who writes local files whole or not at all."""
         if self._local:
-            write(Path(self._path(name)))
+            for name, write in writers.items():
+                write(Path(self._path(name)))
             return
-        with tempfile.TemporaryDirectory() as folder, self._moved_to(name) as partial:
-            made = Path(folder) / "made.safetensors"
-            write(made)
-            self._fs.put_file(str(made), partial)
+        names = list(writers)
+        for some in (names[first : first + AT_ONCE] for first in range(0, len(names), AT_ONCE)):
+            with tempfile.TemporaryDirectory() as folder, self._moved_to(some) as there:
+                made = [Path(folder) / f"{number}.safetensors" for number in range(len(some))]
+                for name, path in zip(some, made, strict=True):
+                    writers[name](path)
+                total = sum(path.stat().st_size for path in made)
+                _raise_first(self._calls.several("put_file", list(zip(map(str, made), there, strict=True)), total))
 
     @contextlib.contextmanager
-    def _moved_to(self, name: str) -> Iterator[str]:
-        partial = f"{name}.{uuid.uuid4().hex}.partial"
+    def _moved_to(self, names: Sequence[str]) -> Iterator[list[str]]:
+        if self._objects:
+            yield [self._path(name) for name in names]
+            return
+        partial = [f"{name}.{uuid.uuid4().hex}.partial" for name in names]
         try:
-            yield self._path(partial)
-            self._fs.mv(self._path(partial), self._path(name))
+            yield [self._path(name) for name in partial]
+            for name, left in zip(names, partial, strict=True):
+                self._move(left, name)
         except BaseException:
-            self.delete(partial)
+            for name in partial:
+                self.delete(name)
             raise
+
+    def _move(self, name: str, new: str) -> None:
+        if self.far:
+            self._calls.one("cp_file", self._path(name), self._path(new))
+            self._calls.one("rm_file", self._path(name))
+        else:
+            self._calls.one("mv", self._path(name), self._path(new))
 
     def move(self, name: str, inside: str, new: str) -> None:
         """To this name in a folder of this one, which is made if not there."""
-        self._fs.makedirs(self._path(inside), exist_ok=True)
-        self._fs.mv(self._path(name), self._path(f"{inside}/{new}"))
+        if not self._objects:
+            self._calls.one("makedirs", self._path(inside), exist_ok=True)
+        self._move(name, f"{inside}/{new}")
 
-    def delete(self, name: str) -> None:
-        """If it can be; what cannot is found again."""
+    def delete(self, *names: str) -> None:
+        """If they can be; what cannot is found again."""
         with contextlib.suppress(OSError):
-            self._fs.rm_file(self._path(name))
+            self._calls.several("rm_file", [[self._path(name)] for name in names])
 
     @contextlib.contextmanager
     def locked(self, name: str) -> Iterator[None]:
@@ -136,3 +194,13 @@ class Folder:
                     if error.errno not in NO_LOCKS:
                         raise
             yield
+
+
+def _name(path: str) -> str:
+    return path.rstrip("/").rsplit("/", 1)[-1]
+
+
+def _raise_first(found: Sequence[Any]) -> None:
+    for one in found:
+        if isinstance(one, Exception):
+            raise one

@@ -14,6 +14,7 @@ from typing import Any
 from mlx_kv.prefixes.blocks import Block, KeptCaches, kept_bytes
 from mlx_kv.prefixes.holdings import Holdings
 from mlx_kv.prefixes.index import PrefixIndex, packed
+from mlx_kv.prefixes.parts import Parts
 from mlx_kv.prefixes.place import PromptPlace
 
 
@@ -25,18 +26,20 @@ class PromptMemory(PromptPlace):
             nothing.
         fingerprint: whose caches these are; None leaves it to the first `PromptReader`. A reader of another model or
             policy is refused.
+        parts: the other ranks, where each has a part of the caches: what is said of bytes is of the rank that has most.
 
     Raises:
         ValueError: max_bytes below 0; whenever prompts are asked for or kept, that nobody has said whose they are.
     """
 
-    def __init__(self, max_bytes: int = 2**30, fingerprint: str | None = None) -> None:
+    def __init__(self, max_bytes: int = 2**30, fingerprint: str | None = None, parts: Parts | None = None) -> None:
         if max_bytes < 0:
             raise ValueError(f"max_bytes is {max_bytes}: give a number of bytes from 0 up")
-        super().__init__(max_bytes, fingerprint)
+        super().__init__(max_bytes, fingerprint, parts)
         self._index, self._names = PrefixIndex(), count()
         self._kept: OrderedDict[str, KeptCaches] = OrderedDict()  # least recently used first
         self._holdings: Holdings[Block] = Holdings()
+        self._elsewhere = 0  # bytes of the other rank that has most
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -44,7 +47,7 @@ class PromptMemory(PromptPlace):
     @property
     def nbytes(self) -> int:
         """Of all entries, what several share counted once."""
-        return self._holdings.nbytes
+        return max(self._holdings.nbytes, self._elsewhere)
 
     def _best(self, tokens: Sequence[int]) -> tuple[str, int] | None:
         self._owner()
@@ -59,9 +62,10 @@ class PromptMemory(PromptPlace):
         if best is None:
             return None
         name, found = best
-        caches = self._kept[name].caches(len(self._index[name]) - found, len(tokens))
+        excess = len(self._index[name]) - found
+        caches = self._kept[name].caches(excess, len(tokens))
         self._kept.move_to_end(name)
-        return caches, found
+        return self._parts.take(name, caches, excess, len(tokens)), found
 
     def keep(self, tokens: Sequence[int], caches: Sequence[Any]) -> bool:
         """Keeps the caches that have read exactly these tokens, unless an entry serves as well; says whether it did.
@@ -69,7 +73,7 @@ class PromptMemory(PromptPlace):
         They are evaluated. What is kept of them is a copy, but for what is kept of another prompt already.
         """
         self._owner()
-        entry = self._entry(tokens, caches, kept_bytes(caches))
+        entry = self._entry(tokens, caches, "kept", kept_bytes(caches))
         if entry is None:
             return False
         covering = self._index.covering(entry)
@@ -78,12 +82,13 @@ class PromptMemory(PromptPlace):
             return False
         like, shared = self._index.nearest(entry.tokens) or (None, 0)
         name, kept = str(next(self._names)), KeptCaches.of(caches, len(entry), self._kept.get(like or ""), shared)
+        self._elsewhere = self._parts.keep(name, caches, len(entry), like, shared)
         for superfluous in self._index.covered(entry):  # from here on, nothing can fail
             self._remove(superfluous)
         self._index.add(name, entry)
         self._kept[name] = kept
         self._holdings.add(name, kept.own_bytes, kept.blocks)
-        while self.nbytes > self.max_bytes:
+        while self.nbytes > self.max_bytes and self._kept:
             self._remove(next(iter(self._kept)))
         return True
 
@@ -91,3 +96,4 @@ class PromptMemory(PromptPlace):
         self._holdings.remove(name)
         self._index.remove(name)
         del self._kept[name]
+        self._elsewhere = self._parts.drop(name)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from mlx_kv.prefixes.index import LEAST_SHARED, Entry, packed
+from mlx_kv.prefixes.parts import Alone, Measure, Parts
 from mlx_kv.prefixes.serving import least_tokens
 
 
@@ -34,10 +35,11 @@ class PromptPlace(ABC):
     """Args:
     max_bytes: that it keeps.
     fingerprint: of model and policy; None leaves it to the first reader.
+    parts: the other ranks, where each has a part of the caches.
     """
 
-    def __init__(self, max_bytes: int, fingerprint: str | None) -> None:
-        self.max_bytes = max_bytes
+    def __init__(self, max_bytes: int, fingerprint: str | None, parts: Parts | None) -> None:
+        self.max_bytes, self._parts = max_bytes, Alone() if parts is None else parts
         self._given, self._found = fingerprint, fingerprint
 
     @property
@@ -53,7 +55,7 @@ class PromptPlace(ABC):
         """
         if self._given is not None:
             return
-        found, place = find(), type(self).__name__
+        found, place = self._parts.fingerprint(find()), type(self).__name__
         if self._found not in (None, found):
             raise ValueError(f"this {place} keeps caches of another model or policy: give each a {place} of its own")
         self._found = found
@@ -77,8 +79,10 @@ class PromptPlace(ABC):
     def _best(self, tokens: Sequence[int]) -> tuple[str, int] | None:
         """The entry that stands for most of a prompt, and for how many of its tokens."""
 
-    def _entry(self, tokens: Sequence[int], caches: Sequence[Any], size: int) -> Entry | None:
+    def _entry(self, tokens: Sequence[int], caches: Sequence[Any], measure: Measure, nbytes: int) -> Entry | None:
         """The entry that caches of so many bytes would become; None if it is not worth it, or more than all may be."""
-        if len(tokens) < LEAST_SHARED or size > self.max_bytes:
+        if len(tokens) < LEAST_SHARED or nbytes > self.max_bytes:
             return None
-        return Entry(packed(tokens), size, least_tokens(caches, len(tokens)))
+        count = len(tokens)
+        nbytes, least = self._parts.most(caches, count, measure, nbytes, least_tokens(caches, count))
+        return None if nbytes > self.max_bytes else Entry(packed(tokens), nbytes, least)

@@ -6,6 +6,7 @@ they have read.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,6 +40,12 @@ def _exact_trim(cache: KVCache, row: Row) -> int:
 def kept_how(caches: Sequence[Any]) -> str:
     """How caches keep keys and values, in words: only those that say the same may stand in for each other."""
     return "; ".join(_how(cache) if is_ours(cache) else kind_of(cache).__name__ for cache in leaves(caches))
+
+
+def mark_of_drafts(own: Sequence[Any], plain: Sequence[Any]) -> list[str]:
+    """What tells the caches of whom text is drafted for from others, if anything: rings have room for drafts then."""
+    how = kept_how(own)
+    return [] if how == kept_how(plain) else [hashlib.blake2b(how.encode(), digest_size=8).hexdigest()]
 
 
 def _how(cache: KVCache) -> str:

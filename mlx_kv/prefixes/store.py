@@ -10,23 +10,33 @@ What takes the disk's time (`refresh`, `fetch`, `write`) does nothing with MLX: 
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from mlx_kv.files import serialization
 from mlx_kv.generation.statistics import cache_statistics
 from mlx_kv.mlxlm.trimming import trim_prompt_cache
 from mlx_kv.prefixes.directory import blocks_among
 from mlx_kv.prefixes.entry_files import DamagedBlockError, EntryFiles, PackedEntry, cut, pack
-from mlx_kv.prefixes.entry_index import IndexedEntry
+from mlx_kv.prefixes.entry_index import IndexedEntry, IndexOfOthers
 from mlx_kv.prefixes.index import Entry, packed
+from mlx_kv.prefixes.parts import Parts
 from mlx_kv.prefixes.place import PromptPlace
+from mlx_kv.prefixes.serving import least_tokens
 from mlx_kv.prefixes.table import EntryTable
+
+DEADLINE, DISK_DEADLINE = 2.0, 10.0  # seconds
+TOUCH_EVERY = 60.0  # seconds; elsewhere, where each note is a request, who was of use when is known no better
+T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -52,23 +62,45 @@ class PromptStore(PromptPlace):
             that holds other things is refused.
         max_bytes: of all entries, what several share counted once; what was of no use for longest leaves first.
         fingerprint: entries of another model or policy are never served. None leaves it to the first `PromptReader`.
+        deadline: seconds that `find`, and `keep`, may take where the directory lies elsewhere (a URL of an object
+            store): what has not come by then is not there, whatever the place raises, and a line in the log says so.
+            None is 2 there, and 10 on a disk, which a server waits for, but `find` and `keep` as long as it takes.
+        parts: the other ranks, where each has a part of the caches: they keep theirs beside this, and an entry is there
+            when all have theirs.
 
     Attributes:
+        far: whether the directory lies elsewhere.
         hits, misses, tokens_reused: of `find`.
         damaged: entries that were set aside.
+        unanswered: times that `find` or `keep` went without a place that did not answer.
 
     Raises:
-        ValueError: max_bytes below 1, or a directory that cannot be used; whenever prompts are asked for or kept, that
-            nobody has said whose they are.
+        ValueError: max_bytes below 1, a deadline that is none, or a directory that cannot be used; whenever prompts are
+            asked for or kept, that nobody has said whose they are.
     """
 
-    def __init__(self, directory: str | Path, max_bytes: int = 8 * 2**30, fingerprint: str | None = None) -> None:
+    def __init__(
+        self,
+        directory: str | Path,
+        max_bytes: int = 8 * 2**30,
+        fingerprint: str | None = None,
+        deadline: float | None = None,
+        parts: Parts | None = None,
+    ) -> None:
         if max_bytes < 1:
             raise ValueError(f"max_bytes is {max_bytes}: give a number of bytes from 1 up")
-        super().__init__(max_bytes, fingerprint)
-        self._files, self._table = EntryFiles(directory), EntryTable()
-        self.hits = self.misses = self.tokens_reused = self.damaged = 0
+        if deadline is not None and not 0 < deadline < float("inf"):
+            raise ValueError(f"deadline is {deadline}: give a number of seconds above 0")
+        super().__init__(max_bytes, fingerprint, parts)
+        self._files = EntryFiles(directory, DEADLINE if deadline is None else deadline, self._parts.words)
+        self._table = EntryTable()
+        self.far = self._files.far
+        self.deadline = deadline or (DEADLINE if self.far else DISK_DEADLINE)
+        self.hits = self.misses = self.tokens_reused = self.damaged = self.unanswered = 0
         self._ignored: set[str] = set()  # set aside, or not to be understood
+        self._unusable: list[str] = []  # forgotten, and yet to be set aside
+        self._told_others = False  # which entries there are
+        self._parts.open(str(directory), self.deadline)
         self._others: dict[str, frozenset[str]] = {}  # of another version, and the blocks of each
         self._released: set[str] = set()  # blocks that some entry held which has left
         self._unread = False  # whether any index could not be read the last time: nobody knows what it holds
@@ -96,15 +128,38 @@ class PromptStore(PromptPlace):
 
         They are the caller's own, read from a file: nothing else holds them. None where nothing serves.
         """
+        found = self._answered(lambda: self._find(tokens))
+        if found is None:
+            self.misses += 1
+            return None
+        self.hits += 1
+        self.tokens_reused += found[1]
+        return found
+
+    def _find(self, tokens: Sequence[int]) -> tuple[list[Any], int] | None:
         self.refresh()
         while (fetched := self.fetch(tokens)) is not None:
             caches = self.restore(fetched)
             if caches is not None:
-                self.hits += 1
-                self.tokens_reused += fetched.count
                 return caches, fetched.count
-        self.misses += 1
+            self._tidy_unusable()
         return None
+
+    def _answered(self, what: Callable[[], T]) -> T | None:
+        """What comes of it; None where a place elsewhere does not answer in time, or with an error."""
+        if not self.far:
+            return what()
+        try:
+            with self.within():
+                return what()
+        except OSError as error:
+            self.unanswered += 1
+            log.warning("the prompt store could not be used: %s", error)
+            return None
+
+    def within(self) -> AbstractContextManager[None]:
+        """All that this thread asks of a place elsewhere meanwhile takes no longer than the deadline, together."""
+        return self._files.within(self.deadline)
 
     def _best(self, tokens: Sequence[int]) -> tuple[str, int] | None:
         whose = self._owner()
@@ -116,26 +171,23 @@ class PromptStore(PromptPlace):
 
     def _refreshed(self) -> list[str]:
         """The same; returns the names of all files."""
+        self._tidy_unusable()
         files, names = self._files.files()
         for name in self._table.names() - names:
             self._released.update(self._table.remove(name))
         self._others = {name: held for name, held in self._others.items() if name in names}
-        self._unread = False
-        for name in names - self._table.names() - self._ignored - self._others.keys():
-            try:
-                found = self._files.index(name)
-            except FileNotFoundError:
-                continue  # it left in this moment
-            except OSError:
-                self._unread = True  # perhaps it can be read the next time
-                continue
-            except (ValueError, TypeError, KeyError, RecursionError):
-                self._ignored.add(name)
-                continue
+        self._unread, unread = True, False  # it stays so if what follows is broken off
+        new = names - self._table.names() - self._ignored - self._others.keys()
+        for name, found in self._files.indexes(sorted(new)):
             if isinstance(found, IndexedEntry):
                 self._table.add(name, found)
-            else:
+            elif isinstance(found, IndexOfOthers):
                 self._others[name] = found.blocks
+            elif isinstance(found, ValueError):
+                self._ignored.add(name)
+            elif not isinstance(found, FileNotFoundError):  # that one left in this moment
+                unread = True  # perhaps it can be read the next time
+        self._unread = unread
         return files
 
     def fetch(self, tokens: Sequence[int]) -> StoredPrompt | None:
@@ -144,7 +196,8 @@ class PromptStore(PromptPlace):
             name, count = best
             try:
                 entry = self._table[name].entry
-                file = self._files.read(name, self._table[name])
+                with self._parts.reading(name, self.deadline):
+                    file = self._files.read(name, self._table[name])
             except FileNotFoundError:
                 self._remove(name)  # what is left of it
             except DamagedBlockError as error:
@@ -164,10 +217,19 @@ class PromptStore(PromptPlace):
         try:
             caches = fetched.file.restore().caches
             trim_prompt_cache(caches, fetched.excess)
+            caches = self._parts.restore(fetched.name, caches, fetched.excess)
         except ValueError:
-            self._set_aside(fetched.name)
+            self.damaged += 1
+            self._ignored.add(fetched.name)
+            self._released.update(self._table.remove(fetched.name))
+            self._unusable.append(fetched.name)  # its files are for who waits for the disk
             return None
         return caches
+
+    def _tidy_unusable(self) -> None:
+        while self._unusable:
+            self._parts.remove(self._unusable[-1])
+            self._files.set_aside(self._unusable.pop(), self.max_bytes // 8)
 
     # --- keeping --------------------------------------------------------------------------------------------------
 
@@ -177,13 +239,23 @@ class PromptStore(PromptPlace):
         Entries that this one makes superfluous leave, and then those of least use until all fit into max_bytes.
         """
         new = self.pack(tokens, caches)
-        return new is not None and self.write(new)
+        return new is not None and self._answered(lambda: self.write(new)) is True
 
     def pack(self, tokens: Sequence[int], caches: Sequence[Any]) -> PackedEntry | None:
         """What `keep` would write, as the caches are now; None if it is not worth it."""
-        entry = self._entry(tokens, caches, cache_statistics(caches).bytes_live)
-        new = None if entry is None else pack(entry, self._owner(), caches)
-        return None if new is None or new.entry.bytes > self.max_bytes else new
+        live = cache_statistics(caches).bytes_live
+        entry = self._entry(tokens, caches, "live", live)
+        if entry is None:
+            return None
+        new = pack(self._files.new_name(), entry, self._owner(), caches, entry.bytes - live)
+        if new.entry.bytes > self.max_bytes:
+            return None
+        self._parts.pack(new.name, caches, tokens, new.fingerprint)
+        return new
+
+    def discard(self, new: PackedEntry) -> None:
+        """What was packed is not to be written."""
+        self._parts.remove(new.name)
 
     def write(self, new: PackedEntry) -> bool:
         """As `keep`."""
@@ -191,24 +263,31 @@ class PromptStore(PromptPlace):
         covering = self._table.covering(new.entry, new.fingerprint)
         if covering is not None:
             self._touch(covering)
+            self.discard(new)
             return False
-        name, published = self._files.new_name(), False
-        self._touch(name)  # from now on nobody takes it for what a killed writer left
+        self._write(new, there, lambda files: self._tidy(new, files))
+        return True
+
+    def _write(self, new: PackedEntry, there: AbstractSet[str], tidy: Callable[[Sequence[str]], None]) -> None:
+        """Writes an entry, beside blocks that are there; when it is published, tidies up among all files."""
+        name, published = new.name, False
+        self._table.touch(name, now := time.time())
+        self._files.claim(name, now)
         made = cut(new, partial(self._wanted_ends, new))
         try:
-            self._files.write(name, made, there)
+            with self._parts.writing(name):
+                self._files.write(name, made, there)
             with self._files.locked():  # what leaves does so under this lock: what is there now is there with the index
                 files = self._refreshed()
                 self._files.publish(name, made, files)
                 published = True
                 self._table.add(name, made.indexed)
-                self._tidy(name, new, files)
+                tidy(files)
         except Exception:
             if not published:
                 self._remove(name)
                 self._released.update(made.indexed.blocks)
             raise
-        return True
 
     def _wanted_ends(self, new: PackedEntry, column: int, slots: int) -> list[int]:
         """Where blocks should end, so that they are those of the entry that begins like this one for longest.
@@ -222,12 +301,11 @@ class PromptStore(PromptPlace):
         ends = accumulate(count for _, count, _ in (*other.columns, *[()] * (column + 1))[column])
         return [*(end for end in ends if end <= shared), *([shared] if shared < len(other.entry) else [])]
 
-    def _tidy(self, name: str, new: PackedEntry, files: Sequence[str]) -> None:
+    def _tidy(self, new: PackedEntry, files: Sequence[str]) -> None:
         """Removes what a new entry makes superfluous, what is too much, and what was left of others."""
-        if not self._unread:
-            self._files.sweep(files, self._table.names() | self._others.keys() | self._held())
+        self._sweep(files)
         for old in self._table.covered(new.entry, new.fingerprint):
-            if old != name:
+            if old != new.name:
                 self._remove(old)
         there = self._table.entries()
         while self._table.nbytes > self.max_bytes and there:
@@ -235,6 +313,14 @@ class PromptStore(PromptPlace):
             del there[old]
             self._remove(old)
         self._remove_released()
+
+    def _sweep(self, files: Sequence[str]) -> None:
+        if self._unread:
+            return
+        self._files.sweep(files, self._table.names() | self._others.keys() | self._held())
+        if not self._told_others:
+            self._told_others = True
+            self._parts.only(self._table.names())
 
     def _held(self) -> set[str]:
         """All blocks that anybody holds, as far as is known."""
@@ -248,21 +334,66 @@ class PromptStore(PromptPlace):
         if not self._unread:
             free = self._released - self._held()
             self._released = set()
-            for block in free:
-                self._files.remove_block(block)
+            self._files.remove_blocks(*free)
 
     def _touch(self, name: str) -> None:
-        now = time.time()
+        now, before = time.time(), max(self._table.touched(name), self._files.dated(name))
         self._table.touch(name, now)
-        self._files.touch(name, now)
+        if not self.far or now - before >= TOUCH_EVERY:
+            self._files.touch(name, now)
 
     def _remove(self, name: str) -> None:
         """Its blocks leave when it is next looked for what is superfluous."""
         self._files.remove(name)
+        self._parts.remove(name)
         self._released.update(self._table.remove(name))
 
     def _set_aside(self, name: str) -> None:
         self.damaged += 1
         self._ignored.add(name)
         self._files.set_aside(name, self.max_bytes // 8)
+        self._parts.remove(name)
         self._released.update(self._table.remove(name))
+
+    def by_themselves(self) -> None:
+        """From now on the thread that has made this does nothing but wait for the one that asks the disk."""
+        self._parts.by_themselves()
+
+    # --- what another rank decides --------------------------------------------------------------------------------
+
+    def pack_as(self, name: str, tokens: Sequence[int], caches: Sequence[Any], fingerprint: str) -> PackedEntry:
+        """This rank's part of an entry, under the name that it has on all."""
+        entry = Entry(packed(tokens), cache_statistics(caches).bytes_live, least_tokens(caches, len(tokens)))
+        return pack(name, entry, fingerprint, caches)
+
+    def write_as(self, new: PackedEntry) -> None:
+        """Writes it; what leaves is for the other rank to say."""
+        self._write(new, blocks_among(self._refreshed()), self._sweep)
+
+    def fetch_as(self, name: str) -> serialization.ReadFile:
+        """Reads the entry of a name.
+
+        Raises:
+            FileNotFoundError: there is none.
+            ValueError: it was damaged.
+        """
+        self.refresh()
+        try:
+            return self._files.read(name, self._table[name])
+        except KeyError:
+            raise FileNotFoundError(f"{name} is not there") from None
+        except DamagedBlockError as error:
+            self._files.set_block_aside(error.name, self.max_bytes // 8)
+            raise
+
+    def remove(self, name: str) -> None:
+        """Removes an entry, and the blocks that nobody holds then."""
+        self._remove(name)
+        self._remove_released()
+
+    def only(self, names: Collection[str]) -> None:
+        """Removes all entries but these, and those that are new."""
+        self.refresh()
+        for name in self._table.names() - set(names):
+            if self._files.is_old(name):
+                self.remove(name)

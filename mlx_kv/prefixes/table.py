@@ -93,6 +93,10 @@ class EntryTable:
         """Also before it is added."""
         self._used[name] = now
 
+    def touched(self, name: str) -> float:
+        """When it was last of use, as far as is known."""
+        return self._used.get(name, 0.0)
+
     def least_recent(self, names: Collection[str], last_used: Callable[[str], float]) -> str:
         """Of these, the one that was of no use for longest.
 

@@ -6,6 +6,7 @@ same. Knows nothing about prompts, caches or drafts. B rows.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Protocol, TypeVar
 
@@ -29,6 +30,14 @@ class Joined(Protocol):
 
     def gathered(self, value: Any) -> list[Any]:
         """What each rank has called this with."""
+        ...
+
+    def watch(self) -> contextlib.AbstractContextManager[None]:
+        """For the time of a step."""
+        ...
+
+    def progress(self) -> None:
+        """A part of the step is done."""
         ...
 
     @property
@@ -61,10 +70,12 @@ class Agreed:
         if isinstance(link, Leader):
             try:
                 said = say()
-            except ValueError as error:
-                link.tell("refused", str(error))
+                link.tell("told", said)
+            except RanksError:
                 raise
-            link.tell("told", said)
+            except Exception as error:  # of a drafter, or of whatever else is the leader's alone
+                link.tell("refused", str(error) or type(error).__name__)
+                raise
             return said
         kind, content = self._next("told", "refused")
         if kind == "refused":
@@ -92,6 +103,12 @@ class Agreed:
         link = self._group.link
         assert isinstance(link, Leader)
         link.tell("end", None)
+
+    def watch(self) -> contextlib.AbstractContextManager[None]:
+        return self._group.watch()
+
+    def progress(self) -> None:
+        self._group.progress()
 
     def part(self, why: str) -> NoReturn:
         """Ranks that no longer do the same end: each collective would meet another one's."""

@@ -106,7 +106,8 @@ class LedEngine:
 
     def trim(self, caches: list[Any], n: int) -> bool:
         self.numbers.tell("trim", self.numbers.of(caches), n)
-        return trim_everywhere(self._group.agreement, self._engine, caches, n)
+        with self._group.watch():
+            return trim_everywhere(self._group.agreement, self._engine, caches, n)
 
     def extract(self, index: int) -> list[Any] | None:
         extracted = self.numbers.named([])

@@ -14,6 +14,7 @@ from ipaddress import ip_address
 from typing import Any
 
 LOOPBACK = "127.0.0.1"
+ALONE = ""  # where the first of several would be: MLX's ring of one cannot reach itself
 BACKENDS = {  # by what only this backend needs, in the order in which they are looked for
     "MLX_HOSTFILE": "ring",
     "MLX_IBV_DEVICES": "jaccl",
@@ -47,7 +48,8 @@ def launched(environment: Mapping[str, str] = os.environ) -> Launch | None:
     """
     for name, backend in BACKENDS.items():
         if name in environment and ("MLX_RANK" in environment or backend == "mpi"):
-            return Launch(backend, _leader(backend, environment))
+            leader = _leader(backend, environment)
+            return None if leader == ALONE else Launch(backend, leader)
     return None
 
 
@@ -74,7 +76,7 @@ def _first_host(path: str) -> str | None:
     try:
         with open(path, encoding="utf-8") as file:
             hosts: Any = json.load(file)
-        return _host(str(hosts[0][0])) or None
+        return ALONE if len(hosts) == 1 else _host(str(hosts[0][0])) or None
     except OSError as error:
         raise ValueError(f"cannot read MLX_HOSTFILE {path}: {error.strerror}") from error
     except (ValueError, LookupError, TypeError) as error:

@@ -6,6 +6,7 @@ Decides nothing. A rank that can no longer do as the leader does ends all: its p
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,6 +19,8 @@ from mlx_kv.generation.sequence import TokenSequence
 from mlx_kv.ranks.engine import FAILED, MakeEngine, seen_of, standing, trim_everywhere
 from mlx_kv.ranks.group import RankGroup
 from mlx_kv.ranks.link import RanksError
+
+FAILED_ALONE_SECONDS = 5.0  # in which a leader that has failed in the same way says something
 
 Caches = dict[int, list[Any]]  # this rank's part of each, by the leader's numbers
 More = Callable[[Caches], Mapping[str, Callable[..., object]]]
@@ -37,12 +40,14 @@ def follow(make_engine: MakeEngine, group: RankGroup, more: More | None = None) 
     following = Following(make_engine, group)
     others = {} if more is None else more(following.caches)
     while (message := group.follower.next()) is not None:
+        following.heard()
         kind, *content = message
         done = others.get(kind) or getattr(following, f"do_{kind}", None)
         if done is None:
             group.agreement.part(f"the leader says {kind!r}, which it does not know")
         done(*content)
-    mx.synchronize(generation_stream)
+    with group.watch("the end"):
+        mx.synchronize(generation_stream)
 
 
 class Following:
@@ -54,11 +59,26 @@ class Following:
         self.caches: Caches = {}
         self._ended: Caches = {}  # of the last step, by the index of the sequence
         self._seen, self._error = 0, ""
+        self._overdue: threading.Timer | None = None
 
     @property
     def engine(self) -> Engine:
         assert self._engine is not None, "the leader makes an engine first"
         return self._engine
+
+    def heard(self) -> None:
+        """The leader has said something: it waits in no collective."""
+        if self._overdue is not None:
+            self._overdue.cancel()
+            self._overdue = None
+
+    def _failed(self, what: str, error: Exception) -> None:
+        """Where the leader has failed in the same way, it makes another engine; else all end, and this is why."""
+        self._seen, self._error = FAILED, f"{what} failed with {type(error).__name__}: {error}"
+        reason = f"rank {self._group.rank} alone cannot go on: {self._error}"
+        self._overdue = threading.Timer(FAILED_ALONE_SECONDS, self._group.link.break_up, [reason])
+        self._overdue.daemon = True
+        self._overdue.start()
 
     def do_engine(self) -> None:
         self._engine = None
@@ -87,8 +107,8 @@ class Following:
                 tokens = self.engine.step()
         except RanksError:
             raise
-        except Exception as error:  # where the leader has failed in the same way, it makes another engine
-            self._error = f"a step failed with {type(error).__name__}: {error}"
+        except Exception as error:
+            self._failed("a step", error)
             return
         self._seen = seen_of(tokens)
         self._ended = {token.index: token.caches for token in tokens if token.caches is not None}
@@ -103,14 +123,20 @@ class Following:
         self.caches[number] = self.engine.make_caches()
 
     def do_read(self, number: int, tokens: list[list[int]]) -> None:
-        with self._group.watch("reading"), mx.stream(generation_stream):
-            read_chunk(self.engine.read, self.caches[number], tokens)
+        try:
+            with self._group.watch("reading"), mx.stream(generation_stream):
+                read_chunk(self.engine.read, self.caches[number], tokens)
+        except RanksError:
+            raise
+        except Exception as error:
+            self._failed("reading a prompt", error)
 
     def do_copy(self, number: int, other: int) -> None:
         self.caches[other] = copy.deepcopy(self.caches[number])
 
     def do_trim(self, number: int, n: int) -> None:
-        trim_everywhere(self._group.agreement, self.engine, self.caches[number], n)
+        with self._group.watch():
+            trim_everywhere(self._group.agreement, self.engine, self.caches[number], n)
 
     def do_extract(self, index: int, number: int) -> None:
         with self._group.watch():

@@ -104,6 +104,10 @@ class RankGroup:
         """For the time of a step: if that takes far longer than any before it, the group ends with a message."""
         return self._watchdog.watch(step)
 
+    def progress(self) -> None:
+        """A part of the step that is watched is done, such as a chunk of a long prompt: the time begins anew."""
+        self._watchdog.progress()
+
     def when_gone(self, gone: Gone | None) -> None:
         """Who is called, once and in another thread, when a rank is gone; None ends the process, with one line."""
         self.link.when_gone(gone)
@@ -205,11 +209,9 @@ def join_ranks(
 
 
 def _versions() -> dict[str, str]:
-    """Of what decides how a model is computed, and how ranks speak."""
-    import mlx_kv
-
-    installed = {f"version of {name}": importlib.metadata.version(name) for name in ("mlx", "mlx-lm")}
-    return {"version of mlx-kv": mlx_kv.__version__, **installed}
+    """Of what decides how a model is computed, and how ranks speak; and on what: a CPU computes in other numbers."""
+    installed = {f"version of {name}": importlib.metadata.version(name) for name in ("mlx-kv", "mlx", "mlx-lm")}
+    return {**installed, "kind of device": mx.default_device().type.name}
 
 
 @contextlib.contextmanager

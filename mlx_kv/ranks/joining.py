@@ -74,7 +74,8 @@ def linked(
             reception = Reception(host, _key(salt, secret))
             told = json.dumps({"host": host, "port": reception.port, "salt": salt.hex()}).encode()
         except (OSError, ValueError) as error:
-            message = str(error) if isinstance(error, ValueError) else f"cannot listen on {host}: {error.strerror}"
+            reason = str(getattr(error, "strerror", error)).partition(" (while")[0]  # Python adds what it did
+            message = reason if isinstance(error, ValueError) else f"cannot listen on {host}: {reason}"
             told = json.dumps({"error": message}).encode()
     where = _told_by_first(raw, told)
     if "error" in where:

@@ -4,8 +4,9 @@ Decides in which order messages arrive (as they were told, on every rank), what 
 rank that is gone, which ends all. It does no collectives: those belong to the stream of the model, and waiting in one
 keeps a core busy, while waiting here costs nothing. Knows nothing about what the messages mean.
 
-A frame is a list: its kind, then its content. From the leader ["tell", …], from the others ["answer", …]; from both
-sides ["bye", code, reason] when a rank ends, and from the leader ["gone", reason, code] where another one has.
+A frame is a list: its kind, then its content. From the leader ["tell", …]; from the others ["answer", …], and of what
+they do beside that ["report", …]; from both sides ["bye", code, reason] when a rank ends, and from the leader
+["gone", reason, code] where another one has.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ START_AGAIN, ALIKE = "start all ranks again", "start all ranks alike"
 _END = object()  # in a queue: nothing more will come
 
 Gone = Callable[[str], None]
+Heard = Callable[[Any], None]
 
 
 class RanksError(RuntimeError):
@@ -46,61 +48,79 @@ class LeaderEndedError(RanksError):
     """The leader has ended in peace, while this rank waited for it."""
 
 
-class _Ending:
-    """What is known of the end of a group, on one rank: the first reason counts, and is told once."""
+class Link:
+    """What both ends have: the news that the group is broken, for which the first reason counts, and is told once.
+
+    Args:
+        gone: called once with a reason when the group is broken, in any thread; None ends the process.
+    """
 
     def __init__(self, gone: Gone | None) -> None:
         self._gone = gone
         self._lock = threading.Lock()
         self._code = EXIT_CODE
-        self.closing = False
-        self.reason: str | None = None
-        self.broken = threading.Event()
+        self._closing = False
+        self._reason: str | None = None
+        self._news = threading.Event()
 
     def when_gone(self, gone: Gone | None) -> None:
+        """Somebody else is called from now on; at once, if the group is broken already."""
         with self._lock:
             self._gone = gone
-        if self.reason is not None:
-            self.tell()
+        if self._reason is not None:
+            self._say()
 
-    def because(self, reason: str, code: int = EXIT_CODE) -> bool:
+    def gone_within(self, seconds: float) -> str | None:
+        """Why the group is broken, if that is known in so many seconds."""
+        self._news.wait(seconds)
+        return self._reason
+
+    def _breaks(self, reason: str, code: int) -> bool:
         """Whether this is the first that is heard of it."""
         with self._lock:
-            if self.closing or self.reason is not None:
+            if self._closing or self._reason is not None:
                 return False
-            self.reason, self._code = reason, code
-        self.broken.set()
+            self._reason, self._code = reason, code
+        self._news.set()
         return True
 
-    def tell(self) -> None:
-        assert self.reason is not None
-        if self._gone is None:
-            leave(self.reason, self._code)
-        self._gone(self.reason)
+    def _closes(self) -> bool:
+        """Whether this is the first close."""
+        with self._lock:
+            was, self._closing = self._closing, True
+        return not was
 
-    def check(self) -> None:
-        if self.reason is not None:
-            raise RanksError(self.reason)
-        if self.closing:
+    def _say(self) -> None:
+        assert self._reason is not None
+        if self._gone is None:
+            leave(self._reason, self._code)
+        self._gone(self._reason)
+
+    def _check(self) -> None:
+        if self._reason is not None:
+            raise RanksError(self._reason)
+        if self._closing:
             raise RanksError("the group of ranks has been closed")
 
 
-class Leader:
+class Leader(Link):
     """The link of rank 0: `tell` can be called from any thread, and from a destructor.
 
     Args:
         channels: to each of the others, by rank.
-        gone: called once with a reason when the group is broken, in a thread of the link; None ends the process.
+        gone: as `Link`'s.
 
     Attributes:
         frames: how many messages were told.
     """
 
     def __init__(self, channels: dict[int, Channel], gone: Gone | None = None) -> None:
-        self._channels, self._ending = dict(sorted(channels.items())), _Ending(gone)
+        super().__init__(gone)
+        self._channels = dict(sorted(channels.items()))
         self._outbox: deque[bytes] = deque()
         self._writing = threading.Lock()
         self._answers: dict[int, queue.SimpleQueue[Any]] = {rank: queue.SimpleQueue() for rank in self._channels}
+        self._listening: list[Heard] = []
         self._left: int | None = None  # a rank that has ended in peace
         self.frames = 0
         self._readers = [
@@ -117,7 +137,7 @@ class Leader:
             RanksError: the group is broken, or has been closed.
             TypeError: JSON has no words for it; nobody was told then.
         """
-        self._check()
+        self._check_all()
         self.frames += 1
         self._send(["tell", *message])
 
@@ -132,38 +152,34 @@ class Leader:
             found.append(inbox.get())
             if found[-1] is _END:
                 inbox.put(_END)
-                self._check()
+                self._check_all()
         return found
 
-    def _check(self) -> None:
+    def listen(self, heard: Heard) -> None:
+        """This is called, too, with what other ranks report, in threads of the link."""
+        self._listening.append(heard)
+
+    def _check_all(self) -> None:
         if self._left is not None:
             self.break_up(f"rank {self._left} has ended before the leader: {START_AGAIN}")
-        self._ending.check()
+        self._check()
 
     @property
     def bytes_sent(self) -> int:
         return sum(channel.sent for channel in self._channels.values())
 
-    def when_gone(self, gone: Gone | None) -> None:
-        """Somebody else is called from now on; at once, if the group is broken already."""
-        self._ending.when_gone(gone)
-
-    def gone_within(self, seconds: float) -> str | None:
-        """Why the group is broken, if that is known in so many seconds."""
-        self._ending.broken.wait(seconds)
-        return self._ending.reason
-
     def break_up(self, reason: str, code: int = EXIT_CODE) -> None:
         """The group is broken: all others are told why, and end."""
-        if self._ending.because(reason, code):
+        if self._breaks(reason, code):
             self._send(["gone", reason, code])
-            self._ending.tell()
+            for inbox in self._answers.values():
+                inbox.put(_END)
+            self._say()
 
     def close(self, code: int = 0, reason: str = "") -> None:
         """The others end, too, with the same exit code; after a good end it waits for them, for a few seconds."""
-        if self._ending.closing:
+        if not self._closes():
             return
-        self._ending.closing = True
         self._send(["bye", code, reason])
         deadline = time.monotonic() + (FAREWELL if code == 0 else 0.0)
         for reader in self._readers:
@@ -195,6 +211,10 @@ class Leader:
                 if kind == "answer":
                     self._answers[rank].put(content[0])
                     continue
+                if kind == "report":
+                    for heard in self._listening:
+                        heard(content[0])
+                    continue
                 code, reason = content
                 if code == 0:
                     self._left = rank  # which is an error only if it is asked for more
@@ -204,20 +224,22 @@ class Leader:
                 return
         except OSError:
             self.break_up(f"rank {rank} is gone: {START_AGAIN}")
+        except Exception as error:
+            self.break_up(f"rank {rank} is not understood ({type(error).__name__}: {error}): {START_AGAIN}")
         finally:
-            for inbox in self._answers.values() if self._ending.reason else (self._answers[rank],):
-                inbox.put(_END)
+            self._answers[rank].put(_END)
 
 
-class Follower:
+class Follower(Link):
     """The link of any other rank.
 
     Args:
-        gone: as `Leader`'s.
+        gone: as `Link`'s.
     """
 
     def __init__(self, channel: Channel, gone: Gone | None = None) -> None:
-        self._channel, self._ending = channel, _Ending(gone)
+        super().__init__(gone)
+        self._channel = channel
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._writing = threading.Lock()
         self._reader = threading.Thread(target=self._read, name="mlx-kv leader", daemon=True)
@@ -233,7 +255,7 @@ class Follower:
         if message is not _END:
             return list(message)
         self._inbox.put(_END)
-        self._ending.check()
+        self._check()
         return None
 
     def answer(self, message: Any) -> None:
@@ -242,28 +264,24 @@ class Follower:
         Raises:
             RanksError: the group is broken, or has been closed.
         """
-        self._ending.check()
+        self._check()
         self._send(["answer", message])
 
-    def when_gone(self, gone: Gone | None) -> None:
-        self._ending.when_gone(gone)
-
-    def gone_within(self, seconds: float) -> str | None:
-        """Why the group is broken, if that is known in so many seconds."""
-        self._ending.broken.wait(seconds)
-        return self._ending.reason
+    def report(self, message: Any) -> None:
+        """What nobody waits for here: of another thread's work, which ends when it ends."""
+        self._send(["report", message])
 
     def break_up(self, reason: str) -> None:
         """The group is broken: the leader is told why, and tells all others."""
-        if self._ending.because(reason):
+        if self._breaks(reason, EXIT_CODE):
             self._send(["bye", EXIT_CODE, reason])
-            self._ending.tell()
+            self._inbox.put(_END)
+            self._say()
 
     def close(self, code: int = 0, reason: str = "") -> None:
         """Says that this rank ends; after a good end it waits for the leader's."""
-        if self._ending.closing:
+        if not self._closes():
             return
-        self._ending.closing = True
         self._send(["bye", code, reason])
         if code == 0:
             self._reader.join()
@@ -291,9 +309,12 @@ class Follower:
                 return
         except OSError:
             self._broken(f"the leader is gone: {START_AGAIN}")
+        except Exception as error:
+            self._broken(f"the leader is not understood ({type(error).__name__}: {error}): {START_AGAIN}")
         finally:
             self._inbox.put(_END)
 
     def _broken(self, reason: str, code: int = EXIT_CODE) -> None:
-        if self._ending.because(reason, code):
-            self._ending.tell()
+        if self._breaks(reason, code):
+            self._inbox.put(_END)
+            self._say()

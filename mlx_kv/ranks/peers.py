@@ -1,8 +1,7 @@
 """What the parts of one model tell each other before they evict: scores, all of one compaction at once.
 
 Scores are gathered and then added up as one process would: of sums that ranks made beforehand, the last bit would
-depend on who added what. Decides nothing about which tokens go. All collectives go by the stream on which mlx-lm's loop
-runs the model: two on different streams could meet each other's.
+depend on who added what. Decides nothing about which tokens go.
 B rows, H KV heads of one rank, n tokens, L layers of one rank, R ranks.
 """
 
@@ -13,10 +12,10 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.generate import generation_stream
 
 from mlx_kv.cache.eviction.granularity import Granularity
 from mlx_kv.cache.eviction.peers import ALONE, Alone, Peers
+from mlx_kv.ranks.collectives import gathered
 from mlx_kv.ranks.splitting import part_of
 
 
@@ -45,7 +44,7 @@ class Heads(Alone):
 
     def with_heads(self, scores: Sequence[mx.array]) -> list[mx.array]:
         flat = mx.concatenate([each.reshape(-1) for each in scores])
-        every = _gathered(flat, self._group).reshape(self._group.size(), -1)  # (R, sum of B * H * n)
+        every = gathered(flat, self._group).reshape(self._group.size(), -1)  # (R, sum of B * H * n)
         sizes = [math.prod(each.shape) for each in scores]
         ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
         return [
@@ -81,14 +80,5 @@ class Layers(Alone):
     def with_layers(self, scores: Sequence[mx.array]) -> list[mx.array]:
         nothing = mx.zeros((self._most - len(scores), scores[0].shape[1]))
         own = mx.concatenate([*scores, nothing])  # (L, n); to add zeros changes nothing
-        every = _gathered(own, self._group).reshape(self._group.size(), self._most, 1, -1)
+        every = gathered(own, self._group).reshape(self._group.size(), self._most, 1, -1)
         return [each for rank in reversed(range(self._group.size())) for each in every[rank]]
-
-
-def _gathered(x: mx.array, group: mx.distributed.Group) -> mx.array:
-    """Of all ranks, one after the other on axis 0, as it is now."""
-    mx.eval(x)
-    with mx.stream(generation_stream):
-        every = mx.distributed.all_gather(x, group=group)
-        mx.eval(every)
-    return every

@@ -22,6 +22,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import cache as stock
 
 from mlx_kv.mlxlm.asking import answer_as
+from mlx_kv.mlxlm.by_class import attends_by_class
 from mlx_kv.mlxlm.convert import FULL, cache_kinds
 from mlx_kv.mlxlm.loading import (
     architecture,
@@ -34,6 +35,7 @@ from mlx_kv.mlxlm.loading import (
 from mlx_kv.mlxlm.quirks import refuses_ragged
 from mlx_kv.mlxlm.slots import counts_slots
 from mlx_kv.mlxlm.traverse import leaves
+from mlx_kv.ranks.collectives import gathered
 
 Split = Literal["heads", "layers"]
 
@@ -130,7 +132,9 @@ def check_split(
 
 
 def _try(config: dict[str, Any], size: int, split: Split, layers: Sequence[int] | None) -> None:
-    cut(model_from_config(config, mx.bfloat16), PlannedRank(0, size), split, layers)
+    model = model_from_config(config, mx.bfloat16)
+    quantize_as_stored(model, config)  # groups that share a scale must not be parted either
+    cut(model, PlannedRank(0, size), split, layers)
 
 
 def _known(split: str) -> Split:
@@ -300,11 +304,11 @@ def split_model(
     assert group.split is not None, "whoever splits a model knows how"
     split, raw, whole = _known(group.split), group.raw, whole or model
     # A part cannot say what the whole does: it may have other kinds of layers, and its graph has what no graph shows.
-    answer_as(model, whole, cache_kinds, counts_slots, number_of_weights, refuses_ragged)
+    answer_as(model, whole, cache_kinds, counts_slots, number_of_weights, refuses_ragged, attends_by_class)
     heads = _heads(whole)
     cut(model, raw, split, layers)
     full = sum(type(cache) in FULL for cache in leaves(stock.make_prompt_cache(model)))
-    told: Any = mx.distributed.all_gather(mx.array([full]), group=raw).tolist()
+    told: Any = gathered(mx.array([full]), raw).tolist()
     copies = split == "heads" and bool(heads) and _heads(model) == heads
     _parts[id(model)] = Part(raw, split, copies, max(told), min(told))
     weakref.finalize(model, _parts.pop, id(model), None)

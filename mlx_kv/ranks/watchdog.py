@@ -37,15 +37,22 @@ class Watchdog:
             yield
             return
         self._start()
-        began = time.monotonic()
-        self._running = step, began
+        self._running = step, time.monotonic()
         with self._news:
             self._news.notify()
         try:
             yield
         finally:
+            self.progress()
             self._running = None
-            self._longest[step] = max(self._longest.get(step, 0.0), time.monotonic() - began)
+
+    def progress(self) -> None:
+        """A part of the step is done: the time begins anew."""
+        if self._running is not None:
+            step, began = self._running
+            now = time.monotonic()
+            self._longest[step] = max(self._longest.get(step, 0.0), now - began)
+            self._running = step, now
 
     def limit(self, step: str) -> float:
         """Seconds that a step of this name may take."""

@@ -83,7 +83,7 @@ class Monitor:
         Args:
             decoding: the jobs that are rows of the caches, in their order.
             caches: of the batch, one for each layer; none where nothing decodes or waits.
-            prompt_memory: bytes of prompts that are kept.
+            prompt_memory: bytes of prompts that are kept; of several ranks, on the one that has most.
             speculation: of the engine, if it drafts.
             ranks: who have parts of the model, and of all that is kept.
         """
@@ -103,7 +103,7 @@ class Monitor:
             generated,
             rate,
             ranks.active(),
-            ranks.of_all(prompt_memory),
+            prompt_memory,
             drafted,
         )
 

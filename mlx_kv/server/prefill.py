@@ -8,6 +8,7 @@ ends.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -44,6 +45,7 @@ class PrefillScheduler:
         self._in_engine, self._decoding = reading, decoding
         self._jobs: list[Job] = []  # whose turn it is comes first
         self._readers: dict[Job, PromptReader] = {}  # of those that are read here
+        self._waits: dict[Job, float] = {}  # since when, for the disk
         self._fetching: Job | None = None
         self._fetched: Job | None = None
         self._stalled = False
@@ -57,6 +59,7 @@ class PrefillScheduler:
         """Returns how far it was read here, if at all; it need not be there."""
         if job in self._jobs:
             self._jobs.remove(job)
+        self._waits.pop(job, None)
         return self._readers.pop(job, None)
 
     def wake(self) -> None:
@@ -93,11 +96,14 @@ class PrefillScheduler:
 
     def _begin(self, job: Job, ready: list[Job]) -> PromptReader | None:
         """A reader that stands where reading goes on; None if that cannot be said yet."""
-        if self._fetched is not job and self._prefixes.on_disk(job.prompt):
+        if self._fetched is not job and self._has_patience(job) and self._prefixes.on_disk(job.prompt):
+            waits_since = self._waits.setdefault(job, time.monotonic())
             if self._fetching is None:  # else perhaps that comes with what this one needs
                 self._fetching = job
-                self._prefixes.fetch(job.tokens, self._arrived)
+                left = self._prefixes.patience - (time.monotonic() - waits_since)
+                self._prefixes.fetch(job.tokens, self._arrived, left)
             return None
+        self._waits.pop(job, None)
         if self._fetched is not job:
             there, wanted = self._prefixes.serves(job.prompt), job.prompt
             if self._worth_waiting(wanted, there, ready):
@@ -107,6 +113,10 @@ class PrefillScheduler:
         reader = PromptReader(self._engine.read, self._engine.make_caches(), job.tokens, self._prefixes, self._step)
         job.evicted = max(tokens_evicted(reader.caches), default=0)  # by others, who have counted it
         return reader
+
+    def _has_patience(self, job: Job) -> bool:
+        """Whether a job has not waited for the disk, its turn included, as long as any may."""
+        return job not in self._waits or time.monotonic() - self._waits[job] < self._prefixes.patience
 
     def _worth_waiting(self, wanted: bytes, there: int, ready: list[Job]) -> bool:
         """Whether another prompt will soon have been read as far as it has this one's tokens, and that is much."""

@@ -56,13 +56,16 @@ class TaskThread:
             self._news.notify()
         return future
 
-    def close(self) -> None:
-        """Takes nothing more, and ends when all is done."""
+    def close(self, patience: float | None = None) -> None:
+        """Takes nothing more, and ends when all is done, or when nothing has been done for so many seconds."""
         with self._news:
             self._closed, thread = True, self._thread
             self._news.notify()
-        if thread is not None:
-            thread.join()
+        while thread is not None and thread.is_alive():
+            left = len(self._tasks)
+            thread.join(patience)
+            if len(self._tasks) == left > 0:
+                return
 
     def _run(self) -> None:
         try:

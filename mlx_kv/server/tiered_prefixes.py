@@ -1,8 +1,9 @@
 """Processed prompts for the worker: in memory, and behind it in a store, whose disk nobody waits for.
 
-Decides when the disk is asked, and what is too much for it. What takes the disk's time runs in a thread of its own, one
-thing after the other, and only with bytes: arrays are made and read in the worker's thread. Whatever fails here costs a
-prompt the time to be read, and no row its end. Knows nothing about jobs or rows.
+Decides when the disk is asked, for how long a prompt waits for it, and what is too much for it. What takes the disk's
+time runs in a thread of its own, one thing after the other, and only with bytes: arrays are made and read in the
+worker's thread. Whatever fails here costs a prompt the time to be read, and no row its end. A store that has failed is
+asked again, but no prompt waits for it before it has answered. Knows nothing about jobs or rows.
 """
 
 from __future__ import annotations
@@ -16,14 +17,13 @@ from functools import partial
 from typing import Any, TypeVar
 
 from mlx_kv.prefixes.entry_files import PackedEntry
-from mlx_kv.prefixes.index import LEAST_SHARED
+from mlx_kv.prefixes.index import LEAST_SHARED, packed
 from mlx_kv.prefixes.memory import PromptMemory
 from mlx_kv.prefixes.store import PromptStore, StoredPrompt
 from mlx_kv.server.task_thread import TaskThread
 
 MOST_PENDING = 256 * 2**20  # bytes that wait for the disk; what comes on top is not stored
 REFRESH_EVERY = 1.0  # seconds after which entries of other processes are looked for
-PATIENCE = 10.0  # seconds after which a prompt is read, whatever the disk has of it
 T = TypeVar("T")
 log = logging.getLogger("mlx_kv.server")
 
@@ -52,7 +52,9 @@ class TieredPrefixes:
         self.memory, self.store, self._call = memory, store, call
         self._disk = TaskThread("mlx-kv disk")
         self._pending = 0  # bytes
-        self._refreshed, self._refreshing = -REFRESH_EVERY, False
+        self._refreshed = -REFRESH_EVERY  # when somebody last began to look for entries
+        self._looking = False  # somebody does so now
+        self._failing = False  # the last look has failed
         self._late = False  # the disk owes an answer that nobody waits for any longer
         self._fetched: tuple[list[int], list[Any], int] | None = None  # for the prompt that was asked for last
 
@@ -63,25 +65,68 @@ class TieredPrefixes:
         """How many tokens of a prompt are in memory."""
         return self._attempt(lambda: self.memory.serves(tokens)) or 0
 
+    @property
+    def patience(self) -> float:
+        """Seconds that a prompt may wait for the disk."""
+        return 0.0 if self.store is None else self.store.deadline
+
     def on_disk(self, tokens: Sequence[int]) -> bool:
-        """Whether the store has much more of a prompt than memory has: then `fetch` it first."""
+        """Whether the store may have much more of a prompt than memory has: then `fetch` it first.
+
+        It may where its entries have not been looked at for a while: others may have stored some.
+        """
         store = self.store
         if store is None or self._late:
             return False
-        if time.monotonic() - self._refreshed > REFRESH_EVERY and not self._refreshing:
-            self._refreshed, self._refreshing = time.monotonic(), True
-            self._on_disk(store.refresh, lambda found: setattr(self, "_refreshing", False))
-        return (self._attempt(lambda: store.serves(tokens)) or 0) >= self.serves(tokens) + LEAST_SHARED
+        if self._failing:
+            if not self._looking:
+                self._on_disk(self._look(lambda: None, anew=True), self._looked)
+            return False
+        wanted = self.serves(tokens) + LEAST_SHARED
+        if len(packed(tokens)) // 4 <= wanted:
+            return False
+        return self._looking or self._stale or (self._attempt(lambda: store.serves(tokens)) or 0) >= wanted
 
-    def fetch(self, tokens: list[int], done: Callable[[], None]) -> None:
+    @property
+    def _stale(self) -> bool:
+        return time.monotonic() - self._refreshed > REFRESH_EVERY
+
+    def _look(self, then: Callable[[], T], anew: bool = False) -> Callable[[], T]:
+        """What looks for entries of others, if nobody did so a moment ago, and then does something with the disk."""
+        store, refresh = self.store, anew or self._stale
+        assert store is not None
+        self._looking = True
+        if refresh:
+            self._refreshed = time.monotonic()
+
+        def look() -> T:
+            try:
+                with store.within():
+                    if refresh:
+                        store.refresh()
+                    found = then()
+            except BaseException:
+                self._failing = True
+                raise
+            self._failing = False
+            return found
+
+        return look
+
+    def _looked(self, found: object) -> None:
+        self._looking = False
+
+    def fetch(self, tokens: list[int], done: Callable[[], None], seconds: float | None = None) -> None:
         """Reads what the store has of a prompt. When `done` is called, the next `find` comes with it.
 
-        A disk that does not answer for long has nothing.
+        Args:
+            seconds: after which it has nothing; None is its deadline.
         """
         assert self.store is not None
-        store = self.store
+        store, patience = self.store, self.patience if seconds is None else seconds
 
         def arrived(fetched: StoredPrompt | None) -> None:
+            self._looked(fetched)
             late, self._late = self._late, False
             if late:
                 return
@@ -92,12 +137,12 @@ class TieredPrefixes:
 
         def waited() -> None:
             if not work.done():
-                log.warning("the prompt store has not answered for %g seconds", PATIENCE)
+                log.warning("the prompt store has not answered for %.3g seconds", patience)
                 self._late = True
                 done()
 
-        work = self._on_disk(lambda: store.fetch(tokens), arrived)
-        timer = threading.Timer(PATIENCE, self._call, [waited])
+        work = self._on_disk(self._look(lambda: store.fetch(tokens)), arrived)
+        timer = threading.Timer(patience, self._call, [waited])
         timer.daemon = True
         timer.start()
 
@@ -126,6 +171,7 @@ class TieredPrefixes:
             return
         if self._pending and self._pending + new.caches.nbytes > MOST_PENDING:
             log.warning("the prompt store is slower than prompts come: one was not stored")
+            store.discard(new)
             return
         self._pending += new.caches.nbytes
         self._on_disk(lambda: store.write(new), lambda stored: self._written(new))
@@ -156,5 +202,7 @@ class TieredPrefixes:
             return None
 
     def close(self) -> None:
-        """Ends when all is written."""
-        self._disk.close()
+        """Ends when all is written; a store elsewhere that does not answer is not waited for."""
+        if self.store is not None:
+            self.store.by_themselves()
+        self._disk.close(self.store.deadline if self.store is not None and self.store.far else None)

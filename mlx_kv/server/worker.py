@@ -7,7 +7,6 @@ asyncio, nor what is shown of its memory (`monitor`).
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import queue
 import threading
@@ -30,11 +29,13 @@ from mlx_kv.mlxlm.convert import make_prompt_cache
 from mlx_kv.mlxlm.loading import context_length
 from mlx_kv.policy import CachePolicy
 from mlx_kv.prefixes.memory import PromptMemory
+from mlx_kv.prefixes.part_keeper import PartKeeper
+from mlx_kv.prefixes.parts import RankParts
 from mlx_kv.prefixes.reader import PromptReader
-from mlx_kv.prefixes.serving import kept_how
+from mlx_kv.prefixes.serving import mark_of_drafts
 from mlx_kv.prefixes.store import PromptStore
 from mlx_kv.ranks.engine import lead
-from mlx_kv.ranks.following import follow
+from mlx_kv.ranks.following import Caches, follow
 from mlx_kv.ranks.group import RankGroup
 from mlx_kv.ranks.link import RanksError
 from mlx_kv.ranks.totals import MemoryOfAll
@@ -87,7 +88,8 @@ class Worker:
         self._load, self.deliver, self._metrics = load, deliver, metrics
         self.policy, self.max_batch_size = policy or CachePolicy(), max_batch_size
         self._drafting, self._prefill_step_size = drafting or DraftSettings(), prefill_step_size
-        self._prompt_memory, self._open_store = PromptMemory(prompt_memory_bytes), open_store
+        self._prompt_memory_bytes, self._open_store = prompt_memory_bytes, open_store
+        self._keeps = open_store is not None or prompt_memory_bytes > 0
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._waiting: deque[Job] = deque()
         self._active: dict[int, Job] = {}  # by number: those that the engine has
@@ -107,9 +109,22 @@ class Worker:
         """
         assert self._group is not None, "who is alone follows nobody"
         self.models: Models = self._load()
-        self._keeps = self._open_store is not None or self._prompt_memory.max_bytes > 0
-        memory = MemoryOfAll(self.models.model, self._group)
-        follow(self._engine_for, self._group, lambda caches: memory.handlers)
+        self._agree_on_limits()
+        memory, peers = MemoryOfAll(self.models.model, self._group), self._group.agreement.peers(self.models.model)
+        whose = f"{model_fingerprint(self.models.model)} {self.policy}"
+
+        def more(caches: Caches) -> dict[str, Callable[..., object]]:
+            assert self._group is not None
+            return {**memory.handlers, **PartKeeper(self._group, peers, lambda: whose, caches).handlers}
+
+        follow(self._engine_for, self._group, more)
+
+    def parts(self) -> RankParts | None:
+        """Of prompts that are kept, those that the other ranks have; None where there is no other."""
+        if self._group is None:
+            return None
+        peers = self._group.agreement.peers(self.models.model)
+        return RankParts(self._group, peers, lambda: self._engine.numbers, self._inbox.put)  # type: ignore[attr-defined]
 
     # --- called from other threads ------------------------------------------------------------------------------
 
@@ -182,10 +197,11 @@ class Worker:
     def _serve(self) -> None:
         try:
             self.models = self._load()
+            self._agree_on_limits()
             self._memory = MemoryOfAll(self.models.model, self._group)
-            store = None if self._open_store is None else self._open_store(self.models)
-            self._keeps = store is not None or self._prompt_memory.max_bytes > 0
             self._make_engine()
+            self._prompt_memory = PromptMemory(self._prompt_memory_bytes, parts=self.parts())
+            store = None if self._open_store is None else self._open_store(self.models)
             self._prefixes = TieredPrefixes(self._prompt_memory, store, self._inbox.put, self._fingerprint)
             self.context, self.vocabulary = context_length(self.models.model), len(self.models.tokenizer)
             self._make_prefill()
@@ -210,19 +226,22 @@ class Worker:
         self._engine.close()
         self._prefixes.close()
 
-    def _fingerprint(self) -> str:
-        """What tells the caches of this model, draft model and policy from those of others.
+    def _agree_on_limits(self) -> None:
+        """The rank that keeps least decides what all keep."""
+        if self._group is not None:
+            (self._prompt_memory_bytes,) = self._group.agreement.least([self._prompt_memory_bytes])
+            self._keeps = self._open_store is not None or self._prompt_memory_bytes > 0
 
-        Who drafts without a model leaves no trace but in rings, which have room for drafts then.
-        """
+    def _fingerprint(self) -> str:
+        """What tells the caches of this model, draft model and policy from those of others."""
         marks = [model_fingerprint(net) for net in (self.models.model, self.models.draft) if net is not None]
-        how = [str(self.policy)]
-        here, plain = self._engine.make_caches(), make_prompt_cache(self.models.model, self.policy, strict=False)
+        marks.append(str(self.policy))
         if self.models.draft is not None:
-            how.append(f"draft tokens {self._drafting.draft_tokens}")
-        elif kept_how(here) != kept_how(plain):
-            how.append(hashlib.blake2b(kept_how(here).encode(), digest_size=8).hexdigest())
-        return " ".join([*marks, *how])
+            marks.append(f"draft tokens {self._drafting.draft_tokens}")
+        elif self._engine.speculation is not None:
+            plain = make_prompt_cache(self.models.model, self.policy, strict=False)
+            marks += mark_of_drafts(self._engine.make_caches(), plain)
+        return " ".join(marks)
 
     def _make_engine(self) -> None:
         self._engine = lead(self._engine_for, self._group)

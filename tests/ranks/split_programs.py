@@ -1,25 +1,38 @@
-"""What ranks run in tests of models in parts: every case alone first, and then on all ranks."""
+"""What ranks run in tests of models in parts: every case alone first, then on all ranks; a line of JSON for each."""
 
 from __future__ import annotations
 
 import json
+import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
+sys.path.append(str(Path(__file__).parent.parent / "mlxlm"))  # where the families are
+
+import mlx_kv  # before MLX: it loads a tuned BLAS
+
+# isort: split
 import mlx.core as mx
 import mlx.nn as nn
+import random_rows as rows
 from families import make_family
+from mlx_lm.generate import generation_stream
+from tiny_models import make_model
 
 from mlx_kv import CachePolicy, make_prompt_cache
-from mlx_kv.mlxlm.traverse import attention_caches, leaves
+from mlx_kv.cache.eviction.peers import ALONE, Peers
+from mlx_kv.mlxlm.traverse import attention_caches
+from mlx_kv.ranks import peers as exchange
 from mlx_kv.ranks.peers import peers_of
-from mlx_kv.ranks.splitting import split_model
+from mlx_kv.ranks.splitting import Split, load_part, part_of, split_model, weights_of
 
+T = TypeVar("T")
 PROMPT = [(7 * i * i + 3 * i) % 90 for i in range(70)]
-STEPS = 40
-BUDGET = {"budget": 40, "keep_recent": 6, "sinks": 2, "margin": 5}
+STEPS = 16
+BUDGET: dict[str, Any] = {"budget": 40, "keep_recent": 6, "sinks": 2, "margin": 5}
 POLICIES: dict[str, dict[str, Any]] = {
     "plain": {},
     "bits": {"bits": 8, "group_size": 32},
@@ -31,22 +44,24 @@ POLICIES: dict[str, dict[str, Any]] = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass
 class Ranks:
     """As much of a group as a part of a model needs."""
 
     raw: mx.distributed.Group
-    split: str
+    split: Split | None
 
 
-def join(split: str) -> Ranks:
-    return Ranks(mx.distributed.init(strict=True, backend="ring"), split)
+def join(split: Any) -> Ranks:
+    return Ranks(mx.distributed.init(strict=True, backend="ring"), split or None)
 
 
-def decode(model: nn.Module, caches: list[Any]) -> tuple[list[int], mx.array]:
-    """A prompt in chunks and then greedy tokens, under mlx-lm's stream; the tokens, and the logits of the last one."""
-    from mlx_lm.generate import generation_stream
+def tell(**what: Any) -> None:
+    print(json.dumps(what), flush=True)
 
+
+def decode(model: nn.Module, caches: list[Any]) -> dict[str, Any]:
+    """A prompt in chunks and then greedy tokens: those, a sum of the last logits, and what is left in each layer."""
     tokens: list[int] = []
     with mx.stream(generation_stream):
         for first in range(0, len(PROMPT), 16):
@@ -56,57 +71,126 @@ def decode(model: nn.Module, caches: list[Any]) -> tuple[list[int], mx.array]:
             tokens.append(int(mx.argmax(logits[0, -1]).item()))
             logits = model(mx.array([[tokens[-1]]]), cache=caches)
             mx.eval(logits)
-    return tokens, logits[0, -1]
+    return {"tokens": tokens, "kept": kept(caches), "logits": zlib.crc32(memoryview(logits.astype(mx.float32)))}
 
 
-def kept(caches: list[Any]) -> list[Any]:
-    """The positions that each layer of full attention has left, of each head that keeps its own."""
-    return [
-        [sorted(head) for head in cache.positions[0].tolist()]
-        for cache in attention_caches(caches)
-        if cache.evictor is not None
-    ]
+def kept(caches: list[Any]) -> list[list[list[int]]]:
+    """The positions that each layer with a budget has left, of each head that keeps its own."""
+    budgeted = [cache for cache in attention_caches(caches) if cache.evictor is not None]
+    return [[sorted(head) for head in cache.positions[0].tolist()] for cache in budgeted]
 
 
-def in_part(whole: list[Any], part: nn.Module, split: str, share: str, group: mx.distributed.Group) -> list[Any]:
-    """What of the tokens that a whole model has left is to be in a part."""
-    if split == "heads":
-        if share != "head":
-            return whole
-        heads = max(cache.keys.shape[1] for cache in attention_caches(alone_caches))
-        count = heads // group.size()
-        return [layer[group.rank() * count :][:count] for layer in whole]
-    return whole
-
-
-alone_caches: list[Any] = []
-
-
-def cases(families: str, split: str) -> Iterator[tuple[str, str]]:
-    for family in families.split(","):
-        for policy in POLICIES:
-            yield family, policy
-
-
-def compare(split: str, layers: str, *families: str) -> None:
-    """A line of JSON for each family and policy: tokens and what is left, alone and in parts."""
-    ranks = join(split)
-    counts = [int(word) for word in layers.split(",")] if layers else None
-    for family in families:
-        whole = make_family(family)
-        alone = {name: _run(whole, settings) for name, settings in POLICIES.items()}
-        split_model(whole, ranks, counts)
-        for name, settings in POLICIES.items():
-            told = {"family": family, "policy": name, "rank": ranks.raw.rank()}
-            print(json.dumps({**told, "alone": alone[name], "parts": _run(whole, settings)}), flush=True)
-
-
-def _run(model: nn.Module, settings: dict[str, Any]) -> dict[str, Any]:
+def run(model: nn.Module, settings: dict[str, Any], peers: Peers | None = None) -> dict[str, Any]:
     try:
-        caches = make_prompt_cache(model, CachePolicy(**settings), peers=peers_of(model))
+        caches = make_prompt_cache(model, CachePolicy(**settings), peers=peers_of(model) if peers is None else peers)
     except ValueError as error:
         return {"refused": str(error)}
-    tokens, logits = decode(model, caches)
-    kinds = [type(cache).__name__ for cache in leaves(caches)]
-    crc = zlib.crc32(memoryview(logits.astype(mx.float32)))
-    return {"tokens": tokens, "kept": kept(caches), "kinds": kinds, "logits": crc}
+    done, calls = counted(lambda: decode(model, caches))
+    compactions = max((cache.evictor.compactions for cache in attention_caches(caches) if cache.evictor), default=0)
+    return {**done, "collectives": calls, "compactions": compactions}
+
+
+def counted(act: Callable[[], T]) -> tuple[T, int]:
+    """What is done, and how often the ranks had to tell each other their scores."""
+    calls, gathered = 0, exchange.gathered
+
+    def one_more(x: mx.array, group: mx.distributed.Group) -> mx.array:
+        nonlocal calls
+        calls += 1
+        return gathered(x, group)
+
+    exchange.gathered = one_more
+    try:
+        done = act()
+        return done, calls
+    finally:
+        exchange.gathered = gathered
+
+
+def families(split: str, layers: str, *cases: str) -> None:
+    """Every case FAMILY:POLICY,POLICY alone, and in parts; of FAMILY/4 the weights have 4 bits."""
+    ranks = join(split)
+    for case in cases:
+        family, _, names = case.partition(":")
+        family, _, bits = family.partition("/")
+        model = make_family(family)
+        if bits:
+            nn.quantize(model, 32, int(bits))
+        policies = {name: POLICIES[name] for name in names.split(",")}
+        alone = {name: run(model, settings) for name, settings in policies.items()}
+        split_model(model, ranks, [int(word) for word in layers.split(",")] if layers else None)
+        for name, settings in policies.items():
+            part, of = run(model, settings), part_of(model)
+            tell(family=family, policy=name, alone=alone[name], part=part, copies=of is not None and of.copies)
+
+
+def unheard(split: str) -> None:
+    """The shares of a budget, and one more time ranks that decide for themselves."""
+    ranks = join(split)
+    model = make_family("qwen3_moe")
+    alone = {share: run(model, POLICIES[share]) for share in ("layers", "layer", "head")}
+    split_model(model, ranks)
+    for share, whole in alone.items():
+        tell(policy=share, alone=whole, part=run(model, POLICIES[share]))
+    tell(policy="unheard", alone=alone["layers"], part=run(model, POLICIES["layers"], ALONE))
+
+
+def three_heads() -> None:
+    """Nine heads on three of keys and values, as SmolLM2 has them."""
+    ranks = join("heads")
+    model = make_model("llama", num_attention_heads=9, num_key_value_heads=3, intermediate_size=96)
+    names = ("layers", "head")
+    alone = [run(model, POLICIES[name]) for name in names]
+    split_model(model, ranks)
+    for name, whole in zip(names, alone, strict=True):
+        tell(policy=name, alone=whole, part=run(model, POLICIES[name]))
+
+
+def windows_alone() -> None:
+    """A rank whose layers all have windows, beside one with a layer of full attention."""
+    ranks = join("layers")
+    model = make_family("ministral3")
+    full = [not layer.use_sliding for layer in model.model.layers]
+    count = full.index(True)  # the last rank has the first layers
+    layers = [len(full) - count, count] if count else [full[::-1].index(True), len(full) - full[::-1].index(True)]
+    alone = {name: run(model, POLICIES[name]) for name in ("plain", "layers", "layer")}
+    split_model(model, ranks, layers)
+    for name, whole in alone.items():
+        tell(policy=name, alone=whole, part=run(model, POLICIES[name]))
+
+
+def loading(path: str, split: str, layers: str) -> None:
+    """The bytes that a part takes, while it is loaded and then, and what it says."""
+    ranks = join(split)
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    model, _tokenizer = load_part(Path(path), ranks, [int(word) for word in layers.split(",")] if layers else None)
+    held, peak = mx.get_active_memory() - before, mx.get_peak_memory() - before
+    part = run(model, {})
+    biggest = max(weight.nbytes for weight in weights_of(model))
+    del model
+    whole = mlx_kv.load(path)[0]
+    told = sum(weight.nbytes for weight in weights_of(whole))
+    tell(split=ranks.split, held=held, peak=peak, biggest=biggest, whole=told, alone=run(whole, {}), part=part)
+
+
+def random_rows(split: str, first: str, last: str) -> None:
+    """Caches of random keys and values: what is written, taken back, copied, merged, filtered and loaded at random."""
+    ranks = join(split)
+    has, peers = rows.part_of(split, ranks.raw), rows.peers(split, ranks.raw)
+    for seed in range(int(first), int(last)):
+        alone = rows.played(seed, rows.ALL, ALONE)
+        kept = rows.played(seed, has, peers).kept()
+        tell(alone=alone.part(has), kept=kept, share=alone.policy.share, compactions=alone.compactions())
+
+
+def order() -> None:
+    """Scores that say whose they are: layer, row, head, token."""
+    raw = join("").raw
+    numbers = mx.arange(rows.LAYERS * 2 * rows.HEADS * 4).reshape(rows.LAYERS, 2, rows.HEADS, 4).astype(mx.float32)
+    heads = [layer[:, rows.part_of("heads", raw).heads] for layer in numbers]
+    layers = [numbers[layer, 0, :1] for layer in rows.part_of("layers", raw).layers]
+    tell(heads=[layer.tolist() for layer in rows.peers("heads", raw).with_heads(heads)] == numbers.tolist())
+    tell(rows=counted(lambda: rows.alike(3, rows.part_of("heads", raw), rows.peers("heads", raw)))[1])
+    heard = [layer.tolist() for layer in rows.peers("layers", raw).with_layers(layers)]
+    tell(layers=[layer for layer in heard if any(layer[0])] == [layer[0, :1].tolist() for layer in numbers])

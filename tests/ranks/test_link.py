@@ -267,16 +267,18 @@ def test_what_launchers_say(environment: dict[str, str], expected: Launch | None
     [
         ('[["127.0.0.1:5000"], ["127.0.0.1:5001"]]', "127.0.0.1"),
         ('[["10.0.0.1:5000", "10.0.1.1:5000"], ["10.0.0.2:5000"]]', "10.0.0.1"),
-        ('[["[fe80::1]:5000"]]', "fe80::1"),
+        ('[["[fe80::1]:5000"], ["[fe80::2]:5000"]]', "fe80::1"),
+        ('[["127.0.0.1:5000"]]', None),
     ],
 )
-def test_the_first_host_of_a_ring_leads(content: str, leader: str, tmp_path: Any) -> None:
+def test_the_first_host_of_a_ring_leads(content: str, leader: str | None, tmp_path: Any) -> None:
     hosts = tmp_path / "hosts.json"
     hosts.write_text(content)
-    assert launched({"MLX_RANK": "0", "MLX_HOSTFILE": str(hosts)}) == Launch("ring", leader)
+    expected = None if leader is None else Launch("ring", leader)
+    assert launched({"MLX_RANK": "0", "MLX_HOSTFILE": str(hosts)}) == expected
 
 
-@pytest.mark.parametrize("content", [None, "", "[]", "{}", "[[]]"])
+@pytest.mark.parametrize("content", [None, "", "[]", "{}", "[[], []]"])
 def test_files_of_hosts_that_are_none(content: str | None, tmp_path: Any) -> None:
     hosts = tmp_path / "hosts.json"
     if content is not None:
@@ -297,6 +299,11 @@ def test_a_step_may_take_as_long_as_those_before_it_and_more() -> None:
     assert watchdog.limit("inner") == 0.2  # it was part of the other
     with watchdog.watch("step"):
         time.sleep(0.3)
+    with watchdog.watch("prompt"):
+        for _ in range(3):  # chunks
+            time.sleep(0.12)
+            watchdog.progress()
+    watchdog.progress()  # of nothing
     assert late == []
     with watchdog.watch("other"):
         time.sleep(0.6)

@@ -198,11 +198,11 @@ def test_a_tokenizer_that_dies_ends_its_requests_only(monkeypatch: pytest.Monkey
 def test_a_disk_that_never_answers_costs_only_time(
     trouble: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mlx_kv.server.tiered_prefixes.PATIENCE", 0.3 if trouble == "hangs" else 1000.0)
     stores: list[Troubled] = []
 
     def open_store(models: Any) -> Troubled:
         stores.append(Troubled(tmp_path, "slow"))
+        stores[-1].deadline = 0.3 if trouble == "hangs" else 1000.0
         stores[-1].refresh()
         return stores[-1]
 
@@ -218,10 +218,10 @@ def test_a_disk_that_never_answers_costs_only_time(
         answer = slow.result(20).json()
         assert answer["choices"][0]["text"] == wanted
         assert cached(answer) == 0
-        monkeypatch.setattr("mlx_kv.server.tiered_prefixes.PATIENCE", 1000.0)  # a disk that only has much to do
+        stores[-1].deadline = 1000.0  # a disk that only has much to do
         stores[-1].go_on.set()
         again = server.post(prompt=LONG + ENDS[1], max_tokens=5).json()  # and the disk is asked again
-        server.wait_until(lambda: not server.worker._prefixes._late)
+        server.wait_until(lambda: not server.worker._prefixes._late and not server.worker._prefixes._failing)
         again = server.post(prompt=LONG + ENDS[2], max_tokens=5).json()
         assert cached(again) > 1000
 

@@ -271,7 +271,7 @@ class Decoder:
 
     def _drafted(self, most: int, choice: Choice) -> list[list[int]]:
         """What the drafter proposes for each row, checked: a drafter may be anybody's."""
-        drafted = [list(row) for row in self.drafter.propose(most, choice)]
+        drafted = [[int(token) for token in row] for row in self.drafter.propose(most, choice)]
         if len(drafted) != len(self.samplers):
             raise ValueError(f"the drafter proposed for {len(drafted)} rows, but there are {len(self.samplers)}")
         for row in drafted:

@@ -110,6 +110,7 @@ def speculative_generate(
     def prefill() -> None:
         joining = decoder.begin([NewRow(tokens, max_tokens, drawing, prompt_cache, before)], prefill_step_size)
         while not decoder.read_on(joining):
+            agreement.progress()
             progress(joining.read, joining.longest)
         progress(joining.longest, joining.longest)
         statistics.caches[:] = decoder.target.caches
