@@ -285,6 +285,15 @@ class RowClasses:
                 offsets[number] = row.offset
         return offsets[0] if len(set(offsets)) == 1 else mx.array(offsets)
 
+    @property
+    def keys(self) -> mx.array | None:
+        """Those of the first class, as a pipelined model replaces them: what they wait for, all of them wait for."""
+        return self._parts.first.keys
+
+    @keys.setter
+    def keys(self, value: mx.array) -> None:
+        self._parts.first.keys = value
+
     def size(self) -> int:
         """Tokens held by the longest row."""
         return max(cache.size() for cache in self.parts)
