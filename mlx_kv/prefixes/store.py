@@ -17,7 +17,6 @@ from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -259,21 +258,26 @@ class PromptStore(PromptPlace):
 
     def write(self, new: PackedEntry) -> bool:
         """As `keep`."""
-        there = blocks_among(self._refreshed())
-        covering = self._table.covering(new.entry, new.fingerprint)
-        if covering is not None:
-            self._touch(covering)
-            self.discard(new)
-            return False
-        self._write(new, there, lambda files: self._tidy(new, files))
-        return True
+        written = False
+        try:
+            there = blocks_among(self._refreshed())
+            covering = self._table.covering(new.entry, new.fingerprint)
+            if covering is not None:
+                self._touch(covering)
+            else:
+                self._write(new, there, lambda files: self._tidy(new, files))
+                written = True
+        finally:
+            if not written:  # other ranks hold their parts of it
+                self.discard(new)
+        return written
 
     def _write(self, new: PackedEntry, there: AbstractSet[str], tidy: Callable[[Sequence[str]], None]) -> None:
         """Writes an entry, beside blocks that are there; when it is published, tidies up among all files."""
         name, published = new.name, False
         self._table.touch(name, now := time.time())
         self._files.claim(name, now)
-        made = cut(new, partial(self._wanted_ends, new))
+        made = cut(new, partial(self._table.wanted_ends, new.entry, new.fingerprint))
         try:
             with self._parts.writing(name):
                 self._files.write(name, made, there)
@@ -288,18 +292,6 @@ class PromptStore(PromptPlace):
                 self._remove(name)
                 self._released.update(made.indexed.blocks)
             raise
-
-    def _wanted_ends(self, new: PackedEntry, column: int, slots: int) -> list[int]:
-        """Where blocks should end, so that they are those of the entry that begins like this one for longest.
-
-        Where two part, a block ends: the next that parts there has the same one.
-        """
-        nearest = self._table.nearest(new.entry.tokens, new.fingerprint)
-        if nearest is None or slots != len(new.entry):  # where a slot is no position, all are cut alike
-            return []
-        other, shared = nearest
-        ends = accumulate(count for _, count, _ in (*other.columns, *[()] * (column + 1))[column])
-        return [*(end for end in ends if end <= shared), *([shared] if shared < len(other.entry) else [])]
 
     def _tidy(self, new: PackedEntry, files: Sequence[str]) -> None:
         """Removes what a new entry makes superfluous, what is too much, and what was left of others."""

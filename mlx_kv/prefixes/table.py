@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection
+from itertools import accumulate
 
 from mlx_kv.prefixes.entry_index import IndexedEntry
 from mlx_kv.prefixes.holdings import Holdings
@@ -76,6 +77,18 @@ class EntryTable:
         with self._changing:
             found = self._indexes[fingerprint].nearest(tokens)
             return None if found is None else (self._known[found[0]], found[1])
+
+    def wanted_ends(self, entry: Entry, fingerprint: str, column: int, slots: int) -> list[int]:
+        """Where blocks of a new entry should end, so that they are those of the one that begins like it for longest.
+
+        Where two part, a block ends: the next that parts there has the same one.
+        """
+        nearest = self.nearest(entry.tokens, fingerprint)
+        if nearest is None or slots != len(entry):  # where a slot is no position, all are cut alike
+            return []
+        other, shared = nearest
+        ends = accumulate(count for _, count, _ in (*other.columns, *[()] * (column + 1))[column])
+        return [*(end for end in ends if end <= shared), *([shared] if shared < len(other.entry) else [])]
 
     def covering(self, entry: Entry, fingerprint: str) -> str | None:
         """As `PrefixIndex.covering`, of one owner's."""
