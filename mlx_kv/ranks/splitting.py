@@ -304,9 +304,7 @@ def split_model(
     assert group.split is not None, "whoever splits a model knows how"
     split, raw, whole = _known(group.split), group.raw, whole or model
     # A part cannot say what the whole does: it may have other kinds of layers, and its graph has what no graph shows.
-    answer_as(model, whole, cache_kinds, counts_slots, number_of_weights, refuses_ragged)
-    if split == "heads":  # with parts of its layers, a model writes into the last cache itself, which classes have not
-        answer_as(model, whole, attends_by_class)
+    answer_as(model, whole, cache_kinds, counts_slots, number_of_weights, refuses_ragged, attends_by_class)
     heads = _heads(whole)
     cut(model, raw, split, layers)
     full = sum(type(cache) in FULL for cache in leaves(stock.make_prompt_cache(model)))
