@@ -25,6 +25,7 @@ from mlx_kv.server.worker import Worker
 
 BACKLOG = 2048
 TOLD_WITHIN = 1.0  # seconds in which clients hear why there will be no answer, before they are cut off
+LOOKED = 0.1  # seconds between two looks at whether the group of ranks is broken, while answers end
 LAST_WORDS = 10.0  # seconds in which the worker ends, when nobody is served any longer
 
 
@@ -92,7 +93,7 @@ class Server(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         if self.broken is not None:  # the worker may be waiting for another rank for good
-            self.api.admission.give_up(f"the server ends: {self.broken}")
+            self._give_up()
             self.hurry()
         if self._died is None and not self.api.worker.alive:
             self._died = time.monotonic()
@@ -104,10 +105,15 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
         ending.cancel()
 
+    def _give_up(self) -> None:
+        self.api.admission.give_up(*(() if self.broken is None else (f"the server ends: {self.broken}",)))
+
     async def _end_answers(self) -> None:
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._at_once.wait(), self._drain_seconds)
-        self.api.admission.give_up()
+        deadline = time.monotonic() + self._drain_seconds
+        while self.broken is None and not self._at_once.is_set() and time.monotonic() < deadline:
+            with contextlib.suppress(TimeoutError):  # in small pieces: `on_tick` looks for a broken group no longer
+                await asyncio.wait_for(self._at_once.wait(), min(LOOKED, max(0.0, deadline - time.monotonic())))
+        self._give_up()
         await asyncio.sleep(TOLD_WITHIN)
         for connection in list(self.server_state.connections):  # of clients that do not listen, or still send
             connection.transport.abort()
