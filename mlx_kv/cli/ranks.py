@@ -150,7 +150,7 @@ class RankOptions:
                 raise
             except LeaderEndedError:
                 sys.exit(0)  # it had nothing to do
-            finish(group)
+            group.finish()
 
     def _join(self) -> RankGroup | None:
         from mlx_kv.ranks.group import join_ranks
@@ -222,15 +222,6 @@ def read_secret(path: Path) -> bytes:
     if not secret:
         raise click.UsageError(f"{path} is empty: write a secret in it, the same on all ranks")
     return secret
-
-
-def finish(group: RankGroup) -> None:
-    """Waits for what is on its way between ranks: loops are a step ahead of what they tell."""
-    import mlx.core as mx
-    from mlx_lm.generate import generation_stream
-
-    with group.watch("the end"):
-        mx.synchronize(generation_stream)
 
 
 @contextlib.contextmanager

@@ -46,8 +46,7 @@ def follow(make_engine: MakeEngine, group: RankGroup, more: More | None = None) 
         if done is None:
             group.agreement.part(f"the leader says {kind!r}, which it does not know")
         done(*content)
-    with group.watch("the end"):
-        mx.synchronize(generation_stream)
+    group.finish()
 
 
 class Following:

@@ -116,6 +116,16 @@ class RankGroup:
         """Why the group is broken, if that is known in so many seconds: collectives fail first, and say no reason."""
         return self.link.gone_within(seconds)
 
+    def finish(self) -> None:
+        """Waits for what is on its way between ranks: loops are a step ahead of what they tell.
+
+        Streams are a thread's own: whoever runs the model calls this.
+        """
+        from mlx_lm.generate import generation_stream
+
+        with self.watch("the end"):
+            mx.synchronize(generation_stream)
+
     def fail(self, reason: str) -> None:
         """This rank cannot go on: all others end, with this reason."""
         self.link.break_up(f"rank {self.rank}: {reason}")

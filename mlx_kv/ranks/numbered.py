@@ -1,7 +1,8 @@
 """Caches of which every rank has its part, known by numbers: what the leader does with its own, the others do, too.
 
-Decides the numbers, and when it is told what nobody holds any more: with the next thing that is told anyway, since a
-destructor runs at any time, also between a question and its answer. Knows nothing about engines.
+Decides the numbers, and when it is told what nobody holds any more: with the next thing that is told, or when the
+leader has nothing to do, since a destructor runs at any time, also between a question and its answer. Knows nothing
+about engines.
 """
 
 from __future__ import annotations
@@ -25,10 +26,14 @@ class Numbers:
 
     def tell(self, *message: Any) -> None:
         """All others do this; first they let go of caches that nobody holds here."""
+        self.tell_dropped()
+        self._link.tell(*message)
+
+    def tell_dropped(self) -> None:
+        """The others let go of caches that nobody holds here; for whoever has nothing else to tell for a while."""
         gone = [self._dropped.popleft() for _ in range(len(self._dropped))]
         if gone:
             self._link.tell("drop", gone)
-        self._link.tell(*message)
 
     def named(self, caches: Iterable[Any]) -> RankCaches:
         """Caches of this rank under a new number, which the others are yet to be told."""

@@ -25,20 +25,19 @@ from mlx_kv.generation.agreement import Agreement
 from mlx_kv.generation.engine import Engine, make_engine
 from mlx_kv.generation.sequence import BatchToken, TokenSequence
 from mlx_kv.generation.speculation.settings import DraftSettings
-from mlx_kv.mlxlm.convert import make_prompt_cache
 from mlx_kv.mlxlm.loading import context_length
 from mlx_kv.policy import CachePolicy
 from mlx_kv.prefixes.memory import PromptMemory
 from mlx_kv.prefixes.part_keeper import PartKeeper
 from mlx_kv.prefixes.parts import RankParts
 from mlx_kv.prefixes.reader import PromptReader
-from mlx_kv.prefixes.serving import mark_of_drafts
 from mlx_kv.prefixes.store import PromptStore
-from mlx_kv.ranks.engine import lead
+from mlx_kv.ranks.engine import LedEngine, lead
 from mlx_kv.ranks.following import Caches, follow
 from mlx_kv.ranks.group import RankGroup
 from mlx_kv.ranks.link import RanksError
 from mlx_kv.ranks.totals import MemoryOfAll
+from mlx_kv.server.fingerprint import serving_fingerprint
 from mlx_kv.server.job import Job, OutputChunk, Snapshot, sampler_for
 from mlx_kv.server.metrics import Metrics
 from mlx_kv.server.monitor import UPDATE_EVERY, Monitor
@@ -223,6 +222,8 @@ class Worker:
                 log.exception("a step failed: all %d rows end, and the engine is made anew", len(self._active))
             self._recover()  # out here, where no traceback holds the arrays of that step any longer
         self._fail([*self._active.values(), *self._waiting], "the server is shutting down")
+        if self._group is not None:
+            self._group.finish()  # here, since streams are a thread's own: others must not be left in a pass
         self._engine.close()
         self._prefixes.close()
 
@@ -234,14 +235,8 @@ class Worker:
 
     def _fingerprint(self) -> str:
         """What tells the caches of this model, draft model and policy from those of others."""
-        marks = [model_fingerprint(net) for net in (self.models.model, self.models.draft) if net is not None]
-        marks.append(str(self.policy))
-        if self.models.draft is not None:
-            marks.append(f"draft tokens {self._drafting.draft_tokens}")
-        elif self._engine.speculation is not None:
-            plain = make_prompt_cache(self.models.model, self.policy, strict=False)
-            marks += mark_of_drafts(self._engine.make_caches(), plain)
-        return " ".join(marks)
+        models = self.models
+        return serving_fingerprint(models.model, models.draft, self.policy, self._drafting, self._engine)
 
     def _make_engine(self) -> None:
         self._engine = lead(self._engine_for, self._group)
@@ -275,6 +270,8 @@ class Worker:
 
     def _update_monitor(self) -> None:
         idle = not self._active and not self._waiting
+        if idle and isinstance(self._engine, LedEngine):
+            self._engine.numbers.tell_dropped()  # it may be long until anything else is told
         if self._monitor.due(idle):
             rows, caches = ([], []) if idle else (self._decoding, self._engine.caches)
             self._monitor.update(rows, caches, self._prompt_memory.nbytes, self._engine.speculation, self._memory)

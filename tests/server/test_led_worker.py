@@ -1,0 +1,98 @@
+"""The worker of a leader, with a follower that only listens: what it is told, and when."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from tiny_models import make_model
+
+from mlx_kv import CachePolicy
+from mlx_kv.ranks.channel import Channel
+from mlx_kv.ranks.group import RankGroup
+from mlx_kv.ranks.link import Follower, Leader, RanksError
+from mlx_kv.server.job import Job
+from mlx_kv.server.metrics import Metrics
+from mlx_kv.server.worker import Models, Worker
+
+
+class Alike(RankGroup):
+    """Whatever is asked, all others say the same."""
+
+    def gathered(self, value: Any) -> list[Any]:
+        return [value, value]
+
+
+class Listener:
+    """A follower that notes what it is told; it has no part of the model."""
+
+    def __init__(self, link: Follower) -> None:
+        self.told: list[Any] = []
+        self._link = link
+        self._thread = threading.Thread(target=self._listen, daemon=True)
+        self._thread.start()
+
+    def _listen(self) -> None:
+        with contextlib.suppress(RanksError):
+            while (message := self._link.next()) is not None:
+                self.told.append(message)
+                if message[0] in ("memory", "whose_parts"):
+                    self._link.answer(0)
+
+    def heard(self, kind: str) -> list[Any]:
+        return [content for word, *content in list(self.told) if word == kind]
+
+
+@contextlib.contextmanager
+def leading(reference: Any, policy: CachePolicy) -> Iterator[tuple[Worker, RankGroup, Listener]]:
+    here, there = socket.socketpair()
+    leader, follower = Leader({1: Channel(here)}, lambda reason: None), Follower(Channel(there), lambda reason: None)
+    group = Alike(mx.distributed.init(), None, leader, 60.0)
+    listener = Listener(follower)
+    worker = Worker(
+        lambda: Models(make_model("llama", max_position_embeddings=8192), reference[1]),
+        lambda chunks: None,
+        Metrics(),
+        policy,
+        prompt_memory_bytes=0,
+        group=group,
+    )
+    try:
+        worker.start()
+        yield worker, group, listener
+    finally:
+        worker.stop(20)
+        leader.close(1, "over")
+        follower.close(1, "over")
+
+
+def test_followers_let_go_of_what_the_leader_has_dropped_while_all_are_idle(reference: Any) -> None:
+    with leading(reference, CachePolicy(budget=64, keep_recent=8)) as (worker, _, listener):
+        worker.submit(Job(list(range(40)), 4))
+        deadline = time.monotonic() + 10
+
+        def kept() -> list[int]:
+            dropped = [number for (numbers,) in listener.heard("drop") for number in numbers]
+            return [number for (held,) in listener.heard("held") for _, number in held if number not in dropped]
+
+        while (not listener.heard("held") or kept()) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert listener.heard("held")
+        assert kept() == []
+
+
+def test_the_thread_that_ran_the_passes_waits_for_the_last_one(reference: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams of MLX are a thread's own: waiting in another one waits for nothing."""
+    finished: list[tuple[str, list[Any]]] = []
+    with leading(reference, CachePolicy()) as (worker, group, listener):
+        monkeypatch.setattr(
+            group, "finish", lambda: finished.append((threading.current_thread().name, listener.heard("close")))
+        )
+        assert worker.stop(20)
+    assert finished == [("mlx-kv worker", [])]
