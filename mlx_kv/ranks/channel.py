@@ -24,6 +24,7 @@ MOST_OF_HELLO = 2**20  # bytes, from somebody who has shown no more than that he
 # A machine that is switched off says nothing: after so many seconds of silence it is asked, so often, at this interval.
 QUIET, ASKED, INTERVAL = 2, 3, 1
 _IDLE = "TCP_KEEPALIVE" if sys.platform == "darwin" else "TCP_KEEPIDLE"
+_TCP_RXT_CONNDROPTIME = 0x80  # macOS's TCP_USER_TIMEOUT, in seconds; Python has no name for it
 _OPTIONS = {
     _IDLE: QUIET,
     "TCP_KEEPINTVL": INTERVAL,
@@ -55,6 +56,8 @@ class Channel:
             for name, value in _OPTIONS.items():
                 if hasattr(socket, name):
                     sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+            if sys.platform == "darwin":
+                sock.setsockopt(socket.IPPROTO_TCP, _TCP_RXT_CONNDROPTIME, QUIET + ASKED * INTERVAL)
         self._socket = sock
         self._connection = Connection(os.dup(sock.fileno()))
         self.sent = 0

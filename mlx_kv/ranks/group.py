@@ -21,7 +21,7 @@ import mlx.core as mx
 
 from mlx_kv.ranks.agreed import Agreed
 from mlx_kv.ranks.environment import launched
-from mlx_kv.ranks.joining import connected, guarded, linked
+from mlx_kv.ranks.joining import announced, connected, guarded, linked
 from mlx_kv.ranks.link import ALIKE, Follower, Gone, Leader, LeaderEndedError, RanksError
 from mlx_kv.ranks.watchdog import STEP_SECONDS, Watchdog
 
@@ -131,7 +131,7 @@ class RankGroup:
         self.link.break_up(f"rank {self.rank}: {reason}")
 
     def close(self, code: int = 0, reason: str = "") -> None:
-        """The end, in peace, or where `code` is not 0 with a reason that the others are told."""
+        """The end: in peace, or with a reason that the others are told, who then end at once with the same code."""
         atexit.unregister(self._exit)
         self.link.close(code, reason)
 
@@ -149,7 +149,7 @@ class RankGroup:
             time.sleep(
                 1
             )  # a collective has failed, perhaps since a rank is gone: the link knows which, and ends this one
-        self.close(code, "" if error is None else _said(error))
+        self.close(code, "" if error is None or not code else _said(error))
 
 
 def _exit_code(error: BaseException | None) -> int:
@@ -210,7 +210,8 @@ def join_ranks(
         raw = connected(launch)
         if raw.size() == 1:
             return None
-        link = linked(raw, launch, address, secret, join_seconds, gone)
+        meeting = announced(raw, launch, address, secret)
+    link = linked(raw, meeting, secret, join_seconds, gone)
     group = RankGroup(raw, split, link, step_seconds)
     with _closed_on_error(group):
         group.compare(**_versions(), **(settings or {}), split=split)

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from multiprocessing import AuthenticationError
 from typing import Any
 
@@ -25,6 +26,7 @@ from mlx_kv.ranks.channel import Channel, Reception, connect, framed
 from mlx_kv.ranks.environment import Launch, is_loopback
 from mlx_kv.ranks.link import ALIKE, START_AGAIN, Follower, Gone, Leader
 
+AFTER_WRONG = 3.0  # seconds for which ranks are waited for when one, or a stranger, has shown another secret
 TOLD = 1024  # bytes of the first message, which goes through a collective
 # MLX waits for the other ranks with the interpreter locked: only another process can end that.
 _GUARD = """import os, select, signal, sys
@@ -47,7 +49,8 @@ def guarded(seconds: float) -> Iterator[None]:
     finally:
         if before is not None:
             signal.signal(signal.SIGINT, before)
-        guard.communicate()  # its input ends, and so does it
+        # Not by the end of its input alone: a process that another thread has started meanwhile may hold that open.
+        guard.communicate(b".")
 
 
 def connected(launch: Launch) -> mx.distributed.Group:
@@ -58,15 +61,22 @@ def connected(launch: Launch) -> mx.distributed.Group:
         raise ValueError(f"MLX's backend {launch.backend} cannot connect the ranks: {said}") from error
 
 
-def linked(
-    raw: mx.distributed.Group,
-    launch: Launch,
-    address: str | None,
-    secret: str | bytes | None,
-    seconds: float,
-    gone: Gone | None,
-) -> Leader | Follower:
-    """The link of this rank, when all have come."""
+@dataclass(frozen=True)
+class Meeting:
+    """Where the leader waits for the others, as all ranks know it; the reception is the leader's own."""
+
+    host: str
+    port: int
+    salt: bytes
+    reception: Reception | None
+
+
+def announced(raw: mx.distributed.Group, launch: Launch, address: str | None, secret: str | bytes | None) -> Meeting:
+    """What the leader says of that, in a collective.
+
+    Raises:
+        ValueError: it cannot listen; all ranks say the same line.
+    """
     salt, reception, told = secrets.token_bytes(16), None, b""
     if raw.rank() == 0:
         try:
@@ -80,16 +90,26 @@ def linked(
     where = _told_by_first(raw, told)
     if "error" in where:
         raise ValueError(where["error"])
-    if reception is not None:
-        return received(reception, raw.size(), seconds, gone)
+    return Meeting(where["host"], where["port"], bytes.fromhex(where["salt"]), reception)
+
+
+def linked(
+    raw: mx.distributed.Group, meeting: Meeting, secret: str | bytes | None, seconds: float, gone: Gone | None
+) -> Leader | Follower:
+    """The link of this rank, when all have come."""
+    if meeting.reception is not None:
+        return received(meeting.reception, raw.size(), seconds, gone)
     try:
-        channel = connect((where["host"], where["port"]), _key(bytes.fromhex(where["salt"]), secret))
+        channel = connect((meeting.host, meeting.port), _key(meeting.salt, secret))
         channel.write(framed({"rank": raw.rank()}))
     except AuthenticationError:
         raise ValueError(f"rank {raw.rank()} has another secret than the leader: {ALIKE}") from None
     except OSError as error:
-        there = f"{where['host']}:{where['port']}"
-        raise ValueError(f"rank {raw.rank()} cannot reach the leader at {there}: {error.strerror or error}") from error
+        there = f"{meeting.host}:{meeting.port}"
+        raise ValueError(
+            f"rank {raw.rank()} cannot reach the leader at {there}: {error.strerror or error}; "
+            "give --link-address, an address of the leader that all ranks reach"
+        ) from error
     return Follower(channel, gone)
 
 
@@ -133,15 +153,16 @@ def received(reception: Reception, size: int, seconds: float, gone: Gone | None)
         ValueError: one has another secret, or never came; those who came are told.
     """
     channels: dict[int, Channel] = {}
-    wrong: list[str] = []
+    wrong = False
     deadline = time.monotonic() + seconds
     try:
-        while len(channels) + len(wrong) < size - 1:
+        while len(channels) < size - 1:
             try:
                 channel, said = reception.next(deadline - time.monotonic())
                 channels[int(said["rank"])] = channel
-            except AuthenticationError as error:
-                wrong.append(str(error))
+            except AuthenticationError:  # a rank, or any stranger: those who know the secret still come
+                if not wrong:
+                    wrong, deadline = True, min(deadline, time.monotonic() + AFTER_WRONG)
             except TimeoutError:
                 break
     finally:

@@ -6,7 +6,8 @@ keeps a core busy, while waiting here costs nothing. Knows nothing about what th
 
 A frame is a list: its kind, then its content. From the leader ["tell", …]; from the others ["answer", …], and of what
 they do beside that ["report", …]; from both sides ["bye", code, reason] when a rank ends, and from the leader
-["gone", reason, code] where another one has.
+["gone", reason, code] where another one has. An end with code 0 and no reason is one in peace: who follows does first
+what it was told. With a reason it is at once.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def leave(reason: str, code: int = EXIT_CODE) -> NoReturn:
     """One line, and the end of the process: the main thread may be waiting in a collective for good."""
     with contextlib.suppress(OSError):  # whoever read it has gone
         # Past sys.stderr, whose lock that thread may hold, and which may be silent on this rank.
-        os.write(2, f"mlx-kv: error: {' '.join(reason.split())}\n".encode())
+        os.write(2, f"mlx-kv: {'error: ' if code else ''}{' '.join(reason.split())}\n".encode())
     os._exit(code)
 
 
@@ -104,7 +105,7 @@ class Link:
 
 
 class Leader(Link):
-    """The link of rank 0: `tell` can be called from any thread, and from a destructor.
+    """The link of rank 0: `tell` can be called from any thread.
 
     Args:
         channels: to each of the others, by rank.
@@ -153,6 +154,7 @@ class Leader(Link):
             if found[-1] is _END:
                 inbox.put(_END)
                 self._check_all()
+                raise RanksError(f"a rank is gone: {START_AGAIN}")
         return found
 
     def listen(self, heard: Heard) -> None:
@@ -177,11 +179,11 @@ class Leader(Link):
             self._say()
 
     def close(self, code: int = 0, reason: str = "") -> None:
-        """The others end, too, with the same exit code; after a good end it waits for them, for a few seconds."""
+        """The others end, too, with the same exit code; after an end in peace it waits for them, for a few seconds."""
         if not self._closes():
             return
         self._send(["bye", code, reason])
-        deadline = time.monotonic() + (FAREWELL if code == 0 else 0.0)
+        deadline = time.monotonic() + (0.0 if code or reason else FAREWELL)
         for reader in self._readers:
             if reader is not threading.current_thread():
                 reader.join(max(0.0, deadline - time.monotonic()))
@@ -189,8 +191,8 @@ class Leader(Link):
             channel.close()
 
     def _send(self, frame: Any) -> None:
-        # What nobody holds any more is told to be dropped by a destructor, which may run in the middle of this, in this
-        # thread: then the frame waits in the outbox until the one before it is out.
+        # A destructor or a signal handler may tell something in the middle of this, in this thread: then the frame
+        # waits in the outbox until the one before it is out.
         self._outbox.append(framed(frame))
         while self._outbox and self._writing.acquire(blocking=False):
             try:
@@ -302,7 +304,7 @@ class Follower(Link):
                     self._broken(*content)
                     return
                 code, reason = content
-                if code == 0:
+                if code == 0 and not reason:
                     return
                 time.sleep(GRACE)
                 self._broken(f"the leader has ended: {reason}", code)

@@ -153,7 +153,7 @@ def serve(
     """
     listening = bound(host, port)
     with listening:
-        signals = ShutdownSignals(say, drain_seconds)
+        signals = ShutdownSignals(say, drain_seconds, None if group is None else group.close)
         worker.start()
         server = Server(Api(worker, metrics, name, limits, keys, access), drain_seconds)
         listening.listen(BACKLOG)

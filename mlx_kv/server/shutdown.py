@@ -9,8 +9,11 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from typing import NoReturn, Protocol
+
+PART_WITHIN = 1.0  # seconds in which others hear that this process ends
 
 
 class Stoppable(Protocol):
@@ -38,14 +41,19 @@ class ShutdownSignals:
 
     Args:
         say: called with one line, for the terminal.
+        part: called with the exit code and the line before the process ends in the middle of something, for whoever
+            else must end then; it has a second.
 
     Attributes:
         code: for the process to end with: 130 if there was a SIGINT, else 0.
         hurried: whether all is to end at once.
     """
 
-    def __init__(self, say: Callable[[str], None], drain_seconds: float) -> None:
+    def __init__(
+        self, say: Callable[[str], None], drain_seconds: float, part: Callable[[int, str], None] | None = None
+    ) -> None:
         self._say, self._drain_seconds = say, drain_seconds
+        self._part = part
         self._server: Stoppable | None = None
         self._stopping, self.code, self.hurried = False, 0, False
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -78,6 +86,10 @@ class ShutdownSignals:
     def leave(self, why: str) -> NoReturn:
         """Ends the process now, whatever its threads are doing: a model that is loaded, a disk that is written to."""
         self._print_line(why)
+        if self._part is not None:  # in a thread: this one may hold, in what the signal has interrupted, what it needs
+            parting = threading.Thread(target=self._part, args=(self.code, why), daemon=True)
+            parting.start()
+            parting.join(PART_WITHIN)
         os._exit(self.code)
 
     def _print_line(self, line: str) -> None:

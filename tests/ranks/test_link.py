@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import socket
 import threading
 import time
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from mlx_kv.ranks import channel, link
+from mlx_kv.ranks import channel, group, joining, link
 from mlx_kv.ranks.channel import Channel, Reception, connect, framed
 from mlx_kv.ranks.environment import Launch, launched
 from mlx_kv.ranks.group import RankGroup
@@ -172,6 +173,32 @@ def test_a_rank_that_has_left_in_peace_is_missed_when_it_is_asked() -> None:
         assert not closing.is_alive()
 
 
+def test_an_end_on_purpose_ends_all_at_once_and_is_no_error() -> None:
+    """It does not wait for what others are at, such as a model that they load."""
+    heard: list[str] = []
+    with linked(3, heard.append) as groups:
+        began = time.monotonic()
+        groups[0].close(0, "stopped")
+        assert time.monotonic() - began < 2
+        for group in groups[1:]:
+            with pytest.raises(RanksError, match="the leader has ended: stopped"):
+                group.follower.next()
+            assert group.link._code == 0
+        time.sleep(0.1)
+        assert heard == ["the leader has ended: stopped"] * 2
+
+
+def test_whoever_calls_sys_exit_ends_in_peace() -> None:
+    heard: list[str] = []
+    with linked(2, heard.append) as (leader, follower):
+        closing = threading.Thread(target=lambda: (follower.follower.next(), follower.close()))
+        closing.start()
+        with pytest.raises(SystemExit), leader:
+            raise SystemExit(0)
+        closing.join(5)
+        assert heard == []
+
+
 def test_who_asks_later_is_called_at_once() -> None:
     with linked() as (leader, follower):
         follower.close(EXIT_CODE, "no more memory")
@@ -231,6 +258,39 @@ def test_who_has_come_hears_that_another_has_not(keys: list[bytes], line: str) -
         thread.join(5)
     assert len(heard) == 1
     assert heard[0].startswith(f"the leader has ended: rank 2 {line}")
+
+
+def test_a_stranger_with_another_secret_is_no_rank() -> None:
+    reception = Reception("127.0.0.1", b"key")
+    with pytest.raises(AuthenticationError):
+        connect(("127.0.0.1", reception.port), b"guessed")
+
+    def come() -> None:
+        time.sleep(0.2)
+        came.append(connect(("127.0.0.1", reception.port), b"key"))
+        came[0].write(framed({"rank": 1}))
+
+    came: list[Channel] = []
+    thread = threading.Thread(target=come, daemon=True)
+    thread.start()
+    leader = received(reception, 2, 10, lambda reason: None)
+    thread.join(5)
+    leader.tell("hello")
+    assert came[0].read() == ["tell", "hello"]
+    leader.close(1, "over")
+
+
+def test_a_rank_that_has_met_the_others_and_does_not_come_is_named(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """What would end this process if MLX waited for good is over by then, however long MLX took."""
+    monkeypatch.setattr(joining, "_GUARD", joining._GUARD.replace("os.kill(os.getppid(), signal.SIGKILL)", "pass"))
+    monkeypatch.setattr(group, "launched", lambda: Launch("ring", "127.0.0.1"))
+    monkeypatch.setattr(group, "connected", lambda launch: time.sleep(0.3) or Rank(0, 2))
+    monkeypatch.setattr(joining, "_told_by_first", lambda raw, told: json.loads(told))
+    with pytest.raises(ValueError, match="rank 1 has not come within 1 s: start all ranks again"):
+        group.join_ranks(join_seconds=1.0)
+    assert capfd.readouterr().err == ""
 
 
 # --- the environment ----------------------------------------------------------------------------------------------

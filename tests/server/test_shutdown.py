@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import threading
 import time
 from types import SimpleNamespace
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from mlx_kv.server import run
+from mlx_kv.server import run, shutdown
 
 
 @pytest.fixture(autouse=True)
@@ -42,3 +43,23 @@ def test_answers_have_as_long_as_was_said() -> None:
     told, seconds = ending(0.4, lambda server: None)
     assert told == ["the server is shutting down"]
     assert seconds >= 0.4
+
+
+class LeftError(Exception):
+    """Instead of the end of the process."""
+
+
+def test_other_ranks_hear_that_a_signal_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[tuple[int, str]] = []
+
+    def left(code: int) -> None:
+        raise LeftError(code)
+
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
+    monkeypatch.setattr(shutdown, "PART_WITHIN", 0.2)
+    monkeypatch.setattr(shutdown.os, "_exit", left)
+    for part in (lambda code, why: heard.append((code, why)), lambda code, why: time.sleep(5)):
+        signals = shutdown.ShutdownSignals(lambda line: None, 1.0, part)
+        with pytest.raises(LeftError):
+            signals._signal(signal.SIGTERM, None)
+    assert heard == [(0, "stopped")]
