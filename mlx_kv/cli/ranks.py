@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,6 +23,7 @@ from mlx_kv.cli.config import find_config, read_config
 from mlx_kv.cli.options import Command, FiniteRange, applied
 from mlx_kv.cli.split_options import split_options
 from mlx_kv.ranks.environment import launched
+from mlx_kv.ranks.signals import leave_signals_to_leader
 from mlx_kv.ranks.watchdog import STEP_SECONDS
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ class RankOptions:
             return
         from mlx_kv.ranks.link import LeaderEndedError
 
-        with group, quiet(not group.leads):
+        with group, quiet(group):
             try:
                 yield Machine(group, model, self.layers)
             except click.ClickException as error:
@@ -225,14 +225,13 @@ def read_secret(path: Path) -> bytes:
 
 
 @contextlib.contextmanager
-def quiet(silent: bool) -> Iterator[None]:
-    """A rank that follows prints nothing but its last line, and ends when the first one does, whatever the signal."""
-    if not silent:
+def quiet(group: RankGroup) -> Iterator[None]:
+    """A rank that follows prints nothing but its last line, and leaves signals to the first one."""
+    if group.leads:
         yield
         return
     if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)
+        leave_signals_to_leader(group)
     with open(os.devnull, "w", encoding="utf-8") as nowhere:
         out, err = sys.stdout, sys.stderr
         sys.stdout = sys.stderr = nowhere
