@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Self, get_args
 
 import mlx.core as mx
 
@@ -23,10 +23,9 @@ from mlx_kv.ranks.agreed import Agreed
 from mlx_kv.ranks.environment import launched
 from mlx_kv.ranks.joining import announced, connected, guarded, linked
 from mlx_kv.ranks.link import ALIKE, Follower, Gone, Leader, LeaderEndedError, RanksError
+from mlx_kv.ranks.splitting import Split
 from mlx_kv.ranks.watchdog import STEP_SECONDS, Watchdog
 
-Split = Literal["heads", "layers"]
-SPLITS: tuple[Split, ...] = ("heads", "layers")
 JOIN_SECONDS = 60.0
 
 
@@ -204,7 +203,7 @@ def join_ranks(
     launch = launched()
     if launch is None:
         return None
-    if split not in (None, *SPLITS):
+    if split not in (None, *get_args(Split)):
         raise ValueError(f"split is {split!r}: give heads or layers")
     with guarded(join_seconds):
         raw = connected(launch)
