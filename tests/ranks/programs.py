@@ -125,3 +125,17 @@ def late() -> None:
     """Rank 1 never comes to join."""
     if os.environ["MLX_RANK"] == "0":
         joined(join_seconds=1.0)
+
+
+def loads() -> None:
+    """A server whose ranks load their parts for long."""
+    from mlx_kv.cli.main import main
+    from mlx_kv.ranks import splitting
+
+    def load_part(*arguments: object) -> None:
+        print("loading", file=sys.__stderr__, flush=True)
+        time.sleep(600)
+
+    splitting.load_part = load_part  # type: ignore[assignment]
+    sys.argv = ["mlx-kv", "serve", "--port", "0"]
+    main()

@@ -12,6 +12,7 @@ from typing import Any
 
 import click
 import httpx
+import programs
 import pytest
 from launching import MLX_KV, Finished, Ranks, run_ranks, started_ranks, succeeded
 
@@ -200,3 +201,13 @@ def test_serve_answers_everybody_before_it_ends(how: str) -> None:
         assert ours(leader)[1:] == ["mlx-kv: error: the server has ended: rank 1 is gone: start all ranks again"]
     else:
         assert (leader.code, other.code, other.stderr) == (0, 0, "")
+
+
+def test_a_signal_to_the_leader_while_models_load_is_no_fault() -> None:
+    with started_ranks(2, programs.loads) as ranks:
+        for rank in (0, 1):
+            ranks.wait_for("loading", rank)
+        ranks.kill(0, signal.SIGTERM)
+        leader, other = ranks.wait(20)
+    assert (leader.code, ours(leader)[-1]) == (0, "mlx-kv: stopped")
+    assert (other.code, ours(other)[-1]) == (0, "mlx-kv: the leader has ended: stopped")
