@@ -94,9 +94,11 @@ class Breaks:
     def __init__(self, error: Exception) -> None:
         self.error = error
 
-    other_versions = 0
+    other_versions, deadline, far = 0, 2.0, False
 
     def bind(self, find: Callable[[], str]) -> None: ...
+
+    def by_themselves(self) -> None: ...
 
     def __getattr__(self, name: str) -> Any:
         def fail(*arguments: Any) -> Any:

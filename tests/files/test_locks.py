@@ -108,8 +108,8 @@ def test_only_what_nobody_writes_any_more_is_removed(tmp_path: Path) -> None:
 
 
 def test_a_store_elsewhere_than_on_a_local_disk_has_no_lock(tmp_path: Path) -> None:
-    with StoreFolder(f"memory://{tmp_path.name}").locked():
+    with StoreFolder(f"memory://{tmp_path.name}", 2.0, "").locked():
         pass
-    folder = StoreFolder(tmp_path / "store")
+    folder = StoreFolder(tmp_path / "store", 2.0, "")
     with folder.locked(), open(tmp_path / "store" / "lock") as file:
         assert not lock_at_once(file.fileno())

@@ -18,7 +18,7 @@ from typing import Any
 import mlx.core as mx
 from generating import BUDGET, PLAIN, POLICIES, PROMPT, TEMPERATURE, joined, model_of, nearly
 
-from mlx_kv import CachePolicy, ScoredTokens, register_score
+from mlx_kv import CachePolicy, ScoredTokens
 from mlx_kv.generation.agreement import ALONE, Agreement
 from mlx_kv.generation.engine import Engine, make_engine
 from mlx_kv.generation.plain import PlainEngine
@@ -107,12 +107,9 @@ def failing(tokens: ScoredTokens) -> mx.array:
     raise ValueError("this score cannot be used")
 
 
-register_score("failing", failing)
-
-
 def failed(make: Make) -> list[Any]:
     """A step that fails on all ranks, in the middle of a prompt, and an engine that is made after it."""
-    engine, told = make(CachePolicy(score="failing", **BUDGET), prefill_step_size=8), dict[str, list[int]]()
+    engine, told = make(CachePolicy(score=failing, **BUDGET), prefill_step_size=8), dict[str, list[int]]()
     engine.submit(TokenSequence(0, PROMPT[:5], 9))
     engine.submit(TokenSequence(1, PROMPT, 9))
     try:
