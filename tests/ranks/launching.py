@@ -194,7 +194,8 @@ def _environment() -> dict[str, str]:
 
 
 def _end_with_parent() -> None:
-    """Asks Linux to kill this process when the test's own is gone."""
+    """Asks Linux to kill it when the test's own process is gone. Ctrl-C ends it even if tests run in the background."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
