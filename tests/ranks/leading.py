@@ -18,7 +18,8 @@ from typing import Any
 import mlx.core as mx
 from generating import BUDGET, PLAIN, POLICIES, PROMPT, TEMPERATURE, joined, model_of, nearly
 
-from mlx_kv import CachePolicy, ScoredTokens
+from mlx_kv import CachePolicy, ScoredTokens, register_score
+from mlx_kv.cache.eviction.scores import SCORES
 from mlx_kv.generation.agreement import ALONE, Agreement
 from mlx_kv.generation.engine import Engine, make_engine
 from mlx_kv.generation.plain import PlainEngine
@@ -109,13 +110,16 @@ def failing(tokens: ScoredTokens) -> mx.array:
 
 def failed(make: Make) -> list[Any]:
     """A step that fails on all ranks, in the middle of a prompt, and an engine that is made after it."""
-    engine, told = make(CachePolicy(score=failing, **BUDGET), prefill_step_size=8), dict[str, list[int]]()
+    register_score("failing", failing)  # by name, which other ranks know, too
+    engine, told = make(CachePolicy(score="failing", **BUDGET), prefill_step_size=8), dict[str, list[int]]()
     engine.submit(TokenSequence(0, PROMPT[:5], 9))
     engine.submit(TokenSequence(1, PROMPT, 9))
     try:
         drained(engine, told)
     except ValueError as error:
         said = str(error)
+    finally:
+        SCORES.registered.pop("failing")
     del engine
     engine = make(PLAIN, prefill_step_size=8)
     engine.submit(TokenSequence(0, PROMPT, 5))
@@ -220,6 +224,7 @@ def ranked(family: str, split: str, *names: str) -> None:
             return maker(family, model, agreement)(CachePolicy(**how[0]), **how[1])
 
         if not group.leads:
+            register_score("failing", failing)
             follow(engine_of_last, group)
             return
 
