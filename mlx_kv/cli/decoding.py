@@ -24,6 +24,11 @@ if TYPE_CHECKING:
     from mlx_kv.generation.speculation.statistics import SpeculationStatistics
 
 
+def asks_for_drafts(draft: str | None, draft_model: str | None) -> bool:
+    """Whether --draft and --draft-model say that anything is to be drafted."""
+    return draft is not None or draft_model is not None
+
+
 @dataclass(frozen=True)
 class Drafting:
     """What `draft_options` say; each attribute is an option."""
@@ -49,7 +54,7 @@ class Drafting:
     @property
     def asked(self) -> bool:
         """Whether anything is to be drafted."""
-        return self.draft is not None or self.draft_model is not None
+        return asks_for_drafts(self.draft, self.draft_model)
 
     @property
     def settings(self) -> DraftSettings:

@@ -11,7 +11,7 @@ import functools
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ import click
 
 from mlx_kv.bundled import model_path
 from mlx_kv.cli.config import find_config, read_config
+from mlx_kv.cli.decoding import asks_for_drafts
 from mlx_kv.cli.options import Command, FiniteRange, applied
 from mlx_kv.cli.split_options import split_options
 from mlx_kv.ranks.environment import launched
@@ -161,10 +162,12 @@ class RankOptions:
             for name, value in sorted(context.params.items())
             if name not in MAY_DIFFER
         }
+        # Ranks may have another draft model, or none, but all know whether there are drafts.
+        drafts = asks_for_drafts(context.params.get("draft"), context.params.get("draft_model"))
         split: Any = self.split
         return join_ranks(
             split,
-            settings={"command": context.info_name, **settings, "word on drafting": drafts(context.params)},
+            settings={"command": context.info_name, **settings, "word on drafting": drafts},
             address=self.link_address,
             secret=None if self.secret_file is None else read_secret(self.secret_file),
             step_seconds=self.step_timeout,
@@ -202,11 +205,6 @@ def rank_options(function: Command) -> Command:
         ),
     )
     return applied(options, command)
-
-
-def drafts(params: Mapping[str, Any]) -> bool:
-    """Whether a command drafts: ranks may have another draft model, or none, but all know that there are drafts."""
-    return params.get("draft_model") is not None or params.get("draft") not in (None, "none")
 
 
 def read_secret(path: Path) -> bytes:

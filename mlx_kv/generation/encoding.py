@@ -6,6 +6,7 @@ read in two parts. The tokenizer and its chat template are mlx-lm's. Knows nothi
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 QUERY = "<query>"  # stands for a text that is still to come, in a chat template
@@ -16,6 +17,18 @@ def encode_prompt(tokenizer: Any, prompt: str) -> list[int]:
     bos = tokenizer.bos_token
     ids: list[int] = tokenizer.encode(prompt, add_special_tokens=bos is None or not prompt.startswith(bos))
     return ids
+
+
+def tokens_of_prompt(tokenizer: Any, prompt: str | Iterable[int]) -> list[int]:
+    """Token ids of a prompt: of a text, as `encode_prompt` says, or those that were given.
+
+    Raises:
+        ValueError: there are none.
+    """
+    tokens = encode_prompt(tokenizer, prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
+    if not tokens:
+        raise ValueError("the prompt is empty: give at least one token")
+    return tokens
 
 
 def encode_messages(tokenizer: Any, messages: list[dict[str, Any]], **template: Any) -> list[int]:

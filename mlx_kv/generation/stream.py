@@ -16,7 +16,7 @@ from mlx_lm.generate import stream_generate as stock_stream_generate
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_kv.generation.agreement import Group, agreed_sampler, agreement_of, in_step, most
-from mlx_kv.generation.encoding import encode_prompt
+from mlx_kv.generation.encoding import tokens_of_prompt
 from mlx_kv.generation.prefill import prefill_step, reserve_for
 from mlx_kv.generation.sampling import Sampler, sampler_of_sequence
 from mlx_kv.generation.together import caches_together
@@ -108,15 +108,12 @@ def stream_generate(
 
 
 def _prompt(tokenizer: TokenizerWrapper, prompt: str | Sequence[int] | mx.array) -> list[int]:
+    given: Any = prompt
     if isinstance(prompt, mx.array):
         if prompt.ndim != 1 and prompt.size:
             raise ValueError(f"the prompt has shape {prompt.shape}: give one sequence of token ids")
-        tokens: Any = prompt.reshape(-1).tolist()
-    else:
-        tokens = encode_prompt(tokenizer, prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
-    if not tokens:
-        raise ValueError("the prompt is empty: give at least one token")
-    return list(tokens)
+        given = prompt.reshape(-1).tolist()
+    return tokens_of_prompt(tokenizer, given)
 
 
 def _limit(max_tokens: int) -> int:

@@ -17,7 +17,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_kv.cache.checks import whole_number
 from mlx_kv.generation.agreement import Group, Rounds, agreement_of, in_step, leaders, most
-from mlx_kv.generation.encoding import encode_prompt
+from mlx_kv.generation.encoding import tokens_of_prompt
 from mlx_kv.generation.prefill import prefill_step
 from mlx_kv.generation.sampling import Sampler, sampler_of_sequence
 from mlx_kv.generation.speculation import LOOKUP_MAX, LOOKUP_MIN
@@ -126,9 +126,8 @@ def _asked(
     whole_number("max_tokens", max_tokens, least=1)
     if isinstance(prompt, str) and tokenizer is None:
         raise ValueError("the prompt is a text, but there is no tokenizer: give one, or token ids")
-    tokens = encode_prompt(tokenizer, prompt) if isinstance(prompt, str) else [int(t) for t in prompt]
-    if not tokens:
-        raise ValueError("the prompt is empty: give at least one token")
+    given: Any = prompt  # an array gives its numbers one by one, too
+    tokens = tokens_of_prompt(tokenizer, given)
     if step is not None:
         whole_number("prefill_step_size", step, least=1)
     return tokens, max_tokens, step
