@@ -73,7 +73,9 @@ class Evictor:
 
     def _state_of(self, members: Membership) -> EvictorState:
         names = [group.name for group in members.groups]
-        return EvictorState(self.score.name, self.granularity, self.layer, names, *members.kept, list(members.work))
+        kept = members.kept
+        known = names, kept.positions, kept.scores, list(members.work), kept.dead
+        return EvictorState(self.score.name, self.granularity, self.layer, *known)
 
     @classmethod
     def from_state(
@@ -162,7 +164,7 @@ class Evictor:
     def evicted(self) -> int:
         """Tokens that the rows of now have evicted."""
         owner = self._owner()
-        return 0 if owner is None else sum(max(0, -row.start) for row in owner.view.rows)
+        return 0 if owner is None else sum(max(0, row.evicted) for row in owner.view.rows)
 
     @property
     def moved(self) -> int:
@@ -184,8 +186,12 @@ class Evictor:
         return self.members.kept.nbytes
 
     def live_positions(self, row: Row, index: int) -> mx.array:
-        """The position of each live slot of one row, (H', n)."""
-        return self.members.kept.live_positions(self.layout, row, index)
+        """The position of each live slot of one row, (H', n); -1 where a head has no token, and others have."""
+        kept = self.members.kept
+        positions = kept.live_positions(self.layout, row, index)
+        if not row.longer:
+            return positions
+        return mx.where(kept.alive(self.layout, row, index, positions.shape[1]), positions, -1)
 
     def live_scores(self, index: int) -> mx.array:
         """The scores of all live slots of one row, (H', n), as they are now."""
@@ -197,7 +203,7 @@ class Evictor:
         Raises:
             ValueError: heads or layers keep different tokens, and one mask for all of them cannot say so.
         """
-        if all(row.start >= 0 for row in plan.rows):
+        if all(row.evicted <= 0 for row in plan.rows):
             return None
         if self.granularity != "layers":
             raise ValueError(
@@ -220,18 +226,19 @@ class Evictor:
         layout = self.layout
         if len(rows) != len(self.members.groups):
             self.members = self.members.new_batch(len(rows), self.layer, self)
-        due = [i for i, row in enumerate(rows) if (row.end > layout.budget if on_demand else layout.due(row))]
+        due = [i for i, row in enumerate(rows) if (layout.held(row) > layout.budget if on_demand else layout.due(row))]
         if not due:
             return rows
         step = self._next_step()
         mx.eval([buffer.planes for buffer in step.buffers])  # what is still to be computed is no part of a compaction
         started = time.perf_counter()
-        moves, kept = step.all_moves({i: self._moves(step, i) for i in due})
+        decided = {i: self._moves(step, i) for i in due}
+        moves, kept = step.all_moves(decided)
         kept.compute()
         move_slots(step.buffers, *moves)
         self._step = None
         self.members = self.members.compacted(due, kept, moves.source.shape[2], time.perf_counter() - started)
-        return tuple([layout.compacted(row) if i in due else row for i, row in enumerate(rows)])
+        return step.after(decided)
 
     def _moves(self, step: CompactionStep, index: int) -> Moves:
         """What moves into the holes of one row, once all layers of its sequence have decided."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
-# The same tokens in all layers; in each layer its own; in each head its own.
-Granularity = Literal["layers", "layer", "head"]
+# The same tokens in all layers; in each layer its own; in each head its own, and of those either as many as in all
+# others, or those that matter most among the tokens of all heads.
+Granularity = Literal["layers", "layer", "head", "adaptive"]
+BY_HEAD: tuple[Granularity, ...] = ("head", "adaptive")
 
 
 def check_granularity(share: object) -> None:

@@ -42,6 +42,7 @@ class EvictorState(NamedTuple):
         groups: the names of the layer groups, by row.
         positions, scores: as in `KeptTokens`.
         work: by row, each as in `Work`; of all rows together, as version 0.1.0 counted, three numbers.
+        dead: as in `KeptTokens`.
     """
 
     score: str
@@ -51,6 +52,7 @@ class EvictorState(NamedTuple):
     positions: mx.array | None
     scores: mx.array | None
     work: list[Any]
+    dead: mx.array | None = None
 
     def work_by_row(self) -> tuple[Work, ...]:
         if isinstance(self.work[0], Sequence):
@@ -86,7 +88,7 @@ class Membership(NamedTuple):
         return cls(
             tuple([LayerGroup.of_copy(name, state.layer, member, memo, peers) for name in state.groups]),
             state.work_by_row(),
-            KeptTokens(state.positions, state.scores),
+            KeptTokens(state.positions, state.scores, state.dead),
         )
 
     def first(self) -> Membership:
@@ -131,4 +133,4 @@ class Membership(NamedTuple):
 
     def without_evicted(self, rows: Sequence[Row]) -> Membership:
         """The same rows; where none has evicted anything, nothing is known of tokens."""
-        return self._replace(kept=KeptTokens()) if all(row.start >= 0 for row in rows) else self
+        return self._replace(kept=KeptTokens()) if all(row.evicted <= 0 for row in rows) else self
