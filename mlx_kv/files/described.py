@@ -307,7 +307,7 @@ def _row(layout: Layout, told: Sequence[int]) -> Row:
 def _check_eviction(layout: Budget, rows: Sequence[Row], heads: int | None, told: Sequence[Any]) -> None:
     """Raises ValueError for what no evictor knows."""
     _check_lists(told)
-    score, share, layer, names, positions, scores, work, dead = EvictorState(*told)
+    score, share, layer, names, positions, scores, work, dead, layers = EvictorState(*told)
     _check_lists(names, work)
     if not all(type(word) is str for word in (score, share, *names)) or len(names) not in (1, len(rows)):
         raise ValueError("sequences of other rows")
@@ -323,7 +323,7 @@ def _check_eviction(layout: Budget, rows: Sequence[Row], heads: int | None, told
         if type(seconds) not in (int, float) or not 0 <= seconds < math.inf:
             raise ValueError("seconds that are none")
     evicted = any(row.evicted > 0 for row in rows)
-    known = Evictor(layout, score, share).score  # refuses what does not exist
+    known = Evictor(layout, score, share, layers=layers).score  # refuses what does not exist
     if evicted and (positions is None or (known.per_token and scores is None)):
         raise ValueError("tokens whose positions or scores nobody knows")
     own = heads if share in BY_HEAD else 1

@@ -12,6 +12,7 @@ from typing import Any
 import mlx.nn as nn
 
 from mlx_kv.mlxlm.attention import AttentionSeam
+from mlx_kv.mlxlm.by_class import attends_by_class
 from mlx_kv.mlxlm.loading import architecture
 from mlx_kv.mlxlm.traverse import leaves, parts_of
 from mlx_kv.mlxlm.visibility import attention_seen
@@ -30,6 +31,12 @@ def show_attention(model: nn.Module, caches: Sequence[Any]) -> None:
     wanting = [i for i, cache in enumerate(everything) if any(part.own_hook is not None for part in parts_of(cache))]
     if not wanting:
         return
+    apart = [i for i in wanting if any(part.evictor and part.evictor.own_lengths for part in parts_of(everything[i]))]
+    if apart and not attends_by_class(model):
+        raise ValueError(
+            f"layers or heads of different lengths each need a mask of their own, and {architecture(model)} does not "
+            "attend with the mask that it is given: leave out share='adaptive' and layers='pyramid'"
+        )
     sights = attention_seen(model)
     if hidden := [i for i in wanting if i < len(sights) and sights[i] not in ("seen", None)]:
         raise ValueError(

@@ -17,8 +17,9 @@ import mlx.core as mx
 
 from mlx_kv.cache.buffers import move_slots
 from mlx_kv.cache.eviction.compaction import Moves
-from mlx_kv.cache.eviction.granularity import Granularity, check_granularity
+from mlx_kv.cache.eviction.granularity import Granularity, LayerBudgets, check_granularity
 from mlx_kv.cache.eviction.layer_group import LayerGroup
+from mlx_kv.cache.eviction.masks import OwnMasks
 from mlx_kv.cache.eviction.membership import EvictorState, Membership, Work
 from mlx_kv.cache.eviction.peers import ALONE, Peers
 from mlx_kv.cache.eviction.scores import Function, Score, find_score
@@ -42,6 +43,7 @@ class Evictor:
         score: what to keep, a name or a function; see `mlx_kv.cache.eviction.scores`.
         granularity: which tokens are kept together: the same in all "layers", in each "layer" or each "head" its own.
         layer_group, layer: the sequence, and which of its layers this is.
+        layers: whether all layers of the sequence have the same budget.
 
     Raises:
         ValueError: an unknown score or granularity.
@@ -54,9 +56,11 @@ class Evictor:
         granularity: Granularity = "layers",
         layer_group: LayerGroup | None = None,
         layer: int = 0,
+        layers: LayerBudgets = "uniform",
     ) -> None:
-        check_granularity(granularity)
+        check_granularity(granularity, layers)
         self.layout, self.score, self.granularity, self.layer = layout, find_score(score), granularity, layer
+        self.layers, self._masks = layers, OwnMasks(layout)
         self.members = Membership((layer_group or LayerGroup(),))
         self.members.groups[0].join(layer, self)
         self._owner: Callable[[], Owner | None] = lambda: None
@@ -75,7 +79,7 @@ class Evictor:
     def _state_of(self, members: Membership) -> EvictorState:
         names = [group.name for group in members.groups]
         kept = members.kept
-        known = names, kept.positions, kept.scores, list(members.work), kept.dead
+        known = names, kept.positions, kept.scores, list(members.work), kept.dead, self.layers
         return EvictorState(self.score.name, self.granularity, self.layer, *known)
 
     @classmethod
@@ -99,7 +103,7 @@ class Evictor:
             ValueError: the score is one that nobody registered here.
         """
         told = EvictorState(*state)
-        made = cls(layout, score or told.score, told.share, LayerGroup(peers), told.layer)
+        made = cls(layout, score or told.score, told.share, LayerGroup(peers), told.layer, told.layers)
         made.members = Membership.from_state(told, made, memo, peers)
         return made
 
@@ -218,15 +222,22 @@ class Evictor:
     @property
     def wants_attention(self) -> bool:
         """Whether the attention over the cache is to be shown to `attend`."""
-        return self.score.wants is not None
+        return self.score.wants is not None or self.own_lengths
+
+    @property
+    def own_lengths(self) -> bool:
+        """Whether this layer, or each of its heads, holds another number of tokens than others: it has its own mask."""
+        return self.granularity == "adaptive" or self.layers != "uniform"
 
     def attend(self, call: Call, rows: tuple[Row, ...], counts: tuple[int, ...] | None) -> mx.array:
-        """(B, Hq, S, Dv): attention after an update, seen on its way.
+        """(B, Hq, S, Dv): attention after an update, seen on its way; over what each head holds.
 
         Args:
             rows: where they stand after the update.
             counts: how many of the S queries are of tokens of each row, padding follows; None is all of all rows.
         """
+        if self.own_lengths:
+            call = call.changed(mask=self._masks.of(call, rows, counts, self.members.kept))
         return call.hand_on()
 
     # --- compaction -------------------------------------------------------------------------------------------------
@@ -244,6 +255,8 @@ class Evictor:
         if len(rows) != len(self.members.groups):
             self.members = self.members.new_batch(len(rows), self.layer, self)
         due = [i for i, row in enumerate(rows) if (layout.held(row) > layout.budget if on_demand else layout.due(row))]
+        if self.own_lengths and not on_demand:
+            self._masks.check_asked(bool(due))
         if not due:
             return rows
         step = self._next_step()
@@ -263,7 +276,7 @@ class Evictor:
         nbytes = sum(buffer.nbytes for buffer in step.buffers)
         if self.granularity == "layers":
             return group.decide_together(row, lambda scores: step.moves_for(scores, index), nbytes)
-        group.decide_each(row, self.granularity, nbytes)
+        group.decide_each(row, self.granularity, nbytes, in_step=not self.own_lengths)
         return step.own_moves(index)
 
     def _next_step(self) -> CompactionStep:
@@ -299,7 +312,8 @@ class Evictor:
         return self._next_step().scoring.standardised(self.members.groups.index(group))
 
     def decide(self, group: LayerGroup) -> None:
-        self._next_step().own_moves(self.members.groups.index(group))
+        if self.layers == "uniform" or self.layout.due(self.row(group)):
+            self._next_step().own_moves(self.members.groups.index(group))
 
     def change(self, old: LayerGroup, new: LayerGroup) -> None:
         self.members = self.members.with_group(old, new)

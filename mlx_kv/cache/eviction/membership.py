@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from mlx_kv.cache.eviction.granularity import Granularity
+from mlx_kv.cache.eviction.granularity import Granularity, LayerBudgets
 from mlx_kv.cache.eviction.kept_tokens import KeptTokens
 from mlx_kv.cache.eviction.layer_group import LayerGroup, Member
 from mlx_kv.cache.eviction.peers import ALONE, Peers
@@ -43,6 +43,7 @@ class EvictorState(NamedTuple):
         positions, scores: as in `KeptTokens`.
         work: by row, each as in `Work`; of all rows together, as version 0.1.0 counted, three numbers.
         dead: as in `KeptTokens`.
+        layers: whether all layers have the same budget.
     """
 
     score: str
@@ -53,6 +54,7 @@ class EvictorState(NamedTuple):
     scores: mx.array | None
     work: list[Any]
     dead: mx.array | None = None
+    layers: LayerBudgets = "uniform"
 
     def work_by_row(self) -> tuple[Work, ...]:
         if isinstance(self.work[0], Sequence):
