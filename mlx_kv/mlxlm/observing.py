@@ -14,6 +14,7 @@ import mlx.nn as nn
 from mlx_kv.mlxlm.attention import AttentionSeam
 from mlx_kv.mlxlm.loading import architecture
 from mlx_kv.mlxlm.traverse import leaves, parts_of
+from mlx_kv.mlxlm.turning import ropes
 from mlx_kv.mlxlm.visibility import attention_seen
 
 
@@ -36,6 +37,16 @@ def show_attention(model: nn.Module, caches: Sequence[Any]) -> None:
             f"a score of attention needs to see it, and {architecture(model)} shows none of layer "
             f"{', '.join(map(str, hidden))}: choose another score, such as key_diff"
         )
+    evictors = [(i, part.evictor) for i in wanting for part in parts_of(everything[i]) if part.evictor is not None]
+    if turning := [(i, evictor) for i, evictor in evictors if evictor.wants_turning]:
+        found = ropes(model)
+        for i, evictor in turning:
+            if (rope := found[i]) is None:
+                raise ValueError(
+                    f"this score turns queries back to before RoPE, and {architecture(model)} has none in layer {i} "
+                    "that it could be asked for: choose another score, such as key_diff"
+                )
+            evictor.turn_by(rope)
     unseen = [part for i in wanting for part in parts_of(everything[i]) if part.seam is None]
     seam = AttentionSeam(model) if unseen else None
     for part in unseen:

@@ -20,6 +20,9 @@ from mlx_kv.cache.eviction.compaction import Moves
 from mlx_kv.cache.eviction.granularity import Granularity, check_granularity
 from mlx_kv.cache.eviction.layer_group import LayerGroup
 from mlx_kv.cache.eviction.membership import EvictorState, Membership, Work
+from mlx_kv.cache.eviction.observed.moments import Turning
+from mlx_kv.cache.eviction.observed.observation import Observation
+from mlx_kv.cache.eviction.observed.weights import Keys, stored_keys
 from mlx_kv.cache.eviction.peers import ALONE, Peers
 from mlx_kv.cache.eviction.scores import Function, Score, find_score
 from mlx_kv.cache.eviction.step import CompactionStep, Held
@@ -59,6 +62,10 @@ class Evictor:
         self.layout, self.score, self.granularity, self.layer = layout, find_score(score), granularity, layer
         self.members = Membership((layer_group or LayerGroup(),))
         self.members.groups[0].join(layer, self)
+        wants = self.score.wants
+        self.observation: Observation | None = None
+        if wants is not None and wants.observes:
+            self.observation = Observation(wants, layout.keep_recent)
         self._owner: Callable[[], Owner | None] = lambda: None
         self._step: CompactionStep | None = None  # worked out for the compaction that comes, if anything was
 
@@ -70,11 +77,13 @@ class Evictor:
     @property
     def state(self) -> EvictorState:
         """What a loaded cache needs besides its layout."""
-        return self._state_of(self.members)
+        return self._state_of(self.members, self.observation)
 
-    def _state_of(self, members: Membership) -> EvictorState:
+    def _state_of(self, members: Membership, observation: Observation | None) -> EvictorState:
         names = [group.name for group in members.groups]
-        return EvictorState(self.score.name, self.granularity, self.layer, names, *members.kept, list(members.work))
+        observed = None if observation is None else observation.state
+        work = list(members.work)
+        return EvictorState(self.score.name, self.granularity, self.layer, names, *members.kept, work, observed)
 
     @classmethod
     def from_state(
@@ -84,6 +93,7 @@ class Evictor:
         score: Score | None = None,
         memo: dict[int, Any] | None = None,
         peers: Peers = ALONE,
+        turning: Turning | None = None,
     ) -> Evictor:
         """An evictor of copies of the same rows.
 
@@ -92,6 +102,7 @@ class Evictor:
             score: None finds it by its name.
             memo: deepcopy's.
             peers: who has other parts of the same sequences.
+            turning: the RoPE of the layer, for scores that need it.
 
         Raises:
             ValueError: the score is one that nobody registered here.
@@ -99,6 +110,9 @@ class Evictor:
         told = EvictorState(*state)
         made = cls(layout, score or told.score, told.share, LayerGroup(peers), told.layer)
         made.members = Membership.from_state(told, made, memo, peers)
+        if made.observation is not None:
+            made.observation.go_on_from(told.observed, len(told.groups))
+            made.observation.turning = turning
         return made
 
     def copied(self, memo: dict[int, Any]) -> Evictor:
@@ -107,27 +121,37 @@ class Evictor:
         Args:
             memo: deepcopy's.
         """
-        return Evictor.from_state(self.layout, self.state, self.score, memo, self.peers)
+        return Evictor.from_state(self.layout, self.state, self.score, memo, self.peers, self.turning)
 
     def selected(self, rows: Sequence[int]) -> Evictor:
         """An evictor for copies of some rows."""
-        state = self._state_of(self.members.of_rows(rows))
-        return Evictor.from_state(self.layout, state, self.score, peers=self.peers)
+        observation = None if self.observation is None else self.observation.of_rows(rows)
+        state = self._state_of(self.members.of_rows(rows), observation)
+        return Evictor.from_state(self.layout, state, self.score, peers=self.peers, turning=self.turning)
 
     def reset(self) -> None:
         """A new session begins, of one sequence until more are seen."""
         self.forget()
         self.members = self.members.first()
+        if self.observation is not None:
+            self.observation.go_on_from(None, 1)
 
     def keep(self, chosen: Sequence[int], rows: Sequence[Row]) -> None:
         """Lets all rows go but the chosen, which then stand as `rows` say."""
         self.forget()
         self.members = self.members.of_rows(chosen).without_evicted(rows)
         self.members.kept.compute()
+        if self.observation is not None:
+            self.observation = self.observation.of_rows(chosen)
+            self.observation.compute()
 
     def extend(self, other: Evictor) -> None:
         """Takes copies of another's rows, after its own."""
         self.forget()
+        if self.observation is not None and other.observation is not None:
+            rows, more = len(self.members.groups), len(other.members.groups)
+            self.observation = self.observation.joined(rows, other.observation, more)
+            self.observation.compute()
         self.members = self.members.joined(other.members, self.layer, self)
         self.members.kept.compute()
 
@@ -141,8 +165,14 @@ class Evictor:
         """Who has other parts of the same sequences."""
         return self.members.groups[0].peers
 
+    def trimmed(self, rows: tuple[Row, ...]) -> None:
+        """Tokens were taken back, and rows stand here now."""
+        self.forget()
+        if self.observation is not None:
+            self.observation.trimmed(rows)
+
     def forget(self) -> None:
-        """Tokens were taken back: nothing that was worked out for the next compaction holds."""
+        """Nothing that was worked out for the next compaction holds."""
         self._step = None
         for group in self.members.groups:
             group.forget()
@@ -182,7 +212,7 @@ class Evictor:
 
     @property
     def nbytes(self) -> int:
-        return self.members.kept.nbytes
+        return self.members.kept.nbytes + (0 if self.observation is None else self.observation.nbytes)
 
     def live_positions(self, row: Row, index: int) -> mx.array:
         """The position of each live slot of one row, (H', n)."""
@@ -214,6 +244,21 @@ class Evictor:
         """Whether the attention over the cache is to be shown to `attend`."""
         return self.score.wants is not None
 
+    @property
+    def turning(self) -> Turning | None:
+        """The RoPE of the layer, where it was told."""
+        return None if self.observation is None else self.observation.turning
+
+    @property
+    def wants_turning(self) -> bool:
+        """Whether the RoPE of the layer is still to be told."""
+        return self.observation is not None and self.observation.wants.moments and self.turning is None
+
+    def turn_by(self, turning: Turning) -> None:
+        """This is the RoPE of the layer."""
+        assert self.observation is not None, "only scores that look at queries need it"
+        self.observation.turning = turning
+
     def attend(self, call: Call, rows: tuple[Row, ...], counts: tuple[int, ...] | None) -> mx.array:
         """(B, Hq, S, Dv): attention after an update, seen on its way.
 
@@ -221,7 +266,29 @@ class Evictor:
             rows: where they stand after the update.
             counts: how many of the S queries are of tokens of each row, padding follows; None is all of all rows.
         """
-        return call.hand_on()
+        answer = call.hand_on()
+        if self.observation is None:
+            return answer
+        made = self.observation.see(call, rows, counts, lambda: self._keys_of(call, rows))
+        # With the step itself, not later: who looks at keys while the next ones are written has them all copied.
+        return mx.depends([answer], made)[0] if made else answer
+
+    def _keys_of(self, call: Call | None, rows: tuple[Row, ...]) -> Keys:
+        """The live tokens as a call gives them where it does so plainly, else as they are stored."""
+        view = self._view()
+        if call is not None and isinstance(call.keys, mx.array):
+            given = call.keys
+            return Keys(given.shape, lambda which: given[:, :, which], self._positions(rows, given.shape[2]))
+        assert view.buffers is not None, "queries come after keys"
+        n = max(0, *[row.end for row in rows])
+        return stored_keys(view.buffers[0], None, n, self._positions(rows, n))
+
+    def _positions(self, rows: tuple[Row, ...], n: int) -> mx.array:
+        """The position of each of n slots, (B, 1 or H, n); -1 where there is no token."""
+        lines = [self.live_positions(row, index) for index, row in enumerate(rows)]
+        heads = max(line.shape[0] for line in lines)
+        padded = [mx.pad(line, [(0, 0), (0, n - line.shape[1])], constant_values=mx.array(-1)) for line in lines]
+        return mx.stack([mx.broadcast_to(line, (heads, n)) for line in padded])
 
     # --- compaction -------------------------------------------------------------------------------------------------
 
@@ -247,8 +314,11 @@ class Evictor:
         kept.compute()
         move_slots(step.buffers, *moves)
         self._step = None
+        after = tuple([layout.compacted(row) if i in due else row for i, row in enumerate(rows)])
+        if self.observation is not None:
+            self.observation.moved(moves, [row.end for row in after])
         self.members = self.members.compacted(due, kept, moves.source.shape[2], time.perf_counter() - started)
-        return tuple([layout.compacted(row) if i in due else row for i, row in enumerate(rows)])
+        return after
 
     def _moves(self, step: CompactionStep, index: int) -> Moves:
         """What moves into the holes of one row, once all layers of its sequence have decided."""
@@ -267,7 +337,9 @@ class Evictor:
         return self._step
 
     def _step_from(self, view: Held) -> CompactionStep:
-        return CompactionStep(self.layout, self.score, self.granularity, view, self.members.kept)
+        if self.observation is not None and view.buffers is not None:
+            self.observation.settle(lambda: self._keys_of(None, view.rows))
+        return CompactionStep(self.layout, self.score, self.granularity, view, self.members.kept, self.observation)
 
     def _view(self) -> Held:
         owner = self._owner()

@@ -42,6 +42,7 @@ class EvictorState(NamedTuple):
         groups: the names of the layer groups, by row.
         positions, scores: as in `KeptTokens`.
         work: by row, each as in `Work`; of all rows together, as version 0.1.0 counted, three numbers.
+        observed: what was seen of attention, as in `ObservedState`; None where nothing was.
     """
 
     score: str
@@ -51,6 +52,7 @@ class EvictorState(NamedTuple):
     positions: mx.array | None
     scores: mx.array | None
     work: list[Any]
+    observed: Sequence[Any] | None = None
 
     def work_by_row(self) -> tuple[Work, ...]:
         if isinstance(self.work[0], Sequence):

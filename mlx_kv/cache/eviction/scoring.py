@@ -7,6 +7,7 @@ B rows, H KV heads; H' is H where every head keeps its own tokens (share="head")
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import mlx.core as mx
 
@@ -14,9 +15,11 @@ from mlx_kv.cache.buffers import SlotBuffer
 from mlx_kv.cache.codecs import Planes
 from mlx_kv.cache.eviction.granularity import Granularity
 from mlx_kv.cache.eviction.kept_tokens import KeptTokens
+from mlx_kv.cache.eviction.observed.observation import Observation
+from mlx_kv.cache.eviction.observed.weights import stored_keys
 from mlx_kv.cache.eviction.scores import Score
 from mlx_kv.cache.eviction.scores.blocks import some
-from mlx_kv.cache.eviction.scores.tokens import Part, ScoredTokens
+from mlx_kv.cache.eviction.scores.tokens import Part, QueryMoments, ScoredTokens
 from mlx_kv.cache.layout import Budget, Row
 
 
@@ -28,6 +31,7 @@ class Scoring:
         rows: where each row stands.
         buffers: of keys and of values.
         kept: what is known of the tokens before the cut.
+        observation: of the attention over them, if the score wants any; it is settled.
     """
 
     def __init__(
@@ -38,10 +42,15 @@ class Scoring:
         rows: Sequence[Row],
         buffers: Sequence[SlotBuffer],
         kept: KeptTokens,
+        observation: Observation | None = None,
     ) -> None:
         self._layout, self._score, self._granularity = layout, score, granularity
         self._rows, self._buffers, self._kept = rows, buffers, kept
+        self._observation = None if observation is None or len(observation.ends) != len(rows) else observation
         self._alike = all(row == rows[0] for row in rows)
+        if self._observation is not None:
+            seen = [self._observation.standing(index) for index in range(len(rows))]
+            self._alike = self._alike and all(one == seen[0] for one in seen)
         self._before_recent: dict[int | None, mx.array] = {}  # by row; those of all rows by None
         self._own: dict[int | None, mx.array] = {}  # what the score said of the heads here, by the same
 
@@ -131,7 +140,12 @@ class Scoring:
         live = [self._kept.live_positions(self._layout, self._rows[i], i) for i in which]
         positions = mx.stack([line[:, first:last] for line in live])  # (B or 1, H', n)
         key_part, value_part = map(part, self._buffers)
-        tokens = ScoredTokens(keys=keys, values=values, positions=positions, key_part=key_part, value_part=value_part)
+        told: dict[str, Any] = (
+            {} if self._observation is None else self._seen(self._observation, index, last, positions)
+        )
+        tokens = ScoredTokens(
+            keys=keys, values=values, positions=positions, key_part=key_part, value_part=value_part, **told
+        )
         scores = self._score.function(tokens)
         wanted = keys.shape[:3]
         if not isinstance(scores, mx.array) or scores.shape != wanted or scores.dtype != mx.float32:
@@ -141,3 +155,17 @@ class Scoring:
                 "for each row, head and token"
             )
         return scores
+
+    def _seen(self, observation: Observation, index: int | None, n: int, positions: mx.array) -> dict[str, Any]:
+        """The fields of `ScoredTokens` that say what was seen of the attention over n tokens of one row, or of all."""
+        keys = stored_keys(self._buffers[0], index, n, positions)
+        told: dict[str, Any] = {}
+        if (last := observation.last_queries(index)) is not None:
+            told |= {"queries": last.queries, "query_positions": last.positions, "scale": last.scale}
+            told["attention_sinks"] = last.sinks
+        if (received := observation.received_by(index, keys)) is not None:
+            told["received"], told["observers"] = received
+        if (moments := observation.all_moments(index)) is not None and observation.turning is not None:
+            ahead = observation.turning.ahead(self._rows[index or 0].offset)
+            told |= {"moments": QueryMoments(moments.mean, moments.covariance(), ahead), "scale": observation.scale}
+        return told
