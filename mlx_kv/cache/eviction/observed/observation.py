@@ -313,6 +313,19 @@ class Observation:
         self.received = mx.where(live, received, 0)[:, :, : max(1, *ends)]
         mx.eval(self.received)
 
+    @property
+    def wants_turning(self) -> bool:
+        """Whether the RoPE of the layer is still to be told."""
+        return self.wants.moments and self.turning is None
+
+    def copied(self) -> Observation:
+        """Another one that has seen the same; arrays are never changed in place."""
+        made = self._like(len(self.ends))
+        made.recent = RecentQueries(self.recent.rows, self.recent.pieces)
+        made.since, made.ends = list(self.since), list(self.ends)
+        made.received, made.moments = self.received, self.moments
+        return made
+
     def of_rows(self, chosen: Sequence[int]) -> Observation:
         """Copies of some rows, in this order."""
         if max(chosen) >= len(self.ends):  # rows that began and of which nothing was seen

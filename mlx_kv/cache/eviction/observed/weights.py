@@ -7,13 +7,14 @@ B rows, Hq query heads, H KV heads, g = Hq / H, D head dim; m queries, n tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import mlx.core as mx
 
 from mlx_kv.cache.buffers import SlotBuffer
 from mlx_kv.cache.codecs import are_plain
+from mlx_kv.cache.protocol import Call
 
 # Of one row and KV head, of what is made of some queries and all tokens: so the same queries are taken together in
 # whatever batch a row is, and however heads are split.
@@ -72,6 +73,22 @@ def stored_keys(buffer: SlotBuffer, row: int | None, n: int, positions: mx.array
 
     encoded = not are_plain((buffer.codec, buffer.codec))
     return Keys((rows if row is None else 1, heads, n, dim), part, positions, encoded)
+
+
+def keys_of(buffer: SlotBuffer, live: Sequence[mx.array], call: Call | None = None) -> Keys:
+    """The live tokens of all rows: as a call gives them where they are decoded there, else as they are stored.
+
+    Args:
+        live: the positions of each row's slots, (1 or H, n of its own); below 0 where a head has no token.
+    """
+    given = None if call is None or not isinstance(call.keys, mx.array) else call.keys
+    n = max([line.shape[1] for line in live]) if given is None else given.shape[2]
+    heads = max([line.shape[0] for line in live])
+    padded = [mx.pad(line, [(0, 0), (0, n - line.shape[1])], constant_values=mx.array(-1)) for line in live]
+    positions = mx.stack([mx.broadcast_to(line, (heads, n)) for line in padded])
+    if given is None:
+        return stored_keys(buffer, None, n, positions)
+    return Keys(given.shape, lambda which: given[:, :, which], positions)
 
 
 def at_once(keys: Keys, queries: mx.array) -> int:
