@@ -190,7 +190,7 @@ class KVCache(Holder):
         held.transient = None
         phases.note_trim(held, before)
         if held.evictor is not None:
-            held.evictor.forget()
+            held.evictor.trimmed(held.rows)
 
     def reset(self) -> None:
         """Forgets every token, for a new session. Slots stay allocated, and serve it if its shapes are the same."""

@@ -25,9 +25,8 @@ from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.cache.layout import NO_LIMIT, Budget, Layout, Row, make_layout
 from mlx_kv.cache.state import CacheState, Tensors
 from mlx_kv.files import stock_files
-from mlx_kv.files.described_eviction import check_eviction, eviction_in_short
+from mlx_kv.files.evictors import check_eviction, check_lists, eviction_in_short, whole
 from mlx_kv.files.planes import check_planes
-from mlx_kv.files.told import check_lists, check_parts, whole
 
 # What comes of a description that is none, beside the ValueErrors of the checks.
 NOT_SO = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
@@ -98,17 +97,22 @@ def _restore(described: dict[str, Any], name: str, arrays: dict[str, mx.array], 
     if kind == "mlx-kv":
         return _restore_ours(described, name, arrays, room)
     if kind == "list":
-        check_parts(described, {"kind", "members"})
+        _check_parts(described, {"kind", "members"})
         check_lists(described["members"])
         members = [_restore(each, f"{name}.{index}", arrays, room) for index, each in enumerate(described["members"])]
         return stock.CacheList(*members)  # type: ignore[no-untyped-call]
-    check_parts(described, {"kind", "state"})
+    _check_parts(described, {"kind", "state"})
     made: Any = next((cls for cls in AS_THEY_ARE if cls.__name__ == kind), None)
     if made is None:
         raise ValueError(f"nobody knows a {str(kind)[:40]!r}")
     state = _from_json(described["state"], name, arrays)
     stock_files.check_state(kind, state)
     return made.from_state(state)
+
+
+def _check_parts(told: Mapping[str, Any], parts: set[str]) -> None:
+    if told.keys() != parts:
+        raise ValueError(f"a cache has {', '.join(sorted(parts))}, and nothing else")
 
 
 def _describe_ours(cache: KVCache, name: str, arrays: dict[str, mx.array]) -> dict[str, Any]:
@@ -122,7 +126,7 @@ def _describe_ours(cache: KVCache, name: str, arrays: dict[str, mx.array]) -> di
         planes[which] = len(tensor or ())
     affine = affine_of(view.codecs)
     settings = (*(affine or (None, None)), told.quantized_start, told.packed_decode, told.packed)
-    rows, eviction = [in_short(view_row) for view_row in view.rows], told.eviction and eviction_in_short(told.eviction)
+    rows, eviction = [in_short(row) for row in view.rows], told.eviction and eviction_in_short(told.eviction)
     state = [rows, told.ranges, told.layout, *settings, eviction]  # in the order of version 0.1.0
     described = {
         "kind": "mlx-kv",
@@ -155,7 +159,7 @@ def _codecs(
         if bits is None and group_size is not None:
             raise ValueError("groups without bits")
         return codecs, None, None
-    check_parts(told, {"codecs", "tensors", "encoded"})
+    _check_parts(told, {"codecs", "tensors", "encoded"})
     (keys, its), (values, theirs) = told["codecs"]
     codecs = find_codec(keys, its), find_codec(values, theirs)
     if bits is not None or group_size is not None or affine_of(codecs) is not None or are_plain(codecs):
@@ -173,8 +177,8 @@ def _codecs(
 
 
 def _restore_ours(described: dict[str, Any], name: str, arrays: dict[str, mx.array], room: Room) -> KVCache:
-    check_parts(described, PARTS | (described.keys() & {"announced", "codecs"}))
-    check_parts(described["planes"], {"keys", "values"})
+    _check_parts(described, PARTS | (described.keys() & {"announced", "codecs"}))
+    _check_parts(described["planes"], {"keys", "values"})
     if described["name"] != name:
         raise ValueError(f"cache {name} says that it is another")
     state = _from_json(described["state"], f"{name}.state", arrays)
@@ -298,7 +302,7 @@ def _row(layout: Layout, told: Sequence[int]) -> Row:
 def _growth(told: dict[str, Any] | None) -> Growth:
     if told is None:
         return DEFAULT
-    check_parts(told, {"rule", "settings"})
+    _check_parts(told, {"rule", "settings"})
     growth = GROWTHS[told["rule"]](**told["settings"])
     settings = asdict(growth)
     if settings.keys() != told["settings"].keys():

@@ -21,6 +21,8 @@ from mlx_kv.cache.eviction.granularity import Granularity, LayerBudgets, check_g
 from mlx_kv.cache.eviction.layer_group import LayerGroup
 from mlx_kv.cache.eviction.masks import OwnMasks
 from mlx_kv.cache.eviction.membership import EvictorState, Membership, Work
+from mlx_kv.cache.eviction.observed.observation import Observation, ObservedState
+from mlx_kv.cache.eviction.observed.weights import Keys, keys_of
 from mlx_kv.cache.eviction.peers import ALONE, Peers
 from mlx_kv.cache.eviction.scores import Function, Score, find_score
 from mlx_kv.cache.eviction.step import CompactionStep, Held
@@ -63,6 +65,10 @@ class Evictor:
         self.layers, self._masks = layers, OwnMasks(layout)
         self.members = Membership((layer_group or LayerGroup(),))
         self.members.groups[0].join(layer, self)
+        wants = self.score.wants
+        self.observation: Observation | None = None
+        if wants is not None and wants.observes:
+            self.observation = Observation(wants, layout.keep_recent)
         self._owner: Callable[[], Owner | None] = lambda: None
         self._step: CompactionStep | None = None  # worked out for the compaction that comes, if anything was
 
@@ -74,12 +80,12 @@ class Evictor:
     @property
     def state(self) -> EvictorState:
         """What a loaded cache needs besides its layout."""
-        return self._state_of(self.members)
+        return self._state_of(self.members, None if self.observation is None else self.observation.state)
 
-    def _state_of(self, members: Membership) -> EvictorState:
+    def _state_of(self, members: Membership, observed: ObservedState | None = None) -> EvictorState:
         names = [group.name for group in members.groups]
         kept = members.kept
-        known = names, kept.positions, kept.scores, list(members.work), kept.dead, self.layers
+        known = names, kept.positions, kept.scores, list(members.work), kept.dead, self.layers, observed
         return EvictorState(self.score.name, self.granularity, self.layer, *known)
 
     @classmethod
@@ -90,6 +96,7 @@ class Evictor:
         score: Score | None = None,
         memo: dict[int, Any] | None = None,
         peers: Peers = ALONE,
+        seen: Observation | None = None,
     ) -> Evictor:
         """An evictor of copies of the same rows.
 
@@ -98,6 +105,7 @@ class Evictor:
             score: None finds it by its name.
             memo: deepcopy's.
             peers: who has other parts of the same sequences.
+            seen: what was seen of their attention; None finds it in the state.
 
         Raises:
             ValueError: the score is one that nobody registered here.
@@ -105,6 +113,10 @@ class Evictor:
         told = EvictorState(*state)
         made = cls(layout, score or told.score, told.share, LayerGroup(peers), told.layer, told.layers)
         made.members = Membership.from_state(told, made, memo, peers)
+        if seen is not None:
+            made.observation = seen
+        elif made.observation is not None:
+            made.observation.go_on_from(told.observed, len(told.groups))
         return made
 
     def copied(self, memo: dict[int, Any]) -> Evictor:
@@ -113,27 +125,38 @@ class Evictor:
         Args:
             memo: deepcopy's.
         """
-        return Evictor.from_state(self.layout, self.state, self.score, memo, self.peers)
+        seen = None if self.observation is None else self.observation.copied()
+        return Evictor.from_state(self.layout, self._state_of(self.members), self.score, memo, self.peers, seen)
 
     def selected(self, rows: Sequence[int]) -> Evictor:
         """An evictor for copies of some rows."""
+        seen = None if self.observation is None else self.observation.of_rows(rows)
         state = self._state_of(self.members.of_rows(rows))
-        return Evictor.from_state(self.layout, state, self.score, peers=self.peers)
+        return Evictor.from_state(self.layout, state, self.score, peers=self.peers, seen=seen)
 
     def reset(self) -> None:
         """A new session begins, of one sequence until more are seen."""
         self.forget()
         self.members = self.members.first()
+        if self.observation is not None:
+            self.observation.go_on_from(None, 1)
 
     def keep(self, chosen: Sequence[int], rows: Sequence[Row]) -> None:
         """Lets all rows go but the chosen, which then stand as `rows` say."""
         self.forget()
         self.members = self.members.of_rows(chosen).without_evicted(rows)
         self.members.kept.compute()
+        if self.observation is not None:
+            self.observation = self.observation.of_rows(chosen)
+            self.observation.compute()
 
     def extend(self, other: Evictor) -> None:
         """Takes copies of another's rows, after its own."""
         self.forget()
+        if self.observation is not None and other.observation is not None:
+            rows, more = len(self.members.groups), len(other.members.groups)
+            self.observation = self.observation.joined(rows, other.observation, more)
+            self.observation.compute()
         self.members = self.members.joined(other.members, self.layer, self)
         self.members.kept.compute()
 
@@ -147,8 +170,14 @@ class Evictor:
         """Who has other parts of the same sequences."""
         return self.members.groups[0].peers
 
+    def trimmed(self, rows: tuple[Row, ...]) -> None:
+        """Tokens were taken back, and rows stand here now."""
+        self.forget()
+        if self.observation is not None:
+            self.observation.trimmed(rows)
+
     def forget(self) -> None:
-        """Tokens were taken back: nothing that was worked out for the next compaction holds."""
+        """Nothing that was worked out for the next compaction holds."""
         self._step = None
         for group in self.members.groups:
             group.forget()
@@ -188,7 +217,7 @@ class Evictor:
 
     @property
     def nbytes(self) -> int:
-        return self.members.kept.nbytes
+        return self.members.kept.nbytes + (0 if self.observation is None else self.observation.nbytes)
 
     def live_positions(self, row: Row, index: int) -> mx.array:
         """The position of each live slot of one row, (H', n); -1 where a head has no token, and others have."""
@@ -238,7 +267,18 @@ class Evictor:
         """
         if self.own_lengths:
             call = call.changed(mask=self._masks.of(call, rows, counts, self.members.kept))
-        return call.hand_on()
+        answer = call.hand_on()
+        if self.observation is None:
+            return answer
+        made = self.observation.see(call, rows, counts, lambda: self._keys_for(rows, call))
+        # With the step itself, not later: who looks at keys while the next ones are written has them all copied.
+        return mx.depends([answer], made)[0] if made else answer
+
+    def _keys_for(self, rows: tuple[Row, ...], call: Call | None = None) -> Keys:
+        """The tokens that queries see, as a call gives them or as they are stored."""
+        buffers = self._view().buffers
+        assert buffers is not None, "queries come after keys"
+        return keys_of(buffers[0], [self.live_positions(row, i) for i, row in enumerate(rows)], call)
 
     # --- compaction -------------------------------------------------------------------------------------------------
 
@@ -267,8 +307,11 @@ class Evictor:
         kept.compute()
         move_slots(step.buffers, *moves)
         self._step = None
+        after = step.after(decided)
+        if self.observation is not None:
+            self.observation.moved(moves, [row.end for row in after])
         self.members = self.members.compacted(due, kept, moves.source.shape[2], time.perf_counter() - started)
-        return step.after(decided)
+        return after
 
     def _moves(self, step: CompactionStep, index: int) -> Moves:
         """What moves into the holes of one row, once all layers of its sequence have decided."""
@@ -287,7 +330,9 @@ class Evictor:
         return self._step
 
     def _step_from(self, view: Held) -> CompactionStep:
-        return CompactionStep(self.layout, self.score, self.granularity, view, self.members.kept)
+        if self.observation is not None and view.buffers is not None:
+            self.observation.settle(lambda: self._keys_for(view.rows))
+        return CompactionStep(self.layout, self.score, self.granularity, view, self.members.kept, self.observation)
 
     def _view(self) -> Held:
         owner = self._owner()

@@ -44,6 +44,7 @@ class EvictorState(NamedTuple):
         work: by row, each as in `Work`; of all rows together, as version 0.1.0 counted, three numbers.
         dead: as in `KeptTokens`.
         layers: whether all layers have the same budget.
+        observed: what was seen of attention, as in `ObservedState`; None where nothing was.
     """
 
     score: str
@@ -55,6 +56,7 @@ class EvictorState(NamedTuple):
     work: list[Any]
     dead: mx.array | None = None
     layers: LayerBudgets = "uniform"
+    observed: Sequence[Any] | None = None
 
     def work_by_row(self) -> tuple[Work, ...]:
         if isinstance(self.work[0], Sequence):
