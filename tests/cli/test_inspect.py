@@ -14,7 +14,8 @@ from mlx_lm.generate import generate_step
 from tiny_models import VOCAB, make_model
 
 from mlx_kv.cli import inspect as inspect_module
-from mlx_kv.cli.inspect import blocks, mark_evicted, tenths, text_lines, token_texts
+from mlx_kv.cli.inspect import mark_evicted, text_lines, token_texts
+from mlx_kv.cli.inspect_scores import blocks, tenths
 from mlx_kv.evaluation import inspection
 from mlx_kv.evaluation.attention import attention_of_last
 from mlx_kv.evaluation.inspection import KeptLayer, KeptTokens, inspect_prompt
@@ -22,6 +23,7 @@ from mlx_kv.generation.encoding import encode_prompt
 from mlx_kv.mlxlm.convert import make_prompt_cache
 from mlx_kv.mlxlm.traverse import attention_caches
 from mlx_kv.plots.kept import kept_positions, ranks, raster, share_kept
+from mlx_kv.plots.kept_by_score import columns_of
 from mlx_kv.policy import CachePolicy
 
 PROMPT = "".join(f"def function_{i}(a, b):\n    return a * {i} + b\n\n\n" for i in range(12))
@@ -151,6 +153,32 @@ def test_attention_is_shown_beside_what_is_kept(call: Any, tmp_path: Path) -> No
     assert "of what the last 64 tokens look at" in done.out
 
 
+def test_scores_side_by_side(call: Any, tmp_path: Path) -> None:
+    """Each as it is alone, whatever it stands beside."""
+    plot, names = tmp_path / "scores.png", ["recent", "key_norm", "key_diff"]
+    options = ("--prompt", PROMPT, *SMALL, "--kv-share", "layer")
+    told = json.loads(call(*options, "--scores", ",".join(names), "--json", "-", "--plot", str(plot)).out)
+    assert plot.stat().st_size > 10_000
+    assert list(told["scores"]) == names
+    for name, one in told["scores"].items():
+        alone = json.loads(call(*options, "--kv-score", name, "--json", "-").out)
+        assert {key: alone[key] for key in one} == one
+        assert alone["score"] == name
+    rows = call(*options, "--scores", ",".join(names)).out.split("\n\n")[1].splitlines()
+    assert [row.split()[0] for row in rows] == ["score", *names]
+    for row, name in zip(rows[1:], names, strict=True):
+        layers = told["scores"][name]["layers"]
+        kept = [position for layer in layers for position in layer["heads"][0]["positions"]]
+        tokens = told["scores"][name]["tokens"]
+        counts = [sum(p * 10 // tokens == tenth for p in kept) / len(layers) for tenth in range(10)]
+        assert [float(count) for count in row.split()[2:]] == pytest.approx(counts, abs=0.5)
+
+
+def test_a_column_of_the_figure_is_the_mean_of_its_positions() -> None:
+    assert columns_of([0.0, 1.0, 1.0, 1.0, 0.5], 2) == pytest.approx([2 / 3, 0.75])
+    assert columns_of([0.25, 0.75], 2) == pytest.approx([0.25, 0.75])
+
+
 def test_the_share_of_heads_that_evicted() -> None:
     heads = [
         KeptTokens((0, 1), (0.0, 0.0)),
@@ -206,10 +234,10 @@ def test_the_table_counts_tokens(call: Any) -> None:
 
 def test_blocks_are_full_only_where_all_was_kept() -> None:
     layer = KeptLayer(0, 0, (KeptTokens((*range(10), 10, 20, 21, 22, 23, 24, 99), (0.0,) * 17),))
-    counts = tenths(layer, 100)
+    counts = tenths([layer], 100)
     assert counts == [10, 1, 5, 0, 0, 0, 0, 0, 0, 1]
     assert blocks(counts, 100) == "█▁▄······▁"
-    assert blocks(tenths(KeptLayer(0, 0, (KeptTokens((0, 2), (0.0, 0.0)),)), 3), 3) == "█·····█···"
+    assert blocks(tenths([KeptLayer(0, 0, (KeptTokens((0, 2), (0.0, 0.0)),))], 3), 3) == "█·····█···"
 
 
 def test_a_short_prompt_is_said_to_be_whole(call: Any) -> None:
@@ -320,6 +348,8 @@ BAD: dict[str, tuple[list[str], str]] = {
     "no budget, a score": (["--prompt", "x", "--kv-score", "recent"], "inspect needs --kv-budget"),
     "no prompt": (["--kv-budget", "100"], "no prompt: give --prompt"),
     "score": ([*GOOD, "--kv-score", "nonsense"], "there is no score 'nonsense': choose one of"),
+    "scores": ([*GOOD, "--scores", "recent,nonsense"], "there is no score 'nonsense': choose one of"),
+    "text of scores": ([*GOOD, "--scores", "recent,random", "--text"], "--text shows what one score keeps"),
     "budget": (["--prompt", "x", "--kv-budget", "40"], "--kv-budget 40, but 4 sinks and --kv-keep-recent 64 are kept"),
     "bound": ([*GOOD, "--max-kv-size", "99"], "got a budget and --max-kv-size"),
     "layer without text": ([*GOOD, "--layer", "1"], "--layer needs --text"),
