@@ -14,7 +14,7 @@ from mlx_kv.cache.codecs import affine_of, are_plain, in_words
 from mlx_kv.cache.contents import Contents
 from mlx_kv.cache.eviction.evictor import Evictor
 from mlx_kv.cache.growth import round_up
-from mlx_kv.cache.layout import Layout, moves_between, planned, reshaped, stay
+from mlx_kv.cache.layout import Layout, enough_slots, moves_between, planned, reshaped, stay
 from mlx_kv.cache.view import CacheView
 
 
@@ -109,7 +109,8 @@ def _in_shape(held: Contents, layout: Layout) -> Contents:
 def _joint_capacity(filled: Sequence[Contents]) -> int:
     """Slots for the rows of all: no more than they ever need, or hold now."""
     used = max(each.view.used for each in filled)
-    return min(max(each.capacity for each in filled), round_up(max(used, filled[0].layout.enough_slots)))
+    enough = max(enough_slots(filled[0].layout, each.rows) for each in filled)
+    return min(max(each.capacity for each in filled), round_up(max(used, enough)))
 
 
 def joined_buffers(everyone: Sequence[Contents], capacity: int, encoded: bool) -> Buffers:

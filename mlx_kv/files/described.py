@@ -21,6 +21,8 @@ from mlx_lm.models import cache as stock
 from mlx_kv.cache.checks import MOST_TOKENS, whole_number
 from mlx_kv.cache.codecs import PLAIN, Codecs, affine_of, are_plain, find_codec, find_codecs, packing_of
 from mlx_kv.cache.eviction.evictor import Evictor
+from mlx_kv.cache.eviction.granularity import BY_HEAD
+from mlx_kv.cache.eviction.membership import EvictorState
 from mlx_kv.cache.growth import DEFAULT, SLOT_MULTIPLE, FixedStep, Geometric, Growth, Tapered, round_up
 from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.cache.layout import NO_LIMIT, Budget, Layout, Row, make_layout
@@ -287,15 +289,16 @@ def _restore_ours(described: dict[str, Any], name: str, arrays: dict[str, mx.arr
 
 def _row(layout: Layout, told: Sequence[int]) -> Row:
     """Raises ValueError for where no row of this layout stands."""
-    start, offset, high, front = told
+    start, offset, high, front, longer = *told, *[0] * (len(Row._fields) - len(told))
     if not all(type(number) is int and abs(number) <= MOST_TOKENS for number in told):
         raise ValueError("a row that stands nowhere")
-    row = Row(start, offset, high, front)
+    row = Row(start, offset, high, front, longer)
     stands = 0 <= front <= max(0, offset) <= high and (offset <= 0 or layout.most_trim(row) >= 0)
     if isinstance(layout, Budget):
-        stands = stands and (start == 0 or (start < 0 and layout.cut <= row.end and offset > 0))
+        stands = stands and (row.evicted == 0 or (row.evicted > 0 and layout.cut_of(row) <= row.end and offset > 0))
+        stands = stands and start <= 0 <= longer
     else:
-        stands = stands and start == 0
+        stands = stands and start == longer == 0
     if not stands:
         raise ValueError(f"a row that stands at {told}")
     return row
@@ -303,8 +306,9 @@ def _row(layout: Layout, told: Sequence[int]) -> Row:
 
 def _check_eviction(layout: Budget, rows: Sequence[Row], heads: int | None, told: Sequence[Any]) -> None:
     """Raises ValueError for what no evictor knows."""
-    score, share, layer, names, positions, scores, work = told
-    _check_lists(told, names, work)
+    _check_lists(told)
+    score, share, layer, names, positions, scores, work, dead, layers = EvictorState(*told)
+    _check_lists(names, work)
     if not all(type(word) is str for word in (score, share, *names)) or len(names) not in (1, len(rows)):
         raise ValueError("sequences of other rows")
     _whole("layer", layer)
@@ -318,20 +322,39 @@ def _check_eviction(layout: Budget, rows: Sequence[Row], heads: int | None, told
         _whole("compactions", compactions)
         if type(seconds) not in (int, float) or not 0 <= seconds < math.inf:
             raise ValueError("seconds that are none")
-    evicted = any(row.start < 0 for row in rows)
-    known = Evictor(layout, score, share).score  # refuses what does not exist
+    evicted = any(row.evicted > 0 for row in rows)
+    known = Evictor(layout, score, share, layers=layers).score  # refuses what does not exist
     if evicted and (positions is None or (known.per_token and scores is None)):
         raise ValueError("tokens whose positions or scores nobody knows")
+    own = heads if share in BY_HEAD else 1
     for array, dtype in ((positions, mx.int32), (scores, mx.float32)):
         if array is None:
             continue
-        shape = (len(rows), heads if share == "head" else 1, layout.cut)
-        if heads is None or type(array) is not mx.array or (array.shape, array.dtype) != (shape, dtype):
+        shape, least = (len(rows), own), max(map(layout.cut_of, rows))
+        if heads is None or type(array) is not mx.array or (array.shape[:2], array.dtype) != (shape, dtype):
             raise ValueError("positions or scores of other tokens")
+        if array.ndim != 3 or array.shape[2] < least:
+            raise ValueError("positions or scores of other tokens")
+    _check_dead(layout, rows, heads, share, dead)
     if positions is not None and not 0 <= mx.min(positions).item() <= mx.max(positions).item() <= max(  # type: ignore[operator]
         row.offset for row in rows
     ):
         raise ValueError("positions that there are not")
+
+
+def _check_dead(layout: Budget, rows: Sequence[Row], heads: int | None, share: str, dead: mx.array | None) -> None:
+    """Raises ValueError for heads of other lengths than their rows stand for."""
+    if dead is None:
+        if any(row.longer for row in rows):
+            raise ValueError("heads of which nobody knows the lengths")
+        return
+    told = type(dead) is mx.array and (dead.shape, dead.dtype) == ((len(rows), heads), mx.int32)
+    if share != "adaptive" or not told or heads is None:
+        raise ValueError("lengths of other heads")
+    gaps: list[list[int]] = dead.tolist()  # type: ignore[assignment]
+    for row, own in zip(rows, gaps, strict=True):
+        if row.longer and not (0 == min(own) <= max(own) <= layout.cut_of(row) and sum(own) == heads * row.longer):
+            raise ValueError("heads that do not hold their share of a budget")
 
 
 def _growth(told: dict[str, Any] | None) -> Growth:

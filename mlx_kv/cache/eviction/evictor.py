@@ -17,13 +17,15 @@ import mlx.core as mx
 
 from mlx_kv.cache.buffers import move_slots
 from mlx_kv.cache.eviction.compaction import Moves
-from mlx_kv.cache.eviction.granularity import Granularity, check_granularity
+from mlx_kv.cache.eviction.granularity import Granularity, LayerBudgets, check_granularity
 from mlx_kv.cache.eviction.layer_group import LayerGroup
+from mlx_kv.cache.eviction.masks import OwnMasks
 from mlx_kv.cache.eviction.membership import EvictorState, Membership, Work
 from mlx_kv.cache.eviction.peers import ALONE, Peers
 from mlx_kv.cache.eviction.scores import Function, Score, find_score
 from mlx_kv.cache.eviction.step import CompactionStep, Held
 from mlx_kv.cache.layout import Budget, Plan, Row
+from mlx_kv.cache.protocol import Call
 
 
 class Owner(Protocol):
@@ -41,6 +43,7 @@ class Evictor:
         score: what to keep, a name or a function; see `mlx_kv.cache.eviction.scores`.
         granularity: which tokens are kept together: the same in all "layers", in each "layer" or each "head" its own.
         layer_group, layer: the sequence, and which of its layers this is.
+        layers: whether all layers of the sequence have the same budget.
 
     Raises:
         ValueError: an unknown score or granularity.
@@ -53,9 +56,11 @@ class Evictor:
         granularity: Granularity = "layers",
         layer_group: LayerGroup | None = None,
         layer: int = 0,
+        layers: LayerBudgets = "uniform",
     ) -> None:
-        check_granularity(granularity)
+        check_granularity(granularity, layers)
         self.layout, self.score, self.granularity, self.layer = layout, find_score(score), granularity, layer
+        self.layers, self._masks = layers, OwnMasks(layout)
         self.members = Membership((layer_group or LayerGroup(),))
         self.members.groups[0].join(layer, self)
         self._owner: Callable[[], Owner | None] = lambda: None
@@ -73,7 +78,9 @@ class Evictor:
 
     def _state_of(self, members: Membership) -> EvictorState:
         names = [group.name for group in members.groups]
-        return EvictorState(self.score.name, self.granularity, self.layer, names, *members.kept, list(members.work))
+        kept = members.kept
+        known = names, kept.positions, kept.scores, list(members.work), kept.dead, self.layers
+        return EvictorState(self.score.name, self.granularity, self.layer, *known)
 
     @classmethod
     def from_state(
@@ -96,7 +103,7 @@ class Evictor:
             ValueError: the score is one that nobody registered here.
         """
         told = EvictorState(*state)
-        made = cls(layout, score or told.score, told.share, LayerGroup(peers), told.layer)
+        made = cls(layout, score or told.score, told.share, LayerGroup(peers), told.layer, told.layers)
         made.members = Membership.from_state(told, made, memo, peers)
         return made
 
@@ -162,7 +169,7 @@ class Evictor:
     def evicted(self) -> int:
         """Tokens that the rows of now have evicted."""
         owner = self._owner()
-        return 0 if owner is None else sum(max(0, -row.start) for row in owner.view.rows)
+        return 0 if owner is None else sum(max(0, row.evicted) for row in owner.view.rows)
 
     @property
     def moved(self) -> int:
@@ -184,8 +191,12 @@ class Evictor:
         return self.members.kept.nbytes
 
     def live_positions(self, row: Row, index: int) -> mx.array:
-        """The position of each live slot of one row, (H', n)."""
-        return self.members.kept.live_positions(self.layout, row, index)
+        """The position of each live slot of one row, (H', n); -1 where a head has no token, and others have."""
+        kept = self.members.kept
+        positions = kept.live_positions(self.layout, row, index)
+        if not row.longer:
+            return positions
+        return mx.where(kept.alive(self.layout, row, index, positions.shape[1]), positions, -1)
 
     def live_scores(self, index: int) -> mx.array:
         """The scores of all live slots of one row, (H', n), as they are now."""
@@ -197,7 +208,7 @@ class Evictor:
         Raises:
             ValueError: heads or layers keep different tokens, and one mask for all of them cannot say so.
         """
-        if all(row.start >= 0 for row in plan.rows):
+        if all(row.evicted <= 0 for row in plan.rows):
             return None
         if self.granularity != "layers":
             raise ValueError(
@@ -205,6 +216,29 @@ class Evictor:
                 "mask among layers and heads: use share='layers'"
             )
         return self.members.kept.key_positions(self.layout, plan)
+
+    # --- attention ----------------------------------------------------------------------------------------------------
+
+    @property
+    def wants_attention(self) -> bool:
+        """Whether the attention over the cache is to be shown to `attend`."""
+        return self.score.wants is not None or self.own_lengths
+
+    @property
+    def own_lengths(self) -> bool:
+        """Whether this layer, or each of its heads, holds another number of tokens than others: it has its own mask."""
+        return self.granularity == "adaptive" or self.layers != "uniform"
+
+    def attend(self, call: Call, rows: tuple[Row, ...], counts: tuple[int, ...] | None) -> mx.array:
+        """(B, Hq, S, Dv): attention after an update, seen on its way; over what each head holds.
+
+        Args:
+            rows: where they stand after the update.
+            counts: how many of the S queries are of tokens of each row, padding follows; None is all of all rows.
+        """
+        if self.own_lengths:
+            call = call.changed(mask=self._masks.of(call, rows, counts, self.members.kept))
+        return call.hand_on()
 
     # --- compaction -------------------------------------------------------------------------------------------------
 
@@ -220,18 +254,21 @@ class Evictor:
         layout = self.layout
         if len(rows) != len(self.members.groups):
             self.members = self.members.new_batch(len(rows), self.layer, self)
-        due = [i for i, row in enumerate(rows) if (row.end > layout.budget if on_demand else layout.due(row))]
+        due = [i for i, row in enumerate(rows) if (layout.held(row) > layout.budget if on_demand else layout.due(row))]
+        if self.own_lengths and not on_demand:
+            self._masks.check_asked(bool(due))
         if not due:
             return rows
         step = self._next_step()
         mx.eval([buffer.planes for buffer in step.buffers])  # what is still to be computed is no part of a compaction
         started = time.perf_counter()
-        moves, kept = step.all_moves({i: self._moves(step, i) for i in due})
+        decided = {i: self._moves(step, i) for i in due}
+        moves, kept = step.all_moves(decided)
         kept.compute()
         move_slots(step.buffers, *moves)
         self._step = None
         self.members = self.members.compacted(due, kept, moves.source.shape[2], time.perf_counter() - started)
-        return tuple([layout.compacted(row) if i in due else row for i, row in enumerate(rows)])
+        return step.after(decided)
 
     def _moves(self, step: CompactionStep, index: int) -> Moves:
         """What moves into the holes of one row, once all layers of its sequence have decided."""
@@ -239,7 +276,7 @@ class Evictor:
         nbytes = sum(buffer.nbytes for buffer in step.buffers)
         if self.granularity == "layers":
             return group.decide_together(row, lambda scores: step.moves_for(scores, index), nbytes)
-        group.decide_each(row, self.granularity, nbytes)
+        group.decide_each(row, self.granularity, nbytes, in_step=not self.own_lengths)
         return step.own_moves(index)
 
     def _next_step(self) -> CompactionStep:
@@ -275,7 +312,8 @@ class Evictor:
         return self._next_step().scoring.standardised(self.members.groups.index(group))
 
     def decide(self, group: LayerGroup) -> None:
-        self._next_step().own_moves(self.members.groups.index(group))
+        if self.layers == "uniform" or self.layout.due(self.row(group)):
+            self._next_step().own_moves(self.members.groups.index(group))
 
     def change(self, old: LayerGroup, new: LayerGroup) -> None:
         self.members = self.members.with_group(old, new)
