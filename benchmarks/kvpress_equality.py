@@ -9,7 +9,7 @@ llama, which is written for it. Two implementations in float32 add in another or
 another of nearly the same score: of all tokens that differ, we say how far our score of them lies from the least that
 was kept, as a share of the scores' spread in that head. Where heads or layers differ in length, so are they counted.
 
-No speed is measured. One line a run, and one JSON line last: the share of equal tokens, over all heads and in the worst.
+No speed is measured. One line a run, and one JSON line last: the share of equal tokens, of all and in the worst head.
 """
 
 from __future__ import annotations
