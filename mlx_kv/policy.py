@@ -14,7 +14,7 @@ from mlx_kv.cache.codecs import Affine, Choice, Packing, are_plain, find_codecs,
 from mlx_kv.cache.eviction.evictor import Evictor
 from mlx_kv.cache.eviction.granularity import Granularity
 from mlx_kv.cache.eviction.layer_group import LayerGroup
-from mlx_kv.cache.eviction.scores import Function
+from mlx_kv.cache.eviction.scores import Function, Score
 from mlx_kv.cache.growth import DEFAULT, Growth
 from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.cache.layout import Append, Budget, Chunks, Layout, Ring
@@ -62,7 +62,7 @@ class CachePolicy:
     budget: int | None = None
     keep_recent: int = 64
     sinks: int = SINKS
-    score: str | Function = "key_diff"
+    score: str | Function | Score = "key_diff"
     share: Granularity = "layers"
     margin: int | None = None
     codec: Choice | None = None

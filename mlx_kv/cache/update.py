@@ -42,7 +42,7 @@ def store(held: Contents, keys: mx.array, values: mx.array) -> Fetched:
         held.transient = read_transient(plan, buffers, tensors)
     for buffer, tensor in zip(buffers, tensors, strict=True):
         buffer.write(tensor, plan)
-    held.layout, held.last = plan.layout, plan
+    held.layout, held.last, held.counts = plan.layout, plan, plan.counts if plan.padded else None
     held.rows, held.ranges = plan.after, () if plan.transient else plan.ranges
     if held.lengths is not None:
         held.lengths = tuple([max(0, length - new) for length in held.lengths])

@@ -21,6 +21,7 @@ from mlx_kv.cache.eviction.peers import ALONE, Peers
 from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.mlxlm.asking import asked_once
 from mlx_kv.mlxlm.loading import architecture
+from mlx_kv.mlxlm.observing import show_attention
 from mlx_kv.mlxlm.quirks import cache_usage, indexers, takes_packed, window_of
 from mlx_kv.mlxlm.recurrent import RecurrentState, count_by_attention, mark_last
 from mlx_kv.mlxlm.slots import counts_slots
@@ -65,7 +66,9 @@ def make_prompt_cache(
     if policy.budget is not None:
         peers.check(policy.share)
     packed_decode = not policy.stores_plain and _takes_packed_planes(model, policy)
-    return _convert(model, stock.make_prompt_cache(model), policy, packed_decode, peers)
+    caches = _convert(model, stock.make_prompt_cache(model), policy, packed_decode, peers)
+    show_attention(model, caches)
+    return caches
 
 
 def check_policy(model: nn.Module, policy: CachePolicy) -> None:

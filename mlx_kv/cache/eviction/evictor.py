@@ -24,6 +24,7 @@ from mlx_kv.cache.eviction.peers import ALONE, Peers
 from mlx_kv.cache.eviction.scores import Function, Score, find_score
 from mlx_kv.cache.eviction.step import CompactionStep, Held
 from mlx_kv.cache.layout import Budget, Plan, Row
+from mlx_kv.cache.protocol import Call
 
 
 class Owner(Protocol):
@@ -205,6 +206,22 @@ class Evictor:
                 "mask among layers and heads: use share='layers'"
             )
         return self.members.kept.key_positions(self.layout, plan)
+
+    # --- attention ----------------------------------------------------------------------------------------------------
+
+    @property
+    def wants_attention(self) -> bool:
+        """Whether the attention over the cache is to be shown to `attend`."""
+        return self.score.wants is not None
+
+    def attend(self, call: Call, rows: tuple[Row, ...], counts: tuple[int, ...] | None) -> mx.array:
+        """(B, Hq, S, Dv): attention after an update, seen on its way.
+
+        Args:
+            rows: where they stand after the update.
+            counts: how many of the S queries are of tokens of each row, padding follows; None is all of all rows.
+        """
+        return call.hand_on()
 
     # --- compaction -------------------------------------------------------------------------------------------------
 

@@ -25,6 +25,7 @@ from mlx_kv.cache.eviction.scores.random import random
 from mlx_kv.cache.eviction.scores.recent import recent
 from mlx_kv.cache.eviction.scores.tokens import ScoredTokens
 from mlx_kv.cache.eviction.scores.value_norm import value_norm
+from mlx_kv.cache.eviction.scores.wants import Wants
 from mlx_kv.open_set import OpenSet
 
 Function = Callable[[ScoredTokens], mx.array]
@@ -39,16 +40,23 @@ class Score:
         function: (tokens) -> (B, H, n), float32.
         per_token: whether the score of a token depends on nothing but itself and its neighbours in the text. Then it
             is asked for once, for runs of new tokens in order; otherwise for all live tokens at every compaction.
+        wants: what it must know of attention; None where keys, values and positions are all that it looks at.
 
     Raises:
-        ValueError: a function that cannot be called, or not with one argument.
+        ValueError: a function that cannot be called, or not with one argument; or attention for what is asked once.
     """
 
     name: str
     function: Function
     per_token: bool = False
+    wants: Wants | None = None
 
     def __post_init__(self) -> None:
+        if self.per_token and self.wants is not None:
+            raise ValueError(
+                f"the score {self.name} wants to see attention, which changes with what follows a token: "
+                "leave per_token out"
+            )
         if not callable(self.function):
             raise ValueError(f"the score {self.name} is {self.function!r}: give a function (tokens) -> (B, H, n)")
         try:
@@ -88,17 +96,17 @@ def score_names() -> list[str]:
     return SCORES.names()
 
 
-def register_score(name: str, function: Function, per_token: bool = False) -> None:
+def register_score(name: str, function: Function, per_token: bool = False, wants: Wants | None = None) -> None:
     """Makes a score known by a name, so that it can be asked for by it and found again by a loaded cache.
 
     Args:
         name: replaces whatever had it before.
-        function, per_token: as in `Score`.
+        function, per_token, wants: as in `Score`.
 
     Raises:
-        ValueError: a function that cannot be called, or not with one argument.
+        ValueError: as `Score`.
     """
-    SCORES.registered[name] = Score(name, function, per_token)
+    SCORES.registered[name] = Score(name, function, per_token, wants)
 
 
 def find_score(score: str | Function | Score) -> Score:
