@@ -39,6 +39,7 @@ FIRST = "\n\nRepeat the previous context exactly."
 LATER = "\n\nRepeat the part of the previous context exactly, starting with"
 HERE = Path(__file__).parent.parent
 TEXT = HERE / "docs/architecture.md"
+CHUNK = 400  # of kvzip: several of them
 LEAST = 0.99  # of the tokens of a run must be equal
 TINY = {
     "model_type": "llama",
@@ -121,10 +122,10 @@ def kept_here(model: Any, ids: list[int], run: Run, ratio: float, instructions: 
     )
     caches = make_prompt_cache(model, policy)
     if run.score == "kvzip":
-        from mlx_kv.generation.rereading import Instructions, read_and_reread
+        from mlx_kv.generation.rereading import Instructions, Rereading
 
         asked = Instructions(tuple(instructions[FIRST]), tuple(instructions[LATER]), tuple(instructions["\n"]))
-        read_and_reread(model, caches, mx.array([ids]), len(ids), asked)
+        Rereading(model, caches, [ids], len(ids), asked, chunk=CHUNK).finish()
     else:
         model(mx.array([ids]), cache=caches)
         mx.eval([cache.state for cache in caches])
@@ -202,7 +203,9 @@ def compare(
             print(f"{name}, {run.name}: left out, {why}")
             continue
         runs += [(run, ratio) for ratio in given.ratios]
-    asked = [{"press": run.press, "ratio": ratio, "adaptive": run.share == "adaptive"} for run, ratio in runs]
+    asked = [
+        {"press": run.press, "ratio": ratio, "adaptive": run.share == "adaptive", "chunk": CHUNK} for run, ratio in runs
+    ]
     there = kept_there(given.kvpress_python, folder, {"ids": ids, "instructions": words, "runs": asked})
     for (run, ratio), theirs in zip(runs, there, strict=True):
         found = compared(theirs, *kept_here(model, ids, run, ratio, words))

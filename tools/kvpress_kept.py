@@ -6,9 +6,9 @@ It runs in an environment of its own (`pip install torch==2.13.0 kvpress==0.5.5`
 package: `benchmarks/kvpress_equality.py` writes what is asked, and compares. What is kept is read off what kvpress
 leaves: a press that shortens the cache leaves keys that are rows of those before, one that masks tokens says which.
 
-`asked.json` has `ids` of the prompt, `runs`: [{"press", "ratio", "adaptive"}], and of kvzip's second reading the
-`instructions`: ids by the text that kvpress has encoded. Of kvzip the scores are kvpress's own, the choice is made for
-each head (or by its AdaKV): its own takes the lowest of all layers at once. Decides nothing about budgets.
+`asked.json` has `ids` of the prompt, `runs`: [{"press", "ratio", "adaptive", "chunk"}], and of kvzip's second reading
+the `instructions`: ids by the text that kvpress has encoded. Of kvzip the scores are kvpress's own, the choice is made
+for each head (or by its AdaKV): its own takes the lowest of all layers at once. Decides nothing about budgets.
 B = 1 row, H KV heads, n tokens of the prompt, D head dim.
 """
 
@@ -112,9 +112,9 @@ def encoded_by(encoder: Encoder) -> Iterator[None]:
         kvzip_press.AutoTokenizer = before
 
 
-def kvzip_scores(model: Any, ids: torch.Tensor, instructions: dict[str, list[int]]) -> torch.Tensor:
+def kvzip_scores(model: Any, ids: torch.Tensor, chunk: int, instructions: dict[str, list[int]]) -> torch.Tensor:
     """(L, 1, H, n), with kvpress's own sinks."""
-    press = KVzipPress(compression_ratio=0.5)
+    press = KVzipPress(compression_ratio=0.5, chunk_size=chunk)
     scores: list[torch.Tensor] = []
     choose = press.compress_post
 
@@ -133,7 +133,7 @@ def kept_by(model: Any, ids: torch.Tensor, run: dict[str, Any], instructions: di
     name, ratio = run["press"], run["ratio"]
     if name == "kvzip":
         press: Any = Given(compression_ratio=ratio)
-        press.given = kvzip_scores(model, ids, instructions)
+        press.given = kvzip_scores(model, ids, run["chunk"], instructions)
     else:
         press = PRESSES[name](compression_ratio=ratio)
     if run.get("adaptive"):

@@ -201,6 +201,7 @@ def inspect_command(
     from mlx_kv.evaluation.inspection import inspect_prompt
     from mlx_kv.generation.encoding import encode_text
     from mlx_kv.generation.prefill import prefill_step
+    from mlx_kv.generation.rereading import Instructions
     from mlx_kv.mlxlm.convert import make_prompt_cache
     from mlx_kv.mlxlm.loading import load
 
@@ -209,7 +210,8 @@ def inspect_command(
     note_context(network, len(tokens))
     step = prefill_step(network, make_prompt_cache(network, policy), prefill_step_size)
     with prefill_bar(len(tokens), step) as advance:
-        found = inspect_prompt(network, tokens, policy, prefill_step_size=step, progress=advance)
+        asked = Instructions.for_policy(policy, tokenizer, network)
+        found = inspect_prompt(network, tokens, policy, prefill_step_size=step, progress=advance, instructions=asked)
     evicted = found.share_evicted(layer)  # refuses a layer that does not exist before anything is written
     say_notes(policy, found)
 

@@ -16,7 +16,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_kv.cache.kv_cache import KVCache
-from mlx_kv.generation.prefill import prefill, prefill_step
+from mlx_kv.generation.prefill import prefill_step
+from mlx_kv.generation.rereading import NOTHING_ASKED, Instructions, read_all
 from mlx_kv.generation.statistics import cache_statistics
 from mlx_kv.mlxlm.convert import make_prompt_cache
 from mlx_kv.mlxlm.traverse import attention_caches, leaves
@@ -98,6 +99,7 @@ def inspect_prompt(
     *,
     prefill_step_size: int | None = None,
     progress: Callable[[int, int], None] | None = None,
+    instructions: Instructions = NOTHING_ASKED,
 ) -> Inspection:
     """Reads a prompt as generation does, evicts down to the budget, and says what is left.
 
@@ -107,6 +109,7 @@ def inspect_prompt(
         policy: with a budget.
         prefill_step_size: tokens read at once; None is what generation takes.
         progress: called after each chunk with the tokens read and the tokens in all.
+        instructions: before the second reading, where the score wants one.
 
     Raises:
         ValueError: no tokens, a policy without a budget, or what `make_prompt_cache` and a score refuse.
@@ -117,7 +120,7 @@ def inspect_prompt(
         raise ValueError("the prompt is empty: give at least one token")
     caches = make_prompt_cache(model, policy)
     step = prefill_step(model, caches, prefill_step_size)
-    prefill(model, caches, mx.array(list(tokens))[None], step, progress)
+    read_all(model, caches, tokens, step, instructions, progress)
     compact(caches)
     layers: list[KeptLayer] = []
     for index, cache in enumerate(caches):

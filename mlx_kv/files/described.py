@@ -303,8 +303,9 @@ def _row(layout: Layout, told: Sequence[int]) -> Row:
 
 def _check_eviction(layout: Budget, rows: Sequence[Row], heads: int | None, told: Sequence[Any]) -> None:
     """Raises ValueError for what no evictor knows."""
-    score, share, layer, names, positions, scores, work = told
+    score, share, layer, names, positions, scores, work = told[:7]
     _check_lists(told, names, work)
+    _check_reread(rows, heads, told[7] if len(told) > 7 else None)
     if not all(type(word) is str for word in (score, share, *names)) or len(names) not in (1, len(rows)):
         raise ValueError("sequences of other rows")
     _whole("layer", layer)
@@ -332,6 +333,24 @@ def _check_eviction(layout: Budget, rows: Sequence[Row], heads: int | None, told
         row.offset for row in rows
     ):
         raise ValueError("positions that there are not")
+
+
+def _check_reread(rows: Sequence[Row], heads: int | None, told: Sequence[Any] | None) -> None:
+    """Raises ValueError for what no tokens of these rows can have received when they were read again."""
+    if told is None:
+        return
+    _check_lists(told)
+    if len(told) != len(rows) or heads is None:
+        raise ValueError("a second reading of other rows")
+    for row, own in zip(rows, told, strict=True):
+        if own is None:
+            continue
+        _check_lists(own)
+        first, received = own
+        if _whole("a position", first) + received.shape[1] > row.offset:
+            raise ValueError("a second reading of tokens that there are not")
+        if (received.ndim, received.shape[0], received.dtype) != (2, heads, mx.float32):
+            raise ValueError("a second reading by other heads")
 
 
 def _growth(told: dict[str, Any] | None) -> Growth:

@@ -21,6 +21,7 @@ from mlx_kv.cache.eviction.granularity import Granularity, check_granularity
 from mlx_kv.cache.eviction.layer_group import LayerGroup
 from mlx_kv.cache.eviction.membership import EvictorState, Membership, Work
 from mlx_kv.cache.eviction.peers import ALONE, Peers
+from mlx_kv.cache.eviction.rereading import Listener
 from mlx_kv.cache.eviction.scores import Function, Score, find_score
 from mlx_kv.cache.eviction.step import CompactionStep, Held
 from mlx_kv.cache.layout import Budget, Plan, Row
@@ -60,6 +61,8 @@ class Evictor:
         self.members = Membership((layer_group or LayerGroup(),))
         self.members.groups[0].join(layer, self)
         self._owner: Callable[[], Owner | None] = lambda: None
+        self.holds = False  # whether nothing is evicted for now
+        self._listener: Listener | None = None  # while a text is read again
         self._step: CompactionStep | None = None  # worked out for the compaction that comes, if anything was
 
     # --- belonging ------------------------------------------------------------------------------------------------
@@ -74,7 +77,10 @@ class Evictor:
 
     def _state_of(self, members: Membership) -> EvictorState:
         names = [group.name for group in members.groups]
-        return EvictorState(self.score.name, self.granularity, self.layer, names, *members.kept, list(members.work))
+        reread = [None if own is None else list(own) for own in members.reread] if members.reread else None
+        return EvictorState(
+            self.score.name, self.granularity, self.layer, names, *members.kept, list(members.work), reread
+        )
 
     @classmethod
     def from_state(
@@ -107,7 +113,9 @@ class Evictor:
         Args:
             memo: deepcopy's.
         """
-        return Evictor.from_state(self.layout, self.state, self.score, memo, self.peers)
+        copied = Evictor.from_state(self.layout, self.state, self.score, memo, self.peers)
+        copied.holds = self.holds
+        return copied
 
     def selected(self, rows: Sequence[int]) -> Evictor:
         """An evictor for copies of some rows."""
@@ -117,6 +125,7 @@ class Evictor:
     def reset(self) -> None:
         """A new session begins, of one sequence until more are seen."""
         self.forget()
+        self.holds = False
         self.members = self.members.first()
 
     def keep(self, chosen: Sequence[int], rows: Sequence[Row]) -> None:
@@ -130,6 +139,11 @@ class Evictor:
         self.forget()
         self.members = self.members.joined(other.members, self.layer, self)
         self.members.kept.compute()
+
+    def trimmed(self, rows: Sequence[Row]) -> None:
+        """Tokens were taken back: its rows stand here now."""
+        self.forget()
+        self.members = self.members.where_they_stand(self.layout, rows)
 
     def hear_from(self, peers: Peers) -> None:
         """These have other parts of the same sequences from now on."""
@@ -221,7 +235,29 @@ class Evictor:
             rows: where they stand after the update.
             counts: how many of the S queries are of tokens of each row, padding follows; None is all of all rows.
         """
+        if self._listener is not None:
+            return self._listener.attend(call)
         return call.hand_on()
+
+    # --- texts that are read again ------------------------------------------------------------------------------------
+
+    @property
+    def wants_rereading(self) -> bool:
+        """Whether the score is of what tokens receive when their text is read once more."""
+        return self.score.wants is not None and self.score.wants.reread
+
+    def listen(self, first: int, last: int) -> None:
+        """What is read from now on repeats the tokens at positions [first, last) of rows that stand alike."""
+        owner = self._owner()
+        assert owner is not None, "an evictor is asked by its cache, or through it"
+        self._listener = Listener(owner, self.layout, first, last)
+
+    def stop_listening(self, heard: bool = True) -> None:
+        """The repetition is over, and has been taken back; or it was broken off, and was not heard."""
+        listener, self._listener = self._listener, None
+        if heard and listener is not None and listener.reread:
+            self.members = self.members.with_reread(listener.reread)
+            self.forget()
 
     # --- compaction -------------------------------------------------------------------------------------------------
 
@@ -238,7 +274,7 @@ class Evictor:
         if len(rows) != len(self.members.groups):
             self.members = self.members.new_batch(len(rows), self.layer, self)
         due = [i for i, row in enumerate(rows) if (row.end > layout.budget if on_demand else layout.due(row))]
-        if not due:
+        if not due or self.holds:
             return rows
         step = self._next_step()
         mx.eval([buffer.planes for buffer in step.buffers])  # what is still to be computed is no part of a compaction
@@ -248,7 +284,9 @@ class Evictor:
         move_slots(step.buffers, *moves)
         self._step = None
         self.members = self.members.compacted(due, kept, moves.source.shape[2], time.perf_counter() - started)
-        return tuple([layout.compacted(row) if i in due else row for i, row in enumerate(rows)])
+        stand = tuple([layout.compacted(row) if i in due else row for i, row in enumerate(rows)])
+        self.members = self.members.where_they_stand(layout, stand)
+        return stand
 
     def _moves(self, step: CompactionStep, index: int) -> Moves:
         """What moves into the holes of one row, once all layers of its sequence have decided."""
@@ -267,7 +305,7 @@ class Evictor:
         return self._step
 
     def _step_from(self, view: Held) -> CompactionStep:
-        return CompactionStep(self.layout, self.score, self.granularity, view, self.members.kept)
+        return CompactionStep(self.layout, self.score, self.granularity, view, self.members)
 
     def _view(self) -> Held:
         owner = self._owner()

@@ -15,7 +15,8 @@ from mlx_kv.cache.eviction.granularity import Granularity
 from mlx_kv.cache.eviction.kept_tokens import KeptTokens
 from mlx_kv.cache.eviction.layer_group import LayerGroup, Member
 from mlx_kv.cache.eviction.peers import ALONE, Peers
-from mlx_kv.cache.layout import Row
+from mlx_kv.cache.eviction.rereading import Reread
+from mlx_kv.cache.layout import Budget, Row
 
 
 class Work(NamedTuple):
@@ -42,6 +43,7 @@ class EvictorState(NamedTuple):
         groups: the names of the layer groups, by row.
         positions, scores: as in `KeptTokens`.
         work: by row, each as in `Work`; of all rows together, as version 0.1.0 counted, three numbers.
+        reread: by row, each as in `Reread`, or None; None where no row has any.
     """
 
     score: str
@@ -51,6 +53,7 @@ class EvictorState(NamedTuple):
     positions: mx.array | None
     scores: mx.array | None
     work: list[Any]
+    reread: list[Any] | None = None
 
     def work_by_row(self) -> tuple[Work, ...]:
         if isinstance(self.work[0], Sequence):
@@ -66,11 +69,14 @@ class Membership(NamedTuple):
         groups: of which sequence each row is.
         work: done for each row.
         kept: what is known of the tokens before the cut.
+        reread: what tokens from the cut on received when their text was read once more, by row; empty where no row has
+            been read again.
     """
 
     groups: tuple[LayerGroup, ...]
     work: tuple[Work, ...] = (Work(),)
     kept: KeptTokens = KeptTokens()
+    reread: tuple[Reread | None, ...] = ()
 
     @classmethod
     def from_state(
@@ -87,6 +93,7 @@ class Membership(NamedTuple):
             tuple([LayerGroup.of_copy(name, state.layer, member, memo, peers) for name in state.groups]),
             state.work_by_row(),
             KeptTokens(state.positions, state.scores),
+            tuple([None if own is None else Reread(*own) for own in state.reread or ()]),
         )
 
     def first(self) -> Membership:
@@ -103,14 +110,18 @@ class Membership(NamedTuple):
     def of_rows(self, chosen: Sequence[int]) -> Membership:
         """Some of the rows, in this order."""
         groups, work = tuple([self.groups[row] for row in chosen]), tuple([self.work[row] for row in chosen])
-        return Membership(groups, work, self.kept.of_rows(chosen))
+        reread = tuple([self.reread[row] for row in chosen]) if self.reread else ()
+        return Membership(groups, work, self.kept.of_rows(chosen), reread)
 
     def joined(self, other: Membership, layer: int, member: Member) -> Membership:
         """These rows, and after them copies of others."""
         peers = self.groups[0].peers
         more = tuple([LayerGroup.of_copy(group.name, layer, member, peers=peers) for group in other.groups])
         kept = self.kept.joined(len(self.groups), other.kept, len(more))
-        return Membership(self.groups + more, self.work + other.work, kept)
+        reread: tuple[Reread | None, ...] = ()
+        if self.reread or other.reread:
+            reread = self._reread_by_row() + other._reread_by_row()
+        return Membership(self.groups + more, self.work + other.work, kept, reread)
 
     def with_group(self, old: LayerGroup, new: LayerGroup) -> Membership:
         """The same rows, where the sequence of one group has become that of another."""
@@ -128,6 +139,26 @@ class Membership(NamedTuple):
             for i, row in enumerate(self.work)
         ]
         return self._replace(work=tuple(work), kept=kept)
+
+    def _reread_by_row(self) -> tuple[Reread | None, ...]:
+        return self.reread or (None,) * len(self.groups)
+
+    def with_reread(self, reread: Sequence[Reread]) -> Membership:
+        """The same rows, where some tokens of each have been read again, after those that were before."""
+        pairs = zip(self._reread_by_row(), reread, strict=True)
+        return self._replace(reread=tuple([own if before is None else before.then(own) for before, own in pairs]))
+
+    def where_they_stand(self, layout: Budget, rows: Sequence[Row]) -> Membership:
+        """The same rows, once tokens were taken back or evicted: of those that are gone nothing is known any more.
+
+        Scores of tokens before the cut of a row that has evicted are in `kept`.
+        """
+        if not self.reread:
+            return self
+        first = [0 if row.start >= 0 else layout.cut - row.start for row in rows]
+        pairs = zip(self.reread, first, rows, strict=True)
+        reread = tuple([own and own.between(since, row.offset) for own, since, row in pairs])
+        return self._replace(reread=reread if any(reread) else ())
 
     def without_evicted(self, rows: Sequence[Row]) -> Membership:
         """The same rows; where none has evicted anything, nothing is known of tokens."""

@@ -1,13 +1,13 @@
 """What tokens receive while their text is read once more, and what is kept of that.
 
-A text is repeated over a cache that holds all of it: whatever the repetition looks at is needed to say it again. Decides
+A text is repeated over a cache that holds all of it: what the repetition looks at is needed to say it again. Decides
 which keys such a query chooses among, and how the largest share that each token got is found without the whole matrix.
 Who reads what again, and when, is none of its business.
 
 Kim et al. 2025, "KVzip: Query-Agnostic KV Cache Compression with Context Reconstruction": a token is worth the largest
 attention that it receives, over the queries of the repetition and the query heads of its group; shares are among the
 sinks, the chunk that is repeated, and what has been repeated of it so far.
-B = 1 row; H KV heads, G query heads for each, S queries, D head dim, m tokens of the chunk, r read again so far.
+B rows, which stand alike; H KV heads, G query heads for each, S queries, D head dim, m tokens of the chunk.
 """
 
 from __future__ import annotations
@@ -92,9 +92,9 @@ class Listener:
     """Sees the attention of the queries that repeat a chunk, in the place of a cache's `attention_hook`.
 
     Args:
-        cache: of one row, which holds all tokens of the chunk in the order in which they came.
+        cache: of rows that stand alike, which holds all tokens of the chunk in the order in which they came.
         layout: its budget.
-        first, last: positions of the chunk; the repetition is written from where the row stands now.
+        first, last: positions of the chunk; the repetition is written from where the rows stand now.
     """
 
     def __init__(self, cache: Cache, layout: Budget, first: int, last: int) -> None:
@@ -103,13 +103,13 @@ class Listener:
         self._largest: mx.array | None = None
 
     @property
-    def reread(self) -> Reread | None:
-        """What the chunk has received; None before anything was repeated."""
-        return None if self._largest is None else Reread(self._first, self._largest)
+    def reread(self) -> tuple[Reread, ...]:
+        """What the chunk has received, by row; nothing before anything was repeated."""
+        return () if self._largest is None else tuple([Reread(self._first, own) for own in self._largest])
 
     def attend(self, call: Call) -> mx.array:
         """(B, Hq, S, Dv): what the layer would have got, seen on its way."""
-        (row,), buffers = self._cache.view.rows, self._cache.view.buffers
+        row, buffers = self._cache.view.rows[0], self._cache.view.buffers
         assert buffers is not None, "attention comes after an update"
         start, keys = row.start, buffers[0]
         ranges = (start + self._first, start + self._last), (start + self._written, row.end)
@@ -122,26 +122,27 @@ class Listener:
 
 
 def largest_shares(queries: mx.array, keys: mx.array, scale: float, chosen: slice) -> mx.array:
-    """The largest share of attention that each of some tokens gets, over queries and the heads of a group: (H, m).
+    """The largest share of attention that each of some tokens gets, over queries and the heads of a group: (B, H, m).
 
     Args:
-        queries: (1, H * G, S, D), of the last S of the keys' tokens.
-        keys: (1, H, N, D). All that come before the last r are seen by every query, which are those of tokens before S.
+        queries: (B, H * G, S, D), of the last S of the keys' tokens: each sees its own and those before.
+        keys: (B, H, N, D).
         chosen: the tokens that are asked about.
     """
-    heads, count, dim = keys.shape[1], queries.shape[2], queries.shape[3]
+    rows, heads, count, dim = keys.shape[0], keys.shape[1], queries.shape[2], queries.shape[3]
     groups, total = queries.shape[1] // heads, keys.shape[2]
-    grouped = queries[0].reshape(heads, groups, count, dim).astype(mx.float32) * scale
-    turned = keys[0].swapaxes(1, 2).astype(mx.float32)  # (H, D, N)
-    block = max(1, MOST_WEIGHTS // (total * queries.shape[1]))
+    grouped = queries.reshape(rows, heads, groups, count, dim).astype(mx.float32) * scale
+    turned = keys.swapaxes(2, 3).astype(mx.float32)  # (B, H, D, N)
+    block = max(1, MOST_WEIGHTS // (total * rows * queries.shape[1]))
     largest: mx.array | None = None
     for begin in range(0, count, block):
-        some = grouped[:, :, begin : begin + block]
-        size = some.shape[2]
-        logits = (some.reshape(heads, groups * size, dim) @ turned).reshape(heads, groups, size, total)
+        some = grouped[:, :, :, begin : begin + block]
+        size = some.shape[3]
+        logits = some.reshape(rows, heads, groups * size, dim) @ turned
+        logits = logits.reshape(rows, heads, groups, size, total)
         newest = mx.arange(total - count + begin, total - count + begin + size)[:, None]  # what each query sees last
         logits = mx.where(mx.arange(total) <= newest, logits, -mx.inf)
-        shares = mx.softmax(logits, axis=-1)[..., chosen].max(axis=(1, 2))
+        shares = mx.softmax(logits, axis=-1)[..., chosen].max(axis=(2, 3))
         largest = shares if largest is None else mx.maximum(largest, shares)
         mx.eval(largest)
     assert largest is not None, "a pass has queries"

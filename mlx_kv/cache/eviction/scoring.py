@@ -14,6 +14,7 @@ from mlx_kv.cache.buffers import SlotBuffer
 from mlx_kv.cache.codecs import Planes
 from mlx_kv.cache.eviction.granularity import Granularity
 from mlx_kv.cache.eviction.kept_tokens import KeptTokens
+from mlx_kv.cache.eviction.rereading import Reread
 from mlx_kv.cache.eviction.scores import Score
 from mlx_kv.cache.eviction.scores.blocks import some
 from mlx_kv.cache.eviction.scores.tokens import Part, ScoredTokens
@@ -28,6 +29,7 @@ class Scoring:
         rows: where each row stands.
         buffers: of keys and of values.
         kept: what is known of the tokens before the cut.
+        reread: by row, what tokens received when their text was read once more; nothing where that is not wanted.
     """
 
     def __init__(
@@ -38,9 +40,10 @@ class Scoring:
         rows: Sequence[Row],
         buffers: Sequence[SlotBuffer],
         kept: KeptTokens,
+        reread: Sequence[Reread | None] = (),
     ) -> None:
         self._layout, self._score, self._granularity = layout, score, granularity
-        self._rows, self._buffers, self._kept = rows, buffers, kept
+        self._rows, self._buffers, self._kept, self._reread = rows, buffers, kept, reread
         self._alike = all(row == rows[0] for row in rows)
         self._before_recent: dict[int | None, mx.array] = {}  # by row; those of all rows by None
         self._own: dict[int | None, mx.array] = {}  # what the score said of the heads here, by the same
@@ -131,7 +134,14 @@ class Scoring:
         live = [self._kept.live_positions(self._layout, self._rows[i], i) for i in which]
         positions = mx.stack([line[:, first:last] for line in live])  # (B or 1, H', n)
         key_part, value_part = map(part, self._buffers)
-        tokens = ScoredTokens(keys=keys, values=values, positions=positions, key_part=key_part, value_part=value_part)
+        tokens = ScoredTokens(
+            keys=keys,
+            values=values,
+            positions=positions,
+            key_part=key_part,
+            value_part=value_part,
+            reread=self._received(which, positions, keys.shape[1]),
+        )
         scores = self._score.function(tokens)
         wanted = keys.shape[:3]
         if not isinstance(scores, mx.array) or scores.shape != wanted or scores.dtype != mx.float32:
@@ -141,3 +151,11 @@ class Scoring:
                 "for each row, head and token"
             )
         return scores
+
+    def _received(self, which: Sequence[int], positions: mx.array, heads: int) -> mx.array | None:
+        """(B, H, n) of tokens at some positions (B, H', n) of some rows; None where nobody wants to know it."""
+        if self._score.wants is None or not self._score.wants.reread:
+            return None
+        unread = mx.full((heads, positions.shape[2]), -1.0)
+        reread = [self._reread[i] if self._reread else None for i in which]
+        return mx.stack([unread if own is None else own.at(positions[at]) for at, own in enumerate(reread)])

@@ -16,6 +16,7 @@ from mlx_kv.cache.eviction.batch_moves import kept_after, side_by_side, with_sli
 from mlx_kv.cache.eviction.compaction import Moves, eviction_moves
 from mlx_kv.cache.eviction.granularity import Granularity
 from mlx_kv.cache.eviction.kept_tokens import KeptTokens
+from mlx_kv.cache.eviction.membership import Membership
 from mlx_kv.cache.eviction.scores import Score
 from mlx_kv.cache.eviction.scoring import Scoring
 from mlx_kv.cache.layout import Budget, Row
@@ -40,10 +41,11 @@ class CompactionStep:
         scoring: what its tokens are worth.
     """
 
-    def __init__(self, layout: Budget, score: Score, granularity: Granularity, view: Held, kept: KeptTokens) -> None:
+    def __init__(self, layout: Budget, score: Score, granularity: Granularity, view: Held, members: Membership) -> None:
         assert view.buffers is not None, "only tokens that are there can be evicted"
         self.view, self.buffers = view, view.buffers
-        self.scoring = Scoring(layout, score, granularity, view.rows, view.buffers, kept)
+        kept = members.kept
+        self.scoring = Scoring(layout, score, granularity, view.rows, view.buffers, kept, members.reread)
         self._layout, self._score, self._kept = layout, score, kept
         self._own_moves: dict[int, Moves] = {}
 

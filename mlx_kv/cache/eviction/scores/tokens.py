@@ -22,6 +22,8 @@ class ScoredTokens:
         positions: (B, 1, n) of int32, or (B, H, n) where every head keeps its own tokens.
         key_part, value_part: the same keys and values, some of them at a time. Whoever evaluates one part after the
             other never holds all of them decoded, or in float32.
+        reread: (B, H, n) of float32, for scores that want it: the largest share of attention that each token got when
+            its text was read once more; -1 where it was not.
     """
 
     keys: mx.array
@@ -29,3 +31,4 @@ class ScoredTokens:
     positions: mx.array
     key_part: Part | None = None
     value_part: Part | None = None
+    reread: mx.array | None = None

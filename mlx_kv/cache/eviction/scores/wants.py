@@ -29,3 +29,8 @@ class Wants:
             raise ValueError(f"queries is {self.queries!r}: give a number of queries from 0 up")
         if not (self.queries or self.received or self.moments or self.reread):
             raise ValueError("wants nothing: a score that sees no attention has no Wants at all (wants=None)")
+
+    @property
+    def observes(self) -> bool:
+        """Whether anything is to be seen while a text is read for the first time."""
+        return bool(self.queries or self.received or self.moments)
