@@ -352,7 +352,8 @@ class Evictor:
         nbytes = sum(buffer.nbytes for buffer in step.buffers)
         if self.granularity == "layers":
             return group.decide_together(row, lambda scores: step.moves_for(scores, index), nbytes)
-        group.decide_each(row, self.granularity, nbytes, in_step=not self.own_lengths)
+        if self.layers == "uniform":  # else others are due at other times
+            group.decide_each(row, self.granularity, nbytes)
         return step.own_moves(index)
 
     def _next_step(self) -> CompactionStep:
@@ -390,8 +391,7 @@ class Evictor:
         return self._next_step().scoring.standardised(self.members.groups.index(group))
 
     def decide(self, group: LayerGroup) -> None:
-        if self.layers == "uniform" or self.layout.due(self.row(group)):
-            self._next_step().own_moves(self.members.groups.index(group))
+        self._next_step().own_moves(self.members.groups.index(group))
 
     def change(self, old: LayerGroup, new: LayerGroup) -> None:
         self.members = self.members.with_group(old, new)
