@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from mlx_kv.cache.eviction.granularity import Granularity
+from mlx_kv.cache.eviction.granularity import Granularity, LayerBudgets
 from mlx_kv.cache.eviction.kept_tokens import KeptTokens
 from mlx_kv.cache.eviction.layer_group import LayerGroup, Member
 from mlx_kv.cache.eviction.peers import ALONE, Peers
@@ -43,6 +43,9 @@ class EvictorState(NamedTuple):
         groups: the names of the layer groups, by row.
         positions, scores: as in `KeptTokens`.
         work: by row, each as in `Work`; of all rows together, as version 0.1.0 counted, three numbers.
+        dead: as in `KeptTokens`.
+        layers: whether all layers have the same budget.
+        observed: what was seen of attention, as in `ObservedState`; None where nothing was.
         reread: by row, each as in `Reread`, or None; None where no row has any.
     """
 
@@ -53,6 +56,9 @@ class EvictorState(NamedTuple):
     positions: mx.array | None
     scores: mx.array | None
     work: list[Any]
+    dead: mx.array | None = None
+    layers: LayerBudgets = "uniform"
+    observed: Sequence[Any] | None = None
     reread: list[Any] | None = None
 
     def work_by_row(self) -> tuple[Work, ...]:
@@ -92,7 +98,7 @@ class Membership(NamedTuple):
         return cls(
             tuple([LayerGroup.of_copy(name, state.layer, member, memo, peers) for name in state.groups]),
             state.work_by_row(),
-            KeptTokens(state.positions, state.scores),
+            KeptTokens(state.positions, state.scores, state.dead),
             tuple([None if own is None else Reread(*own) for own in state.reread or ()]),
         )
 
@@ -155,11 +161,11 @@ class Membership(NamedTuple):
         """
         if not self.reread:
             return self
-        first = [0 if row.start >= 0 else layout.cut - row.start for row in rows]
+        first = [0 if row.evicted <= 0 else layout.cut_of(row) - row.start for row in rows]
         pairs = zip(self.reread, first, rows, strict=True)
         reread = tuple([own and own.between(since, row.offset) for own, since, row in pairs])
         return self._replace(reread=reread if any(reread) else ())
 
     def without_evicted(self, rows: Sequence[Row]) -> Membership:
         """The same rows; where none has evicted anything, nothing is known of tokens."""
-        return self._replace(kept=KeptTokens()) if all(row.start >= 0 for row in rows) else self
+        return self._replace(kept=KeptTokens()) if all(row.evicted <= 0 for row in rows) else self

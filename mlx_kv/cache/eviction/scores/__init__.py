@@ -17,6 +17,10 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlx_kv.cache.eviction.scores.expected_attention import WANTS as MOMENTS
+from mlx_kv.cache.eviction.scores.expected_attention import expected_attention
+from mlx_kv.cache.eviction.scores.h2o import WANTS as RECEIVED
+from mlx_kv.cache.eviction.scores.h2o import h2o
 from mlx_kv.cache.eviction.scores.key_diff import key_diff
 from mlx_kv.cache.eviction.scores.key_norm import key_norm, key_norm_high
 from mlx_kv.cache.eviction.scores.key_value import key_value
@@ -24,7 +28,11 @@ from mlx_kv.cache.eviction.scores.kvzip import kvzip
 from mlx_kv.cache.eviction.scores.lag_kv import lag_kv
 from mlx_kv.cache.eviction.scores.random import random
 from mlx_kv.cache.eviction.scores.recent import recent
+from mlx_kv.cache.eviction.scores.snap_kv import WANTS as LAST_QUERIES
+from mlx_kv.cache.eviction.scores.snap_kv import snap_kv
 from mlx_kv.cache.eviction.scores.tokens import ScoredTokens
+from mlx_kv.cache.eviction.scores.tova import WANTS as LAST_QUERY
+from mlx_kv.cache.eviction.scores.tova import tova
 from mlx_kv.cache.eviction.scores.value_norm import value_norm
 from mlx_kv.cache.eviction.scores.wants import Wants
 from mlx_kv.open_set import OpenSet
@@ -81,6 +89,8 @@ def _of_entry_point(name: str, found: Any) -> Score:
 
 OURS = (
     Score("key_diff", key_diff),
+    Score("expected_attention", expected_attention, wants=MOMENTS),
+    Score("h2o", h2o, wants=RECEIVED),
     Score("key_norm", key_norm, per_token=True),
     Score("key_norm_high", key_norm_high, per_token=True),
     Score("key_value", key_value, per_token=True),
@@ -88,6 +98,8 @@ OURS = (
     Score("lag_kv", lag_kv),
     Score("random", random, per_token=True),
     Score("recent", recent, per_token=True),
+    Score("snap_kv", snap_kv, wants=LAST_QUERIES),
+    Score("tova", tova, wants=LAST_QUERY),
     Score("value_norm", value_norm, per_token=True),
 )
 SCORES = OpenSet("score", "a function", {score.name: score for score in OURS}, _of_entry_point)
