@@ -236,10 +236,10 @@ def inspect_command(
     tokens = encode_text(tokenizer, text, plain=ignore_chat_template)
     note_context(network, len(tokens))
     step = prefill_step(network, make_prompt_cache(network, policy), prefill_step_size)
-    asked = Instructions.for_policies(policies.values(), tokenizer, network)
-    reading: Any = {"prefill_step_size": step, "attention_of": LOOKING if attention else 0, "instructions": asked}
+    reading: Any = {"prefill_step_size": step, "attention_of": LOOKING if attention else 0}
     with prefill_bar(len(tokens) * (len(policies) + attention), step) as advance:
-        each = inspect_policies(network, tokens, list(policies.values()), progress=advance, **reading)
+        asked = [Instructions.for_policy(one, tokenizer, network) for one in policies.values()]
+        each = inspect_policies(network, tokens, list(policies.values()), progress=advance, asked=asked, **reading)
     found = dict(zip(policies, each, strict=True))
     evicted = each[0].share_evicted(layer)  # refuses a layer that does not exist before anything is written
     say_notes(policy, each[0])

@@ -132,7 +132,7 @@ def inspect_prompt(
 ) -> Inspection:
     """Reads a prompt as generation does, evicts down to the budget, and says what is left; as `inspect_policies`."""
     options: Any = {"prefill_step_size": prefill_step_size, "progress": progress, "attention_of": attention_of}
-    (found,) = inspect_policies(model, tokens, [policy], instructions=instructions, **options)
+    (found,) = inspect_policies(model, tokens, [policy], asked=[instructions], **options)
     return found
 
 
@@ -144,7 +144,7 @@ def inspect_policies(
     prefill_step_size: int | None = None,
     progress: Callable[[int, int], None] | None = None,
     attention_of: int = 0,
-    instructions: Instructions = NOTHING_ASKED,
+    asked: Sequence[Instructions] | None = None,
 ) -> list[Inspection]:
     """Reads a prompt under each policy as generation does, evicts down to its budget, and says what is left.
 
@@ -155,7 +155,7 @@ def inspect_policies(
         prefill_step_size: tokens read at once; None is what generation takes.
         progress: called after each chunk with the tokens read and the tokens in all, of all readings.
         attention_of: the prompt is read once more with all of its tokens kept, to see what so many last tokens look at.
-        instructions: before the second reading of a prompt, where a score wants one.
+        asked: for each policy, what comes before the second reading, where its score wants one; None is nothing.
 
     Raises:
         ValueError: no tokens, a policy without a budget, attention that cannot be seen, or what `make_prompt_cache` and
@@ -179,7 +179,9 @@ def inspect_policies(
         received = attention_of_last(model, tokens, attention_of, step, reading(0))
     return [
         _inspected(model, tokens, policy, received, prefill_step_size, reading(number), instructions)
-        for number, policy in enumerate(policies, start=bool(attention_of))
+        for number, (policy, instructions) in enumerate(
+            zip(policies, asked or [NOTHING_ASKED] * len(policies), strict=True), start=bool(attention_of)
+        )
     ]
 
 
@@ -194,7 +196,8 @@ def _inspected(
 ) -> Inspection:
     """What one policy leaves; `received` has the attention of some layers, by number among the attention caches."""
     caches, total = make_prompt_cache(model, policy), len(tokens)
-    read_all(model, caches, tokens, prefill_step(model, caches, prefill_step_size), instructions, progress)
+    step = prefill_step(model, caches, prefill_step_size)
+    read_all(model, caches, tokens, step, instructions, lambda done, of: progress(done * total // of, total))
     compact(caches)
     layers: list[KeptLayer] = []
     numbers = count()

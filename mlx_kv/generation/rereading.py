@@ -65,12 +65,7 @@ class Instructions:
     @classmethod
     def for_policy(cls, policy: CachePolicy | None, tokenizer: Any, model: nn.Module) -> Instructions:
         """Those that caches of a policy want, if they want any."""
-        return cls.for_policies([] if policy is None else [policy], tokenizer, model)
-
-    @classmethod
-    def for_policies(cls, policies: Iterable[CachePolicy], tokenizer: Any, model: nn.Module) -> Instructions:
-        """The same of several policies."""
-        return cls.of(tokenizer, model) if any(policy.reads_twice for policy in policies) else NOTHING_ASKED
+        return cls.of(tokenizer, model) if policy is not None and policy.reads_twice else NOTHING_ASKED
 
     def before(self, text: Sequence[int], start: int) -> list[int]:
         """What asks for the part of a text that begins there."""

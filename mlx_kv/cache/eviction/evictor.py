@@ -276,7 +276,7 @@ class Evictor:
         if self.own_lengths:
             call = call.changed(mask=self._masks.of(call, rows, counts, self.members.kept))
         if self._listener is not None:
-            self._listener.see(call)
+            return self._listener.attend(call)
         answer = call.hand_on()
         if self.observation is None:
             return answer
@@ -324,8 +324,9 @@ class Evictor:
         layout = self.layout
         if len(rows) != len(self.members.groups):
             self.members = self.members.new_batch(len(rows), self.layer, self)
+        if self.holds:
+            return rows
         due = [i for i, row in enumerate(rows) if (layout.held(row) > layout.budget if on_demand else layout.due(row))]
-        due = [] if self.holds else due
         if self.own_lengths and not on_demand:
             self._masks.check_asked(bool(due))
         if not due:

@@ -38,16 +38,11 @@ class Reread(NamedTuple):
         """One past the position of the last of them."""
         return self.first + self.received.shape[1]
 
-    def at(self, positions: mx.array, heads: slice = slice(None)) -> mx.array:
-        """(H, n) of the tokens at some positions, (1 or H, n): -1 for those that were not read again.
-
-        Args:
-            heads: those that are asked about.
-        """
-        received = self.received[heads]
-        count = received.shape[1]
-        index = mx.broadcast_to(positions - self.first, (received.shape[0], positions.shape[1]))
-        found = mx.take_along_axis(received, mx.clip(index, 0, count - 1), axis=1)
+    def at(self, positions: mx.array) -> mx.array:
+        """(H, n) of the tokens at some positions, (1 or H, n): -1 for those that were not read again."""
+        count = self.received.shape[1]
+        index = mx.broadcast_to(positions - self.first, (self.received.shape[0], positions.shape[1]))
+        found = mx.take_along_axis(self.received, mx.clip(index, 0, count - 1), axis=1)
         return mx.where((index >= 0) & (index < count), found, -1.0)
 
     def between(self, first: int, last: int) -> Reread | None:
@@ -90,9 +85,11 @@ class Call(Protocol):
     @property
     def scale(self) -> float: ...
 
+    def hand_on(self) -> mx.array: ...
+
 
 class Listener:
-    """Sees the attention of the queries that repeat a chunk.
+    """Sees the attention of the queries that repeat a chunk, in the place of a cache's `attention_hook`.
 
     Args:
         cache: of rows that stand alike, which holds all tokens of the chunk in the order in which they came.
@@ -110,8 +107,8 @@ class Listener:
         """What the chunk has received, by row; nothing before anything was repeated."""
         return () if self._largest is None else tuple([Reread(self._first, own) for own in self._largest])
 
-    def see(self, call: Call) -> None:
-        """Looks at a call, after the update with its keys."""
+    def attend(self, call: Call) -> mx.array:
+        """(B, Hq, S, Dv): what the layer would have got, seen on its way."""
         row, buffers = self._cache.view.rows[0], self._cache.view.buffers
         assert buffers is not None, "attention comes after an update"
         start, keys = row.start, buffers[0]
@@ -121,6 +118,7 @@ class Listener:
         largest = largest_shares(call.queries, seen, call.scale, slice(self._sinks, self._sinks + count))
         self._largest = largest if self._largest is None else mx.maximum(self._largest, largest)
         mx.eval(self._largest)
+        return call.hand_on()
 
 
 def largest_shares(queries: mx.array, keys: mx.array, scale: float, chosen: slice) -> mx.array:

@@ -150,7 +150,7 @@ class Scoring:
             read = buffer.read(((first, last),))
             return read if index is None else tuple([plane[index : index + 1] for plane in read])
 
-        return self._said_of(planes, positions, self._seen(index) | self._received(which, positions))
+        return self._said_of(planes, positions, self._seen(index, positions))
 
     def _of_head(self, index: int, head: int, end: int, cut: int, positions: mx.array) -> mx.array:
         """What the score says of the slots of one head: (1, 1, n), with 0 for those in [end, cut).
@@ -164,8 +164,7 @@ class Scoring:
             return mx.concatenate([line[:, :, :end], line[:, :, cut:]], axis=2)
 
         read = [tuple([own(plane[index : index + 1]) for plane in buffer.planes]) for buffer in self._buffers]
-        seen = fields_of_head(self._seen(index), head, positions.shape[1], own)
-        seen |= self._received([index], own(positions), slice(head, head + 1))
+        seen = fields_of_head(self._seen(index, positions), head, positions.shape[1], own)
         scores = self._said_of(lambda buffer: read[buffer is self._buffers[1]], own(positions), seen)
         return mx.concatenate([scores[..., :end], mx.zeros((1, 1, cut - end)), scores[..., end:]], axis=2)
 
@@ -195,16 +194,25 @@ class Scoring:
             )
         return scores
 
-    def _seen(self, index: int | None) -> dict[str, Any]:
+    def _seen(self, index: int | None, positions: mx.array) -> dict[str, Any]:
         """The fields of `ScoredTokens` that say what was seen of the attention over the tokens of one row, or of all.
 
         Where heads keep different numbers of tokens, those of slots without one say anything.
+
+        Args:
+            positions: (B, H', n), of those that are scored.
         """
+        which = range(len(self._rows)) if index is None else [index]
+        seen: dict[str, Any] = {}
+        if self._score.wants is not None and self._score.wants.reread:
+            unread = mx.full((self._buffers[0].planes[0].shape[1], positions.shape[2]), -1.0)
+            reread = [self._reread[i] if self._reread else None for i in which]
+            found = [unread if own is None else own.at(positions[at]) for at, own in enumerate(reread)]
+            seen["reread"] = mx.stack(found)
         if self._observation is None:
-            return {}
+            return seen
         if index not in self._fields:
             row = self._rows[index or 0]
-            which = range(len(self._rows)) if index is None else [index]
             lines = [self._kept.live_positions(self._layout, row, i) for i in which]
             if row.longer:
                 lines = [
@@ -213,19 +221,4 @@ class Scoring:
                 ]
             keys = stored_keys(self._buffers[0], index, row.end, mx.stack(lines))
             self._fields[index] = seen_fields(self._observation, index, keys, row.offset)
-        return self._fields[index]
-
-    def _received(self, which: Sequence[int], positions: mx.array, heads: slice = slice(None)) -> dict[str, mx.array]:
-        """The field of `ScoredTokens` that says what tokens of some rows received when they were read again.
-
-        Args:
-            positions: (B, H', n) of these tokens.
-            heads: those that are asked about.
-        """
-        if self._score.wants is None or not self._score.wants.reread:
-            return {}
-        count = len(range(self._buffers[0].planes[0].shape[1])[heads])
-        unread = mx.full((count, positions.shape[2]), -1.0)
-        reread = [self._reread[i] if self._reread else None for i in which]
-        lines = [unread if own is None else own.at(positions[at], heads) for at, own in enumerate(reread)]
-        return {"reread": mx.stack(lines)}
+        return seen | self._fields[index]

@@ -54,8 +54,8 @@ class CompactionStep:
     ) -> None:
         assert view.buffers is not None, "only tokens that are there can be evicted"
         self.view, self.buffers, kept = view, view.buffers, members.kept
-        known = kept, observation, members.reread
-        self.scoring = Scoring(layout, score, granularity, view.rows, view.buffers, *known)
+        known = view.rows, view.buffers, kept, observation, members.reread
+        self.scoring = Scoring(layout, score, granularity, *known)
         self._layout, self._score, self._kept, self._granularity = layout, score, kept, granularity
         self._own_moves: dict[int, Moves] = {}
         self._uneven: dict[int, Uneven] = {}
