@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from mlx_kv.cache.codecs import codec_names, register_codec
     from mlx_kv.cache.eviction.scores import register_score, score_names
     from mlx_kv.cache.eviction.scores.tokens import ScoredTokens
+    from mlx_kv.cache.eviction.scores.wants import Wants
     from mlx_kv.cache.factories import (
         BatchKVCache,
         BatchRotatingKVCache,
@@ -78,6 +79,7 @@ _HOMES = {
     "SpeculationStatistics": "generation.speculation.statistics",
     "Tapered": "cache.growth",
     "TemperatureSampler": "generation.sampling",
+    "Wants": "cache.eviction.scores.wants",
     "batch_generate": "generation.batch",
     "bundled_models": "bundled",
     "cache_statistics": "generation.statistics",
@@ -126,6 +128,7 @@ __all__ = [
     "SpeculationStatistics",
     "Tapered",
     "TemperatureSampler",
+    "Wants",
     "batch_generate",
     "bundled_models",
     "cache_statistics",

@@ -12,15 +12,16 @@ from typing import Any
 from mlx_kv.cache.checks import SettingError, whole_number
 from mlx_kv.cache.codecs import Affine, Choice, Packing, are_plain, find_codecs, packing_of
 from mlx_kv.cache.eviction.evictor import Evictor
-from mlx_kv.cache.eviction.granularity import Granularity
+from mlx_kv.cache.eviction.granularity import Granularity, LayerBudgets
 from mlx_kv.cache.eviction.layer_group import LayerGroup
-from mlx_kv.cache.eviction.scores import Function
+from mlx_kv.cache.eviction.pyramid import layer_budget
+from mlx_kv.cache.eviction.scores import Function, Score
 from mlx_kv.cache.growth import DEFAULT, Growth
 from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.cache.layout import Append, Budget, Chunks, Layout, Ring
 
 SINKS = 4  # first tokens that are never dropped: mlx-lm's number, after StreamingLLM (Xiao et al. 2023)
-FOR_BUDGETS = ("keep_recent", "score", "share", "margin")
+FOR_BUDGETS = ("keep_recent", "score", "share", "margin", "layers")
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,8 @@ class CachePolicy:
         budget: full-attention layers keep so many tokens, those that matter most. Instead of max_kv_size.
         codec: instead of bits, how tensors are stored, as in `KVCache`.
         keep_recent, sinks, score, share, margin: as in `CompressedKVCache`. `sinks` also counts for max_kv_size.
+        layers: "uniform", every layer has this budget; "pyramid", lower ones have more and upper ones fewer, together
+            as much (see `of_layer`). Then share must be "layer", "head" or "adaptive".
 
     Raises:
         ValueError: a value that does not exist, quantized_start without bits, a setting for budgets without a budget,
@@ -62,10 +65,11 @@ class CachePolicy:
     budget: int | None = None
     keep_recent: int = 64
     sinks: int = SINKS
-    score: str | Function = "key_diff"
+    score: str | Function | Score = "key_diff"
     share: Granularity = "layers"
     margin: int | None = None
     codec: Choice | None = None
+    layers: LayerBudgets = "uniform"
 
     def __post_init__(self) -> None:
         whole_number("max_rollback", self.max_rollback)
@@ -110,7 +114,9 @@ class CachePolicy:
             layer_group, layer: with a budget, the sequence that this is a layer of, and which.
         """
         layout = self.layout() if layout is None else layout
-        evictor = Evictor(layout, self.score, self.share, layer_group, layer) if isinstance(layout, Budget) else None
+        evictor = None
+        if isinstance(layout, Budget):
+            evictor = Evictor(layout, self.score, self.share, layer_group, layer, self.layers)
         return KVCache(
             bits=self.bits,
             group_size=self.group_size,
@@ -122,6 +128,19 @@ class CachePolicy:
             evictor=evictor,
             codec=self.codec,
         )
+
+    def of_layer(self, layer: int, layers: int) -> CachePolicy:
+        """This policy with the budget that one of so many layers of full attention has.
+
+        Raises:
+            ValueError: a budget that sinks and recent tokens would fill in an upper layer.
+        """
+        if self.budget is None or self.layers == "uniform":
+            return self
+        whole = self.layout()
+        assert isinstance(whole, Budget)
+        budget = layer_budget(self.budget, layer, layers, whole.sinks + whole.keep_recent + 1)
+        return replace(self, budget=budget, margin=whole.slack)
 
     def unbounded(self) -> CachePolicy:
         """This policy, but full attention keeps all of its tokens."""

@@ -93,6 +93,7 @@ class Kept:
         # By row and head: what was live at the last compaction, and its scores, until a cache says what it chose.
         self.asked: dict[int, list[dict[int, float]]] = {}
         self.alive: dict[int, list[list[int]]] = {}
+        self.base = [0] * spec.rows  # the first position that a trim can take back
 
     def live(self, row: int, head: int, length: int) -> list[int]:
         return [p for p in range(length) if p not in self.gone[row][head]]
@@ -104,12 +105,13 @@ class Kept:
         for row in range(spec.rows):
             length = keys[row].shape[1]
             alive = [self.live(row, head, length) for head in range(self.heads)]
-            if len(alive[0]) <= spec.budget + spec.margin:
+            if sum(map(len, alive)) <= self.heads * (spec.budget + spec.margin):
                 continue
-            scores = np.stack([self._scores(row, h, alive[h], keys[row], values[row]) for h in range(self.heads)])
-            if spec.share != "head":
-                scores = np.broadcast_to(scores.mean(axis=0), scores.shape)
+            scores = [self._scores(row, h, alive[h], keys[row], values[row]) for h in range(self.heads)]
+            if spec.share in ("layers", "layer"):
+                scores = [np.mean(scores, axis=0)] * self.heads
             self.alive[row] = alive
+            self.base[row] = length - spec.keep_recent
             self.asked[row] = [dict(zip(alive[h], scores[h].tolist(), strict=True)) for h in range(self.heads)]
 
     def _scores(self, row: int, head: int, alive: list[int], keys: np.ndarray, values: np.ndarray) -> np.ndarray:
@@ -132,6 +134,7 @@ class Kept:
         """What a cache says that it holds: exactly the budget was left, protected tokens in it, and no worse choice."""
         spec = self.spec
         for row in range(spec.rows):
+            free_of_all, lost_of_all, left_of_all = [], [], 0
             for head in range(self.heads):
                 told = positions[row, head if positions.shape[1] > 1 else 0]
                 held = {int(p) for p in told if p >= 0}
@@ -142,14 +145,25 @@ class Kept:
                 left = [p for p in alive if p in held]
                 lost = [p for p in alive if p not in held]
                 assert held == set(left) | set(range(alive[-1] + 1, lengths[row]))
-                assert len(left) == spec.budget, "not the exact budget"
+                left_of_all += len(left)
+                assert spec.share == "adaptive" or len(left) == spec.budget, "not the exact budget"
                 protected = {*range(spec.sinks), *alive[len(alive) - spec.keep_recent :]}
                 assert protected <= held, "a protected token was evicted"
                 free = [scores[p] for p in left if p not in protected]
                 spread = max(scores.values()) - min(scores.values())
-                worst = max(scores[p] for p in lost)
+                worst = max([scores[p] for p in lost], default=-np.inf)
                 assert not free or worst <= min(free) + TIE * spread, (
                     "a better token was evicted than one that was kept"
+                )
+                safe = max(0, spec.budget // 5 - len(protected))
+                assert len(free) >= safe, "a head was left less than its safeguard"
+                free_of_all += sorted(free)[: len(free) - safe]
+                lost_of_all += [scores[p] for p in lost]
+            if row in self.asked and spec.share == "adaptive":
+                assert left_of_all == self.heads * spec.budget, "not the exact budget of all heads"
+                spread = np.ptp(free_of_all + lost_of_all)
+                assert not free_of_all or max(lost_of_all) <= min(free_of_all) + TIE * spread, (
+                    "a token that matters more than one of another head was evicted"
                 )
         for row in self.asked:
             for head in range(self.heads):
@@ -158,9 +172,7 @@ class Kept:
         self.asked = {}
 
     def most_trim(self, row: int, length: int) -> int:
-        if not self.gone[row][0]:
-            return length
-        return len(self.live(row, 0, length)) - (self.spec.budget - self.spec.keep_recent)
+        return length - self.base[row] if any(self.gone[row]) else length
 
     def trim(self, row: int, length: int) -> None:
         for head in range(self.heads):

@@ -20,6 +20,7 @@ from outside import left_of, round_trip
 
 from mlx_kv import ChunkedKVCache, CompressedKVCache, FixedStep, KVCache, RingKVCache, Tapered
 from mlx_kv.cache.layout import Row
+from mlx_kv.mlxlm.attention import AttentionCall
 
 HEADS, QUERY_HEADS = 2, 4
 
@@ -226,10 +227,14 @@ def poison(cache: KVCache) -> None:
     for buffer in cache.view.buffers or ():
         planes = []
         for plane in buffer.planes:
-            dead = np.stack([[slot not in slots for slot in range(plane.shape[2])] for slots in live])
+            dead = np.stack([[[slot not in slots for slot in range(plane.shape[2])]] for slots in live])  # (B, 1, C)
+            if cache.evictor is not None and not cache.empty():  # heads may have dead slots of their own
+                gone = np.array(cache.positions) < 0  # (B, H', n)
+                dead = np.broadcast_to(dead, (len(live), gone.shape[1], plane.shape[2])).copy()
+                dead[:, :, : gone.shape[2]] |= gone
             large = {mx.uint32: 0xDEADBEEF, mx.int8: 99}.get(plane.dtype, 1e4)
             bad = mx.array(large, plane.dtype)
-            planes.append(mx.where(mx.array(dead)[:, None, :, None], bad, plane))
+            planes.append(mx.where(mx.array(dead)[..., None], bad, plane))
         buffer.planes = tuple(planes)
 
 
@@ -237,7 +242,9 @@ def attend(cache: KVCache, q: mx.array, k: mx.array, v: mx.array, window: int | 
     """One layer's attention through a cache, as mlx-lm's models do it. The scale is 1 / sqrt(Dk)."""
     mask = cache.make_mask(q.shape[2], window_size=window)
     keys, values = cache.update_and_fetch(k, v)
-    return scaled_dot_product_attention(mx.array(q), keys, values, cache=cache, scale=q.shape[3] ** -0.5, mask=mask)
+    named = {"cache": cache, "scale": q.shape[3] ** -0.5, "mask": mask}
+    call = AttentionCall(scaled_dot_product_attention, (mx.array(q), keys, values), named)
+    return call.hand_on() if cache.attention_hook is None else cache.attention_hook.attend(call)
 
 
 def sees(spec: Spec, query: int, key: int) -> bool:
@@ -388,7 +395,8 @@ class Twins:
             assert known == lengths
             most = self.spec.most_slots
             if self.kept is not None:
-                assert cache.size() == max(n - len(gone[0]) for n, gone in zip(lengths, self.kept.gone, strict=True))
+                gone = [sum(map(len, heads)) / HEADS for heads in self.kept.gone]
+                assert cache.size() == max(n - own for n, own in zip(lengths, gone, strict=True))
             elif self.spec.chunk is None:
                 assert cache.size() == min(max(lengths), self.spec.ring or max(lengths))
             else:

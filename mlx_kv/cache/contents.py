@@ -39,6 +39,7 @@ class Contents:
         ranges: the slots that the last fetch was made of.
         transient: what attention read of a write longer than max_write, until the next step.
         packed: whether the last fetch handed out packed planes.
+        counts: how many of the last update's tokens were tokens of each row, where some were padding; else None.
         growths: reallocations since the first allocation.
     """
 
@@ -57,6 +58,7 @@ class Contents:
     ranges: Ranges = ()
     packed: bool = False
     transient: tuple[mx.array, mx.array] | None = None
+    counts: tuple[int, ...] | None = None
     growths: int = 0
     last: Plan | None = None
     alike: Any = None

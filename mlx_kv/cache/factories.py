@@ -118,7 +118,8 @@ def CompressedKVCache(  # noqa: N802, a choice of parts with the name of what it
         sinks: so many of the first tokens are never evicted.
         score: what matters, by name (`mlx_kv.score_names()`), or any callable `(tokens: ScoredTokens) -> (B, H, n)` in
             float32, higher is kept.
-        share: "head", each head keeps its own tokens; otherwise heads keep the same.
+        share: "head", each head keeps its own tokens; "adaptive", and those that matter most among the tokens of all
+            heads, so that one may keep more than another; otherwise heads keep the same.
         margin: how far the budget may be overshot before a compaction; None is max(64, budget // 16).
         max_write: the longest write to plan for: memory peaks at budget + margin + max_write tokens.
 

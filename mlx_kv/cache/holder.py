@@ -40,6 +40,19 @@ class Holder:
         """What it holds and how, as it is now, for those who look and change nothing."""
         return self._held.view
 
+    # --- what shows attention ---------------------------------------------------------------------------------------
+
+    _seam: object = None
+
+    @property
+    def seam(self) -> object:
+        """What shows this cache its attention, if anything that it carries does."""
+        return self._seam
+
+    def carry(self, seam: object) -> None:
+        """Keeps what shows it its attention for as long as it lives, or a copy of it."""
+        self._seam = seam
+
     # --- lengths ----------------------------------------------------------------------------------------------------
 
     @property

@@ -27,7 +27,7 @@ from mlx_kv.cache.growth import DEFAULT, Growth
 from mlx_kv.cache.holder import Holder
 from mlx_kv.cache.layout import Append, Layout, Row, trim_rows
 from mlx_kv.cache.mask import Mask, make_mask
-from mlx_kv.cache.protocol import Fetched
+from mlx_kv.cache.protocol import Call, Fetched, Hook
 
 
 class KVCache(Holder):
@@ -51,6 +51,8 @@ class KVCache(Holder):
         ValueError: bits, a group size or a codec that don't exist, a negative reserve or quantized_start, an evictor
             beside another layout than its own.
     """
+
+    _hook: Hook | None = None  # that somebody put here
 
     def __init__(
         self,
@@ -123,6 +125,32 @@ class KVCache(Holder):
             raise ValueError("nothing was fetched since rows came, went or were loaded: call update_and_fetch first")
         return update.fetched(held, held.buffers)
 
+    # --- attention --------------------------------------------------------------------------------------------------
+
+    @property
+    def attention_hook(self) -> Hook | None:
+        """Who is shown the attention over this cache, where it can be shown: see `mlxlm.attention.AttentionSeam`.
+
+        The cache itself where its budget wants to see it; or whoever was put here, who hands on to `own_hook`.
+        """
+        return self.own_hook if self._hook is None else self._hook
+
+    @attention_hook.setter
+    def attention_hook(self, hook: Hook | None) -> None:
+        self._hook = None if hook is self else hook
+
+    @property
+    def own_hook(self) -> KVCache | None:
+        """This cache, if its budget wants to see attention; else None."""
+        evictor = self._held.evictor
+        return None if evictor is None or not evictor.wants_attention else self
+
+    def attend(self, call: Call) -> mx.array:
+        """(B, Hq, S, Dv): attention after an update, which the evictor sees, and may answer."""
+        held = self._held
+        assert held.evictor is not None, "only budgets want to see attention"
+        return held.evictor.attend(call, held.rows, held.counts)
+
     # --- trims --------------------------------------------------------------------------------------------------
 
     def is_trimmable(self) -> bool:
@@ -162,7 +190,7 @@ class KVCache(Holder):
         held.transient = None
         phases.note_trim(held, before)
         if held.evictor is not None:
-            held.evictor.forget()
+            held.evictor.trimmed(held.rows)
 
     def reset(self) -> None:
         """Forgets every token, for a new session. Slots stay allocated, and serve it if its shapes are the same."""
@@ -228,6 +256,8 @@ class KVCache(Holder):
     def _join(self, others: Sequence[KVCache]) -> None:
         for index, other in enumerate(others, 1):
             rows.check_joinable(index, self, other)
+        if self.seam is None:
+            self.carry(next((other.seam for other in others if other.seam is not None), None))
         rows.join(self._held, [other._held for other in others])
 
     def extract(self, index: int) -> KVCache:

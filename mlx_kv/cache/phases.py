@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from mlx_kv.cache.contents import Contents
 from mlx_kv.cache.growth import round_up
-from mlx_kv.cache.layout import NO_LIMIT, Layout, Row, planned
+from mlx_kv.cache.layout import NO_LIMIT, Layout, Row, enough_slots, planned
 
 # Changing the room copies what is live once, about as much as attention reads in two or three steps of decoding. After
 # so many, this is little even where writes change all the time.
@@ -73,7 +73,7 @@ def _note(held: Contents, tokens: int, writes: int) -> None:
     if held.short_writes >= PERIOD:
         narrower = layout.with_room(min(layout.room, _room_for(held.longest, layout)))
         held.short_writes, held.longest = 0, 0
-        if narrower is not layout or held.capacity > round_up(layout.enough_slots):
+        if narrower is not layout or held.capacity > round_up(enough_slots(layout, held.rows)):
             held.following, held.last = narrower, None
     held.steps, held.most_steps = 0, PERIOD - 1 - held.short_writes
 

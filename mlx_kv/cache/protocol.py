@@ -18,6 +18,48 @@ from mlx_kv.cache.mask import Mask
 Fetched = tuple[mx.array, mx.array] | tuple[Planes, Planes]
 
 
+class Call(Protocol):
+    """One call of attention over a cache, as `mlxlm.attention.AttentionCall`."""
+
+    @property
+    def queries(self) -> mx.array:
+        """(B, Hq, S, D), after RoPE."""
+        ...
+
+    @property
+    def keys(self) -> Any:
+        """What the cache returned, (B, H, N, D) or packed planes."""
+        ...
+
+    @property
+    def values(self) -> Any: ...
+
+    @property
+    def scale(self) -> float:
+        """Of the products of queries and keys."""
+        ...
+
+    @property
+    def mask(self) -> Any: ...
+
+    @property
+    def sinks(self) -> mx.array | None: ...
+
+    def changed(self, **changes: Any) -> Call:
+        """The same call with other arguments."""
+        ...
+
+    def hand_on(self, **changes: Any) -> mx.array:
+        """(B, Hq, S, Dv), what the layer would have got; with other arguments, if any are given."""
+        ...
+
+
+class Hook(Protocol):
+    """Who sees the attention over a cache, or answers it."""
+
+    def attend(self, call: Call) -> mx.array: ...
+
+
 @runtime_checkable
 class Cache(Protocol):
     """The keys and values of one attention layer."""

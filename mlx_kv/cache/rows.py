@@ -13,8 +13,9 @@ from mlx_kv.cache.buffers import Buffers, SlotBuffer
 from mlx_kv.cache.codecs import affine_of, are_plain, in_words
 from mlx_kv.cache.contents import Contents
 from mlx_kv.cache.eviction.evictor import Evictor
+from mlx_kv.cache.eviction.scores import Score
 from mlx_kv.cache.growth import round_up
-from mlx_kv.cache.layout import Layout, moves_between, planned, reshaped, stay
+from mlx_kv.cache.layout import Layout, enough_slots, moves_between, planned, reshaped, stay
 from mlx_kv.cache.view import CacheView
 
 
@@ -56,10 +57,17 @@ def _how(cache: Joinable) -> list[tuple[str, object]]:
         ("codecs", (other, None if other is None else tuple(map(type, view.codecs)))),
         ("score and share", None if evictor is None else (evictor.score.name, evictor.granularity)),
         # Lambdas have one name, and so have functions that were registered under it one after the other.
-        ("the score function", None if evictor is None else (evictor.score.function, evictor.score.per_token)),
+        (
+            "the score function",
+            None if evictor is None else (evictor.score.function, evictor.score.per_token, evictor.score.wants),
+        ),
         ("KV heads, head dim and dtype of keys", keys),
         ("KV heads, head dim and dtype of values", values),
     ]
+
+
+def _function(score: Score) -> tuple[object, ...]:
+    return score.function, score.per_token, score.wants
 
 
 def check_rows(chosen: Sequence[int], rows: int) -> None:
@@ -109,7 +117,8 @@ def _in_shape(held: Contents, layout: Layout) -> Contents:
 def _joint_capacity(filled: Sequence[Contents]) -> int:
     """Slots for the rows of all: no more than they ever need, or hold now."""
     used = max(each.view.used for each in filled)
-    return min(max(each.capacity for each in filled), round_up(max(used, filled[0].layout.enough_slots)))
+    enough = max(enough_slots(filled[0].layout, each.rows) for each in filled)
+    return min(max(each.capacity for each in filled), round_up(max(used, enough)))
 
 
 def joined_buffers(everyone: Sequence[Contents], capacity: int, encoded: bool) -> Buffers:

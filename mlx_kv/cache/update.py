@@ -14,7 +14,7 @@ from mlx_kv.cache.checks import check_tokens, check_unchanged, continues
 from mlx_kv.cache.codecs import PLAIN, Codecs, Packing
 from mlx_kv.cache.contents import Contents
 from mlx_kv.cache.growth import round_up
-from mlx_kv.cache.layout import Layout, Plan, Row, moves_between, plan_of, reshaped, stay
+from mlx_kv.cache.layout import Layout, Plan, Row, enough_slots, moves_between, plan_of, reshaped, stay
 from mlx_kv.cache.phases import layout_for, note_write
 from mlx_kv.cache.protocol import Fetched
 
@@ -42,7 +42,7 @@ def store(held: Contents, keys: mx.array, values: mx.array) -> Fetched:
         held.transient = read_transient(plan, buffers, tensors)
     for buffer, tensor in zip(buffers, tensors, strict=True):
         buffer.write(tensor, plan)
-    held.layout, held.last = plan.layout, plan
+    held.layout, held.last, held.counts = plan.layout, plan, plan.counts if plan.padded else None
     held.rows, held.ranges = plan.after, () if plan.transient else plan.ranges
     if held.lengths is not None:
         held.lengths = tuple([max(0, length - new) for length in held.lengths])
@@ -116,12 +116,13 @@ def _reshape(buffers: Buffers, before: Layout, layout: Layout, rows: tuple[Row, 
 
 
 def _next_capacity(held: Contents, layout: Layout, needed: int) -> int:
+    enough = enough_slots(layout, held.rows)
     if needed <= held.capacity:  # what is beyond the room that there is to be is given back
-        return min(held.capacity, round_up(max(needed, layout.enough_slots)))
+        return min(held.capacity, round_up(max(needed, enough)))
     reserve = max(held.reserved, *held.announced)
     # Who says how much will come gets that and no slack: also on top of what was held before, or loaded.
     wanted = round_up(reserve if needed <= reserve else max(needed, held.growth.capacity(needed, held.capacity)))
-    return min(wanted, round_up(max(needed, layout.enough_slots)))
+    return min(wanted, round_up(max(needed, enough)))
 
 
 def read_transient(plan: Plan, buffers: Buffers, tensors: tuple[mx.array, mx.array]) -> tuple[mx.array, mx.array]:

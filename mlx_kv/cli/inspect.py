@@ -34,12 +34,14 @@ Examples:
   mlx-kv inspect --prompt-file notes.py --kv-budget 256 --text
   mlx-kv inspect --prompt-file notes.py --kv-budget 256 --kv-share layer --text --layer 2
   mlx-kv inspect --prompt-file notes.py --kv-budget 256 --kv-share head --plot kept.png
+  mlx-kv inspect --prompt-file notes.py --kv-budget 256 --kv-share layer --attention --plot kept.png
   git show | mlx-kv inspect - --kv-budget 256 --kv-score key_norm --json -
 """
 TENTHS = 10
 BLOCKS = "▁▂▃▄▅▆▇█"
 NONE, EVICTED = "·", "·"
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
+LOOKING = 64  # last tokens whose attention is shown
 SETTINGS = ("budget", "score", "share", "sinks", "keep_recent")  # that JSON tells
 
 
@@ -66,18 +68,26 @@ def blocks(counts: Sequence[float], tokens: int) -> str:
 
 def table(found: Inspection) -> list[str]:
     """A row for each layer; neighbours that kept the same tokens share one."""
-    lines = [["layer", "kept", "evicted", "tenths", "tokens kept of each tenth of the text"]]
+    seen = any(layer.attention is not None for layer in found.layers)
+    lines = [["layer", "kept", "evicted", *(["attention"] if seen else []), "tenths", "tokens kept of each tenth"]]
+    lines[0][-1] += " of the text"
     numbers = []
-    for _, group in groupby(found.layers, key=lambda layer: [head.positions for head in layer.heads]):
+
+    def same_tokens(layer: KeptLayer) -> object:  # neighbours of which one row is all that there is to say
+        return layer.index if seen else [head.positions for head in layer.heads]
+
+    for _, group in groupby(found.layers, key=same_tokens):
         same = list(group)
         name = str(same[0].index) if len(same) == 1 else f"{same[0].index}-{same[-1].index}"
         counts = tenths(same[0], found.tokens)
-        lines.append([name, f"{found.kept:,}", f"{found.evicted:,}", blocks(counts, found.tokens)])
+        share = same[0].attention_kept
+        told = [] if not seen else ["hidden" if share is None else f"{100 * share:.1f}%"]
+        lines.append([name, f"{found.kept:,}", f"{found.evicted:,}", *told, blocks(counts, found.tokens)])
         numbers.append([f"{count:,.0f}" for count in counts])
     width = max(len(number) for row in numbers for number in row)
     for line, row in zip(lines[1:], numbers, strict=True):
         line.append(" ".join(number.rjust(width) for number in row))
-    return [line.rstrip() for line in aligned(lines, left=(3, 4))]
+    return [line.rstrip() for line in aligned(lines, left=(4, 5) if seen else (3, 4))]
 
 
 # --- the text ---------------------------------------------------------------------------------------------------------
@@ -132,7 +142,11 @@ def draw(title: str, policy: CachePolicy, found: Inspection, file: Path) -> None
     from mlx_kv.plots.kept import kept_positions
 
     layers = [[(head.positions, head.scores) for head in layer.heads] for layer in found.layers]
-    save_figure(kept_positions(title, layers, found.tokens, policy.sinks, policy.keep_recent), file)
+    received = [layer.attention for layer in found.layers if layer.attention is not None]
+    of_all = [sum(each) / len(received) for each in zip(*received, strict=True)] if received else None
+    kept = [layer.attention_kept for layer in found.layers] if received else None
+    figure = kept_positions(title, layers, found.tokens, policy.sinks, policy.keep_recent, of_all, kept)
+    save_figure(figure, file)
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
@@ -154,6 +168,12 @@ def draw(title: str, policy: CachePolicy, found: Inspection, file: Path) -> None
     metavar="FILE",
     help="Write positions and scores as one JSON object; - is stdout, instead of the table.",
 )
+@click.option(
+    "--attention",
+    is_flag=True,
+    help=f"Read the prompt once more with all of its tokens kept, and show how much of what its last {LOOKING} tokens "
+    "look at is left.",
+)
 @click.option("--force", is_flag=True, help="Replace a file that --json did not write, too.")
 @click.option(
     "--text",
@@ -174,6 +194,7 @@ def inspect_command(
     prefill_step_size: int | None,
     plot: Path | None,
     json_file: str | None,
+    attention: bool,
     force: bool,
     as_text: bool,
     layer: int | None,
@@ -208,8 +229,9 @@ def inspect_command(
     tokens = encode_text(tokenizer, text, plain=ignore_chat_template)
     note_context(network, len(tokens))
     step = prefill_step(network, make_prompt_cache(network, policy), prefill_step_size)
-    with prefill_bar(len(tokens), step) as advance:
-        found = inspect_prompt(network, tokens, policy, prefill_step_size=step, progress=advance)
+    looking = LOOKING if attention else 0
+    with prefill_bar(len(tokens) * (2 if attention else 1), step) as advance:
+        found = inspect_prompt(network, tokens, policy, prefill_step_size=step, progress=advance, attention_of=looking)
     evicted = found.share_evicted(layer)  # refuses a layer that does not exist before anything is written
     say_notes(policy, found)
 
@@ -229,6 +251,11 @@ def inspect_command(
         facts = f"{found.tokens:,} tokens, budget {policy.budget:,}, score {policy.score}, share={policy.share}"
         times = f"{found.compactions:,} compaction{'' if found.compactions == 1 else 's'}"
         lines = [f"{short_name(model)}: {facts}, {times}", "", *(f"  {line}" for line in table(found))]
+        if attention:
+            lines += [
+                "",
+                f"  attention: of what the last {LOOKING} tokens look at with all tokens, the share that is kept",
+            ]
         click.echo("\n".join(lines))
 
 

@@ -71,10 +71,18 @@ BUDGET_OPTIONS = (
     click.option("--kv-sinks", **_NUMBER, default=4, help="So many first tokens are never evicted."),
     click.option(
         "--kv-share",
-        type=click.Choice(["layers", "layer", "head"]),
+        type=click.Choice(["layers", "layer", "head", "adaptive"]),
         default="layers",
         show_default=True,
-        help="Keep the same tokens in all layers, in all heads of a layer, or each head its own.",
+        help="Keep the same tokens in all layers, in all heads of a layer, or each head its own; adaptive: some heads "
+        "more than others.",
+    ),
+    click.option(
+        "--kv-layers",
+        type=click.Choice(["uniform", "pyramid"]),
+        default="uniform",
+        show_default=True,
+        help="Every layer has this budget, or lower ones more and upper ones fewer.",
     ),
     click.option("--kv-margin", **_NUMBER, help="Tokens above the budget before it evicts.  [default: max(64, N/16)]"),
 )

@@ -22,6 +22,7 @@ SETTINGS = {
     "kv_keep_recent": "keep_recent",
     "kv_sinks": "sinks",
     "kv_share": "share",
+    "kv_layers": "layers",
     "kv_margin": "margin",
 }
 VALUE = r"'[^']*'|-?\d[\w.+-]*|-?nan|-?inf|None|\.\.\."

@@ -8,16 +8,19 @@ B rows, Hq query heads, H KV heads, S queries, N tokens, C tokens of context, L 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from mlx_kv.generation.prefill import read_chunk
 from mlx_kv.mlxlm.attention import AttentionCall, attention_hooked, attention_modules
 from mlx_kv.mlxlm.convert import make_prompt_cache
 from mlx_kv.mlxlm.traverse import attention_caches
+
+Progress = Callable[[int, int], None]
 
 
 def attention_weights(queries: mx.array, keys: mx.array, scale: float, mask: Any = None) -> mx.array:
@@ -37,39 +40,45 @@ def attention_weights(queries: mx.array, keys: mx.array, scale: float, mask: Any
 
 
 class _Watcher:
-    """Writes down what each call of attention gives to each token of its cache."""
+    """Writes down what each call of attention gives to each token of its cache, (B, H, N): the mean over the query
+    heads of a KV head, the sum over queries."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[Any, mx.array]] = []
 
     def attend(self, call: AttentionCall) -> mx.array:
         if isinstance(call.keys, mx.array):  # packed planes have no keys to look at
-            weights = attention_weights(call.queries, call.keys, call.scale, call.mask)
-            received = weights.mean(axis=1).sum(axis=1)  # (B, N)
+            weights = attention_weights(call.queries, call.keys, call.scale, call.mask).sum(axis=2)  # (B, Hq, N)
+            received = weights.reshape(weights.shape[0], call.keys.shape[1], -1, weights.shape[2]).mean(axis=2)
             mx.eval(received)
             self.seen.append((call.cache, received))
         return call.hand_on()
 
 
 @contextlib.contextmanager
-def watched_attention(model: nn.Module, caches: Sequence[Any]) -> Iterator[list[tuple[Any, mx.array]]]:
-    """What each call of attention over these caches gives to each token, while this is open: the cache, and (B, N).
+def watched_attention(
+    model: nn.Module, caches: Sequence[Any], asked_by: str = "the task correlation"
+) -> Iterator[list[tuple[Any, mx.array]]]:
+    """What each call of attention over these caches gives to each token, while this is open: the cache, and (B, H, N).
 
-    The mean over heads and the sum over queries, so that a row sums to the number of queries.
+    The mean over the query heads of a KV head and the sum over queries, so a row sums to the number of queries.
+
+    Args:
+        asked_by: what to leave out where nothing can be seen.
 
     Raises:
         ValueError: no layer of the model has attention that can be seen.
     """
-    check_attention(model)
+    check_attention(model, asked_by)
     watcher = _Watcher()
     with attention_hooked(model, caches, watcher):
         yield watcher.seen
 
 
-def check_attention(model: nn.Module) -> None:
+def check_attention(model: nn.Module, asked_by: str = "the task correlation") -> None:
     """Raises ValueError where no layer of a model has attention that can be seen."""
     if not attention_modules(model):
-        raise ValueError(f"{type(model).__module__} hides its attention: leave out the task correlation")
+        raise ValueError(f"{type(model).__module__} hides its attention: leave out {asked_by}")
 
 
 def attention_received(model: nn.Module, contexts: np.ndarray, questions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -89,13 +98,47 @@ def attention_received(model: nn.Module, contexts: np.ndarray, questions: np.nda
         for tokens in parts:
             with watched_attention(model, caches) as seen:
                 mx.eval(model(mx.array(tokens)[None], cache=caches))
-            given = {id(cache): np.array(weights[0, :length]) for cache, weights in seen}
+            given = {id(cache): np.array(weights[0, :, :length].mean(axis=0)) for cache, weights in seen}
             if not layers or not given.keys() >= set(layers):
                 raise ValueError("this model's attention cannot be seen in every layer: leave out the task correlation")
             received.append(np.stack([given[layer] for layer in layers]))
         rows.append(np.stack([received[0] + received[1], received[1]]))
     of_all, of_questions = np.stack(rows, axis=2)
     return of_all, of_questions
+
+
+def attention_of_last(
+    model: nn.Module, tokens: Sequence[int], queries: int = 64, step: int = 512, progress: Progress | None = None
+) -> dict[int, np.ndarray]:
+    """What the last tokens of a text look at with a full cache, (H, n) for each of the model's attention caches.
+
+    The mean over queries, so that a row sums to 1. Caches are counted as `attention_caches` counts them; those with a
+    window are left out, and those whose attention cannot be seen.
+
+    Args:
+        tokens: ids of one sequence.
+        queries: so many last tokens look.
+        step: tokens read at once.
+        progress: called with the tokens read and the tokens in all.
+
+    Raises:
+        ValueError: no layer of the model has attention that can be seen.
+    """
+    check_attention(model, "--attention")
+    caches, total = make_prompt_cache(model), len(tokens)
+    first = max(0, total - queries)
+    for read in range(0, first, step):
+        last = min(read + step, first)
+        read_chunk(model, caches, mx.array(list(tokens[read:last]))[None])
+        if progress is not None:
+            progress(last, total)
+    with watched_attention(model, caches, "--attention") as seen:
+        read_chunk(model, caches, mx.array(list(tokens[first:]))[None])
+    if progress is not None:
+        progress(total, total)
+    of_cache = {id(cache): np.array(received[0] / (total - first)) for cache, received in seen}
+    numbered = enumerate(attention_caches(caches))
+    return {i: of_cache[id(cache)] for i, cache in numbered if cache.max_write is None and id(cache) in of_cache}
 
 
 def ranks(x: np.ndarray) -> np.ndarray:

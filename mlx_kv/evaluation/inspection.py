@@ -2,20 +2,24 @@
 
 Decides how a prompt is read (as mlx-lm's loop reads it: in chunks, the last token alone, so that compactions fall where
 they fall in generation) and compacts at the end, so that exactly the budget is left. Knows nothing about text, tables,
-files or figures: it is given token ids and gives back plain integers and floats.
+files or figures: it is given token ids and gives back plain integers and floats. How attention is counted, `attention`
+knows.
 H' is the number of KV heads where each keeps its own tokens (share="head"), else 1.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 
 from mlx_kv.cache.kv_cache import KVCache
+from mlx_kv.evaluation.attention import attention_of_last, check_attention
 from mlx_kv.generation.prefill import prefill, prefill_step
 from mlx_kv.generation.statistics import cache_statistics
 from mlx_kv.mlxlm.convert import make_prompt_cache
@@ -32,10 +36,13 @@ class KeptTokens:
         positions: in the text, rising.
         scores: of each of them, higher is kept, as `Evictor.live_scores` gives them: asked for the tokens that are
             left, which for scores that compare tokens is not what they had among all.
+        attention: of what the last tokens of the text look at with a full cache, the share that these tokens get, of
+            this head or of all heads; None where it was not asked for, or cannot be seen in this layer.
     """
 
     positions: tuple[int, ...]
     scores: tuple[float, ...]
+    attention: float | None = None
 
 
 @dataclass(frozen=True)
@@ -46,11 +53,19 @@ class KeptLayer:
         index: among the layers with a budget.
         cache: which entry of the model's list of caches it is, or is in.
         heads: H' of them.
+        attention: what each token of the text gets of it, the mean of all heads; as in `KeptTokens`.
     """
 
     index: int
     cache: int
     heads: tuple[KeptTokens, ...]
+    attention: tuple[float, ...] | None = None
+
+    @property
+    def attention_kept(self) -> float | None:
+        """The share of the last tokens' attention that goes to what is kept, the mean of heads."""
+        shares = [head.attention for head in self.heads if head.attention is not None]
+        return sum(shares) / len(shares) if shares else None
 
 
 @dataclass(frozen=True)
@@ -98,6 +113,7 @@ def inspect_prompt(
     *,
     prefill_step_size: int | None = None,
     progress: Callable[[int, int], None] | None = None,
+    attention_of: int = 0,
 ) -> Inspection:
     """Reads a prompt as generation does, evicts down to the budget, and says what is left.
 
@@ -107,24 +123,36 @@ def inspect_prompt(
         policy: with a budget.
         prefill_step_size: tokens read at once; None is what generation takes.
         progress: called after each chunk with the tokens read and the tokens in all.
+        attention_of: the prompt is read once more with all of its tokens kept, to see what so many last tokens look at.
 
     Raises:
-        ValueError: no tokens, a policy without a budget, or what `make_prompt_cache` and a score refuse.
+        ValueError: no tokens, a policy without a budget, attention that cannot be seen, or what `make_prompt_cache` and
+            a score refuse.
     """
     if policy.budget is None:
         raise ValueError("this policy has no budget, so nothing is evicted: give CachePolicy(budget=...)")
     if not tokens:
         raise ValueError("the prompt is empty: give at least one token")
+    if attention_of:
+        check_attention(model, "--attention")
+    total, readings = len(tokens), 2 if attention_of else 1
+
+    def read(before: int) -> Callable[[int, int], None]:
+        return lambda done, _: None if progress is None else progress(before + done, readings * total)
+
     caches = make_prompt_cache(model, policy)
     step = prefill_step(model, caches, prefill_step_size)
-    prefill(model, caches, mx.array(list(tokens))[None], step, progress)
+    prefill(model, caches, mx.array(list(tokens))[None], step, read(0))
     compact(caches)
+    received = attention_of_last(model, tokens, attention_of, step, read(total)) if attention_of else {}
     layers: list[KeptLayer] = []
+    numbers = count()
     for index, cache in enumerate(caches):
         for each in attention_caches([cache]):
+            number = next(numbers)
             if each.evictor is not None:
-                layers.append(KeptLayer(len(layers), index, kept_in(each)))
-    statistics, total = cache_statistics(caches), len(tokens)
+                layers.append(with_attention(KeptLayer(len(layers), index, kept_in(each)), received.get(number)))
+    statistics = cache_statistics(caches)
     kept = min(policy.budget, total)
     assert all(len(head.positions) == kept for layer in layers for head in layer.heads), "compact() leaves the budget"
     return Inspection(
@@ -135,6 +163,18 @@ def inspect_prompt(
         without_budget=sum(1 for _ in leaves(caches)) - len(layers),
         layers=tuple(layers),
     )
+
+
+def with_attention(layer: KeptLayer, received: np.ndarray | None) -> KeptLayer:
+    """The same layer, with what its tokens receive, (H, n); None is not known."""
+    if received is None:
+        return layer
+    of_heads = received if len(layer.heads) == len(received) else received.mean(axis=0, keepdims=True)
+    heads = [
+        replace(head, attention=float(row[list(head.positions)].sum()))
+        for head, row in zip(layer.heads, of_heads, strict=True)
+    ]
+    return replace(layer, heads=tuple(heads), attention=tuple(received.mean(axis=0).tolist()))
 
 
 def kept_in(cache: KVCache) -> tuple[KeptTokens, ...]:

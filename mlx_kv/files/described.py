@@ -18,14 +18,14 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models import cache as stock
 
-from mlx_kv.cache.checks import MOST_TOKENS, whole_number
+from mlx_kv.cache.checks import MOST_TOKENS
 from mlx_kv.cache.codecs import PLAIN, Codecs, affine_of, are_plain, find_codec, find_codecs, packing_of
-from mlx_kv.cache.eviction.evictor import Evictor
 from mlx_kv.cache.growth import DEFAULT, SLOT_MULTIPLE, FixedStep, Geometric, Growth, Tapered, round_up
 from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.cache.layout import NO_LIMIT, Budget, Layout, Row, make_layout
 from mlx_kv.cache.state import CacheState, Tensors
 from mlx_kv.files import stock_files
+from mlx_kv.files.evictors import check_eviction, check_lists, whole
 from mlx_kv.files.planes import check_planes
 
 # What comes of a description that is none, beside the ValueErrors of the checks.
@@ -98,7 +98,7 @@ def _restore(described: dict[str, Any], name: str, arrays: dict[str, mx.array], 
         return _restore_ours(described, name, arrays, room)
     if kind == "list":
         _check_parts(described, {"kind", "members"})
-        _check_lists(described["members"])
+        check_lists(described["members"])
         members = [_restore(each, f"{name}.{index}", arrays, room) for index, each in enumerate(described["members"])]
         return stock.CacheList(*members)  # type: ignore[no-untyped-call]
     _check_parts(described, {"kind", "state"})
@@ -113,17 +113,6 @@ def _restore(described: dict[str, Any], name: str, arrays: dict[str, mx.array], 
 def _check_parts(told: Mapping[str, Any], parts: set[str]) -> None:
     if told.keys() != parts:
         raise ValueError(f"a cache has {', '.join(sorted(parts))}, and nothing else")
-
-
-def _check_lists(*trees: Any) -> None:
-    if not all(type(tree) is list for tree in trees):
-        raise ValueError("something else than a list")
-
-
-def _whole(name: str, value: object, least: int = 0) -> int:
-    if type(value) is not int:
-        raise ValueError(f"{name} is {str(value)[:40]!r}, which is no whole number")
-    return whole_number(name, value, least)
 
 
 def _describe_ours(cache: KVCache, name: str, arrays: dict[str, mx.array]) -> dict[str, Any]:
@@ -180,9 +169,9 @@ def _codecs(
         raise ValueError("tensors that there are not")
     tensors = None
     if stored:
-        _check_lists(told["tensors"], *told["tensors"])
+        check_lists(told["tensors"], *told["tensors"])
         (key_dim, key_dtype), (value_dim, value_dtype) = told["tensors"]
-        tensors = [(_whole("a head dim", key_dim), key_dtype), (_whole("a head dim", value_dim), value_dtype)]
+        tensors = [(whole("a head dim", key_dim), key_dtype), (whole("a head dim", value_dim), value_dtype)]
     return codecs, tensors, told["encoded"]
 
 
@@ -193,8 +182,8 @@ def _restore_ours(described: dict[str, Any], name: str, arrays: dict[str, mx.arr
         raise ValueError(f"cache {name} says that it is another")
     state = _from_json(described["state"], f"{name}.state", arrays)
     rows, ranges, parameters, bits, group_size, quantized_start, packed_decode, packed, eviction = state
-    _check_lists(described["live"], state, rows, ranges, parameters, *rows, *ranges)
-    layout = make_layout(parameters[0], *(_whole("a number of a layout", number) for number in parameters[1:]))
+    check_lists(described["live"], state, rows, ranges, parameters, *rows, *ranges)
+    layout = make_layout(parameters[0], *(whole("a number of a layout", number) for number in parameters[1:]))
     if list(layout.parameters) != parameters:
         raise ValueError("a layout that is told otherwise than layouts are")
     rows = tuple(_row(layout, row) for row in rows)
@@ -203,24 +192,24 @@ def _restore_ours(described: dict[str, Any], name: str, arrays: dict[str, mx.arr
         raise ValueError("live slots that are not those of its rows")
     lengths = described["lengths"]
     if lengths is not None and (
-        type(lengths) is not list or len(lengths) != len(rows) or min(_whole("a length", one) for one in lengths) < 0
+        type(lengths) is not list or len(lengths) != len(rows) or min(whole("a length", one) for one in lengths) < 0
     ):
         raise ValueError("lengths of other rows")
     announced = described.get("announced", [0] * len(rows))
-    _check_lists(announced)
-    if len(announced) != len(rows) or ("announced" in described and not max(_whole("tokens", n) for n in announced)):
+    check_lists(announced)
+    if len(announced) != len(rows) or ("announced" in described and not max(whole("tokens", n) for n in announced)):
         raise ValueError("announced for other rows, or nothing")
     if not all(type(flag) is bool for flag in (packed_decode, packed)):
         raise ValueError("a yes or no that is neither")
-    counts = [_whole("planes", described["planes"][which]) for which in ("keys", "values")]
+    counts = [whole("planes", described["planes"][which]) for which in ("keys", "values")]
     stored = any(counts)
     codecs, tensors, encoded = _codecs(described.get("codecs"), bits, group_size, stored)
-    if _whole("quantized_start", quantized_start) and are_plain(codecs):
+    if whole("quantized_start", quantized_start) and are_plain(codecs):
         raise ValueError("it is quantised later, but not to so many bits")
     encoded = stored and (are_plain(codecs) or counts[0] > 1) if encoded is None else encoded
 
-    growth, reserve = _growth(described["growth"]), _whole("reserve", described["reserve"])
-    capacity, needed = _whole("capacity", described["capacity"]), min(max(live) + 1, layout.most_slots)
+    growth, reserve = _growth(described["growth"]), whole("reserve", described["reserve"])
+    capacity, needed = whole("capacity", described["capacity"]), min(max(live) + 1, layout.most_slots)
     if not stored and max(live):
         raise ValueError("planes of no tensor")
     if capacity % SLOT_MULTIPLE or capacity < max(live) or stored != (capacity > 0):
@@ -228,7 +217,7 @@ def _restore_ours(described: dict[str, Any], name: str, arrays: dict[str, mx.arr
     if stored and needed > capacity:
         capacity = round_up(max(needed, growth.capacity(needed, capacity)))
     end = capacity if stored else NO_LIMIT
-    if not all(0 <= _whole("a slot", first) < _whole("a slot", last) <= end for first, last in ranges):
+    if not all(0 <= whole("a slot", first) < whole("a slot", last) <= end for first, last in ranges):
         raise ValueError("slots that are not there")
     if stored and not encoded and not quantized_start:
         raise ValueError("plain planes, but bits")
@@ -251,7 +240,7 @@ def _restore_ours(described: dict[str, Any], name: str, arrays: dict[str, mx.arr
         check_planes(first_keys, first_values, codecs if encoded else PLAIN, tensors)
     heads = taken[0][0][0].shape[0] if stored else None
     if isinstance(layout, Budget):
-        _check_eviction(layout, rows, heads, eviction)
+        check_eviction(layout, rows, heads, eviction)
     elif eviction is not None:
         raise ValueError("what evicts, without a budget")
 
@@ -287,51 +276,19 @@ def _restore_ours(described: dict[str, Any], name: str, arrays: dict[str, mx.arr
 
 def _row(layout: Layout, told: Sequence[int]) -> Row:
     """Raises ValueError for where no row of this layout stands."""
-    start, offset, high, front = told
+    start, offset, high, front, longer = *told, *[0] * (len(Row._fields) - len(told))
     if not all(type(number) is int and abs(number) <= MOST_TOKENS for number in told):
         raise ValueError("a row that stands nowhere")
-    row = Row(start, offset, high, front)
+    row = Row(start, offset, high, front, longer)
     stands = 0 <= front <= max(0, offset) <= high and (offset <= 0 or layout.most_trim(row) >= 0)
     if isinstance(layout, Budget):
-        stands = stands and (start == 0 or (start < 0 and layout.cut <= row.end and offset > 0))
+        stands = stands and (row.evicted == 0 or (row.evicted > 0 and layout.cut_of(row) <= row.end and offset > 0))
+        stands = stands and start <= 0 <= longer
     else:
-        stands = stands and start == 0
+        stands = stands and start == longer == 0
     if not stands:
         raise ValueError(f"a row that stands at {told}")
     return row
-
-
-def _check_eviction(layout: Budget, rows: Sequence[Row], heads: int | None, told: Sequence[Any]) -> None:
-    """Raises ValueError for what no evictor knows."""
-    score, share, layer, names, positions, scores, work = told
-    _check_lists(told, names, work)
-    if not all(type(word) is str for word in (score, share, *names)) or len(names) not in (1, len(rows)):
-        raise ValueError("sequences of other rows")
-    _whole("layer", layer)
-    by_row = work if work and type(work[0]) is list else [work]  # version 0.1.0 counted all rows together
-    if len(by_row) != len(names) and by_row is work:
-        raise ValueError("work on other rows")
-    for counts in by_row:
-        _check_lists(counts)
-        moved, compactions, seconds = counts
-        _whole("moved", moved)
-        _whole("compactions", compactions)
-        if type(seconds) not in (int, float) or not 0 <= seconds < math.inf:
-            raise ValueError("seconds that are none")
-    evicted = any(row.start < 0 for row in rows)
-    known = Evictor(layout, score, share).score  # refuses what does not exist
-    if evicted and (positions is None or (known.per_token and scores is None)):
-        raise ValueError("tokens whose positions or scores nobody knows")
-    for array, dtype in ((positions, mx.int32), (scores, mx.float32)):
-        if array is None:
-            continue
-        shape = (len(rows), heads if share == "head" else 1, layout.cut)
-        if heads is None or type(array) is not mx.array or (array.shape, array.dtype) != (shape, dtype):
-            raise ValueError("positions or scores of other tokens")
-    if positions is not None and not 0 <= mx.min(positions).item() <= mx.max(positions).item() <= max(  # type: ignore[operator]
-        row.offset for row in rows
-    ):
-        raise ValueError("positions that there are not")
 
 
 def _growth(told: dict[str, Any] | None) -> Growth:
@@ -344,7 +301,7 @@ def _growth(told: dict[str, Any] | None) -> Growth:
         raise ValueError("a growth of other settings")
     for name, value in settings.items():
         if value is not None and not (name == "factor" and type(value) is float):
-            _whole(name, value)
+            whole(name, value)
     return growth
 
 

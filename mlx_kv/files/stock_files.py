@@ -279,8 +279,8 @@ def _theirs(cache: Any, index: int) -> tuple[str, Any]:
     # Before quantized_start, plain.
     codecs = view.codecs if buffers is None else (buffers[0].codec, buffers[1].codec)
     plain, affine = are_plain(codecs), affine_of(codecs)
-    if layout.chunk_size is not None or row.start < 0 or row.offset < 0:
-        what = "chunks" if layout.chunk_size is not None else "evicted tokens" if row.start < 0 else "left padding"
+    if layout.chunk_size is not None or row.evicted > 0 or row.offset < 0:
+        what = "chunks" if layout.chunk_size is not None else "evicted tokens" if row.evicted > 0 else "left padding"
         raise ValueError(f"cache {index} has {what}, which mlx-lm's format cannot hold: {mend}")
     if not plain and affine is None:
         names = " and ".join(sorted({codec.name for codec in codecs}))

@@ -67,12 +67,32 @@ class AttentionCall:
         Raises:
             TypeError: a change of something that is no argument of attention.
         """
+        if not isinstance(changes.get("keys", self.keys), mx.array) and "queries" not in changes:
+            changes["queries"] = self.queries[...]  # mlx-lm scales them in place there: those of the hook stay
+        placed, named = self._arguments(changes)
+        return self._function(*placed, **named)
+
+    def changed(self, **changes: Any) -> AttentionCall:
+        """The same call with other arguments.
+
+        Raises:
+            TypeError: as `hand_on`.
+        """
+        return AttentionCall(self._function, *self._arguments(changes))
+
+    def before(self, hook: AttentionHook) -> AttentionCall:
+        """The same call, answered by a hook when it is handed on."""
+
+        def function(*placed: Any, **named: Any) -> mx.array:
+            return hook.attend(AttentionCall(self._function, placed, named))
+
+        return AttentionCall(function, self._placed, self._named)
+
+    def _arguments(self, changes: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if not changes.keys() <= set(ARGUMENTS):
             raise TypeError(f"attention has no {', '.join(changes.keys() - set(ARGUMENTS))}: {', '.join(ARGUMENTS)}")
-        if not isinstance(self.keys, mx.array) and "queries" not in changes:
-            changes["queries"] = self.queries[...]  # mlx-lm scales them in place there: those of the hook stay
-        placed = [changes.pop(name, value) for name, value in zip(ARGUMENTS, self._placed, strict=False)]
-        return self._function(*placed, **(self._named | changes))
+        placed = tuple([changes.pop(name, value) for name, value in zip(ARGUMENTS, self._placed, strict=False)])
+        return placed, self._named | changes
 
 
 class AttentionHook(Protocol):
@@ -119,14 +139,18 @@ class AttentionSeam:
 
 
 @contextlib.contextmanager
-def attention_hooked(model: nn.Module, caches: Iterable[Any], hook: AttentionHook) -> Iterator[None]:
-    """Gives the attention over these caches, ours or mlx-lm's, to a hook for as long as the block runs."""
+def attention_hooked(model: nn.Module, caches: Iterable[Any], hook: AttentionHook | None) -> Iterator[None]:
+    """Gives the attention over these caches, ours or mlx-lm's, to a hook for as long as the block runs.
+
+    Caches that see their attention themselves see what it hands on.
+    """
+    in_front = None if hook is None else _InFront(hook)
     everything = list(leaves(caches))
     before = [getattr(cache, HOOK, None) for cache in everything]
     with AttentionSeam(model):
         try:
             for cache in everything:
-                setattr(cache, HOOK, hook)
+                setattr(cache, HOOK, in_front)
             yield
         finally:
             for cache, own in zip(everything, before, strict=True):
@@ -139,6 +163,17 @@ def attention_modules(model: nn.Module) -> list[ModuleType]:
     names = {kind.__module__ for part in {type(part) for part in parts} for kind in part.__mro__}
     found = [sys.modules[name] for name in sorted(names) if name in sys.modules]
     return [module for module in found if callable(getattr(module, NAME, None))]
+
+
+class _InFront:
+    """A hook that is not the cache's own, before that: it is asked whose call it is, since copies keep their hooks."""
+
+    def __init__(self, hook: AttentionHook) -> None:
+        self._hook = hook
+
+    def attend(self, call: AttentionCall) -> mx.array:
+        own: AttentionHook | None = getattr(call.cache, "own_hook", None)
+        return self._hook.attend(call if own is None else call.before(own))
 
 
 class _SeamedModule:

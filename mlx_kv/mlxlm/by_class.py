@@ -14,7 +14,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import cache as stock
 
-from mlx_kv.cache.classes import Call, DeferredMask, RowClasses
+from mlx_kv.cache.classes import DeferredMask, RowClasses
+from mlx_kv.cache.protocol import Call
 from mlx_kv.mlxlm.asking import asked_once
 from mlx_kv.mlxlm.attention import AttentionSeam
 from mlx_kv.mlxlm.quirks import indexers, refuses_ragged

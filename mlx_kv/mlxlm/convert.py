@@ -21,6 +21,7 @@ from mlx_kv.cache.eviction.peers import ALONE, Peers
 from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.mlxlm.asking import asked_once
 from mlx_kv.mlxlm.loading import architecture
+from mlx_kv.mlxlm.observing import show_attention
 from mlx_kv.mlxlm.quirks import cache_usage, indexers, takes_packed, window_of
 from mlx_kv.mlxlm.recurrent import RecurrentState, count_by_attention, mark_last
 from mlx_kv.mlxlm.slots import counts_slots
@@ -63,9 +64,11 @@ def make_prompt_cache(
     if policy.max_kv_size is not None or policy.budget is not None:
         policy = policy if why_unbounded(model) is None else policy.unbounded()
     if policy.budget is not None:
-        peers.check(policy.share)
+        peers.check(policy.share, policy.layers)
     packed_decode = not policy.stores_plain and _takes_packed_planes(model, policy)
-    return _convert(model, stock.make_prompt_cache(model), policy, packed_decode, peers)
+    caches = _convert(model, stock.make_prompt_cache(model), policy, packed_decode, peers)
+    show_attention(model, caches)
+    return caches
 
 
 def check_policy(model: nn.Module, policy: CachePolicy) -> None:
@@ -142,6 +145,7 @@ def _convert(
     # The keys of an indexer stay plain: they are few, and the models write such a cache's buffers themselves.
     of_indexers, plain = indexers(model), policy.plain()
     layer_group, numbers, layers = LayerGroup(peers), count(), count()
+    full = sum(type(cache) in FULL for cache in leaves(own))
 
     def converted(cache: Any) -> Any:
         kept = plain if next(numbers) in of_indexers else policy
@@ -151,7 +155,10 @@ def _convert(
         if type(cache) is stock.ChunkedKVCache:
             return kept.make_cache(kept.layout(chunk_size=cache.chunk_size), packed_decode)
         if type(cache) in FULL:
-            return kept.make_cache(packed_decode=packed_decode, layer_group=layer_group, layer=next(layers))
+            layer = next(layers)
+            return kept.of_layer(layer, full).make_cache(
+                packed_decode=packed_decode, layer_group=layer_group, layer=layer
+            )
         if type(cache) is stock.ArraysCache and policy.max_rollback:
             return RecurrentState.of(cache, policy.max_rollback)
         return cache

@@ -27,6 +27,7 @@ ROW_INCHES = 0.2
 MOST_INCHES = 7.0  # of rows, as long as each has its pixels
 ROW_PIXELS = 2
 BINS = 120  # of the share above the rows
+LEAST_SHARE = 0.005  # % of attention: less is not drawn
 # Uniform to the eye; dark is high. The palest end is left out: it would be lost on white.
 COLOURS = ListedColormap(colormaps["viridis_r"](np.linspace(0.08, 1, 256)), "kept")
 
@@ -56,7 +57,13 @@ def share_kept(rows: Sequence[ScoredPositions], tokens: int, bins: int) -> np.nd
 
 
 def kept_positions(
-    title: str, layers: Sequence[Sequence[ScoredPositions]], tokens: int, sinks: int, recent: int
+    title: str,
+    layers: Sequence[Sequence[ScoredPositions]],
+    tokens: int,
+    sinks: int,
+    recent: int,
+    attention: Sequence[float] | None = None,
+    attention_kept: Sequence[float | None] | None = None,
 ) -> Figure:
     """Which positions each layer kept: rows of cells coloured by the rank of the score, and above them the share kept.
 
@@ -65,14 +72,19 @@ def kept_positions(
         layers: for each layer its rows, one, or one a head; at least one layer.
         tokens: in the text, at least one.
         sinks, recent: so many first and last tokens that are never evicted, to be marked.
+        attention: that each token of the text receives, to be drawn above, too.
+        attention_kept: of each layer, the share of it that goes to what is kept, to be said beside its rows.
     """
     rows = [row for layer in layers for row in layer]
     inches = max(1.2, min(len(rows) * ROW_INCHES, MOST_INCHES), len(rows) * ROW_PIXELS / DPI)
-    figure = Figure(figsize=(10, inches + 2.4), dpi=DPI, layout="constrained")
-    above, cells = figure.subplots(2, 1, sharex=True, height_ratios=[0.6, inches])
+    panels = [0.6, inches] if attention is None else [0.6, 0.9, inches]
+    figure = Figure(figsize=(10, sum(panels) + 1.8), dpi=DPI, layout="constrained")
+    above, *between, cells = figure.subplots(len(panels), 1, sharex=True, height_ratios=panels)
     above.set_title(f"Tokens kept: {title}", loc="left", fontsize=12, pad=20)
     draw_share(above, share_kept(rows, tokens, min(tokens, BINS)), tokens)
-    mark_protected(above, cells, tokens, sinks, recent)
+    for axes in between:
+        draw_attention(axes, attention or (), tokens)
+    mark_protected([above, *between, cells], tokens, sinks, recent)
     cells.set_xlim(0, tokens)
     cells.set_ylim(len(rows), 0)
     cells.set_xlabel("position in the text, tokens")
@@ -81,9 +93,12 @@ def kept_positions(
     cells.xaxis.set_major_formatter(FuncFormatter(lambda value, _: axis_label(value) if value else "0"))
     name_layers(cells, [len(layer) for layer in layers], inches)
     cells.spines[["top", "right"]].set_visible(False)
-    for axes in (above, cells):
+    for axes in (above, *between, cells):
         axes.tick_params(length=0, labelcolor=GREY)
-    bar = figure.colorbar(ScalarMappable(Normalize(0, 1), COLOURS), ax=[above, cells], fraction=0.03, pad=0.015)
+    if attention_kept is not None:
+        name_shares(cells, attention_kept)
+    everything = [above, *between, cells]
+    bar = figure.colorbar(ScalarMappable(Normalize(0, 1), COLOURS), ax=everything, fraction=0.03, pad=0.015)
     bar.set_ticks([0, 0.5, 1], labels=["lowest", "middle", "highest"])
     bar.set_label("score, by rank among the kept of its row")
     bar.ax.tick_params(length=0, labelcolor=GREY)
@@ -112,8 +127,36 @@ def draw_share(axes: Axes, share: np.ndarray, tokens: int) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def mark_protected(above: Axes, cells: Axes, tokens: int, sinks: int, recent: int) -> None:
-    """Says where the tokens are that are never evicted: a line at their edge, in words above it."""
+def draw_attention(axes: Axes, attention: Sequence[float], tokens: int) -> None:
+    """The share of attention that each stretch of the text gets, in %: from thousandths to nearly all, so by powers."""
+    bins = min(tokens, BINS)
+    share = 100 * np.bincount(np.arange(tokens) * bins // tokens, weights=np.asarray(attention), minlength=bins)
+    axes.stairs(share, np.linspace(0, tokens, bins + 1), fill=True, color="#7aa6c2", baseline=LEAST_SHARE)
+    axes.set_yscale("log")
+    axes.set_ylim(LEAST_SHARE, 100)
+    axes.yaxis.set_major_locator(FixedLocator([0.01, 1, 100]))
+    axes.yaxis.set_major_formatter(FixedFormatter(["0.01", "1", "100"]))
+    axes.yaxis.set_minor_locator(FixedLocator([]))
+    axes.set_ylabel("attention, %")
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def name_shares(cells: Axes, shares: Sequence[float | None]) -> None:
+    """Says at the right end of each layer that has its number at the left how much of the attention is left."""
+    told = cells.secondary_yaxis("right")
+    names: Any = cells.yaxis.get_major_formatter()
+    places: Any = cells.yaxis.get_major_locator()
+    shown = [shares[int(name)] for name in names.seq]
+    told.yaxis.set_major_locator(FixedLocator(places.locs))
+    told.yaxis.set_major_formatter(FixedFormatter(["" if share is None else f"{100 * share:.0f}%" for share in shown]))
+    told.set_ylabel("attention kept")
+    told.tick_params(length=0, labelcolor=GREY)
+    told.spines["right"].set_visible(False)
+
+
+def mark_protected(panels: Sequence[Axes], tokens: int, sinks: int, recent: int) -> None:
+    """Says where the tokens are that are never evicted: a line at their edge, in words above the first panel."""
+    above = panels[0]
     style: dict[str, Any] = {"fontsize": 9, "color": GREY, "textcoords": "offset points", "va": "bottom"}
     if 0 < sinks < tokens:
         above.annotate(f"↓ {sinks} sinks" if sinks > 1 else "↓ 1 sink", (0, 100), (-3, 3), ha="left", **style)
@@ -121,7 +164,7 @@ def mark_protected(above: Axes, cells: Axes, tokens: int, sinks: int, recent: in
         above.annotate(f"{recent:,} recent ↓", (tokens, 100), (3, 3), ha="right", **style)
     for edge in (sinks, tokens - recent):
         if 0 < edge < tokens:
-            for axes in (above, cells):
+            for axes in panels:
                 axes.axvline(edge, color=GREY, linewidth=0.6, linestyle=(0, (3, 2)))
 
 

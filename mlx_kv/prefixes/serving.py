@@ -32,8 +32,8 @@ def _exact_trim(cache: KVCache, row: Row) -> int:
 
     With a budget not beyond the last compaction: what was evicted then may have gone for the sake of later tokens.
     """
-    if cache.evictor is not None and row.start < 0:
-        return max(0, row.end - cache.evictor.layout.budget)
+    if cache.evictor is not None and row.evicted > 0:
+        return max(0, cache.layout.held(row) - cache.evictor.layout.budget)
     return cache.layout.most_trim(row)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_kv.cache.eviction.granularity import Granularity
+from mlx_kv.cache.eviction.granularity import Granularity, LayerBudgets
 from mlx_kv.cache.eviction.peers import ALONE, Alone, Peers
 from mlx_kv.ranks.collectives import gathered
 from mlx_kv.ranks.splitting import part_of
@@ -41,6 +41,12 @@ class Heads(Alone):
 
     def have_heads(self, granularity: Granularity) -> bool:
         return self._copies or granularity != "head"
+
+    def check(self, granularity: Granularity, layers: LayerBudgets = "uniform") -> None:
+        if granularity == "adaptive" and not self._copies:  # other heads' tokens lie in other slots
+            raise ValueError(
+                "heads are split over ranks, and share='adaptive' compares the tokens of all of them: use share='head'"
+            )
 
     def with_heads(self, scores: Sequence[mx.array]) -> list[mx.array]:
         flat = mx.concatenate([each.reshape(-1) for each in scores])
@@ -70,7 +76,12 @@ class Layers(Alone):
     def __init__(self, group: mx.distributed.Group, most: int, least: int) -> None:
         self._group, self._most, self._least = group, most, least
 
-    def check(self, granularity: Granularity) -> None:
+    def check(self, granularity: Granularity, layers: LayerBudgets = "uniform") -> None:
+        if layers != "uniform":
+            raise ValueError(
+                f"layers are split over ranks, and layers={layers!r} needs to know which of all of them a rank has: "
+                "use layers='uniform'"
+            )
         if granularity == "layers" and self._least == 0:  # nothing on it would know when the others decide
             raise ValueError(
                 "a rank has no layer of full attention, and cannot decide with the others what a budget keeps: use "

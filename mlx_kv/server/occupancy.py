@@ -78,7 +78,7 @@ def occupancy_of(caches: Sequence[Any], positions: bool) -> BatchOccupancy:
 def tokens_evicted(caches: Iterable[Any]) -> list[int]:
     """Tokens that a budget has evicted of each row, by the busiest layer."""
     counts = [
-        [max(0, -own.view.rows[index].start) for own, index in places]
+        [max(0, own.view.rows[index].evicted) for own, index in places]
         for places in map(places_of, leaves(caches))
         if places and places[0][0].evictor is not None
     ]
@@ -98,8 +98,9 @@ def _rule(layers: Sequence[Places], positions: bool) -> list[RowOccupancy]:
 
 def _kept(cache: KVCache, row: Row, index: int) -> PositionRanges:
     offset, live = max(0, row.offset), max(0, cache.layout.held(row))
-    if cache.evictor is not None and row.start < 0:
+    if cache.evictor is not None and row.evicted > 0:
         places = np.sort(np.array(cache.evictor.live_positions(row, index)[0]))
+        places = places[places >= 0]  # of the first head, where heads keep different numbers of tokens
         return position_ranges(places, offset // FINENESS)
     sinks = min(cache.layout.sinks, live)  # a ring: its first tokens, and its newest
     return [(0, offset)] if live == offset else [(0, sinks), (offset - live + sinks, offset)][sinks == 0 :]

@@ -32,7 +32,7 @@ specs = st.builds(
     sinks=st.integers(0, 3),
     margin=st.integers(0, 6),
     score=st.sampled_from(SCORES),
-    share=st.sampled_from(["layers", "layer", "head"]),
+    share=st.sampled_from(["layers", "layer", "head", "adaptive"]),
 )
 operations = st.one_of(
     st.tuples(st.just("update"), st.one_of(st.just(1), st.integers(1, 12), st.integers(20, 60))),
@@ -49,7 +49,7 @@ def test_any_history(spec: Spec, steps: list[tuple[str, Any]], seed: int) -> Non
     run(spec, [("update", 25), *steps, ("update", 20), ("update", 2), ("update", 1)], seed)
 
 
-@pytest.mark.parametrize("share", ["layers", "layer", "head"])
+@pytest.mark.parametrize("share", ["layers", "layer", "head", "adaptive"])
 @pytest.mark.parametrize("bits", [None, 8, 4])
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("score", SCORES)
@@ -148,7 +148,7 @@ def test_work_is_counted_by_row_and_goes_with_it() -> None:
     batch.extend(one)
     assert batch.evictor.compactions == 4
     old = list(one.state)
-    old[-1] = [*old[-1][:-1], [7, 4, 0.5]]  # as it was written before rows were told apart
+    old[-1] = [*old[-1][:6], [7, 4, 0.5]]  # as it was written before rows were told apart
     assert KVCache.from_state(tuple(old)).evictor.work == ((7, 4, 0.5),)
 
 
@@ -214,7 +214,7 @@ def test_trims_back_to_what_was_recent_and_no_further() -> None:
 # --- the tests above must be able to fail: bugs planted one at a time ---------------------------------------------
 
 
-def forgets_the_slide(layout: Budget, row: Row) -> Moves:
+def forgets_the_slide(layout: Budget, row: Row, after: Row) -> Moves:
     block = mx.arange(layout.keep_recent, dtype=mx.int32)
     return Moves(block + layout.cut, block + layout.cut)
 
@@ -223,11 +223,11 @@ def evicts_the_highest(scores: mx.array, positions: mx.array, count: int) -> mx.
     return lowest(-scores, positions, count)
 
 
-def leaves_one_more(self: Budget, row: Row) -> Row:
+def leaves_one_more(self: Budget, row: Row, longer: int = 0) -> Row:
     return row._replace(start=self.budget + 1 - row.offset)
 
 
-def counts_what_is_held(self: Budget, row: Row) -> Row:
+def counts_what_is_held(self: Budget, row: Row, longer: int = 0) -> Row:
     return row._replace(start=0, offset=self.budget)
 
 

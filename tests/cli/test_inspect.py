@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from tiny_models import VOCAB, make_model
 from mlx_kv.cli import inspect as inspect_module
 from mlx_kv.cli.inspect import blocks, mark_evicted, tenths, text_lines, token_texts
 from mlx_kv.evaluation import inspection
+from mlx_kv.evaluation.attention import attention_of_last
 from mlx_kv.evaluation.inspection import KeptLayer, KeptTokens, inspect_prompt
 from mlx_kv.generation.encoding import encode_prompt
 from mlx_kv.mlxlm.convert import make_prompt_cache
@@ -110,6 +111,44 @@ def test_only_layers_with_a_budget_are_listed(family: str, places: list[int] | N
     assert places is None or expected == places
     assert [layer.index for layer in found.layers] == list(range(len(expected)))
     assert found.without_budget > 0
+
+
+@pytest.mark.parametrize("share", ["layers", "layer", "head"])
+def test_the_attention_that_is_left(share: Any) -> None:
+    """What each head keeps of it, and all of it where nothing goes."""
+    model, tokens = make_model("llama"), ids(90)
+    policy = CachePolicy(budget=24, keep_recent=6, share=share, max_write=16)
+    steps: list[tuple[int, int]] = []
+    found = inspect_prompt(model, tokens, policy, attention_of=8, progress=lambda *step: steps.append(step))
+    received = attention_of_last(model, tokens, 8)
+    assert [layer.heads for layer in inspect_prompt(model, tokens, policy).layers] == [
+        tuple(replace(head, attention=None) for head in layer.heads) for layer in found.layers
+    ]
+    for layer in found.layers:
+        of_heads = received[layer.index]
+        rows = of_heads if share == "head" else of_heads.mean(axis=0, keepdims=True)
+        expected = [sum(row[position] for position in h.positions) for h, row in zip(layer.heads, rows, strict=True)]
+        assert [head.attention for head in layer.heads] == pytest.approx(expected, abs=1e-6)
+        assert layer.attention_kept == pytest.approx(sum(expected) / len(expected), abs=1e-6)
+        assert layer.attention == pytest.approx(of_heads.mean(axis=0), abs=1e-6)
+        assert 0.0 < layer.attention_kept < 0.999
+    assert steps[-1] == (180, 180)
+    assert [done for done, _ in steps] == sorted(done for done, _ in steps)
+    whole = inspect_prompt(model, tokens, CachePolicy(budget=90, keep_recent=6), attention_of=8)
+    assert [layer.attention_kept for layer in whole.layers] == pytest.approx([1.0] * 3, abs=1e-5)
+
+
+def test_attention_is_shown_beside_what_is_kept(call: Any, tmp_path: Path) -> None:
+    plot = tmp_path / "kept.png"
+    done = call("--prompt", PROMPT, *SMALL, "--attention", "--plot", str(plot))
+    assert done.code == 0
+    assert plot.stat().st_size > 10_000
+    header, *rows = done.out.split("\n\n")[1].splitlines()
+    assert header.split()[:5] == ["layer", "kept", "evicted", "attention", "tenths"]
+    shares = [float(row.split()[3].removesuffix("%")) for row in rows]
+    assert len(shares) == 4
+    assert all(0 < share < 100 for share in shares)
+    assert "of what the last 64 tokens look at" in done.out
 
 
 def test_the_share_of_heads_that_evicted() -> None:

@@ -10,10 +10,19 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from mlx_lm.models import cache as stock
+from tiny_models import VOCAB, make_model
 
 from mlx_kv import make_prompt_cache
 from mlx_kv.evaluation import tasks
-from mlx_kv.evaluation.attention import attention_received, attention_weights, rank_correlation, watched_attention
+from mlx_kv.evaluation.attention import (
+    attention_of_last,
+    attention_received,
+    attention_weights,
+    rank_correlation,
+    watched_attention,
+)
+from mlx_kv.mlxlm.attention import AttentionCall, attention_hooked
 
 SHAPE = tasks.ContextShape(rows=4, context=256, sinks=4, keep_recent=16)
 
@@ -23,13 +32,48 @@ def test_attention_received_sums_to_the_number_of_queries(recall_model: Any) -> 
     caches = make_prompt_cache(recall_model[0])
     with watched_attention(recall_model[0], caches) as seen:
         recall_model[0](mx.array(trial.context), cache=caches)
-    assert [weights.shape for _, weights in seen] == [(2, 256)] * 4
+    heads = recall_model[0].args.num_key_value_heads
+    assert [weights.shape for _, weights in seen] == [(2, heads, 256)] * 4
     for _, weights in seen:
-        assert np.array(weights.sum(axis=1)) == pytest.approx([256, 256], rel=1e-4)
+        assert np.array(weights.sum(axis=2)).ravel() == pytest.approx([256] * 2 * heads, rel=1e-4)
     of_all, of_questions = attention_received(recall_model[0], trial.context, trial.questions)
     assert of_all.shape == of_questions.shape == (4, 2, 256)
     assert ((of_questions.sum(axis=2) <= 12) & (of_questions.sum(axis=2) > 0)).all()
     assert (of_all.sum(axis=2) - of_questions.sum(axis=2)).ravel() == pytest.approx([256] * 8, rel=1e-4)
+
+
+@pytest.mark.parametrize(("tokens", "queries"), [(40, 9), (40, 40), (5, 64), (1, 1)])
+@pytest.mark.parametrize(("family", "layers"), [("llama", [0, 1, 2]), ("gemma3_text", [1, 3])])
+def test_what_the_last_tokens_look_at(family: str, layers: list[int], tokens: int, queries: int) -> None:
+    """Against the whole text read at once, one softmax after the other."""
+    model, text = make_model(family), [(5 * i * i + i) % VOCAB for i in range(tokens)]
+    told: list[tuple[int, int]] = []
+    found = attention_of_last(model, text, queries, step=7, progress=lambda *step: told.append(step))
+    assert told[-1] == (tokens, tokens)
+    assert list(found) == layers
+
+    class Listener:
+        def __init__(self) -> None:
+            self.calls: dict[int, Any] = {}
+
+        def attend(self, call: AttentionCall) -> mx.array:
+            self.calls[id(call.cache)] = call
+            return call.hand_on()
+
+    caches, listener = stock.make_prompt_cache(model), Listener()
+    with attention_hooked(model, caches, listener):
+        model(mx.array(text)[None], cache=caches)
+    for layer in layers:
+        call = listener.calls[id(caches[layer])]
+        asked, keys = np.array(call.queries[0], np.float64), np.array(call.keys[0], np.float64)
+        group = len(asked) // len(keys)
+        looking = min(queries, tokens)
+        expected = np.zeros((len(keys), tokens))
+        for head, own in enumerate(asked):
+            for q in range(tokens - looking, tokens):
+                weights = np.exp(call.scale * (keys[head // group, : q + 1] @ own[q]))
+                expected[head // group, : q + 1] += weights / weights.sum() / group / looking
+        np.testing.assert_allclose(found[layer], expected, atol=1e-6)
 
 
 def test_attention_weights_are_those_of_mlx() -> None:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from mlx_kv.cache.classes.deferred import Call, DeferredMask
+from mlx_kv.cache.classes.deferred import DeferredMask
 from mlx_kv.cache.classes.row_classes import RowClasses
 
-__all__ = ["Call", "DeferredMask", "RowClasses"]
+__all__ = ["DeferredMask", "RowClasses"]

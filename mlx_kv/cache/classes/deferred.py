@@ -5,30 +5,10 @@ Knows nothing about which rows a cache has.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
-
-import mlx.core as mx
+from typing import Any
 
 from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.cache.mask import Mask
-
-
-class Call(Protocol):
-    """One call of attention, as `mlxlm.attention.AttentionCall`."""
-
-    @property
-    def queries(self) -> mx.array: ...
-
-    @property
-    def keys(self) -> Any: ...
-
-    @property
-    def values(self) -> Any: ...
-
-    @property
-    def mask(self) -> Any: ...
-
-    def hand_on(self, **changes: Any) -> mx.array: ...
 
 
 class DeferredMask:

@@ -15,7 +15,7 @@ from mlx_kv.cache.classes.parts import Part, Parts, part_of
 from mlx_kv.cache.classes.rule import Groups, settled
 from mlx_kv.cache.growth import round_up
 from mlx_kv.cache.kv_cache import KVCache
-from mlx_kv.cache.layout import NO_LIMIT
+from mlx_kv.cache.layout import NO_LIMIT, enough_slots
 
 # Slots that one class more has to save, for what it costs: some ten calls in each layer and step. On a CPU that is
 # the time in which attention reads a thousand slots or two; a GPU reads more of them meanwhile.
@@ -120,9 +120,10 @@ def _needs(parts: Parts, lengths: Sequence[int] | None = None) -> tuple[int, ...
     needs = []
     for number, (cache, index) in enumerate(parts.places):
         view = cache.view
-        end = view.rows[index].end + (1 if lengths is None else lengths[number])
+        row = view.rows[index]
+        end = row.end + (1 if lengths is None else lengths[number])
         announced = max(view.reserved, view.announced[index])
-        needs.append(round_up(max(1, min(max(end, announced), view.layout.enough_slots))))
+        needs.append(round_up(max(1, min(max(end, announced), enough_slots(view.layout, [row])))))
     return tuple(needs)
 
 

@@ -18,12 +18,12 @@ from typing import Any, Self
 import mlx.core as mx
 
 from mlx_kv.cache.checks import whole_numbers
-from mlx_kv.cache.classes.deferred import Call, DeferredMask
+from mlx_kv.cache.classes.deferred import DeferredMask
 from mlx_kv.cache.classes.moving import Moved, moved_to_classes, moved_where_they_grow, room_in
 from mlx_kv.cache.classes.parts import Part, Parts, part_of
 from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.cache.layout import Layout
-from mlx_kv.cache.protocol import Fetched
+from mlx_kv.cache.protocol import Call, Fetched, Hook
 from mlx_kv.cache.rows import check_joinable, check_padding, check_rows
 
 
@@ -97,9 +97,9 @@ class RowClasses:
         return keys, values
 
     @property
-    def attention_hook(self) -> RowClasses | None:
-        """What answers the attention of this layer: nobody but mlx-lm while one cache has all rows."""
-        return self if self._only is None else None
+    def attention_hook(self) -> Hook | None:
+        """What answers the attention of this layer: while one cache has all rows, whoever does for that."""
+        return self if self._only is None else self._only.attention_hook
 
     def attend(self, call: Call) -> mx.array:
         """(B, Hq, S, Dv): of each cache the attention of its rows, after their update."""
@@ -117,7 +117,9 @@ class RowClasses:
                 continue
             made = mask.of(number, cache)
             read, read_values = cache.update_and_fetch(keys[take], values[take])
-            outputs.append(call.hand_on(queries=queries, keys=read, values=read_values, cache=cache, mask=made))
+            own = call.changed(queries=queries, keys=read, values=read_values, cache=cache, mask=made)
+            hook = cache.attention_hook
+            outputs.append(own.hand_on() if hook is None else hook.attend(own))
         return self._parts.joined(outputs)
 
     def _make_room(self, new: int) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import mlx.core as mx
 
 from mlx_kv.cache.eviction.compaction import Moves, slide
-from mlx_kv.cache.eviction.kept_tokens import KeptTokens
+from mlx_kv.cache.eviction.kept_tokens import KeptTokens, as_wide
 from mlx_kv.cache.layout import Budget, Row
 
 
@@ -34,10 +34,13 @@ def _padded(slots: mx.array, most: int) -> mx.array:
     return mx.concatenate([slots, more], axis=1)
 
 
-def with_slides(layout: Budget, rows: Sequence[Row], due: Sequence[int], moves: Moves) -> Moves:
-    """Moves (B, H, m) into holes, and after them the way down of the recent blocks: (B, H, m + keep_recent)."""
-    stays = Row(offset=layout.budget)  # whose recent block lies at the cut already
-    slides = [slide(layout, row if i in due else stays) for i, row in enumerate(rows)]
+def with_slides(layout: Budget, rows: Sequence[Row], after: Sequence[Row], moves: Moves) -> Moves:
+    """Moves (B, H, m) into holes, and after them the way down of the recent blocks: (B, H, m + keep_recent).
+
+    Args:
+        rows, after: where they stand before and afterwards; those that are not compacted the same.
+    """
+    slides = [slide(layout, row, then) for row, then in zip(rows, after, strict=True)]
     shape = (*moves.source.shape[:2], layout.keep_recent)
 
     def both(which: int) -> mx.array:
@@ -50,34 +53,51 @@ def with_slides(layout: Budget, rows: Sequence[Row], due: Sequence[int], moves: 
 def kept_after(
     layout: Budget,
     rows: Sequence[Row],
+    after: Sequence[Row],
     moves: Moves,
     kept: KeptTokens,
     positions: Mapping[int, mx.array],
     scores: Mapping[int, mx.array] | None,
+    dead: Mapping[int, mx.array],
 ) -> KeptTokens:
     """What is known of the tokens before the cut once holes are filled. Small arrays: they are made anew.
 
     Args:
-        rows: where they stand before.
+        rows, after: where they stand before and afterwards.
         moves: into holes, (B, H, m).
         kept: what was known.
         positions: of the rows that are compacted, (1 or H, n), of all live slots.
         scores: of the same rows, (1 or H, at least n - keep_recent); None where they are asked for every time.
+        dead: slots of the same rows, (H,), before the cut that hold no token then; only of those where any does.
     """
-    heads, cut = moves.source.shape[1], layout.cut
+    heads, widest = moves.source.shape[1], max(map(layout.cut_of, after))
 
     def lines(known: Mapping[int, mx.array], old: mx.array | None, dtype: mx.Dtype) -> mx.array:
         each = []
         for i, row in enumerate(rows):
             if i not in known:
-                each.append(mx.zeros((heads, cut), dtype) if old is None else old[i])
+                each.append(mx.zeros((heads, widest), dtype) if old is None else as_wide(old[i], widest))
                 continue
-            last = row.end - layout.keep_recent
+            last, cut = row.end - layout.keep_recent, layout.cut_of(after[i])
             slots = mx.broadcast_to(known[i][:, :last], (heads, last))
             filled = mx.take_along_axis(slots, moves.source[i], axis=1)
-            each.append(mx.put_along_axis(slots, moves.target[i], filled, axis=1)[:, :cut].astype(dtype))
+            moved = mx.put_along_axis(slots, moves.target[i], filled, axis=1)[:, :cut].astype(dtype)
+            each.append(as_wide(moved, widest))
         return mx.stack(each)
 
     return KeptTokens(
-        lines(positions, kept.positions, mx.int32), None if scores is None else lines(scores, kept.scores, mx.float32)
+        lines(positions, kept.positions, mx.int32),
+        None if scores is None else lines(scores, kept.scores, mx.float32),
+        _dead_after(after, heads, kept.dead, dead),
     )
+
+
+def _dead_after(
+    after: Sequence[Row], heads: int, before: mx.array | None, made: Mapping[int, mx.array]
+) -> mx.array | None:
+    """(B, H), from those of before and those that were made by a compaction; None where there is none."""
+    if not any(row.longer for row in after):
+        return None
+    none = mx.zeros((heads,), mx.int32)
+    kept = [made.get(i, none if before is None else before[i]) if row.longer else none for i, row in enumerate(after)]
+    return mx.stack(kept)

@@ -38,10 +38,14 @@ def lowest(scores: mx.array, positions: mx.array, count: int) -> mx.array:
     Returns:
         (H, count).
     """
+    return mx.sort(mx.argpartition(in_order(scores, positions), count - 1, axis=-1)[:, :count], axis=-1)
+
+
+def in_order(scores: mx.array, ties: mx.array) -> mx.array:
+    """Integers in the order of scores, and of equal ones in that of `ties`, which are not negative: int64."""
     bits = (scores + 0.0).view(mx.int32)  # -0.0 becomes 0.0
     ascending = mx.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # floats as integers of the same order
-    keys = ascending.astype(mx.int64) * 2**32 + positions
-    return mx.sort(mx.argpartition(keys, count - 1, axis=-1)[:, :count], axis=-1)
+    return ascending.astype(mx.int64) * 2**32 + ties
 
 
 def eviction_moves(layout: Budget, row: Row, scores: mx.array, positions: mx.array) -> Moves:
@@ -75,7 +79,13 @@ def hole_moves(layout: Budget, row: Row, victims: mx.array) -> Moves:
     return Moves(*(mx.where(holes > 0, x, 0).astype(mx.int32) for x in (source, target)))
 
 
-def slide(layout: Budget, row: Row) -> Moves:
-    """The recent block's way down, (keep_recent,), the same in all heads."""
+def slide(layout: Budget, row: Row, after: Row) -> Moves:
+    """The recent block's way down, (keep_recent,), the same in all heads; of a row that stays, slots onto themselves.
+
+    Args:
+        row, after: where it stands before and afterwards.
+    """
     block = mx.arange(layout.keep_recent, dtype=mx.int32)
-    return Moves(block + (row.end - layout.keep_recent), block + layout.cut)
+    if after == row:
+        return Moves(block + layout.cut, block + layout.cut)  # slots that there are, whatever they hold
+    return Moves(block + (row.end - layout.keep_recent), block + layout.cut_of(after))

@@ -17,13 +17,17 @@ import mlx.core as mx
 
 from mlx_kv.cache.buffers import move_slots
 from mlx_kv.cache.eviction.compaction import Moves
-from mlx_kv.cache.eviction.granularity import Granularity, check_granularity
+from mlx_kv.cache.eviction.granularity import Granularity, LayerBudgets, check_granularity
 from mlx_kv.cache.eviction.layer_group import LayerGroup
+from mlx_kv.cache.eviction.masks import OwnMasks
 from mlx_kv.cache.eviction.membership import EvictorState, Membership, Work
+from mlx_kv.cache.eviction.observed.observation import Observation, ObservedState
+from mlx_kv.cache.eviction.observed.weights import Keys, keys_of
 from mlx_kv.cache.eviction.peers import ALONE, Peers
 from mlx_kv.cache.eviction.scores import Function, Score, find_score
 from mlx_kv.cache.eviction.step import CompactionStep, Held
 from mlx_kv.cache.layout import Budget, Plan, Row
+from mlx_kv.cache.protocol import Call
 
 
 class Owner(Protocol):
@@ -41,6 +45,7 @@ class Evictor:
         score: what to keep, a name or a function; see `mlx_kv.cache.eviction.scores`.
         granularity: which tokens are kept together: the same in all "layers", in each "layer" or each "head" its own.
         layer_group, layer: the sequence, and which of its layers this is.
+        layers: whether all layers of the sequence have the same budget.
 
     Raises:
         ValueError: an unknown score or granularity.
@@ -53,11 +58,17 @@ class Evictor:
         granularity: Granularity = "layers",
         layer_group: LayerGroup | None = None,
         layer: int = 0,
+        layers: LayerBudgets = "uniform",
     ) -> None:
-        check_granularity(granularity)
+        check_granularity(granularity, layers)
         self.layout, self.score, self.granularity, self.layer = layout, find_score(score), granularity, layer
+        self.layers, self._masks = layers, OwnMasks(layout)
         self.members = Membership((layer_group or LayerGroup(),))
         self.members.groups[0].join(layer, self)
+        wants = self.score.wants
+        self.observation: Observation | None = None
+        if wants is not None and wants.observes:
+            self.observation = Observation(wants, layout.keep_recent)
         self._owner: Callable[[], Owner | None] = lambda: None
         self._step: CompactionStep | None = None  # worked out for the compaction that comes, if anything was
 
@@ -69,11 +80,13 @@ class Evictor:
     @property
     def state(self) -> EvictorState:
         """What a loaded cache needs besides its layout."""
-        return self._state_of(self.members)
+        return self._state_of(self.members, None if self.observation is None else self.observation.state)
 
-    def _state_of(self, members: Membership) -> EvictorState:
+    def _state_of(self, members: Membership, observed: ObservedState | None = None) -> EvictorState:
         names = [group.name for group in members.groups]
-        return EvictorState(self.score.name, self.granularity, self.layer, names, *members.kept, list(members.work))
+        kept = members.kept
+        known = names, kept.positions, kept.scores, list(members.work), kept.dead, self.layers, observed
+        return EvictorState(self.score.name, self.granularity, self.layer, *known)
 
     @classmethod
     def from_state(
@@ -83,6 +96,7 @@ class Evictor:
         score: Score | None = None,
         memo: dict[int, Any] | None = None,
         peers: Peers = ALONE,
+        seen: Observation | None = None,
     ) -> Evictor:
         """An evictor of copies of the same rows.
 
@@ -91,13 +105,18 @@ class Evictor:
             score: None finds it by its name.
             memo: deepcopy's.
             peers: who has other parts of the same sequences.
+            seen: what was seen of their attention; None finds it in the state.
 
         Raises:
             ValueError: the score is one that nobody registered here.
         """
         told = EvictorState(*state)
-        made = cls(layout, score or told.score, told.share, LayerGroup(peers), told.layer)
+        made = cls(layout, score or told.score, told.share, LayerGroup(peers), told.layer, told.layers)
         made.members = Membership.from_state(told, made, memo, peers)
+        if seen is not None:
+            made.observation = seen
+        elif made.observation is not None:
+            made.observation.go_on_from(told.observed, len(told.groups))
         return made
 
     def copied(self, memo: dict[int, Any]) -> Evictor:
@@ -106,27 +125,38 @@ class Evictor:
         Args:
             memo: deepcopy's.
         """
-        return Evictor.from_state(self.layout, self.state, self.score, memo, self.peers)
+        seen = None if self.observation is None else self.observation.copied()
+        return Evictor.from_state(self.layout, self._state_of(self.members), self.score, memo, self.peers, seen)
 
     def selected(self, rows: Sequence[int]) -> Evictor:
         """An evictor for copies of some rows."""
+        seen = None if self.observation is None else self.observation.of_rows(rows)
         state = self._state_of(self.members.of_rows(rows))
-        return Evictor.from_state(self.layout, state, self.score, peers=self.peers)
+        return Evictor.from_state(self.layout, state, self.score, peers=self.peers, seen=seen)
 
     def reset(self) -> None:
         """A new session begins, of one sequence until more are seen."""
         self.forget()
         self.members = self.members.first()
+        if self.observation is not None:
+            self.observation.go_on_from(None, 1)
 
     def keep(self, chosen: Sequence[int], rows: Sequence[Row]) -> None:
         """Lets all rows go but the chosen, which then stand as `rows` say."""
         self.forget()
         self.members = self.members.of_rows(chosen).without_evicted(rows)
         self.members.kept.compute()
+        if self.observation is not None:
+            self.observation = self.observation.of_rows(chosen)
+            self.observation.compute()
 
     def extend(self, other: Evictor) -> None:
         """Takes copies of another's rows, after its own."""
         self.forget()
+        if self.observation is not None and other.observation is not None:
+            rows, more = len(self.members.groups), len(other.members.groups)
+            self.observation = self.observation.joined(rows, other.observation, more)
+            self.observation.compute()
         self.members = self.members.joined(other.members, self.layer, self)
         self.members.kept.compute()
 
@@ -140,8 +170,14 @@ class Evictor:
         """Who has other parts of the same sequences."""
         return self.members.groups[0].peers
 
+    def trimmed(self, rows: tuple[Row, ...]) -> None:
+        """Tokens were taken back, and rows stand here now."""
+        self.forget()
+        if self.observation is not None:
+            self.observation.trimmed(rows)
+
     def forget(self) -> None:
-        """Tokens were taken back: nothing that was worked out for the next compaction holds."""
+        """Nothing that was worked out for the next compaction holds."""
         self._step = None
         for group in self.members.groups:
             group.forget()
@@ -162,7 +198,7 @@ class Evictor:
     def evicted(self) -> int:
         """Tokens that the rows of now have evicted."""
         owner = self._owner()
-        return 0 if owner is None else sum(max(0, -row.start) for row in owner.view.rows)
+        return 0 if owner is None else sum(max(0, row.evicted) for row in owner.view.rows)
 
     @property
     def moved(self) -> int:
@@ -181,11 +217,15 @@ class Evictor:
 
     @property
     def nbytes(self) -> int:
-        return self.members.kept.nbytes
+        return self.members.kept.nbytes + (0 if self.observation is None else self.observation.nbytes)
 
     def live_positions(self, row: Row, index: int) -> mx.array:
-        """The position of each live slot of one row, (H', n)."""
-        return self.members.kept.live_positions(self.layout, row, index)
+        """The position of each live slot of one row, (H', n); -1 where a head has no token, and others have."""
+        kept = self.members.kept
+        positions = kept.live_positions(self.layout, row, index)
+        if not row.longer:
+            return positions
+        return mx.where(kept.alive(self.layout, row, index, positions.shape[1]), positions, -1)
 
     def live_scores(self, index: int) -> mx.array:
         """The scores of all live slots of one row, (H', n), as they are now."""
@@ -197,7 +237,7 @@ class Evictor:
         Raises:
             ValueError: heads or layers keep different tokens, and one mask for all of them cannot say so.
         """
-        if all(row.start >= 0 for row in plan.rows):
+        if all(row.evicted <= 0 for row in plan.rows):
             return None
         if self.granularity != "layers":
             raise ValueError(
@@ -205,6 +245,40 @@ class Evictor:
                 "mask among layers and heads: use share='layers'"
             )
         return self.members.kept.key_positions(self.layout, plan)
+
+    # --- attention ----------------------------------------------------------------------------------------------------
+
+    @property
+    def wants_attention(self) -> bool:
+        """Whether the attention over the cache is to be shown to `attend`."""
+        return self.score.wants is not None or self.own_lengths
+
+    @property
+    def own_lengths(self) -> bool:
+        """Whether this layer, or each of its heads, holds another number of tokens than others: it has its own mask."""
+        return self.granularity == "adaptive" or self.layers != "uniform"
+
+    def attend(self, call: Call, rows: tuple[Row, ...], counts: tuple[int, ...] | None) -> mx.array:
+        """(B, Hq, S, Dv): attention after an update, seen on its way; over what each head holds.
+
+        Args:
+            rows: where they stand after the update.
+            counts: how many of the S queries are of tokens of each row, padding follows; None is all of all rows.
+        """
+        if self.own_lengths:
+            call = call.changed(mask=self._masks.of(call, rows, counts, self.members.kept))
+        answer = call.hand_on()
+        if self.observation is None:
+            return answer
+        made = self.observation.see(call, rows, counts, lambda: self._keys_for(rows, call))
+        # With the step itself, not later: who looks at keys while the next ones are written has them all copied.
+        return mx.depends([answer], made)[0] if made else answer
+
+    def _keys_for(self, rows: tuple[Row, ...], call: Call | None = None) -> Keys:
+        """The tokens that queries see, as a call gives them or as they are stored."""
+        buffers = self._view().buffers
+        assert buffers is not None, "queries come after keys"
+        return keys_of(buffers[0], [self.live_positions(row, i) for i, row in enumerate(rows)], call)
 
     # --- compaction -------------------------------------------------------------------------------------------------
 
@@ -220,18 +294,24 @@ class Evictor:
         layout = self.layout
         if len(rows) != len(self.members.groups):
             self.members = self.members.new_batch(len(rows), self.layer, self)
-        due = [i for i, row in enumerate(rows) if (row.end > layout.budget if on_demand else layout.due(row))]
+        due = [i for i, row in enumerate(rows) if (layout.held(row) > layout.budget if on_demand else layout.due(row))]
+        if self.own_lengths and not on_demand:
+            self._masks.check_asked(bool(due))
         if not due:
             return rows
         step = self._next_step()
         mx.eval([buffer.planes for buffer in step.buffers])  # what is still to be computed is no part of a compaction
         started = time.perf_counter()
-        moves, kept = step.all_moves({i: self._moves(step, i) for i in due})
+        decided = {i: self._moves(step, i) for i in due}
+        moves, kept = step.all_moves(decided)
         kept.compute()
         move_slots(step.buffers, *moves)
         self._step = None
+        after = step.after(decided)
+        if self.observation is not None:
+            self.observation.moved(moves, [row.end for row in after])
         self.members = self.members.compacted(due, kept, moves.source.shape[2], time.perf_counter() - started)
-        return tuple([layout.compacted(row) if i in due else row for i, row in enumerate(rows)])
+        return after
 
     def _moves(self, step: CompactionStep, index: int) -> Moves:
         """What moves into the holes of one row, once all layers of its sequence have decided."""
@@ -239,7 +319,7 @@ class Evictor:
         nbytes = sum(buffer.nbytes for buffer in step.buffers)
         if self.granularity == "layers":
             return group.decide_together(row, lambda scores: step.moves_for(scores, index), nbytes)
-        group.decide_each(row, self.granularity, nbytes)
+        group.decide_each(row, self.granularity, nbytes, in_step=not self.own_lengths)
         return step.own_moves(index)
 
     def _next_step(self) -> CompactionStep:
@@ -250,7 +330,9 @@ class Evictor:
         return self._step
 
     def _step_from(self, view: Held) -> CompactionStep:
-        return CompactionStep(self.layout, self.score, self.granularity, view, self.members.kept)
+        if self.observation is not None and view.buffers is not None:
+            self.observation.settle(lambda: self._keys_for(view.rows))
+        return CompactionStep(self.layout, self.score, self.granularity, view, self.members.kept, self.observation)
 
     def _view(self) -> Held:
         owner = self._owner()
@@ -275,7 +357,8 @@ class Evictor:
         return self._next_step().scoring.standardised(self.members.groups.index(group))
 
     def decide(self, group: LayerGroup) -> None:
-        self._next_step().own_moves(self.members.groups.index(group))
+        if self.layers == "uniform" or self.layout.due(self.row(group)):
+            self._next_step().own_moves(self.members.groups.index(group))
 
     def change(self, old: LayerGroup, new: LayerGroup) -> None:
         self.members = self.members.with_group(old, new)

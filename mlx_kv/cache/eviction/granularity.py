@@ -1,14 +1,27 @@
-"""Which tokens are kept together. The option that says so is called `share`."""
+"""Which tokens are kept together, and how many in each layer. The options that say so are `share` and `layers`."""
 
 from __future__ import annotations
 
 from typing import Literal, get_args
 
-# The same tokens in all layers; in each layer its own; in each head its own.
-Granularity = Literal["layers", "layer", "head"]
+# The same tokens in all layers; in each layer its own; in each head its own, and of those either as many as in all
+# others, or those that matter most among the tokens of all heads.
+Granularity = Literal["layers", "layer", "head", "adaptive"]
+BY_HEAD: tuple[Granularity, ...] = ("head", "adaptive")
 
 
-def check_granularity(share: object) -> None:
-    """Raises ValueError for what is none."""
+# All layers keep as many tokens, or the lower ones more.
+LayerBudgets = Literal["uniform", "pyramid"]
+
+
+def check_granularity(share: object, layers: object = "uniform") -> None:
+    """Raises ValueError for what is none, or for two that don't go together."""
     if share not in get_args(Granularity):
         raise ValueError(f"share is {share!r}: choose one of {', '.join(get_args(Granularity))}")
+    if layers not in get_args(LayerBudgets):
+        raise ValueError(f"layers is {layers!r}: choose one of {', '.join(get_args(LayerBudgets))}")
+    if layers != "uniform" and share == "layers":
+        raise ValueError(
+            f"layers is {layers!r}, but share='layers' keeps the same tokens in all of them: use share='layer', 'head' "
+            "or 'adaptive'"
+        )

@@ -190,19 +190,22 @@ class LayerGroup:
         self._decision = Decision(row, moves)
         return moves
 
-    def decide_each(self, row: Row, granularity: Granularity, nbytes: int) -> None:
+    def decide_each(self, row: Row, granularity: Granularity, nbytes: int, in_step: bool = True) -> None:
         """Has every layer decide for itself, once.
 
         Args:
             granularity: whether heads decide together.
             nbytes: as `decide_together`.
+            in_step: whether all layers hold as many slots, and evict at the same time. Otherwise they have read as many
+                tokens, and those decide that are due.
 
         Raises:
             ValueError: as `decide_together`.
         """
-        if self._decision is not None and self._decision.row == row:
+        decided = None if self._decision is None else self._decision.row
+        if decided == row or (decided is not None and not in_step and decided.offset == row.offset):
             return
-        self.check_in_step(row)
+        self.check_in_step(row, in_step)
         self._hear_heads(granularity, nbytes)
         for _, member in self.members():
             member.decide(self)
@@ -223,10 +226,10 @@ class LayerGroup:
         here = _few_at_once((member.evictable_scores(self) for _, member in self.members()), nbytes)
         return self.peers.with_layers(list(here)) if self.peers.have_layers else here
 
-    def check_in_step(self, row: Row) -> None:
-        """Raises ValueError unless every layer stands where `row` does."""
+    def check_in_step(self, row: Row, everywhere: bool = True) -> None:
+        """Raises ValueError unless every layer stands where `row` does, or at least has read as many tokens."""
         standing = [(layer, member.row(self)) for layer, member in self.members()]
-        if all((other.start, other.offset) == (row.start, row.offset) for _, other in standing):
+        if all((other.start == row.start or not everywhere) and other.offset == row.offset for _, other in standing):
             return
         held: dict[str, list[str]] = {}
         for layer, other in standing:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from mlx_kv.cache.eviction.granularity import Granularity
+from mlx_kv.cache.eviction.granularity import Granularity, LayerBudgets
 from mlx_kv.cache.eviction.kept_tokens import KeptTokens
 from mlx_kv.cache.eviction.layer_group import LayerGroup, Member
 from mlx_kv.cache.eviction.peers import ALONE, Peers
@@ -42,6 +42,9 @@ class EvictorState(NamedTuple):
         groups: the names of the layer groups, by row.
         positions, scores: as in `KeptTokens`.
         work: by row, each as in `Work`; of all rows together, as version 0.1.0 counted, three numbers.
+        dead: as in `KeptTokens`.
+        layers: whether all layers have the same budget.
+        observed: what was seen of attention, as in `ObservedState`; None where nothing was.
     """
 
     score: str
@@ -51,6 +54,9 @@ class EvictorState(NamedTuple):
     positions: mx.array | None
     scores: mx.array | None
     work: list[Any]
+    dead: mx.array | None = None
+    layers: LayerBudgets = "uniform"
+    observed: Sequence[Any] | None = None
 
     def work_by_row(self) -> tuple[Work, ...]:
         if isinstance(self.work[0], Sequence):
@@ -86,7 +92,7 @@ class Membership(NamedTuple):
         return cls(
             tuple([LayerGroup.of_copy(name, state.layer, member, memo, peers) for name in state.groups]),
             state.work_by_row(),
-            KeptTokens(state.positions, state.scores),
+            KeptTokens(state.positions, state.scores, state.dead),
         )
 
     def first(self) -> Membership:
@@ -131,4 +137,4 @@ class Membership(NamedTuple):
 
     def without_evicted(self, rows: Sequence[Row]) -> Membership:
         """The same rows; where none has evicted anything, nothing is known of tokens."""
-        return self._replace(kept=KeptTokens()) if all(row.start >= 0 for row in rows) else self
+        return self._replace(kept=KeptTokens()) if all(row.evicted <= 0 for row in rows) else self

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import mlx.core as mx
 
-from mlx_kv.cache.eviction.granularity import Granularity
+from mlx_kv.cache.eviction.granularity import Granularity, LayerBudgets
 
 
 class Peers(Protocol):
@@ -28,7 +28,7 @@ class Peers(Protocol):
         """Whether heads that are not here have a say in which tokens the heads here keep."""
         ...
 
-    def check(self, granularity: Granularity) -> None:
+    def check(self, granularity: Granularity, layers: LayerBudgets = "uniform") -> None:
         """Raises ValueError where not all parts could tell what a budget needs to be told."""
         ...
 
@@ -49,7 +49,7 @@ class Alone:
 
     have_layers = False
 
-    def check(self, granularity: Granularity) -> None:
+    def check(self, granularity: Granularity, layers: LayerBudgets = "uniform") -> None:
         pass
 
     def have_heads(self, granularity: Granularity) -> bool:

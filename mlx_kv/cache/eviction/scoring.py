@@ -1,19 +1,23 @@
 """What the live tokens of one cache are worth, where it stands now.
 
 Decides which tokens a score is asked for, and checks what it says. Knows nothing about which tokens go.
-B rows, H KV heads; H' is H where every head keeps its own tokens (share="head"), else 1.
+B rows, H KV heads; H' is H where every head keeps its own tokens, else 1.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import mlx.core as mx
 
 from mlx_kv.cache.buffers import SlotBuffer
 from mlx_kv.cache.codecs import Planes
-from mlx_kv.cache.eviction.granularity import Granularity
+from mlx_kv.cache.eviction.granularity import BY_HEAD, Granularity
 from mlx_kv.cache.eviction.kept_tokens import KeptTokens
+from mlx_kv.cache.eviction.observed.fields import fields_of_head, seen_fields
+from mlx_kv.cache.eviction.observed.observation import Observation
+from mlx_kv.cache.eviction.observed.weights import stored_keys
 from mlx_kv.cache.eviction.scores import Score
 from mlx_kv.cache.eviction.scores.blocks import some
 from mlx_kv.cache.eviction.scores.tokens import Part, ScoredTokens
@@ -28,6 +32,7 @@ class Scoring:
         rows: where each row stands.
         buffers: of keys and of values.
         kept: what is known of the tokens before the cut.
+        observation: of the attention over them, if the score wants any; it is settled.
     """
 
     def __init__(
@@ -38,10 +43,16 @@ class Scoring:
         rows: Sequence[Row],
         buffers: Sequence[SlotBuffer],
         kept: KeptTokens,
+        observation: Observation | None = None,
     ) -> None:
         self._layout, self._score, self._granularity = layout, score, granularity
         self._rows, self._buffers, self._kept = rows, buffers, kept
-        self._alike = all(row == rows[0] for row in rows)
+        self._observation = None if observation is None or len(observation.ends) != len(rows) else observation
+        self._alike = all(row == rows[0] and not row.longer for row in rows)
+        if self._observation is not None:
+            seen = [self._observation.standing(index) for index in range(len(rows))]
+            self._alike = self._alike and all(one == seen[0] for one in seen)
+        self._fields: dict[int | None, dict[str, Any]] = {}  # of what was seen, by row as the next two
         self._before_recent: dict[int | None, mx.array] = {}  # by row; those of all rows by None
         self._own: dict[int | None, mx.array] = {}  # what the score said of the heads here, by the same
 
@@ -96,14 +107,15 @@ class Scoring:
         if not self._score.per_token:
             return self._asked(index, 0, row.end)
         return self._asked(
-            index, 0 if self._known(index) is None else self._layout.cut, row.end - self._layout.keep_recent
+            index, 0 if self._known(index) is None else self._layout.cut_of(row), row.end - self._layout.keep_recent
         )
 
     def _known(self, index: int | None) -> mx.array | None:
         """The scores of tokens before the cut where they need not be asked for again, (B or 1, H', cut)."""
-        known = self._kept.scores
-        if not self._score.per_token or self._rows[index or 0].start >= 0 or known is None:
+        known, row = self._kept.scores, self._rows[index or 0]
+        if not self._score.per_token or row.evicted <= 0 or known is None:
             return None
+        known = known[..., : self._layout.cut_of(row)]
         return known if index is None else known[index : index + 1]
 
     def _with_known(self, index: int | None, said: mx.array) -> mx.array:
@@ -113,25 +125,60 @@ class Scoring:
 
     def _combined(self, scores: mx.array) -> mx.array:
         """(B, H', n) of (B, H, n)."""
-        return scores if self._granularity == "head" else scores.mean(axis=1, keepdims=True)
+        return scores if self._granularity in BY_HEAD else scores.mean(axis=1, keepdims=True)
 
     def _asked(self, index: int | None, first: int, last: int) -> mx.array:
-        """What the score says of slots [first, last) of one row or, as (B, H, n), of all; it must be of that shape."""
+        """What the score says of slots [first, last) of one row or, as (B, H, n), of all; it must be of that shape.
+
+        Where heads keep different numbers of tokens, it is asked of each alone, and 0 stands for slots without one.
+        """
+        which = range(len(self._rows)) if index is None else [index]
+        live = [self._kept.live_positions(self._layout, self._rows[i], i) for i in which]
+        positions = mx.stack([line[:, first:last] for line in live])  # (B or 1, H', n)
+        row = self._rows[index or 0]
+        if index is not None and row.longer and first == 0 and self._kept.dead is not None:
+            gaps: list[int] = self._kept.dead[index].tolist()  # type: ignore[assignment]
+            ends = [(self._layout.cut_of(row) - gap, self._layout.cut_of(row)) for gap in gaps]
+            return mx.concatenate([self._of_head(index, h, *ends[h], positions) for h in range(len(ends))], axis=1)
 
         def planes(buffer: SlotBuffer) -> Planes:
             read = buffer.read(((first, last),))
             return read if index is None else tuple([plane[index : index + 1] for plane in read])
+
+        return self._said_of(planes, positions, self._seen(index))
+
+    def _of_head(self, index: int, head: int, end: int, cut: int, positions: mx.array) -> mx.array:
+        """What the score says of the slots of one head: (1, 1, n), with 0 for those in [end, cut).
+
+        Args:
+            positions: (1, H, n), of all of them.
+        """
+
+        def own(x: mx.array) -> mx.array:
+            line = x[:1, head : head + 1, : positions.shape[2]]
+            return mx.concatenate([line[:, :, :end], line[:, :, cut:]], axis=2)
+
+        read = [tuple([own(plane[index : index + 1]) for plane in buffer.planes]) for buffer in self._buffers]
+        seen = fields_of_head(self._seen(index), head, positions.shape[1], own)
+        scores = self._said_of(lambda buffer: read[buffer is self._buffers[1]], own(positions), seen)
+        return mx.concatenate([scores[..., :end], mx.zeros((1, 1, cut - end)), scores[..., end:]], axis=2)
+
+    def _said_of(self, planes: Callable[[SlotBuffer], Planes], positions: mx.array, seen: dict[str, Any]) -> mx.array:
+        """What the score says of those tokens of which `planes` gives the planes, (B, H, n) of float32.
+
+        Args:
+            seen: the fields that say what was seen of attention.
+        """
 
         def part(buffer: SlotBuffer) -> Part:
             return lambda which: buffer.decode(tuple([some(plane, which) for plane in planes(buffer)]))
 
         # Whoever reads parts of them never has them all decoded: that is done only if somebody evaluates it.
         keys, values = (buffer.decode(planes(buffer)) for buffer in self._buffers)
-        which = range(len(self._rows)) if index is None else [index]
-        live = [self._kept.live_positions(self._layout, self._rows[i], i) for i in which]
-        positions = mx.stack([line[:, first:last] for line in live])  # (B or 1, H', n)
         key_part, value_part = map(part, self._buffers)
-        tokens = ScoredTokens(keys=keys, values=values, positions=positions, key_part=key_part, value_part=value_part)
+        tokens = ScoredTokens(
+            keys=keys, values=values, positions=positions, key_part=key_part, value_part=value_part, **seen
+        )
         scores = self._score.function(tokens)
         wanted = keys.shape[:3]
         if not isinstance(scores, mx.array) or scores.shape != wanted or scores.dtype != mx.float32:
@@ -141,3 +188,23 @@ class Scoring:
                 "for each row, head and token"
             )
         return scores
+
+    def _seen(self, index: int | None) -> dict[str, Any]:
+        """The fields of `ScoredTokens` that say what was seen of the attention over the tokens of one row, or of all.
+
+        Where heads keep different numbers of tokens, those of slots without one say anything.
+        """
+        if self._observation is None:
+            return {}
+        if index not in self._fields:
+            row = self._rows[index or 0]
+            which = range(len(self._rows)) if index is None else [index]
+            lines = [self._kept.live_positions(self._layout, row, i) for i in which]
+            if row.longer:
+                lines = [
+                    mx.where(self._kept.alive(self._layout, row, i, row.end), line, -1)
+                    for i, line in zip(which, lines, strict=True)
+                ]
+            keys = stored_keys(self._buffers[0], index, row.end, mx.stack(lines))
+            self._fields[index] = seen_fields(self._observation, index, keys, row.offset)
+        return self._fields[index]

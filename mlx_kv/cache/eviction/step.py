@@ -16,8 +16,10 @@ from mlx_kv.cache.eviction.batch_moves import kept_after, side_by_side, with_sli
 from mlx_kv.cache.eviction.compaction import Moves, eviction_moves
 from mlx_kv.cache.eviction.granularity import Granularity
 from mlx_kv.cache.eviction.kept_tokens import KeptTokens
+from mlx_kv.cache.eviction.observed.observation import Observation
 from mlx_kv.cache.eviction.scores import Score
 from mlx_kv.cache.eviction.scoring import Scoring
+from mlx_kv.cache.eviction.uneven import Uneven, adaptive_moves
 from mlx_kv.cache.layout import Budget, Row
 
 
@@ -40,12 +42,21 @@ class CompactionStep:
         scoring: what its tokens are worth.
     """
 
-    def __init__(self, layout: Budget, score: Score, granularity: Granularity, view: Held, kept: KeptTokens) -> None:
+    def __init__(
+        self,
+        layout: Budget,
+        score: Score,
+        granularity: Granularity,
+        view: Held,
+        kept: KeptTokens,
+        observation: Observation | None = None,
+    ) -> None:
         assert view.buffers is not None, "only tokens that are there can be evicted"
         self.view, self.buffers = view, view.buffers
-        self.scoring = Scoring(layout, score, granularity, view.rows, view.buffers, kept)
-        self._layout, self._score, self._kept = layout, score, kept
+        self.scoring = Scoring(layout, score, granularity, view.rows, view.buffers, kept, observation)
+        self._layout, self._score, self._kept, self._granularity = layout, score, kept, granularity
         self._own_moves: dict[int, Moves] = {}
+        self._uneven: dict[int, Uneven] = {}
 
     def is_of(self, view: Held) -> bool:
         """Whether a cache stands as it did, and holds its tokens where it did."""
@@ -72,9 +83,23 @@ class CompactionStep:
         """
         if not mx.isfinite(scores).all().item():
             raise ValueError(f"the score {self._score.name} gave what is not a finite number: check it for NaN")
-        moves = eviction_moves(self._layout, self.view.rows[index], scores, self._positions(index))
+        row, positions = self.view.rows[index], self._positions(index)
+        if self._granularity == "adaptive":
+            alive = mx.broadcast_to(self._kept.alive(self._layout, row, index, row.end), (scores.shape[0], row.end))
+            uneven = self._uneven[index] = adaptive_moves(self._layout, row, scores, positions, alive)
+            mx.eval(uneven.moves, uneven.dead)
+            return uneven.moves
+        moves = eviction_moves(self._layout, row, scores, positions)
         mx.eval(moves)
         return moves
+
+    def after(self, decided: Mapping[int, Moves]) -> tuple[Row, ...]:
+        """Where all rows stand once those of which it is decided what moves have been compacted."""
+        longer = {index: uneven.longer for index, uneven in self._uneven.items()}
+        compacted = self._layout.compacted
+        return tuple(
+            [compacted(row, longer.get(i, 0)) if i in decided else row for i, row in enumerate(self.view.rows)]
+        )
 
     def all_moves(self, decided: Mapping[int, Moves]) -> tuple[Moves, KeptTokens]:
         """All that moves in the batch, (B, H', m), and what is known of its tokens then.
@@ -82,12 +107,13 @@ class CompactionStep:
         Args:
             decided: what moves into the holes of each row that is due.
         """
-        layout, rows, due = self._layout, self.view.rows, list(decided)
+        layout, rows, due, after = self._layout, self.view.rows, list(decided), self.after(decided)
         moves = side_by_side(decided, len(rows))
         positions = {i: self._positions(i) for i in due}
         scores = {i: self.scoring.before_recent(i) for i in due} if self._score.per_token else None
-        kept = kept_after(layout, rows, moves, self._kept, positions, scores)
-        return with_slides(layout, rows, due, moves), kept
+        dead = {i: uneven.dead for i, uneven in self._uneven.items() if i in decided}
+        kept = kept_after(layout, rows, after, moves, self._kept, positions, scores, dead)
+        return with_slides(layout, rows, after, moves), kept
 
     def _positions(self, index: int) -> mx.array:
         return self._kept.live_positions(self._layout, self.view.rows[index], index)

@@ -14,7 +14,17 @@ Chunks: the same ring for models whose tokens see their own chunk of the text; a
 from __future__ import annotations
 
 from mlx_kv.cache.layout.append import Append
-from mlx_kv.cache.layout.base import NO_LIMIT, Layout, Ranges, Row, count_seen, count_slots, trim_rows, trimmed
+from mlx_kv.cache.layout.base import (
+    NO_LIMIT,
+    Layout,
+    Ranges,
+    Row,
+    count_seen,
+    count_slots,
+    enough_slots,
+    trim_rows,
+    trimmed,
+)
 from mlx_kv.cache.layout.budget import Budget
 from mlx_kv.cache.layout.chunks import Chunks
 from mlx_kv.cache.layout.plan import Plan, plan_of
@@ -33,6 +43,7 @@ __all__ = [
     "Row",
     "count_seen",
     "count_slots",
+    "enough_slots",
     "make_layout",
     "moves_between",
     "plan_of",

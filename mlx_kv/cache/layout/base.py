@@ -5,7 +5,7 @@ Decides nothing about slots itself. Integers only.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple, Protocol
 
 
@@ -18,17 +18,24 @@ class Row(NamedTuple):
         offset: the next position. Below 0, so many tokens of padding are to come first.
         high: the high-water mark, one past the highest position ever written, taken back or not.
         front: the first position after the sinks that attention reads.
+        longer: tokens that the longest head holds over the mean of all heads; 0 where all hold as many.
     """
 
     start: int = 0
     offset: int = 0
     high: int = 0
     front: int = 0
+    longer: int = 0
 
     @property
     def end(self) -> int:
         """One past the last live slot, as long as nothing has wrapped."""
         return self.start + self.offset
+
+    @property
+    def evicted(self) -> int:
+        """Tokens that are gone, of all heads on average."""
+        return self.longer - self.start
 
 
 Ranges = tuple[tuple[int, int], ...]
@@ -130,6 +137,11 @@ class Layout(Protocol):
         ...
 
 
+def enough_slots(layout: Layout, rows: Iterable[Row]) -> int:
+    """Slots that suffice for these rows as long as no write is longer than there is room for."""
+    return layout.enough_slots + max([row.longer for row in rows])
+
+
 def count_slots(ranges: Ranges) -> int:
     return sum([last - first for first, last in ranges])
 
@@ -161,4 +173,4 @@ def trim_rows(layout: Layout, rows: tuple[Row, ...], counts: tuple[int, ...]) ->
 def trimmed(layout: Layout, row: Row, count: int) -> Row:
     """A row without its last `count` tokens."""
     offset = row.offset - count
-    return Row(row.start, offset, row.high, min(row.front, layout.first_seen(offset)))
+    return Row(row.start, offset, row.high, min(row.front, layout.first_seen(offset)), row.longer)

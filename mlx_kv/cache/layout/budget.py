@@ -18,7 +18,8 @@ class Budget(InOrder):
     """At most `budget` tokens when the next write begins, or up to `margin` more: compacted to exactly the budget.
 
     The first `sinks` tokens and the newest `keep_recent` are never evicted. Before slot budget - keep_recent (the cut)
-    survivors lie in any order; from there on slots are in the order of positions, so a trim can go back as far.
+    survivors lie in any order; from there on slots are in the order of positions, so a trim can go back as far. Where
+    heads keep different numbers of tokens, that is the cut of the longest; between theirs and it the others have none.
 
     Args:
         margin: how far the budget may be overshot before a compaction; None is max(64, budget // 16).
@@ -71,28 +72,37 @@ class Budget(InOrder):
         numbers = self.budget, self.keep_recent, self.sinks, self.slack, self.max_write
         return "budget", *numbers, *room_parameters(self)[1:]
 
+    def cut_of(self, row: Row) -> int:
+        """The same of a row, in which one head may hold more than the budget, and others less."""
+        return self.cut + row.longer
+
     def due(self, row: Row) -> bool:
         """Whether a row is to be compacted before its next write."""
-        return row.end > self.budget + self.slack
+        return self.held(row) > self.budget + self.slack
 
     def before_due(self, row: Row) -> int:
         """How long the next write can be so that no compaction comes later than if it were written token by token."""
-        return self.budget + self.slack + 1 - self.compacted_if_due(row).end
+        return self.budget + self.slack + 1 - self.held(self.compacted_if_due(row))
 
-    def compacted(self, row: Row) -> Row:
-        """A row of more tokens than the budget, when it holds exactly the budget."""
-        return row._replace(start=self.budget - row.offset)
+    def compacted(self, row: Row, longer: int = 0) -> Row:
+        """A row of more tokens than the budget, when it holds exactly the budget.
+
+        Args:
+            longer: so many tokens more are in its longest head, and as many fewer in others.
+        """
+        return row._replace(start=self.budget + longer - row.offset, longer=longer)
 
     def compacted_if_due(self, row: Row) -> Row:
         return self.compacted(row) if self.due(row) else row
 
     def most_trim(self, row: Row) -> int:
         """All, as long as nothing was evicted; then back to the cut."""
-        return row.offset if row.start >= 0 else row.end - self.cut
+        return row.offset if row.evicted <= 0 else row.end - self.cut_of(row)
 
     def refusal(self, count: int, most: int) -> tuple[str, str]:
         more = self.keep_recent + count - most
         return "has evicted tokens from before its recent ones", f"keep more of them with keep_recent={more}"
 
     def held(self, row: Row) -> int:
-        return row.end
+        """Of all heads on average, which is a whole number."""
+        return row.end - row.longer

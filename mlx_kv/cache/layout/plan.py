@@ -68,7 +68,9 @@ class Plan:
         self.padded = counts is not None or (first.offset if alone else min([row.offset for row in rows])) < 0
         self.counts = (new,) * len(rows) if counts is None else counts
         self.held = first.end if alone else max([row.end for row in rows])
-        self.uniform = not self.padded and (alone or len({(row.start, row.offset, row.front) for row in rows}) == 1)
+        self.uniform = not self.padded and (
+            alone or len({(row.start, row.offset, row.front, row.longer) for row in rows}) == 1
+        )
         end = self.held + new
         if self.padded:
             end = max([0, *(row.end + count for row, count in zip(rows, self.counts, strict=True))])
@@ -109,7 +111,7 @@ class Plan:
             front = self.layout.front
             self._after = tuple(
                 [
-                    Row(row.start, row.offset + new, max(row.high, row.offset + new), front(row, new))
+                    Row(row.start, row.offset + new, max(row.high, row.offset + new), front(row, new), row.longer)
                     for row, new in zip(self.rows, self.counts, strict=True)
                 ]
             )

@@ -17,14 +17,23 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlx_kv.cache.eviction.scores.expected_attention import WANTS as MOMENTS
+from mlx_kv.cache.eviction.scores.expected_attention import expected_attention
+from mlx_kv.cache.eviction.scores.h2o import WANTS as RECEIVED
+from mlx_kv.cache.eviction.scores.h2o import h2o
 from mlx_kv.cache.eviction.scores.key_diff import key_diff
 from mlx_kv.cache.eviction.scores.key_norm import key_norm, key_norm_high
 from mlx_kv.cache.eviction.scores.key_value import key_value
 from mlx_kv.cache.eviction.scores.lag_kv import lag_kv
 from mlx_kv.cache.eviction.scores.random import random
 from mlx_kv.cache.eviction.scores.recent import recent
+from mlx_kv.cache.eviction.scores.snap_kv import WANTS as LAST_QUERIES
+from mlx_kv.cache.eviction.scores.snap_kv import snap_kv
 from mlx_kv.cache.eviction.scores.tokens import ScoredTokens
+from mlx_kv.cache.eviction.scores.tova import WANTS as LAST_QUERY
+from mlx_kv.cache.eviction.scores.tova import tova
 from mlx_kv.cache.eviction.scores.value_norm import value_norm
+from mlx_kv.cache.eviction.scores.wants import Wants
 from mlx_kv.open_set import OpenSet
 
 Function = Callable[[ScoredTokens], mx.array]
@@ -39,16 +48,23 @@ class Score:
         function: (tokens) -> (B, H, n), float32.
         per_token: whether the score of a token depends on nothing but itself and its neighbours in the text. Then it
             is asked for once, for runs of new tokens in order; otherwise for all live tokens at every compaction.
+        wants: what it must know of attention; None where keys, values and positions are all that it looks at.
 
     Raises:
-        ValueError: a function that cannot be called, or not with one argument.
+        ValueError: a function that cannot be called, or not with one argument; or attention for what is asked once.
     """
 
     name: str
     function: Function
     per_token: bool = False
+    wants: Wants | None = None
 
     def __post_init__(self) -> None:
+        if self.per_token and self.wants is not None:
+            raise ValueError(
+                f"the score {self.name} wants to see attention, which changes with what follows a token: "
+                "leave per_token out"
+            )
         if not callable(self.function):
             raise ValueError(f"the score {self.name} is {self.function!r}: give a function (tokens) -> (B, H, n)")
         try:
@@ -72,12 +88,16 @@ def _of_entry_point(name: str, found: Any) -> Score:
 
 OURS = (
     Score("key_diff", key_diff),
+    Score("expected_attention", expected_attention, wants=MOMENTS),
+    Score("h2o", h2o, wants=RECEIVED),
     Score("key_norm", key_norm, per_token=True),
     Score("key_norm_high", key_norm_high, per_token=True),
     Score("key_value", key_value, per_token=True),
     Score("lag_kv", lag_kv),
     Score("random", random, per_token=True),
     Score("recent", recent, per_token=True),
+    Score("snap_kv", snap_kv, wants=LAST_QUERIES),
+    Score("tova", tova, wants=LAST_QUERY),
     Score("value_norm", value_norm, per_token=True),
 )
 SCORES = OpenSet("score", "a function", {score.name: score for score in OURS}, _of_entry_point)
@@ -88,17 +108,17 @@ def score_names() -> list[str]:
     return SCORES.names()
 
 
-def register_score(name: str, function: Function, per_token: bool = False) -> None:
+def register_score(name: str, function: Function, per_token: bool = False, wants: Wants | None = None) -> None:
     """Makes a score known by a name, so that it can be asked for by it and found again by a loaded cache.
 
     Args:
         name: replaces whatever had it before.
-        function, per_token: as in `Score`.
+        function, per_token, wants: as in `Score`.
 
     Raises:
-        ValueError: a function that cannot be called, or not with one argument.
+        ValueError: as `Score`.
     """
-    SCORES.registered[name] = Score(name, function, per_token)
+    SCORES.registered[name] = Score(name, function, per_token, wants)
 
 
 def find_score(score: str | Function | Score) -> Score:

@@ -4,11 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import mlx.core as mx
 
 # Some of the n tokens, a slice of them or indices (B, 1 or H, m), as they were before they were stored: (B, H, m, D).
 Part = Callable[[slice | mx.array], mx.array]
+
+
+class QueryMoments(NamedTuple):
+    """What the queries of a text are like before RoPE, without those of its first 4 tokens; of every query head.
+
+    Attributes:
+        mean: (B, Hq, D) of float32.
+        covariance: (B, Hq, D, D).
+        ahead: (D, D), what RoPE does to a column in the mean over the next 512 positions.
+    """
+
+    mean: mx.array
+    covariance: mx.array
+    ahead: mx.array
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -22,6 +37,16 @@ class ScoredTokens:
         positions: (B, 1, n) of int32, or (B, H, n) where every head keeps its own tokens.
         key_part, value_part: the same keys and values, some of them at a time. Whoever evaluates one part after the
             other never holds all of them decoded, or in float32.
+        queries: (B, Hq, w, D), the last ones that were asked, after RoPE; fewer than the score wants where fewer were
+            seen. This and all that follows is None unless the score wants it (`Wants`), and where nothing was seen yet:
+            in a cache of a file without it, or right after more was taken back than the observation can follow.
+        query_positions: (B, w) of int32.
+        scale: of the products of queries and keys.
+        attention_sinks: (Hq,), logits that weights are divided by beside those of tokens, where the model has them.
+        received: (B, H, n) of float32, the attention that each token received of all queries that were seen, in the
+            mean over the query heads of a group.
+        observers: (B, 1 or H, n), how many of these queries could see it.
+        moments: of all queries that were seen.
     """
 
     keys: mx.array
@@ -29,3 +54,10 @@ class ScoredTokens:
     positions: mx.array
     key_part: Part | None = None
     value_part: Part | None = None
+    queries: mx.array | None = None
+    query_positions: mx.array | None = None
+    scale: float | None = None
+    attention_sinks: mx.array | None = None
+    received: mx.array | None = None
+    observers: mx.array | None = None
+    moments: QueryMoments | None = None

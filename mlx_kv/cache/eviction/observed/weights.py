@@ -1,0 +1,159 @@
+"""How queries attend to the tokens of a cache, some queries at a time: the whole matrix is never there.
+
+Softmax over all tokens that a query sees, by their positions: wherever tokens lie, and whatever lies beside them. Keys
+that are stored encoded are decoded in blocks. Knows nothing about scores, or which queries are asked for.
+B rows, Hq query heads, H KV heads, g = Hq / H, D head dim; m queries, n tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from mlx_kv.cache.buffers import SlotBuffer
+from mlx_kv.cache.codecs import are_plain
+from mlx_kv.cache.protocol import Call
+
+# Of one row and KV head, of what is made of some queries and all tokens: so the same queries are taken together in
+# whatever batch a row is, and however heads are split.
+WEIGHT_BYTES = {mx.DeviceType.cpu: 2**21, mx.DeviceType.gpu: 2**24}
+LEAST_QUERIES = 8
+DECODED_TOKENS = 1024  # at a time
+UNSEEN = -1e30  # a product that no softmax notices, and of which nothing infinite comes
+
+
+class Keys(NamedTuple):
+    """The tokens of a cache, as queries see them.
+
+    Attributes:
+        shape: (B, H, n, D).
+        part: some of the tokens, (B, H, some, D), decoded.
+        positions: (B, 1 or H, n), below 0 where there is no token.
+        encoded: whether it takes memory to read them.
+    """
+
+    shape: tuple[int, ...]
+    part: Callable[[slice], mx.array]
+    positions: mx.array
+    encoded: bool = False
+
+
+class Queries(NamedTuple):
+    """Queries of all rows.
+
+    Attributes:
+        queries: (B, Hq, m, D), after RoPE.
+        positions: (B, m), below 0 where there is no query.
+        scale: of the products.
+        sinks: (Hq,), logits of attention sinks, or None.
+    """
+
+    queries: mx.array
+    positions: mx.array
+    scale: float
+    sinks: mx.array | None = None
+
+    def columns(self, first: int, last: int) -> Queries:
+        return self._replace(queries=self.queries[:, :, first:last], positions=self.positions[:, first:last])
+
+
+def stored_keys(buffer: SlotBuffer, row: int | None, n: int, positions: mx.array) -> Keys:
+    """The first n tokens of a row, or of all, as they are stored.
+
+    Args:
+        positions: (B or 1, 1 or H, n).
+    """
+    rows, heads, dim, _ = buffer.tensor
+
+    def part(which: slice) -> mx.array:
+        read = buffer.read(((which.start, min(which.stop, n)),))
+        return buffer.decode(read if row is None else tuple([plane[row : row + 1] for plane in read]))
+
+    encoded = not are_plain((buffer.codec, buffer.codec))
+    return Keys((rows if row is None else 1, heads, n, dim), part, positions, encoded)
+
+
+def keys_of(buffer: SlotBuffer, live: Sequence[mx.array], call: Call | None = None) -> Keys:
+    """The live tokens of all rows: as a call gives them where they are decoded there, else as they are stored.
+
+    Args:
+        live: the positions of each row's slots, (1 or H, n of its own); below 0 where a head has no token.
+    """
+    given = None if call is None or not isinstance(call.keys, mx.array) else call.keys
+    n = max([line.shape[1] for line in live]) if given is None else given.shape[2]
+    heads = max([line.shape[0] for line in live])
+    padded = [mx.pad(line, [(0, 0), (0, n - line.shape[1])], constant_values=mx.array(-1)) for line in live]
+    positions = mx.stack([mx.broadcast_to(line, (heads, n)) for line in padded])
+    if given is None:
+        return stored_keys(buffer, None, n, positions)
+    return Keys(given.shape, lambda which: given[:, :, which], positions)
+
+
+def at_once(keys: Keys, queries: mx.array) -> int:
+    """How many queries are taken together."""
+    group = queries.shape[1] // keys.shape[1]
+    most = WEIGHT_BYTES[mx.default_device().type] // (4 * max(1, group * keys.shape[2]))
+    return max(LEAST_QUERIES, 1 << max(0, most.bit_length() - 1))
+
+
+def blocks(queries: Queries, keys: Keys) -> Iterator[tuple[int, int]]:
+    """Columns [first, last) that are taken together."""
+    width, some = queries.queries.shape[2], at_once(keys, queries.queries)
+    for first in range(0, width, some):
+        yield first, min(width, first + some)
+
+
+def products(queries: Queries, keys: Keys) -> mx.array:
+    """What a softmax is made of, (B, H, g, m, n) in float32; `UNSEEN` where a query does not see a token."""
+    rows, heads, n, dim = keys.shape
+    asked = queries.queries.astype(mx.float32) * queries.scale
+    count = asked.shape[2]
+    asked = asked.reshape(rows, heads, -1, dim)  # (B, H, g * m, D)
+    some = DECODED_TOKENS if keys.encoded else n
+    parts = [
+        asked @ keys.part(slice(first, first + some)).astype(mx.float32).swapaxes(2, 3) for first in range(0, n, some)
+    ]
+    made = (parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=3)).reshape(rows, heads, -1, count, n)
+    return mx.where(seen(queries, keys)[:, :, None], made, UNSEEN)
+
+
+def seen(queries: Queries, keys: Keys) -> mx.array:
+    """Whether a query sees a token, (B, 1 or H, m, n)."""
+    positions = keys.positions[:, :, None]
+    return (positions >= 0) & (positions <= queries.positions[:, None, :, None])
+
+
+def log_sums(products: mx.array, sinks: mx.array | None) -> mx.array:
+    """The logarithms of what weights are divided by, (B, H, g, m), of products (B, H, g, m, n)."""
+    made = mx.logsumexp(products, axis=-1)
+    if sinks is None:
+        return made
+    return mx.logaddexp(made, sinks.astype(mx.float32).reshape(1, *made.shape[1:3], 1))
+
+
+def weights(products: mx.array, sums: mx.array, is_query: mx.array) -> mx.array:
+    """(B, H, g, m, n), what each query gives to each token; nothing where there is no query.
+
+    Args:
+        sums: (B, H, g, m), as of `log_sums`.
+        is_query: (B, m).
+    """
+    return mx.exp(products - sums[..., None]) * is_query[:, None, None, :, None]
+
+
+def mean_weights(queries: Queries, keys: Keys) -> mx.array:
+    """(B, Hq, n): what a token gets of one query, in the mean over all of them. Evaluated block by block."""
+    rows, _heads, n, _dim = keys.shape
+    total = mx.zeros((rows, queries.queries.shape[1], n))
+    for first, last in blocks(queries, keys):
+        some = queries.columns(first, last)
+        made = products(some, keys)
+        if queries.sinks is None:
+            shares = mx.softmax(made, axis=-1)
+        else:
+            shares = mx.exp(made - log_sums(made, queries.sinks)[..., None])
+        total = total + shares.sum(axis=3).reshape(rows, -1, n)
+        mx.eval(total)
+    return total / queries.queries.shape[2]

@@ -1,0 +1,61 @@
+"""Caches whose budgets look at attention, and the model whose attention it is.
+
+Decides for which of them the seam is opened, which they carry then, and which models hide what they want to see. Knows
+nothing about scores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.nn as nn
+
+from mlx_kv.mlxlm.attention import AttentionSeam
+from mlx_kv.mlxlm.by_class import attends_by_class
+from mlx_kv.mlxlm.loading import architecture
+from mlx_kv.mlxlm.traverse import leaves, parts_of
+from mlx_kv.mlxlm.turning import ropes
+from mlx_kv.mlxlm.visibility import attention_seen
+
+
+def show_attention(model: nn.Module, caches: Sequence[Any]) -> None:
+    """Has caches that want to see their attention carry a seam of the model, if they carry none.
+
+    Args:
+        caches: of this model, one for each layer.
+
+    Raises:
+        ValueError: layers that hide it.
+    """
+    everything = list(leaves(caches))
+    wanting = [i for i, cache in enumerate(everything) if any(part.own_hook is not None for part in parts_of(cache))]
+    if not wanting:
+        return
+    apart = [i for i in wanting if any(part.evictor and part.evictor.own_lengths for part in parts_of(everything[i]))]
+    if apart and not attends_by_class(model):
+        raise ValueError(
+            f"layers or heads of different lengths each need a mask of their own, and {architecture(model)} does not "
+            "attend with the mask that it is given: leave out share='adaptive' and layers='pyramid'"
+        )
+    sights = attention_seen(model)
+    if hidden := [i for i in wanting if i < len(sights) and sights[i] not in ("seen", None)]:
+        raise ValueError(
+            f"a score of attention needs to see it, and {architecture(model)} shows none of layer "
+            f"{', '.join(map(str, hidden))}: choose another score, such as key_diff"
+        )
+    evictors = [(i, part.evictor) for i in wanting for part in parts_of(everything[i])]
+    seen = [(i, evictor.observation) for i, evictor in evictors if evictor is not None]
+    if turning := [(i, own) for i, own in seen if own is not None and own.wants_turning]:
+        found = ropes(model)
+        for i, own in turning:
+            if (rope := found[i]) is None:
+                raise ValueError(
+                    f"this score turns queries back to before RoPE, and {architecture(model)} has none in layer {i} "
+                    "that it could be asked for: choose another score, such as key_diff"
+                )
+            own.turning = rope
+    unseen = [part for i in wanting for part in parts_of(everything[i]) if part.seam is None]
+    seam = AttentionSeam(model) if unseen else None
+    for part in unseen:
+        part.carry(seam)
