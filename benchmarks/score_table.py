@@ -90,7 +90,8 @@ class Measuring:
             by_share.setdefault(kept.share, []).append(kept)
         for share, some in by_share.items():
             changes: dict[str, Any] = {} if share is None else {"share": share}
-            settings = replace(questions.settings, rolling=place.rolling, **changes)
+            scores = tuple({kept.score for kept in some if kept.score is not None})
+            settings = replace(questions.settings, rolling=place.rolling, scores=scores, **changes)
             answered = answers_of(self.model, case, [(k.score, k.budget) for k in some], settings, place.seen)
             for kept, each in zip(some, answered, strict=True):
                 yield Cell(place, kept, each.right, each.counted, each.seconds)

@@ -18,7 +18,7 @@ import mlx.nn as nn
 import numpy as np
 
 from mlx_kv.evaluation.contexts import Context, read
-from mlx_kv.evaluation.questions.case import Case, Room, Talk, Turn
+from mlx_kv.evaluation.questions.case import Case, Room, Talk
 from mlx_kv.evaluation.questions.tasks import case_of
 from mlx_kv.evaluation.questions.texts import Texts
 from mlx_kv.evaluation.results import Measurement, Settings
@@ -61,17 +61,11 @@ class Answered:
     seconds: tuple[float, float, float]
 
 
-def asked_of(case: Case, seen: bool) -> list[Asked]:
-    """All questions in one chain, after compression; or where they are seen, each for itself, before its answer."""
-    if not seen:
-        tokens, answers, _ = case.chain()
-        return [Asked(tokens[:0], tokens, answers)]
-    return [_after_its_question(turn) for turn in case.first]
-
-
-def _after_its_question(turn: Turn) -> Asked:
-    tokens, answers = np.array(turn.tokens), np.array(turn.answers)
-    return Asked(tokens[: turn.seen], tokens[turn.seen :], answers[turn.seen :])
+def asked_of(case: Case, seen: bool) -> Asked:
+    """Questions one by one, after compression; or where they are seen all of them before it, and then the replies."""
+    turns = case.together if seen else case.apart
+    tokens, answers, before = np.array(turns.tokens), np.array(turns.answers), turns.asked if seen else 0
+    return Asked(tokens[:before], tokens[before:], answers[before:])
 
 
 def right_of(model: nn.Module, asked: Asked, caches: list[Any]) -> np.ndarray:
@@ -102,33 +96,26 @@ def filled(context: Context, score: str | None, budget: int | None, settings: Se
 def answers_of(
     model: nn.Module, case: Case, policies: Iterable[Policy], settings: Settings, seen: bool
 ) -> Iterator[Answered]:
-    """One case under each policy; the context is read once for all of them.
+    """One case under each policy; the context is read once for all of them, and the questions too if they are seen.
 
     Args:
-        seen: whether the question is read before the context is compressed. Each is then asked for itself.
+        seen: whether the questions are read before the context is compressed.
     """
-    context = Context(model, np.array(case.context)[None], settings)
-    parts = []
-    for asked in asked_of(case, seen):
-        own = context.followed_by(asked.before[None]) if len(asked.before) else context
-        parts.append((own, asked, ~known_anyway(model, case, asked)))
+    asked = asked_of(case, seen)
+    context = Context(model, np.array([[*case.context, *asked.before.tolist()]]), settings)
+    counts = ~known_anyway(model, case, asked)
     for score, budget in policies:
-        right = counted = 0
-        spent = np.zeros(3)
-        for own, asked, counts in parts:
-            times = [time.perf_counter()]
-            caches = filled(own, score, budget, settings)
-            mx.eval([cache.state for cache in caches])
-            times.append(time.perf_counter())
-            compact(caches)
-            mx.eval([cache.state for cache in caches])
-            times.append(time.perf_counter())
-            answered = right_of(model, asked, caches)
-            times.append(time.perf_counter())
-            right, counted = right + int((answered & counts).sum()), counted + int(counts.sum())
-            spent += np.diff(times)
-        filling, compacting, answering = spent.tolist()
-        yield Answered(score, budget, right, counted, (filling, compacting, answering))
+        times = [time.perf_counter()]
+        caches = filled(context, score, budget, settings)
+        mx.eval([cache.state for cache in caches])
+        times.append(time.perf_counter())
+        compact(caches)
+        mx.eval([cache.state for cache in caches])
+        times.append(time.perf_counter())
+        right = right_of(model, asked, caches) & counts
+        times.append(time.perf_counter())
+        filling, compacting, answering = np.diff(times).tolist()
+        yield Answered(score, budget, int(right.sum()), int(counts.sum()), (filling, compacting, answering))
 
 
 class Questions:
@@ -144,7 +131,8 @@ class Questions:
         self._room = Room(settings.context, settings.keep_recent)
         if isinstance(find_language(tokenizer), RecallLanguage):
             raise ValueError(f"the task {task} asks in English, which the recall model does not know: give a --model")
-        self.longest = settings.context + len(self.case(0, 0).chain()[0])
+        first = self.case(0, 0)
+        self.longest = settings.context + max(len(first.apart.tokens), len(first.together.tokens))
 
     def case(self, seed: int, row: int) -> Case:
         return case_of(self.task, self._talk, self._texts, self._room, seed, row)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -42,10 +43,11 @@ def test_a_case_has_its_length_and_the_same_one_comes_again(task: str, template:
     assert len(case.context) == ROOM.context
     assert case == case_of(task, talk, SOME, ROOM, 3, 1)
     assert case.context != case_of(task, talk, SOME, ROOM, 3, 2).context
-    tokens, answers, parts = case.chain()
-    assert len(tokens) == len(answers)
-    assert answers[0] == 0
-    assert sorted(set(answers.tolist())) == list(range(len(parts) + 1))
+    for turns in (case.apart, case.together):
+        assert len(turns.tokens) == len(turns.answers)
+        assert turns.answers[0] == turns.answers[turns.asked] == 0  # what predicts the first answer is given
+        assert sorted(set(turns.answers)) == list(range(max(turns.answers) + 1))
+    assert max(case.apart.answers) == max(case.together.answers)
     assert case.context[: len(case.alone)] == case.alone
 
 
@@ -55,13 +57,11 @@ def test_what_must_be_found_stands_in_the_context_and_never_in_what_is_always_ke
         talk = Talk(Characters("there is one"))
         case = case_of(task, talk, SOME, ROOM, seed, 0)
         text = talk.decode(case.context[len(case.alone) : -ROOM.keep_recent])
-        for turn in case.first:
-            numbers = np.array(turn.answers)
-            starts = np.flatnonzero(numbers[1:] * (numbers[:-1] != numbers[1:]))
-            answer = talk.decode([token for token, number in zip(turn.tokens, turn.answers, strict=True) if number])
-            assert starts.size
-            for word in answer.split():
-                assert word in text, (seed, answer)
+        for turns in (case.apart, case.together):
+            numbered = list(zip(turns.tokens, turns.answers, strict=True))
+            for number in range(1, max(turns.answers) + 1):
+                for word in talk.decode([t for t, n in numbered if n == number]).split():
+                    assert f" {word}." in text, (seed, word)
 
 
 @pytest.mark.parametrize("task", ["passages", "code"])
@@ -69,38 +69,47 @@ def test_real_texts_are_asked_for_word_by_word(task: str) -> None:
     talk = Talk(Characters("there is one"))
     case = case_of(task, talk, SOME, ROOM, 0, 0)
     text = talk.decode(case.context[len(case.alone) : -ROOM.keep_recent])
-    for turn in case.first:
-        reply = talk.decode(turn.tokens[turn.seen :]).removeprefix("```python\n")
-        assert reply in text
-        words = [talk.decode([token]).isalnum() for token in turn.tokens[turn.seen :]]
-        assert max(turn.answers) == sum(map(bool, turn.answers))  # each letter counts for itself, and nothing else
-        found = turn.answers[turn.seen :]
-        last = max(i for i, number in enumerate(found) if not number and words[i])  # of what is given
-        assert [bool(number) for number in found[last + 1 :]] == words[last + 1 :]
+    turns = case.together
+    between = "\n```python\n" if task == "code" else "\nParagraph"
+    replies = talk.decode(turns.tokens[turns.asked :]).split(between)
+    assert len(replies) == 4
+    for reply in replies:
+        assert reply.removeprefix("```python\n") in text
+    found = talk.decode([t for t, n in zip(turns.tokens, turns.answers, strict=True) if n])
+    assert found.isalnum()  # each letter counts for itself, and nothing else
+    assert max(turns.answers) == len(found)
 
 
 def test_a_function_that_is_changed_has_its_new_name_and_its_own_body() -> None:
     talk = Talk(Characters())
-    for turn in case_of("editing", talk, SOME, ROOM, 0, 0).first:
-        asked, reply = talk.decode(turn.tokens[: turn.seen]), talk.decode(turn.tokens[turn.seen :])
-        name = reply.split("def ")[1].split("(")[0]
+    turns = case_of("editing", talk, SOME, ROOM, 0, 0).together
+    asked, reply = talk.decode(turns.tokens[: turns.asked]), talk.decode(turns.tokens[turns.asked :])
+    written = re.findall(r"def (\w+)\(", reply)
+    assert len(written) == 4
+    for name in written:
         assert name.startswith("new_function_")
-        assert f"rename it to {name}" in asked
-        assert name.removeprefix("new_") in asked
+        assert f"Copy the function {name.removeprefix('new_')} " in asked
+        assert f"rename it to {name}." in asked
 
 
 def test_a_chat_says_turns_as_its_template_does() -> None:
     talk = Talk(Characters("there is one"))
-    case = make_case(
-        talk, "Read. ", talk.encode("Text."), [Ask("Who?", ("It is", " me")), Ask("When?", ("At", " one"))]
+    asks = [Ask("Who?", ("It is", " me")), Ask("When?", ("At", " one", " or", " two"))]
+    case = make_case(talk, "Read. ", talk.encode("Text."), asks)
+    begun = "[be kind][user]Read. Text.\n\nWho?"
+    assert talk.decode([*case.context, *case.apart.tokens]) == (
+        f"{begun}[end][assistant]It is me[end][user]When?[end][assistant]At one or two"
     )
-    chain, answers, _ = case.chain()
-    whole = talk.decode([*case.context, *chain.tolist()])
-    assert whole == "[be kind][user]Read. Text.\n\nWho?[end][assistant]It is me[end][user]When?[end][assistant]At one"
-    assert talk.decode(chain[answers == 2]) == " one"
+    assert talk.decode([*case.context, *case.together.tokens]) == (
+        f"{begun}\nWhen?[end][assistant]It is me\nAt one or two"
+    )
+    for turns in (case.apart, case.together):
+        numbered = list(zip(turns.tokens, turns.answers, strict=True))
+        assert [talk.decode([t for t, n in numbered if n == i]) for i in (1, 2)] == [" me", " one two"]
+    assert talk.decode(case.together.tokens[: case.together.asked]) == "\n\nWho?\nWhen?[end][assistant]"
     plain = Talk(Characters())
     case = make_case(plain, "Read. ", plain.encode("Text."), [Ask("Who?", ("It is", " me"))] * 2)
-    whole = plain.decode([*case.context, *case.chain()[0].tolist()])
+    whole = plain.decode([*case.context, *case.apart.tokens])
     assert whole == "Read. Text.\n\nWho?\nAnswer:It is me\n\nQuestion: Who?\nAnswer:It is me"
 
 

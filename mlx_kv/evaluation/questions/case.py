@@ -29,27 +29,26 @@ class Ask:
         reply: what the assistant says, in turns what is given and what it must find: "The sky is", " blue", ...
         by_token: whether each token with a letter that must be found counts for itself; else the reply is right when
             all of them are.
-        part: where a task has parts, which of them this is.
     """
 
     question: str
     reply: tuple[str, ...]
     by_token: bool = False
-    part: str = ""
 
 
 @dataclass(frozen=True)
-class Turn:
-    """An ask in tokens: `tokens` of all of it, and for each the answer that it belongs to, from 1 up; 0 is none.
+class Turns:
+    """Asks in tokens.
 
     Attributes:
-        seen: so many of them are the question, up to where the assistant's turn begins.
+        tokens: of questions and replies, what must be found included.
+        answers: for each of them the answer that it belongs to, from 1 up; 0 is none.
+        asked: so many of the first are a question, or all of them, up to where the first reply begins.
     """
 
     tokens: Tokens
     answers: Tokens
-    seen: int
-    part: str
+    asked: int
 
 
 @dataclass(frozen=True)
@@ -58,27 +57,15 @@ class Case:
 
     Attributes:
         context: C tokens.
-        first: the turn of each ask if it is the first one after the context.
-        later: the same if other turns precede it.
+        apart: a question, its reply, the next question, ...
+        together: all questions in one message, and then all replies.
         alone: the context's instruction, without what is asked for.
     """
 
     context: Tokens
-    first: tuple[Turn, ...]
-    later: tuple[Turn, ...]
+    apart: Turns
+    together: Turns
     alone: Tokens
-
-    def chain(self) -> tuple[np.ndarray, np.ndarray, list[str]]:
-        """All asks one after another: (Q,) tokens, (Q,) answers counted through, and the part of each answer."""
-        tokens: Tokens = []
-        answers: Tokens = []
-        parts: list[str] = []
-        for index, turn in enumerate((self.first[0], *self.later[1:])):
-            before = max(answers, default=0)
-            tokens += turn.tokens
-            answers += [before + number if number else 0 for number in turn.answers]
-            parts += [self.first[index].part] * max(turn.answers)
-        return np.array(tokens), np.array(answers), parts
 
 
 class Talk:
@@ -113,20 +100,27 @@ class Talk:
         """The end of a user's message, the answer to it, and the beginning of the next message."""
         return self.encode(said + self._answer) + self.encode(answered + self._again)
 
-    def turn(self, ask: Ask, first: bool) -> Turn:
-        """An ask, after an open message of the user, or after the assistant's answer."""
-        seen = self.encode(("\n\n" if first else self._again) + ask.question + self._answer)
-        tokens, answers = list(seen), [0] * len(seen)
-        for index, text in enumerate(ask.reply):
-            said = self.encode(text)
-            tokens += said
-            answers += self._numbers(said, ask.by_token, max(answers)) if index % 2 else [0] * len(said)
-        return Turn(tokens, answers, len(seen), ask.part)
+    def question(self, text: str, first: bool) -> Tokens:
+        """After an open message of the user, or after the assistant's answer; up to where the answer begins."""
+        return self.encode(("\n\n" if first else self._again) + text + self._answer)
 
-    def _numbers(self, said: Tokens, by_token: bool, last: int) -> Tokens:
-        """The answers that tokens belong to."""
-        if not by_token:
-            return [1] * len(said)
+    def reply(self, ask: Ask, last: int, before: str = "") -> tuple[Tokens, Tokens]:
+        """A reply, and the answers that its tokens belong to, counted on from the last one."""
+        tokens: Tokens = []
+        answers: Tokens = []
+        for index, text in enumerate(ask.reply):
+            said = self.encode(text if index else before + text)
+            tokens += said
+            if index % 2 == 0:
+                answers += [0] * len(said)
+            elif ask.by_token:
+                answers += self._by_token(said, max([last, *answers]))
+            else:
+                answers += [last + 1] * len(said)
+        return tokens, answers
+
+    def _by_token(self, said: Tokens, last: int) -> Tokens:
+        """Each token with a letter or a digit is an answer for itself."""
         counts = [any(letter.isalnum() for letter in self.decode([token])) for token in said]
         return [last + sum(counts[: i + 1]) if counts[i] else 0 for i in range(len(said))]
 
@@ -183,9 +177,25 @@ def strewn(
 
 def make_case(talk: Talk, instruction: str, text: Tokens, asks: Sequence[Ask]) -> Case:
     """A user's message of an instruction and a text, and what is asked then."""
-    return Case(
-        talk.begun(instruction) + text,
-        tuple(talk.turn(ask, first=True) for ask in asks),
-        tuple(talk.turn(ask, first=False) for ask in asks),
-        talk.begun(instruction),
-    )
+    begun = talk.begun(instruction)
+    return Case(begun + text, turns_apart(talk, asks), turns_together(talk, asks), begun)
+
+
+def turns_apart(talk: Talk, asks: Sequence[Ask]) -> Turns:
+    tokens: Tokens = []
+    answers: Tokens = []
+    for index, ask in enumerate(asks):
+        question = talk.question(ask.question, first=index == 0)
+        reply, numbers = talk.reply(ask, max(answers, default=0))
+        tokens += question + reply
+        answers += [0] * len(question) + numbers
+    return Turns(tokens, answers, len(talk.question(asks[0].question, first=True)))
+
+
+def turns_together(talk: Talk, asks: Sequence[Ask]) -> Turns:
+    tokens = talk.question("\n".join(ask.question for ask in asks), first=True)
+    asked, answers = len(tokens), [0] * len(tokens)
+    for index, ask in enumerate(asks):
+        reply, numbers = talk.reply(ask, max(answers), "\n" if index else "")
+        tokens, answers = tokens + reply, answers + numbers
+    return Turns(tokens, answers, asked)

@@ -27,17 +27,15 @@ PEOPLE = "Anna Peter Maria David Laura Thomas Sarah Daniel Emma Lucas Julia Simo
 # who of several has what, also with all of the context in sight.
 FACTS = (
     ("lives in", "Where does {} live?", CITIES),
-    ("plays the", "What does {} play?", "piano guitar violin flute drums trumpet harp".split()),
-    ("studies", "What does {} study?", "biology history physics chemistry geography music medicine".split()),
-    ("was born in", "When was {} born?", "January February March April June July August October November".split()),
+    ("plays the", "What does {} play?", "piano guitar violin flute drums trumpet".split()),
     ("has lost the", "What has {} lost?", WORDS),
+    ("has painted a", "What has {} painted?", "dog cat horse snake bird spider wolf lion".split()),
     ("likes the colour", "Which colour does {} like?", "red blue green yellow purple orange white black".split()),
-    ("works as a", "What does {} work as?", "doctor teacher lawyer farmer pilot nurse driver singer".split()),
-    ("is afraid of the", "What is {} afraid of?", "dog cat horse snake bird spider wolf lion".split()),
+    ("is married to", "Who is {} married to?", "George Oscar Frank Victor Rachel Monica Claire Nancy".split()),
 )
 CHAINS = (
     ("has lost", "was found in", "Where was found what {} has lost?"),
-    ("has painted", "was sold to a museum in", "Where was sold what {} has painted?"),
+    ("has found", "was sold to a museum in", "Where was sold what {} has found?"),
 )
 
 
@@ -93,7 +91,7 @@ def needles(rng: np.random.Generator, talk: Talk, texts: Texts, room: Room) -> C
 
 
 def many_needles(rng: np.random.Generator, talk: Talk, texts: Texts, room: Room) -> Case:
-    """Eight people, all asked about."""
+    """Six people, all asked about."""
     return people(rng, talk, texts, room, len(FACTS))
 
 

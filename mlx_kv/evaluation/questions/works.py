@@ -19,7 +19,7 @@ from mlx_kv.evaluation.questions.texts import Function, Texts
 ASKED = 4
 LEAD_WORDS, ANSWER_WORDS = 12, 8
 ODD = re.compile(r"[^\w\s.,:;'\u2019\"()*-]|__")  # a paragraph with such characters is left out
-GIVEN_TOKENS, FOUND_TOKENS = 24, 32  # of a function that are given, and to be written
+GIVEN_TOKENS, FOUND_TOKENS = 32, 32  # of a function that are given, and to be written
 
 
 def passages(rng: np.random.Generator, talk: Talk, texts: Texts, room: Room) -> Case:
