@@ -3,11 +3,11 @@
     python benchmarks/ranks_equal.py --model build/smollm2 [--ranks 3] [--tokens 48] [--splits heads]
 
 Ranks are processes of this machine. Each case is `mlx-kv generate` with other options, alone, and then on all ranks, in
-each way in which the model can be split (mlx-lm splits llama's heads, not its layers): plain, 8 bits, a ring, budgets of
-every share, sampled, drafts from the text. The prompt is this repository's own source, long enough that every budget and
-ring is full. Said is for each case whether the text is the same to the last character, and of one that is not how many
-characters are. Quantised keys may differ in the last bit, since a sum over ranks is added in another order, and so may
-a text where two tokens are nearly as likely. The last line is one JSON object.
+each way in which the model can be split (mlx-lm splits llama's heads, not its layers): plain, 8 bits, a ring, budgets
+of every share, sampled, drafts from the text. The prompt is this repository's own source, long enough that every budget
+and ring is full. Said is for each case whether the text is the same to the last character, and of one that is not how
+many characters are. Quantised keys may differ in the last bit, since a sum over ranks is added in another order, and so
+may a text where two tokens are nearly as likely. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def main() -> None:
     for name, options in CASES.items():
         words = (*MLX_KV, "generate", "--model", model, "--ignore-chat-template", "--prompt", PROMPT, *options)
         words = (*words, "--max-tokens", str(arguments.tokens))
-        one = subprocess.run(  # noqa: S603, our own command
+        one = subprocess.run(
             [sys.executable, *words],
             capture_output=True,
             text=True,

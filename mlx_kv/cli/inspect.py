@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ import click
 
 from mlx_kv.bundled import model_path
 from mlx_kv.cli.config import short_name
+from mlx_kv.cli.inspect_scores import blocks, draw_scores, scores_json, scores_table, tenths
 from mlx_kv.cli.options import make_policy, model_option, policy_options
 from mlx_kv.cli.output import check_json, check_plot, save_figure, save_json
 from mlx_kv.cli.prompt import note_context, prefill_bar, prefill_option, prompt_options, read_prompt
@@ -34,36 +35,19 @@ Examples:
   mlx-kv inspect --prompt-file notes.py --kv-budget 256 --text
   mlx-kv inspect --prompt-file notes.py --kv-budget 256 --kv-share layer --text --layer 2
   mlx-kv inspect --prompt-file notes.py --kv-budget 256 --kv-share head --plot kept.png
-  mlx-kv inspect --prompt-file notes.py --kv-budget 256 --kv-share layer --attention --plot kept.png
+  mlx-kv inspect --prompt-file notes.py --kv-budget 256 --kv-share layer --attention
+  mlx-kv inspect --prompt-file notes.py --kv-budget 256 --scores key_diff,recent,random --plot scores.png
   git show | mlx-kv inspect - --kv-budget 256 --kv-score key_norm --json -
 """
-TENTHS = 10
-BLOCKS = "▁▂▃▄▅▆▇█"
-NONE, EVICTED = "·", "·"
+EVICTED = "·"
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 LOOKING = 64  # last tokens whose attention is shown
-SETTINGS = ("budget", "score", "share", "sinks", "keep_recent")  # that JSON tells
+SETTINGS = ("budget", "share", "sinks", "keep_recent")  # that JSON tells
+TOLD = ("model", *SETTINGS)  # by which a file of this command is known
+ABOUT_ATTENTION = f"attention: of what the last {LOOKING} tokens look at with all tokens, the share that is kept"
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------
-
-
-def tenths(layer: KeptLayer, tokens: int) -> list[float]:
-    """Tokens that a layer kept of each tenth of the text, the mean of its heads."""
-    counts = [0.0] * TENTHS
-    for head in layer.heads:
-        for position in head.positions:
-            counts[position * TENTHS // tokens] += 1 / len(layer.heads)
-    return counts
-
-
-def blocks(counts: Sequence[float], tokens: int) -> str:
-    """A block for each tenth, full where all of its tokens were kept, a dot where none was."""
-    sizes = [0] * TENTHS
-    for position in range(tokens):
-        sizes[position * TENTHS // tokens] += 1
-    levels = [-(-count * len(BLOCKS) // size) if size else 0 for count, size in zip(counts, sizes, strict=True)]
-    return "".join(BLOCKS[min(int(level), len(BLOCKS)) - 1] if level else NONE for level in levels)
 
 
 def table(found: Inspection) -> list[str]:
@@ -79,7 +63,7 @@ def table(found: Inspection) -> list[str]:
     for _, group in groupby(found.layers, key=same_tokens):
         same = list(group)
         name = str(same[0].index) if len(same) == 1 else f"{same[0].index}-{same[-1].index}"
-        counts = tenths(same[0], found.tokens)
+        counts = tenths(same[:1], found.tokens)
         share = same[0].attention_kept
         told = [] if not seen else ["hidden" if share is None else f"{100 * share:.1f}%"]
         lines.append([name, f"{found.kept:,}", f"{found.evicted:,}", *told, blocks(counts, found.tokens)])
@@ -132,24 +116,36 @@ def text_lines(tokenizer: Any, tokens: Sequence[int], evicted: Sequence[float], 
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
-def inspection_json(model: str, policy: CachePolicy, found: Inspection) -> str:
-    return json.dumps(
-        {"model": model, **{name: getattr(policy, name) for name in SETTINGS}, **asdict(found)}, allow_nan=False
+def inspection_json(model: str, policy: CachePolicy, found: Mapping[str, Inspection], several: bool) -> str:
+    told = {"model": model, **{name: getattr(policy, name) for name in SETTINGS}}
+    if several:
+        return scores_json(told, found)
+    (one,) = found.values()
+    return json.dumps({**told, "score": policy.score, **asdict(one)}, allow_nan=False)
+
+
+def draw(name: str, policy: CachePolicy, found: Mapping[str, Inspection], several: bool, file: Path) -> None:
+    one = next(iter(found.values()))
+    title = f"{name}, {one.kept:,} of {one.tokens:,}"
+    if several:
+        draw_scores(f"{title}, share={policy.share}", policy, found, file)
+        return
+    from mlx_kv.plots.kept import kept_positions
+
+    layers = [[(head.positions, head.scores) for head in layer.heads] for layer in one.layers]
+    shares = None if one.attention is None else [layer.attention_kept for layer in one.layers]
+    title = f"{title} by {policy.score}, share={policy.share}"
+    save_figure(
+        kept_positions(title, layers, one.tokens, policy.sinks, policy.keep_recent, one.attention, shares), file
     )
 
 
-def draw(title: str, policy: CachePolicy, found: Inspection, file: Path) -> None:
-    from mlx_kv.plots.kept import kept_positions
-
-    layers = [[(head.positions, head.scores) for head in layer.heads] for layer in found.layers]
-    received = [layer.attention for layer in found.layers if layer.attention is not None]
-    of_all = [sum(each) / len(received) for each in zip(*received, strict=True)] if received else None
-    kept = [layer.attention_kept for layer in found.layers] if received else None
-    figure = kept_positions(title, layers, found.tokens, policy.sinks, policy.keep_recent, of_all, kept)
-    save_figure(figure, file)
-
-
 # --- the command ------------------------------------------------------------------------------------------------------
+
+
+def read_scores(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[str, ...]:
+    """Names, separated by commas; none where it is not given."""
+    return () if value is None else tuple(dict.fromkeys(word.strip() for word in value.split(",")))
 
 
 @click.command("inspect", epilog=EXAMPLES)
@@ -174,6 +170,12 @@ def draw(title: str, policy: CachePolicy, found: Inspection, file: Path) -> None
     help=f"Read the prompt once more with all of its tokens kept, and show how much of what its last {LOOKING} tokens "
     "look at is left.",
 )
+@click.option(
+    "--scores",
+    callback=read_scores,
+    metavar="NAME,NAME",
+    help="Compare these scores: a row for each, in the table and in the figure.",
+)
 @click.option("--force", is_flag=True, help="Replace a file that --json did not write, too.")
 @click.option(
     "--text",
@@ -195,6 +197,7 @@ def inspect_command(
     plot: Path | None,
     json_file: str | None,
     attention: bool,
+    scores: tuple[str, ...],
     force: bool,
     as_text: bool,
     layer: int | None,
@@ -211,15 +214,18 @@ def inspect_command(
         raise click.UsageError("--layer needs --text")
     if json_file == "-" and as_text:
         raise click.UsageError("--json - and --text both write to stdout: give --json a file")
+    if scores and as_text:
+        raise click.UsageError("--text shows what one score keeps: leave out --scores")
     to_json = None if json_file in (None, "-") else Path(str(json_file))
     if to_json is not None:
-        check_json(to_json, ("model", *SETTINGS, "layers"), force)
+        check_json(to_json, TOLD, force)
     if plot is not None:
         check_plot(plot)
     text = read_prompt(prompt, prompt_file, source)
     policy = make_policy(**settings)  # refuses bad settings before anything is loaded
+    policies = {score: replace(policy, score=score) for score in scores} or {str(policy.score): policy}
 
-    from mlx_kv.evaluation.inspection import inspect_prompt
+    from mlx_kv.evaluation.inspection import inspect_policies
     from mlx_kv.generation.encoding import encode_text
     from mlx_kv.generation.prefill import prefill_step
     from mlx_kv.mlxlm.convert import make_prompt_cache
@@ -229,33 +235,33 @@ def inspect_command(
     tokens = encode_text(tokenizer, text, plain=ignore_chat_template)
     note_context(network, len(tokens))
     step = prefill_step(network, make_prompt_cache(network, policy), prefill_step_size)
-    looking = LOOKING if attention else 0
-    with prefill_bar(len(tokens) * (2 if attention else 1), step) as advance:
-        found = inspect_prompt(network, tokens, policy, prefill_step_size=step, progress=advance, attention_of=looking)
-    evicted = found.share_evicted(layer)  # refuses a layer that does not exist before anything is written
-    say_notes(policy, found)
+    reading: Any = {"prefill_step_size": step, "attention_of": LOOKING if attention else 0}
+    with prefill_bar(len(tokens) * (len(policies) + attention), step) as advance:
+        each = inspect_policies(network, tokens, list(policies.values()), progress=advance, **reading)
+    found = dict(zip(policies, each, strict=True))
+    evicted = each[0].share_evicted(layer)  # refuses a layer that does not exist before anything is written
+    say_notes(policy, each[0])
 
+    name = short_name(model)
     if plot is not None:
-        title = f"{short_name(model)}, {found.kept:,} of {found.tokens:,} by {policy.score}, share={policy.share}"
-        draw(title, policy, found, plot)
+        draw(name, policy, found, bool(scores), plot)
     if to_json is not None:
-        check_json(to_json, ("model", *SETTINGS, "layers"), force)  # it may have come meanwhile
-        save_json(inspection_json(model, policy, found), to_json)
+        check_json(to_json, TOLD, force)  # it may have come meanwhile
+        save_json(inspection_json(model, policy, found, bool(scores)), to_json)
     if as_text:
         dim = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
         marked_text = text_lines(tokenizer, tokens, evicted, dim)
         click.echo(marked_text, nl=not marked_text.endswith("\n"), color=dim)
     elif json_file == "-":
-        click.echo(inspection_json(model, policy, found))
+        click.echo(inspection_json(model, policy, found, bool(scores)))
     else:
-        facts = f"{found.tokens:,} tokens, budget {policy.budget:,}, score {policy.score}, share={policy.share}"
-        times = f"{found.compactions:,} compaction{'' if found.compactions == 1 else 's'}"
-        lines = [f"{short_name(model)}: {facts}, {times}", "", *(f"  {line}" for line in table(found))]
-        if attention:
-            lines += [
-                "",
-                f"  attention: of what the last {LOOKING} tokens look at with all tokens, the share that is kept",
-            ]
+        first, budget = each[0], f"budget {policy.budget:,}"
+        by = [f"share={policy.share}"] if scores else [f"score {policy.score}", f"share={policy.share}"]
+        times = [] if scores else [f"{first.compactions:,} compaction{'' if first.compactions == 1 else 's'}"]
+        rows = scores_table(found) if scores else table(first)
+        lines = [f"{name}: {', '.join([f'{first.tokens:,} tokens', budget, *by, *times])}", ""]
+        lines += [f"  {line}" for line in rows]
+        lines += ["", f"  {ABOUT_ATTENTION}"] if attention else []
         click.echo("\n".join(lines))
 
 

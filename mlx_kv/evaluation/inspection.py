@@ -9,7 +9,7 @@ H' is the number of KV heads where each keeps its own tokens (share="head"), els
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
@@ -105,6 +105,19 @@ class Inspection:
                 times_kept[position] += 1
         return [1 - times / len(rows) for times in times_kept]
 
+    @property
+    def attention_kept(self) -> float | None:
+        """The mean over layers of what `KeptLayer.attention_kept` says; None where no layer shows its attention."""
+        shares = [layer.attention_kept for layer in self.layers]
+        known = [share for share in shares if share is not None]
+        return sum(known) / len(known) if known else None
+
+    @property
+    def attention(self) -> list[float] | None:
+        """What each token of the text gets of the attention, the mean of the layers that show it; None: none does."""
+        known = [layer.attention for layer in self.layers if layer.attention is not None]
+        return [sum(each) / len(known) for each in zip(*known, strict=True)] if known else None
+
 
 def inspect_prompt(
     model: nn.Module,
@@ -115,36 +128,69 @@ def inspect_prompt(
     progress: Callable[[int, int], None] | None = None,
     attention_of: int = 0,
 ) -> Inspection:
-    """Reads a prompt as generation does, evicts down to the budget, and says what is left.
+    """Reads a prompt as generation does, evicts down to the budget, and says what is left; as `inspect_policies`."""
+    options: Any = {"prefill_step_size": prefill_step_size, "progress": progress, "attention_of": attention_of}
+    (found,) = inspect_policies(model, tokens, [policy], **options)
+    return found
+
+
+def inspect_policies(
+    model: nn.Module,
+    tokens: Sequence[int],
+    policies: Sequence[CachePolicy],
+    *,
+    prefill_step_size: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    attention_of: int = 0,
+) -> list[Inspection]:
+    """Reads a prompt under each policy as generation does, evicts down to its budget, and says what is left.
 
     Args:
         model: any model of mlx-lm with layers of full attention.
         tokens: ids of one sequence.
-        policy: with a budget.
+        policies: with budgets.
         prefill_step_size: tokens read at once; None is what generation takes.
-        progress: called after each chunk with the tokens read and the tokens in all.
+        progress: called after each chunk with the tokens read and the tokens in all, of all readings.
         attention_of: the prompt is read once more with all of its tokens kept, to see what so many last tokens look at.
 
     Raises:
         ValueError: no tokens, a policy without a budget, attention that cannot be seen, or what `make_prompt_cache` and
             a score refuse.
     """
-    if policy.budget is None:
+    if any(policy.budget is None for policy in policies):
         raise ValueError("this policy has no budget, so nothing is evicted: give CachePolicy(budget=...)")
     if not tokens:
         raise ValueError("the prompt is empty: give at least one token")
     if attention_of:
         check_attention(model, "--attention")
-    total, readings = len(tokens), 2 if attention_of else 1
+    readings = len(policies) + bool(attention_of)
 
-    def read(before: int) -> Callable[[int, int], None]:
-        return lambda done, _: None if progress is None else progress(before + done, readings * total)
+    def reading(number: int) -> Callable[[int, int], None]:
+        total = len(tokens)
+        return lambda done, _: None if progress is None else progress(number * total + done, readings * total)
 
-    caches = make_prompt_cache(model, policy)
-    step = prefill_step(model, caches, prefill_step_size)
-    prefill(model, caches, mx.array(list(tokens))[None], step, read(0))
+    received: dict[int, np.ndarray] = {}
+    if attention_of:
+        step = prefill_step(model, make_prompt_cache(model), prefill_step_size)
+        received = attention_of_last(model, tokens, attention_of, step, reading(0))
+    return [
+        _inspected(model, tokens, policy, received, prefill_step_size, reading(number))
+        for number, policy in enumerate(policies, start=bool(attention_of))
+    ]
+
+
+def _inspected(
+    model: nn.Module,
+    tokens: Sequence[int],
+    policy: CachePolicy,
+    received: Mapping[int, np.ndarray],
+    prefill_step_size: int | None,
+    progress: Callable[[int, int], None],
+) -> Inspection:
+    """What one policy leaves; `received` has the attention of some layers, by number among the attention caches."""
+    caches, total = make_prompt_cache(model, policy), len(tokens)
+    prefill(model, caches, mx.array(list(tokens))[None], prefill_step(model, caches, prefill_step_size), progress)
     compact(caches)
-    received = attention_of_last(model, tokens, attention_of, step, read(total)) if attention_of else {}
     layers: list[KeptLayer] = []
     numbers = count()
     for index, cache in enumerate(caches):
@@ -153,6 +199,7 @@ def inspect_prompt(
             if each.evictor is not None:
                 layers.append(with_attention(KeptLayer(len(layers), index, kept_in(each)), received.get(number)))
     statistics = cache_statistics(caches)
+    assert policy.budget is not None
     kept = min(policy.budget, total)
     assert all(len(head.positions) == kept for layer in layers for head in layer.heads), "compact() leaves the budget"
     return Inspection(

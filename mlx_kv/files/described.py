@@ -25,7 +25,7 @@ from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.cache.layout import NO_LIMIT, Budget, Layout, Row, make_layout
 from mlx_kv.cache.state import CacheState, Tensors
 from mlx_kv.files import stock_files
-from mlx_kv.files.evictors import check_eviction, check_lists, whole
+from mlx_kv.files.evictors import check_eviction, check_lists, eviction_in_short, whole
 from mlx_kv.files.planes import check_planes
 
 # What comes of a description that is none, beside the ValueErrors of the checks.
@@ -126,7 +126,8 @@ def _describe_ours(cache: KVCache, name: str, arrays: dict[str, mx.array]) -> di
         planes[which] = len(tensor or ())
     affine = affine_of(view.codecs)
     settings = (*(affine or (None, None)), told.quantized_start, told.packed_decode, told.packed)
-    state = [told.rows, told.ranges, told.layout, *settings, told.eviction]  # in the order of version 0.1.0
+    rows, eviction = [in_short(row) for row in view.rows], told.eviction and eviction_in_short(told.eviction)
+    state = [rows, told.ranges, told.layout, *settings, eviction]  # in the order of version 0.1.0
     described = {
         "kind": "mlx-kv",
         "name": name,
@@ -274,9 +275,16 @@ def _restore_ours(described: dict[str, Any], name: str, arrays: dict[str, mx.arr
     )
 
 
+def in_short(row: Row) -> list[int]:
+    """Four numbers, as version 0.1.0 wrote it, where all heads hold as many tokens."""
+    return list(row) if row.longer else list(row)[:4]
+
+
 def _row(layout: Layout, told: Sequence[int]) -> Row:
     """Raises ValueError for where no row of this layout stands."""
     start, offset, high, front, longer = *told, *[0] * (len(Row._fields) - len(told))
+    if list(told) != in_short(Row(start, offset, high, front, longer)):
+        raise ValueError("a row that is told otherwise than rows are")
     if not all(type(number) is int and abs(number) <= MOST_TOKENS for number in told):
         raise ValueError("a row that stands nowhere")
     row = Row(start, offset, high, front, longer)

@@ -38,9 +38,22 @@ def whole(name: str, value: object, least: int = 0) -> int:
     return whole_number(name, value, least)
 
 
+def eviction_in_short(told: Sequence[Any]) -> list[Any]:
+    """The fields of an `EvictorState` up to the last that is not at its default: earlier versions had fewer."""
+    state, short = EvictorState(*told), list(told)
+    while (name := EvictorState._fields[len(short) - 1]) in state._field_defaults:
+        default = state._field_defaults[name]
+        if short[-1] is not default and (default is None or short[-1] != default):
+            break
+        short.pop()
+    return short
+
+
 def check_eviction(layout: Budget, rows: Sequence[Row], heads: int | None, told: Sequence[Any]) -> None:
     """Raises ValueError for what no evictor knows."""
     check_lists(told)
+    if len(told) != len(eviction_in_short(told)):
+        raise ValueError("what evicts is told otherwise than it is written")
     score, share, layer, names, positions, scores, work, dead, layers, observed = EvictorState(*told)
     check_lists(names, work)
     if not all(type(word) is str for word in (score, share, *names)) or len(names) not in (1, len(rows)):

@@ -91,12 +91,12 @@ def kept_positions(
     cells.set_ylabel("layer" if len(rows) == len(layers) else "layer, a row a head")
     cells.xaxis.set_major_locator(MaxNLocator(8, integer=True))
     cells.xaxis.set_major_formatter(FuncFormatter(lambda value, _: axis_label(value) if value else "0"))
-    name_layers(cells, [len(layer) for layer in layers], inches)
+    every = name_layers(cells, [len(layer) for layer in layers], inches)
     cells.spines[["top", "right"]].set_visible(False)
     for axes in (above, *between, cells):
         axes.tick_params(length=0, labelcolor=GREY)
     if attention_kept is not None:
-        name_shares(cells, attention_kept)
+        name_shares(cells, attention_kept, every)
     everything = [above, *between, cells]
     bar = figure.colorbar(ScalarMappable(Normalize(0, 1), COLOURS), ax=everything, fraction=0.03, pad=0.015)
     bar.set_ticks([0, 0.5, 1], labels=["lowest", "middle", "highest"])
@@ -141,12 +141,15 @@ def draw_attention(axes: Axes, attention: Sequence[float], tokens: int) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def name_shares(cells: Axes, shares: Sequence[float | None]) -> None:
-    """Says at the right end of each layer that has its number at the left how much of the attention is left."""
+def name_shares(cells: Axes, shares: Sequence[float | None], every: int = 1) -> None:
+    """Says at the right end of each row that has a name at the left how much of the attention is left.
+
+    Args:
+        shares: of all rows, of which every so many have a name.
+    """
     told = cells.secondary_yaxis("right")
-    names: Any = cells.yaxis.get_major_formatter()
     places: Any = cells.yaxis.get_major_locator()
-    shown = [shares[int(name)] for name in names.seq]
+    shown = shares[::every]
     told.yaxis.set_major_locator(FixedLocator(places.locs))
     told.yaxis.set_major_formatter(FixedFormatter(["" if share is None else f"{100 * share:.0f}%" for share in shown]))
     told.set_ylabel("attention kept")
@@ -158,18 +161,23 @@ def mark_protected(panels: Sequence[Axes], tokens: int, sinks: int, recent: int)
     """Says where the tokens are that are never evicted: a line at their edge, in words above the first panel."""
     above = panels[0]
     style: dict[str, Any] = {"fontsize": 9, "color": GREY, "textcoords": "offset points", "va": "bottom"}
+    style["xycoords"] = above.get_xaxis_transform()
     if 0 < sinks < tokens:
-        above.annotate(f"↓ {sinks} sinks" if sinks > 1 else "↓ 1 sink", (0, 100), (-3, 3), ha="left", **style)
+        above.annotate(f"↓ {sinks} sinks" if sinks > 1 else "↓ 1 sink", (0, 1), (-3, 3), ha="left", **style)
     if 0 < recent < tokens:
-        above.annotate(f"{recent:,} recent ↓", (tokens, 100), (3, 3), ha="right", **style)
+        above.annotate(f"{recent:,} recent ↓", (tokens, 1), (3, 3), ha="right", **style)
     for edge in (sinks, tokens - recent):
         if 0 < edge < tokens:
             for axes in panels:
                 axes.axvline(edge, color=GREY, linewidth=0.6, linestyle=(0, (3, 2)))
 
 
-def name_layers(axes: Axes, heads: Sequence[int], inches: float) -> None:
-    """A number for each layer, or for every so many of them, in the middle of its rows; lines between layers."""
+def name_layers(axes: Axes, heads: Sequence[int], inches: float) -> int:
+    """A number for each layer, or for every so many of them, in the middle of its rows; lines between layers.
+
+    Returns:
+        of how many layers one has its number.
+    """
     edges = np.cumsum([0, *heads])
     room = max(1, int(inches / ROW_INCHES))
     every = next(step for step in (1, 2, 4, 5, 10, 20, 50, 100, len(heads)) if math.ceil(len(heads) / step) <= room)
@@ -177,3 +185,4 @@ def name_layers(axes: Axes, heads: Sequence[int], inches: float) -> None:
     axes.yaxis.set_major_locator(FixedLocator([(edges[i] + edges[i + 1]) / 2 for i in shown]))
     axes.yaxis.set_major_formatter(FixedFormatter([str(i) for i in shown]))
     axes.hlines(edges[1:-1], 0, 1, transform=axes.get_yaxis_transform(), color="#cccccc", linewidth=0.5)
+    return every

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.generate import generate_step
-from tiny_models import VOCAB, make_model
+from tiny_models import VOCAB
 
 from mlx_kv.cli import inspect as inspect_module
-from mlx_kv.cli.inspect import blocks, mark_evicted, tenths, text_lines, token_texts
-from mlx_kv.evaluation import inspection
-from mlx_kv.evaluation.attention import attention_of_last
+from mlx_kv.cli.inspect import mark_evicted, text_lines, token_texts
+from mlx_kv.cli.inspect_scores import blocks, tenths
 from mlx_kv.evaluation.inspection import KeptLayer, KeptTokens, inspect_prompt
 from mlx_kv.generation.encoding import encode_prompt
-from mlx_kv.mlxlm.convert import make_prompt_cache
-from mlx_kv.mlxlm.traverse import attention_caches
 from mlx_kv.plots.kept import kept_positions, ranks, raster, share_kept
+from mlx_kv.plots.kept_by_score import columns_of
 from mlx_kv.policy import CachePolicy
 
 PROMPT = "".join(f"def function_{i}(a, b):\n    return a * {i} + b\n\n\n" for i in range(12))
@@ -38,104 +34,7 @@ def ids(tokens: int) -> list[int]:
     return [(7 * i * i + 3 * i) % VOCAB for i in range(tokens)]
 
 
-# --- the library --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("bits", [None, 8])
-@pytest.mark.parametrize("score", ["key_diff", "key_norm"])
-@pytest.mark.parametrize("share", ["layers", "layer", "head"])
-def test_it_says_what_the_caches_hold(
-    share: Any, score: str, bits: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made: list[Any] = []
-
-    def spy(*arguments: Any) -> list[Any]:
-        made.append(make_prompt_cache(*arguments))
-        return made[-1]
-
-    monkeypatch.setattr(inspection, "make_prompt_cache", spy)
-    policy = CachePolicy(
-        budget=24, keep_recent=6, sinks=3, margin=5, max_write=16, share=share, score=score, bits=bits, group_size=32
-    )
-    found = inspect_prompt(make_model("llama"), ids(90), policy)
-    (caches,) = made
-    assert (found.tokens, found.kept, found.evicted) == (90, 24, 66)
-    assert [(layer.index, layer.cache) for layer in found.layers] == [(0, 0), (1, 1), (2, 2)]
-    assert found.compactions == caches[0].evictor.compactions > 1
-    for cache, layer in zip(caches, found.layers, strict=True):
-        scores = np.array(cache.evictor.live_scores(0)).reshape(-1, 24)
-        positions = np.array(cache.positions[0])
-        assert len(layer.heads) == len(positions) == len(scores) == (2 if share == "head" else 1)
-        for head, own_positions, own_scores in zip(layer.heads, positions, scores, strict=True):
-            assert list(head.positions) == sorted(set(own_positions.tolist()))
-            assert dict(zip(head.positions, head.scores, strict=True)) == dict(
-                zip(own_positions.tolist(), own_scores.tolist(), strict=True)
-            )
-            assert head.positions[:3] == (0, 1, 2)
-            assert head.positions[-6:] == tuple(range(84, 90))
-    same = len({head.positions for layer in found.layers for head in layer.heads}) == 1
-    assert same == (share == "layers")
-
-
-def test_a_prompt_is_read_in_the_chunks_of_generation() -> None:
-    model, seen, expected = make_model("llama"), [], []
-    policy = CachePolicy(budget=24, keep_recent=6, max_write=16)
-    inspect_prompt(model, ids(50), policy, progress=lambda done, total: seen.append((done, total)))
-    options = {"prefill_step_size": 16, "prompt_cache": make_prompt_cache(model, policy), "max_tokens": 1}
-    steps = generate_step(
-        mx.array(ids(50)), model, prompt_progress_callback=lambda *step: expected.append(step), **options
-    )
-    next(steps)
-    assert seen == [step for step in expected if step[0]] == [(16, 50), (32, 50), (48, 50), (49, 50), (50, 50)]
-
-
-@pytest.mark.parametrize("share", ["layers", "head"])
-@pytest.mark.parametrize("tokens", [1, 24])
-def test_within_the_budget_nothing_is_evicted(tokens: int, share: Any) -> None:
-    policy = CachePolicy(budget=24, keep_recent=6, share=share)
-    found = inspect_prompt(make_model("llama"), ids(tokens), policy)
-    assert (found.kept, found.evicted, found.compactions) == (tokens, 0, 0)
-    assert [len(layer.heads) for layer in found.layers] == [2 if share == "head" else 1] * 3
-    assert all(head.positions == tuple(range(tokens)) for layer in found.layers for head in layer.heads)
-    assert found.share_evicted() == [0.0] * tokens
-
-
-@pytest.mark.parametrize(("family", "places"), [("gemma3_text", [1, 3]), ("lfm2", None), ("falcon_h1", None)])
-def test_only_layers_with_a_budget_are_listed(family: str, places: list[int] | None) -> None:
-    policy = CachePolicy(budget=24, keep_recent=6, max_write=16)
-    model = make_model(family)
-    found = inspect_prompt(model, ids(60), policy)
-    caches = make_prompt_cache(model, policy)
-    expected = [i for i, each in enumerate(caches) if any(c.evictor is not None for c in attention_caches([each]))]
-    assert [layer.cache for layer in found.layers] == expected
-    assert places is None or expected == places
-    assert [layer.index for layer in found.layers] == list(range(len(expected)))
-    assert found.without_budget > 0
-
-
-@pytest.mark.parametrize("share", ["layers", "layer", "head"])
-def test_the_attention_that_is_left(share: Any) -> None:
-    """What each head keeps of it, and all of it where nothing goes."""
-    model, tokens = make_model("llama"), ids(90)
-    policy = CachePolicy(budget=24, keep_recent=6, share=share, max_write=16)
-    steps: list[tuple[int, int]] = []
-    found = inspect_prompt(model, tokens, policy, attention_of=8, progress=lambda *step: steps.append(step))
-    received = attention_of_last(model, tokens, 8)
-    assert [layer.heads for layer in inspect_prompt(model, tokens, policy).layers] == [
-        tuple(replace(head, attention=None) for head in layer.heads) for layer in found.layers
-    ]
-    for layer in found.layers:
-        of_heads = received[layer.index]
-        rows = of_heads if share == "head" else of_heads.mean(axis=0, keepdims=True)
-        expected = [sum(row[position] for position in h.positions) for h, row in zip(layer.heads, rows, strict=True)]
-        assert [head.attention for head in layer.heads] == pytest.approx(expected, abs=1e-6)
-        assert layer.attention_kept == pytest.approx(sum(expected) / len(expected), abs=1e-6)
-        assert layer.attention == pytest.approx(of_heads.mean(axis=0), abs=1e-6)
-        assert 0.0 < layer.attention_kept < 0.999
-    assert steps[-1] == (180, 180)
-    assert [done for done, _ in steps] == sorted(done for done, _ in steps)
-    whole = inspect_prompt(model, tokens, CachePolicy(budget=90, keep_recent=6), attention_of=8)
-    assert [layer.attention_kept for layer in whole.layers] == pytest.approx([1.0] * 3, abs=1e-5)
+# --- rows and JSON ------------------------------------------------------------------------------------------------
 
 
 def test_attention_is_shown_beside_what_is_kept(call: Any, tmp_path: Path) -> None:
@@ -151,29 +50,30 @@ def test_attention_is_shown_beside_what_is_kept(call: Any, tmp_path: Path) -> No
     assert "of what the last 64 tokens look at" in done.out
 
 
-def test_the_share_of_heads_that_evicted() -> None:
-    heads = [
-        KeptTokens((0, 1), (0.0, 0.0)),
-        KeptTokens((0, 3), (0.0, 0.0)),
-        KeptTokens((0, 1), (0.0, 0.0)),
-        KeptTokens((0, 1), (0.0, 0.0)),
-    ]
-    layers = (KeptLayer(0, 0, tuple(heads[:2])), KeptLayer(1, 1, tuple(heads[2:])))
-    found = inspection.Inspection(4, 2, 2, 1, 0, layers)
-    assert found.share_evicted() == [0.0, 0.25, 1.0, 0.75]
-    assert found.share_evicted(1) == [0.0, 0.0, 1.0, 1.0]
-    with pytest.raises(ValueError, match=r"there is no layer 2 with a budget: give one from 0 to 1"):
-        found.share_evicted(2)
+def test_scores_side_by_side(call: Any, tmp_path: Path) -> None:
+    """Each as it is alone, whatever it stands beside."""
+    plot, names = tmp_path / "scores.png", ["recent", "key_norm", "key_diff"]
+    options = ("--prompt", PROMPT, *SMALL, "--kv-share", "layer")
+    told = json.loads(call(*options, "--scores", ",".join(names), "--json", "-", "--plot", str(plot)).out)
+    assert plot.stat().st_size > 10_000
+    assert list(told["scores"]) == names
+    for name, one in told["scores"].items():
+        alone = json.loads(call(*options, "--kv-score", name, "--json", "-").out)
+        assert {key: alone[key] for key in one} == one
+        assert alone["score"] == name
+    rows = call(*options, "--scores", ",".join(names)).out.split("\n\n")[1].splitlines()
+    assert [row.split()[0] for row in rows] == ["score", *names]
+    for row, name in zip(rows[1:], names, strict=True):
+        layers = told["scores"][name]["layers"]
+        kept = [position for layer in layers for position in layer["heads"][0]["positions"]]
+        tokens = told["scores"][name]["tokens"]
+        counts = [sum(p * 10 // tokens == tenth for p in kept) / len(layers) for tenth in range(10)]
+        assert [float(count) for count in row.split()[2:]] == pytest.approx(counts, abs=0.5)
 
 
-def test_the_library_refuses_what_it_cannot_show() -> None:
-    with pytest.raises(ValueError, match="has no budget"):
-        inspect_prompt(make_model("llama"), ids(9), CachePolicy())
-    with pytest.raises(ValueError, match="the prompt is empty"):
-        inspect_prompt(make_model("llama"), [], CachePolicy(budget=100))
-
-
-# --- rows and JSON ------------------------------------------------------------------------------------------------
+def test_a_column_of_the_figure_is_the_mean_of_its_positions() -> None:
+    assert columns_of([0.0, 1.0, 1.0, 1.0, 0.5], 2) == pytest.approx([2 / 3, 0.75])
+    assert columns_of([0.25, 0.75], 2) == pytest.approx([0.25, 0.75])
 
 
 def test_json_is_the_same_data(call: Any, tmp_path: Path, reference: Any) -> None:
@@ -206,10 +106,10 @@ def test_the_table_counts_tokens(call: Any) -> None:
 
 def test_blocks_are_full_only_where_all_was_kept() -> None:
     layer = KeptLayer(0, 0, (KeptTokens((*range(10), 10, 20, 21, 22, 23, 24, 99), (0.0,) * 17),))
-    counts = tenths(layer, 100)
+    counts = tenths([layer], 100)
     assert counts == [10, 1, 5, 0, 0, 0, 0, 0, 0, 1]
     assert blocks(counts, 100) == "█▁▄······▁"
-    assert blocks(tenths(KeptLayer(0, 0, (KeptTokens((0, 2), (0.0, 0.0)),)), 3), 3) == "█·····█···"
+    assert blocks(tenths([KeptLayer(0, 0, (KeptTokens((0, 2), (0.0, 0.0)),))], 3), 3) == "█·····█···"
 
 
 def test_a_short_prompt_is_said_to_be_whole(call: Any) -> None:
@@ -320,6 +220,8 @@ BAD: dict[str, tuple[list[str], str]] = {
     "no budget, a score": (["--prompt", "x", "--kv-score", "recent"], "inspect needs --kv-budget"),
     "no prompt": (["--kv-budget", "100"], "no prompt: give --prompt"),
     "score": ([*GOOD, "--kv-score", "nonsense"], "there is no score 'nonsense': choose one of"),
+    "scores": ([*GOOD, "--scores", "recent,nonsense"], "there is no score 'nonsense': choose one of"),
+    "text of scores": ([*GOOD, "--scores", "recent,random", "--text"], "--text shows what one score keeps"),
     "budget": (["--prompt", "x", "--kv-budget", "40"], "--kv-budget 40, but 4 sinks and --kv-keep-recent 64 are kept"),
     "bound": ([*GOOD, "--max-kv-size", "99"], "got a budget and --max-kv-size"),
     "layer without text": ([*GOOD, "--layer", "1"], "--layer needs --text"),
