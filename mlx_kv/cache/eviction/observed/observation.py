@@ -22,8 +22,8 @@ import mlx.core as mx
 from mlx_kv.cache.eviction.compaction import Moves
 from mlx_kv.cache.eviction.observed.moments import FIRST, Moments, Turning, moments_of
 from mlx_kv.cache.eviction.observed.recent import Piece, RecentQueries, Together
-from mlx_kv.cache.eviction.observed.weights import Keys, Queries, blocks, log_sums, products, weights
 from mlx_kv.cache.eviction.scores.wants import Wants
+from mlx_kv.cache.eviction.weights import Keys, Queries, blocks, log_sums, products, weights
 from mlx_kv.cache.layout import Row
 from mlx_kv.cache.protocol import Call
 
