@@ -15,7 +15,7 @@ from mlx_kv.cache.eviction.evictor import Evictor
 from mlx_kv.cache.eviction.granularity import Granularity, LayerBudgets
 from mlx_kv.cache.eviction.layer_group import LayerGroup
 from mlx_kv.cache.eviction.pyramid import layer_budget
-from mlx_kv.cache.eviction.scores import Function, Score
+from mlx_kv.cache.eviction.scores import Function, Score, find_score
 from mlx_kv.cache.growth import DEFAULT, Growth
 from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.cache.layout import Append, Budget, Chunks, Layout, Ring
@@ -161,6 +161,12 @@ class CachePolicy:
     def packing(self) -> Packing | None:
         """How mlx-lm's attention can read what is stored; None where it must be decoded first."""
         return packing_of(find_codecs(self.bits, self.group_size, self.codec))
+
+    @property
+    def reads_twice(self) -> bool:
+        """Whether the score is of what tokens receive when a prompt is read once more."""
+        wants = find_score(self.score).wants if self.budget is not None else None
+        return wants is not None and wants.reread
 
     def changed(self) -> list[str]:
         """The names of the settings that are not at their default."""

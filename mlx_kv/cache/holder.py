@@ -10,7 +10,7 @@ from typing import Any, Self
 
 import mlx.core as mx
 
-from mlx_kv.cache import memory, state
+from mlx_kv.cache import holding, memory, state
 from mlx_kv.cache.codecs import affine_of
 from mlx_kv.cache.contents import Contents
 from mlx_kv.cache.eviction.evictor import Evictor
@@ -52,6 +52,16 @@ class Holder:
     def carry(self, seam: object) -> None:
         """Keeps what shows it its attention for as long as it lives, or a copy of it."""
         self._seam = seam
+
+    # --- texts that are read twice ---------------------------------------------------------------------------------
+
+    def hold(self) -> None:
+        """Evicts nothing from now on, until `release`: a text that is to be read again is held whole for that."""
+        holding.hold(self._held)
+
+    def release(self) -> None:
+        """Evicts again what is due, from the next write on."""
+        holding.release(self._held)
 
     # --- lengths ----------------------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from mlx_kv.cache import phases, rows, steady, update
+from mlx_kv.cache import holding, phases, rows, steady, update
 from mlx_kv.cache.checks import whole_number, whole_numbers
 from mlx_kv.cache.codecs import Choice, are_plain, find_codecs
 from mlx_kv.cache.contents import Contents
@@ -196,6 +196,7 @@ class KVCache(Holder):
         """Forgets every token, for a new session. Slots stay allocated, and serve it if its shapes are the same."""
         held = self._held
         held.rows, held.announced = (Row(),), (0,)
+        holding.release(held)
         phases.begin(held)
         held.packed, held.transient, held.lengths = False, None, None
         if held.evictor is not None:

@@ -16,6 +16,7 @@ from mlx_kv.cache.codecs import PLAIN, Affine, Codec, Codecs, Plain, Planes, fin
 from mlx_kv.cache.contents import Contents
 from mlx_kv.cache.eviction.evictor import Evictor
 from mlx_kv.cache.growth import DEFAULT, Growth
+from mlx_kv.cache.holding import released
 from mlx_kv.cache.layout import Budget, Row, make_layout
 
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32, "float64": mx.float64}
@@ -68,7 +69,7 @@ def state_of(held: Contents) -> CacheState:
         values,
         [list(row) for row in held.rows],
         [list(one) for one in held.ranges],
-        list(held.layout.parameters),
+        list(released(held).parameters),
         in_state(held.codecs),
         tensors,
         held.encoded and held.buffers is not None,

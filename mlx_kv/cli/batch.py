@@ -104,6 +104,7 @@ def batch(
     def start(machine: Machine) -> Started:
         """Loads the model, and makes an engine; of the others, each does as the first one's until that ends."""
         from mlx_kv.generation.engine import make_engine
+        from mlx_kv.generation.rereading import Instructions
         from mlx_kv.generation.speculation.statistics import SpeculationStatistics
 
         network, tokenizer = machine.load()
@@ -118,6 +119,7 @@ def batch(
                 decoding.prefill_step_size,
                 drafting.load_model() if machine.leads else None,
                 statistics=speculation,
+                instructions=Instructions.for_policy(policy, tokenizer, network),
                 **vars(drafts),
             )
         )

@@ -100,14 +100,14 @@ def cache(
     with file_errors(f"write {output}"):
         check_output(output, force, "--force")  # before anything is read, and again when it is written
 
-    import mlx.core as mx
-
     from mlx_kv.files.fingerprint import model_fingerprint
     from mlx_kv.generation.encoding import encode_beginning, speaks_chat
-    from mlx_kv.generation.prefill import prefill, prefill_step, reserve_for
+    from mlx_kv.generation.prefill import prefill_step, reserve_for
+    from mlx_kv.generation.rereading import Instructions, read_all
     from mlx_kv.generation.statistics import cache_statistics
     from mlx_kv.mlxlm.convert import make_prompt_cache
     from mlx_kv.mlxlm.loading import load
+    from mlx_kv.mlxlm.trimming import compact
 
     network, tokenizer = load(model_path(model))
     tokens = encode_beginning(tokenizer, text, speaks_chat(tokenizer, ignore_chat_template))
@@ -117,7 +117,10 @@ def cache(
     step = prefill_step(network, caches, prefill_step_size)
     started = time.perf_counter()
     with prefill_bar(len(tokens), step) as advance:
-        prefill(network, caches, mx.array(tokens)[None], step, advance)
+        asked = Instructions.for_policy(cache_policy, tokenizer, network)
+        read_all(network, caches, tokens, step, asked, advance)
+        if cache_policy.reads_twice:
+            compact(caches)
     read = time.perf_counter()
     with file_errors(f"write {output}"):
         check_output(output, force, "--force")

@@ -228,6 +228,7 @@ def inspect_command(
     from mlx_kv.evaluation.inspection import inspect_policies
     from mlx_kv.generation.encoding import encode_text
     from mlx_kv.generation.prefill import prefill_step
+    from mlx_kv.generation.rereading import Instructions
     from mlx_kv.mlxlm.convert import make_prompt_cache
     from mlx_kv.mlxlm.loading import load
 
@@ -237,7 +238,8 @@ def inspect_command(
     step = prefill_step(network, make_prompt_cache(network, policy), prefill_step_size)
     reading: Any = {"prefill_step_size": step, "attention_of": LOOKING if attention else 0}
     with prefill_bar(len(tokens) * (len(policies) + attention), step) as advance:
-        each = inspect_policies(network, tokens, list(policies.values()), progress=advance, **reading)
+        asked = [Instructions.for_policy(one, tokenizer, network) for one in policies.values()]
+        each = inspect_policies(network, tokens, list(policies.values()), progress=advance, asked=asked, **reading)
     found = dict(zip(policies, each, strict=True))
     evicted = each[0].share_evicted(layer)  # refuses a layer that does not exist before anything is written
     say_notes(policy, each[0])

@@ -20,7 +20,8 @@ import numpy as np
 
 from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.evaluation.attention import attention_of_last, check_attention
-from mlx_kv.generation.prefill import prefill, prefill_step
+from mlx_kv.generation.prefill import prefill_step
+from mlx_kv.generation.rereading import NOTHING_ASKED, Instructions, read_all
 from mlx_kv.generation.statistics import cache_statistics
 from mlx_kv.mlxlm.convert import make_prompt_cache
 from mlx_kv.mlxlm.traverse import attention_caches, leaves
@@ -127,10 +128,11 @@ def inspect_prompt(
     prefill_step_size: int | None = None,
     progress: Callable[[int, int], None] | None = None,
     attention_of: int = 0,
+    instructions: Instructions = NOTHING_ASKED,
 ) -> Inspection:
     """Reads a prompt as generation does, evicts down to the budget, and says what is left; as `inspect_policies`."""
     options: Any = {"prefill_step_size": prefill_step_size, "progress": progress, "attention_of": attention_of}
-    (found,) = inspect_policies(model, tokens, [policy], **options)
+    (found,) = inspect_policies(model, tokens, [policy], asked=[instructions], **options)
     return found
 
 
@@ -142,6 +144,7 @@ def inspect_policies(
     prefill_step_size: int | None = None,
     progress: Callable[[int, int], None] | None = None,
     attention_of: int = 0,
+    asked: Sequence[Instructions] | None = None,
 ) -> list[Inspection]:
     """Reads a prompt under each policy as generation does, evicts down to its budget, and says what is left.
 
@@ -152,6 +155,7 @@ def inspect_policies(
         prefill_step_size: tokens read at once; None is what generation takes.
         progress: called after each chunk with the tokens read and the tokens in all, of all readings.
         attention_of: the prompt is read once more with all of its tokens kept, to see what so many last tokens look at.
+        asked: for each policy, what comes before the second reading, where its score wants one; None is nothing.
 
     Raises:
         ValueError: no tokens, a policy without a budget, attention that cannot be seen, or what `make_prompt_cache` and
@@ -174,8 +178,10 @@ def inspect_policies(
         step = prefill_step(model, make_prompt_cache(model), prefill_step_size)
         received = attention_of_last(model, tokens, attention_of, step, reading(0))
     return [
-        _inspected(model, tokens, policy, received, prefill_step_size, reading(number))
-        for number, policy in enumerate(policies, start=bool(attention_of))
+        _inspected(model, tokens, policy, received, prefill_step_size, reading(number), instructions)
+        for number, (policy, instructions) in enumerate(
+            zip(policies, asked or [NOTHING_ASKED] * len(policies), strict=True), start=bool(attention_of)
+        )
     ]
 
 
@@ -186,10 +192,12 @@ def _inspected(
     received: Mapping[int, np.ndarray],
     prefill_step_size: int | None,
     progress: Callable[[int, int], None],
+    instructions: Instructions,
 ) -> Inspection:
     """What one policy leaves; `received` has the attention of some layers, by number among the attention caches."""
     caches, total = make_prompt_cache(model, policy), len(tokens)
-    prefill(model, caches, mx.array(list(tokens))[None], prefill_step(model, caches, prefill_step_size), progress)
+    step = prefill_step(model, caches, prefill_step_size)
+    read_all(model, caches, tokens, step, instructions, lambda done, of: progress(done * total // of, total))
     compact(caches)
     layers: list[KeptLayer] = []
     numbers = count()

@@ -54,8 +54,9 @@ def check_eviction(layout: Budget, rows: Sequence[Row], heads: int | None, told:
     check_lists(told)
     if len(told) != len(eviction_in_short(told)):
         raise ValueError("what evicts is told otherwise than it is written")
-    score, share, layer, names, positions, scores, work, dead, layers, observed = EvictorState(*told)
+    score, share, layer, names, positions, scores, work, dead, layers, observed, reread = EvictorState(*told)
     check_lists(names, work)
+    _check_reread(rows, heads, reread)
     if not all(type(word) is str for word in (score, share, *names)) or len(names) not in (1, len(rows)):
         raise ValueError("sequences of other rows")
     whole("layer", layer)
@@ -156,3 +157,21 @@ def _check_array(x: object, shape: tuple[int | None, ...], dtype: mx.Dtype | Non
         raise ValueError("an array of another shape")
     if x.dtype != dtype if dtype is not None else not mx.issubdtype(x.dtype, mx.floating):
         raise ValueError("an array of another dtype")
+
+
+def _check_reread(rows: Sequence[Row], heads: int | None, told: Sequence[Any] | None) -> None:
+    """Raises ValueError for what no tokens of these rows can have received when they were read again."""
+    if told is None:
+        return
+    check_lists(told)
+    if len(told) != len(rows) or heads is None:
+        raise ValueError("a second reading of other rows")
+    for row, own in zip(rows, told, strict=True):
+        if own is None:
+            continue
+        check_lists(own)
+        first, received = own
+        if whole("a position", first) + received.shape[1] > row.offset:
+            raise ValueError("a second reading of tokens that there are not")
+        if (received.ndim, received.shape[0], received.dtype) != (2, heads, mx.float32):
+            raise ValueError("a second reading by other heads")

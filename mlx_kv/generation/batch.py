@@ -17,6 +17,7 @@ from mlx_kv.cache.checks import whole_number
 from mlx_kv.generation.agreement import Agreement, Group, Rounds, agreement_of, in_step
 from mlx_kv.generation.encoding import encode_prompt
 from mlx_kv.generation.engine import Engine, make_engine
+from mlx_kv.generation.rereading import Instructions
 from mlx_kv.generation.sampling import Sampler, derived_seed, sampler_of_sequence
 from mlx_kv.generation.sequence import BatchToken, TokenSequence
 from mlx_kv.generation.speculation import LOOKUP_MAX, LOOKUP_MIN
@@ -104,6 +105,7 @@ def batch_generate(
         prompt_lookup_max=prompt_lookup_max,
         draft_length=draft_length,
         agreement=agreement,
+        instructions=Instructions.for_policy(policy, tokenizer, model),
     )
     return _tokens(engine, sequences, agreement)
 

@@ -14,6 +14,7 @@ import mlx.nn as nn
 from mlx_kv.cache.checks import whole_number
 from mlx_kv.generation.agreement import ALONE, Agreement, leaders
 from mlx_kv.generation.plain import PlainEngine
+from mlx_kv.generation.rereading import NOTHING_ASKED, Instructions
 from mlx_kv.generation.sequence import BatchToken, TokenSequence
 from mlx_kv.generation.speculation import LOOKUP_MAX, LOOKUP_MIN
 from mlx_kv.generation.speculation.decoder import make_decoder
@@ -114,6 +115,7 @@ def make_engine(
     prompt_lookup_max: int = LOOKUP_MAX,
     draft_length: DraftLength = "chosen",
     agreement: Agreement = ALONE,
+    instructions: Instructions = NOTHING_ASKED,
 ) -> Engine:
     """An engine for one model and policy.
 
@@ -124,6 +126,7 @@ def make_engine(
         num_draft_tokens, prompt_lookup_min, prompt_lookup_max, draft_length: the same.
         agreement: with the other ranks of the model, which all make an engine now. Whether it speculates, who drafts,
             and whether caches are returned the leader says.
+        instructions: before the second reading of a prompt, where the policy wants one.
 
     Raises:
         ValueError: what the model or the policy refuses.
@@ -137,8 +140,10 @@ def make_engine(
     policy = policy or CachePolicy()
     drafts, return_caches = agreement.told(lambda: (draft_model is not None or drafter is not None, return_caches))
     if not drafts:
-        return PlainEngine(model, ends, policy, max_batch_size, prefill_step_size, return_caches, agreement)
+        return PlainEngine(
+            model, ends, policy, max_batch_size, prefill_step_size, return_caches, agreement, instructions
+        )
     decoder = make_decoder(model, policy, draft_model, drafting or DraftSettings(), agreement)
     if max_batch_size > 1 and (any(equal_lengths(model, agreement)) or decoder.drafter.equal_rows):
         max_batch_size = 1  # of a round, each row accepts a number of tokens of its own
-    return SpeculativeEngine(decoder, ends, max_batch_size, prefill_step_size, statistics, return_caches)
+    return SpeculativeEngine(decoder, ends, max_batch_size, prefill_step_size, statistics, return_caches, instructions)

@@ -15,6 +15,8 @@ import mlx.nn as nn
 
 from mlx_kv.generation.agreement import ALONE, Agreement
 from mlx_kv.generation.prefill import CHUNKS_AT_ONCE, MOST_PROMPTS_AT_ONCE, chunk_for, prefill_step, reserve_for
+from mlx_kv.generation.reading_twice import ReadingTwice
+from mlx_kv.generation.rereading import NOTHING_ASKED, Instructions
 from mlx_kv.generation.sequence import BatchToken, TokenSequence, Waiting
 from mlx_kv.generation.together import caches_together, equal_lengths
 from mlx_kv.mlxlm.batch_generator import WatchedBatchGenerator, evaluated
@@ -42,6 +44,7 @@ class PlainEngine:
         prefill_step_size: int | None,
         return_caches: bool = False,
         agreement: Agreement = ALONE,
+        instructions: Instructions = NOTHING_ASKED,
     ) -> None:
         self.model, self._return_caches = model, return_caches
         self._empty = caches_together(model, policy, agreement)  # refuses what no layer can honour
@@ -56,23 +59,26 @@ class PlainEngine:
         alike = equal_lengths(model, agreement) if max_batch_size > 1 else (False, False)
         self._equal_rows, self._equal_prompts = alike
         self._waiting = Waiting(lambda: self._empty)
+        self._twice = ReadingTwice(self.read, self.make_caches, self.step_size, instructions)
         self._active: dict[int, TokenSequence] = {}  # by mlx-lm's number for it
         self._reading: dict[int, int] = {}  # by the same, those that have prompt tokens left to read, and how many
         self._most_tokens = min(MOST_TOKENS_AT_ONCE[mx.default_device().type], 2 * chunk)
         self._most_long = max(2, CHUNKS_AT_ONCE * chunk // self.step_size)
 
     def submit(self, sequence: TokenSequence) -> None:
-        self._waiting.submit(sequence)
+        self._waiting.submit(sequence, self._twice)
         show_attention(self.model, sequence.caches or [])
 
     def cancel(self, index: int) -> None:
         self._waiting.cancel(index)
+        self._twice.cancel(index)
         for uid in [uid for uid, sequence in self._active.items() if sequence.index == index]:
             self._generator.remove([uid])
             self._reading.pop(uid, None)
             del self._active[uid]
 
     def step(self) -> list[BatchToken]:
+        self._waiting.take(self._twice.step())
         self._join()
         if not self._active:
             return []
@@ -126,7 +132,7 @@ class PlainEngine:
 
     @property
     def busy(self) -> bool:
-        return bool(self._waiting or self._active)
+        return bool(self._waiting or self._twice or self._active)
 
     @property
     def caches(self) -> list[Any]:
@@ -140,7 +146,7 @@ class PlainEngine:
     def pending(self) -> list[int]:
         rows = set(self._generator.rows)
         reading = [sequence.index for uid, sequence in self._active.items() if uid not in rows]
-        return [*reading, *(sequence.index for sequence in self._waiting)]
+        return [*reading, *(sequence.index for sequence in (*self._waiting, *self._twice))]
 
     @property
     def speculation(self) -> None:
@@ -165,6 +171,7 @@ class PlainEngine:
         self._active.clear()
         self._reading.clear()
         self._waiting.clear()
+        self._twice.clear()
         self._generator.close()
         self._by_class.close()
 

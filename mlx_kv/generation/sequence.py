@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from mlx_kv.cache.checks import whole_number
 from mlx_kv.generation.sampling import Sampler
@@ -83,6 +83,14 @@ def check(sequence: TokenSequence) -> None:
     whole_number(f"max_tokens of sequence {sequence.index}", sequence.max_tokens, least=1)
 
 
+class Elsewhere(Protocol):
+    """Where something is done to a sequence before it waits for a row."""
+
+    def wants(self, sequence: TokenSequence) -> bool: ...
+
+    def add(self, sequence: TokenSequence) -> None: ...
+
+
 class Waiting:
     """Sequences that have no row yet: first come, first served.
 
@@ -94,12 +102,24 @@ class Waiting:
         self._caches = caches
         self._queue: deque[TokenSequence] = deque()
 
-    def submit(self, sequence: TokenSequence) -> None:
-        """Raises ValueError for what could not be continued, before it joins others."""
+    def submit(self, sequence: TokenSequence, first: Elsewhere) -> None:
+        """Raises ValueError for what could not be continued, before it joins others.
+
+        Args:
+            first: where it goes before it waits here, if it is wanted there.
+        """
         check(sequence)
         if sequence.caches is not None:
             check_alike(self._caches(), sequence.caches)
-        self._queue.append(sequence)
+        if first.wants(sequence):
+            first.add(sequence)
+        else:
+            self._queue.append(sequence)
+
+    def take(self, sequence: TokenSequence | None) -> None:
+        """Where there is one that has been elsewhere, it waits here now."""
+        if sequence is not None:
+            self._queue.append(sequence)
 
     def cancel(self, index: int) -> None:
         """One that is not there is no error."""

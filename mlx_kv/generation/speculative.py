@@ -13,6 +13,8 @@ import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
 from mlx_kv.generation.prefill import CHUNKS_AT_ONCE, MOST_PROMPTS_AT_ONCE
+from mlx_kv.generation.reading_twice import ReadingTwice
+from mlx_kv.generation.rereading import NOTHING_ASKED, Instructions
 from mlx_kv.generation.sequence import BatchToken, TokenSequence, Waiting
 from mlx_kv.generation.speculation.decoder import Decoder
 from mlx_kv.generation.speculation.joining import Joining, NewRow
@@ -34,6 +36,7 @@ class SpeculativeEngine:
         prefill_step_size: int | None,
         statistics: SpeculationStatistics | None = None,
         return_caches: bool = False,
+        instructions: Instructions = NOTHING_ASKED,
     ) -> None:
         self._decoder, self._ends, self._return_caches = decoder, ends, return_caches
         # Only statistics that somebody asked for keep the caches of the last batch.
@@ -47,13 +50,15 @@ class SpeculativeEngine:
         self._reading: list[TokenSequence] = []  # the rows that join
         self.step_size = decoder.step_size if prefill_step_size is None else prefill_step_size
         self._most_tokens = CHUNKS_AT_ONCE * decoder.step_size
+        self._twice = ReadingTwice(decoder.read, decoder.make_caches, self.step_size, instructions)
 
     def submit(self, sequence: TokenSequence) -> None:
-        self._waiting.submit(sequence)
+        self._waiting.submit(sequence, self._twice)
         show_attention(self._decoder.target.model, (sequence.caches or [])[: self._decoder.target.layers])
 
     def cancel(self, index: int) -> None:
         self._waiting.cancel(index)
+        self._twice.cancel(index)
         staying = [row for row, sequence in enumerate(self._reading) if sequence.index != index]
         self._reading, before = [self._reading[row] for row in staying], len(self._reading)
         if not staying:
@@ -67,6 +72,7 @@ class SpeculativeEngine:
         self._active = [self._active[row] for row in rows]
 
     def step(self) -> list[BatchToken]:
+        self._waiting.take(self._twice.step())
         with mx.stream(generation_stream):
             self._join()
             if not self._active:
@@ -118,7 +124,7 @@ class SpeculativeEngine:
 
     @property
     def busy(self) -> bool:
-        return bool(self._waiting or self._reading or self._active)
+        return bool(self._waiting or self._twice or self._reading or self._active)
 
     @property
     def caches(self) -> list[Any]:
@@ -130,7 +136,7 @@ class SpeculativeEngine:
 
     @property
     def pending(self) -> list[int]:
-        return [sequence.index for sequence in (*self._reading, *self._waiting)]
+        return [sequence.index for sequence in (*self._reading, *self._waiting, *self._twice)]
 
     @property
     def speculation(self) -> SpeculationStatistics:
@@ -161,4 +167,5 @@ class SpeculativeEngine:
         self._joining, self._reading = None, []
         self._active.clear()
         self._waiting.clear()
+        self._twice.clear()
         self._by_class.close()

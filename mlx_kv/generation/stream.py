@@ -6,18 +6,21 @@ itself is mlx-lm's.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.generate import GenerationResponse
+from mlx_lm.generate import GenerationResponse, generation_stream
 from mlx_lm.generate import stream_generate as stock_stream_generate
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_kv.generation.agreement import Group, agreed_sampler, agreement_of, in_step, most
 from mlx_kv.generation.encoding import tokens_of_prompt
 from mlx_kv.generation.prefill import prefill_step, reserve_for
+from mlx_kv.generation.rereading import Instructions, Rereading, wants_rereading
 from mlx_kv.generation.sampling import Sampler, sampler_of_sequence
 from mlx_kv.generation.together import caches_together
 from mlx_kv.mlxlm.convert import check_windows
@@ -97,6 +100,8 @@ def stream_generate(
 
     options["prompt_progress_callback"] = progress
     (options["prefill_step_size"],) = agreement.least([prefill_step(model, caches, wanted)])
+    if wants_rereading(caches) and tokens.size > 1:
+        return _read_twice(model, tokenizer, tokens, caches, max_tokens, sampler, progress, options)
     responses = stock_stream_generate(
         model,
         tokenizer,
@@ -107,6 +112,32 @@ def stream_generate(
         **options,
     )
     return in_step(agreement, responses, lambda response: response.token)
+
+
+def _read_twice(
+    model: nn.Module,
+    tokenizer: TokenizerWrapper,
+    tokens: mx.array,
+    caches: list[Any],
+    max_tokens: int,
+    sampler: Any,
+    progress: Callable[[int, int], None],
+    options: dict[str, Any],
+) -> Iterator[GenerationResponse]:
+    """All of the prompt but its last token is read twice, the rest is as ever."""
+    told: Any = tokens.tolist()
+    started = time.perf_counter()
+    step = options["prefill_step_size"]
+    with mx.stream(generation_stream):
+        reading = Rereading(model, caches, [told[:-1]], step, Instructions.of(tokenizer, model))
+        reading.finish(lambda done, _: progress(done, len(told)))
+    seconds = time.perf_counter() - started
+    rest = options | {"prompt_progress_callback": lambda done, total: progress(len(told) - total + done, len(told))}
+    for response in stock_stream_generate(
+        model, tokenizer, tokens[-1:], max_tokens=max_tokens, sampler=sampler, prompt_cache=caches, **rest
+    ):
+        speed = len(told) / (seconds + 1 / max(response.prompt_tps, 1e-9))
+        yield replace(response, prompt_tokens=len(told), prompt_tps=speed)
 
 
 def _prompt(tokenizer: TokenizerWrapper, prompt: str | Sequence[int] | mx.array) -> list[int]:

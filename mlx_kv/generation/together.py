@@ -29,6 +29,11 @@ def caches_together(
         ValueError: another policy than the leader's, or what `make_prompt_cache` refuses.
     """
     _check_leaders(policy, agreement)
+    if policy.reads_twice and agreement is not ALONE:
+        raise ValueError(
+            f"the score {policy.score} has prompts read twice, which one process does alone: choose another score for "
+            "several, such as key_diff"
+        )
     return make_prompt_cache(model, policy, strict=strict, peers=agreement.peers(model))
 
 

@@ -15,8 +15,10 @@ import mlx.nn as nn
 
 from mlx_kv.files.fingerprint import model_fingerprint
 from mlx_kv.generation.prefill import chunk_end, prefill_step, read_chunk
+from mlx_kv.generation.rereading import NOTHING_ASKED, Instructions, Rereading, wants_rereading
 from mlx_kv.mlxlm.observing import show_attention
 from mlx_kv.mlxlm.traverse import attention_caches
+from mlx_kv.mlxlm.trimming import compact
 from mlx_kv.prefixes.place import Prefixes
 from mlx_kv.prefixes.serving import kept_how, needs_checkpoints
 
@@ -33,6 +35,7 @@ class PromptReader:
         store: None reads all of it. One that was given no fingerprint keeps to the model and the policy of its first
             reader.
         step: tokens read at once; None is what generation reads, if `model` is one.
+        instructions: before the second reading, where the caches want one: such caches are kept at the end alone.
 
     Attributes:
         caches: those that have read `read` tokens.
@@ -50,6 +53,7 @@ class PromptReader:
         tokens: Sequence[int],
         store: Prefixes | None = None,
         step: int | None = None,
+        instructions: Instructions = NOTHING_ASKED,
     ) -> None:
         self.model, self.tokens, self.store = model, list(tokens), store
         found = None
@@ -72,16 +76,22 @@ class PromptReader:
         self.read = self._kept = self.reused
         self.step_size = prefill_step(model, self.caches, step)
         self._checkpoints = needs_checkpoints(self.caches)
+        self._twice: Rereading | None = None
+        if wants_rereading(self.caches) and not self.done:
+            rest = self.tokens[self.read : -1]
+            self._twice = Rereading(model, self.caches, [rest], self.step_size, instructions)
 
     @property
     def done(self) -> bool:
-        return self.read >= len(self.tokens) - 1
+        return self.read >= len(self.tokens) - 1 and (self._twice is None or self._twice.done)
 
     def step(self) -> int:
         """Reads the next chunk, and returns how many tokens it had.
 
         Caches that cannot always be trimmed back to any prefix are kept on the way, others at the end.
         """
+        if self._twice is not None:
+            return self._step_twice(self._twice)
         chunk = self.tokens[self.read : chunk_end(self.read, len(self.tokens), self.step_size)]
         if chunk:
             read_chunk(self.model, self.caches, [chunk])
@@ -90,6 +100,16 @@ class PromptReader:
                 self.store.keep(self.tokens[: self.read], self.caches)
                 self._kept = self.read
         return len(chunk)
+
+    def _step_twice(self, reading: Rereading) -> int:
+        before = reading.read
+        reading.step()
+        self.read += reading.read - before
+        if self.done:
+            compact(self.caches)
+            if self.store is not None:
+                self.store.keep(self.tokens[: self.read], self.caches)
+        return reading.read - before
 
     def _worth_keeping(self) -> bool:
         # On the way also where they still could go back: the next chunk may be the one after which they cannot.

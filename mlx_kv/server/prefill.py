@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from mlx_kv.generation.engine import Engine
+from mlx_kv.generation.rereading import NOTHING_ASKED, Instructions
 from mlx_kv.mlxlm.traverse import attention_caches
 from mlx_kv.prefixes.index import LEAST_SHARED, packed, shared
 from mlx_kv.prefixes.reader import PromptReader
@@ -30,6 +31,7 @@ class PrefillScheduler:
     Args:
         step: tokens read at once; None is what the engine reads.
         reading, decoding: the jobs that the engine has, on their way to a row, and in one.
+        instructions: before the second reading of a prompt, where caches want one.
     """
 
     def __init__(
@@ -39,10 +41,11 @@ class PrefillScheduler:
         step: int | None,
         reading: Callable[[], Iterable[Job]],
         decoding: Callable[[], Iterable[Job]],
+        instructions: Instructions = NOTHING_ASKED,
     ) -> None:
         self._engine, self._prefixes = engine, prefixes
         self._step = engine.step_size if step is None else step
-        self._in_engine, self._decoding = reading, decoding
+        self._in_engine, self._decoding, self._instructions = reading, decoding, instructions
         self._jobs: list[Job] = []  # whose turn it is comes first
         self._readers: dict[Job, PromptReader] = {}  # of those that are read here
         self._waits: dict[Job, float] = {}  # since when, for the disk
@@ -110,7 +113,8 @@ class PrefillScheduler:
                 return None
             if not self._checkpoints:
                 self._take_from_rows(wanted, there)
-        reader = PromptReader(self._engine.read, self._engine.make_caches(), job.tokens, self._prefixes, self._step)
+        caches = self._engine.make_caches()
+        reader = PromptReader(self._engine.read, caches, job.tokens, self._prefixes, self._step, self._instructions)
         job.evicted = max(tokens_evicted(reader.caches), default=0)  # by others, who have counted it
         return reader
 

@@ -23,6 +23,7 @@ import mlx.nn as nn
 from mlx_kv.files.fingerprint import model_fingerprint
 from mlx_kv.generation.agreement import Agreement
 from mlx_kv.generation.engine import Engine, make_engine
+from mlx_kv.generation.rereading import Instructions
 from mlx_kv.generation.sequence import BatchToken, TokenSequence
 from mlx_kv.generation.speculation.settings import DraftSettings
 from mlx_kv.mlxlm.loading import context_length
@@ -198,6 +199,7 @@ class Worker:
             self.models = self._load()
             self._agree_on_limits()
             self._memory = MemoryOfAll(self.models.model, self._group)
+            self._asked = Instructions.for_policy(self.policy, self.models.tokenizer, self.models.model)
             self._make_engine()
             self._prompt_memory = PromptMemory(self._prompt_memory_bytes, parts=self.parts())
             store = None if self._open_store is None else self._open_store(self.models)
@@ -252,6 +254,7 @@ class Worker:
             **vars(self._drafting),
             return_caches=self._keeps or self.policy.budget is not None,  # also to see what was evicted last
             agreement=agreement,
+            instructions=self._asked,
         )
 
     def _make_prefill(self) -> None:
@@ -259,6 +262,7 @@ class Worker:
             self._engine,
             self._prefixes,
             self._prefill_step_size,
+            instructions=self._asked,
             reading=lambda: [self._active[number] for number in self._engine.pending],
             decoding=lambda: self._decoding,
         )

@@ -179,7 +179,7 @@ def test_lowest(n: int, heads: int, data: st.DataObject) -> None:
         ({"budget": 100, "sinks": -1}, "sinks is -1"),
         ({"budget": 100, "margin": -1}, "margin is -1"),
         ({"budget": 100, "max_write": 0}, "max_write is 0: give a"),
-        ({"budget": 100, "score": "best"}, "there is no score 'best': choose one of key_diff, key_norm"),
+        ({"budget": 100, "score": "best"}, "there is no score 'best': choose one of expected_attention, h2o"),
         ({"budget": 100, "share": "all"}, "share is 'all': choose one of layers, layer, head"),
     ],
 )

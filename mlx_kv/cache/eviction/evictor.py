@@ -23,6 +23,7 @@ from mlx_kv.cache.eviction.masks import OwnMasks
 from mlx_kv.cache.eviction.membership import EvictorState, Membership, Work
 from mlx_kv.cache.eviction.observed.observation import Observation, ObservedState
 from mlx_kv.cache.eviction.peers import ALONE, Peers
+from mlx_kv.cache.eviction.rereading import Listener
 from mlx_kv.cache.eviction.scores import Function, Score, find_score
 from mlx_kv.cache.eviction.step import CompactionStep, Held
 from mlx_kv.cache.eviction.weights import Keys, keys_of
@@ -70,6 +71,8 @@ class Evictor:
         if wants is not None and wants.observes:
             self.observation = Observation(wants, layout.keep_recent)
         self._owner: Callable[[], Owner | None] = lambda: None
+        self.holds = False  # whether nothing is evicted for now
+        self._listener: Listener | None = None  # while a text is read again
         self._step: CompactionStep | None = None  # worked out for the compaction that comes, if anything was
 
     # --- belonging ------------------------------------------------------------------------------------------------
@@ -85,7 +88,8 @@ class Evictor:
     def _state_of(self, members: Membership, observed: ObservedState | None = None) -> EvictorState:
         names = [group.name for group in members.groups]
         kept = members.kept
-        known = names, kept.positions, kept.scores, list(members.work), kept.dead, self.layers, observed
+        reread = [None if own is None else list(own) for own in members.reread] if members.reread else None
+        known = names, kept.positions, kept.scores, list(members.work), kept.dead, self.layers, observed, reread
         return EvictorState(self.score.name, self.granularity, self.layer, *known)
 
     @classmethod
@@ -126,7 +130,9 @@ class Evictor:
             memo: deepcopy's.
         """
         seen = None if self.observation is None else self.observation.copied()
-        return Evictor.from_state(self.layout, self._state_of(self.members), self.score, memo, self.peers, seen)
+        copied = Evictor.from_state(self.layout, self._state_of(self.members), self.score, memo, self.peers, seen)
+        copied.holds = self.holds
+        return copied
 
     def selected(self, rows: Sequence[int]) -> Evictor:
         """An evictor for copies of some rows."""
@@ -137,6 +143,7 @@ class Evictor:
     def reset(self) -> None:
         """A new session begins, of one sequence until more are seen."""
         self.forget()
+        self.holds = False
         self.members = self.members.first()
         if self.observation is not None:
             self.observation.go_on_from(None, 1)
@@ -173,6 +180,7 @@ class Evictor:
     def trimmed(self, rows: tuple[Row, ...]) -> None:
         """Tokens were taken back, and rows stand here now."""
         self.forget()
+        self.members = self.members.where_they_stand(self.layout, rows)
         if self.observation is not None:
             self.observation.trimmed(rows)
 
@@ -267,6 +275,8 @@ class Evictor:
         """
         if self.own_lengths:
             call = call.changed(mask=self._masks.of(call, rows, counts, self.members.kept))
+        if self._listener is not None:
+            return self._listener.attend(call)
         answer = call.hand_on()
         if self.observation is None:
             return answer
@@ -279,6 +289,26 @@ class Evictor:
         buffers = self._view().buffers
         assert buffers is not None, "queries come after keys"
         return keys_of(buffers[0], [self.live_positions(row, i) for i, row in enumerate(rows)], call)
+
+    # --- texts that are read again ------------------------------------------------------------------------------------
+
+    @property
+    def wants_rereading(self) -> bool:
+        """Whether the score is of what tokens receive when their text is read once more."""
+        return self.score.wants is not None and self.score.wants.reread
+
+    def listen(self, first: int, last: int) -> None:
+        """What is read from now on repeats the tokens at positions [first, last) of rows that stand alike."""
+        owner = self._owner()
+        assert owner is not None, "an evictor is asked by its cache, or through it"
+        self._listener = Listener(owner, self.layout, first, last)
+
+    def stop_listening(self, heard: bool = True) -> None:
+        """The repetition is over, and has been taken back; or it was broken off, and was not heard."""
+        listener, self._listener = self._listener, None
+        if heard and listener is not None and listener.reread:
+            self.members = self.members.with_reread(listener.reread)
+            self.forget()
 
     # --- compaction -------------------------------------------------------------------------------------------------
 
@@ -294,6 +324,8 @@ class Evictor:
         layout = self.layout
         if len(rows) != len(self.members.groups):
             self.members = self.members.new_batch(len(rows), self.layer, self)
+        if self.holds:
+            return rows
         due = [i for i, row in enumerate(rows) if (layout.held(row) > layout.budget if on_demand else layout.due(row))]
         if self.own_lengths and not on_demand:
             self._masks.check_asked(bool(due))
@@ -311,6 +343,7 @@ class Evictor:
         if self.observation is not None:
             self.observation.moved(moves, [row.end for row in after])
         self.members = self.members.compacted(due, kept, moves.source.shape[2], time.perf_counter() - started)
+        self.members = self.members.where_they_stand(layout, after)
         return after
 
     def _moves(self, step: CompactionStep, index: int) -> Moves:
@@ -319,7 +352,8 @@ class Evictor:
         nbytes = sum(buffer.nbytes for buffer in step.buffers)
         if self.granularity == "layers":
             return group.decide_together(row, lambda scores: step.moves_for(scores, index), nbytes)
-        group.decide_each(row, self.granularity, nbytes, in_step=not self.own_lengths)
+        if self.layers == "uniform":  # else others are due at other times
+            group.decide_each(row, self.granularity, nbytes)
         return step.own_moves(index)
 
     def _next_step(self) -> CompactionStep:
@@ -332,7 +366,7 @@ class Evictor:
     def _step_from(self, view: Held) -> CompactionStep:
         if self.observation is not None and view.buffers is not None:
             self.observation.settle(lambda: self._keys_for(view.rows))
-        return CompactionStep(self.layout, self.score, self.granularity, view, self.members.kept, self.observation)
+        return CompactionStep(self.layout, self.score, self.granularity, view, self.members, self.observation)
 
     def _view(self) -> Held:
         owner = self._owner()
@@ -357,8 +391,7 @@ class Evictor:
         return self._next_step().scoring.standardised(self.members.groups.index(group))
 
     def decide(self, group: LayerGroup) -> None:
-        if self.layers == "uniform" or self.layout.due(self.row(group)):
-            self._next_step().own_moves(self.members.groups.index(group))
+        self._next_step().own_moves(self.members.groups.index(group))
 
     def change(self, old: LayerGroup, new: LayerGroup) -> None:
         self.members = self.members.with_group(old, new)

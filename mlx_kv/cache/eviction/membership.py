@@ -15,7 +15,8 @@ from mlx_kv.cache.eviction.granularity import Granularity, LayerBudgets
 from mlx_kv.cache.eviction.kept_tokens import KeptTokens
 from mlx_kv.cache.eviction.layer_group import LayerGroup, Member
 from mlx_kv.cache.eviction.peers import ALONE, Peers
-from mlx_kv.cache.layout import Row
+from mlx_kv.cache.eviction.rereading import Reread
+from mlx_kv.cache.layout import Budget, Row
 
 
 class Work(NamedTuple):
@@ -45,6 +46,7 @@ class EvictorState(NamedTuple):
         dead: as in `KeptTokens`.
         layers: whether all layers have the same budget.
         observed: what was seen of attention, as in `ObservedState`; None where nothing was.
+        reread: by row, each as in `Reread`, or None; None where no row has any.
     """
 
     score: str
@@ -57,6 +59,7 @@ class EvictorState(NamedTuple):
     dead: mx.array | None = None
     layers: LayerBudgets = "uniform"
     observed: Sequence[Any] | None = None
+    reread: list[Any] | None = None
 
     def work_by_row(self) -> tuple[Work, ...]:
         if isinstance(self.work[0], Sequence):
@@ -72,11 +75,14 @@ class Membership(NamedTuple):
         groups: of which sequence each row is.
         work: done for each row.
         kept: what is known of the tokens before the cut.
+        reread: what tokens from the cut on received when their text was read once more, by row; empty where no row has
+            been read again.
     """
 
     groups: tuple[LayerGroup, ...]
     work: tuple[Work, ...] = (Work(),)
     kept: KeptTokens = KeptTokens()
+    reread: tuple[Reread | None, ...] = ()
 
     @classmethod
     def from_state(
@@ -93,6 +99,7 @@ class Membership(NamedTuple):
             tuple([LayerGroup.of_copy(name, state.layer, member, memo, peers) for name in state.groups]),
             state.work_by_row(),
             KeptTokens(state.positions, state.scores, state.dead),
+            tuple([None if own is None else Reread(*own) for own in state.reread or ()]),
         )
 
     def first(self) -> Membership:
@@ -109,14 +116,18 @@ class Membership(NamedTuple):
     def of_rows(self, chosen: Sequence[int]) -> Membership:
         """Some of the rows, in this order."""
         groups, work = tuple([self.groups[row] for row in chosen]), tuple([self.work[row] for row in chosen])
-        return Membership(groups, work, self.kept.of_rows(chosen))
+        reread = tuple([self.reread[row] for row in chosen]) if self.reread else ()
+        return Membership(groups, work, self.kept.of_rows(chosen), reread)
 
     def joined(self, other: Membership, layer: int, member: Member) -> Membership:
         """These rows, and after them copies of others."""
         peers = self.groups[0].peers
         more = tuple([LayerGroup.of_copy(group.name, layer, member, peers=peers) for group in other.groups])
         kept = self.kept.joined(len(self.groups), other.kept, len(more))
-        return Membership(self.groups + more, self.work + other.work, kept)
+        reread: tuple[Reread | None, ...] = ()
+        if self.reread or other.reread:
+            reread = self._reread_by_row() + other._reread_by_row()
+        return Membership(self.groups + more, self.work + other.work, kept, reread)
 
     def with_group(self, old: LayerGroup, new: LayerGroup) -> Membership:
         """The same rows, where the sequence of one group has become that of another."""
@@ -134,6 +145,26 @@ class Membership(NamedTuple):
             for i, row in enumerate(self.work)
         ]
         return self._replace(work=tuple(work), kept=kept)
+
+    def _reread_by_row(self) -> tuple[Reread | None, ...]:
+        return self.reread or (None,) * len(self.groups)
+
+    def with_reread(self, reread: Sequence[Reread]) -> Membership:
+        """The same rows, where some tokens of each have been read again, after those that were before."""
+        pairs = zip(self._reread_by_row(), reread, strict=True)
+        return self._replace(reread=tuple([own if before is None else before.then(own) for before, own in pairs]))
+
+    def where_they_stand(self, layout: Budget, rows: Sequence[Row]) -> Membership:
+        """The same rows, once tokens were taken back or evicted: of those that are gone nothing is known any more.
+
+        Scores of tokens before the cut of a row that has evicted are in `kept`.
+        """
+        if not self.reread:
+            return self
+        first = [0 if row.evicted <= 0 else layout.cut_of(row) - row.start for row in rows]
+        pairs = zip(self.reread, first, rows, strict=True)
+        reread = tuple([own and own.between(since, row.offset) for own, since, row in pairs])
+        return self._replace(reread=reread if any(reread) else ())
 
     def without_evicted(self, rows: Sequence[Row]) -> Membership:
         """The same rows; where none has evicted anything, nothing is known of tokens."""

@@ -17,6 +17,7 @@ from mlx_kv.cache.eviction.granularity import BY_HEAD, Granularity
 from mlx_kv.cache.eviction.kept_tokens import KeptTokens
 from mlx_kv.cache.eviction.observed.fields import fields_of_head, seen_fields
 from mlx_kv.cache.eviction.observed.observation import Observation
+from mlx_kv.cache.eviction.rereading import Reread
 from mlx_kv.cache.eviction.scores import Score
 from mlx_kv.cache.eviction.scores.blocks import some
 from mlx_kv.cache.eviction.scores.tokens import Part, ScoredTokens
@@ -33,6 +34,7 @@ class Scoring:
         buffers: of keys and of values.
         kept: what is known of the tokens before the cut.
         observation: of the attention over them, if the score wants any; it is settled.
+        reread: by row, what tokens received when their text was read once more; nothing where that is not wanted.
     """
 
     def __init__(
@@ -44,9 +46,10 @@ class Scoring:
         buffers: Sequence[SlotBuffer],
         kept: KeptTokens,
         observation: Observation | None = None,
+        reread: Sequence[Reread | None] = (),
     ) -> None:
         self._layout, self._score, self._granularity = layout, score, granularity
-        self._rows, self._buffers, self._kept = rows, buffers, kept
+        self._rows, self._buffers, self._kept, self._reread = rows, buffers, kept, reread
         self._observation = None if observation is None or len(observation.ends) != len(rows) else observation
         self._alike = all(row == rows[0] and not row.longer for row in rows)
         if self._observation is not None:
@@ -145,7 +148,7 @@ class Scoring:
             read = buffer.read(((first, last),))
             return read if index is None else tuple([plane[index : index + 1] for plane in read])
 
-        return self._said_of(planes, positions, self._seen(index))
+        return self._said_of(planes, positions, self._seen(index, positions))
 
     def _of_head(self, index: int, head: int, end: int, cut: int, positions: mx.array) -> mx.array:
         """What the score says of the slots of one head: (1, 1, n), with 0 for those in [end, cut).
@@ -159,7 +162,7 @@ class Scoring:
             return mx.concatenate([line[:, :, :end], line[:, :, cut:]], axis=2)
 
         read = [tuple([own(plane[index : index + 1]) for plane in buffer.planes]) for buffer in self._buffers]
-        seen = fields_of_head(self._seen(index), head, positions.shape[1], own)
+        seen = fields_of_head(self._seen(index, positions), head, positions.shape[1], own)
         scores = self._said_of(lambda buffer: read[buffer is self._buffers[1]], own(positions), seen)
         return mx.concatenate([scores[..., :end], mx.zeros((1, 1, cut - end)), scores[..., end:]], axis=2)
 
@@ -189,16 +192,25 @@ class Scoring:
             )
         return scores
 
-    def _seen(self, index: int | None) -> dict[str, Any]:
+    def _seen(self, index: int | None, positions: mx.array) -> dict[str, Any]:
         """The fields of `ScoredTokens` that say what was seen of the attention over the tokens of one row, or of all.
 
         Where heads keep different numbers of tokens, those of slots without one say anything.
+
+        Args:
+            positions: (B, H', n), of those that are scored.
         """
+        which = range(len(self._rows)) if index is None else [index]
+        seen: dict[str, Any] = {}
+        if self._score.wants is not None and self._score.wants.reread:
+            unread = mx.full((self._buffers[0].planes[0].shape[1], positions.shape[2]), -1.0)
+            reread = [self._reread[i] if self._reread else None for i in which]
+            found = [unread if own is None else own.at(positions[at]) for at, own in enumerate(reread)]
+            seen["reread"] = mx.stack(found)
         if self._observation is None:
-            return {}
+            return seen
         if index not in self._fields:
             row = self._rows[index or 0]
-            which = range(len(self._rows)) if index is None else [index]
             lines = [self._kept.live_positions(self._layout, row, i) for i in which]
             if row.longer:
                 lines = [
@@ -207,4 +219,4 @@ class Scoring:
                 ]
             keys = stored_keys(self._buffers[0], index, row.end, mx.stack(lines))
             self._fields[index] = seen_fields(self._observation, index, keys, row.offset)
-        return self._fields[index]
+        return seen | self._fields[index]

@@ -16,6 +16,7 @@ from mlx_kv.cache.eviction.batch_moves import kept_after, side_by_side, with_sli
 from mlx_kv.cache.eviction.compaction import Moves, eviction_moves
 from mlx_kv.cache.eviction.granularity import Granularity
 from mlx_kv.cache.eviction.kept_tokens import KeptTokens
+from mlx_kv.cache.eviction.membership import Membership
 from mlx_kv.cache.eviction.observed.observation import Observation
 from mlx_kv.cache.eviction.scores import Score
 from mlx_kv.cache.eviction.scoring import Scoring
@@ -48,12 +49,13 @@ class CompactionStep:
         score: Score,
         granularity: Granularity,
         view: Held,
-        kept: KeptTokens,
+        members: Membership,
         observation: Observation | None = None,
     ) -> None:
         assert view.buffers is not None, "only tokens that are there can be evicted"
-        self.view, self.buffers = view, view.buffers
-        self.scoring = Scoring(layout, score, granularity, view.rows, view.buffers, kept, observation)
+        self.view, self.buffers, kept = view, view.buffers, members.kept
+        known = view.rows, view.buffers, kept, observation, members.reread
+        self.scoring = Scoring(layout, score, granularity, *known)
         self._layout, self._score, self._kept, self._granularity = layout, score, kept, granularity
         self._own_moves: dict[int, Moves] = {}
         self._uneven: dict[int, Uneven] = {}

@@ -46,7 +46,7 @@ def fields_of_head(seen: dict[str, Any], head: int, heads: int, own: Callable[[m
         return x.split(heads, axis=axis)[head]
 
     made = dict(seen)
-    for name in ("received", "observers"):
+    for name in ("received", "observers", "reread"):
         if name in seen:
             made[name] = own(mx.broadcast_to(seen[name], (1, heads, seen[name].shape[2])))
     if "queries" in seen:

@@ -24,6 +24,7 @@ from mlx_kv.cache.eviction.scores.h2o import h2o
 from mlx_kv.cache.eviction.scores.key_diff import key_diff
 from mlx_kv.cache.eviction.scores.key_norm import key_norm, key_norm_high
 from mlx_kv.cache.eviction.scores.key_value import key_value
+from mlx_kv.cache.eviction.scores.kvzip import kvzip
 from mlx_kv.cache.eviction.scores.lag_kv import lag_kv
 from mlx_kv.cache.eviction.scores.random import random
 from mlx_kv.cache.eviction.scores.recent import recent
@@ -60,7 +61,7 @@ class Score:
     wants: Wants | None = None
 
     def __post_init__(self) -> None:
-        if self.per_token and self.wants is not None:
+        if self.per_token and self.wants is not None and self.wants.observes:
             raise ValueError(
                 f"the score {self.name} wants to see attention, which changes with what follows a token: "
                 "leave per_token out"
@@ -93,6 +94,7 @@ OURS = (
     Score("key_norm", key_norm, per_token=True),
     Score("key_norm_high", key_norm_high, per_token=True),
     Score("key_value", key_value, per_token=True),
+    Score("kvzip", kvzip, per_token=True, wants=Wants(reread=True)),
     Score("lag_kv", lag_kv),
     Score("random", random, per_token=True),
     Score("recent", recent, per_token=True),

@@ -47,6 +47,8 @@ class ScoredTokens:
             mean over the query heads of a group.
         observers: (B, 1 or H, n), how many of these queries could see it.
         moments: of all queries that were seen.
+        reread: (B, H, n) of float32, for scores that want it: the largest share of attention that each token got when
+            its text was read once more; -1 where it was not.
     """
 
     keys: mx.array
@@ -61,3 +63,4 @@ class ScoredTokens:
     received: mx.array | None = None
     observers: mx.array | None = None
     moments: QueryMoments | None = None
+    reread: mx.array | None = None
