@@ -61,7 +61,9 @@ class Scoring:
 
     def live(self, index: int) -> mx.array:
         """The scores of all live slots of one row, (H', n), as the score sees them now."""
-        return self._combined(self._asked(index, 0, self._rows[index].end))[0]
+        row = self._rows[index]
+        first = 0 if self._known(index) is None else self._layout.cut_of(row)
+        return self._with_known(index, self._asked(index, first, row.end))[0]
 
     def evictable(self, index: int) -> mx.array:
         """The scores of the evictable slots of one row, (H', n - sinks - keep_recent)."""
