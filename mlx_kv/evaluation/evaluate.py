@@ -2,11 +2,8 @@
 
 Decides when a context is compressed (before its questions are seen), and what counts as a right answer. Knows nothing
 about files, tables or figures; what is asked is in `tasks`, which policies are compared and what is said of
-several seeds in `results`, how attention is counted in `attention`.
+several seeds in `results`, how attention is counted in `attention`, how a context comes into caches in `contexts`.
 B rows, C tokens of context, Q of questions, A answers, L layers.
-
-A context is read once, and what was then written is written again into the caches of every policy: until it is
-compressed, no policy changes what a model makes of it. Models with state besides keys and values read it each time.
 """
 
 from __future__ import annotations
@@ -20,68 +17,22 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.evaluation import tasks
+from mlx_kv.evaluation.asking import ROLLING_STEP, Questions
 from mlx_kv.evaluation.attention import attention_received, check_attention, rank_correlation
+from mlx_kv.evaluation.contexts import Context
+from mlx_kv.evaluation.questions.tasks import QUESTIONS
+from mlx_kv.evaluation.questions.texts import python_texts
 from mlx_kv.evaluation.results import Measurement, Settings
-from mlx_kv.generation.prefill import prefill_step, read_chunk
 from mlx_kv.mlxlm.convert import make_prompt_cache
 from mlx_kv.mlxlm.loading import context_length
-from mlx_kv.mlxlm.traverse import attention_caches, is_ours
+from mlx_kv.mlxlm.traverse import attention_caches
 from mlx_kv.mlxlm.trimming import compact
 from mlx_kv.policy import SINKS, CachePolicy
 
-TASKS = ("passkey", "recall", "copy", "perplexity", "correlation")
-ROLLING_STEP = 32  # and where it rolls: a cache then holds the budget, and up to so many more, and those just read
+TASKS = ("passkey", "recall", "copy", "perplexity", "correlation", *QUESTIONS)
 JUDGED = 256  # tokens of a text that are predicted from what precedes them, compressed
 CORRELATED_PAIRS = 16
-
-
-# --- contexts -----------------------------------------------------------------------------------------------------
-
-
-class RecordingCache:
-    """Passes everything on to a cache, and keeps what is written to it."""
-
-    def __init__(self, cache: KVCache) -> None:
-        self.cache = cache
-        self.written: list[tuple[mx.array, mx.array]] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.cache, name)
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
-        self.written.append((keys, values))
-        return self.cache.update_and_fetch(keys, values)
-
-
-def read(model: nn.Module, tokens: mx.array, caches: Sequence[Any]) -> None:
-    """Puts (B, C) tokens through a model, for its caches alone."""
-    rows, count = tokens.shape
-    step = max(1, prefill_step(model, caches, None) // rows)
-    for first in range(0, count, step):
-        read_chunk(model, caches, tokens[:, first : first + step])
-
-
-class Context:
-    """A context (B, C) that was read, in caches of any policy."""
-
-    def __init__(self, model: nn.Module, tokens: np.ndarray, settings: Settings) -> None:
-        self.model, self.tokens, self.recordings = model, mx.array(tokens), []
-        caches = make_prompt_cache(model, settings.policy(None, None))
-        if all(is_ours(cache) for cache in caches):
-            self.recordings = [RecordingCache(cache) for cache in caches]
-            read(model, self.tokens, self.recordings)
-
-    def caches(self, policy: CachePolicy) -> list[Any]:
-        """All of the context, not compressed yet."""
-        caches = make_prompt_cache(self.model, policy)
-        if not self.recordings:
-            read(self.model, self.tokens, caches)
-        for recording, cache in zip(self.recordings, caches, strict=False):
-            for keys, values in recording.written:
-                cache.update_and_fetch(keys, values)
-        return caches
 
 
 # --- what is right ------------------------------------------------------------------------------------------------
@@ -205,6 +156,10 @@ def evaluate(model: nn.Module, tokenizer: Any, task: str, settings: Settings, te
         raise ValueError(f"there is no task {task!r}: choose of {', '.join(TASKS)}")
     for score, budget in settings.policies()[:2]:
         make_prompt_cache(model, settings.policy(score, budget))
+    if task in QUESTIONS:
+        questions = Questions(tokenizer, task, settings, python_texts())
+        check_length(model, questions.longest)
+        return questions.measurements(model)
     length = settings.context + JUDGED + 1
     if task == "perplexity":
         tokens = tokenizer.encode(text, add_special_tokens=False)
@@ -233,6 +188,8 @@ def evaluate(model: nn.Module, tokenizer: Any, task: str, settings: Settings, te
 
 def tokens_read(tokenizer: Any, task: str, settings: Settings) -> list[int]:
     """For each measurement that `evaluate` gives, in its order, how many tokens are read for it: roughly its time."""
+    if task in QUESTIONS:
+        return Questions(tokenizer, task, settings, python_texts()).tokens_read()
     later = len(settings.policies()) - 1
     if task == "perplexity":
         rolling, once = (settings.few_rows * tokens for tokens in (settings.context + JUDGED, JUDGED))

@@ -27,6 +27,8 @@ class Settings:
         context: tokens that are compressed.
         seeds: repetitions with other contexts, from seed 0 up.
         keep_recent, share, bits: as in `CachePolicy`.
+        seen: whether questions of a language model are seen when a context is compressed: one, or both in turns.
+        rolling: whether caches of such tasks compact while a context is read, step by step, as they do in decoding.
 
     Raises:
         ValueError: an unknown score, a number below its least, and what `CachePolicy` refuses.
@@ -40,6 +42,8 @@ class Settings:
     keep_recent: int = 16
     share: Granularity = "layers"
     bits: int | None = None
+    seen: tuple[bool, ...] = (False,)
+    rolling: bool = False
 
     def __post_init__(self) -> None:
         for name, least in (("rows", 1), ("context", 1), ("seeds", 1)):

@@ -1,0 +1,142 @@
+"""Which score keeps what is asked for: scores x budgets x tasks on an instruct model, as docs/eval.md says.
+
+    python tools/smollm2.py build/smollm2
+    python benchmarks/score_table.py --model build/smollm2 --out build/scores.jsonl [--seeds 0,1,2] [--rows 1] ...
+    python benchmarks/score_rule.py build/scores.jsonl --plot build/scores.png
+
+Each finished cell, a case under a policy, is a line of --out; called again, it goes on where it ended, and with more
+seeds, rows, scores or contexts it adds what is missing. Ctrl-C loses one cell. One case is in memory at a time: the
+keys and values of a context twice, and what was asked of attention while it was read.
+
+The physics. A context of C tokens is read once for all policies. Then each policy has its C tokens written again (46 kB
+a token for SmolLM2 in float32), scores and compacts them, and reads the questions, about 100 tokens: so with 13 scores
+at 3 budgets a case costs C + 40 x 100 tokens read, and where the question is seen C + 40 x 10, 4 times. On two quiet
+cores a token of a prompt takes about 7 ms. Scores that sum up attention cost as much as the attention of the prompt
+again for each policy, kvzip another reading of the prompt.
+
+Progress and time left go to stderr. One JSON line last: cells, seconds of each part, seconds by score.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+# Ours first: importing the package loads a tuned BLAS ahead of MLX.
+from mlx_kv.cache.eviction.scores import score_names
+
+# isort: split
+from mlx_kv.cli.progress import spoken
+from mlx_kv.evaluation.asking import Questions, answers_of
+from mlx_kv.evaluation.cells import Cell, Kept, Place, Table, places
+from mlx_kv.evaluation.questions.tasks import QUESTIONS
+from mlx_kv.evaluation.questions.texts import python_texts
+from mlx_kv.evaluation.results import Settings
+from mlx_kv.mlxlm.loading import load
+
+KEEP_RECENT = 64
+SHARES_KEPT = (0.5, 0.25, 0.125)
+SECONDS_BETWEEN = 30.0
+
+
+def names(text: str) -> tuple[str, ...]:
+    return tuple(text.split(","))
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(word) for word in text.split(","))
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="an instruct model: a directory, or a hub id")
+    parser.add_argument("--out", required=True, type=Path, help="JSON lines; what it holds is not measured again")
+    parser.add_argument("--scores", type=names, default=tuple(score_names()))
+    parser.add_argument("--tasks", type=names, default=tuple(QUESTIONS))
+    parser.add_argument("--contexts", type=numbers, default=(1024, 2048))
+    parser.add_argument("--kept", type=lambda text: tuple(map(float, text.split(","))), default=SHARES_KEPT)
+    parser.add_argument("--seeds", type=numbers, default=(0, 1, 2))
+    parser.add_argument("--rows", type=int, default=1, help="cases of each task and seed")
+    parser.add_argument("--questions", choices=("unseen", "seen", "both"), default="both")
+    parser.add_argument("--shares", type=names, default=("layers",), help="layers, layer, head, adaptive")
+    parser.add_argument("--rolling", action="store_true", help="compact while a context is read, as in decoding")
+    return parser.parse_args()
+
+
+class Measuring:
+    """A model, and the tasks at each length of context."""
+
+    def __init__(self, model: str) -> None:
+        self.model, self.tokenizer = load(model)
+        self.texts = python_texts()
+
+    @lru_cache  # noqa: B019 -- there is one, as long as the process lives
+    def questions(self, task: str, context: int) -> Questions:
+        settings = Settings(budgets=(), context=context, keep_recent=KEEP_RECENT)
+        return Questions(self.tokenizer, task, settings, self.texts)
+
+    def ask(self, place: Place, missing: Sequence[Kept]) -> Iterator[Cell]:
+        questions = self.questions(place.task, place.context)
+        case = questions.case(place.seed, place.row)
+        by_share: dict[str | None, list[Kept]] = {}
+        for kept in missing:
+            by_share.setdefault(kept.share, []).append(kept)
+        for share, some in by_share.items():
+            changes: dict[str, Any] = {} if share is None else {"share": share}
+            scores = tuple({kept.score for kept in some if kept.score is not None})
+            settings = replace(questions.settings, rolling=place.rolling, scores=scores, **changes)
+            answered = answers_of(self.model, case, [(k.score, k.budget) for k in some], settings, place.seen)
+            for kept, each in zip(some, answered, strict=True):
+                yield Cell(place, kept, each.right, each.counted, each.seconds)
+
+
+def policies(chosen: argparse.Namespace, place: Place) -> list[Kept]:
+    budgets = [round(share * place.context) for share in chosen.kept]
+    made = [Kept(score, share, "uniform", b) for share in chosen.shares for score in chosen.scores for b in budgets]
+    return [Kept(), *made]
+
+
+def work(place: Place, missing: Sequence[Kept]) -> float:
+    """Roughly the tokens that are read for it."""
+    return place.context + len(missing) * (place.context if place.rolling else 100 + place.context / 20)
+
+
+def main() -> None:
+    chosen = options()
+    seen = {"unseen": (False,), "seen": (True,), "both": (False, True)}[chosen.questions]
+    wanted = places(chosen.tasks, chosen.contexts, seen, chosen.seeds, chosen.rows, chosen.rolling)
+    table, measuring = Table(chosen.out), Measuring(chosen.model)
+    missing = {place: table.missing(place, policies(chosen, place)) for place in wanted}
+    left = sum(work(place, some) for place, some in missing.items() if some)
+    total = sum(map(len, missing.values()))
+    begun = said = time.monotonic()
+    done, through, parts = 0, 0.0, [0.0, 0.0, 0.0]
+    by_score: dict[str, float] = {}
+    try:
+        for cell in table.fill(wanted, lambda place: policies(chosen, place), measuring.ask):
+            done += 1
+            through += work(cell.place, missing[cell.place]) / len(missing[cell.place])
+            parts = [a + b for a, b in zip(parts, cell.seconds, strict=True)]
+            name = cell.kept.score or "full cache"
+            by_score[name] = by_score.get(name, 0.0) + sum(cell.seconds)
+            if time.monotonic() - said >= SECONDS_BETWEEN:
+                said = time.monotonic()
+                spent = spoken((said - begun) * (left - through) / through)
+                print(f"{cell.place.task}: {done} of {total} cells, {spent} left", file=sys.stderr)
+    except KeyboardInterrupt:
+        print(f"interrupted: {done} of {total} cells; call it again to go on", file=sys.stderr)
+    told = dict(zip(("filling", "compacting", "answering"), (round(part, 1) for part in parts), strict=True))
+    spent_by = {name: round(seconds, 1) for name, seconds in by_score.items()}
+    whole = round(time.monotonic() - begun, 1)
+    print(json.dumps({"cells": done, "of": total, "seconds": whole, "parts": told, "by_score": spent_by}))
+
+
+if __name__ == "__main__":
+    main()
