@@ -66,7 +66,9 @@ def table(found: Inspection) -> list[str]:
         counts = tenths(same[:1], found.tokens)
         share = same[0].attention_kept
         told = [] if not seen else ["hidden" if share is None else f"{100 * share:.1f}%"]
-        lines.append([name, f"{found.kept:,}", f"{found.evicted:,}", *told, blocks(counts, found.tokens)])
+        held = sorted({len(head.positions) for head in same[0].heads})
+        kept = f"{held[0]:,}" if len(held) == 1 else f"{held[0]:,}-{held[-1]:,}"
+        lines.append([name, kept, f"{found.tokens - round(same[0].kept):,}", *told, blocks(counts, found.tokens)])
         numbers.append([f"{count:,.0f}" for count in counts])
     width = max(len(number) for row in numbers for number in row)
     for line, row in zip(lines[1:], numbers, strict=True):

@@ -63,6 +63,11 @@ class KeptLayer:
     attention: tuple[float, ...] | None = None
 
     @property
+    def kept(self) -> float:
+        """Tokens that are left, the mean of heads."""
+        return sum(len(head.positions) for head in self.heads) / len(self.heads)
+
+    @property
     def attention_kept(self) -> float | None:
         """The share of the last tokens' attention that goes to what is kept, the mean of heads."""
         shares = [head.attention for head in self.heads if head.attention is not None]
@@ -75,7 +80,8 @@ class Inspection:
 
     Attributes:
         tokens: of the prompt.
-        kept, evicted: tokens, the same in every layer and head; their sum is `tokens`.
+        kept, evicted: tokens of a layer and head, on average where they differ (share="adaptive", layers="pyramid");
+            their sum is `tokens`.
         compactions: of the busiest layer, with the one at the end.
         without_budget: caches that are rings, chunks or recurrent state, and are not listed.
         layers: those with a budget, in the order of the model.
@@ -205,11 +211,11 @@ def _inspected(
         for each in attention_caches([cache]):
             number = next(numbers)
             if each.evictor is not None:
-                layers.append(with_attention(KeptLayer(len(layers), index, kept_in(each)), received.get(number)))
+                layer = KeptLayer(len(layers), index, kept_in(each))
+                assert layer.kept == min(each.evictor.layout.budget, total), "compact() leaves the budget"
+                layers.append(with_attention(layer, received.get(number)))
     statistics = cache_statistics(caches)
-    assert policy.budget is not None
-    kept = min(policy.budget, total)
-    assert all(len(head.positions) == kept for layer in layers for head in layer.heads), "compact() leaves the budget"
+    kept = round(sum(layer.kept for layer in layers) / len(layers))
     return Inspection(
         tokens=total,
         kept=kept,
@@ -241,4 +247,7 @@ def kept_in(cache: KVCache) -> tuple[KeptTokens, ...]:
     order = mx.argsort(positions, axis=1)
     places: Any = mx.take_along_axis(positions, order, axis=1).tolist()
     values: Any = mx.take_along_axis(scores, order, axis=1).tolist()
-    return tuple(KeptTokens(tuple(own), tuple(theirs)) for own, theirs in zip(places, values, strict=True))
+    none = [own.count(-1) for own in places]  # slots that hold no token of this head come first
+    return tuple(
+        KeptTokens(tuple(own[gap:]), tuple(theirs[gap:])) for own, theirs, gap in zip(places, values, none, strict=True)
+    )

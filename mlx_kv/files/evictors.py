@@ -16,7 +16,7 @@ from mlx_kv.cache.checks import whole_number
 from mlx_kv.cache.eviction.evictor import Evictor
 from mlx_kv.cache.eviction.granularity import BY_HEAD
 from mlx_kv.cache.eviction.membership import EvictorState
-from mlx_kv.cache.eviction.observed.observation import ObservedState
+from mlx_kv.cache.eviction.observed.state import ObservedState
 from mlx_kv.cache.eviction.scores.wants import Wants
 from mlx_kv.cache.layout import Budget, Row
 
@@ -56,7 +56,6 @@ def check_eviction(layout: Budget, rows: Sequence[Row], heads: int | None, told:
         raise ValueError("what evicts is told otherwise than it is written")
     score, share, layer, names, positions, scores, work, dead, layers, observed, reread = EvictorState(*told)
     check_lists(names, work)
-    _check_reread(rows, heads, reread)
     if not all(type(word) is str for word in (score, share, *names)) or len(names) not in (1, len(rows)):
         raise ValueError("sequences of other rows")
     whole("layer", layer)
@@ -85,6 +84,7 @@ def check_eviction(layout: Budget, rows: Sequence[Row], heads: int | None, told:
             raise ValueError("positions or scores of other tokens")
     _check_dead(layout, rows, heads, share, dead)
     _check_observed(known.wants, rows, heads, observed)
+    _check_reread(rows, heads, reread)
     if positions is not None and not 0 <= mx.min(positions).item() <= mx.max(positions).item() <= max(  # type: ignore[operator]
         row.offset for row in rows
     ):
@@ -149,16 +149,6 @@ def _check_observed(wants: Wants | None, rows: Sequence[Row], heads: int | None,
     _check_array(seen.spread, (*seen.mean.shape, seen.mean.shape[2]), mx.float32)  # type: ignore[union-attr]
 
 
-def _check_array(x: object, shape: tuple[int | None, ...], dtype: mx.Dtype | None) -> None:
-    """Raises ValueError unless it is an array of this shape, where None is any length, and dtype, None being floats."""
-    if not isinstance(x, mx.array) or x.ndim != len(shape):
-        raise ValueError("something else than an array")
-    if any(wanted not in (None, length) for wanted, length in zip(shape, x.shape, strict=True)):
-        raise ValueError("an array of another shape")
-    if x.dtype != dtype if dtype is not None else not mx.issubdtype(x.dtype, mx.floating):
-        raise ValueError("an array of another dtype")
-
-
 def _check_reread(rows: Sequence[Row], heads: int | None, told: Sequence[Any] | None) -> None:
     """Raises ValueError for what no tokens of these rows can have received when they were read again."""
     if told is None:
@@ -171,7 +161,16 @@ def _check_reread(rows: Sequence[Row], heads: int | None, told: Sequence[Any] | 
             continue
         check_lists(own)
         first, received = own
-        if whole("a position", first) + received.shape[1] > row.offset:
+        _check_array(received, (heads, None), mx.float32)
+        if not 0 < received.shape[1] <= row.offset - whole("a position", first):
             raise ValueError("a second reading of tokens that there are not")
-        if (received.ndim, received.shape[0], received.dtype) != (2, heads, mx.float32):
-            raise ValueError("a second reading by other heads")
+
+
+def _check_array(x: object, shape: tuple[int | None, ...], dtype: mx.Dtype | None) -> None:
+    """Raises ValueError unless it is an array of this shape, where None is any length, and dtype, None being floats."""
+    if not isinstance(x, mx.array) or x.ndim != len(shape):
+        raise ValueError("something else than an array")
+    if any(wanted not in (None, length) for wanted, length in zip(shape, x.shape, strict=True)):
+        raise ValueError("an array of another shape")
+    if x.dtype != dtype if dtype is not None else not mx.issubdtype(x.dtype, mx.floating):
+        raise ValueError("an array of another dtype")

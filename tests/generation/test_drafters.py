@@ -105,6 +105,10 @@ MODELS = {
         "llama",
         CachePolicy(budget=24, keep_recent=8, sinks=2, margin=10, share="head", bits=8, group_size=32),
     ),
+    "a pyramid of heads": (
+        "llama",
+        CachePolicy(budget=24, keep_recent=8, sinks=2, margin=10, share="adaptive", layers="pyramid"),
+    ),
 }
 
 

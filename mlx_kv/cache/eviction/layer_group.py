@@ -179,7 +179,7 @@ class LayerGroup:
             ValueError: layers that stand elsewhere, or scores that cannot be used; nothing has changed then.
         """
         decision = self._decision
-        if decision is not None and decision.row == row and decision.moves is not None:
+        if decision is not None and _alike(decision.row, row) and decision.moves is not None:
             return decision.moves
         self.check_in_step(row)
         self._hear_heads("layers", nbytes)
@@ -190,22 +190,19 @@ class LayerGroup:
         self._decision = Decision(row, moves)
         return moves
 
-    def decide_each(self, row: Row, granularity: Granularity, nbytes: int, in_step: bool = True) -> None:
+    def decide_each(self, row: Row, granularity: Granularity, nbytes: int) -> None:
         """Has every layer decide for itself, once.
 
         Args:
             granularity: whether heads decide together.
             nbytes: as `decide_together`.
-            in_step: whether all layers hold as many slots, and evict at the same time. Otherwise they have read as many
-                tokens, and those decide that are due.
 
         Raises:
             ValueError: as `decide_together`.
         """
-        decided = None if self._decision is None else self._decision.row
-        if decided == row or (decided is not None and not in_step and decided.offset == row.offset):
+        if self._decision is not None and _alike(self._decision.row, row):
             return
-        self.check_in_step(row, in_step)
+        self.check_in_step(row)
         self._hear_heads(granularity, nbytes)
         for _, member in self.members():
             member.decide(self)
@@ -226,10 +223,10 @@ class LayerGroup:
         here = _few_at_once((member.evictable_scores(self) for _, member in self.members()), nbytes)
         return self.peers.with_layers(list(here)) if self.peers.have_layers else here
 
-    def check_in_step(self, row: Row, everywhere: bool = True) -> None:
-        """Raises ValueError unless every layer stands where `row` does, or at least has read as many tokens."""
+    def check_in_step(self, row: Row) -> None:
+        """Raises ValueError unless every layer stands where `row` does."""
         standing = [(layer, member.row(self)) for layer, member in self.members()]
-        if all((other.start == row.start or not everywhere) and other.offset == row.offset for _, other in standing):
+        if all(_alike(other, row) for _, other in standing):
             return
         held: dict[str, list[str]] = {}
         for layer, other in standing:
@@ -239,6 +236,11 @@ class LayerGroup:
             f"the layers of one sequence have diverged, and cannot evict the same tokens: they hold {told}. "
             "Trim all layers alike and copy them together, or use share='layer'"
         )
+
+
+def _alike(row: Row, other: Row) -> bool:
+    """Whether rows of two layers have read as many tokens, and evicted as many; their heads may each have others."""
+    return (row.evicted, row.offset) == (other.evicted, other.offset)
 
 
 def _few_at_once(made: Iterator[mx.array], nbytes: int) -> Iterator[mx.array]:

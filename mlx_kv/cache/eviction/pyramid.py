@@ -17,7 +17,9 @@ def layer_budget(mean: int, layer: int, layers: int, least: int) -> int:
         mean: tokens of a layer on average, at least `least`.
         least: tokens that every layer needs.
     """
+    if 2 * layer + 1 == layers:
+        return mean
     if 2 * layer >= layers:  # the other half of the pyramid: what one layer gets over the mean, another gives
-        return 2 * mean - layer_budget(mean, layers - 1 - layer, layers, least) if 2 * layer + 1 != layers else mean
+        return 2 * mean - layer_budget(mean, layers - 1 - layer, layers, least)
     last = max(mean / STEEPNESS, least)
     return round(2 * mean - last - layer * 2 * (mean - last) / (layers - 1))

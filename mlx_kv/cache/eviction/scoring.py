@@ -17,11 +17,11 @@ from mlx_kv.cache.eviction.granularity import BY_HEAD, Granularity
 from mlx_kv.cache.eviction.kept_tokens import KeptTokens
 from mlx_kv.cache.eviction.observed.fields import fields_of_head, seen_fields
 from mlx_kv.cache.eviction.observed.observation import Observation
-from mlx_kv.cache.eviction.observed.weights import stored_keys
 from mlx_kv.cache.eviction.rereading import Reread
 from mlx_kv.cache.eviction.scores import Score
 from mlx_kv.cache.eviction.scores.blocks import some
 from mlx_kv.cache.eviction.scores.tokens import Part, ScoredTokens
+from mlx_kv.cache.eviction.weights import stored_keys
 from mlx_kv.cache.layout import Budget, Row
 
 
@@ -61,7 +61,9 @@ class Scoring:
 
     def live(self, index: int) -> mx.array:
         """The scores of all live slots of one row, (H', n), as the score sees them now."""
-        return self._combined(self._asked(index, 0, self._rows[index].end))[0]
+        row = self._rows[index]
+        first = 0 if self._known(index) is None else self._layout.cut_of(row)
+        return self._with_known(index, self._asked(index, first, row.end))[0]
 
     def evictable(self, index: int) -> mx.array:
         """The scores of the evictable slots of one row, (H', n - sinks - keep_recent)."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -18,7 +19,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_kv.cache.checks import whole_number
 from mlx_kv.generation.agreement import Group, Rounds, agreement_of, in_step, leaders, most
 from mlx_kv.generation.encoding import tokens_of_prompt
-from mlx_kv.generation.prefill import prefill_step
+from mlx_kv.generation.prefill import prefill_step, reserve_for
+from mlx_kv.generation.rereading import Instructions, Rereading, wants_rereading
 from mlx_kv.generation.sampling import Sampler, sampler_of_sequence
 from mlx_kv.generation.speculation import LOOKUP_MAX, LOOKUP_MIN
 from mlx_kv.generation.speculation.decoder import Decoder, make_decoder
@@ -27,6 +29,7 @@ from mlx_kv.generation.speculation.joining import NewRow
 from mlx_kv.generation.speculation.settings import DraftLength, DraftSettings
 from mlx_kv.generation.speculation.statistics import SpeculationStatistics
 from mlx_kv.mlxlm.convert import check_windows
+from mlx_kv.mlxlm.observing import show_attention
 from mlx_kv.mlxlm.traverse import attention_caches
 from mlx_kv.mlxlm.trimming import can_trim
 from mlx_kv.policy import CachePolicy
@@ -98,7 +101,8 @@ def speculative_generate(
     tokens, max_tokens, prefill_step_size = agreement.told(
         lambda: _asked(tokenizer, prompt, max_tokens, prefill_step_size)
     )
-    decoder = make_decoder(model, policy or CachePolicy(), draft_model, settings or DraftSettings(), agreement)
+    policy = policy or CachePolicy()
+    decoder = make_decoder(model, policy, draft_model, settings or DraftSettings(), agreement)
     statistics = statistics or SpeculationStatistics()
     read = 0
     if prompt_cache is not None:
@@ -108,7 +112,10 @@ def speculative_generate(
     progress = prompt_progress_callback or (lambda done, total: None)
 
     def prefill() -> None:
-        joining = decoder.begin([NewRow(tokens, max_tokens, drawing, prompt_cache, before)], prefill_step_size)
+        row = NewRow(tokens, max_tokens, drawing, prompt_cache, before)
+        if policy.reads_twice if prompt_cache is None else wants_rereading(prompt_cache):
+            row = _read_twice(decoder, row, prefill_step_size, Instructions.of(tokenizer, model), progress)
+        joining = decoder.begin([row], prefill_step_size)
         while not decoder.read_on(joining):
             agreement.progress()
             progress(joining.read, joining.longest)
@@ -117,6 +124,23 @@ def speculative_generate(
 
     responses = _responses(decoder, tokenizer, len(tokens), max_tokens, prefill, statistics)
     return in_step(agreement, responses, lambda response: response.token)
+
+
+def _read_twice(
+    decoder: Decoder,
+    row: NewRow,
+    step: int | None,
+    instructions: Instructions,
+    progress: Callable[[int, int], None],
+) -> NewRow:
+    """A row of which all but the last token has been read, twice."""
+    if len(row.prompt) == 1:
+        return row
+    caches, told = row.caches or decoder.make_caches(), row.prompt[:-1]
+    reserve_for(caches, len(row.prompt), row.max_tokens)
+    reading = Rereading(decoder.read, caches, [told], step or decoder.step_size, instructions)
+    reading.finish(lambda done, _: progress(done, len(row.prompt)))
+    return replace(row, prompt=row.prompt[-1:], caches=caches, before=[*row.before, *told])
 
 
 def _asked(
@@ -136,6 +160,7 @@ def _asked(
 def _check_cache(model: nn.Module, decoder: Decoder, caches: list[Any]) -> int:
     """How many tokens caches have read, if a decoder can go on with them."""
     check_windows(model, caches)
+    show_attention(model, caches)
     wanted = len(decoder.make_caches())
     if len(caches) != wanted:
         raise ValueError(
