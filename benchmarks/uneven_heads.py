@@ -1,6 +1,6 @@
 """Heads and layers that keep different numbers of tokens, against uniform ones: what it costs, and what it buys.
 
-    python benchmarks/uneven_heads.py --model build/smollm2 [--rounds 5] [--context 2048] [--budget 512]
+    python benchmarks/uneven_heads.py --model build/smollm2 [--rounds 5] [--context 2048] [--budget 512] [--texts 3]
 
 The physics. Decoding reads keys and values of all slots: a budget of 512 in 30 layers of 3 heads x 64 in float32 is
 23.6 MB a step, beside 538 MB of weights. Where heads differ, a layer has as many slots as its longest head: bytes that
@@ -89,10 +89,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="turns of decoding")
     parser.add_argument("--context", type=int, default=2048)
     parser.add_argument("--budget", type=int, default=512)
+    parser.add_argument("--texts", type=int, default=len(TEXTS), help="how many of the documents")
     given = parser.parse_args()
     model, tokenizer = load(given.model)[:2]
     root, report = Path(__file__).parent.parent, {}
-    texts = [tokenizer.encode((root / text).read_text())[: given.context + TOLD] for text in TEXTS]
+    texts = [tokenizer.encode((root / text).read_text())[: given.context + TOLD] for text in TEXTS[: given.texts]]
     texts = [mx.array(text) for text in texts if len(text) == given.context + TOLD]
     full = [after(model, text, CachePolicy(), given.context)[1] for text in texts]
     print(
