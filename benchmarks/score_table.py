@@ -39,6 +39,7 @@ from mlx_kv.evaluation.cells import Cell, Kept, Place, Table, places
 from mlx_kv.evaluation.questions.tasks import QUESTIONS
 from mlx_kv.evaluation.questions.texts import python_texts
 from mlx_kv.evaluation.results import Settings
+from mlx_kv.generation.rereading import Instructions
 from mlx_kv.mlxlm.loading import load
 
 KEEP_RECENT = 64
@@ -66,6 +67,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=1, help="cases of each task and seed")
     parser.add_argument("--questions", choices=("unseen", "seen", "both"), default="both")
     parser.add_argument("--shares", type=names, default=("layers",), help="layers, layer, head, adaptive")
+    parser.add_argument("--layers", choices=("uniform", "pyramid"), default="uniform", help="pyramid: not with layers")
     parser.add_argument("--rolling", action="store_true", help="compact while a context is read, as in decoding")
     return parser.parse_args()
 
@@ -75,7 +77,7 @@ class Measuring:
 
     def __init__(self, model: str) -> None:
         self.model, self.tokenizer = load(model)
-        self.texts = python_texts()
+        self.texts, self.instructions = python_texts(), Instructions.of(self.tokenizer, self.model)
 
     @lru_cache  # noqa: B019 -- there is one, as long as the process lives
     def questions(self, task: str, context: int) -> Questions:
@@ -85,21 +87,23 @@ class Measuring:
     def ask(self, place: Place, missing: Sequence[Kept]) -> Iterator[Cell]:
         questions = self.questions(place.task, place.context)
         case = questions.case(place.seed, place.row)
-        by_share: dict[str | None, list[Kept]] = {}
+        alike: dict[tuple[str | None, str | None], list[Kept]] = {}
         for kept in missing:
-            by_share.setdefault(kept.share, []).append(kept)
-        for share, some in by_share.items():
-            changes: dict[str, Any] = {} if share is None else {"share": share}
+            alike.setdefault((kept.share, kept.layers), []).append(kept)
+        for (share, layers), some in alike.items():
+            changes: dict[str, Any] = {} if share is None else {"share": share, "layers": layers}
             scores = tuple({kept.score for kept in some if kept.score is not None})
             settings = replace(questions.settings, rolling=place.rolling, scores=scores, **changes)
-            answered = answers_of(self.model, case, [(k.score, k.budget) for k in some], settings, place.seen)
+            answered = answers_of(
+                self.model, case, [(k.score, k.budget) for k in some], settings, place.seen, self.instructions
+            )
             for kept, each in zip(some, answered, strict=True):
                 yield Cell(place, kept, each.right, each.counted, each.seconds)
 
 
 def policies(chosen: argparse.Namespace, place: Place) -> list[Kept]:
     budgets = [round(share * place.context) for share in chosen.kept]
-    made = [Kept(score, share, "uniform", b) for share in chosen.shares for score in chosen.scores for b in budgets]
+    made = [Kept(score, share, chosen.layers, b) for share in chosen.shares for score in chosen.scores for b in budgets]
     return [Kept(), *made]
 
 

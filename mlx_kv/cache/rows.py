@@ -56,6 +56,7 @@ def _how(cache: Joinable) -> list[tuple[str, object]]:
         ("bits and group size", (None, None) if affine is None else tuple(affine)),
         ("codecs", (other, None if other is None else tuple(map(type, view.codecs)))),
         ("score and share", None if evictor is None else (evictor.score.name, evictor.granularity)),
+        ("budgets of layers", None if evictor is None else evictor.layers),
         # Lambdas have one name, and so have functions that were registered under it one after the other.
         (
             "the score function",

@@ -34,10 +34,12 @@ Examples:
   mlx-kv eval --tasks copy --share head --kv-bits 8 --seeds 5
   mlx-kv eval --tasks perplexity --text notes.py --plot quality.png
   mlx-kv eval --model mlx-community/Qwen3-0.6B-4bit --rows 8 --seeds 1
+  mlx-kv eval --model build/smollm2 --tasks needle,chat --question both --context 1024 --rows 2 --keep-recent 64
 """
 # The bundled reference model has read none of these: tools/reference_corpus.py held them out, by a hash of their paths.
 HELD_OUT = ("concurrent.futures.process", "multiprocessing.connection")
 BUNDLED = "recall model, and reference model for perplexity"
+SEEN = {"unseen": (False,), "seen": (True,), "both": (False, True)}
 ABOUT = """\
 A context is compressed before its questions are seen; mean ± standard deviation of the seeds. full cache: nothing is
 evicted. Nats per token: those of the full cache, and what others add to them, seed by seed. random and key_norm_high
@@ -157,7 +159,8 @@ class Runs:
     show_default=True,
     metavar="NAME,NAME",
     callback=read_names,
-    help="What is asked; correlation compares scores with attention.",
+    help="What is asked; correlation compares scores with attention. Of language models also needle, needles, "
+    "many_needles, tracking, passages, code, editing, chat.",
 )
 @click.option("--seeds", type=int, default=3, show_default=True, metavar="N", help="Repetitions with other contexts.")
 @click.option(
@@ -179,10 +182,30 @@ class Runs:
 )
 @click.option(
     "--share",
-    type=click.Choice(["layers", "layer", "head"]),
+    type=click.Choice(["layers", "layer", "head", "adaptive"]),
     default="layers",
     show_default=True,
-    help="Keep the same tokens in all layers, in all heads of a layer, or each head its own.",
+    help="Keep the same tokens in all layers, in all heads of a layer, or each head its own; adaptive: some heads more "
+    "than others.",
+)
+@click.option(
+    "--layers",
+    type=click.Choice(["uniform", "pyramid"]),
+    default="uniform",
+    show_default=True,
+    help="Every layer has the budget, or lower ones more and upper ones fewer.",
+)
+@click.option(
+    "--question",
+    type=click.Choice(list(SEEN)),
+    default="unseen",
+    show_default=True,
+    help="Whether questions of needle, chat and their like are seen before the context is compressed.",
+)
+@click.option(
+    "--rolling",
+    is_flag=True,
+    help="Have caches of needle, chat and their like compact while the context is read, as they do in decoding.",
 )
 @click.option("--kv-bits", type=int, metavar="N", help="Quantise keys and values, also of the full cache.")
 @click.option(
@@ -204,6 +227,7 @@ def evaluate_command(
     text_file: Path | None,
     plot: Path | None,
     as_json: bool,
+    question: str,
     **options: Any,
 ) -> None:
     """Measure what a model still finds in a cache of a budget: one key, many, a string, the next word of a text.
@@ -217,7 +241,7 @@ def evaluate_command(
     from mlx_kv.evaluation.evaluate import TASKS
     from mlx_kv.evaluation.results import Settings
 
-    settings = Settings(bits=kv_bits, **options)  # refuses bad settings before anything is loaded
+    settings = Settings(bits=kv_bits, seen=SEEN[question], **options)  # refuses bad settings before anything is loaded
     for task in tasks:
         if task not in TASKS:
             raise click.UsageError(f"there is no task {task!r}: choose of {', '.join(TASKS)}")
@@ -269,4 +293,5 @@ def tables(results: Sequence[Result], settings: Settings) -> str:
 def settings_in_words(settings: Settings) -> str:
     rows = f"{settings.rows} rows, {settings.seeds} seed{'s' if settings.seeds > 1 else ''}"
     bits = "" if settings.bits is None else f", {settings.bits} bits"
-    return f"contexts of {settings.context:,} tokens, {rows}, share={settings.share}{bits}"
+    layers = "" if settings.layers == "uniform" else f", layers={settings.layers}"
+    return f"contexts of {settings.context:,} tokens, {rows}, share={settings.share}{layers}{bits}"

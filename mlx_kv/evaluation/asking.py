@@ -24,6 +24,7 @@ from mlx_kv.evaluation.questions.texts import Texts
 from mlx_kv.evaluation.results import Measurement, Settings
 from mlx_kv.evaluation.tasks import RecallLanguage, find_language
 from mlx_kv.generation.prefill import read_chunk
+from mlx_kv.generation.rereading import NOTHING_ASKED, Instructions
 from mlx_kv.mlxlm.convert import make_prompt_cache
 from mlx_kv.mlxlm.trimming import compact
 
@@ -94,15 +95,21 @@ def filled(context: Context, score: str | None, budget: int | None, settings: Se
 
 
 def answers_of(
-    model: nn.Module, case: Case, policies: Iterable[Policy], settings: Settings, seen: bool
+    model: nn.Module,
+    case: Case,
+    policies: Iterable[Policy],
+    settings: Settings,
+    seen: bool,
+    instructions: Instructions = NOTHING_ASKED,
 ) -> Iterator[Answered]:
     """One case under each policy; the context is read once for all of them, and the questions too if they are seen.
 
     Args:
         seen: whether the questions are read before the context is compressed.
+        instructions: for scores that want the context to be read twice.
     """
     asked = asked_of(case, seen)
-    context = Context(model, np.array([[*case.context, *asked.before.tolist()]]), settings)
+    context = Context(model, np.array([[*case.context, *asked.before.tolist()]]), settings, instructions)
     counts = ~known_anyway(model, case, asked)
     for score, budget in policies:
         times = [time.perf_counter()]
@@ -127,7 +134,7 @@ class Questions:
 
     def __init__(self, tokenizer: Any, task: str, settings: Settings, texts: Texts) -> None:
         self.task, self.settings = task, settings
-        self._talk, self._texts = Talk(tokenizer), texts
+        self._tokenizer, self._talk, self._texts = tokenizer, Talk(tokenizer), texts
         self._room = Room(settings.context, settings.keep_recent)
         if isinstance(find_language(tokenizer), RecallLanguage):
             raise ValueError(f"the task {task} asks in English, which the recall model does not know: give a --model")
@@ -140,11 +147,13 @@ class Questions:
     def measurements(self, model: nn.Module) -> Iterator[Measurement]:
         """Each seed under every policy, after all of the seed's rows."""
         policies = self.settings.policies()
+        instructions = Instructions.of(self._tokenizer, model)
         for seed in range(self.settings.seeds):
             for seen in self.settings.seen:
                 found: dict[Policy, list[Answered]] = {policy: [] for policy in policies}
                 for row in range(self.settings.rows):
-                    for each in answers_of(model, self.case(seed, row), policies, self.settings, seen):
+                    case = self.case(seed, row)
+                    for each in answers_of(model, case, policies, self.settings, seen, instructions):
                         found[each.score, each.budget].append(each)
                 for (score, budget), answered in found.items():
                     counted = sum(each.counted for each in answered)

@@ -2,8 +2,8 @@
 
 Decides how what was written while it was read is written again, and what attention was asked then is shown again to
 those who want to see it: all of it, or of the last queries as many as any score wants. Until a context is compressed,
-no policy changes what a model makes of it. Models with state besides keys and values read it each time. Knows nothing
-about questions.
+no policy changes what a model makes of it. Models with state besides keys and values read it each time, and so does a
+score that wants it read twice, for its second time. Knows nothing about questions.
 B rows, H KV heads, C tokens of context.
 """
 
@@ -23,6 +23,7 @@ from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.cache.protocol import Call
 from mlx_kv.evaluation.results import Settings
 from mlx_kv.generation.prefill import prefill_step, read_chunk
+from mlx_kv.generation.rereading import NOTHING_ASKED, Instructions, Rereading, hold, wants_rereading
 from mlx_kv.mlxlm.attention import AttentionSeam
 from mlx_kv.mlxlm.convert import make_prompt_cache
 from mlx_kv.mlxlm.traverse import is_ours
@@ -129,10 +130,14 @@ class Context:
 
     Args:
         tokens: (B, C).
+        instructions: for scores that want it to be read twice.
     """
 
-    def __init__(self, model: nn.Module, tokens: np.ndarray, settings: Settings) -> None:
+    def __init__(
+        self, model: nn.Module, tokens: np.ndarray, settings: Settings, instructions: Instructions = NOTHING_ASKED
+    ) -> None:
         self.model, self.tokens, self.recordings = model, mx.array(tokens), []
+        self._instructions = instructions
         caches = make_prompt_cache(model, settings.policy(None, None))
         if all(is_ours(cache) for cache in caches):
             wanted = queries_wanted(settings.scores)
@@ -143,8 +148,13 @@ class Context:
     def caches(self, policy: CachePolicy) -> list[Any]:
         """All of the context, not compressed yet."""
         caches = make_prompt_cache(self.model, policy)
+        hold(caches)
         if not self.recordings:
             read(self.model, self.tokens, caches)
         for recording, cache in zip(self.recordings, caches, strict=False):
             recording.write_into(cache)
+        if wants_rereading(caches):
+            texts: Any = self.tokens.tolist()
+            step = prefill_step(self.model, caches, None)
+            Rereading(self.model, caches, texts, step, self._instructions, read=self.tokens.shape[1]).finish()
         return caches

@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from mlx_kv.cache.eviction.granularity import Granularity
+from mlx_kv.cache.eviction.granularity import Granularity, LayerBudgets
 from mlx_kv.cache.eviction.scores import find_score
 from mlx_kv.policy import SINKS, CachePolicy
 
@@ -26,7 +26,7 @@ class Settings:
         rows: contexts of each seed; texts and attention take an eighth of them.
         context: tokens that are compressed.
         seeds: repetitions with other contexts, from seed 0 up.
-        keep_recent, share, bits: as in `CachePolicy`.
+        keep_recent, share, layers, bits: as in `CachePolicy`.
         seen: whether questions of a language model are seen when a context is compressed: one, or both in turns.
         rolling: whether caches of such tasks compact while a context is read, step by step, as they do in decoding.
 
@@ -41,6 +41,7 @@ class Settings:
     seeds: int = 3
     keep_recent: int = 16
     share: Granularity = "layers"
+    layers: LayerBudgets = "uniform"
     bits: int | None = None
     seen: tuple[bool, ...] = (False,)
     rolling: bool = False
@@ -69,6 +70,7 @@ class Settings:
             score=score,
             keep_recent=self.keep_recent,
             share=self.share,
+            layers=self.layers,
             margin=self.context if margin is None else margin,
         )
 

@@ -16,7 +16,7 @@ from mlx_kv.cache.checks import whole_number
 from mlx_kv.cache.eviction.evictor import Evictor
 from mlx_kv.cache.eviction.granularity import BY_HEAD
 from mlx_kv.cache.eviction.membership import EvictorState
-from mlx_kv.cache.eviction.observed.observation import ObservedState
+from mlx_kv.cache.eviction.observed.state import ObservedState
 from mlx_kv.cache.eviction.scores.wants import Wants
 from mlx_kv.cache.layout import Budget, Row
 

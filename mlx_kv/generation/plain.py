@@ -21,6 +21,7 @@ from mlx_kv.generation.sequence import BatchToken, TokenSequence, Waiting
 from mlx_kv.generation.together import caches_together, equal_lengths
 from mlx_kv.mlxlm.batch_generator import WatchedBatchGenerator, evaluated
 from mlx_kv.mlxlm.by_class import RowsByClass
+from mlx_kv.mlxlm.observing import show_attention
 from mlx_kv.mlxlm.traverse import attention_caches
 from mlx_kv.mlxlm.trimming import trimmed
 from mlx_kv.policy import CachePolicy
@@ -66,6 +67,7 @@ class PlainEngine:
 
     def submit(self, sequence: TokenSequence) -> None:
         self._waiting.submit(sequence, self._twice)
+        show_attention(self.model, sequence.caches or [])
 
     def cancel(self, index: int) -> None:
         self._waiting.cancel(index)
@@ -154,6 +156,7 @@ class PlainEngine:
         return copy.deepcopy(self._empty)  # making them may try out what the model's attention can read
 
     def read(self, tokens: mx.array, cache: list[Any]) -> Any:
+        show_attention(self.model, cache)
         return self.model(tokens, cache=cache)
 
     def trim(self, caches: list[Any], n: int) -> bool:

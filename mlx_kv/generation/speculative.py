@@ -21,6 +21,7 @@ from mlx_kv.generation.speculation.joining import Joining, NewRow
 from mlx_kv.generation.speculation.statistics import SpeculationStatistics
 from mlx_kv.mlxlm.batch_generator import evaluated
 from mlx_kv.mlxlm.by_class import RowsByClass
+from mlx_kv.mlxlm.observing import show_attention
 from mlx_kv.mlxlm.trimming import trimmed
 
 
@@ -53,6 +54,7 @@ class SpeculativeEngine:
 
     def submit(self, sequence: TokenSequence) -> None:
         self._waiting.submit(sequence, self._twice)
+        show_attention(self._decoder.target.model, (sequence.caches or [])[: self._decoder.target.layers])
 
     def cancel(self, index: int) -> None:
         self._waiting.cancel(index)

@@ -24,6 +24,7 @@ from mlx_kv.generation.rereading import Instructions, Rereading, wants_rereading
 from mlx_kv.generation.sampling import Sampler, sampler_of_sequence
 from mlx_kv.generation.together import caches_together
 from mlx_kv.mlxlm.convert import check_windows
+from mlx_kv.mlxlm.observing import show_attention
 from mlx_kv.mlxlm.traverse import attention_caches
 from mlx_kv.policy import CachePolicy
 
@@ -77,6 +78,7 @@ def stream_generate(
         raise ValueError("got a policy and a prompt_cache, which was made with its own: give one of them")
     if prompt_cache is not None:
         check_windows(model, prompt_cache)
+        show_attention(model, prompt_cache)
     if not isinstance(tokenizer, TokenizerWrapper):
         tokenizer = TokenizerWrapper(tokenizer)
     agreement, wanted = agreement_of(group), options.get("prefill_step_size")

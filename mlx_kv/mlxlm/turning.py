@@ -15,6 +15,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.generate import generation_stream
 from mlx_lm.models import cache as stock
 
 from mlx_kv.mlxlm.asking import asked_once
@@ -109,9 +110,9 @@ def _queries(model: nn.Module, position: int) -> dict[int, mx.array]:
     for cache in listener.caches:
         setattr(cache, HOOK, listener)
     try:
-        with AttentionSeam(model):
-            model(mx.zeros((1, 1), mx.int32), cache=caches)
-        mx.eval(list(listener.queries.values()))
+        with AttentionSeam(model), mx.stream(generation_stream):
+            answer = model(mx.zeros((1, 1), mx.int32), cache=caches)
+            mx.eval(answer, list(listener.queries.values()))  # other ranks wait for what the answer sends them
     except Exception:  # a model that needs more than stand-ins: nothing is known of its RoPE
         return {}
     return listener.queries

@@ -19,6 +19,7 @@ from mlx_kv.plots import COLOURS, DASHES, GREY, apart, axis_label
 COLUMNS = 4
 MARKS = "osD^vPX"
 DODGE = 0.035  # in octaves: error bars of scores that coincide stand side by side
+WIDEST = 0.25  # octaves that they take in all, however many scores there are
 Point = tuple[int, float, float]  # budget, mean, standard deviation
 
 
@@ -47,7 +48,8 @@ def quality_against_budget(title: str, context: int, panels: Sequence[Panel]) ->
     scores = list(dict.fromkeys(score for panel in panels for score in panel.lines))
     columns = min(COLUMNS, len(panels))
     rows = math.ceil(len(panels) / columns)
-    figure = Figure(figsize=(3 * columns + (1.6 if rows * columns == len(panels) else 0.2), 2.7 * rows + 0.5), dpi=110)
+    beside = rows * columns == len(panels)  # no place is left for the legend
+    figure = Figure(figsize=(3 * columns + (1.8 if beside else 0.2), 2.7 * rows + 0.5), dpi=110)
     figure.set_layout_engine("constrained", w_pad=0.08, h_pad=0.08)
     figure.suptitle(f"What a budget costs: {title}", x=0.01, ha="left", fontsize=12)
     figure.supxlabel("tokens kept, and their share of the context", x=0.01, ha="left", fontsize=10)
@@ -75,15 +77,16 @@ def draw_panel(axes: Axes, panel: Panel, scores: Sequence[str], context: int) ->
     axes.set_xscale("log", base=2)
     for name, points in panel.lines.items():
         index = scores.index(name)
-        shift = 2 ** (DODGE * (index - (len(scores) - 1) / 2))
+        colour, mark = COLOURS[index % len(COLOURS)], MARKS[(index + index // len(COLOURS)) % len(MARKS)]
+        shift = 2 ** (min(DODGE, WIDEST / len(scores)) * (index - (len(scores) - 1) / 2))
         axes.errorbar(
             [budget * shift for budget, _, _ in points],
             [scale * mean for _, mean, _ in points],
             yerr=[scale * deviation for _, _, deviation in points],
             label=name,
-            color=COLOURS[index % len(COLOURS)],
+            color=colour,
             dashes=DASHES[index % len(DASHES)] or (None, None),
-            marker=MARKS[index % len(MARKS)],
+            marker=mark,
             markersize=4,
             linewidth=1.5,
             elinewidth=0.9,

@@ -16,6 +16,7 @@ import mlx.nn as nn
 from mlx_kv.files.fingerprint import model_fingerprint
 from mlx_kv.generation.prefill import chunk_end, prefill_step, read_chunk
 from mlx_kv.generation.rereading import NOTHING_ASKED, Instructions, Rereading, wants_rereading
+from mlx_kv.mlxlm.observing import show_attention
 from mlx_kv.mlxlm.traverse import attention_caches
 from mlx_kv.mlxlm.trimming import compact
 from mlx_kv.prefixes.place import Prefixes
@@ -70,6 +71,8 @@ class PromptReader:
                 "give each a name of its own (mlx_kv.register_score), or a store of its own"
             )
         self.caches, self.reused = (caches, 0) if found is None else found
+        if found is not None and isinstance(model, nn.Module):
+            show_attention(model, self.caches)
         self.read = self._kept = self.reused
         self.step_size = prefill_step(model, self.caches, step)
         self._checkpoints = needs_checkpoints(self.caches)

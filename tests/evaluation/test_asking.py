@@ -98,7 +98,7 @@ def test_answers_that_are_right_without_the_context_do_not_count(model: Any, mon
 @pytest.mark.parametrize("task", QUESTIONS)
 def test_every_task_is_measured(task: str, model: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(evaluation, "context_length", lambda model: None)
-    settings = replace(SETTINGS, context=1500, seeds=2)
+    settings = replace(SETTINGS, context=1000, seeds=2)
     found = list(evaluate(model, Characters(), task, settings))
     assert len(found) == len(tokens_read(Characters(), task, settings)) == 2 * 2 * 2
     assert all(0 <= each.value <= 1 for each in found)

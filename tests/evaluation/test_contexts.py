@@ -5,14 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import mlx.core as mx
 import numpy as np
 import pytest
 from tiny_models import make_model
 
 from mlx_kv.cache.eviction.scores import Wants, find_score, score_names
-from mlx_kv.evaluation.contexts import Context, queries_wanted, read
+from mlx_kv.evaluation.contexts import Context, queries_wanted
 from mlx_kv.evaluation.results import Settings
+from mlx_kv.generation.prefill import prefill_step
+from mlx_kv.generation.rereading import read_all
 from mlx_kv.mlxlm.convert import make_prompt_cache
 from mlx_kv.mlxlm.trimming import compact
 
@@ -34,7 +35,7 @@ def test_every_score_keeps_what_it_keeps_where_it_reads_for_itself(score: str, f
     tokens = np.random.default_rng(0).integers(2, 90, size=(1, 300))
     policy, context = settings.policy(score, 60), Context(model, tokens, settings)
     direct = make_prompt_cache(model, policy)
-    read(model, mx.array(tokens), direct)
+    read_all(model, direct, tokens[0].tolist(), prefill_step(model, direct, None))
     again, once_more, own = kept(context.caches(policy)), kept(context.caches(policy)), kept(direct)
     assert own[0].shape[-1] == 60
     for a, b, c in zip(own, again, once_more, strict=True):
@@ -64,5 +65,5 @@ def test_nothing_is_left_of_the_seam_that_shows_queries() -> None:
 
 
 def test_scores_that_see_queries_are_among_those_compared() -> None:
-    assert {"snap_kv", "tova", "h2o", "expected_attention"} <= set(OBSERVING)
+    assert {"snap_kv", "tova", "h2o", "expected_attention", "kvzip"} <= set(OBSERVING)
     assert all(isinstance(find_score(name).wants, Wants) for name in OBSERVING)

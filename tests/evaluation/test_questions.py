@@ -22,9 +22,7 @@ LINES = tuple(
     for name in "abcdefghijklm"
 )
 CODE = tuple(
-    Function(
-        f"function_{name}", ("a", "b"), f'def function_{name}(a, b):\n    """Add {name}."""\n    return a + b + 17'
-    )
+    Function(f"function_{name}", f'def function_{name}(a, b):\n    """Add {name}."""\n    return a + b + 17')
     for name in "abcdefghijklm"
 )
 SOME = Texts(LINES, CODE)
@@ -135,7 +133,7 @@ def test_prose_is_without_code_and_tables_and_functions_are_whole(texts: Texts) 
     text = "Title\n*****\n\nOne two three four five six\nseven eight nine.\n\n   code = 1\n\n| a | table of words |\n"
     assert paragraphs(text) == ["One two three four five six seven eight nine."]
     source = "def f(a):\n    b = a\n    c = b\n    return c\n\ndef g(): return 1\n"
-    assert functions_of(source) == [Function("f", ("a",), source.partition("\n\ndef g")[0])]
+    assert functions_of(source) == [Function("f", source.partition("\n\ndef g")[0])]
     assert len(texts.prose) > 300
     assert len(texts.functions) > 150
     assert all(function.source.startswith(f"def {function.name}(") for function in texts.functions)

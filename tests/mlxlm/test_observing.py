@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from pathlib import Path
 
 import mlx.core as mx
 import pytest
@@ -12,6 +13,7 @@ from mlx_lm.models import llama
 import mlx_kv
 from mlx_kv.cache.eviction.scores import Score, Wants
 from mlx_kv.mlxlm.attention import AttentionCall, attention_hooked
+from mlx_kv.mlxlm.observing import show_attention
 from tests.tiny_models import make_model
 
 MLX_LM = llama.scaled_dot_product_attention
@@ -67,3 +69,48 @@ def test_a_hook_in_front_hands_on_to_the_cache_itself(monkeypatch: pytest.Monkey
         model(mx.array([[1, 2, 3]]), cache=copies)
     assert seen == ["before", "own"] * len(caches)
     assert caches[0].attention_hook is caches[0]
+
+
+def test_loaded_caches_are_shown_it_by_the_model_that_goes_on_with_them(tmp_path: Path) -> None:
+    model, tokens = make_model("llama"), list(range(1, 40))
+    for score in ("snap_kv", "expected_attention", "h2o"):
+        policy = mlx_kv.CachePolicy(budget=24, keep_recent=4, margin=4, score=score)
+        caches = mlx_kv.make_prompt_cache(model, policy)
+        model(mx.array([tokens]), cache=caches)
+        mlx_kv.save_prompt_cache(tmp_path / "cache.safetensors", caches)
+        loaded = mlx_kv.load_prompt_cache(tmp_path / "cache.safetensors")
+        assert loaded[0].seam is None
+        show_attention(model, loaded)
+        for each in (caches, loaded):
+            for token in range(40):
+                model(mx.array([[token]]), cache=each)
+            mlx_kv.compact(each)
+        for own, other in zip(caches, loaded, strict=True):
+            assert other.seam is not None
+            assert other.evictor.observation.standing(0) == own.evictor.observation.standing(0)
+            assert mx.array_equal(own.positions, other.positions).item()
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "gemma2"])
+def test_models_that_hide_their_attention_are_refused(family: str) -> None:
+    with pytest.raises(ValueError, match="shows none of layer"):
+        mlx_kv.make_prompt_cache(make_model(family), mlx_kv.CachePolicy(budget=128, score="snap_kv"))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text", "gpt_oss"])
+def test_queries_are_turned_back_by_the_layers_own_rope(family: str) -> None:
+    model = make_model(family)
+    caches = mlx_kv.make_prompt_cache(model, mlx_kv.CachePolicy(budget=128, score="expected_attention"))
+    observations = [cache.evictor.observation for cache in caches if cache.evictor is not None]
+    assert observations
+    for observation in observations:
+        rope, dim = observation.turning, 32
+        x = mx.random.normal((2, 3, 5, dim))
+        turned = mx.concatenate(
+            [rope._rope(x[row : row + 1], offset=first) for row, first in enumerate((7, 90))]  # as the layer does
+        )
+        factor = mx.abs(rope._factor).max().item()
+        assert mx.allclose(rope.back(turned, [7, 90]), x, atol=1e-4 * factor).item()
+        unit = mx.eye(dim)
+        one_by_one = sum(rope._rope(unit[None, :, None], offset=100 + i)[0, :, 0].T for i in range(512)) / 512
+        assert mx.allclose(rope.ahead(100), one_by_one, atol=1e-4).item()

@@ -16,6 +16,7 @@ from mlx_kv.cache.eviction.kept_tokens import KeptTokens
 from mlx_kv.cache.eviction.masks import OwnMasks
 from mlx_kv.mlxlm.attention import AttentionCall, attention_hooked
 from mlx_kv.mlxlm.traverse import attention_caches
+from mlx_kv.ranks.peers import Heads, Layers
 from tests.tiny_models import VOCAB, make_model
 
 SHARES: list[dict[str, Any]] = [
@@ -165,6 +166,17 @@ def test_what_no_model_can_do_is_refused_in_one_line() -> None:
     cache.update_and_fetch(x, x)
     with pytest.raises(ValueError, match=r"use the caches of mlx_kv\.make_prompt_cache"):
         cache.update_and_fetch(x, x)  # before any head is longer than another
+
+
+def test_ranks_refuse_what_they_could_not_compare() -> None:
+    alone: Any = None  # nothing is sent
+    with pytest.raises(ValueError, match="use share='head'"):
+        Heads(alone, copies=False).check("adaptive")
+    Heads(alone, copies=True).check("adaptive")  # every rank has all heads of which anything is kept
+    Heads(alone, copies=False).check("head", "pyramid")
+    with pytest.raises(ValueError, match="use layers='uniform'"):
+        Layers(alone, 1, 1).check("head", "pyramid")
+    Layers(alone, 1, 1).check("adaptive")
 
 
 @pytest.mark.parametrize("means", [(100, 30), (1024, 8), (70, 61), (90, 1), (90, 2), (90, 7)])

@@ -34,6 +34,7 @@ KINDS: dict[str, tuple[str, CachePolicy]] = {
     "windowed past its wrap": ("gemma3_text", CachePolicy()),
     "max_kv_size": ("llama", CachePolicy(max_kv_size=100)),
     "budget": ("llama", CachePolicy(budget=200, keep_recent=32)),
+    "a pyramid of heads": ("llama", CachePolicy(budget=200, keep_recent=32, share="adaptive", layers="pyramid")),
     "budget, by head, quantised": ("llama", CachePolicy(budget=200, share="head", bits=8, group_size=32)),
 }
 IN_ANOTHER_PROCESS = ("plain", "windowed past its wrap")

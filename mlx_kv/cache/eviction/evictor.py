@@ -21,12 +21,13 @@ from mlx_kv.cache.eviction.granularity import Granularity, LayerBudgets, check_g
 from mlx_kv.cache.eviction.layer_group import LayerGroup
 from mlx_kv.cache.eviction.masks import OwnMasks
 from mlx_kv.cache.eviction.membership import EvictorState, Membership, Work
-from mlx_kv.cache.eviction.observed.observation import Observation, ObservedState
-from mlx_kv.cache.eviction.observed.weights import Keys, keys_of
+from mlx_kv.cache.eviction.observed.observation import Observation, observation_for
+from mlx_kv.cache.eviction.observed.state import ObservedState, go_on_from, state_of
 from mlx_kv.cache.eviction.peers import ALONE, Peers
 from mlx_kv.cache.eviction.rereading import Listener
 from mlx_kv.cache.eviction.scores import Function, Score, find_score
 from mlx_kv.cache.eviction.step import CompactionStep, Held
+from mlx_kv.cache.eviction.weights import Keys, keys_of
 from mlx_kv.cache.layout import Budget, Plan, Row
 from mlx_kv.cache.protocol import Call
 
@@ -66,10 +67,7 @@ class Evictor:
         self.layers, self._masks = layers, OwnMasks(layout)
         self.members = Membership((layer_group or LayerGroup(),))
         self.members.groups[0].join(layer, self)
-        wants = self.score.wants
-        self.observation: Observation | None = None
-        if wants is not None and wants.observes:
-            self.observation = Observation(wants, layout.keep_recent)
+        self.observation = observation_for(self.score.wants, layout.keep_recent)
         self._owner: Callable[[], Owner | None] = lambda: None
         self.holds = False  # whether nothing is evicted for now
         self._listener: Listener | None = None  # while a text is read again
@@ -83,7 +81,7 @@ class Evictor:
     @property
     def state(self) -> EvictorState:
         """What a loaded cache needs besides its layout."""
-        return self._state_of(self.members, None if self.observation is None else self.observation.state)
+        return self._state_of(self.members, None if self.observation is None else state_of(self.observation))
 
     def _state_of(self, members: Membership, observed: ObservedState | None = None) -> EvictorState:
         names = [group.name for group in members.groups]
@@ -120,7 +118,7 @@ class Evictor:
         if seen is not None:
             made.observation = seen
         elif made.observation is not None:
-            made.observation.go_on_from(told.observed, len(told.groups))
+            go_on_from(made.observation, told.observed, len(told.groups))
         return made
 
     def copied(self, memo: dict[int, Any]) -> Evictor:
@@ -146,7 +144,7 @@ class Evictor:
         self.holds = False
         self.members = self.members.first()
         if self.observation is not None:
-            self.observation.go_on_from(None, 1)
+            self.observation.begin(1)
 
     def keep(self, chosen: Sequence[int], rows: Sequence[Row]) -> None:
         """Lets all rows go but the chosen, which then stand as `rows` say."""
@@ -154,16 +152,14 @@ class Evictor:
         self.members = self.members.of_rows(chosen).without_evicted(rows)
         self.members.kept.compute()
         if self.observation is not None:
-            self.observation = self.observation.of_rows(chosen)
-            self.observation.compute()
+            self.observation = self.observation.of_rows(chosen).compute()
 
     def extend(self, other: Evictor) -> None:
         """Takes copies of another's rows, after its own."""
         self.forget()
         if self.observation is not None and other.observation is not None:
             rows, more = len(self.members.groups), len(other.members.groups)
-            self.observation = self.observation.joined(rows, other.observation, more)
-            self.observation.compute()
+            self.observation = self.observation.joined(rows, other.observation, more).compute()
         self.members = self.members.joined(other.members, self.layer, self)
         self.members.kept.compute()
 
@@ -280,9 +276,7 @@ class Evictor:
         answer = call.hand_on()
         if self.observation is None:
             return answer
-        made = self.observation.see(call, rows, counts, lambda: self._keys_for(rows, call))
-        # With the step itself, not later: who looks at keys while the next ones are written has them all copied.
-        return mx.depends([answer], made)[0] if made else answer
+        return self.observation.see(call, answer, rows, counts, lambda: self._keys_for(rows, call))
 
     def _keys_for(self, rows: tuple[Row, ...], call: Call | None = None) -> Keys:
         """The tokens that queries see, as a call gives them or as they are stored."""

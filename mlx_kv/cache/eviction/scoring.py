@@ -17,11 +17,11 @@ from mlx_kv.cache.eviction.granularity import BY_HEAD, Granularity
 from mlx_kv.cache.eviction.kept_tokens import KeptTokens
 from mlx_kv.cache.eviction.observed.fields import fields_of_head, seen_fields
 from mlx_kv.cache.eviction.observed.observation import Observation
-from mlx_kv.cache.eviction.observed.weights import stored_keys
 from mlx_kv.cache.eviction.rereading import Reread
 from mlx_kv.cache.eviction.scores import Score
 from mlx_kv.cache.eviction.scores.blocks import some
 from mlx_kv.cache.eviction.scores.tokens import Part, ScoredTokens
+from mlx_kv.cache.eviction.weights import stored_keys
 from mlx_kv.cache.layout import Budget, Row
 
 

@@ -27,11 +27,11 @@ PEOPLE = "Anna Peter Maria David Laura Thomas Sarah Daniel Emma Lucas Julia Simo
 # who of several has what, also with all of the context in sight.
 FACTS = (
     ("lives in", "Where does {} live?", CITIES),
-    ("plays the", "What does {} play?", "piano guitar violin flute drums trumpet".split()),
     ("has lost the", "What has {} lost?", WORDS),
+    ("plays the", "What does {} play?", "piano guitar violin trumpet".split()),
+    ("has the number", "Which number does {} have?", tuple(map(str, range(1000, 10000, 37)))),
     ("has painted a", "What has {} painted?", "dog cat horse snake bird spider wolf lion".split()),
-    ("likes the colour", "Which colour does {} like?", "red blue green yellow purple orange white black".split()),
-    ("is married to", "Who is {} married to?", "George Oscar Frank Victor Rachel Monica Claire Nancy".split()),
+    ("likes the colour", "Which colour does {} like?", "red blue green yellow orange white black".split()),
 )
 CHAINS = (
     ("has lost", "was found in", "Where was found what {} has lost?"),
@@ -66,7 +66,7 @@ def needle(rng: np.random.Generator, talk: Talk, texts: Texts, room: Room) -> Ca
 def facts_about(rng: np.random.Generator, count: int) -> list[tuple[str, str, str, str]]:
     """So many facts of different kinds about different people: who, what they do, the word for it, the question."""
     names = rng.permutation(PEOPLE)[:count].tolist()
-    kinds = [FACTS[i] for i in rng.permutation(len(FACTS))[:count].tolist()]
+    kinds = [FACTS[i] for i in rng.permutation(count).tolist()]
     return [
         (name, verb, str(rng.choice(words)), asked) for name, (verb, asked, words) in zip(names, kinds, strict=True)
     ]

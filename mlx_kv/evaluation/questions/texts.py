@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 MODULES = (
@@ -22,10 +22,9 @@ FUNCTION_LINES = (4, 40)
 
 @dataclass(frozen=True)
 class Function:
-    """A function of a module: its name, its arguments and its source."""
+    """A function of a module: its name and its source."""
 
     name: str
-    arguments: tuple[str, ...]
     source: str
 
 
@@ -51,18 +50,18 @@ def paragraphs(text: str) -> list[str]:
 
 def functions_of(source: str) -> list[Function]:
     """The functions at the top of a module that are neither very short nor very long."""
-    found = []
+    found, lines = [], source.splitlines()
+    least, most = FUNCTION_LINES
     for node in ast.parse(source).body:
-        if isinstance(node, ast.FunctionDef):
-            text = ast.get_source_segment(source, node)
-            least, most = FUNCTION_LINES
-            if text is not None and least <= text.count("\n") + 1 <= most:
-                arguments = tuple(argument.arg for argument in node.args.args)
-                found.append(Function(node.name, arguments, text))
+        if isinstance(node, ast.FunctionDef) and node.end_lineno is not None:
+            own = lines[node.lineno - 1 : node.end_lineno]
+            if least <= len(own) <= most:
+                found.append(Function(node.name, "\n".join(own)))
     return found
 
 
-def python_texts(prose: Sequence[Path] = ()) -> Texts:
+@cache
+def python_texts(prose: tuple[Path, ...] = ()) -> Texts:
     """The reference and the library that come with this Python; other prose in the reference's place if given.
 
     Raises:

@@ -51,20 +51,22 @@ def passages(rng: np.random.Generator, talk: Talk, texts: Texts, room: Room) -> 
 
 
 def functions(rng: np.random.Generator, talk: Talk, texts: Texts, room: Room, change: bool) -> Case:
-    """Code; some functions are to be written again, as they are or with one argument renamed."""
+    """Code; some functions are to be written again, as they are or under another name."""
     instruction = "Here is the code of a module in Python.\n\n```python\n"
     length = room.context - len(talk.begun(instruction))
-    taken: list[Function] = []
-    text: Tokens = []
-    first = int(rng.integers(len(texts.functions)))
-    for index in count(first):
-        function = texts.functions[index % len(texts.functions)]
-        text += talk.encode(function.source + "\n\n\n")
-        if len(text) >= length:
+    known = texts.functions
+    for first in rng.permutation(len(known)).tolist():  # the first from which on any is there to be asked for
+        taken: list[Function] = []
+        text: Tokens = []
+        for index in count(first):
+            text += talk.encode(known[index % len(known)].source + "\n\n\n")
+            if len(text) >= length:
+                break
+            if len(text) <= length - room.keep_recent:
+                taken.append(known[index % len(known)])
+        if taken:
             break
-        if len(text) <= length - room.keep_recent:
-            taken.append(function)
-    if not taken:
+    else:
         raise ValueError(f"no function to ask for fits into a context of {room.context:,}: give a longer context")
     asks = []
     for index in rng.permutation(len(taken))[:ASKED].tolist():
@@ -92,8 +94,8 @@ def chat(rng: np.random.Generator, talk: Talk, texts: Texts, room: Room) -> Case
     """A chat of many turns, in some of which the user tells about friends; then they are asked for."""
     pieces, asks = [], []
     for name, verb, word, question in facts_about(rng, ASKED):
-        pieces.append(talk.exchange(f"My friend {name} {verb} {word}.", "Thank you, I will remember it."))
-        asks.append(Ask(question.format(f"my friend {name}"), (f"Your friend {name} {verb}", f" {word}")))
+        pieces.append(talk.exchange(f"{name} {verb} {word}.", "Thank you, I will remember it."))
+        asks.append(Ask(question.format(name), (f"{name} {verb}", f" {word}")))
     asks = [asks[i] for i in rng.permutation(len(asks)).tolist()]
     first = int(rng.integers(len(texts.prose)))
 

@@ -30,6 +30,7 @@ from mlx_kv.generation.speculation.pacing import Pace
 from mlx_kv.generation.speculation.settings import DraftSettings
 from mlx_kv.generation.speculation.statistics import SpeculationStatistics
 from mlx_kv.mlxlm.convert import check_policy
+from mlx_kv.mlxlm.observing import show_attention
 from mlx_kv.policy import CachePolicy
 
 
@@ -87,6 +88,7 @@ class Decoder:
 
     def read(self, tokens: mx.array, cache: list[Any]) -> None:
         """The model and the drafter read tokens (1, n) into such caches."""
+        show_attention(self.target.model, cache[: self.target.layers])
         self.target.model(tokens, cache=cache[: self.target.layers])
         if own := cache[self.target.layers :]:
             rows: Any = tokens.tolist()

@@ -29,6 +29,7 @@ from mlx_kv.generation.speculation.joining import NewRow
 from mlx_kv.generation.speculation.settings import DraftLength, DraftSettings
 from mlx_kv.generation.speculation.statistics import SpeculationStatistics
 from mlx_kv.mlxlm.convert import check_windows
+from mlx_kv.mlxlm.observing import show_attention
 from mlx_kv.mlxlm.traverse import attention_caches
 from mlx_kv.mlxlm.trimming import can_trim
 from mlx_kv.policy import CachePolicy
@@ -159,6 +160,7 @@ def _asked(
 def _check_cache(model: nn.Module, decoder: Decoder, caches: list[Any]) -> int:
     """How many tokens caches have read, if a decoder can go on with them."""
     check_windows(model, caches)
+    show_attention(model, caches)
     wanted = len(decoder.make_caches())
     if len(caches) != wanted:
         raise ValueError(

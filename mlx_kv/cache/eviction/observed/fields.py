@@ -12,8 +12,8 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_kv.cache.eviction.observed.observation import Observation
-from mlx_kv.cache.eviction.observed.weights import Keys
 from mlx_kv.cache.eviction.scores.tokens import QueryMoments
+from mlx_kv.cache.eviction.weights import Keys
 
 
 def seen_fields(observation: Observation, row: int | None, keys: Keys, offset: int) -> dict[str, Any]:

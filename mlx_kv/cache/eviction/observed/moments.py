@@ -88,5 +88,18 @@ def moments_of(queries: mx.array, counts: Sequence[int], left_out: Sequence[int]
     return Moments(counted, mean, off.swapaxes(2, 3) @ off)
 
 
+def joined_moments(own: Moments | None, rows: int, theirs: Moments | None, more: int) -> Moments | None:
+    """Those of some rows, and after them of others; None is of no query."""
+    like = own or theirs
+    if like is None:
+        return None
+    first, second = (
+        each or Moments((0,) * count, *[mx.zeros((count, *x.shape[1:])) for x in like[1:]])
+        for each, count in ((own, rows), (theirs, more))
+    )
+    arrays = [mx.concatenate(list(pair)) for pair in zip(first[1:], second[1:], strict=True)]
+    return Moments(first.counts + second.counts, *arrays)
+
+
 def _column(numbers: Sequence[int], axes: int) -> mx.array:
     return mx.array(list(numbers), mx.float32).reshape(-1, *[1] * (axes - 1))

@@ -15,15 +15,14 @@ B rows, Hq query heads, H KV heads, D head dim; n slots, from the first on.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
 
 import mlx.core as mx
 
 from mlx_kv.cache.eviction.compaction import Moves
-from mlx_kv.cache.eviction.observed.moments import FIRST, Moments, Turning, moments_of
-from mlx_kv.cache.eviction.observed.recent import Piece, RecentQueries, Together
-from mlx_kv.cache.eviction.observed.weights import Keys, Queries, blocks, log_sums, products, weights
+from mlx_kv.cache.eviction.observed.moments import FIRST, Moments, Turning, joined_moments, moments_of
+from mlx_kv.cache.eviction.observed.recent import RecentQueries, Together
 from mlx_kv.cache.eviction.scores.wants import Wants
+from mlx_kv.cache.eviction.weights import Keys, Queries, blocks, log_sums, products, weights
 from mlx_kv.cache.layout import Row
 from mlx_kv.cache.protocol import Call
 
@@ -32,27 +31,9 @@ PIECES = 32  # steps that are kept as they come
 TAKEN_BACK = 64  # at the least: as many queries a trim can take back and leave the observation as it was
 
 
-class ObservedState(NamedTuple):
-    """What a loaded observation goes on from. Files hold it as a list of the same order.
-
-    Attributes:
-        rows: of each row `since`, `end`, how many queries are held, and how many of these, the first, have their sums.
-        scale: of the products; 0 where nothing was seen.
-        sinks: logits of attention sinks, (Hq,), or None.
-        queries, sums: as in `Together`, of the same rows, or None.
-        received: (B, H, n) of float32, or None.
-        counts, mean, spread: as in `Moments`, or None.
-    """
-
-    rows: list[list[int]]
-    scale: float
-    sinks: mx.array | None
-    queries: mx.array | None
-    sums: mx.array | None
-    received: mx.array | None
-    counts: list[int] | None
-    mean: mx.array | None
-    spread: mx.array | None
+def observation_for(wants: Wants | None, keep_recent: int) -> Observation | None:
+    """An observation of what a score wants to see while a text is read; None where that is nothing."""
+    return Observation(wants, keep_recent) if wants is not None and wants.observes else None
 
 
 class Observation:
@@ -69,9 +50,10 @@ class Observation:
         self.wants, self.turning = wants, turning
         self._held = wants.queries + max(keep_recent, TAKEN_BACK)  # queries of each row
         self._keep_recent = keep_recent
-        self._begin(rows)
+        self.begin(rows)
 
-    def _begin(self, rows: int) -> None:
+    def begin(self, rows: int) -> None:
+        """So many rows begin, of which nothing was seen."""
         self.recent = RecentQueries(rows)
         self.since, self.ends = [0] * rows, [0] * rows
         self.scale = 0.0
@@ -107,11 +89,12 @@ class Observation:
     # --- what is seen ---------------------------------------------------------------------------------------------
 
     def see(
-        self, call: Call, rows: Sequence[Row], counts: Sequence[int] | None, keys: Callable[[], Keys]
-    ) -> list[mx.array]:
-        """Takes in the queries of a call; returns what is to be evaluated with its answer.
+        self, call: Call, answer: mx.array, rows: Sequence[Row], counts: Sequence[int] | None, keys: Callable[[], Keys]
+    ) -> mx.array:
+        """Takes in the queries of a call; returns its answer, which may wait for what was made of them.
 
         Args:
+            answer: to the call, (B, Hq, S, Dv).
             rows: where they stand after the update.
             counts: how many of the queries are of tokens of each row, padding follows; None is all.
             keys: gives the tokens that they attend to.
@@ -119,9 +102,9 @@ class Observation:
         queries, ends = call.queries, [max(0, row.offset) for row in rows]
         new = queries.shape[2]
         if len(rows) != len(self.ends):
-            self._begin(len(rows))
+            self.begin(len(rows))
         if ends == self.ends:
-            return []  # another layer attends to the same tokens
+            return answer  # another layer attends to the same tokens
         self.scale, self.sinks = call.scale, call.sinks
         spans = tuple([_span(row, new if counts is None else counts[i]) for i, row in enumerate(rows)])
         for row, (end, (first, last)) in enumerate(zip(ends, spans, strict=True)):
@@ -130,9 +113,11 @@ class Observation:
         self.recent.append(queries, spans)
         self.ends = ends
         if new <= SHORT and len(self.recent.pieces) <= PIECES:
-            return []
+            return answer
         self._put_together(keys)
-        return self.arrays
+        # With the step itself, not later: who looks at keys while the next ones are written has them all copied.
+        waiting: list[mx.array] = mx.depends([answer], self.arrays)
+        return waiting[0]
 
     def trimmed(self, rows: Sequence[Row]) -> None:
         """Takes queries back that are of tokens beyond where rows stand now."""
@@ -345,79 +330,34 @@ class Observation:
         made.turning = self.turning or other.turning
         made.recent = own.recent.joined(theirs.recent)
         made.since, made.ends = own.since + theirs.since, own.ends + theirs.ends
-        both = [each for each in (own.received, theirs.received) if each is not None]
-        if both:
-            width = max(each.shape[2] for each in both)
-            parts = [
-                mx.zeros((count, both[0].shape[1], width))
-                if each is None
-                else mx.pad(each, [(0, 0), (0, 0), (0, width - each.shape[2])])
-                for each, count in ((own.received, rows), (theirs.received, more))
-            ]
-            made.received = mx.concatenate(parts)
-        parted = [each for each in (own.moments, theirs.moments) if each is not None]
-        if parted:
-            pairs = [
-                each or Moments((0,) * count, *(mx.zeros((count, *x.shape[1:])) for x in parted[0][1:]))
-                for each, count in ((own.moments, rows), (theirs.moments, more))
-            ]
-            first, second = pairs
-            made.moments = Moments(
-                first.counts + second.counts,
-                mx.concatenate([first.mean, second.mean]),
-                mx.concatenate([first.spread, second.spread]),
-            )
+        made.received = _side_by_side(own.received, rows, theirs.received, more)
+        made.moments = joined_moments(own.moments, rows, theirs.moments, more)
         return made
 
-    def compute(self) -> None:
+    def compute(self) -> Observation:
         """Has it computed now: rows may come and go for long before it is looked at, and make a chain of arrays."""
         if arrays := self.arrays:
             mx.async_eval(*arrays)  # type: ignore[no-untyped-call]
-
-    # --- state ----------------------------------------------------------------------------------------------------
-
-    @property
-    def state(self) -> ObservedState | None:
-        """None where nothing was seen."""
-        if self.ends == self.since:
-            return None
-        together, none = self.recent.together(), (0,) * len(self.ends)
-        held = (none, none) if together is None else (together.counts, together.known)
-        rows = [list(row) for row in zip(self.since, self.ends, *held, strict=True)]
-        of: tuple[list[int] | None, mx.array | None, mx.array | None] = None, None, None
-        if self.moments is not None:
-            of = list(self.moments.counts), self.moments.mean, self.moments.spread
-        queries, sums = (None, None) if together is None else (together.queries, together.sums)
-        return ObservedState(rows, self.scale, self.sinks, queries, sums, self.received, *of)
-
-    def go_on_from(self, told: Sequence[Any] | None, rows: int) -> None:
-        """Stands where an observation of this many rows stood; None is one that has seen nothing.
-
-        Args:
-            told: an `ObservedState`, or a list of the same.
-        """
-        self._begin(rows)
-        if told is None:
-            return
-        state = ObservedState(*told)
-        lines = list(zip(*state.rows, strict=True))
-        self.since, self.ends = list(lines[0]), list(lines[1])
-        self.scale, self.sinks, self.received = state.scale, state.sinks, state.received
-        if state.queries is not None:
-            width = state.queries.shape[2]
-            spans = [(width - count, width - count + known, width) for count, known in zip(*lines[2:], strict=True)]
-            firsts = tuple([(first, known) for first, known, _ in spans])
-            others = tuple([(known, last) for _, known, last in spans])
-            pieces = [Piece(state.queries, state.sums, firsts), Piece(state.queries, None, others)]
-            held = [piece for piece in pieces if any(first < last for first, last in piece.spans)]
-            self.recent = RecentQueries(rows, held)
-        if state.counts is not None and state.mean is not None and state.spread is not None:
-            self.moments = Moments(tuple(state.counts), state.mean, state.spread)
+        return self
 
 
 def _span(row: Row, count: int) -> tuple[int, int]:
     """The columns of a row's own tokens among those of an update of which `count` are tokens or come before any."""
     return min(count, max(0, count - row.offset)), count
+
+
+def _side_by_side(own: mx.array | None, rows: int, theirs: mx.array | None, more: int) -> mx.array | None:
+    """(B, H, n) of some rows, and after them of others, as wide as the wider; None is nothing."""
+    there = [each for each in (own, theirs) if each is not None]
+    if not there:
+        return None
+    width, heads = max(each.shape[2] for each in there), there[0].shape[1]
+    return mx.concatenate(
+        [
+            mx.zeros((count, heads, width)) if x is None else mx.pad(x, [(0, 0), (0, 0), (0, width - x.shape[2])])
+            for x, count in ((own, rows), (theirs, more))
+        ]
+    )
 
 
 def _added(one: mx.array, other: mx.array) -> mx.array:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from mlx_kv.cache.eviction.observed.weights import Keys, Queries, mean_weights
 from mlx_kv.cache.eviction.scores.blocks import some
 from mlx_kv.cache.eviction.scores.tokens import ScoredTokens
+from mlx_kv.cache.eviction.weights import Keys, Queries, mean_weights
 
 
 def mean_attention(tokens: ScoredTokens) -> mx.array:

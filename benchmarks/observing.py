@@ -1,0 +1,107 @@
+"""What it costs to look at attention: each score that does against key_diff, which looks at keys alone.
+
+    python benchmarks/observing.py --model build/smollm2 [--tokens 4096] [--budget 2048] [--decoded 300] [--long 8192]
+
+The physics. A prompt is read in chunks of 512, and compacted to the budget before each chunk once it is over it; then
+tokens are decoded one by one, and compacted every margin (128) of them. snap_kv and tova copy the last 128 and 65
+queries of each chunk, and of a step keep what is there anyway; at a compaction 64 queries, or one, meet all keys: of
+n keys that is 64 n D multiplications for each query head, and as many exponentials by 64 n. h2o multiplies every query
+by every key once more, as attention does. expected_attention turns all queries back and multiplies each with itself:
+D products for each of its D numbers. key_diff reads all keys twice at a compaction, and so do not they.
+
+All scores read the same chunk, and decode the same step, in turns: a machine that slows down does so for all. Ratios
+are score / key_diff, less is better. Then the peak of memory while a prompt of --long tokens is read, weights left out,
+each score alone. One line a measurement, and one JSON line last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from typing import Any
+
+# Ours first: importing the package loads a tuned BLAS ahead of MLX.
+from mlx_kv import CachePolicy, make_prompt_cache
+from mlx_kv.generation.prefill import read_chunk
+from mlx_kv.mlxlm.loading import load
+
+# isort: split
+import mlx.core as mx
+
+SCORES = ("key_diff", "snap_kv", "tova", "h2o", "expected_attention")
+CHUNK = 512
+WARM = 2  # chunks and steps before it counts
+
+
+def caches_for(model: Any, score: str, budget: int) -> list[Any]:
+    return make_prompt_cache(model, CachePolicy(budget=budget, score=score))
+
+
+def prompt(model: Any, tokens: int) -> mx.array:
+    return mx.random.randint(0, model.args.vocab_size, (1, tokens), key=mx.random.key(1))
+
+
+def read_and_decode(model: Any, tokens: int, budget: int, decoded: int) -> dict[str, dict[str, float]]:
+    """Seconds that each score takes to read a prompt, and to decode after it."""
+    text, caches = prompt(model, tokens), {score: caches_for(model, score, budget) for score in SCORES}
+    for own in (caches_for(model, score, budget) for score in SCORES):  # kernels are made, memory is found
+        for first in range(WARM):
+            read_chunk(model, own, text[:, first * CHUNK : (first + 1) * CHUNK])
+    seconds = {what: dict.fromkeys(SCORES, 0.0) for what in ("prefill", "decode")}
+    for number, first in enumerate(range(0, tokens, CHUNK)):
+        for score in turned(number):
+            began = time.perf_counter()
+            read_chunk(model, caches[score], text[:, first : first + CHUNK])
+            seconds["prefill"][score] += time.perf_counter() - began
+    for number in range(decoded + WARM):
+        for score in turned(number):
+            began = time.perf_counter()
+            mx.eval(model(text[:, number : number + 1], cache=caches[score]))
+            if number >= WARM:
+                seconds["decode"][score] += time.perf_counter() - began
+    return seconds
+
+
+def turned(number: int) -> list[str]:
+    """The scores, each time another one first."""
+    first = number % len(SCORES)
+    return [*SCORES[first:], *SCORES[:first]]
+
+
+def peaks(model: Any, tokens: int, budget: int) -> dict[str, int]:
+    """Bytes at the peak while a prompt is read, beyond what the model takes."""
+    text, found = prompt(model, tokens), {}
+    for score in SCORES:
+        mx.clear_cache()
+        before, own = mx.get_active_memory(), caches_for(model, score, budget)
+        mx.reset_peak_memory()
+        for first in range(0, tokens, CHUNK):
+            read_chunk(model, own, text[:, first : first + CHUNK])
+        found[score] = mx.get_peak_memory() - before
+        del own
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True)
+    for name, default in (("tokens", 4096), ("budget", 2048), ("decoded", 300), ("long", 8192)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    asked = parser.parse_args()
+    model, _ = load(asked.model)
+    results: dict[str, Any] = {"tokens": asked.tokens, "budget": asked.budget}
+    for what, seconds in read_and_decode(model, asked.tokens, asked.budget, asked.decoded).items():
+        results[what] = {score: round(own / seconds["key_diff"], 4) for score, own in seconds.items()}
+        results[f"{what}_seconds"] = {score: round(own, 3) for score, own in seconds.items()}
+        print(what, ", ".join(f"{score} {ratio:.3f}" for score, ratio in results[what].items()), flush=True)
+    if asked.long:
+        found = peaks(model, asked.long, asked.budget)
+        results["peak"] = {score: round(own / found["key_diff"], 4) for score, own in found.items()}
+        results["peak_bytes"] = found
+        print("peak", ", ".join(f"{score} {ratio:.3f}" for score, ratio in results["peak"].items()), flush=True)
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()
