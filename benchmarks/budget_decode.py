@@ -13,8 +13,8 @@ float16, ours what the model has, so bytes of float32 models are twice theirs fo
 
 Caches are filled with random keys and values, in chunks of 512 tokens, no prompt is read: what lies in a cache does not
 change what a step costs. (Those of VeloxQuant-MLX get the budget and one chunk more, as they evict token by token: what
-they hold is the same then.) Without a checkpoint, the tiny one below stands for one: a llama of 8 layers, 4,096 tokens, a
-budget of 512. All sides in one process, in turns; medians of rounds. More than 1, ours is faster. One JSON line last.
+they hold is the same then.) Measured on a llama of 8 layers that is made here, 4,096 tokens and a budget of 512, and on
+a checkpoint, if one is given. All sides in one process, in turns; medians of rounds. One JSON line last.
 """
 
 from __future__ import annotations
