@@ -10,7 +10,7 @@ keys and values of a context twice, and what was asked of attention while it was
 
 The physics. A context of C tokens is read once for all policies. Then each policy has its C tokens written again (46 kB
 a token for SmolLM2 in float32), scores and compacts them, and reads the questions and replies, about 100 tokens, or 50
-where the questions were seen: so with 13 scores at 3 budgets a case costs C + 40 x 100 tokens read. kvzip reads C tokens
+where the questions were seen: so with 13 scores at 3 budgets a case costs C + 40 x 100 tokens. kvzip reads all of them
 again for each budget, and h2o works out all of the attention again, which is C x C / 2 weights for each head: these two
 take as long as the other eleven together, so give --scores without them first where time is short. On two quiet cores
 100 tokens take about 0.7 s: a case of 1,024 tokens about 60 s, and 30 s more with h2o; the default, 8 tasks x 2 x 3
