@@ -67,6 +67,7 @@ class Run(NamedTuple):
         score: ours.
         recent, sinks: tokens that the press protects.
         share, layers: of our policy.
+        most: the largest share that is evicted: beyond it kvpress gives all layers the same.
     """
 
     press: str
@@ -75,6 +76,7 @@ class Run(NamedTuple):
     sinks: int = 0
     share: str = "head"
     layers: str = "uniform"
+    most: float = 1.0
 
     @property
     def name(self) -> str:
@@ -92,7 +94,7 @@ RUNS = (
     Run("snap_kv", "snap_kv", recent=64, share="adaptive"),
     Run("expected_attention", "expected_attention", sinks=4, share="adaptive"),
     Run("kvzip", "kvzip", sinks=4, share="adaptive"),
-    Run("pyramid", "snap_kv", recent=64, layers="pyramid"),
+    Run("pyramid", "snap_kv", recent=64, layers="pyramid", most=0.5),
 )
 
 
@@ -202,7 +204,7 @@ def compare(
         if (why := why_not(run)) is not None:
             print(f"{name}, {run.name}: left out, {why}")
             continue
-        runs += [(run, ratio) for ratio in given.ratios]
+        runs += [(run, ratio) for ratio in given.ratios if ratio <= run.most]
     asked = [
         {"press": run.press, "ratio": ratio, "adaptive": run.share == "adaptive", "chunk": CHUNK} for run, ratio in runs
     ]

@@ -9,10 +9,12 @@ seeds, rows, scores or contexts it adds what is missing. Ctrl-C loses one cell. 
 keys and values of a context twice, and what was asked of attention while it was read.
 
 The physics. A context of C tokens is read once for all policies. Then each policy has its C tokens written again (46 kB
-a token for SmolLM2 in float32), scores and compacts them, and reads the questions, about 100 tokens: so with 13 scores
-at 3 budgets a case costs C + 40 x 100 tokens read, and where the question is seen C + 40 x 10, 4 times. On two quiet
-cores a token of a prompt takes about 7 ms. Scores that sum up attention cost as much as the attention of the prompt
-again for each policy, kvzip another reading of the prompt.
+a token for SmolLM2 in float32), scores and compacts them, and reads the questions and replies, about 100 tokens, or 50
+where the questions were seen: so with 13 scores at 3 budgets a case costs C + 40 x 100 tokens. kvzip reads all of them
+again for each budget, and h2o works out all of the attention again, which is C x C / 2 weights for each head: these two
+take as long as the other eleven together, so give --scores without them first where time is short. On two quiet cores
+100 tokens take about 0.7 s: a case of 1,024 tokens about 60 s, and 30 s more with h2o; the default, 8 tasks x 2 x 3
+seeds, about an hour; 2,048 tokens twice to three times as much.
 
 Progress and time left go to stderr. One JSON line last: cells, seconds of each part, seconds by score.
 """
@@ -61,7 +63,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--out", required=True, type=Path, help="JSON lines; what it holds is not measured again")
     parser.add_argument("--scores", type=names, default=tuple(score_names()))
     parser.add_argument("--tasks", type=names, default=tuple(QUESTIONS))
-    parser.add_argument("--contexts", type=numbers, default=(1024, 2048))
+    parser.add_argument("--contexts", type=numbers, default=(1024,))
     parser.add_argument("--kept", type=lambda text: tuple(map(float, text.split(","))), default=SHARES_KEPT)
     parser.add_argument("--seeds", type=numbers, default=(0, 1, 2))
     parser.add_argument("--rows", type=int, default=1, help="cases of each task and seed")

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from mlx_kv.generation.stream import stream_generate
     from mlx_kv.mlxlm.convert import make_prompt_cache
     from mlx_kv.mlxlm.loading import load
+    from mlx_kv.mlxlm.observing import show_attention
     from mlx_kv.mlxlm.trimming import compact, trim_prompt_cache
     from mlx_kv.policy import CachePolicy
     from mlx_kv.prefixes.memory import PromptMemory
@@ -97,6 +98,7 @@ _HOMES = {
     "register_score": "cache.eviction.scores",
     "save_prompt_cache": "files.serialization",
     "score_names": "cache.eviction.scores",
+    "show_attention": "mlxlm.observing",
     "speculative_generate": "generation.speculation.stream",
     "stream_generate": "generation.stream",
     "trim_prompt_cache": "mlxlm.trimming",
@@ -146,6 +148,7 @@ __all__ = [
     "register_score",
     "save_prompt_cache",
     "score_names",
+    "show_attention",
     "speculative_generate",
     "stream_generate",
     "trim_prompt_cache",

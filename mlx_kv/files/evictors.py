@@ -20,6 +20,9 @@ from mlx_kv.cache.eviction.observed.state import ObservedState
 from mlx_kv.cache.eviction.scores.wants import Wants
 from mlx_kv.cache.layout import Budget, Row
 
+ALWAYS = 7  # fields of an `EvictorState` that every version wrote
+AT_DEFAULT = EvictorState("", "layers", 0, [], None, None, [])
+
 
 def check_lists(*trees: Any) -> None:
     """Raises ValueError for what is no list."""
@@ -40,9 +43,9 @@ def whole(name: str, value: object, least: int = 0) -> int:
 
 def eviction_in_short(told: Sequence[Any]) -> list[Any]:
     """The fields of an `EvictorState` up to the last that is not at its default: earlier versions had fewer."""
-    state, short = EvictorState(*told), list(told)
-    while (name := EvictorState._fields[len(short) - 1]) in state._field_defaults:
-        default = state._field_defaults[name]
+    short = list(told)
+    while len(short) > ALWAYS:
+        default = AT_DEFAULT[len(short) - 1]
         if short[-1] is not default and (default is None or short[-1] != default):
             break
         short.pop()

@@ -123,6 +123,23 @@ def test_a_figure_has_a_panel_for_each_task_and_one_legend() -> None:
         assert shown[0].lines[0].get_ydata()[0] == 100
 
 
+def test_as_many_scores_as_there_are_can_be_told_apart() -> None:
+    points = {f"score {number}": [(64, 0.5, 0.1), (128, 0.75, 0.0)] for number in range(13)}
+    figure = quality_against_budget("a model", 256, [Panel("copy", "accuracy, %", 1.0, points)])
+    drawn = [line for line in figure.axes[0].lines if line.get_marker() in set("osD^vPX")]
+    assert len({(line.get_color(), line.get_marker()) for line in drawn}) == 13
+    assert all(58 < line.get_xdata()[0] < 70 for line in drawn)  # side by side, and still where they belong
+
+
+def test_questions_are_for_models_that_speak_english_and_layers_for_shares_of_their_own(call: Any) -> None:
+    done = call("--tasks", "chat", "--context", "600", "--question", "seen")
+    assert "asks in English, which the recall model does not know: give a --model" in done.err
+    done = call("--tasks", "copy", "--layers", "pyramid")
+    assert "--share layers keeps the same tokens in all of them" in done.err
+    done = call(*FAST, "--tasks", "copy", "--share", "head", "--layers", "pyramid")
+    assert "share=head, layers=pyramid" in done.out
+
+
 def test_each_table_is_shown_when_its_task_is_done_and_an_interrupt_keeps_what_was_measured(
     call: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -126,6 +126,21 @@ def test_a_second_turn_is_repeated_alone_and_the_first_keeps_its_scores() -> Non
         assert (scores[:, BUDGET:] > 0).all()
 
 
+def test_an_answer_between_two_prompts_does_not_make_the_first_forgotten() -> None:
+    """Nothing was evicted yet: all of the first keep what they received, and go in its order."""
+    model, told = make_model("llama"), text(40)
+    caches = make_prompt_cache(model, policy(share="head", budget=64))
+    Rereading(model, caches, [told[:20]], 9, ASKED).finish()
+    first = [np.array(cache.evictor.live_scores(0)) for cache in caches]
+    model(mx.array([told[20:25]]), cache=caches)
+    Rereading(model, caches, [told[25:]], 9, ASKED).finish()
+    for cache, before in zip(caches, first, strict=True):
+        scores = np.array(cache.evictor.live_scores(0))
+        np.testing.assert_array_equal(scores[:, :20], before)
+        assert (scores[:, 20:25] > 1).all()  # they were not repeated, and are worth more than all that was
+        assert ((scores[:, 25:] > 0) & (scores[:, 25:] <= 1)).all()
+
+
 def test_rows_that_stand_alike_are_read_together() -> None:
     model, texts = make_model("llama"), [text(30, 1), text(30, 2)]
     together = make_prompt_cache(model, policy(share="head"))

@@ -9,8 +9,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from family_model import Family, WrongError, read, tokens
 from mlx_lm.models import cache as stock
-from oracle import SlowCache
 from shadowing import shadowed
+from slow_cache import SlowCache
 
 from mlx_kv import CachePolicy, make_prompt_cache
 from mlx_kv.mlxlm.traverse import attention_caches, leaves

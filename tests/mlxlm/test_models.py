@@ -12,8 +12,9 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.generate import generate_step
 from mlx_lm.models import cache as stock
-from oracle import SlowCache, poison
+from oracle import poison
 from shadowing import shadowed
+from slow_cache import SlowCache
 from tiny_models import FAMILIES, VOCAB, make_model
 
 from mlx_kv import Cache, CachePolicy, KVCache, cache_statistics, make_prompt_cache, trim_prompt_cache

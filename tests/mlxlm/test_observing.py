@@ -91,6 +91,23 @@ def test_loaded_caches_are_shown_it_by_the_model_that_goes_on_with_them(tmp_path
             assert mx.array_equal(own.positions, other.positions).item()
 
 
+@pytest.mark.parametrize("score", ["snap_kv", "tova", "h2o", "expected_attention"])
+def test_loaded_caches_that_nobody_shows_it_do_not_go_by_what_is_past(score: str, tmp_path: Path) -> None:
+    model, kept = make_model("llama"), []
+    for name in (score, "key_diff"):
+        caches = mlx_kv.make_prompt_cache(model, mlx_kv.CachePolicy(budget=24, keep_recent=4, margin=4, score=name))
+        model(mx.array([list(range(1, 20))]), cache=caches)
+        mlx_kv.save_prompt_cache(tmp_path / "cache.safetensors", caches)
+        loaded = mlx_kv.load_prompt_cache(tmp_path / "cache.safetensors")
+        del caches  # with their seam
+        gc.collect()
+        assert not stands()
+        for token in range(40):
+            model(mx.array([[token]]), cache=loaded)
+        kept.append([cache.positions.tolist() for cache in loaded])
+    assert kept[0] == kept[1]
+
+
 @pytest.mark.parametrize("family", ["deepseek_v3", "gemma2"])
 def test_models_that_hide_their_attention_are_refused(family: str) -> None:
     with pytest.raises(ValueError, match="shows none of layer"):

@@ -41,6 +41,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "norm": {**BUDGET, "score": "key_norm"},
     "random": {**BUDGET, "score": "random"},
     "budget and bits": {**BUDGET, "bits": 8, "group_size": 32},
+    **{score: {**BUDGET, "score": score} for score in ("snap_kv", "tova", "h2o", "expected_attention")},
 }
 
 

@@ -80,6 +80,13 @@ def test_families(split: str, names: list[str]) -> None:
     assert copies == ({"deepseek_v3", "longcat_flash"} if split == "heads" else set())
 
 
+@pytest.mark.parametrize("split", ["heads", "layers"])
+def test_scores_that_look_at_attention(split: str) -> None:
+    for case in told(2, split_programs.families, split, "", "qwen2/4:snap_kv,tova,h2o,expected_attention"):
+        check(case, split)
+        assert not any("refused" in rank["alone"] for rank in case), "they are kept, and not refused alike"
+
+
 def test_uneven_layers_on_three_ranks() -> None:
     for case in told(3, split_programs.families, "layers", "1,2,1", "qwen3_moe:layers,bits", "deepseek_v2:norm"):
         check(case, "layers")

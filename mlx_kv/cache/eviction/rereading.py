@@ -19,6 +19,7 @@ import mlx.core as mx
 from mlx_kv.cache.buffers import Buffers
 from mlx_kv.cache.layout import Budget, Row
 
+NOT_READ = -1.0  # in the place of a share, of tokens that were not read again
 MOST_WEIGHTS = 2**22  # numbers at once: blocks of queries are as long as that allows
 
 
@@ -39,11 +40,11 @@ class Reread(NamedTuple):
         return self.first + self.received.shape[1]
 
     def at(self, positions: mx.array) -> mx.array:
-        """(H, n) of the tokens at some positions, (1 or H, n): -1 for those that were not read again."""
+        """(H, n) of the tokens at some positions, (1 or H, n): `NOT_READ` for those that were not read again."""
         count = self.received.shape[1]
         index = mx.broadcast_to(positions - self.first, (self.received.shape[0], positions.shape[1]))
         found = mx.take_along_axis(self.received, mx.clip(index, 0, count - 1), axis=1)
-        return mx.where((index >= 0) & (index < count), found, -1.0)
+        return mx.where((index >= 0) & (index < count), found, NOT_READ)
 
     def between(self, first: int, last: int) -> Reread | None:
         """Of the tokens at positions [first, last) alone; None where there are none of them."""
@@ -55,10 +56,12 @@ class Reread(NamedTuple):
         return Reread(first, self.received[:, first - self.first : last - self.first])
 
     def then(self, other: Reread) -> Reread:
-        """These tokens, and others that follow them at once; else the others alone."""
-        if other.first != self.last:
+        """These tokens, and others that follow; those between were not read again, as answers are not."""
+        own = self.between(self.first, other.first)
+        if own is None:
             return other
-        return Reread(self.first, mx.concatenate([self.received, other.received], axis=1))
+        unread = mx.full((own.received.shape[0], other.first - own.last), NOT_READ)
+        return Reread(own.first, mx.concatenate([own.received, unread, other.received], axis=1))
 
 
 class Held(Protocol):

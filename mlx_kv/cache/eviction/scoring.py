@@ -17,7 +17,7 @@ from mlx_kv.cache.eviction.granularity import BY_HEAD, Granularity
 from mlx_kv.cache.eviction.kept_tokens import KeptTokens
 from mlx_kv.cache.eviction.observed.fields import fields_of_head, seen_fields
 from mlx_kv.cache.eviction.observed.observation import Observation
-from mlx_kv.cache.eviction.rereading import Reread
+from mlx_kv.cache.eviction.rereading import NOT_READ, Reread
 from mlx_kv.cache.eviction.scores import Score
 from mlx_kv.cache.eviction.scores.blocks import some
 from mlx_kv.cache.eviction.scores.tokens import Part, ScoredTokens
@@ -205,7 +205,7 @@ class Scoring:
         which = range(len(self._rows)) if index is None else [index]
         seen: dict[str, Any] = {}
         if self._score.wants is not None and self._score.wants.reread:
-            unread = mx.full((self._buffers[0].planes[0].shape[1], positions.shape[2]), -1.0)
+            unread = mx.full((self._buffers[0].planes[0].shape[1], positions.shape[2]), NOT_READ)
             reread = [self._reread[i] if self._reread else None for i in which]
             found = [unread if own is None else own.at(positions[at]) for at, own in enumerate(reread)]
             seen["reread"] = mx.stack(found)

@@ -103,7 +103,7 @@ def chat(rng: np.random.Generator, talk: Talk, texts: Texts, room: Room) -> Case
         for index in count(first):
             line = texts.prose[index % len(texts.prose)]
             if 12 <= len(line.split()) <= 60:
-                yield talk.exchange(f"Tell me something about Python, number {index - first + 1}.", line)
+                yield talk.exchange("Please tell me more about Python.", line)
 
     instruction = "Hello, I have some questions about Python."
     begun = talk.begun(instruction)

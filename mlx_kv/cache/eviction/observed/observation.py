@@ -134,6 +134,14 @@ class Observation:
             if end <= self.since[index] or end < self.ends[index]:
                 self._begin_row(index, end)
 
+    def catch_up(self, rows: Sequence[Row]) -> None:
+        """Begins anew where tokens were written that nobody showed: old queries say nothing of what is asked now."""
+        if len(rows) != len(self.ends):
+            self.begin(len(rows))
+        for index, row in enumerate(rows):
+            if self.ends[index] != (end := max(0, row.offset)):
+                self._begin_row(index, end)
+
     def _begin_row(self, row: int, position: int) -> None:
         """Nothing was seen of a row, which stands at a position."""
         self.recent.drop_last(row, self.recent.counts[row])

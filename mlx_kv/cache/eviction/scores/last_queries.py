@@ -29,6 +29,9 @@ def own_tokens(tokens: ScoredTokens) -> mx.array:
 
 
 def above_all(scores: mx.array, which: mx.array) -> mx.array:
-    """The same scores (B, H, n), but more than any other of its row for some tokens (B, 1 or H, n)."""
-    others = mx.where(which, -mx.inf, scores).max(axis=(1, 2), keepdims=True)
+    """The same scores (B, H, n), but more than any other of its head for some tokens (B, 1 or H, n).
+
+    Nothing is asked of other heads, which may be on another machine.
+    """
+    others = mx.where(which, -mx.inf, scores).max(axis=2, keepdims=True)
     return mx.where(which, mx.maximum(others, 0) + 1, scores)
