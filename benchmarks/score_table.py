@@ -11,10 +11,13 @@ keys and values of a context twice, and what was asked of attention while it was
 The physics. A context of C tokens is read once for all policies. Then each policy has its C tokens written again (46 kB
 a token for SmolLM2 in float32), scores and compacts them, and reads the questions and replies, about 100 tokens, or 50
 where the questions were seen: so with 13 scores at 3 budgets a case costs C + 40 x 100 tokens. kvzip reads all of them
-again for each budget, and h2o works out all of the attention again, which is C x C / 2 weights for each head: these two
-take as long as the other eleven together, so give --scores without them first where time is short. On two quiet cores
-100 tokens take about 0.7 s: a case of 1,024 tokens about 60 s, and 30 s more with h2o; the default, 8 tasks x 2 x 3
-seeds, about an hour; 2,048 tokens twice to three times as much.
+again for each budget, and h2o works out all of the attention again. On a busy machine, one case of 1,024 tokens at one
+budget: 9 s for any of nine scores, 25 s for expected_attention, 183 s for h2o and 411 s for kvzip, where 100 tokens
+took 9 s. On two quiet cores those take about 0.7 s. By that the default, 8 tasks x 2 x 3 seeds, takes half an hour
+without h2o and kvzip, and these two half an hour for each budget:
+
+    --scores key_diff,snap_kv,tova,expected_attention,...                       all but the two, three budgets
+    --scores h2o,kvzip --kept 0.25                                              an hour so far, and then 0.125
 
 Progress and time left go to stderr. One JSON line last: cells, seconds of each part, seconds by score.
 """
