@@ -359,8 +359,7 @@ class Evictor:
 
     def _step_from(self, view: Held) -> CompactionStep:
         if self.observation is not None and view.buffers is not None:
-            self.observation.catch_up(view.rows)
-            self.observation.settle(lambda: self._keys_for(view.rows))
+            self.observation.settle(view.rows, lambda: self._keys_for(view.rows))
         return CompactionStep(self.layout, self.score, self.granularity, view, self.members, self.observation)
 
     def _view(self) -> Held:

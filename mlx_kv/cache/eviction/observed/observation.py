@@ -134,7 +134,7 @@ class Observation:
             if end <= self.since[index] or end < self.ends[index]:
                 self._begin_row(index, end)
 
-    def catch_up(self, rows: Sequence[Row]) -> None:
+    def _catch_up(self, rows: Sequence[Row]) -> None:
         """Begins anew where tokens were written that nobody showed: old queries say nothing of what is asked now."""
         if len(rows) != len(self.ends):
             self.begin(len(rows))
@@ -152,8 +152,9 @@ class Observation:
         if self.moments is not None:
             self.moments = self.moments.without(row)
 
-    def settle(self, keys: Callable[[], Keys]) -> None:
+    def settle(self, rows: Sequence[Row], keys: Callable[[], Keys]) -> None:
         """Before tokens go: finds out what is known only as long as they are there, and evaluates it."""
+        self._catch_up(rows)
         if self.recent.pieces:
             self._put_together(keys)
             mx.eval(self.arrays)
