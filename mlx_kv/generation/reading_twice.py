@@ -68,11 +68,16 @@ class ReadingTwice:
     def cancel(self, index: int) -> None:
         """One that is not here is no error."""
         if self._queue and self._queue[0].index == index:
-            self._reading = None
+            self._break_off()
         self._queue = deque(sequence for sequence in self._queue if sequence.index != index)
 
     def clear(self) -> None:
         self._queue.clear()
+        self._break_off()
+
+    def _break_off(self) -> None:
+        if self._reading is not None:
+            self._reading.close()  # the caches may be somebody's who goes on with them
         self._reading = None
 
     def __iter__(self) -> Iterator[TokenSequence]:

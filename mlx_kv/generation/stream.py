@@ -22,7 +22,7 @@ from mlx_kv.generation.encoding import tokens_of_prompt
 from mlx_kv.generation.prefill import prefill_step, reserve_for
 from mlx_kv.generation.rereading import Instructions, Rereading, wants_rereading
 from mlx_kv.generation.sampling import Sampler, sampler_of_sequence
-from mlx_kv.generation.together import caches_together
+from mlx_kv.generation.together import caches_together, check_alone
 from mlx_kv.mlxlm.convert import check_windows
 from mlx_kv.mlxlm.observing import show_attention
 from mlx_kv.mlxlm.traverse import attention_caches
@@ -101,6 +101,7 @@ def stream_generate(
     options["prompt_progress_callback"] = progress
     (options["prefill_step_size"],) = agreement.least([prefill_step(model, caches, wanted)])
     if wants_rereading(caches) and tokens.size > 1:
+        check_alone(agreement)
         return _read_twice(model, tokenizer, tokens, caches, max_tokens, sampler, progress, options)
     responses = stock_stream_generate(
         model,

@@ -29,12 +29,18 @@ def caches_together(
         ValueError: another policy than the leader's, or what `make_prompt_cache` refuses.
     """
     _check_leaders(policy, agreement)
-    if policy.reads_twice and agreement is not ALONE:
+    if policy.reads_twice:
+        check_alone(agreement)
+    return make_prompt_cache(model, policy, strict=strict, peers=agreement.peers(model))
+
+
+def check_alone(agreement: Agreement) -> None:
+    """Raises ValueError where several processes were to read a prompt twice."""
+    if agreement is not ALONE:
         raise ValueError(
-            f"the score {policy.score} has prompts read twice, which one process does alone: choose another score for "
+            "a score such as kvzip has prompts read twice, which one process does alone: choose another score for "
             "several, such as key_diff"
         )
-    return make_prompt_cache(model, policy, strict=strict, peers=agreement.peers(model))
 
 
 def _check_leaders(policy: CachePolicy, agreement: Agreement) -> None:

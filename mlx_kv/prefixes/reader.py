@@ -111,6 +111,11 @@ class PromptReader:
                 self.store.keep(self.tokens[: self.read], self.caches)
         return reading.read - before
 
+    def close(self) -> None:
+        """Breaks it off: caches that were to read all of a prompt before they evict do not wait for the rest."""
+        if self._twice is not None:
+            self._twice.close()
+
     def _worth_keeping(self) -> bool:
         # On the way also where they still could go back: the next chunk may be the one after which they cannot.
         far = (self.read - self._kept) * MOST_CHECKPOINTS >= len(self.tokens)

@@ -21,20 +21,24 @@ def least_tokens(caches: Sequence[Any], held: int) -> int:
     most = held
     for cache in leaves(caches):
         if is_ours(cache):
-            most = min(most, *(_exact_trim(cache, row) for row in cache.view.rows))
+            most = min(most, *(_exact_trim(cache, row, index) for index, row in enumerate(cache.view.rows)))
         elif not cache.is_trimmable():
             most = 0
     return held - most
 
 
-def _exact_trim(cache: KVCache, row: Row) -> int:
+def _exact_trim(cache: KVCache, row: Row, index: int) -> int:
     """Tokens that can be taken back to where a fresh read of the rest would stand.
 
-    With a budget not beyond the last compaction: what was evicted then may have gone for the sake of later tokens.
+    With a budget not beyond the last compaction: what was evicted then may have gone for the sake of later tokens. Nor
+    further than what was seen of attention can be.
     """
-    if cache.evictor is not None and row.evicted > 0:
-        return max(0, cache.layout.held(row) - cache.evictor.layout.budget)
-    return cache.layout.most_trim(row)
+    if cache.evictor is None:
+        return cache.layout.most_trim(row)
+    held, budget = cache.layout.held(row), cache.evictor.layout.budget
+    most = max(0, held - budget) if row.evicted > 0 else cache.layout.most_trim(row)
+    seen = cache.evictor.observation
+    return most if seen is None or index >= len(seen.ends) else min(most, seen.most_trim(index))
 
 
 def kept_how(caches: Sequence[Any]) -> str:

@@ -84,8 +84,7 @@ class Evictor:
         return self._state_of(self.members, None if self.observation is None else state_of(self.observation))
 
     def _state_of(self, members: Membership, observed: ObservedState | None = None) -> EvictorState:
-        names = [group.name for group in members.groups]
-        kept = members.kept
+        names, kept = [group.name for group in members.groups], members.kept
         reread = [None if own is None else list(own) for own in members.reread] if members.reread else None
         known = names, kept.positions, kept.scores, list(members.work), kept.dead, self.layers, observed, reread
         return EvictorState(self.score.name, self.granularity, self.layer, *known)
@@ -128,15 +127,17 @@ class Evictor:
             memo: deepcopy's.
         """
         seen = None if self.observation is None else self.observation.copied()
-        copied = Evictor.from_state(self.layout, self._state_of(self.members), self.score, memo, self.peers, seen)
-        copied.holds = self.holds
-        return copied
+        return self._copy_of(self.members, seen, memo)
 
     def selected(self, rows: Sequence[int]) -> Evictor:
         """An evictor for copies of some rows."""
         seen = None if self.observation is None else self.observation.of_rows(rows)
-        state = self._state_of(self.members.of_rows(rows))
-        return Evictor.from_state(self.layout, state, self.score, peers=self.peers, seen=seen)
+        return self._copy_of(self.members.of_rows(rows), seen)
+
+    def _copy_of(self, members: Membership, seen: Observation | None, memo: dict[int, Any] | None = None) -> Evictor:
+        made = Evictor.from_state(self.layout, self._state_of(members), self.score, memo, self.peers, seen)
+        made.holds = self.holds
+        return made
 
     def reset(self) -> None:
         """A new session begins, of one sequence until more are seen."""

@@ -17,6 +17,7 @@ from typing import NamedTuple, Protocol
 import mlx.core as mx
 
 from mlx_kv.cache.buffers import Buffers
+from mlx_kv.cache.eviction.weights import log_sums
 from mlx_kv.cache.layout import Budget, Row
 
 NOT_READ = -1.0  # in the place of a share, of tokens that were not read again
@@ -88,6 +89,9 @@ class Call(Protocol):
     @property
     def scale(self) -> float: ...
 
+    @property
+    def sinks(self) -> mx.array | None: ...
+
     def hand_on(self) -> mx.array: ...
 
 
@@ -118,19 +122,22 @@ class Listener:
         ranges = (start + self._first, start + self._last), (start + self._written, row.end)
         seen = keys.decode(keys.read(((0, self._sinks), *ranges) if self._sinks else ranges))
         count = self._last - self._first
-        largest = largest_shares(call.queries, seen, call.scale, slice(self._sinks, self._sinks + count))
+        largest = largest_shares(call.queries, seen, call.scale, slice(self._sinks, self._sinks + count), call.sinks)
         self._largest = largest if self._largest is None else mx.maximum(self._largest, largest)
         mx.eval(self._largest)
         return call.hand_on()
 
 
-def largest_shares(queries: mx.array, keys: mx.array, scale: float, chosen: slice) -> mx.array:
+def largest_shares(
+    queries: mx.array, keys: mx.array, scale: float, chosen: slice, sinks: mx.array | None = None
+) -> mx.array:
     """The largest share of attention that each of some tokens gets, over queries and the heads of a group: (B, H, m).
 
     Args:
         queries: (B, H * G, S, D), of the last S of the keys' tokens: each sees its own and those before.
         keys: (B, H, N, D).
         chosen: the tokens that are asked about.
+        sinks: (H * G,), logits that shares are divided by beside those of tokens, where the model has them.
     """
     rows, heads, count, dim = keys.shape[0], keys.shape[1], queries.shape[2], queries.shape[3]
     groups, total = queries.shape[1] // heads, keys.shape[2]
@@ -145,8 +152,8 @@ def largest_shares(queries: mx.array, keys: mx.array, scale: float, chosen: slic
         logits = logits.reshape(rows, heads, groups, size, total)
         newest = mx.arange(total - count + begin, total - count + begin + size)[:, None]  # what each query sees last
         logits = mx.where(mx.arange(total) <= newest, logits, -mx.inf)
-        shares = mx.softmax(logits, axis=-1)[..., chosen].max(axis=(2, 3))
+        shares = (logits[..., chosen] - log_sums(logits, sinks)[..., None]).max(axis=(2, 3))  # their logarithms
         largest = shares if largest is None else mx.maximum(largest, shares)
         mx.eval(largest)
     assert largest is not None, "a pass has queries"
-    return largest
+    return mx.exp(largest)

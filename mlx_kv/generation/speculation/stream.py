@@ -28,6 +28,7 @@ from mlx_kv.generation.speculation.drafters import Drafter, Factory
 from mlx_kv.generation.speculation.joining import NewRow
 from mlx_kv.generation.speculation.settings import DraftLength, DraftSettings
 from mlx_kv.generation.speculation.statistics import SpeculationStatistics
+from mlx_kv.generation.together import check_alone
 from mlx_kv.mlxlm.convert import check_windows
 from mlx_kv.mlxlm.observing import show_attention
 from mlx_kv.mlxlm.traverse import attention_caches
@@ -114,6 +115,7 @@ def speculative_generate(
     def prefill() -> None:
         row = NewRow(tokens, max_tokens, drawing, prompt_cache, before)
         if policy.reads_twice if prompt_cache is None else wants_rereading(prompt_cache):
+            check_alone(agreement)
             row = _read_twice(decoder, row, prefill_step_size, Instructions.of(tokenizer, model), progress)
         joining = decoder.begin([row], prefill_step_size)
         while not decoder.read_on(joining):

@@ -86,6 +86,11 @@ class Observation:
         counted = 0 if self.moments is None else self.moments.counts[row]
         return self.since[row], self.ends[row], self.recent.counts[row], counted
 
+    def most_trim(self, row: int) -> int:
+        """Tokens that can be taken back so that as much is known as if they had never been seen."""
+        held, end = self.recent.counts[row], self.ends[row]
+        return end if held >= end else max(0, held - self.wants.queries)
+
     # --- what is seen ---------------------------------------------------------------------------------------------
 
     def see(
