@@ -7,6 +7,7 @@ B rows, Hq query heads, H KV heads, g = Hq / H, D head dim; m queries, n tokens.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -127,7 +128,8 @@ def seen(queries: Queries, keys: Keys) -> mx.array:
 
 def log_sums(products: mx.array, sinks: mx.array | None) -> mx.array:
     """The logarithms of what weights are divided by, (B, H, g, m), of products (B, H, g, m, n)."""
-    made = mx.logsumexp(products, axis=-1)
+    largest = products.max(axis=-1, keepdims=True)
+    made = largest[..., 0] + mx.log(exponential(products - largest).sum(axis=-1))
     if sinks is None:
         return made
     return mx.logaddexp(made, sinks.astype(mx.float32).reshape(1, *made.shape[1:3], 1))
@@ -140,7 +142,14 @@ def weights(products: mx.array, sums: mx.array, is_query: mx.array) -> mx.array:
         sums: (B, H, g, m), as of `log_sums`.
         is_query: (B, m).
     """
-    return mx.exp(products - sums[..., None]) * is_query[:, None, None, :, None]
+    return exponential(products - sums[..., None]) * is_query[:, None, None, :, None]
+
+
+def exponential(x: mx.array) -> mx.array:
+    """e to the power of x. On a CPU, where it is most of the work, a power of 2 takes MLX a third of the time."""
+    if mx.default_device().type == mx.DeviceType.cpu:
+        return mx.power(2.0, x * (1 / math.log(2)))
+    return mx.exp(x)
 
 
 def mean_weights(queries: Queries, keys: Keys) -> mx.array:
@@ -150,10 +159,12 @@ def mean_weights(queries: Queries, keys: Keys) -> mx.array:
     for first, last in blocks(queries, keys):
         some = queries.columns(first, last)
         made = products(some, keys)
-        if queries.sinks is None:
-            shares = mx.softmax(made, axis=-1)
-        else:
-            shares = mx.exp(made - log_sums(made, queries.sinks)[..., None])
-        total = total + shares.sum(axis=3).reshape(rows, -1, n)
+        largest = made.max(axis=-1, keepdims=True)
+        parts = exponential(made - largest)  # (B, H, g, m, n)
+        whole = parts.sum(axis=-1)
+        if queries.sinks is not None:
+            own = queries.sinks.astype(mx.float32).reshape(1, *whole.shape[1:3], 1)
+            whole = whole + mx.exp(own - largest[..., 0])
+        total = total + ((1 / whole)[..., None, :] @ parts).reshape(rows, -1, n)
         mx.eval(total)
     return total / queries.queries.shape[2]
