@@ -234,7 +234,7 @@ class Evictor:
 
     def live_scores(self, index: int) -> mx.array:
         """The scores of all live slots of one row, (H', n), as they are now."""
-        return self._step_from(self._view()).scoring.live(index)
+        return self._step_from(self._cache().view).scoring.live(index)
 
     def key_positions(self, plan: Plan) -> mx.array | None:
         """The position of each key that attention reads with the next write: (B, 1, 1, K); None if nothing was evicted.
@@ -281,7 +281,7 @@ class Evictor:
 
     def _keys_for(self, rows: tuple[Row, ...], call: Call | None = None) -> Keys:
         """The tokens that queries see, as a call gives them or as they are stored."""
-        buffers = self._view().buffers
+        buffers = self._cache().view.buffers
         assert buffers is not None, "queries come after keys"
         return keys_of(buffers[0], [self.live_positions(row, i) for i, row in enumerate(rows)], call)
 
@@ -294,9 +294,7 @@ class Evictor:
 
     def listen(self, first: int, last: int) -> None:
         """What is read from now on repeats the tokens at positions [first, last) of rows that stand alike."""
-        owner = self._owner()
-        assert owner is not None, "an evictor is asked by its cache, or through it"
-        self._listener = Listener(owner, self.layout, first, last)
+        self._listener = Listener(self._cache(), self.layout, first, last)
 
     def stop_listening(self, heard: bool = True) -> None:
         """The repetition is over, and has been taken back; or it was broken off, and was not heard."""
@@ -353,7 +351,7 @@ class Evictor:
 
     def _next_step(self) -> CompactionStep:
         """What was worked out for the next compaction, if it still holds."""
-        view = self._view()
+        view = self._cache().view
         if self._step is None or not self._step.is_of(view):
             self._step = self._step_from(view)
         return self._step
@@ -363,10 +361,10 @@ class Evictor:
             self.observation.settle(view.rows, lambda: self._keys_for(view.rows))
         return CompactionStep(self.layout, self.score, self.granularity, view, self.members, self.observation)
 
-    def _view(self) -> Held:
+    def _cache(self) -> Owner:
         owner = self._owner()
         assert owner is not None, "an evictor is asked by its cache, or through it"
-        return owner.view
+        return owner
 
     # --- a member of layer groups -------------------------------------------------------------------------------------
 
