@@ -18,6 +18,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from mlx_kv.cache.checks import MOST_TOKENS
 from mlx_kv.cache.eviction.scores import find_score
 from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.cache.protocol import Call
@@ -26,6 +27,7 @@ from mlx_kv.generation.prefill import prefill_step, read_chunk
 from mlx_kv.generation.rereading import NOTHING_ASKED, Instructions, Rereading, hold, wants_rereading
 from mlx_kv.mlxlm.attention import AttentionSeam
 from mlx_kv.mlxlm.convert import make_prompt_cache
+from mlx_kv.mlxlm.observing import show_attention
 from mlx_kv.mlxlm.traverse import is_ours
 from mlx_kv.policy import CachePolicy
 
@@ -138,6 +140,7 @@ class Context:
     ) -> None:
         self.model, self.tokens, self.recordings = model, mx.array(tokens), []
         self._instructions = instructions
+        self._filled: tuple[CachePolicy, list[Any]] | None = None  # the last policy of any budget, and what it has
         caches = make_prompt_cache(model, settings.policy(None, None))
         if all(is_ours(cache) for cache in caches):
             wanted = queries_wanted(settings.scores)
@@ -146,7 +149,24 @@ class Context:
                 read(model, self.tokens, self.recordings)
 
     def caches(self, policy: CachePolicy) -> list[Any]:
-        """All of the context, not compressed yet."""
+        """All of the context, not compressed yet.
+
+        Until then a budget changes nothing: what was filled last is filled for every budget of its policy.
+        """
+        if policy.budget is None or not self.recordings:
+            return self._fill(policy)
+        alike = replace(policy, budget=MOST_TOKENS)
+        if self._filled is None or self._filled[0] != alike:
+            self._filled = alike, [cache.state for cache in self._fill(policy)]
+        empty = make_prompt_cache(self.model, policy)
+        caches = [
+            type(own).from_state(state if own.evictor is None else state._replace(layout=list(own.layout.parameters)))
+            for own, state in zip(empty, self._filled[1], strict=True)
+        ]
+        show_attention(self.model, caches)
+        return caches
+
+    def _fill(self, policy: CachePolicy) -> list[Any]:
         caches = make_prompt_cache(self.model, policy)
         hold(caches)
         if not self.recordings:

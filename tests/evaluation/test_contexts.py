@@ -36,6 +36,7 @@ def test_every_score_keeps_what_it_keeps_where_it_reads_for_itself(score: str, f
     policy, context = settings.policy(score, 60), Context(model, tokens, settings)
     direct = make_prompt_cache(model, policy)
     read_all(model, direct, tokens[0].tolist(), prefill_step(model, direct, None))
+    assert kept(context.caches(settings.policy(score, 90)))[0].shape[-1] == 90  # of which nothing is left
     again, once_more, own = kept(context.caches(policy)), kept(context.caches(policy)), kept(direct)
     assert own[0].shape[-1] == 60
     for a, b, c in zip(own, again, once_more, strict=True):
