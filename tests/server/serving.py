@@ -148,9 +148,10 @@ class Troubled(PromptStore):
 
     def __init__(self, path: Path, trouble: str) -> None:
         super().__init__(path, fingerprint="reference")
-        self.trouble, self.go_on = trouble, threading.Event()
+        self.trouble, self.go_on, self.asked = trouble, threading.Event(), threading.Event()
 
     def fetch(self, tokens: Sequence[int]) -> Any:
+        self.asked.set()
         if self.trouble == "slow":
             assert self.go_on.wait(20)
         if self.trouble == "broken":

@@ -213,6 +213,7 @@ def test_a_disk_that_never_answers_costs_only_time(
         slow = pool.submit(server.post, prompt=LONG + ENDS[0], max_tokens=20)
         server.wait_until(lambda: bool(server.worker._active) and server.worker._prefill._fetching is not None)
         if trouble == "dies":
+            assert stores[-1].asked.wait(20)  # else it might die with a lock in its hand, as no thread does by itself
             kill(server.worker._prefixes._disk._thread)
             stores[-1].go_on.set()
         answer = slow.result(20).json()
