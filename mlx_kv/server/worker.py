@@ -108,8 +108,7 @@ class Worker:
             RanksError: a rank is gone.
         """
         assert self._group is not None, "who is alone follows nobody"
-        self.models: Models = self._load()
-        self._agree_on_limits()
+        self._load_models()
         memory, peers = MemoryOfAll(self.models.model, self._group), self._group.agreement.peers(self.models.model)
         whose = f"{model_fingerprint(self.models.model)} {self.policy}"
 
@@ -118,6 +117,11 @@ class Worker:
             return {**memory.handlers, **PartKeeper(self._group, peers, lambda: whose, caches).handlers}
 
         follow(self._engine_for, self._group, more)
+
+    def _load_models(self) -> None:
+        self.models: Models = self._load()
+        self._agree_on_limits()
+        self._asked = Instructions.for_policy(self.policy, self.models.tokenizer, self.models.model)
 
     def parts(self) -> RankParts | None:
         """Of prompts that are kept, those that the other ranks have; None where there is no other."""
@@ -196,10 +200,8 @@ class Worker:
 
     def _serve(self) -> None:
         try:
-            self.models = self._load()
-            self._agree_on_limits()
+            self._load_models()
             self._memory = MemoryOfAll(self.models.model, self._group)
-            self._asked = Instructions.for_policy(self.policy, self.models.tokenizer, self.models.model)
             self._make_engine()
             self._prompt_memory = PromptMemory(self._prompt_memory_bytes, parts=self.parts())
             store = None if self._open_store is None else self._open_store(self.models)
