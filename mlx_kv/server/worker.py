@@ -93,9 +93,8 @@ class Worker:
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._waiting: deque[Job] = deque()
         self._active: dict[int, Job] = {}  # by number: those that the engine has
-        self._stopping = False
         self._monitor = Monitor(metrics, evicts=self.policy.budget is not None)
-        self._started = threading.Event()
+        self._stopping, self._started = False, threading.Event()
         self._load_error: Exception | None = None  # what loading raised
         self.failure: str | None = None  # why the thread has ended, if nobody asked it to
         self._thread = threading.Thread(target=self._run, name="mlx-kv worker", daemon=True)
@@ -107,16 +106,16 @@ class Worker:
             ValueError: what loading the models, or making an engine, refuses.
             RanksError: a rank is gone.
         """
-        assert self._group is not None, "who is alone follows nobody"
+        group = self._group
+        assert group is not None, "who is alone follows nobody"
         self._load_models()
-        memory, peers = MemoryOfAll(self.models.model, self._group), self._group.agreement.peers(self.models.model)
+        memory, peers = MemoryOfAll(self.models.model, group), group.agreement.peers(self.models.model)
         whose = f"{model_fingerprint(self.models.model)} {self.policy}"
 
         def more(caches: Caches) -> dict[str, Callable[..., object]]:
-            assert self._group is not None
-            return {**memory.handlers, **PartKeeper(self._group, peers, lambda: whose, caches).handlers}
+            return {**memory.handlers, **PartKeeper(group, peers, lambda: whose, caches).handlers}
 
-        follow(self._engine_for, self._group, more)
+        follow(self._engine_for, group, more)
 
     def _load_models(self) -> None:
         self.models: Models = self._load()
