@@ -25,7 +25,7 @@ from mlx_kv import (
     stream_generate,
 )
 from mlx_kv.bundled import FOLDER
-from mlx_kv.evaluation.evaluate import read
+from mlx_kv.evaluation.contexts import read
 from mlx_kv.evaluation.inspection import inspect_prompt
 from mlx_kv.generation.encoding import encode_prompt
 from mlx_kv.generation.engine import make_engine
