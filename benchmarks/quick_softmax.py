@@ -13,14 +13,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_kv.cache.eviction import weights
-
 LARGEST_DIFFERENCE = 1e-3  # of logits, which are tens
-
-
-def exponential(x: mx.array) -> mx.array:
-    with np.errstate(over="ignore"):
-        return mx.array(np.exp(np.array(x, copy=False)))
 
 
 def softmax_in_place(products: mx.array, unseen: np.ndarray | None) -> mx.array:
@@ -70,7 +63,6 @@ def install() -> None:
     """From now on, in this process, where the device is a CPU."""
     if mx.default_device().type == mx.DeviceType.cpu:
         mx.fast.scaled_dot_product_attention = attention
-        weights.exponential = exponential
 
 
 def check(model: Any, tokens: list[int]) -> float:
