@@ -73,6 +73,10 @@ _NUMBER: dict[str, Any] = {"metavar": "N", "show_default": True}
     metavar="ORIGIN,...",
     help="Sites whose pages may use the server: https://example.com, or * for all; none by itself.",
 )
+@click.option(
+    "--alias", multiple=True, metavar="NAME,...", help="Other names by which clients may ask for the model; * for any."
+)
+@click.option("--strict", is_flag=True, help="Refuse requests with fields that nobody knows, instead of ignoring them.")
 @click.option("--max-tokens", type=click.IntRange(1), default=512, **_NUMBER, help="Where a request does not say.")
 @click.option(
     "--temp", type=FiniteRange(0, 2), default=0.0, metavar="T", show_default=True, help="The same; 0 is greedy."
@@ -130,6 +134,8 @@ def serve_on(
     api_key_file: Path | None,
     allowed_hosts: Sequence[str],
     allowed_origins: Sequence[str],
+    alias: Sequence[str],
+    strict: bool,
     max_tokens: int,
     temp: float,
     max_prompt_tokens: int | None,
@@ -197,6 +203,7 @@ def serve_on(
         queue=max_queue,
         max_tokens=max_tokens,
         temperature=temp,
+        strict=strict,
     )
     try:
         return run.serve(
@@ -212,6 +219,7 @@ def serve_on(
             ready=lambda url: say(f"{model} at {url}/v1, its memory at {url}/"),
             say=say,
             group=machine.group,
+            aliases=listed(alias),
         )
     except run.WorkerError as error:
         say(f"error: {error}")

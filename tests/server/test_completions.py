@@ -76,7 +76,7 @@ def test_chats_through_the_openai_client(server: Running) -> None:
 
 
 def test_the_models_are_listed(server: Running) -> None:
-    assert [model.id for model in server.client.models.list()] == ["reference"]
+    assert [model.id for model in server.client.models.list()] == ["reference", "default_model"]
     assert server.client.models.retrieve("reference").id == "reference"
     with pytest.raises(openai.NotFoundError, match="no such model"):
         server.client.models.retrieve("gpt-4o")

@@ -186,7 +186,7 @@ def test_who_waits_for_a_clerk_that_dies_is_told(busy: bool) -> None:
 
 def test_a_tokenizer_that_dies_ends_its_requests_only(monkeypatch: pytest.MonkeyPatch) -> None:
     with running() as server:
-        monkeypatch.setattr(server.api, "_encode", lambda asked: sys.exit("panic"))
+        monkeypatch.setattr(server.api._intake, "_encode", lambda asked: sys.exit("panic"))
         message = check_error(server.post(prompt="import"), 500)["message"]
         assert message == "the server failed: the thread 'mlx-kv tokenizer' has died"
         monkeypatch.undo()
@@ -236,7 +236,7 @@ def test_a_disk_that_never_answers_costs_only_time(
 def test_a_client_that_takes_nothing_loses_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """With events so large that no buffer takes many of them."""
     monkeypatch.setattr("mlx_kv.server.responses.STALLED", 0.2)
-    monkeypatch.setattr("mlx_kv.server.responses.event", lambda data: b": " + b"x" * 500_000 + b"\n\n")
+    monkeypatch.setattr("mlx_kv.server.response_objects.event", lambda data: b": " + b"x" * 500_000 + b"\n\n")
     with running(max_batch_size=1, limits=Limits(queue=0)) as server, deaf(server.url):
         server.wait_until(lambda: server.api.admission.admitted == 1)
         server.wait_until_empty()
