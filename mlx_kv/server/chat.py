@@ -26,7 +26,7 @@ def encode_chat(tokenizer: Any, request: CompletionRequest, unknown: UnknownFiel
     Raises:
         ApiError: 400, for messages that the template refuses, or tools that are.
     """
-    if request.tools and not tokenizer.has_tool_calling:
+    if request.tools and not tokenizer.has_tool_calling and not request.forces_call:
         if unknown.strict:
             raise ApiError(400, "this model cannot call tools: leave them out", "tools", "unsupported_parameter")
         unknown.note(

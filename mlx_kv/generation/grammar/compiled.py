@@ -20,8 +20,8 @@ from mlx_kv.generation.grammar.constraint import (
     grammar_source,
     in_one_line,
 )
+from mlx_kv.generation.grammar.lead_in import LeadIn
 from mlx_kv.generation.grammar.processor import GrammarProcessor
-from mlx_kv.generation.grammar.thinking import Thinking
 
 KEPT = 32  # grammars: clients send the same again and again
 # The library's own measure of work: 50,000 of it are about a millisecond. Regular expressions that are more than this
@@ -35,19 +35,23 @@ class Grammar:
     Args:
         matcher: of the library, where nothing has been generated. It is copied for each row.
         ends: ids of tokens that end a sequence.
+
+    Attributes:
+        unenforced: what a lenient schema says that is passed over, in the library's words.
     """
 
     def __init__(self, matcher: Any, ends: Sequence[int]) -> None:
         self._matcher, self._ends = matcher, tuple(ends)
+        self.unenforced = tuple(in_one_line(warning) for warning in matcher.get_grammar_warnings())
 
-    def processor(self, prompt_tokens: int, thinking: Thinking | None = None) -> GrammarProcessor:
+    def processor(self, prompt_tokens: int, lead_in: LeadIn | None = None) -> GrammarProcessor:
         """What keeps one row to it.
 
         Args:
             prompt_tokens: how many tokens come before the answer, those that were read before among them.
-            thinking: what may come before the grammar; None is nothing.
+            lead_in: what may stand before the grammar, or in its place; None is nothing.
         """
-        return GrammarProcessor(self._matcher, self._ends, prompt_tokens, thinking or Thinking())
+        return GrammarProcessor(self._matcher, self._ends, prompt_tokens, lead_in or LeadIn())
 
 
 class GrammarCompiler:

@@ -13,7 +13,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_kv.generation.grammar.constraint import in_one_line
-from mlx_kv.generation.grammar.thinking import Thinking
+from mlx_kv.generation.grammar.lead_in import LeadIn
 
 
 class GrammarProcessor:
@@ -23,14 +23,15 @@ class GrammarProcessor:
         matcher: the library's, where nothing has been generated.
         ends: ids of tokens that end a sequence: all that is left when the grammar is at its end.
         prompt_tokens: how many of the tokens that are shown are not the answer's.
+        lead_in: what may stand before the grammar, or in its place.
 
     Attributes:
         error: why the grammar could not be followed any longer, in the library's words. The row ends with that.
     """
 
-    def __init__(self, matcher: Any, ends: tuple[int, ...], prompt_tokens: int, thinking: Thinking) -> None:
+    def __init__(self, matcher: Any, ends: tuple[int, ...], prompt_tokens: int, lead_in: LeadIn) -> None:
         self._fresh, self._matcher = matcher, matcher.deep_copy()
-        self._ends, self._prompt_tokens, self._thinking = ends, prompt_tokens, thinking
+        self._ends, self._prompt_tokens, self._lead_in = ends, prompt_tokens, lead_in
         self._consumed: list[int] = []
         self.error: str | None = None
 
@@ -43,15 +44,14 @@ class GrammarProcessor:
         mx.async_eval(shown)  # type: ignore[no-untyped-call]
         mx.async_eval(logits)  # type: ignore[no-untyped-call]  # the model goes on while the mask is made
         answer: Any = shown.tolist()
-        begins = self._thinking.grammar_from(answer)
+        begins = self._lead_in.grammar_from(answer)
         if begins is None:
             return logits
-        follows, opens = self._follow(answer[begins:]), self._thinking.opens(answer)
-        if not follows and not opens and self.error is None:
+        follows, others = self._follow(answer[begins:]), self._lead_in.others(answer)
+        if not follows and not others and self.error is None:
             return logits
         allowed = self._mask(logits.shape[-1]) if follows else np.zeros(logits.shape[-1], dtype=bool)
-        if opens:
-            allowed[self._thinking.start[len(answer)]] = True
+        allowed[others] = True
         if not allowed.any():
             allowed[list(self._ends)] = True
         return mx.where(mx.array(allowed), logits, mx.array(-mx.inf, dtype=logits.dtype))
@@ -60,8 +60,8 @@ class GrammarProcessor:
         """How many of the drafted tokens can stand after these."""
         answer: Any = tokens[self._prompt_tokens :].tolist()
         together = [*answer, *drafted]
-        begins = self._thinking.grammar_from(together)
-        if begins is None or self._thinking.opens(together):
+        begins = self._lead_in.grammar_from(together)
+        if begins is None or self._lead_in.others(together):
             return len(drafted)
         first = max(begins - len(answer), 0)  # what comes before is thinking
         if not self._follow(together[begins : len(answer) + first]):
@@ -77,9 +77,7 @@ class GrammarProcessor:
             else:
                 self._matcher, self._consumed = self._fresh.deep_copy(), []
         more = wanted[len(self._consumed) :]
-        if not more:
-            return True
-        taken = int(self._matcher.try_consume_tokens(more))
+        taken = int(self._matcher.try_consume_tokens(more)) if more else 0
         self._consumed += more[:taken]
         return self._works() and taken == len(more)
 
