@@ -20,7 +20,7 @@ from mlx_kv.cli.ranks import Machine, RankOptions, rank_options
 
 if TYPE_CHECKING:
     from mlx_kv.prefixes.store import PromptStore
-    from mlx_kv.server.worker import Models
+    from mlx_kv.server.models import Models
 
 EXTRA = ("starlette", "uvicorn", "prometheus_client")
 EXAMPLES = """
@@ -152,7 +152,7 @@ def serve_on(
     keys = read_keys(api_key_file) if api_key_file is not None and machine.leads else []
     cache_policy, drafts = make_policy(**policy), drafting.settings  # refuses bad settings before anything is loaded
     try:
-        from mlx_kv.server import api, metrics, run, worker
+        from mlx_kv.server import api, metrics, models, run, worker
         from mlx_kv.server.access import AccessRules, is_loopback
     except ImportError as error:
         if error.name not in EXTRA:
@@ -161,9 +161,9 @@ def serve_on(
 
     def load() -> Models:
         network, tokenizer = machine.load()
-        return worker.Models(network, tokenizer, drafting.load_model() if machine.leads else None)
+        return models.Models(network, tokenizer, drafting.load_model() if machine.leads else None)
 
-    def open_store(models: Models) -> PromptStore:
+    def open_store(loaded: Models) -> PromptStore:
         from mlx_kv.prefixes.store import PromptStore
 
         store = PromptStore(str(prompt_store), prompt_store_bytes, deadline=prompt_store_deadline, parts=works.parts())

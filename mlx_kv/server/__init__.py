@@ -21,7 +21,10 @@ HTTP, in the event loop:
 
 The worker, one thread that owns MLX, the models and the engine:
 
-    worker.py            which job gets a row, and what becomes of it
+    worker.py            which job gets a row, and when
+    policy_rows.py       the jobs of one cache policy, from their row to their last token
+    models.py            what is loaded, and with what an engine is made
+    row_output.py        from the tokens of a step to what is handed on of a job
     prefill.py           prompts on their way to a row
     tiered_prefixes.py   what was read of prompts before, in memory and on a disk
     monitor.py           snapshots and rates (occupancy.py: what caches hold)
