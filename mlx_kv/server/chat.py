@@ -42,8 +42,10 @@ def encode_chat(tokenizer: Any, request: CompletionRequest, unknown: UnknownFiel
         if not tokenizer.has_chat_template:
             if request.template:
                 raise ValueError("this model has no chat template, so it takes no chat_template_kwargs")
-            return [int(token) for token in tokenizer.encode(convert_chat(messages, request.roles or None))]
-        return encode_messages(tokenizer, messages, tools=request.tools or None, **request.template)
+            begun = f" {messages.pop()['content']}" if request.continues else ""
+            return [int(token) for token in tokenizer.encode(convert_chat(messages, request.roles or None) + begun)]
+        template = request.hints | request.template
+        return encode_messages(tokenizer, messages, request.continues, tools=request.tools or None, **template)
     except Exception as error:  # templates are programs of others, and raise what they like
         message = " ".join(f"the chat template refuses these messages: {type(error).__name__}: {error}".split())
         raise ApiError(400, message[:500], "messages") from error
