@@ -80,8 +80,10 @@ def converse(machine: Machine, model: str, chat: Chat, max_tokens: int, decoding
             **agreement,
         )
 
+    sampler = decoding.sampler(tokenizer)
+
     def draws(position: int) -> Sampler | None:
-        return sampler_of_sequence(decoding.sampler, decoding.seed, position)
+        return sampler_of_sequence(sampler, decoding.seed, position)
 
     conversation = Conversation(machine.lead_or_follow(engine), tokenizer, chat.settings)
     files = ChatFiles(model, network, tokenizer, cache_policy, whole=machine.group is None)

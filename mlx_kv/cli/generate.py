@@ -127,10 +127,11 @@ def continue_prompt(
     note_context(network, already + len(tokens), max_tokens)
     options: dict[str, Any] = {
         "max_tokens": max_tokens,
-        "sampler": decoding.sampler,
+        "sampler": decoding.sampler(tokenizer),
         "prefill_step_size": decoding.prefill_step_size,
         "seed": decoding.seed,
         "group": machine.group,
+        **({"logits_processors": list(processors)} if (processors := decoding.processors) else {}),
     }
     speculation = SpeculationStatistics()
     pieces, ids, response = [], [], None
