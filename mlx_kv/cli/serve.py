@@ -20,7 +20,7 @@ from mlx_kv.cli.ranks import Machine, RankOptions, rank_options
 
 if TYPE_CHECKING:
     from mlx_kv.prefixes.store import PromptStore
-    from mlx_kv.server.worker import Models
+    from mlx_kv.server.models import Models
 
 EXTRA = ("starlette", "uvicorn", "prometheus_client")
 EXAMPLES = """
@@ -73,6 +73,10 @@ _NUMBER: dict[str, Any] = {"metavar": "N", "show_default": True}
     metavar="ORIGIN,...",
     help="Sites whose pages may use the server: https://example.com, or * for all; none by itself.",
 )
+@click.option(
+    "--alias", multiple=True, metavar="NAME,...", help="Other names by which clients may ask for the model; * for any."
+)
+@click.option("--strict", is_flag=True, help="Refuse requests with fields that nobody knows, instead of ignoring them.")
 @click.option("--max-tokens", type=click.IntRange(1), default=512, **_NUMBER, help="Where a request does not say.")
 @click.option(
     "--temp", type=FiniteRange(0, 2), default=0.0, metavar="T", show_default=True, help="The same; 0 is greedy."
@@ -130,6 +134,8 @@ def serve_on(
     api_key_file: Path | None,
     allowed_hosts: Sequence[str],
     allowed_origins: Sequence[str],
+    alias: Sequence[str],
+    strict: bool,
     max_tokens: int,
     temp: float,
     max_prompt_tokens: int | None,
@@ -146,7 +152,7 @@ def serve_on(
     keys = read_keys(api_key_file) if api_key_file is not None and machine.leads else []
     cache_policy, drafts = make_policy(**policy), drafting.settings  # refuses bad settings before anything is loaded
     try:
-        from mlx_kv.server import api, metrics, run, worker
+        from mlx_kv.server import api, metrics, models, run, worker
         from mlx_kv.server.access import AccessRules, is_loopback
     except ImportError as error:
         if error.name not in EXTRA:
@@ -155,9 +161,9 @@ def serve_on(
 
     def load() -> Models:
         network, tokenizer = machine.load()
-        return worker.Models(network, tokenizer, drafting.load_model() if machine.leads else None)
+        return models.Models(network, tokenizer, drafting.load_model() if machine.leads else None)
 
-    def open_store(models: Models) -> PromptStore:
+    def open_store(loaded: Models) -> PromptStore:
         from mlx_kv.prefixes.store import PromptStore
 
         store = PromptStore(str(prompt_store), prompt_store_bytes, deadline=prompt_store_deadline, parts=works.parts())
@@ -197,6 +203,7 @@ def serve_on(
         queue=max_queue,
         max_tokens=max_tokens,
         temperature=temp,
+        strict=strict,
     )
     try:
         return run.serve(
@@ -212,6 +219,7 @@ def serve_on(
             ready=lambda url: say(f"{model} at {url}/v1, its memory at {url}/"),
             say=say,
             group=machine.group,
+            aliases=listed(alias),
         )
     except run.WorkerError as error:
         say(f"error: {error}")

@@ -4,21 +4,26 @@ HTTP, in the event loop:
 
     run.py               sockets, the order of start and end
     shutdown.py          what signals do
-    api.py               routes and limits
+    api.py               routes
+    intake.py            from a body to the answers that it asks for (limits.py: what a client may take)
     access.py            names, sites and keys that are let in
     bodies.py            the JSON of a request
-    requests.py          what a client may ask for (chat_requests.py: messages and tools; fields.py: single fields)
+    requests.py          what a client may ask for (chat_requests.py: messages and tools; fields.py: single fields;
+                         unknown_fields.py: what nobody knows; names.py: of the model)
     errors.py            error objects
     chat.py              a chat as tokens
     admission.py         how many requests are let in, and whose output is whose
-    responses.py         from a job to an answer, whole or streamed; clients that hang up
+    responses.py         from jobs to an answer, whole or streamed; clients that hang up (answers.py: its parts)
     response_objects.py  what a client gets (chat_output.py: reasoning and tool calls)
     memory_report.py     what is in memory, for the page and for Prometheus
     metrics.py           what Prometheus reads
 
 The worker, one thread that owns MLX, the models and the engine:
 
-    worker.py            which job gets a row, and what becomes of it
+    worker.py            which job gets a row, and when
+    policy_rows.py       the jobs of one cache policy, from their row to their last token
+    models.py            what is loaded, and with what an engine is made
+    row_output.py        from the tokens of a step to what is handed on of a job
     prefill.py           prompts on their way to a row
     tiered_prefixes.py   what was read of prompts before, in memory and on a disk
     monitor.py           snapshots and rates (occupancy.py: what caches hold)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Sequence
 
 from mlx_kv.server.errors import ApiError
 from mlx_kv.server.job import Job, OutputChunk
@@ -17,15 +18,17 @@ from mlx_kv.server.worker import Worker
 KEEP_ALIVE = 15.0  # seconds after which a stream that has nothing to say says so, for proxies
 WATCH_EVERY = 0.1  # seconds between two looks at whether the worker lives
 SHUTTING_DOWN = "the server is shutting down"
-ENDPOINTS = {"/v1/completions": "completions", "/v1/chat/completions": "chat"}
+COMPLETIONS = ("/v1/completions", "/completions")
+CHATS = ("/v1/chat/completions", "/chat/completions")
+ENDPOINTS = dict.fromkeys(COMPLETIONS, "completions") | dict.fromkeys(CHATS, "chat")
 
 
 class OutputCollector:
-    """The output of one job that nobody has taken yet; chunks that wait become one."""
+    """The output of the jobs of one request that nobody has taken yet; of each, chunks that wait become one."""
 
-    def __init__(self, job: Job) -> None:
-        self.job = job
-        self._chunk: OutputChunk | None = None
+    def __init__(self, jobs: Sequence[Job]) -> None:
+        self.jobs = jobs
+        self._chunks: dict[Job, OutputChunk] = {}
         self._error: ApiError | None = None
         self._ready, self._silent = asyncio.Event(), False
         self._tick()
@@ -41,27 +44,28 @@ class OutputCollector:
         if chunk.error is not None:
             self.fail(ApiError(500, chunk.error))
             return
-        self._chunk = chunk if self._chunk is None else self._chunk.joined(chunk)
+        before = self._chunks.get(chunk.job)
+        self._chunks[chunk.job] = chunk if before is None else before.joined(chunk)
         self._ready.set()
 
     def fail(self, error: ApiError) -> None:
         self._error = error
         self._ready.set()
 
-    async def get(self) -> OutputChunk | None:
-        """Waits for what is new; None where nothing came for long.
+    async def get(self) -> list[OutputChunk]:
+        """Waits for what is new; nothing where nothing came for long.
 
         Raises:
             ApiError: nothing more will come.
         """
         await self._ready.wait()
         self._ready.clear()
-        chunk, self._chunk, self._silent = self._chunk, None, False
+        chunks, self._chunks, self._silent = list(self._chunks.values()), {}, False
         if self._error is not None:
-            if chunk is None:
+            if not chunks:
                 raise self._error
             self._ready.set()
-        return chunk
+        return chunks
 
     def close(self) -> None:
         self._timer.cancel()
@@ -77,6 +81,7 @@ class AdmissionController:
     def __init__(self, worker: Worker, metrics: Metrics, name: str, most: int) -> None:
         self.worker, self.metrics, self.name, self._most = worker, metrics, name, most
         self._collectors: dict[int, OutputCollector] = {}  # by number of the job
+        self._jobs: dict[int, Job] = {}
         self._admitted = 0
         self._closing: str | None = None  # why nobody is let in any longer
 
@@ -105,29 +110,39 @@ class AdmissionController:
             if chunk.job.number in self._collectors:  # or its client has hung up
                 self._collectors[chunk.job.number].put(chunk)
 
-    def admit(self) -> None:
-        """Lets one more request in; `leave` is to follow.
+    def admit(self, answers: int = 1) -> None:
+        """Lets one more request in, with so many answers; `leave` is to follow.
 
         Raises:
-            ApiError: 429 if there are too many, 503 if the server ends.
+            ApiError: 429 if there are too many, 503 if the server ends, 400 if it could never be let in.
         """
         if self._closing is not None:
             raise ApiError(503, self._closing)
-        if self._admitted >= self._most:
+        if answers > self._most:
+            raise ApiError(400, f"one request asks for {answers:,} answers, and {self._most:,} are the most: send less")
+        if self._admitted + answers > self._most:
             message = f"{self._admitted} requests are being answered or wait: try again later"
             raise ApiError(429, message, None, "queue_full", {"Retry-After": "1"})
-        self._admitted += 1
+        self._admitted += answers
 
-    def leave(self) -> None:
-        self._admitted -= 1
+    def leave(self, answers: int = 1) -> None:
+        self._admitted -= answers
 
-    def submit(self, job: Job) -> OutputCollector:
-        """Hands a job to the worker; its chunks come to the collector."""
-        collector = self._collectors[job.number] = OutputCollector(job)
+    def submit(self, jobs: Sequence[Job]) -> OutputCollector:
+        """Hands the jobs of a request to the worker; their chunks come to the collector."""
+        collector = OutputCollector(jobs)
         if self._closing is not None:  # while its prompt was made tokens
             collector.fail(ApiError(503, self._closing))
-        self.worker.submit(job)
+        for job in jobs:
+            self._collectors[job.number] = collector
+            self._jobs[job.number] = job
+            self.worker.submit(job)
         return collector
+
+    @property
+    def closing(self) -> str | None:
+        """Why nobody is let in any longer."""
+        return self._closing
 
     @property
     def admitted(self) -> int:
@@ -137,10 +152,11 @@ class AdmissionController:
     @property
     def jobs(self) -> list[Job]:
         """Those of them whose prompt is tokens by now."""
-        return [collector.job for collector in self._collectors.values()]
+        return list(self._jobs.values())
 
     def done(self, job: Job, ended: bool) -> None:
         """Nobody waits for this job any longer; one that has not ended is let go."""
+        del self._jobs[job.number]
         self._collectors.pop(job.number).close()
         if not ended:
             self.worker.cancel(job)
@@ -148,7 +164,7 @@ class AdmissionController:
     def give_up(self, why: str = SHUTTING_DOWN) -> None:
         """Ends all answers with an error, and lets nobody in."""
         self._closing = self._closing or why
-        for collector in self._collectors.values():
+        for collector in set(self._collectors.values()):
             collector.fail(ApiError(503, self._closing))
 
     def count(self, path: str, status: int) -> None:

@@ -1,7 +1,7 @@
-"""HTTP: routes, limits and keys.
+"""HTTP: routes and keys.
 
-Decides what is answered with which status, and what a request may take of the server. Every error is an OpenAI-style
-object. Knows nothing about MLX, nor how an answer comes about.
+Decides which paths there are, and what is answered where nothing is generated. Every error is an object as the clients
+of a path read it. Knows nothing about MLX, nor how an answer comes about.
 """
 
 from __future__ import annotations
@@ -10,56 +10,32 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from mlx_kv.generation.encoding import encode_prompt
 from mlx_kv.server.access import AccessRules, ApiKeys
-from mlx_kv.server.admission import AdmissionController
-from mlx_kv.server.bodies import read_body
-from mlx_kv.server.chat import encode_chat
-from mlx_kv.server.errors import ApiError
-from mlx_kv.server.job import Job
+from mlx_kv.server.admission import CHATS, COMPLETIONS, AdmissionController
+from mlx_kv.server.errors import ApiError, error_body
+from mlx_kv.server.intake import Intake
+from mlx_kv.server.limits import Limits as Limits
 from mlx_kv.server.memory_report import memory_report, set_gauges
 from mlx_kv.server.metrics import Metrics
-from mlx_kv.server.requests import CompletionRequest, parse
-from mlx_kv.server.responses import CompletionResponse
-from mlx_kv.server.stop_strings import StopStrings
-from mlx_kv.server.task_thread import TaskThread, TaskThreadError
+from mlx_kv.server.names import ModelNames
+from mlx_kv.server.response_objects import chats, completions
 from mlx_kv.server.worker import Worker
 
 PAGE = Path(__file__).with_name("page.html")
 PAGE_MAY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 )
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What a client may take.
-
-    Attributes:
-        body_bytes: of a request.
-        body_seconds: for all of it to arrive.
-        prompt_tokens: None is the context of the model, less one.
-        queue: requests that wait for a row; more are turned away.
-        max_tokens: where a request does not say.
-        temperature: where a request does not say.
-    """
-
-    body_bytes: int = 4 * 2**20
-    body_seconds: float = 60.0
-    prompt_tokens: int | None = None
-    queue: int = 64
-    max_tokens: int = 512
-    temperature: float = 0.0
+Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 class Api:
@@ -70,6 +46,7 @@ class Api:
         name: of the model, for clients.
         keys: any of which a client must send; none: all are let in.
         access: by which names clients may come, and from pages of which sites; None are those of this machine.
+        aliases: other names of the model; "*" are all.
     """
 
     def __init__(
@@ -80,23 +57,26 @@ class Api:
         limits: Limits | None = None,
         keys: Sequence[str] = (),
         access: AccessRules | None = None,
+        aliases: Sequence[str] = (),
     ) -> None:
         self.worker, self.metrics, self.name, self.limits = worker, metrics, name, limits or Limits()
-        self._keys = ApiKeys(keys)
+        self._keys, self.names = ApiKeys(keys), ModelNames(name, aliases)
         self.admission = AdmissionController(worker, metrics, name, worker.max_batch_size + self.limits.queue)
+        self._intake = Intake(worker, self.admission, self.limits, self.names)
         self._created = time.time()
-        # One thread for tokenizers: they are fast, but a long prompt would hold up everybody else's tokens.
-        self._tokenizing = TaskThread("mlx-kv tokenizer")
         guarded = self._guarded
         self.app = Starlette(
             routes=[
-                Route("/v1/completions", guarded(self._completions), methods=["POST"]),
-                Route("/v1/chat/completions", guarded(self._chat), methods=["POST"]),
+                *self._each(COMPLETIONS, self._completions),
+                *self._each(CHATS, self._chat),
+                Route("/v1/embeddings", guarded(self._embeddings), methods=["POST"]),
                 Route("/v1/models", guarded(self._models)),
+                Route("/models", guarded(self._models)),
                 Route("/v1/models/{name:path}", guarded(self._model)),
                 Route("/metrics", guarded(self._metrics)),
                 Route("/memory", guarded(self._memory)),
                 Route("/health", self._health),
+                Route("/ready", self._ready),
                 Route("/", self._page),
             ],
             exception_handlers={ApiError: self._refused, HTTPException: self._not_found, Exception: self._failed},
@@ -111,9 +91,12 @@ class Api:
         yield
         watching.cancel()
 
+    def _each(self, paths: Sequence[str], endpoint: Endpoint) -> list[Route]:
+        return [Route(path, self._guarded(endpoint), methods=["POST"]) for path in paths]
+
     # --- keys and errors ------------------------------------------------------------------------------------------
 
-    def _guarded(self, endpoint: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+    def _guarded(self, endpoint: Endpoint) -> Endpoint:
         async def checked(request: Request) -> Response:
             self._keys.check(request.headers)
             return await endpoint(request)
@@ -123,7 +106,7 @@ class Api:
     async def _refused(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)
         self.admission.count(request.url.path, error.status)
-        return JSONResponse(error.body, error.status, error.headers)
+        return JSONResponse(error_body(error, request.url.path), error.status, error.headers)
 
     async def _not_found(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -136,76 +119,44 @@ class Api:
     async def _failed(self, request: Request, error: Exception) -> Response:
         return await self._refused(request, ApiError(500, "the server failed: see its log"))
 
-    # --- completions ----------------------------------------------------------------------------------------------
+    # --- answers --------------------------------------------------------------------------------------------------
 
     async def _completions(self, request: Request) -> Response:
-        return await self._generate(request, chat=False)
+        return await self._intake.answer(request, completions)
 
     async def _chat(self, request: Request) -> Response:
-        return await self._generate(request, chat=True)
+        return await self._intake.answer(request, chats)
 
-    async def _generate(self, request: Request, chat: bool) -> Response:
-        since = time.monotonic()
-        try:
-            body = await read_body(request, self.limits.body_bytes, self.limits.body_seconds)
-            completion = parse(body, chat, self.limits.temperature)
-        except ClientDisconnect:
-            raise ApiError(499, "the client hung up") from None
-        if completion.model not in (None, self.name):
-            raise ApiError(
-                404, f"there is no model {completion.model[:200]!r} here: use {self.name!r}", "model", "model_not_found"
-            )
-        self.admission.admit()
-        try:
-            tokens = await asyncio.wrap_future(self._tokenizing.submit(lambda: self._encode(completion)))
-            return CompletionResponse(self.admission, completion, self._job(completion, tokens, since))
-        except BaseException as error:
-            self.admission.leave()
-            if isinstance(error, TaskThreadError):
-                raise ApiError(500, f"the server failed: {error}") from error
-            raise
-
-    def _encode(self, completion: CompletionRequest) -> list[int]:
-        """The prompt in tokens."""
-        tokenizer = self.worker.models.tokenizer
-        if completion.prompt is None:
-            return encode_chat(tokenizer, completion)
-        if isinstance(completion.prompt, str):
-            return encode_prompt(tokenizer, completion.prompt)
-        if max(completion.prompt) >= self.worker.vocabulary:
-            raise ApiError(400, f"token {max(completion.prompt)} is not one of {self.worker.vocabulary:,}", "prompt")
-        return list(completion.prompt)
-
-    def _job(self, completion: CompletionRequest, tokens: list[int], since: float) -> Job:
-        param, context = "messages" if completion.chat else "prompt", self.worker.context
-        if not tokens:
-            raise ApiError(400, "the prompt is empty: send at least one token", param)
-        most = min((n for n in (self.limits.prompt_tokens, context and context - 1) if n is not None), default=None)
-        if most is not None and len(tokens) > most:
-            raise ApiError(
-                400, f"the prompt has {len(tokens):,} tokens, and {most:,} are the most here: shorten it", param,
-                "context_length_exceeded",
-            )  # fmt: skip
-        max_tokens = self.limits.max_tokens if completion.max_tokens is None else completion.max_tokens
-        max_tokens = max_tokens if context is None else min(max_tokens, context - len(tokens))
-        stop_strings = StopStrings(completion.stop_strings)
-        return Job(
-            tokens, max_tokens, completion.temperature, completion.top_p, completion.seed, stop_strings, since=since
+    async def _embeddings(self, request: Request) -> Response:
+        raise ApiError(
+            404, f"{self.name!r} continues texts and gives no embeddings: ask a server of an embedding model"
         )
 
     # --- what else there is ---------------------------------------------------------------------------------------
 
     async def _models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._description]})
+        described = [self._description(name) for name in self.names.all]
+        ends = {"first_id": self.names.all[0], "last_id": self.names.all[-1]}
+        return JSONResponse({"object": "list", "data": described, "has_more": False} | ends)
 
     async def _model(self, request: Request) -> Response:
-        if request.path_params["name"] != self.name:
+        name = request.path_params["name"]
+        if name not in self.names:
             raise ApiError(404, "there is no such model here", "model", "model_not_found")
-        return JSONResponse(self._description)
+        return JSONResponse(self._description(name))
 
-    @property
-    def _description(self) -> dict[str, Any]:
-        return {"id": self.name, "object": "model", "created": int(self._created), "owned_by": "mlx-kv"}
+    def _description(self, name: str) -> dict[str, Any]:
+        """As OpenAI's clients read it, and as Anthropic's do."""
+        since = datetime.fromtimestamp(int(self._created), UTC).isoformat()
+        ours = {"id": name, "object": "model", "created": int(self._created), "owned_by": "mlx-kv"}
+        return ours | {"type": "model", "display_name": self.name, "created_at": since}
+
+    async def _ready(self, request: Request) -> Response:
+        """Whether requests are taken."""
+        reason = self.worker.failure if not self.worker.alive else self.admission.closing
+        if reason is not None or not self.worker.alive:
+            return JSONResponse({"status": "not ready", "reason": reason}, 503)
+        return JSONResponse({"status": "ready"})
 
     async def _health(self, request: Request) -> Response:
         if not self.worker.alive:

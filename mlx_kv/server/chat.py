@@ -14,26 +14,43 @@ from mlx_lm.server import convert_chat, process_message_content
 from mlx_kv.generation.encoding import encode_messages
 from mlx_kv.server.errors import ApiError
 from mlx_kv.server.requests import CompletionRequest
+from mlx_kv.server.unknown_fields import UnknownFields
 
 
-def encode_chat(tokenizer: Any, request: CompletionRequest) -> list[int]:
+def encode_chat(tokenizer: Any, request: CompletionRequest, unknown: UnknownFields) -> list[int]:
     """The messages of a chat, up to where the answer begins.
 
+    Args:
+        unknown: what becomes of tools where the model has no way to call them that mlx-lm knows.
+
     Raises:
-        ApiError: 400, for messages that the template refuses, or tools that the model does not know.
+        ApiError: 400, for messages that the template refuses, or tools that are.
     """
     if request.tools and not tokenizer.has_tool_calling:
-        raise ApiError(400, "this model cannot call tools: leave them out", "tools", "unsupported_parameter")
+        if unknown.strict:
+            raise ApiError(400, "this model cannot call tools: leave them out", "tools", "unsupported_parameter")
+        unknown.note(
+            "tools", "requests have tools, but this model writes no calls that mlx-lm can parse: it may not call"
+        )
     try:
         messages = copy.deepcopy(request.messages)
         for function in (call["function"] for message in messages for call in message.get("tool_calls") or ()):
             function["arguments"] = function["arguments"] or "{}"
+        for told in messages:
+            _name_reasoning_twice(told)
         process_message_content(messages)
         if not tokenizer.has_chat_template:
             if request.template:
                 raise ValueError("this model has no chat template, so it takes no chat_template_kwargs")
-            return [int(token) for token in tokenizer.encode(convert_chat(messages))]
+            return [int(token) for token in tokenizer.encode(convert_chat(messages, request.roles or None))]
         return encode_messages(tokenizer, messages, tools=request.tools or None, **request.template)
     except Exception as error:  # templates are programs of others, and raise what they like
         message = " ".join(f"the chat template refuses these messages: {type(error).__name__}: {error}".split())
         raise ApiError(400, message[:500], "messages") from error
+
+
+def _name_reasoning_twice(message: dict[str, Any]) -> None:
+    """What a model thought: answers have it as `reasoning`, as mlx_lm.server's do, and templates read either name."""
+    thought = message.get("reasoning") or message.get("reasoning_content")
+    if isinstance(thought, str):
+        message["reasoning"] = message["reasoning_content"] = thought

@@ -40,9 +40,17 @@ class ChatOutputParser:
     Args:
         tokenizer: mlx-lm's, which knows the marks of reasoning and tool calls.
         prompt: token ids, which may end within reasoning.
+        one_call: whether calls after the first are dropped.
     """
 
-    def __init__(self, tokenizer: Any, prompt: list[int], tools: list[dict[str, Any]], stream: bool) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        prompt: list[int],
+        tools: list[dict[str, Any]],
+        stream: bool,
+        one_call: bool = False,
+    ) -> None:
         self._format = ToolCallFormatter(_checked_parser(tokenizer.tool_parser), tools, stream)  # type: ignore[no-untyped-call]
         initial = "normal"
         if tokenizer.has_thinking and tokenizer.rfind_think_start(prompt) > tokenizer.rfind_think_end(prompt):
@@ -50,6 +58,12 @@ class ChatOutputParser:
         machine = make_text_state_machine(tokenizer)  # type: ignore[no-untyped-call]
         self._state = machine.make_state(tokenizer.response_initial_state or initial)
         self._previous, self._call, self.called = self._state[0], "", False
+        self._one_call = one_call
+
+    @property
+    def reasons(self) -> bool:
+        """Whether what came last was reasoning."""
+        return bool(self._previous == "reasoning")
 
     def feed(self, text: str) -> Delta:
         self._state, segments = TextStateMachine.split(self._state, text)  # type: ignore[no-untyped-call]
@@ -81,8 +95,11 @@ class ChatOutputParser:
         """The call that has ended; as it was written, where it is none."""
         text, self._call = self._call, ""
         calls: list[dict[str, Any]] = self._format([text])
-        self.called = self.called or bool(calls)
-        return Delta(tool_calls=calls) if calls else Delta(text)
+        if not calls:
+            return Delta(text)
+        kept = calls if not self._one_call else calls[: 0 if self.called else 1]
+        self.called = True
+        return Delta(tool_calls=kept)
 
 
 def _checked_parser(parser: Callable[..., Any]) -> Callable[..., Any]:

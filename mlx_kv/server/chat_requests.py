@@ -14,6 +14,7 @@ from mlx_kv.server.fields import json_kind, typed, unicode
 ROLES = ("assistant", "developer", "function", "system", "tool", "user")
 # What a message of the assistant may say instead of content.
 INSTEAD = ("reasoning", "reasoning_content", "tool_calls")
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 # Arguments of apply_chat_template that are not for the template, or that the server sets itself.
 NOT_FOR_TEMPLATES = {
     "add_generation_prompt",
@@ -35,7 +36,7 @@ NOT_FOR_TEMPLATES = {
 
 
 def chat_fields(fields: dict[str, Any]) -> dict[str, Any]:
-    """`messages`, `tools` and `template` of a `CompletionRequest`.
+    """What only chats have of a `CompletionRequest`.
 
     Raises:
         ApiError: 400, for what is no chat, or cannot be honoured.
@@ -56,7 +57,20 @@ def chat_fields(fields: dict[str, Any]) -> dict[str, Any]:
     template = typed(fields, "chat_template_kwargs", dict, {})
     if taken := template.keys() & NOT_FOR_TEMPLATES:
         raise ApiError(400, f"chat_template_kwargs cannot set {min(taken)}", "chat_template_kwargs")
-    return {"messages": messages, "tools": [] if choice == "none" else tools, "template": template}
+    effort = typed(fields, "reasoning_effort", str, None)
+    if effort is not None and effort not in EFFORTS:
+        raise ApiError(400, f"reasoning_effort can be one of {', '.join(EFFORTS)}", "reasoning_effort")
+    template = template if effort is None else {"reasoning_effort": effort} | template
+    roles = typed(fields, "role_mapping", dict, {})
+    for role, words in roles.items():
+        if not isinstance(words, str):
+            raise ApiError(
+                400, f"role_mapping has a JSON {json_kind(words)} for {role[:80]!r}: send texts", "role_mapping"
+            )
+        unicode(words, "role_mapping")
+    one_call = not typed(fields, "parallel_tool_calls", bool, True)
+    shown = [] if choice == "none" else tools
+    return {"messages": messages, "tools": shown, "template": template, "roles": roles, "one_call": one_call}
 
 
 def _check_message(message: Any, where: str) -> None:

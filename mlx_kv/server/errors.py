@@ -1,4 +1,4 @@
-"""Errors that clients get: OpenAI's error objects, with their HTTP status.
+"""Errors that clients get: OpenAI's error objects, or Anthropic's, with their HTTP status.
 
 Decides their form, and which type of error a status is. Knows nothing about what went wrong.
 """
@@ -7,9 +7,19 @@ from __future__ import annotations
 
 from typing import Any
 
+MESSAGES = "/v1/messages"
+ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
 
 class ApiError(Exception):
-    """An answer that is an OpenAI-style error object."""
+    """An answer that is an error object."""
 
     def __init__(
         self,
@@ -26,9 +36,23 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
+        """OpenAI's error object."""
         kinds = {401: "authentication_error", 429: "rate_limit_error"}
         kind = kinds.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def error_body(error: ApiError, path: str) -> dict[str, Any]:
+    """The error object that clients of a path read."""
+    if path == MESSAGES or path.startswith(f"{MESSAGES}/"):
+        return anthropic_error(error)
+    return error.body
+
+
+def anthropic_error(error: ApiError) -> dict[str, Any]:
+    """Anthropic's error object."""
+    kind = ANTHROPIC_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
 
 
 def _sendable(text: str) -> str:

@@ -26,14 +26,10 @@ RATE_OVER = 10.0  # seconds over which tokens per second are told
 
 
 class Monitor:
-    """Counts, and keeps the newest snapshot.
+    """Counts, and keeps the newest snapshot."""
 
-    Args:
-        evicts: whether caches have a budget; else there is nothing to count.
-    """
-
-    def __init__(self, metrics: Metrics, evicts: bool) -> None:
-        self._metrics, self._evicts = metrics, evicts
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
         self._updated, self._watched = 0.0, -WATCHED_FOR
         self._generated: deque[tuple[float, int]] = deque()  # when, and how many tokens
         self._drafts_of: SpeculationStatistics | None = None
@@ -56,7 +52,7 @@ class Monitor:
 
     def count_evicted(self, jobs: Iterable[Job], caches: Sequence[Any] | None) -> None:
         """Counts what budgets have evicted of these jobs, the rows of caches, since they were last counted."""
-        if not self._evicts or caches is None:
+        if caches is None:
             return
         for job, tokens in zip(jobs, tokens_evicted(caches), strict=False):
             self._metrics.evicted.inc(max(0, tokens - job.evicted))

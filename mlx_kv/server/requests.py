@@ -1,7 +1,8 @@
 """What a client may ask for: OpenAI's fields, checked one by one.
 
-Decides what is honoured, what is ignored because it changes no token, and what is refused. A field that cannot be
-honoured is an error, never dropped in silence. Knows nothing about models, tokens or HTTP beyond status codes.
+Decides what is honoured, what is ignored because it changes no token, and what is refused: a field that is known and
+cannot be honoured. One that nobody knows is left to `UnknownFields`. Every API's requests become one of these. Knows
+nothing about models, tokens or HTTP beyond status codes.
 """
 
 from __future__ import annotations
@@ -12,8 +13,11 @@ from typing import Any
 from mlx_kv.server.chat_requests import chat_fields
 from mlx_kv.server.errors import ApiError
 from mlx_kv.server.fields import boolean, integer, json_kind, number, typed, unicode
+from mlx_kv.server.unknown_fields import UnknownFields
 
 MOST_STOPS = 16
+MOST_PROMPTS = 1024
+Prompt = str | tuple[int, ...]
 MOST_TOKENS = 1 << 24
 # They change no token, so nothing is lost when they are not looked at.
 IGNORED = {
@@ -27,12 +31,21 @@ IGNORED = {
     "verbosity",
 }
 COMMON = {"max_tokens", "model", "seed", "stop", "stream", "stream_options", "temperature", "top_p"}
-FOR_COMPLETIONS = {"prompt"}
-FOR_CHAT = {"chat_template_kwargs", "max_completion_tokens", "messages", "tool_choice", "tools"}
+FOR_COMPLETIONS = {"echo", "prompt"}
+FOR_CHAT = {
+    "chat_template_kwargs",
+    "max_completion_tokens",
+    "messages",
+    "parallel_tool_calls",
+    "reasoning_effort",
+    "role_mapping",
+    "tool_choice",
+    "tools",
+}
 # Not supported; these values of them say the same as nothing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "adapters": (),
     "best_of": (1,),
-    "echo": (False,),
     "frequency_penalty": (0, 0.0),
     "function_call": ("none", "auto"),
     "functions": ([],),
@@ -41,7 +54,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "min_p": (0, 0.0),
     "modalities": (["text"],),
     "n": (1,),
-    "parallel_tool_calls": (True,),
     "presence_penalty": (0, 0.0),
     "repetition_penalty": (0, 0.0, 1, 1.0),
     "response_format": ({"type": "text"},),
@@ -56,18 +68,24 @@ class CompletionRequest:
     """One request, checked.
 
     Attributes:
-        prompt: a text or token ids; None for a chat.
+        prompts: texts or token ids, each of which gets answers of its own; none for a chat.
         messages, tools, template: of a chat; template are arguments for the chat template.
+        roles: what comes before messages of each role where a model has no chat template; empty is mlx-lm's.
+        one_call: whether an answer has one tool call at the most.
+        echo: whether an answer begins with its prompt.
         max_tokens: None leaves it to the server.
         temperature: 0 is greedy.
         stop_strings: strings at which the answer ends.
     """
 
     model: str | None = None
-    prompt: str | tuple[int, ...] | None = None
+    prompts: tuple[Prompt, ...] = ()
     messages: list[dict[str, Any]] = field(default_factory=list)
     tools: list[dict[str, Any]] = field(default_factory=list)
     template: dict[str, Any] = field(default_factory=dict)
+    roles: dict[str, str] = field(default_factory=dict)
+    one_call: bool = False
+    echo: bool = False
     max_tokens: int | None = None
     temperature: float = 1.0
     top_p: float = 1.0
@@ -78,14 +96,24 @@ class CompletionRequest:
 
     @property
     def chat(self) -> bool:
-        return self.prompt is None
+        return not self.prompts
+
+    @property
+    def answers(self) -> int:
+        """How many it asks for."""
+        return max(1, len(self.prompts))
 
 
-def parse(body: Any, chat: bool, temperature: float) -> CompletionRequest:
+@dataclass(frozen=True)
+class RequestRules:
+    """What holds where a request does not say, and what becomes of fields that nobody knows."""
+
+    temperature: float = 0.0
+    unknown: UnknownFields = field(default_factory=UnknownFields)
+
+
+def parse(body: Any, chat: bool, rules: RequestRules) -> CompletionRequest:
     """A request from the JSON of its body.
-
-    Args:
-        temperature: where it does not say.
 
     Raises:
         ApiError: 400, for what it lacks, or what cannot be honoured.
@@ -94,8 +122,7 @@ def parse(body: Any, chat: bool, temperature: float) -> CompletionRequest:
         raise ApiError(400, f"the body is a JSON {json_kind(body)}: send an object")
     fields = {name: value for name, value in body.items() if value is not None}
     known = IGNORED | NEUTRAL.keys() | COMMON | (FOR_CHAT if chat else FOR_COMPLETIONS)
-    for name in sorted(fields.keys() - known):
-        raise ApiError(400, f"unknown field {name[:80]!r}: leave it out", name[:80], "unknown_parameter")
+    rules.unknown.check(fields.keys() - known)
     for name, neutral in NEUTRAL.items():
         if name in fields and not any(type(fields[name]) is type(value) and fields[name] == value for value in neutral):
             raise ApiError(400, f"{name} is not supported by this server: leave it out", name, "unsupported_parameter")
@@ -108,28 +135,32 @@ def parse(body: Any, chat: bool, temperature: float) -> CompletionRequest:
     checked: dict[str, Any] = {
         "model": typed(fields, "model", str, None),
         "max_tokens": next((limit for limit in limits if limit is not None), None),
-        "temperature": number(fields, "temperature", 0, 2, temperature),
+        "temperature": number(fields, "temperature", 0, 2, rules.temperature),
         "top_p": number(fields, "top_p", 0, 1, 1.0),
         "seed": None if seed is None else seed % 2**64,
         "stop_strings": _stop_strings(fields),
         "stream": stream,
         "include_usage": boolean(stream_options, "include_usage"),
     }
-    checked |= chat_fields(fields) if chat else {"prompt": _prompt(fields)}
+    checked |= chat_fields(fields) if chat else {"prompts": _prompts(fields), "echo": boolean(fields, "echo")}
     return CompletionRequest(**checked)
 
 
-def _prompt(fields: dict[str, Any]) -> str | tuple[int, ...]:
-    prompt = fields.get("prompt")
-    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
-        prompt = prompt[0]  # a batch of one
+def _prompts(fields: dict[str, Any]) -> tuple[Prompt, ...]:
+    given = fields.get("prompt")
+    several = isinstance(given, list) and given and isinstance(given[0], str | list)
+    prompts = given if several and isinstance(given, list) else [given]
+    if len(prompts) > MOST_PROMPTS:
+        raise ApiError(400, f"got {len(prompts):,} prompts: send at most {MOST_PROMPTS:,} in one request", "prompt")
+    return tuple(_prompt(prompt) for prompt in prompts)
+
+
+def _prompt(prompt: Any) -> Prompt:
     if isinstance(prompt, str):
         return unicode(prompt, "prompt")
     if isinstance(prompt, list) and prompt and all(type(token) is int and token >= 0 for token in prompt):
         return tuple(prompt)
-    if isinstance(prompt, list) and len(prompt) > 1 and isinstance(prompt[0], str | list):
-        raise ApiError(400, f"got {len(prompt)} prompts: send one in each request, they are batched here", "prompt")
-    raise ApiError(400, "prompt is missing or neither a text nor a list of token ids", "prompt")
+    raise ApiError(400, "prompt is missing, or neither a text nor token ids, nor a list of those", "prompt")
 
 
 def _stop_strings(fields: dict[str, Any]) -> tuple[str, ...]:

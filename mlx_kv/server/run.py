@@ -136,11 +136,13 @@ def serve(
     ready: Callable[[str], None] = lambda url: None,
     say: Callable[[str], None] = lambda line: None,
     group: RankGroup | None = None,
+    aliases: Sequence[str] = (),
 ) -> int:
     """Serves until SIGTERM or SIGINT; then finishes what is being answered, for so many seconds at the most.
 
     Args:
         ready: called with the address as soon as requests are taken.
+        aliases: other names of the model; "*" are all.
         say: called with one line for each signal that changes something.
         group: the ranks of which this is the first. When one is gone, clients get an error, and the process ends.
 
@@ -155,7 +157,7 @@ def serve(
     with listening:
         signals = ShutdownSignals(say, drain_seconds, None if group is None else group.close)
         worker.start()
-        server = Server(Api(worker, metrics, name, limits, keys, access), drain_seconds)
+        server = Server(Api(worker, metrics, name, limits, keys, access, aliases), drain_seconds)
         listening.listen(BACKLOG)
         signals.attach(server)
         if group is not None:

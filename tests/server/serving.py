@@ -26,8 +26,9 @@ from mlx_kv.mlxlm.loading import load
 from mlx_kv.server.access import AccessRules
 from mlx_kv.server.api import Api, Limits
 from mlx_kv.server.metrics import Metrics
+from mlx_kv.server.models import Models
 from mlx_kv.server.run import Server, bound
-from mlx_kv.server.worker import Models, Worker
+from mlx_kv.server.worker import Worker
 
 THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
 SOURCE = (Path(__file__).parent.parent / "source.txt").read_text()
@@ -69,7 +70,9 @@ class Running:
 
     def wait_until_empty(self) -> None:
         """No row is left, neither in the engine nor in the snapshot, and nobody holds a place."""
-        self.wait_until(lambda: not self.worker._active and not self.worker._waiting and not self.worker._engine.busy)
+        self.wait_until(
+            lambda: not self.worker._rows.active and not self.worker._waiting and not self.worker._rows.engine.busy
+        )
         self.wait_until(
             lambda: not self.worker.snapshot.decoding and self.worker.snapshot.occupancy.bytes_allocated == 0
         )
@@ -80,7 +83,7 @@ class Running:
         taken = threading.Event()
         self.worker._inbox.put(taken.set)
         assert taken.wait(20)
-        self.worker._prefixes._disk.submit(int).result()
+        self.worker._rows.prefixes._disk.submit(int).result()
 
 
 @contextlib.contextmanager

@@ -14,8 +14,8 @@ from mlx_kv import CachePolicy, PromptStore, SpeculationStatistics
 from mlx_kv.generation.speculation.drafters.suffix import SuffixDrafter
 from mlx_kv.generation.speculation.settings import DraftSettings
 from mlx_kv.server.metrics import Metrics
+from mlx_kv.server.models import Models
 from mlx_kv.server.monitor import Monitor
-from mlx_kv.server.worker import Models
 
 
 class Watched(SuffixDrafter):
@@ -84,7 +84,7 @@ def test_the_same_again_comes_of_its_first_answer() -> None:
 def drafts(server: Running) -> Any:
     """What the page shows when the last row has ended, which /metrics says, too."""
     server.wait_until_empty()
-    server.wait_until(lambda: server.worker.snapshot.speculation == server.worker._engine.speculation)
+    server.wait_until(lambda: server.worker.snapshot.speculation == server.worker._rows.engine.speculation)
     shown = server.http.get("/memory").json()["drafts"]
     said = {
         sample.name: sample.value
@@ -108,7 +108,7 @@ def drafts(server: Running) -> Any:
 
 def test_an_engine_that_is_made_anew_counts_on() -> None:
     metrics = Metrics()
-    monitor = Monitor(metrics, evicts=False)
+    monitor = Monitor(metrics)
     for statistics in (SpeculationStatistics(rounds=3, drafted=9, accepted=4), SpeculationStatistics(rounds=1)):
         for _ in range(2):
             monitor.update([], [], 0, statistics)

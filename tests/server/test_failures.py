@@ -36,9 +36,9 @@ def broken(*arguments: Any, **options: Any) -> Any:
 
 def no_engine(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step fails, and then the engine cannot be made anew."""
-    monkeypatch.setattr("mlx_kv.server.worker.ENGINE_PAUSE", 0.0)
-    monkeypatch.setattr("mlx_kv.server.worker.make_engine", broken)
-    monkeypatch.setattr(server.worker._engine, "step", broken)
+    monkeypatch.setattr("mlx_kv.server.policy_rows.ENGINE_PAUSE", 0.0)
+    monkeypatch.setattr("mlx_kv.server.models.make_engine", broken)
+    monkeypatch.setattr(server.worker._rows.engine, "step", broken)
 
 
 def no_delivery(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,7 +47,7 @@ def no_delivery(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def a_step_that_exits(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server.worker._engine, "step", sys.exit)
+    monkeypatch.setattr(server.worker._rows.engine, "step", sys.exit)
 
 
 def a_kill(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,25 +117,26 @@ def test_later_requests_hear_why_there_is_no_worker() -> None:
 
 
 def test_an_engine_that_can_be_made_at_the_second_try_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mlx_kv.server import worker
+    from mlx_kv.server import models, policy_rows
 
-    tries, real = [], worker.make_engine
+    tries, real = [], models.make_engine
 
     def second(*arguments: Any, **options: Any) -> Any:
         tries.append(1)
         return broken() if len(tries) == 1 else real(*arguments, **options)
 
-    monkeypatch.setattr(worker, "ENGINE_PAUSE", 0.0)
+    monkeypatch.setattr(policy_rows, "ENGINE_PAUSE", 0.0)
     with running() as server:
-        monkeypatch.setattr(worker, "make_engine", second)
-        monkeypatch.setattr(server.worker._engine, "step", broken)
+        monkeypatch.setattr(models, "make_engine", second)
+        monkeypatch.setattr(server.worker._rows.engine, "step", broken)
         assert "see its log" in check_error(server.post(prompt="import"), 500)["message"]
         assert server.complete("import", 3)
         assert len(tries) == 2
 
 
 DIES = SERVE + (
-    "from mlx_kv.server import worker; worker.Worker._deliver = lambda self, tokens: sys.exit('gone'); main()"
+    "from mlx_kv.server import policy_rows as rows; "
+    "rows.PolicyRows._hand_on = lambda self, tokens: sys.exit('gone'); main()"
 )
 
 
@@ -185,7 +186,7 @@ def test_who_waits_for_a_clerk_that_dies_is_told(busy: bool) -> None:
 
 def test_a_tokenizer_that_dies_ends_its_requests_only(monkeypatch: pytest.MonkeyPatch) -> None:
     with running() as server:
-        monkeypatch.setattr(server.api, "_encode", lambda asked: sys.exit("panic"))
+        monkeypatch.setattr(server.api._intake, "_encode", lambda asked: sys.exit("panic"))
         message = check_error(server.post(prompt="import"), 500)["message"]
         assert message == "the server failed: the thread 'mlx-kv tokenizer' has died"
         monkeypatch.undo()
@@ -211,10 +212,12 @@ def test_a_disk_that_never_answers_costs_only_time(
         server.wait_until_empty()
     with running(open_store=open_store) as server, ThreadPoolExecutor(1) as pool:
         slow = pool.submit(server.post, prompt=LONG + ENDS[0], max_tokens=20)
-        server.wait_until(lambda: bool(server.worker._active) and server.worker._prefill._fetching is not None)
+        server.wait_until(
+            lambda: bool(server.worker._rows.active) and server.worker._rows.prefill._fetching is not None
+        )
         if trouble == "dies":
             assert stores[-1].asked.wait(20)  # else it might die with a lock in its hand, as no thread does by itself
-            kill(server.worker._prefixes._disk._thread)
+            kill(server.worker._rows.prefixes._disk._thread)
             stores[-1].go_on.set()
         answer = slow.result(20).json()
         assert answer["choices"][0]["text"] == wanted
@@ -222,7 +225,7 @@ def test_a_disk_that_never_answers_costs_only_time(
         stores[-1].deadline = 1000.0  # a disk that only has much to do
         stores[-1].go_on.set()
         again = server.post(prompt=LONG + ENDS[1], max_tokens=5).json()  # and the disk is asked again
-        server.wait_until(lambda: not server.worker._prefixes._late and not server.worker._prefixes._failing)
+        server.wait_until(lambda: not server.worker._rows.prefixes._late and not server.worker._rows.prefixes._failing)
         again = server.post(prompt=LONG + ENDS[2], max_tokens=5).json()
         assert cached(again) > 1000
 
@@ -233,7 +236,7 @@ def test_a_disk_that_never_answers_costs_only_time(
 def test_a_client_that_takes_nothing_loses_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """With events so large that no buffer takes many of them."""
     monkeypatch.setattr("mlx_kv.server.responses.STALLED", 0.2)
-    monkeypatch.setattr("mlx_kv.server.responses.event", lambda data: b": " + b"x" * 500_000 + b"\n\n")
+    monkeypatch.setattr("mlx_kv.server.response_objects.event", lambda data: b": " + b"x" * 500_000 + b"\n\n")
     with running(max_batch_size=1, limits=Limits(queue=0)) as server, deaf(server.url):
         server.wait_until(lambda: server.api.admission.admitted == 1)
         server.wait_until_empty()

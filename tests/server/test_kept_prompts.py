@@ -13,7 +13,7 @@ import pytest
 from serving import ENDS, LONG, PLENTY, SOURCE, Troubled, cached, running
 
 from mlx_kv import CachePolicy, PromptStore
-from mlx_kv.server.worker import Models
+from mlx_kv.server.models import Models
 
 
 @pytest.mark.parametrize("stop", [None, "="], ids=["to the last token", "to a stop string"])
@@ -149,14 +149,14 @@ def test_nobody_waits_for_a_disk(trouble: str, tmp_path: Path) -> None:
         if trouble == "cancelled":
             with contextlib.suppress(httpx.ReadTimeout):
                 server.http.post("/v1/completions", json={"prompt": LONG + ENDS[0]}, timeout=0.5)
-            server.wait_until(lambda: not server.worker._active)
+            server.wait_until(lambda: not server.worker._rows.active)
             other = pool.submit(server.post, prompt=LONG + ENDS[0], max_tokens=20)
-            server.wait_until(lambda: bool(server.worker._active))
+            server.wait_until(lambda: bool(server.worker._rows.active))
             stores[-1].go_on.set()
             answer = other.result().json()
         else:
             slow = pool.submit(server.post, prompt=LONG + ENDS[0], max_tokens=20)
-            server.wait_until(lambda: server.metrics.total("prefix_misses") > 0 or server.worker._prefill.waits)
+            server.wait_until(lambda: server.metrics.total("prefix_misses") > 0 or server.worker._rows.prefill.waits)
             if trouble == "slow":
                 server.complete("class A:\n    ", 30)
                 assert not slow.done()

@@ -19,7 +19,8 @@ from mlx_kv.ranks.group import RankGroup
 from mlx_kv.ranks.link import Follower, Leader, RanksError
 from mlx_kv.server.job import Job
 from mlx_kv.server.metrics import Metrics
-from mlx_kv.server.worker import Models, Worker
+from mlx_kv.server.models import Models
+from mlx_kv.server.worker import Worker
 
 
 class Alike(RankGroup):

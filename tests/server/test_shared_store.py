@@ -14,8 +14,8 @@ from s3 import BUCKET, ObjectStore, object_store
 from serving import ENDS, LONG, PLENTY, Running, cached, command, running
 
 from mlx_kv import PromptStore
+from mlx_kv.server.models import Models
 from mlx_kv.server.tiered_prefixes import TieredPrefixes
-from mlx_kv.server.worker import Models
 
 pytestmark = pytest.mark.slow
 
@@ -84,7 +84,7 @@ def test_a_store_that_does_not_answer_costs_time_once(trouble: str, url: str, ob
         time.sleep(1.1)
         (objects.hang if trouble == "hangs" else objects.stop)()
         assert ask(server, ENDS[0]) == (wanted[0], 0)
-        prefixes = server.worker._prefixes
+        prefixes = server.worker._rows.prefixes
         server.wait_until(lambda: prefixes._failing)
         fetched = Fetches(prefixes)
         assert ask(server, ENDS[1]) == (wanted[1], 0)

@@ -16,7 +16,8 @@ from tiny_models import make_model
 from mlx_kv import CachePolicy, PromptStore
 from mlx_kv.server.job import Job, OutputChunk
 from mlx_kv.server.metrics import Metrics
-from mlx_kv.server.worker import Models, Worker
+from mlx_kv.server.models import Models
+from mlx_kv.server.worker import Worker
 
 PROMPT = [(7 * i * i + 3 * i) % 90 for i in range(700)]
 
@@ -100,9 +101,9 @@ def test_prompts_of_other_families_are_found_again(
         first = kept.ask(PROMPT)
         first.wait()
         for tokens in (PROMPT, [*PROMPT[:650], 1, 2, 3, 4, 5], [*first.job.known, 5, 6]):
-            if kept.worker._prefixes.store is not None:
+            if kept.worker._rows.prefixes.store is not None:
                 time.sleep(0.2)
-                kept.worker._prefixes._disk.submit(kept.worker._prefixes.store.refresh).result()
+                kept.worker._rows.prefixes._disk.submit(kept.worker._rows.prefixes.store.refresh).result()
             asked = kept.ask(tokens)
             assert asked.wait() == anew.ask(tokens).wait()
             assert asked.job.cached >= 576  # the chunk before 640 at the least
@@ -152,7 +153,7 @@ def test_an_entry_that_cannot_be_made_costs_only_time(
     with worker_at_work(reference, "llama", open_store=open_store) as one:
         wanted = one.ask(PROMPT).wait()
     with worker_at_work(reference, "llama", open_store=open_store) as one:
-        assert one.worker._prefixes.on_disk(PROMPT)
+        assert one.worker._rows.prefixes.on_disk(PROMPT)
         asked = one.ask(PROMPT)
         assert asked.wait() == wanted
         assert asked.job.cached == 0
@@ -171,11 +172,11 @@ def test_what_waits_for_the_disk_is_counted_by_one_thread(reference: Any, tmp_pa
     with worker_at_work(reference, "llama", open_store=lambda models: Counted(tmp_path)) as one:
         for start in range(12):
             one.ask(PROMPT[start : start + 100]).wait()
-        store: Any = one.worker._prefixes.store
+        store: Any = one.worker._rows.prefixes.store
         deadline = time.monotonic() + 10
-        while (one.worker._prefixes._pending or len(store.written) < 12) and time.monotonic() < deadline:
+        while (one.worker._rows.prefixes._pending or len(store.written) < 12) and time.monotonic() < deadline:
             time.sleep(0.02)
-        assert one.worker._prefixes._pending == 0
+        assert one.worker._rows.prefixes._pending == 0
         assert len(store.written) == 12
         assert all(name.startswith("mlx-kv disk") for name in store.written)
 
@@ -239,7 +240,7 @@ def test_jobs_that_come_and_go_at_any_time(
             assert answers[index] == alone.ask(job.tokens, job.max_tokens).wait()
         assert sum(asked.job.cached for asked in left) > 1000
         worker = one.worker
-        assert not worker._active
-        assert not worker._prefill._jobs
-        assert not worker._prefill._readers
+        assert not worker._rows.active
+        assert not worker._rows.prefill._jobs
+        assert not worker._rows.prefill._readers
         assert worker._metrics.total("engine_failures") == 0

@@ -1,0 +1,133 @@
+"""From a request's body to the answers that it asked for: read, checked, let in, made tokens.
+
+Decides the order, so that whatever is wrong is said before anything is let in or computed. Knows nothing about routes,
+nor about the fields of any API: a dialect translates them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from mlx_kv.generation.encoding import encode_prompt
+from mlx_kv.server.admission import AdmissionController
+from mlx_kv.server.answers import AnswerWriter, Choice
+from mlx_kv.server.bodies import read_body
+from mlx_kv.server.chat import encode_chat
+from mlx_kv.server.chat_output import ChatOutputParser
+from mlx_kv.server.errors import ApiError
+from mlx_kv.server.job import Job
+from mlx_kv.server.limits import Limits
+from mlx_kv.server.names import ModelNames
+from mlx_kv.server.requests import CompletionRequest, Prompt, RequestRules
+from mlx_kv.server.responses import CompletionResponse
+from mlx_kv.server.stop_strings import StopStrings
+from mlx_kv.server.task_thread import TaskThread, TaskThreadError
+from mlx_kv.server.unknown_fields import UnknownFields
+from mlx_kv.server.worker import Worker
+
+
+class Asked(NamedTuple):
+    """What a body asks for, and who writes the answer, given the model's name."""
+
+    request: CompletionRequest
+    writer: Callable[[str], AnswerWriter]
+
+
+Dialect = Callable[[Any, RequestRules], Asked]  # of the JSON of a body; raises ApiError for what it refuses
+
+
+class Intake:
+    """Takes requests in.
+
+    Args:
+        names: of the model.
+    """
+
+    def __init__(self, worker: Worker, admission: AdmissionController, limits: Limits, names: ModelNames) -> None:
+        self._worker, self._admission, self._limits, self._names = worker, admission, limits, names
+        self._rules = RequestRules(limits.temperature, UnknownFields(limits.strict))
+        # One thread for tokenizers: they are fast, but a long prompt would hold up everybody else's tokens.
+        self._tokenizing = TaskThread("mlx-kv tokenizer")
+
+    async def answer(self, http: Request, dialect: Dialect) -> Response:
+        """The answer to a request, whole or streamed."""
+        since = time.monotonic()
+        request, writer = await self._read(http, dialect)
+        self._admission.admit(request.answers)
+        try:
+            prompts = await self._tokens(request)
+            choices = [self._choice(request, index, tokens, since) for index, tokens in enumerate(prompts)]
+            return CompletionResponse(self._admission, choices, writer(self._names.name), request.stream)
+        except BaseException:
+            self._admission.leave(request.answers)
+            raise
+
+    async def count(self, http: Request, dialect: Dialect) -> int:
+        """How many tokens a request's prompt has."""
+        request, _ = await self._read(http, dialect)
+        self._admission.admit()  # a tokenizer has only so much time
+        try:
+            return sum(len(tokens) for tokens in await self._tokens(request))
+        finally:
+            self._admission.leave()
+
+    async def json(self, http: Request) -> Any:
+        """The JSON of a request's body."""
+        try:
+            return await read_body(http, self._limits.body_bytes, self._limits.body_seconds)
+        except ClientDisconnect:
+            raise ApiError(499, "the client hung up") from None
+
+    async def _read(self, http: Request, dialect: Dialect) -> Asked:
+        asked = dialect(await self.json(http), self._rules)
+        self._names.check(asked.request.model)
+        return asked
+
+    async def _tokens(self, request: CompletionRequest) -> list[list[int]]:
+        """Of each of its prompts, of which a chat is one."""
+        try:
+            return await asyncio.wrap_future(self._tokenizing.submit(lambda: self._encode(request)))
+        except TaskThreadError as error:
+            raise ApiError(500, f"the server failed: {error}") from error
+
+    def _encode(self, request: CompletionRequest) -> list[list[int]]:
+        if request.chat:
+            return [encode_chat(self._worker.models.tokenizer, request, self._rules.unknown)]
+        return [self._encode_prompt(prompt) for prompt in request.prompts]
+
+    def _encode_prompt(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            return encode_prompt(self._worker.models.tokenizer, prompt)
+        if max(prompt) >= self._worker.vocabulary:
+            raise ApiError(400, f"token {max(prompt)} is not one of {self._worker.vocabulary:,}", "prompt")
+        return list(prompt)
+
+    def _choice(self, request: CompletionRequest, index: int, tokens: list[int], since: float) -> Choice:
+        job, tokenizer = self._job(request, tokens, since), self._worker.models.tokenizer
+        if request.chat:
+            parser = ChatOutputParser(tokenizer, tokens, request.tools, request.stream, request.one_call)
+            return Choice(index, index, job, parser)
+        prompt = request.prompts[index]
+        echo = prompt if isinstance(prompt, str) else tokenizer.decode(tokens)
+        return Choice(index, index, job, echo=echo if request.echo else "")
+
+    def _job(self, request: CompletionRequest, tokens: list[int], since: float) -> Job:
+        param, context = "messages" if request.chat else "prompt", self._worker.context
+        if not tokens:
+            raise ApiError(400, "the prompt is empty: send at least one token", param)
+        most = min((n for n in (self._limits.prompt_tokens, context and context - 1) if n is not None), default=None)
+        if most is not None and len(tokens) > most:
+            raise ApiError(
+                400, f"the prompt has {len(tokens):,} tokens, and {most:,} are the most here: shorten it", param,
+                "context_length_exceeded",
+            )  # fmt: skip
+        max_tokens = self._limits.max_tokens if request.max_tokens is None else request.max_tokens
+        max_tokens = max_tokens if context is None else min(max_tokens, context - len(tokens))
+        stop_strings = StopStrings(request.stop_strings)
+        return Job(tokens, max_tokens, request.temperature, request.top_p, request.seed, stop_strings, since=since)

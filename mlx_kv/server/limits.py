@@ -1,0 +1,28 @@
+"""What a client may take of a server. Knows nothing about how it is kept to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a client may take.
+
+    Attributes:
+        body_bytes: of a request.
+        body_seconds: for all of it to arrive.
+        prompt_tokens: None is the context of the model, less one.
+        queue: answers that wait for a row; requests for more are turned away.
+        max_tokens: where a request does not say.
+        temperature: where a request does not say.
+        strict: whether requests with fields that nobody knows are refused.
+    """
+
+    body_bytes: int = 4 * 2**20
+    body_seconds: float = 60.0
+    prompt_tokens: int | None = None
+    queue: int = 64
+    max_tokens: int = 512
+    temperature: float = 0.0
+    strict: bool = False

@@ -1,0 +1,177 @@
+"""What requests may have besides their sampling: several prompts, an echo, other names, fields that nobody knows."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.tool_parsers import json_tools
+from serving import SOURCE, Running, check_error, running
+
+from mlx_kv.server.api import Limits
+from mlx_kv.server.chat_output import ChatOutputParser, Delta
+from mlx_kv.server.names import ModelNames
+from mlx_kv.server.unknown_fields import MOST_NAMES, UnknownFields
+
+
+@pytest.fixture(scope="module")
+def strict() -> Iterator[Running]:
+    with running(limits=Limits(strict=True, queue=4), max_batch_size=4) as one:
+        yield one
+
+
+# --- several prompts, and echo ----------------------------------------------------------------------------------------
+
+
+def test_several_prompts_get_what_each_gets_alone(server: Running) -> None:
+    prompts = [SOURCE[:60], SOURCE[200:300], SOURCE[:60], SOURCE[430:450]]
+    alone = [server.complete(prompt, 12) for prompt in prompts]
+    whole = server.client.completions.create(model="reference", prompt=prompts, max_tokens=12)
+    assert [choice.text for choice in whole.choices] == alone
+    assert [choice.index for choice in whole.choices] == [0, 1, 2, 3]
+    assert whole.usage is not None
+    assert whole.usage.completion_tokens == 48
+    each = [server.post(prompt=prompt, max_tokens=1).json()["usage"]["prompt_tokens"] for prompt in prompts]
+    assert whole.usage.prompt_tokens == sum(each)
+    said, ends = [""] * 4, [""] * 4
+    for piece in server.client.completions.create(model="reference", prompt=prompts, max_tokens=12, stream=True):
+        said[piece.choices[0].index] += piece.choices[0].text
+        ends[piece.choices[0].index] += piece.choices[0].finish_reason or ""
+    assert (said, ends) == (alone, ["length"] * 4)
+    server.wait_until_empty()
+
+
+def test_each_prompt_ends_at_its_own_stop_string(server: Running) -> None:
+    prompts = [SOURCE[:60], SOURCE[200:300]]
+    texts = [server.complete(prompt, 12) for prompt in prompts]
+    stop = texts[1][4:9]
+    assert stop not in texts[0]
+    choices = server.post(prompt=prompts, max_tokens=12, stop=stop).json()["choices"]
+    assert [choice["finish_reason"] for choice in choices] == ["length", "stop"]
+    assert [choice["text"] for choice in choices] == [texts[0], texts[1][: texts[1].index(stop)]]
+
+
+def test_prompts_count_against_the_queue(strict: Running) -> None:
+    assert len(strict.post(prompt=["import"] * 8, max_tokens=1).json()["choices"]) == 8
+    assert "8 are the most" in check_error(strict.post(prompt=["import"] * 9, max_tokens=1), 400)["message"]
+    strict.wait_until_empty()
+
+
+def test_an_error_of_one_prompt_is_one_of_the_request(server: Running) -> None:
+    assert check_error(server.post(prompt=["import", "x " * 2000]), 400)["code"] == "context_length_exceeded"
+    assert check_error(server.post(prompt=[[1], [99_999]]), 400)["param"] == "prompt"
+    server.wait_until_empty()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_echo_begins_with_the_prompt(server: Running, stream: bool) -> None:
+    ids = server.worker.models.tokenizer.encode("import os")
+    options: dict[str, Any] = {"model": "reference", "max_tokens": 6, "echo": True}
+    for prompt in ("import os", ids):
+        alone = server.post(prompt=prompt, max_tokens=6).json()["choices"][0]["text"]
+        answer = server.client.completions.create(**options, prompt=prompt, stream=stream)
+        said = "".join(piece.choices[0].text for piece in answer) if stream else answer.choices[0].text
+        assert said == "import os" + alone
+
+
+# --- names and fields -------------------------------------------------------------------------------------------------
+
+
+def test_names_of_the_model(server: Running, tmp_path: Path) -> None:
+    assert ModelNames("mlx-community/Qwen3-4bit").all == ("mlx-community/Qwen3-4bit", "Qwen3-4bit", "default_model")
+    here = tmp_path / "smol"
+    here.mkdir()
+    assert ModelNames(str(here), ["small"]).all == (str(here), "small", "smol", "default_model")
+    names = ModelNames("reference", ["*"])
+    names.check("gpt-9")
+    assert names.all == ("reference", "default_model")
+    for name in (None, "reference", "default_model"):
+        answer = server.post(model=name, prompt="x", max_tokens=1)
+        assert answer.json()["model"] == "reference"
+    check_error(server.post(model="smol", prompt="x"), 404)
+    assert server.http.get("/v1/models/default_model").json()["id"] == "default_model"
+
+
+def test_fields_that_nobody_knows(
+    server: Running, strict: Running, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = {"prompt": "import", "max_tokens": 3, "surprise": {"a": 1}, "\ud800": 1}
+
+    def send(to: Running) -> Any:
+        return to.http.post("/v1/completions", content=json.dumps(body), headers={"Content-Type": "application/json"})
+
+    with caplog.at_level(logging.WARNING, "mlx_kv.server"):
+        for _ in range(3):
+            assert send(server).json()["choices"][0]["text"] == server.complete("import", 3)
+    assert len([line for line in caplog.messages if "'surprise'" in line]) == 1
+    assert check_error(send(strict), 400)["param"] == "surprise"
+    del body["surprise"]
+    assert check_error(send(strict), 400)["param"] == "?"
+    unknown, caplog.records[:] = UnknownFields(), []
+    unknown.check(str(number) for number in range(2 * MOST_NAMES))
+    assert len(caplog.records) <= MOST_NAMES
+
+
+def test_paths_without_a_version_and_what_is_not_offered(server: Running) -> None:
+    text = server.complete("import", 3)
+    assert server.post("/completions", prompt="import", max_tokens=3).json()["choices"][0]["text"] == text
+    chat = {"messages": [{"role": "user", "content": "import"}], "max_tokens": 1}
+    assert server.post("/chat/completions", **chat).json()["object"] == "chat.completion"
+    assert server.http.get("/models").json() == server.http.get("/v1/models").json()
+    assert "no embeddings" in check_error(server.post("/v1/embeddings", input="x"), 404)["message"]
+    assert "suffix is not supported" in check_error(server.post(prompt="x", suffix="y"), 400)["message"]
+
+
+def test_whether_requests_are_taken(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert server.http.get("/ready").json() == {"status": "ready"}
+    monkeypatch.setattr(server.api.admission, "_closing", "the server is shutting down")
+    answer = server.http.get("/ready")
+    assert (answer.status_code, answer.json()["reason"]) == (503, "the server is shutting down")
+    assert server.http.get("/health").status_code == 200
+
+
+# --- chats ------------------------------------------------------------------------------------------------------------
+
+
+def test_roles_and_efforts(server: Running) -> None:
+    """A model without a chat template gets the text that mlx_lm.server would make of the messages."""
+    chat: dict[str, Any] = {"messages": [{"role": "user", "content": "import os"}], "max_tokens": 6}
+    answer = server.post("/v1/chat/completions", **chat, role_mapping={"user": "Q: ", "assistant": "A:", "stop": "\n"})
+    assert answer.json()["choices"][0]["message"]["content"] == server.complete("Q: import os\nA:", 6)
+    answer = server.post("/v1/chat/completions", **chat, reasoning_effort="low")
+    assert "no chat_template_kwargs" in check_error(answer, 400)["message"]
+
+
+def test_tools_that_cannot_be_called(server: Running, strict: Running) -> None:
+    chat: dict[str, Any] = {
+        "messages": [{"role": "user", "content": "import os"}],
+        "tools": [{"type": "function", "function": {"name": "look"}}],
+        "max_tokens": 6,
+    }
+    told = server.post("/v1/chat/completions", **chat).json()["choices"][0]["message"]
+    del chat["tools"]
+    assert told == server.post("/v1/chat/completions", **chat).json()["choices"][0]["message"]
+    refused = strict.post("/v1/chat/completions", **chat, tools=[{"function": {"name": "f"}}])
+    assert check_error(refused, 400)["param"] == "tools"
+
+
+@pytest.mark.parametrize("written", ["{0}{0}", "[{0}, {0}]"])
+def test_one_tool_call_at_the_most(written: str, reference: Any) -> None:
+    call = '{"name": "look", "arguments": {}}'
+    text = (
+        written.format(f"<tool_call>{call}</tool_call>")
+        if "[" not in written
+        else (f"<tool_call>{written.format(call)}</tool_call>")
+    )
+    marks = {"tool_call_start": "<tool_call>", "tool_call_end": "</tool_call>"}
+    tokenizer = TokenizerWrapper(reference[1]._tokenizer, tool_parser=json_tools.parse_tool_call, **marks)
+    for one_call, count in ((False, 2), (True, 1)):
+        said, parser = Delta(), ChatOutputParser(tokenizer, [1], [], stream=False, one_call=one_call)
+        said.add(parser.feed(text))
+        said.add(parser.finish())
+        assert len(said.tool_calls) == count
