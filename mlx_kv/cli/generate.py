@@ -65,6 +65,7 @@ def check_cache_file(policy: dict[str, Any], draft_model: str | None) -> None:
 @decoding_options
 @policy_options
 @rank_options
+@click.option("--verbose", type=bool, default=True, show_default=True, help="Statistics follow; false leaves them out.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of streaming.")
 def generate(
     model: str,
@@ -94,6 +95,7 @@ def continue_prompt(
     ignore_chat_template: bool,
     chat: Chat,
     max_tokens: int,
+    verbose: bool,
     as_json: bool,
     **policy: Any,
 ) -> None:
@@ -189,6 +191,8 @@ def continue_prompt(
         click.echo(json.dumps(answer))
         return
     click.echo()
+    if not verbose:
+        return
     lines = (
         "-" * 40,
         *([tokens_line("cached", already, None)] if already else []),

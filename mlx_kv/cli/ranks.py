@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 # Words that may differ: places on one machine, and what the first rank alone reads. Models are compared by content.
 MAY_DIFFER = {
+    *("adapter_path", "api_key", "log_level", "ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_keyfile_password"),
     *("model", "draft_model", "secret_file", "api_key_file", "prompt_memory_bytes", "link_address"),
     *("source", "prompt", "prompt_file", "prompts_file", "output_file", "host", "port", "prompt_store"),
 }
