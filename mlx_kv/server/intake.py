@@ -103,7 +103,8 @@ class Intake:
 
     def _encode(self, request: CompletionRequest) -> list[list[int]]:
         if request.chat:
-            return [encode_chat(self._worker.models.tokenizer, request, self._rules.unknown)]
+            told = self._limits.template
+            return [encode_chat(self._worker.models.tokenizer, request, self._rules.unknown, told)]
         return [self._encode_prompt(prompt) for prompt in request.prompts]
 
     def _encode_prompt(self, prompt: Prompt) -> list[int]:

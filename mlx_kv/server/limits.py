@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -17,6 +19,7 @@ class Limits:
         max_tokens: where a request does not say.
         temperature: where a request does not say.
         strict: whether requests with fields that nobody knows are refused.
+        template: settings of the chat template, where a request does not say.
     """
 
     body_bytes: int = 4 * 2**20
@@ -26,3 +29,4 @@ class Limits:
     max_tokens: int = 512
     temperature: float = 0.0
     strict: bool = False
+    template: Mapping[str, Any] = field(default_factory=dict)

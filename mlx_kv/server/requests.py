@@ -36,6 +36,8 @@ COMMON = {"max_tokens", "model", "seed", "stop", "stream", "stream_options", "te
 FOR_COMPLETIONS = {"echo", "prompt"}
 FOR_CHAT = {
     "chat_template_kwargs",
+    "continue_final_message",
+    "enable_thinking",
     "max_completion_tokens",
     "messages",
     "parallel_tool_calls",
@@ -71,7 +73,9 @@ class CompletionRequest:
     Attributes:
         prompts: texts or token ids, each of which gets answers of its own; none for a chat.
         messages, tools, template: of a chat; template are arguments for the chat template.
+        hints: arguments for a chat template, where there is one.
         roles: what comes before messages of each role where a model has no chat template; empty is mlx-lm's.
+        continues: whether the answer goes on from the last message, which is the assistant's.
         one_call: whether an answer has one tool call at the most.
         echo: whether an answer begins with its prompt.
         max_tokens: None leaves it to the server.
@@ -86,8 +90,10 @@ class CompletionRequest:
     messages: list[dict[str, Any]] = field(default_factory=list)
     tools: list[dict[str, Any]] = field(default_factory=list)
     template: dict[str, Any] = field(default_factory=dict)
+    hints: dict[str, Any] = field(default_factory=dict)
     roles: dict[str, str] = field(default_factory=dict)
     one_call: bool = False
+    continues: bool = False
     echo: bool = False
     max_tokens: int | None = None
     temperature: float = 1.0
