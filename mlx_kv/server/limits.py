@@ -15,7 +15,6 @@ class Limits:
         prompt_tokens: None is the context of the model, less one.
         queue: answers that wait for a row; requests for more are turned away.
         max_tokens: where a request does not say.
-        temperature: where a request does not say.
         strict: whether requests with fields that nobody knows are refused.
     """
 
@@ -24,5 +23,4 @@ class Limits:
     prompt_tokens: int | None = None
     queue: int = 64
     max_tokens: int = 512
-    temperature: float = 0.0
     strict: bool = False
