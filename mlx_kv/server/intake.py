@@ -27,8 +27,10 @@ from mlx_kv.server.limits import Limits
 from mlx_kv.server.names import ModelNames
 from mlx_kv.server.requests import CompletionRequest, Prompt, RequestRules
 from mlx_kv.server.responses import CompletionResponse
+from mlx_kv.server.sampling_fields import check_biases
 from mlx_kv.server.stop_strings import StopStrings
 from mlx_kv.server.task_thread import TaskThread, TaskThreadError
+from mlx_kv.server.token_texts import TokenTexts
 from mlx_kv.server.unknown_fields import UnknownFields
 from mlx_kv.server.worker import Worker
 
@@ -52,8 +54,9 @@ class Intake:
 
     def __init__(self, worker: Worker, admission: AdmissionController, limits: Limits, names: ModelNames) -> None:
         self._worker, self._admission, self._limits, self._names = worker, admission, limits, names
-        self._rules = RequestRules(limits.temperature, UnknownFields(limits.strict))
+        self._rules = RequestRules(worker.models.sampling, UnknownFields(limits.strict))
         self._grammars = Grammars(worker.models.tokenizer, self._rules.unknown)
+        self._texts = TokenTexts(worker.models.tokenizer)
         # One thread for tokenizers: they are fast, but a long prompt would hold up everybody else's tokens.
         self._tokenizing = TaskThread("mlx-kv tokenizer")
 
@@ -65,7 +68,11 @@ class Intake:
         try:
             prompts = await self._tokens(request)
             grammar = await self._grammars.of(request)
-            choices = [self._choice(request, index, tokens, since) for index, tokens in enumerate(prompts)]
+            each = [(prompt, number) for prompt in range(len(prompts)) for number in range(request.wanted.n)]
+            choices = [
+                self._choice(request, index, prompt, number, prompts[prompt], since)
+                for index, (prompt, number) in enumerate(each)
+            ]
             for choice in choices:
                 choice.job.grammar = self._grammars.processor(grammar, request, choice.job.tokens)
             return CompletionResponse(self._admission, choices, writer(self._names.name), request.stream)
@@ -114,17 +121,21 @@ class Intake:
             raise ApiError(400, f"token {max(prompt)} is not one of {self._worker.vocabulary:,}", "prompt")
         return list(prompt)
 
-    def _choice(self, request: CompletionRequest, index: int, tokens: list[int], since: float) -> Choice:
-        job, tokenizer = self._job(request, tokens, since), self._worker.models.tokenizer
+    def _choice(
+        self, request: CompletionRequest, index: int, place: int, number: int, tokens: list[int], since: float
+    ) -> Choice:
+        """One of the answers to the prompt at some place, counted from 0."""
+        job, tokenizer = self._job(request, number, tokens, since), self._worker.models.tokenizer
+        texts = None if request.wanted.top_logprobs is None else self._texts
         if request.chat:
             bare = request.forces_call and marks_of(tokenizer) is None
             parser = ChatOutputParser(tokenizer, tokens, request.tools, request.stream, request.one_call, bare)
-            return Choice(index, index, job, parser)
-        prompt = request.prompts[index]
+            return Choice(index, place, job, parser, texts=texts)
+        prompt = request.prompts[place]
         echo = prompt if isinstance(prompt, str) else tokenizer.decode(tokens)
-        return Choice(index, index, job, echo=echo if request.echo else "")
+        return Choice(index, place, job, echo=echo if request.echo else "", texts=texts)
 
-    def _job(self, request: CompletionRequest, tokens: list[int], since: float) -> Job:
+    def _job(self, request: CompletionRequest, number: int, tokens: list[int], since: float) -> Job:
         param, context = "messages" if request.chat else "prompt", self._worker.context
         if not tokens:
             raise ApiError(400, "the prompt is empty: send at least one token", param)
@@ -136,5 +147,6 @@ class Intake:
             )  # fmt: skip
         max_tokens = self._limits.max_tokens if request.max_tokens is None else request.max_tokens
         max_tokens = max_tokens if context is None else min(max_tokens, context - len(tokens))
-        stop_strings = StopStrings(request.stop_strings)
-        return Job(tokens, max_tokens, request.temperature, request.top_p, request.seed, stop_strings, since=since)
+        wanted, stop_strings = request.wanted, StopStrings(request.stop_strings)
+        check_biases(wanted.sampling, self._worker.vocabulary)
+        return Job(tokens, max_tokens, wanted.sampling_of(number), wanted.top_logprobs, stop_strings, since=since)

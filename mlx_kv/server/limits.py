@@ -17,7 +17,6 @@ class Limits:
         prompt_tokens: None is the context of the model, less one.
         queue: answers that wait for a row; requests for more are turned away.
         max_tokens: where a request does not say.
-        temperature: where a request does not say.
         strict: whether requests with fields that nobody knows are refused.
         template: settings of the chat template, where a request does not say.
     """
@@ -27,6 +26,5 @@ class Limits:
     prompt_tokens: int | None = None
     queue: int = 64
     max_tokens: int = 512
-    temperature: float = 0.0
     strict: bool = False
     template: Mapping[str, Any] = field(default_factory=dict)
