@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count
 
+from mlx_kv.generation.grammar.processor import GrammarProcessor
 from mlx_kv.generation.logprobs import TokenScore
 from mlx_kv.generation.settings import SamplingSettings
 from mlx_kv.generation.speculation.statistics import SpeculationStatistics
@@ -30,6 +31,7 @@ class Job:
         tokens: of the prompt.
         sampling: how its tokens are chosen; without a seed by the random numbers of the thread.
         top_logprobs: how many likeliest tokens are told with each; None tells no log-probabilities at all.
+        grammar: what keeps its answer to a form; None lets it be any.
         joined: whether it has a place among the rows: its prompt is being read, or it decodes.
         cached: tokens of the prompt that had been read before.
         evicted: tokens that are no longer in its caches, those that were evicted for others before among them.
@@ -41,6 +43,7 @@ class Job:
     sampling: SamplingSettings = field(default_factory=SamplingSettings)
     top_logprobs: int | None = None
     stop_strings: StopStrings = field(default_factory=StopStrings)
+    grammar: GrammarProcessor | None = None
     number: int = field(default_factory=lambda: next(_numbers))
     since: float = field(default_factory=time.monotonic)
     joined: bool = False
@@ -69,6 +72,7 @@ class OutputChunk:
         scores: of those that have a text, by id, where the job wants them.
         finish_reason: with the last chunk: "stop" or "length", or "error".
         error: in words, for the client.
+        status: of HTTP, that goes with an error.
     """
 
     job: Job
@@ -76,6 +80,7 @@ class OutputChunk:
     tokens: int = 0
     finish_reason: str | None = None
     error: str | None = None
+    status: int = 500
     scores: tuple[tuple[int, TokenScore], ...] = ()
 
     def joined(self, following: OutputChunk) -> OutputChunk:

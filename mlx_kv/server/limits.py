@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -16,6 +18,7 @@ class Limits:
         queue: answers that wait for a row; requests for more are turned away.
         max_tokens: where a request does not say.
         strict: whether requests with fields that nobody knows are refused.
+        template: settings of the chat template, where a request does not say.
     """
 
     body_bytes: int = 4 * 2**20
@@ -24,3 +27,4 @@ class Limits:
     queue: int = 64
     max_tokens: int = 512
     strict: bool = False
+    template: Mapping[str, Any] = field(default_factory=dict)

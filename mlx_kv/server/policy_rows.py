@@ -146,7 +146,8 @@ class PolicyRows:
         read, caches = (0, None) if reader is None else (reader.read, reader.caches)
         before, rest = job.tokens[:read], job.tokens[read:]
         sequence = TokenSequence(job.number, rest, job.max_tokens, tokenizer.detokenizer, sampler, caches, before)
-        sequence.processors, sequence.top_logprobs = job.sampling.processors(), job.top_logprobs
+        grammar = () if job.grammar is None else (job.grammar,)
+        sequence.processors, sequence.top_logprobs = (*job.sampling.processors(), *grammar), job.top_logprobs
         try:
             self.engine.submit(sequence)
         except ValueError as error:

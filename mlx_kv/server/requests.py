@@ -10,9 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from mlx_kv.generation.grammar.constraint import Constraint
 from mlx_kv.generation.settings import SamplingSettings
 from mlx_kv.server import sampling_fields
 from mlx_kv.server.chat_requests import chat_fields
+from mlx_kv.server.constraint_fields import FIELDS, constraint_of
 from mlx_kv.server.errors import ApiError
 from mlx_kv.server.fields import boolean, integer, json_kind, typed, unicode
 from mlx_kv.server.sampling_fields import Answers, answers_of
@@ -37,6 +39,8 @@ COMMON = {"max_tokens", "model", "stop", "stream", "stream_options", *sampling_f
 FOR_COMPLETIONS = {"echo", "prompt"}
 FOR_CHAT = {
     "chat_template_kwargs",
+    "continue_final_message",
+    "enable_thinking",
     "max_completion_tokens",
     "messages",
     "parallel_tool_calls",
@@ -51,7 +55,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "function_call": ("none", "auto"),
     "functions": ([],),
     "modalities": (["text"],),
-    "response_format": ({"type": "text"},),
     "suffix": ("",),
 }
 
@@ -63,12 +66,16 @@ class CompletionRequest:
     Attributes:
         prompts: texts or token ids, each of which gets answers of its own; none for a chat.
         messages, tools, template: of a chat; template are arguments for the chat template.
+        hints: arguments for a chat template, where there is one.
         roles: what comes before messages of each role where a model has no chat template; empty is mlx-lm's.
+        continues: whether the answer goes on from the last message, which is the assistant's.
         one_call: whether an answer has one tool call at the most.
         echo: whether an answer begins with its prompt.
         max_tokens: None leaves it to the server.
         wanted: how many answers a prompt gets, and how their tokens are chosen and told.
         stop_strings: strings at which the answer ends.
+        constraint: what form the answer has; None is any.
+        constraint_field: the field that says so.
     """
 
     model: str | None = None
@@ -76,18 +83,27 @@ class CompletionRequest:
     messages: list[dict[str, Any]] = field(default_factory=list)
     tools: list[dict[str, Any]] = field(default_factory=list)
     template: dict[str, Any] = field(default_factory=dict)
+    hints: dict[str, Any] = field(default_factory=dict)
     roles: dict[str, str] = field(default_factory=dict)
     one_call: bool = False
+    continues: bool = False
     echo: bool = False
     max_tokens: int | None = None
     wanted: Answers = field(default_factory=Answers)
     stop_strings: tuple[str, ...] = ()
+    constraint: Constraint | None = None
+    constraint_field: str = ""
     stream: bool = False
     include_usage: bool = False
 
     @property
     def chat(self) -> bool:
         return not self.prompts
+
+    @property
+    def forces_call(self) -> bool:
+        """Whether the answer is to be a call of a tool."""
+        return self.constraint is not None and self.constraint.kind == "calls"
 
     @property
     def answers(self) -> int:
@@ -117,7 +133,7 @@ def parse(body: Any, chat: bool, rules: RequestRules) -> CompletionRequest:
     if not isinstance(body, dict):
         raise ApiError(400, f"the body is a JSON {json_kind(body)}: send an object")
     fields = {name: value for name, value in body.items() if value is not None}
-    known = IGNORED | NEUTRAL.keys() | COMMON | (FOR_CHAT if chat else FOR_COMPLETIONS)
+    known = IGNORED | NEUTRAL.keys() | COMMON | FIELDS | (FOR_CHAT if chat else FOR_COMPLETIONS)
     rules.unknown.check(fields.keys() - known)
     for name, neutral in NEUTRAL.items():
         if name in fields and not any(type(fields[name]) is type(value) and fields[name] == value for value in neutral):
@@ -135,6 +151,7 @@ def parse(body: Any, chat: bool, rules: RequestRules) -> CompletionRequest:
         "stream": stream,
         "include_usage": boolean(stream_options, "include_usage"),
     }
+    checked["constraint_field"], checked["constraint"] = constraint_of(fields)
     checked |= chat_fields(fields) if chat else {"prompts": _prompts(fields), "echo": boolean(fields, "echo")}
     return CompletionRequest(**checked)
 
