@@ -7,6 +7,7 @@ neither MLX nor what needs it before a command runs.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,20 @@ class FiniteRange(click.FloatRange):
         if not math.isfinite(number):
             self.fail(f"{value} is no finite number.", param, ctx)
         return super().convert(number, param, ctx)
+
+
+class ByteCount(click.ParamType):  # type: ignore[type-arg]  # generic in some versions
+    """A number of bytes, with a unit if there is one: 500MB, 12GB, 12GiB."""
+
+    name = "bytes"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if isinstance(value, int):
+            return value
+        found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", str(value).strip().lower())
+        if found is None or float(found[1]) <= 0:
+            self.fail(f"{value!r} is no number of bytes: give one such as 12GB.", param, ctx)
+        return int(float(found[1]) * (1024 if found[3] else 1000) ** " kmgt".index(found[2] or " "))
 
 
 class LeadersFile(click.Path):

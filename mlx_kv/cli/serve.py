@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mlx_kv.cli.decoding import Drafting, draft_options
-from mlx_kv.cli.options import FiniteRange, LeadersFile, make_policy, model_option, policy_options
+from mlx_kv.cli.options import ByteCount, FiniteRange, LeadersFile, make_policy, model_option, policy_options
 from mlx_kv.cli.prompt import prefill_option
 from mlx_kv.cli.ranks import Machine, RankOptions, rank_options
 
@@ -45,6 +45,7 @@ With the openai client:
 \b
 http://127.0.0.1:8080/ shows what is in memory, /metrics is for Prometheus.
 """
+MOST_POLICIES = 4  # engines at once, where requests may choose
 _NUMBER: dict[str, Any] = {"metavar": "N", "show_default": True}
 
 
@@ -96,6 +97,18 @@ _NUMBER: dict[str, Any] = {"metavar": "N", "show_default": True}
     help="After SIGTERM or Ctrl-C, requests in progress have so long to finish.",
 )
 @click.option(
+    "--memory-limit",
+    type=ByteCount(),
+    metavar="BYTES",
+    help="Of weights, keys and values, and kept prompts: 12GB, say. Requests wait for room.  [default: of the device]",
+)
+@click.option(
+    "--allow-cache",
+    multiple=True,
+    metavar="SETTING=VALUES",
+    help="What requests may say of their cache: budget=256-4096, bits=8,4 or score=key_diff; repeat it.",
+)
+@click.option(
     "--prompt-memory-bytes",
     type=click.IntRange(0),
     default=2**30,
@@ -142,6 +155,8 @@ def serve_on(
     max_body_bytes: int,
     max_queue: int,
     drain_seconds: int,
+    memory_limit: int | None,
+    allow_cache: Sequence[str],
     prompt_memory_bytes: int,
     prompt_store: str | None,
     prompt_store_bytes: int,
@@ -154,10 +169,15 @@ def serve_on(
     try:
         from mlx_kv.server import api, metrics, models, run, worker
         from mlx_kv.server.access import AccessRules, is_loopback
+        from mlx_kv.server.cache_requests import AllowedCache
     except ImportError as error:
         if error.name not in EXTRA:
             raise
         raise click.ClickException(f'{error.name} is not installed: pip install "mlx-kv[server]"') from error
+
+    allowed = AllowedCache.of(allow_cache)
+    if allowed.any and machine.group is not None:
+        raise click.UsageError("--allow-cache is for one machine: leave it out, or serve each policy by itself")
 
     def load() -> Models:
         network, tokenizer = machine.load()
@@ -193,6 +213,8 @@ def serve_on(
         prompt_memory_bytes,
         None if prompt_store is None else open_store,
         machine.group,
+        "device" if memory_limit is None else memory_limit,
+        MOST_POLICIES if allowed.any else 1,
     )
     if not machine.leads:
         works.follow()
@@ -204,6 +226,7 @@ def serve_on(
         max_tokens=max_tokens,
         temperature=temp,
         strict=strict,
+        cache=allowed,
     )
     try:
         return run.serve(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from mlx_kv.server.cache_requests import AllowedCache
 
 
 @dataclass(frozen=True)
@@ -17,6 +19,7 @@ class Limits:
         max_tokens: where a request does not say.
         temperature: where a request does not say.
         strict: whether requests with fields that nobody knows are refused.
+        cache: what requests may say of how their keys and values are kept.
     """
 
     body_bytes: int = 4 * 2**20
@@ -26,3 +29,4 @@ class Limits:
     max_tokens: int = 512
     temperature: float = 0.0
     strict: bool = False
+    cache: AllowedCache = field(default_factory=AllowedCache)

@@ -11,10 +11,12 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from mlx_kv.policy import CachePolicy
 from mlx_kv.server.admission import AdmissionController
 from mlx_kv.server.job import Job, Snapshot
 from mlx_kv.server.metrics import Metrics
 from mlx_kv.server.occupancy import RowOccupancy
+from mlx_kv.server.policies import policy_name
 from mlx_kv.server.worker import Worker
 
 COUNTERS = ("generated_tokens", "tokens_evicted", "prefix_hits", "prefix_misses")
@@ -31,6 +33,9 @@ def set_gauges(metrics: Metrics, snapshot: Snapshot, admission: AdmissionControl
     metrics.bytes_full.set(occupancy.bytes_full)
     metrics.active_memory.set(snapshot.active_memory)
     metrics.prompt_memory.set(snapshot.prompt_memory)
+    metrics.planned.set(snapshot.planned)
+    metrics.memory_limit.set(admission.worker.limit.limit or 0)
+    metrics.policies.set(len(admission.worker.policies))
     if snapshot.speculation is not None:
         metrics.draft_length.set(snapshot.speculation.length)
         metrics.draft_tokens_per_pass.set(snapshot.speculation.tokens_per_pass)
@@ -55,6 +60,10 @@ def memory_report(worker: Worker, admission: AdmissionController, metrics: Metri
         "bytes_full": occupancy.bytes_full,
         "active_memory": snapshot.active_memory,
         "prompt_memory": snapshot.prompt_memory,
+        "memory_limit": worker.limit.limit,
+        "weights": worker.limit.weights,
+        "bytes_planned": snapshot.planned,
+        "policies": [{"policy": name, "rows": rows} for name, rows in worker.policies],
         "keeps_prompts": worker.keeps_prompts,
         "drafts": None if snapshot.speculation is None else snapshot.speculation.figures(),
     }
@@ -63,6 +72,7 @@ def memory_report(worker: Worker, admission: AdmissionController, metrics: Metri
 def _row(job: Job, generated: int, layers: Sequence[RowOccupancy]) -> dict[str, Any]:
     return {
         "number": job.number,
+        "policy": policy_name(job.policy or CachePolicy()),
         "state": "decoding" if job.answer else "reading" if job.joined else "waiting",
         "prompt_tokens": len(job.tokens),
         "cached_tokens": job.cached,

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from mlx_kv.server.cache_requests import AS_SERVED, CacheRequest, cache_field
 from mlx_kv.server.chat_requests import chat_fields
 from mlx_kv.server.errors import ApiError
 from mlx_kv.server.fields import boolean, integer, json_kind, number, typed, unicode
@@ -30,7 +31,7 @@ IGNORED = {
     "user",
     "verbosity",
 }
-COMMON = {"max_tokens", "model", "seed", "stop", "stream", "stream_options", "temperature", "top_p"}
+COMMON = {"cache", "max_tokens", "model", "seed", "stop", "stream", "stream_options", "temperature", "top_p"}
 FOR_COMPLETIONS = {"echo", "prompt"}
 FOR_CHAT = {
     "chat_template_kwargs",
@@ -76,6 +77,7 @@ class CompletionRequest:
         max_tokens: None leaves it to the server.
         temperature: 0 is greedy.
         stop_strings: strings at which the answer ends.
+        cache: how its keys and values are to be kept.
     """
 
     model: str | None = None
@@ -93,6 +95,7 @@ class CompletionRequest:
     stop_strings: tuple[str, ...] = ()
     stream: bool = False
     include_usage: bool = False
+    cache: CacheRequest = AS_SERVED
 
     @property
     def chat(self) -> bool:
@@ -141,6 +144,7 @@ def parse(body: Any, chat: bool, rules: RequestRules) -> CompletionRequest:
         "stop_strings": _stop_strings(fields),
         "stream": stream,
         "include_usage": boolean(stream_options, "include_usage"),
+        "cache": cache_field(fields),
     }
     checked |= chat_fields(fields) if chat else {"prompts": _prompts(fields), "echo": boolean(fields, "echo")}
     return CompletionRequest(**checked)
