@@ -11,7 +11,7 @@ keys and values of a context twice, and what was asked of attention while it was
 The physics. A context of C tokens is read once for all policies. Then each policy has its C tokens written again (46 kB
 a token for SmolLM2 in float32), scores and compacts them, and reads the questions and replies, about 100 tokens, or 50
 where the questions were seen: so with 13 scores at 3 budgets a case costs C + 40 x 100 tokens. kvzip reads all of them
-again for each budget, and h2o works out all of the attention again. On a busy machine, one case of 1,024 tokens at one
+again, and h2o works out all of the attention again. On a busy machine, one case of 1,024 tokens at one
 budget: 9 s for any of nine scores, 25 s for expected_attention, 183 s for h2o and 411 s for kvzip, where 100 tokens
 took 9 s. On two quiet cores those take about 0.7 s. By that the default, 8 tasks x 2 x 3 seeds, takes half an hour
 without h2o and kvzip, and these two half an hour for each budget:
@@ -38,6 +38,8 @@ from typing import Any
 from mlx_kv.cache.eviction.scores import score_names
 
 # isort: split
+import quick_softmax
+
 from mlx_kv.cli.progress import spoken
 from mlx_kv.evaluation.asking import Questions, answers_of
 from mlx_kv.evaluation.cells import Cell, Kept, Place, Table, places
@@ -82,6 +84,8 @@ class Measuring:
 
     def __init__(self, model: str) -> None:
         self.model, self.tokenizer = load(model)
+        quick_softmax.install()
+        quick_softmax.check(self.model, self.tokenizer.encode(" ".join(__doc__.split())))
         self.texts, self.instructions = python_texts(), Instructions.of(self.tokenizer, self.model)
 
     @lru_cache  # noqa: B019 -- there is one, as long as the process lives

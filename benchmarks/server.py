@@ -1,31 +1,38 @@
 """Throughput and time to first token of `mlx-kv serve` against `mlx_lm.server`, same machine, same model.
 
-    python benchmarks/server.py [--rounds 3]
+    python benchmarks/server.py [--rounds 3] [--workloads own,shared,sampled] [--clients 1,4,16]
+    python benchmarks/server.py --model build/smollm2 --rounds 1 --tokens 24
+    python benchmarks/server.py --model build/smollm2 --kv-bits 8 --workloads own --clients 8 --rounds 1
 
-Both servers run as processes of their own with the bundled reference model and take turns; while one is measured, the
-other idles. mlx_lm.server gets what mlx-kv gives itself on a CPU: the weights in float32 (a copy in a temporary
-directory) and the tuned BLAS; without them it would be several times slower, and the figures would be about those.
+Both servers run as processes of their own and take turns; while one is measured, the other idles. Without --model they
+serve the bundled reference model, and mlx_lm.server gets what mlx-kv gives itself on a CPU: the weights in float32 (a
+copy in a temporary directory). Both get the tuned BLAS; without these mlx_lm.server would be several times slower, and
+the figures would be about those. A --model is served as it is: on a CPU, give one in float32.
 
-What is measured. 1, 4 or 16 clients send streamed completions of 48 tokens, greedy, one after the other, at least 12
-and 6 of each client; each prompt is some 300 tokens of source code. "Own" prompts have nothing in common; "shared" ones
-begin with the same 250 tokens, which both servers find in memory (mlx-kv with its default --prompt-memory-bytes).
-Tokens per second are those of all clients over the wall time, prompts included. Time to first token is from sending the
-request to the first piece of text, median over requests.
+What is measured. Clients send streamed completions of --tokens tokens, one after the other, at least 12 and 6 of each
+client; each prompt is some 300 tokens of source code. "Own" prompts have nothing in common; "shared" ones begin with
+the same 250 tokens, which both servers find in memory (mlx-kv with its default --prompt-memory-bytes); both are greedy.
+"Sampled" ones are own prompts, with temperature, top_p, top_k, min_p and a repetition penalty. Tokens per second are
+those of all clients over the wall time, prompts included. Time to first token is from sending the request to the first
+piece of text, median and 99th percentile over requests.
 
-The physics. One decode step reads all weights once (16 MB in float32), however many rows it has: so throughput grows
-with clients until arithmetic or the loop around it is the limit. Both sides run the same model in mlx-lm's batching
-loop, so with one client, where prompt and steps are nine tenths of the time, nobody can be much faster. The difference
-is what is around it: caches (ours write in place and read ragged rows through one mask, mlx-lm's move rows when batches
-change), how many prompt tokens are read in one pass while others wait, HTTP and detokenising.
+The physics. One decode step reads all weights once, however many rows it has: so throughput grows with clients until
+arithmetic or the loop around it is the limit. Both sides run the same model in mlx-lm's batching loop, so with one
+client, where prompt and steps are nine tenths of the time, nobody can be much faster. The difference is what is around
+it: caches (ours write in place and read ragged rows through one mask, mlx-lm's move rows when batches change), how many
+prompt tokens are read in one pass while others wait, HTTP and detokenising. With --kv-bits mlx_lm.server takes one
+request after the other; ours batches them.
 
 Ratios are ours / mlx-lm for throughput and mlx-lm / ours for times: more than 1 is in our favour. `same_answers` is the
-share of prompts to which both gave the same text. The last line is one JSON object.
+share of greedy prompts to which both gave the same text. The last line is one JSON object.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
+import math
 import shutil
 import socket
 import statistics
@@ -41,32 +48,34 @@ from typing import Any
 
 import httpx
 import mlx.core as mx
-from common import medians, rounds_from_command_line, take_turns
+from common import medians, take_turns
 
 from mlx_kv.bundled import model_path
 
-TOKENS = 48
-CLIENTS = (1, 4, 16)
+LEAST_REQUESTS, OF_EACH = 12, 6
 ROOT = Path(__file__).parent.parent
 SOURCE = "".join(path.read_text() for path in sorted((ROOT / "mlx_kv").rglob("*.py")))
 SHARED = SOURCE[:800]
 MLX_LM = "import mlx_kv; from mlx_lm.server import main; main()"
 OURS = "from mlx_kv.cli.main import main; main()"
 answers: dict[str, dict[str, str]] = {}  # by prompt: what each side made of it
-_starts = {workload: count(1000, 31) for workload in ("own", "shared")}
+_starts = {workload: count(first, 31) for workload, first in (("own", 1000), ("shared", 1000), ("sampled", 200_000))}
+SAMPLED = {"temperature": 0.8, "top_p": 0.95, "top_k": 40, "min_p": 0.02, "repetition_penalty": 1.1}
 
 
 def prompts(workload: str, n: int) -> list[str]:
     """Prompts that no server has seen."""
     starts = [next(_starts[workload]) for _ in range(n)]
-    if workload == "own":
+    if workload != "shared":
         return [SOURCE[start : start + 950] for start in starts]
     return [SHARED + SOURCE[start : start + 150] for start in starts]
 
 
-def completion(client: httpx.Client, side: str, prompt: str, most: int) -> tuple[float, int]:
+def completion(client: httpx.Client, side: str, workload: str, prompt: str, most: int) -> tuple[float, int]:
     """Seconds to the first piece of text, and tokens generated."""
-    body = {"prompt": prompt, "max_tokens": most, "temperature": 0, "stream": True}
+    body: dict[str, Any] = {"prompt": prompt, "max_tokens": most, "temperature": 0, "stream": True}
+    if workload == "sampled":
+        body |= SAMPLED
     body["stream_options"] = {"include_usage": True}
     started, first, text, tokens = time.perf_counter(), 0.0, "", 0
     with client.stream("POST", "/v1/completions", json=body) as answer:
@@ -79,18 +88,21 @@ def completion(client: httpx.Client, side: str, prompt: str, most: int) -> tuple
                 first = first or time.perf_counter() - started
                 text += piece["choices"][0]["text"]
             tokens = (piece.get("usage") or {}).get("completion_tokens", tokens)
-    answers.setdefault(prompt, {})[side] = text
+    if workload != "sampled":
+        answers.setdefault(prompt, {})[side] = text
     return first, tokens
 
 
-def measure(url: str, side: str, asked: list[str], clients: int, most: int = TOKENS) -> dict[str, float]:
-    with httpx.Client(base_url=url, timeout=300) as client, ThreadPoolExecutor(clients) as pool:
+def measure(url: str, side: str, workload: str, asked: list[str], clients: int, most: int) -> dict[str, float]:
+    with httpx.Client(base_url=url, timeout=600) as client, ThreadPoolExecutor(clients) as pool:
         started = time.perf_counter()
-        results = list(pool.map(lambda prompt: completion(client, side, prompt, most), asked))
+        results = list(pool.map(lambda prompt: completion(client, side, workload, prompt, most), asked))
         seconds = time.perf_counter() - started
+    firsts = sorted(first for first, _ in results)
     return {
         "tokens_per_second": sum(tokens for _, tokens in results) / seconds,
-        "first_token_seconds": statistics.median(first for first, _ in results),
+        "first_token": statistics.median(firsts),
+        "first_token_99th": firsts[math.ceil(0.99 * len(firsts)) - 1],
     }
 
 
@@ -125,42 +137,58 @@ def in_float32(folder: Path) -> str:
     return str(folder)
 
 
+def names(text: str) -> list[str]:
+    return text.split(",")
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="a directory; without it, the bundled reference model")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=48, help="of each answer")
+    parser.add_argument("--workloads", type=names, default=list(_starts))
+    parser.add_argument("--clients", type=lambda text: [*map(int, text.split(","))], default=[1, 4, 16])
+    parser.add_argument("--kv-bits", type=int, help="of both sides")
+    return parser.parse_args()
+
+
+def compared(asked: argparse.Namespace, workload: str, clients: int, theirs: str, ours: str) -> dict[str, float]:
+    """Both sides get the same prompts, each round others: a side takes as many turns as the other."""
+    turns = {"mlx-lm": count(), "ours": count()}
+    batches = [prompts(workload, max(LEAST_REQUESTS, OF_EACH * clients)) for _ in range(asked.rounds + 1)]
+    sides = {
+        side: lambda side=side, url=url: measure(url, side, workload, batches[next(turns[side])], clients, asked.tokens)
+        for side, url in (("mlx-lm", theirs), ("ours", ours))
+    }
+    got = {side: medians(runs) for side, runs in take_turns(asked.rounds, sides).items()}
+    for side, figures in got.items():
+        print(
+            f"{workload:<7} {clients:2} clients  {side:<7} {figures['tokens_per_second']:8.1f} tokens/s  first token "
+            f"{figures['first_token'] * 1e3:8.1f} ms, 99th {figures['first_token_99th'] * 1e3:8.1f} ms",
+            file=sys.stderr,
+        )
+    found = {f"{name}_{side.replace('-', '_')}": round(x, 4) for side, each in got.items() for name, x in each.items()}
+    first, second = got["ours"], got["mlx-lm"]
+    found["throughput_ratio"] = round(first["tokens_per_second"] / second["tokens_per_second"], 3)
+    for name in ("first_token", "first_token_99th"):
+        found[f"{name}_ratio"] = round(second[name] / first[name], 3)
+    return {f"{workload}_{clients}_{name}": value for name, value in found.items()}
+
+
 def main() -> None:
-    rounds = rounds_from_command_line(__doc__)
-    line: dict[str, Any] = {"benchmark": "server", "device": str(mx.default_device()), "rounds": rounds}
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        started(MLX_LM, "--model", in_float32(Path(folder))) as theirs,
-        started(OURS, "serve") as ours,
-    ):
-        for workload in _starts:
-            for clients in CLIENTS:
-                # Both sides get the same prompts, each round others: a side takes as many turns as the other.
-                turns = {"mlx-lm": count(), "ours": count()}
-                batches = [prompts(workload, max(12, 6 * clients)) for _ in range(rounds + 1)]
-                sides = {
-                    side: lambda side=side, url=url: measure(url, side, batches[next(turns[side])], clients)  # noqa: B023
-                    for side, url in (("mlx-lm", theirs), ("ours", ours))
-                }
-                got = {side: medians(runs) for side, runs in take_turns(rounds, sides).items()}
-                name = f"{workload}_{clients}"
-                for side, short in (("mlx-lm", "mlx_lm"), ("ours", "ours")):
-                    speed, first = got[side]["tokens_per_second"], got[side]["first_token_seconds"]
-                    line[f"{name}_tokens_per_second_{short}"] = round(speed, 1)
-                    line[f"{name}_first_token_ms_{short}"] = round(first * 1e3, 1)
-                    print(
-                        f"{workload:<6} {clients:2} clients  {side:<7} {speed:8.1f} tokens/s  "
-                        f"first token {first * 1e3:8.1f} ms",
-                        file=sys.stderr,
-                    )
-                line[f"{name}_throughput_ratio"] = round(
-                    got["ours"]["tokens_per_second"] / got["mlx-lm"]["tokens_per_second"], 3
-                )
-                line[f"{name}_first_token_ratio"] = round(
-                    got["mlx-lm"]["first_token_seconds"] / got["ours"]["first_token_seconds"], 3
-                )
+    asked = options()
+    line: dict[str, Any] = {"benchmark": "server", "device": str(mx.default_device()), "rounds": asked.rounds}
+    bits = [] if asked.kv_bits is None else ["--kv-bits", str(asked.kv_bits)]
+    with tempfile.TemporaryDirectory() as folder:
+        model = asked.model or in_float32(Path(folder))
+        own = [] if asked.model is None else ["--model", asked.model]
+        with started(MLX_LM, "--model", model, *bits) as theirs, started(OURS, "serve", *own, *bits) as ours:
+            for workload in asked.workloads:
+                for clients in asked.clients:
+                    line |= compared(asked, workload, clients, theirs, ours)
     both = [texts for texts in answers.values() if len(texts) == 2]
-    line["same_answers"] = round(sum(texts["ours"] == texts["mlx-lm"] for texts in both) / len(both), 4)
+    if both:
+        line["same_answers"] = round(sum(texts["ours"] == texts["mlx-lm"] for texts in both) / len(both), 4)
     print(json.dumps(line))
 
 

@@ -13,7 +13,6 @@ from mlx_kv.cache.buffers import Buffers, SlotBuffer
 from mlx_kv.cache.codecs import affine_of, are_plain, in_words
 from mlx_kv.cache.contents import Contents
 from mlx_kv.cache.eviction.evictor import Evictor
-from mlx_kv.cache.eviction.scores import Score
 from mlx_kv.cache.growth import round_up
 from mlx_kv.cache.layout import Layout, enough_slots, moves_between, planned, reshaped, stay
 from mlx_kv.cache.view import CacheView
@@ -65,10 +64,6 @@ def _how(cache: Joinable) -> list[tuple[str, object]]:
         ("KV heads, head dim and dtype of keys", keys),
         ("KV heads, head dim and dtype of values", values),
     ]
-
-
-def _function(score: Score) -> tuple[object, ...]:
-    return score.function, score.per_token, score.wants
 
 
 def check_rows(chosen: Sequence[int], rows: int) -> None:

@@ -1,9 +1,10 @@
 """How tokens are drawn: from which distribution, and by which random numbers.
 
-Decides what a temperature and top_p make of log-probabilities, and that each position of a sequence has random numbers
-of its own. A token is the likeliest after Gumbel noise was added to the log-probabilities, which draws from exactly
-their distribution. So it depends on seed, position and distribution alone: not on other rows, nor on who guessed what
-before. The filter is mlx-lm's. Knows nothing about models or caches. V is the vocabulary.
+Decides what a temperature and filters make of log-probabilities, and that each position of a sequence has random
+numbers of its own. A token is the likeliest after Gumbel noise was added to the log-probabilities, which draws from
+exactly their distribution. So it depends on seed, position and distribution alone: not on other rows, nor on who
+guessed what before. The filters are mlx-lm's, in mlx-lm's order. Knows nothing about models or caches. V is the
+vocabulary.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.sample_utils import apply_top_p
+from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, apply_xtc
 
 Sampler = Callable[[mx.array], mx.array]
 
@@ -27,32 +28,60 @@ LEAST_TOP_P = 1e-20  # below one over the vocabulary, only the likeliest token i
 
 @dataclass(frozen=True)
 class TemperatureSampler:
-    """Samples at a temperature, from the smallest set of tokens whose probabilities reach top_p.
+    """Samples at a temperature, from the tokens that filters leave.
 
-    Called, it draws with MLX's own random numbers, as mlx-lm's `make_sampler(temp, top_p)` does.
+    Called, it draws with MLX's own random numbers, as mlx-lm's `make_sampler` with the same arguments does.
 
     Args:
         temp: above 0. (No sampler at all is greedy.)
-        top_p: in (0, 1]; 1 is no filter.
+        top_p: in (0, 1]; the smallest set of tokens whose probabilities reach it. 1 is no filter.
+        min_p: in [0, 1]; tokens at least so likely as the likeliest times this. 0 is no filter.
+        top_k: from 0 up; so many of the likeliest. 0 is no filter.
+        xtc_probability: in [0, 1]; how often, position by position, tokens that reach the threshold are left out, all
+            but the least likely of them ("exclude top choices").
+        xtc_threshold: in [0, 0.5]; a probability after top_p and min_p.
+        xtc_special_tokens: never left out by it, such as those that end a text.
 
     Raises:
-        ValueError: a temperature or top_p outside of these, or no finite number.
+        ValueError: a number outside of these, or no finite one.
     """
 
     temp: float
     top_p: float = 1.0
+    min_p: float = 0.0
+    top_k: int = 0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+    xtc_special_tokens: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not 0 < self.temp < math.inf:
             raise ValueError(f"temp is {self.temp}: give a finite number above 0, or no sampler for greedy decoding")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p is {self.top_p}: give a number above 0, up to 1")
+        for name, most in (("min_p", 1.0), ("xtc_probability", 1.0), ("xtc_threshold", 0.5)):
+            if not 0 <= getattr(self, name) <= most:
+                raise ValueError(f"{name} is {getattr(self, name)}: give a number from 0 to {most:g}")
+        if type(self.top_k) is not int or self.top_k < 0:
+            raise ValueError(f"top_k is {self.top_k}: give a whole number from 1 up, or 0 for all tokens")
 
-    def scaled(self, logprobs: mx.array) -> mx.array:
-        """Float32 log-probabilities (..., V) of what is sampled, but for a constant: the likeliest has 0."""
+    def scaled(self, logprobs: mx.array, coins: mx.array | None = None) -> mx.array:
+        """Float32 log-probabilities (..., V) of what is sampled, but for a constant: the likeliest has 0.
+
+        Args:
+            coins: uniform in [0, 1), (..., 1), which decide where top choices are excluded; None draws them.
+        """
         logprobs = logprobs.astype(mx.float32)
         if self.top_p < 1:
             logprobs = apply_top_p(logprobs, max(self.top_p, LEAST_TOP_P))
+        if self.min_p > 0:
+            logprobs = apply_min_p(logprobs, max(self.min_p, LEAST_TOP_P))
+        if self.xtc_probability > 0:
+            coins = mx.random.uniform(shape=(*logprobs.shape[:-1], 1)) if coins is None else coins
+            excluded = apply_xtc(logprobs, 1.0, self.xtc_threshold, list(self.xtc_special_tokens))  # in all rows
+            logprobs = mx.where(coins > self.xtc_probability, logprobs, excluded)
+        if 0 < self.top_k < logprobs.shape[-1]:
+            logprobs = apply_top_k(logprobs, self.top_k)
         # What is divided is never above 0: it may become -inf, where a token has no chance, but never NaN.
         return (logprobs - logprobs.max(axis=-1, keepdims=True)) / min(max(self.temp, LEAST_TEMP), MOST_TEMP)
 
@@ -82,9 +111,18 @@ class SeededSampler:
         """The random key (2,) of the position that lies so far ahead of the next token's."""
         return mx.random.key(derived_seed(self.seed, self.position + ahead))
 
+    def coins(self, places: range) -> mx.array | None:
+        """For `TemperatureSampler.scaled`, (n, 1), at positions counted like those of `key`; None if it needs none."""
+        if not self.rules.xtc_probability:
+            return None
+        names = [f"xtc {self.position + ahead}" for ahead in places]
+        keys = [mx.random.key(derived_seed(self.seed, name)) for name in names]
+        return mx.stack([mx.random.uniform(shape=(1,), key=key) for key in keys])
+
     def __call__(self, logprobs: mx.array) -> mx.array:
         """Token ids (1,) for log-probabilities (1, V)."""
-        token = mx.argmax(self.rules.scaled(logprobs) + gumbel_noise([self.key()], logprobs.shape[-1]), axis=-1)
+        scaled = self.rules.scaled(logprobs, self.coins(range(1)))
+        token = mx.argmax(scaled + gumbel_noise([self.key()], logprobs.shape[-1]), axis=-1)
         self.position += 1
         return token
 

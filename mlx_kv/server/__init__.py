@@ -7,12 +7,15 @@ HTTP, in the event loop:
     api.py               routes
     intake.py            from a body to the answers that it asks for (limits.py: what a client may take)
     access.py            names, sites and keys that are let in
+    access_log.py        a line for each request
+    tls.py               certificates
     bodies.py            the JSON of a request
     requests.py          what a client may ask for (chat_requests.py: messages and tools; fields.py: single fields;
                          unknown_fields.py: what nobody knows; names.py: of the model)
     cache_requests.py    how a request wants its keys and values kept, and what is allowed
     errors.py            error objects
     chat.py              a chat as tokens
+    dialects/            other APIs: OpenAI's responses, Anthropic's messages
     admission.py         how many requests are let in, and whose output is whose
     responses.py         from jobs to an answer, whole or streamed; clients that hang up (answers.py: its parts)
     response_objects.py  what a client gets (chat_output.py: reasoning and tool calls)

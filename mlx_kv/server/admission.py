@@ -20,7 +20,9 @@ WATCH_EVERY = 0.1  # seconds between two looks at whether the worker lives
 SHUTTING_DOWN = "the server is shutting down"
 COMPLETIONS = ("/v1/completions", "/completions")
 CHATS = ("/v1/chat/completions", "/chat/completions")
+RESPONSES, MESSAGES = ("/v1/responses", "/responses"), ("/v1/messages",)
 ENDPOINTS = dict.fromkeys(COMPLETIONS, "completions") | dict.fromkeys(CHATS, "chat")
+ENDPOINTS |= dict.fromkeys(RESPONSES, "responses") | dict.fromkeys(MESSAGES, "messages")
 
 
 class OutputCollector:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import count
 
+from mlx_kv.generation.grammar.processor import GrammarProcessor
 from mlx_kv.generation.sampling import Sampler, SeededSampler, TemperatureSampler
 from mlx_kv.generation.speculation.statistics import SpeculationStatistics
 from mlx_kv.policy import CachePolicy
@@ -32,6 +33,7 @@ class Job:
         seed: of its random numbers, whoever else is served; None draws from those of the thread.
         policy: how its keys and values are kept; None is as the server's.
         keep: whether what is read of it is kept for others.
+        grammar: what keeps its answer to a form; None lets it be any.
         joined: whether it has a place among the rows: its prompt is being read, or it decodes.
         cached: tokens of the prompt that had been read before.
         evicted: tokens that are no longer in its caches, those that were evicted for others before among them.
@@ -46,6 +48,7 @@ class Job:
     stop_strings: StopStrings = field(default_factory=StopStrings)
     policy: CachePolicy | None = None
     keep: bool = True
+    grammar: GrammarProcessor | None = None
     number: int = field(default_factory=lambda: next(_numbers))
     since: float = field(default_factory=time.monotonic)
     joined: bool = False

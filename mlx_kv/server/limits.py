@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from mlx_kv.server.cache_requests import AllowedCache
 
@@ -20,6 +22,7 @@ class Limits:
         temperature: where a request does not say.
         strict: whether requests with fields that nobody knows are refused.
         cache: what requests may say of how their keys and values are kept.
+        template: settings of the chat template, where a request does not say.
     """
 
     body_bytes: int = 4 * 2**20
@@ -30,3 +33,4 @@ class Limits:
     temperature: float = 0.0
     strict: bool = False
     cache: AllowedCache = field(default_factory=AllowedCache)
+    template: Mapping[str, Any] = field(default_factory=dict)

@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 import mlx.core as mx
 
 from mlx_kv.cache.eviction.compaction import Moves, slide
-from mlx_kv.cache.eviction.kept_tokens import KeptTokens, as_wide
+from mlx_kv.cache.eviction.kept_tokens import KeptTokens
+from mlx_kv.cache.eviction.widths import as_wide
 from mlx_kv.cache.layout import Budget, Row
 
 

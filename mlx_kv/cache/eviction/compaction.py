@@ -73,10 +73,18 @@ def hole_moves(layout: Budget, row: Row, victims: mx.array) -> Moves:
     ones = mx.ones(victims.shape, mx.int32)
     gone = mx.put_along_axis(mx.zeros((heads, row.end), mx.int32), victims, ones, axis=1)[:, cut : cut + evicted]
     survivors = cut + mx.argsort(gone * evicted + mx.arange(evicted), axis=-1)[:, :most]  # ascending, then victims
-    # Heads with fewer holes repeat their last move; where there is none, slot 0 moves onto itself.
-    index = mx.minimum(mx.arange(most)[None], mx.maximum(holes - 1, 0))
-    source, target = (mx.take_along_axis(x[:, :most], index, axis=1) for x in (survivors, victims))
-    return Moves(*(mx.where(holes > 0, x, 0).astype(mx.int32) for x in (source, target)))
+    return Moves(*(as_long(x[:, :most], holes, most) for x in (survivors, victims)))
+
+
+def as_long(slots: mx.array, counts: mx.array, most: int) -> mx.array:
+    """int32 (H, most): the first slots of each head, as many as count; after them the last once more, or 0 for none.
+
+    Args:
+        slots: (H, most).
+        counts: (H, 1).
+    """
+    index = mx.minimum(mx.arange(most)[None], mx.maximum(counts - 1, 0))
+    return mx.where(counts > 0, mx.take_along_axis(slots, index, axis=1), 0).astype(mx.int32)
 
 
 def slide(layout: Budget, row: Row, after: Row) -> Moves:

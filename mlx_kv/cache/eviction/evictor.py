@@ -18,6 +18,7 @@ import mlx.core as mx
 from mlx_kv.cache.buffers import move_slots
 from mlx_kv.cache.eviction.compaction import Moves
 from mlx_kv.cache.eviction.granularity import Granularity, LayerBudgets, check_granularity
+from mlx_kv.cache.eviction.held import Held
 from mlx_kv.cache.eviction.layer_group import LayerGroup
 from mlx_kv.cache.eviction.masks import OwnMasks
 from mlx_kv.cache.eviction.membership import EvictorState, Membership, Work
@@ -26,7 +27,7 @@ from mlx_kv.cache.eviction.observed.state import ObservedState, go_on_from, stat
 from mlx_kv.cache.eviction.peers import ALONE, Peers
 from mlx_kv.cache.eviction.rereading import Listener
 from mlx_kv.cache.eviction.scores import Function, Score, find_score
-from mlx_kv.cache.eviction.step import CompactionStep, Held
+from mlx_kv.cache.eviction.step import CompactionStep
 from mlx_kv.cache.eviction.weights import Keys, keys_of
 from mlx_kv.cache.layout import Budget, Plan, Row
 from mlx_kv.cache.protocol import Call
@@ -328,11 +329,10 @@ class Evictor:
         mx.eval([buffer.planes for buffer in step.buffers])  # what is still to be computed is no part of a compaction
         started = time.perf_counter()
         decided = {i: self._moves(step, i) for i in due}
-        moves, kept = step.all_moves(decided)
+        moves, kept, after = step.all_moves(decided)
         kept.compute()
         move_slots(step.buffers, *moves)
         self._step = None
-        after = step.after(decided)
         if self.observation is not None:
             self.observation.moved(moves, [row.end for row in after])
         self.members = self.members.compacted(due, kept, moves.source.shape[2], time.perf_counter() - started)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
+from mlx_kv.cache.eviction.widths import joined_rows
 from mlx_kv.cache.layout import Budget, Plan, Row, count_slots
 
 
@@ -71,27 +72,9 @@ class KeptTokens(NamedTuple):
 
     def joined(self, rows: int, other: KeptTokens, more: int) -> KeptTokens:
         """Of these `rows` rows, and after them `more` others."""
-
-        def both(own: mx.array | None, theirs: mx.array | None) -> mx.array | None:
-            like = own if own is not None else theirs
-            if like is None:
-                return None
-            widest = max(x.shape[-1] for x in (own, theirs) if x is not None)
-            parts = [
-                mx.zeros((count, *like.shape[1:-1], widest), like.dtype) if x is None else as_wide(x, widest)
-                for x, count in ((own, rows), (theirs, more))
-            ]
-            return mx.concatenate(parts)
-
-        return KeptTokens(*(both(own, theirs) for own, theirs in zip(self, other, strict=True)))
+        return KeptTokens(*(joined_rows(own, rows, theirs, more) for own, theirs in zip(self, other, strict=True)))
 
     def compute(self) -> KeptTokens:
         """Has them computed now: rows may come and go for long before the next compaction, and make a chain of them."""
         mx.async_eval(*self)  # type: ignore[no-untyped-call]
         return self
-
-
-def as_wide(x: mx.array, width: int) -> mx.array:
-    """(..., width) of (..., n): its first, or zeros after all of them."""
-    more = width - x.shape[-1]
-    return x[..., :width] if more <= 0 else mx.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, more)])

@@ -16,9 +16,10 @@ from typing import NamedTuple, Protocol
 
 import mlx.core as mx
 
-from mlx_kv.cache.buffers import Buffers
+from mlx_kv.cache.eviction.held import Held
 from mlx_kv.cache.eviction.weights import log_sums
-from mlx_kv.cache.layout import Budget, Row
+from mlx_kv.cache.layout import Budget
+from mlx_kv.cache.protocol import Call
 
 NOT_READ = -1.0  # in the place of a share, of tokens that were not read again
 MOST_WEIGHTS = 2**22  # numbers at once: blocks of queries are as long as that allows
@@ -65,34 +66,9 @@ class Reread(NamedTuple):
         return Reread(own.first, mx.concatenate([own.received, unread, other.received], axis=1))
 
 
-class Held(Protocol):
-    """What is looked at of a cache."""
-
-    @property
-    def rows(self) -> tuple[Row, ...]: ...
-
-    @property
-    def buffers(self) -> Buffers | None: ...
-
-
 class Cache(Protocol):
     @property
     def view(self) -> Held: ...
-
-
-class Call(Protocol):
-    """One call of attention."""
-
-    @property
-    def queries(self) -> mx.array: ...
-
-    @property
-    def scale(self) -> float: ...
-
-    @property
-    def sinks(self) -> mx.array | None: ...
-
-    def hand_on(self) -> mx.array: ...
 
 
 class Listener:

@@ -7,14 +7,13 @@ other layers.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
 
 import mlx.core as mx
 
-from mlx_kv.cache.buffers import Buffers
 from mlx_kv.cache.eviction.batch_moves import kept_after, side_by_side, with_slides
 from mlx_kv.cache.eviction.compaction import Moves, eviction_moves
 from mlx_kv.cache.eviction.granularity import Granularity
+from mlx_kv.cache.eviction.held import Held
 from mlx_kv.cache.eviction.kept_tokens import KeptTokens
 from mlx_kv.cache.eviction.membership import Membership
 from mlx_kv.cache.eviction.observed.observation import Observation
@@ -22,16 +21,6 @@ from mlx_kv.cache.eviction.scores import Score
 from mlx_kv.cache.eviction.scoring import Scoring
 from mlx_kv.cache.eviction.uneven import Uneven, adaptive_moves
 from mlx_kv.cache.layout import Budget, Row
-
-
-class Held(Protocol):
-    """What is looked at of a cache: where its rows stand, and what holds their tokens. A `CacheView` has both."""
-
-    @property
-    def rows(self) -> tuple[Row, ...]: ...
-
-    @property
-    def buffers(self) -> Buffers | None: ...
 
 
 class CompactionStep:
@@ -95,7 +84,7 @@ class CompactionStep:
         mx.eval(moves)
         return moves
 
-    def after(self, decided: Mapping[int, Moves]) -> tuple[Row, ...]:
+    def _after(self, decided: Mapping[int, Moves]) -> tuple[Row, ...]:
         """Where all rows stand once those of which it is decided what moves have been compacted."""
         longer = {index: uneven.longer for index, uneven in self._uneven.items()}
         compacted = self._layout.compacted
@@ -103,19 +92,19 @@ class CompactionStep:
             [compacted(row, longer.get(i, 0)) if i in decided else row for i, row in enumerate(self.view.rows)]
         )
 
-    def all_moves(self, decided: Mapping[int, Moves]) -> tuple[Moves, KeptTokens]:
-        """All that moves in the batch, (B, H', m), and what is known of its tokens then.
+    def all_moves(self, decided: Mapping[int, Moves]) -> tuple[Moves, KeptTokens, tuple[Row, ...]]:
+        """All that moves in the batch, (B, H', m), and what is known of its tokens then, and where rows stand.
 
         Args:
             decided: what moves into the holes of each row that is due.
         """
-        layout, rows, due, after = self._layout, self.view.rows, list(decided), self.after(decided)
+        layout, rows, due, after = self._layout, self.view.rows, list(decided), self._after(decided)
         moves = side_by_side(decided, len(rows))
         positions = {i: self._positions(i) for i in due}
         scores = {i: self.scoring.before_recent(i) for i in due} if self._score.per_token else None
         dead = {i: uneven.dead for i, uneven in self._uneven.items() if i in decided}
         kept = kept_after(layout, rows, after, moves, self._kept, positions, scores, dead)
-        return with_slides(layout, rows, after, moves), kept
+        return with_slides(layout, rows, after, moves), kept, after
 
     def _positions(self, index: int) -> mx.array:
         return self._kept.live_positions(self._layout, self.view.rows[index], index)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from mlx_kv.cache.eviction.compaction import Moves, in_order
+from mlx_kv.cache.eviction.compaction import Moves, as_long, in_order
 from mlx_kv.cache.layout import Budget, Row
 
 SAFEGUARD = 0.2  # of the budget that each head keeps in any case, as in the paper
@@ -80,10 +80,5 @@ def filling(gone: mx.array, kept: mx.array) -> Moves:
     holes, outside = gone & inside, ~(gone | inside)  # as many of the one as of the other, in each head
     count = holes.sum(axis=-1, keepdims=True)
     most: int = count.max().item()  # type: ignore[assignment]
-    index = mx.minimum(mx.arange(most)[None], mx.maximum(count - 1, 0))
-
-    def first(which: mx.array) -> mx.array:
-        rising = mx.sort(mx.where(which, slots, gone.shape[1]), axis=-1)[:, :most]
-        return mx.where(count > 0, mx.take_along_axis(rising, index, axis=1), 0).astype(mx.int32)
-
-    return Moves(first(outside), first(holes))
+    rising = (mx.sort(mx.where(which, slots, gone.shape[1]), axis=-1)[:, :most] for which in (outside, holes))
+    return Moves(*(as_long(each, count, most) for each in rising))

@@ -20,9 +20,10 @@ import mlx.core as mx
 
 from mlx_kv.cache.eviction.compaction import Moves
 from mlx_kv.cache.eviction.observed.moments import FIRST, Moments, Turning, joined_moments, moments_of
-from mlx_kv.cache.eviction.observed.recent import RecentQueries, Together
+from mlx_kv.cache.eviction.observed.recent import RecentQueries, Together, copied
 from mlx_kv.cache.eviction.scores.wants import Wants
 from mlx_kv.cache.eviction.weights import Keys, Queries, blocks, log_sums, products, weights
+from mlx_kv.cache.eviction.widths import as_wide, joined_rows
 from mlx_kv.cache.layout import Row
 from mlx_kv.cache.protocol import Call
 
@@ -181,7 +182,7 @@ class Observation:
         if gone:
             kept = together.columns(gone, width)
             sums = None if kept.sums is None else mx.contiguous(kept.sums)
-            together = kept._replace(queries=_copied(kept.queries), sums=sums)
+            together = kept._replace(queries=copied(kept.queries), sums=sums)
         self.recent.hold(together)
 
     def _shifted(self, gone: int) -> list[int]:
@@ -344,7 +345,7 @@ class Observation:
         made.turning = self.turning or other.turning
         made.recent = own.recent.joined(theirs.recent)
         made.since, made.ends = own.since + theirs.since, own.ends + theirs.ends
-        made.received = _side_by_side(own.received, rows, theirs.received, more)
+        made.received = joined_rows(own.received, rows, theirs.received, more)
         made.moments = joined_moments(own.moments, rows, theirs.moments, more)
         return made
 
@@ -360,26 +361,7 @@ def _span(row: Row, count: int) -> tuple[int, int]:
     return min(count, max(0, count - row.offset)), count
 
 
-def _side_by_side(own: mx.array | None, rows: int, theirs: mx.array | None, more: int) -> mx.array | None:
-    """(B, H, n) of some rows, and after them of others, as wide as the wider; None is nothing."""
-    there = [each for each in (own, theirs) if each is not None]
-    if not there:
-        return None
-    width, heads = max(each.shape[2] for each in there), there[0].shape[1]
-    return mx.concatenate(
-        [
-            mx.zeros((count, heads, width)) if x is None else mx.pad(x, [(0, 0), (0, 0), (0, width - x.shape[2])])
-            for x, count in ((own, rows), (theirs, more))
-        ]
-    )
-
-
 def _added(one: mx.array, other: mx.array) -> mx.array:
     """The sum of (B, H, n) and (B, H, m), where what is not there counts as 0."""
     width = max(one.shape[2], other.shape[2])
-    first, second = (mx.pad(x, [(0, 0), (0, 0), (0, width - x.shape[2])]) for x in (one, other))
-    return first + second
-
-
-def _copied(x: mx.array) -> mx.array:
-    return mx.take(x, mx.arange(x.shape[2]), axis=2)
+    return as_wide(one, width) + as_wide(other, width)

@@ -149,7 +149,7 @@ class RecentQueries:
             if sums is not None:
                 sums = mx.take_along_axis(sums, mx.broadcast_to(index[:, None], (*queries.shape[:2], width)), axis=2)
         elif len(parts) == 1:
-            queries = _copied(queries)
+            queries = copied(queries)
         return Together(queries, sums, tuple(wanted), tuple(known_counts))
 
     def hold(self, together: Together) -> None:
@@ -210,6 +210,6 @@ def _joined(parts: Sequence[mx.array]) -> mx.array:
     return parts[0] if len(parts) == 1 else mx.concatenate(list(parts), axis=2)
 
 
-def _copied(x: mx.array) -> mx.array:
+def copied(x: mx.array) -> mx.array:
     """The same in memory of its own, also where it is a slice of something contiguous."""
     return mx.take(x, mx.arange(x.shape[2]), axis=2)

@@ -1,0 +1,148 @@
+"""How somebody wants tokens chosen, in the words that clients and command lines have for it.
+
+Decides what each number means where it is left out, which ones a model's own generation_config.json brings, and what
+mlx-lm's samplers and logits processors are made of. Knows nothing about requests, options or models.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, TypeAlias
+
+import mlx.core as mx
+from mlx_lm.sample_utils import make_logits_processors
+
+from mlx_kv.generation.sampling import SeededSampler, TemperatureSampler
+
+# What is made of the logits (1, V) of the next token of one sequence, by all its tokens so far (n,): mlx-lm's own form.
+# The answer follows from what is shown alone; the array that is shown is not written to.
+LogitsProcessor: TypeAlias = Callable[[mx.array, mx.array], mx.array]
+
+BOUNDS: dict[str, tuple[float, float]] = {
+    "temperature": (0, math.inf),
+    "top_p": (0, 1),
+    "min_p": (0, 1),
+    "xtc_probability": (0, 1),
+    "xtc_threshold": (0, 0.5),
+    "repetition_penalty": (0, math.inf),
+    "presence_penalty": (-math.inf, math.inf),
+    "frequency_penalty": (-math.inf, math.inf),
+}
+COUNTS = ("top_k", "repetition_context_size", "presence_context_size", "frequency_context_size")
+OF_MODELS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # as transformers names them
+
+
+@dataclass(frozen=True)
+class SamplingSettings:
+    """How the tokens of one sequence are chosen; by default the likeliest each time.
+
+    Attributes:
+        temperature: from 0 up; 0 is greedy.
+        top_p, top_k, min_p: filters, as of `TemperatureSampler`; a top_p of 0 is greedy, 0 of others is no filter.
+        xtc_probability, xtc_threshold: the same.
+        repetition_penalty: what logits of tokens among the last ones are divided by, or multiplied where they are
+            below 0; 1 and 0 change nothing.
+        presence_penalty: what is subtracted from them, once.
+        frequency_penalty: the same, for each time that the token is there.
+        repetition_context_size, presence_context_size, frequency_context_size: how many last tokens count, those of the
+            prompt among them; 0 is all.
+        logit_bias: what is added to the logits of tokens, by id. A mapping will do, too.
+        seed: makes what is drawn repeatable; None is no seed.
+
+    Raises:
+        ValueError: a number that cannot be.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+    repetition_penalty: float = 1.0
+    repetition_context_size: int = 20
+    presence_penalty: float = 0.0
+    presence_context_size: int = 20
+    frequency_penalty: float = 0.0
+    frequency_context_size: int = 20
+    logit_bias: Iterable[tuple[int, float]] | Mapping[int, float] = ()
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, (least, most) in BOUNDS.items():
+            value = getattr(self, name)
+            if not (math.isfinite(value) and least <= value <= most):
+                to = "up" if most == math.inf else f"to {most:g}"
+                wanted = "a finite number" if least == -math.inf else f"a number from {least:g} {to}"
+                raise ValueError(f"{name} is {value}: give {wanted}")
+        for name in COUNTS:
+            if type(getattr(self, name)) is not int or getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}: give a whole number from 0 up")
+        bias = self.logit_bias.items() if isinstance(self.logit_bias, Mapping) else self.logit_bias
+        pairs = tuple((int(token), float(value)) for token, value in bias)
+        for token, value in pairs:
+            if token < 0 or not math.isfinite(value):
+                raise ValueError(f"logit_bias has {value} for token {token}: give a finite number for an id from 0 up")
+        object.__setattr__(self, "logit_bias", pairs)
+
+    def sampler(self, position: int, tokenizer: Any = None) -> TemperatureSampler | SeededSampler | None:
+        """What draws the tokens of one sequence; None is greedy.
+
+        Args:
+            position: of the next token in its sequence, which is the number of tokens before it.
+            tokenizer: mlx-lm's: line breaks and the ends of a text are no top choices that xtc excludes.
+        """
+        if self.temperature == 0 or self.top_p == 0:
+            return None
+        special: tuple[int, ...] = ()
+        if self.xtc_probability and tokenizer is not None:
+            special = (*tokenizer.encode("\n"), *tokenizer.eos_token_ids)
+        xtc = self.xtc_probability, self.xtc_threshold, special
+        rules = _shared_rules(self.temperature, self.top_p, self.min_p, self.top_k, *xtc)
+        return rules if self.seed is None else SeededSampler(rules, self.seed, position)
+
+    def processors(self) -> tuple[LogitsProcessor, ...]:
+        """What is done to logits before anything is drawn: mlx-lm's processors, in its order."""
+        made = make_logits_processors(  # type: ignore[no-untyped-call,unused-ignore]
+            dict(self.logit_bias) or None,
+            None if self.repetition_penalty in (0, 1) else self.repetition_penalty,
+            self.repetition_context_size,
+            self.presence_penalty,
+            self.presence_context_size,
+            self.frequency_penalty,
+            self.frequency_context_size,
+        )
+        return tuple(made)
+
+    @classmethod
+    def of_model(cls, generation_config: Mapping[str, Any]) -> SamplingSettings:
+        """What a model's generation_config.json asks for; what is no number, or out of bounds, is as if left out.
+
+        Without `do_sample`, it asks for the likeliest tokens, whatever else it says: that is how transformers reads it.
+        """
+        settings = cls()
+        if generation_config.get("do_sample") is not True:
+            return _with(settings, "repetition_penalty", generation_config.get("repetition_penalty"))
+        settings = replace(settings, temperature=1.0)
+        for name in OF_MODELS:
+            settings = _with(settings, name, generation_config.get(name))
+        return settings
+
+
+def _with(settings: SamplingSettings, name: str, value: Any) -> SamplingSettings:
+    """The settings with another value of one, if it can be."""
+    if type(value) not in (int, float):
+        return settings
+    try:
+        return replace(settings, **{name: value})
+    except ValueError:
+        return settings
+
+
+@lru_cache(maxsize=64)
+def _shared_rules(*arguments: Any) -> TemperatureSampler:
+    """Rows that sample alike share a sampler, and are then sampled in one call."""
+    return TemperatureSampler(*arguments)
