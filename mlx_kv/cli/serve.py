@@ -102,6 +102,12 @@ _NUMBER: dict[str, Any] = {"metavar": "N", "show_default": True}
     **_NUMBER,
     help="What was read of prompts is kept in memory, for those that begin alike; 0 keeps nothing.",
 )
+@click.option(
+    "--slot-save-path",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    metavar="DIR",
+    help="Clients may save slots there, and restore them, by POST /slots/N?action=save.",
+)
 @click.option("--prompt-store", metavar="DIR", help="Keep it on a disk as well, for the next start; or a URL.")
 @click.option("--prompt-store-bytes", type=click.IntRange(1), default=8 * 2**30, **_NUMBER, help="At the most, live.")
 @click.option(
@@ -143,6 +149,7 @@ def serve_on(
     max_queue: int,
     drain_seconds: int,
     prompt_memory_bytes: int,
+    slot_save_path: Path | None,
     prompt_store: str | None,
     prompt_store_bytes: int,
     prompt_store_deadline: float | None,
@@ -204,6 +211,7 @@ def serve_on(
         max_tokens=max_tokens,
         temperature=temp,
         strict=strict,
+        slot_folder=slot_save_path,
     )
     try:
         return run.serve(

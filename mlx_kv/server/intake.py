@@ -130,4 +130,13 @@ class Intake:
         max_tokens = self._limits.max_tokens if request.max_tokens is None else request.max_tokens
         max_tokens = max_tokens if context is None else min(max_tokens, context - len(tokens))
         stop_strings = StopStrings(request.stop_strings)
-        return Job(tokens, max_tokens, request.temperature, request.top_p, request.seed, stop_strings, since=since)
+        return Job(
+            tokens,
+            max_tokens,
+            request.temperature,
+            request.top_p,
+            request.seed,
+            stop_strings,
+            since=since,
+            slot=request.slot,
+        )

@@ -29,6 +29,7 @@ class Job:
         tokens: of the prompt.
         temperature: 0 is greedy.
         seed: of its random numbers, whoever else is served; None draws from those of the thread.
+        slot: in which it is to be shown; None is any.
         joined: whether it has a place among the rows: its prompt is being read, or it decodes.
         cached: tokens of the prompt that had been read before.
         evicted: tokens that are no longer in its caches, those that were evicted for others before among them.
@@ -43,6 +44,7 @@ class Job:
     stop_strings: StopStrings = field(default_factory=StopStrings)
     number: int = field(default_factory=lambda: next(_numbers))
     since: float = field(default_factory=time.monotonic)
+    slot: int | None = None
     joined: bool = False
     cached: int = 0
     evicted: int = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -16,6 +17,7 @@ class Limits:
         queue: answers that wait for a row; requests for more are turned away.
         max_tokens: where a request does not say.
         temperature: where a request does not say.
+        slot_folder: where slots are saved; None saves none.
         strict: whether requests with fields that nobody knows are refused.
     """
 
@@ -26,3 +28,4 @@ class Limits:
     max_tokens: int = 512
     temperature: float = 0.0
     strict: bool = False
+    slot_folder: Path | None = None
