@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from mlx_kv.generation.speculation.stream import speculative_generate
     from mlx_kv.generation.statistics import CacheStatistics, cache_statistics
     from mlx_kv.generation.stream import stream_generate
+    from mlx_kv.generation.text import generate
     from mlx_kv.mlxlm.convert import make_prompt_cache
     from mlx_kv.mlxlm.loading import load
     from mlx_kv.mlxlm.observing import show_attention
@@ -87,6 +88,7 @@ _HOMES = {
     "codec_names": "cache.codecs",
     "compact": "mlxlm.trimming",
     "drafter_names": "generation.speculation.drafters",
+    "generate": "generation.text",
     "join_ranks": "ranks.group",
     "load": "mlxlm.loading",
     "load_part": "ranks.splitting",
@@ -137,6 +139,7 @@ __all__ = [
     "codec_names",
     "compact",
     "drafter_names",
+    "generate",
     "join_ranks",
     "load",
     "load_part",

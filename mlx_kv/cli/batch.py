@@ -130,8 +130,7 @@ def batch(
         "plain": ignore_chat_template,
         "policy": answer_policy(policy),
     }  # an answer's digest
-    if decoding.temp > 0:
-        answer_settings |= {"temp": decoding.temp, "top_p": decoding.top_p, "seed": decoding.seed}
+    answer_settings |= decoding.changed
     ahead, code = (1 + BATCHES_AHEAD) * max_batch_size, 0
     with ranks.joined(model) as machine:
         if machine.leads:
@@ -210,7 +209,7 @@ def run_file(
         if scan.changed:
             with written(where):
                 answers.drop({name for _, name in scan.changed})
-        sampler = decoding.sampler
+        sampler = decoding.sampler(at.tokenizer)
         encoder = PromptEncoder(at.model, at.tokenizer, ignore_chat_template, sampler, decoding.seed)
         progress.begin(len(scan.todo))
         try:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mlx_kv.bundled import model_path
+from mlx_kv.cli.loading import Loading, loading_options
 from mlx_kv.cli.options import human_bytes, make_policy, model_option, policy_options, tokens_line
 from mlx_kv.cli.output import file_errors
 from mlx_kv.cli.prompt import note_context, prefill_bar, prefill_option, prompt_options, read_prompt
@@ -64,6 +64,7 @@ def tokens_read(file: PromptFile) -> int:
 
 @click.command(epilog=EXAMPLES)
 @model_option()
+@loading_options("adapter_path", "trust_remote_code")
 @prompt_options
 @click.option(
     "--output",
@@ -78,6 +79,7 @@ def tokens_read(file: PromptFile) -> int:
 def cache(
     source: str | None,
     model: str,
+    loading: Loading,
     prompt: str | None,
     prompt_file: Path | None,
     output: str,
@@ -106,10 +108,9 @@ def cache(
     from mlx_kv.generation.rereading import Instructions, read_all
     from mlx_kv.generation.statistics import cache_statistics
     from mlx_kv.mlxlm.convert import make_prompt_cache
-    from mlx_kv.mlxlm.loading import load
     from mlx_kv.mlxlm.trimming import compact
 
-    network, tokenizer = load(model_path(model))
+    network, tokenizer = loading.load(model)
     tokens = encode_beginning(tokenizer, text, speaks_chat(tokenizer, ignore_chat_template))
     note_context(network, len(tokens))
     caches = make_prompt_cache(network, cache_policy)

@@ -19,9 +19,13 @@ from mlx_kv.generation.speculation import DRAFT_TOKENS, LOOKUP_MAX, LOOKUP_MIN, 
 if TYPE_CHECKING:
     import mlx.nn as nn
 
-    from mlx_kv.generation.sampling import TemperatureSampler
+    from mlx_kv.generation.sampling import Sampler
+    from mlx_kv.generation.settings import LogitsProcessor, SamplingSettings
     from mlx_kv.generation.speculation.settings import DraftSettings
     from mlx_kv.generation.speculation.statistics import SpeculationStatistics
+
+
+PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}  # that change nothing
 
 
 def asks_for_drafts(draft: str | None, draft_model: str | None) -> bool:
@@ -89,16 +93,54 @@ class Decoding:
 
     temp: float
     top_p: float
+    top_k: int
+    min_p: float
+    xtc_probability: float
+    xtc_threshold: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
     seed: int | None
     prefill_step_size: int | None
     drafting: Drafting
 
     @property
-    def sampler(self) -> TemperatureSampler | None:
-        """None is greedy."""
-        from mlx_kv.generation.sampling import TemperatureSampler
+    def settings(self) -> SamplingSettings:
+        """How tokens are chosen, in terms of the library; without the seed."""
+        from mlx_kv.generation.settings import SamplingSettings
 
-        return TemperatureSampler(self.temp, self.top_p) if self.temp > 0 else None
+        return SamplingSettings(
+            temperature=self.temp,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            xtc_probability=self.xtc_probability,
+            xtc_threshold=self.xtc_threshold,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+        )
+
+    def sampler(self, tokenizer: Any) -> Sampler | None:
+        """What draws tokens; None is greedy."""
+        return self.settings.sampler(0, tokenizer)
+
+    @property
+    def processors(self) -> tuple[LogitsProcessor, ...]:
+        """What is done to logits before."""
+        return self.settings.processors()
+
+    @property
+    def changed(self) -> dict[str, Any]:
+        """The options that an answer depends on, where they are not as they are by themselves."""
+        penalties = {name: getattr(self, name) for name in PENALTIES}
+        sampled = {name: getattr(self, name) for name in ("top_k", "min_p", "xtc_probability")}
+        told = {name: value for name, value in penalties.items() if value != PENALTIES[name]}
+        if self.temp > 0:
+            told |= {"temp": self.temp, "top_p": self.top_p, "seed": self.seed}
+            told |= {name: value for name, value in sampled.items() if value}
+            told |= {"xtc_threshold": self.xtc_threshold} if self.xtc_probability else {}
+        return told
 
 
 def draft_options(function: Command) -> Command:
@@ -153,7 +195,70 @@ def decoding_options(function: Command) -> Command:
 
     options = (
         click.option("--temp", type=FiniteRange(0), default=0.0, show_default=True, metavar="T", help="0 is greedy."),
-        click.option("--top-p", type=FiniteRange(0, 1, min_open=True), default=1.0, show_default=True, metavar="P"),
+        click.option(
+            "--top-p",
+            type=FiniteRange(0, 1, min_open=True),
+            default=1.0,
+            show_default=True,
+            metavar="P",
+            help="From the likeliest tokens that have P together.",
+        ),
+        click.option(
+            "--top-k",
+            type=click.IntRange(0),
+            default=0,
+            show_default=True,
+            metavar="K",
+            help="From K tokens; 0 is all.",
+        ),
+        click.option(
+            "--min-p",
+            type=FiniteRange(0, 1),
+            default=0.0,
+            show_default=True,
+            metavar="P",
+            help="From tokens at least P times as likely as the likeliest.",
+        ),
+        click.option(
+            "--xtc-probability",
+            type=FiniteRange(0, 1),
+            default=0.0,
+            show_default=True,
+            metavar="P",
+            help="How often all likely tokens but the least of them are left out.",
+        ),
+        click.option(
+            "--xtc-threshold",
+            type=FiniteRange(0, 0.5),
+            default=0.1,
+            show_default=True,
+            metavar="P",
+            help="What is likely, for that.",
+        ),
+        click.option(
+            "--repetition-penalty",
+            type=FiniteRange(0, min_open=True),
+            default=1.0,
+            show_default=True,
+            metavar="N",
+            help="Above 1, tokens among the last 20 become less likely.",
+        ),
+        click.option(
+            "--presence-penalty",
+            type=FiniteRange(),
+            default=0.0,
+            show_default=True,
+            metavar="N",
+            help="The same, by so much.",
+        ),
+        click.option(
+            "--frequency-penalty",
+            type=FiniteRange(),
+            default=0.0,
+            show_default=True,
+            metavar="N",
+            help="The same, by so much for each time.",
+        ),
         click.option("--seed", type=click.IntRange(0, 2**64 - 1), metavar="N", help="Makes sampling repeatable."),
         prefill_option(),
         draft_options,

@@ -14,8 +14,9 @@ import click
 
 from mlx_kv.cli.cache import load_for, tokens_read
 from mlx_kv.cli.decoding import Decoding, decoding_options, said_of_drafts
+from mlx_kv.cli.loading import Loading, loading_options
 from mlx_kv.cli.options import human_bytes, make_policy, model_option, policy_options, tokens_line
-from mlx_kv.cli.prompt import note_context, prefill_bar, prompt_options, read_prompt
+from mlx_kv.cli.prompt import Chat, chat_options, note_context, prefill_bar, prompt_options, read_prompt
 from mlx_kv.cli.ranks import Machine, RankOptions, rank_options
 
 EXAMPLES = """
@@ -50,6 +51,7 @@ def check_cache_file(policy: dict[str, Any], draft_model: str | None) -> None:
 
 @click.command(epilog=EXAMPLES)
 @model_option()
+@loading_options("adapter_path", "trust_remote_code", "extra_eos_token", "quantize_activations")
 @prompt_options
 @click.option(
     "--prompt-cache-file",
@@ -58,13 +60,16 @@ def check_cache_file(policy: dict[str, Any], draft_model: str | None) -> None:
     help="Go on from a prompt that `mlx-kv cache` kept: this one follows it.",
 )
 @click.option("--ignore-chat-template", is_flag=True, help="Continue the prompt as plain text.")
-@click.option("--max-tokens", type=click.IntRange(1), default=256, show_default=True, metavar="N")
+@chat_options("system_prompt", "chat_template_config", "prefill_response")
+@click.option("--max-tokens", "-m", type=click.IntRange(1), default=256, show_default=True, metavar="N")
 @decoding_options
 @policy_options
 @rank_options
+@click.option("--verbose", type=bool, default=True, show_default=True, help="Statistics follow; false leaves them out.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of streaming.")
 def generate(
     model: str,
+    loading: Loading,
     prompt_cache_file: Path | None,
     decoding: Decoding,
     ranks: RankOptions,
@@ -75,7 +80,7 @@ def generate(
     The prompt is --prompt, the content of --prompt-file, or stdin for a lone -. With --prompt-cache-file it follows
     the one that was kept.
     """
-    with ranks.joined(model) as machine:
+    with ranks.joined(model, loading) as machine:
         continue_prompt(machine, model, prompt_cache_file, decoding, **given)
 
 
@@ -88,7 +93,9 @@ def continue_prompt(
     prompt: str | None,
     prompt_file: Path | None,
     ignore_chat_template: bool,
+    chat: Chat,
     max_tokens: int,
+    verbose: bool,
     as_json: bool,
     **policy: Any,
 ) -> None:
@@ -116,16 +123,17 @@ def continue_prompt(
     if prompt_cache_file is not None:
         file = load_for(prompt_cache_file, network, tokenizer, model)
         caches, already, before = file.caches, tokens_read(file), file.tokens or []
-        tokens = encode_ending(tokenizer, text, speaks_chat(tokenizer, ignore_chat_template))
+        tokens = encode_ending(tokenizer, text, speaks_chat(tokenizer, ignore_chat_template), chat.settings)
     else:
-        tokens = encode_text(tokenizer, text, plain=ignore_chat_template) if machine.leads else []
+        tokens = encode_text(tokenizer, text, ignore_chat_template, chat.settings) if machine.leads else []
     note_context(network, already + len(tokens), max_tokens)
     options: dict[str, Any] = {
         "max_tokens": max_tokens,
-        "sampler": decoding.sampler,
+        "sampler": decoding.sampler(tokenizer),
         "prefill_step_size": decoding.prefill_step_size,
         "seed": decoding.seed,
         "group": machine.group,
+        **({"logits_processors": list(processors)} if (processors := decoding.processors) else {}),
     }
     speculation = SpeculationStatistics()
     pieces, ids, response = [], [], None
@@ -183,6 +191,8 @@ def continue_prompt(
         click.echo(json.dumps(answer))
         return
     click.echo()
+    if not verbose:
+        return
     lines = (
         "-" * 40,
         *([tokens_line("cached", already, None)] if already else []),

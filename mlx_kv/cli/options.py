@@ -7,7 +7,9 @@ neither MLX nor what needs it before a command runs.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -30,6 +32,18 @@ class FiniteRange(click.FloatRange):
         return super().convert(number, param, ctx)
 
 
+class ByteCount(click.types.IntParamType):
+    """A number of bytes from 0 up, or as mlx-lm writes it, of megabytes or gigabytes: 512MB, 1.5G."""
+
+    name = "bytes"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([MG]?)B?", str(value).strip(), re.IGNORECASE | re.ASCII)
+        if found is None or (not found[2] and "." in found[1]):
+            self.fail(f"{value!r} is no number of bytes: write one, or as in 512MB or 1.5GB.", param, ctx)
+        return int(Decimal(found[1]) * {"": 1, "M": 10**6, "G": 10**9}[found[2].upper()])
+
+
 class LeadersFile(click.Path):
     """A path on the first of several machines: the others need not have it."""
 
@@ -44,6 +58,16 @@ def applied(options: tuple[Callable[[Command], Command], ...], function: Command
     for option in reversed(options):
         function = option(function)
     return function
+
+
+def not_needed(option: str, why: str) -> Callable[[Command], Command]:
+    """An option of mlx-lm's whose number changes nothing here: it is taken, and said so."""
+
+    def note(ctx: click.Context, param: click.Parameter, value: int | None) -> None:
+        if value is not None:
+            click.echo(f"mlx-kv: note: {option} changes nothing: {why}", err=True)
+
+    return click.option(option, type=int, expose_value=False, callback=note, hidden=True)
 
 
 def model_option(**settings: Any) -> Callable[[Command], Command]:

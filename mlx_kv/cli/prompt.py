@@ -6,10 +6,13 @@ Knows nothing about what is done with it. Imports neither MLX nor what needs it 
 from __future__ import annotations
 
 import contextlib
+import functools
+import json
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -17,6 +20,8 @@ from mlx_kv.cli.options import Command, LeadersFile, applied
 
 if TYPE_CHECKING:
     import mlx.nn as nn
+
+    from mlx_kv.generation.encoding import ChatSettings
 
 SOON_READ = 128  # tokens for which nobody waits
 
@@ -33,10 +38,66 @@ def prompt_options(function: Command) -> Command:
     """The three places that a prompt comes from, for `read_prompt`."""
     options = (
         click.argument("source", required=False, metavar="[-]"),
-        click.option("--prompt", metavar="TEXT"),
+        click.option("--prompt", "-p", metavar="TEXT"),
         click.option("--prompt-file", type=LeadersFile(exists=True, dir_okay=False, path_type=Path), metavar="FILE"),
     )
     return applied(options, function)
+
+
+@dataclass(frozen=True)
+class Chat:
+    """What options say of a chat around a prompt; each attribute is an option."""
+
+    system_prompt: str | None = None
+    chat_template_config: dict[str, Any] | None = None
+    prefill_response: str | None = None
+
+    @property
+    def settings(self) -> ChatSettings:
+        """The same, in terms of the library."""
+        from mlx_kv.generation.encoding import ChatSettings
+
+        return ChatSettings(self.system_prompt, self.prefill_response, self.chat_template_config or {})
+
+
+def read_object(ctx: click.Context, param: click.Parameter, value: str | None) -> dict[str, Any] | None:
+    """A JSON object."""
+    if value is None:
+        return None
+    try:
+        found = json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise click.BadParameter(
+            f"it is no JSON ({error}): write an object, such as '{{\"enable_thinking\": false}}'"
+        ) from None
+    if not isinstance(found, dict):
+        raise click.BadParameter("it is no JSON object: write one, such as '{\"enable_thinking\": false}'")
+    return found
+
+
+def chat_options(*names: str) -> Callable[[Command], Command]:
+    """Some of the options of a `Chat`, for a command that gets one."""
+    options = {
+        "system_prompt": click.option("--system-prompt", metavar="TEXT", help="Comes before all else in a chat."),
+        "chat_template_config": click.option(
+            "--chat-template-config",
+            callback=read_object,
+            metavar="JSON",
+            help="An object of settings for the chat template, such as '{\"enable_thinking\": false}'.",
+        ),
+        "prefill_response": click.option(
+            "--prefill-response", metavar="TEXT", help="The answer goes on from this beginning, which is not repeated."
+        ),
+    }
+
+    def add(function: Command) -> Command:
+        @functools.wraps(function)
+        def command(**given: Any) -> None:
+            function(chat=Chat(**{name: given.pop(name) for name in names}), **given)
+
+        return applied(tuple(options[name] for name in names), command)
+
+    return add
 
 
 def read_stdin() -> str:

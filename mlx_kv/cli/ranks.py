@@ -21,6 +21,7 @@ import click
 from mlx_kv.bundled import model_path
 from mlx_kv.cli.config import find_config, read_config
 from mlx_kv.cli.decoding import asks_for_drafts
+from mlx_kv.cli.loading import Loading
 from mlx_kv.cli.options import Command, FiniteRange, applied
 from mlx_kv.cli.split_options import split_options
 from mlx_kv.ranks.environment import launched
@@ -37,9 +38,11 @@ if TYPE_CHECKING:
 
 # Words that may differ: places on one machine, and what the first rank alone reads. Models are compared by content.
 MAY_DIFFER = {
+    *("adapter_path", "api_key", "log_level", "ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_keyfile_password"),
     *("model", "draft_model", "secret_file", "api_key_file", "prompt_memory_bytes", "link_address"),
     *("source", "prompt", "prompt_file", "prompts_file", "output_file", "host", "port", "prompt_store"),
 }
+WHOLE = Loading()  # nothing was asked for
 NEEDS_RANKS = "several ranks: start them with mlx.launch -n 2 mlx-kv …"
 
 
@@ -54,6 +57,7 @@ class Machine:
     group: RankGroup | None
     _model: str
     _layers: Sequence[int] | None
+    _loading: Loading = WHOLE
 
     @property
     def leads(self) -> bool:
@@ -63,9 +67,7 @@ class Machine:
     def load(self) -> tuple[nn.Module, Any]:
         """The model of the command and its tokenizer; of several ranks, each its part."""
         if self.group is None:
-            from mlx_kv.mlxlm.loading import load
-
-            return load(model_path(self._model))
+            return self._loading.load(self._model)
         from mlx_kv.ranks.model_files import marks_of
         from mlx_kv.ranks.splitting import check_split, load_part
 
@@ -74,7 +76,7 @@ class Machine:
         self.group.split = check_split(read_config(config), self.group.size, self.group.split, self._layers)
         model, tokenizer = load_part(model_path(self._model), self.group, self._layers)
         self.group.compare(model=marks_of(config.parent.iterdir()))
-        return model, tokenizer
+        return model, self._loading.told(tokenizer)
 
     def lead_or_follow(self, make: Callable[..., Engine]) -> Engine:
         """The engine that leads on all ranks; on another one it does what that one does until it ends, and then ends.
@@ -131,21 +133,23 @@ class RankOptions:
                 raise click.UsageError(f"--{name.replace('_', '-')} is for {NEEDS_RANKS}")
 
     @contextlib.contextmanager
-    def joined(self, model: str) -> Iterator[Machine]:
+    def joined(self, model: str, loading: Loading = WHOLE) -> Iterator[Machine]:
         """This process and all that were started with it; what one of them ends with, all end with.
 
         Args:
             model: as the option says it.
+            loading: how it is loaded.
         """
         group = None if launched() is None else self._join()
         if group is None:
-            yield Machine(None, model, self.layers)
+            yield Machine(None, model, self.layers, loading)
             return
         from mlx_kv.ranks.link import LeaderEndedError
 
         with group, quiet(group):
             try:
-                yield Machine(group, model, self.layers)
+                loading.check_parts()
+                yield Machine(group, model, self.layers, loading)
             except click.ClickException as error:
                 group.close(2, error.format_message())
                 raise

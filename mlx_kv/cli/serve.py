@@ -14,8 +14,18 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mlx_kv.cli.decoding import Drafting, draft_options
-from mlx_kv.cli.options import FiniteRange, LeadersFile, make_policy, model_option, policy_options
-from mlx_kv.cli.prompt import prefill_option
+from mlx_kv.cli.loading import Loading, loading_options
+from mlx_kv.cli.operating import Operating, listed, operating_options
+from mlx_kv.cli.options import (
+    ByteCount,
+    FiniteRange,
+    LeadersFile,
+    make_policy,
+    model_option,
+    not_needed,
+    policy_options,
+)
+from mlx_kv.cli.prompt import prefill_option, read_object
 from mlx_kv.cli.ranks import Machine, RankOptions, rank_options
 
 if TYPE_CHECKING:
@@ -30,7 +40,7 @@ Examples:
   mlx-kv serve --model mlx-community/Qwen3-0.6B-4bit --kv-bits 8 --max-batch-size 16
   mlx-kv serve --draft auto
   mlx-kv serve --kv-budget 256 --draft-model reference --port 9000
-  mlx-kv serve --host 0.0.0.0 --api-key-file keys.txt
+  mlx-kv serve --host 0.0.0.0 --api-key-file keys.txt --ssl-certfile server.pem --log-level INFO
   mlx.launch -n 2 mlx-kv serve
 \b
 With curl:
@@ -50,29 +60,26 @@ _NUMBER: dict[str, Any] = {"metavar": "N", "show_default": True}
 
 @click.command(epilog=EXAMPLES)
 @model_option()
+@loading_options("adapter_path", "trust_remote_code", "chat_template")
+@click.option(
+    "--chat-template-args",
+    callback=read_object,
+    metavar="JSON",
+    help="An object of settings for the chat template, where a request does not say.",
+)
 @click.option("--host", default="127.0.0.1", show_default=True, metavar="ADDRESS", help="Where to listen.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8080, **_NUMBER, help="0 takes a free one.")
-@click.option("--max-batch-size", type=click.IntRange(1), default=16, **_NUMBER, help="Requests at once; more wait.")
+@click.option(
+    "--max-batch-size",
+    "--decode-concurrency",
+    type=click.IntRange(1),
+    default=16,
+    **_NUMBER,
+    help="Requests at once; more wait.",
+)
 @draft_options
 @prefill_option("Prompt tokens of a row read at once.  [default: 2048; on a CPU 512 to 64, as generate]")
-@click.option(
-    "--api-key-file",
-    type=LeadersFile(exists=True, dir_okay=False, path_type=Path),
-    metavar="FILE",
-    help="One key in each line; clients must send one of them.",
-)
-@click.option(
-    "--allowed-hosts",
-    multiple=True,
-    metavar="NAME,...",
-    help="Names by which clients may come, besides this machine's and --host: mac.lan, *.lan, or * for all.",
-)
-@click.option(
-    "--allowed-origins",
-    multiple=True,
-    metavar="ORIGIN,...",
-    help="Sites whose pages may use the server: https://example.com, or * for all; none by itself.",
-)
+@operating_options
 @click.option(
     "--alias", multiple=True, metavar="NAME,...", help="Other names by which clients may ask for the model; * for any."
 )
@@ -97,14 +104,15 @@ _NUMBER: dict[str, Any] = {"metavar": "N", "show_default": True}
 )
 @click.option(
     "--prompt-memory-bytes",
-    type=click.IntRange(0),
+    "--prompt-cache-bytes",
+    type=ByteCount(),
     default=2**30,
     **_NUMBER,
     help="What was read of prompts is kept in memory, for those that begin alike; 0 keeps nothing.",
 )
 @click.option(
     "--slot-save-path",
-    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    type=LeadersFile(exists=True, file_okay=False, path_type=Path),
     metavar="DIR",
     help="Clients may save slots there, and restore them, by POST /slots/N?action=save.",
 )
@@ -116,15 +124,17 @@ _NUMBER: dict[str, Any] = {"metavar": "N", "show_default": True}
     metavar="SECONDS",
     help="A prompt waits no longer for the store.  [default: 2 for a URL, 10 for a disk]",
 )
+@not_needed("--prompt-cache-size", "bytes decide what is kept: --prompt-memory-bytes")
+@not_needed("--prompt-concurrency", "as many prompts are read together as pay")
 @policy_options
 @rank_options
-def serve(model: str, drafting: Drafting, ranks: RankOptions, **given: Any) -> None:
+def serve(model: str, loading: Loading, drafting: Drafting, ranks: RankOptions, **given: Any) -> None:
     """Serve completions and chats to OpenAI clients, many at once.
 
     Requests are batched as they come. It listens on this machine only, unless --host says otherwise. Ctrl-C and SIGTERM
     end it: what is being answered is finished first, or, after another Ctrl-C, ended with an error.
     """
-    with ranks.joined(model) as machine:
+    with ranks.joined(model, loading) as machine:
         code = serve_on(machine, model, drafting, **given)
     sys.exit(code)
 
@@ -133,13 +143,12 @@ def serve_on(
     machine: Machine,
     model: str,
     drafting: Drafting,
+    operating: Operating,
+    chat_template_args: dict[str, Any] | None,
     host: str,
     port: int,
     max_batch_size: int,
     prefill_step_size: int | None,
-    api_key_file: Path | None,
-    allowed_hosts: Sequence[str],
-    allowed_origins: Sequence[str],
     alias: Sequence[str],
     strict: bool,
     max_tokens: int,
@@ -156,11 +165,11 @@ def serve_on(
     **policy: Any,
 ) -> int:
     """What `serve` does on one machine, to the end; returns the exit code. HTTP is for the one that leads."""
-    keys = read_keys(api_key_file) if api_key_file is not None and machine.leads else []
+    keys = operating.keys if machine.leads else []
     cache_policy, drafts = make_policy(**policy), drafting.settings  # refuses bad settings before anything is loaded
     try:
         from mlx_kv.server import api, metrics, models, run, worker
-        from mlx_kv.server.access import AccessRules, is_loopback
+        from mlx_kv.server.access import is_loopback
     except ImportError as error:
         if error.name not in EXTRA:
             raise
@@ -183,11 +192,12 @@ def serve_on(
             say(f"note: the prompt store does not answer, and is asked again: {error}")
         return store
 
-    access = AccessRules(host, listed(allowed_hosts), listed(allowed_origins))
+    access, certificates = operating.access(host), operating.certificates if machine.leads else None
     if not is_loopback(host):
         say(f"note: it answers to {access.allowed_names}; --allowed-hosts adds names")
         if not keys:
             say(f"note: whoever reaches {host} can use this server: consider --api-key-file")
+    operating.begin_log()
     counters = metrics.Metrics()
     works = worker.Worker(
         load,
@@ -212,6 +222,7 @@ def serve_on(
         temperature=temp,
         strict=strict,
         slot_folder=slot_save_path,
+        template=chat_template_args or {},
     )
     try:
         return run.serve(
@@ -227,6 +238,7 @@ def serve_on(
             ready=lambda url: say(f"{model} at {url}/v1, its memory at {url}/"),
             say=say,
             group=machine.group,
+            certificates=certificates,
             aliases=listed(alias),
         )
     except run.WorkerError as error:
@@ -237,26 +249,3 @@ def serve_on(
 def say(line: str) -> None:
     """One line for the terminal."""
     click.echo(f"mlx-kv: {line}", err=True)
-
-
-def listed(values: Sequence[str]) -> list[str]:
-    """What an option that can be repeated, and takes several separated by commas, was given."""
-    return [each.strip() for value in values for each in value.split(",") if each.strip()]
-
-
-def read_keys(path: Path) -> list[str]:
-    """The keys in a file, one in each line; empty lines are none.
-
-    Raises:
-        click.UsageError: there is no key in it, one that no client could send, or it cannot be read.
-    """
-    try:
-        keys = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except (OSError, UnicodeError) as error:
-        raise click.UsageError(f"cannot read {path}: {error}") from error
-    if not keys:
-        raise click.UsageError(f"{path} has no key in it: write one in each line")
-    for number, key in enumerate(keys, 1):
-        if not key.isascii() or not key.isprintable() or " " in key:
-            raise click.UsageError(f"key {number} in {path} is not plain ASCII without spaces: choose another")
-    return keys

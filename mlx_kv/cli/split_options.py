@@ -29,6 +29,7 @@ _OPTIONS = (
         type=click.Choice(["heads", "layers"]),
         help="What each rank has: some heads of all layers, or some layers.  [default: heads where they divide]",
     ),
+    click.option("--pipeline", "split", flag_value="layers", help="mlx-lm's word for --split layers."),
     click.option(
         "--layers",
         metavar="N,N",

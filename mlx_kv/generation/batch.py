@@ -20,6 +20,7 @@ from mlx_kv.generation.engine import Engine, make_engine
 from mlx_kv.generation.rereading import Instructions
 from mlx_kv.generation.sampling import Sampler, derived_seed, sampler_of_sequence
 from mlx_kv.generation.sequence import BatchToken, TokenSequence
+from mlx_kv.generation.settings import LogitsProcessor
 from mlx_kv.generation.speculation import LOOKUP_MAX, LOOKUP_MIN
 from mlx_kv.generation.speculation.drafters import Drafter, Factory
 from mlx_kv.generation.speculation.settings import DraftLength
@@ -46,6 +47,7 @@ def batch_generate(
     prompt_lookup_max: int = LOOKUP_MAX,
     draft_length: DraftLength = "chosen",
     group: Group | None = None,
+    logits_processors: Sequence[LogitsProcessor] = (),
 ) -> Iterator[BatchToken]:
     """Continues many prompts at once; each gets the tokens that it would get alone.
 
@@ -66,6 +68,7 @@ def batch_generate(
         drafter, prompt_lookup_min, prompt_lookup_max, draft_length: as in `speculative_generate`.
         group: the ranks of which each has a part of the model, and calls this alike. The leader's prompts, limits,
             samplers and drafter count, and where it stops asking for tokens, all end.
+        logits_processors: as in `speculative_generate`, for each prompt; they must not remember anything.
 
     Returns:
         An iterator of `BatchToken`, in the order in which they come; tokens of one prompt are in order.
@@ -82,6 +85,8 @@ def batch_generate(
     def told() -> tuple[int, int | None, list[tuple[list[int], int]]]:
         whole_number("max_batch_size", max_batch_size, least=1)
         sequences.extend(_sequences(tokenizer, prompts, max_tokens, sampler, seed, context_length(model)))
+        for sequence in sequences:
+            sequence.processors = tuple(logits_processors)
         return max_batch_size, prefill_step_size, [(own.tokens, own.max_tokens) for own in sequences]
 
     max_batch_size, prefill_step_size, asked = agreement.told(told)

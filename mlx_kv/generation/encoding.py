@@ -6,10 +6,38 @@ read in two parts. The tokenizer and its chat template are mlx-lm's. Knows nothi
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 QUERY = "<query>"  # stands for a text that is still to come, in a chat template
+
+
+@dataclass(frozen=True)
+class ChatSettings:
+    """What stands around what a user says in a chat.
+
+    Attributes:
+        system: the message before all others; None is what the template has.
+        beginning: of the answer, which goes on from there.
+        template: for the chat template, by the names that it has for them.
+    """
+
+    system: str | None = None
+    beginning: str | None = None
+    template: Mapping[str, Any] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return self != ChatSettings()
+
+    def messages(self, text: str) -> list[dict[str, Any]]:
+        """A chat of one question, up to where its answer goes on."""
+        before = [] if self.system is None else [{"role": "system", "content": self.system}]
+        after = [] if self.beginning is None else [{"role": "assistant", "content": self.beginning}]
+        return [*before, {"role": "user", "content": text}, *after]
+
+
+JUST_ASKED = ChatSettings()
 
 
 def encode_prompt(tokenizer: Any, prompt: str) -> list[int]:
@@ -48,10 +76,27 @@ def speaks_chat(tokenizer: Any, plain: bool) -> bool:
     return tokenizer.chat_template is not None and not plain
 
 
-def encode_text(tokenizer: Any, text: str, plain: bool = False) -> list[int]:
-    """Token ids of a text: what a user says in a chat, or with `plain` and where there are no chats, itself."""
+def encode_text(tokenizer: Any, text: str, plain: bool = False, settings: ChatSettings = JUST_ASKED) -> list[int]:
+    """Token ids of a text: what a user says in a chat, or with `plain` and where there are no chats, itself.
+
+    Raises:
+        ValueError: there are settings of a chat, and no chat.
+    """
     if speaks_chat(tokenizer, plain):
-        return encode_messages(tokenizer, [{"role": "user", "content": text}])
+        goes_on = settings.beginning is not None
+        ids = tokenizer.apply_chat_template(
+            settings.messages(text),
+            tokenize=True,
+            add_generation_prompt=not goes_on,
+            continue_final_message=goes_on,
+            **settings.template,
+        )
+        return [int(token) for token in ids]
+    if settings:
+        raise ValueError(
+            "this model has no chat template, so no place for a system prompt, the beginning of an answer, or settings "
+            "of a template: write them into the prompt"
+        )
     return encode_prompt(tokenizer, text)
 
 
@@ -64,11 +109,23 @@ def encode_beginning(tokenizer: Any, text: str, chat: bool) -> list[int]:
     return ids
 
 
-def encode_ending(tokenizer: Any, text: str, chat: bool) -> list[int]:
-    """Tokens of a prompt that follows a cached one; of a chat, the rest of the message, and the answer's beginning."""
+def encode_ending(tokenizer: Any, text: str, chat: bool, settings: ChatSettings = JUST_ASKED) -> list[int]:
+    """Tokens of a prompt that follows a cached one; of a chat, the rest of the message, and the answer's beginning.
+
+    Raises:
+        ValueError: a system prompt, which would have to come before what is cached.
+    """
+    if settings.system is not None:
+        raise ValueError("a system prompt comes before what is cached: cache it with the rest, or leave it out")
     if chat:
-        messages = [{"role": "user", "content": QUERY}]
-        whole: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        goes_on = settings.beginning is not None
+        whole: str = tokenizer.apply_chat_template(
+            settings.messages(QUERY),
+            tokenize=False,
+            add_generation_prompt=not goes_on,
+            continue_final_message=goes_on,
+            **settings.template,
+        )
         text = text + whole.partition(QUERY)[2]
     ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
     return ids

@@ -14,6 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_kv.generation.agreement import ALONE, Agreement
+from mlx_kv.generation.logprobs import scored
 from mlx_kv.generation.prefill import CHUNKS_AT_ONCE, MOST_PROMPTS_AT_ONCE, chunk_for, prefill_step, reserve_for
 from mlx_kv.generation.reading_twice import ReadingTwice
 from mlx_kv.generation.rereading import NOTHING_ASKED, Instructions
@@ -89,12 +90,14 @@ class PlainEngine:
             self._reading[response.uid] = max(0, everything - read - 1)  # the last is read with the first step
             if everything == read:
                 del self._reading[response.uid]
-        for response in responses:
+        wanted = [(one, self._active[one.uid].top_logprobs) for one in responses]
+        scores = scored((one.logprobs, one.token, count) for one, count in wanted)
+        for response, score in zip(responses, scores, strict=True):
             finish = response.finish_reason
             held: Any = response.prompt_cache if self._return_caches else None
             if held is not None:
                 evaluated(held)
-            tokens.append(self._active[response.uid].emit(response.token, finish, caches=held))
+            tokens.append(self._active[response.uid].emit(response.token, finish, caches=held, score=score))
             if finish is not None:
                 del self._active[response.uid]
         return tokens
@@ -114,7 +117,12 @@ class PlainEngine:
             caches = sequence.caches or self.make_caches()
             reserve_for(caches, len(sequence.tokens), sequence.max_tokens)
             uid = self._generator.insert(
-                sequence.tokens, sequence.max_tokens, self._by_class.of(caches), sequence.sampler
+                sequence.tokens,
+                sequence.max_tokens,
+                self._by_class.of(caches),
+                sequence.sampler,
+                sequence.processors,
+                sequence.before,
             )
             self._active[uid], self._reading[uid] = sequence, len(sequence.tokens)
             began.append(sequence)

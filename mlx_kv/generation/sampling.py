@@ -37,8 +37,8 @@ class TemperatureSampler:
         top_p: in (0, 1]; the smallest set of tokens whose probabilities reach it. 1 is no filter.
         min_p: in [0, 1]; tokens at least so likely as the likeliest times this. 0 is no filter.
         top_k: from 0 up; so many of the likeliest. 0 is no filter.
-        xtc_probability: in [0, 1]; how often, position by position, only the least likely of all tokens that
-            reach the threshold is left ("exclude top choices").
+        xtc_probability: in [0, 1]; how often, position by position, tokens that reach the threshold are left out, all
+            but the least likely of them ("exclude top choices").
         xtc_threshold: in [0, 0.5]; a probability after top_p and min_p.
         xtc_special_tokens: never left out by it, such as those that end a text.
 

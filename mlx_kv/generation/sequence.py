@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from mlx_kv.cache.checks import whole_number
+from mlx_kv.generation.logprobs import TokenScore
 from mlx_kv.generation.sampling import Sampler
+from mlx_kv.generation.settings import LogitsProcessor
 from mlx_kv.mlxlm.batching import check_alike
 
 
@@ -29,6 +31,7 @@ class BatchToken:
         from_draft: whether it had been drafted.
         caches: with the last token, if the engine was asked for them: the caches of the row, as `Engine.extract` gives
             them.
+        score: its log-probability and those of the likeliest tokens, where its sequence wants them.
     """
 
     index: int
@@ -37,6 +40,7 @@ class BatchToken:
     finish_reason: str | None
     from_draft: bool = False
     caches: list[Any] | None = None
+    score: TokenScore | None = None
 
 
 @dataclass
@@ -50,7 +54,10 @@ class TokenSequence:
         detokenizer: None for tokens without text.
         sampler: None is greedy. One that counts positions, as a `SeededSampler` does, is for this sequence alone.
         caches: of `Engine.make_caches`, which may have read what comes before `tokens`; None are new ones.
-        before: what they have read, for drafters that look at the text; it may be left out.
+        before: what they have read, for processors and drafters that look at the text; it may be left out.
+        processors: what is made of its logits before anything is drawn. They are shown all its tokens: `before`, those
+            of the prompt, and what was generated.
+        top_logprobs: how many likeliest tokens are told with each token; None tells no log-probabilities at all.
     """
 
     index: int
@@ -60,10 +67,17 @@ class TokenSequence:
     sampler: Sampler | None = None
     caches: list[Any] | None = None
     before: Sequence[int] = ()
+    processors: tuple[LogitsProcessor, ...] = ()
+    top_logprobs: int | None = None
     emitted: int = 0
 
     def emit(
-        self, token: int, finish: str | None, from_draft: bool = False, caches: list[Any] | None = None
+        self,
+        token: int,
+        finish: str | None,
+        from_draft: bool = False,
+        caches: list[Any] | None = None,
+        score: TokenScore | None = None,
     ) -> BatchToken:
         self.emitted += 1
         text = ""
@@ -73,7 +87,7 @@ class TokenSequence:
             if finish is not None:
                 self.detokenizer.finalize()
             text = self.detokenizer.last_segment
-        return BatchToken(self.index, text, token, finish, from_draft, caches)
+        return BatchToken(self.index, text, token, finish, from_draft, caches, score)
 
 
 def check(sequence: TokenSequence) -> None:

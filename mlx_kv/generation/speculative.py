@@ -12,6 +12,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
+from mlx_kv.generation.logprobs import scored
 from mlx_kv.generation.prefill import CHUNKS_AT_ONCE, MOST_PROMPTS_AT_ONCE
 from mlx_kv.generation.reading_twice import ReadingTwice
 from mlx_kv.generation.rereading import NOTHING_ASKED, Instructions
@@ -80,13 +81,15 @@ class SpeculativeEngine:
             left = max(sequence.max_tokens - sequence.emitted for sequence in self._active)
             emitted = self._decoder.round(left, self._statistics)
         tokens, staying = [], []
+        pairs = [(sequence, item) for sequence, items in zip(self._active, emitted, strict=True) for item in items]
+        scores = iter(scored((item.logprobs, item.token, sequence.top_logprobs) for sequence, item in pairs))
         for row, (sequence, items) in enumerate(zip(self._active, emitted, strict=True)):
             finish = None
-            for item in items:
+            for item, score in [(item, next(scores)) for item in items]:
                 last = sequence.emitted + 1 == sequence.max_tokens
                 finish = "stop" if item.token in self._ends else "length" if last else None
                 held = self._extracted(row) if finish is not None and self._return_caches else None
-                tokens.append(sequence.emit(item.token, finish, item.from_draft, held))
+                tokens.append(sequence.emit(item.token, finish, item.from_draft, held, score))
                 if finish is not None:
                     break
             if finish is None:
@@ -115,7 +118,10 @@ class SpeculativeEngine:
             joining.append(self._waiting.next())
         if joining:
             self._joining = self._decoder.begin(
-                [NewRow(own.tokens, own.max_tokens, own.sampler, own.caches, own.before) for own in joining],
+                [
+                    NewRow(own.tokens, own.max_tokens, own.sampler, own.caches, own.before, own.processors)
+                    for own in joining
+                ],
                 self.step_size,
             )
             for sequence in joining:

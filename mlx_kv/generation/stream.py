@@ -22,6 +22,7 @@ from mlx_kv.generation.encoding import tokens_of_prompt
 from mlx_kv.generation.prefill import prefill_step, reserve_for
 from mlx_kv.generation.rereading import Instructions, Rereading, wants_rereading
 from mlx_kv.generation.sampling import Sampler, sampler_of_sequence
+from mlx_kv.generation.settings import LogitsProcessor
 from mlx_kv.generation.together import caches_together, check_alone
 from mlx_kv.mlxlm.convert import check_windows
 from mlx_kv.mlxlm.observing import show_attention
@@ -134,11 +135,21 @@ def _read_twice(
         reading.finish(lambda done, _: progress(done, len(told)))
     seconds = time.perf_counter() - started
     rest = options | {"prompt_progress_callback": lambda done, total: progress(len(told) - total + done, len(told))}
+    rest["logits_processors"] = [shown_before(own, tokens[:-1]) for own in options.get("logits_processors") or ()]
     for response in stock_stream_generate(
         model, tokenizer, tokens[-1:], max_tokens=max_tokens, sampler=sampler, prompt_cache=caches, **rest
     ):
         speed = len(told) / (seconds + 1 / max(response.prompt_tps, 1e-9))
         yield replace(response, prompt_tokens=len(told), prompt_tps=speed)
+
+
+def shown_before(processor: LogitsProcessor, before: mx.array) -> LogitsProcessor:
+    """The processor for a loop that knows nothing of the tokens (n,) that come before its own."""
+
+    def adjusted(tokens: mx.array, logits: mx.array) -> mx.array:
+        return processor(mx.concatenate([before, tokens]), logits)
+
+    return adjusted
 
 
 def _prompt(tokenizer: TokenizerWrapper, prompt: str | Sequence[int] | mx.array) -> list[int]:

@@ -7,7 +7,7 @@ sequences are inserted, and when, is the engine's. Rows have numbers that mlx-lm
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -51,10 +51,29 @@ class WatchedBatchGenerator:
             prefill_step_size=step,
         )
 
-    def insert(self, tokens: list[int], max_tokens: int, caches: list[Any], sampler: Any) -> int:
-        """A sequence whose caches have read what comes before its tokens; returns the number of its row."""
+    def insert(
+        self,
+        tokens: list[int],
+        max_tokens: int,
+        caches: list[Any],
+        sampler: Any,
+        processors: Sequence[Any] = (),
+        before: Sequence[int] = (),
+    ) -> int:
+        """A sequence whose caches have read what comes before its tokens; returns the number of its row.
+
+        Args:
+            before: what they have read, which processors are shown as well.
+        """
         shared = sampler if self._together is None else self._together
-        (number,) = self._generator.insert([tokens], [max_tokens], [caches], samplers=[shared])
+        (number,) = self._generator.insert(
+            [tokens],
+            [max_tokens],
+            [caches],
+            all_tokens=[list(before)] if processors else None,
+            samplers=[shared],
+            logits_processors=[[_of_one_type(processors)] if processors else []],
+        )
         if self._together is not None:
             self._together.samplers[int(number)] = sampler
         return int(number)
@@ -104,6 +123,18 @@ class WatchedBatchGenerator:
         if number not in rows:
             return None
         return evaluated(self._generator._generation_batch.extract_cache(rows.index(number)))
+
+
+def _of_one_type(processors: Sequence[Any]) -> Callable[[mx.array, mx.array], mx.array]:
+    """The processors as one whose logits have the type that they had: else mlx-lm makes all rows' of another."""
+
+    def adjusted(tokens: mx.array, logits: mx.array) -> mx.array:
+        found = logits
+        for processor in processors:
+            found = processor(tokens, found)
+        return found.astype(logits.dtype)
+
+    return adjusted
 
 
 class _SampledTogether:

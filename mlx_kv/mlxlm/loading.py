@@ -17,13 +17,33 @@ import mlx.nn as nn
 from mlx_kv.mlxlm.asking import asked_once
 
 
-def load(path_or_hub_id: str | Path) -> tuple[nn.Module, Any]:
+def load(
+    path_or_hub_id: str | Path,
+    *,
+    adapter_path: str | Path | None = None,
+    trust_remote_code: bool = False,
+    chat_template: str | None = None,
+    quantize_activations: bool = False,
+) -> tuple[nn.Module, Any]:
     """A model and its tokenizer, by mlx-lm. On a CPU, 16-bit weights become float32: half precision is emulated there.
+
+    Args:
+        adapter_path: of weights that were trained beside the model's (LoRA), as `mlx_lm.lora` writes them.
+        trust_remote_code: run code that comes with the model or its tokenizer.
+        chat_template: instead of the tokenizer's own.
+        quantize_activations: as the weights are, where a layer can.
 
     Raises:
         ValueError: a directory that holds no model, or a name that mlx-lm cannot load.
     """
-    model, tokenizer, _config = _loaded(path_or_hub_id, lazy=False)
+    template = {} if chat_template is None else {"chat_template": chat_template}
+    options = {
+        "adapter_path": None if adapter_path is None else str(adapter_path),
+        "trust_remote_code": trust_remote_code,
+        "tokenizer_config": {"trust_remote_code": trust_remote_code, **template},
+        "model_config": {"quantize_activations": True} if quantize_activations else None,
+    }
+    model, tokenizer, _config = _loaded(path_or_hub_id, lazy=False, **options)
     use_device_dtype(model)
     return model, tokenizer
 
@@ -43,7 +63,7 @@ def use_device_dtype(model: nn.Module) -> None:
         model.set_dtype(mx.float32)
 
 
-def _loaded(path_or_hub_id: str | Path, lazy: bool) -> tuple[nn.Module, Any, dict[str, Any]]:
+def _loaded(path_or_hub_id: str | Path, lazy: bool, **options: Any) -> tuple[nn.Module, Any, dict[str, Any]]:
     from mlx_lm import load as stock_load
 
     path = Path(path_or_hub_id)
@@ -54,7 +74,7 @@ def _loaded(path_or_hub_id: str | Path, lazy: bool) -> tuple[nn.Module, Any, dic
     if not path.exists() and (path.is_absolute() or len(path.parts) != 2):
         raise ValueError(f"{path} is neither a directory nor a hub id such as mlx-community/Qwen3-0.6B-4bit")
     try:
-        return stock_load(str(path_or_hub_id), lazy=lazy, return_config=True)  # type: ignore[return-value]
+        return stock_load(str(path_or_hub_id), lazy=lazy, return_config=True, **options)  # type: ignore[return-value]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise ValueError(f"mlx-lm cannot load {path_or_hub_id}: {reason[0]}") from error

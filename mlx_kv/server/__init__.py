@@ -7,6 +7,8 @@ HTTP, in the event loop:
     api.py               routes
     intake.py            from a body to the answers that it asks for (limits.py: what a client may take)
     access.py            names, sites and keys that are let in
+    access_log.py        a line for each request
+    tls.py               certificates
     bodies.py            the JSON of a request
     requests.py          what a client may ask for (chat_requests.py: messages and tools; fields.py: single fields;
                          unknown_fields.py: what nobody knows; names.py: of the model)

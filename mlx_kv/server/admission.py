@@ -45,7 +45,7 @@ class OutputCollector:
 
     def put(self, chunk: OutputChunk) -> None:
         if chunk.error is not None:
-            self.fail(ApiError(500, chunk.error))
+            self.fail(ApiError(chunk.status, chunk.error))
             return
         before = self._chunks.get(chunk.job)
         self._chunks[chunk.job] = chunk if before is None else before.joined(chunk)

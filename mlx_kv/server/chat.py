@@ -7,6 +7,8 @@ gets the same from both. Knows nothing about HTTP, nor about answers.
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from mlx_lm.server import convert_chat, process_message_content
@@ -16,17 +18,22 @@ from mlx_kv.server.errors import ApiError
 from mlx_kv.server.requests import CompletionRequest
 from mlx_kv.server.unknown_fields import UnknownFields
 
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 
-def encode_chat(tokenizer: Any, request: CompletionRequest, unknown: UnknownFields) -> list[int]:
+
+def encode_chat(
+    tokenizer: Any, request: CompletionRequest, unknown: UnknownFields, template: Mapping[str, Any] = NOTHING
+) -> list[int]:
     """The messages of a chat, up to where the answer begins.
 
     Args:
         unknown: what becomes of tools where the model has no way to call them that mlx-lm knows.
+        template: settings of the chat template, where the request does not say.
 
     Raises:
         ApiError: 400, for messages that the template refuses, or tools that are.
     """
-    if request.tools and not tokenizer.has_tool_calling:
+    if request.tools and not tokenizer.has_tool_calling and not request.forces_call:
         if unknown.strict:
             raise ApiError(400, "this model cannot call tools: leave them out", "tools", "unsupported_parameter")
         unknown.note(
@@ -44,8 +51,8 @@ def encode_chat(tokenizer: Any, request: CompletionRequest, unknown: UnknownFiel
                 raise ValueError("this model has no chat template, so it takes no chat_template_kwargs")
             begun = f" {messages.pop()['content']}" if request.continues else ""
             return [int(token) for token in tokenizer.encode(convert_chat(messages, request.roles or None) + begun)]
-        template = request.hints | request.template
-        return encode_messages(tokenizer, messages, request.continues, tools=request.tools or None, **template)
+        settings = {**template, **request.hints, **request.template}
+        return encode_messages(tokenizer, messages, request.continues, tools=request.tools or None, **settings)
     except Exception as error:  # templates are programs of others, and raise what they like
         message = " ".join(f"the chat template refuses these messages: {type(error).__name__}: {error}".split())
         raise ApiError(400, message[:500], "messages") from error

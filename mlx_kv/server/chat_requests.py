@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from mlx_kv.server.constraint_fields import forced_call
 from mlx_kv.server.errors import ApiError
 from mlx_kv.server.fields import boolean, json_kind, typed, unicode
 
@@ -52,8 +53,7 @@ def chat_fields(fields: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise ApiError(400, f"tools[{index}] is no object with a function that has a name", "tools")
     choice = fields.get("tool_choice", "auto")
-    if choice not in ("auto", "none"):
-        raise ApiError(400, "tool_choice can be auto or none: a call cannot be forced here", "tool_choice")
+    forced = forced_call(tools, choice)
     template = typed(fields, "chat_template_kwargs", dict, {})
     if taken := template.keys() & NOT_FOR_TEMPLATES:
         raise ApiError(400, f"chat_template_kwargs cannot set {min(taken)}", "chat_template_kwargs")
@@ -78,7 +78,7 @@ def chat_fields(fields: dict[str, Any]) -> dict[str, Any]:
         unicode(words, "role_mapping")
     one_call = not typed(fields, "parallel_tool_calls", bool, True)
     shown = [] if choice == "none" else tools
-    return {
+    checked = {
         "messages": messages,
         "tools": shown,
         "template": template,
@@ -87,6 +87,7 @@ def chat_fields(fields: dict[str, Any]) -> dict[str, Any]:
         "one_call": one_call,
         "continues": continues,
     }
+    return checked if forced is None else checked | {"constraint": forced, "constraint_field": "tools"}
 
 
 def _check_message(message: Any, where: str) -> None:

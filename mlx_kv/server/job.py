@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import count
 
+from mlx_kv.generation.grammar.processor import GrammarProcessor
 from mlx_kv.generation.sampling import Sampler, SeededSampler, TemperatureSampler
 from mlx_kv.generation.speculation.statistics import SpeculationStatistics
 from mlx_kv.prefixes.index import packed
@@ -30,6 +31,7 @@ class Job:
         temperature: 0 is greedy.
         seed: of its random numbers, whoever else is served; None draws from those of the thread.
         slot: in which it is to be shown; None is any.
+        grammar: what keeps its answer to a form; None lets it be any.
         joined: whether it has a place among the rows: its prompt is being read, or it decodes.
         cached: tokens of the prompt that had been read before.
         evicted: tokens that are no longer in its caches, those that were evicted for others before among them.
@@ -42,6 +44,7 @@ class Job:
     top_p: float = 1.0
     seed: int | None = None
     stop_strings: StopStrings = field(default_factory=StopStrings)
+    grammar: GrammarProcessor | None = None
     number: int = field(default_factory=lambda: next(_numbers))
     since: float = field(default_factory=time.monotonic)
     slot: int | None = None
@@ -70,6 +73,7 @@ class OutputChunk:
         tokens: generated since the last chunk.
         finish_reason: with the last chunk: "stop" or "length", or "error".
         error: in words, for the client.
+        status: of HTTP, that goes with an error.
     """
 
     job: Job
@@ -77,6 +81,7 @@ class OutputChunk:
     tokens: int = 0
     finish_reason: str | None = None
     error: str | None = None
+    status: int = 500
 
     def joined(self, following: OutputChunk) -> OutputChunk:
         """This chunk and the one after it as one."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -19,6 +21,7 @@ class Limits:
         temperature: where a request does not say.
         slot_folder: where slots are saved; None saves none.
         strict: whether requests with fields that nobody knows are refused.
+        template: settings of the chat template, where a request does not say.
     """
 
     body_bytes: int = 4 * 2**20
@@ -29,3 +32,4 @@ class Limits:
     temperature: float = 0.0
     strict: bool = False
     slot_folder: Path | None = None
+    template: Mapping[str, Any] = field(default_factory=dict)

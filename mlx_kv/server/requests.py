@@ -10,7 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from mlx_kv.generation.grammar.constraint import Constraint
 from mlx_kv.server.chat_requests import chat_fields
+from mlx_kv.server.constraint_fields import FIELDS, constraint_of
 from mlx_kv.server.errors import ApiError
 from mlx_kv.server.fields import boolean, integer, json_kind, number, typed, unicode
 from mlx_kv.server.unknown_fields import UnknownFields
@@ -58,7 +60,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "presence_penalty": (0, 0.0),
     "repetition_penalty": (0, 0.0, 1, 1.0),
-    "response_format": ({"type": "text"},),
     "suffix": ("",),
     "top_k": (0, -1),
     "top_logprobs": (0,),
@@ -81,6 +82,8 @@ class CompletionRequest:
         temperature: 0 is greedy.
         slot: in which it is to be shown; None is any.
         stop_strings: strings at which the answer ends.
+        constraint: what form the answer has; None is any.
+        constraint_field: the field that says so.
     """
 
     model: str | None = None
@@ -99,12 +102,19 @@ class CompletionRequest:
     seed: int | None = None
     stop_strings: tuple[str, ...] = ()
     slot: int | None = None
+    constraint: Constraint | None = None
+    constraint_field: str = ""
     stream: bool = False
     include_usage: bool = False
 
     @property
     def chat(self) -> bool:
         return not self.prompts
+
+    @property
+    def forces_call(self) -> bool:
+        """Whether the answer is to be a call of a tool."""
+        return self.constraint is not None and self.constraint.kind == "calls"
 
     @property
     def answers(self) -> int:
@@ -129,7 +139,7 @@ def parse(body: Any, chat: bool, rules: RequestRules) -> CompletionRequest:
     if not isinstance(body, dict):
         raise ApiError(400, f"the body is a JSON {json_kind(body)}: send an object")
     fields = {name: value for name, value in body.items() if value is not None}
-    known = IGNORED | NEUTRAL.keys() | COMMON | (FOR_CHAT if chat else FOR_COMPLETIONS)
+    known = IGNORED | NEUTRAL.keys() | COMMON | FIELDS | (FOR_CHAT if chat else FOR_COMPLETIONS)
     rules.unknown.check(fields.keys() - known)
     for name, neutral in NEUTRAL.items():
         if name in fields and not any(type(fields[name]) is type(value) and fields[name] == value for value in neutral):
@@ -151,6 +161,7 @@ def parse(body: Any, chat: bool, rules: RequestRules) -> CompletionRequest:
         "stream": stream,
         "include_usage": boolean(stream_options, "include_usage"),
     }
+    checked["constraint_field"], checked["constraint"] = constraint_of(fields)
     checked |= chat_fields(fields) if chat else {"prompts": _prompts(fields), "echo": boolean(fields, "echo")}
     return CompletionRequest(**checked)
 

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Sequence
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
+from mlx_kv.server.access_log import JOBS
 from mlx_kv.server.admission import ENDPOINTS, AdmissionController
 from mlx_kv.server.answers import AnswerWriter, Choice
 from mlx_kv.server.chat_output import Delta
@@ -41,6 +42,7 @@ class CompletionResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         admission, status = self._admission, 499
+        scope[JOBS] = [choice.job for choice in self._choices]
         self._collector = admission.submit([choice.job for choice in self._choices])
         gone = asyncio.create_task(self._hung_up(receive))
         work = asyncio.create_task((self._stream if self._streams else self._whole)(scope, receive, send))

@@ -18,9 +18,11 @@ import uvicorn
 from mlx_kv.ranks.group import RankGroup
 from mlx_kv.ranks.link import leave
 from mlx_kv.server.access import AccessRules
+from mlx_kv.server.access_log import AccessLog
 from mlx_kv.server.api import Api, Limits
 from mlx_kv.server.metrics import Metrics
 from mlx_kv.server.shutdown import ShutdownSignals
+from mlx_kv.server.tls import Certificates
 from mlx_kv.server.worker import Worker
 
 BACKLOG = 2048
@@ -56,20 +58,22 @@ class Server(uvicorn.Server):
 
     Args:
         drain_seconds: from a signal until answers that have not ended yet are ended with an error.
+        certificates: for TLS; None is without.
     """
 
-    def __init__(self, api: Api, drain_seconds: float = 30.0) -> None:
+    def __init__(self, api: Api, drain_seconds: float = 30.0, certificates: Certificates | None = None) -> None:
         self.api, self._drain_seconds = api, drain_seconds
         self._at_once = asyncio.Event()
         self._died: float | None = None  # when the worker was found to have
         self.broken: str | None = None  # why there is no whole model any longer
         config = uvicorn.Config(
-            api.app,
+            AccessLog(api.app),
             log_config=None,
             access_log=False,
             server_header=False,
             ws="none",
             lifespan="on",
+            **({} if certificates is None else certificates.of_uvicorn),
         )
         super().__init__(config)
 
@@ -137,12 +141,14 @@ def serve(
     say: Callable[[str], None] = lambda line: None,
     group: RankGroup | None = None,
     aliases: Sequence[str] = (),
+    certificates: Certificates | None = None,
 ) -> int:
     """Serves until SIGTERM or SIGINT; then finishes what is being answered, for so many seconds at the most.
 
     Args:
         ready: called with the address as soon as requests are taken.
         aliases: other names of the model; "*" are all.
+        certificates: for TLS; None is without.
         say: called with one line for each signal that changes something.
         group: the ranks of which this is the first. When one is gone, clients get an error, and the process ends.
 
@@ -157,13 +163,13 @@ def serve(
     with listening:
         signals = ShutdownSignals(say, drain_seconds, None if group is None else group.close)
         worker.start()
-        server = Server(Api(worker, metrics, name, limits, keys, access, aliases), drain_seconds)
+        server = Server(Api(worker, metrics, name, limits, keys, access, aliases), drain_seconds, certificates)
         listening.listen(BACKLOG)
         signals.attach(server)
         if group is not None:
             group.when_gone(server.end)
         shown = f"[{host}]" if ":" in host else host
-        ready(f"http://{shown}:{listening.getsockname()[1]}")
+        ready(f"http{'' if certificates is None else 's'}://{shown}:{listening.getsockname()[1]}")
         server.run([listening])
         if server.broken is not None:
             leave(f"the server has ended: {server.broken}")  # whatever its worker waits for

@@ -69,9 +69,9 @@ def shared_defaults(counterparts: dict[str, argparse.ArgumentParser]) -> dict[tu
     """Of each option that a command of ours and its counterpart in mlx-lm share: mlx-lm's default and ours."""
     found = {}
     for name, parser in counterparts.items():
-        theirs = {option: action for action in parser._actions for option in action.option_strings}
+        theirs = {word: action for action in parser._actions for word in action.option_strings if word[:2] == "--"}
         for param in group.commands[name].params:
-            for option in set(param.opts) & set(theirs) - {"--help", "-h"}:
+            for option in set(param.opts) & set(theirs) - {"--help"}:
                 assert isinstance(param, click.Option)
                 found[name, option] = in_words(theirs[option].default), our_default(param)
     return found
@@ -82,6 +82,7 @@ def counterparts(monkeypatch: pytest.MonkeyPatch) -> dict[str, argparse.Argument
     """Of each command of ours, the parser of mlx-lm's."""
     return {
         "generate": STOCK_LOOPS.setup_arg_parser(),
+        "chat": importlib.import_module("mlx_lm.chat").setup_arg_parser(),
         "cache": importlib.import_module("mlx_lm.cache_prompt").setup_arg_parser(),
         "serve": parser_of_the_server(monkeypatch),
     }

@@ -14,6 +14,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_kv.generation.sampling import Sampler, SeededSampler, TemperatureSampler, gumbel_noise
+from mlx_kv.generation.speculation.contexts import RowContexts
 
 
 class Choice:
@@ -24,6 +25,7 @@ class Choice:
         vocabulary: V.
         most: tokens that may be drafted for a row.
         agreed: what is made of the model's tokens before they are anybody's.
+        contexts: of the rows, whose processors guesses are to please as well.
     """
 
     def __init__(
@@ -32,10 +34,12 @@ class Choice:
         vocabulary: int,
         most: int,
         agreed: Callable[[mx.array], mx.array] = lambda tokens: tokens,
+        contexts: RowContexts | None = None,
     ) -> None:
         self._samplers, self._vocabulary, self._most, self._agreed = samplers, vocabulary, most, agreed
         self._random = any(isinstance(sampler, SeededSampler) for sampler in samplers)
         self._drawn: mx.array | None = None  # (B, n, V), for as many positions as were asked for
+        self._contexts, self._guessed = contexts or RowContexts(), list[mx.array]()  # (B,) of each place
 
     def guess(self, logits: mx.array, ahead: int) -> mx.array:
         """Tokens (B,) that the samplers would choose, if these logits (B, V) were the model's.
@@ -45,9 +49,14 @@ class Choice:
                 with which the model will choose; of a sampler that is no `SeededSampler`, it is the likeliest token.
         """
         noise = self._noise(self._most + 1)
+        if ahead <= len(self._guessed):
+            logits = self._contexts.after(logits, self._guessed[:ahead])
         if noise is None:
-            return mx.argmax(logits, axis=-1)  # of the vocabulary's logarithm a guess has no use
-        return self._chosen(normalized(logits), noise[:, ahead])
+            tokens = mx.argmax(logits, axis=-1)  # of the vocabulary's logarithm a guess has no use
+        else:
+            tokens = self._chosen(normalized(logits), noise[:, ahead], range(ahead, ahead + 1))
+        self._guessed[ahead:] = [tokens]
+        return tokens
 
     def follow(self, logprobs: mx.array, ahead: int) -> mx.array:
         """The tokens (B,) that the rows get next, by the model's log-probabilities (B, V); not evaluated.
@@ -55,8 +64,9 @@ class Choice:
         Args:
             ahead: as in `guess`; the samplers that are no `SeededSampler` are called once for each token.
         """
-        noise = self._noise_at(range(ahead, ahead + 1))
-        chosen = self._chosen(logprobs, None if noise is None else noise[:, 0])
+        places = range(ahead, ahead + 1)
+        noise = self._noise_at(places)
+        chosen = self._chosen(logprobs, None if noise is None else noise[:, 0], places)
         own = [
             None if sampler is None or isinstance(sampler, SeededSampler) else sampler(logprobs[row : row + 1])
             for row, sampler in enumerate(self._samplers)
@@ -74,7 +84,7 @@ class Choice:
             logprobs: the model's (B, L + 1, V), at the places of the drafted tokens and of the one after them. What
                 stands after a row's own is not looked at.
         """
-        tokens = self._chosen(logprobs, self._noise(logprobs.shape[1]))  # (B, L + 1)
+        tokens = self._chosen(logprobs, self._noise(logprobs.shape[1]), range(logprobs.shape[1]))  # (B, L + 1)
         for row, (guessed, sampler) in enumerate(zip(drafted, self._samplers, strict=True)):
             if not (sampler is None or isinstance(sampler, SeededSampler)):
                 tokens[row, : len(guessed) + 1] = sampler(logprobs[row, : len(guessed) + 1])
@@ -110,18 +120,22 @@ class Choice:
             ]
         )
 
-    def _chosen(self, logprobs: mx.array, noise: mx.array | None) -> mx.array:
-        """Tokens (B, ...) for log-probabilities and noise (B, ..., V)."""
+    def _chosen(self, logprobs: mx.array, noise: mx.array | None, places: range) -> mx.array:
+        """Tokens (B, ...) for log-probabilities and noise (B, ..., V) at these places."""
         if noise is None:
             return mx.argmax(logprobs, axis=-1)
         rules = [sampler.rules if isinstance(sampler, SeededSampler) else None for sampler in self._samplers]
+        coins = [sampler.coins(places) if isinstance(sampler, SeededSampler) else None for sampler in self._samplers]
 
-        def scaled(rule: TemperatureSampler | None, rows: mx.array) -> mx.array:
-            return rows if rule is None else rule.scaled(rows)
+        def scaled(rule: TemperatureSampler | None, rows: mx.array, own: list[mx.array | None]) -> mx.array:
+            if rule is None:
+                return rows
+            tossed = [each for each in own if each is not None]  # of all of these rows, or of none
+            return rule.scaled(rows, mx.stack(tossed).reshape(*rows.shape[:-1], 1) if tossed else None)
 
         if all(rule == rules[0] for rule in rules):
-            return mx.argmax(scaled(rules[0], logprobs) + noise, axis=-1)
-        each = [scaled(rule, logprobs[row : row + 1]) for row, rule in enumerate(rules)]
+            return mx.argmax(scaled(rules[0], logprobs, coins) + noise, axis=-1)
+        each = [scaled(rule, logprobs[row : row + 1], coins[row : row + 1]) for row, rule in enumerate(rules)]
         return mx.argmax(mx.concatenate(each) + noise, axis=-1)
 
 

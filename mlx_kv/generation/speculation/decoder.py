@@ -22,6 +22,7 @@ from mlx_kv.generation.agreement import ALONE, Agreement, leaders
 from mlx_kv.generation.prefill import reserve_for
 from mlx_kv.generation.sampling import Sampler, SeededSampler, TemperatureSampler
 from mlx_kv.generation.speculation.acceptance import Choice, normalized
+from mlx_kv.generation.speculation.contexts import RowContext, RowContexts
 from mlx_kv.generation.speculation.drafters import Drafter, DrafterContext, Factory, find_drafter
 from mlx_kv.generation.speculation.drafters.elsewhere import Elsewhere
 from mlx_kv.generation.speculation.joining import Joining, NewRow
@@ -73,6 +74,7 @@ class Decoder:
         steps = (self.target.step_size, self.drafter.step_size)
         self.step_size = min(step for step in steps if step is not None)
         self.samplers: list[Sampler | None] = []  # by row; None is greedy
+        self._contexts = RowContexts()
         self.pace = Pace(self.draft_tokens, not self.drafter.proposals_cost, fixed, self.target.replays)
         # Of all rows, tokens (B,) and log-probabilities (B, V) of a pass that is on its way: nothing is pending then.
         self._ahead: tuple[mx.array, mx.array] | None = None
@@ -119,6 +121,7 @@ class Decoder:
             SeededSampler(row.sampler, None, 0) if isinstance(row.sampler, TemperatureSampler) else row.sampler
             for row in joining.rows
         )
+        self._contexts.join([RowContext(row.processors, [*row.before, *row.prompt]) for row in joining.rows])
         self.pace.join(len(joining.rows))
         if self._known is not None:
             self._known += [[] for _ in joining.rows]
@@ -129,6 +132,7 @@ class Decoder:
         self.target.keep(rows)
         self.drafter.keep(rows)
         self.samplers = [self.samplers[row] for row in rows]
+        self._contexts.keep(rows)
         self.pace.keep(rows)
         if self._known is not None:
             self._known = [self._known[row] for row in rows]
@@ -166,12 +170,12 @@ class Decoder:
             return emitted
         started = time.perf_counter()
         count = min(self.draft_tokens, most - 1)
-        choice = Choice(self.samplers, self._vocabulary, max(count, 1), self._agreement.tokens)
+        choice = Choice(self.samplers, self._vocabulary, max(count, 1), self._agreement.tokens, self._contexts)
         room, waiting = self.target.most_drafts(count), self.target.waiting
         drafted, verifies, goes_on = self._agreement.told(lambda: self._planned(most, room, waiting, choice))
         drafting, was_ahead = time.perf_counter() - started, self._ahead is not None
         if verifies:
-            logprobs = normalized(self.target.verify(drafted))  # (B, L + 1, V)
+            logprobs = normalized(self._contexts.along(self.target.verify(drafted), drafted))  # (B, L + 1, V)
             decided = choice.accept(drafted, logprobs)
             got = [[*row[:right], own] for row, (right, own) in zip(drafted, decided, strict=True)]
             self.target.accepted(got)
@@ -236,8 +240,8 @@ class Decoder:
         Args:
             go_on: whether to begin the next one before.
         """
-        tokens, logprobs = self._ahead or self._begun(choice, self.target.follow(), 0)
-        self._ahead = self._begun(choice, self.target.follow(tokens), 1) if go_on else None
+        tokens, logprobs = self._ahead or self._begun(choice, self.target.follow(), [])
+        self._ahead = self._begun(choice, self.target.follow(tokens), [tokens]) if go_on else None
         return self._arrived(tokens, logprobs)
 
     def _arrived(self, tokens: mx.array, logprobs: mx.array) -> tuple[list[list[int]], mx.array]:
@@ -247,16 +251,21 @@ class Decoder:
             self.target.pending = [[token] for token in known]
         return [[token] for token in known], logprobs[:, None]
 
-    def _begun(self, choice: Choice, logits: mx.array, ahead: int) -> tuple[mx.array, mx.array]:
-        """The tokens (B,) and log-probabilities (B, V) that a pass gives, which is under way when this returns."""
-        logprobs = normalized(logits)
-        tokens = choice.follow(logprobs, ahead)
+    def _begun(self, choice: Choice, logits: mx.array, unknown: list[mx.array]) -> tuple[mx.array, mx.array]:
+        """The tokens (B,) and log-probabilities (B, V) that a pass gives, which is under way when this returns.
+
+        Args:
+            unknown: tokens (B,) of passes before it that are on their way.
+        """
+        logprobs = normalized(self._contexts.after(logits, unknown))
+        tokens = choice.follow(logprobs, len(unknown))
         mx.async_eval(tokens, logprobs)  # type: ignore[no-untyped-call]
         return tokens, logprobs
 
     def _take(self, got: list[list[int]]) -> None:
         """Tells everybody what the rows got."""
         self.drafter.accepted(got)
+        self._contexts.took(got)
         self.pace.told(got)
         for sampler, tokens in zip(self.samplers, got, strict=True):
             if isinstance(sampler, SeededSampler):
@@ -272,7 +281,7 @@ class Decoder:
         self._known = _emitted(got, logprobs)
 
     def _drafted(self, most: int, choice: Choice) -> list[list[int]]:
-        """What the drafter proposes for each row, checked: a drafter may be anybody's."""
+        """What the drafter proposes for each row, checked: a drafter may be anybody's. Some of it may not stand."""
         drafted = [[int(token) for token in row] for row in self.drafter.propose(most, choice)]
         if len(drafted) != len(self.samplers):
             raise ValueError(f"the drafter proposed for {len(drafted)} rows, but there are {len(self.samplers)}")
@@ -284,7 +293,7 @@ class Decoder:
                     f"the drafter proposed {row}, but the vocabulary has {self._vocabulary:,} tokens: "
                     f"propose ids from 0 to {self._vocabulary - 1}"
                 )
-        return drafted
+        return self._contexts.cut(drafted)
 
 
 def _emitted(got: Sequence[Sequence[int]], logprobs: mx.array) -> list[list[Emitted]]:

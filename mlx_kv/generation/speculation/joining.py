@@ -12,6 +12,7 @@ from typing import Any
 
 from mlx_kv.generation.prefill import chunk_end, read_chunk
 from mlx_kv.generation.sampling import Sampler
+from mlx_kv.generation.settings import LogitsProcessor
 from mlx_kv.generation.speculation.drafters.protocol import Drafter
 
 
@@ -26,7 +27,8 @@ class NewRow:
             `TemperatureSampler` becomes; of any other sampler, the likeliest token.
         caches: of `Decoder.make_caches`, which have read what comes before the prompt; None are new ones. They are the
             row's from now on.
-        before: what they have read, as far as it is known: for drafters that look at the text.
+        before: what they have read, as far as it is known: for processors and drafters that look at the text.
+        processors: what is made of its logits before anything is drawn.
     """
 
     prompt: list[int]
@@ -34,6 +36,7 @@ class NewRow:
     sampler: Sampler | None = None
     caches: list[Any] | None = None
     before: Sequence[int] = ()
+    processors: Sequence[LogitsProcessor] = ()
 
 
 @dataclass

@@ -22,6 +22,7 @@ from mlx_kv.generation.encoding import tokens_of_prompt
 from mlx_kv.generation.prefill import prefill_step, reserve_for
 from mlx_kv.generation.rereading import Instructions, Rereading, wants_rereading
 from mlx_kv.generation.sampling import Sampler, sampler_of_sequence
+from mlx_kv.generation.settings import LogitsProcessor
 from mlx_kv.generation.speculation import LOOKUP_MAX, LOOKUP_MIN
 from mlx_kv.generation.speculation.decoder import Decoder, make_decoder
 from mlx_kv.generation.speculation.drafters import Drafter, Factory
@@ -56,6 +57,7 @@ def speculative_generate(
     prompt_cache: list[Any] | None = None,
     before: Sequence[int] = (),
     group: Group | None = None,
+    logits_processors: Sequence[LogitsProcessor] = (),
 ) -> Iterator[GenerationResponse]:
     """Generates what `stream_generate` would, in fewer passes of the model where the draft is right.
 
@@ -82,8 +84,10 @@ def speculative_generate(
             always all of them.
         prompt_cache: caches to go on from, made by `make_prompt_cache`; they are updated in place, and may have read
             more than was told if a token ends the sequence. Instead of a policy; not with a draft model.
-        before: the tokens that they have read, as far as they are known, for a drafter that looks into text.
+        before: the tokens that they have read, as far as they are known, for processors and drafters that look at them.
         group: as in `stream_generate`. Drafts are the leader's: the others need no draft model and no drafter.
+        logits_processors: mlx-lm's, such as `make_logits_processors` gives: of tokens (n,) so far and logits (1, V) of
+            the next one they make other logits. Each place of a draft is shown the tokens before it.
 
     Returns:
         An iterator of mlx-lm's `GenerationResponse`, one for each token.
@@ -110,10 +114,11 @@ def speculative_generate(
         read = most(agreement, _check_cache(model, decoder, prompt_cache))
         (prefill_step_size,) = agreement.least([prefill_step(model, prompt_cache, prefill_step_size)])
     drawing = sampler_of_sequence(sampler, seed, read + len(tokens)) if agreement.leads else None
+    processors = logits_processors if agreement.leads else ()
     progress = prompt_progress_callback or (lambda done, total: None)
 
     def prefill() -> None:
-        row = NewRow(tokens, max_tokens, drawing, prompt_cache, before)
+        row = NewRow(tokens, max_tokens, drawing, prompt_cache, before, processors)
         if policy.reads_twice if prompt_cache is None else wants_rereading(prompt_cache):
             check_alone(agreement)
             row = _read_twice(decoder, row, prefill_step_size, Instructions.of(tokenizer, model), progress)

@@ -1,0 +1,265 @@
+"""What is typed in `mlx-kv chat`, and what comes of it.
+
+Decides which lines are commands, what they say, and what Ctrl-C ends. Knows nothing about how answers come about.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+import mlx.nn as nn
+
+from mlx_kv.cli.cache import load_for
+from mlx_kv.cli.decoding import said_of_drafts
+from mlx_kv.cli.options import human_bytes, tokens_line
+from mlx_kv.cli.output import file_errors
+from mlx_kv.files.fingerprint import model_fingerprint
+from mlx_kv.files.serialization import save_prompt_cache
+from mlx_kv.generation.conversation import Conversation, Draws, Turn
+from mlx_kv.generation.statistics import cache_statistics
+from mlx_kv.mlxlm.batching import check_alike
+from mlx_kv.mlxlm.convert import make_prompt_cache
+from mlx_kv.policy import CachePolicy
+
+QUOTES = '"""'
+OF_MLX_LM = {"q": "/exit", "r": "/reset", "h": "/help"}  # what mlx_lm.chat calls them
+
+
+def say(line: str) -> None:
+    click.echo(f"mlx-kv: {line}", err=True)
+
+
+def lines_typed() -> Iterator[str]:
+    """What is typed, a question or a command at a time; what stands between three quotation marks is one."""
+    lines = iter(_typed_on_terminal, None) if sys.stdin is not None and sys.stdin.isatty() else iter(sys.stdin or ())
+    for line in lines:
+        text = line.rstrip("\n")
+        if text.lstrip().startswith(QUOTES):
+            text = text.lstrip()[len(QUOTES) :]
+            while not text.rstrip().endswith(QUOTES):
+                more = next(lines, None)
+                if more is None:
+                    break
+                text += "\n" + more.rstrip("\n")
+            text = text.rstrip().removesuffix(QUOTES).strip("\n")
+        if text.strip():
+            yield text
+
+
+def _typed_on_terminal() -> str | None:
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  lines can be edited, and called back
+    try:
+        return input("> ")
+    except EOFError:
+        click.echo()
+        return None
+
+
+@contextlib.contextmanager
+def interrupts() -> Iterator[Callable[[], bool]]:
+    """Tells whether Ctrl-C was pressed meanwhile. Once is asked for here; another is what it always is."""
+    pressed: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+    before = signal.getsignal(signal.SIGINT)
+
+    def press(number: int, frame: object) -> None:
+        pressed.append(number)
+        if len(pressed) > 1:
+            raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, press)
+    try:
+        yield lambda: bool(pressed)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+class ChatFiles:
+    """Conversations in files: prompt caches, with what was said in their words.
+
+    Args:
+        whole: whether this process has all of the model.
+    """
+
+    def __init__(self, name: str, model: nn.Module, tokenizer: Any, policy: CachePolicy, whole: bool) -> None:
+        self._name, self._model, self._tokenizer, self._whole = name, model, tokenizer, whole
+        self._layers = len(make_prompt_cache(model, policy)) if whole else 0
+
+    def save(self, path: Path, conversation: Conversation) -> None:
+        """Raises click.UsageError, ValueError: it cannot be kept, or not there; an older file is then as it was."""
+        self._check()
+        if conversation.caches is None:
+            raise click.UsageError("nothing was read yet: there is nothing to keep")
+        known = conversation.tokens
+        said = {
+            "system": conversation.settings.system,
+            "tokens": known,
+            # All but the last have the beginning of these, where the chat template leaves it as it was.
+            "turns": [
+                asdict(turn) | {"tokens": len(turn.tokens) if known[: len(turn.tokens)] == turn.tokens else 0}
+                for turn in conversation.turns
+            ],
+        }
+        words = {"model": self._name, "chat": json.dumps(said)}
+        own = model_fingerprint(self._model, self._tokenizer)
+        layers = conversation.caches[: self._layers]  # without those of a draft model
+        with file_errors(f"write {path}"):
+            save_prompt_cache(path, layers, words, tokens=conversation.read, fingerprint=own)
+
+    def load(self, path: Path, conversation: Conversation) -> bool:
+        """Goes on from a file; says whether its caches serve, or all is read again.
+
+        Raises:
+            click.UsageError, ValueError: it holds no conversation with this model.
+        """
+        self._check()
+        file = load_for(path, self._model, self._tokenizer, self._name)
+        if "chat" not in file.metadata or file.tokens is None:
+            raise click.UsageError(f"{path} holds a prompt and no conversation: go on from it with mlx-kv generate")
+        said = json.loads(file.metadata["chat"])
+        turns = [Turn(**turn | {"tokens": said["tokens"][: turn["tokens"]]}) for turn in said["turns"]]
+        try:
+            check_alike(conversation.engine.make_caches(), file.caches)
+        except ValueError:  # another policy, or no draft model
+            conversation.go_on_from(turns, said["system"])
+            return False
+        conversation.go_on_from(turns, said["system"], file.caches, file.tokens)
+        return True
+
+    def _check(self) -> None:
+        if not self._whole:
+            raise click.UsageError("each of several ranks has a part of the conversation: it cannot be kept in a file")
+
+
+class ChatSession:
+    """The loop of a conversation.
+
+    Args:
+        draws: what draws the tokens of an answer, from a position on.
+        context: positions that the model was made for.
+    """
+
+    def __init__(
+        self, conversation: Conversation, files: ChatFiles, max_tokens: int, draws: Draws, context: int | None
+    ) -> None:
+        self._conversation, self._files = conversation, files
+        self._max_tokens, self._draws, self._context = max_tokens, draws, context
+        self._seconds = (0.0, 0.0)  # of the last turn: until its first token, and after it
+        self._commands: dict[str, tuple[Callable[[str], None], str]] = {
+            "/help": (self._help, "what can be typed"),
+            "/undo": (self._undo, "takes the last question and its answer back"),
+            "/reset": (self._reset, "forgets all that was said"),
+            "/save": (self._save, "FILE: keeps the conversation"),
+            "/load": (self._load, "FILE: goes on from one that was kept"),
+            "/stats": (self._stats, "what is held"),
+            "/exit": (self._help, "ends, as Ctrl-D does"),
+        }
+
+    def run(self, lines: Iterable[str]) -> None:
+        """Until there are no more lines, or one ends it."""
+        for line in lines:
+            text = OF_MLX_LM.get(line.strip(), line)
+            word, _, rest = text.strip().partition(" ")
+            if word == "/exit":
+                return
+            try:
+                if word in self._commands:
+                    self._commands[word][0](rest.strip())
+                elif word.startswith("/") and word[1:].isalpha():
+                    say(f"there is no {word}: /help says what there is")
+                else:
+                    self._answer(text)
+            except (click.ClickException, ValueError) as error:
+                message = error.format_message() if isinstance(error, click.ClickException) else str(error)
+                say(" ".join(message.split()))
+
+    def _answer(self, question: str) -> None:
+        started, first = time.perf_counter(), None
+        with interrupts() as interrupted:
+            tokens = self._conversation.ask(question, self._max_tokens, self._draws)
+            with contextlib.closing(tokens):
+                for token in tokens:
+                    first = first or time.perf_counter()
+                    click.echo(token.text, nl=False)
+                    sys.stdout.flush()
+                    if interrupted():
+                        break
+        click.echo()
+        self._seconds = (first or started) - started, time.perf_counter() - (first or started)
+        turn = self._conversation.turns[-1]
+        new = turn.prompt_tokens - turn.reused
+        rate = f", {(turn.answer_tokens - 1) / self._seconds[1]:,.1f} tokens/s" if turn.answer_tokens > 1 else ""
+        ends = {"stop": "", "length": "; --max-tokens ended it", "interrupted": "; ended by Ctrl-C"}
+        say(f"{turn.answer_tokens:,} tokens{rate}; {new:,} read, {turn.reused:,} known{ends[turn.finish_reason]}")
+        if self._context is not None and len(turn.tokens) > self._context:
+            say(f"note: {len(turn.tokens):,} tokens, but this model was made for {self._context:,}: /reset")
+
+    # --- commands -------------------------------------------------------------------------------------------------
+
+    def _help(self, rest: str) -> None:
+        for name, (_, what) in self._commands.items():
+            click.echo(f"{name:<8}{what}", err=True)
+        click.echo(f"{QUOTES:<8}begins and ends a question of several lines; Ctrl-C ends an answer", err=True)
+
+    def _undo(self, rest: str) -> None:
+        kept = self._conversation.undo()
+        how = "" if kept else "; these caches cannot go back, and all is read again"
+        say(f"taken back: {self._turns}{how}")
+
+    def _reset(self, rest: str) -> None:
+        self._conversation.go_on_from([], self._conversation.settings.system)
+        say("all is forgotten")
+
+    def _save(self, rest: str) -> None:
+        self._files.save(self._path("/save", rest), self._conversation)
+        say(f"kept in {rest}: {self._turns}")
+
+    def _load(self, rest: str) -> None:
+        served = self._files.load(self._path("/load", rest), self._conversation)
+        say(f"{rest}: {self._turns}" + ("" if served else "; its caches are of other settings, and all is read again"))
+
+    def _stats(self, rest: str) -> None:
+        conversation = self._conversation
+        if conversation.turns:
+            turn = conversation.turns[-1]
+            new = turn.prompt_tokens - turn.reused
+            lines = [
+                tokens_line("known", turn.reused, None),
+                tokens_line("prompt", new, new / self._seconds[0] if self._seconds[0] else None),
+                tokens_line("generation", turn.answer_tokens, None),
+            ]
+            click.echo("\n".join(lines), err=True)
+        click.echo(f"turns       {len(conversation.turns):7,}", err=True)
+        click.echo(tokens_line("held", len(conversation.read), None), err=True)
+        held = cache_statistics(conversation.caches or [])
+        click.echo(
+            f"KV cache    {human_bytes(held.bytes_live)} live, {human_bytes(held.bytes_allocated)} allocated", err=True
+        )
+        if held.tokens_evicted:
+            click.echo(f"evicted     {held.tokens_evicted:,} tokens in {held.compactions:,} compactions", err=True)
+        speculation = conversation.engine.speculation
+        if speculation is not None and speculation.rounds:
+            click.echo(said_of_drafts(speculation), err=True)
+
+    def _path(self, command: str, rest: str) -> Path:
+        if not rest:
+            raise click.UsageError(f"{command} needs the name of a file")
+        return Path(rest).expanduser()
+
+    @property
+    def _turns(self) -> str:
+        count = len(self._conversation.turns)
+        return f"{count} turn{'' if count == 1 else 's'}"

@@ -1,0 +1,216 @@
+"""A conversation: what was said, and what caches have read of it.
+
+Decides what of the caches serves the next turn: all of it where the chat template goes on from what was said, else as
+much as is the same, and nothing where caches cannot go back that far. Whatever serves, the model has read the tokens of
+the whole conversation, no others. Knows nothing about terminals or files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count, takewhile
+from typing import Any
+
+from mlx_kv.generation.agreement import Rounds
+from mlx_kv.generation.encoding import JUST_ASKED, ChatSettings, encode_messages, encode_prompt
+from mlx_kv.generation.engine import Engine
+from mlx_kv.generation.sampling import Sampler
+from mlx_kv.generation.sequence import BatchToken, TokenSequence
+from mlx_kv.mlxlm.traverse import attention_caches
+
+Message = dict[str, Any]
+Draws = Callable[[int], Sampler | None]  # what draws the tokens of a sequence, from a position on
+
+
+@dataclass
+class Turn:
+    """A question and its answer.
+
+    Attributes:
+        tokens: of the conversation up to here, as far as they were generated or read.
+        prompt_tokens, reused, answer_tokens: of the prompt, those of it that had been read before, and of the answer.
+        finish_reason: "stop", "length", or "interrupted".
+    """
+
+    question: str
+    answer: str
+    tokens: list[int]
+    prompt_tokens: int
+    reused: int
+    answer_tokens: int
+    finish_reason: str
+
+
+@dataclass
+class Read:
+    """Caches, and the tokens that they have read."""
+
+    caches: list[Any] | None = None
+    tokens: list[int] = field(default_factory=list)
+
+
+class Conversation:
+    """Turns of a user and a model.
+
+    Args:
+        engine: for this conversation alone; made with `return_caches`.
+        settings: of the chat; the beginning of an answer is none of them.
+
+    Attributes:
+        turns: so far.
+
+    Raises:
+        ValueError: settings of a chat, and a model that has no chat template.
+    """
+
+    def __init__(self, engine: Engine, tokenizer: Any, settings: ChatSettings = JUST_ASKED) -> None:
+        self.engine, self.settings, self._tokenizer = engine, settings, tokenizer
+        self._chats = tokenizer.chat_template is not None
+        if settings and not self._chats:
+            raise ValueError("a system prompt and settings of a chat template need one, and this model has none")
+        self.turns: list[Turn] = []
+        self._read = Read()
+        self._numbers = count()
+
+    # --- what was said --------------------------------------------------------------------------------------------
+
+    @property
+    def messages(self) -> list[Message]:
+        """The conversation, in the form that chat templates take."""
+        said = [] if self.settings.system is None else [{"role": "system", "content": self.settings.system}]
+        for turn in self.turns:
+            said += [{"role": "user", "content": turn.question}, {"role": "assistant", "content": turn.answer}]
+        return said
+
+    @property
+    def tokens(self) -> list[int]:
+        """Of the conversation so far."""
+        return self.turns[-1].tokens if self.turns else []
+
+    @property
+    def caches(self) -> list[Any] | None:
+        """What was read is kept in these; None where nothing is."""
+        return self._read.caches
+
+    @property
+    def read(self) -> list[int]:
+        """The tokens that the caches have read."""
+        return list(self._read.tokens)
+
+    def go_on_from(
+        self,
+        turns: Sequence[Turn],
+        system: str | None,
+        caches: list[Any] | None = None,
+        read: Sequence[int] = (),
+    ) -> None:
+        """Takes the place of all that was said.
+
+        Args:
+            system: the message before all others.
+            caches: which have read these tokens; None reads them again with the next turn.
+        """
+        self.turns, self.settings = list(turns), replace(self.settings, system=system)
+        self._read = Read(caches, list(read)) if caches is not None else Read()
+
+    def undo(self) -> bool:
+        """Takes the last turn back, and says whether the caches could; where not, the next turn reads all again.
+
+        Raises:
+            ValueError: there is none.
+        """
+        if not self.turns:
+            raise ValueError("nothing was said yet: there is nothing to take back")
+        self.turns.pop()
+        return self._go_back(self.tokens)
+
+    def prompt_of(self, question: str) -> list[int]:
+        """The tokens of the conversation with another question, up to where its answer begins."""
+        if not self._chats:  # lines of one text
+            line = f"{question}\n"
+            if not self.turns:
+                return encode_prompt(self._tokenizer, line)
+            return [*self.tokens, *self._tokenizer.encode(f"\n{line}", add_special_tokens=False)]
+        messages = [*self.messages, {"role": "user", "content": question}]
+        return self._continued(messages) or encode_messages(self._tokenizer, messages, **self.settings.template)
+
+    def _continued(self, messages: list[Message]) -> list[int] | None:
+        """The tokens that were said, and then those of what the template puts after them; None where it changes them.
+
+        What a model writes it may write in other tokens than a tokenizer would: these stay as they are.
+        """
+        if not self.tokens:
+            return None
+        template, last = self.settings.template, self.turns[-1]
+        asked = self._text(messages[:-2], **template)
+        whole = self._text(messages, **template)
+        said = asked + last.answer
+        if not whole.startswith(said):
+            return None
+        known, rest = last.tokens, self._tokenizer.encode(whole[len(said) :], add_special_tokens=False)
+        if known[-1] in self._tokenizer.eos_token_ids:
+            if not rest or rest[0] != known[-1]:  # the template ends an answer in another way
+                return None
+            rest = rest[1:]
+        return [*known, *rest] if rest else None
+
+    def _text(self, messages: list[Message], **template: Any) -> str:
+        text: str = self._tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, **template
+        )
+        return text
+
+    # --- an answer ------------------------------------------------------------------------------------------------
+
+    def ask(self, question: str, max_tokens: int, draws: Draws = lambda position: None) -> Rounds[BatchToken]:
+        """The tokens of an answer as they come; where the caller stops asking for them, the answer ends.
+
+        Raises:
+            ValueError: what cannot be continued; nothing has changed then.
+        """
+        prompt = self.prompt_of(question)
+        if not prompt:
+            raise ValueError("the prompt is empty: say something")
+        self._go_back(prompt[:-1])
+        reused = len(self._read.tokens)
+        number, caches = next(self._numbers), self._read.caches
+        detokenizer = self._tokenizer.detokenizer
+        sequence = TokenSequence(
+            number, prompt[reused:], max_tokens, detokenizer, draws(len(prompt)), caches, prompt[:reused]
+        )
+        self.engine.submit(sequence)
+        self._read = Read()  # the engine has them now
+        told: list[BatchToken] = []
+        finish = "interrupted"
+        try:
+            while finish == "interrupted":
+                for token in self.engine.step():
+                    told.append(token)
+                    finish = token.finish_reason or finish
+                    yield token
+        finally:
+            held = told[-1].caches if finish != "interrupted" else self.engine.extract(number)
+            self.engine.cancel(number)
+            known = [*prompt, *(token.token for token in told)]
+            answer = "".join(token.text for token in told)
+            if told:
+                self.turns.append(Turn(question, answer, known, len(prompt), reused, len(told), finish))
+            self._take(held, known)
+
+    def _take(self, caches: list[Any] | None, known: list[int]) -> None:
+        """Keeps caches that have read what is known; or more, where a draft was right beyond the end."""
+        read = max((int(cache.offset) for cache in attention_caches(caches or [])), default=0)
+        if caches is not None and read and self.engine.trim(caches, max(0, read - len(known))):
+            self._read = Read(caches, known[:read])
+
+    def _go_back(self, tokens: Sequence[int]) -> bool:
+        """Keeps of what was read what these tokens begin with; says whether the caches could."""
+        pairs = zip(self._read.tokens, tokens, strict=False)
+        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        caches, beyond = self._read.caches, len(self._read.tokens) - same
+        if caches is not None and same and self.engine.trim(caches, beyond):
+            self._read = Read(caches, self._read.tokens[:same])
+            return True
+        self._read = Read()
+        return caches is None or not same

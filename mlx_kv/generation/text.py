@@ -1,0 +1,88 @@
+"""The text that a model answers with, in one call.
+
+Decides what a prompt may be, which loop runs, and where stop strings cut. Knows nothing about the command line, nor how
+tokens are chosen or kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from mlx_kv.generation.encoding import encode_messages
+from mlx_kv.generation.speculation.drafters import Drafter, Factory
+from mlx_kv.generation.speculation.stream import speculative_generate
+from mlx_kv.generation.stream import stream_generate
+from mlx_kv.policy import CachePolicy
+
+
+def generate(
+    model: nn.Module,
+    tokenizer: Any,
+    prompt: str | Sequence[int] | Sequence[Mapping[str, Any]] | mx.array,
+    policy: CachePolicy | None = None,
+    max_tokens: int = 256,
+    *,
+    stop: str | Sequence[str] = (),
+    on_text: Callable[[str], None] | None = None,
+    draft_model: nn.Module | None = None,
+    drafter: str | Factory | Drafter | None = None,
+    **options: Any,
+) -> str:
+    """The text that follows a prompt.
+
+    Args:
+        model, tokenizer: as from `load`.
+        prompt: a text, which is continued as it is; token ids; or the messages of a chat, `{"role": …, "content": …}`
+            each, which go through the tokenizer's chat template.
+        policy: how keys and values are kept; None is `CachePolicy()`.
+        max_tokens: at the most, from 1 up.
+        stop: texts that end the answer, and are no part of it.
+        on_text: called with each piece of the answer as it comes; together they are what is returned.
+        draft_model, drafter: speculate, as `speculative_generate` does; the text stays the same.
+        options: those of `stream_generate`, or where it speculates, of `speculative_generate`: `sampler`, `seed`,
+            `prompt_cache`, `prefill_step_size`, …
+
+    Raises:
+        ValueError: what those refuse; messages without a chat template; an empty stop string.
+    """
+    if not isinstance(tokenizer, TokenizerWrapper):
+        tokenizer = TokenizerWrapper(tokenizer)
+    stops = [stop] if isinstance(stop, str) else list(stop)
+    if not all(stops):
+        raise ValueError("a stop string is empty: leave it out")
+    given: Any = _tokens_of_messages(tokenizer, prompt) if _are_messages(prompt) else prompt
+    common = {"policy": policy, "max_tokens": max_tokens, **options}
+    if draft_model is None and drafter is None:
+        responses = stream_generate(model, tokenizer, given, **common)
+    else:
+        responses = speculative_generate(model, draft_model, tokenizer, given, drafter=drafter, **common)
+    told, text = 0, ""
+    longest = max(map(len, stops), default=1)
+    for response in responses:
+        searched = max(0, len(text) - longest + 1)  # a stop string may have begun before this piece
+        text += response.text
+        places = [place for each in stops if (place := text.find(each, searched)) >= 0]
+        ended = bool(places) or response.finish_reason is not None
+        text = text[: min(places)] if places else text
+        sure = len(text) if ended else max(told, len(text) - longest + 1)  # what follows may complete a stop string
+        if on_text is not None and sure > told:
+            on_text(text[told:sure])
+        told = sure
+        if places:
+            break
+    return text
+
+
+def _are_messages(prompt: Any) -> bool:
+    return isinstance(prompt, Sequence) and bool(prompt) and all(isinstance(each, Mapping) for each in prompt)
+
+
+def _tokens_of_messages(tokenizer: Any, messages: Any) -> list[int]:
+    if tokenizer.chat_template is None:
+        raise ValueError("the prompt is a chat, and this tokenizer has no chat template: give a text, or token ids")
+    return encode_messages(tokenizer, [dict(message) for message in messages])

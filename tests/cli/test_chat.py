@@ -1,0 +1,151 @@
+"""`mlx-kv chat`, with lines that come from a file, a terminal, and a hand on Ctrl-C."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import mlx_kv
+from mlx_kv.cli.chat_session import lines_typed
+
+Called = Any
+
+
+@pytest.fixture
+def chat(command: Callable[..., Called], monkeypatch: pytest.MonkeyPatch, reference: Any) -> Callable[..., Called]:
+    """`mlx-kv chat` in this process, with these lines on stdin."""
+    monkeypatch.setattr("mlx_kv.mlxlm.loading.load", lambda path, **options: reference)
+
+    def run(*lines: str, options: tuple[str, ...] = ()) -> Called:
+        monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+        return command("chat", "--max-tokens", "12", *options)
+
+    return run
+
+
+def test_answers_go_to_stdout_and_all_else_to_stderr(chat: Any, reference: Any) -> None:
+    done = chat("import os", "", "q", "never asked")
+    wanted = mlx_kv.generate(*reference, "import os\n", max_tokens=12)
+    assert (done.code, done.out) == (0, wanted + "\n")
+    (line,) = done.err.splitlines()
+    assert line.startswith("mlx-kv: 12 tokens, ")
+    assert line.endswith(" read, 0 known; --max-tokens ended it")
+
+
+def test_undo_and_reset(chat: Any) -> None:
+    first, both = chat("import os").out, chat("import os", "print(").out
+    undone = chat("import os", "class A:", "/undo", "print(", "/undo", "/undo", "/undo", "r", "import os")
+    assert undone.out.startswith(first)
+    assert undone.out.endswith(both.removeprefix(first) + first)
+    errors = [line for line in undone.err.splitlines() if "tokens" not in line]
+    assert errors == [
+        "mlx-kv: taken back: 1 turn",
+        "mlx-kv: taken back: 1 turn",
+        "mlx-kv: taken back: 0 turns",
+        "mlx-kv: nothing was said yet: there is nothing to take back",
+        "mlx-kv: all is forgotten",
+    ]
+
+
+@pytest.mark.parametrize("options", [(), ("--kv-budget", "16", "--kv-keep-recent", "4", "--kv-margin", "4")], ids=str)
+def test_a_conversation_goes_on_from_a_file(chat: Any, tmp_path: Path, options: tuple[str, ...]) -> None:
+    path = tmp_path / "c.safetensors"
+    first = chat("import os", "print(", f"/save {path}", "class A:", options=options)
+    again = chat(f"/load {path}", "class A:", "/undo", "/stats", options=options)
+    assert first.out.endswith(again.out)
+    loaded, answered, *_ = again.err.splitlines()
+    assert loaded == f"mlx-kv: {path}: 2 turns"
+    assert " known" in answered
+    assert ", 0 known" not in answered
+    other = chat(f"/load {path}", "class A:", options=("--kv-bits", "8"))
+    assert "its caches are of other settings, and all is read again" in other.err
+    assert ", 0 known" in other.err
+
+
+def test_what_a_file_must_be(chat: Any, command: Any, tmp_path: Path) -> None:
+    prompt, text = tmp_path / "p.safetensors", tmp_path / "notes.txt"
+    command("cache", "--prompt", "import os", "--output", prompt)
+    text.write_text("mine")
+    done = chat("/save", f"/save {prompt}", "x", f"/save {text}", f"/load {prompt}", f"/load {text}", "/load /no/file")
+    said = [line for line in done.err.splitlines() if "known" not in line]
+    assert text.read_text() == "mine"
+    assert len(said) == 6
+    for line, words in zip(
+        said,
+        ["needs the name", "nothing was read yet", "no prompt cache", "no conversation", "", "cannot read"],
+        strict=True,
+    ):
+        assert words in line
+        assert line.startswith("mlx-kv: ")
+
+
+def test_help_stats_and_what_is_no_command(chat: Any) -> None:
+    done = chat("/help", "/stats", "import os", "/stats", "/nonsense", "/usr/bin is a path")
+    assert "/undo   takes" in done.err
+    assert "held              0 tokens" in done.err
+    assert "known             0 tokens" in done.err
+    assert "mlx-kv: there is no /nonsense: /help says what there is" in done.err
+    assert len(done.out.splitlines()) >= 2  # the path was a question
+
+
+def test_drafts_change_nothing(chat: Any) -> None:
+    lines = ("import os", "import sys", "import os")
+    plain, drafted = chat(*lines), chat(*lines, "/stats", options=("--draft", "ngram"))
+    assert drafted.out == plain.out
+    assert "draft " in drafted.err
+
+
+def test_a_question_of_several_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = 'one\n"""two\nthree"""\n"""four"""\n"""\nfive\n\n"""\n  \n"""six\n'
+    monkeypatch.setattr("sys.stdin", io.StringIO(text))
+    assert list(lines_typed()) == ["one", "two\nthree", "four", "five", "six"]
+
+
+def test_a_system_prompt_needs_a_template(chat: Any) -> None:
+    done = chat("x", options=("--system-prompt", "be brief"))
+    assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
+    assert "chat template" in done.err
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_an_answer_and_ctrl_d_all() -> None:
+    ours, theirs = pty.openpty()
+    words = [sys.executable, "-m", "mlx_kv.cli", "chat", "--max-tokens", "100000"]
+    process = subprocess.Popen(words, stdin=theirs, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    seen = b""
+
+    def wait_for(word: bytes) -> None:
+        nonlocal seen
+        deadline = time.monotonic() + 60
+        while word not in seen:
+            assert time.monotonic() < deadline, seen
+            with contextlib.suppress(OSError):
+                seen += os.read(ours, 4096)
+        seen = seen.partition(word)[2]
+
+    try:
+        wait_for(b"> ")
+        os.write(ours, b"import os\n")
+        wait_for(b"import os\r\n")
+        wait_for(b"\n")
+        process.send_signal(signal.SIGINT)
+        wait_for(b"ended by Ctrl-C")
+        wait_for(b"> ")
+        os.write(ours, b"\x04")
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)

@@ -1,0 +1,196 @@
+"""What operators ask of a server: TLS, keys, a log, and the options of mlx_lm.server."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import ssl
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import httpx
+import pytest
+from serving import Running, deaf
+
+from mlx_kv.cli.operating import Operating
+from mlx_kv.cli.options import ByteCount
+from mlx_kv.server.access_log import log_from
+from mlx_kv.server.run import Server, bound
+from mlx_kv.server.tls import Certificates
+
+NEEDS_OPENSSL = pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl to make certificates with")
+DAY = ("-days", "1", "-nodes", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1")
+
+
+def operating(**given: Any) -> Operating:
+    nothing: dict[str, Any] = dict.fromkeys(Operating.__dataclass_fields__)
+    return Operating(**nothing | {"api_key": (), "allowed_hosts": (), "allowed_origins": (), **given})
+
+
+# --- certificates -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def pem(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a certificate for 127.0.0.1, its key, and the key with a password."""
+    folder = tmp_path_factory.mktemp("pem")
+    names = ("-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1")
+    run = ["openssl", "req", "-x509", *DAY, *names, "-keyout", "key.pem", "-out", "cert.pem"]
+    subprocess.run(run, cwd=folder, check=True, capture_output=True)
+    closed = ["openssl", "pkey", "-in", "key.pem", "-aes256", "-passout", "pass:word", "-out", "closed.pem"]
+    subprocess.run(closed, cwd=folder, check=True, capture_output=True)
+    (folder / "both.pem").write_text((folder / "key.pem").read_text() + (folder / "cert.pem").read_text())
+    return folder
+
+
+@pytest.fixture
+def encrypted(server: Running, pem: Path, request: pytest.FixtureRequest) -> Iterator[str]:
+    """The server's application once more, over TLS, on a port of its own."""
+    clients = {"ssl_ca_certs": pem / "cert.pem"} if request.param else {}
+    certificates = Certificates(pem / "cert.pem", pem / "closed.pem", "word", **clients)
+    over_tls = Server(server.api, drain_seconds=1, certificates=certificates)
+    over_tls.config.lifespan = "off"  # the application runs already
+    with bound("127.0.0.1", 0) as listening:
+        listening.listen()
+        thread = threading.Thread(target=over_tls.run, args=([listening],))
+        thread.start()
+        try:
+            yield f"https://127.0.0.1:{listening.getsockname()[1]}"
+        finally:
+            over_tls.should_exit = True
+            thread.join()
+
+
+@NEEDS_OPENSSL
+@pytest.mark.parametrize("encrypted", [False], indirect=True)
+def test_it_speaks_tls_and_nothing_else(encrypted: str, pem: Path) -> None:
+    known = ssl.create_default_context(cafile=str(pem / "cert.pem"))
+    body = {"prompt": "import os", "max_tokens": 3}
+    answer = httpx.post(f"{encrypted}/v1/completions", json=body, verify=known, timeout=30)
+    assert answer.status_code == 200
+    assert answer.json()["usage"]["completion_tokens"] == 3
+    with pytest.raises(httpx.ConnectError, match="certificate"):
+        httpx.get(f"{encrypted}/health")
+    with pytest.raises(httpx.HTTPError):
+        httpx.get(f"{encrypted.replace('https', 'http')}/health")
+
+
+@NEEDS_OPENSSL
+@pytest.mark.parametrize("encrypted", [True], indirect=True)
+def test_clients_must_show_a_certificate(encrypted: str, pem: Path) -> None:
+    known = ssl.create_default_context(cafile=str(pem / "cert.pem"))
+    with pytest.raises(httpx.HTTPError):
+        httpx.get(f"{encrypted}/health", verify=known)
+    known.load_cert_chain(pem / "cert.pem", pem / "key.pem")
+    assert httpx.get(f"{encrypted}/health", verify=known).status_code == 200
+
+
+@NEEDS_OPENSSL
+def test_certificates_that_cannot_be_used_are_refused_before_anything(pem: Path, tmp_path: Path) -> None:
+    no_pem = tmp_path / "no.pem"
+    no_pem.write_text("nothing")
+    assert Certificates(pem / "both.pem").of_uvicorn == {"ssl_certfile": str(pem / "both.pem")}
+    for files in (
+        (pem / "cert.pem",),
+        (pem / "cert.pem", pem / "closed.pem"),
+        (pem / "cert.pem", pem / "closed.pem", "wrong"),
+        (no_pem, pem / "key.pem"),
+        (pem / "cert.pem", tmp_path / "nowhere.pem"),
+    ):
+        with pytest.raises(ValueError, match="cannot use the certificate"):
+            Certificates(*files)
+    with pytest.raises(ValueError, match="they are no PEM file"):
+        Certificates(pem / "both.pem", ssl_ca_certs=no_pem)
+    with pytest.raises(click.UsageError, match="--ssl-keyfile needs --ssl-certfile"):
+        operating(ssl_keyfile=pem / "key.pem")
+
+
+# --- keys and words ---------------------------------------------------------------------------------------------------
+
+
+def test_keys_come_from_everywhere(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("one\n\ntwo\n")
+    assert operating(api_key=("three", "four"), api_key_file=file).keys == ["three", "four", "one", "two"]
+    assert operating().keys == []
+    for bad in ("with space", "", "umlaut-ä"):
+        with pytest.raises(click.UsageError, match=r"key 1 in --api-key or MLX_KV_API_KEY is not plain ASCII"):
+            _ = operating(api_key=(bad,)).keys
+
+
+@pytest.mark.parametrize(
+    ("said", "bytes_"),
+    [("0", 0), ("1073741824", 2**30), ("512MB", 512_000_000), ("1.5 g", 1_500_000_000), ("2M", 2 * 10**6)],
+)
+def test_bytes_are_said_as_in_mlx_lm(said: str, bytes_: int) -> None:
+    assert ByteCount().convert(said, None, None) == bytes_
+
+
+@pytest.mark.parametrize("said", ["", "-1", "1.5", "12KB", "1e9", "GB", "\u0661"])
+def test_what_is_no_number_of_bytes(said: str) -> None:
+    with pytest.raises(click.BadParameter, match="is no number of bytes"):
+        ByteCount().convert(said, None, None)
+
+
+# --- the log ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def lines(caplog: pytest.LogCaptureFixture) -> Iterator[list[str]]:
+    """What is logged of requests."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("mlx_kv.access")
+    log.addHandler(handler)
+    log.setLevel("INFO")
+    yield said
+    log.removeHandler(handler)
+    log.setLevel("NOTSET")
+
+
+def test_each_request_is_a_line(server: Running, lines: list[str]) -> None:
+    server.complete("import os", 5)
+    list(server.client.completions.create(model="reference", prompt="import os", max_tokens=4, stream=True))
+    server.http.get("/health?key=secret")
+    server.http.get("/nowhere%0a")
+    server.post(prompt="secret", max_tokens="many")
+    server.wait_until(lambda: len(lines) == 5)
+    whole, streamed, health, nowhere, refused = lines
+    prompt = len(server.worker.models.tokenizer.encode("import os"))
+    assert whole.startswith("127.0.0.1 POST /v1/completions 200 0.")
+    assert whole.endswith(f" s, {prompt} prompt, 0 known, 5 generated")
+    assert streamed.endswith(f" s, {prompt} prompt, 0 known, 4 generated")
+    assert health.startswith("127.0.0.1 GET /health 200 ")
+    assert nowhere.startswith("127.0.0.1 GET /nowhere%0A 404 ")
+    assert refused.startswith("127.0.0.1 POST /v1/completions 400 ")
+    assert "secret" not in "".join(lines)
+
+
+def test_a_client_that_hung_up_is_a_line_too(server: Running, lines: list[str]) -> None:
+    with deaf(server.url, 500):
+        server.wait_until(lambda: bool(server.worker.snapshot.decoding))
+    server.wait_until(lambda: bool(lines))
+    assert " POST /v1/completions 499 " in lines[0]
+    server.wait_until_empty()
+
+
+def test_levels_are_of_our_loggers_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    before = {name: (log.handlers, log.propagate, log.level) for name in ("mlx_kv", "uvicorn")
+              if (log := logging.getLogger(name))}  # fmt: skip
+    try:
+        log_from("INFO")
+        logging.getLogger("mlx_kv.access").info("seen")
+        logging.getLogger("mlx_kv.access").debug("unseen")
+        logging.getLogger("somebody").info("unseen")
+    finally:
+        for name, (handlers, propagate, level) in before.items():
+            log = logging.getLogger(name)
+            log.handlers, log.propagate = handlers, propagate
+            log.setLevel(level)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith(" INFO seen")
