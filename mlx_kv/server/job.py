@@ -31,6 +31,8 @@ class Job:
         seed: of its random numbers, whoever else is served; None draws from those of the thread.
         joined: whether it has a place among the rows: its prompt is being read, or it decodes.
         cached: tokens of the prompt that had been read before.
+        read: tokens of the prompt that have been read, those among them.
+        drafted, accepted: tokens that were drafted in the last pass, and those that were right so far.
         evicted: tokens that are no longer in its caches, those that were evicted for others before among them.
         answer: tokens so far.
     """
@@ -45,6 +47,9 @@ class Job:
     since: float = field(default_factory=time.monotonic)
     joined: bool = False
     cached: int = 0
+    read: int = 0
+    drafted: int = 0
+    accepted: int = 0
     evicted: int = 0
     answer: list[int] = field(default_factory=list)
 

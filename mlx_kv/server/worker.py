@@ -29,6 +29,7 @@ from mlx_kv.ranks.following import Caches, follow
 from mlx_kv.ranks.group import RankGroup
 from mlx_kv.ranks.link import RanksError
 from mlx_kv.ranks.totals import MemoryOfAll
+from mlx_kv.server.history import TokenHistory
 from mlx_kv.server.job import Job, OutputChunk, Snapshot
 from mlx_kv.server.metrics import Metrics
 from mlx_kv.server.models import EngineSettings, Models
@@ -141,6 +142,11 @@ class Worker:
         """What was in memory a moment ago."""
         return self._monitor.snapshot
 
+    @property
+    def history(self) -> TokenHistory:
+        """How many tokens came when."""
+        return self._monitor.history
+
     def watch(self) -> Snapshot:
         """The same. For some seconds from now, positions of rows are looked at, too."""
         return self._monitor.watch()
@@ -234,6 +240,7 @@ class Worker:
         if idle:
             rows.tell_dropped()
         if self._monitor.due(idle):
+            rows.note_progress()
             decoding, caches = ([], []) if idle else (rows.decoding, rows.engine.caches)
             kept, drafted = rows.prefixes.memory.nbytes, rows.engine.speculation
             self._monitor.update(decoding, caches, kept, drafted, self._memory)
