@@ -118,11 +118,8 @@ class PolicyRows:
         read = self.prefill.read
         for number, progress in self.engine.progress.items():
             if (job := self.active.get(number)) is not None:
-                job.read, job.drafted, job.accepted = (
-                    len(job.tokens) - progress.left,
-                    progress.drafted,
-                    progress.accepted,
-                )
+                job.read = len(job.tokens) - progress.left
+                job.drafted, job.accepted = progress.drafted, progress.accepted
         for job, tokens in read.items():
             job.read = tokens
 
