@@ -32,7 +32,7 @@ class FiniteRange(click.FloatRange):
         return super().convert(number, param, ctx)
 
 
-class ByteCount(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # generic in some versions of click
+class ByteCount(click.types.IntParamType):
     """A number of bytes from 0 up, or as mlx-lm writes it, of megabytes or gigabytes: 512MB, 1.5G."""
 
     name = "bytes"

@@ -59,9 +59,15 @@ def tokens_of_prompt(tokenizer: Any, prompt: str | Iterable[int]) -> list[int]:
     return tokens
 
 
-def encode_messages(tokenizer: Any, messages: list[dict[str, Any]], **template: Any) -> list[int]:
-    """Token ids of a chat, up to where its answer begins; `template` is for the chat template."""
-    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, **template)
+def encode_messages(
+    tokenizer: Any, messages: list[dict[str, Any]], continues: bool = False, **template: Any
+) -> list[int]:
+    """Token ids of a chat, up to where its answer begins, or with `continues` goes on from the last message.
+
+    `template` is for the chat template.
+    """
+    where = {"add_generation_prompt": not continues, "continue_final_message": continues}
+    ids = tokenizer.apply_chat_template(messages, tokenize=True, **where, **template)
     return [int(token) for token in ids]
 
 

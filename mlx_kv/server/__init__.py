@@ -14,6 +14,7 @@ HTTP, in the event loop:
                          unknown_fields.py: what nobody knows; names.py: of the model)
     errors.py            error objects
     chat.py              a chat as tokens
+    dialects/            other APIs: OpenAI's responses, Anthropic's messages
     admission.py         how many requests are let in, and whose output is whose
     responses.py         from jobs to an answer, whole or streamed; clients that hang up (answers.py: its parts)
     response_objects.py  what a client gets (chat_output.py: reasoning and tool calls)

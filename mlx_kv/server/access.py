@@ -160,6 +160,8 @@ class ApiKeys:
         if not self._keys:
             return
         kind, _, given = headers.get("authorization", "").partition(" ")
+        if "x-api-key" in headers:  # where Anthropic's clients send it
+            kind, given = "bearer", headers["x-api-key"]
         found = [hmac.compare_digest(given.strip().encode("latin-1"), key) for key in self._keys]
         if kind.lower() != "bearer" or not any(found):
             raise ApiError(

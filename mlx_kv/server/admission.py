@@ -20,7 +20,9 @@ WATCH_EVERY = 0.1  # seconds between two looks at whether the worker lives
 SHUTTING_DOWN = "the server is shutting down"
 COMPLETIONS = ("/v1/completions", "/completions")
 CHATS = ("/v1/chat/completions", "/chat/completions")
+RESPONSES, MESSAGES = ("/v1/responses", "/responses"), ("/v1/messages",)
 ENDPOINTS = dict.fromkeys(COMPLETIONS, "completions") | dict.fromkeys(CHATS, "chat")
+ENDPOINTS |= dict.fromkeys(RESPONSES, "responses") | dict.fromkeys(MESSAGES, "messages")
 
 
 class OutputCollector:
@@ -42,7 +44,7 @@ class OutputCollector:
 
     def put(self, chunk: OutputChunk) -> None:
         if chunk.error is not None:
-            self.fail(ApiError(500, chunk.error))
+            self.fail(ApiError(chunk.status, chunk.error))
             return
         before = self._chunks.get(chunk.job)
         self._chunks[chunk.job] = chunk if before is None else before.joined(chunk)

@@ -21,7 +21,10 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from mlx_kv.server.access import AccessRules, ApiKeys
-from mlx_kv.server.admission import CHATS, COMPLETIONS, AdmissionController
+from mlx_kv.server.admission import CHATS, COMPLETIONS, MESSAGES, RESPONSES, AdmissionController
+from mlx_kv.server.dialects.conversations import Conversations
+from mlx_kv.server.dialects.message_requests import counted, messages
+from mlx_kv.server.dialects.response_requests import ResponsesDialect
 from mlx_kv.server.errors import ApiError, error_body
 from mlx_kv.server.intake import Intake
 from mlx_kv.server.limits import Limits as Limits
@@ -63,12 +66,16 @@ class Api:
         self._keys, self.names = ApiKeys(keys), ModelNames(name, aliases)
         self.admission = AdmissionController(worker, metrics, name, worker.max_batch_size + self.limits.queue)
         self._intake = Intake(worker, self.admission, self.limits, self.names)
-        self._created = time.time()
+        self._conversations, self._created = Conversations(), time.time()
         guarded = self._guarded
         self.app = Starlette(
             routes=[
                 *self._each(COMPLETIONS, self._completions),
                 *self._each(CHATS, self._chat),
+                *self._each(RESPONSES, self._respond),
+                Route("/v1/responses/{name}", guarded(self._response), methods=["GET", "DELETE"]),
+                *self._each(MESSAGES, self._message),
+                *self._each(["/v1/messages/count_tokens"], self._count),
                 Route("/v1/embeddings", guarded(self._embeddings), methods=["POST"]),
                 Route("/v1/models", guarded(self._models)),
                 Route("/models", guarded(self._models)),
@@ -126,6 +133,23 @@ class Api:
 
     async def _chat(self, request: Request) -> Response:
         return await self._intake.answer(request, chats)
+
+    async def _respond(self, request: Request) -> Response:
+        return await self._intake.answer(request, ResponsesDialect(self._conversations))
+
+    async def _response(self, request: Request) -> Response:
+        """A response that was given before."""
+        name = request.path_params["name"]
+        if request.method == "DELETE":
+            self._conversations.remove(name)
+            return JSONResponse({"id": name, "object": "response", "deleted": True})
+        return JSONResponse(self._conversations.find(name).response)
+
+    async def _message(self, request: Request) -> Response:
+        return await self._intake.answer(request, messages)
+
+    async def _count(self, request: Request) -> Response:
+        return JSONResponse({"input_tokens": await self._intake.count(request, counted)})
 
     async def _embeddings(self, request: Request) -> Response:
         raise ApiError(

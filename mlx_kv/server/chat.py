@@ -33,7 +33,7 @@ def encode_chat(
     Raises:
         ApiError: 400, for messages that the template refuses, or tools that are.
     """
-    if request.tools and not tokenizer.has_tool_calling:
+    if request.tools and not tokenizer.has_tool_calling and not request.forces_call:
         if unknown.strict:
             raise ApiError(400, "this model cannot call tools: leave them out", "tools", "unsupported_parameter")
         unknown.note(
@@ -49,8 +49,10 @@ def encode_chat(
         if not tokenizer.has_chat_template:
             if request.template:
                 raise ValueError("this model has no chat template, so it takes no chat_template_kwargs")
-            return [int(token) for token in tokenizer.encode(convert_chat(messages, request.roles or None))]
-        return encode_messages(tokenizer, messages, tools=request.tools or None, **{**template, **request.template})
+            begun = f" {messages.pop()['content']}" if request.continues else ""
+            return [int(token) for token in tokenizer.encode(convert_chat(messages, request.roles or None) + begun)]
+        settings = {**template, **request.hints, **request.template}
+        return encode_messages(tokenizer, messages, request.continues, tools=request.tools or None, **settings)
     except Exception as error:  # templates are programs of others, and raise what they like
         message = " ".join(f"the chat template refuses these messages: {type(error).__name__}: {error}".split())
         raise ApiError(400, message[:500], "messages") from error

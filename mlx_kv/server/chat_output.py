@@ -12,6 +12,7 @@ from typing import Any
 
 from mlx_lm.generate import TextStateMachine, make_text_state_machine
 from mlx_lm.server import ToolCallFormatter
+from mlx_lm.tool_parsers import json_tools
 
 
 @dataclass
@@ -41,6 +42,7 @@ class ChatOutputParser:
         tokenizer: mlx-lm's, which knows the marks of reasoning and tool calls.
         prompt: token ids, which may end within reasoning.
         one_call: whether calls after the first are dropped.
+        bare_call: whether all of it but the reasoning is one call, as JSON.
     """
 
     def __init__(
@@ -50,15 +52,17 @@ class ChatOutputParser:
         tools: list[dict[str, Any]],
         stream: bool,
         one_call: bool = False,
+        bare_call: bool = False,
     ) -> None:
-        self._format = ToolCallFormatter(_checked_parser(tokenizer.tool_parser), tools, stream)  # type: ignore[no-untyped-call]
+        tool_parser = json_tools.parse_tool_call if bare_call else tokenizer.tool_parser
+        self._format = ToolCallFormatter(_checked_parser(tool_parser), tools, stream)  # type: ignore[no-untyped-call]
         initial = "normal"
         if tokenizer.has_thinking and tokenizer.rfind_think_start(prompt) > tokenizer.rfind_think_end(prompt):
             initial = "reasoning"
         machine = make_text_state_machine(tokenizer)  # type: ignore[no-untyped-call]
         self._state = machine.make_state(tokenizer.response_initial_state or initial)
         self._previous, self._call, self.called = self._state[0], "", False
-        self._one_call = one_call
+        self._one_call, self._bare_call = one_call, bare_call
 
     @property
     def reasons(self) -> bool:
@@ -73,7 +77,7 @@ class ChatOutputParser:
         """The text has ended: what was held back."""
         self._state, rest, state = TextStateMachine.flush(self._state)  # type: ignore[no-untyped-call]
         delta = self._split([(state, rest)])
-        if self._previous == "tool" and self._call:
+        if (self._previous == "tool" or self._bare_call) and self._call:
             delta.add(self._tool_call())
         return delta
 
@@ -82,7 +86,7 @@ class ChatOutputParser:
         for state, text in segments:
             if self._previous == "tool" and state != "tool":
                 delta.add(self._tool_call())
-            if state == "tool":
+            if state == "tool" or (self._bare_call and state != "reasoning"):
                 self._call += text
             elif state == "reasoning":
                 delta.reasoning += text

@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from mlx_kv.server.constraint_fields import forced_call
 from mlx_kv.server.errors import ApiError
-from mlx_kv.server.fields import json_kind, typed, unicode
+from mlx_kv.server.fields import boolean, json_kind, typed, unicode
 
 ROLES = ("assistant", "developer", "function", "system", "tool", "user")
 # What a message of the assistant may say instead of content.
@@ -52,15 +53,22 @@ def chat_fields(fields: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise ApiError(400, f"tools[{index}] is no object with a function that has a name", "tools")
     choice = fields.get("tool_choice", "auto")
-    if choice not in ("auto", "none"):
-        raise ApiError(400, "tool_choice can be auto or none: a call cannot be forced here", "tool_choice")
+    forced = forced_call(tools, choice)
     template = typed(fields, "chat_template_kwargs", dict, {})
     if taken := template.keys() & NOT_FOR_TEMPLATES:
         raise ApiError(400, f"chat_template_kwargs cannot set {min(taken)}", "chat_template_kwargs")
     effort = typed(fields, "reasoning_effort", str, None)
     if effort is not None and effort not in EFFORTS:
         raise ApiError(400, f"reasoning_effort can be one of {', '.join(EFFORTS)}", "reasoning_effort")
-    template = template if effort is None else {"reasoning_effort": effort} | template
+    thinks = typed(fields, "enable_thinking", bool, None if effort != "none" else False)
+    hints: dict[str, Any] = {} if thinks is None else {"enable_thinking": thinks}
+    hints |= {} if effort in (None, "none") else {"reasoning_effort": effort}
+    continues = boolean(fields, "continue_final_message")
+    if continues and (messages[-1]["role"] != "assistant" or messages[-1].get("tool_calls")):
+        raise ApiError(
+            400, "continue_final_message wants a last message of the assistant without tool calls",
+            "continue_final_message",
+        )  # fmt: skip
     roles = typed(fields, "role_mapping", dict, {})
     for role, words in roles.items():
         if not isinstance(words, str):
@@ -70,7 +78,16 @@ def chat_fields(fields: dict[str, Any]) -> dict[str, Any]:
         unicode(words, "role_mapping")
     one_call = not typed(fields, "parallel_tool_calls", bool, True)
     shown = [] if choice == "none" else tools
-    return {"messages": messages, "tools": shown, "template": template, "roles": roles, "one_call": one_call}
+    checked = {
+        "messages": messages,
+        "tools": shown,
+        "template": template,
+        "hints": hints,
+        "roles": roles,
+        "one_call": one_call,
+        "continues": continues,
+    }
+    return checked if forced is None else checked | {"constraint": forced, "constraint_field": "tools"}
 
 
 def _check_message(message: Any, where: str) -> None:

@@ -21,6 +21,7 @@ from mlx_kv.server.bodies import read_body
 from mlx_kv.server.chat import encode_chat
 from mlx_kv.server.chat_output import ChatOutputParser
 from mlx_kv.server.errors import ApiError
+from mlx_kv.server.grammars import Grammars, marks_of
 from mlx_kv.server.job import Job
 from mlx_kv.server.limits import Limits
 from mlx_kv.server.names import ModelNames
@@ -52,6 +53,7 @@ class Intake:
     def __init__(self, worker: Worker, admission: AdmissionController, limits: Limits, names: ModelNames) -> None:
         self._worker, self._admission, self._limits, self._names = worker, admission, limits, names
         self._rules = RequestRules(limits.temperature, UnknownFields(limits.strict))
+        self._grammars = Grammars(worker.models.tokenizer, self._rules.unknown)
         # One thread for tokenizers: they are fast, but a long prompt would hold up everybody else's tokens.
         self._tokenizing = TaskThread("mlx-kv tokenizer")
 
@@ -62,7 +64,10 @@ class Intake:
         self._admission.admit(request.answers)
         try:
             prompts = await self._tokens(request)
+            grammar = await self._grammars.of(request)
             choices = [self._choice(request, index, tokens, since) for index, tokens in enumerate(prompts)]
+            for choice in choices:
+                choice.job.grammar = self._grammars.processor(grammar, request, choice.job.tokens)
             return CompletionResponse(self._admission, choices, writer(self._names.name), request.stream)
         except BaseException:
             self._admission.leave(request.answers)
@@ -112,7 +117,8 @@ class Intake:
     def _choice(self, request: CompletionRequest, index: int, tokens: list[int], since: float) -> Choice:
         job, tokenizer = self._job(request, tokens, since), self._worker.models.tokenizer
         if request.chat:
-            parser = ChatOutputParser(tokenizer, tokens, request.tools, request.stream, request.one_call)
+            bare = request.forces_call and marks_of(tokenizer) is None
+            parser = ChatOutputParser(tokenizer, tokens, request.tools, request.stream, request.one_call, bare)
             return Choice(index, index, job, parser)
         prompt = request.prompts[index]
         echo = prompt if isinstance(prompt, str) else tokenizer.decode(tokens)

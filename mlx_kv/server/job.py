@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import count
 
+from mlx_kv.generation.grammar.processor import GrammarProcessor
 from mlx_kv.generation.sampling import Sampler, SeededSampler, TemperatureSampler
 from mlx_kv.generation.speculation.statistics import SpeculationStatistics
 from mlx_kv.prefixes.index import packed
@@ -29,6 +30,7 @@ class Job:
         tokens: of the prompt.
         temperature: 0 is greedy.
         seed: of its random numbers, whoever else is served; None draws from those of the thread.
+        grammar: what keeps its answer to a form; None lets it be any.
         joined: whether it has a place among the rows: its prompt is being read, or it decodes.
         cached: tokens of the prompt that had been read before.
         read: tokens of the prompt that have been read, those among them.
@@ -43,6 +45,7 @@ class Job:
     top_p: float = 1.0
     seed: int | None = None
     stop_strings: StopStrings = field(default_factory=StopStrings)
+    grammar: GrammarProcessor | None = None
     number: int = field(default_factory=lambda: next(_numbers))
     since: float = field(default_factory=time.monotonic)
     joined: bool = False
@@ -73,6 +76,7 @@ class OutputChunk:
         tokens: generated since the last chunk.
         finish_reason: with the last chunk: "stop" or "length", or "error".
         error: in words, for the client.
+        status: of HTTP, that goes with an error.
     """
 
     job: Job
@@ -80,6 +84,7 @@ class OutputChunk:
     tokens: int = 0
     finish_reason: str | None = None
     error: str | None = None
+    status: int = 500
 
     def joined(self, following: OutputChunk) -> OutputChunk:
         """This chunk and the one after it as one."""

@@ -154,8 +154,10 @@ class PolicyRows:
         sampler, detokenizer = sampler_for(job), self._served.models.tokenizer.detokenizer
         read, caches = (0, None) if reader is None else (reader.read, reader.caches)
         before, rest = job.tokens[:read], job.tokens[read:]
+        sequence = TokenSequence(job.number, rest, job.max_tokens, detokenizer, sampler, caches, before)
+        sequence.processors = () if job.grammar is None else (job.grammar,)
         try:
-            self.engine.submit(TokenSequence(job.number, rest, job.max_tokens, detokenizer, sampler, caches, before))
+            self.engine.submit(sequence)
         except ValueError as error:
             self.fail([job], str(error))
             return

@@ -10,7 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from mlx_kv.generation.grammar.constraint import Constraint
 from mlx_kv.server.chat_requests import chat_fields
+from mlx_kv.server.constraint_fields import FIELDS, constraint_of
 from mlx_kv.server.errors import ApiError
 from mlx_kv.server.fields import boolean, integer, json_kind, number, typed, unicode
 from mlx_kv.server.unknown_fields import UnknownFields
@@ -34,6 +36,8 @@ COMMON = {"max_tokens", "model", "seed", "stop", "stream", "stream_options", "te
 FOR_COMPLETIONS = {"echo", "prompt"}
 FOR_CHAT = {
     "chat_template_kwargs",
+    "continue_final_message",
+    "enable_thinking",
     "max_completion_tokens",
     "messages",
     "parallel_tool_calls",
@@ -56,7 +60,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "presence_penalty": (0, 0.0),
     "repetition_penalty": (0, 0.0, 1, 1.0),
-    "response_format": ({"type": "text"},),
     "suffix": ("",),
     "top_k": (0, -1),
     "top_logprobs": (0,),
@@ -70,12 +73,16 @@ class CompletionRequest:
     Attributes:
         prompts: texts or token ids, each of which gets answers of its own; none for a chat.
         messages, tools, template: of a chat; template are arguments for the chat template.
+        hints: arguments for a chat template, where there is one.
         roles: what comes before messages of each role where a model has no chat template; empty is mlx-lm's.
+        continues: whether the answer goes on from the last message, which is the assistant's.
         one_call: whether an answer has one tool call at the most.
         echo: whether an answer begins with its prompt.
         max_tokens: None leaves it to the server.
         temperature: 0 is greedy.
         stop_strings: strings at which the answer ends.
+        constraint: what form the answer has; None is any.
+        constraint_field: the field that says so.
     """
 
     model: str | None = None
@@ -83,20 +90,29 @@ class CompletionRequest:
     messages: list[dict[str, Any]] = field(default_factory=list)
     tools: list[dict[str, Any]] = field(default_factory=list)
     template: dict[str, Any] = field(default_factory=dict)
+    hints: dict[str, Any] = field(default_factory=dict)
     roles: dict[str, str] = field(default_factory=dict)
     one_call: bool = False
+    continues: bool = False
     echo: bool = False
     max_tokens: int | None = None
     temperature: float = 1.0
     top_p: float = 1.0
     seed: int | None = None
     stop_strings: tuple[str, ...] = ()
+    constraint: Constraint | None = None
+    constraint_field: str = ""
     stream: bool = False
     include_usage: bool = False
 
     @property
     def chat(self) -> bool:
         return not self.prompts
+
+    @property
+    def forces_call(self) -> bool:
+        """Whether the answer is to be a call of a tool."""
+        return self.constraint is not None and self.constraint.kind == "calls"
 
     @property
     def answers(self) -> int:
@@ -121,7 +137,7 @@ def parse(body: Any, chat: bool, rules: RequestRules) -> CompletionRequest:
     if not isinstance(body, dict):
         raise ApiError(400, f"the body is a JSON {json_kind(body)}: send an object")
     fields = {name: value for name, value in body.items() if value is not None}
-    known = IGNORED | NEUTRAL.keys() | COMMON | (FOR_CHAT if chat else FOR_COMPLETIONS)
+    known = IGNORED | NEUTRAL.keys() | COMMON | FIELDS | (FOR_CHAT if chat else FOR_COMPLETIONS)
     rules.unknown.check(fields.keys() - known)
     for name, neutral in NEUTRAL.items():
         if name in fields and not any(type(fields[name]) is type(value) and fields[name] == value for value in neutral):
@@ -142,6 +158,7 @@ def parse(body: Any, chat: bool, rules: RequestRules) -> CompletionRequest:
         "stream": stream,
         "include_usage": boolean(stream_options, "include_usage"),
     }
+    checked["constraint_field"], checked["constraint"] = constraint_of(fields)
     checked |= chat_fields(fields) if chat else {"prompts": _prompts(fields), "echo": boolean(fields, "echo")}
     return CompletionRequest(**checked)
 

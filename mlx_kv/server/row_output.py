@@ -36,6 +36,9 @@ def output_of(tokens: Iterable[BatchToken], active: Mapping[int, Job]) -> tuple[
             text += job.stop_strings.finish()
         chunk = OutputChunk(job, text, 1, finish)
         chunks[job.number] = chunks[job.number].joined(chunk) if job.number in chunks else chunk
+        if finish == "stop" and job.grammar is not None and job.grammar.error and not job.stop_strings.stopped:
+            error = f"the grammar could not be followed any longer: {job.grammar.error}"
+            chunks[job.number] = OutputChunk(job, finish_reason="error", error=error, status=400)
         if finish is not None:
             ended[job.number] = job, token
     return list(chunks.values()), list(ended.values())

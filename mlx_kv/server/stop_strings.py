@@ -22,6 +22,7 @@ class StopStrings:
         assert all(strings), "an empty stop string would stop everything"
         self._strings, self._held = tuple(strings), ""
         self.stopped = False
+        self.matched: str | None = None  # the one that stopped it
 
     def feed(self, text: str) -> str:
         """What can be said now of the text so far. After a stop, nothing."""
@@ -32,8 +33,9 @@ class StopStrings:
         text = self._held + text
         found = [(start + len(string), start) for string in self._strings if (start := text.find(string)) >= 0]
         if found:
-            self.stopped, self._held = True, ""
-            return text[: min(found)[1]]
+            end, start = min(found)
+            self.stopped, self._held, self.matched = True, "", text[start:end]
+            return text[:start]
         keep = max(self._beginning(text, string) for string in self._strings)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]

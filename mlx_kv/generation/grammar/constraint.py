@@ -1,0 +1,175 @@
+"""What an answer is to be, as it was asked for, and in the words of the library that enforces it.
+
+Decides which white space JSON may have, and how calls of functions are written. llguidance, which is asked for nothing
+but texts here, reads JSON schemas, regular expressions, and grammars in the manner of Lark or of llama.cpp (GBNF).
+Knows nothing about tokens, models or requests.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+# White space between two parts of JSON: none, a space, or a new line and what stands before the next part. It has an
+# end, which a small model's would not.
+WHITESPACE = r"[ ]?|\n[ ]{0,40}|\n\t{0,12}"
+MOST_BYTES = 128 * 1024  # of what was asked for
+
+Kind = Literal["json_schema", "regex", "grammar", "choice", "calls"]
+
+
+class GrammarError(ValueError):
+    """What was asked for cannot be had, and why."""
+
+
+@dataclass(frozen=True)
+class Constraint:
+    """What an answer is to be. The functions of this module make them.
+
+    Attributes:
+        kind: how `text` is to be read.
+        text: a JSON schema, a regular expression, a grammar; JSON with a list of texts, or of functions.
+        lenient: what a schema says that cannot be enforced is passed over.
+    """
+
+    kind: Kind
+    text: str
+    lenient: bool = False
+
+
+@dataclass(frozen=True)
+class CallMarks:
+    """What stands before and after each call of a function, as a model that knows such calls writes them.
+
+    Attributes:
+        start, end: token ids.
+        space: text between them and the call.
+    """
+
+    start: tuple[int, ...]
+    end: tuple[int, ...]
+    space: str = "\n"
+
+
+@dataclass(frozen=True)
+class Function:
+    """A function that may be called.
+
+    Attributes:
+        parameters: JSON schema of its arguments, an object.
+        lenient: as of a `Constraint`.
+    """
+
+    name: str
+    parameters: Any
+    lenient: bool = True
+
+
+def json_schema(schema: Any, lenient: bool = False) -> Constraint:
+    """JSON that a schema describes: an object, or true for any JSON."""
+    return Constraint("json_schema", json.dumps(schema), lenient)
+
+
+def json_object() -> Constraint:
+    """Any JSON object."""
+    return json_schema({"type": "object"})
+
+
+def regex(pattern: str) -> Constraint:
+    """A text that all of a regular expression describes: Rust's, without looking around or going back."""
+    return Constraint("regex", pattern)
+
+
+def grammar(text: str) -> Constraint:
+    """What a grammar describes, in the manner of llama.cpp (GBNF, `root ::= …`) or of Lark (`start: …`)."""
+    return Constraint("grammar", text)
+
+
+def choice(texts: Sequence[str]) -> Constraint:
+    """One of several texts."""
+    return Constraint("choice", json.dumps(list(texts)))
+
+
+def calls(functions: Sequence[Function]) -> Constraint:
+    """A call of one of several functions: `{"name": …, "arguments": {…}}`."""
+    return Constraint("calls", json.dumps([[one.name, one.parameters, one.lenient] for one in functions]))
+
+
+def grammar_source(constraint: Constraint, marks: CallMarks | None = None) -> str:
+    """The grammar of a constraint, in the words of llguidance.
+
+    Args:
+        marks: of calls; without, a call is the whole answer.
+
+    Raises:
+        GrammarError: it is too long, or no grammar of its kind. Most of what may be wrong is found when it is compiled.
+    """
+    if (size := len(constraint.text.encode("utf-8", "replace"))) > MOST_BYTES:
+        raise GrammarError(f"it has {size:,} bytes, and {MOST_BYTES:,} are the most here: make it shorter")
+    matcher: Any = found_library().LLMatcher
+    if constraint.kind == "json_schema":
+        return str(matcher.grammar_from_json_schema(_enforced(json.loads(constraint.text), constraint.lenient)))
+    if constraint.kind == "regex":
+        return str(matcher.grammar_from_regex(constraint.text))
+    if constraint.kind == "choice":
+        return str(matcher.grammar_from_lark("start: " + " | ".join(map(_literal, json.loads(constraint.text)))))
+    if constraint.kind == "calls":
+        return str(matcher.grammar_from_lark(_lark_of_calls(json.loads(constraint.text), marks)))
+    if re.search(r"^\s*start\s*[\[:]", constraint.text, re.MULTILINE):
+        return str(matcher.grammar_from_lark(constraint.text))
+    try:
+        return str(found_library().grammar_from("grammar", constraint.text))
+    except (ValueError, RecursionError) as error:
+        raise GrammarError(in_one_line(error)) from None
+
+
+def _enforced(schema: Any, lenient: bool) -> str:
+    """A schema with what is said to the library about it."""
+    if isinstance(schema, bool):
+        schema = {} if schema else {"enum": []}
+    if not isinstance(schema, dict):
+        raise GrammarError("a JSON schema is an object: send one")
+    options = {"whitespace_pattern": WHITESPACE, "lenient": lenient, "coerce_one_of": lenient}
+    return json.dumps(schema | {"x-guidance": options})
+
+
+def _lark_of_calls(functions: list[tuple[str, Any, bool]], marks: CallMarks | None) -> str:
+    """Each schema is a document of its own, so that what refers to `#/$defs` finds it."""
+    if not functions:
+        raise GrammarError("there is no function to be called: send one")
+    before = after = ""
+    if marks is not None:
+        before = " ".join(f"<[{token}]>" for token in marks.start) + f" {_literal(marks.space)} "
+        after = f" {_literal(marks.space)} " + " ".join(f"<[{token}]>" for token in marks.end)
+    rules = [f"start: {before}call{after}", "call: " + " | ".join(f"call_{index}" for index in range(len(functions)))]
+    for index, (name, parameters, lenient) in enumerate(functions):
+        begin = _literal(f'{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": ')
+        rules.append(f'call_{index}: {begin} arguments_{index} "}}"')
+        rules.append(f"arguments_{index}: %json {_enforced(parameters, lenient)}")
+    return "\n".join(rules) + "\n"
+
+
+def _literal(text: str) -> str:
+    """A text, in a Lark grammar."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def in_one_line(error: object) -> str:
+    """What the library says, without the picture that it draws below."""
+    return " ".join(str(error).split("\n   1 |")[0].split())[:300]
+
+
+def found_library() -> Any:
+    """llguidance.
+
+    Raises:
+        GrammarError: it is not installed.
+    """
+    try:
+        return importlib.import_module("llguidance")
+    except ImportError as error:
+        raise GrammarError(f"structured output needs llguidance ({error}): pip install 'mlx-kv[structured]'") from None

@@ -1,0 +1,104 @@
+"""One row kept to its grammar: tokens that it does not allow cannot be drawn.
+
+Decides where the library's matcher stands: at what was last shown, and from there it goes back and on to what is shown
+now. So it does not matter who asks for which place how often, as rounds do that try drafts. Knows nothing about models,
+samplers or drafters. V is the vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_kv.generation.grammar.constraint import in_one_line
+from mlx_kv.generation.grammar.lead_in import LeadIn
+
+
+class GrammarProcessor:
+    """A logits processor as mlx-lm has them, for one row.
+
+    Args:
+        matcher: the library's, where nothing has been generated.
+        ends: ids of tokens that end a sequence: all that is left when the grammar is at its end.
+        prompt_tokens: how many of the tokens that are shown are not the answer's.
+        lead_in: what may stand before the grammar, or in its place.
+
+    Attributes:
+        error: why the grammar could not be followed any longer, in the library's words. The row ends with that.
+    """
+
+    def __init__(self, matcher: Any, ends: tuple[int, ...], prompt_tokens: int, lead_in: LeadIn) -> None:
+        self._fresh, self._matcher = matcher, matcher.deep_copy()
+        self._ends, self._prompt_tokens, self._lead_in = ends, prompt_tokens, lead_in
+        self._consumed: list[int] = []
+        self.error: str | None = None
+
+    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
+        """Logits (1, V) after tokens (n,): minus infinity where the grammar has no such token.
+
+        Where the tokens themselves are none of the grammar's, as behind a draft that is wrong, nothing is changed.
+        """
+        shown = tokens[self._prompt_tokens :]
+        mx.async_eval(shown)  # type: ignore[no-untyped-call]
+        mx.async_eval(logits)  # type: ignore[no-untyped-call]  # the model goes on while the mask is made
+        answer: Any = shown.tolist()
+        begins = self._lead_in.grammar_from(answer)
+        if begins is None:
+            return logits
+        follows, others = self._follow(answer[begins:]), self._lead_in.others(answer)
+        if not follows and not others and self.error is None:
+            return logits
+        allowed = self._mask(logits.shape[-1]) if follows else np.zeros(logits.shape[-1], dtype=bool)
+        allowed[others] = True
+        if not allowed.any():
+            allowed[list(self._ends)] = True
+        return mx.where(mx.array(allowed), logits, mx.array(-mx.inf, dtype=logits.dtype))
+
+    def allowed(self, tokens: mx.array, drafted: list[int]) -> int:
+        """How many of the drafted tokens can stand after these."""
+        answer: Any = tokens[self._prompt_tokens :].tolist()
+        together = [*answer, *drafted]
+        begins = self._lead_in.grammar_from(together)
+        if begins is None or self._lead_in.others(together):
+            return len(drafted)
+        first = max(begins - len(answer), 0)  # what comes before is thinking
+        if not self._follow(together[begins : len(answer) + first]):
+            return first
+        return first + int(self._matcher.validate_tokens(drafted[first:]))
+
+    def _follow(self, wanted: list[int]) -> bool:
+        """Has the matcher stand after these tokens; whether they are the grammar's."""
+        same = _alike(self._consumed, wanted)
+        if back := len(self._consumed) - same:
+            if self._matcher.rollback(back):
+                del self._consumed[same:]
+            else:
+                self._matcher, self._consumed = self._fresh.deep_copy(), []
+        more = wanted[len(self._consumed) :]
+        taken = int(self._matcher.try_consume_tokens(more)) if more else 0
+        self._consumed += more[:taken]
+        return self._works() and taken == len(more)
+
+    def _mask(self, vocabulary: int) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """Which tokens (V,) may come next."""
+        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        found = np.unpackbits(bits, count=min(vocabulary, 8 * bits.size), bitorder="little").astype(bool)
+        allowed = np.zeros(vocabulary, dtype=bool)
+        allowed[: found.size] = found
+        return allowed & self._works()
+
+    def _works(self) -> bool:
+        """Whether the library still can; what it has given up once, it never takes up again."""
+        if self.error is None and self._matcher.is_error():
+            self.error = in_one_line(self._matcher.get_error())
+        return self.error is None
+
+
+def _alike(some: list[int], others: list[int]) -> int:
+    """How many tokens two sequences have in common at their beginning."""
+    most = min(len(some), len(others))
+    if some[:most] == others[:most]:
+        return most
+    return next(place for place in range(most) if some[place] != others[place])
