@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from mlx_kv.server.cache_requests import AllowedCache
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -19,6 +21,7 @@ class Limits:
         max_tokens: where a request does not say.
         temperature: where a request does not say.
         strict: whether requests with fields that nobody knows are refused.
+        cache: what requests may say of how their keys and values are kept.
         template: settings of the chat template, where a request does not say.
     """
 
@@ -29,4 +32,5 @@ class Limits:
     max_tokens: int = 512
     temperature: float = 0.0
     strict: bool = False
+    cache: AllowedCache = field(default_factory=AllowedCache)
     template: Mapping[str, Any] = field(default_factory=dict)

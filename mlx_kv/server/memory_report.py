@@ -12,10 +12,12 @@ from dataclasses import asdict
 from typing import Any
 
 from mlx_kv.generation.speculation.statistics import SpeculationStatistics
+from mlx_kv.policy import CachePolicy
 from mlx_kv.server.admission import AdmissionController
 from mlx_kv.server.job import Job, Snapshot
 from mlx_kv.server.metrics import Metrics
 from mlx_kv.server.occupancy import RowOccupancy
+from mlx_kv.server.policies import policy_name
 from mlx_kv.server.worker import Worker
 
 COUNTERS = ("generated_tokens", "tokens_evicted", "prefix_hits", "prefix_misses")
@@ -32,6 +34,9 @@ def set_gauges(metrics: Metrics, snapshot: Snapshot, admission: AdmissionControl
     metrics.bytes_full.set(occupancy.bytes_full)
     metrics.active_memory.set(snapshot.active_memory)
     metrics.prompt_memory.set(snapshot.prompt_memory)
+    metrics.planned.set(snapshot.planned)
+    metrics.memory_limit.set(admission.worker.limit.limit or 0)
+    metrics.policies.set(len(admission.worker.policies))
     if snapshot.speculation is not None:
         metrics.draft_length.set(snapshot.speculation.length)
         metrics.draft_tokens_per_pass.set(snapshot.speculation.tokens_per_pass)
@@ -47,7 +52,7 @@ def memory_report(worker: Worker, admission: AdmissionController, metrics: Metri
         **{name: metrics.total(name) for name in COUNTERS},
         "model": admission.name,
         "max_batch_size": worker.max_batch_size,
-        "rows": [_row(job, drafts, *decoding.get(job, (len(job.answer), ()))) for job in jobs],
+        "rows": [_row(job, worker.policy, drafts, *decoding.get(job, (len(job.answer), ()))) for job in jobs],
         "waiting": admission.admitted - sum(job.joined for job in jobs),
         "in_flight": admission.admitted,
         "history": worker.history.figures(time.monotonic()),
@@ -57,16 +62,25 @@ def memory_report(worker: Worker, admission: AdmissionController, metrics: Metri
         "bytes_full": occupancy.bytes_full,
         "active_memory": snapshot.active_memory,
         "prompt_memory": snapshot.prompt_memory,
+        "memory_limit": worker.limit.limit,
+        "weights": worker.limit.weights,
+        "bytes_planned": snapshot.planned,
+        "policies": [{"policy": name, "rows": rows} for name, rows in worker.policies],
         "keeps_prompts": worker.keeps_prompts,
         "drafts": None if drafts is None else drafts.figures(),
     }
 
 
 def _row(
-    job: Job, drafts: SpeculationStatistics | None, generated: int, layers: Sequence[RowOccupancy]
+    job: Job,
+    policy: CachePolicy,
+    drafts: SpeculationStatistics | None,
+    generated: int,
+    layers: Sequence[RowOccupancy],
 ) -> dict[str, Any]:
     return {
         "number": job.number,
+        "policy": policy_name(job.policy or policy),
         "state": "decoding" if job.answer else "reading" if job.joined else "waiting",
         "prompt_tokens": len(job.tokens),
         "cached_tokens": job.cached,
