@@ -37,6 +37,8 @@ class Job:
         grammar: what keeps its answer to a form; None lets it be any.
         joined: whether it has a place among the rows: its prompt is being read, or it decodes.
         cached: tokens of the prompt that had been read before.
+        read: tokens of the prompt that have been read, those among them.
+        drafted, accepted: tokens that were drafted in the last pass, and those that were right so far.
         evicted: tokens that are no longer in its caches, those that were evicted for others before among them.
         answer: tokens so far.
     """
@@ -55,6 +57,9 @@ class Job:
     slot: int | None = None
     joined: bool = False
     cached: int = 0
+    read: int = 0
+    drafted: int = 0
+    accepted: int = 0
     evicted: int = 0
     answer: list[int] = field(default_factory=list)
 

@@ -32,6 +32,7 @@ from mlx_kv.ranks.following import Caches, follow
 from mlx_kv.ranks.group import RankGroup
 from mlx_kv.ranks.link import RanksError
 from mlx_kv.ranks.totals import MemoryOfAll
+from mlx_kv.server.history import TokenHistory
 from mlx_kv.server.job import Job, OutputChunk, Snapshot
 from mlx_kv.server.kept_prompts import KeptPrompts
 from mlx_kv.server.memory_plan import MemoryLimit, RowPlan, limited
@@ -189,6 +190,11 @@ class Worker:
         """What was in memory a moment ago."""
         return self._monitor.snapshot
 
+    @property
+    def history(self) -> TokenHistory:
+        """How many tokens came when."""
+        return self._monitor.history
+
     def watch(self) -> Snapshot:
         """The same. For some seconds from now, positions of rows are looked at, too."""
         return self._monitor.watch()
@@ -257,6 +263,7 @@ class Worker:
         except BaseException as error:
             self._load_error = error if isinstance(error, Exception) else RuntimeError(f"loading ended with {error!r}")
             return
+        self._update_monitor()
         self._started.set()
         while not self._stopping:
             at_fault: list[PolicyRows] = list(self._policies)  # whose rows end if something fails now
@@ -308,6 +315,8 @@ class Worker:
         if idle:
             self._rows.tell_dropped()
         if self._monitor.due(idle):
+            for rows in policies:
+                rows.note_progress()
             self._told_policies = [(policy_name(rows.policy), len(rows.active)) for rows in policies]
             batches = [] if idle else [(rows.decoding, rows.engine.caches) for rows in policies]
             drafts = [rows.engine.speculation for rows in policies if rows.engine.speculation is not None]
