@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -15,7 +16,15 @@ import click
 from mlx_kv.cli.decoding import Drafting, draft_options
 from mlx_kv.cli.loading import Loading, loading_options
 from mlx_kv.cli.operating import Operating, listed, operating_options
-from mlx_kv.cli.options import ByteCount, FiniteRange, make_policy, model_option, not_needed, policy_options
+from mlx_kv.cli.options import (
+    ByteCount,
+    FiniteRange,
+    LeadersFile,
+    make_policy,
+    model_option,
+    not_needed,
+    policy_options,
+)
 from mlx_kv.cli.prompt import prefill_option, read_object
 from mlx_kv.cli.ranks import Machine, RankOptions, rank_options
 from mlx_kv.cli.sampling_defaults import SamplingDefaults, sampling_defaults_options
@@ -47,6 +56,7 @@ With the openai client:
 \b
 http://127.0.0.1:8080/ shows what is in memory, /metrics is for Prometheus.
 """
+MOST_POLICIES = 4  # engines at once, where requests may choose
 _NUMBER: dict[str, Any] = {"metavar": "N", "show_default": True}
 
 
@@ -93,12 +103,30 @@ _NUMBER: dict[str, Any] = {"metavar": "N", "show_default": True}
     help="After SIGTERM or Ctrl-C, requests in progress have so long to finish.",
 )
 @click.option(
+    "--memory-limit",
+    type=ByteCount(),
+    metavar="BYTES",
+    help="Of weights, keys and values, and kept prompts: 12GB, say. Requests wait for room.  [default: of the device]",
+)
+@click.option(
+    "--allow-cache",
+    multiple=True,
+    metavar="SETTING=VALUES",
+    help="What requests may say of their cache: budget=256-4096, bits=8,4 or score=key_diff; repeat it.",
+)
+@click.option(
     "--prompt-memory-bytes",
     "--prompt-cache-bytes",
     type=ByteCount(),
     default=2**30,
     **_NUMBER,
     help="What was read of prompts is kept in memory, for those that begin alike; 0 keeps nothing.",
+)
+@click.option(
+    "--slot-save-path",
+    type=LeadersFile(exists=True, file_okay=False, path_type=Path),
+    metavar="DIR",
+    help="Clients may save slots there, and restore them, by POST /slots/N?action=save.",
 )
 @click.option("--prompt-store", metavar="DIR", help="Keep it on a disk as well, for the next start; or a URL.")
 @click.option("--prompt-store-bytes", type=click.IntRange(1), default=8 * 2**30, **_NUMBER, help="At the most, live.")
@@ -141,7 +169,10 @@ def serve_on(
     max_body_bytes: int,
     max_queue: int,
     drain_seconds: int,
+    memory_limit: int | None,
+    allow_cache: Sequence[str],
     prompt_memory_bytes: int,
+    slot_save_path: Path | None,
     prompt_store: str | None,
     prompt_store_bytes: int,
     prompt_store_deadline: float | None,
@@ -153,10 +184,15 @@ def serve_on(
     try:
         from mlx_kv.server import api, metrics, models, run, worker
         from mlx_kv.server.access import is_loopback
+        from mlx_kv.server.cache_requests import AllowedCache
     except ImportError as error:
         if error.name not in EXTRA:
             raise
         raise click.ClickException(f'{error.name} is not installed: pip install "mlx-kv[server]"') from error
+
+    allowed = AllowedCache.of(allow_cache)
+    if allowed.any and machine.group is not None:
+        raise click.UsageError("--allow-cache is for one machine: leave it out, or serve each policy by itself")
 
     def load() -> Models:
         network, tokenizer = machine.load()
@@ -195,6 +231,8 @@ def serve_on(
         prompt_memory_bytes,
         None if prompt_store is None else open_store,
         machine.group,
+        "device" if memory_limit is None else memory_limit,
+        MOST_POLICIES if allowed.any else 1,
     )
     if not machine.leads:
         works.follow()
@@ -205,6 +243,8 @@ def serve_on(
         queue=max_queue,
         max_tokens=max_tokens,
         strict=strict,
+        cache=allowed,
+        slot_folder=slot_save_path,
         template=chat_template_args or {},
     )
     try:

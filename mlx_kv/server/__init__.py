@@ -13,11 +13,13 @@ HTTP, in the event loop:
     requests.py          what a client may ask for (chat_requests.py: messages and tools; fields.py: single fields;
                          sampling_fields.py: how tokens are chosen; unknown_fields.py: what nobody knows; names.py:
                          of the model)
+    cache_requests.py    how a request wants its keys and values kept, and what is allowed
     errors.py            error objects
     chat.py              a chat as tokens
     dialects/            other APIs: OpenAI's responses, Anthropic's messages
     admission.py         how many requests are let in, and whose output is whose
     responses.py         from jobs to an answer, whole or streamed; clients that hang up (answers.py: its parts)
+    slot_routes.py       slots over HTTP: list, save, restore, erase (slots.py: which is whose)
     response_objects.py  what a client gets (chat_output.py: reasoning and tool calls; token_texts.py: single tokens)
     memory_report.py     what is in memory, for the page and for Prometheus
     metrics.py           what Prometheus reads
@@ -25,6 +27,9 @@ HTTP, in the event loop:
 The worker, one thread that owns MLX, the models and the engine:
 
     worker.py            which job gets a row, and when
+    policies.py          engines side by side, one for each cache policy
+    memory_plan.py       how many bytes rows will take, and whether they fit
+    kept_prompts.py      what was read of prompts, by policy
     policy_rows.py       the jobs of one cache policy, from their row to their last token
     models.py            what is loaded, and with what an engine is made
     row_output.py        from the tokens of a step to what is handed on of a job

@@ -15,6 +15,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from mlx_kv.generation.encoding import encode_prompt
+from mlx_kv.policy import CachePolicy
 from mlx_kv.server.admission import AdmissionController
 from mlx_kv.server.answers import AnswerWriter, Choice
 from mlx_kv.server.bodies import read_body
@@ -24,6 +25,7 @@ from mlx_kv.server.errors import ApiError
 from mlx_kv.server.grammars import Grammars, marks_of
 from mlx_kv.server.job import Job
 from mlx_kv.server.limits import Limits
+from mlx_kv.server.memory_plan import RowPlan
 from mlx_kv.server.names import ModelNames
 from mlx_kv.server.requests import CompletionRequest, Prompt, RequestRules
 from mlx_kv.server.responses import CompletionResponse
@@ -34,12 +36,21 @@ from mlx_kv.server.token_texts import TokenTexts
 from mlx_kv.server.unknown_fields import UnknownFields
 from mlx_kv.server.worker import Worker
 
+LOOK_EVERY = 0.1  # seconds between two looks at whether the worker lives, while it is asked something
+
 
 class Asked(NamedTuple):
     """What a body asks for, and who writes the answer, given the model's name."""
 
     request: CompletionRequest
     writer: Callable[[str], AnswerWriter]
+
+
+class RowCache(NamedTuple):
+    """The policy that a request gets, and what a row takes under it."""
+
+    policy: CachePolicy
+    plan: RowPlan
 
 
 Dialect = Callable[[Any, RequestRules], Asked]  # of the JSON of a body; raises ApiError for what it refuses
@@ -55,8 +66,8 @@ class Intake:
     def __init__(self, worker: Worker, admission: AdmissionController, limits: Limits, names: ModelNames) -> None:
         self._worker, self._admission, self._limits, self._names = worker, admission, limits, names
         self._rules = RequestRules(worker.models.sampling, UnknownFields(limits.strict))
-        self._grammars = Grammars(worker.models.tokenizer, self._rules.unknown)
         self._texts = TokenTexts(worker.models.tokenizer)
+        self._grammars = Grammars(worker.models.tokenizer, self._rules.unknown)
         # One thread for tokenizers: they are fast, but a long prompt would hold up everybody else's tokens.
         self._tokenizing = TaskThread("mlx-kv tokenizer")
 
@@ -67,11 +78,11 @@ class Intake:
         self._admission.admit(request.answers)
         try:
             prompts = await self._tokens(request)
-            grammar = await self._grammars.of(request)
-            each = [(prompt, number) for prompt in range(len(prompts)) for number in range(request.wanted.n)]
+            cache, grammar = await self._cache_of(request), await self._grammars.of(request)
             choices = [
-                self._choice(request, index, prompt, number, prompts[prompt], since)
-                for index, (prompt, number) in enumerate(each)
+                self._choice(request, place, number, prompts[place], since, cache)
+                for place in range(len(prompts))
+                for number in range(request.wanted.n)
             ]
             for choice in choices:
                 choice.job.grammar = self._grammars.processor(grammar, request, choice.job.tokens)
@@ -121,12 +132,28 @@ class Intake:
             raise ApiError(400, f"token {max(prompt)} is not one of {self._worker.vocabulary:,}", "prompt")
         return list(prompt)
 
+    async def _cache_of(self, request: CompletionRequest) -> RowCache:
+        """The policy that a request gets, and what a row takes under it."""
+        worker = self._worker
+        policy = self._limits.cache.policy(worker.policy, request.cache)
+        if policy == worker.policy:
+            return RowCache(policy, worker.own_plan)
+        planned = asyncio.wrap_future(worker.plan(policy))
+        while not planned.done():
+            await asyncio.wait({planned}, timeout=LOOK_EVERY)
+            if not planned.done() and not worker.alive:
+                raise ApiError(503, f"the server ends: {worker.failure or 'its worker has ended'}")
+        try:
+            return RowCache(policy, planned.result())
+        except ValueError as error:
+            raise ApiError(400, f"cache: {error}", "cache") from error
+
     def _choice(
-        self, request: CompletionRequest, index: int, place: int, number: int, tokens: list[int], since: float
+        self, request: CompletionRequest, place: int, number: int, tokens: list[int], since: float, cache: RowCache
     ) -> Choice:
-        """One of the answers to the prompt at some place, counted from 0."""
-        job, tokenizer = self._job(request, number, tokens, since), self._worker.models.tokenizer
-        texts = None if request.wanted.top_logprobs is None else self._texts
+        """One of the answers to the prompt at some place, both counted from 0."""
+        job, tokenizer = self._job(request, number, tokens, since, cache), self._worker.models.tokenizer
+        texts, index = None if request.wanted.top_logprobs is None else self._texts, place * request.wanted.n + number
         if request.chat:
             bare = request.forces_call and marks_of(tokenizer) is None
             parser = ChatOutputParser(tokenizer, tokens, request.tools, request.stream, request.one_call, bare)
@@ -135,7 +162,7 @@ class Intake:
         echo = prompt if isinstance(prompt, str) else tokenizer.decode(tokens)
         return Choice(index, place, job, echo=echo if request.echo else "", texts=texts)
 
-    def _job(self, request: CompletionRequest, number: int, tokens: list[int], since: float) -> Job:
+    def _job(self, request: CompletionRequest, number: int, tokens: list[int], since: float, cache: RowCache) -> Job:
         param, context = "messages" if request.chat else "prompt", self._worker.context
         if not tokens:
             raise ApiError(400, "the prompt is empty: send at least one token", param)
@@ -147,6 +174,18 @@ class Intake:
             )  # fmt: skip
         max_tokens = self._limits.max_tokens if request.max_tokens is None else request.max_tokens
         max_tokens = max_tokens if context is None else min(max_tokens, context - len(tokens))
-        wanted, stop_strings = request.wanted, StopStrings(request.stop_strings)
+        if refusal := self._worker.limit.refusal(cache.plan, len(tokens), max_tokens):
+            raise ApiError(400, refusal, param, "memory_limit_exceeded")
+        wanted = request.wanted
         check_biases(wanted.sampling, self._worker.vocabulary)
-        return Job(tokens, max_tokens, wanted.sampling_of(number), wanted.top_logprobs, stop_strings, since=since)
+        return Job(
+            tokens,
+            max_tokens,
+            wanted.sampling_of(number),
+            wanted.top_logprobs,
+            StopStrings(request.stop_strings),
+            cache.policy,
+            request.cache.keep,
+            since=since,
+            slot=request.slot,
+        )

@@ -13,6 +13,7 @@ from typing import Any
 from mlx_kv.generation.grammar.constraint import Constraint
 from mlx_kv.generation.settings import SamplingSettings
 from mlx_kv.server import sampling_fields
+from mlx_kv.server.cache_requests import AS_SERVED, CacheRequest, cache_field
 from mlx_kv.server.chat_requests import chat_fields
 from mlx_kv.server.constraint_fields import FIELDS, constraint_of
 from mlx_kv.server.errors import ApiError
@@ -35,7 +36,7 @@ IGNORED = {
     "user",
     "verbosity",
 }
-COMMON = {"max_tokens", "model", "stop", "stream", "stream_options", *sampling_fields.FIELDS}
+COMMON = {"cache", "id_slot", "max_tokens", "model", "stop", "stream", "stream_options", *sampling_fields.FIELDS}
 FOR_COMPLETIONS = {"echo", "prompt"}
 FOR_CHAT = {
     "chat_template_kwargs",
@@ -73,7 +74,9 @@ class CompletionRequest:
         echo: whether an answer begins with its prompt.
         max_tokens: None leaves it to the server.
         wanted: how many answers a prompt gets, and how their tokens are chosen and told.
+        slot: in which it is to be shown; None is any.
         stop_strings: strings at which the answer ends.
+        cache: how its keys and values are to be kept.
         constraint: what form the answer has; None is any.
         constraint_field: the field that says so.
     """
@@ -91,10 +94,12 @@ class CompletionRequest:
     max_tokens: int | None = None
     wanted: Answers = field(default_factory=Answers)
     stop_strings: tuple[str, ...] = ()
+    slot: int | None = None
     constraint: Constraint | None = None
     constraint_field: str = ""
     stream: bool = False
     include_usage: bool = False
+    cache: CacheRequest = AS_SERVED
 
     @property
     def chat(self) -> bool:
@@ -148,8 +153,10 @@ def parse(body: Any, chat: bool, rules: RequestRules) -> CompletionRequest:
         "max_tokens": next((limit for limit in limits if limit is not None), None),
         "wanted": answers_of(fields, rules.sampling, chat),
         "stop_strings": _stop_strings(fields),
+        "slot": integer(fields, "id_slot", -1, MOST_TOKENS),
         "stream": stream,
         "include_usage": boolean(stream_options, "include_usage"),
+        "cache": cache_field(fields),
     }
     checked["constraint_field"], checked["constraint"] = constraint_of(fields)
     checked |= chat_fields(fields) if chat else {"prompts": _prompts(fields), "echo": boolean(fields, "echo")}
