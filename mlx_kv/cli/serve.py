@@ -55,6 +55,7 @@ With the openai client:
 \b
 http://127.0.0.1:8080/ shows what is in memory, /metrics is for Prometheus.
 """
+MOST_POLICIES = 4  # engines at once, where requests may choose
 _NUMBER: dict[str, Any] = {"metavar": "N", "show_default": True}
 
 
@@ -101,6 +102,18 @@ _NUMBER: dict[str, Any] = {"metavar": "N", "show_default": True}
     default=30,
     **_NUMBER,
     help="After SIGTERM or Ctrl-C, requests in progress have so long to finish.",
+)
+@click.option(
+    "--memory-limit",
+    type=ByteCount(),
+    metavar="BYTES",
+    help="Of weights, keys and values, and kept prompts: 12GB, say. Requests wait for room.  [default: of the device]",
+)
+@click.option(
+    "--allow-cache",
+    multiple=True,
+    metavar="SETTING=VALUES",
+    help="What requests may say of their cache: budget=256-4096, bits=8,4 or score=key_diff; repeat it.",
 )
 @click.option(
     "--prompt-memory-bytes",
@@ -157,6 +170,8 @@ def serve_on(
     max_body_bytes: int,
     max_queue: int,
     drain_seconds: int,
+    memory_limit: int | None,
+    allow_cache: Sequence[str],
     prompt_memory_bytes: int,
     slot_save_path: Path | None,
     prompt_store: str | None,
@@ -170,10 +185,15 @@ def serve_on(
     try:
         from mlx_kv.server import api, metrics, models, run, worker
         from mlx_kv.server.access import is_loopback
+        from mlx_kv.server.cache_requests import AllowedCache
     except ImportError as error:
         if error.name not in EXTRA:
             raise
         raise click.ClickException(f'{error.name} is not installed: pip install "mlx-kv[server]"') from error
+
+    allowed = AllowedCache.of(allow_cache)
+    if allowed.any and machine.group is not None:
+        raise click.UsageError("--allow-cache is for one machine: leave it out, or serve each policy by itself")
 
     def load() -> Models:
         network, tokenizer = machine.load()
@@ -210,6 +230,8 @@ def serve_on(
         prompt_memory_bytes,
         None if prompt_store is None else open_store,
         machine.group,
+        "device" if memory_limit is None else memory_limit,
+        MOST_POLICIES if allowed.any else 1,
     )
     if not machine.leads:
         works.follow()
@@ -221,6 +243,7 @@ def serve_on(
         max_tokens=max_tokens,
         temperature=temp,
         strict=strict,
+        cache=allowed,
         slot_folder=slot_save_path,
         template=chat_template_args or {},
     )

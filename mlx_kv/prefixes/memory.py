@@ -88,9 +88,13 @@ class PromptMemory(PromptPlace):
         self._index.add(name, entry)
         self._kept[name] = kept
         self._holdings.add(name, kept.own_bytes, kept.blocks)
-        while self.nbytes > self.max_bytes and self._kept:
-            self._remove(next(iter(self._kept)))
+        self.shrink(self.max_bytes)
         return True
+
+    def shrink(self, most: int) -> None:
+        """Lets go of what was of no use for longest, until all that is left has at most so many bytes."""
+        while self.nbytes > most and self._kept:
+            self._remove(next(iter(self._kept)))
 
     def forget(self, tokens: Sequence[int]) -> None:
         """Lets what was read of these tokens go, where it is of use to no longer prompt that is kept."""

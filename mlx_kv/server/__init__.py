@@ -12,6 +12,7 @@ HTTP, in the event loop:
     bodies.py            the JSON of a request
     requests.py          what a client may ask for (chat_requests.py: messages and tools; fields.py: single fields;
                          unknown_fields.py: what nobody knows; names.py: of the model)
+    cache_requests.py    how a request wants its keys and values kept, and what is allowed
     errors.py            error objects
     chat.py              a chat as tokens
     dialects/            other APIs: OpenAI's responses, Anthropic's messages
@@ -25,6 +26,9 @@ HTTP, in the event loop:
 The worker, one thread that owns MLX, the models and the engine:
 
     worker.py            which job gets a row, and when
+    policies.py          engines side by side, one for each cache policy
+    memory_plan.py       how many bytes rows will take, and whether they fit
+    kept_prompts.py      what was read of prompts, by policy
     policy_rows.py       the jobs of one cache policy, from their row to their last token
     models.py            what is loaded, and with what an engine is made
     row_output.py        from the tokens of a step to what is handed on of a job

@@ -15,6 +15,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from mlx_kv.generation.encoding import encode_prompt
+from mlx_kv.policy import CachePolicy
 from mlx_kv.server.admission import AdmissionController
 from mlx_kv.server.answers import AnswerWriter, Choice
 from mlx_kv.server.bodies import read_body
@@ -24,6 +25,7 @@ from mlx_kv.server.errors import ApiError
 from mlx_kv.server.grammars import Grammars, marks_of
 from mlx_kv.server.job import Job
 from mlx_kv.server.limits import Limits
+from mlx_kv.server.memory_plan import RowPlan
 from mlx_kv.server.names import ModelNames
 from mlx_kv.server.requests import CompletionRequest, Prompt, RequestRules
 from mlx_kv.server.responses import CompletionResponse
@@ -32,12 +34,21 @@ from mlx_kv.server.task_thread import TaskThread, TaskThreadError
 from mlx_kv.server.unknown_fields import UnknownFields
 from mlx_kv.server.worker import Worker
 
+LOOK_EVERY = 0.1  # seconds between two looks at whether the worker lives, while it is asked something
+
 
 class Asked(NamedTuple):
     """What a body asks for, and who writes the answer, given the model's name."""
 
     request: CompletionRequest
     writer: Callable[[str], AnswerWriter]
+
+
+class RowCache(NamedTuple):
+    """The policy that a request gets, and what a row takes under it."""
+
+    policy: CachePolicy
+    plan: RowPlan
 
 
 Dialect = Callable[[Any, RequestRules], Asked]  # of the JSON of a body; raises ApiError for what it refuses
@@ -64,8 +75,8 @@ class Intake:
         self._admission.admit(request.answers)
         try:
             prompts = await self._tokens(request)
-            grammar = await self._grammars.of(request)
-            choices = [self._choice(request, index, tokens, since) for index, tokens in enumerate(prompts)]
+            cache, grammar = await self._cache_of(request), await self._grammars.of(request)
+            choices = [self._choice(request, index, tokens, since, cache) for index, tokens in enumerate(prompts)]
             for choice in choices:
                 choice.job.grammar = self._grammars.processor(grammar, request, choice.job.tokens)
             return CompletionResponse(self._admission, choices, writer(self._names.name), request.stream)
@@ -114,8 +125,31 @@ class Intake:
             raise ApiError(400, f"token {max(prompt)} is not one of {self._worker.vocabulary:,}", "prompt")
         return list(prompt)
 
-    def _choice(self, request: CompletionRequest, index: int, tokens: list[int], since: float) -> Choice:
-        job, tokenizer = self._job(request, tokens, since), self._worker.models.tokenizer
+    async def _cache_of(self, request: CompletionRequest) -> RowCache:
+        """The policy that a request gets, and what a row takes under it."""
+        worker = self._worker
+        policy = self._limits.cache.policy(worker.policy, request.cache)
+        if policy == worker.policy:
+            return RowCache(policy, worker.own_plan)
+        planned = asyncio.wrap_future(worker.plan(policy))
+        while not planned.done():
+            await asyncio.wait({planned}, timeout=LOOK_EVERY)
+            if not planned.done() and not worker.alive:
+                raise ApiError(503, f"the server ends: {worker.failure or 'its worker has ended'}")
+        try:
+            return RowCache(policy, planned.result())
+        except ValueError as error:
+            raise ApiError(400, f"cache: {error}", "cache") from error
+
+    def _choice(
+        self,
+        request: CompletionRequest,
+        index: int,
+        tokens: list[int],
+        since: float,
+        cache: RowCache,
+    ) -> Choice:
+        job, tokenizer = self._job(request, tokens, since, cache), self._worker.models.tokenizer
         if request.chat:
             bare = request.forces_call and marks_of(tokenizer) is None
             parser = ChatOutputParser(tokenizer, tokens, request.tools, request.stream, request.one_call, bare)
@@ -124,7 +158,7 @@ class Intake:
         echo = prompt if isinstance(prompt, str) else tokenizer.decode(tokens)
         return Choice(index, index, job, echo=echo if request.echo else "")
 
-    def _job(self, request: CompletionRequest, tokens: list[int], since: float) -> Job:
+    def _job(self, request: CompletionRequest, tokens: list[int], since: float, cache: RowCache) -> Job:
         param, context = "messages" if request.chat else "prompt", self._worker.context
         if not tokens:
             raise ApiError(400, "the prompt is empty: send at least one token", param)
@@ -136,6 +170,8 @@ class Intake:
             )  # fmt: skip
         max_tokens = self._limits.max_tokens if request.max_tokens is None else request.max_tokens
         max_tokens = max_tokens if context is None else min(max_tokens, context - len(tokens))
+        if refusal := self._worker.limit.refusal(cache.plan, len(tokens), max_tokens):
+            raise ApiError(400, refusal, param, "memory_limit_exceeded")
         stop_strings = StopStrings(request.stop_strings)
         return Job(
             tokens,
@@ -144,6 +180,8 @@ class Intake:
             request.top_p,
             request.seed,
             stop_strings,
+            cache.policy,
+            request.cache.keep,
             since=since,
             slot=request.slot,
         )

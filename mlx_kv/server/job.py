@@ -13,6 +13,7 @@ from itertools import count
 from mlx_kv.generation.grammar.processor import GrammarProcessor
 from mlx_kv.generation.sampling import Sampler, SeededSampler, TemperatureSampler
 from mlx_kv.generation.speculation.statistics import SpeculationStatistics
+from mlx_kv.policy import CachePolicy
 from mlx_kv.prefixes.index import packed
 from mlx_kv.server.occupancy import BatchOccupancy
 from mlx_kv.server.stop_strings import StopStrings
@@ -30,10 +31,14 @@ class Job:
         tokens: of the prompt.
         temperature: 0 is greedy.
         seed: of its random numbers, whoever else is served; None draws from those of the thread.
+        policy: how its keys and values are kept; None is as the server's.
+        keep: whether what is read of it is kept for others.
         slot: in which it is to be shown; None is any.
         grammar: what keeps its answer to a form; None lets it be any.
         joined: whether it has a place among the rows: its prompt is being read, or it decodes.
         cached: tokens of the prompt that had been read before.
+        read: tokens of the prompt that have been read, those among them.
+        drafted, accepted: tokens that were drafted in the last pass, and those that were right so far.
         evicted: tokens that are no longer in its caches, those that were evicted for others before among them.
         answer: tokens so far.
     """
@@ -44,12 +49,17 @@ class Job:
     top_p: float = 1.0
     seed: int | None = None
     stop_strings: StopStrings = field(default_factory=StopStrings)
+    policy: CachePolicy | None = None
+    keep: bool = True
     grammar: GrammarProcessor | None = None
     number: int = field(default_factory=lambda: next(_numbers))
     since: float = field(default_factory=time.monotonic)
     slot: int | None = None
     joined: bool = False
     cached: int = 0
+    read: int = 0
+    drafted: int = 0
+    accepted: int = 0
     evicted: int = 0
     answer: list[int] = field(default_factory=list)
 
@@ -98,6 +108,7 @@ class Snapshot:
         generated: tokens of each of them.
         active_memory, prompt_memory: bytes of all arrays, and of prompts that are kept.
         speculation: what was drafted since the engine was made; None where nothing is.
+        planned: bytes that the rows will take at the most.
     """
 
     occupancy: BatchOccupancy = field(default_factory=BatchOccupancy)
@@ -107,6 +118,7 @@ class Snapshot:
     active_memory: int = 0
     prompt_memory: int = 0
     speculation: SpeculationStatistics | None = None
+    planned: int = 0
 
 
 @lru_cache(maxsize=64)

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mlx_kv.server.cache_requests import AllowedCache
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -21,6 +23,7 @@ class Limits:
         temperature: where a request does not say.
         slot_folder: where slots are saved; None saves none.
         strict: whether requests with fields that nobody knows are refused.
+        cache: what requests may say of how their keys and values are kept.
         template: settings of the chat template, where a request does not say.
     """
 
@@ -31,5 +34,6 @@ class Limits:
     max_tokens: int = 512
     temperature: float = 0.0
     strict: bool = False
+    cache: AllowedCache = field(default_factory=AllowedCache)
     slot_folder: Path | None = None
     template: Mapping[str, Any] = field(default_factory=dict)

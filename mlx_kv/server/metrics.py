@@ -51,6 +51,7 @@ class Metrics:
             buckets=DURATION,
             registry=registry,
         )
+        self.out_of_memory = counter("out_of_memory", "Requests that were ended since memory had run out.")
         self.rows = gauge("rows", "Requests that are being read or decoded.")
         self.waiting = gauge("requests_waiting", "Requests that wait for a row.")
         self.tokens_per_second = gauge("tokens_per_second", "Tokens generated per second, in the last 10 seconds.")
@@ -63,6 +64,9 @@ class Metrics:
         self.bytes_allocated = gauge("kv_bytes_allocated", "Bytes allocated for them, dead slots included.")
         self.bytes_full = gauge("kv_bytes_full", "Bytes that all tokens would take if none were evicted.")
         self.prompt_memory = gauge("prompt_memory_bytes", "Bytes of prompts that are kept in memory.")
+        self.planned = gauge("kv_bytes_planned", "Bytes that rows will take at the most, prompts and answers.")
+        self.memory_limit = gauge("memory_limit_bytes", "What weights, rows and kept prompts may take; 0: no limit.")
+        self.policies = gauge("cache_policies", "Cache policies that have an engine.")
         self.active_memory = gauge("active_memory_bytes", "What MLX holds in arrays: weights, caches, all.")
 
     def total(self, name: str) -> int:

@@ -14,6 +14,7 @@ from typing import Any
 
 from mlx_kv.generation.speculation.statistics import SpeculationStatistics
 from mlx_kv.ranks.totals import MemoryOfAll
+from mlx_kv.server.history import TokenHistory
 from mlx_kv.server.job import Job, Snapshot
 from mlx_kv.server.metrics import Metrics
 from mlx_kv.server.occupancy import BatchOccupancy, occupancy_of, tokens_evicted
@@ -23,6 +24,7 @@ BYTES = ("bytes_live", "bytes_allocated", "bytes_full")
 UPDATE_EVERY = 0.25  # seconds between two snapshots
 WATCHED_FOR = 3.0  # seconds for which a page that asked counts as watching
 RATE_OVER = 10.0  # seconds over which tokens per second are told
+Batch = tuple[Sequence[Job], Sequence[Any]]  # the jobs that are rows of caches, in their order, and these
 
 
 class Monitor:
@@ -32,9 +34,9 @@ class Monitor:
         self._metrics = metrics
         self._updated, self._watched = 0.0, -WATCHED_FOR
         self._generated: deque[tuple[float, int]] = deque()  # when, and how many tokens
-        self._drafts_of: SpeculationStatistics | None = None
-        self._drafted = SpeculationStatistics()  # of it, as far as it was counted
-        self.snapshot = Snapshot()
+        # Of each engine that drafts: what it has drafted, and how much of that was counted.
+        self._drafted: list[tuple[SpeculationStatistics, SpeculationStatistics]] = []
+        self.snapshot, self.history = Snapshot(), TokenHistory(time.monotonic())
 
     def watch(self) -> Snapshot:
         """What is in memory. For some seconds from now, positions of rows are looked at, too."""
@@ -48,7 +50,9 @@ class Monitor:
 
     def count_generated(self, tokens: int) -> None:
         self._metrics.generated_tokens.inc(tokens)
-        self._generated.append((time.monotonic(), tokens))
+        now = time.monotonic()
+        self._generated.append((now, tokens))
+        self.history.add(now, tokens)
 
     def count_evicted(self, jobs: Iterable[Job], caches: Sequence[Any] | None) -> None:
         """Counts what budgets have evicted of these jobs, the rows of caches, since they were last counted."""
@@ -68,20 +72,20 @@ class Monitor:
 
     def update(
         self,
-        decoding: Sequence[Job],
-        caches: Sequence[Any],
+        batches: Iterable[Batch],
         prompt_memory: int,
-        speculation: SpeculationStatistics | None = None,
+        speculation: Sequence[SpeculationStatistics] = (),
         ranks: MemoryOfAll = ALONE,
+        planned: int = 0,
     ) -> None:
         """Makes a snapshot.
 
         Args:
-            decoding: the jobs that are rows of the caches, in their order.
-            caches: of the batch, one for each layer; none where nothing decodes or waits.
+            batches: of each engine whose rows decode.
             prompt_memory: bytes of prompts that are kept; of several ranks, on the one that has most.
-            speculation: of the engine, if it drafts.
+            speculation: of each engine that drafts; the first is shown.
             ranks: who have parts of the model, and of all that is kept.
+            planned: bytes that rows will take at the most.
         """
         self._updated = now = time.monotonic()
         while self._generated and now - self._generated[0][0] > RATE_OVER:
@@ -89,10 +93,15 @@ class Monitor:
         rate = 0.0
         if self._generated:
             rate = sum(tokens for _, tokens in self._generated) / max(1.0, now - self._generated[0][0])
-        occupancy = occupancy_of(caches, now - self._watched < WATCHED_FOR) if caches else BatchOccupancy()
+        decoding: list[Job] = []
+        occupancy = BatchOccupancy()
+        for jobs, caches in batches:
+            if caches:
+                decoding += jobs
+                occupancy = occupancy.beside(occupancy_of(caches, now - self._watched < WATCHED_FOR))
         of_all: dict[str, Any] = {name: ranks.of_all(getattr(occupancy, name)) for name in BYTES}
         generated = tuple(len(job.answer) for job in decoding)
-        drafted = None if speculation is None else self._count_drafted(speculation)
+        self._count_drafted(speculation)
         self.snapshot = Snapshot(
             replace(occupancy, **of_all),
             tuple(decoding),
@@ -100,15 +109,17 @@ class Monitor:
             rate,
             ranks.active(),
             prompt_memory,
-            drafted,
+            self._drafted[0][1] if self._drafted else None,
+            planned,
         )
 
-    def _count_drafted(self, speculation: SpeculationStatistics) -> SpeculationStatistics:
-        """Counts what is new, and returns what is known now: it goes on in the thread of the engine."""
-        now = replace(speculation, caches=[])
-        counted = self._drafted if self._drafts_of is speculation else SpeculationStatistics()  # an engine made anew
-        self._metrics.drafted.inc(now.drafted - counted.drafted)
-        self._metrics.accepted.inc(now.accepted - counted.accepted)
-        self._metrics.draft_passes.inc(now.rounds - counted.rounds)
-        self._drafts_of, self._drafted = speculation, now
-        return now
+    def _count_drafted(self, speculation: Iterable[SpeculationStatistics]) -> None:
+        """Counts what is new: it goes on in the thread of the engines."""
+        known, self._drafted = self._drafted, []
+        for own in speculation:
+            now = replace(own, caches=[])
+            counted = next((before for other, before in known if other is own), SpeculationStatistics())
+            self._metrics.drafted.inc(now.drafted - counted.drafted)
+            self._metrics.accepted.inc(now.accepted - counted.accepted)
+            self._metrics.draft_passes.inc(now.rounds - counted.rounds)
+            self._drafted.append((own, now))

@@ -17,6 +17,7 @@ from mlx_kv.generation.agreement import Agreement
 from mlx_kv.generation.engine import Engine
 from mlx_kv.generation.rereading import Instructions
 from mlx_kv.generation.sequence import BatchToken, TokenSequence
+from mlx_kv.mlxlm.observing import show_attention
 from mlx_kv.policy import CachePolicy
 from mlx_kv.prefixes.reader import PromptReader
 from mlx_kv.ranks.engine import LedEngine, lead
@@ -85,6 +86,14 @@ class PolicyRows:
     def engine_for(self, agreement: Agreement) -> Engine:
         return self._served.settings.engine(self._served.models, self.policy, self._asked, agreement)
 
+    def try_out(self) -> None:
+        """Raises ValueError for what the model or the policy refuses."""
+        engine = lead(self.engine_for, self._served.group)
+        try:
+            show_attention(self._served.models.model, engine.make_caches())
+        finally:
+            engine.close()
+
     def _make_engine(self) -> None:
         self.engine = lead(self.engine_for, self._served.group)
 
@@ -112,6 +121,16 @@ class PolicyRows:
     def waits(self) -> bool:
         """Whether `step` has nothing to do, until a job joins or the disk has answered."""
         return not self.engine.busy and self.prefill.waits
+
+    def note_progress(self) -> None:
+        """Says in its jobs how far each is, for those who watch."""
+        read = self.prefill.read
+        for number, progress in self.engine.progress.items():
+            if (job := self.active.get(number)) is not None:
+                job.read = len(job.tokens) - progress.left
+                job.drafted, job.accepted = progress.drafted, progress.accepted
+        for job, tokens in read.items():
+            job.read = tokens
 
     def tell_dropped(self) -> None:
         """Nothing is left to be done for long: other ranks hear which caches are gone."""
@@ -149,7 +168,7 @@ class PolicyRows:
         try:
             self.engine.submit(sequence)
         except ValueError as error:
-            self.fail([job], str(error))
+            self.fail([job], str(error), 400)
             return
         self._metrics.prompt_tokens.inc(len(job.tokens))
 
@@ -169,7 +188,7 @@ class PolicyRows:
         for job, token in ended:  # when the clients know
             stopped = token.finish_reason is None  # by a text: the engine would go on
             self._count_evicted([job], token.caches)
-            if self._keeps:
+            if self._keeps and job.keep:
                 self.prefill.keep(job, self.engine.extract(job.number) if stopped else token.caches)
             if stopped:
                 self.engine.cancel(job.number)
@@ -193,12 +212,12 @@ class PolicyRows:
         self.prefill.wake()
         self._metrics.finished.labels(reason).inc()
 
-    def fail(self, jobs: list[Job], error: str) -> None:
+    def fail(self, jobs: list[Job], error: str, status: int = 500) -> None:
         """These jobs end with an error."""
         for job in jobs:
             self._finish(job, "error")
         if jobs:
-            self._served.deliver([OutputChunk(job, finish_reason="error", error=error) for job in jobs])
+            self._served.deliver([OutputChunk(job, finish_reason="error", error=error, status=status) for job in jobs])
 
     # --- when a step fails, and at the end ------------------------------------------------------------------------
 
@@ -226,5 +245,5 @@ class PolicyRows:
             time.sleep(ENGINE_PAUSE)
 
     def close(self) -> None:
+        """Lets the engine go; what was read of prompts stays."""
         self.engine.close()
-        self.prefixes.close()

@@ -20,7 +20,7 @@ from mlx_kv.prefixes.reader import PromptReader
 from mlx_kv.prefixes.serving import needs_checkpoints
 from mlx_kv.server.job import Job
 from mlx_kv.server.occupancy import tokens_evicted
-from mlx_kv.server.tiered_prefixes import TieredPrefixes
+from mlx_kv.server.tiered_prefixes import FoundOnly, TieredPrefixes
 
 WORTH_WAITING = 256  # tokens that need not be read if all of another prompt, which has them too, is read first
 
@@ -73,6 +73,11 @@ class PrefillScheduler:
         return job in self._jobs
 
     @property
+    def read(self) -> dict[Job, int]:
+        """Tokens that were read of prompts on their way."""
+        return {job: reader.read for job, reader in self._readers.items()}
+
+    @property
     def waits(self) -> bool:
         """Whether `step` has nothing to do, until the disk has answered or the engine has done something."""
         return not self._jobs or self._stalled
@@ -114,7 +119,8 @@ class PrefillScheduler:
             if not self._checkpoints:
                 self._take_from_rows(wanted, there)
         caches = self._engine.make_caches()
-        reader = PromptReader(self._engine.read, caches, job.tokens, self._prefixes, self._step, self._instructions)
+        kept = self._prefixes if job.keep else FoundOnly(self._prefixes)
+        reader = PromptReader(self._engine.read, caches, job.tokens, kept, self._step, self._instructions)
         job.evicted = max(tokens_evicted(reader.caches), default=0)  # by others, who have counted it
         return reader
 
@@ -125,13 +131,13 @@ class PrefillScheduler:
     def _worth_waiting(self, wanted: bytes, there: int, ready: list[Job]) -> bool:
         """Whether another prompt will soon have been read as far as it has this one's tokens, and that is much."""
         for other, reader in self._readers.items():
-            same = shared(other.prompt, wanted)
+            same = shared(other.prompt, wanted) if other.keep else 0
             if same >= there + LEAST_SHARED and reader.read < same:  # it reads what would else be read twice
                 return True
         for other in () if self._checkpoints else (*self._in_engine(), *ready):
             # A row to take it from is there when all of the other prompt is read.
             gain = shared(other.prompt, wanted) - there
-            if gain >= max(WORTH_WAITING, (len(other.tokens) - other.cached) // 2):
+            if other.keep and gain >= max(WORTH_WAITING, (len(other.tokens) - other.cached) // 2):
                 return True
         return False
 
@@ -140,7 +146,8 @@ class PrefillScheduler:
 
     def _take_from_rows(self, wanted: bytes, there: int) -> None:
         """Keeps a copy of the row that has most of a prompt, if it has much more than memory, and much at all."""
-        rows = [(shared(job.prompt + packed(job.answer), wanted), job.number, job) for job in self._decoding()]
+        decoding = [job for job in self._decoding() if job.keep]
+        rows = [(shared(job.prompt + packed(job.answer), wanted), job.number, job) for job in decoding]
         most, _, job = max(rows, default=(0, 0, None))
         if job is not None and most >= there + max(LEAST_SHARED, len(job.known) // 8):
             self.keep(job, self._engine.extract(job.number))

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mlx_kv.generation.grammar.constraint import Constraint
+from mlx_kv.server.cache_requests import AS_SERVED, CacheRequest, cache_field
 from mlx_kv.server.chat_requests import chat_fields
 from mlx_kv.server.constraint_fields import FIELDS, constraint_of
 from mlx_kv.server.errors import ApiError
@@ -32,7 +33,18 @@ IGNORED = {
     "user",
     "verbosity",
 }
-COMMON = {"id_slot", "max_tokens", "model", "seed", "stop", "stream", "stream_options", "temperature", "top_p"}
+COMMON = {
+    "cache",
+    "id_slot",
+    "max_tokens",
+    "model",
+    "seed",
+    "stop",
+    "stream",
+    "stream_options",
+    "temperature",
+    "top_p",
+}
 FOR_COMPLETIONS = {"echo", "prompt"}
 FOR_CHAT = {
     "chat_template_kwargs",
@@ -82,6 +94,7 @@ class CompletionRequest:
         temperature: 0 is greedy.
         slot: in which it is to be shown; None is any.
         stop_strings: strings at which the answer ends.
+        cache: how its keys and values are to be kept.
         constraint: what form the answer has; None is any.
         constraint_field: the field that says so.
     """
@@ -106,6 +119,7 @@ class CompletionRequest:
     constraint_field: str = ""
     stream: bool = False
     include_usage: bool = False
+    cache: CacheRequest = AS_SERVED
 
     @property
     def chat(self) -> bool:
@@ -160,6 +174,7 @@ def parse(body: Any, chat: bool, rules: RequestRules) -> CompletionRequest:
         "slot": integer(fields, "id_slot", -1, MOST_TOKENS),
         "stream": stream,
         "include_usage": boolean(stream_options, "include_usage"),
+        "cache": cache_field(fields),
     }
     checked["constraint_field"], checked["constraint"] = constraint_of(fields)
     checked |= chat_fields(fields) if chat else {"prompts": _prompts(fields), "echo": boolean(fields, "echo")}

@@ -28,6 +28,16 @@ T = TypeVar("T")
 log = logging.getLogger("mlx_kv.server")
 
 
+class FoundOnly:
+    """A `Prefixes` of which prompts go on, and that keeps nothing of them."""
+
+    def __init__(self, prefixes: TieredPrefixes) -> None:
+        self.bind, self.find = prefixes.bind, prefixes.find
+
+    def keep(self, tokens: Sequence[int], caches: Sequence[Any]) -> None:
+        """Nothing: whoever asked wanted that."""
+
+
 class TieredPrefixes:
     """A `Prefixes` for one thread.
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import mlx.core as mx
 
@@ -31,16 +32,21 @@ from mlx_kv.ranks.following import Caches, follow
 from mlx_kv.ranks.group import RankGroup
 from mlx_kv.ranks.link import RanksError
 from mlx_kv.ranks.totals import MemoryOfAll
+from mlx_kv.server.history import TokenHistory
 from mlx_kv.server.job import Job, OutputChunk, Snapshot
+from mlx_kv.server.kept_prompts import KeptPrompts
+from mlx_kv.server.memory_plan import MemoryLimit, RowPlan, limited
 from mlx_kv.server.metrics import Metrics
 from mlx_kv.server.models import EngineSettings, Models
 from mlx_kv.server.monitor import UPDATE_EVERY, Monitor
+from mlx_kv.server.policies import RowsByPolicy, policy_name
 from mlx_kv.server.policy_rows import PolicyRows, Served
 from mlx_kv.server.tiered_prefixes import TieredPrefixes
 
 log = logging.getLogger("mlx_kv.server")
 T = TypeVar("T")
 SHUTTING_DOWN = "the server is shutting down"
+PASSED_BY = 5.0  # seconds since its request in which others pass one for which there is no engine
 
 
 class Worker:
@@ -54,6 +60,9 @@ class Worker:
         prompt_memory_bytes: of processed prompts that are kept in memory; 0 keeps none.
         open_store: makes the store behind them, if there is to be one.
         group: the ranks of which each loads a part of the model; the worker of the first one has the jobs.
+        memory_limit: bytes of weights, keys and values of rows, and prompts that are kept; "device" is what the device
+            can bear, None is no limit.
+        most_policies: cache policies for which there is an engine at once.
     """
 
     def __init__(
@@ -68,15 +77,21 @@ class Worker:
         prompt_memory_bytes: int = 2**30,
         open_store: Callable[[Models], PromptStore] | None = None,
         group: RankGroup | None = None,
+        memory_limit: int | Literal["device"] | None = None,
+        most_policies: int = 1,
     ) -> None:
         self._group = group
         self._load, self.deliver, self._metrics = load, deliver, metrics
         self.policy, self.max_batch_size = policy or CachePolicy(), max_batch_size
         self._drafting, self._prefill_step_size = drafting or DraftSettings(), prefill_step_size
         self._prompt_memory_bytes, self._open_store = prompt_memory_bytes, open_store
+        self._memory_limit, self._most_policies = memory_limit, most_policies
+        self.limit = MemoryLimit()
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._waiting: deque[Job] = deque()
         self._monitor = Monitor(metrics)
+        self._too_large: tuple[Job, int] | None = None  # who has found no room, beside how many
+        self._told_policies: list[tuple[str, int]] = []
         self._stopping, self._started = False, threading.Event()
         self._load_error: Exception | None = None  # what loading raised
         self.failure: str | None = None  # why the thread has ended, if nobody asked it to
@@ -132,7 +147,17 @@ class Worker:
             raise self._load_error
         return self.models
 
+    def plan(self, policy: CachePolicy | None = None) -> Future[RowPlan]:
+        """What rows of a policy take; None is the policy of the server. A ValueError says what is refused.
+
+        Nobody answers once `alive` is False.
+        """
+        planned: Future[RowPlan] = Future()
+        self._inbox.put(partial(self._plan, self.policy if policy is None else policy, planned))
+        return planned
+
     def submit(self, job: Job) -> None:
+        job.policy = job.policy or self.policy
         self._inbox.put(partial(self._waiting.append, job))
 
     def cancel(self, job: Job) -> None:
@@ -165,6 +190,11 @@ class Worker:
         """What was in memory a moment ago."""
         return self._monitor.snapshot
 
+    @property
+    def history(self) -> TokenHistory:
+        """How many tokens came when."""
+        return self._monitor.history
+
     def watch(self) -> Snapshot:
         """The same. For some seconds from now, positions of rows are looked at, too."""
         return self._monitor.watch()
@@ -186,6 +216,11 @@ class Worker:
     def alive(self) -> bool:
         """Whether jobs can be submitted. Once False, nothing more is delivered: whoever waits must look for himself."""
         return self._thread.is_alive()
+
+    @property
+    def policies(self) -> list[tuple[str, int]]:
+        """Each policy that has an engine now, in words, and how many rows it has."""
+        return self._told_policies
 
     @property
     def keeps_prompts(self) -> bool:
@@ -218,54 +253,80 @@ class Worker:
                 lambda chunks: self.deliver(chunks),
                 self._group,
             )
-            self._rows = PolicyRows(served, self.policy, self._open_prefixes)
+            self._kept = KeptPrompts(self._prompt_memory_bytes, self._open_prefixes)
+            self._policies = RowsByPolicy(served, self.policy, self._kept, self._most_policies)
+            self._rows = self._policies.main
             self._rows.begin()
+            self.own_plan = self._policies.plan(self.policy)
+            self.limit = limited(self._memory_limit, self.models)
             self.context, self.vocabulary = context_length(self.models.model), len(self.models.tokenizer)
         except BaseException as error:
             self._load_error = error if isinstance(error, Exception) else RuntimeError(f"loading ended with {error!r}")
             return
+        self._update_monitor()
         self._started.set()
         while not self._stopping:
+            at_fault: list[PolicyRows] = list(self._policies)  # whose rows end if something fails now
             try:
                 self._read_inbox()
                 self._admit_waiting()
-                self._rows.step()
+                for rows in self._policies:
+                    at_fault = [rows]
+                    rows.step()
+                at_fault = list(self._policies)
                 self._update_monitor()
                 continue
             except Exception as error:
                 if isinstance(error, RanksError) or (self._group is not None and self._group.gone_within(1.0)):
                     raise  # there is nobody to go on with
-                log.exception("a step failed: all %d rows end, and the engine is made anew", len(self._rows.active))
-            self._rows.recover()  # out here, where no traceback holds the arrays of that step any longer
-        self._rows.fail([*self._rows.active.values(), *self._waiting], SHUTTING_DOWN)
+                count = sum(len(rows.active) for rows in at_fault)
+                log.exception("a step failed: all %d rows end, and the engine is made anew", count)
+            for rows in at_fault:
+                rows.recover()  # out here, where no traceback holds the arrays of that step any longer
+        self._rows.fail([*self._policies.active, *self._waiting], SHUTTING_DOWN)
         if self._group is not None:
             self._group.finish()  # here, since streams are a thread's own: others must not be left in a pass
-        self._rows.close()
+        self._policies.close()
 
     def _open_prefixes(self, whose: Callable[[], str]) -> TieredPrefixes:
         memory = PromptMemory(self._prompt_memory_bytes, parts=self.parts())
         store = None if self._open_store is None else self._open_store(self.models)
         return TieredPrefixes(memory, store, self._inbox.put, whose)
 
+    def _plan(self, policy: CachePolicy, planned: Future[RowPlan]) -> None:
+        try:
+            planned.set_result(self._policies.plan(policy))
+        except ValueError as error:
+            planned.set_exception(error)
+
     @property
     def _room(self) -> bool:
         """Whether one more job can have a row."""
-        return len(self._rows.active) < self.max_batch_size
+        return self._at_once < self.max_batch_size
+
+    @property
+    def _at_once(self) -> int:
+        """How many jobs have a row."""
+        return sum(len(rows.active) for rows in self._policies)
 
     def _update_monitor(self) -> None:
-        rows = self._rows
-        idle = not rows.active and not self._waiting
+        policies = self._policies
+        idle = not self._waiting and not any(rows.active for rows in policies)
         if idle:
-            rows.tell_dropped()
+            self._rows.tell_dropped()
         if self._monitor.due(idle):
-            decoding, caches = ([], []) if idle else (rows.decoding, rows.engine.caches)
-            kept, drafted = rows.prefixes.memory.nbytes, rows.engine.speculation
-            self._monitor.update(decoding, caches, kept, drafted, self._memory)
+            for rows in policies:
+                rows.note_progress()
+            self._told_policies = [(policy_name(rows.policy), len(rows.active)) for rows in policies]
+            batches = [] if idle else [(rows.decoding, rows.engine.caches) for rows in policies]
+            drafts = [rows.engine.speculation for rows in policies if rows.engine.speculation is not None]
+            self._kept.fit(self.limit.left(policies.planned()))
+            self._monitor.update(batches, self._kept.nbytes, drafts, self._memory, policies.planned())
 
     def _read_inbox(self) -> None:
         """Does what was asked for; waits for it where there is nothing else to do."""
         try:
-            if self._rows.waits and not (self._waiting and self._room):
+            if self._policies.waits and not (self._waiting and self._room):
                 self._inbox.get(timeout=UPDATE_EVERY if self._monitor.rate_falls else None)()
             while True:
                 self._inbox.get_nowait()()
@@ -273,14 +334,41 @@ class Worker:
             pass
 
     def _admit_waiting(self) -> None:
-        while self._waiting and self._room:
-            self._rows.add(self._waiting.popleft())
+        """Gives rows to those who wait, in their order, as far as there is room.
+
+        Those whose policy has no engine are passed by others for a while, so that engines are at work until one can be
+        let go.
+        """
+        if not self._waiting or not self._room:
+            return
+        for job in list(self._waiting):
+            if not self._room or not self._admit(job):
+                return
+
+    def _admit(self, job: Job) -> bool:
+        """Gives a job a row, if there is one; says whether others may have one."""
+        policies, policy, standing = self._policies, job.policy or self.policy, (job, self._at_once)
+        if self._too_large == standing or (self._at_once and not self.limit.fits(policies.planned(job))):
+            self._too_large = standing  # until a row has ended
+            return False
+        try:
+            rows = policies.of(policy)
+        except ValueError as error:
+            self._waiting.remove(job)
+            self._rows.fail([job], str(error), 400)
+            return True
+        if rows is None:
+            return time.monotonic() - job.since < PASSED_BY
+        self._kept.fit(self.limit.left(policies.planned(job)))
+        self._waiting.remove(job)
+        rows.add(job)
+        return True
 
     def _cancel(self, job: Job) -> None:
         if job in self._waiting:
             self._waiting.remove(job)
             self._metrics.finished.labels("cancelled").inc()
-        elif not self._rows.cancel(job):
+        elif not any(rows.cancel(job) for rows in self._policies):
             return
         self._monitor.expire()
 

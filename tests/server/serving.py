@@ -98,6 +98,8 @@ def running(
     change: Callable[[Any], Any] = lambda tokenizer: tokenizer,
     access: AccessRules | None = None,
     drafting: DraftSettings | None = None,
+    memory_limit: int | None = None,
+    most_policies: int = 1,
 ) -> Iterator[Running]:
     def models() -> Models:
         model, tokenizer = load(model_path("reference"))
@@ -113,6 +115,8 @@ def running(
         drafting,
         prompt_memory_bytes=prompt_memory_bytes,
         open_store=open_store,
+        memory_limit=memory_limit,
+        most_policies=most_policies,
     )
     worker.start()
     api = Api(worker, metrics, "reference", limits, keys, access)

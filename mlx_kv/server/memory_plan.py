@@ -1,0 +1,197 @@
+"""How many bytes rows will take, before they take any: planned from a model, a policy, and the tokens of each row.
+
+Decides which rows fit a limit together. What a slot costs the planner says; how far rows of one batch are as long as
+the longest of them, the rule of `cache.classes`. Integers only, once a plan is made: knows nothing about jobs or
+threads.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import mlx.core as mx
+
+from mlx_kv.cache.classes.moving import LEAST_SAVED
+from mlx_kv.cache.classes.rule import KEPT
+from mlx_kv.cache.growth import round_up
+from mlx_kv.generation.prefill import MOST_TOKENS_AHEAD
+from mlx_kv.mlxlm.by_class import attends_by_class
+from mlx_kv.planning import Layer, Planner
+from mlx_kv.policy import CachePolicy
+from mlx_kv.ranks.splitting import weights_of
+from mlx_kv.server.models import Models
+
+log = logging.getLogger("mlx_kv.server")
+MOST_SLACK = 8192  # slots that a cache which grows takes beyond what it needs, at the most
+OF_THE_DEVICE = 0.8  # of its memory is the limit where nobody says: activations, copies and others want some, too
+
+
+@dataclass(frozen=True)
+class RowLayers:
+    """What one row takes in all layers, as it is stored in one way.
+
+    Attributes:
+        state: bytes whatever its length.
+        slots: (slots that it fills at the most, bytes of a slot), one for each rule that layers follow.
+    """
+
+    state: int = 0
+    slots: tuple[tuple[int, int], ...] = ()
+
+    @classmethod
+    def of(cls, layers: Iterable[Layer]) -> RowLayers:
+        state, slots = 0, dict[int, int]()
+        for layer in layers:
+            state += layer.state_bytes
+            slots[layer.most_slots] = slots.get(layer.most_slots, 0) + layer.bytes_per_slot
+        return cls(state, tuple(sorted(slots.items())))
+
+    def nbytes(self, slots: int) -> int:
+        return self.state + sum(each * min(slots, round_up(most)) for most, each in self.slots)
+
+
+@dataclass(frozen=True)
+class RowPlan:
+    """What rows of one policy take.
+
+    Attributes:
+        stored, plain: a row as the policy stores it, and as it is before it is quantised.
+        quantized_start: tokens from which on it is.
+        draft: what a draft model keeps of it.
+        drafted: tokens that may be drafted at once.
+        class_slots: slots that rows of one batch may hold beyond what they need, before they are parted into classes;
+            None where they never are, and each row is as long as the longest.
+    """
+
+    stored: RowLayers
+    plain: RowLayers = RowLayers()
+    quantized_start: int = 0
+    draft: RowLayers = RowLayers()
+    drafted: int = 0
+    class_slots: int | None = None
+
+    def slots(self, prompt: int, answer: int) -> int:
+        """Slots that a prompt and an answer of so many tokens need, where every token is kept."""
+        slots = prompt + answer + self.drafted
+        grows = answer > MOST_TOKENS_AHEAD  # room is made for so many tokens at once, and later for more than is needed
+        return round_up(slots + (min(slots // 2, MOST_SLACK) if grows else 0))
+
+    def nbytes(self, slots: int) -> int:
+        """Bytes of one row."""
+        stored = self.stored.nbytes(slots) if slots > self.quantized_start else 0
+        plain = self.plain.nbytes(min(slots, round_up(self.quantized_start))) if self.quantized_start else 0
+        return max(stored, plain) + self.draft.nbytes(slots)
+
+    def together(self, rows: Sequence[int]) -> int:
+        """Bytes of rows of one batch, each of so many slots."""
+        if not rows:
+            return 0
+        longest = len(rows) * self.nbytes(max(rows))
+        if self.class_slots is None:
+            return longest
+        of_a_slot = sum(each for layers in (self.stored, self.plain, self.draft) for _, each in layers.slots)
+        apart = int(KEPT * sum(map(self.nbytes, rows))) + self.class_slots * of_a_slot
+        return min(longest, apart)
+
+
+def plan_rows(models: Models, policy: CachePolicy, drafted: int, batch: int) -> RowPlan:
+    """The plan of a policy. Builds a graph of the model, and evaluates nothing.
+
+    Args:
+        drafted: tokens that may be drafted at once.
+        batch: rows at the most.
+
+    Raises:
+        ValueError: the policy cannot store what the model has.
+    """
+    planner = Planner(models.model)
+    apart = batch > 1 and attends_by_class(models.model)
+    draft = RowLayers() if models.draft is None else RowLayers.of(Planner(models.draft).layers(CachePolicy()))
+    plain = RowLayers.of(planner.layers(policy.plain())) if policy.quantized_start else RowLayers()
+    return RowPlan(
+        RowLayers.of(planner.layers(policy)),
+        plain,
+        policy.quantized_start,
+        draft,
+        drafted,
+        2 * LEAST_SAVED[mx.default_device().type] if apart else None,
+    )
+
+
+@dataclass(frozen=True)
+class MemoryLimit:
+    """What may be held: weights, keys and values of rows, and prompts that are kept.
+
+    Attributes:
+        limit: bytes; None is no limit.
+        weights: bytes that are held anyway.
+    """
+
+    limit: int | None = None
+    weights: int = 0
+
+    @property
+    def for_rows(self) -> int | None:
+        """Bytes for rows, and for prompts that are kept as far as rows leave any; None is no limit."""
+        return None if self.limit is None else self.limit - self.weights
+
+    def fits(self, planned: int) -> bool:
+        return self.for_rows is None or planned <= self.for_rows
+
+    def left(self, planned: int) -> int | None:
+        """Bytes that rows which take so many leave to prompts that are kept; None is no limit."""
+        return None if self.for_rows is None else max(0, self.for_rows - planned)
+
+    def refusal(self, plan: RowPlan, prompt: int, answer: int) -> str | None:
+        """Why a prompt and an answer of so many tokens never fit; None where they do."""
+        needed = plan.together([plan.slots(prompt, answer)])
+        if self.fits(needed):
+            return None
+        room = self.for_rows
+        return (
+            f"a prompt of {prompt:,} tokens and an answer of up to {answer:,} take {needed / 1e6:,.1f} MB, and this "
+            f"server has {max(0, room or 0) / 1e6:,.1f} MB for keys and values: shorten the prompt, or lower max_tokens"
+        )
+
+
+def limited(limit: int | Literal["device"] | None, models: Models) -> MemoryLimit:
+    """The limit of a server that has loaded its models.
+
+    Args:
+        limit: "device" is what the device can bear, or none where that is less than the models want.
+
+    Raises:
+        ValueError: weights alone take more.
+    """
+    networks = [network for network in (models.model, models.draft) if network is not None]
+    weights = sum(weight.nbytes for network in networks for weight in weights_of(network))
+    if limit == "device":
+        limit = default_limit()
+        if limit is not None and limit <= weights:
+            log.warning("weights of %.1f MB leave nothing of this device's memory: there is no limit", weights / 1e6)
+            limit = None
+    if limit is not None and limit <= weights:
+        raise ValueError(
+            f"a memory limit of {limit / 1e6:,.1f} MB leaves nothing for rows: the weights take {weights / 1e6:,.1f} MB"
+        )
+    return MemoryLimit(limit, weights)
+
+
+def default_limit() -> int | None:
+    """Of the device's memory, what all may take together where nobody says; None where the device does not say."""
+    described: dict[str, Any] = mx.device_info()
+    if mx.default_device().type == mx.DeviceType.cpu:
+        memory = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+        container = Path("/sys/fs/cgroup/memory.max")
+        if container.exists() and (text := container.read_text().strip()).isdigit():
+            memory.append(int(text))
+        return int(OF_THE_DEVICE * min(memory))
+    for name in ("max_recommended_working_set_size", "total_memory", "memory_size"):
+        if described.get(name):
+            return int(OF_THE_DEVICE * int(described[name]))
+    return None

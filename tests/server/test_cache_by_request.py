@@ -1,0 +1,101 @@
+"""Requests that say how their keys and values are kept: engines side by side, each with what it has read before."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from serving import LONG, Running, cached, check_error, running
+
+from mlx_kv import CachePolicy
+from mlx_kv.server.api import Limits
+from mlx_kv.server.cache_requests import AllowedCache, CacheRequest, cache_field
+from mlx_kv.server.errors import ApiError
+
+ALLOWED = AllowedCache.of(["budget=96-512", "bits=8,4", "score=key_diff,recent"])
+POLICIES: list[dict[str, Any]] = [{}, {"bits": 8}, {"budget": 128}, {"budget": 128, "bits": 8, "score": "recent"}]
+
+
+@pytest.fixture(scope="module")
+def server() -> Any:
+    with running(
+        limits=Limits(cache=ALLOWED, max_tokens=32), prompt_memory_bytes=2**28, most_policies=len(POLICIES)
+    ) as one:
+        yield one
+
+
+@pytest.mark.parametrize("draft", [False, True], ids=["plain", "draft"])
+def test_rows_of_different_policies_are_served_side_by_side_as_each_would_be_alone(draft: bool) -> None:
+    prompts = [LONG[start : start + 700] for start in (0, 900)]
+    with (
+        running(limits=Limits(cache=ALLOWED), most_policies=len(POLICIES), draft=draft) as server,
+        ThreadPoolExecutor(8) as pool,
+    ):
+        asked = [pool.submit(server.complete, prompt, 24, cache=cache) for cache in POLICIES for prompt in prompts]
+        told = [each.result() for each in asked]
+        server.wait_until(lambda: len(server.worker.policies) == len(POLICIES))
+    for number, cache in enumerate(POLICIES):
+        with running(CachePolicy(**cache), draft=draft) as alone:
+            for index, prompt in enumerate(prompts):
+                assert told[2 * number + index] == alone.complete(prompt, 24), cache
+
+
+def test_what_was_read_is_found_under_its_policy_alone(server: Running) -> None:
+    for cache in ({}, {"bits": 8}, {"budget": 300}):
+        for again in (False, True):
+            answer = server.post(prompt=LONG[:600], max_tokens=2, cache=cache).json()
+            assert (cached(answer) > 0) == again, cache
+
+
+def test_what_is_not_to_be_kept_is_not(server: Running) -> None:
+    for _ in range(2):
+        answer = server.post(prompt=LONG[700:1300], max_tokens=2, cache={"keep": False}).json()
+        assert cached(answer) == 0
+    server.complete(LONG[700:1300], 2)
+    assert cached(server.post(prompt=LONG[700:1300], max_tokens=2, cache={"keep": False}).json()) > 0
+
+
+def test_an_engine_that_nobody_needs_makes_room_for_another() -> None:
+    with running(limits=Limits(cache=ALLOWED), most_policies=2, prompt_memory_bytes=2**28) as server:
+        for budget in (100, 200, 300, 100):
+            answer = server.post(prompt=LONG[:500], max_tokens=2, cache={"budget": budget}).json()
+            assert len(list(server.worker._policies)) == 2
+        assert cached(answer) > 0  # what was read before is still there
+        with ThreadPoolExecutor(4) as pool:  # more at once than engines: some wait, and none for ever
+            budgets = [100, 200, 300, 400]
+            asked = [pool.submit(server.complete, LONG[:400], 20, cache={"budget": budget}) for budget in budgets]
+            assert all(each.result() for each in asked)
+
+
+@pytest.mark.parametrize(
+    ("cache", "param"),
+    [
+        ({"budget": 64}, "cache.budget"),
+        ({"budget": 2.5}, "cache.budget"),
+        ({"bits": 5}, "cache.bits"),
+        ({"bits": 9}, "cache.bits"),
+        ({"score": "nobody", "budget": 128}, "cache.score"),
+        ({"score": 5}, "cache.score"),
+        ({"score": "recent"}, "cache"),  # without a budget
+        ({"keep": 1}, "cache.keep"),
+        ({"slots": 1}, "cache.slots"),
+        ([], "cache"),
+    ],
+)
+def test_what_is_not_allowed_is_said(cache: Any, param: str, server: Running) -> None:
+    assert check_error(server.post(prompt="import", cache=cache), 400)["param"] == param
+
+
+def test_a_server_that_allows_nothing_says_so() -> None:
+    own = CachePolicy(budget=128)
+    assert AllowedCache().policy(own, CacheRequest(budget=128, keep=False)) == own
+    with pytest.raises(ApiError, match="allows no other than its own"):
+        AllowedCache().policy(own, CacheRequest(bits=8))
+    assert cache_field({}) == CacheRequest()
+
+
+@pytest.mark.parametrize("words", ["budget", "budget=5", "bits=", "bits=7", "score=nobody", "keep=1", ""])
+def test_words_of_the_operator_that_say_nothing_are_refused(words: str) -> None:
+    with pytest.raises(ValueError, match="--allow-cache"):
+        AllowedCache.of([words])

@@ -1,0 +1,128 @@
+"""Requests are let in by the bytes that they will take: what is planned is what comes, and nobody fails for it."""
+
+from __future__ import annotations
+
+import random
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from serving import LONG, check_error, running
+
+from mlx_kv import CachePolicy
+from mlx_kv.generation.statistics import cache_statistics
+from mlx_kv.server.api import Limits
+from mlx_kv.server.memory_plan import MemoryLimit, RowLayers, RowPlan, default_limit
+from mlx_kv.server.worker import Worker
+
+
+class Watched:
+    """Compares what rows take with what was planned, after every step."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker, self.steps, self.most, self.rows = worker, 0, 0.0, 0
+        for rows in worker._policies:
+            step = rows.engine.step
+            rows.engine.step = lambda step=step: self.looked(step())  # type: ignore[method-assign, misc]
+
+    def looked(self, told: Any) -> Any:
+        held = sum(cache_statistics(rows.engine.caches).bytes_allocated for rows in self.worker._policies)
+        active = self.worker._policies.active
+        self.rows = max(self.rows, len(active))
+        decoding = [job for rows in self.worker._policies for job in rows.decoding]
+        planned = self.worker._policies.planned()
+        if decoding and len(decoding) == len(active):
+            self.steps, self.most = self.steps + 1, max(self.most, held / planned)
+        return told
+
+
+@pytest.mark.parametrize(
+    ("policy", "draft"),
+    [
+        (CachePolicy(), False),
+        pytest.param(CachePolicy(), True, marks=pytest.mark.slow),
+        pytest.param(CachePolicy(bits=8), True, marks=pytest.mark.slow),
+        pytest.param(CachePolicy(budget=128), False, marks=pytest.mark.slow),
+        pytest.param(CachePolicy(bits=8, quantized_start=300), False, marks=pytest.mark.slow),
+    ],
+)
+def test_rows_take_no_more_than_was_planned(policy: CachePolicy, draft: bool) -> None:
+    chance = random.Random(1)
+    with running(policy, max_batch_size=6, draft=draft) as server, ThreadPoolExecutor(6) as pool:
+        watched = Watched(server.worker)
+        lengths = [chance.randrange(20, chance.choice([400, 3000])) for _ in range(14)]
+        asked = [pool.submit(server.complete, LONG[:length], chance.randrange(5, 40)) for length in lengths]
+        assert all(each.result() is not None for each in asked)
+    assert watched.steps > 10
+    assert 0.05 < watched.most <= 1.01  # evictors know something of tokens, too
+
+
+def test_a_limit_of_three_rows_serves_sixteen_clients_without_an_error() -> None:
+    with running(max_batch_size=16) as free:
+        plan, weights = free.worker.own_plan, free.worker.limit.weights
+        prompts = [f"def number_{index}(n):\n" + LONG[index : index + 400] for index in range(16)]
+        wanted = [free.complete(prompt, 24) for prompt in prompts]
+    room = 3 * plan.nbytes(256)
+    with running(max_batch_size=16, memory_limit=weights + room) as server, ThreadPoolExecutor(16) as pool:
+        watched = Watched(server.worker)
+        assert list(pool.map(lambda prompt: server.complete(prompt, 24), prompts)) == wanted
+        report = server.http.get("/memory").json()
+        assert report["memory_limit"] == weights + room
+        assert (
+            f"mlx_kv_memory_limit_bytes {float(weights + room)}"
+            in server.http.get("/metrics").text.replace("e+0", "e+0")
+            or server.worker.limit.limit == weights + room
+        )
+    assert watched.rows == 3
+
+
+def test_what_never_fits_is_refused_with_the_figure() -> None:
+    with running(max_batch_size=4) as free:
+        plan, weights = free.worker.own_plan, free.worker.limit.weights
+    with running(memory_limit=weights + plan.nbytes(512), limits=Limits(max_tokens=16)) as server:
+        assert server.complete(LONG[:400], 16)
+        for stream in (False, True):
+            error = check_error(server.post(prompt=LONG[:400], max_tokens=1500, stream=stream), 400)
+            assert error["code"] == "memory_limit_exceeded"
+            assert "and an answer of up to 1,500 take " in error["message"]
+            assert f"has {plan.nbytes(512) / 1e6:,.1f} MB" in error["message"]
+        server.wait_until_empty()
+
+
+def test_kept_prompts_make_room_for_rows() -> None:
+    with running() as free:
+        plan, weights = free.worker.own_plan, free.worker.limit.weights
+    room = plan.nbytes(1280)
+    with running(memory_limit=weights + room, prompt_memory_bytes=2**28) as server:
+        for start in range(0, 2000, 250):  # each is kept, all together are too many
+            server.complete(LONG[start : start + 800], 4)
+        server.wait_until(lambda: 0 < server.worker.snapshot.prompt_memory <= room)
+        assert server.complete(LONG[:2500], 100)  # takes nearly all that there is
+
+
+def test_a_limit_that_weights_alone_exceed_ends_the_start() -> None:
+    with (
+        pytest.raises(ValueError, match=r"leaves nothing for rows: the weights take [\d.]+ MB"),
+        running(memory_limit=1),
+    ):
+        pass
+
+
+def test_a_plan_counts_slots_as_caches_take_them() -> None:
+    plan = RowPlan(RowLayers(100, ((512, 10), (2**62, 4))))
+    assert plan.slots(200, 56) == 256
+    assert plan.slots(200, 57) == 512
+    assert plan.slots(1000, 20_000) == 29_440  # which may grow to 8,192 more than they need, in multiples of 256
+    assert plan.nbytes(256) == 100 + 256 * 14
+    assert plan.nbytes(1024) == 100 + 5120 + 4096
+    assert plan.together([256, 1024]) == 2 * plan.nbytes(1024)  # where rows cannot be parted
+    assert plan.together([]) == 0
+    late = RowPlan(RowLayers(0, ((2**62, 1),)), RowLayers(0, ((2**62, 4),)), quantized_start=1000)
+    assert late.nbytes(256) == 1024
+    assert late.nbytes(1280) == 4096  # before it was quantised
+    assert late.nbytes(8192) == 8192
+    assert MemoryLimit().refusal(plan, 10**6, 10**6) is None
+
+
+def test_the_limit_of_a_device_is_below_its_memory() -> None:
+    assert 2**28 < (default_limit() or 0) < 2**43
