@@ -48,11 +48,14 @@ def claude(reasoner: Running) -> anthropic.Anthropic:
 
 @pytest.fixture
 def says(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Writes another text over what the model says, a few characters for each chunk."""
+    """Writes other texts over what the model says, answer by answer, a few characters for each chunk."""
 
-    def say(text: str) -> None:
+    def say(*texts: str) -> None:
+        answers = iter([*texts, *[texts[-1]] * 9])
+
         def take(self: Choice, chunk: Any) -> Delta:
-            left = getattr(self, "left", text)
+            left = getattr(self, "left", None)
+            left = next(answers) if left is None else left
             end = bool(chunk.finish_reason)
             piece, self.left = (left, "") if end else (left[:5], left[5:])  # type: ignore[attr-defined]
             said = type(chunk)(chunk.job, piece, chunk.tokens, "stop" if end else None)
