@@ -25,7 +25,11 @@ def changed_tokenizer(tokenizer: Any) -> TokenizerWrapper:
     """The tokenizer with a chat template, and marks of reasoning and of calls."""
     tokenizer._tokenizer.chat_template = TEMPLATE
     marks = {"tool_call_start": "<tool_call>", "tool_call_end": "</tool_call>"}
-    changed = TokenizerWrapper(tokenizer._tokenizer, tool_parser=json_tools.parse_tool_call, **marks)
+    return with_thinking(TokenizerWrapper(tokenizer._tokenizer, tool_parser=json_tools.parse_tool_call, **marks))
+
+
+def with_thinking(changed: TokenizerWrapper) -> TokenizerWrapper:
+    """The tokenizer, which is told the marks of reasoning: its vocabulary has none."""
     for name, mark in (("start", "<think>"), ("end", "</think>")):
         ids = tuple(changed.encode(mark, add_special_tokens=False))
         object.__setattr__(changed, f"_think_{name}", mark)
