@@ -39,7 +39,7 @@ from mlx_kv.server.metrics import Metrics
 from mlx_kv.server.models import EngineSettings, Models
 from mlx_kv.server.monitor import UPDATE_EVERY, Monitor
 from mlx_kv.server.policies import RowsByPolicy, policy_name
-from mlx_kv.server.policy_rows import PolicyRows, Served
+from mlx_kv.server.policy_rows import PolicyRows, Served, out_of_memory
 from mlx_kv.server.tiered_prefixes import TieredPrefixes
 
 log = logging.getLogger("mlx_kv.server")
@@ -248,12 +248,14 @@ class Worker:
                 self._update_monitor()
                 continue
             except Exception as error:
+                ran_out = out_of_memory(error)
                 if isinstance(error, RanksError) or (self._group is not None and self._group.gone_within(1.0)):
                     raise  # there is nobody to go on with
                 count = sum(len(rows.active) for rows in at_fault)
-                log.exception("a step failed: all %d rows end, and the engine is made anew", count)
+                what = "one row ends" if ran_out else f"all {count} rows end"
+                log.exception("a step failed: %s, and the engine is made anew", what)
             for rows in at_fault:
-                rows.recover()  # out here, where no traceback holds the arrays of that step any longer
+                rows.recover(ran_out)  # out here, where no traceback holds the arrays of that step any longer
         self._rows.fail([*self._policies.active, *self._waiting], SHUTTING_DOWN)
         if self._group is not None:
             self._group.finish()  # here, since streams are a thread's own: others must not be left in a pass
