@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from mlx_kv.generation.batch import batch_generate
     from mlx_kv.generation.sampling import TemperatureSampler
     from mlx_kv.generation.sequence import BatchToken
+    from mlx_kv.generation.settings import SamplingSettings
     from mlx_kv.generation.speculation.drafters import Drafter, drafter_names, register_drafter
     from mlx_kv.generation.speculation.statistics import SpeculationStatistics
     from mlx_kv.generation.speculation.stream import speculative_generate
@@ -77,6 +78,7 @@ _HOMES = {
     "PromptReader": "prefixes.reader",
     "PromptStore": "prefixes.store",
     "RankGroup": "ranks.group",
+    "SamplingSettings": "generation.settings",
     "ScoredTokens": "cache.eviction.scores.tokens",
     "SpeculationStatistics": "generation.speculation.statistics",
     "Tapered": "cache.growth",
@@ -128,6 +130,7 @@ __all__ = [
     "RingBufferKVCache",
     "RingKVCache",
     "RotatingKVCache",
+    "SamplingSettings",
     "ScoredTokens",
     "SpeculationStatistics",
     "Tapered",

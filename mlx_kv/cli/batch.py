@@ -209,8 +209,7 @@ def run_file(
         if scan.changed:
             with written(where):
                 answers.drop({name for _, name in scan.changed})
-        sampler = decoding.sampler(at.tokenizer)
-        encoder = PromptEncoder(at.model, at.tokenizer, ignore_chat_template, sampler, decoding.seed)
+        encoder = PromptEncoder(at.model, at.tokenizer, ignore_chat_template, decoding)
         progress.begin(len(scan.todo))
         try:
             for request, prompt_tokens, tokens in run(at.engine, prompts, scan.todo, encoder, ahead, progress):

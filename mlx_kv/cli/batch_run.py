@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mlx_kv.cli.decoding import said_of_drafts
+from mlx_kv.cli.decoding import Decoding, said_of_drafts
 
 if TYPE_CHECKING:
     import mlx.nn as nn
 
     from mlx_kv.cli.batch_input import BatchRequest, InputFile, RequestLine
     from mlx_kv.generation.engine import Engine
-    from mlx_kv.generation.sampling import Sampler
     from mlx_kv.generation.sequence import BatchToken, TokenSequence
     from mlx_kv.generation.speculation.statistics import SpeculationStatistics
 
@@ -33,14 +32,13 @@ class PromptEncoder:
         past: numbers of lines that may go past the context of the model.
     """
 
-    def __init__(
-        self, model: nn.Module, tokenizer: Any, plain: bool, sampler: Sampler | None, seed: int | None
-    ) -> None:
+    def __init__(self, model: nn.Module, tokenizer: Any, plain: bool, decoding: Decoding) -> None:
         import mlx.core as mx
 
         from mlx_kv.mlxlm.loading import context_length
 
-        self._tokenizer, self._sampler, self._seed = tokenizer, sampler, seed
+        self._tokenizer, self._sampler, self._seed = tokenizer, decoding.sampler(tokenizer), decoding.seed
+        self._processors = decoding.processors
         self._plain = plain
         self._vocabulary = model(mx.array([[0]])).shape[-1]  # the graph alone tells
         self.context = context_length(model)
@@ -68,7 +66,10 @@ class PromptEncoder:
         # By its id, so that a line draws the same in any company, and one that is there twice does not.
         seed = None if self._seed is None else derived_seed(self._seed, json.dumps(request.id))
         sampler = sampler_of_sequence(self._sampler, seed, len(tokens))
-        return TokenSequence(request.number, tokens, request.max_tokens, self._tokenizer.detokenizer, sampler)
+        detokenizer = self._tokenizer.detokenizer
+        return TokenSequence(
+            request.number, tokens, request.max_tokens, detokenizer, sampler, processors=self._processors
+        )
 
     def _tokens(self, prompt: str | list[int]) -> list[int]:
         from mlx_kv.generation.encoding import encode_text

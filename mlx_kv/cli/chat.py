@@ -87,7 +87,7 @@ def converse(machine: Machine, model: str, chat: Chat, max_tokens: int, decoding
 
     conversation = Conversation(machine.lead_or_follow(engine), tokenizer, chat.settings)
     files = ChatFiles(model, network, tokenizer, cache_policy, whole=machine.group is None)
-    session = ChatSession(conversation, files, max_tokens, draws, context_length(network))
+    session = ChatSession(conversation, files, max_tokens, draws, decoding.processors, context_length(network))
     try:
         session.run(lines_typed())
     finally:

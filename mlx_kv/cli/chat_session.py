@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from mlx_kv.cli.output import file_errors
 from mlx_kv.files.fingerprint import model_fingerprint
 from mlx_kv.files.serialization import save_prompt_cache
 from mlx_kv.generation.conversation import Conversation, Draws, Turn
+from mlx_kv.generation.settings import LogitsProcessor
 from mlx_kv.generation.statistics import cache_statistics
 from mlx_kv.mlxlm.batching import check_alike
 from mlx_kv.mlxlm.convert import make_prompt_cache
@@ -149,14 +150,21 @@ class ChatSession:
 
     Args:
         draws: what draws the tokens of an answer, from a position on.
+        processors: of their logits.
         context: positions that the model was made for.
     """
 
     def __init__(
-        self, conversation: Conversation, files: ChatFiles, max_tokens: int, draws: Draws, context: int | None
+        self,
+        conversation: Conversation,
+        files: ChatFiles,
+        max_tokens: int,
+        draws: Draws,
+        processors: Sequence[LogitsProcessor],
+        context: int | None,
     ) -> None:
         self._conversation, self._files = conversation, files
-        self._max_tokens, self._draws, self._context = max_tokens, draws, context
+        self._max_tokens, self._draws, self._processors, self._context = max_tokens, draws, processors, context
         self._seconds = (0.0, 0.0)  # of the last turn: until its first token, and after it
         self._commands: dict[str, tuple[Callable[[str], None], str]] = {
             "/help": (self._help, "what can be typed"),
@@ -189,7 +197,7 @@ class ChatSession:
     def _answer(self, question: str) -> None:
         started, first = time.perf_counter(), None
         with interrupts() as interrupted:
-            tokens = self._conversation.ask(question, self._max_tokens, self._draws)
+            tokens = self._conversation.ask(question, self._max_tokens, self._draws, self._processors)
             with contextlib.closing(tokens):
                 for token in tokens:
                     first = first or time.perf_counter()

@@ -17,6 +17,7 @@ from mlx_kv.generation.encoding import JUST_ASKED, ChatSettings, encode_messages
 from mlx_kv.generation.engine import Engine
 from mlx_kv.generation.sampling import Sampler
 from mlx_kv.generation.sequence import BatchToken, TokenSequence
+from mlx_kv.generation.settings import LogitsProcessor
 from mlx_kv.mlxlm.traverse import attention_caches
 
 Message = dict[str, Any]
@@ -163,8 +164,18 @@ class Conversation:
 
     # --- an answer ------------------------------------------------------------------------------------------------
 
-    def ask(self, question: str, max_tokens: int, draws: Draws = lambda position: None) -> Rounds[BatchToken]:
+    def ask(
+        self,
+        question: str,
+        max_tokens: int,
+        draws: Draws = lambda position: None,
+        processors: Sequence[LogitsProcessor] = (),
+    ) -> Rounds[BatchToken]:
         """The tokens of an answer as they come; where the caller stops asking for them, the answer ends.
+
+        Args:
+            draws: what draws the tokens of a sequence, from a position on.
+            processors: of logits, as in `TokenSequence`: they are shown the whole conversation.
 
         Raises:
             ValueError: what cannot be continued; nothing has changed then.
@@ -179,6 +190,7 @@ class Conversation:
         sequence = TokenSequence(
             number, prompt[reused:], max_tokens, detokenizer, draws(len(prompt)), caches, prompt[:reused]
         )
+        sequence.processors = tuple(processors)
         self.engine.submit(sequence)
         self._read = Read()  # the engine has them now
         told: list[BatchToken] = []

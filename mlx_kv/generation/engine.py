@@ -14,6 +14,7 @@ import mlx.nn as nn
 from mlx_kv.cache.checks import whole_number
 from mlx_kv.generation.agreement import ALONE, Agreement, leaders
 from mlx_kv.generation.plain import PlainEngine
+from mlx_kv.generation.progress import SequenceProgress
 from mlx_kv.generation.rereading import NOTHING_ASKED, Instructions
 from mlx_kv.generation.sequence import BatchToken, TokenSequence
 from mlx_kv.generation.speculation import LOOKUP_MAX, LOOKUP_MIN
@@ -68,6 +69,11 @@ class Engine(Protocol):
     @property
     def pending(self) -> list[int]:
         """The index of each sequence that does not decode yet: those whose prompts are read, then those that wait."""
+        ...
+
+    @property
+    def progress(self) -> dict[int, SequenceProgress]:
+        """How far each sequence is, by its index."""
         ...
 
     @property

@@ -16,6 +16,7 @@ import mlx.nn as nn
 from mlx_kv.generation.agreement import ALONE, Agreement
 from mlx_kv.generation.logprobs import scored
 from mlx_kv.generation.prefill import CHUNKS_AT_ONCE, MOST_PROMPTS_AT_ONCE, chunk_for, prefill_step, reserve_for
+from mlx_kv.generation.progress import SequenceProgress
 from mlx_kv.generation.reading_twice import ReadingTwice
 from mlx_kv.generation.rereading import NOTHING_ASKED, Instructions
 from mlx_kv.generation.sequence import BatchToken, TokenSequence, Waiting
@@ -155,6 +156,11 @@ class PlainEngine:
         rows = set(self._generator.rows)
         reading = [sequence.index for uid, sequence in self._active.items() if uid not in rows]
         return [*reading, *(sequence.index for sequence in (*self._waiting, *self._twice))]
+
+    @property
+    def progress(self) -> dict[int, SequenceProgress]:
+        began = {own.index: SequenceProgress(self._reading.get(uid, 0)) for uid, own in self._active.items()}
+        return began | {own.index: SequenceProgress(len(own.tokens)) for own in (*self._waiting, *self._twice)}
 
     @property
     def speculation(self) -> None:

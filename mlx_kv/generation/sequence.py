@@ -58,6 +58,7 @@ class TokenSequence:
         processors: what is made of its logits before anything is drawn. They are shown all its tokens: `before`, those
             of the prompt, and what was generated.
         top_logprobs: how many likeliest tokens are told with each token; None tells no log-probabilities at all.
+        drafted, accepted: tokens that the engine drafted for it in the last pass, and those that were right so far.
     """
 
     index: int
@@ -69,6 +70,8 @@ class TokenSequence:
     before: Sequence[int] = ()
     processors: tuple[LogitsProcessor, ...] = ()
     top_logprobs: int | None = None
+    drafted: int = 0
+    accepted: int = 0
     emitted: int = 0
 
     def emit(
@@ -80,6 +83,7 @@ class TokenSequence:
         score: TokenScore | None = None,
     ) -> BatchToken:
         self.emitted += 1
+        self.accepted += from_draft
         text = ""
         if self.detokenizer is not None:
             if finish != "stop":

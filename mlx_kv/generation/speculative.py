@@ -14,6 +14,7 @@ from mlx_lm.generate import generation_stream
 
 from mlx_kv.generation.logprobs import scored
 from mlx_kv.generation.prefill import CHUNKS_AT_ONCE, MOST_PROMPTS_AT_ONCE
+from mlx_kv.generation.progress import SequenceProgress
 from mlx_kv.generation.reading_twice import ReadingTwice
 from mlx_kv.generation.rereading import NOTHING_ASKED, Instructions
 from mlx_kv.generation.sequence import BatchToken, TokenSequence, Waiting
@@ -80,6 +81,8 @@ class SpeculativeEngine:
                 return []
             left = max(sequence.max_tokens - sequence.emitted for sequence in self._active)
             emitted = self._decoder.round(left, self._statistics)
+        for sequence, drafted in zip(self._active, self._decoder.drafted, strict=True):
+            sequence.drafted = drafted
         tokens, staying = [], []
         pairs = [(sequence, item) for sequence, items in zip(self._active, emitted, strict=True) for item in items]
         scores = iter(scored((item.logprobs, item.token, sequence.top_logprobs) for sequence, item in pairs))
@@ -143,6 +146,13 @@ class SpeculativeEngine:
     @property
     def pending(self) -> list[int]:
         return [sequence.index for sequence in (*self._reading, *self._waiting, *self._twice)]
+
+    @property
+    def progress(self) -> dict[int, SequenceProgress]:
+        read = 0 if self._joining is None else self._joining.read
+        told = {own.index: SequenceProgress(len(own.tokens)) for own in (*self._waiting, *self._twice)}
+        told |= {own.index: SequenceProgress(max(0, len(own.tokens) - 1 - read)) for own in self._reading}
+        return told | {own.index: SequenceProgress(0, own.drafted, own.accepted) for own in self._active}
 
     @property
     def speculation(self) -> SpeculationStatistics:

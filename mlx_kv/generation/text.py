@@ -7,6 +7,7 @@ tokens are chosen or kept.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -14,6 +15,7 @@ import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_kv.generation.encoding import encode_messages
+from mlx_kv.generation.settings import SamplingSettings
 from mlx_kv.generation.speculation.drafters import Drafter, Factory
 from mlx_kv.generation.speculation.stream import speculative_generate
 from mlx_kv.generation.stream import stream_generate
@@ -26,6 +28,7 @@ def generate(
     prompt: str | Sequence[int] | Sequence[Mapping[str, Any]] | mx.array,
     policy: CachePolicy | None = None,
     max_tokens: int = 256,
+    sampling: SamplingSettings | None = None,
     *,
     stop: str | Sequence[str] = (),
     on_text: Callable[[str], None] | None = None,
@@ -41,14 +44,16 @@ def generate(
             each, which go through the tokenizer's chat template.
         policy: how keys and values are kept; None is `CachePolicy()`.
         max_tokens: at the most, from 1 up.
+        sampling: how tokens are chosen; None takes the likeliest, or what `options` say.
         stop: texts that end the answer, and are no part of it.
         on_text: called with each piece of the answer as it comes; together they are what is returned.
         draft_model, drafter: speculate, as `speculative_generate` does; the text stays the same.
         options: those of `stream_generate`, or where it speculates, of `speculative_generate`: `sampler`, `seed`,
-            `prompt_cache`, `prefill_step_size`, …
+            `logits_processors`, `prompt_cache`, `prefill_step_size`, …
 
     Raises:
-        ValueError: what those refuse; messages without a chat template; an empty stop string.
+        ValueError: what those refuse; messages without a chat template; an empty stop string; sampling that is told
+            twice.
     """
     if not isinstance(tokenizer, TokenizerWrapper):
         tokenizer = TokenizerWrapper(tokenizer)
@@ -56,7 +61,7 @@ def generate(
     if not all(stops):
         raise ValueError("a stop string is empty: leave it out")
     given: Any = _tokens_of_messages(tokenizer, prompt) if _are_messages(prompt) else prompt
-    common = {"policy": policy, "max_tokens": max_tokens, **options}
+    common = {"policy": policy, "max_tokens": max_tokens, **options, **_sampled(tokenizer, sampling, options)}
     if draft_model is None and drafter is None:
         responses = stream_generate(model, tokenizer, given, **common)
     else:
@@ -76,6 +81,17 @@ def generate(
         if places:
             break
     return text
+
+
+def _sampled(tokenizer: Any, sampling: SamplingSettings | None, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings in terms of the loops."""
+    if sampling is None:
+        return {}
+    twice = [name for name in ("sampler", "seed", "logits_processors") if options.get(name) is not None]
+    if twice:
+        raise ValueError(f"got sampling and {twice[0]}, which says the same: give one of them")
+    rules = replace(sampling, seed=None).sampler(0, tokenizer)
+    return {"sampler": rules, "seed": sampling.seed, "logits_processors": sampling.processors()}
 
 
 def _are_messages(prompt: Any) -> bool:

@@ -15,6 +15,7 @@ from mlx_lm.generate import generation_stream
 
 from mlx_kv.generation.agreement import ALONE, Agreement, checksum
 from mlx_kv.generation.engine import Engine
+from mlx_kv.generation.progress import SequenceProgress
 from mlx_kv.generation.sequence import BatchToken, TokenSequence
 from mlx_kv.generation.speculation.statistics import SpeculationStatistics
 from mlx_kv.mlxlm.trimming import can_trim
@@ -89,6 +90,10 @@ class LedEngine:
     @property
     def pending(self) -> list[int]:
         return self._engine.pending
+
+    @property
+    def progress(self) -> dict[int, SequenceProgress]:
+        return self._engine.progress
 
     @property
     def speculation(self) -> SpeculationStatistics | None:

@@ -33,9 +33,12 @@ class Job:
         seed: of its random numbers, whoever else is served; None draws from those of the thread.
         policy: how its keys and values are kept; None is as the server's.
         keep: whether what is read of it is kept for others.
+        slot: in which it is to be shown; None is any.
         grammar: what keeps its answer to a form; None lets it be any.
         joined: whether it has a place among the rows: its prompt is being read, or it decodes.
         cached: tokens of the prompt that had been read before.
+        read: tokens of the prompt that have been read, those among them.
+        drafted, accepted: tokens that were drafted in the last pass, and those that were right so far.
         evicted: tokens that are no longer in its caches, those that were evicted for others before among them.
         answer: tokens so far.
         resumed: of them, those that are read with the prompt: its row was lost, and begins anew after them.
@@ -52,8 +55,12 @@ class Job:
     grammar: GrammarProcessor | None = None
     number: int = field(default_factory=lambda: next(_numbers))
     since: float = field(default_factory=time.monotonic)
+    slot: int | None = None
     joined: bool = False
     cached: int = 0
+    read: int = 0
+    drafted: int = 0
+    accepted: int = 0
     evicted: int = 0
     answer: list[int] = field(default_factory=list)
     resumed: int = 0

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from mlx_kv.generation.speculation.statistics import SpeculationStatistics
 from mlx_kv.policy import CachePolicy
 from mlx_kv.server.admission import AdmissionController
 from mlx_kv.server.job import Job, Snapshot
@@ -45,15 +46,16 @@ def set_gauges(metrics: Metrics, snapshot: Snapshot, admission: AdmissionControl
 def memory_report(worker: Worker, admission: AdmissionController, metrics: Metrics) -> dict[str, Any]:
     """What the page shows, in JSON's terms; for some seconds from now positions of rows are looked at, too."""
     snapshot, jobs = worker.watch(), admission.jobs
-    occupancy = snapshot.occupancy
+    occupancy, drafts = snapshot.occupancy, snapshot.speculation
     decoding = dict(zip(snapshot.decoding, zip(snapshot.generated, occupancy.rows, strict=False), strict=False))
     return {
         **{name: metrics.total(name) for name in COUNTERS},
         "model": admission.name,
         "max_batch_size": worker.max_batch_size,
-        "rows": [_row(job, *decoding.get(job, (len(job.answer), ()))) for job in jobs],
+        "rows": [_row(job, worker.policy, drafts, *decoding.get(job, (len(job.answer), ()))) for job in jobs],
         "waiting": admission.admitted - sum(job.joined for job in jobs),
         "in_flight": admission.admitted,
+        "history": worker.history.figures(time.monotonic()),
         "tokens_per_second": round(snapshot.tokens_per_second, 1),
         "bytes_live": occupancy.bytes_live,
         "bytes_allocated": occupancy.bytes_allocated,
@@ -65,18 +67,38 @@ def memory_report(worker: Worker, admission: AdmissionController, metrics: Metri
         "bytes_planned": snapshot.planned,
         "policies": [{"policy": name, "rows": rows} for name, rows in worker.policies],
         "keeps_prompts": worker.keeps_prompts,
-        "drafts": None if snapshot.speculation is None else snapshot.speculation.figures(),
+        "drafts": None if drafts is None else drafts.figures(),
     }
 
 
-def _row(job: Job, generated: int, layers: Sequence[RowOccupancy]) -> dict[str, Any]:
+def _row(
+    job: Job,
+    policy: CachePolicy,
+    drafts: SpeculationStatistics | None,
+    generated: int,
+    layers: Sequence[RowOccupancy],
+) -> dict[str, Any]:
     return {
         "number": job.number,
-        "policy": policy_name(job.policy or CachePolicy()),
+        "policy": policy_name(job.policy or policy),
         "state": "decoding" if job.answer else "reading" if job.joined else "waiting",
         "prompt_tokens": len(job.tokens),
         "cached_tokens": job.cached,
+        "read_tokens": len(job.tokens) if job.answer else max(job.read, job.cached),
+        "drafts": None if drafts is None else _drafts(job, drafts),
         "generated_tokens": generated,
         "seconds": round(time.monotonic() - job.since, 1),
         "layers": [asdict(layer) | {"evicted": layer.evicted} for layer in layers],
+    }
+
+
+def _drafts(job: Job, of_all: SpeculationStatistics) -> dict[str, float | int | None]:
+    """What was drafted for one row. A pass takes as long for all rows, so a row gains by what it gets of it."""
+    own = len(job.answer) / max(1, len(job.answer) - job.accepted)  # tokens that it got of a pass
+    gain = None if of_all.gain is None or not of_all.tokens_per_pass else of_all.gain * own / of_all.tokens_per_pass
+    return {
+        "draft_length": job.drafted,
+        "accepted": job.accepted,
+        "tokens_per_pass": round(own, 2),
+        "draft_gain": None if gain is None else round(gain, 2),
     }

@@ -14,6 +14,7 @@ from typing import Any
 
 from mlx_kv.generation.speculation.statistics import SpeculationStatistics
 from mlx_kv.ranks.totals import MemoryOfAll
+from mlx_kv.server.history import TokenHistory
 from mlx_kv.server.job import Job, Snapshot
 from mlx_kv.server.metrics import Metrics
 from mlx_kv.server.occupancy import BatchOccupancy, occupancy_of, tokens_evicted
@@ -35,7 +36,7 @@ class Monitor:
         self._generated: deque[tuple[float, int]] = deque()  # when, and how many tokens
         # Of each engine that drafts: what it has drafted, and how much of that was counted.
         self._drafted: list[tuple[SpeculationStatistics, SpeculationStatistics]] = []
-        self.snapshot = Snapshot()
+        self.snapshot, self.history = Snapshot(), TokenHistory(time.monotonic())
 
     def watch(self) -> Snapshot:
         """What is in memory. For some seconds from now, positions of rows are looked at, too."""
@@ -49,7 +50,9 @@ class Monitor:
 
     def count_generated(self, tokens: int) -> None:
         self._metrics.generated_tokens.inc(tokens)
-        self._generated.append((time.monotonic(), tokens))
+        now = time.monotonic()
+        self._generated.append((now, tokens))
+        self.history.add(now, tokens)
 
     def count_evicted(self, jobs: Iterable[Job], caches: Sequence[Any] | None) -> None:
         """Counts what budgets have evicted of these jobs, the rows of caches, since they were last counted."""

@@ -124,6 +124,16 @@ class PolicyRows:
         """Whether `step` has nothing to do, until a job joins or the disk has answered."""
         return not self.engine.busy and self.prefill.waits
 
+    def note_progress(self) -> None:
+        """Says in its jobs how far each is, for those who watch."""
+        read = self.prefill.read
+        for number, progress in self.engine.progress.items():
+            if (job := self.active.get(number)) is not None:
+                job.read = len(job.tokens) - progress.left
+                job.drafted, job.accepted = progress.drafted, progress.accepted
+        for job, tokens in read.items():
+            job.read = tokens
+
     def tell_dropped(self) -> None:
         """Nothing is left to be done for long: other ranks hear which caches are gone."""
         if isinstance(self.engine, LedEngine):

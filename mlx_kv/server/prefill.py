@@ -73,6 +73,11 @@ class PrefillScheduler:
         return job in self._jobs
 
     @property
+    def read(self) -> dict[Job, int]:
+        """Tokens that were read of prompts on their way."""
+        return {job: reader.read for job, reader in self._readers.items()}
+
+    @property
     def waits(self) -> bool:
         """Whether `step` has nothing to do, until the disk has answered or the engine has done something."""
         return not self._jobs or self._stalled

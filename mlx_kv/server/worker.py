@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
-from typing import Literal
+from typing import Literal, TypeVar
 
 import mlx.core as mx
 
@@ -32,6 +32,7 @@ from mlx_kv.ranks.following import Caches, follow
 from mlx_kv.ranks.group import RankGroup
 from mlx_kv.ranks.link import RanksError
 from mlx_kv.ranks.totals import MemoryOfAll
+from mlx_kv.server.history import TokenHistory
 from mlx_kv.server.job import Job, OutputChunk, Snapshot
 from mlx_kv.server.kept_prompts import KeptPrompts
 from mlx_kv.server.memory_plan import MemoryLimit, RowPlan, limited
@@ -43,6 +44,7 @@ from mlx_kv.server.policy_rows import PolicyRows, Served, out_of_memory
 from mlx_kv.server.tiered_prefixes import TieredPrefixes
 
 log = logging.getLogger("mlx_kv.server")
+T = TypeVar("T")
 SHUTTING_DOWN = "the server is shutting down"
 PASSED_BY = 5.0  # seconds since its request in which others pass one for which there is no engine
 
@@ -162,10 +164,36 @@ class Worker:
         """Lets a job go, wherever it stands; one that has ended is no error."""
         self._inbox.put(partial(self._cancel, job))
 
+    def ask(self, what: Callable[[], T]) -> Future[T]:
+        """Does something in the thread, between two steps; its future has what it returns or raises."""
+        asked: Future[T] = Future()
+        self._inbox.put(partial(_do, what, asked))
+        return asked
+
+    @property
+    def prefixes(self) -> TieredPrefixes:
+        """What was read of prompts; only for what is asked of the thread."""
+        return self._rows.prefixes
+
+    @property
+    def ranks(self) -> int:
+        """How many machines have a part of the model."""
+        return 1 if self._group is None else self._group.size
+
+    @property
+    def speculates(self) -> bool:
+        """Whether tokens are drafted."""
+        return self._rows.engine.speculation is not None
+
     @property
     def snapshot(self) -> Snapshot:
         """What was in memory a moment ago."""
         return self._monitor.snapshot
+
+    @property
+    def history(self) -> TokenHistory:
+        """How many tokens came when."""
+        return self._monitor.history
 
     def watch(self) -> Snapshot:
         """The same. For some seconds from now, positions of rows are looked at, too."""
@@ -235,6 +263,7 @@ class Worker:
         except BaseException as error:
             self._load_error = error if isinstance(error, Exception) else RuntimeError(f"loading ended with {error!r}")
             return
+        self._update_monitor()
         self._started.set()
         while not self._stopping:
             at_fault: list[PolicyRows] = list(self._policies)  # whose rows end if something fails now
@@ -288,6 +317,8 @@ class Worker:
         if idle:
             self._rows.tell_dropped()
         if self._monitor.due(idle):
+            for rows in policies:
+                rows.note_progress()
             self._told_policies = [(policy_name(rows.policy), len(rows.active)) for rows in policies]
             batches = [] if idle else [(rows.decoding, rows.engine.caches) for rows in policies]
             drafts = [rows.engine.speculation for rows in policies if rows.engine.speculation is not None]
@@ -342,3 +373,11 @@ class Worker:
         elif not any(rows.cancel(job) for rows in self._policies):
             return
         self._monitor.expire()
+
+
+def _do(what: Callable[[], T], asked: Future[T]) -> None:
+    if asked.set_running_or_notify_cancel():
+        try:
+            asked.set_result(what())
+        except Exception as error:
+            asked.set_exception(error)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import mlx_kv
-from mlx_kv import CachePolicy
+from mlx_kv import CachePolicy, SamplingSettings
 from mlx_kv.generation.conversation import Conversation
 from mlx_kv.generation.encoding import ChatSettings
 from mlx_kv.generation.engine import make_engine
@@ -138,6 +138,19 @@ def test_seeds_are_of_positions(reference: tuple[Any, Any]) -> None:
             tokens = conversation.ask(question, 12, lambda position: sampler_of_sequence(rules, 7, position))
             wanted = mlx_kv.stream_generate(model, tokenizer, prompt, max_tokens=12, sampler=rules, seed=7)
             assert [token.token for token in tokens] == [each.token for each in wanted]
+
+
+def test_penalties_look_at_the_whole_conversation(reference: tuple[Any, Any]) -> None:
+    """What was read before counts as what was read with the question."""
+    model, tokenizer = reference
+    processors = SamplingSettings(repetition_penalty=3.0, repetition_context_size=0).processors()
+    with conversing(model, tokenizer, CachePolicy()) as conversation:
+        for question in ASKED[:2]:
+            prompt = conversation.prompt_of(question)
+            tokens = conversation.ask(question, 12, processors=processors)
+            wanted = mlx_kv.stream_generate(model, tokenizer, prompt, max_tokens=12, logits_processors=processors)
+            assert [token.token for token in tokens] == [each.token for each in wanted]
+        assert conversation.turns[1].reused > 12
 
 
 def test_a_system_prompt_comes_first_and_needs_a_template(reference: tuple[Any, Any]) -> None:

@@ -32,6 +32,17 @@ def test_sampling_options_reach_the_loop(reference: tuple[Any, Any]) -> None:
     assert mlx_kv.generate(*reference, PROMPT, policy, 40) == streamed(reference, PROMPT, policy=policy)
 
 
+@pytest.mark.parametrize("drafted", [{}, {"drafter": "ngram"}], ids=["plain", "ngram"])
+def test_sampling_settings_are_all_of_them(drafted: dict[str, str], reference: tuple[Any, Any]) -> None:
+    settings = mlx_kv.SamplingSettings(temperature=0.9, top_k=20, presence_penalty=1.0, logit_bias={5: -9}, seed=3)
+    rules = mlx_kv.TemperatureSampler(0.9, top_k=20)
+    options = {"sampler": rules, "seed": 3, "logits_processors": settings.processors()}
+    text = mlx_kv.generate(*reference, PROMPT, max_tokens=40, sampling=settings, **drafted)
+    assert text == streamed(reference, PROMPT, **options) != streamed(reference, PROMPT)
+    with pytest.raises(ValueError, match="sampling and seed"):
+        mlx_kv.generate(*reference, PROMPT, sampling=settings, seed=3)
+
+
 @pytest.mark.parametrize("length", [1, 2, 5, 11])
 def test_a_stop_string_ends_it_wherever_tokens_end(length: int, reference: tuple[Any, Any]) -> None:
     whole = streamed(reference, PROMPT)

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from reasoning_server import claude as claude
+from reasoning_server import reasoner as reasoner
+from reasoning_server import says as says
 from serving import Running, running
 
 from mlx_kv.server.api import Limits

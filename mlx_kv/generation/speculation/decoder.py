@@ -79,6 +79,7 @@ class Decoder:
         # Of all rows, tokens (B,) and log-probabilities (B, V) of a pass that is on its way: nothing is pending then.
         self._ahead: tuple[mx.array, mx.array] | None = None
         self._known: list[list[Emitted]] | None = None  # to be emitted next, without a pass
+        self.drafted: list[int] = []  # tokens of each row in the last round
         self._two_began: float | None = None  # seconds of the last round, if it began a pass and the next one ahead
         self.by_class: Callable[[list[Any]], list[Any]] = list  # what is done to the model's caches of a row that joins
 
@@ -165,6 +166,7 @@ class Decoder:
         """
         if self._known is not None:
             emitted, self._known = self._known, None
+            self.drafted = [0] * len(emitted)
             if landed := [list[int]() for row in emitted if row]:
                 statistics.note(landed, [0] * len(landed), 0.0, None)  # its time was that of the rounds before
             return emitted
@@ -185,7 +187,8 @@ class Decoder:
             right = [0] * len(drafted)
             got, logprobs = self._followed(choice, goes_on)
         self._take(got)
-        longest = max(map(len, drafted))
+        self.drafted = [len(row) for row in drafted]
+        longest = max(self.drafted)
         seconds = time.perf_counter() - started
         self.pace.passed(longest, waiting, self._seconds_a_pass(was_ahead, seconds - drafting), drafting)
         statistics.note(drafted, right, seconds, self.pace.seconds_without(len(got)))
