@@ -63,6 +63,7 @@ class Worker:
         memory_limit: bytes of weights, keys and values of rows, and prompts that are kept; "device" is what the device
             can bear, None is no limit.
         most_policies: cache policies for which there is an engine at once.
+        most_wait: seconds that rows wait for their next token while prompts are read, as in `make_engine`.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Worker:
         group: RankGroup | None = None,
         memory_limit: int | Literal["device"] | None = None,
         most_policies: int = 1,
+        most_wait: float | None = None,
     ) -> None:
         self._group = group
         self._load, self.deliver, self._metrics = load, deliver, metrics
@@ -86,7 +88,7 @@ class Worker:
         self._drafting, self._prefill_step_size = drafting or DraftSettings(), prefill_step_size
         self._prompt_memory_bytes, self._open_store = prompt_memory_bytes, open_store
         self._memory_limit, self._most_policies = memory_limit, most_policies
-        self.limit = MemoryLimit()
+        self.limit, self._most_wait = MemoryLimit(), most_wait
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._waiting: deque[Job] = deque()
         self._monitor = Monitor(metrics)
@@ -123,7 +125,8 @@ class Worker:
 
     @property
     def _settings(self) -> EngineSettings:
-        return EngineSettings(self.max_batch_size, self._prefill_step_size, self._drafting, self.keeps_prompts)
+        step, wait = self._prefill_step_size, self._most_wait
+        return EngineSettings(self.max_batch_size, step, self._drafting, self.keeps_prompts, wait)
 
     def parts(self) -> RankParts | None:
         """Of prompts that are kept, those that the other ranks have; None where there is no other."""
