@@ -25,7 +25,7 @@ from mlx_kv.ranks.engine import LedEngine, lead
 from mlx_kv.ranks.group import RankGroup
 from mlx_kv.ranks.link import RanksError
 from mlx_kv.server.fingerprint import serving_fingerprint
-from mlx_kv.server.job import Job, OutputChunk, sampler_for
+from mlx_kv.server.job import Job, OutputChunk
 from mlx_kv.server.metrics import Metrics
 from mlx_kv.server.models import EngineSettings, Models
 from mlx_kv.server.monitor import Monitor
@@ -166,11 +166,12 @@ class PolicyRows:
 
     def _submit(self, job: Job, reader: PromptReader | None = None) -> None:
         """Gives a job to the engine, with caches if any of its prompt has been read."""
-        sampler, detokenizer = sampler_for(job), self._detokenizer(job)
+        sampler = job.sampling.sampler(len(job.to_read), self._served.models.tokenizer)
         read, caches = (0, None) if reader is None else (reader.read, reader.caches)
         before, rest, most = job.to_read[:read], job.to_read[read:], job.max_tokens - job.resumed
-        sequence = TokenSequence(job.number, rest, most, detokenizer, sampler, caches, before)
-        sequence.processors = () if job.grammar is None else (job.grammar,)
+        sequence = TokenSequence(job.number, rest, most, self._detokenizer(job), sampler, caches, before)
+        grammar = () if job.grammar is None else (job.grammar,)
+        sequence.processors, sequence.top_logprobs = (*job.sampling.processors(), *grammar), job.top_logprobs
         try:
             self.engine.submit(sequence)
         except ValueError as error:
