@@ -109,6 +109,14 @@ _NUMBER: dict[str, Any] = {"metavar": "N", "show_default": True}
     help="Of weights, keys and values, and kept prompts: 12GB, say. Requests wait for room.  [default: of the device]",
 )
 @click.option(
+    "--max-token-wait",
+    type=FiniteRange(0, min_open=True),
+    default=0.5,
+    show_default=True,
+    metavar="SECONDS",
+    help="While a prompt is read, others wait no longer for their next token, as far as small chunks help.",
+)
+@click.option(
     "--allow-cache",
     multiple=True,
     metavar="SETTING=VALUES",
@@ -171,6 +179,7 @@ def serve_on(
     drain_seconds: int,
     memory_limit: int | None,
     allow_cache: Sequence[str],
+    max_token_wait: float,
     prompt_memory_bytes: int,
     slot_save_path: Path | None,
     prompt_store: str | None,
@@ -233,6 +242,7 @@ def serve_on(
         machine.group,
         "device" if memory_limit is None else memory_limit,
         MOST_POLICIES if allowed.any else 1,
+        max_token_wait,
     )
     if not machine.leads:
         works.follow()

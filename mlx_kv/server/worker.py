@@ -40,7 +40,7 @@ from mlx_kv.server.metrics import Metrics
 from mlx_kv.server.models import EngineSettings, Models
 from mlx_kv.server.monitor import UPDATE_EVERY, Monitor
 from mlx_kv.server.policies import RowsByPolicy, policy_name
-from mlx_kv.server.policy_rows import PolicyRows, Served
+from mlx_kv.server.policy_rows import PolicyRows, Served, out_of_memory
 from mlx_kv.server.tiered_prefixes import TieredPrefixes
 
 log = logging.getLogger("mlx_kv.server")
@@ -63,6 +63,7 @@ class Worker:
         memory_limit: bytes of weights, keys and values of rows, and prompts that are kept; "device" is what the device
             can bear, None is no limit.
         most_policies: cache policies for which there is an engine at once.
+        most_wait: seconds that rows wait for their next token while prompts are read, as in `make_engine`.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Worker:
         group: RankGroup | None = None,
         memory_limit: int | Literal["device"] | None = None,
         most_policies: int = 1,
+        most_wait: float | None = None,
     ) -> None:
         self._group = group
         self._load, self.deliver, self._metrics = load, deliver, metrics
@@ -86,7 +88,7 @@ class Worker:
         self._drafting, self._prefill_step_size = drafting or DraftSettings(), prefill_step_size
         self._prompt_memory_bytes, self._open_store = prompt_memory_bytes, open_store
         self._memory_limit, self._most_policies = memory_limit, most_policies
-        self.limit = MemoryLimit()
+        self.limit, self._most_wait = MemoryLimit(), most_wait
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._waiting: deque[Job] = deque()
         self._monitor = Monitor(metrics)
@@ -123,7 +125,8 @@ class Worker:
 
     @property
     def _settings(self) -> EngineSettings:
-        return EngineSettings(self.max_batch_size, self._prefill_step_size, self._drafting, self.keeps_prompts)
+        step, wait = self._prefill_step_size, self._most_wait
+        return EngineSettings(self.max_batch_size, step, self._drafting, self.keeps_prompts, wait)
 
     def parts(self) -> RankParts | None:
         """Of prompts that are kept, those that the other ranks have; None where there is no other."""
@@ -277,12 +280,14 @@ class Worker:
                 self._update_monitor()
                 continue
             except Exception as error:
+                ran_out = out_of_memory(error)
                 if isinstance(error, RanksError) or (self._group is not None and self._group.gone_within(1.0)):
                     raise  # there is nobody to go on with
                 count = sum(len(rows.active) for rows in at_fault)
-                log.exception("a step failed: all %d rows end, and the engine is made anew", count)
+                what = "one row ends" if ran_out else f"all {count} rows end"
+                log.exception("a step failed: %s, and the engine is made anew", what)
             for rows in at_fault:
-                rows.recover()  # out here, where no traceback holds the arrays of that step any longer
+                rows.recover(ran_out)  # out here, where no traceback holds the arrays of that step any longer
         self._rows.fail([*self._policies.active, *self._waiting], SHUTTING_DOWN)
         if self._group is not None:
             self._group.finish()  # here, since streams are a thread's own: others must not be left in a pass
