@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -15,7 +16,15 @@ import click
 from mlx_kv.cli.decoding import Drafting, draft_options
 from mlx_kv.cli.loading import Loading, loading_options
 from mlx_kv.cli.operating import Operating, listed, operating_options
-from mlx_kv.cli.options import ByteCount, FiniteRange, make_policy, model_option, not_needed, policy_options
+from mlx_kv.cli.options import (
+    ByteCount,
+    FiniteRange,
+    LeadersFile,
+    make_policy,
+    model_option,
+    not_needed,
+    policy_options,
+)
 from mlx_kv.cli.prompt import prefill_option, read_object
 from mlx_kv.cli.ranks import Machine, RankOptions, rank_options
 
@@ -114,6 +123,12 @@ _NUMBER: dict[str, Any] = {"metavar": "N", "show_default": True}
     **_NUMBER,
     help="What was read of prompts is kept in memory, for those that begin alike; 0 keeps nothing.",
 )
+@click.option(
+    "--slot-save-path",
+    type=LeadersFile(exists=True, file_okay=False, path_type=Path),
+    metavar="DIR",
+    help="Clients may save slots there, and restore them, by POST /slots/N?action=save.",
+)
 @click.option("--prompt-store", metavar="DIR", help="Keep it on a disk as well, for the next start; or a URL.")
 @click.option("--prompt-store-bytes", type=click.IntRange(1), default=8 * 2**30, **_NUMBER, help="At the most, live.")
 @click.option(
@@ -158,6 +173,7 @@ def serve_on(
     memory_limit: int | None,
     allow_cache: Sequence[str],
     prompt_memory_bytes: int,
+    slot_save_path: Path | None,
     prompt_store: str | None,
     prompt_store_bytes: int,
     prompt_store_deadline: float | None,
@@ -228,6 +244,7 @@ def serve_on(
         temperature=temp,
         strict=strict,
         cache=allowed,
+        slot_folder=slot_save_path,
         template=chat_template_args or {},
     )
     try:

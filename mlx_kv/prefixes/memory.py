@@ -96,6 +96,12 @@ class PromptMemory(PromptPlace):
         while self.nbytes > most and self._kept:
             self._remove(next(iter(self._kept)))
 
+    def forget(self, tokens: Sequence[int]) -> None:
+        """Lets what was read of these tokens go, where it is of use to no longer prompt that is kept."""
+        best = self._best(tokens)
+        if best is not None and len(self._index[best[0]]) <= len(tokens):
+            self._remove(best[0])
+
     def _remove(self, name: str) -> None:
         self._holdings.remove(name)
         self._index.remove(name)

@@ -18,6 +18,7 @@ HTTP, in the event loop:
     dialects/            other APIs: OpenAI's responses, Anthropic's messages
     admission.py         how many requests are let in, and whose output is whose
     responses.py         from jobs to an answer, whole or streamed; clients that hang up (answers.py: its parts)
+    slot_routes.py       slots over HTTP: list, save, restore, erase (slots.py: which is whose)
     response_objects.py  what a client gets (chat_output.py: reasoning and tool calls)
     memory_report.py     what is in memory, for the page and for Prometheus
     metrics.py           what Prometheus reads

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from mlx_kv.server.errors import ApiError
 from mlx_kv.server.job import Job, OutputChunk
 from mlx_kv.server.metrics import Metrics
+from mlx_kv.server.slots import Slots
 from mlx_kv.server.worker import Worker
 
 KEEP_ALIVE = 15.0  # seconds after which a stream that has nothing to say says so, for proxies
@@ -84,6 +85,7 @@ class AdmissionController:
         self.worker, self.metrics, self.name, self._most = worker, metrics, name, most
         self._collectors: dict[int, OutputCollector] = {}  # by number of the job
         self._jobs: dict[int, Job] = {}
+        self.slots = Slots(worker.max_batch_size)
         self._admitted = 0
         self._closing: str | None = None  # why nobody is let in any longer
 
@@ -159,6 +161,7 @@ class AdmissionController:
     def done(self, job: Job, ended: bool) -> None:
         """Nobody waits for this job any longer; one that has not ended is let go."""
         del self._jobs[job.number]
+        self.slots.leave(job)
         self._collectors.pop(job.number).close()
         if not ended:
             self.worker.cancel(job)

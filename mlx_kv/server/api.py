@@ -32,6 +32,7 @@ from mlx_kv.server.memory_report import memory_report, set_gauges
 from mlx_kv.server.metrics import Metrics
 from mlx_kv.server.names import ModelNames
 from mlx_kv.server.response_objects import chats, completions
+from mlx_kv.server.slot_routes import SlotRoutes
 from mlx_kv.server.worker import Worker
 
 PAGE = Path(__file__).with_name("page.html")
@@ -66,6 +67,7 @@ class Api:
         self._keys, self.names = ApiKeys(keys), ModelNames(name, aliases)
         self.admission = AdmissionController(worker, metrics, name, worker.max_batch_size + self.limits.queue)
         self._intake = Intake(worker, self.admission, self.limits, self.names)
+        self._slots = SlotRoutes(worker, self.admission, self._intake, self.limits.slot_folder)
         self._conversations, self._created = Conversations(), time.time()
         guarded = self._guarded
         self.app = Starlette(
@@ -76,6 +78,8 @@ class Api:
                 Route("/v1/responses/{name}", guarded(self._response), methods=["GET", "DELETE"]),
                 *self._each(MESSAGES, self._message),
                 *self._each(["/v1/messages/count_tokens"], self._count),
+                Route("/slots", guarded(self._slots.list)),
+                Route("/slots/{number}", guarded(self._slots.act), methods=["POST"]),
                 Route("/v1/embeddings", guarded(self._embeddings), methods=["POST"]),
                 Route("/v1/models", guarded(self._models)),
                 Route("/models", guarded(self._models)),

@@ -183,4 +183,5 @@ class Intake:
             cache.policy,
             request.cache.keep,
             since=since,
+            slot=request.slot,
         )

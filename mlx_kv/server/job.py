@@ -33,6 +33,7 @@ class Job:
         seed: of its random numbers, whoever else is served; None draws from those of the thread.
         policy: how its keys and values are kept; None is as the server's.
         keep: whether what is read of it is kept for others.
+        slot: in which it is to be shown; None is any.
         grammar: what keeps its answer to a form; None lets it be any.
         joined: whether it has a place among the rows: its prompt is being read, or it decodes.
         cached: tokens of the prompt that had been read before.
@@ -53,6 +54,7 @@ class Job:
     grammar: GrammarProcessor | None = None
     number: int = field(default_factory=lambda: next(_numbers))
     since: float = field(default_factory=time.monotonic)
+    slot: int | None = None
     joined: bool = False
     cached: int = 0
     read: int = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from mlx_kv.server.cache_requests import AllowedCache
@@ -20,6 +21,7 @@ class Limits:
         queue: answers that wait for a row; requests for more are turned away.
         max_tokens: where a request does not say.
         temperature: where a request does not say.
+        slot_folder: where slots are saved; None saves none.
         strict: whether requests with fields that nobody knows are refused.
         cache: what requests may say of how their keys and values are kept.
         template: settings of the chat template, where a request does not say.
@@ -33,4 +35,5 @@ class Limits:
     temperature: float = 0.0
     strict: bool = False
     cache: AllowedCache = field(default_factory=AllowedCache)
+    slot_folder: Path | None = None
     template: Mapping[str, Any] = field(default_factory=dict)

@@ -33,7 +33,18 @@ IGNORED = {
     "user",
     "verbosity",
 }
-COMMON = {"cache", "max_tokens", "model", "seed", "stop", "stream", "stream_options", "temperature", "top_p"}
+COMMON = {
+    "cache",
+    "id_slot",
+    "max_tokens",
+    "model",
+    "seed",
+    "stop",
+    "stream",
+    "stream_options",
+    "temperature",
+    "top_p",
+}
 FOR_COMPLETIONS = {"echo", "prompt"}
 FOR_CHAT = {
     "chat_template_kwargs",
@@ -81,6 +92,7 @@ class CompletionRequest:
         echo: whether an answer begins with its prompt.
         max_tokens: None leaves it to the server.
         temperature: 0 is greedy.
+        slot: in which it is to be shown; None is any.
         stop_strings: strings at which the answer ends.
         cache: how its keys and values are to be kept.
         constraint: what form the answer has; None is any.
@@ -102,6 +114,7 @@ class CompletionRequest:
     top_p: float = 1.0
     seed: int | None = None
     stop_strings: tuple[str, ...] = ()
+    slot: int | None = None
     constraint: Constraint | None = None
     constraint_field: str = ""
     stream: bool = False
@@ -158,6 +171,7 @@ def parse(body: Any, chat: bool, rules: RequestRules) -> CompletionRequest:
         "top_p": number(fields, "top_p", 0, 1, 1.0),
         "seed": None if seed is None else seed % 2**64,
         "stop_strings": _stop_strings(fields),
+        "slot": integer(fields, "id_slot", -1, MOST_TOKENS),
         "stream": stream,
         "include_usage": boolean(stream_options, "include_usage"),
         "cache": cache_field(fields),

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
-from typing import Literal
+from typing import Literal, TypeVar
 
 import mlx.core as mx
 
@@ -44,6 +44,7 @@ from mlx_kv.server.policy_rows import PolicyRows, Served
 from mlx_kv.server.tiered_prefixes import TieredPrefixes
 
 log = logging.getLogger("mlx_kv.server")
+T = TypeVar("T")
 SHUTTING_DOWN = "the server is shutting down"
 PASSED_BY = 5.0  # seconds since its request in which others pass one for which there is no engine
 
@@ -162,6 +163,27 @@ class Worker:
     def cancel(self, job: Job) -> None:
         """Lets a job go, wherever it stands; one that has ended is no error."""
         self._inbox.put(partial(self._cancel, job))
+
+    def ask(self, what: Callable[[], T]) -> Future[T]:
+        """Does something in the thread, between two steps; its future has what it returns or raises."""
+        asked: Future[T] = Future()
+        self._inbox.put(partial(_do, what, asked))
+        return asked
+
+    @property
+    def prefixes(self) -> TieredPrefixes:
+        """What was read of prompts; only for what is asked of the thread."""
+        return self._rows.prefixes
+
+    @property
+    def ranks(self) -> int:
+        """How many machines have a part of the model."""
+        return 1 if self._group is None else self._group.size
+
+    @property
+    def speculates(self) -> bool:
+        """Whether tokens are drafted."""
+        return self._rows.engine.speculation is not None
 
     @property
     def snapshot(self) -> Snapshot:
@@ -349,3 +371,11 @@ class Worker:
         elif not any(rows.cancel(job) for rows in self._policies):
             return
         self._monitor.expire()
+
+
+def _do(what: Callable[[], T], asked: Future[T]) -> None:
+    if asked.set_running_or_notify_cancel():
+        try:
+            asked.set_result(what())
+        except Exception as error:
+            asked.set_exception(error)

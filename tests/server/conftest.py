@@ -7,6 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from reasoning_server import claude as claude
+from reasoning_server import reasoner as reasoner
+from reasoning_server import says as says
 from serving import Running, running
 
 from mlx_kv.server.api import Limits

@@ -80,7 +80,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"return_dict": True}},
         "chat_template_kwargs",
     ),
-    ({"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "json_object"}}, "response_format"),
+    ({"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "yaml"}}, "response_format"),
     ({"messages": [{"role": "user", "content": "x"}], "logprobs": True}, "logprobs"),
 ]
 

@@ -143,8 +143,17 @@ def test_roles_and_efforts(server: Running) -> None:
     chat: dict[str, Any] = {"messages": [{"role": "user", "content": "import os"}], "max_tokens": 6}
     answer = server.post("/v1/chat/completions", **chat, role_mapping={"user": "Q: ", "assistant": "A:", "stop": "\n"})
     assert answer.json()["choices"][0]["message"]["content"] == server.complete("Q: import os\nA:", 6)
-    answer = server.post("/v1/chat/completions", **chat, reasoning_effort="low")
+    plain = server.post("/v1/chat/completions", **chat).json()["choices"]
+    for hint in ({"reasoning_effort": "low"}, {"enable_thinking": False}):  # there is no template that would hear them
+        assert server.post("/v1/chat/completions", **chat, **hint).json()["choices"] == plain
+    answer = server.post("/v1/chat/completions", **chat, chat_template_kwargs={"reasoning_effort": "low"})
     assert "no chat_template_kwargs" in check_error(answer, 400)["message"]
+    chat["messages"] += [{"role": "assistant", "content": "import sys"}]
+    begun = server.post("/v1/chat/completions", **chat, continue_final_message=True).json()["choices"][0]
+    assert begun["message"]["content"] == server.complete("USER: import os\nASSISTANT: import sys", 6)
+    chat["messages"] += [{"role": "user", "content": "x"}]
+    answer = server.post("/v1/chat/completions", **chat, continue_final_message=True)
+    assert check_error(answer, 400)["param"] == "continue_final_message"
 
 
 def test_tools_that_cannot_be_called(server: Running, strict: Running) -> None:

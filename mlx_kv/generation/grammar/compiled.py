@@ -27,6 +27,8 @@ KEPT = 32  # grammars: clients send the same again and again
 # The library's own measure of work: 50,000 of it are about a millisecond. Regular expressions that are more than this
 # are still used, but the masks that follow from them are not made beforehand.
 COMPILE_FUEL = 200_000
+# And of one mask: a schema takes tens of them, a grammar that reads a text in very many ways ever more with its length.
+MASK_ITEMS = 4_000
 
 
 class Grammar:
@@ -87,7 +89,9 @@ class GrammarCompiler:
         library, ends = found_library(), sorted(self._tokenizer.eos_token_ids)
         if self._vocabulary is None:
             self._vocabulary = self._made_vocabulary(ends)
-        limits = library.LLParserLimits(initial_lexer_fuel=COMPILE_FUEL, verbose_errors=False)
+        limits = library.LLParserLimits(
+            initial_lexer_fuel=COMPILE_FUEL, step_max_items=MASK_ITEMS, verbose_errors=False
+        )
         matcher = library.LLMatcher(self._vocabulary, source, log_level=0, limits=limits)
         if not matcher.is_error():
             matcher.compute_bitmask()  # the first mask takes longest

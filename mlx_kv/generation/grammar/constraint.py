@@ -160,7 +160,7 @@ def _literal(text: str) -> str:
 
 def in_one_line(error: object) -> str:
     """What the library says, without the picture that it draws below."""
-    return " ".join(str(error).split("\n   1 |")[0].split())[:300]
+    return " ".join(re.split(r"\n +\d+ \||<non-verbose/>", str(error))[0].split())[:300]
 
 
 def found_library() -> Any:

@@ -64,22 +64,30 @@ class GrammarProcessor:
         if begins is None or self._lead_in.others(together):
             return len(drafted)
         first = max(begins - len(answer), 0)  # what comes before is thinking
-        if not self._follow(together[begins : len(answer) + first]):
+        known, rest = together[begins : len(answer) + first], drafted[first:]
+        if not self._follow(known):
             return first
-        return first + int(self._matcher.validate_tokens(drafted[first:]))
+        text = rest[: self._end(rest)]
+        count = int(self._matcher.validate_tokens(text))
+        ends = count == len(text) < len(rest) and self._follow([*known, *text]) and self._matcher.is_accepting()
+        return first + count + int(ends)
 
     def _follow(self, wanted: list[int]) -> bool:
-        """Has the matcher stand after these tokens; whether they are the grammar's."""
+        """Has the matcher stand after these tokens; whether they are the grammar's, and it goes on."""
         same = _alike(self._consumed, wanted)
         if back := len(self._consumed) - same:
             if self._matcher.rollback(back):
                 del self._consumed[same:]
             else:
                 self._matcher, self._consumed = self._fresh.deep_copy(), []
-        more = wanted[len(self._consumed) :]
+        more = wanted[len(self._consumed) : self._end(wanted)]
         taken = int(self._matcher.try_consume_tokens(more)) if more else 0
         self._consumed += more[:taken]
-        return self._works() and taken == len(more)
+        return self._works() and len(self._consumed) == len(wanted)
+
+    def _end(self, tokens: list[int]) -> int:
+        """Where these first end a sequence. What ends it is none of the grammar's tokens: the library is not told."""
+        return min((tokens.index(end) for end in self._ends if end in tokens), default=len(tokens))
 
     def _mask(self, vocabulary: int) -> np.ndarray[Any, np.dtype[np.bool_]]:
         """Which tokens (V,) may come next."""

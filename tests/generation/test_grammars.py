@@ -1,0 +1,308 @@
+"""Rows that are kept to a grammar: which tokens may come, wherever a row is asked about, and in every engine."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import llguidance
+import mlx.core as mx
+import numpy as np
+import pytest
+from llguidance.hf import from_tokenizer
+
+from mlx_kv.generation.engine import make_engine
+from mlx_kv.generation.grammar import constraint as constraints
+from mlx_kv.generation.grammar.compiled import Grammar, GrammarCompiler
+from mlx_kv.generation.grammar.constraint import Constraint, Function, GrammarError
+from mlx_kv.generation.grammar.lead_in import LeadIn
+from mlx_kv.generation.grammar.processor import GrammarProcessor
+from mlx_kv.generation.sampling import SeededSampler, TemperatureSampler
+from mlx_kv.generation.sequence import TokenSequence
+from mlx_kv.policy import CachePolicy
+
+V = 4096
+PROMPT = [5, 6, 7]
+TEXTS = ("alpha", "alp", "beta", "be: a\n", "x")
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 6}, "ns": {"type": "array", "items": {"enum": [1, 22]}}},
+    "required": ["name", "ns"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def compiler(reference: Any) -> GrammarCompiler:
+    return GrammarCompiler(reference[1])
+
+
+def shown_to(processor: Any, answer: Sequence[int], vocabulary: int = V) -> set[int]:
+    """The tokens that are allowed after an answer."""
+    logits = processor(mx.array([*PROMPT, *answer]), mx.zeros((1, vocabulary)))
+    assert logits.shape == (1, vocabulary)
+    return {int(token) for token in np.nonzero(np.array(logits)[0] == 0)[0]}
+
+
+def test_what_may_come_is_what_a_text_goes_on_with(compiler: GrammarCompiler, reference: Any) -> None:
+    """Against the slow way: each token that makes the beginning of one of the texts, and the end where one is whole."""
+    tokenizer = reference[1]
+    pieces = {token: tokenizer.decode([token]) for token in range(1, V)}
+    grammar = compiler.compile(constraints.choice(TEXTS))
+    chance = random.Random(1)
+    for _ in range(5):
+        processor, answer, text = grammar.processor(len(PROMPT)), list[int](), ""
+        while True:
+            wanted = {t for t, piece in pieces.items() if piece and any(own.startswith(text + piece) for own in TEXTS)}
+            wanted |= {0} if text in TEXTS else set()
+            assert shown_to(processor, answer) == wanted
+            token = chance.choice(sorted(wanted))
+            if token == 0:
+                break
+            answer, text = [*answer, token], text + pieces[token]
+
+
+@pytest.mark.parametrize(
+    ("constraint", "good", "bad"),
+    [
+        (constraints.regex("[0-9]{2}-[a-z]+"), ["12-abc", "00-x"], ["1-a", "12-", "12-A"]),
+        (constraints.grammar('root ::= "yes" | "no" [0-9]+'), ["yes", "no12"], ["no", "maybe"]),
+        (constraints.grammar('start: /[ab]+/ END?\nEND: "!"'), ["ab", "ba!"], ["!", "c"]),
+        (
+            constraints.json_object(),
+            ["{}", '{"a": [1, {"b": null}]}', '{\n  "a": 1\n}'],
+            ["[]", "7", ' {"a":1}', "{   }"],
+        ),
+        (constraints.json_schema(SCHEMA), ['{"name": "é", "ns": [1, 22]}'], ['{"name": "", "ns": [2]}', '{"ns": []}']),
+        (constraints.json_schema(True), ["7", "[]", '"x"'], ["", "x"]),
+    ],
+)
+def test_texts_that_follow_and_texts_that_do_not(
+    compiler: GrammarCompiler, reference: Any, constraint: Constraint, good: list[str], bad: list[str]
+) -> None:
+    for text in (*good, *bad):
+        tokens = [*reference[1].encode(text), 0]
+        processor = compiler.compile(constraint).processor(0)
+        allowed = processor.allowed(mx.array([], dtype=mx.int32), tokens)
+        assert (allowed == len(tokens)) == (text in good), (text, allowed)
+
+
+def test_it_does_not_matter_who_asks_for_which_place_in_which_order(compiler: GrammarCompiler, reference: Any) -> None:
+    """Places after other answers, wrong ones and ends among them: each as for one that was asked nothing else."""
+    chance = random.Random(2)
+    grammar = compiler.compile(constraints.json_schema(SCHEMA))
+    whole = [
+        [*reference[1].encode(text), 0]
+        for text in ('{"name": "abc", "ns": [1, 22, 1]}', '{"name": "x", "ns": []}', '{\n "name": "", "ns": [22]}')
+    ]
+    wrong = [[*own[:4], 17, *own[5:]] for own in whole] + [[*own, 0, 33] for own in whole]
+    asked = grammar.processor(len(PROMPT))
+    for _ in range(60):
+        answer = chance.choice([*whole, *wrong])
+        place = chance.randrange(len(answer) + 1)
+        alone = grammar.processor(len(PROMPT))
+        assert shown_to(asked, answer[:place]) == shown_to(alone, answer[:place])
+        drafted = answer[place : place + chance.randrange(6)]
+        allowed = asked.allowed(mx.array([*PROMPT, *answer[:place]]), drafted)
+        assert allowed == alone.allowed(mx.array([*PROMPT, *answer[:place]]), drafted)
+
+
+def test_drafts_stand_as_far_as_each_could_be_drawn(compiler: GrammarCompiler, reference: Any) -> None:
+    grammar = compiler.compile(constraints.json_schema(SCHEMA))
+    answer = [*reference[1].encode('{"name": "ab", "ns": [1]}'), 0]
+    chance = random.Random(3)
+    for _ in range(40):
+        place = chance.randrange(len(answer))
+        drafted = [token if chance.random() < 0.8 else chance.randrange(V) for token in answer[place:]]
+        count, processor = 0, grammar.processor(len(PROMPT))
+        while count < len(drafted) and drafted[count] in shown_to(processor, [*answer[:place], *drafted[:count]]):
+            count += 1
+            if 0 in drafted[:count]:
+                break
+        assert grammar.processor(len(PROMPT)).allowed(mx.array([*PROMPT, *answer[:place]]), drafted) == count
+
+
+def test_logits_of_more_tokens_than_the_tokenizer_has(compiler: GrammarCompiler) -> None:
+    processor = compiler.compile(constraints.choice(TEXTS)).processor(len(PROMPT))
+    assert shown_to(processor, [], V + 100) == shown_to(processor, [])
+
+
+# --- before a grammar -------------------------------------------------------------------------------------------------
+
+START, END, CALL = (11, 12), (13,), (14, 15)
+
+
+def of_a_thinker(prompt: list[int], calls: bool = False) -> LeadIn:
+    def rfind(tokens: list[int], mark: tuple[int, ...]) -> int:
+        places = [n for n in range(len(tokens)) if tuple(tokens[n : n + len(mark)]) == mark]
+        return places[-1] if places else -1
+
+    tokenizer = SimpleNamespace(
+        has_thinking=True,
+        think_start_tokens=START,
+        think_end_tokens=END,
+        rfind_think_start=lambda tokens: rfind(tokens, START),
+        rfind_think_end=lambda tokens: rfind(tokens, END),
+        has_tool_calling=True,
+        tool_call_start_tokens=CALL,
+        decode=lambda tokens: "".join(" " if token == 9 else "x" for token in tokens),
+    )
+    return LeadIn.after(tokenizer, prompt, calls)
+
+
+def test_the_grammar_begins_after_the_thinking(compiler: GrammarCompiler) -> None:
+    grammar = compiler.compile(constraints.choice(TEXTS))
+    first, everything = shown_to(grammar.processor(len(PROMPT)), []), set(range(V))
+
+    def after(lead_in: LeadIn, *answer: int) -> set[int]:
+        return shown_to(grammar.processor(len(PROMPT), lead_in), answer)
+
+    begun = of_a_thinker([1, *START, 2])
+    assert after(begun) == after(begun, 40) == after(begun, 40, 12) == everything
+    assert after(begun, *END) == after(begun, 40, 41, *END) == first
+    free = of_a_thinker([1, 2])
+    assert after(free) == first | {11}
+    assert after(free, 11) == {12}  # no text begins with it
+    assert after(free, 11, 12) == after(free, 11, 12, 50) == everything
+    assert after(free, 11, 12, 50, *END) == first
+    told_not_to = of_a_thinker([1, *START, 9, *END, 9])
+    assert after(told_not_to) == first
+    earlier = of_a_thinker([1, *START, 9, *END, 30])
+    assert after(earlier) == first | {11}
+    may_call = of_a_thinker([1, 2], calls=True)
+    assert after(may_call) == first | {11, 14}
+    assert after(may_call, 14) == {15}
+    assert after(may_call, *CALL) == after(may_call, *CALL, 70) == everything
+    assert after(may_call, *START, 3, *END) == first | {14}
+
+
+def test_drafts_that_think(compiler: GrammarCompiler, reference: Any) -> None:
+    processor = compiler.compile(constraints.choice(TEXTS)).processor(len(PROMPT), of_a_thinker([1, *START]))
+    (beta, *rest), x = reference[1].encode("beta"), reference[1].encode("x")
+
+    def allowed(answer: list[int], *drafted: int) -> int:
+        return processor.allowed(mx.array([*PROMPT, *answer]), list(drafted))
+
+    assert allowed([], 40, 41, 42) == 3
+    assert allowed([40], 41, *END, beta, *rest, 0) == 4 + len(rest)
+    assert allowed([40], 41, *END, beta, *x) == 3
+    assert allowed([40, *END], *x, 0, 0) == 2
+    assert allowed([40, *END, *x], beta) == 0
+
+
+# --- what cannot be ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("constraint", "why"),
+    [
+        (constraints.json_schema({"type": "foo"}), "foo"),
+        (constraints.json_schema({"type": "array", "uniqueItems": True}), "uniqueItems"),
+        (constraints.json_schema({"$ref": "https://example.com/schema"}), "example.com"),
+        (constraints.json_schema([1]), "an object"),
+        (constraints.json_schema({"enum": ["x" * 200_000]}), "131,072 are the most"),
+        (constraints.json_schema({"type": "integer", "minimum": 5, "maximum": 3}), "minimum"),
+        (constraints.regex("("), "unclosed group"),
+        (constraints.regex(r"(?=x)y"), "look-around"),
+        (constraints.grammar("root ::= ("), "GBNF"),
+        (constraints.grammar("start: %json {"), "EOF"),
+        (constraints.calls([]), "no function"),
+        (constraints.calls([Function("f", {"type": "foo"})]), "foo"),
+    ],
+)
+def test_what_cannot_be_followed_says_why(compiler: GrammarCompiler, constraint: Constraint, why: str) -> None:
+    with pytest.raises(GrammarError, match=re.escape(why)) as raised:
+        compiler.compile(constraint)
+    assert "\n" not in str(raised.value)
+    assert len(str(raised.value)) <= 300
+
+
+def test_what_a_lenient_schema_leaves_out_is_said(compiler: GrammarCompiler) -> None:
+    schema = {"type": "array", "uniqueItems": True, "items": {"oneOf": [{"type": "integer"}, {"type": "number"}]}}
+    assert "uniqueItems" in " ".join(compiler.compile(constraints.json_schema(schema, lenient=True)).unenforced)
+    assert compiler.compile(constraints.json_object()).unenforced == ()
+
+
+def test_the_same_is_compiled_once(compiler: GrammarCompiler) -> None:
+    one = compiler.compile(constraints.regex("a+b"))
+    assert compiler.compile(constraints.regex("a+b")) is one
+    for n in range(40):
+        compiler.compile(constraints.regex(f"a{{{n + 1}}}"))
+    assert compiler.compile(constraints.regex("a+b")) is not one
+
+
+def test_a_tokenizer_that_cannot_be_masked() -> None:
+    with pytest.raises(GrammarError, match="not of the kind"):
+        GrammarCompiler(SimpleNamespace(eos_token_ids={0}, _tokenizer=object())).compile(constraints.regex("a"))
+
+
+def test_a_grammar_that_grows_too_large_ends_its_row(reference: Any) -> None:
+    vocabulary = from_tokenizer(reference[1]._tokenizer, eos_token=[0])
+    source = llguidance.LLMatcher.grammar_from_lark('start: a\na: "x" | a a')
+    limits = llguidance.LLParserLimits(step_max_items=100, verbose_errors=False)
+    processor = Grammar(llguidance.LLMatcher(vocabulary, source, log_level=0, limits=limits), [0]).processor(0)
+    tokens = reference[1].encode("x" * 40)
+    places = [shown_to_all(processor, tokens[:place]) for place in range(len(tokens))]
+    assert processor.error is not None
+    assert "Too many items" in processor.error
+    first = next(place for place, allowed in enumerate(places) if allowed == {0})
+    assert first > 0
+    assert all(allowed == {0} for allowed in places[first:])
+
+
+def shown_to_all(processor: GrammarProcessor, tokens: list[int]) -> set[int]:
+    logits = processor(mx.array(tokens, dtype=mx.int32), mx.zeros((1, V)))
+    return {int(token) for token in np.nonzero(np.array(logits)[0] == 0)[0]}
+
+
+# --- in engines -------------------------------------------------------------------------------------------------------
+
+ROWS: list[tuple[str, Constraint | None, int | None]] = [
+    ("def first(x):\n    return ", constraints.json_schema(SCHEMA), None),
+    ("import ", None, None),
+    ("class Second:\n    name = ", constraints.json_schema(SCHEMA), 5),
+    ("x = ", constraints.regex("[0-9]{3}(, [a-z]{2,4}){3}"), 6),
+    (
+        "# a list of names\nnames = ",
+        constraints.json_schema({"type": "array", "items": {"enum": TEXTS}, "minItems": 3}),
+        7,
+    ),
+    ("return", None, 8),
+]
+
+
+def answers(reference: Any, compiler: GrammarCompiler, rows: list[int], **options: Any) -> dict[int, list[int]]:
+    """The tokens of these rows of `ROWS`, in one engine."""
+    model, tokenizer = reference
+    engine = make_engine(model, {0}, max_batch_size=len(rows), **options)
+    for row in rows:
+        prompt, constraint, seed = ROWS[row]
+        tokens = [int(token) for token in tokenizer.encode(prompt)]
+        sampler = None if seed is None else SeededSampler(TemperatureSampler(1.0), seed, len(tokens))
+        made = () if constraint is None else (compiler.compile(constraint).processor(len(tokens)),)
+        engine.submit(TokenSequence(row, tokens, 40, sampler=sampler, processors=made))
+    found: dict[int, list[int]] = {row: [] for row in rows}
+    while engine.busy:
+        for token in engine.step():
+            found[token.index].append(token.token)
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize("engine", ["plain", "draft model", "suffix", "8 bits"])
+def test_rows_with_and_without_grammars_get_together_what_each_gets_alone(
+    engine: str, reference: Any, draft: Any, compiler: GrammarCompiler
+) -> None:
+    more: dict[str, dict[str, Any]] = {"draft model": {"draft_model": draft}, "suffix": {"drafter": "suffix"}}
+    options = more.get(engine, {}) | ({"policy": CachePolicy(bits=8)} if engine == "8 bits" else {})
+    alone_in = {} if engine != "8 bits" else options  # without drafts
+    together = answers(reference, compiler, list(range(len(ROWS))), **options)
+    for row, (_, constraint, _) in enumerate(ROWS):
+        alone = answers(reference, compiler, [row], **alone_in)[row]
+        assert together[row] == alone
+        if constraint is not None:
+            assert compiler.compile(constraint).processor(0).allowed(mx.array([], dtype=mx.int32), alone) == len(alone)
+    assert sum(0 in own for own in together.values()) >= 3

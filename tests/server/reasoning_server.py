@@ -1,0 +1,65 @@
+"""A server whose model has a chat template, reasoning and tools, and says what a test wants."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import anthropic
+import pytest
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.tool_parsers import json_tools
+from serving import Running, running
+
+from mlx_kv.server.answers import Choice
+from mlx_kv.server.chat_output import Delta
+
+TEMPLATE = r"""{%- for message in messages %}{{ message.role }}: {{ message.reasoning }}{{ message.content }}
+{%- for call in message.tool_calls or [] %} {{ call.function.name }}({{ call.function.arguments | tojson }}){% endfor %}
+{{- "\n" }}{% endfor %}{{ tools | tojson if tools }}{% if add_generation_prompt %}assistant:{% endif %}"""
+CALL = '<tool_call>{"name": "look", "arguments": {"at": "cache.py"}}</tool_call>'
+TOOL: dict[str, Any] = {"type": "object", "properties": {"at": {"type": "string"}}}
+
+
+@pytest.fixture(scope="session")
+def reasoner() -> Iterator[Running]:
+    """A model with a chat template, reasoning and tools; what it says is written over where a test wants that."""
+
+    def change(tokenizer: Any) -> TokenizerWrapper:
+        tokenizer._tokenizer.chat_template = TEMPLATE
+        marks = {"tool_call_start": "<tool_call>", "tool_call_end": "</tool_call>"}
+        changed = TokenizerWrapper(tokenizer._tokenizer, tool_parser=json_tools.parse_tool_call, **marks)
+        for name, mark in (("start", "<think>"), ("end", "</think>")):
+            ids = tuple(changed.encode(mark, add_special_tokens=False))
+            object.__setattr__(changed, f"_think_{name}", mark)
+            object.__setattr__(changed, f"_think_{name}_tokens", ids)
+        return changed
+
+    with running(change=change, prompt_memory_bytes=2**26) as one:
+        yield one
+
+
+@pytest.fixture(scope="session")
+def claude(reasoner: Running) -> anthropic.Anthropic:
+    return anthropic.Anthropic(base_url=reasoner.url, api_key="none", max_retries=0, timeout=60)
+
+
+@pytest.fixture
+def says(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Writes another text over what the model says, a few characters for each chunk."""
+
+    def say(text: str) -> None:
+        def take(self: Choice, chunk: Any) -> Delta:
+            left = getattr(self, "left", text)
+            end = bool(chunk.finish_reason)
+            piece, self.left = (left, "") if end else (left[:5], left[5:])  # type: ignore[attr-defined]
+            said = type(chunk)(chunk.job, piece, chunk.tokens, "stop" if end else None)
+            return real(self, said)
+
+        monkeypatch.setattr(Choice, "take", take)
+
+    real = Choice.take
+    return say
+
+
+ANSWER = f"<think>I could look.</think>\n\nLet me look.\n{CALL}"
