@@ -27,6 +27,7 @@ from mlx_kv.cli.options import (
 )
 from mlx_kv.cli.prompt import prefill_option, read_object
 from mlx_kv.cli.ranks import Machine, RankOptions, rank_options
+from mlx_kv.cli.sampling_defaults import SamplingDefaults, sampling_defaults_options
 
 if TYPE_CHECKING:
     from mlx_kv.prefixes.store import PromptStore
@@ -92,9 +93,7 @@ _NUMBER: dict[str, Any] = {"metavar": "N", "show_default": True}
 )
 @click.option("--strict", is_flag=True, help="Refuse requests with fields that nobody knows, instead of ignoring them.")
 @click.option("--max-tokens", type=click.IntRange(1), default=512, **_NUMBER, help="Where a request does not say.")
-@click.option(
-    "--temp", type=FiniteRange(0, 2), default=0.0, metavar="T", show_default=True, help="The same; 0 is greedy."
-)
+@sampling_defaults_options
 @click.option(
     "--max-prompt-tokens", type=click.IntRange(1), metavar="N", help="Longer prompts are refused.  [default: context]"
 )
@@ -173,7 +172,7 @@ def serve_on(
     alias: Sequence[str],
     strict: bool,
     max_tokens: int,
-    temp: float,
+    sampling: SamplingDefaults,
     max_prompt_tokens: int | None,
     max_body_bytes: int,
     max_queue: int,
@@ -208,7 +207,9 @@ def serve_on(
 
     def load() -> Models:
         network, tokenizer = machine.load()
-        return models.Models(network, tokenizer, drafting.load_model() if machine.leads else None)
+        if not machine.leads:
+            return models.Models(network, tokenizer)
+        return models.Models(network, tokenizer, drafting.load_model(), sampling.of(model))
 
     def let_go(loaded: Models) -> None:
         loading.let_go(loaded.model, model)
@@ -257,7 +258,6 @@ def serve_on(
         prompt_tokens=max_prompt_tokens,
         queue=max_queue,
         max_tokens=max_tokens,
-        temperature=temp,
         strict=strict,
         cache=allowed,
         slot_folder=slot_save_path,

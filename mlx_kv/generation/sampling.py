@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, apply_xtc
+
+from mlx_kv.mlxlm.filters import apply_min_p, apply_top_k, apply_top_p, apply_xtc
 
 Sampler = Callable[[mx.array], mx.array]
 

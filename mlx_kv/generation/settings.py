@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any, TypeAlias
 
@@ -107,7 +107,7 @@ class SamplingSettings:
     def processors(self) -> tuple[LogitsProcessor, ...]:
         """What is done to logits before anything is drawn: mlx-lm's processors, in its order."""
         made = make_logits_processors(  # type: ignore[no-untyped-call,unused-ignore]
-            dict(self.logit_bias) or None,
+            self.biases or None,
             None if self.repetition_penalty in (0, 1) else self.repetition_penalty,
             self.repetition_context_size,
             self.presence_penalty,
@@ -116,6 +116,17 @@ class SamplingSettings:
             self.frequency_context_size,
         )
         return tuple(made)
+
+    @property
+    def changed(self) -> dict[str, Any]:
+        """What is not as it is by default, by name."""
+        values = {each.name: (getattr(self, each.name), each.default) for each in fields(self)}
+        return {name: value for name, (value, usual) in values.items() if value != usual}
+
+    @property
+    def biases(self) -> dict[int, float]:
+        """`logit_bias`, by id."""
+        return dict(self.logit_bias)
 
     @classmethod
     def of_model(cls, generation_config: Mapping[str, Any]) -> SamplingSettings:

@@ -159,6 +159,23 @@ def quantize_as_stored(model: nn.Module, config: dict[str, Any]) -> None:
     nn.quantize(model, group_size=size, bits=bits, mode=mode, class_predicate=how)
 
 
+def generation_config(path_or_hub_id: str | Path) -> dict[str, Any]:
+    """The content of the generation_config.json of a model that has been loaded from here; empty where it has none."""
+    path = Path(path_or_hub_id) / "generation_config.json"
+    if not Path(path_or_hub_id).is_dir():
+        from huggingface_hub import try_to_load_from_cache
+
+        found = try_to_load_from_cache(str(path_or_hub_id), path.name)  # mlx-lm has brought it with the rest
+        if not isinstance(found, str):
+            return {}
+        path = Path(found)
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
 def architecture(model: nn.Module) -> str:
     """The name of the file of mlx-lm that a model comes from."""
     return type(model).__module__.rpartition(".")[2]

@@ -11,7 +11,8 @@ HTTP, in the event loop:
     tls.py               certificates
     bodies.py            the JSON of a request
     requests.py          what a client may ask for (chat_requests.py: messages and tools; fields.py: single fields;
-                         unknown_fields.py: what nobody knows; names.py: of the model)
+                         sampling_fields.py: how tokens are chosen; unknown_fields.py: what nobody knows; names.py:
+                         of the model)
     cache_requests.py    how a request wants its keys and values kept, and what is allowed
     errors.py            error objects
     chat.py              a chat as tokens
@@ -19,7 +20,7 @@ HTTP, in the event loop:
     admission.py         how many requests are let in, and whose output is whose
     responses.py         from jobs to an answer, whole or streamed; clients that hang up (answers.py: its parts)
     slot_routes.py       slots over HTTP: list, save, restore, erase (slots.py: which is whose)
-    response_objects.py  what a client gets (chat_output.py: reasoning and tool calls)
+    response_objects.py  what a client gets (chat_output.py: reasoning and tool calls; token_texts.py: single tokens)
     memory_report.py     what is in memory, for the page and for Prometheus
     metrics.py           what Prometheus reads
 

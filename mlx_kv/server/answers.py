@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from mlx_kv.server.chat_output import ChatOutputParser, Delta
 from mlx_kv.server.errors import ApiError
 from mlx_kv.server.job import Job, OutputChunk
+from mlx_kv.server.token_texts import TokenTexts
 
 
 @dataclass
@@ -24,6 +25,7 @@ class Choice:
         prompt: which of the request's prompts it continues.
         parser: of a chat; None leaves a text as it is.
         echo: what is said before the first token.
+        texts: of tokens whose log-probabilities are told; None where they are not.
         answer: so far, where somebody adds it up.
         finish_reason: empty until it has ended.
     """
@@ -33,6 +35,7 @@ class Choice:
     job: Job
     parser: ChatOutputParser | None = None
     echo: str = ""
+    texts: TokenTexts | None = None
     answer: Delta = field(default_factory=Delta)
     generated: int = 0
     reasoning_tokens: int = 0
@@ -47,6 +50,8 @@ class Choice:
         else:
             delta = self.parser.feed(chunk.text)
             self.reasoning_tokens += chunk.tokens if self.parser.reasons else 0
+        if self.texts is not None:
+            delta.logprobs += self.texts.of(chunk.scores)
         self.finish_reason = chunk.finish_reason or ""
         if self.finish_reason and self.parser is not None:
             delta.add(self.parser.finish())

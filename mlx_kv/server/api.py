@@ -177,6 +177,7 @@ class Api:
         """As OpenAI's clients read it, and as Anthropic's do."""
         since = datetime.fromtimestamp(int(self._created), UTC).isoformat()
         ours = {"id": name, "object": "model", "created": int(self._created), "owned_by": "mlx-kv"}
+        ours["sampling"] = self.worker.models.sampling.changed
         return ours | {"type": "model", "display_name": self.name, "created_at": since}
 
     async def _ready(self, request: Request) -> Response:

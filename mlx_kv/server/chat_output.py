@@ -14,16 +14,24 @@ from mlx_lm.generate import TextStateMachine, make_text_state_machine
 from mlx_lm.server import ToolCallFormatter
 from mlx_lm.tool_parsers import json_tools
 
+from mlx_kv.server.token_texts import TokenText
+
 
 @dataclass
 class Delta:
-    """A part of an answer."""
+    """A part of an answer.
+
+    Attributes:
+        logprobs: of its tokens, where they are wanted. Text may come later than the tokens that it is made of.
+    """
 
     content: str = ""
     reasoning: str = ""
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
+    logprobs: list[TokenText] = field(default_factory=list)
 
     def add(self, other: Delta) -> None:
+        self.logprobs += other.logprobs
         self.content += other.content
         self.reasoning += other.reasoning
         self.tool_calls += other.tool_calls

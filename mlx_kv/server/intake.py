@@ -29,8 +29,10 @@ from mlx_kv.server.memory_plan import RowPlan
 from mlx_kv.server.names import ModelNames
 from mlx_kv.server.requests import CompletionRequest, Prompt, RequestRules
 from mlx_kv.server.responses import CompletionResponse
+from mlx_kv.server.sampling_fields import check_biases
 from mlx_kv.server.stop_strings import StopStrings
 from mlx_kv.server.task_thread import TaskThread, TaskThreadError
+from mlx_kv.server.token_texts import TokenTexts
 from mlx_kv.server.unknown_fields import UnknownFields
 from mlx_kv.server.worker import Worker
 
@@ -63,7 +65,8 @@ class Intake:
 
     def __init__(self, worker: Worker, admission: AdmissionController, limits: Limits, names: ModelNames) -> None:
         self._worker, self._admission, self._limits, self._names = worker, admission, limits, names
-        self._rules = RequestRules(limits.temperature, UnknownFields(limits.strict))
+        self._rules = RequestRules(worker.models.sampling, UnknownFields(limits.strict))
+        self._texts = TokenTexts(worker.models.tokenizer)
         self._grammars = Grammars(worker.models.tokenizer, self._rules.unknown)
         # One thread for tokenizers: they are fast, but a long prompt would hold up everybody else's tokens.
         self._tokenizing = TaskThread("mlx-kv tokenizer")
@@ -76,7 +79,11 @@ class Intake:
         try:
             prompts = await self._tokens(request)
             cache, grammar = await self._cache_of(request), await self._grammars.of(request)
-            choices = [self._choice(request, index, tokens, since, cache) for index, tokens in enumerate(prompts)]
+            choices = [
+                self._choice(request, place, number, prompts[place], since, cache)
+                for place in range(len(prompts))
+                for number in range(request.wanted.n)
+            ]
             for choice in choices:
                 choice.job.grammar = self._grammars.processor(grammar, request, choice.job.tokens)
             return CompletionResponse(self._admission, choices, writer(self._names.name), request.stream)
@@ -142,23 +149,20 @@ class Intake:
             raise ApiError(400, f"cache: {error}", "cache") from error
 
     def _choice(
-        self,
-        request: CompletionRequest,
-        index: int,
-        tokens: list[int],
-        since: float,
-        cache: RowCache,
+        self, request: CompletionRequest, place: int, number: int, tokens: list[int], since: float, cache: RowCache
     ) -> Choice:
-        job, tokenizer = self._job(request, tokens, since, cache), self._worker.models.tokenizer
+        """One of the answers to the prompt at some place, both counted from 0."""
+        job, tokenizer = self._job(request, number, tokens, since, cache), self._worker.models.tokenizer
+        texts, index = None if request.wanted.top_logprobs is None else self._texts, place * request.wanted.n + number
         if request.chat:
             bare = request.forces_call and marks_of(tokenizer) is None
             parser = ChatOutputParser(tokenizer, tokens, request.tools, request.stream, request.one_call, bare)
-            return Choice(index, index, job, parser)
-        prompt = request.prompts[index]
+            return Choice(index, place, job, parser, texts=texts)
+        prompt = request.prompts[place]
         echo = prompt if isinstance(prompt, str) else tokenizer.decode(tokens)
-        return Choice(index, index, job, echo=echo if request.echo else "")
+        return Choice(index, place, job, echo=echo if request.echo else "", texts=texts)
 
-    def _job(self, request: CompletionRequest, tokens: list[int], since: float, cache: RowCache) -> Job:
+    def _job(self, request: CompletionRequest, number: int, tokens: list[int], since: float, cache: RowCache) -> Job:
         param, context = "messages" if request.chat else "prompt", self._worker.context
         if not tokens:
             raise ApiError(400, "the prompt is empty: send at least one token", param)
@@ -172,14 +176,14 @@ class Intake:
         max_tokens = max_tokens if context is None else min(max_tokens, context - len(tokens))
         if refusal := self._worker.limit.refusal(cache.plan, len(tokens), max_tokens):
             raise ApiError(400, refusal, param, "memory_limit_exceeded")
-        stop_strings = StopStrings(request.stop_strings)
+        wanted = request.wanted
+        check_biases(wanted.sampling, self._worker.vocabulary)
         return Job(
             tokens,
             max_tokens,
-            request.temperature,
-            request.top_p,
-            request.seed,
-            stop_strings,
+            wanted.sampling_of(number),
+            wanted.top_logprobs,
+            StopStrings(request.stop_strings),
             cache.policy,
             request.cache.keep,
             since=since,

@@ -1,17 +1,18 @@
 """What is passed between requests and the worker: a job, the chunks of its output, and a snapshot of memory.
 
-Decides how a job samples. Knows nothing about threads or HTTP.
+Decides nothing. Knows nothing about threads or HTTP.
 """
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import count
 
 from mlx_kv.generation.grammar.processor import GrammarProcessor
-from mlx_kv.generation.sampling import Sampler, SeededSampler, TemperatureSampler
+from mlx_kv.generation.logprobs import TokenScore
+from mlx_kv.generation.settings import SamplingSettings
 from mlx_kv.generation.speculation.statistics import SpeculationStatistics
 from mlx_kv.policy import CachePolicy
 from mlx_kv.prefixes.index import packed
@@ -29,8 +30,8 @@ class Job:
 
     Attributes:
         tokens: of the prompt.
-        temperature: 0 is greedy.
-        seed: of its random numbers, whoever else is served; None draws from those of the thread.
+        sampling: how its tokens are chosen; without a seed by the random numbers of the thread.
+        top_logprobs: how many likeliest tokens are told with each; None tells no log-probabilities at all.
         policy: how its keys and values are kept; None is as the server's.
         keep: whether what is read of it is kept for others.
         slot: in which it is to be shown; None is any.
@@ -45,9 +46,8 @@ class Job:
 
     tokens: list[int]
     max_tokens: int
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int | None = None
+    sampling: SamplingSettings = field(default_factory=SamplingSettings)
+    top_logprobs: int | None = None
     stop_strings: StopStrings = field(default_factory=StopStrings)
     policy: CachePolicy | None = None
     keep: bool = True
@@ -81,6 +81,7 @@ class OutputChunk:
     Attributes:
         text: may be empty.
         tokens: generated since the last chunk.
+        scores: of those that have a text, by id, where the job wants them.
         finish_reason: with the last chunk: "stop" or "length", or "error".
         error: in words, for the client.
         status: of HTTP, that goes with an error.
@@ -92,11 +93,13 @@ class OutputChunk:
     finish_reason: str | None = None
     error: str | None = None
     status: int = 500
+    scores: tuple[tuple[int, TokenScore], ...] = ()
 
     def joined(self, following: OutputChunk) -> OutputChunk:
         """This chunk and the one after it as one."""
         text, tokens = self.text + following.text, self.tokens + following.tokens
-        return OutputChunk(self.job, text, tokens, following.finish_reason)
+        scores = self.scores + following.scores
+        return OutputChunk(self.job, text, tokens, following.finish_reason, scores=scores)
 
 
 @dataclass(frozen=True)
@@ -119,17 +122,3 @@ class Snapshot:
     prompt_memory: int = 0
     speculation: SpeculationStatistics | None = None
     planned: int = 0
-
-
-@lru_cache(maxsize=64)
-def _shared_sampler(temperature: float, top_p: float) -> TemperatureSampler:
-    """Rows that sample alike share a sampler, and are then sampled in one call."""
-    return TemperatureSampler(temperature, top_p)
-
-
-def sampler_for(job: Job) -> Sampler | None:
-    if job.temperature == 0 or job.top_p == 0:
-        return None
-    if job.seed is None:
-        return _shared_sampler(job.temperature, job.top_p)
-    return SeededSampler(TemperatureSampler(job.temperature, job.top_p), job.seed, len(job.tokens))

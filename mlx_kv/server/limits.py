@@ -20,7 +20,6 @@ class Limits:
         prompt_tokens: None is the context of the model, less one.
         queue: answers that wait for a row; requests for more are turned away.
         max_tokens: where a request does not say.
-        temperature: where a request does not say.
         slot_folder: where slots are saved; None saves none.
         strict: whether requests with fields that nobody knows are refused.
         cache: what requests may say of how their keys and values are kept.
@@ -32,7 +31,6 @@ class Limits:
     prompt_tokens: int | None = None
     queue: int = 64
     max_tokens: int = 512
-    temperature: float = 0.0
     strict: bool = False
     cache: AllowedCache = field(default_factory=AllowedCache)
     slot_folder: Path | None = None

@@ -13,17 +13,23 @@ import mlx.nn as nn
 from mlx_kv.generation.agreement import ALONE, Agreement
 from mlx_kv.generation.engine import Engine, make_engine
 from mlx_kv.generation.rereading import Instructions
+from mlx_kv.generation.settings import SamplingSettings
 from mlx_kv.generation.speculation.settings import DraftSettings
 from mlx_kv.policy import CachePolicy
 
 
 @dataclass(frozen=True)
 class Models:
-    """What the worker loads: a model, its tokenizer, and a draft model to speculate with."""
+    """What the worker loads: a model, its tokenizer, and a draft model to speculate with.
+
+    Attributes:
+        sampling: how tokens are chosen where a request does not say.
+    """
 
     model: nn.Module
     tokenizer: Any
     draft: nn.Module | None = None
+    sampling: SamplingSettings = field(default_factory=SamplingSettings)
 
 
 @dataclass(frozen=True)

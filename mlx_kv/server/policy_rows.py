@@ -24,7 +24,7 @@ from mlx_kv.ranks.engine import LedEngine, lead
 from mlx_kv.ranks.group import RankGroup
 from mlx_kv.ranks.link import RanksError
 from mlx_kv.server.fingerprint import serving_fingerprint
-from mlx_kv.server.job import Job, OutputChunk, sampler_for
+from mlx_kv.server.job import Job, OutputChunk
 from mlx_kv.server.metrics import Metrics
 from mlx_kv.server.models import EngineSettings, Models
 from mlx_kv.server.monitor import Monitor
@@ -160,11 +160,13 @@ class PolicyRows:
 
     def _submit(self, job: Job, reader: PromptReader | None = None) -> None:
         """Gives a job to the engine, with caches if any of its prompt has been read."""
-        sampler, detokenizer = sampler_for(job), self._served.models.tokenizer.detokenizer
+        tokenizer = self._served.models.tokenizer
+        sampler = job.sampling.sampler(len(job.tokens), tokenizer)
         read, caches = (0, None) if reader is None else (reader.read, reader.caches)
         before, rest = job.tokens[:read], job.tokens[read:]
-        sequence = TokenSequence(job.number, rest, job.max_tokens, detokenizer, sampler, caches, before)
-        sequence.processors = () if job.grammar is None else (job.grammar,)
+        sequence = TokenSequence(job.number, rest, job.max_tokens, tokenizer.detokenizer, sampler, caches, before)
+        grammar = () if job.grammar is None else (job.grammar,)
+        sequence.processors, sequence.top_logprobs = (*job.sampling.processors(), *grammar), job.top_logprobs
         try:
             self.engine.submit(sequence)
         except ValueError as error:

@@ -11,11 +11,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mlx_kv.generation.grammar.constraint import Constraint
+from mlx_kv.generation.settings import SamplingSettings
+from mlx_kv.server import sampling_fields
 from mlx_kv.server.cache_requests import AS_SERVED, CacheRequest, cache_field
 from mlx_kv.server.chat_requests import chat_fields
 from mlx_kv.server.constraint_fields import FIELDS, constraint_of
 from mlx_kv.server.errors import ApiError
-from mlx_kv.server.fields import boolean, integer, json_kind, number, typed, unicode
+from mlx_kv.server.fields import boolean, integer, json_kind, typed, unicode
+from mlx_kv.server.sampling_fields import Answers, answers_of
 from mlx_kv.server.unknown_fields import UnknownFields
 
 MOST_STOPS = 16
@@ -33,18 +36,7 @@ IGNORED = {
     "user",
     "verbosity",
 }
-COMMON = {
-    "cache",
-    "id_slot",
-    "max_tokens",
-    "model",
-    "seed",
-    "stop",
-    "stream",
-    "stream_options",
-    "temperature",
-    "top_p",
-}
+COMMON = {"cache", "id_slot", "max_tokens", "model", "stop", "stream", "stream_options", *sampling_fields.FIELDS}
 FOR_COMPLETIONS = {"echo", "prompt"}
 FOR_CHAT = {
     "chat_template_kwargs",
@@ -61,20 +53,10 @@ FOR_CHAT = {
 # Not supported; these values of them say the same as nothing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "adapters": (),
-    "best_of": (1,),
-    "frequency_penalty": (0, 0.0),
     "function_call": ("none", "auto"),
     "functions": ([],),
-    "logit_bias": ({},),
-    "logprobs": (False,),
-    "min_p": (0, 0.0),
     "modalities": (["text"],),
-    "n": (1,),
-    "presence_penalty": (0, 0.0),
-    "repetition_penalty": (0, 0.0, 1, 1.0),
     "suffix": ("",),
-    "top_k": (0, -1),
-    "top_logprobs": (0,),
 }
 
 
@@ -91,7 +73,7 @@ class CompletionRequest:
         one_call: whether an answer has one tool call at the most.
         echo: whether an answer begins with its prompt.
         max_tokens: None leaves it to the server.
-        temperature: 0 is greedy.
+        wanted: how many answers a prompt gets, and how their tokens are chosen and told.
         slot: in which it is to be shown; None is any.
         stop_strings: strings at which the answer ends.
         cache: how its keys and values are to be kept.
@@ -110,9 +92,7 @@ class CompletionRequest:
     continues: bool = False
     echo: bool = False
     max_tokens: int | None = None
-    temperature: float = 1.0
-    top_p: float = 1.0
-    seed: int | None = None
+    wanted: Answers = field(default_factory=Answers)
     stop_strings: tuple[str, ...] = ()
     slot: int | None = None
     constraint: Constraint | None = None
@@ -133,14 +113,19 @@ class CompletionRequest:
     @property
     def answers(self) -> int:
         """How many it asks for."""
-        return max(1, len(self.prompts))
+        return max(1, len(self.prompts)) * self.wanted.n
+
+    @property
+    def sampling(self) -> SamplingSettings:
+        """How tokens are chosen."""
+        return self.wanted.sampling
 
 
 @dataclass(frozen=True)
 class RequestRules:
     """What holds where a request does not say, and what becomes of fields that nobody knows."""
 
-    temperature: float = 0.0
+    sampling: SamplingSettings = field(default_factory=SamplingSettings)
     unknown: UnknownFields = field(default_factory=UnknownFields)
 
 
@@ -163,13 +148,10 @@ def parse(body: Any, chat: bool, rules: RequestRules) -> CompletionRequest:
     stream_options = typed(fields, "stream_options", dict, {})
     if stream_options and not stream:
         raise ApiError(400, "stream_options is only for stream=true: leave it out", "stream_options")
-    seed = integer(fields, "seed", -(2**63), 2**64 - 1)
     checked: dict[str, Any] = {
         "model": typed(fields, "model", str, None),
         "max_tokens": next((limit for limit in limits if limit is not None), None),
-        "temperature": number(fields, "temperature", 0, 2, rules.temperature),
-        "top_p": number(fields, "top_p", 0, 1, 1.0),
-        "seed": None if seed is None else seed % 2**64,
+        "wanted": answers_of(fields, rules.sampling, chat),
         "stop_strings": _stop_strings(fields),
         "slot": integer(fields, "id_slot", -1, MOST_TOKENS),
         "stream": stream,

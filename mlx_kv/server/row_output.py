@@ -34,7 +34,9 @@ def output_of(tokens: Iterable[BatchToken], active: Mapping[int, Job]) -> tuple[
             finish = "stop"
         elif finish is not None:
             text += job.stop_strings.finish()
-        chunk = OutputChunk(job, text, 1, finish)
+        ends = token.finish_reason == "stop"  # with a token that has no text
+        scores = () if token.score is None or ends else ((token.token, token.score),)
+        chunk = OutputChunk(job, text, 1, finish, scores=scores)
         chunks[job.number] = chunks[job.number].joined(chunk) if job.number in chunks else chunk
         if finish == "stop" and job.grammar is not None and job.grammar.error and not job.stop_strings.stopped:
             error = f"the grammar could not be followed any longer: {job.grammar.error}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import FunctionType
 from typing import Any
 
 import mlx.core as mx
@@ -12,6 +13,7 @@ from mlx_lm import sample_utils
 
 from mlx_kv.generation.sampling import SeededSampler, TemperatureSampler
 from mlx_kv.generation.settings import SamplingSettings
+from mlx_kv.mlxlm import filters
 
 V = 60
 LOGITS = mx.random.normal((8, V), key=mx.random.key(5)) * 2.5
@@ -61,6 +63,14 @@ def test_each_filter_leaves_the_probabilities_that_mlx_lms_does(
     assert mx.array_equal(alone, ours.scaled(LOGPROBS)).item(), "a row has the same, whoever is beside it"
     several = ours.scaled(LOGPROBS.reshape(2, 4, V)).reshape(8, V)
     assert mx.array_equal(several, ours.scaled(LOGPROBS)).item(), "and at any place of a draft"
+
+
+def test_a_new_number_compiles_nothing() -> None:
+    for name in ("apply_min_p", "apply_top_k", "apply_top_p", "apply_xtc"):
+        compiled, plain = getattr(sample_utils, name), getattr(filters, name)
+        assert type(plain) is FunctionType
+        assert type(compiled) is not FunctionType, "mlx-lm no longer compiles it: take it as it is"
+        assert (plain.__module__, plain.__name__) == (sample_utils.__name__, name)
 
 
 def test_top_choices_are_excluded_as_often_as_asked_and_by_seed_and_position_alone() -> None:

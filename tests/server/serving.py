@@ -21,6 +21,7 @@ import openai
 
 from mlx_kv import CachePolicy, PromptStore
 from mlx_kv.bundled import model_path
+from mlx_kv.generation.settings import SamplingSettings
 from mlx_kv.generation.speculation.settings import DraftSettings
 from mlx_kv.mlxlm.loading import load
 from mlx_kv.server.access import AccessRules
@@ -99,13 +100,15 @@ def running(
     change: Callable[[Any], Any] = lambda tokenizer: tokenizer,
     access: AccessRules | None = None,
     drafting: DraftSettings | None = None,
+    sampling: SamplingSettings | None = None,
     memory_limit: int | None = None,
     most_policies: int = 1,
     rest: Rest | None = None,
 ) -> Iterator[Running]:
     def models() -> Models:
         model, tokenizer = load(model_path("reference"))
-        return Models(model, change(tokenizer), load(model_path("draft"))[0] if draft else None)
+        drafts = load(model_path("draft"))[0] if draft else None
+        return Models(model, change(tokenizer), drafts, sampling or SamplingSettings())
 
     metrics = Metrics()
     worker = Worker(

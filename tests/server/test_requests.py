@@ -45,8 +45,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"prompt": "x", "temperature": "hot"}, "temperature"),
     ({"prompt": "x", "top_p": 2}, "top_p"),
     ({"prompt": "x", "seed": 2**70}, "seed"),
-    ({"prompt": "x", "n": 2}, "n"),
-    ({"prompt": "x", "logprobs": 0}, "logprobs"),
     ({"prompt": "x", "echo": 1}, "echo"),
     ({"prompt": "x", "stop": ""}, "stop"),
     ({"prompt": "x", "stop": [1]}, "stop"),
@@ -81,7 +79,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "chat_template_kwargs",
     ),
     ({"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "yaml"}}, "response_format"),
-    ({"messages": [{"role": "user", "content": "x"}], "logprobs": True}, "logprobs"),
 ]
 
 

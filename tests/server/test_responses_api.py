@@ -144,7 +144,7 @@ def test_fields_of_a_response_become_those_of_a_chat() -> None:
         "max_tokens": 9,
     }
     request = ResponsesDialect(Conversations())(body, RequestRules()).request
-    assert (request.seed, request.stop_strings, request.max_tokens) == (7, ("end",), None)
+    assert (request.sampling.seed, request.stop_strings, request.max_tokens) == (7, ("end",), None)
     assert (request.one_call, request.hints) == (True, {"reasoning_effort": "low"})
     assert request.tools == [{"type": "function", "function": {"name": "look", "strict": True}}]
 
