@@ -3,11 +3,11 @@
     python benchmarks/structured.py [--model PATH] [--rows 1,8] [--tokens 60] [--rounds 3]
 
 Each token of a row that is kept to a grammar waits for the one before it: only when that is known can the library say
-which tokens may come next, one bit for each token of the vocabulary. Then the mask is made an array, and logits that are
-not allowed become minus infinity. So a pass is no longer begun before the last one's tokens are known, and each row
-costs what its masks cost. Both are measured: tokens a second of rows with and without a grammar, greedy, alternating, in the
-same process; and microseconds of a single mask, without a model. The schema is a list of objects without an end, so
-that all rows go on for as long. The last line is one JSON object.
+which tokens may come next, one bit for each token of the vocabulary. Then the mask is made an array, and logits that
+are not allowed become minus infinity. So a pass is no longer begun before the last one's tokens are known, and each
+row costs what its masks cost. Both are measured: tokens a second of rows with and without a grammar, greedy,
+alternating, in the same process; and microseconds of a single mask, without a model. The schema is a list of objects
+without an end, so that all rows go on for as long. The last line is one JSON object.
 """
 
 from __future__ import annotations
