@@ -122,6 +122,7 @@ def make_engine(
     draft_length: DraftLength = "chosen",
     agreement: Agreement = ALONE,
     instructions: Instructions = NOTHING_ASKED,
+    most_wait: float | None = None,
 ) -> Engine:
     """An engine for one model and policy.
 
@@ -133,6 +134,8 @@ def make_engine(
         agreement: with the other ranks of the model, which all make an engine now. Whether it speculates, who drafts,
             and whether caches are returned the leader says.
         instructions: before the second reading of a prompt, where the policy wants one.
+        most_wait: seconds that rows wait for their next token while prompts are read, as far as the least chunk allows;
+            None reads all chunks whole. Not with drafts, several ranks or budgets, where chunks have their size.
 
     Raises:
         ValueError: what the model or the policy refuses.
@@ -147,7 +150,7 @@ def make_engine(
     drafts, return_caches = agreement.told(lambda: (draft_model is not None or drafter is not None, return_caches))
     if not drafts:
         return PlainEngine(
-            model, ends, policy, max_batch_size, prefill_step_size, return_caches, agreement, instructions
+            model, ends, policy, max_batch_size, prefill_step_size, return_caches, agreement, instructions, most_wait
         )
     decoder = make_decoder(model, policy, draft_model, drafting or DraftSettings(), agreement)
     if max_batch_size > 1 and (any(equal_lengths(model, agreement)) or decoder.drafter.equal_rows):

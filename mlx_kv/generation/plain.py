@@ -7,6 +7,7 @@ step ahead of what it tells. Knows nothing about files or requests, nor how rows
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ import mlx.nn as nn
 from mlx_kv.generation.agreement import ALONE, Agreement
 from mlx_kv.generation.logprobs import scored
 from mlx_kv.generation.prefill import CHUNKS_AT_ONCE, MOST_PROMPTS_AT_ONCE, chunk_for, prefill_step, reserve_for
+from mlx_kv.generation.prefill_pacing import PrefillPace
 from mlx_kv.generation.progress import SequenceProgress
 from mlx_kv.generation.reading_twice import ReadingTwice
 from mlx_kv.generation.rereading import NOTHING_ASKED, Instructions
@@ -47,6 +49,7 @@ class PlainEngine:
         return_caches: bool = False,
         agreement: Agreement = ALONE,
         instructions: Instructions = NOTHING_ASKED,
+        most_wait: float | None = None,
     ) -> None:
         self.model, self._return_caches = model, return_caches
         self._empty = caches_together(model, policy, agreement)  # refuses what no layer can honour
@@ -65,6 +68,9 @@ class PlainEngine:
         self._active: dict[int, TokenSequence] = {}  # by mlx-lm's number for it
         self._reading: dict[int, int] = {}  # by the same, those that have prompt tokens left to read, and how many
         self._most_tokens = min(MOST_TOKENS_AT_ONCE[mx.default_device().type], 2 * chunk)
+        evicts = any(cache.evictor is not None for cache in attention_caches(self._empty))
+        paced = most_wait is not None and agreement is ALONE and not evicts
+        self._pace = PrefillPace(most_wait or 0.0, self.step_size) if paced else None
         self._most_long = max(2, CHUNKS_AT_ONCE * chunk // self.step_size)
 
     def submit(self, sequence: TokenSequence) -> None:
@@ -85,7 +91,7 @@ class PlainEngine:
         if not self._active:
             return []
         tokens = []
-        prompts, responses = self._generator.next()
+        prompts, responses = self._next()
         for response in prompts:
             read, everything = response.progress
             self._reading[response.uid] = max(0, everything - read - 1)  # the last is read with the first step
@@ -102,6 +108,17 @@ class PlainEngine:
             if finish is not None:
                 del self._active[response.uid]
         return tokens
+
+    def _next(self) -> tuple[list[Any], list[Any]]:
+        """A step of mlx-lm's loop; prompts that are read in it keep rows that decode waiting only for so long."""
+        if self._pace is None or not self._reading:
+            return self._generator.next()
+        step = self._pace.chunk(len(self._reading)) if self._generator.rows else self.step_size
+        self._generator.read_at_once(step)
+        tokens, started = sum(min(step, left) for left in self._reading.values()), time.perf_counter()
+        told = self._generator.next()
+        self._pace.took(tokens, time.perf_counter() - started)
+        return told
 
     def _join(self) -> None:
         """Hands sequences to mlx-lm's loop, as many as may be read together."""

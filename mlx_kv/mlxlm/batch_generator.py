@@ -78,6 +78,10 @@ class WatchedBatchGenerator:
             self._together.samplers[int(number)] = sampler
         return int(number)
 
+    def read_at_once(self, step: int) -> None:
+        """From now on so many tokens of a prompt are read in a pass."""
+        self._generator.prefill_step_size = step
+
     def next(self) -> tuple[list[Any], list[Any]]:
         """mlx-lm's responses: of prompts that are read, and of rows that decode."""
         self._decoding, self._beginning = self.rows, self._not_decoding()

@@ -42,6 +42,7 @@ class Job:
         drafted, accepted: tokens that were drafted in the last pass, and those that were right so far.
         evicted: tokens that are no longer in its caches, those that were evicted for others before among them.
         answer: tokens so far.
+        resumed: of them, those that are read with the prompt: its row was lost, and begins anew after them.
     """
 
     tokens: list[int]
@@ -62,11 +63,22 @@ class Job:
     accepted: int = 0
     evicted: int = 0
     answer: list[int] = field(default_factory=list)
+    resumed: int = 0
+
+    @property
+    def to_read(self) -> list[int]:
+        """What a row reads before it goes on: the prompt, and what is resumed."""
+        return [*self.tokens, *self.answer[: self.resumed]] if self.resumed else self.tokens
 
     @cached_property
     def prompt(self) -> bytes:
-        """Its tokens, packed: who waits is compared with others at every step."""
-        return packed(self.tokens)
+        """That, packed: who waits is compared with others at every step."""
+        return packed(self.to_read)
+
+    def resume(self) -> None:
+        """Its row is lost: the next one reads all that is known, and goes on from there."""
+        self.resumed = len(self.answer)
+        self.__dict__.pop("prompt", None)
 
     @property
     def known(self) -> list[int]:

@@ -40,12 +40,14 @@ class EngineSettings:
         max_batch_size, prefill_step_size: as in `make_engine`.
         drafting: what is drafted.
         keeps: whether what was read of prompts is kept for others.
+        most_wait: as in `make_engine`.
     """
 
     max_batch_size: int = 8
     prefill_step_size: int | None = None
     drafting: DraftSettings = field(default_factory=DraftSettings)
     keeps: bool = True
+    most_wait: float | None = None
 
     def engine(
         self, models: Models, policy: CachePolicy, instructions: Instructions, agreement: Agreement = ALONE
@@ -66,4 +68,5 @@ class EngineSettings:
             return_caches=self.keeps or policy.budget is not None,  # also to see what was evicted last
             agreement=agreement,
             instructions=instructions,
+            most_wait=self.most_wait,
         )

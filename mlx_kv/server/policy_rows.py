@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 
@@ -33,6 +34,7 @@ from mlx_kv.server.row_output import output_of
 from mlx_kv.server.tiered_prefixes import TieredPrefixes
 
 ENGINE_TRIES, ENGINE_PAUSE = 3, 0.5  # how often an engine is made anew before the worker gives up; seconds in between
+NO_MEMORY = ("unable to allocate", "attempting to allocate", "out of memory", "insufficient memory")
 log = logging.getLogger("mlx_kv.server")
 
 
@@ -142,6 +144,9 @@ class PolicyRows:
     def add(self, job: Job) -> None:
         """It has a row."""
         self.active[job.number], job.joined = job, True  # from here on, whatever fails ends it
+        self._begin(job)
+
+    def _begin(self, job: Job) -> None:
         if self._keeps:
             self.prefill.add(job)
         else:
@@ -150,9 +155,10 @@ class PolicyRows:
     def step(self) -> None:
         """Some work, and what came of it is handed on."""
         for job, reader in self.prefill.step():
-            job.cached = reader.reused
-            (self._metrics.prefix_hits if reader.reused else self._metrics.prefix_misses).inc()
-            self._metrics.cached_tokens.inc(job.cached)
+            if not job.resumed:  # else that was said before
+                job.cached = reader.reused
+                (self._metrics.prefix_hits if reader.reused else self._metrics.prefix_misses).inc()
+                self._metrics.cached_tokens.inc(job.cached)
             self._count_evicted([job], reader.caches)
             self._submit(job, reader)
         if self.engine.busy:
@@ -160,11 +166,10 @@ class PolicyRows:
 
     def _submit(self, job: Job, reader: PromptReader | None = None) -> None:
         """Gives a job to the engine, with caches if any of its prompt has been read."""
-        tokenizer = self._served.models.tokenizer
-        sampler = job.sampling.sampler(len(job.tokens), tokenizer)
+        sampler = job.sampling.sampler(len(job.to_read), self._served.models.tokenizer)
         read, caches = (0, None) if reader is None else (reader.read, reader.caches)
-        before, rest = job.tokens[:read], job.tokens[read:]
-        sequence = TokenSequence(job.number, rest, job.max_tokens, tokenizer.detokenizer, sampler, caches, before)
+        before, rest, most = job.to_read[:read], job.to_read[read:], job.max_tokens - job.resumed
+        sequence = TokenSequence(job.number, rest, most, self._detokenizer(job), sampler, caches, before)
         grammar = () if job.grammar is None else (job.grammar,)
         sequence.processors, sequence.top_logprobs = (*job.sampling.processors(), *grammar), job.top_logprobs
         try:
@@ -172,7 +177,17 @@ class PolicyRows:
         except ValueError as error:
             self.fail([job], str(error), 400)
             return
-        self._metrics.prompt_tokens.inc(len(job.tokens))
+        if not job.resumed:
+            self._metrics.prompt_tokens.inc(len(job.tokens))
+
+    def _detokenizer(self, job: Job) -> Any:
+        """Makes text of the tokens that come, after those that a client has."""
+        detokenizer: Any = self._served.models.tokenizer.detokenizer
+        for token in job.answer[: job.resumed]:
+            detokenizer.add_token(token)
+        if job.resumed:
+            _ = detokenizer.last_segment  # told before, but for what was held back
+        return detokenizer
 
     def _hand_on(self, tokens: list[BatchToken]) -> None:
         """Passes on what a step gave."""
@@ -223,14 +238,35 @@ class PolicyRows:
 
     # --- when a step fails, and at the end ------------------------------------------------------------------------
 
-    def recover(self) -> None:
+    def recover(self, out_of_memory: bool) -> None:
         """A step has failed: its rows are lost, but not the server.
+
+        Where memory has run out, the job that wants most of it ends, and the others begin anew with what they know.
 
         Raises:
             Exception: the engine cannot be made anew; there is nothing more to be done then.
         """
         self._metrics.engine_failures.inc()
-        self.fail(list(self.active.values()), "the server failed while it generated: see its log")
+        if out_of_memory:
+            self._end_one()
+        else:
+            self.fail(list(self.active.values()), "the server failed while it generated: see its log")
+        self._make_anew()
+        for job in self.active.values():
+            job.resume()
+            self._begin(job)
+
+    def _end_one(self) -> None:
+        """Memory has run out: the job ends that came last of those without an answer, else the longest."""
+        jobs = list(self.active.values())
+        unanswered = [job for job in jobs if not job.answer]
+        for job in unanswered[-1:] or sorted(jobs, key=lambda job: len(job.known))[-1:]:
+            self._metrics.out_of_memory.inc()
+            why = "the server ran out of memory at this request: try again later, or send a shorter prompt"
+            self.fail([job], why, 503)
+        self.prefixes.memory.shrink(0)
+
+    def _make_anew(self) -> None:
         del self.engine, self.prefill  # and with them what may be too much for two
         mx.clear_cache()
         for tried in range(1, ENGINE_TRIES + 1):
@@ -249,3 +285,9 @@ class PolicyRows:
     def close(self) -> None:
         """Lets the engine go; what was read of prompts stays."""
         self.engine.close()
+
+
+def out_of_memory(error: Exception) -> bool:
+    """Whether an error says that memory has run out, as MLX says it on a CPU, with Metal, and with CUDA."""
+    said = str(error).lower()
+    return isinstance(error, MemoryError) or any(words in said for words in NO_MEMORY)

@@ -109,7 +109,7 @@ class PrefillScheduler:
             if self._fetching is None:  # else perhaps that comes with what this one needs
                 self._fetching = job
                 left = self._prefixes.patience - (time.monotonic() - waits_since)
-                self._prefixes.fetch(job.tokens, self._arrived, left)
+                self._prefixes.fetch(job.to_read, self._arrived, left)
             return None
         self._waits.pop(job, None)
         if self._fetched is not job:
@@ -120,7 +120,7 @@ class PrefillScheduler:
                 self._take_from_rows(wanted, there)
         caches = self._engine.make_caches()
         kept = self._prefixes if job.keep else FoundOnly(self._prefixes)
-        reader = PromptReader(self._engine.read, caches, job.tokens, kept, self._step, self._instructions)
+        reader = PromptReader(self._engine.read, caches, job.to_read, kept, self._step, self._instructions)
         job.evicted = max(tokens_evicted(reader.caches), default=0)  # by others, who have counted it
         return reader
 
@@ -137,7 +137,7 @@ class PrefillScheduler:
         for other in () if self._checkpoints else (*self._in_engine(), *ready):
             # A row to take it from is there when all of the other prompt is read.
             gain = shared(other.prompt, wanted) - there
-            if other.keep and gain >= max(WORTH_WAITING, (len(other.tokens) - other.cached) // 2):
+            if other.keep and gain >= max(WORTH_WAITING, (len(other.to_read) - other.cached) // 2):
                 return True
         return False
 
@@ -147,7 +147,7 @@ class PrefillScheduler:
     def _take_from_rows(self, wanted: bytes, there: int) -> None:
         """Keeps a copy of the row that has most of a prompt, if it has much more than memory, and much at all."""
         decoding = [job for job in self._decoding() if job.keep]
-        rows = [(shared(job.prompt + packed(job.answer), wanted), job.number, job) for job in decoding]
+        rows = [(shared(job.prompt + packed(job.answer[job.resumed :]), wanted), job.number, job) for job in decoding]
         most, _, job = max(rows, default=(0, 0, None))
         if job is not None and most >= there + max(LEAST_SHARED, len(job.known) // 8):
             self.keep(job, self._engine.extract(job.number))

@@ -40,7 +40,8 @@ from mlx_kv.server.metrics import Metrics
 from mlx_kv.server.models import EngineSettings, Models
 from mlx_kv.server.monitor import UPDATE_EVERY, Monitor
 from mlx_kv.server.policies import RowsByPolicy, policy_name
-from mlx_kv.server.policy_rows import PolicyRows, Served
+from mlx_kv.server.policy_rows import PolicyRows, Served, out_of_memory
+from mlx_kv.server.rest import Rest
 from mlx_kv.server.tiered_prefixes import TieredPrefixes
 
 log = logging.getLogger("mlx_kv.server")
@@ -63,6 +64,8 @@ class Worker:
         memory_limit: bytes of weights, keys and values of rows, and prompts that are kept; "device" is what the device
             can bear, None is no limit.
         most_policies: cache policies for which there is an engine at once.
+        most_wait: seconds that rows wait for their next token while prompts are read, as in `make_engine`.
+        rest: when weights leave memory; None is never.
     """
 
     def __init__(
@@ -79,14 +82,16 @@ class Worker:
         group: RankGroup | None = None,
         memory_limit: int | Literal["device"] | None = None,
         most_policies: int = 1,
+        most_wait: float | None = None,
+        rest: Rest | None = None,
     ) -> None:
         self._group = group
         self._load, self.deliver, self._metrics = load, deliver, metrics
         self.policy, self.max_batch_size = policy or CachePolicy(), max_batch_size
         self._drafting, self._prefill_step_size = drafting or DraftSettings(), prefill_step_size
         self._prompt_memory_bytes, self._open_store = prompt_memory_bytes, open_store
-        self._memory_limit, self._most_policies = memory_limit, most_policies
-        self.limit = MemoryLimit()
+        self._memory_limit, self._most_policies, self._rest = memory_limit, most_policies, rest or Rest()
+        self.limit, self._most_wait = MemoryLimit(), most_wait
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._waiting: deque[Job] = deque()
         self._monitor = Monitor(metrics)
@@ -123,7 +128,8 @@ class Worker:
 
     @property
     def _settings(self) -> EngineSettings:
-        return EngineSettings(self.max_batch_size, self._prefill_step_size, self._drafting, self.keeps_prompts)
+        step, wait = self._prefill_step_size, self._most_wait
+        return EngineSettings(self.max_batch_size, step, self._drafting, self.keeps_prompts, wait)
 
     def parts(self) -> RankParts | None:
         """Of prompts that are kept, those that the other ranks have; None where there is no other."""
@@ -260,6 +266,7 @@ class Worker:
             self.own_plan = self._policies.plan(self.policy)
             self.limit = limited(self._memory_limit, self.models)
             self.context, self.vocabulary = context_length(self.models.model), len(self.models.tokenizer)
+            self._rest.begin(self.models)
         except BaseException as error:
             self._load_error = error if isinstance(error, Exception) else RuntimeError(f"loading ended with {error!r}")
             return
@@ -277,12 +284,14 @@ class Worker:
                 self._update_monitor()
                 continue
             except Exception as error:
+                ran_out = out_of_memory(error)
                 if isinstance(error, RanksError) or (self._group is not None and self._group.gone_within(1.0)):
                     raise  # there is nobody to go on with
                 count = sum(len(rows.active) for rows in at_fault)
-                log.exception("a step failed: all %d rows end, and the engine is made anew", count)
+                what = "one row ends" if ran_out else f"all {count} rows end"
+                log.exception("a step failed: %s, and the engine is made anew", what)
             for rows in at_fault:
-                rows.recover()  # out here, where no traceback holds the arrays of that step any longer
+                rows.recover(ran_out)  # out here, where no traceback holds the arrays of that step any longer
         self._rows.fail([*self._policies.active, *self._waiting], SHUTTING_DOWN)
         if self._group is not None:
             self._group.finish()  # here, since streams are a thread's own: others must not be left in a pass
@@ -314,6 +323,8 @@ class Worker:
         idle = not self._waiting and not any(rows.active for rows in policies)
         if idle:
             self._rows.tell_dropped()
+        if self._rest.look(idle, self.models):
+            self._monitor.expire()
         if self._monitor.due(idle):
             for rows in policies:
                 rows.note_progress()
@@ -327,7 +338,7 @@ class Worker:
         """Does what was asked for; waits for it where there is nothing else to do."""
         try:
             if self._policies.waits and not (self._waiting and self._room):
-                self._inbox.get(timeout=UPDATE_EVERY if self._monitor.rate_falls else None)()
+                self._inbox.get(timeout=UPDATE_EVERY if self._monitor.rate_falls else self._rest.wait())()
             while True:
                 self._inbox.get_nowait()()
         except queue.Empty:

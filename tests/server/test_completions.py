@@ -278,7 +278,7 @@ def test_a_step_that_fails_ends_its_rows_only(monkeypatch: pytest.MonkeyPatch) -
     with running() as server:
 
         def fail() -> Any:
-            raise RuntimeError("out of memory")
+            raise RuntimeError("made to fail")
 
         first = server.worker._rows.engine
         monkeypatch.setattr(first, "step", fail)

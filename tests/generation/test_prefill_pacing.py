@@ -1,0 +1,69 @@
+"""Chunks of prompts beside rows that decode: as small as a wait wants them, and of no effect on any token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from mlx_kv import CachePolicy
+from mlx_kv.generation.engine import make_engine
+from mlx_kv.generation.prefill_pacing import FIRST_CHUNK, LEAST_CHUNK, PrefillPace
+from mlx_kv.generation.sequence import TokenSequence
+
+PROMPTS = {0: [(5 * i + 3) % 90 for i in range(30)], 1: [(7 * i * i + 3 * i) % 90 for i in range(900)]}
+
+
+def test_a_chunk_has_as_many_tokens_as_fit_into_a_wait() -> None:
+    pace = PrefillPace(0.5, 2048)
+    assert pace.chunk(1) == FIRST_CHUNK
+    pace.took(128, 0.064)  # half a millisecond each
+    assert pace.chunk(1) == 960
+    assert pace.chunk(4) == 192
+    pace.took(10, 5.0)  # a pass of so few says nothing
+    assert pace.chunk(1) == 960
+    pace.took(1000, 100.0)
+    assert pace.chunk(1) == LEAST_CHUNK
+    pace.took(1000, 1e-9)
+    assert pace.chunk(3) == 2048
+
+
+def run(model: Any, policy: CachePolicy, most_wait: float | None) -> tuple[dict[int, list[int]], list[int]]:
+    """The tokens of a short prompt, and of a long one that joins it; how much was read at once while a row decoded."""
+    read: list[int] = []
+    engine = make_engine(model, {-1}, policy, prefill_step_size=512, most_wait=most_wait)
+    answers: dict[int, list[int]] = {0: [], 1: []}
+
+    def step() -> None:
+        before = engine._reading.get(1, 0) if hasattr(engine, "_reading") else 0  # by mlx-lm's number, from 0 up
+        decodes = bool(engine.rows)
+        for token in engine.step():
+            answers[token.index].append(token.token)
+        after = engine._reading.get(1, 0) if hasattr(engine, "_reading") else 0
+        if decodes and before > after:
+            read.append(before - after)
+
+    engine.submit(TokenSequence(0, PROMPTS[0], 60))
+    while not answers[0]:
+        step()
+    engine.submit(TokenSequence(1, PROMPTS[1], 5))
+    while engine.busy:
+        step()
+    engine.close()
+    return answers, read
+
+
+@pytest.mark.parametrize("policy", [CachePolicy(), CachePolicy(bits=8), CachePolicy(max_kv_size=200)], ids=repr)
+def test_small_chunks_change_no_token(policy: CachePolicy, reference: Any) -> None:
+    model = reference[0]
+    wanted, whole = run(model, policy, None)
+    paced, small = run(model, policy, 1e-9)
+    assert paced == wanted
+    assert max(whole) > LEAST_CHUNK >= max(small[1:])  # nobody knows how fast the first of them is
+    mx.clear_cache()
+
+
+def test_a_budget_is_read_in_whole_chunks(reference: Any) -> None:
+    policy = CachePolicy(budget=128)
+    assert run(reference[0], policy, 1e-9) == run(reference[0], policy, None)
