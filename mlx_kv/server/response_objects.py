@@ -71,7 +71,7 @@ class ResponseBuilder:
         if choice.texts is None:
             return None
         if self._request.chat:
-            return {"content": [_of_chat(token) for token in delta.logprobs], "refusal": None}
+            return {"content": [of_chat(token) for token in delta.logprobs], "refusal": None}
         offsets = list(accumulate((len(token.text) for token in delta.logprobs), initial=self._told[choice.index]))
         self._told[choice.index] = offsets.pop()
         tops = [{other.text: other.logprob for other in reversed(token.top)} for token in delta.logprobs]
@@ -118,9 +118,9 @@ class ResponseBuilder:
         return self._common | {"object": kind, "choices": choices}
 
 
-def _of_chat(token: TokenText, within: bool = False) -> dict[str, Any]:
+def of_chat(token: TokenText, within: bool = False) -> dict[str, Any]:
     said = {"id": token.token, "token": token.text, "bytes": list(token.data), "logprob": token.logprob}
-    return said if within else said | {"top_logprobs": [_of_chat(other, within=True) for other in token.top]}
+    return said if within else said | {"top_logprobs": [of_chat(other, within=True) for other in token.top]}
 
 
 def usage_of(usage: Usage) -> dict[str, Any]:

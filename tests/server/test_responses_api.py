@@ -80,6 +80,24 @@ def test_a_response_has_thoughts_texts_and_calls(stream: bool, reasoner: Running
     reasoner.wait_until_empty()
 
 
+def test_log_probabilities_of_a_response(reasoner: Running) -> None:
+    told: dict[str, Any] = {
+        "model": "reference", "input": "import os", "max_output_tokens": 8, "top_logprobs": 2, "temperature": 0,
+        "include": ["message.output_text.logprobs"],
+    }  # fmt: skip
+    whole: Any = reasoner.client.responses.create(**told)
+    tokens = whole.output[0].content[0].logprobs
+    assert len(tokens) == 8
+    assert "".join(token.token for token in tokens) == whole.output_text
+    assert all(token.logprob == token.top_logprobs[0].logprob and len(token.top_logprobs) == 2 for token in tokens)
+    streamed: list[Any] = list(reasoner.client.responses.create(**told, stream=True))
+    parts = [token for event in streamed if event.type == "response.output_text.delta" for token in event.logprobs]
+    assert [token.token for token in parts] == [token.token for token in tokens]
+    assert streamed[-1].response.output[0].content[0].logprobs == tokens
+    plain: Any = reasoner.client.responses.create(model="reference", input="import os", max_output_tokens=2)
+    assert plain.output[0].content[0].logprobs == []
+
+
 def test_responses_that_are_kept(reasoner: Running) -> None:
     client, told = reasoner.client, {"model": "reference", "max_output_tokens": 3}
     first = client.responses.create(**told, input="import os", instructions=SOURCE[:300])  # type: ignore[call-overload]

@@ -16,7 +16,7 @@ from mlx_kv.server.chat_output import Delta
 from mlx_kv.server.dialects.blocks import Block, Blocks, Change, Event, Kind
 from mlx_kv.server.dialects.conversations import Conversations
 from mlx_kv.server.errors import ApiError
-from mlx_kv.server.response_objects import event
+from mlx_kv.server.response_objects import event, of_chat
 
 # What a response says again of its request, and what it says where that does not.
 ECHOED: dict[str, Any] = {
@@ -63,6 +63,8 @@ class ResponseWriter:
         self._messages, self._conversations, self._blocks = messages, conversations, Blocks()
         self._ids: dict[int, str] = {}  # of items, by their index
         self._number = 0  # of events
+        self._logprobs: list[dict[str, Any]] = []  # of all texts
+        self._untold: list[dict[str, Any]] = []  # of tokens whose text is still to come
         self._response: dict[str, Any] = {
             "id": f"resp_{uuid.uuid4().hex}",
             "object": "response",
@@ -72,6 +74,8 @@ class ResponseWriter:
 
     def whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
         (choice,) = choices
+        self._hear(choice.answer)
+        self._told()
         for _ in (*self._blocks.add(choice.answer), *self._blocks.finish()):
             pass
         return self._ended(choices)
@@ -81,6 +85,7 @@ class ResponseWriter:
         return self._event("response.created", response=begun) + self._event("response.in_progress", response=begun)
 
     def part(self, choice: Choice, delta: Delta) -> bytes:
+        self._hear(delta)
         said = self._events(self._blocks.add(delta))
         return said + self._events(self._blocks.finish()) if choice.finish_reason else said
 
@@ -135,10 +140,22 @@ class ResponseWriter:
             return item | {
                 "type": "function_call", "call_id": block.call_id, "name": block.name, "arguments": text or "",
             }  # fmt: skip
-        content = [] if text is None else [_part(block, text)]
+        content = [] if text is None else [self._part(block, text)]
         if block.kind is Kind.REASONING:
             return item | {"type": "reasoning", "summary": [], "content": content}
         return item | {"type": "message", "role": "assistant", "content": content}
+
+    def _hear(self, delta: Delta) -> None:
+        """Log-probabilities of a text that is told now or later: a token may be there before its text."""
+        if delta.reasoning:
+            self._untold = []
+        self._untold += [of_chat(token) for token in delta.logprobs]
+
+    def _told(self) -> list[dict[str, Any]]:
+        """Those of a text that is told now."""
+        told, self._untold = self._untold, []
+        self._logprobs += told
+        return told
 
     def _events(self, changes: Iterable[Change]) -> bytes:
         return b"".join(self._change(*change) for change in changes)
@@ -152,17 +169,23 @@ class ResponseWriter:
         if what is Event.BEGINS:
             said = self._event("response.output_item.added", **at, item=begun)
             if block.kind is not Kind.CALL:
-                said += self._event("response.content_part.added", **of, part=_part(block, ""))
+                said += self._event("response.content_part.added", **of, part=self._part(block, ""))
             return said
-        logprobs: dict[str, Any] = {"logprobs": []} if block.kind is Kind.TEXT else {}
+        logprobs: dict[str, Any] = {"logprobs": self._logprobs} if block.kind is Kind.TEXT else {}
         if what is Event.GROWS:
+            logprobs = {"logprobs": self._told()} if block.kind is Kind.TEXT else {}
             return self._event(f"{_name(block)}.delta", **of, delta=text, **logprobs)
         if block.kind is Kind.CALL:
             said = self._event(f"{_name(block)}.done", **of, name=block.name, arguments=block.text)
         else:
             said = self._event(f"{_name(block)}.done", **of, text=block.text, **logprobs)
-            said += self._event("response.content_part.done", **of, part=_part(block, block.text))
+            said += self._event("response.content_part.done", **of, part=self._part(block, block.text))
         return said + self._event("response.output_item.done", **at, item=self._item(block, "completed", block.text))
+
+    def _part(self, block: Block, text: str) -> dict[str, Any]:
+        if block.kind is Kind.REASONING:
+            return {"type": "reasoning_text", "text": text}
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": self._logprobs if text else []}
 
     def _event(self, kind: str, **data: Any) -> bytes:
         said = event({"type": kind, "sequence_number": self._number, **data}, kind)
@@ -174,12 +197,6 @@ def _name(block: Block) -> str:
     """Of the events in which it grows."""
     names = {Kind.CALL: "function_call_arguments", Kind.TEXT: "output_text", Kind.REASONING: "reasoning_text"}
     return f"response.{names[block.kind]}"
-
-
-def _part(block: Block, text: str) -> dict[str, Any]:
-    if block.kind is Kind.REASONING:
-        return {"type": "reasoning_text", "text": text}
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
 def _texts(blocks: Sequence[Block], kind: Kind) -> str:
