@@ -28,7 +28,7 @@ def log_from(level: str) -> None:
     for name in ("mlx_kv", "uvicorn"):
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False
-        logger.setLevel(level)
+        logger.setLevel("WARNING" if name == "uvicorn" and level == "INFO" else level)
 
 
 class AccessLog:

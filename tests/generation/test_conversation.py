@@ -73,6 +73,21 @@ def test_each_answer_is_that_of_the_whole(
             assert len(conversation.turns) == number + 1
 
 
+def test_the_end_of_an_answer_is_there_once(reference: tuple[Any, Any]) -> None:
+    """A model that ends its answer writes what the template puts there, too."""
+    model, tokenizer = reference[0], chatty(reference)
+    tokenizer._tokenizer.eos_token = "\t"
+    (end,) = tokenizer.encode("\t", add_special_tokens=False)
+    tokenizer.eos_token_ids.add(end)
+    always = SamplingSettings(logit_bias={end: 1e4}).processors()
+    with conversing(model, tokenizer, CachePolicy()) as conversation:
+        answer = [token.token for token in conversation.ask("one", 12, processors=always)]
+        assert answer == [end]
+        prompt = conversation.prompt_of("two")
+        assert prompt[: len(conversation.tokens)] == conversation.tokens
+        assert tokenizer.decode(prompt) == "# user\none\t\n# assistant\n\t\n# user\ntwo\t\n# assistant\n"
+
+
 @pytest.mark.parametrize("policy", FULL)
 def test_a_turn_that_was_taken_back_left_nothing(policy: str, reference: tuple[Any, Any]) -> None:
     model, tokenizer = reference
