@@ -126,6 +126,8 @@ def test_blocks_become_messages_of_a_chat() -> None:
         {"role": "tool", "tool_call_id": "t1", "content": "error: no"},
         {"role": "user", "content": "well?"},
     ]
+    body["messages"][2]["content"].pop()  # type: ignore[index]
+    assert messages(body, RequestRules()).request.messages[3:] == [request.messages[3]]  # there is nothing else to say
     assert request.tools[0]["function"] == {"name": "look", "description": "", "parameters": TOOL}
     assert (request.one_call, request.hints, request.continues) == (True, {"enable_thinking": False}, False)
 
