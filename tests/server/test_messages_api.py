@@ -126,6 +126,8 @@ def test_blocks_become_messages_of_a_chat() -> None:
         {"role": "tool", "tool_call_id": "t1", "content": "error: no"},
         {"role": "user", "content": "well?"},
     ]
+    body["messages"][2]["content"].pop()  # type: ignore[index]
+    assert messages(body, RequestRules()).request.messages[3:] == [request.messages[3]]  # there is nothing else to say
     assert request.tools[0]["function"] == {"name": "look", "description": "", "parameters": TOOL}
     assert (request.one_call, request.hints, request.continues) == (True, {"enable_thinking": False}, False)
 
@@ -172,6 +174,8 @@ def test_anthropics_clients_send_keys_their_way(reasoner: Running, monkeypatch: 
     client = anthropic.Anthropic(base_url=reasoner.url, api_key="secret", max_retries=0)
     assert client.messages.create(**told).content
     assert [model.id for model in client.models.list()] == ["reference", "default_model"]
+    for key, status in (("secret", 200), ("wrong", 401)):
+        assert reasoner.http.post("/v1/messages", json=told, headers={"x-api-key": key}).status_code == status
     with pytest.raises(anthropic.AuthenticationError, match="no valid API key"):
         anthropic.Anthropic(base_url=reasoner.url, api_key="wrong", max_retries=0).messages.create(**told)
 
