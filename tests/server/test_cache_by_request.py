@@ -99,3 +99,18 @@ def test_a_server_that_allows_nothing_says_so() -> None:
 def test_words_of_the_operator_that_say_nothing_are_refused(words: str) -> None:
     with pytest.raises(ValueError, match="--allow-cache"):
         AllowedCache.of([words])
+
+
+def test_one_engine_serves_one_policy() -> None:
+    with running(limits=Limits(cache=ALLOWED)) as server:  # which the command never asks for
+        check_error(server.post(prompt="import", cache={"bits": 8}), 400)
+        assert server.complete("import", 3)
+
+
+def test_what_is_kept_of_all_policies_has_one_limit() -> None:
+    with running(limits=Limits(cache=ALLOWED), most_policies=3, prompt_memory_bytes=2_000_000) as server:
+        for cache in ({}, {"bits": 8}, {"budget": 400}):
+            for start in range(0, 1500, 500):
+                server.complete(LONG[start : start + 1000], 2, cache=cache)
+        server.wait_until(lambda: 0 < server.worker.snapshot.prompt_memory <= 2_000_000)
+        server.wait_until(lambda: server.worker._kept.nbytes <= 2_000_000)
