@@ -48,12 +48,14 @@ def test_what_was_read_is_found_under_its_policy_alone(server: Running) -> None:
             assert (cached(answer) > 0) == again, cache
 
 
-def test_what_is_not_to_be_kept_is_not(server: Running) -> None:
+@pytest.mark.parametrize("cache", [{}, {"budget": 300}], ids=["full", "budget"])
+def test_what_is_not_to_be_kept_is_not(cache: dict[str, Any], server: Running) -> None:
+    prompt = LONG[700:2700]
     for _ in range(2):
-        answer = server.post(prompt=LONG[700:1300], max_tokens=2, cache={"keep": False}).json()
+        answer = server.post(prompt=prompt, max_tokens=2, cache=cache | {"keep": False}).json()
         assert cached(answer) == 0
-    server.complete(LONG[700:1300], 2)
-    assert cached(server.post(prompt=LONG[700:1300], max_tokens=2, cache={"keep": False}).json()) > 0
+    server.complete(prompt, 2, cache=cache)
+    assert cached(server.post(prompt=prompt, max_tokens=2, cache=cache | {"keep": False}).json()) > 0
 
 
 def test_an_engine_that_nobody_needs_makes_room_for_another() -> None:
