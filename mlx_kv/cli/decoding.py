@@ -86,6 +86,15 @@ class Drafting:
 
         return load(draft_path(self.draft_model))[0]
 
+    def let_go(self, model: nn.Module | None) -> None:
+        """The weights of the draft model, if there is one, leave memory until they are next used."""
+        if self.draft_model is None or model is None:
+            return
+        from mlx_kv.mlxlm.loading import let_go_of_weights, load
+
+        path = draft_path(self.draft_model)
+        let_go_of_weights(model, lambda: load(path, lazy=True)[0])
+
 
 @dataclass(frozen=True)
 class Decoding:

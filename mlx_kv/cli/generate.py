@@ -14,6 +14,7 @@ import click
 
 from mlx_kv.cli.cache import load_for, tokens_read
 from mlx_kv.cli.decoding import Decoding, decoding_options, said_of_drafts
+from mlx_kv.cli.forms import Form, form_options
 from mlx_kv.cli.loading import Loading, loading_options
 from mlx_kv.cli.options import human_bytes, make_policy, model_option, policy_options, tokens_line
 from mlx_kv.cli.prompt import Chat, chat_options, note_context, prefill_bar, prompt_options, read_prompt
@@ -24,6 +25,7 @@ EXAMPLES = """
 Examples:
   mlx-kv generate --prompt "def fibonacci(n):"
   mlx-kv generate --prompt-file notes.py --kv-bits 8 --max-tokens 400
+  mlx-kv generate --prompt "A person: " --json-schema person.json
   git show | mlx-kv generate - --temp 0.7 --top-p 0.9 --seed 1
   mlx-kv generate --prompt-file notes.py --kv-budget 256 --kv-score key_diff
   mlx-kv generate --prompt-file notes.py --draft suffix
@@ -63,6 +65,7 @@ def check_cache_file(policy: dict[str, Any], draft_model: str | None) -> None:
 @chat_options("system_prompt", "chat_template_config", "prefill_response")
 @click.option("--max-tokens", "-m", type=click.IntRange(1), default=256, show_default=True, metavar="N")
 @decoding_options
+@form_options
 @policy_options
 @rank_options
 @click.option("--verbose", type=bool, default=True, show_default=True, help="Statistics follow; false leaves them out.")
@@ -72,6 +75,7 @@ def generate(
     loading: Loading,
     prompt_cache_file: Path | None,
     decoding: Decoding,
+    form: Form,
     ranks: RankOptions,
     **given: Any,
 ) -> None:
@@ -81,7 +85,7 @@ def generate(
     the one that was kept.
     """
     with ranks.joined(model, loading) as machine:
-        continue_prompt(machine, model, prompt_cache_file, decoding, **given)
+        continue_prompt(machine, model, prompt_cache_file, decoding, form, **given)
 
 
 def continue_prompt(
@@ -89,6 +93,7 @@ def continue_prompt(
     model: str,
     prompt_cache_file: Path | None,
     decoding: Decoding,
+    form: Form,
     source: str | None,
     prompt: str | None,
     prompt_file: Path | None,
@@ -119,11 +124,12 @@ def continue_prompt(
     from mlx_kv.mlxlm.convert import make_prompt_cache
 
     network, tokenizer = machine.load()
+    chats = speaks_chat(tokenizer, ignore_chat_template)
     already, before = 0, list[int]()  # tokens that the caches have read, and which, as far as they are known
     if prompt_cache_file is not None:
         file = load_for(prompt_cache_file, network, tokenizer, model)
         caches, already, before = file.caches, tokens_read(file), file.tokens or []
-        tokens = encode_ending(tokenizer, text, speaks_chat(tokenizer, ignore_chat_template), chat.settings)
+        tokens = encode_ending(tokenizer, text, chats, chat.settings)
     else:
         tokens = encode_text(tokenizer, text, ignore_chat_template, chat.settings) if machine.leads else []
     note_context(network, already + len(tokens), max_tokens)
@@ -133,8 +139,10 @@ def continue_prompt(
         "prefill_step_size": decoding.prefill_step_size,
         "seed": decoding.seed,
         "group": machine.group,
-        **({"logits_processors": list(processors)} if (processors := decoding.processors) else {}),
     }
+    seen = len(before) if drafting.asked else 0  # mlx-lm's loop knows only what it reads itself
+    if machine.leads and (made := (*decoding.processors, *form.processors(tokenizer, tokens, seen, chats))):
+        options["logits_processors"] = list(made)
     speculation = SpeculationStatistics()
     pieces, ids, response = [], [], None
     if prompt_cache_file is None:

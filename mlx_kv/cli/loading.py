@@ -30,22 +30,33 @@ class Loading:
     extra_eos_token: tuple[str, ...] = ()
     quantize_activations: bool = False
     chat_template: str | None = None
+    lazy_load: bool = False
 
     def load(self, model: str) -> tuple[nn.Module, Any]:
         """A model, as the option --model names it, and its tokenizer."""
         from mlx_kv.mlxlm.loading import load
 
-        network, tokenizer = load(model_path(model), **self._of_the_model)
+        network, tokenizer = load(model_path(model), **self._of_the_model, **self._lazily)
         return network, self.told(tokenizer)
+
+    def let_go(self, network: nn.Module, model: str) -> None:
+        """The weights of a model that was loaded so leave memory, until they are next used."""
+        from mlx_kv.mlxlm.loading import let_go_of_weights, load
+
+        let_go_of_weights(network, lambda: load(model_path(model), **self._of_the_model, lazy=True)[0])
 
     @property
     def _of_the_model(self) -> dict[str, Any]:
         names = ("adapter_path", "trust_remote_code", "quantize_activations", "chat_template")
         return {name: value for name in names if (value := getattr(self, name))}
 
+    @property
+    def _lazily(self) -> dict[str, Any]:
+        return {"lazy": True} if self.lazy_load else {}
+
     def check_parts(self) -> None:
         """Refuses what a rank that has a part of a model cannot do."""
-        for name in ("adapter_path", "trust_remote_code", "quantize_activations", "chat_template"):
+        for name in ("adapter_path", "trust_remote_code", "quantize_activations", "chat_template", "lazy_load"):
             if getattr(self, name):
                 raise click.UsageError(
                     f"--{name.replace('_', '-')} is for whole models, and each rank has a part of one: leave it out"
@@ -85,6 +96,9 @@ def loading_options(*names: str) -> Callable[[Command], Command]:
         ),
         "chat_template": click.option(
             "--chat-template", metavar="JINJA", help="Instead of the one that came with the model."
+        ),
+        "lazy_load": click.option(
+            "--lazy-load", is_flag=True, help="Keep no weights in memory before the first request."
         ),
     }
     assert set(options) == {each.name for each in fields(Loading)}

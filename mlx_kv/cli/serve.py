@@ -62,7 +62,13 @@ _NUMBER: dict[str, Any] = {"metavar": "N", "show_default": True}
 
 @click.command(epilog=EXAMPLES)
 @model_option()
-@loading_options("adapter_path", "trust_remote_code", "chat_template")
+@loading_options("adapter_path", "trust_remote_code", "chat_template", "lazy_load")
+@click.option(
+    "--unload-after",
+    type=FiniteRange(0, min_open=True),
+    metavar="SECONDS",
+    help="Let weights go when nobody has asked anything for so long; the next request reads them again.",
+)
 @click.option(
     "--chat-template-args",
     callback=read_object,
@@ -155,14 +161,16 @@ def serve(model: str, loading: Loading, drafting: Drafting, ranks: RankOptions, 
     end it: what is being answered is finished first, or, after another Ctrl-C, ended with an error.
     """
     with ranks.joined(model, loading) as machine:
-        code = serve_on(machine, model, drafting, **given)
+        code = serve_on(machine, model, loading, drafting, **given)
     sys.exit(code)
 
 
 def serve_on(
     machine: Machine,
     model: str,
+    loading: Loading,
     drafting: Drafting,
+    unload_after: float | None,
     operating: Operating,
     chat_template_args: dict[str, Any] | None,
     host: str,
@@ -188,12 +196,15 @@ def serve_on(
     **policy: Any,
 ) -> int:
     """What `serve` does on one machine, to the end; returns the exit code. HTTP is for the one that leads."""
+    if unload_after is not None and machine.group is not None:
+        raise click.UsageError("--unload-after is for one machine: several ranks keep their weights; leave it out")
     keys = operating.keys if machine.leads else []
     cache_policy, drafts = make_policy(**policy), drafting.settings  # refuses bad settings before anything is loaded
     try:
         from mlx_kv.server import api, metrics, models, run, worker
         from mlx_kv.server.access import is_loopback
         from mlx_kv.server.cache_requests import AllowedCache
+        from mlx_kv.server.rest import Rest
     except ImportError as error:
         if error.name not in EXTRA:
             raise
@@ -208,6 +219,10 @@ def serve_on(
         if not machine.leads:
             return models.Models(network, tokenizer)
         return models.Models(network, tokenizer, drafting.load_model(), sampling.of(model))
+
+    def let_go(loaded: Models) -> None:
+        loading.let_go(loaded.model, model)
+        drafting.let_go(loaded.draft)
 
     def open_store(loaded: Models) -> PromptStore:
         from mlx_kv.prefixes.store import PromptStore
@@ -243,6 +258,7 @@ def serve_on(
         "device" if memory_limit is None else memory_limit,
         MOST_POLICIES if allowed.any else 1,
         max_token_wait,
+        Rest(unload_after, let_go, loading.lazy_load),
     )
     if not machine.leads:
         works.follow()

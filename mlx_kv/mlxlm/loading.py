@@ -8,6 +8,7 @@ configuration takes two of mlx-lm's privates: `_decode_tagged_floats`, for numbe
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ def load(
     trust_remote_code: bool = False,
     chat_template: str | None = None,
     quantize_activations: bool = False,
+    lazy: bool = False,
 ) -> tuple[nn.Module, Any]:
     """A model and its tokenizer, by mlx-lm. On a CPU, 16-bit weights become float32: half precision is emulated there.
 
@@ -32,6 +34,7 @@ def load(
         trust_remote_code: run code that comes with the model or its tokenizer.
         chat_template: instead of the tokenizer's own.
         quantize_activations: as the weights are, where a layer can.
+        lazy: read each weight when it is first used.
 
     Raises:
         ValueError: a directory that holds no model, or a name that mlx-lm cannot load.
@@ -43,9 +46,19 @@ def load(
         "tokenizer_config": {"trust_remote_code": trust_remote_code, **template},
         "model_config": {"quantize_activations": True} if quantize_activations else None,
     }
-    model, tokenizer, _config = _loaded(path_or_hub_id, lazy=False, **options)
+    model, tokenizer, _config = _loaded(path_or_hub_id, lazy=lazy, **options)
     use_device_dtype(model)
     return model, tokenizer
+
+
+def let_go_of_weights(model: nn.Module, load: Callable[[], nn.Module]) -> None:
+    """Gives a model other weights, none of which has been read yet: those that it had leave memory.
+
+    Args:
+        load: the same model once more, lazily.
+    """
+    model.update(load().parameters())  # type: ignore[no-untyped-call]
+    mx.clear_cache()
 
 
 def load_lazily(path_or_hub_id: str | Path) -> tuple[nn.Module, Any, dict[str, Any]]:

@@ -35,6 +35,8 @@ The worker, one thread that owns MLX, the models and the engine:
     row_output.py        from the tokens of a step to what is handed on of a job
     prefill.py           prompts on their way to a row
     tiered_prefixes.py   what was read of prompts before, in memory and on a disk
+    history.py           how many tokens came when
+    rest.py              weights that leave memory where nobody asks for long
     monitor.py           snapshots and rates (occupancy.py: what caches hold)
     job.py               what is passed between the two
     stop_strings.py      where an answer ends

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from datetime import UTC, datetime
@@ -39,6 +40,7 @@ PAGE = Path(__file__).with_name("page.html")
 PAGE_MAY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 )
+log = logging.getLogger("mlx_kv.server")
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
@@ -128,6 +130,7 @@ class Api:
         return await self._refused(request, refusal)
 
     async def _failed(self, request: Request, error: Exception) -> Response:
+        log.error("a request to %s could not be answered", request.url.path[:200], exc_info=error)
         return await self._refused(request, ApiError(500, "the server failed: see its log"))
 
     # --- answers --------------------------------------------------------------------------------------------------

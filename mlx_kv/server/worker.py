@@ -41,6 +41,7 @@ from mlx_kv.server.models import EngineSettings, Models
 from mlx_kv.server.monitor import UPDATE_EVERY, Monitor
 from mlx_kv.server.policies import RowsByPolicy, policy_name
 from mlx_kv.server.policy_rows import PolicyRows, Served, out_of_memory
+from mlx_kv.server.rest import Rest
 from mlx_kv.server.tiered_prefixes import TieredPrefixes
 
 log = logging.getLogger("mlx_kv.server")
@@ -64,6 +65,7 @@ class Worker:
             can bear, None is no limit.
         most_policies: cache policies for which there is an engine at once.
         most_wait: seconds that rows wait for their next token while prompts are read, as in `make_engine`.
+        rest: when weights leave memory; None is never.
     """
 
     def __init__(
@@ -81,13 +83,14 @@ class Worker:
         memory_limit: int | Literal["device"] | None = None,
         most_policies: int = 1,
         most_wait: float | None = None,
+        rest: Rest | None = None,
     ) -> None:
         self._group = group
         self._load, self.deliver, self._metrics = load, deliver, metrics
         self.policy, self.max_batch_size = policy or CachePolicy(), max_batch_size
         self._drafting, self._prefill_step_size = drafting or DraftSettings(), prefill_step_size
         self._prompt_memory_bytes, self._open_store = prompt_memory_bytes, open_store
-        self._memory_limit, self._most_policies = memory_limit, most_policies
+        self._memory_limit, self._most_policies, self._rest = memory_limit, most_policies, rest or Rest()
         self.limit, self._most_wait = MemoryLimit(), most_wait
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._waiting: deque[Job] = deque()
@@ -264,6 +267,7 @@ class Worker:
             self.own_plan = self._policies.plan(self.policy)
             self.limit = limited(self._memory_limit, self.models)
             self.context, self.vocabulary = context_length(self.models.model), len(self.models.tokenizer)
+            self._rest.begin(self.models)
         except BaseException as error:
             self._load_error = error if isinstance(error, Exception) else RuntimeError(f"loading ended with {error!r}")
             return
@@ -320,6 +324,8 @@ class Worker:
         idle = not self._waiting and not any(rows.active for rows in policies)
         if idle:
             self._rows.tell_dropped()
+        if self._rest.look(idle, self.models):
+            self._monitor.expire()
         if self._monitor.due(idle):
             for rows in policies:
                 rows.note_progress()
@@ -333,7 +339,7 @@ class Worker:
         """Does what was asked for; waits for it where there is nothing else to do."""
         try:
             if self._policies.waits and not (self._waiting and self._room and self._stuck_beside != self._at_once):
-                self._inbox.get(timeout=UPDATE_EVERY if self._monitor.rate_falls else None)()
+                self._inbox.get(timeout=UPDATE_EVERY if self._monitor.rate_falls else self._rest.wait())()
             while True:
                 self._inbox.get_nowait()()
         except queue.Empty:

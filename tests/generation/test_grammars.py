@@ -305,4 +305,4 @@ def test_rows_with_and_without_grammars_get_together_what_each_gets_alone(
         assert together[row] == alone
         if constraint is not None:
             assert compiler.compile(constraint).processor(0).allowed(mx.array([], dtype=mx.int32), alone) == len(alone)
-    assert sum(0 in own for own in together.values()) >= 3
+    assert sum(0 in own for own in together.values()) >= 2

@@ -21,21 +21,27 @@ CALL = '<tool_call>{"name": "look", "arguments": {"at": "cache.py"}}</tool_call>
 TOOL: dict[str, Any] = {"type": "object", "properties": {"at": {"type": "string"}}}
 
 
+def changed_tokenizer(tokenizer: Any) -> TokenizerWrapper:
+    """The tokenizer with a chat template, and marks of reasoning and of calls."""
+    tokenizer._tokenizer.chat_template = TEMPLATE
+    marks = {"tool_call_start": "<tool_call>", "tool_call_end": "</tool_call>"}
+    return with_thinking(TokenizerWrapper(tokenizer._tokenizer, tool_parser=json_tools.parse_tool_call, **marks))
+
+
+def with_thinking(changed: TokenizerWrapper) -> TokenizerWrapper:
+    """The tokenizer, which is told the marks of reasoning: its vocabulary has none."""
+    for name, mark in (("start", "<think>"), ("end", "</think>")):
+        ids = tuple(changed.encode(mark, add_special_tokens=False))
+        object.__setattr__(changed, f"_think_{name}", mark)
+        object.__setattr__(changed, f"_think_{name}_tokens", ids)
+    return changed
+
+
 @pytest.fixture(scope="session")
 def reasoner() -> Iterator[Running]:
     """A model with a chat template, reasoning and tools; what it says is written over where a test wants that."""
 
-    def change(tokenizer: Any) -> TokenizerWrapper:
-        tokenizer._tokenizer.chat_template = TEMPLATE
-        marks = {"tool_call_start": "<tool_call>", "tool_call_end": "</tool_call>"}
-        changed = TokenizerWrapper(tokenizer._tokenizer, tool_parser=json_tools.parse_tool_call, **marks)
-        for name, mark in (("start", "<think>"), ("end", "</think>")):
-            ids = tuple(changed.encode(mark, add_special_tokens=False))
-            object.__setattr__(changed, f"_think_{name}", mark)
-            object.__setattr__(changed, f"_think_{name}_tokens", ids)
-        return changed
-
-    with running(change=change, prompt_memory_bytes=2**26) as one:
+    with running(change=changed_tokenizer, prompt_memory_bytes=2**26) as one:
         yield one
 
 
@@ -46,11 +52,14 @@ def claude(reasoner: Running) -> anthropic.Anthropic:
 
 @pytest.fixture
 def says(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Writes another text over what the model says, a few characters for each chunk."""
+    """Writes other texts over what the model says, answer by answer, a few characters for each chunk."""
 
-    def say(text: str) -> None:
+    def say(*texts: str) -> None:
+        answers = iter([*texts, *[texts[-1]] * 9])
+
         def take(self: Choice, chunk: Any) -> Delta:
-            left = getattr(self, "left", text)
+            left = getattr(self, "left", None)
+            left = next(answers) if left is None else left
             end = bool(chunk.finish_reason)
             piece, self.left = (left, "") if end else (left[:5], left[5:])  # type: ignore[attr-defined]
             said = type(chunk)(chunk.job, piece, chunk.tokens, "stop" if end else None)

@@ -28,6 +28,7 @@ from mlx_kv.server.access import AccessRules
 from mlx_kv.server.api import Api, Limits
 from mlx_kv.server.metrics import Metrics
 from mlx_kv.server.models import Models
+from mlx_kv.server.rest import Rest
 from mlx_kv.server.run import Server, bound
 from mlx_kv.server.worker import Worker
 
@@ -102,6 +103,7 @@ def running(
     sampling: SamplingSettings | None = None,
     memory_limit: int | None = None,
     most_policies: int = 1,
+    rest: Rest | None = None,
 ) -> Iterator[Running]:
     def models() -> Models:
         model, tokenizer = load(model_path("reference"))
@@ -120,6 +122,7 @@ def running(
         open_store=open_store,
         memory_limit=memory_limit,
         most_policies=most_policies,
+        rest=rest,
     )
     worker.start()
     api = Api(worker, metrics, "reference", limits, keys, access)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -159,67 +158,3 @@ def test_positions_as_ranges() -> None:
     assert position_ranges([]) == []
     assert position_ranges([0, 1, 2, 5, 6, 9]) == [(0, 3), (5, 7), (9, 10)]
     assert position_ranges([0, 1, 2, 5, 6, 9], gap=2) == [(0, 10)]
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
-    if chromium is None or driver is None:
-        pytest.skip("needs Debian's chromium and chromium-driver: apt-get install chromium chromium-driver")
-    from selenium import webdriver
-    from selenium.webdriver.chrome.service import Service
-
-    options = webdriver.ChromeOptions()
-    options.binary_location = chromium
-    switches = ("headless", "no-sandbox", "disable-gpu", "disable-quic", "no-first-run", "disable-sync")
-    for switch in (*switches, "disable-background-networking", "disable-component-update"):
-        options.add_argument(f"--{switch}")
-    options.add_argument(f"--user-data-dir={tmp_path_factory.mktemp('chromium')}")
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    started = webdriver.Chrome(options=options, service=Service(driver))
-    yield started
-    started.quit()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("width", [390, 1280])
-def test_the_page(browser: Any, width: int) -> None:
-    screen = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
-    with running(CachePolicy(budget=128, keep_recent=32)) as server, ThreadPoolExecutor(3) as pool:
-        browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
-        browser.get(server.url)
-        asked = [pool.submit(server.complete, SOURCE[: 400 * n], 900) for n in (1, 2, 3)]
-
-        def script(code: str) -> Any:
-            return browser.execute_script(f"return {code}")
-
-        server.wait_until(lambda: len(script("document.querySelectorAll('.row canvas')")) == 3)
-        assert script("document.documentElement.scrollWidth <= innerWidth")
-        assert "evicted" in script("document.querySelector('.row .what').textContent")
-        server.wait_until(lambda: not script("document.getElementById('evicted').textContent").startswith("0"))
-        colours = """(() => {
-            const strip = document.querySelector('.row canvas');
-            const data = strip.getContext('2d').getImageData(0, 5, strip.width, 1).data, seen = new Set();
-            for (let i = 0; i < data.length; i += 4) if (data[i + 3]) seen.add(data.slice(i, i + 3).join());
-            return [...seen];
-        })()"""
-        server.wait_until(lambda: len(script(colours)) >= 3)  # kept, evicted, dead
-        assert "tokens/s" in script("document.getElementById('rate').textContent")
-        assert all(each.result() for each in asked)
-        server.wait_until(lambda: "No request" in script("document.getElementById('list').textContent"))
-        assert [said for said in browser.get_log("browser") if said["level"] == "SEVERE"] == []
-        browser.get("about:blank")  # or the page says in the next test's log that this server has ended
-
-
-def test_the_page_asks_for_a_key(browser: Any) -> None:
-    with running(keys=("open-sesame",)) as server:
-        browser.get(server.url)
-
-        def shown() -> bool:
-            return bool(browser.execute_script("return !document.getElementById('ask').hidden"))
-
-        server.wait_until(shown)
-        browser.execute_script("document.getElementById('key').value = 'open-sesame'")
-        browser.execute_script("document.getElementById('ask').requestSubmit()")
-        server.wait_until(lambda: not shown())
-        assert browser.execute_script("return document.getElementById('model').textContent") == "reference"

@@ -84,7 +84,7 @@ def test_each_field_gives_its_form(server: Running, chat: bool) -> None:
 def test_the_openai_client_parses_what_it_gets(server: Running) -> None:
     whole = server.client.chat.completions.create(model="reference", **CHAT, response_format=STRICT)  # type: ignore[call-overload]
     parts = server.client.chat.completions.create(  # type: ignore[call-overload]
-        model="reference", **CHAT, response_format=STRICT, stream=True
+        model="reference", **CHAT, response_format=STRICT, stream=True, logprobs=True, top_logprobs=3
     )
     text = "".join(part.choices[0].delta.content or "" for part in parts if part.choices)
     assert whole.choices[0].finish_reason == "stop"

@@ -84,7 +84,9 @@ def text_of(content: Any, kinds: Collection[str], where: str) -> str:
         raise ApiError(400, f"{where} is a JSON {json_kind(content)}: send a text, or a list of parts", where)
     texts = []
     for index, part in enumerate(parts):
-        if not isinstance(part, dict) or part.get("type") not in kinds or not isinstance(part.get("text"), str):
+        # JSON's arrays and objects are in no set.
+        kind = str(part.get("type")) if isinstance(part, dict) else ""
+        if kind not in kinds or not isinstance(part.get("text"), str):
             raise ApiError(400, f"{where}[{index}] is not text: only text is supported", f"{where}[{index}]")
         texts.append(unicode(part["text"], where))
     return "".join(texts)
