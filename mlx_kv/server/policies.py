@@ -65,6 +65,8 @@ class RowsByPolicy:
             ValueError: what the model or the policy refuses.
         """
         if policy not in self._all:
+            if self._most == 1:
+                raise ValueError("this server has one engine: leave cache out")
             idle = [rows for rows in self if rows is not self.main and not rows.active]
             if len(self._all) >= self._most:
                 if not idle:

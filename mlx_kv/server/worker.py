@@ -96,6 +96,7 @@ class Worker:
         self._waiting: deque[Job] = deque()
         self._monitor = Monitor(metrics)
         self._too_large: tuple[Job, int] | None = None  # who has found no room, beside how many
+        self._stuck_beside: int | None = None  # how many have a row, beside whom nobody who waits has found room
         self._told_policies: list[tuple[str, int]] = []
         self._stopping, self._started = False, threading.Event()
         self._load_error: Exception | None = None  # what loading raised
@@ -337,7 +338,7 @@ class Worker:
     def _read_inbox(self) -> None:
         """Does what was asked for; waits for it where there is nothing else to do."""
         try:
-            if self._policies.waits and not (self._waiting and self._room):
+            if self._policies.waits and not (self._waiting and self._room and self._stuck_beside != self._at_once):
                 self._inbox.get(timeout=UPDATE_EVERY if self._monitor.rate_falls else self._rest.wait())()
             while True:
                 self._inbox.get_nowait()()
@@ -354,7 +355,8 @@ class Worker:
             return
         for job in list(self._waiting):
             if not self._room or not self._admit(job):
-                return
+                break
+        self._stuck_beside = self._at_once if self._waiting else None
 
     def _admit(self, job: Job) -> bool:
         """Gives a job a row, if there is one; says whether others may have one."""

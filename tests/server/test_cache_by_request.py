@@ -48,12 +48,14 @@ def test_what_was_read_is_found_under_its_policy_alone(server: Running) -> None:
             assert (cached(answer) > 0) == again, cache
 
 
-def test_what_is_not_to_be_kept_is_not(server: Running) -> None:
+@pytest.mark.parametrize("cache", [{}, {"budget": 300}], ids=["full", "budget"])
+def test_what_is_not_to_be_kept_is_not(cache: dict[str, Any], server: Running) -> None:
+    prompt = LONG[700:2700]
     for _ in range(2):
-        answer = server.post(prompt=LONG[700:1300], max_tokens=2, cache={"keep": False}).json()
+        answer = server.post(prompt=prompt, max_tokens=2, cache=cache | {"keep": False}).json()
         assert cached(answer) == 0
-    server.complete(LONG[700:1300], 2)
-    assert cached(server.post(prompt=LONG[700:1300], max_tokens=2, cache={"keep": False}).json()) > 0
+    server.complete(prompt, 2, cache=cache)
+    assert cached(server.post(prompt=prompt, max_tokens=2, cache=cache | {"keep": False}).json()) > 0
 
 
 def test_an_engine_that_nobody_needs_makes_room_for_another() -> None:
@@ -99,3 +101,18 @@ def test_a_server_that_allows_nothing_says_so() -> None:
 def test_words_of_the_operator_that_say_nothing_are_refused(words: str) -> None:
     with pytest.raises(ValueError, match="--allow-cache"):
         AllowedCache.of([words])
+
+
+def test_one_engine_serves_one_policy() -> None:
+    with running(limits=Limits(cache=ALLOWED)) as server:  # which the command never asks for
+        check_error(server.post(prompt="import", cache={"bits": 8}), 400)
+        assert server.complete("import", 3)
+
+
+def test_what_is_kept_of_all_policies_has_one_limit() -> None:
+    with running(limits=Limits(cache=ALLOWED), most_policies=3, prompt_memory_bytes=2_000_000) as server:
+        for cache in ({}, {"bits": 8}, {"budget": 400}):
+            for start in range(0, 1500, 500):
+                server.complete(LONG[start : start + 1000], 2, cache=cache)
+        server.wait_until(lambda: 0 < server.worker.snapshot.prompt_memory <= 2_000_000)
+        server.wait_until(lambda: server.worker._kept.nbytes <= 2_000_000)

@@ -32,7 +32,12 @@ def fail_once(server: Running, monkeypatch: pytest.MonkeyPatch, answered: int) -
 @pytest.mark.parametrize("kept", [0, 2**28], ids=["", "kept"])
 @pytest.mark.parametrize("draft", [False, True], ids=["plain", "draft"])
 def test_the_others_go_on_where_they_were(draft: bool, kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = [{}, {"temperature": 0.9, "seed": 3}, {"stop": ["zzz", "\n\n\n\n\n"]}, {"temperature": 0.5, "seed": 4}]
+    options = [
+        {},
+        {"temperature": 0.9, "seed": 3},
+        {"stop": ["zzz", "\n\n\n\n\n"], "repetition_penalty": 1.3},
+        {"temperature": 0.5, "seed": 4},
+    ]
     with (
         running(draft=draft, prompt_memory_bytes=kept, max_batch_size=4) as server,
         ThreadPoolExecutor(4) as pool,
