@@ -99,7 +99,7 @@ class SamplingSettings:
             return None
         special: tuple[int, ...] = ()
         if self.xtc_probability and tokenizer is not None:
-            special = (*tokenizer.encode("\n"), *tokenizer.eos_token_ids)
+            special = _never_excluded(tokenizer)
         xtc = self.xtc_probability, self.xtc_threshold, special
         rules = _shared_rules(self.temperature, self.top_p, self.min_p, self.top_k, *xtc)
         return rules if self.seed is None else SeededSampler(rules, self.seed, position)
@@ -151,6 +151,12 @@ def _with(settings: SamplingSettings, name: str, value: Any) -> SamplingSettings
         return replace(settings, **{name: value})
     except ValueError:
         return settings
+
+
+@lru_cache(maxsize=4)
+def _never_excluded(tokenizer: Any) -> tuple[int, ...]:
+    """What mlx_lm.server spares from xtc. Asked once: in a server, another thread has the tokenizer, too."""
+    return (*tokenizer.encode("\n"), *tokenizer.eos_token_ids)
 
 
 @lru_cache(maxsize=64)

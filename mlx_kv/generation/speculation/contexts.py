@@ -27,6 +27,7 @@ class RowContext:
 
     def add(self, tokens: Sequence[int]) -> None:
         self._tokens = self.followed([mx.array(list(tokens))])
+        mx.async_eval(self._tokens)  # type: ignore[no-untyped-call]  # a processor that never looks would chain them
 
     def followed(self, more: Sequence[mx.array]) -> mx.array:
         """Its tokens (n,), and others (m,) after them, which need not be known yet."""
