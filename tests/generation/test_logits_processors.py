@@ -16,6 +16,7 @@ from mlx_kv.generation.engine import make_engine
 from mlx_kv.generation.sampling import SeededSampler, TemperatureSampler
 from mlx_kv.generation.sequence import BatchToken, TokenSequence
 from mlx_kv.generation.settings import LogitsProcessor, SamplingSettings
+from mlx_kv.generation.speculation.contexts import RowContext, RowContexts
 
 PROMPT = mx.random.randint(1, VOCAB, (20,), key=mx.random.key(1)).tolist()
 TOKENS = 24
@@ -201,6 +202,16 @@ def test_a_processor_that_remembers_is_shown_each_place_and_cuts_drafts(way: str
     assert all(own.score is not None and abs(own.score.logprob) < 1e-4 for own in found[0])
     assert all(shown == [5, 9, *range(30, shown[-1] + 1)] for shown in chain.shown), "only what can stand was shown"
     assert [own.token for own in found[1]] == slowly(model, SAMPLED)[0]
+
+
+def test_drafts_are_cut_where_a_processor_lets_no_more_stand() -> None:
+    rows = RowContexts()
+    rows.join([RowContext((Chain(VOCAB - 1),), [5, 30]), RowContext((), []), RowContext(GREEDY.processors(), [5])])
+    assert rows.cut([[31, 32, 7, 34], [1, 2], [3]]) == [[31, 32], [1, 2], [3]]
+    rows.took([[31, 32], [1], [4, 4]])
+    assert rows.cut([[33, 34], [], []]) == [[33, 34], [], []]
+    rows.keep([0])
+    assert rows.cut([[31]]) == [[]]
 
 
 def test_a_processor_of_another_type_changes_nothing_for_others() -> None:
