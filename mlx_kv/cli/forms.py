@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mlx_kv.cli.options import Command, applied
+from mlx_kv.cli.options import Command, LeadersFile, applied
 
 if TYPE_CHECKING:
     from mlx_kv.generation.grammar.constraint import Constraint
@@ -82,7 +82,7 @@ def form_options(function: Command) -> Command:
     def command(**given: Any) -> None:
         function(form=Form(**{each.name: given.pop(each.name) for each in fields(Form)}), **given)
 
-    file = click.Path(exists=True, dir_okay=False, path_type=Path)
+    file = LeadersFile(exists=True, dir_okay=False, path_type=Path)
     options = (
         click.option("--json-schema", type=file, metavar="FILE", help="The answer is JSON that this schema describes."),
         click.option("--regex", metavar="PATTERN", help="The answer is what all of this expression describes."),

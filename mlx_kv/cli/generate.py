@@ -119,7 +119,7 @@ def continue_prompt(
     from mlx_kv.generation.speculation.statistics import SpeculationStatistics
     from mlx_kv.generation.speculation.stream import speculative_generate
     from mlx_kv.generation.statistics import cache_statistics
-    from mlx_kv.generation.stream import stream_generate
+    from mlx_kv.generation.stream import shown_before, stream_generate
     from mlx_kv.generation.together import caches_together
     from mlx_kv.mlxlm.convert import make_prompt_cache
 
@@ -140,9 +140,9 @@ def continue_prompt(
         "seed": decoding.seed,
         "group": machine.group,
     }
-    seen = len(before) if drafting.asked else 0  # mlx-lm's loop knows only what it reads itself
-    if machine.leads and (made := (*decoding.processors, *form.processors(tokenizer, tokens, seen, chats))):
-        options["logits_processors"] = list(made)
+    if machine.leads and (made := (*decoding.processors, *form.processors(tokenizer, tokens, len(before), chats))):
+        # mlx-lm's loop knows only what it reads itself.
+        options["logits_processors"] = made if drafting.asked else [shown_before(each, before) for each in made]
     speculation = SpeculationStatistics()
     pieces, ids, response = [], [], None
     if prompt_cache_file is None:

@@ -29,9 +29,12 @@ VALUE = r"'[^']*'|-?\d[\w.+-]*|-?nan|-?inf|None|\.\.\."
 
 
 def options_of(command: click.Command) -> dict[str, str]:
-    """What a user of this command writes for each setting."""
+    """What a user of this command writes for each setting, with the value that it has."""
     options = [param for param in command.params if isinstance(param, click.Option) and param.name]
-    return {SETTINGS.get(str(option.name), str(option.name)): option.opts[0] for option in options}
+    flags = [option for option in options if option.is_flag and not option.is_bool_flag]  # they say the value, too
+    return {
+        SETTINGS.get(str(option.name), str(option.name)): option.opts[0] for option in options if option not in flags
+    }
 
 
 def in_options(error: ValueError, command: click.Command) -> str:

@@ -47,7 +47,7 @@ def batch_generate(
     prompt_lookup_max: int = LOOKUP_MAX,
     draft_length: DraftLength = "chosen",
     group: Group | None = None,
-    logits_processors: Sequence[LogitsProcessor] = (),
+    logits_processors: Sequence[LogitsProcessor] | None = None,
 ) -> Iterator[BatchToken]:
     """Continues many prompts at once; each gets the tokens that it would get alone.
 
@@ -86,7 +86,7 @@ def batch_generate(
         whole_number("max_batch_size", max_batch_size, least=1)
         sequences.extend(_sequences(tokenizer, prompts, max_tokens, sampler, seed, context_length(model)))
         for sequence in sequences:
-            sequence.processors = tuple(logits_processors)
+            sequence.processors = tuple(logits_processors or ())
         return max_batch_size, prefill_step_size, [(own.tokens, own.max_tokens) for own in sequences]
 
     max_batch_size, prefill_step_size, asked = agreement.told(told)

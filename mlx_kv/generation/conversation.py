@@ -13,7 +13,7 @@ from itertools import count, takewhile
 from typing import Any
 
 from mlx_kv.generation.agreement import Rounds
-from mlx_kv.generation.encoding import JUST_ASKED, ChatSettings, encode_messages, encode_prompt
+from mlx_kv.generation.encoding import JUST_ASKED, ChatSettings, encode_messages, encode_prompt, has_chats
 from mlx_kv.generation.engine import Engine
 from mlx_kv.generation.sampling import Sampler
 from mlx_kv.generation.sequence import BatchToken, TokenSequence
@@ -67,7 +67,7 @@ class Conversation:
 
     def __init__(self, engine: Engine, tokenizer: Any, settings: ChatSettings = JUST_ASKED) -> None:
         self.engine, self.settings, self._tokenizer = engine, settings, tokenizer
-        self._chats = tokenizer.chat_template is not None
+        self._chats = has_chats(tokenizer)
         if settings and not self._chats:
             raise ValueError("a system prompt and settings of a chat template need one, and this model has none")
         self.turns: list[Turn] = []

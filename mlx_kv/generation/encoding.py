@@ -10,6 +10,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+NO_CHAT = (
+    "this model has no chat template, so no place for a system prompt, the beginning of an answer, or settings "
+    "of a template: write them into the prompt"
+)
 QUERY = "<query>"  # stands for a text that is still to come, in a chat template
 
 
@@ -71,9 +75,14 @@ def encode_messages(
     return [int(token) for token in ids]
 
 
+def has_chats(tokenizer: Any) -> bool:
+    """Whether there is a chat template: the tokenizer's, one that mlx-lm has for it, or one that was set later."""
+    return bool(tokenizer.has_chat_template) or tokenizer.chat_template is not None
+
+
 def speaks_chat(tokenizer: Any, plain: bool) -> bool:
     """Whether a text becomes a message of a chat: where the model knows chats, unless it is wanted plain."""
-    return tokenizer.chat_template is not None and not plain
+    return has_chats(tokenizer) and not plain
 
 
 def encode_text(tokenizer: Any, text: str, plain: bool = False, settings: ChatSettings = JUST_ASKED) -> list[int]:
@@ -83,20 +92,9 @@ def encode_text(tokenizer: Any, text: str, plain: bool = False, settings: ChatSe
         ValueError: there are settings of a chat, and no chat.
     """
     if speaks_chat(tokenizer, plain):
-        goes_on = settings.beginning is not None
-        ids = tokenizer.apply_chat_template(
-            settings.messages(text),
-            tokenize=True,
-            add_generation_prompt=not goes_on,
-            continue_final_message=goes_on,
-            **settings.template,
-        )
-        return [int(token) for token in ids]
+        return encode_messages(tokenizer, settings.messages(text), settings.beginning is not None, **settings.template)
     if settings:
-        raise ValueError(
-            "this model has no chat template, so no place for a system prompt, the beginning of an answer, or settings "
-            "of a template: write them into the prompt"
-        )
+        raise ValueError(NO_CHAT)
     return encode_prompt(tokenizer, text)
 
 
@@ -113,8 +111,10 @@ def encode_ending(tokenizer: Any, text: str, chat: bool, settings: ChatSettings 
     """Tokens of a prompt that follows a cached one; of a chat, the rest of the message, and the answer's beginning.
 
     Raises:
-        ValueError: a system prompt, which would have to come before what is cached.
+        ValueError: a system prompt, which would have to come before what is cached; settings of a chat, and no chat.
     """
+    if settings and not chat:
+        raise ValueError(NO_CHAT)
     if settings.system is not None:
         raise ValueError("a system prompt comes before what is cached: cache it with the rest, or leave it out")
     if chat:

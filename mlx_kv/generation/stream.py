@@ -135,7 +135,7 @@ def _read_twice(
         reading.finish(lambda done, _: progress(done, len(told)))
     seconds = time.perf_counter() - started
     rest = options | {"prompt_progress_callback": lambda done, total: progress(len(told) - total + done, len(told))}
-    rest["logits_processors"] = [shown_before(own, tokens[:-1]) for own in options.get("logits_processors") or ()]
+    rest["logits_processors"] = [shown_before(own, told[:-1]) for own in options.get("logits_processors") or ()]
     for response in stock_stream_generate(
         model, tokenizer, tokens[-1:], max_tokens=max_tokens, sampler=sampler, prompt_cache=caches, **rest
     ):
@@ -143,11 +143,14 @@ def _read_twice(
         yield replace(response, prompt_tokens=len(told), prompt_tps=speed)
 
 
-def shown_before(processor: LogitsProcessor, before: mx.array) -> LogitsProcessor:
-    """The processor for a loop that knows nothing of the tokens (n,) that come before its own."""
+def shown_before(processor: LogitsProcessor, before: Sequence[int]) -> LogitsProcessor:
+    """The processor for a loop that knows nothing of the tokens that come before its own."""
+    if not before:
+        return processor
+    known = mx.array(list(before))
 
     def adjusted(tokens: mx.array, logits: mx.array) -> mx.array:
-        return processor(mx.concatenate([before, tokens]), logits)
+        return processor(mx.concatenate([known, tokens]), logits)
 
     return adjusted
 

@@ -14,7 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_kv.generation.encoding import encode_messages
+from mlx_kv.generation.encoding import encode_messages, has_chats
 from mlx_kv.generation.settings import SamplingSettings
 from mlx_kv.generation.speculation.drafters import Drafter, Factory
 from mlx_kv.generation.speculation.stream import speculative_generate
@@ -99,6 +99,6 @@ def _are_messages(prompt: Any) -> bool:
 
 
 def _tokens_of_messages(tokenizer: Any, messages: Any) -> list[int]:
-    if tokenizer.chat_template is None:
+    if not has_chats(tokenizer):
         raise ValueError("the prompt is a chat, and this tokenizer has no chat template: give a text, or token ids")
     return encode_messages(tokenizer, [dict(message) for message in messages])

@@ -99,7 +99,7 @@ class PromptMemory(PromptPlace):
     def forget(self, tokens: Sequence[int]) -> None:
         """Lets what was read of these tokens go, where it is of use to no longer prompt that is kept."""
         best = self._best(tokens)
-        if best is not None and len(self._index[best[0]]) <= len(tokens):
+        if best is not None and packed(tokens).startswith(self._index[best[0]].tokens):
             self._remove(best[0])
 
     def _remove(self, name: str) -> None:

@@ -99,6 +99,16 @@ def test_a_file_of_mlx_lm_is_gone_on_from(call: Any, tmp_path: Path, reference: 
     assert "is a prompt cache of another model: give --model mlx-community/other" in other.err
 
 
+def test_penalties_know_what_is_in_a_file(call: Any, tmp_path: Path) -> None:
+    path, prompt = tmp_path / "p.safetensors", "import "
+    assert call("cache", "--prompt", TEXT, "--output", path).code == 0
+    penalty = ("--repetition-penalty", "3", "--max-tokens", "12", "--json")
+    common = ("generate", "--prompt-cache-file", path, "--prompt", prompt, *penalty)
+    plain, drafted = (json.loads(call(*common, *more).out)["tokens"] for more in ((), ("--draft", "ngram")))
+    whole = json.loads(call("generate", "--prompt", TEXT + prompt, *penalty).out)["tokens"]
+    assert plain == drafted == whole
+
+
 @pytest.mark.parametrize("options", POLICY_OPTIONS)
 def test_drafts_without_a_model_go_on_from_a_file(options: str, call: Any, tmp_path: Path) -> None:
     """The file knows nothing of drafts; the drafter knows its text: the prompt alone has nothing that came before."""

@@ -161,6 +161,11 @@ def test_memory_forgets_what_is_of_least_use() -> None:
     read(memory, prompt(3))
     assert [memory.find(prompt(seed)) is not None for seed in range(5)] == [True, False, True, True, False]
     assert (len(memory), memory.nbytes) == (3, 3 * probe.nbytes)
+    memory.forget([*prompt(0)[:100], *prompt(9)])  # begins like one that somebody else may want
+    memory.forget(prompt(1))  # is not there
+    assert len(memory) == 3
+    memory.forget([*prompt(0), 7])
+    assert (len(memory), memory.find(prompt(0))) == (2, None)
     longer = [*prompt(0), *prompt(9, 10)]
     read(probe, longer)  # serves whatever the first 128 tokens of it do
     assert (len(probe), probe.serves(prompt(0)), probe.serves(longer)) == (1, 128, 138)

@@ -57,7 +57,7 @@ def speculative_generate(
     prompt_cache: list[Any] | None = None,
     before: Sequence[int] = (),
     group: Group | None = None,
-    logits_processors: Sequence[LogitsProcessor] = (),
+    logits_processors: Sequence[LogitsProcessor] | None = None,
 ) -> Iterator[GenerationResponse]:
     """Generates what `stream_generate` would, in fewer passes of the model where the draft is right.
 
@@ -114,7 +114,7 @@ def speculative_generate(
         read = most(agreement, _check_cache(model, decoder, prompt_cache))
         (prefill_step_size,) = agreement.least([prefill_step(model, prompt_cache, prefill_step_size)])
     drawing = sampler_of_sequence(sampler, seed, read + len(tokens)) if agreement.leads else None
-    processors = logits_processors if agreement.leads else ()
+    processors = logits_processors or () if agreement.leads else ()
     progress = prompt_progress_callback or (lambda done, total: None)
 
     def prefill() -> None:
