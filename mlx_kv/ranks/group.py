@@ -22,7 +22,7 @@ import mlx.core as mx
 from mlx_kv.ranks.agreed import Agreed
 from mlx_kv.ranks.environment import launched
 from mlx_kv.ranks.joining import announced, connected, guarded, linked
-from mlx_kv.ranks.link import ALIKE, Follower, Gone, Leader, LeaderEndedError, RanksError
+from mlx_kv.ranks.link import ALIKE, REFUSED, Follower, Gone, Leader, LeaderEndedError, RanksError
 from mlx_kv.ranks.splitting import Split
 from mlx_kv.ranks.watchdog import STEP_SECONDS, Watchdog
 
@@ -157,7 +157,7 @@ def _exit_code(error: BaseException | None) -> int:
         return 0
     if isinstance(error, KeyboardInterrupt):
         return 130
-    return 2 if isinstance(error, ValueError) else 1
+    return REFUSED if isinstance(error, ValueError) else 1
 
 
 def _said(error: BaseException) -> str:

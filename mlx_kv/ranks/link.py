@@ -24,7 +24,8 @@ from typing import Any, NoReturn
 from mlx_kv.ranks.channel import Channel, framed
 
 EXIT_CODE = 70  # of a rank whose group is broken
-GRACE = 0.4  # seconds in which a rank may find out by itself what another one has ended with, and say it in its own way
+REFUSED = 2  # exit code of a rank that cannot do what was asked for
+GRACE = 0.4  # seconds in which a rank may find out by itself what another one has refused, and say it in its own way
 FAREWELL = 5.0  # seconds for which the leader waits for the others' end
 START_AGAIN, ALIKE = "start all ranks again", "start all ranks alike"
 _END = object()  # in a queue: nothing more will come
@@ -221,7 +222,8 @@ class Leader(Link):
                 if code == 0:
                     self._left = rank  # which is an error only if it is asked for more
                     return
-                time.sleep(GRACE)
+                if code == REFUSED:  # after any other end collectives fail, and this rank would end with that
+                    time.sleep(GRACE)
                 self.break_up(f"rank {rank} has ended: {reason}", code)
                 return
         except OSError:
@@ -306,7 +308,8 @@ class Follower(Link):
                 code, reason = content
                 if code == 0 and not reason:
                     return
-                time.sleep(GRACE)
+                if code == REFUSED:  # after any other end collectives fail, and this rank would end with that
+                    time.sleep(GRACE)
                 self._broken(f"the leader has ended: {reason}", code)
                 return
         except OSError:
