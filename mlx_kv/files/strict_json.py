@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from typing import Any, Never
 
 
@@ -31,8 +32,8 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """
     made = dict(pairs)
     if len(made) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise DuplicateKeyError(max(names, key=names.count))
+        ((most, _),) = Counter(name for name, _ in pairs).most_common(1)
+        raise DuplicateKeyError(most)
     return made
 
 

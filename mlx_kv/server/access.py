@@ -89,7 +89,10 @@ class AccessRules:
         if self._origins:
             made.append(
                 Middleware(
-                    CORSMiddleware, allow_origins=self._origins, allow_methods=["GET", "POST"], allow_headers=["*"]
+                    CORSMiddleware,
+                    allow_origins=self._origins,
+                    allow_methods=["GET", "POST", "DELETE"],
+                    allow_headers=["*"],
                 )
             )
         return made

@@ -102,7 +102,12 @@ class SlotRoutes:
         name = body.get("filename") if isinstance(body, dict) else None
         if not isinstance(name, str):
             raise ApiError(400, f"filename is a JSON {json_kind(name)}: send the name of a file", "filename")
-        if not name.isprintable() or name.startswith(".") or set(name) & set('/\\:"*?<>|') or not 0 < len(name) <= 200:
+        if (
+            not name.isprintable()
+            or name.startswith(".")
+            or set(name) & set('/\\:"*?<>|')
+            or not 0 < len(os.fsencode(name)) <= 200
+        ):
             raise ApiError(400, f"{name[:80]!r} is no name of a file in the folder of slots: send one, without a path",
                            "filename")  # fmt: skip
         path = self._folder / name

@@ -119,10 +119,12 @@ def grammar_source(constraint: Constraint, marks: CallMarks | None = None) -> st
         return str(matcher.grammar_from_lark("start: " + " | ".join(map(_literal, json.loads(constraint.text)))))
     if constraint.kind == "calls":
         return str(matcher.grammar_from_lark(_lark_of_calls(json.loads(constraint.text), marks)))
-    if re.search(r"^\s*start\s*[\[:]", constraint.text, re.MULTILINE):
-        return str(matcher.grammar_from_lark(constraint.text))
+    # Without empty lines: in many of them this search, and the library's own, would look at each from each.
+    text = "\n".join([line for line in constraint.text.split("\n") if line.strip()])
+    if re.search(r"^\s*start\s*[\[:]", text, re.MULTILINE):
+        return str(matcher.grammar_from_lark(text))
     try:
-        return str(found_library().grammar_from("grammar", constraint.text))
+        return str(found_library().grammar_from("grammar", text))
     except (ValueError, RecursionError) as error:
         raise GrammarError(in_one_line(error)) from None
 
