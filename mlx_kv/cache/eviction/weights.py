@@ -8,7 +8,7 @@ B rows, Hq query heads, H KV heads, g = Hq / H, D head dim; m queries, n tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -117,7 +117,22 @@ def products(queries: Queries, keys: Keys) -> mx.array:
         asked @ keys.part(slice(first, first + some)).astype(mx.float32).swapaxes(2, 3) for first in range(0, n, some)
     ]
     made = (parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=3)).reshape(rows, heads, -1, count, n)
-    return mx.where(seen(queries, keys)[:, :, None], made, UNSEEN)
+    return hidden(made, seen(queries, keys)[:, :, None])
+
+
+def hidden(made: mx.array, seen: mx.array) -> mx.array:
+    """The same products, (B, H, g, m, n), but `UNSEEN` where a token is not seen, (B, 1 or H, 1, m, n).
+
+    On a CPU in place, evaluated: a choice between two whole arrays takes as long there as the products do, and most
+    tokens are seen by all queries.
+    """
+    if not on_cpu():
+        return mx.where(seen, made, UNSEEN)
+    view, visible = np.array(made, copy=False), np.array(seen, copy=False)
+    columns = np.flatnonzero(~visible.all(axis=(0, 1, 2, 3)))
+    if columns.size:
+        view[..., columns] = np.where(visible[..., columns], view[..., columns], np.float32(UNSEEN))
+    return made
 
 
 def seen(queries: Queries, keys: Keys) -> mx.array:
@@ -147,9 +162,11 @@ def weights(products: mx.array, sums: mx.array, is_query: mx.array) -> mx.array:
 
 def exponential(x: mx.array) -> mx.array:
     """e to the power of x, float32. On a CPU NumPy's, evaluated: MLX takes 26 ns a number there, NumPy 1."""
-    if mx.default_device().type == mx.DeviceType.cpu:
-        return mx.array(np.exp(np.array(x, copy=False)))
-    return mx.exp(x)
+    return mx.array(np.exp(np.array(x, copy=False))) if on_cpu() else mx.exp(x)
+
+
+def on_cpu() -> bool:
+    return bool(mx.default_device().type == mx.DeviceType.cpu)
 
 
 def mean_weights(queries: Queries, keys: Keys) -> mx.array:
@@ -158,13 +175,24 @@ def mean_weights(queries: Queries, keys: Keys) -> mx.array:
     total = mx.zeros((rows, queries.queries.shape[1], n))
     for first, last in blocks(queries, keys):
         some = queries.columns(first, last)
-        made = products(some, keys)
-        largest = made.max(axis=-1, keepdims=True)
-        parts = exponential(made - largest)  # (B, H, g, m, n)
-        whole = parts.sum(axis=-1)
-        if queries.sinks is not None:
-            own = queries.sinks.astype(mx.float32).reshape(1, *whole.shape[1:3], 1)
-            whole = whole + mx.exp(own - largest[..., 0])
-        total = total + ((1 / whole)[..., None, :] @ parts).reshape(rows, -1, n)
+        total = total + summed_weights(products(some, keys), queries.sinks).reshape(rows, -1, n)
         mx.eval(total)
     return total / queries.queries.shape[2]
+
+
+def summed_weights(products: mx.array, sinks: mx.array | None) -> mx.array:
+    """(B, H, g, n): what all queries of a block give to each token, of products (B, H, g, m, n).
+
+    On a CPU by NumPy, in the place of the products, which nobody has after that: its exponential and maximum are
+    several times as fast, and memory that is new costs more than what is done with it.
+    """
+    cpu = on_cpu()
+    made: Any = np.array(products, copy=False) if cpu else products
+    largest = made.max(axis=-1, keepdims=True)
+    made -= largest
+    parts = np.exp(made, out=made) if cpu else mx.exp(made)
+    whole = parts.sum(axis=-1)  # (B, H, g, m)
+    if sinks is not None:
+        own = sinks.astype(mx.float32).reshape(1, *whole.shape[1:3], 1)
+        whole = whole + (np.exp(np.array(own) - largest[..., 0]) if cpu else mx.exp(own - largest[..., 0]))
+    return mx.array(((1 / whole)[..., None, :] @ parts)[..., 0, :])
