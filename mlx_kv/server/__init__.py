@@ -18,6 +18,7 @@ HTTP, in the event loop:
     chat.py              a chat as tokens
     dialects/            other APIs: OpenAI's responses, Anthropic's messages
     admission.py         how many requests are let in, and whose output is whose
+    asking.py            what the worker says, for those who wait for it
     responses.py         from jobs to an answer, whole or streamed; clients that hang up (answers.py: its parts)
     slot_routes.py       slots over HTTP: list, save, restore, erase (slots.py: which is whose)
     response_objects.py  what a client gets (chat_output.py: reasoning and tool calls; token_texts.py: single tokens)

@@ -162,11 +162,11 @@ class ApiKeys:
         """Raises ApiError, 401, for a request without a valid key."""
         if not self._keys:
             return
-        kind, _, given = headers.get("authorization", "").partition(" ")
-        if "x-api-key" in headers:  # where Anthropic's clients send it
-            kind, given = "bearer", headers["x-api-key"]
-        found = [hmac.compare_digest(given.strip().encode("latin-1"), key) for key in self._keys]
-        if kind.lower() != "bearer" or not any(found):
+        kind, _, bearer = headers.get("authorization", "").partition(" ")
+        given = [bearer if kind.lower() == "bearer" else "", headers.get("x-api-key", "")]  # Anthropic's clients
+        sent = [each.strip().encode("latin-1") for each in given]
+        found = [hmac.compare_digest(each, key) for each in sent for key in self._keys]
+        if not any(found):
             raise ApiError(
                 401, "no valid API key: send one as Authorization: Bearer KEY", None, "invalid_api_key",
                 {"WWW-Authenticate": "Bearer"},

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 from collections.abc import Sequence
 
-from mlx_kv.server.errors import ApiError
+from mlx_kv.server.errors import SHUTTING_DOWN, ApiError
 from mlx_kv.server.job import Job, OutputChunk
 from mlx_kv.server.metrics import Metrics
 from mlx_kv.server.slots import Slots
@@ -18,7 +18,6 @@ from mlx_kv.server.worker import Worker
 
 KEEP_ALIVE = 15.0  # seconds after which a stream that has nothing to say says so, for proxies
 WATCH_EVERY = 0.1  # seconds between two looks at whether the worker lives
-SHUTTING_DOWN = "the server is shutting down"
 COMPLETIONS = ("/v1/completions", "/completions")
 CHATS = ("/v1/chat/completions", "/chat/completions")
 RESPONSES, MESSAGES = ("/v1/responses", "/responses"), ("/v1/messages",)

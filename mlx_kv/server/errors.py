@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 MESSAGES = "/v1/messages"
+SHUTTING_DOWN = "the server is shutting down"
 ANTHROPIC_TYPES = {
     401: "authentication_error",
     403: "permission_error",

@@ -18,6 +18,7 @@ from mlx_kv.generation.encoding import encode_prompt
 from mlx_kv.policy import CachePolicy
 from mlx_kv.server.admission import AdmissionController
 from mlx_kv.server.answers import AnswerWriter, Choice
+from mlx_kv.server.asking import told_by
 from mlx_kv.server.bodies import read_body
 from mlx_kv.server.chat import encode_chat
 from mlx_kv.server.chat_output import ChatOutputParser
@@ -35,8 +36,6 @@ from mlx_kv.server.task_thread import TaskThread, TaskThreadError
 from mlx_kv.server.token_texts import TokenTexts
 from mlx_kv.server.unknown_fields import UnknownFields
 from mlx_kv.server.worker import Worker
-
-LOOK_EVERY = 0.1  # seconds between two looks at whether the worker lives, while it is asked something
 
 
 class Asked(NamedTuple):
@@ -138,13 +137,8 @@ class Intake:
         policy = self._limits.cache.policy(worker.policy, request.cache)
         if policy == worker.policy:
             return RowCache(policy, worker.own_plan)
-        planned = asyncio.wrap_future(worker.plan(policy))
-        while not planned.done():
-            await asyncio.wait({planned}, timeout=LOOK_EVERY)
-            if not planned.done() and not worker.alive:
-                raise ApiError(503, f"the server ends: {worker.failure or 'its worker has ended'}")
         try:
-            return RowCache(policy, planned.result())
+            return RowCache(policy, await told_by(worker, worker.plan(policy)))
         except ValueError as error:
             raise ApiError(400, f"cache: {error}", "cache") from error
 

@@ -36,7 +36,7 @@ def set_gauges(metrics: Metrics, snapshot: Snapshot, admission: AdmissionControl
     metrics.prompt_memory.set(snapshot.prompt_memory)
     metrics.planned.set(snapshot.planned)
     metrics.memory_limit.set(admission.worker.limit.limit or 0)
-    metrics.policies.set(len(admission.worker.policies))
+    metrics.policies.set(len(admission.worker.rows_by_policy))
     if snapshot.speculation is not None:
         metrics.draft_length.set(snapshot.speculation.length)
         metrics.draft_tokens_per_pass.set(snapshot.speculation.tokens_per_pass)
@@ -65,7 +65,7 @@ def memory_report(worker: Worker, admission: AdmissionController, metrics: Metri
         "memory_limit": worker.limit.limit,
         "weights": worker.limit.weights,
         "bytes_planned": snapshot.planned,
-        "policies": [{"policy": name, "rows": rows} for name, rows in worker.policies],
+        "policies": [{"policy": name, "rows": rows} for name, rows in worker.rows_by_policy],
         "keeps_prompts": worker.keeps_prompts,
         "drafts": None if drafts is None else drafts.figures(),
     }

@@ -82,8 +82,12 @@ class PolicyRows:
             ValueError: what the model or the policy refuses.
         """
         self._make_engine()
-        self.prefixes = self._open_prefixes(self._fingerprint)
-        self._make_prefill()
+        try:
+            self.prefixes = self._open_prefixes(self._fingerprint)
+            self._make_prefill()
+        except BaseException:
+            self.engine.close()
+            raise
 
     def engine_for(self, agreement: Agreement) -> Engine:
         return self._served.settings.engine(self._served.models, self.policy, self._asked, agreement)

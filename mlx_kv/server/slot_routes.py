@@ -10,7 +10,6 @@ import asyncio
 import os
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,6 +18,7 @@ from starlette.responses import JSONResponse, Response
 
 from mlx_kv.files import serialization
 from mlx_kv.server.admission import AdmissionController
+from mlx_kv.server.asking import told_by
 from mlx_kv.server.errors import ApiError
 from mlx_kv.server.fields import json_kind
 from mlx_kv.server.intake import Intake
@@ -27,7 +27,6 @@ from mlx_kv.server.task_thread import TaskThread
 from mlx_kv.server.worker import Worker
 
 ACTIONS = ("save", "restore", "erase")
-LOOK_EVERY = 0.2  # seconds between two looks at whether the worker lives
 T = TypeVar("T")
 
 
@@ -157,7 +156,8 @@ class SlotRoutes:
         return {"n_restored": len(tokens), "n_read": nbytes}
 
     async def _erase(self, slot: Slot) -> dict[str, Any]:
-        tokens, slot.tokens = slot.tokens, []
+        tokens = slot.tokens
+        slot.has([])
         if tokens:
             await self._ask(lambda: self._worker.prefixes.memory.forget(tokens))
         return {"id_slot": slot.number, "n_erased": len(tokens)}
@@ -172,13 +172,7 @@ class SlotRoutes:
 
     async def _ask(self, what: Callable[[], T]) -> T:
         """Does something in the worker's thread, where arrays are made and read."""
-        work: Future[T] = self._worker.ask(what)
-        waiting = asyncio.wrap_future(work)
-        while not waiting.done():
-            await asyncio.wait([waiting], timeout=LOOK_EVERY)
-            if not waiting.done() and not self._worker.alive:
-                raise ApiError(503, f"the server ends: {self._worker.failure or 'its worker has ended'}")
         try:
-            return waiting.result()
+            return await told_by(self._worker, self._worker.ask(what))
         except ValueError as error:
             raise ApiError(400, " ".join(str(error).split())[:300], "filename") from None

@@ -23,13 +23,19 @@ class Slot:
         number: from 0 up.
         job: that it decodes or reads; None where it is free.
         tokens: of the last prompt and its answer.
+        text: the same as bytes, to be compared.
         used: when it last got a job, as an order.
     """
 
     number: int
     job: Job | None = None
     tokens: list[int] = field(default_factory=list)
+    text: bytes = b""
     used: int = 0
+
+    def has(self, tokens: Sequence[int]) -> None:
+        """From now on these are its tokens."""
+        self.tokens, self.text = list(tokens), packed(tokens)
 
 
 class Slots:
@@ -55,20 +61,24 @@ class Slots:
         self.look([job])
         for slot in self.all:
             if slot.job is job:
-                slot.job, slot.tokens = None, job.known
+                slot.job = None
+                slot.has(job.known)
 
     def restored(self, number: int, tokens: Sequence[int]) -> None:
         """What a slot had was read from a file."""
         slot = self.all[number]
-        slot.tokens, slot.used = list(tokens), next(self._order)
+        slot.has(tokens)
+        slot.used = next(self._order)
 
     def _take(self, job: Job) -> None:
         free = [slot for slot in self.all if slot.job is None]
         if not free:
             return  # one that has ended has not been told yet
-        asked = next((slot for slot in free if slot.number == job.slot), None)
-        likes = [(shared(packed(slot.tokens), job.prompt), slot.number, slot) for slot in free]
-        most, _, like = max(likes)
-        oldest = min(free, key=lambda slot: slot.used)
-        slot = asked or (like if most >= LEAST_SHARED else oldest)
+        slot = next((slot for slot in free if slot.number == job.slot), None) or _fitting(free, job)
         slot.job, slot.used = job, next(self._order)
+
+
+def _fitting(free: Sequence[Slot], job: Job) -> Slot:
+    """The slot that has most of a prompt, or where that is nearly nothing, the one that was used least recently."""
+    most, _, like = max((shared(slot.text, job.prompt), slot.number, slot) for slot in free)
+    return like if most >= LEAST_SHARED else min(free, key=lambda slot: slot.used)

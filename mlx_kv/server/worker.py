@@ -32,6 +32,7 @@ from mlx_kv.ranks.following import Caches, follow
 from mlx_kv.ranks.group import RankGroup
 from mlx_kv.ranks.link import RanksError
 from mlx_kv.ranks.totals import MemoryOfAll
+from mlx_kv.server.errors import SHUTTING_DOWN
 from mlx_kv.server.history import TokenHistory
 from mlx_kv.server.job import Job, OutputChunk, Snapshot
 from mlx_kv.server.kept_prompts import KeptPrompts
@@ -46,7 +47,6 @@ from mlx_kv.server.tiered_prefixes import TieredPrefixes
 
 log = logging.getLogger("mlx_kv.server")
 T = TypeVar("T")
-SHUTTING_DOWN = "the server is shutting down"
 PASSED_BY = 5.0  # seconds since its request in which others pass one for which there is no engine
 
 
@@ -159,9 +159,7 @@ class Worker:
 
         Nobody answers once `alive` is False.
         """
-        planned: Future[RowPlan] = Future()
-        self._inbox.put(partial(self._plan, self.policy if policy is None else policy, planned))
-        return planned
+        return self.ask(lambda: self._policies.plan(self.policy if policy is None else policy))
 
     def submit(self, job: Job) -> None:
         job.policy = job.policy or self.policy
@@ -190,7 +188,7 @@ class Worker:
     @property
     def speculates(self) -> bool:
         """Whether tokens are drafted."""
-        return self._rows.engine.speculation is not None
+        return self._drafting.drafter is not None or self.models.draft is not None
 
     @property
     def snapshot(self) -> Snapshot:
@@ -225,7 +223,7 @@ class Worker:
         return self._thread.is_alive()
 
     @property
-    def policies(self) -> list[tuple[str, int]]:
+    def rows_by_policy(self) -> list[tuple[str, int]]:
         """Each policy that has an engine now, in words, and how many rows it has."""
         return self._told_policies
 
@@ -300,14 +298,14 @@ class Worker:
 
     def _open_prefixes(self, whose: Callable[[], str]) -> TieredPrefixes:
         memory = PromptMemory(self._prompt_memory_bytes, parts=self.parts())
-        store = None if self._open_store is None else self._open_store(self.models)
-        return TieredPrefixes(memory, store, self._inbox.put, whose)
-
-    def _plan(self, policy: CachePolicy, planned: Future[RowPlan]) -> None:
         try:
-            planned.set_result(self._policies.plan(policy))
-        except ValueError as error:
-            planned.set_exception(error)
+            store = None if self._open_store is None else self._open_store(self.models)
+        except Exception as error:
+            if not self._started.is_set():
+                raise  # who starts a server hears of it
+            log.warning("the prompt store cannot be opened for another policy, whose prompts stay in memory: %s", error)
+            store = None
+        return TieredPrefixes(memory, store, self._inbox.put, whose)
 
     @property
     def _room(self) -> bool:
@@ -366,9 +364,15 @@ class Worker:
             return False
         try:
             rows = policies.of(policy)
-        except ValueError as error:
+        except Exception as error:  # of an engine that is begun for it alone: others have no part in that
+            refused = isinstance(error, ValueError)
+            if not refused and self._group is not None:
+                raise  # other ranks may have begun one
+            if not refused:
+                log.exception("no engine could be made for %s: one request ends", policy_name(policy))
             self._waiting.remove(job)
-            self._rows.fail([job], str(error), 400)
+            why = str(error) if refused else f"no engine could be made for this cache: {type(error).__name__}: {error}"
+            self._rows.fail([job], why, 400 if refused else 503)
             return True
         if rows is None:
             return time.monotonic() - job.since < PASSED_BY

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 from serving import LONG, Running, cached, check_error, running
 
-from mlx_kv import CachePolicy
+from mlx_kv import CachePolicy, PromptStore
 from mlx_kv.server.api import Limits
 from mlx_kv.server.cache_requests import AllowedCache, CacheRequest, cache_field
 from mlx_kv.server.errors import ApiError
+from mlx_kv.server.models import Models
+from mlx_kv.server.policy_rows import PolicyRows
 
 ALLOWED = AllowedCache.of(["budget=96-512", "bits=8,4", "score=key_diff,recent"])
 POLICIES: list[dict[str, Any]] = [{}, {"bits": 8}, {"budget": 128}, {"budget": 128, "bits": 8, "score": "recent"}]
@@ -34,7 +37,7 @@ def test_rows_of_different_policies_are_served_side_by_side_as_each_would_be_alo
     ):
         asked = [pool.submit(server.complete, prompt, 24, cache=cache) for cache in POLICIES for prompt in prompts]
         told = [each.result() for each in asked]
-        server.wait_until(lambda: len(server.worker.policies) == len(POLICIES))
+        server.wait_until(lambda: len(server.worker.rows_by_policy) == len(POLICIES))
     for number, cache in enumerate(POLICIES):
         with running(CachePolicy(**cache), draft=draft) as alone:
             for index, prompt in enumerate(prompts):
@@ -68,6 +71,47 @@ def test_an_engine_that_nobody_needs_makes_room_for_another() -> None:
             budgets = [100, 200, 300, 400]
             asked = [pool.submit(server.complete, LONG[:400], 20, cache={"budget": budget}) for budget in budgets]
             assert all(each.result() for each in asked)
+
+
+def test_a_store_that_opens_once_only_is_none_for_other_policies(tmp_path: Path, caplog: Any) -> None:
+    opened: list[PromptStore] = []
+
+    def open_store(models: Models) -> PromptStore:
+        if opened:
+            raise PermissionError("the folder is gone")
+        opened.append(PromptStore(tmp_path, fingerprint="reference"))
+        return opened[0]
+
+    limits = Limits(cache=ALLOWED)
+    with running(limits=limits, most_policies=2, prompt_memory_bytes=2**28, open_store=open_store) as one:
+        plain = one.complete(LONG[:500], 4)
+        for again in (False, True):
+            answer = one.post(prompt=LONG[:500], max_tokens=4, cache={"bits": 8}).json()
+            assert (cached(answer) > 0) == again  # in memory they are kept
+        assert one.complete(LONG[:500], 4) == plain
+    assert caplog.text.count("the folder is gone") == 1
+
+
+def test_an_engine_that_cannot_be_made_ends_the_request_that_wanted_it_alone(monkeypatch: Any) -> None:
+    prompts = [LONG[:400], LONG[900:1300]]
+    with (
+        running(limits=Limits(cache=ALLOWED), most_policies=2) as server,
+        ThreadPoolExecutor(2) as pool,
+    ):
+        wanted = [server.complete(prompt, 32) for prompt in prompts]
+        asked = [pool.submit(server.complete, prompt, 32) for prompt in prompts]
+        begin = PolicyRows.begin
+
+        def fails(rows: PolicyRows) -> None:
+            raise OSError("no more of that")
+
+        monkeypatch.setattr(PolicyRows, "begin", fails)
+        refused = check_error(server.post(prompt=LONG[:300], max_tokens=2, cache={"bits": 8}), 503)
+        assert "no more of that" in refused["message"]
+        monkeypatch.setattr(PolicyRows, "begin", begin)
+        assert [each.result() for each in asked] == wanted
+        assert server.post(prompt=LONG[:300], max_tokens=2, cache={"bits": 8}).status_code == 200
+        assert server.worker.alive
 
 
 @pytest.mark.parametrize(

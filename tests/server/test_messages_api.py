@@ -176,6 +176,8 @@ def test_anthropics_clients_send_keys_their_way(reasoner: Running, monkeypatch: 
     assert [model.id for model in client.models.list()] == ["reference", "default_model"]
     for key, status in (("secret", 200), ("wrong", 401)):
         assert reasoner.http.post("/v1/messages", json=told, headers={"x-api-key": key}).status_code == status
+        both = {"x-api-key": "wrong", "Authorization": f"Bearer {key}"}
+        assert reasoner.http.post("/v1/messages", json=told, headers=both).status_code == status
     with pytest.raises(anthropic.AuthenticationError, match="no valid API key"):
         anthropic.Anthropic(base_url=reasoner.url, api_key="wrong", max_retries=0).messages.create(**told)
 
