@@ -30,6 +30,7 @@ from mlx_kv.generation.settings import LogitsProcessor
 from mlx_kv.generation.statistics import cache_statistics
 from mlx_kv.mlxlm.batching import check_alike
 from mlx_kv.mlxlm.convert import make_prompt_cache
+from mlx_kv.mlxlm.loading import vocabulary_of
 from mlx_kv.policy import CachePolicy
 
 QUOTES = '"""'
@@ -130,19 +131,38 @@ class ChatFiles:
         file = load_for(path, self._model, self._tokenizer, self._name)
         if "chat" not in file.metadata or file.tokens is None:
             raise click.UsageError(f"{path} holds a prompt and no conversation: go on from it with mlx-kv generate")
-        said = json.loads(file.metadata["chat"])
-        turns = [Turn(**turn | {"tokens": said["tokens"][: turn["tokens"]]}) for turn in said["turns"]]
+        try:
+            turns, system = _what_was_said(file.metadata["chat"], vocabulary_of(self._model))
+        except (ValueError, TypeError, LookupError, RecursionError):
+            raise click.UsageError(f"{path} holds a conversation that is damaged: give another file") from None
         try:
             check_alike(conversation.engine.make_caches(), file.caches)
         except ValueError:  # another policy, or no draft model
-            conversation.go_on_from(turns, said["system"])
+            conversation.go_on_from(turns, system)
             return False
-        conversation.go_on_from(turns, said["system"], file.caches, file.tokens)
+        conversation.go_on_from(turns, system, file.caches, file.tokens)
         return True
 
     def _check(self) -> None:
         if not self._whole:
             raise click.UsageError("each of several ranks has a part of the conversation: it cannot be kept in a file")
+
+
+def _what_was_said(text: str, vocabulary: int) -> tuple[list[Turn], str | None]:
+    """The turns of a file, and the message before them; raises what comes of a text that `save` has not written."""
+    said = json.loads(text)
+    known, turns = said["tokens"], []
+    for turn in said["turns"]:
+        turns.append(Turn(**turn | {"tokens": known[: turn["tokens"]]}))
+        counts = turn["tokens"], turn["prompt_tokens"], turn["reused"], turn["answer_tokens"]
+        words = turn["question"], turn["answer"], turn["finish_reason"]
+        if not all(type(count) is int and count >= 0 for count in counts) or {type(word) for word in words} != {str}:
+            raise ValueError("a turn is none")
+    if type(known) is not list or not all(type(token) is int and 0 <= token < vocabulary for token in known):
+        raise ValueError("tokens are none of the model's")
+    if not isinstance(said["system"], str | None):
+        raise ValueError("the message before all others is no text")
+    return turns, said["system"]
 
 
 class ChatSession:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import pty
 import signal
@@ -18,6 +19,7 @@ import pytest
 
 import mlx_kv
 from mlx_kv.cli.chat_session import lines_typed
+from mlx_kv.files.serialization import load_prompt_file, save_prompt_cache
 
 Called = Any
 
@@ -88,6 +90,48 @@ def test_what_a_file_must_be(chat: Any, command: Any, tmp_path: Path) -> None:
     ):
         assert words in line
         assert line.startswith("mlx-kv: ")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda said: "no JSON",
+        lambda said: [said],
+        lambda said: {"turns": said["turns"]},
+        lambda said: said | {"tokens": [10**7] * len(said["tokens"])},
+        lambda said: said | {"tokens": [-1] * len(said["tokens"])},
+        lambda said: said | {"tokens": ["x"] * len(said["tokens"])},
+        lambda said: said | {"system": 7},
+        lambda said: said | {"turns": [said["turns"][0] | {"answer": None}]},
+        lambda said: said | {"turns": [said["turns"][0] | {"reused": "many"}]},
+        lambda said: said | {"turns": [said["turns"][0] | {"mood": "good"}]},
+        lambda said: said | {"turns": ["import os"]},
+    ],
+)
+def test_a_damaged_conversation_is_one_line_and_the_chat_goes_on(chat: Any, tmp_path: Path, damage: Any) -> None:
+    path = tmp_path / "c.safetensors"
+    chat("import os", f"/save {path}")
+    file = load_prompt_file(path)
+    said = damage(json.loads(file.metadata["chat"]))
+    words = file.metadata | {"chat": said if isinstance(said, str) else json.dumps(said)}
+    save_prompt_cache(path, file.caches, words, tokens=file.tokens, fingerprint=file.fingerprint)
+    done = chat("x", f"/load {path}", "import os")
+    assert (done.code, [line for line in done.err.splitlines() if "known" not in line]) == (
+        0,
+        [f"mlx-kv: {path} holds a conversation that is damaged: give another file"],
+    )
+    assert done.out == chat("x", "import os").out
+
+
+def test_a_file_of_tokens_that_the_model_does_not_have(chat: Any, tmp_path: Path) -> None:
+    path = tmp_path / "c.safetensors"
+    chat("import os", f"/save {path}")
+    file = load_prompt_file(path)
+    tokens = [10**7, *(file.tokens or [])[1:]]
+    save_prompt_cache(path, file.caches, file.metadata, tokens=tokens, fingerprint=file.fingerprint)
+    done = chat(f"/load {path}", "import os")
+    assert "has read tokens that the model does not have: make it again" in done.err
+    assert done.out == chat("import os").out
 
 
 def test_help_stats_and_what_is_no_command(chat: Any) -> None:

@@ -43,6 +43,19 @@ def test_sampling_settings_are_all_of_them(drafted: dict[str, str], reference: t
         mlx_kv.generate(*reference, PROMPT, sampling=settings, seed=3)
 
 
+@pytest.mark.parametrize("drafted", [{}, {"drafter": "ngram"}], ids=["plain", "ngram"])
+def test_a_bias_of_a_token_that_the_model_does_not_have_is_refused(
+    drafted: dict[str, str], reference: tuple[Any, Any]
+) -> None:
+    vocabulary = reference[0](mx.array([[0]])).shape[-1]
+    for token in (vocabulary, 2**30):
+        settings = mlx_kv.SamplingSettings(logit_bias={3: 1.0, token: 1.0})
+        with pytest.raises(ValueError, match=f"token {token}, which the model does not have: give ids up to"):
+            mlx_kv.generate(*reference, PROMPT, max_tokens=3, sampling=settings, **drafted)
+    settings = mlx_kv.SamplingSettings(logit_bias={vocabulary - 1: 1e4})
+    assert mlx_kv.generate(*reference, PROMPT, max_tokens=3, sampling=settings, **drafted)
+
+
 @pytest.mark.parametrize("length", [1, 2, 5, 11])
 def test_a_stop_string_ends_it_wherever_tokens_end(length: int, reference: tuple[Any, Any]) -> None:
     whole = streamed(reference, PROMPT)
