@@ -121,7 +121,7 @@ def grammar_source(constraint: Constraint, marks: CallMarks | None = None) -> st
         return str(matcher.grammar_from_lark(_lark_of_calls(json.loads(constraint.text), marks)))
     # Without empty lines: in many of them this search, and the library's own, would look at each from each.
     text = "\n".join([line for line in constraint.text.split("\n") if line.strip()])
-    if re.search(r"^\s*start\s*[\[:]", text, re.MULTILINE):
+    if re.search(r"^\s*start\s*(\[|:(?!:=))", text, re.MULTILINE):
         return str(matcher.grammar_from_lark(text))
     try:
         return str(found_library().grammar_from("grammar", text))

@@ -7,6 +7,7 @@ samplers or drafters. V is the vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -24,16 +25,13 @@ class GrammarProcessor:
         ends: ids of tokens that end a sequence: all that is left when the grammar is at its end.
         prompt_tokens: how many of the tokens that are shown are not the answer's.
         lead_in: what may stand before the grammar, or in its place.
-
-    Attributes:
-        error: why the grammar could not be followed any longer, in the library's words. The row ends with that.
     """
 
     def __init__(self, matcher: Any, ends: tuple[int, ...], prompt_tokens: int, lead_in: LeadIn) -> None:
         self._fresh, self._matcher = matcher, matcher.deep_copy()
         self._ends, self._prompt_tokens, self._lead_in = ends, prompt_tokens, lead_in
         self._consumed: list[int] = []
-        self.error: str | None = None
+        self._failed: tuple[list[int], str] | None = None  # after which tokens the library gave up, and why
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
         """Logits (1, V) after tokens (n,): minus infinity where the grammar has no such token.
@@ -47,8 +45,9 @@ class GrammarProcessor:
         begins = self._lead_in.grammar_from(answer)
         if begins is None:
             return logits
-        follows, others = self._follow(answer[begins:]), self._lead_in.others(answer)
-        if not follows and not others and self.error is None:
+        wanted = answer[begins:]
+        follows, others = self._follow(wanted), self._lead_in.others(answer)
+        if not follows and not others and self._why(wanted) is None:
             return logits
         allowed = self._mask(logits.shape[-1]) if follows else np.zeros(logits.shape[-1], dtype=bool)
         allowed[others] = True
@@ -72,8 +71,24 @@ class GrammarProcessor:
         ends = count == len(text) < len(rest) and self._follow([*known, *text]) and self._matcher.is_accepting()
         return first + count + int(ends)
 
+    def error_in(self, answer: Sequence[int]) -> str | None:
+        """Why the grammar could not be followed to the end of an answer, in the library's words: it ended with that.
+
+        None where it could, whatever was met behind drafts that were wrong.
+        """
+        begins = self._lead_in.grammar_from(list(answer))
+        return None if begins is None else self._why(list(answer[begins:]))
+
+    def _why(self, tokens: list[int]) -> str | None:
+        """Why the library can say nothing of what follows these tokens; None where it can."""
+        if self._failed is None or tokens[: len(self._failed[0])] != self._failed[0]:
+            return None
+        return self._failed[1]
+
     def _follow(self, wanted: list[int]) -> bool:
         """Has the matcher stand after these tokens; whether they are the grammar's, and it goes on."""
+        if self._why(wanted) is not None:
+            return False
         same = _alike(self._consumed, wanted)
         if back := len(self._consumed) - same:
             if self._matcher.rollback(back):
@@ -83,7 +98,7 @@ class GrammarProcessor:
         more = wanted[len(self._consumed) : self._end(wanted)]
         taken = int(self._matcher.try_consume_tokens(more)) if more else 0
         self._consumed += more[:taken]
-        return self._works() and len(self._consumed) == len(wanted)
+        return self._works(more[taken : taken + 1]) and len(self._consumed) == len(wanted)
 
     def _end(self, tokens: list[int]) -> int:
         """Where these first end a sequence. What ends it is none of the grammar's tokens: the library is not told."""
@@ -97,11 +112,17 @@ class GrammarProcessor:
         allowed[: found.size] = found
         return allowed & self._works()
 
-    def _works(self) -> bool:
-        """Whether the library still can; what it has given up once, it never takes up again."""
-        if self.error is None and self._matcher.is_error():
-            self.error = in_one_line(self._matcher.get_error())
-        return self.error is None
+    def _works(self, at: Sequence[int] = ()) -> bool:
+        """Whether the library still can. A matcher that has given up never goes on, but others may, elsewhere.
+
+        Args:
+            at: the token at which it may have given up; none is after what was consumed.
+        """
+        if not self._matcher.is_error():
+            return True
+        self._failed = [*self._consumed, *at], in_one_line(self._matcher.get_error())
+        self._matcher, self._consumed = self._fresh.deep_copy(), []
+        return False
 
 
 def _alike(some: list[int], others: list[int]) -> int:
