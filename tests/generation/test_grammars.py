@@ -158,17 +158,18 @@ def of_a_thinker(prompt: list[int], calls: bool = False) -> LeadIn:
 def test_the_grammar_begins_after_the_thinking(compiler: GrammarCompiler) -> None:
     grammar = compiler.compile(constraints.choice(TEXTS))
     first, everything = shown_to(grammar.processor(len(PROMPT)), []), set(range(V))
+    thought = everything - {0}  # the answer does not end within it
 
     def after(lead_in: LeadIn, *answer: int) -> set[int]:
         return shown_to(grammar.processor(len(PROMPT), lead_in), answer)
 
     begun = of_a_thinker([1, *START, 2])
-    assert after(begun) == after(begun, 40) == after(begun, 40, 12) == everything
+    assert after(begun) == after(begun, 40) == after(begun, 40, 12) == thought
     assert after(begun, *END) == after(begun, 40, 41, *END) == first
     free = of_a_thinker([1, 2])
     assert after(free) == first | {11}
     assert after(free, 11) == {12}  # no text begins with it
-    assert after(free, 11, 12) == after(free, 11, 12, 50) == everything
+    assert after(free, 11, 12) == after(free, 11, 12, 50) == thought
     assert after(free, 11, 12, 50, *END) == first
     told_not_to = of_a_thinker([1, *START, 9, *END, 9])
     assert after(told_not_to) == first
@@ -189,10 +190,29 @@ def test_drafts_that_think(compiler: GrammarCompiler, reference: Any) -> None:
         return processor.allowed(mx.array([*PROMPT, *answer]), list(drafted))
 
     assert allowed([], 40, 41, 42) == 3
+    assert allowed([], 40, 0, 42) == allowed([], 40, 0, *END, beta) == 1
     assert allowed([40], 41, *END, beta, *rest, 0) == 4 + len(rest)
     assert allowed([40], 41, *END, beta, *x) == 3
     assert allowed([40, *END], *x, 0, 0) == 2
     assert allowed([40, *END, *x], beta) == 0
+
+
+@pytest.mark.parametrize("drafter", [None, "suffix"])
+def test_an_answer_does_not_end_within_its_thinking(
+    drafter: str | None, compiler: GrammarCompiler, reference: Any
+) -> None:
+    """However much the model wants to: it thinks on, and what follows its thinking is the form."""
+    prompt, grammar = [1, *START], compiler.compile(constraints.choice(TEXTS))
+    wanted = SamplingSettings(logit_bias={0: 1e3, END[0]: 5e2}).processors()
+    processors = (*wanted, grammar.processor(len(prompt), of_a_thinker(prompt)))
+    engine = make_engine(reference[0], {0}, max_batch_size=1, drafter=drafter)
+    engine.submit(TokenSequence(0, prompt, 20, processors=processors))
+    tokens: list[int] = []
+    while engine.busy:
+        tokens += [token.token for token in engine.step()]
+    engine.close()
+    assert (tokens[0], tokens[-1]) == (END[0], 0)
+    assert reference[1].decode(tokens[1:-1]) in TEXTS
 
 
 # --- what cannot be ---------------------------------------------------------------------------------------------------

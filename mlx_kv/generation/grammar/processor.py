@@ -36,24 +36,23 @@ class GrammarProcessor:
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
         """Logits (1, V) after tokens (n,): minus infinity where the grammar has no such token.
 
-        Where the tokens themselves are none of the grammar's, as behind a draft that is wrong, nothing is changed.
+        While the model thinks, before the grammar begins, all but the end of the answer may come. Where the tokens
+        themselves are none of the grammar's, as behind a draft that is wrong, nothing is changed.
         """
         shown = tokens[self._prompt_tokens :]
         mx.async_eval(shown)  # type: ignore[no-untyped-call]
         mx.async_eval(logits)  # type: ignore[no-untyped-call]  # the model goes on while the mask is made
         answer: Any = shown.tolist()
         begins = self._lead_in.grammar_from(answer)
-        if begins is None:
-            return logits
+        if begins is None:  # a call may end, but thinking that does leaves no answer
+            return _masked(logits, ~self._where_it_ends(logits)) if self._lead_in.thinks(answer) else logits
         wanted = answer[begins:]
         follows, others = self._follow(wanted), self._lead_in.others(answer)
         if not follows and not others and self._why(wanted) is None:
             return logits
         allowed = self._mask(logits.shape[-1]) if follows else np.zeros(logits.shape[-1], dtype=bool)
         allowed[others] = True
-        if not allowed.any():
-            allowed[list(self._ends)] = True
-        return mx.where(mx.array(allowed), logits, mx.array(-mx.inf, dtype=logits.dtype))
+        return _masked(logits, allowed if allowed.any() else self._where_it_ends(logits))
 
     def allowed(self, tokens: mx.array, drafted: list[int]) -> int:
         """How many of the drafted tokens can stand after these."""
@@ -61,8 +60,10 @@ class GrammarProcessor:
         together = [*answer, *drafted]
         begins = self._lead_in.grammar_from(together)
         if begins is None or self._lead_in.others(together):
-            return len(drafted)
-        first = max(begins - len(answer), 0)  # what comes before is thinking
+            return self._end(drafted) if self._lead_in.thinks(together) else len(drafted)
+        first = max(begins - len(answer), 0)  # what comes before is thinking, which does not end the answer
+        if (end := self._end(drafted[:first])) < first:
+            return end
         known, rest = together[begins : len(answer) + first], drafted[first:]
         if not self._follow(known):
             return first
@@ -112,6 +113,12 @@ class GrammarProcessor:
         allowed[: found.size] = found
         return allowed & self._works()
 
+    def _where_it_ends(self, logits: mx.array) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """Which tokens (V,) of logits (1, V) end a sequence."""
+        ends = np.zeros(logits.shape[-1], dtype=bool)
+        ends[[token for token in self._ends if token < ends.size]] = True
+        return ends
+
     def _works(self, at: Sequence[int] = ()) -> bool:
         """Whether the library still can. A matcher that has given up never goes on, but others may, elsewhere.
 
@@ -123,6 +130,11 @@ class GrammarProcessor:
         self._failed = [*self._consumed, *at], in_one_line(self._matcher.get_error())
         self._matcher, self._consumed = self._fresh.deep_copy(), []
         return False
+
+
+def _masked(logits: mx.array, allowed: np.ndarray[Any, np.dtype[np.bool_]]) -> mx.array:
+    """Logits (1, V) with minus infinity for tokens (V,) that are not allowed."""
+    return mx.where(mx.array(allowed), logits, mx.array(-mx.inf, dtype=logits.dtype))
 
 
 def _alike(some: list[int], others: list[int]) -> int:
