@@ -66,6 +66,14 @@ def test_a_stop_string_ends_it_wherever_tokens_end(length: int, reference: tuple
         assert "".join(pieces) == text
 
 
+def test_the_stop_string_that_ends_first_counts_however_the_text_comes_in_pieces(reference: tuple[Any, Any]) -> None:
+    whole = streamed(reference, PROMPT)
+    for start in range(0, len(whole) - 9, 4):
+        stops = [whole[start : start + 9], whole[start + 2 : start + 5], whole[start + 3 : start + 5]]
+        ends = [(whole.index(stop) + len(stop), whole.index(stop)) for stop in stops]
+        assert mlx_kv.generate(*reference, PROMPT, max_tokens=40, stop=stops) == whole[: min(ends)[1]]
+
+
 def test_all_of_it_is_told_without_a_stop_string(reference: tuple[Any, Any]) -> None:
     pieces: list[str] = []
     text = mlx_kv.generate(*reference, PROMPT, max_tokens=40, stop="never said", on_text=pieces.append)
