@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count, takewhile
+from itertools import count
 from typing import Any
 
 from mlx_kv.generation.agreement import Rounds
 from mlx_kv.generation.encoding import JUST_ASKED, ChatSettings, encode_messages, encode_prompt, has_chats
 from mlx_kv.generation.engine import Engine
 from mlx_kv.generation.sampling import Sampler
-from mlx_kv.generation.sequence import BatchToken, TokenSequence
+from mlx_kv.generation.sequence import BatchToken, TokenSequence, alike
 from mlx_kv.generation.settings import LogitsProcessor
 from mlx_kv.mlxlm.traverse import attention_caches
 
@@ -218,8 +218,7 @@ class Conversation:
 
     def _go_back(self, tokens: Sequence[int]) -> bool:
         """Keeps of what was read what these tokens begin with; says whether the caches could."""
-        pairs = zip(self._read.tokens, tokens, strict=False)
-        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        same = alike(self._read.tokens, list(tokens))
         caches, beyond = self._read.caches, len(self._read.tokens) - same
         if caches is not None and same and self.engine.trim(caches, beyond):
             self._read = Read(caches, self._read.tokens[:same])

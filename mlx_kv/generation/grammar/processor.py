@@ -15,6 +15,7 @@ import numpy as np
 
 from mlx_kv.generation.grammar.constraint import in_one_line
 from mlx_kv.generation.grammar.lead_in import LeadIn
+from mlx_kv.generation.sequence import alike
 
 
 class GrammarProcessor:
@@ -90,7 +91,7 @@ class GrammarProcessor:
         """Has the matcher stand after these tokens; whether they are the grammar's, and it goes on."""
         if self._why(wanted) is not None:
             return False
-        same = _alike(self._consumed, wanted)
+        same = alike(self._consumed, wanted)
         if back := len(self._consumed) - same:
             if self._matcher.rollback(back):
                 del self._consumed[same:]
@@ -135,11 +136,3 @@ class GrammarProcessor:
 def _masked(logits: mx.array, allowed: np.ndarray[Any, np.dtype[np.bool_]]) -> mx.array:
     """Logits (1, V) with minus infinity for tokens (V,) that are not allowed."""
     return mx.where(mx.array(allowed), logits, mx.array(-mx.inf, dtype=logits.dtype))
-
-
-def _alike(some: list[int], others: list[int]) -> int:
-    """How many tokens two sequences have in common at their beginning."""
-    most = min(len(some), len(others))
-    if some[:most] == others[:most]:
-        return most
-    return next(place for place in range(most) if some[place] != others[place])
