@@ -104,7 +104,8 @@ class ChatFiles:
         """Raises click.UsageError, ValueError: it cannot be kept, or not there; an older file is then as it was."""
         self._check()
         if conversation.caches is None:
-            raise click.UsageError("nothing was read yet: there is nothing to keep")
+            then = "ask something first, which reads all again" if conversation.turns else "there is nothing to keep"
+            raise click.UsageError(f"nothing was read yet: {then}")
         known = conversation.tokens
         said = {
             "system": conversation.settings.system,
@@ -185,7 +186,7 @@ class ChatSession:
     ) -> None:
         self._conversation, self._files = conversation, files
         self._max_tokens, self._draws, self._processors, self._context = max_tokens, draws, processors, context
-        self._seconds = (0.0, 0.0)  # of the last turn: until its first token, and after it
+        self._seconds = (0.0, 0.0)  # of the last turn, where it was asked here: until its first token, and after
         self._commands: dict[str, tuple[Callable[[str], None], str]] = {
             "/help": (self._help, "what can be typed"),
             "/undo": (self._undo, "takes the last question and its answer back"),
@@ -217,16 +218,17 @@ class ChatSession:
     def _answer(self, question: str) -> None:
         started, first = time.perf_counter(), None
         with interrupts() as interrupted:
-            tokens = self._conversation.ask(question, self._max_tokens, self._draws, self._processors)
+            tokens = self._conversation.ask(question, self._max_tokens, self._draws, self._processors, interrupted)
             with contextlib.closing(tokens):
                 for token in tokens:
                     first = first or time.perf_counter()
                     click.echo(token.text, nl=False)
                     sys.stdout.flush()
-                    if interrupted():
-                        break
+        if first is None:
+            say("ended by Ctrl-C before an answer began: all is as it was, and read again with the next question")
+            return
         click.echo()
-        self._seconds = (first or started) - started, time.perf_counter() - (first or started)
+        self._seconds = first - started, time.perf_counter() - first
         turn = self._conversation.turns[-1]
         new = turn.prompt_tokens - turn.reused
         rate = f", {(turn.answer_tokens - 1) / self._seconds[1]:,.1f} tokens/s" if turn.answer_tokens > 1 else ""
@@ -244,6 +246,7 @@ class ChatSession:
 
     def _undo(self, rest: str) -> None:
         kept = self._conversation.undo()
+        self._seconds = (0.0, 0.0)
         how = "" if kept else "; these caches cannot go back, and all is read again"
         say(f"taken back: {self._turns}{how}")
 
@@ -257,6 +260,7 @@ class ChatSession:
 
     def _load(self, rest: str) -> None:
         served = self._files.load(self._path("/load", rest), self._conversation)
+        self._seconds = (0.0, 0.0)
         say(f"{rest}: {self._turns}" + ("" if served else "; its caches are of other settings, and all is read again"))
 
     def _stats(self, rest: str) -> None:
@@ -285,7 +289,10 @@ class ChatSession:
     def _path(self, command: str, rest: str) -> Path:
         if not rest:
             raise click.UsageError(f"{command} needs the name of a file")
-        return Path(rest).expanduser()
+        try:
+            return Path(rest).expanduser()
+        except RuntimeError as error:  # there is no such user
+            raise click.UsageError(f"{rest}: {error}: give another name") from None
 
     @property
     def _turns(self) -> str:

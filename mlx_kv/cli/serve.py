@@ -25,7 +25,7 @@ from mlx_kv.cli.options import (
     not_needed,
     policy_options,
 )
-from mlx_kv.cli.prompt import prefill_option, read_object
+from mlx_kv.cli.prompt import prefill_option, read_template_settings
 from mlx_kv.cli.ranks import Machine, RankOptions, rank_options
 from mlx_kv.cli.sampling_defaults import SamplingDefaults, sampling_defaults_options
 
@@ -71,7 +71,7 @@ _NUMBER: dict[str, Any] = {"metavar": "N", "show_default": True}
 )
 @click.option(
     "--chat-template-args",
-    callback=read_object,
+    callback=read_template_settings,
     metavar="JSON",
     help="An object of settings for the chat template, where a request does not say.",
 )
