@@ -92,11 +92,10 @@ class GrammarProcessor:
         if self._why(wanted) is not None:
             return False
         same = alike(self._consumed, wanted)
-        if back := len(self._consumed) - same:
-            if self._matcher.rollback(back):
-                del self._consumed[same:]
-            else:
-                self._matcher, self._consumed = self._fresh.deep_copy(), []
+        back = len(self._consumed) - same
+        if self._matcher.is_error() or (back and not self._matcher.rollback(back)):
+            self._matcher, self._consumed = self._fresh.deep_copy(), []
+        del self._consumed[same:]
         more = wanted[len(self._consumed) : self._end(wanted)]
         taken = int(self._matcher.try_consume_tokens(more)) if more else 0
         self._consumed += more[:taken]
@@ -129,7 +128,6 @@ class GrammarProcessor:
         if not self._matcher.is_error():
             return True
         self._failed = [*self._consumed, *at], in_one_line(self._matcher.get_error())
-        self._matcher, self._consumed = self._fresh.deep_copy(), []
         return False
 
 
