@@ -61,7 +61,7 @@ def applied(options: tuple[Callable[[Command], Command], ...], function: Command
 
 
 def number_option(
-    name: str, kind: click.ParamType, default: float, text: str, metavar: str = "N", also: str | None = None
+    name: str, kind: click.ParamType[Any], default: float, text: str, metavar: str = "N", also: str | None = None
 ) -> Callable[[Command], Command]:
     """An option that is a number, with a default that --help shows; `also` is another name for it."""
     names = [name] if also is None else [name, also]

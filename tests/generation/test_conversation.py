@@ -143,8 +143,10 @@ def test_an_answer_that_is_broken_off_stays_as_far_as_it_came(draft_by: str, ref
         assert conversation.turns[-1].reused >= len(conversation.turns[0].tokens) - 1
 
 
-@pytest.mark.parametrize("policy", [CachePolicy(), CachePolicy(budget=32, keep_recent=8, margin=8)], ids=str)
-@pytest.mark.parametrize("draft_by", ["plain", "ngram"])
+@pytest.mark.parametrize(
+    ("draft_by", "policy"),
+    [("plain", CachePolicy()), ("ngram", CachePolicy()), ("plain", CachePolicy(budget=32, keep_recent=8, margin=8))],
+)
 def test_a_turn_that_is_ended_while_its_prompt_is_read_is_none(
     draft_by: str, policy: CachePolicy, reference: tuple[Any, Any]
 ) -> None:

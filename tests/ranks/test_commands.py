@@ -46,9 +46,11 @@ def test_generate_says_what_it_says_alone(command: Callable[..., Any]) -> None:
             assert answer[name] == value, name
 
 
-def test_chat_answers_what_it_answers_alone(command: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chat_answers_what_it_answers_alone(
+    command: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     options = ("chat", "--max-tokens", 8, "--repetition-penalty", 1.3, "--draft", "suffix")
-    lines = "import os\nprint(\n/undo\nclass A:\n/save x\n/stats\n"
+    lines = f"import os\nprint(\n/undo\nclass A:\n/save {tmp_path}/kept\n/stats\n"
     monkeypatch.setattr("sys.stdin", io.StringIO(lines))
     alone = command(*options)
     leader, other = succeeded(run_ranks(2, MLX_KV, *options, "--split", "heads", stdin=lines))
