@@ -33,14 +33,12 @@ class PromptEncoder:
     """
 
     def __init__(self, model: nn.Module, tokenizer: Any, plain: bool, decoding: Decoding) -> None:
-        import mlx.core as mx
-
-        from mlx_kv.mlxlm.loading import context_length
+        from mlx_kv.mlxlm.loading import context_length, vocabulary_of
 
         self._tokenizer, self._sampler, self._seed = tokenizer, decoding.sampler(tokenizer), decoding.seed
         self._processors = decoding.processors
         self._plain = plain
-        self._vocabulary = model(mx.array([[0]])).shape[-1]  # the graph alone tells
+        self._vocabulary = vocabulary_of(model)
         self.context = context_length(model)
         self.past: list[int] = []
 

@@ -39,6 +39,7 @@ def load_for(path: Path, network: Any, tokenizer: Any, model: str) -> PromptFile
     from mlx_kv.files.fingerprint import check_fingerprint, model_fingerprint
     from mlx_kv.files.serialization import load_prompt_file
     from mlx_kv.mlxlm.convert import make_prompt_cache
+    from mlx_kv.mlxlm.loading import vocabulary_of
 
     with file_errors(f"read {path}"):
         file = load_prompt_file(path)
@@ -50,6 +51,8 @@ def load_for(path: Path, network: Any, tokenizer: Any, model: str) -> PromptFile
         raise click.UsageError(f"{path} is a prompt cache of another model: {mend}")
     if not any(not cache.empty() for cache in file.caches):
         raise click.UsageError(f"{path} holds no tokens: make it again")
+    if file.tokens and not 0 <= min(file.tokens) <= max(file.tokens) < vocabulary_of(network):
+        raise click.UsageError(f"{path} has read tokens that the model does not have: make it again")
     return file
 
 

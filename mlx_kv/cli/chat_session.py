@@ -30,6 +30,7 @@ from mlx_kv.generation.settings import LogitsProcessor
 from mlx_kv.generation.statistics import cache_statistics
 from mlx_kv.mlxlm.batching import check_alike
 from mlx_kv.mlxlm.convert import make_prompt_cache
+from mlx_kv.mlxlm.loading import vocabulary_of
 from mlx_kv.policy import CachePolicy
 
 QUOTES = '"""'
@@ -103,7 +104,8 @@ class ChatFiles:
         """Raises click.UsageError, ValueError: it cannot be kept, or not there; an older file is then as it was."""
         self._check()
         if conversation.caches is None:
-            raise click.UsageError("nothing was read yet: there is nothing to keep")
+            then = "ask something first, which reads all again" if conversation.turns else "there is nothing to keep"
+            raise click.UsageError(f"nothing was read yet: {then}")
         known = conversation.tokens
         said = {
             "system": conversation.settings.system,
@@ -130,19 +132,38 @@ class ChatFiles:
         file = load_for(path, self._model, self._tokenizer, self._name)
         if "chat" not in file.metadata or file.tokens is None:
             raise click.UsageError(f"{path} holds a prompt and no conversation: go on from it with mlx-kv generate")
-        said = json.loads(file.metadata["chat"])
-        turns = [Turn(**turn | {"tokens": said["tokens"][: turn["tokens"]]}) for turn in said["turns"]]
+        try:
+            turns, system = _what_was_said(file.metadata["chat"], vocabulary_of(self._model))
+        except (ValueError, TypeError, LookupError, RecursionError):
+            raise click.UsageError(f"{path} holds a conversation that is damaged: give another file") from None
         try:
             check_alike(conversation.engine.make_caches(), file.caches)
         except ValueError:  # another policy, or no draft model
-            conversation.go_on_from(turns, said["system"])
+            conversation.go_on_from(turns, system)
             return False
-        conversation.go_on_from(turns, said["system"], file.caches, file.tokens)
+        conversation.go_on_from(turns, system, file.caches, file.tokens)
         return True
 
     def _check(self) -> None:
         if not self._whole:
             raise click.UsageError("each of several ranks has a part of the conversation: it cannot be kept in a file")
+
+
+def _what_was_said(text: str, vocabulary: int) -> tuple[list[Turn], str | None]:
+    """The turns of a file, and the message before them; raises what comes of a text that `save` has not written."""
+    said = json.loads(text)
+    known, turns = said["tokens"], []
+    for turn in said["turns"]:
+        turns.append(Turn(**turn | {"tokens": known[: turn["tokens"]]}))
+        counts = turn["tokens"], turn["prompt_tokens"], turn["reused"], turn["answer_tokens"]
+        words = turn["question"], turn["answer"], turn["finish_reason"]
+        if not all(type(count) is int and count >= 0 for count in counts) or {type(word) for word in words} != {str}:
+            raise ValueError("a turn is none")
+    if type(known) is not list or not all(type(token) is int and 0 <= token < vocabulary for token in known):
+        raise ValueError("tokens are none of the model's")
+    if not isinstance(said["system"], str | None):
+        raise ValueError("the message before all others is no text")
+    return turns, said["system"]
 
 
 class ChatSession:
@@ -165,7 +186,7 @@ class ChatSession:
     ) -> None:
         self._conversation, self._files = conversation, files
         self._max_tokens, self._draws, self._processors, self._context = max_tokens, draws, processors, context
-        self._seconds = (0.0, 0.0)  # of the last turn: until its first token, and after it
+        self._seconds = (0.0, 0.0)  # of the last turn, where it was asked here: until its first token, and after
         self._commands: dict[str, tuple[Callable[[str], None], str]] = {
             "/help": (self._help, "what can be typed"),
             "/undo": (self._undo, "takes the last question and its answer back"),
@@ -197,16 +218,17 @@ class ChatSession:
     def _answer(self, question: str) -> None:
         started, first = time.perf_counter(), None
         with interrupts() as interrupted:
-            tokens = self._conversation.ask(question, self._max_tokens, self._draws, self._processors)
+            tokens = self._conversation.ask(question, self._max_tokens, self._draws, self._processors, interrupted)
             with contextlib.closing(tokens):
                 for token in tokens:
                     first = first or time.perf_counter()
                     click.echo(token.text, nl=False)
                     sys.stdout.flush()
-                    if interrupted():
-                        break
+        if first is None:
+            say("ended by Ctrl-C before an answer began: all is as it was, and read again with the next question")
+            return
         click.echo()
-        self._seconds = (first or started) - started, time.perf_counter() - (first or started)
+        self._seconds = first - started, time.perf_counter() - first
         turn = self._conversation.turns[-1]
         new = turn.prompt_tokens - turn.reused
         rate = f", {(turn.answer_tokens - 1) / self._seconds[1]:,.1f} tokens/s" if turn.answer_tokens > 1 else ""
@@ -224,6 +246,7 @@ class ChatSession:
 
     def _undo(self, rest: str) -> None:
         kept = self._conversation.undo()
+        self._seconds = (0.0, 0.0)
         how = "" if kept else "; these caches cannot go back, and all is read again"
         say(f"taken back: {self._turns}{how}")
 
@@ -237,6 +260,7 @@ class ChatSession:
 
     def _load(self, rest: str) -> None:
         served = self._files.load(self._path("/load", rest), self._conversation)
+        self._seconds = (0.0, 0.0)
         say(f"{rest}: {self._turns}" + ("" if served else "; its caches are of other settings, and all is read again"))
 
     def _stats(self, rest: str) -> None:
@@ -265,7 +289,10 @@ class ChatSession:
     def _path(self, command: str, rest: str) -> Path:
         if not rest:
             raise click.UsageError(f"{command} needs the name of a file")
-        return Path(rest).expanduser()
+        try:
+            return Path(rest).expanduser()
+        except RuntimeError as error:  # there is no such user
+            raise click.UsageError(f"{rest}: {error}: give another name") from None
 
     @property
     def _turns(self) -> str:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from mlx_kv.bundled import draft_path
-from mlx_kv.cli.options import Command, FiniteRange, applied
+from mlx_kv.cli.options import Command, FiniteRange, applied, number_option
 from mlx_kv.cli.prompt import prefill_option
 from mlx_kv.generation.speculation import DRAFT_TOKENS, LOOKUP_MAX, LOOKUP_MIN, LOOKUP_TOKENS
 
@@ -202,72 +202,20 @@ def decoding_options(function: Command) -> Command:
         decoding = Decoding(**{each.name: given.pop(each.name) for each in fields(Decoding)})
         function(decoding=decoding, **given)
 
+    share, positive = FiniteRange(0, 1, min_open=True), FiniteRange(0, min_open=True)
+    excluded = "How often all likely tokens but the least of them are left out."
     options = (
-        click.option("--temp", type=FiniteRange(0), default=0.0, show_default=True, metavar="T", help="0 is greedy."),
-        click.option(
-            "--top-p",
-            type=FiniteRange(0, 1, min_open=True),
-            default=1.0,
-            show_default=True,
-            metavar="P",
-            help="From the likeliest tokens that have P together.",
+        number_option("--temp", FiniteRange(0), 0.0, "0 is greedy.", "T"),
+        number_option("--top-p", share, 1.0, "From the likeliest tokens that have P together.", "P"),
+        number_option("--top-k", click.IntRange(0), 0, "From K tokens; 0 is all.", "K"),
+        number_option(
+            "--min-p", FiniteRange(0, 1), 0.0, "From tokens at least P times as likely as the likeliest.", "P"
         ),
-        click.option(
-            "--top-k",
-            type=click.IntRange(0),
-            default=0,
-            show_default=True,
-            metavar="K",
-            help="From K tokens; 0 is all.",
-        ),
-        click.option(
-            "--min-p",
-            type=FiniteRange(0, 1),
-            default=0.0,
-            show_default=True,
-            metavar="P",
-            help="From tokens at least P times as likely as the likeliest.",
-        ),
-        click.option(
-            "--xtc-probability",
-            type=FiniteRange(0, 1),
-            default=0.0,
-            show_default=True,
-            metavar="P",
-            help="How often all likely tokens but the least of them are left out.",
-        ),
-        click.option(
-            "--xtc-threshold",
-            type=FiniteRange(0, 0.5),
-            default=0.1,
-            show_default=True,
-            metavar="P",
-            help="What is likely, for that.",
-        ),
-        click.option(
-            "--repetition-penalty",
-            type=FiniteRange(0, min_open=True),
-            default=1.0,
-            show_default=True,
-            metavar="N",
-            help="Above 1, tokens among the last 20 become less likely.",
-        ),
-        click.option(
-            "--presence-penalty",
-            type=FiniteRange(),
-            default=0.0,
-            show_default=True,
-            metavar="N",
-            help="The same, by so much.",
-        ),
-        click.option(
-            "--frequency-penalty",
-            type=FiniteRange(),
-            default=0.0,
-            show_default=True,
-            metavar="N",
-            help="The same, by so much for each time.",
-        ),
+        number_option("--xtc-probability", FiniteRange(0, 1), 0.0, excluded, "P"),
+        number_option("--xtc-threshold", FiniteRange(0, 0.5), 0.1, "What is likely, for that.", "P"),
+        number_option("--repetition-penalty", positive, 1.0, "Above 1, tokens among the last 20 become less likely."),
+        number_option("--presence-penalty", FiniteRange(), 0.0, "The same, by so much."),
+        number_option("--frequency-penalty", FiniteRange(), 0.0, "The same, by so much for each time."),
         click.option("--seed", type=click.IntRange(0, 2**64 - 1), metavar="N", help="Makes sampling repeatable."),
         prefill_option(),
         draft_options,

@@ -60,6 +60,14 @@ def applied(options: tuple[Callable[[Command], Command], ...], function: Command
     return function
 
 
+def number_option(
+    name: str, kind: click.ParamType[Any], default: float, text: str, metavar: str = "N", also: str | None = None
+) -> Callable[[Command], Command]:
+    """An option that is a number, with a default that --help shows; `also` is another name for it."""
+    names = [name] if also is None else [name, also]
+    return click.option(*names, type=kind, default=default, show_default=True, metavar=metavar, help=text)
+
+
 def not_needed(option: str, why: str) -> Callable[[Command], Command]:
     """An option of mlx-lm's whose number changes nothing here: it is taken, and said so."""
 

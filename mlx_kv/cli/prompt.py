@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mlx_kv.cli.options import Command, LeadersFile, applied
+from mlx_kv.generation.encoding import check_template_settings
 
 if TYPE_CHECKING:
     import mlx.nn as nn
@@ -60,8 +61,8 @@ class Chat:
         return ChatSettings(self.system_prompt, self.prefill_response, self.chat_template_config or {})
 
 
-def read_object(ctx: click.Context, param: click.Parameter, value: str | None) -> dict[str, Any] | None:
-    """A JSON object."""
+def read_template_settings(ctx: click.Context, param: click.Parameter, value: str | None) -> dict[str, Any] | None:
+    """A JSON object of what a chat template may be told."""
     if value is None:
         return None
     try:
@@ -72,6 +73,10 @@ def read_object(ctx: click.Context, param: click.Parameter, value: str | None) -
         ) from None
     if not isinstance(found, dict):
         raise click.BadParameter("it is no JSON object: write one, such as '{\"enable_thinking\": false}'")
+    try:
+        check_template_settings(found)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
     return found
 
 
@@ -81,7 +86,7 @@ def chat_options(*names: str) -> Callable[[Command], Command]:
         "system_prompt": click.option("--system-prompt", metavar="TEXT", help="Comes before all else in a chat."),
         "chat_template_config": click.option(
             "--chat-template-config",
-            callback=read_object,
+            callback=read_template_settings,
             metavar="JSON",
             help="An object of settings for the chat template, such as '{\"enable_thinking\": false}'.",
         ),

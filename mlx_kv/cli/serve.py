@@ -23,9 +23,10 @@ from mlx_kv.cli.options import (
     make_policy,
     model_option,
     not_needed,
+    number_option,
     policy_options,
 )
-from mlx_kv.cli.prompt import prefill_option, read_object
+from mlx_kv.cli.prompt import prefill_option, read_template_settings
 from mlx_kv.cli.ranks import Machine, RankOptions, rank_options
 from mlx_kv.cli.sampling_defaults import SamplingDefaults, sampling_defaults_options
 
@@ -57,7 +58,6 @@ With the openai client:
 http://127.0.0.1:8080/ shows what is in memory, /metrics is for Prometheus.
 """
 MOST_POLICIES = 4  # engines at once, where requests may choose
-_NUMBER: dict[str, Any] = {"metavar": "N", "show_default": True}
 
 
 @click.command(epilog=EXAMPLES)
@@ -71,20 +71,13 @@ _NUMBER: dict[str, Any] = {"metavar": "N", "show_default": True}
 )
 @click.option(
     "--chat-template-args",
-    callback=read_object,
+    callback=read_template_settings,
     metavar="JSON",
     help="An object of settings for the chat template, where a request does not say.",
 )
 @click.option("--host", default="127.0.0.1", show_default=True, metavar="ADDRESS", help="Where to listen.")
-@click.option("--port", type=click.IntRange(0, 65535), default=8080, **_NUMBER, help="0 takes a free one.")
-@click.option(
-    "--max-batch-size",
-    "--decode-concurrency",
-    type=click.IntRange(1),
-    default=16,
-    **_NUMBER,
-    help="Requests at once; more wait.",
-)
+@number_option("--port", click.IntRange(0, 65535), 8080, "0 takes a free one.")
+@number_option("--max-batch-size", click.IntRange(1), 16, "Requests at once; more wait.", also="--decode-concurrency")
 @draft_options
 @prefill_option("Prompt tokens of a row read at once.  [default: 2048; on a CPU 512 to 64, as generate]")
 @operating_options
@@ -92,21 +85,15 @@ _NUMBER: dict[str, Any] = {"metavar": "N", "show_default": True}
     "--alias", multiple=True, metavar="NAME,...", help="Other names by which clients may ask for the model; * for any."
 )
 @click.option("--strict", is_flag=True, help="Refuse requests with fields that nobody knows, instead of ignoring them.")
-@click.option("--max-tokens", type=click.IntRange(1), default=512, **_NUMBER, help="Where a request does not say.")
+@number_option("--max-tokens", click.IntRange(1), 512, "Where a request does not say.")
 @sampling_defaults_options
 @click.option(
     "--max-prompt-tokens", type=click.IntRange(1), metavar="N", help="Longer prompts are refused.  [default: context]"
 )
-@click.option("--max-body-bytes", type=click.IntRange(1), default=4 * 2**20, **_NUMBER, help="Of one request.")
-@click.option(
-    "--max-queue", type=click.IntRange(0), default=64, **_NUMBER, help="Requests that wait; more are turned away."
-)
-@click.option(
-    "--drain-seconds",
-    type=click.IntRange(0),
-    default=30,
-    **_NUMBER,
-    help="After SIGTERM or Ctrl-C, requests in progress have so long to finish.",
+@number_option("--max-body-bytes", click.IntRange(1), 4 * 2**20, "Of one request.")
+@number_option("--max-queue", click.IntRange(0), 64, "Requests that wait; more are turned away.")
+@number_option(
+    "--drain-seconds", click.IntRange(0), 30, "After SIGTERM or Ctrl-C, requests in progress have so long to finish."
 )
 @click.option(
     "--memory-limit",
@@ -114,13 +101,12 @@ _NUMBER: dict[str, Any] = {"metavar": "N", "show_default": True}
     metavar="BYTES",
     help="Of weights, keys and values, and kept prompts: 12GB, say. Requests wait for room.  [default: of the device]",
 )
-@click.option(
+@number_option(
     "--max-token-wait",
-    type=FiniteRange(0, min_open=True),
-    default=0.5,
-    show_default=True,
-    metavar="SECONDS",
-    help="While a prompt is read, others wait no longer for their next token, as far as small chunks help.",
+    FiniteRange(0, min_open=True),
+    0.5,
+    "While a prompt is read, others wait no longer for their next token, as far as small chunks help.",
+    "SECONDS",
 )
 @click.option(
     "--allow-cache",
@@ -128,13 +114,12 @@ _NUMBER: dict[str, Any] = {"metavar": "N", "show_default": True}
     metavar="SETTING=VALUES",
     help="What requests may say of their cache: budget=256-4096, bits=8,4 or score=key_diff; repeat it.",
 )
-@click.option(
+@number_option(
     "--prompt-memory-bytes",
-    "--prompt-cache-bytes",
-    type=ByteCount(),
-    default=2**30,
-    **_NUMBER,
-    help="What was read of prompts is kept in memory, for those that begin alike; 0 keeps nothing.",
+    ByteCount(),
+    2**30,
+    "What was read of prompts is kept in memory, for those that begin alike; 0 keeps nothing.",
+    also="--prompt-cache-bytes",
 )
 @click.option(
     "--slot-save-path",
@@ -143,7 +128,7 @@ _NUMBER: dict[str, Any] = {"metavar": "N", "show_default": True}
     help="Clients may save slots there, and restore them, by POST /slots/N?action=save.",
 )
 @click.option("--prompt-store", metavar="DIR", help="Keep it on a disk as well, for the next start; or a URL.")
-@click.option("--prompt-store-bytes", type=click.IntRange(1), default=8 * 2**30, **_NUMBER, help="At the most, live.")
+@number_option("--prompt-store-bytes", click.IntRange(1), 8 * 2**30, "At the most, live.")
 @click.option(
     "--prompt-store-deadline",
     type=FiniteRange(0, min_open=True),

@@ -9,14 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count, takewhile
+from itertools import count
 from typing import Any
 
 from mlx_kv.generation.agreement import Rounds
-from mlx_kv.generation.encoding import JUST_ASKED, ChatSettings, encode_messages, encode_prompt, has_chats
+from mlx_kv.generation.encoding import (
+    JUST_ASKED,
+    ChatSettings,
+    applied_template,
+    encode_messages,
+    encode_prompt,
+    has_chats,
+)
 from mlx_kv.generation.engine import Engine
 from mlx_kv.generation.sampling import Sampler
-from mlx_kv.generation.sequence import BatchToken, TokenSequence
+from mlx_kv.generation.sequence import BatchToken, TokenSequence, alike
 from mlx_kv.generation.settings import LogitsProcessor
 from mlx_kv.mlxlm.traverse import attention_caches
 
@@ -144,8 +151,8 @@ class Conversation:
         if not self.tokens:
             return None
         template, last = self.settings.template, self.turns[-1]
-        asked = self._text(messages[:-2], **template)
-        whole = self._text(messages, **template)
+        asked: str = applied_template(self._tokenizer, messages[:-2], False, **template)
+        whole: str = applied_template(self._tokenizer, messages, False, **template)
         said = asked + last.answer
         if not whole.startswith(said):
             return None
@@ -156,12 +163,6 @@ class Conversation:
             rest = rest[1:]
         return [*known, *rest] if rest else None
 
-    def _text(self, messages: list[Message], **template: Any) -> str:
-        text: str = self._tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True, **template
-        )
-        return text
-
     # --- an answer ------------------------------------------------------------------------------------------------
 
     def ask(
@@ -170,12 +171,16 @@ class Conversation:
         max_tokens: int,
         draws: Draws = lambda position: None,
         processors: Sequence[LogitsProcessor] = (),
+        ended: Callable[[], bool] = lambda: False,
     ) -> Rounds[BatchToken]:
         """The tokens of an answer as they come; where the caller stops asking for them, the answer ends.
+
+        A turn that ends before its first token is none: then all is as before, but may have to be read again.
 
         Args:
             draws: what draws the tokens of a sequence, from a position on.
             processors: of logits, as in `TokenSequence`: they are shown the whole conversation.
+            ended: asked after each step of the engine, those that read the prompt among them: whether the answer ends.
 
         Raises:
             ValueError: what cannot be continued; nothing has changed then.
@@ -196,7 +201,7 @@ class Conversation:
         told: list[BatchToken] = []
         finish = "interrupted"
         try:
-            while finish == "interrupted":
+            while finish == "interrupted" and not ended():
                 for token in self.engine.step():
                     told.append(token)
                     finish = token.finish_reason or finish
@@ -218,8 +223,7 @@ class Conversation:
 
     def _go_back(self, tokens: Sequence[int]) -> bool:
         """Keeps of what was read what these tokens begin with; says whether the caches could."""
-        pairs = zip(self._read.tokens, tokens, strict=False)
-        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        same = alike(self._read.tokens, list(tokens))
         caches, beyond = self._read.caches, len(self._read.tokens) - same
         if caches is not None and same and self.engine.trim(caches, beyond):
             self._read = Read(caches, self._read.tokens[:same])

@@ -14,7 +14,36 @@ NO_CHAT = (
     "this model has no chat template, so no place for a system prompt, the beginning of an answer, or settings "
     "of a template: write them into the prompt"
 )
+# Arguments of apply_chat_template that are not for the template, or that are set here.
+NOT_FOR_TEMPLATES = frozenset(
+    {
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "conversation",
+        "max_length",
+        "messages",
+        "padding",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "sanitize_control_tokens",
+        "tokenize",
+        "tokenizer_kwargs",
+        "truncation",
+    }
+)
 QUERY = "<query>"  # stands for a text that is still to come, in a chat template
+
+
+class TemplateError(ValueError):
+    """A chat template has raised something, and what."""
+
+
+def check_template_settings(settings: Iterable[str]) -> None:
+    """Raises ValueError for names that are no settings of a chat template."""
+    if taken := NOT_FOR_TEMPLATES.intersection(settings):
+        raise ValueError(f"{min(taken)} is no setting of a chat template: leave it out")
 
 
 @dataclass(frozen=True)
@@ -25,11 +54,17 @@ class ChatSettings:
         system: the message before all others; None is what the template has.
         beginning: of the answer, which goes on from there.
         template: for the chat template, by the names that it has for them.
+
+    Raises:
+        ValueError: a name that is none of a template's.
     """
 
     system: str | None = None
     beginning: str | None = None
     template: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_template_settings(self.template)
 
     def __bool__(self) -> bool:
         return self != ChatSettings()
@@ -63,16 +98,31 @@ def tokens_of_prompt(tokenizer: Any, prompt: str | Iterable[int]) -> list[int]:
     return tokens
 
 
-def encode_messages(
-    tokenizer: Any, messages: list[dict[str, Any]], continues: bool = False, **template: Any
-) -> list[int]:
-    """Token ids of a chat, up to where its answer begins, or with `continues` goes on from the last message.
+def applied_template(
+    tokenizer: Any, messages: list[dict[str, Any]], tokenize: bool, continues: bool = False, /, **template: Any
+) -> Any:
+    """What a chat template makes of a chat, up to where its answer begins, or with `continues` goes on from the last.
 
-    `template` is for the chat template.
+    Args:
+        tokenize: as token ids, not as a text.
+        template: for the chat template.
+
+    Raises:
+        TemplateError: templates are programs of others, and raise what they like.
     """
     where = {"add_generation_prompt": not continues, "continue_final_message": continues}
-    ids = tokenizer.apply_chat_template(messages, tokenize=True, **where, **template)
-    return [int(token) for token in ids]
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=tokenize, **where, **template)
+    except Exception as error:
+        what = " ".join(f"the chat template refuses these messages: {type(error).__name__}: {error}".split())
+        raise TemplateError(what[:500]) from error
+
+
+def encode_messages(
+    tokenizer: Any, messages: list[dict[str, Any]], continues: bool = False, /, **template: Any
+) -> list[int]:
+    """Token ids of a chat, as `applied_template` makes them."""
+    return [int(token) for token in applied_template(tokenizer, messages, True, continues, **template)]
 
 
 def has_chats(tokenizer: Any) -> bool:
@@ -102,9 +152,7 @@ def encode_beginning(tokenizer: Any, text: str, chat: bool) -> list[int]:
     """Tokens of a prompt that another will follow; of a chat, a message that is not ended yet."""
     if not chat:
         return encode_prompt(tokenizer, text)
-    messages = [{"role": "user", "content": text}]
-    ids: list[int] = tokenizer.apply_chat_template(messages, add_generation_prompt=False, continue_final_message=True)
-    return ids
+    return encode_messages(tokenizer, [{"role": "user", "content": text}], True)
 
 
 def encode_ending(tokenizer: Any, text: str, chat: bool, settings: ChatSettings = JUST_ASKED) -> list[int]:
@@ -119,13 +167,7 @@ def encode_ending(tokenizer: Any, text: str, chat: bool, settings: ChatSettings 
         raise ValueError("a system prompt comes before what is cached: cache it with the rest, or leave it out")
     if chat:
         goes_on = settings.beginning is not None
-        whole: str = tokenizer.apply_chat_template(
-            settings.messages(QUERY),
-            tokenize=False,
-            add_generation_prompt=not goes_on,
-            continue_final_message=goes_on,
-            **settings.template,
-        )
+        whole: str = applied_template(tokenizer, settings.messages(QUERY), False, goes_on, **settings.template)
         text = text + whole.partition(QUERY)[2]
     ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
     return ids

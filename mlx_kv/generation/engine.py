@@ -135,7 +135,8 @@ def make_engine(
             and whether caches are returned the leader says.
         instructions: before the second reading of a prompt, where the policy wants one.
         most_wait: seconds that rows wait for their next token while prompts are read, as far as the least chunk allows;
-            None reads all chunks whole. Not with drafts, several ranks or budgets, where chunks have their size.
+            None reads all chunks whole. Not with drafts, several ranks, budgets or a quantized_start, where chunks have
+            their size.
 
     Raises:
         ValueError: what the model or the policy refuses.

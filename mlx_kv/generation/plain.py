@@ -68,8 +68,8 @@ class PlainEngine:
         self._active: dict[int, TokenSequence] = {}  # by mlx-lm's number for it
         self._reading: dict[int, int] = {}  # by the same, those that have prompt tokens left to read, and how many
         self._most_tokens = min(MOST_TOKENS_AT_ONCE[mx.default_device().type], 2 * chunk)
-        evicts = any(cache.evictor is not None for cache in attention_caches(self._empty))
-        paced = most_wait is not None and agreement is ALONE and not evicts
+        by_chunk = policy.quantized_start or any(own.evictor is not None for own in attention_caches(self._empty))
+        paced = most_wait is not None and agreement is ALONE and not by_chunk
         self._pace = PrefillPace(most_wait or 0.0, self.step_size) if paced else None
         self._most_long = max(2, CHUNKS_AT_ONCE * chunk // self.step_size)
 

@@ -1,7 +1,7 @@
 """How much of a prompt is read between two tokens of the rows that decode: as much as a wait may take.
 
 Decides the size of a chunk from how long those before it took. Only where chunks change nothing that is kept: a budget
-evicts after each. Knows nothing about models, rows or clocks.
+evicts after each, and a `quantized_start` takes effect after one. Knows nothing about models, rows or clocks.
 """
 
 from __future__ import annotations

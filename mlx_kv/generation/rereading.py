@@ -18,7 +18,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_kv.generation.encoding import QUERY
+from mlx_kv.generation.encoding import QUERY, applied_template
 from mlx_kv.generation.prefill import prefill, read_chunk
 from mlx_kv.mlxlm.loading import context_length
 from mlx_kv.mlxlm.traverse import attention_caches, is_ours, mapped
@@ -58,7 +58,7 @@ class Instructions:
         answer = "\n"
         if getattr(tokenizer, "chat_template", None) is not None:
             messages = [{"role": "user", "content": QUERY}]
-            whole: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            whole: str = applied_template(tokenizer, messages, False)
             answer = whole.partition(QUERY)[2]
         return cls(ids(FIRST), ids(LATER), ids(answer), context_length(model))
 

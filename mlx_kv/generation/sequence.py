@@ -101,6 +101,14 @@ def check(sequence: TokenSequence) -> None:
     whole_number(f"max_tokens of sequence {sequence.index}", sequence.max_tokens, least=1)
 
 
+def alike(some: list[int], others: list[int]) -> int:
+    """How many tokens two sequences have in common at their beginning."""
+    most = min(len(some), len(others))
+    if some[:most] == others[:most]:
+        return most
+    return next(place for place in range(most) if some[place] != others[place])
+
+
 class Elsewhere(Protocol):
     """Where something is done to a sequence before it waits for a row."""
 

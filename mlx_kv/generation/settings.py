@@ -84,7 +84,7 @@ class SamplingSettings:
         bias = self.logit_bias.items() if isinstance(self.logit_bias, Mapping) else self.logit_bias
         pairs = tuple((int(token), float(value)) for token, value in bias)
         for token, value in pairs:
-            if token < 0 or not math.isfinite(value):
+            if not 0 <= token < 2**31 or not math.isfinite(value):
                 raise ValueError(f"logit_bias has {value} for token {token}: give a finite number for an id from 0 up")
         object.__setattr__(self, "logit_bias", pairs)
 
@@ -105,7 +105,10 @@ class SamplingSettings:
         return rules if self.seed is None else SeededSampler(rules, self.seed, position)
 
     def processors(self) -> tuple[LogitsProcessor, ...]:
-        """What is done to logits before anything is drawn: mlx-lm's processors, in its order."""
+        """What is done to logits before anything is drawn: mlx-lm's processors, in its order.
+
+        They raise a ValueError for a bias of a token that the logits do not have.
+        """
         made = make_logits_processors(  # type: ignore[no-untyped-call,unused-ignore]
             self.biases or None,
             None if self.repetition_penalty in (0, 1) else self.repetition_penalty,
@@ -115,7 +118,7 @@ class SamplingSettings:
             self.frequency_penalty,
             self.frequency_context_size,
         )
-        return tuple(made)
+        return (*((_within(max(self.biases)),) if self.biases else ()), *made)
 
     @property
     def changed(self) -> dict[str, Any]:
@@ -141,6 +144,18 @@ class SamplingSettings:
         for name in OF_MODELS:
             settings = _with(settings, name, generation_config.get(name))
         return settings
+
+
+def _within(token: int) -> LogitsProcessor:
+    """Changes nothing, and refuses logits that do not have this token: MLX would write beyond them."""
+
+    def look(tokens: mx.array, logits: mx.array) -> mx.array:
+        if token >= logits.shape[-1]:
+            most = logits.shape[-1] - 1
+            raise ValueError(f"logit_bias names token {token}, which the model does not have: give ids up to {most}")
+        return logits
+
+    return look
 
 
 def _with(settings: SamplingSettings, name: str, value: Any) -> SamplingSettings:

@@ -1,7 +1,7 @@
 """The text that a model answers with, in one call.
 
-Decides what a prompt may be, which loop runs, and where stop strings cut. Knows nothing about the command line, nor how
-tokens are chosen or kept.
+Decides what a prompt may be, and which loop runs. Knows nothing about the command line, nor how tokens are chosen or
+kept.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from mlx_kv.generation.encoding import encode_messages, has_chats
 from mlx_kv.generation.settings import SamplingSettings
 from mlx_kv.generation.speculation.drafters import Drafter, Factory
 from mlx_kv.generation.speculation.stream import speculative_generate
+from mlx_kv.generation.stop_strings import StopStrings
 from mlx_kv.generation.stream import stream_generate
 from mlx_kv.policy import CachePolicy
 
@@ -45,7 +46,7 @@ def generate(
         policy: how keys and values are kept; None is `CachePolicy()`.
         max_tokens: at the most, from 1 up.
         sampling: how tokens are chosen; None takes the likeliest, or what `options` say.
-        stop: texts that end the answer, and are no part of it.
+        stop: texts that end the answer, and are no part of it; the one that ends first counts.
         on_text: called with each piece of the answer as it comes; together they are what is returned.
         draft_model, drafter: speculate, as `speculative_generate` does; the text stays the same.
         options: those of `stream_generate`, or where it speculates, of `speculative_generate`: `sampler`, `seed`,
@@ -66,21 +67,15 @@ def generate(
         responses = stream_generate(model, tokenizer, given, **common)
     else:
         responses = speculative_generate(model, draft_model, tokenizer, given, drafter=drafter, **common)
-    told, text = 0, ""
-    longest = max(map(len, stops), default=1)
+    cut, pieces = StopStrings(stops), list[str]()
     for response in responses:
-        searched = max(0, len(text) - longest + 1)  # a stop string may have begun before this piece
-        text += response.text
-        places = [place for each in stops if (place := text.find(each, searched)) >= 0]
-        ended = bool(places) or response.finish_reason is not None
-        text = text[: min(places)] if places else text
-        sure = len(text) if ended else max(told, len(text) - longest + 1)  # what follows may complete a stop string
-        if on_text is not None and sure > told:
-            on_text(text[told:sure])
-        told = sure
-        if places:
+        piece = cut.feed(response.text) + (cut.finish() if response.finish_reason is not None else "")
+        pieces.append(piece)
+        if on_text is not None and piece:
+            on_text(piece)
+        if cut.stopped:
             break
-    return text
+    return "".join(pieces)
 
 
 def _sampled(tokenizer: Any, sampling: SamplingSettings | None, options: Mapping[str, Any]) -> dict[str, Any]:

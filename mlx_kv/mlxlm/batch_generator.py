@@ -72,7 +72,7 @@ class WatchedBatchGenerator:
             [caches],
             all_tokens=[list(before)] if processors else None,
             samplers=[shared],
-            logits_processors=[[_of_one_type(processors)] if processors else []],
+            logits_processors=[[of_one_type(processors)] if processors else []],
         )
         if self._together is not None:
             self._together.samplers[int(number)] = sampler
@@ -129,8 +129,8 @@ class WatchedBatchGenerator:
         return evaluated(self._generator._generation_batch.extract_cache(rows.index(number)))
 
 
-def _of_one_type(processors: Sequence[Any]) -> Callable[[mx.array, mx.array], mx.array]:
-    """The processors as one whose logits have the type that they had: else mlx-lm makes all rows' of another."""
+def of_one_type(processors: Sequence[Any]) -> Callable[[mx.array, mx.array], mx.array]:
+    """The processors as one whose logits have the type that they had: else all rows' would be of another."""
 
     def adjusted(tokens: mx.array, logits: mx.array) -> mx.array:
         found = logits

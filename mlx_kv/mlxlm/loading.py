@@ -141,6 +141,12 @@ def number_of_weights(model: nn.Module) -> int:
     return int(get_total_parameters(model))  # type: ignore[no-untyped-call]
 
 
+@asked_once
+def vocabulary_of(model: nn.Module) -> int:
+    """How many tokens its logits are of. The graph is built for one token, and not evaluated."""
+    return int(model(mx.array([[0]])).shape[-1])
+
+
 def quantize_as_stored(model: nn.Module, config: dict[str, Any]) -> None:
     """Gives a model of `model_from_config` weights of the bytes that its files have, as far as the configuration says.
 

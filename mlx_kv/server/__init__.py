@@ -40,7 +40,6 @@ The worker, one thread that owns MLX, the models and the engine:
     rest.py              weights that leave memory where nobody asks for long
     monitor.py           snapshots and rates (occupancy.py: what caches hold)
     job.py               what is passed between the two
-    stop_strings.py      where an answer ends
     task_thread.py       other threads that do one thing after the other
 
 Needs the extra: pip install "mlx-kv[server]".

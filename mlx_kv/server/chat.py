@@ -13,7 +13,7 @@ from typing import Any
 
 from mlx_lm.server import convert_chat, process_message_content
 
-from mlx_kv.generation.encoding import encode_messages
+from mlx_kv.generation.encoding import TemplateError, encode_messages
 from mlx_kv.server.errors import ApiError
 from mlx_kv.server.requests import CompletionRequest
 from mlx_kv.server.unknown_fields import UnknownFields
@@ -53,7 +53,9 @@ def encode_chat(
             return [int(token) for token in tokenizer.encode(convert_chat(messages, request.roles or None) + begun)]
         settings = {**template, **request.hints, **request.template}
         return encode_messages(tokenizer, messages, request.continues, tools=request.tools or None, **settings)
-    except Exception as error:  # templates are programs of others, and raise what they like
+    except TemplateError as error:
+        raise ApiError(400, str(error), "messages") from error
+    except Exception as error:  # as mlx-lm's own are, templates are programs of others, and raise what they like
         message = " ".join(f"the chat template refuses these messages: {type(error).__name__}: {error}".split())
         raise ApiError(400, message[:500], "messages") from error
 

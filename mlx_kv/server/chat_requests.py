@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from mlx_kv.generation.encoding import NOT_FOR_TEMPLATES
 from mlx_kv.server.constraint_fields import forced_call
 from mlx_kv.server.errors import ApiError
 from mlx_kv.server.fields import boolean, json_kind, typed, unicode
@@ -16,24 +17,6 @@ ROLES = ("assistant", "developer", "function", "system", "tool", "user")
 # What a message of the assistant may say instead of content.
 INSTEAD = ("reasoning", "reasoning_content", "tool_calls")
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
-# Arguments of apply_chat_template that are not for the template, or that the server sets itself.
-NOT_FOR_TEMPLATES = {
-    "add_generation_prompt",
-    "chat_template",
-    "continue_final_message",
-    "conversation",
-    "max_length",
-    "messages",
-    "padding",
-    "return_assistant_tokens_mask",
-    "return_dict",
-    "return_tensors",
-    "sanitize_control_tokens",
-    "tokenize",
-    "tokenizer_kwargs",
-    "tools",
-    "truncation",
-}
 
 
 def chat_fields(fields: dict[str, Any]) -> dict[str, Any]:
@@ -55,7 +38,7 @@ def chat_fields(fields: dict[str, Any]) -> dict[str, Any]:
     choice = fields.get("tool_choice", "auto")
     forced = forced_call(tools, choice)
     template = typed(fields, "chat_template_kwargs", dict, {})
-    if taken := template.keys() & NOT_FOR_TEMPLATES:
+    if taken := template.keys() & (NOT_FOR_TEMPLATES | {"tools"}):
         raise ApiError(400, f"chat_template_kwargs cannot set {min(taken)}", "chat_template_kwargs")
     effort = typed(fields, "reasoning_effort", str, None)
     if effort is not None and effort not in EFFORTS:

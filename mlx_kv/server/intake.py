@@ -15,6 +15,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from mlx_kv.generation.encoding import encode_prompt
+from mlx_kv.generation.stop_strings import StopStrings
 from mlx_kv.policy import CachePolicy
 from mlx_kv.server.admission import AdmissionController
 from mlx_kv.server.answers import AnswerWriter, Choice
@@ -31,7 +32,6 @@ from mlx_kv.server.names import ModelNames
 from mlx_kv.server.requests import CompletionRequest, Prompt, RequestRules
 from mlx_kv.server.responses import CompletionResponse
 from mlx_kv.server.sampling_fields import check_biases
-from mlx_kv.server.stop_strings import StopStrings
 from mlx_kv.server.task_thread import TaskThread, TaskThreadError
 from mlx_kv.server.token_texts import TokenTexts
 from mlx_kv.server.unknown_fields import UnknownFields

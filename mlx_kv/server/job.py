@@ -14,10 +14,10 @@ from mlx_kv.generation.grammar.processor import GrammarProcessor
 from mlx_kv.generation.logprobs import TokenScore
 from mlx_kv.generation.settings import SamplingSettings
 from mlx_kv.generation.speculation.statistics import SpeculationStatistics
+from mlx_kv.generation.stop_strings import StopStrings
 from mlx_kv.policy import CachePolicy
 from mlx_kv.prefixes.index import packed
 from mlx_kv.server.occupancy import BatchOccupancy
-from mlx_kv.server.stop_strings import StopStrings
 
 _numbers = count(1)
 

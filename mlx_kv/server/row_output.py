@@ -38,8 +38,9 @@ def output_of(tokens: Iterable[BatchToken], active: Mapping[int, Job]) -> tuple[
         scores = () if token.score is None or ends else ((token.token, token.score),)
         chunk = OutputChunk(job, text, 1, finish, scores=scores)
         chunks[job.number] = chunks[job.number].joined(chunk) if job.number in chunks else chunk
-        if finish == "stop" and job.grammar is not None and job.grammar.error and not job.stop_strings.stopped:
-            error = f"the grammar could not be followed any longer: {job.grammar.error}"
+        grammar = None if job.stop_strings.stopped or finish != "stop" else job.grammar
+        if grammar is not None and (why := grammar.error_in(job.answer)):
+            error = f"the grammar could not be followed any longer: {why}"
             chunks[job.number] = OutputChunk(job, finish_reason="error", error=error, status=400)
         if finish is not None:
             ended[job.number] = job, token

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import pty
 import signal
@@ -18,6 +19,8 @@ import pytest
 
 import mlx_kv
 from mlx_kv.cli.chat_session import lines_typed
+from mlx_kv.files.serialization import load_prompt_file, save_prompt_cache
+from mlx_kv.mlxlm.loading import load
 
 Called = Any
 
@@ -77,17 +80,80 @@ def test_what_a_file_must_be(chat: Any, command: Any, tmp_path: Path) -> None:
     prompt, text = tmp_path / "p.safetensors", tmp_path / "notes.txt"
     command("cache", "--prompt", "import os", "--output", prompt)
     text.write_text("mine")
-    done = chat("/save", f"/save {prompt}", "x", f"/save {text}", f"/load {prompt}", f"/load {text}", "/load /no/file")
+    done = chat(
+        "/save",
+        f"/save {prompt}",
+        "x",
+        f"/save {text}",
+        "/save ~nobody-of-this-name/x",
+        f"/load {prompt}",
+        f"/load {text}",
+        "/load /no/file",
+        "/undo",
+        f"/save {prompt}",
+        "/reset",
+        f"/save {prompt}",
+    )
     said = [line for line in done.err.splitlines() if "known" not in line]
     assert text.read_text() == "mine"
-    assert len(said) == 6
-    for line, words in zip(
-        said,
-        ["needs the name", "nothing was read yet", "no prompt cache", "no conversation", "", "cannot read"],
-        strict=True,
-    ):
+    wanted = (
+        "needs the name",
+        "nothing was read yet: there is nothing to keep",
+        "no prompt cache",
+        "give another name",
+        "no conversation",
+        "no safetensors file",
+        "cannot read",
+        "taken back: 0 turns",
+        "nothing was read yet: there is nothing to keep",
+        "all is forgotten",
+        "nothing was read yet: there is nothing to keep",
+    )
+    for line, words in zip(said, wanted, strict=True):
         assert words in line
         assert line.startswith("mlx-kv: ")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda said: "no JSON",
+        lambda said: [said],
+        lambda said: {"turns": said["turns"]},
+        lambda said: said | {"tokens": [10**7] * len(said["tokens"])},
+        lambda said: said | {"tokens": [-1] * len(said["tokens"])},
+        lambda said: said | {"tokens": ["x"] * len(said["tokens"])},
+        lambda said: said | {"system": 7},
+        lambda said: said | {"turns": [said["turns"][0] | {"answer": None}]},
+        lambda said: said | {"turns": [said["turns"][0] | {"reused": "many"}]},
+        lambda said: said | {"turns": [said["turns"][0] | {"mood": "good"}]},
+        lambda said: said | {"turns": ["import os"]},
+    ],
+)
+def test_a_damaged_conversation_is_one_line_and_the_chat_goes_on(chat: Any, tmp_path: Path, damage: Any) -> None:
+    path = tmp_path / "c.safetensors"
+    chat("import os", f"/save {path}")
+    file = load_prompt_file(path)
+    said = damage(json.loads(file.metadata["chat"]))
+    words = file.metadata | {"chat": said if isinstance(said, str) else json.dumps(said)}
+    save_prompt_cache(path, file.caches, words, tokens=file.tokens, fingerprint=file.fingerprint)
+    done = chat("x", f"/load {path}", "import os")
+    assert (done.code, [line for line in done.err.splitlines() if "known" not in line]) == (
+        0,
+        [f"mlx-kv: {path} holds a conversation that is damaged: give another file"],
+    )
+    assert done.out == chat("x", "import os").out
+
+
+def test_a_file_of_tokens_that_the_model_does_not_have(chat: Any, tmp_path: Path) -> None:
+    path = tmp_path / "c.safetensors"
+    chat("import os", f"/save {path}")
+    file = load_prompt_file(path)
+    tokens = [10**7, *(file.tokens or [])[1:]]
+    save_prompt_cache(path, file.caches, file.metadata, tokens=tokens, fingerprint=file.fingerprint)
+    done = chat(f"/load {path}", "import os")
+    assert "has read tokens that the model does not have: make it again" in done.err
+    assert done.out == chat("import os").out
 
 
 def test_help_stats_and_what_is_no_command(chat: Any) -> None:
@@ -104,6 +170,59 @@ def test_drafts_change_nothing(chat: Any) -> None:
     plain, drafted = chat(*lines), chat(*lines, "/stats", options=("--draft", "ngram"))
     assert drafted.out == plain.out
     assert "draft " in drafted.err
+
+
+def test_ctrl_c_before_an_answer_begins_ends_that_turn_alone(chat: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone, presses = chat("import os", "print(").out, iter([False, True, False])  # of each turn
+
+    def interrupts() -> Any:
+        pressed = next(presses)
+        return contextlib.nullcontext(lambda: pressed)
+
+    monkeypatch.setattr("mlx_kv.cli.chat_session.interrupts", interrupts)
+    done = chat("import os", "never mind", "/save /no/file", "print(")
+    assert (done.code, done.out) == (0, alone)
+    errors = [line for line in done.err.splitlines() if "known" not in line]
+    assert errors == [
+        "mlx-kv: ended by Ctrl-C before an answer began: all is as it was, and read again with the next question",
+        "mlx-kv: nothing was read yet: ask something first, which reads all again",
+    ]
+
+
+@pytest.fixture
+def templated(monkeypatch: pytest.MonkeyPatch, chat: Any, reference: Any) -> Any:
+    """The same, with a chat template that refuses some messages."""
+    _, tokenizer = load(mlx_kv.model_path("reference"))
+    refuses = "{% if m['content'] == 'no' %}{{ raise_exception('not this') }}{% endif %}"
+    tokenizer._tokenizer.chat_template = f"{{% for m in messages %}}{refuses}{{{{ m['content'] }}}}\n{{% endfor %}}"
+    monkeypatch.setattr("mlx_kv.mlxlm.loading.load", lambda path, **options: (reference[0], tokenizer))
+    return chat
+
+
+def test_a_template_that_refuses_ends_that_turn_alone(templated: Any, command: Any) -> None:
+    done = templated("no", "/undo", "import os", "no", "print(")
+    assert done.out == templated("import os", "print(").out
+    refused = "mlx-kv: the chat template refuses these messages: TemplateError: not this"
+    assert [line for line in done.err.splitlines() if "known" not in line] == [
+        refused,
+        "mlx-kv: nothing was said yet: there is nothing to take back",
+        refused,
+    ]
+    called = command("generate", "--prompt", "no")
+    assert (called.code, called.out, called.err) == (2, "", refused.replace("kv: ", "kv: error: ") + "\n")
+
+
+@pytest.mark.parametrize("name", ["tokenize", "add_generation_prompt", "continue_final_message", "conversation"])
+def test_what_is_no_setting_of_a_template(name: str, command: Any) -> None:
+    config = json.dumps({name: True})
+    for words in (
+        ("chat", "--chat-template-config", config),
+        ("generate", "--prompt", "x", "--chat-template-config", config),
+        ("serve", "--chat-template-args", config),
+    ):
+        called = command(*words)
+        assert (called.code, called.out, called.err.count("\n")) == (2, "", 1)
+        assert f"{name} is no setting of a chat template: leave it out" in called.err
 
 
 def test_a_question_of_several_lines(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -143,6 +143,26 @@ def test_an_answer_that_is_broken_off_stays_as_far_as_it_came(draft_by: str, ref
         assert conversation.turns[-1].reused >= len(conversation.turns[0].tokens) - 1
 
 
+@pytest.mark.parametrize(
+    ("draft_by", "policy"),
+    [("plain", CachePolicy()), ("ngram", CachePolicy()), ("plain", CachePolicy(budget=32, keep_recent=8, margin=8))],
+)
+def test_a_turn_that_is_ended_while_its_prompt_is_read_is_none(
+    draft_by: str, policy: CachePolicy, reference: tuple[Any, Any]
+) -> None:
+    model, tokenizer = reference
+    with conversing(model, tokenizer, policy, prefill_step_size=8, **DRAFTS[draft_by]) as conversation:
+        for turns in range(2):
+            steps = iter([False, False, True])  # between chunks of a prompt of many
+            assert list(conversation.ask("x = 1\n" * 40, 12, ended=lambda steps=steps: next(steps))) == []
+            assert (len(conversation.turns), conversation.engine.busy) == (turns, False)
+            assert conversation.caches is None or conversation.read == conversation.tokens[: len(conversation.read)]
+            prompt = conversation.prompt_of(ASKED[turns])
+            assert prompt[: len(conversation.tokens)] == conversation.tokens
+            answer = mlx_kv.stream_generate(model, tokenizer, prompt, policy, 12, prefill_step_size=8)
+            assert asked(conversation, ASKED[turns]) == [each.token for each in answer]
+
+
 def test_seeds_are_of_positions(reference: tuple[Any, Any]) -> None:
     """The same draws, whether the history was read before or with the question."""
     model, tokenizer = reference

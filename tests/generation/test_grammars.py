@@ -22,6 +22,8 @@ from mlx_kv.generation.grammar.lead_in import LeadIn
 from mlx_kv.generation.grammar.processor import GrammarProcessor
 from mlx_kv.generation.sampling import SeededSampler, TemperatureSampler
 from mlx_kv.generation.sequence import TokenSequence
+from mlx_kv.generation.settings import SamplingSettings
+from mlx_kv.generation.speculation.drafters import Drafter
 from mlx_kv.policy import CachePolicy
 
 V = 4096
@@ -156,17 +158,18 @@ def of_a_thinker(prompt: list[int], calls: bool = False) -> LeadIn:
 def test_the_grammar_begins_after_the_thinking(compiler: GrammarCompiler) -> None:
     grammar = compiler.compile(constraints.choice(TEXTS))
     first, everything = shown_to(grammar.processor(len(PROMPT)), []), set(range(V))
+    thought = everything - {0}  # the answer does not end within it
 
     def after(lead_in: LeadIn, *answer: int) -> set[int]:
         return shown_to(grammar.processor(len(PROMPT), lead_in), answer)
 
     begun = of_a_thinker([1, *START, 2])
-    assert after(begun) == after(begun, 40) == after(begun, 40, 12) == everything
+    assert after(begun) == after(begun, 40) == after(begun, 40, 12) == thought
     assert after(begun, *END) == after(begun, 40, 41, *END) == first
     free = of_a_thinker([1, 2])
     assert after(free) == first | {11}
     assert after(free, 11) == {12}  # no text begins with it
-    assert after(free, 11, 12) == after(free, 11, 12, 50) == everything
+    assert after(free, 11, 12) == after(free, 11, 12, 50) == thought
     assert after(free, 11, 12, 50, *END) == first
     told_not_to = of_a_thinker([1, *START, 9, *END, 9])
     assert after(told_not_to) == first
@@ -187,10 +190,29 @@ def test_drafts_that_think(compiler: GrammarCompiler, reference: Any) -> None:
         return processor.allowed(mx.array([*PROMPT, *answer]), list(drafted))
 
     assert allowed([], 40, 41, 42) == 3
+    assert allowed([], 40, 0, 42) == allowed([], 40, 0, *END, beta) == 1
     assert allowed([40], 41, *END, beta, *rest, 0) == 4 + len(rest)
     assert allowed([40], 41, *END, beta, *x) == 3
     assert allowed([40, *END], *x, 0, 0) == 2
     assert allowed([40, *END, *x], beta) == 0
+
+
+@pytest.mark.parametrize("drafter", [None, "suffix"])
+def test_an_answer_does_not_end_within_its_thinking(
+    drafter: str | None, compiler: GrammarCompiler, reference: Any
+) -> None:
+    """However much the model wants to: it thinks on, and what follows its thinking is the form."""
+    prompt, grammar = [1, *START], compiler.compile(constraints.choice(TEXTS))
+    wanted = SamplingSettings(logit_bias={0: 1e3, END[0]: 5e2}).processors()
+    processors = (*wanted, grammar.processor(len(prompt), of_a_thinker(prompt)))
+    engine = make_engine(reference[0], {0}, max_batch_size=1, drafter=drafter)
+    engine.submit(TokenSequence(0, prompt, 20, processors=processors))
+    tokens: list[int] = []
+    while engine.busy:
+        tokens += [token.token for token in engine.step()]
+    engine.close()
+    assert (tokens[0], tokens[-1]) == (END[0], 0)
+    assert reference[1].decode(tokens[1:-1]) in TEXTS
 
 
 # --- what cannot be ---------------------------------------------------------------------------------------------------
@@ -239,18 +261,79 @@ def test_a_tokenizer_that_cannot_be_masked() -> None:
         GrammarCompiler(SimpleNamespace(eos_token_ids={0}, _tokenizer=object())).compile(constraints.regex("a"))
 
 
-def test_a_grammar_that_grows_too_large_ends_its_row(reference: Any) -> None:
+def growing(reference: Any) -> Grammar:
+    """Of numbers, or of letters x, of which it can take few."""
     vocabulary = from_tokenizer(reference[1]._tokenizer, eos_token=[0])
-    source = llguidance.LLMatcher.grammar_from_lark('start: a\na: "x" | a a')
+    source = llguidance.LLMatcher.grammar_from_lark('start: a | /[0-9]{8}/\na: "x" | a a')
     limits = llguidance.LLParserLimits(step_max_items=100, verbose_errors=False)
-    processor = Grammar(llguidance.LLMatcher(vocabulary, source, log_level=0, limits=limits), [0]).processor(0)
+    return Grammar(llguidance.LLMatcher(vocabulary, source, log_level=0, limits=limits), [0])
+
+
+def test_a_grammar_that_grows_too_large_ends_its_row(reference: Any) -> None:
+    processor = growing(reference).processor(0)
     tokens = reference[1].encode("x" * 40)
     places = [shown_to_all(processor, tokens[:place]) for place in range(len(tokens))]
-    assert processor.error is not None
-    assert "Too many items" in processor.error
     first = next(place for place, allowed in enumerate(places) if allowed == {0})
     assert first > 0
     assert all(allowed == {0} for allowed in places[first:])
+    assert "Too many items" in (processor.error_in([*tokens[:first], 0]) or "")
+    assert processor.error_in([*tokens[: first - 1], 0]) is None
+
+
+def test_what_a_grammar_could_not_do_behind_a_draft_is_forgotten(reference: Any) -> None:
+    processor, fresh = growing(reference).processor(0), growing(reference).processor(0)
+    letters, digits = reference[1].encode("x" * 40), reference[1].encode("12345678")
+    assert processor.allowed(mx.array([], dtype=mx.int32), letters) == len(letters)
+    places = [shown_to_all(processor, letters[:place]) for place in range(len(letters))]
+    assert {0} in places
+    for place in range(len(digits) + 1):
+        assert shown_to_all(processor, digits[:place]) == shown_to_all(fresh, digits[:place])
+    assert processor.error_in([*digits, 0]) is None
+    assert [shown_to_all(processor, letters[:place]) for place in range(len(letters))] == places
+
+
+class Always(Drafter):
+    """Proposes the same tokens, whatever was said."""
+
+    def __init__(self, tokens: list[int]) -> None:
+        self.tokens, self.rows = tokens, 0
+
+    def join(self, prompts: Sequence[Sequence[int]], caches: Any) -> None:
+        self.rows += len(prompts)
+
+    def keep(self, rows: Sequence[int]) -> None:
+        self.rows = len(rows)
+
+    def propose(self, most: int, choice: Any) -> list[list[int]]:
+        return [self.tokens[:most]] * self.rows
+
+    def accepted(self, tokens: Sequence[Sequence[int]]) -> None: ...
+
+
+def test_drafts_that_a_grammar_cannot_take_change_no_token(reference: Any) -> None:
+    letters = reference[1].encode("x" * 40)
+    prefer = SamplingSettings(logit_bias=dict.fromkeys(reference[1].encode("12"), 1e3)).processors()
+    prompt, found = reference[1].encode("n = "), []
+    for options in ({}, {"drafter": Always(letters), "num_draft_tokens": 6, "draft_length": "fixed"}):
+        processor = growing(reference).processor(len(prompt))
+        engine = make_engine(reference[0], {0}, max_batch_size=1, **options)
+        engine.submit(TokenSequence(0, prompt, 20, processors=(*prefer, processor)))
+        tokens: list[int] = []
+        while engine.busy:
+            tokens += [token.token for token in engine.step()]
+        engine.close()
+        found.append(tokens)
+        assert processor.error_in(tokens) is None
+    assert found[0] == found[1]
+    assert len(reference[1].decode(found[0][:-1])) == 8
+
+
+def test_a_rule_named_start_is_no_lark(compiler: GrammarCompiler, reference: Any) -> None:
+    for text in ('root ::= "a" start # start\nstart ::= "bstart" | [start]', 'start::="bstart"\nroot ::= "a" start'):
+        grammar = compiler.compile(constraints.grammar(text))
+        tokens = [*reference[1].encode("abstart"), 0]
+        assert grammar.processor(0).allowed(mx.array([], dtype=mx.int32), tokens) == len(tokens)
+    assert compiler.compile(constraints.grammar('start : "b"')).processor(0)
 
 
 def shown_to_all(processor: GrammarProcessor, tokens: list[int]) -> set[int]:

@@ -64,6 +64,6 @@ def test_small_chunks_change_no_token(policy: CachePolicy, reference: Any) -> No
     mx.clear_cache()
 
 
-def test_a_budget_is_read_in_whole_chunks(reference: Any) -> None:
-    policy = CachePolicy(budget=128)
+@pytest.mark.parametrize("policy", [CachePolicy(budget=128), CachePolicy(bits=2, quantized_start=100)], ids=repr)
+def test_what_chunks_decide_is_read_in_whole_ones(policy: CachePolicy, reference: Any) -> None:
     assert run(reference[0], policy, 1e-9) == run(reference[0], policy, None)

@@ -167,6 +167,7 @@ def test_ends_and_line_breaks_are_no_top_choices() -> None:
         ({"repetition_context_size": -1}, "repetition_context_size is -1"),
         ({"logit_bias": {-3: 1.0}}, "logit_bias has 1.0 for token -3"),
         ({"logit_bias": {3: math.nan}}, "logit_bias has nan for token 3"),
+        ({"logit_bias": {2**31: 1.0}}, "logit_bias has 1.0 for token 2147483648"),
     ],
 )
 def test_what_cannot_be_is_refused(given: dict[str, Any], message: str) -> None:

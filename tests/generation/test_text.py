@@ -43,6 +43,19 @@ def test_sampling_settings_are_all_of_them(drafted: dict[str, str], reference: t
         mlx_kv.generate(*reference, PROMPT, sampling=settings, seed=3)
 
 
+@pytest.mark.parametrize("drafted", [{}, {"drafter": "ngram"}], ids=["plain", "ngram"])
+def test_a_bias_of_a_token_that_the_model_does_not_have_is_refused(
+    drafted: dict[str, str], reference: tuple[Any, Any]
+) -> None:
+    vocabulary = reference[0](mx.array([[0]])).shape[-1]
+    for token in (vocabulary, 2**30):
+        settings = mlx_kv.SamplingSettings(logit_bias={3: 1.0, token: 1.0})
+        with pytest.raises(ValueError, match=f"token {token}, which the model does not have: give ids up to"):
+            mlx_kv.generate(*reference, PROMPT, max_tokens=3, sampling=settings, **drafted)
+    settings = mlx_kv.SamplingSettings(logit_bias={vocabulary - 1: 1e4})
+    assert mlx_kv.generate(*reference, PROMPT, max_tokens=3, sampling=settings, **drafted)
+
+
 @pytest.mark.parametrize("length", [1, 2, 5, 11])
 def test_a_stop_string_ends_it_wherever_tokens_end(length: int, reference: tuple[Any, Any]) -> None:
     whole = streamed(reference, PROMPT)
@@ -51,6 +64,14 @@ def test_a_stop_string_ends_it_wherever_tokens_end(length: int, reference: tuple
         text = mlx_kv.generate(*reference, PROMPT, max_tokens=40, stop=["never said", stop], on_text=pieces.append)
         assert text == whole[: whole.index(stop)]
         assert "".join(pieces) == text
+
+
+def test_the_stop_string_that_ends_first_counts_however_the_text_comes_in_pieces(reference: tuple[Any, Any]) -> None:
+    whole = streamed(reference, PROMPT)
+    for start in range(0, len(whole) - 9, 4):
+        stops = [whole[start : start + 9], whole[start + 2 : start + 5], whole[start + 3 : start + 5]]
+        ends = [(whole.index(stop) + len(stop), whole.index(stop)) for stop in stops]
+        assert mlx_kv.generate(*reference, PROMPT, max_tokens=40, stop=stops) == whole[: min(ends)[1]]
 
 
 def test_all_of_it_is_told_without_a_stop_string(reference: tuple[Any, Any]) -> None:

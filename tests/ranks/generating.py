@@ -28,6 +28,7 @@ from tiny_models import make_model
 
 from mlx_kv import (
     CachePolicy,
+    SamplingSettings,
     SpeculationStatistics,
     TemperatureSampler,
     batch_generate,
@@ -35,6 +36,8 @@ from mlx_kv import (
     speculative_generate,
     stream_generate,
 )
+from mlx_kv.generation.grammar.compiled import Grammar, GrammarCompiler
+from mlx_kv.generation.grammar.constraint import regex
 from mlx_kv.mlxlm.loading import number_of_weights
 from mlx_kv.ranks.group import RankGroup, join_ranks
 from mlx_kv.ranks.splitting import split_model
@@ -91,6 +94,22 @@ def streamed(policy: CachePolicy, **options: Any) -> Case:
         return [response.token for response in responses]
 
     return case
+
+
+PENALTIES = SamplingSettings(repetition_penalty=1.5, frequency_penalty=0.5, logit_bias={7: 2.0}).processors()
+
+
+@functools.cache
+def form() -> Grammar:
+    """Of words without the letter e."""
+    return GrammarCompiler(tokenizer()).compile(regex("([A-Za-df-z]{1,5}[.,:] ?)+"))
+
+
+def formed(model: nn.Module, group: Any) -> list[int]:
+    """The leader alone knows penalties and the form, which remembers where it stands."""
+    own = [*PENALTIES, form().processor(len(PROMPT))] if leads(group) else None
+    found: list[int] = streamed(PLAIN, logits_processors=own)(model, group)
+    return found
 
 
 def left_early(model: nn.Module, group: Any) -> list[list[int]]:
@@ -180,7 +199,10 @@ CASES: dict[str, Case] = {
     **{f"batch, {name}": batched(policy) for name, policy in BUDGETS.items()},
     **{f"suffix, {name}": speculated(policy, drafter="suffix") for name, policy in BUDGETS.items()},
     "stream, seeded": streamed(PLAIN, sampler=TEMPERATURE, seed=7),
+    "stream, formed": formed,
     "stream, left early": left_early,
+    "batch, penalties": batched(logits_processors=PENALTIES),
+    "suffix, penalties": speculated(drafter="suffix", logits_processors=PENALTIES),
     "refused": refused,
     **{f"batch, {name}": batched(policy) for name, policy in POLICIES.items()},
     "batch, seeded": batched(sampler=TEMPERATURE, seed=4),

@@ -101,13 +101,14 @@ def run_ranks(
     *arguments: object,
     env: Mapping[str, str] | None = None,
     timeout: float = 60,
+    stdin: str = "",
 ) -> list[Finished]:
-    """Runs a program on so many ranks, each with these arguments as words, until all have ended.
+    """Runs a program on so many ranks, each with these arguments as words and this to read, until all have ended.
 
     Raises:
         AssertionError: some did not in time; it tells what all of them wrote.
     """
-    with started_ranks(size, program, *arguments, env=env) as ranks:
+    with started_ranks(size, program, *arguments, env=env, stdin=stdin) as ranks:
         return ranks.wait(timeout)
 
 
@@ -127,14 +128,17 @@ def started_ranks(
     *arguments: object,
     env: Mapping[str, str] | None = None,
     each: Callable[[int], Sequence[object]] = lambda rank: (),
+    stdin: str = "",
 ) -> Iterator[Ranks]:
     """Ranks at work; they are killed at the end.
 
     Args:
         each: more arguments, of a rank alone.
+        stdin: what each may read.
     """
     with tempfile.TemporaryDirectory(prefix="ranks-") as name:
         folder = Path(name)
+        (folder / "stdin").write_text(stdin)
         hosts = folder / "hosts.json"
         hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in free_ports(size)]))
         processes: list[subprocess.Popen[bytes]] = []
@@ -142,10 +146,14 @@ def started_ranks(
             for rank in range(size):
                 words = [*_words(program), *map(str, arguments), *map(str, each(rank))]
                 own = {"MLX_RANK": str(rank), "MLX_HOSTFILE": str(hosts)}
-                with open(folder / f"{rank}.stdout", "wb") as out, open(folder / f"{rank}.stderr", "wb") as err:
+                with (
+                    open(folder / "stdin", "rb") as typed,
+                    open(folder / f"{rank}.stdout", "wb") as out,
+                    open(folder / f"{rank}.stderr", "wb") as err,
+                ):
                     process = subprocess.Popen(
                         [sys.executable, *words],
-                        stdin=subprocess.DEVNULL,
+                        stdin=typed,
                         stdout=out,
                         stderr=err,
                         env={**_environment(), **own, **(env or {})},

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
-from generating import BUDGET, PLAIN, POLICIES, PROMPT, TEMPERATURE, joined, model_of, nearly
+from generating import BUDGET, PENALTIES, PLAIN, POLICIES, PROMPT, TEMPERATURE, form, joined, model_of, nearly
 
 from mlx_kv import CachePolicy, ScoredTokens, register_score
 from mlx_kv.cache.eviction.scores import SCORES
@@ -80,6 +80,27 @@ def coming_and_going(policy: CachePolicy = PLAIN, **settings: Any) -> Case:
                 engine.cancel(index - chance.randint(0, 1))
         engine.cancel(99)
         drained(engine, told)
+        engine.close()
+        return told
+
+    return case
+
+
+def processed(**settings: Any) -> Case:
+    """Rows with penalties, a form and log-probabilities, beside one that has none of them."""
+
+    def case(make: Make) -> dict[str, list[Any]]:
+        engine = make(PLAIN, max_batch_size=4, prefill_step_size=8, **settings)
+        told: dict[str, list[Any]] = {}
+        for index, length in enumerate((5, 12, 30, 9)):
+            made = () if index == 3 else PENALTIES if index else (*PENALTIES, form().processor(length))
+            sampler = SeededSampler(TEMPERATURE, index, length) if index == 2 else None
+            top = 2 if index < 2 else None
+            engine.submit(TokenSequence(index, PROMPT[:length], 16, sampler=sampler, processors=made, top_logprobs=top))
+        while engine.busy:
+            for token in engine.step():
+                score = None if token.score is None else [round(token.score.logprob, 1), token.score.top[0][0]]
+                told.setdefault(str(token.index), []).append([token.token, score])
         engine.close()
         return told
 
@@ -179,6 +200,8 @@ CASES: dict[str, Case] = {
     "rows, suffix": coming_and_going(**SUFFIX),
     "rows, draft": coming_and_going(**DRAFT),
     "rows, budget, draft": coming_and_going(BUDGETED, **DRAFT),
+    "rows, processed": processed(),
+    "rows, processed, suffix": processed(**SUFFIX),
     "made anew": made_anew,
     "failed, budget": failed,
     **{f"prefixes, {name}": prefixes(policy) for name, policy in {**POLICIES, "budget": BUDGETED}.items()},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import signal
 import time
@@ -43,6 +44,19 @@ def test_generate_says_what_it_says_alone(command: Callable[..., Any]) -> None:
             assert value <= answer[name] <= value + 1024
         elif "second" not in name and name != "peak_memory_bytes":
             assert answer[name] == value, name
+
+
+def test_chat_answers_what_it_answers_alone(
+    command: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    options = ("chat", "--max-tokens", 8, "--repetition-penalty", 1.3, "--draft", "suffix")
+    lines = f"import os\nprint(\n/undo\nclass A:\n/save {tmp_path}/kept\n/stats\n"
+    monkeypatch.setattr("sys.stdin", io.StringIO(lines))
+    alone = command(*options)
+    leader, other = succeeded(run_ranks(2, MLX_KV, *options, "--split", "heads", stdin=lines))
+    assert (leader.stdout, other.stdout, other.stderr) == (alone.out, "", "")
+    assert "mlx-kv: each of several ranks has a part of the conversation: it cannot be kept in a file" in ours(leader)
+    assert "mlx-kv: taken back: 1 turn" in ours(leader)
 
 
 def test_batch_writes_what_it_writes_alone(tmp_path: Path, command: Callable[..., Any]) -> None:

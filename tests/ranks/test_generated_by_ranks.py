@@ -16,6 +16,7 @@ FEW = (
     "weights",
     "refused",
     "stream, left early",
+    "stream, formed",
     "stream, seeded",
     "batch, seeded",
     *(f"batch, {name}" for name in BUDGETS),

@@ -13,7 +13,7 @@ expected = functools.cache(alone)
 EVERYTHING = tuple(CASES)
 # One rank alone has layers with a budget, and it does not lead: so no budget can be that all layers share.
 BY_LAYER = ("rows", "rows, draft", *(name for name in CASES if "of a layer" in name), "prefixes, draft")
-FEW = ("rows, budget, draft", "failed, budget", "prefixes, budget, draft")
+FEW = ("rows, processed", "rows, budget, draft", "failed, budget", "prefixes, budget, draft")
 
 
 @pytest.mark.parametrize(

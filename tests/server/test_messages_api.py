@@ -9,13 +9,13 @@ import pytest
 from reasoning_server import ANSWER, TOOL
 from serving import SOURCE, Running
 
+from mlx_kv.generation.stop_strings import StopStrings
 from mlx_kv.server.access import ApiKeys
 from mlx_kv.server.chat_output import Delta
 from mlx_kv.server.dialects.blocks import Blocks, Event, Kind
 from mlx_kv.server.dialects.message_requests import messages
 from mlx_kv.server.job import Job
 from mlx_kv.server.requests import RequestRules
-from mlx_kv.server.stop_strings import StopStrings
 
 
 def test_a_message_is_what_a_chat_says(reasoner: Running, claude: anthropic.Anthropic) -> None:

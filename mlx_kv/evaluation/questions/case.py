@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from mlx_kv.generation.encoding import applied_template
+
 Tokens = list[int]
 MARKS = ("<first>", "<second>", "<third>")  # stand for what is said, in a chat template
 
@@ -80,7 +82,7 @@ class Talk:
             self._start = []
             roles = ("user", "assistant", "user")
             messages = [{"role": role, "content": mark} for role, mark in zip(roles, MARKS, strict=True)]
-            text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            text: str = applied_template(tokenizer, messages, False)
             self._before, _, text = text.partition(MARKS[0])
             self._answer, _, text = text.partition(MARKS[1])
             self._again, _, _ = text.partition(MARKS[2])

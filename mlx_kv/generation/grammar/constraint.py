@@ -17,6 +17,8 @@ from typing import Any, Literal
 # White space between two parts of JSON: none, a space, or a new line and what stands before the next part. It has an
 # end, which a small model's would not.
 WHITESPACE = r"[ ]?|\n[ ]{0,40}|\n\t{0,12}"
+# The name of a rule, among texts, sets of characters and comments, which are to be passed over.
+GBNF_START = re.compile(r'"(?:\\.|[^"\\])*"?|\[(?:\\.|[^\]\\])*\]?|#[^\n]*|(?<![\w-])start(?![\w-])')
 MOST_BYTES = 128 * 1024  # of what was asked for
 
 Kind = Literal["json_schema", "regex", "grammar", "choice", "calls"]
@@ -121,12 +123,20 @@ def grammar_source(constraint: Constraint, marks: CallMarks | None = None) -> st
         return str(matcher.grammar_from_lark(_lark_of_calls(json.loads(constraint.text), marks)))
     # Without empty lines: in many of them this search, and the library's own, would look at each from each.
     text = "\n".join([line for line in constraint.text.split("\n") if line.strip()])
-    if re.search(r"^\s*start\s*[\[:]", text, re.MULTILINE):
+    if re.search(r"^\s*start\s*(\[|:(?!:=))", text, re.MULTILINE):
         return str(matcher.grammar_from_lark(text))
     try:
-        return str(found_library().grammar_from("grammar", text))
+        return str(found_library().grammar_from("grammar", _without_start(text)))
     except (ValueError, RecursionError) as error:
         raise GrammarError(in_one_line(error)) from None
+
+
+def _without_start(text: str) -> str:
+    """A grammar of llama.cpp without a rule named `start`, which is what the library calls its `root`."""
+    name = "begin"
+    while name in text:
+        name += "-again"
+    return GBNF_START.sub(lambda found: name if found[0] == "start" else found[0], text)
 
 
 def _enforced(schema: Any, lenient: bool) -> str:

@@ -55,6 +55,10 @@ class LeadIn:
             return None
         return begins
 
+    def thinks(self, answer: list[int]) -> bool:
+        """Whether an answer stands within thinking that has not ended."""
+        return self._thought(answer) is None
+
     def others(self, answer: list[int]) -> list[int]:
         """The tokens that may come next, beside the grammar's: those of marks that begin here, or have begun."""
         begins = self._thought(answer)

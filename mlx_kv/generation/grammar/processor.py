@@ -7,6 +7,7 @@ samplers or drafters. V is the vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -14,6 +15,7 @@ import numpy as np
 
 from mlx_kv.generation.grammar.constraint import in_one_line
 from mlx_kv.generation.grammar.lead_in import LeadIn
+from mlx_kv.generation.sequence import alike
 
 
 class GrammarProcessor:
@@ -24,37 +26,34 @@ class GrammarProcessor:
         ends: ids of tokens that end a sequence: all that is left when the grammar is at its end.
         prompt_tokens: how many of the tokens that are shown are not the answer's.
         lead_in: what may stand before the grammar, or in its place.
-
-    Attributes:
-        error: why the grammar could not be followed any longer, in the library's words. The row ends with that.
     """
 
     def __init__(self, matcher: Any, ends: tuple[int, ...], prompt_tokens: int, lead_in: LeadIn) -> None:
         self._fresh, self._matcher = matcher, matcher.deep_copy()
         self._ends, self._prompt_tokens, self._lead_in = ends, prompt_tokens, lead_in
         self._consumed: list[int] = []
-        self.error: str | None = None
+        self._failed: tuple[list[int], str] | None = None  # after which tokens the library gave up, and why
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
         """Logits (1, V) after tokens (n,): minus infinity where the grammar has no such token.
 
-        Where the tokens themselves are none of the grammar's, as behind a draft that is wrong, nothing is changed.
+        While the model thinks, before the grammar begins, all but the end of the answer may come. Where the tokens
+        themselves are none of the grammar's, as behind a draft that is wrong, nothing is changed.
         """
         shown = tokens[self._prompt_tokens :]
         mx.async_eval(shown)  # type: ignore[no-untyped-call]
         mx.async_eval(logits)  # type: ignore[no-untyped-call]  # the model goes on while the mask is made
         answer: Any = shown.tolist()
         begins = self._lead_in.grammar_from(answer)
-        if begins is None:
-            return logits
-        follows, others = self._follow(answer[begins:]), self._lead_in.others(answer)
-        if not follows and not others and self.error is None:
+        if begins is None:  # a call may end, but thinking that does leaves no answer
+            return _masked(logits, ~self._where_it_ends(logits)) if self._lead_in.thinks(answer) else logits
+        wanted = answer[begins:]
+        follows, others = self._follow(wanted), self._lead_in.others(answer)
+        if not follows and not others and self._why(wanted) is None:
             return logits
         allowed = self._mask(logits.shape[-1]) if follows else np.zeros(logits.shape[-1], dtype=bool)
         allowed[others] = True
-        if not allowed.any():
-            allowed[list(self._ends)] = True
-        return mx.where(mx.array(allowed), logits, mx.array(-mx.inf, dtype=logits.dtype))
+        return _masked(logits, allowed if allowed.any() else self._where_it_ends(logits))
 
     def allowed(self, tokens: mx.array, drafted: list[int]) -> int:
         """How many of the drafted tokens can stand after these."""
@@ -62,8 +61,10 @@ class GrammarProcessor:
         together = [*answer, *drafted]
         begins = self._lead_in.grammar_from(together)
         if begins is None or self._lead_in.others(together):
-            return len(drafted)
-        first = max(begins - len(answer), 0)  # what comes before is thinking
+            return self._end(drafted) if self._lead_in.thinks(together) else len(drafted)
+        first = max(begins - len(answer), 0)  # what comes before is thinking, which does not end the answer
+        if (end := self._end(drafted[:first])) < first:
+            return end
         known, rest = together[begins : len(answer) + first], drafted[first:]
         if not self._follow(known):
             return first
@@ -72,18 +73,33 @@ class GrammarProcessor:
         ends = count == len(text) < len(rest) and self._follow([*known, *text]) and self._matcher.is_accepting()
         return first + count + int(ends)
 
+    def error_in(self, answer: Sequence[int]) -> str | None:
+        """Why the grammar could not be followed to the end of an answer, in the library's words: it ended with that.
+
+        None where it could, whatever was met behind drafts that were wrong.
+        """
+        begins = self._lead_in.grammar_from(list(answer))
+        return None if begins is None else self._why(list(answer[begins:]))
+
+    def _why(self, tokens: list[int]) -> str | None:
+        """Why the library can say nothing of what follows these tokens; None where it can."""
+        if self._failed is None or tokens[: len(self._failed[0])] != self._failed[0]:
+            return None
+        return self._failed[1]
+
     def _follow(self, wanted: list[int]) -> bool:
         """Has the matcher stand after these tokens; whether they are the grammar's, and it goes on."""
-        same = _alike(self._consumed, wanted)
-        if back := len(self._consumed) - same:
-            if self._matcher.rollback(back):
-                del self._consumed[same:]
-            else:
-                self._matcher, self._consumed = self._fresh.deep_copy(), []
+        if self._why(wanted) is not None:
+            return False
+        same = alike(self._consumed, wanted)
+        back = len(self._consumed) - same
+        if self._matcher.is_error() or (back and not self._matcher.rollback(back)):
+            self._matcher, self._consumed = self._fresh.deep_copy(), []
+        del self._consumed[same:]
         more = wanted[len(self._consumed) : self._end(wanted)]
         taken = int(self._matcher.try_consume_tokens(more)) if more else 0
         self._consumed += more[:taken]
-        return self._works() and len(self._consumed) == len(wanted)
+        return self._works(more[taken : taken + 1]) and len(self._consumed) == len(wanted)
 
     def _end(self, tokens: list[int]) -> int:
         """Where these first end a sequence. What ends it is none of the grammar's tokens: the library is not told."""
@@ -97,16 +113,24 @@ class GrammarProcessor:
         allowed[: found.size] = found
         return allowed & self._works()
 
-    def _works(self) -> bool:
-        """Whether the library still can; what it has given up once, it never takes up again."""
-        if self.error is None and self._matcher.is_error():
-            self.error = in_one_line(self._matcher.get_error())
-        return self.error is None
+    def _where_it_ends(self, logits: mx.array) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """Which tokens (V,) of logits (1, V) end a sequence."""
+        ends = np.zeros(logits.shape[-1], dtype=bool)
+        ends[[token for token in self._ends if token < ends.size]] = True
+        return ends
+
+    def _works(self, at: Sequence[int] = ()) -> bool:
+        """Whether the library still can. A matcher that has given up never goes on, but others may, elsewhere.
+
+        Args:
+            at: the token at which it may have given up; none is after what was consumed.
+        """
+        if not self._matcher.is_error():
+            return True
+        self._failed = [*self._consumed, *at], in_one_line(self._matcher.get_error())
+        return False
 
 
-def _alike(some: list[int], others: list[int]) -> int:
-    """How many tokens two sequences have in common at their beginning."""
-    most = min(len(some), len(others))
-    if some[:most] == others[:most]:
-        return most
-    return next(place for place in range(most) if some[place] != others[place])
+def _masked(logits: mx.array, allowed: np.ndarray[Any, np.dtype[np.bool_]]) -> mx.array:
+    """Logits (1, V) with minus infinity for tokens (V,) that are not allowed."""
+    return mx.where(mx.array(allowed), logits, mx.array(-mx.inf, dtype=logits.dtype))

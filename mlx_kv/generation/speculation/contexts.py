@@ -12,6 +12,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_kv.generation.settings import LogitsProcessor
+from mlx_kv.mlxlm.batch_generator import of_one_type
 
 
 class RowContext:
@@ -23,6 +24,7 @@ class RowContext:
 
     def __init__(self, processors: Sequence[LogitsProcessor], tokens: Sequence[int]) -> None:
         self.processors = tuple(processors)
+        self.adjusted = of_one_type(self.processors)  # logits (1, V) of what comes after tokens (n,)
         self._tokens = mx.array(list(tokens) if self.processors else [], dtype=mx.int32)
 
     def add(self, tokens: Sequence[int]) -> None:
@@ -32,13 +34,6 @@ class RowContext:
     def followed(self, more: Sequence[mx.array]) -> mx.array:
         """Its tokens (n,), and others (m,) after them, which need not be known yet."""
         return mx.concatenate([self._tokens, *(own.reshape(-1).astype(mx.int32) for own in more)])
-
-    def adjusted(self, tokens: mx.array, logits: mx.array) -> mx.array:
-        """Logits (1, V) of what comes after tokens (n,)."""
-        found = logits
-        for processor in self.processors:
-            found = processor(tokens, found)
-        return found.astype(logits.dtype)  # else the other rows' would be of another type, too
 
     def allowed(self, drafted: Sequence[int]) -> int:
         """How many drafted tokens can stand, by those processors that can say so."""

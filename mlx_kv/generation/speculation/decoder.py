@@ -31,6 +31,7 @@ from mlx_kv.generation.speculation.pacing import Pace
 from mlx_kv.generation.speculation.settings import DraftSettings
 from mlx_kv.generation.speculation.statistics import SpeculationStatistics
 from mlx_kv.mlxlm.convert import check_policy
+from mlx_kv.mlxlm.loading import vocabulary_of
 from mlx_kv.mlxlm.observing import show_attention
 from mlx_kv.policy import CachePolicy
 
@@ -325,7 +326,6 @@ def make_decoder(
     agreement: Agreement = ALONE,
 ) -> Decoder:
     """A decoder for one model and policy."""
-    vocabulary = int(model(mx.array([[0]])).shape[-1])  # the graph is built for one token, and not evaluated
     least, most = drafting.prompt_lookup_min, drafting.prompt_lookup_max
-    context = DrafterContext(model, vocabulary, drafting.draft_tokens, draft_model, least, most)
+    context = DrafterContext(model, vocabulary_of(model), drafting.draft_tokens, draft_model, least, most)
     return Decoder(context, drafting.drafter, policy, drafting.draft_length == "fixed", agreement)
