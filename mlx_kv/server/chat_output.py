@@ -14,6 +14,8 @@ from mlx_lm.generate import TextStateMachine, make_text_state_machine
 from mlx_lm.server import ToolCallFormatter
 from mlx_lm.tool_parsers import json_tools
 
+from mlx_kv.files.strict_json import read_json
+from mlx_kv.server.rendering import json_bytes
 from mlx_kv.server.token_texts import TokenText
 
 
@@ -121,7 +123,8 @@ def _checked_parser(parser: Callable[..., Any]) -> Callable[..., Any]:
         try:
             parsed = parser(text, tools)
             calls = [dict(call) for call in (parsed if isinstance(parsed, list) else [parsed])]
-            return [call | {"name": str(call["name"]), "arguments": call.get("arguments", {})} for call in calls]
+            named = [call | {"name": str(call["name"]), "arguments": call.get("arguments", {})} for call in calls]
+            return list(read_json(json_bytes(named)))  # what JSON cannot have, as NaN, makes it none
         except Exception as error:  # models write what they like
             raise ValueError(f"no tool call: {type(error).__name__}") from error
 
