@@ -25,15 +25,18 @@ class Delta:
 
     Attributes:
         logprobs: of its tokens, where they are wanted. Text may come later than the tokens that it is made of.
+        spoken: those of them that are neither of a thought nor of a call.
     """
 
     content: str = ""
     reasoning: str = ""
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
     logprobs: list[TokenText] = field(default_factory=list)
+    spoken: list[TokenText] = field(default_factory=list)
 
     def add(self, other: Delta) -> None:
         self.logprobs += other.logprobs
+        self.spoken += other.spoken
         self.content += other.content
         self.reasoning += other.reasoning
         self.tool_calls += other.tool_calls
@@ -78,6 +81,11 @@ class ChatOutputParser:
     def reasons(self) -> bool:
         """Whether what came last was reasoning."""
         return bool(self._previous == "reasoning")
+
+    @property
+    def speaks(self) -> bool:
+        """Whether what came last was content, or may yet be."""
+        return self._previous not in ("reasoning", "tool") and not self._bare_call
 
     def feed(self, text: str) -> Delta:
         self._state, segments = TextStateMachine.split(self._state, text)  # type: ignore[no-untyped-call]
