@@ -31,6 +31,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "presence_penalty": (-math.inf, math.inf),
     "frequency_penalty": (-math.inf, math.inf),
 }
+LEAST_PENALTY = 0.01  # logits divided by less may be beyond what their dtype can hold: there are no probabilities then
 COUNTS = ("top_k", "repetition_context_size", "presence_context_size", "frequency_context_size")
 OF_MODELS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # as transformers names them
 
@@ -44,7 +45,7 @@ class SamplingSettings:
         top_p, top_k, min_p: filters, as of `TemperatureSampler`; a top_p of 0 is greedy, 0 of others is no filter.
         xtc_probability, xtc_threshold: the same.
         repetition_penalty: what logits of tokens among the last ones are divided by, or multiplied where they are
-            below 0; 1 and 0 change nothing.
+            below 0, from 0.01 up; 1 and 0 change nothing.
         presence_penalty: what is subtracted from them, once.
         frequency_penalty: the same, for each time that the token is there.
         repetition_context_size, presence_context_size, frequency_context_size: how many last tokens count, those of the
@@ -78,6 +79,8 @@ class SamplingSettings:
                 to = "up" if most == math.inf else f"to {most:g}"
                 wanted = "a finite number" if least == -math.inf else f"a number from {least:g} {to}"
                 raise ValueError(f"{name} is {value}: give {wanted}")
+        if 0 < self.repetition_penalty < LEAST_PENALTY:
+            raise ValueError(f"repetition_penalty is {self.repetition_penalty}: give 0, or {LEAST_PENALTY} up")
         for name in COUNTS:
             if type(getattr(self, name)) is not int or getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}: give a whole number from 0 up")

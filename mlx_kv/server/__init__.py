@@ -21,7 +21,8 @@ HTTP, in the event loop:
     asking.py            what the worker says, for those who wait for it
     responses.py         from jobs to an answer, whole or streamed; clients that hang up (answers.py: its parts)
     slot_routes.py       slots over HTTP: list, save, restore, erase (slots.py: which is whose)
-    response_objects.py  what a client gets (chat_output.py: reasoning and tool calls; token_texts.py: single tokens)
+    response_objects.py  what a client gets (chat_output.py: reasoning and tool calls; token_texts.py: single tokens;
+                         rendering.py: JSON)
     memory_report.py     what is in memory, for the page and for Prometheus
     metrics.py           what Prometheus reads
 

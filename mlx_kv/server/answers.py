@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from mlx_kv.server.chat_output import ChatOutputParser, Delta
 from mlx_kv.server.errors import ApiError
 from mlx_kv.server.job import Job, OutputChunk
-from mlx_kv.server.token_texts import TokenTexts
+from mlx_kv.server.token_texts import TokenText, TokenTexts
 
 
 @dataclass
@@ -40,10 +40,12 @@ class Choice:
     generated: int = 0
     reasoning_tokens: int = 0
     finish_reason: str = ""
+    _held: list[TokenText] = field(default_factory=list)  # whose text is still to come, unless it is that of a mark
 
     def take(self, chunk: OutputChunk) -> Delta:
         """What a chunk of the worker's output adds."""
         self.generated += chunk.tokens
+        spoke = self.parser is None or self.parser.speaks
         if self.parser is None:
             delta = Delta(self.echo + chunk.text)
             self.echo = ""
@@ -51,13 +53,29 @@ class Choice:
             delta = self.parser.feed(chunk.text)
             self.reasoning_tokens += chunk.tokens if self.parser.reasons else 0
         if self.texts is not None:
-            delta.logprobs += self.texts.of(chunk.scores)
+            delta.logprobs = self.texts.of(chunk.scores)
+            speaks, held = self.parser is None or self.parser.speaks, self._held + delta.logprobs
+            if spoke and speaks and not (delta.reasoning or delta.tool_calls):
+                delta.spoken, self._held = (held, []) if delta.content else ([], held)
+            else:
+                delta.spoken, self._held = _made_of(delta.content, held, speaks), []
         self.finish_reason = chunk.finish_reason or ""
         if self.finish_reason and self.parser is not None:
             delta.add(self.parser.finish())
+            delta.spoken += self._held
             if self.parser.called and self.finish_reason == "stop":
                 self.finish_reason = "tool_calls"
         return delta
+
+
+def _made_of(text: str, tokens: list[TokenText], last: bool) -> list[TokenText]:
+    """The last of some tokens that have a text, or the first: a mark before or after it is none of it."""
+    taken: list[TokenText] = []
+    for token in reversed(tokens) if last else tokens:
+        if sum(len(each.text) for each in taken) >= len(text):
+            break
+        taken.append(token)
+    return taken[::-1] if last else taken
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
 from mlx_kv.server.access import AccessRules, ApiKeys
@@ -32,6 +32,7 @@ from mlx_kv.server.limits import Limits as Limits
 from mlx_kv.server.memory_report import memory_report, set_gauges
 from mlx_kv.server.metrics import Metrics
 from mlx_kv.server.names import ModelNames
+from mlx_kv.server.rendering import JsonResponse
 from mlx_kv.server.response_objects import chats, completions
 from mlx_kv.server.slot_routes import SlotRoutes
 from mlx_kv.server.worker import Worker
@@ -119,7 +120,7 @@ class Api:
     async def _refused(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)
         self.admission.count(request.url.path, error.status)
-        return JSONResponse(error_body(error, request.url.path), error.status, error.headers)
+        return JsonResponse(error_body(error, request.url.path), error.status, error.headers)
 
     async def _not_found(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -149,14 +150,14 @@ class Api:
         name = request.path_params["name"]
         if request.method == "DELETE":
             self._conversations.remove(name)
-            return JSONResponse({"id": name, "object": "response", "deleted": True})
-        return JSONResponse(self._conversations.find(name).response)
+            return JsonResponse({"id": name, "object": "response", "deleted": True})
+        return JsonResponse(self._conversations.find(name).response)
 
     async def _message(self, request: Request) -> Response:
         return await self._intake.answer(request, messages)
 
     async def _count(self, request: Request) -> Response:
-        return JSONResponse({"input_tokens": await self._intake.count(request, counted)})
+        return JsonResponse({"input_tokens": await self._intake.count(request, counted)})
 
     async def _embeddings(self, request: Request) -> Response:
         raise ApiError(
@@ -168,13 +169,13 @@ class Api:
     async def _models(self, request: Request) -> Response:
         described = [self._description(name) for name in self.names.all]
         ends = {"first_id": self.names.all[0], "last_id": self.names.all[-1]}
-        return JSONResponse({"object": "list", "data": described, "has_more": False} | ends)
+        return JsonResponse({"object": "list", "data": described, "has_more": False} | ends)
 
     async def _model(self, request: Request) -> Response:
         name = request.path_params["name"]
         if name not in self.names:
             raise ApiError(404, "there is no such model here", "model", "model_not_found")
-        return JSONResponse(self._description(name))
+        return JsonResponse(self._description(name))
 
     def _description(self, name: str) -> dict[str, Any]:
         """As OpenAI's clients read it, and as Anthropic's do."""
@@ -187,13 +188,13 @@ class Api:
         """Whether requests are taken."""
         reason = self.worker.failure if not self.worker.alive else self.admission.closing
         if reason is not None or not self.worker.alive:
-            return JSONResponse({"status": "not ready", "reason": reason}, 503)
-        return JSONResponse({"status": "ready"})
+            return JsonResponse({"status": "not ready", "reason": reason}, 503)
+        return JsonResponse({"status": "ready"})
 
     async def _health(self, request: Request) -> Response:
         if not self.worker.alive:
-            return JSONResponse({"status": "failed", "reason": self.worker.failure}, 503)
-        return JSONResponse({"status": "ok"})
+            return JsonResponse({"status": "failed", "reason": self.worker.failure}, 503)
+        return JsonResponse({"status": "ok"})
 
     async def _metrics(self, request: Request) -> Response:
         set_gauges(self.metrics, self.worker.snapshot, self.admission)
@@ -208,4 +209,4 @@ class Api:
         report = memory_report(self.worker, self.admission, self.metrics) | {
             "seconds": round(time.time() - self._created, 1),
         }
-        return JSONResponse(report, headers={"Cache-Control": "no-store"})
+        return JsonResponse(report, headers={"Cache-Control": "no-store"})

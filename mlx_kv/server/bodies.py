@@ -53,5 +53,5 @@ async def read_body(request: Request, limit: int, seconds: float) -> Any:
         )  # fmt: skip
     try:
         return read_json(bytes(body))
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ApiError(400, f"the body is no JSON: {error}"[:200], None, "invalid_json") from None

@@ -14,6 +14,8 @@ from mlx_lm.generate import TextStateMachine, make_text_state_machine
 from mlx_lm.server import ToolCallFormatter
 from mlx_lm.tool_parsers import json_tools
 
+from mlx_kv.files.strict_json import read_json
+from mlx_kv.server.rendering import json_bytes
 from mlx_kv.server.token_texts import TokenText
 
 
@@ -23,15 +25,18 @@ class Delta:
 
     Attributes:
         logprobs: of its tokens, where they are wanted. Text may come later than the tokens that it is made of.
+        spoken: those of them that are neither of a thought nor of a call.
     """
 
     content: str = ""
     reasoning: str = ""
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
     logprobs: list[TokenText] = field(default_factory=list)
+    spoken: list[TokenText] = field(default_factory=list)
 
     def add(self, other: Delta) -> None:
         self.logprobs += other.logprobs
+        self.spoken += other.spoken
         self.content += other.content
         self.reasoning += other.reasoning
         self.tool_calls += other.tool_calls
@@ -77,6 +82,11 @@ class ChatOutputParser:
         """Whether what came last was reasoning."""
         return bool(self._previous == "reasoning")
 
+    @property
+    def speaks(self) -> bool:
+        """Whether what came last was content, or may yet be."""
+        return self._previous not in ("reasoning", "tool") and not self._bare_call
+
     def feed(self, text: str) -> Delta:
         self._state, segments = TextStateMachine.split(self._state, text)  # type: ignore[no-untyped-call]
         return self._split(segments)
@@ -121,7 +131,8 @@ def _checked_parser(parser: Callable[..., Any]) -> Callable[..., Any]:
         try:
             parsed = parser(text, tools)
             calls = [dict(call) for call in (parsed if isinstance(parsed, list) else [parsed])]
-            return [call | {"name": str(call["name"]), "arguments": call.get("arguments", {})} for call in calls]
+            named = [call | {"name": str(call["name"]), "arguments": call.get("arguments", {})} for call in calls]
+            return list(read_json(json_bytes(named)))  # what JSON cannot have, as NaN, makes it none
         except Exception as error:  # models write what they like
             raise ValueError(f"no tool call: {type(error).__name__}") from error
 

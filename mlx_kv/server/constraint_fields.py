@@ -6,9 +6,9 @@ schema or a grammar is a good one: that is found where it is compiled.
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
+from mlx_kv.files.strict_json import read_json
 from mlx_kv.generation.grammar.constraint import (
     Constraint,
     Function,
@@ -137,8 +137,8 @@ def _schema(value: Any, where: str) -> Any:
     """A JSON schema, which some send as a text."""
     if isinstance(value, str):
         try:
-            value = json.loads(value)
-        except (ValueError, RecursionError) as error:
+            value = read_json(value)
+        except ValueError as error:
             raise ApiError(400, f"{where} is no JSON: {error}"[:300], where) from None
     if not isinstance(value, dict):
         raise ApiError(400, f"{where} is a JSON {json_kind(value)}: send a schema, which is an object", where)

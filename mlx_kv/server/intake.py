@@ -73,7 +73,8 @@ class Intake:
     async def answer(self, http: Request, dialect: Dialect) -> Response:
         """The answer to a request, whole or streamed."""
         since = time.monotonic()
-        request, writer = await self._read(http, dialect)
+        request, writer = dialect(await self.json(http), self._rules)
+        self._names.check(request.model)
         self._admission.admit(request.answers)
         try:
             prompts = await self._tokens(request)
@@ -90,9 +91,10 @@ class Intake:
             self._admission.leave(request.answers)
             raise
 
-    async def count(self, http: Request, dialect: Dialect) -> int:
-        """How many tokens a request's prompt has."""
-        request, _ = await self._read(http, dialect)
+    async def count(self, http: Request, reading: Callable[[Any, RequestRules], CompletionRequest]) -> int:
+        """How many tokens a request's prompt has, where `reading` makes a request of the JSON of a body."""
+        request = reading(await self.json(http), self._rules)
+        self._names.check(request.model)
         self._admission.admit()  # a tokenizer has only so much time
         try:
             return sum(len(tokens) for tokens in await self._tokens(request))
@@ -105,11 +107,6 @@ class Intake:
             return await read_body(http, self._limits.body_bytes, self._limits.body_seconds)
         except ClientDisconnect:
             raise ApiError(499, "the client hung up") from None
-
-    async def _read(self, http: Request, dialect: Dialect) -> Asked:
-        asked = dialect(await self.json(http), self._rules)
-        self._names.check(asked.request.model)
-        return asked
 
     async def _tokens(self, request: CompletionRequest) -> list[list[int]]:
         """Of each of its prompts, of which a chat is one."""

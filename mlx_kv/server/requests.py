@@ -159,7 +159,13 @@ def parse(body: Any, chat: bool, rules: RequestRules) -> CompletionRequest:
         "cache": cache_field(fields),
     }
     checked["constraint_field"], checked["constraint"] = constraint_of(fields)
-    checked |= chat_fields(fields) if chat else {"prompts": _prompts(fields), "echo": boolean(fields, "echo")}
+    own: dict[str, Any] = (
+        chat_fields(fields) if chat else {"prompts": _prompts(fields), "echo": boolean(fields, "echo")}
+    )
+    form = checked["constraint_field"]
+    if "constraint" in own and form not in ("", "response_format"):  # which says how texts are, and a call is none
+        raise ApiError(400, f"tool_choice and {form} both say what the answer is to be: send one", form)
+    checked |= own
     return CompletionRequest(**checked)
 
 

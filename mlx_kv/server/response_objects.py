@@ -5,7 +5,6 @@ Decides which fields they have. Knows nothing about HTTP, nor where the text com
 
 from __future__ import annotations
 
-import json
 import time
 import uuid
 from collections import Counter
@@ -17,6 +16,7 @@ from mlx_kv.server.answers import Choice, Usage
 from mlx_kv.server.chat_output import Delta
 from mlx_kv.server.errors import ApiError
 from mlx_kv.server.intake import Asked
+from mlx_kv.server.rendering import json_bytes
 from mlx_kv.server.requests import CompletionRequest, RequestRules, parse
 from mlx_kv.server.token_texts import TokenText
 
@@ -139,4 +139,4 @@ def usage_of(usage: Usage) -> dict[str, Any]:
 def event(data: dict[str, Any], name: str = "") -> bytes:
     """One server-sent event."""
     head = f"event: {name}\n".encode() if name else b""
-    return head + b"data: " + json.dumps(data, ensure_ascii=False).encode() + b"\n\n"
+    return head + b"data: " + json_bytes(data) + b"\n\n"

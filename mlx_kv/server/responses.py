@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Sequence
 
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from mlx_kv.server.access_log import JOBS
@@ -19,6 +19,7 @@ from mlx_kv.server.admission import ENDPOINTS, AdmissionController
 from mlx_kv.server.answers import AnswerWriter, Choice
 from mlx_kv.server.chat_output import Delta
 from mlx_kv.server.errors import ApiError, error_body
+from mlx_kv.server.rendering import JsonResponse
 
 STALLED = 60.0  # seconds after which a client that takes nothing of its answer has hung up
 log = logging.getLogger("mlx_kv.server")
@@ -86,12 +87,12 @@ class CompletionResponse(Response):
                 if part is not None:
                     choice, delta = part
                     choice.answer.add(delta)
-            answer = self._writer.whole(self._choices)
+            answer = JsonResponse(self._writer.whole(self._choices))
         except Exception as raised:
             error = _as_api_error(raised)
-            await JSONResponse(error_body(error, scope["path"]), error.status)(scope, receive, send)
+            await JsonResponse(error_body(error, scope["path"]), error.status)(scope, receive, send)
             return error.status
-        await JSONResponse(answer)(scope, receive, send)
+        await answer(scope, receive, send)
         return 200
 
     async def _stream(self, scope: Scope, receive: Receive, send: Send) -> int:

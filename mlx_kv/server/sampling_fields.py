@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mlx_kv.generation.sampling import derived_seed
-from mlx_kv.generation.settings import SamplingSettings
+from mlx_kv.generation.settings import LEAST_PENALTY, SamplingSettings
 from mlx_kv.server.errors import ApiError
 from mlx_kv.server.fields import boolean, integer, json_kind, number, typed
 
@@ -64,6 +64,8 @@ def answers_of(fields: dict[str, Any], defaults: SamplingSettings, chat: bool) -
     """
     bounds = {name: each for name, each in NUMBERS.items() if name in fields}  # defaults may be beyond them
     told: dict[str, Any] = {name: number(fields, name, *each, 0) for name, each in bounds.items()}
+    if 0 < told.get("repetition_penalty", 0) < LEAST_PENALTY:
+        raise ApiError(400, f"repetition_penalty is neither 0 nor at least {LEAST_PENALTY}", "repetition_penalty")
     told |= {name: integer(fields, name, 0, MOST_COUNTED) for name in COUNTS}
     top_k, seed = integer(fields, "top_k", -1, MOST_COUNTED), integer(fields, "seed", -(2**63), 2**64 - 1)
     told["top_k"] = None if top_k is None else max(top_k, 0)  # -1 is how some clients say all

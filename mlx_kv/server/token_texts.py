@@ -55,7 +55,8 @@ class TokenTexts:
         if token not in self._known:
             self._known[token] = self._looked_up(token)
         text, data = self._known[token]
-        return TokenText(token, text, data, max(logprob, LEAST_LOGPROB), top)
+        told = logprob if logprob >= LEAST_LOGPROB else LEAST_LOGPROB  # what is no number is told as what cannot be
+        return TokenText(token, text, data, told, top)
 
     def _looked_up(self, token: int) -> tuple[str, bytes]:
         written = self._tokenizer.convert_ids_to_tokens(token)

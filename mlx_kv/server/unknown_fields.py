@@ -35,6 +35,12 @@ class UnknownFields:
                 name, f"requests have an unknown field {name[:80]!r}: it is ignored; --strict refuses such requests"
             )
 
+    def passed_over(self, name: str, fact: str) -> None:
+        """Raises ApiError, 400, for a field that is known and has no effect, where such are refused."""
+        if self.strict:
+            raise ApiError(400, f"{fact}: leave it out", name, "unsupported_parameter")
+        self.note(name, f"requests have {name}, which has no effect: {fact}; --strict refuses such requests")
+
     def note(self, name: str, line: str) -> None:
         """Says a line, if nothing was said of that name before."""
         if name not in self._said and len(self._said) < MOST_NAMES:

@@ -375,6 +375,7 @@ def answers(reference: Any, compiler: GrammarCompiler, rows: list[int], **option
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["plain", "draft model", "suffix", "8 bits"])
 def test_rows_with_and_without_grammars_get_together_what_each_gets_alone(
     engine: str, reference: Any, draft: Any, compiler: GrammarCompiler

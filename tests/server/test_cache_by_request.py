@@ -28,6 +28,7 @@ def server() -> Any:
         yield one
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draft", [False, True], ids=["plain", "draft"])
 def test_rows_of_different_policies_are_served_side_by_side_as_each_would_be_alone(draft: bool) -> None:
     prompts = [LONG[start : start + 700] for start in (0, 900)]
@@ -49,6 +50,18 @@ def test_what_was_read_is_found_under_its_policy_alone(server: Running) -> None:
         for again in (False, True):
             answer = server.post(prompt=LONG[:600], max_tokens=2, cache=cache).json()
             assert (cached(answer) > 0) == again, cache
+
+
+def test_a_prompt_that_is_read_again_for_its_score_is_found_by_the_next_request() -> None:
+    cache: dict[str, Any] = {"budget": 128, "score": "kvzip"}
+    with running(CachePolicy(**cache)) as own:
+        wanted = own.complete(LONG[:900], 6)
+    limits = Limits(cache=AllowedCache.of(["budget=96-512", "score=kvzip"]))
+    with running(limits=limits, prompt_memory_bytes=2**28, most_policies=2) as server:
+        answers = [server.post(prompt=LONG[:900], max_tokens=6, cache=cache).json() for _ in range(2)]
+        assert [answer["choices"][0]["text"] for answer in answers] == [wanted, wanted]
+        assert [cached(answer) > 0 for answer in answers] == [False, True]
+        assert server.metrics.total("engine_failures") == 0
 
 
 @pytest.mark.parametrize("cache", [{}, {"budget": 300}], ids=["full", "budget"])

@@ -131,6 +131,7 @@ def every(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     assert all(path.parent == folder for path in Path(folder).rglob("*"))
 
 
+@pytest.mark.slow
 def test_no_request_is_a_failure_of_the_server(every: Running) -> None:
     chance, seen, before = random.Random(0), Counter[tuple[str, int]](), every.complete("import", 5)
     with httpx.Client(base_url=every.url, headers={"Content-Type": "application/json"}, timeout=60) as client:

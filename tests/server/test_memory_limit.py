@@ -40,7 +40,7 @@ class Watched:
 @pytest.mark.parametrize(
     ("policy", "draft"),
     [
-        (CachePolicy(), False),
+        pytest.param(CachePolicy(), False, marks=pytest.mark.slow),
         pytest.param(CachePolicy(), True, marks=pytest.mark.slow),
         pytest.param(CachePolicy(bits=8), True, marks=pytest.mark.slow),
         pytest.param(CachePolicy(budget=128), False, marks=pytest.mark.slow),
@@ -58,6 +58,7 @@ def test_rows_take_no_more_than_was_planned(policy: CachePolicy, draft: bool) ->
     assert 0.05 < watched.most <= 1.01  # evictors know something of tokens, too
 
 
+@pytest.mark.slow
 def test_a_limit_of_three_rows_serves_sixteen_clients_without_an_error() -> None:
     with running(max_batch_size=16) as free:
         plan, weights = free.worker.own_plan, free.worker.limit.weights

@@ -16,6 +16,7 @@ from mlx_kv.server.dialects.blocks import Blocks, Event, Kind
 from mlx_kv.server.dialects.message_requests import messages
 from mlx_kv.server.job import Job
 from mlx_kv.server.requests import RequestRules
+from mlx_kv.server.unknown_fields import UnknownFields
 
 
 def test_a_message_is_what_a_chat_says(reasoner: Running, claude: anthropic.Anthropic) -> None:
@@ -132,6 +133,21 @@ def test_blocks_become_messages_of_a_chat() -> None:
     assert (request.one_call, request.hints, request.continues) == (True, {"enable_thinking": False}, False)
 
 
+def test_fields_of_messages_are_honoured() -> None:
+    strict = RequestRules(unknown=UnknownFields(True))
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+    body["cache_control"] = {"type": "ephemeral"}  # changes nothing
+    assert messages(body | {"stop": "a"}, strict).request.stop_strings == ("a",)
+    tool = {"name": "f", "input_schema": TOOL, "strict": True}
+    request = messages(body | {"tools": [tool], "tool_choice": {"type": "any"}}, strict).request
+    assert request.tools[0]["function"]["strict"] is True
+    for given in (True, False):
+        form = {"type": "json_schema", "schema": TOOL, "strict": given}
+        constraint = messages(body | {"output_config": {"format": form}}, strict).request.constraint
+        assert constraint is not None
+        assert constraint.lenient is not given
+
+
 BAD_MESSAGES: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": None}, "max_tokens is missing"),
     ({"max_tokens": 0}, "max_tokens is no whole number"),
@@ -151,6 +167,7 @@ BAD_MESSAGES: list[tuple[dict[str, Any], str]] = [
     ({"tool_choice": {"type": "some"}}, "tool_choice.type can be"),
     ({"thinking": {"type": "hard"}}, "thinking.type can be"),
     ({"stop_sequences": [""]}, "stop"),
+    ({"stop_sequences": ["a"], "stop": "b"}, "send one"),
     ({"output_config": {"format": {"type": "xml"}}}, "json_schema"),
     ({"model": "claude"}, "there is no model 'claude'"),
 ]

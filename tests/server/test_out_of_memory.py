@@ -29,6 +29,7 @@ def fail_once(server: Running, monkeypatch: pytest.MonkeyPatch, answered: int) -
     monkeypatch.setattr(rows.engine, "step", failing)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kept", [0, 2**28], ids=["", "kept"])
 @pytest.mark.parametrize("draft", [False, True], ids=["plain", "draft"])
 def test_the_others_go_on_where_they_were(draft: bool, kept: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -160,6 +160,7 @@ def test_prompts_that_are_read_have_a_bar(browser: Any, monkeypatch: pytest.Monk
         quiet(browser)
 
 
+@pytest.mark.slow
 def test_the_page_asks_for_a_key(browser: Any) -> None:
     with running(keys=("open-sesame",)) as server:
         dress(browser, "light", 390)

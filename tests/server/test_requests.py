@@ -286,6 +286,7 @@ def garbage(chance: random.Random) -> bytes:
     return json.dumps({name: chance.choice(values) for name in chance.sample(names, 5)}).encode()
 
 
+@pytest.mark.slow
 def test_garbage_does_not_hurt(server: Running) -> None:
     chance, before = random.Random(0), server.complete("import", 5)
     with httpx.Client(base_url=server.url, headers={"Content-Type": "application/json"}, timeout=30) as client:

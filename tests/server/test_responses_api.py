@@ -11,13 +11,17 @@ import pytest
 from reasoning_server import ANSWER, TOOL
 from serving import SOURCE, Running
 
+from mlx_kv.generation.logprobs import TokenScore
 from mlx_kv.server.answers import Choice
-from mlx_kv.server.chat_output import Delta
+from mlx_kv.server.chat_output import ChatOutputParser, Delta
 from mlx_kv.server.dialects.conversations import Conversations
 from mlx_kv.server.dialects.response_items import as_messages
 from mlx_kv.server.dialects.response_requests import ResponsesDialect
 from mlx_kv.server.errors import ApiError
+from mlx_kv.server.job import Job, OutputChunk
 from mlx_kv.server.requests import RequestRules
+from mlx_kv.server.token_texts import TokenTexts
+from mlx_kv.server.unknown_fields import UnknownFields
 
 
 def test_a_response_is_what_a_chat_says(reasoner: Running) -> None:
@@ -96,6 +100,49 @@ def test_log_probabilities_of_a_response(reasoner: Running) -> None:
     assert streamed[-1].response.output[0].content[0].logprobs == tokens
     plain: Any = reasoner.client.responses.create(model="reference", input="import os", max_output_tokens=2)
     assert plain.output[0].content[0].logprobs == []
+
+
+THOUGHT = "<think>I could look.</think>Let me see."
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 100])
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_log_probabilities_of_a_response_are_those_of_its_text(tokens: int, stream: bool, reasoner: Running) -> None:
+    tokenizer = reasoner.worker.models.tokenizer
+    ids = tokenizer.encode(THOUGHT, add_special_tokens=False)
+    body = {"input": "x", "top_logprobs": 1, "stream": stream}  # which asks for them, without include, too
+    asked = ResponsesDialect(Conversations())(body, RequestRules())
+    assert asked.request.wanted.top_logprobs == 1
+    job, writer = Job([1], 99), asked.writer("reference")
+    choice = Choice(0, 0, job, ChatOutputParser(tokenizer, [1], [], stream), texts=TokenTexts(tokenizer))
+    writer.begin([choice])
+    for start in range(0, len(ids), tokens):
+        part = ids[start : start + tokens]
+        scores = tuple((token, TokenScore(-1.0, ((token, -1.0),))) for token in part)
+        text = "".join(tokenizer.decode([token]) for token in part)
+        end = "length" if start + tokens >= len(ids) else None
+        delta = choice.take(OutputChunk(job, text, len(part), end, scores=scores))
+        if stream:
+            writer.part(choice, delta)
+        else:
+            choice.answer.add(delta)
+    ended = json.loads(writer.end([choice]).split(b"data: ")[1]) if stream else {"response": writer.whole([choice])}
+    thought, text = ended["response"]["output"]
+    assert (thought["status"], text["status"]) == ("completed", "incomplete")
+    (content,) = text["content"]
+    shown = "".join(token["token"] for token in content["logprobs"])
+    assert shown.endswith("Let me see.")
+    assert "look" not in shown
+
+
+def test_a_conversation_that_is_too_long_is_not_cut(caplog: pytest.LogCaptureFixture) -> None:
+    dialect, strict = ResponsesDialect(Conversations()), RequestRules(unknown=UnknownFields(True))
+    asked = dialect({"input": "x", "truncation": "auto"}, RequestRules())
+    assert "truncation" in caplog.text
+    assert b'"truncation": "disabled"' in asked.writer("m").begin([])
+    with pytest.raises(ApiError, match="refused, not cut"):
+        dialect({"input": "x", "truncation": "auto"}, strict)
+    dialect({"input": "x", "truncation": "disabled"}, strict)
 
 
 def test_responses_that_are_kept(reasoner: Running) -> None:

@@ -209,6 +209,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"xtc_probability": True}, "xtc_probability"),
     ({"xtc_threshold": 0.6}, "xtc_threshold"),
     ({"repetition_penalty": -1}, "repetition_penalty"),
+    ({"repetition_penalty": 1e-40}, "repetition_penalty"),
     ({"repetition_context_size": -1}, "repetition_context_size"),
     ({"presence_penalty": 1e9}, "presence_penalty"),
     ({"frequency_penalty": "much"}, "frequency_penalty"),
@@ -263,4 +264,5 @@ def test_bytes_of_tokens_that_are_parts_of_characters() -> None:
     assert b"".join(token.data for token in told[:3]).decode() == " Caf\u00e9"
     assert (told[3].data, told[4].text, told[4].data, told[5].text) == (b"\xe4", " word", b" word", "")
     assert told[0].logprob == -9999.0
+    assert TokenTexts(Words()).of([(3, TokenScore(math.nan))])[0].logprob == -9999.0
     assert (told[0].top[0].text, told[0].top[0].logprob) == (" word", -0.5)

@@ -95,6 +95,7 @@ def test_slots_are_listed_without_their_text(slotted: Running) -> None:
 # --- saved, and restored ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [*POLICIES, "a draft"])
 def test_what_a_slot_had_is_restored_by_another_server(policy: str, tmp_path: Path) -> None:
     """And goes on with the text that it would have gone on with."""

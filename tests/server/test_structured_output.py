@@ -113,6 +113,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice", "none of"),
     ({"tools": TOOLS, "tool_choice": 7}, "tool_choice", "none of"),
     ({"tool_choice": "required"}, "tool_choice", "no tools"),
+    ({"tools": TOOLS, "tool_choice": "required", "regex": "a"}, "regex", "send one"),
     (
         {"tools": [{"type": "function", "function": {"name": "f", "parameters": 7}}], "tool_choice": "required"},
         "tools",
@@ -294,6 +295,7 @@ def check_schemas(url: str, schemas: list[dict[str, Any]]) -> None:
         assert is_valid(choice["text"], schema), (schema, choice["text"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafts", ["none", "draft model", "suffix"])
 def test_answers_to_schemas_at_random_follow_them(drafts: str) -> None:
     chance = random.Random(11)

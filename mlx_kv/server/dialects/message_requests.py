@@ -9,7 +9,7 @@ import json
 from typing import Any
 
 from mlx_kv.server.dialects.message_writer import MessageWriter
-from mlx_kv.server.dialects.translation import as_chat, given_fields, object_list, text_of
+from mlx_kv.server.dialects.translation import as_chat, given_fields, object_list, text_field, text_of
 from mlx_kv.server.errors import ApiError
 from mlx_kv.server.fields import boolean, json_kind, number, typed, unicode
 from mlx_kv.server.intake import Asked
@@ -17,7 +17,7 @@ from mlx_kv.server.requests import CompletionRequest, RequestRules
 
 OWN = {"max_tokens", "messages", "output_config", "stop_sequences", "system", "thinking", "tool_choice", "tools"}
 # They change no token, or say only where something is computed.
-IGNORED = {"betas", "container", "context_management", "diagnostics", "inference_geo", "speed"}
+IGNORED = {"betas", "cache_control", "container", "context_management", "diagnostics", "inference_geo", "speed"}
 NAMES = {
     "max_completion_tokens": "max_tokens",
     "response_format": "output_config.format",
@@ -35,10 +35,9 @@ def messages(body: Any, rules: RequestRules) -> Asked:
     return Asked(request, lambda model: MessageWriter(request, model))
 
 
-def counted(body: Any, rules: RequestRules) -> Asked:
-    """A `Dialect`: what is counted of Anthropic's messages, for which there is no answer."""
-    request = _request(given_fields(body), rules)
-    return Asked(request, lambda model: MessageWriter(request, model))
+def counted(body: Any, rules: RequestRules) -> CompletionRequest:
+    """What is counted of Anthropic's messages, for which there is no answer."""
+    return _request(given_fields(body), rules)
 
 
 def _request(fields: dict[str, Any], rules: RequestRules) -> CompletionRequest:
@@ -50,7 +49,10 @@ def _request(fields: dict[str, Any], rules: RequestRules) -> CompletionRequest:
     for index, message in enumerate(said):
         chat["messages"] += _message(message, f"messages[{index}]")
     chat["tools"] = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(object_list(fields, "tools"))]
-    chat["stop"] = typed(fields, "stop_sequences", list, [])
+    if "stop" in fields and "stop_sequences" in fields:
+        raise ApiError(400, "stop and stop_sequences both say where an answer ends: send one", "stop")
+    if "stop_sequences" in fields:
+        chat["stop"] = typed(fields, "stop_sequences", list, [])
     chat |= _tool_choice(fields) | _thinking(fields) | _output(fields)
     continues = said[-1].get("role") == "assistant" and not chat["messages"][-1].get("tool_calls")
     fields = {name: value for name, value in fields.items() if name not in IGNORED}
@@ -86,25 +88,18 @@ def _add_block(block: Any, where: str, said: dict[str, Any], results: list[dict[
     elif kind == "tool_result" and said["role"] == "user":
         text = text_of(block.get("content", ""), {"text"}, f"{where}.content")
         shown = f"error: {text}" if boolean(block, "is_error") else text
-        results.append({"role": "tool", "tool_call_id": _text(block, "tool_use_id", where), "content": shown})
+        results.append({"role": "tool", "tool_call_id": text_field(block, "tool_use_id", where), "content": shown})
     elif kind == "tool_use" and said["role"] == "assistant":
         arguments = block.get("input")
         if not isinstance(arguments, dict):
             raise ApiError(400, f"{where}.input is a JSON {json_kind(arguments)}: send an object", f"{where}.input")
-        function = {"name": _text(block, "name", where), "arguments": json.dumps(arguments, ensure_ascii=False)}
-        said["tool_calls"].append({"id": _text(block, "id", where), "type": "function", "function": function})
+        function = {"name": text_field(block, "name", where), "arguments": json.dumps(arguments, ensure_ascii=False)}
+        said["tool_calls"].append({"id": text_field(block, "id", where), "type": "function", "function": function})
     elif kind == "thinking" and said["role"] == "assistant":
-        said["reasoning"] += _text(block, "thinking", where)
+        said["reasoning"] += text_field(block, "thinking", where)
     elif kind != "redacted_thinking":
         told = f"{where} is a block of the type {str(kind)[:80]!r}, which no message of {said['role']} can have here"
         raise ApiError(400, told, where)
-
-
-def _text(block: dict[str, Any], name: str, where: str) -> str:
-    value = block.get(name)
-    if not isinstance(value, str):
-        raise ApiError(400, f"{where}.{name} is a JSON {json_kind(value)}: send a string", f"{where}.{name}")
-    return unicode(value, f"{where}.{name}")
 
 
 def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
@@ -112,6 +107,7 @@ def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
     if not isinstance(name, str) or not isinstance(schema, dict):
         raise ApiError(400, f"{where} has no name and input_schema: only tools that clients run are supported", where)
     function = {"name": name, "description": typed(tool, "description", str, ""), "parameters": schema}
+    function |= {"strict": boolean(tool, "strict")} if tool.get("strict") is not None else {}
     return {"type": "function", "function": function}
 
 
@@ -120,7 +116,9 @@ def _tool_choice(fields: dict[str, Any]) -> dict[str, Any]:
     kind = choice.get("type", "auto")
     alone = {"parallel_tool_calls": False} if boolean(choice, "disable_parallel_tool_use") else {}
     if kind == "tool":
-        return {"tool_choice": {"type": "function", "function": {"name": _text(choice, "name", "tool_choice")}}} | alone
+        return {
+            "tool_choice": {"type": "function", "function": {"name": text_field(choice, "name", "tool_choice")}}
+        } | alone
     if not isinstance(kind, str) or kind not in CHOICES:
         raise ApiError(400, "tool_choice.type can be auto, any, tool or none", "tool_choice")
     return alone if kind == "auto" else {"tool_choice": CHOICES[kind]} | alone
@@ -141,6 +139,6 @@ def _output(fields: dict[str, Any]) -> dict[str, Any]:
             raise ApiError(400, "output_config.format can be of the type json_schema", "output_config.format")
         said["response_format"] = {
             "type": "json_schema",
-            "json_schema": {"name": "answer", "schema": wanted.get("schema")},
+            "json_schema": {"name": "answer", "schema": wanted.get("schema"), "strict": wanted.get("strict")},
         }
     return said | {"reasoning_effort": settings.get("effort")}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mlx_kv.server.dialects.translation import text_of
+from mlx_kv.server.dialects.translation import text_field, text_of
 from mlx_kv.server.errors import ApiError
 from mlx_kv.server.fields import json_kind, unicode
 
@@ -46,12 +46,12 @@ def _add(item: dict[str, Any], where: str, said: list[dict[str, Any]]) -> None:
     elif kind == "reasoning":
         _assistant(said)["reasoning"] = _thought(item, where)
     elif kind == "function_call":
-        function = {"name": _text(item, "name", where), "arguments": _text(item, "arguments", where)}
-        call = {"id": _text(item, "call_id", where), "type": "function", "function": function}
+        function = {"name": text_field(item, "name", where), "arguments": text_field(item, "arguments", where)}
+        call = {"id": text_field(item, "call_id", where), "type": "function", "function": function}
         _assistant(said).setdefault("tool_calls", []).append(call)
     elif kind == "function_call_output":
         output = text_of(item.get("output"), TEXTS, f"{where}.output")
-        said.append({"role": "tool", "tool_call_id": _text(item, "call_id", where), "content": output})
+        said.append({"role": "tool", "tool_call_id": text_field(item, "call_id", where), "content": output})
     else:
         raise ApiError(400, f"{where} is of the type {str(kind)[:80]!r}: only messages, reasoning, function_call and "
                        "function_call_output are supported", where)  # fmt: skip
@@ -79,10 +79,3 @@ def _thought(item: dict[str, Any], where: str) -> str:
     content, summary = item.get("content"), item.get("summary")
     parts = content or summary or []
     return text_of(parts, {"reasoning_text", "summary_text"}, f"{where}.{'content' if content else 'summary'}")
-
-
-def _text(item: dict[str, Any], name: str, where: str) -> str:
-    value = item.get(name)
-    if not isinstance(value, str):
-        raise ApiError(400, f"{where}.{name} is a JSON {json_kind(value)}: send a string", f"{where}.{name}")
-    return unicode(value, f"{where}.{name}")

@@ -32,7 +32,7 @@ OWN = {
     "top_logprobs",
 }
 # They change no token here.
-IGNORED = {"context_management", "max_tool_calls", "prompt_cache_options", "truncation"}
+IGNORED = {"context_management", "max_tool_calls", "prompt_cache_options"}
 REFUSED = {"background": (False,), "conversation": (), "moderation": (), "prompt": ()}  # but for these values
 NAMES = {"max_completion_tokens": "max_output_tokens", "messages": "input", "response_format": "text.format"}
 LOGPROBS = "message.output_text.logprobs"
@@ -54,6 +54,8 @@ class ResponsesDialect:
             if name in fields and fields[name] not in neutral:
                 raise ApiError(400, f"{name} is not supported by this server: leave it out", name,
                                "unsupported_parameter")  # fmt: skip
+        if fields.pop("truncation", "disabled") != "disabled":
+            rules.unknown.passed_over("truncation", "a conversation that is too long is refused, not cut")
         said = self._messages(fields)
         instructions = typed(fields, "instructions", str, None)
         system = [] if instructions is None else [{"role": "system", "content": instructions}]
@@ -101,6 +103,5 @@ def _format(fields: dict[str, Any]) -> Any:
 def _logprobs(fields: dict[str, Any]) -> dict[str, Any]:
     included = typed(fields, "include", list, [])
     boolean(typed(fields, "stream_options", dict, {}), "include_obfuscation")
-    if LOGPROBS not in included:
-        return {}
-    return {"logprobs": True, "top_logprobs": fields.get("top_logprobs")}
+    wanted = LOGPROBS in included or fields.get("top_logprobs", 0) != 0
+    return {"logprobs": True, "top_logprobs": fields.get("top_logprobs")} if wanted else {}

@@ -63,7 +63,9 @@ class ResponseWriter:
         self._messages, self._conversations, self._blocks = messages, conversations, Blocks()
         self._ids: dict[int, str] = {}  # of items, by their index
         self._number = 0  # of events
-        self._logprobs: list[dict[str, Any]] = []  # of all texts
+        self._logprobs: dict[int, list[dict[str, Any]]] = {}  # of texts, by their index
+        self._statuses: dict[int, str] = {}  # of items that have ended
+        self._cut = False  # what ends now does so because there may be no more
         self._untold: list[dict[str, Any]] = []  # of tokens whose text is still to come
         self._response: dict[str, Any] = {
             "id": f"resp_{uuid.uuid4().hex}",
@@ -74,10 +76,7 @@ class ResponseWriter:
 
     def whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
         (choice,) = choices
-        self._hear(choice.answer)
-        self._told()
-        for _ in (*self._blocks.add(choice.answer), *self._blocks.finish()):
-            pass
+        self.part(choice, choice.answer)
         return self._ended(choices)
 
     def begin(self, choices: Sequence[Choice]) -> bytes:
@@ -85,8 +84,12 @@ class ResponseWriter:
         return self._event("response.created", response=begun) + self._event("response.in_progress", response=begun)
 
     def part(self, choice: Choice, delta: Delta) -> bytes:
-        self._hear(delta)
+        # Log-probabilities of a text that is told now or later: a token may be there before its text.
+        self._untold = [] if delta.reasoning else self._untold
+        self._untold += [of_chat(token) for token in delta.spoken]
         said = self._events(self._blocks.add(delta))
+        self._untold = [] if delta.tool_calls else self._untold
+        self._cut = choice.finish_reason == "length"
         return said + self._events(self._blocks.finish()) if choice.finish_reason else said
 
     def end(self, choices: Sequence[Choice]) -> bytes:
@@ -102,7 +105,7 @@ class ResponseWriter:
         response = self._status("incomplete" if cut else "completed") | {
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
             "completed_at": None if cut else int(time.time()),
-            "output": [self._item(block, "completed", block.text) for block in self._blocks.all],
+            "output": [self._item(block, self._statuses[block.index], block.text) for block in self._blocks.all],
             "usage": _usage(Usage.of(choices)),
         }
         if self._conversations is not None:
@@ -145,16 +148,10 @@ class ResponseWriter:
             return item | {"type": "reasoning", "summary": [], "content": content}
         return item | {"type": "message", "role": "assistant", "content": content}
 
-    def _hear(self, delta: Delta) -> None:
-        """Log-probabilities of a text that is told now or later: a token may be there before its text."""
-        if delta.reasoning:
-            self._untold = []
-        self._untold += [of_chat(token) for token in delta.logprobs]
-
-    def _told(self) -> list[dict[str, Any]]:
-        """Those of a text that is told now."""
+    def _told(self, block: Block) -> list[dict[str, Any]]:
+        """Log-probabilities of what a text grows by."""
         told, self._untold = self._untold, []
-        self._logprobs += told
+        self._logprobs.setdefault(block.index, []).extend(told)
         return told
 
     def _events(self, changes: Iterable[Change]) -> bytes:
@@ -171,21 +168,23 @@ class ResponseWriter:
             if block.kind is not Kind.CALL:
                 said += self._event("response.content_part.added", **of, part=self._part(block, ""))
             return said
-        logprobs: dict[str, Any] = {"logprobs": self._logprobs} if block.kind is Kind.TEXT else {}
         if what is Event.GROWS:
-            logprobs = {"logprobs": self._told()} if block.kind is Kind.TEXT else {}
+            logprobs: dict[str, Any] = {"logprobs": self._told(block)} if block.kind is Kind.TEXT else {}
             return self._event(f"{_name(block)}.delta", **of, delta=text, **logprobs)
+        self._statuses[block.index] = status = "incomplete" if self._cut else "completed"
         if block.kind is Kind.CALL:
             said = self._event(f"{_name(block)}.done", **of, name=block.name, arguments=block.text)
         else:
+            logprobs = {"logprobs": self._logprobs.get(block.index, [])} if block.kind is Kind.TEXT else {}
             said = self._event(f"{_name(block)}.done", **of, text=block.text, **logprobs)
             said += self._event("response.content_part.done", **of, part=self._part(block, block.text))
-        return said + self._event("response.output_item.done", **at, item=self._item(block, "completed", block.text))
+        return said + self._event("response.output_item.done", **at, item=self._item(block, status, block.text))
 
     def _part(self, block: Block, text: str) -> dict[str, Any]:
         if block.kind is Kind.REASONING:
             return {"type": "reasoning_text", "text": text}
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": self._logprobs if text else []}
+        logprobs = self._logprobs.get(block.index, []) if text else []
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
     def _event(self, kind: str, **data: Any) -> bytes:
         said = event({"type": kind, "sequence_number": self._number, **data}, kind)

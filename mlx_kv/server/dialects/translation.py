@@ -92,6 +92,14 @@ def text_of(content: Any, kinds: Collection[str], where: str) -> str:
     return "".join(texts)
 
 
+def text_field(given: Mapping[str, Any], name: str, where: str) -> str:
+    """A field of an object within a request, which has to be a text."""
+    value = given.get(name)
+    if not isinstance(value, str):
+        raise ApiError(400, f"{where}.{name} is a JSON {json_kind(value)}: send a string", f"{where}.{name}")
+    return unicode(value, f"{where}.{name}")
+
+
 def object_list(fields: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
     """A field that is a list of objects; nothing where it is missing."""
     value = fields.get(name, [])
