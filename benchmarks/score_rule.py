@@ -1,6 +1,6 @@
 """What the rule of docs/eval.md says of the cells that score_table.py measured: tables, a figure, and the verdict.
 
-    python benchmarks/score_rule.py build/scores.jsonl [--plot build/scores.png] [--rolling]
+    python benchmarks/score_rule.py build/scores.jsonl [--plot build/scores.png] [--draw NAME,NAME] [--rolling]
 
 Nothing is measured here. The first table says which tasks are instruments (the full cache right in nine of ten
 answers), the next ones each score's accuracy at each budget, mean ± standard deviation of the seeds, and the last one
@@ -43,6 +43,7 @@ class Cells:
         self.full = full
         self.instruments = [task for task, right in full.items() if right >= LEAST]
         self._cells = {task: by_task[task] for task in self.instruments}
+        self.measured = [cell for some in self._cells.values() for cell in some]
         self.seeds = sorted({cell.place.seed for cell in cells})
         self.scores = list(dict.fromkeys(name for cell in cells if (name := policy_name(cell.kept))))
 
@@ -151,27 +152,32 @@ def by_budget(results: Sequence[Result], task: str) -> str:
     return table([task, *(f"{budget / 10:g}%" for budget in budgets)], lines)
 
 
-def draw(results: Sequence[Result], instruments: Sequence[str], file: Path) -> None:
+def draw(results: Sequence[Result], cells: Cells, scores: Sequence[str], file: Path) -> None:
     from mlx_kv.plots.quality import Panel, quality_against_budget
 
+    contexts = {cell.place.context for cell in cells.measured}
+    context = contexts.pop() if len(contexts) == 1 else None  # one length is said once, above; else shares are drawn
     panels = []
-    for task in instruments:
+    for task in cells.instruments:
         rows = [result for result in results if result.task == task]
         lines: dict[str, list[tuple[int, float, float]]] = {}
         for result in sorted(rows, key=lambda each: each.budget or 0):
-            if result.score is not None and result.budget is not None:
-                point = (result.budget, result.mean, result.deviation or 0.0)
-                lines.setdefault(result.score, []).append(point)
+            if result.score in scores and result.budget is not None:
+                kept = result.budget if context is None else result.budget * context // 1000
+                lines.setdefault(result.score, []).append((kept, result.mean, result.deviation or 0.0))
         full = next(result.mean for result in rows if result.score is None)
+        title = task if context is None else task.replace(f", {context:,} tokens", "")
         if lines:
-            panels.append(Panel(task, "accuracy, %", full, lines))
-    quality_against_budget("shares of the context in thousandths", 1000, panels).savefig(file)
+            panels.append(Panel(title.replace("question ", ""), "accuracy, %", full, lines))
+    title = "shares of the context in thousandths" if context is None else f"contexts of {context:,} tokens"
+    quality_against_budget(title, context or 1000, panels).savefig(file)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path, help="what score_table.py wrote")
     parser.add_argument("--plot", type=Path, help=".png, .svg or .pdf: quality against tokens kept")
+    parser.add_argument("--draw", help="NAME,NAME: scores of the figure; all of them without it")
     parser.add_argument("--rolling", action="store_true", help="the cells of caches that compact as they read")
     chosen = parser.parse_args()
     some = [cell for cell in cells_of(chosen.file) if cell.place.rolling == chosen.rolling]
@@ -201,7 +207,7 @@ def main() -> None:
     order = sorted(both, key=lambda name: -float(str(means[name])))
     print(f"\npublished order: {', '.join(both)}\nhere:            {', '.join(order)}")
     if chosen.plot is not None and cells.instruments:
-        draw(results, cells.instruments, chosen.plot)
+        draw(results, cells, chosen.draw.split(",") if chosen.draw else cells.scores, chosen.plot)
     passed = [each["score"] for each in found if each.get("passes") and each["score"] != DEFAULT]
     print(json.dumps({"instruments": cells.instruments, "passed": passed, "verdicts": found}))
 
