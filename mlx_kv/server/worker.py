@@ -22,7 +22,7 @@ import mlx.core as mx
 from mlx_kv.files.fingerprint import model_fingerprint
 from mlx_kv.generation.rereading import Instructions
 from mlx_kv.generation.speculation.settings import DraftSettings
-from mlx_kv.mlxlm.loading import context_length
+from mlx_kv.mlxlm.loading import context_length, vocabulary_of
 from mlx_kv.policy import CachePolicy
 from mlx_kv.prefixes.memory import PromptMemory
 from mlx_kv.prefixes.part_keeper import PartKeeper
@@ -264,7 +264,7 @@ class Worker:
             self._rows.begin()
             self.own_plan = self._policies.plan(self.policy)
             self.limit = limited(self._memory_limit, self.models)
-            self.context, self.vocabulary = context_length(self.models.model), len(self.models.tokenizer)
+            self.context, self.vocabulary = context_length(self.models.model), vocabulary_of(self.models.model)
             self._rest.begin(self.models)
         except BaseException as error:
             self._load_error = error if isinstance(error, Exception) else RuntimeError(f"loading ended with {error!r}")
