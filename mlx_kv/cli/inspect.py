@@ -126,17 +126,22 @@ def inspection_json(model: str, policy: CachePolicy, found: Mapping[str, Inspect
     return json.dumps({**told, "score": policy.score, **asdict(one)}, allow_nan=False)
 
 
+def shared_out(policy: CachePolicy) -> str:
+    """How a budget is shared out to heads and layers, in words."""
+    return f"share={policy.share}" + ("" if policy.layers == "uniform" else f", layers={policy.layers}")
+
+
 def draw(name: str, policy: CachePolicy, found: Mapping[str, Inspection], several: bool, file: Path) -> None:
     one = next(iter(found.values()))
     title = f"{name}, {one.kept:,} of {one.tokens:,}"
     if several:
-        draw_scores(f"{title}, share={policy.share}", policy, found, file)
+        draw_scores(f"{title}, {shared_out(policy)}", policy, found, file)
         return
     from mlx_kv.plots.kept import kept_positions
 
     layers = [[(head.positions, head.scores) for head in layer.heads] for layer in one.layers]
     shares = None if one.attention is None else [layer.attention_kept for layer in one.layers]
-    title = f"{title} by {policy.score}, share={policy.share}"
+    title = f"{title} by {policy.score}, {shared_out(policy)}"
     save_figure(
         kept_positions(title, layers, one.tokens, policy.sinks, policy.keep_recent, one.attention, shares), file
     )
@@ -260,7 +265,7 @@ def inspect_command(
         click.echo(inspection_json(model, policy, found, bool(scores)))
     else:
         first, budget = each[0], f"budget {policy.budget:,}"
-        by = [f"share={policy.share}"] if scores else [f"score {policy.score}", f"share={policy.share}"]
+        by = [shared_out(policy)] if scores else [f"score {policy.score}", shared_out(policy)]
         times = [] if scores else [f"{first.compactions:,} compaction{'' if first.compactions == 1 else 's'}"]
         rows = scores_table(found) if scores else table(first)
         lines = [f"{name}: {', '.join([f'{first.tokens:,} tokens', budget, *by, *times])}", ""]

@@ -136,8 +136,12 @@ class Intake:
             return RowCache(policy, worker.own_plan)
         try:
             return RowCache(policy, await told_by(worker, worker.plan(policy)))
+        except ApiError:
+            raise
         except ValueError as error:
             raise ApiError(400, f"cache: {error}", "cache") from error
+        except Exception as error:  # of an engine that was tried out, as where memory has run out
+            raise ApiError(503, f"cache: it cannot be tried out: {type(error).__name__}: {error}"[:300]) from error
 
     def _choice(
         self, request: CompletionRequest, place: int, number: int, tokens: list[int], since: float, cache: RowCache

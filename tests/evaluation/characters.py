@@ -25,6 +25,8 @@ class Characters:
     def decode(self, tokens: Any) -> str:
         return "".join(KNOWN[token - 2] for token in tokens if token >= 2)
 
-    def apply_chat_template(self, messages: Any, tokenize: bool, add_generation_prompt: bool) -> str:
+    def apply_chat_template(
+        self, messages: Any, tokenize: bool, add_generation_prompt: bool, continue_final_message: bool
+    ) -> str:
         said = "".join(f"[{each['role']}]{each['content']}[end]" for each in messages)
         return f"[be kind]{said}[assistant]"

@@ -158,7 +158,7 @@ def test_the_words_are_the_tokenizers() -> None:
     tokenizer = SimpleNamespace(
         chat_template="there is one",
         encode=lambda text, add_special_tokens: [ord(letter) for letter in text],
-        apply_chat_template=lambda messages, tokenize, add_generation_prompt: template.format(messages[0]["content"]),
+        apply_chat_template=lambda messages, **asked: template.format(messages[0]["content"]),
     )
     model: Any = SimpleNamespace(args=SimpleNamespace(max_position_embeddings=600))
     asked = Instructions.of(tokenizer, model)
