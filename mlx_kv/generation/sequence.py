@@ -58,6 +58,7 @@ class TokenSequence:
         processors: what is made of its logits before anything is drawn. They are shown all its tokens: `before`, those
             of the prompt, and what was generated.
         top_logprobs: how many likeliest tokens are told with each token; None tells no log-probabilities at all.
+        private: whether drafters are to keep its text from other rows.
         drafted, accepted: tokens that the engine drafted for it in the last pass, and those that were right so far.
     """
 
@@ -70,6 +71,7 @@ class TokenSequence:
     before: Sequence[int] = ()
     processors: tuple[LogitsProcessor, ...] = ()
     top_logprobs: int | None = None
+    private: bool = False
     drafted: int = 0
     accepted: int = 0
     emitted: int = 0

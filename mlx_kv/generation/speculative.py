@@ -122,7 +122,7 @@ class SpeculativeEngine:
         if joining:
             self._joining = self._decoder.begin(
                 [
-                    NewRow(own.tokens, own.max_tokens, own.sampler, own.caches, own.before, own.processors)
+                    NewRow(own.tokens, own.max_tokens, own.sampler, own.caches, own.before, own.processors, own.private)
                     for own in joining
                 ],
                 self.step_size,

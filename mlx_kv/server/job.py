@@ -33,7 +33,7 @@ class Job:
         sampling: how its tokens are chosen; without a seed by the random numbers of the thread.
         top_logprobs: how many likeliest tokens are told with each; None tells no log-probabilities at all.
         policy: how its keys and values are kept; None is as the server's.
-        keep: whether what is read of it is kept for others.
+        keep: whether what is read and said is kept for others.
         slot: in which it is to be shown; None is any.
         grammar: what keeps its answer to a form; None lets it be any.
         joined: whether it has a place among the rows: its prompt is being read, or it decodes.

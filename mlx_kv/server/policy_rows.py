@@ -176,6 +176,7 @@ class PolicyRows:
         sequence = TokenSequence(job.number, rest, most, self._detokenizer(job), sampler, caches, before)
         grammar = () if job.grammar is None else (job.grammar,)
         sequence.processors, sequence.top_logprobs = (*job.sampling.processors(), *grammar), job.top_logprobs
+        sequence.private = not job.keep
         try:
             self.engine.submit(sequence)
         except ValueError as error:

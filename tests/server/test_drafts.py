@@ -81,6 +81,20 @@ def test_the_same_again_comes_of_its_first_answer() -> None:
             assert drafts(plain) is None
 
 
+def test_what_is_not_to_be_kept_is_nobody_elses_draft() -> None:
+    """A row of it beside another, of which drafts are made."""
+    with running(drafting=DraftSettings("suffix")) as server, ThreadPoolExecutor(2) as pool:
+        texts = [SOURCE[:200], SOURCE[300:500]]
+        asked = [pool.submit(server.complete, texts[n], 9, cache={"keep": n == 1}) for n in range(2)]
+        said = [each.result() for each in asked]
+        server.wait_until_empty()
+        engine: Any = server.worker._rows.engine
+        (recent,) = engine._decoder.drafter._recent.generations
+        told = server.worker.models.tokenizer.decode([token for token in recent.text if token >= 0])
+        assert said[1] in told
+        assert said[0] not in told
+
+
 def drafts(server: Running) -> Any:
     """What the page shows when the last row has ended, which /metrics says, too."""
     server.wait_until_empty()

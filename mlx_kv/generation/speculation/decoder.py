@@ -119,6 +119,8 @@ class Decoder:
         self._land()
         self.target.join(joining.caches, [[row.prompt[-1]] for row in joining.rows])
         self.drafter.join([[*row.before, *row.prompt] for row in joining.rows], joining.drafter_caches)
+        if private := [row for row, new in enumerate(joining.rows, len(self.samplers)) if new.private]:
+            self.drafter.keep_private(private)
         self.samplers.extend(
             SeededSampler(row.sampler, None, 0) if isinstance(row.sampler, TemperatureSampler) else row.sampler
             for row in joining.rows

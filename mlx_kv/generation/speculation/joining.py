@@ -29,6 +29,7 @@ class NewRow:
             row's from now on.
         before: what they have read, as far as it is known: for processors and drafters that look at the text.
         processors: what is made of its logits before anything is drawn.
+        private: whether the drafter is to keep its text from other rows.
     """
 
     prompt: list[int]
@@ -37,6 +38,7 @@ class NewRow:
     caches: list[Any] | None = None
     before: Sequence[int] = ()
     processors: Sequence[LogitsProcessor] = ()
+    private: bool = False
 
 
 @dataclass

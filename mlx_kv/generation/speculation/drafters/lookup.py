@@ -15,7 +15,13 @@ from mlx_kv.generation.speculation.drafters.protocol import Drafter, DrafterCont
 
 
 class Text:
-    """What a row has said so far, prompt and answer. Abstract: a drafter says how it finds what may come next."""
+    """What a row has said so far, prompt and answer. Abstract: a drafter says how it finds what may come next.
+
+    Attributes:
+        private: whether it is for its own row alone.
+    """
+
+    private = False
 
     @abstractmethod
     def extend(self, tokens: Sequence[int]) -> None:
@@ -26,7 +32,7 @@ class Text:
         """What may come next, up to `most` tokens."""
 
     def ended(self) -> None:
-        """Its row was let go."""
+        """Its row was let go; not said of one that is private."""
 
 
 class LookupDrafter(Drafter):
@@ -54,8 +60,13 @@ class LookupDrafter(Drafter):
 
     def keep(self, rows: Sequence[int]) -> None:
         for row in set(range(len(self._texts))).difference(rows):
-            self._texts[row].ended()
+            if not self._texts[row].private:
+                self._texts[row].ended()
         self._texts = [self._texts[row] for row in rows]
+
+    def keep_private(self, rows: Sequence[int]) -> None:
+        for row in rows:
+            self._texts[row].private = True
 
     def propose(self, most: int, choice: Choice) -> list[list[int]]:
         return [text.continuation(most) for text in self._texts]

@@ -79,6 +79,10 @@ class Drafter(Protocol):
     def accepted(self, tokens: Sequence[Sequence[int]]) -> None:
         """What each row got, at least 1 token: those of its draft that were right, and the one that the model chose."""
 
+    def keep_private(self, rows: Sequence[int]) -> None:
+        """What these rows, which have just joined, were asked and say is for no other row. Asked only of such rows."""
+        return
+
     def make_caches(self) -> list[Any]:
         """New caches of one row, like those of a model; none by itself."""
         return []
