@@ -12,7 +12,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from mlx_kv.server.access_log import JOBS
 from mlx_kv.server.admission import ENDPOINTS, AdmissionController
@@ -46,11 +46,18 @@ class CompletionResponse(Response):
         scope[JOBS] = [choice.job for choice in self._choices]
         self._collector = admission.submit([choice.job for choice in self._choices])
         gone = asyncio.create_task(self._hung_up(receive))
-        work = asyncio.create_task((self._stream if self._streams else self._whole)(scope, receive, send))
+
+        async def taken(message: Message) -> None:
+            async with asyncio.timeout(STALLED):
+                await send(message)
+
+        work = asyncio.create_task((self._stream if self._streams else self._whole)(scope, receive, taken))
         try:
             await asyncio.wait({gone, work}, return_when=asyncio.FIRST_COMPLETED)
             if work.done():
                 status = work.result()
+        except TimeoutError:  # its place is wanted by others
+            status = 499
         finally:
             gone.cancel()
             work.cancel()
@@ -96,19 +103,12 @@ class CompletionResponse(Response):
         return 200
 
     async def _stream(self, scope: Scope, receive: Receive, send: Send) -> int:
-        try:
-            return await self._events(send)
-        except TimeoutError:  # its place is wanted by others
-            return 499
-
-    async def _events(self, send: Send) -> int:
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
 
         async def write(data: bytes, more: bool = True) -> None:
             if data or not more:
-                async with asyncio.timeout(STALLED):
-                    await send({"type": "http.response.body", "body": data, "more_body": more})
+                await send({"type": "http.response.body", "body": data, "more_body": more})
 
         status, writer = 200, self._writer
         try:

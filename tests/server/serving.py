@@ -197,14 +197,14 @@ def command(
 
 
 @contextlib.contextmanager
-def deaf(url: str, max_tokens: int = 1_000_000) -> Iterator[socket.socket]:
-    """A client that asks for a long stream, and takes nothing of it."""
+def deaf(url: str, times: int = 1, **options: Any) -> Iterator[socket.socket]:
+    """A client that asks for a long stream, or for something else so many times, and takes nothing of it."""
     raw = socket.socket()
     raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
     raw.connect(("127.0.0.1", int(url.rsplit(":", 1)[1])))
-    body = json.dumps({"prompt": "import os", "max_tokens": max_tokens, "stream": True}).encode()
+    body = json.dumps({"prompt": "import os", "max_tokens": 1_000_000, "stream": True} | options).encode()
     head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    raw.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    raw.sendall(times * (f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body))
     with raw:
         yield raw
 

@@ -17,6 +17,7 @@ import pytest
 from serving import ENDS, LONG, SERVE, Running, Troubled, cached, check_error, command, deaf, running
 
 from mlx_kv.server.api import Limits
+from mlx_kv.server.response_objects import ResponseBuilder
 from mlx_kv.server.task_thread import TaskThread, TaskThreadError
 
 
@@ -241,3 +242,22 @@ def test_a_client_that_takes_nothing_loses_its_place(monkeypatch: pytest.MonkeyP
         server.wait_until(lambda: server.api.admission.admitted == 1)
         server.wait_until_empty()
         assert server.complete("import", 3)
+
+
+def test_nor_does_one_hold_it_that_takes_no_whole_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first of two is written at once, whoever takes it; then the connection has no room for another."""
+    monkeypatch.setattr("mlx_kv.server.responses.STALLED", 0.2)
+    whole = ResponseBuilder.whole
+    monkeypatch.setattr(
+        ResponseBuilder, "whole", lambda self, choices: whole(self, choices) | {"more": "x" * 20_000_000}
+    )
+    with running(max_batch_size=1, limits=Limits(queue=1)) as server:
+        with deaf(server.url, 2, max_tokens=3, stream=False):
+            server.wait_until(lambda: answered(server, 200) == answered(server, 499) == 1)
+            server.wait_until_empty()
+        assert server.complete("import", 3)
+
+
+def answered(server: Running, status: int) -> float:
+    """How many completions have ended with a status."""
+    return float(server.metrics.requests.labels("completions", str(status))._value.get())

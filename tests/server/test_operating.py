@@ -172,7 +172,7 @@ def test_each_request_is_a_line(server: Running, lines: list[str]) -> None:
 
 
 def test_a_client_that_hung_up_is_a_line_too(server: Running, lines: list[str]) -> None:
-    with deaf(server.url, 500):
+    with deaf(server.url, max_tokens=500):
         server.wait_until(lambda: bool(server.worker.snapshot.decoding))
     server.wait_until(lambda: bool(lines))
     assert " POST /v1/completions 499 " in lines[0]
