@@ -155,7 +155,8 @@ def options() -> argparse.Namespace:
 def compared(asked: argparse.Namespace, workload: str, clients: int, theirs: str, ours: str) -> dict[str, float]:
     """Both sides get the same prompts, each round others: a side takes as many turns as the other."""
     turns = {"mlx-lm": count(), "ours": count()}
-    batches = [prompts(workload, max(LEAST_REQUESTS, OF_EACH * clients)) for _ in range(asked.rounds + 1)]
+    size = max(LEAST_REQUESTS, OF_EACH * clients)
+    batches = [prompts(workload, n) for n in (max(2, clients), *[size] * asked.rounds)]  # the first does not count
     sides = {
         side: lambda side=side, url=url: measure(url, side, workload, batches[next(turns[side])], clients, asked.tokens)
         for side, url in (("mlx-lm", theirs), ("ours", ours))

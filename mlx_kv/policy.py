@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from mlx_kv.cache.checks import SettingError, whole_number
-from mlx_kv.cache.codecs import Affine, Choice, Packing, are_plain, find_codecs, packing_of
+from mlx_kv.cache.codecs import Affine, Bits, Choice, Codecs, Packing, are_plain, find_codecs, packing_of
 from mlx_kv.cache.eviction.evictor import Evictor
 from mlx_kv.cache.eviction.granularity import Granularity, LayerBudgets
 from mlx_kv.cache.eviction.layer_group import LayerGroup
@@ -29,7 +29,8 @@ class CachePolicy:
     """Settings for the caches of a model. Every default is "as the model wants it".
 
     Args:
-        bits: quantise keys and values to 2, 3, 4, 5, 6 or 8 bits; None keeps them as they are.
+        bits: quantise keys and values to 2, 3, 4, 5, 6 or 8 bits, or each to its own, such as (8, 4); None keeps them
+            as they are.
         group_size: elements that share a scale when quantised: 32, 64 or 128.
         growth: how capacity grows, `Tapered()`, `Geometric()`, `FixedStep(256)` or a rule of your own.
         reserve: tokens to make room for at once, so that nothing grows within them.
@@ -44,7 +45,7 @@ class CachePolicy:
             state holds what it was before its last passes, as far as that goes back: while tokens are read one by one
             it can take back any number up to this, and holds so many states beside that of now.
         budget: full-attention layers keep so many tokens, those that matter most. Instead of max_kv_size.
-        codec: instead of bits, how tensors are stored, as in `KVCache`.
+        codec: how tensors are stored, as in `KVCache`: instead of bits, or "rotated" beside them.
         keep_recent, sinks, score, share, margin: as in `CompressedKVCache`. `sinks` also counts for max_kv_size.
         layers: "uniform", every layer has this budget; "pyramid", lower ones have more and upper ones fewer, together
             as much (see `of_layer`). Then share must be "layer", "head" or "adaptive".
@@ -54,7 +55,7 @@ class CachePolicy:
             or a budget beside max_kv_size.
     """
 
-    bits: int | None = None
+    bits: Bits | None = None
     group_size: int = 64
     growth: Growth = DEFAULT
     reserve: int = 0
@@ -155,12 +156,17 @@ class CachePolicy:
     @property
     def stores_plain(self) -> bool:
         """Whether tensors are stored as they are."""
-        return are_plain(find_codecs(self.bits, self.group_size, self.codec))
+        return are_plain(self.codecs)
 
     @property
     def packing(self) -> Packing | None:
-        """How mlx-lm's attention can read what is stored; None where it must be decoded first."""
-        return packing_of(find_codecs(self.bits, self.group_size, self.codec))
+        """How mlx-lm's attention can read what is stored; None where it cannot."""
+        return packing_of(self.codecs)
+
+    @property
+    def codecs(self) -> Codecs:
+        """How keys and how values are stored."""
+        return find_codecs(self.bits, self.group_size, self.codec)
 
     @property
     def reads_twice(self) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_kv.cache.buffers import Buffers
-from mlx_kv.cache.codecs import PLAIN, Codecs, Packing, packing_of
+from mlx_kv.cache.codecs import PLAIN, Codecs, Packing, packing_of, packings_of
 from mlx_kv.cache.eviction.evictor import Evictor
 from mlx_kv.cache.growth import DEFAULT, Growth
 from mlx_kv.cache.layout import Append, Budget, Layout, Plan, Ranges, Row
@@ -33,6 +33,8 @@ class Contents:
             is, the longest of them, and the offset of each row after the last trim.
         evictor: what compacts the rows of a budget; None without one.
         packing: how mlx-lm can read what the codecs store; None where it cannot.
+        packings: how our own attention can, of keys and of values, where mlx-lm's cannot.
+        seam: what shows this cache its attention, if anything does: then it can be answered here.
         rows: where each row stands.
         buffers: of keys and of values.
         encoded: whether the buffers are stored by the codecs; before `quantized_start` they are plain.
@@ -68,10 +70,12 @@ class Contents:
     short_writes: int = 0
     longest: int = 0
     trimmed_at: tuple[int, ...] = ()
+    seam: object = None
     packing: Packing | None = field(init=False)
+    packings: tuple[Packing, Packing] | None = field(init=False)
 
     def __post_init__(self) -> None:
-        self.packing = packing_of(self.codecs)
+        self.packing, self.packings = packing_of(self.codecs), packings_of(self.codecs)
         if self.evictor is None and isinstance(self.layout, Budget):  # without one, nothing would ever be evicted
             self.evictor = Evictor(self.layout)
         if self.evictor is not None:
@@ -80,7 +84,8 @@ class Contents:
 
     def use(self, codecs: Codecs) -> None:
         """From now on these say how tensors are stored."""
-        self.codecs, self.packing, self.last = codecs, packing_of(codecs), None
+        self.codecs, self.last = codecs, None
+        self.packing, self.packings = packing_of(codecs), packings_of(codecs)
         for buffer, codec in zip(self.buffers or (), codecs, strict=False):
             buffer.recode(codec)
         self.encoded = True

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mlx_kv.cache.codecs import Choice
+from mlx_kv.cache.codecs import Bits, Choice
 from mlx_kv.cache.eviction.evictor import Evictor
 from mlx_kv.cache.eviction.granularity import Granularity
 from mlx_kv.cache.eviction.scores import Function
@@ -26,7 +26,7 @@ def RingKVCache(  # noqa: N802, a choice of parts with the name of what it is
     window: int,
     max_write: int = 512,
     sinks: int = 0,
-    bits: int | None = None,
+    bits: Bits | None = None,
     group_size: int = 64,
     growth: Growth = DEFAULT,
     reserve: int = 0,
@@ -66,7 +66,7 @@ def RingBufferKVCache(window: int, max_write: int | None = None) -> KVCache:  # 
 def ChunkedKVCache(  # noqa: N802, mlx-lm's name for it
     chunk_size: int,
     max_write: int = 512,
-    bits: int | None = None,
+    bits: Bits | None = None,
     group_size: int = 64,
     growth: Growth = DEFAULT,
     reserve: int = 0,
@@ -99,7 +99,7 @@ def CompressedKVCache(  # noqa: N802, a choice of parts with the name of what it
     score: str | Function = "key_diff",
     share: Granularity = "layers",
     margin: int | None = None,
-    bits: int | None = None,
+    bits: Bits | None = None,
     group_size: int = 64,
     max_write: int = 512,
     growth: Growth = DEFAULT,

@@ -42,16 +42,14 @@ class Holder:
 
     # --- what shows attention ---------------------------------------------------------------------------------------
 
-    _seam: object = None
-
     @property
     def seam(self) -> object:
         """What shows this cache its attention, if anything that it carries does."""
-        return self._seam
+        return self._held.seam
 
     def carry(self, seam: object) -> None:
         """Keeps what shows it its attention for as long as it lives, or a copy of it."""
-        self._seam = seam
+        self._held.seam = seam
 
     # --- texts that are read twice ---------------------------------------------------------------------------------
 
@@ -138,7 +136,7 @@ class Holder:
     def state(self, value: tuple[Any, ...]) -> None:
         before = self._held
         self._held = state.contents_of(value, before.growth, before.reserved)
-        self._held.growths = before.growths
+        self._held.growths, self._held.seam = before.growths, before.seam
         if before.evictor is not None and self._held.evictor is not None:
             self._held.evictor.hear_from(before.evictor.peers)
 

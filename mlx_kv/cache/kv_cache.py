@@ -19,8 +19,9 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from mlx_kv.cache import holding, phases, rows, steady, update
+from mlx_kv.cache.attention import PackedAnswer
 from mlx_kv.cache.checks import whole_number, whole_numbers
-from mlx_kv.cache.codecs import Choice, are_plain, find_codecs
+from mlx_kv.cache.codecs import Bits, Choice, are_plain, find_codecs
 from mlx_kv.cache.contents import Contents
 from mlx_kv.cache.eviction.evictor import Evictor
 from mlx_kv.cache.growth import DEFAULT, Growth
@@ -34,7 +35,8 @@ class KVCache(Holder):
     """Keys and values of one layer, unbounded, plain or quantised, for one sequence or a batch.
 
     Args:
-        bits: 2, 3, 4, 5, 6 or 8 to store quantised (`mx.quantize`, affine); None stores tensors as they are.
+        bits: 2, 3, 4, 5, 6 or 8 to store quantised (`mx.quantize`, affine), or two numbers, of keys and of values; None
+            stores tensors as they are.
         group_size: elements that share a scale, 32, 64 or 128; only looked at with bits.
         growth: how capacity grows when it must.
         reserve: tokens to make room for at the first update; within them nothing grows and nothing is copied.
@@ -44,8 +46,8 @@ class KVCache(Holder):
         layout: which slot holds which position: everything (the default), a ring, chunks, or a budget.
         evictor: what compacts the rows of a budget, whose layout it has; None makes one with the default score where
             the layout is a budget.
-        codec: instead of bits, how tensors are stored: a codec or its name (`mlx_kv.codec_names()`), or two, of keys
-            and of values.
+        codec: how tensors are stored: a codec or its name (`mlx_kv.codec_names()`), or two, of keys and of values;
+            instead of bits, or the name of one that is made with bits ("rotated") beside them.
 
     Raises:
         ValueError: bits, a group size or a codec that don't exist, a negative reserve or quantized_start, an evictor
@@ -56,7 +58,7 @@ class KVCache(Holder):
 
     def __init__(
         self,
-        bits: int | None = None,
+        bits: Bits | None = None,
         group_size: int = 64,
         growth: Growth = DEFAULT,
         reserve: int = 0,
@@ -141,14 +143,18 @@ class KVCache(Holder):
 
     @property
     def own_hook(self) -> KVCache | None:
-        """This cache, if its budget wants to see attention; else None."""
-        evictor = self._held.evictor
-        return None if evictor is None or not evictor.wants_attention else self
+        """This cache, if its budget wants to see attention, or its planes are not for mlx-lm's; else None."""
+        held = self._held
+        watched = held.evictor is not None and held.evictor.wants_attention
+        return self if watched or (held.packings is not None and held.packed_decode) else None
 
     def attend(self, call: Call) -> mx.array:
-        """(B, Hq, S, Dv): attention after an update, which the evictor sees, and may answer."""
+        """(B, Hq, S, Dv): attention after an update, which the evictor sees; over planes that mlx-lm's cannot read."""
         held = self._held
-        assert held.evictor is not None, "only budgets want to see attention"
+        if held.packed and held.packings is not None:
+            call = call.before(PackedAnswer(*held.packings))
+        if held.evictor is None or not held.evictor.wants_attention:
+            return call.hand_on()
         return held.evictor.attend(call, held.rows, held.counts)
 
     # --- trims --------------------------------------------------------------------------------------------------

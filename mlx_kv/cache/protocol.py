@@ -49,6 +49,10 @@ class Call(Protocol):
         """The same call with other arguments."""
         ...
 
+    def before(self, hook: Hook) -> Call:
+        """The same call, answered by a hook when it is handed on."""
+        ...
+
     def hand_on(self, **changes: Any) -> mx.array:
         """(B, Hq, S, Dv), what the layer would have got; with other arguments, if any are given."""
         ...

@@ -52,7 +52,7 @@ def _how(cache: Joinable) -> list[tuple[str, object]]:
     other = None if affine is not None or are_plain(view.codecs) else in_words(view.codecs)
     return [
         ("layout", planned(view.layout).parameters),
-        ("bits and group size", (None, None) if affine is None else tuple(affine)),
+        ("bits and group size", None if affine is None else (affine.bits, affine.group_size)),
         ("codecs", (other, None if other is None else tuple(map(type, view.codecs)))),
         ("score and share", None if evictor is None else (evictor.score.name, evictor.granularity)),
         ("budgets of layers", None if evictor is None else evictor.layers),

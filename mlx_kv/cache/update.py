@@ -142,8 +142,10 @@ def read_transient(plan: Plan, buffers: Buffers, tensors: tuple[mx.array, mx.arr
 
 def hands_out_packed(held: Contents, buffers: Buffers, new: int) -> bool:
     """Whether attention reads a write of `new` tokens, and all before it, as packed planes."""
-    if held.packing is None or not (held.encoded and held.packed_decode) or new > MOST_PACKED_TOKENS:
+    if not (held.encoded and held.packed_decode) or new > MOST_PACKED_TOKENS:
         return False
+    if held.packing is None:  # ours can, if it is asked
+        return held.packings is not None and held.seam is not None
     # mlx-lm's packed attention shapes its result by the keys' head dim: with another one of values it cannot work.
     return buffers[0].head_dim == buffers[1].head_dim
 
@@ -159,7 +161,7 @@ def fetched(held: Contents, buffers: Buffers) -> Fetched:
 
 
 def packing(held: Contents) -> Packing:
-    """How the planes of the last fetch are packed.
+    """How the planes of the last fetch are packed, where mlx-lm's attention reads them.
 
     Raises:
         AttributeError: it was of plain arrays.

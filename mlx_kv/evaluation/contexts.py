@@ -21,7 +21,7 @@ import numpy as np
 from mlx_kv.cache.checks import MOST_TOKENS
 from mlx_kv.cache.eviction.scores import find_score
 from mlx_kv.cache.kv_cache import KVCache
-from mlx_kv.cache.protocol import Call
+from mlx_kv.cache.protocol import Call, Hook
 from mlx_kv.evaluation.results import Settings
 from mlx_kv.generation.prefill import prefill_step, read_chunk
 from mlx_kv.generation.rereading import NOTHING_ASKED, Instructions, Rereading, hold, wants_rereading
@@ -56,6 +56,9 @@ class Replayed:
 
     def changed(self, **changes: Any) -> Call:
         return replace(self, **changes)
+
+    def before(self, hook: Hook) -> Call:
+        return self
 
     def hand_on(self, **changes: Any) -> mx.array:
         return mx.zeros(1)

@@ -19,7 +19,7 @@ import mlx.core as mx
 from mlx_lm.models import cache as stock
 
 from mlx_kv.cache.checks import MOST_TOKENS
-from mlx_kv.cache.codecs import PLAIN, Codecs, affine_of, are_plain, find_codec, find_codecs, packing_of
+from mlx_kv.cache.codecs import PLAIN, Codecs, affine_of, are_plain, find_codec, find_codecs, packing_of, packings_of
 from mlx_kv.cache.growth import DEFAULT, SLOT_MULTIPLE, FixedStep, Geometric, Growth, Tapered, round_up
 from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.cache.layout import NO_LIMIT, Budget, Layout, Row, make_layout
@@ -125,7 +125,12 @@ def _describe_ours(cache: KVCache, name: str, arrays: dict[str, mx.array]) -> di
                 arrays[f"{name}.{which}.{index}.{row}"] = plane[row, :, :used]  # (H, n, width)
         planes[which] = len(tensor or ())
     affine = affine_of(view.codecs)
-    settings = (*(affine or (None, None)), told.quantized_start, told.packed_decode, told.packed)
+    settings = (
+        *((None, None) if affine is None else affine[:2]),
+        told.quantized_start,
+        told.packed_decode,
+        told.packed,
+    )
     rows, eviction = [in_short(row) for row in view.rows], told.eviction and eviction_in_short(told.eviction)
     state = [rows, told.ranges, told.layout, *settings, eviction]  # in the order of version 0.1.0
     described = {
@@ -222,7 +227,7 @@ def _restore_ours(described: dict[str, Any], name: str, arrays: dict[str, mx.arr
         raise ValueError("slots that are not there")
     if stored and not encoded and not quantized_start:
         raise ValueError("plain planes, but bits")
-    if packed and not (encoded and packed_decode and packing_of(codecs) is not None):
+    if packed and not (encoded and packed_decode and (packing_of(codecs) or packings_of(codecs)) is not None):
         raise ValueError("packed planes that there are not")
 
     most = max(capacity, min(max(reserve, *announced), layout.enough_slots))  # which the next growth makes room for

@@ -113,16 +113,20 @@ class AttentionSeam:
         model: any model of mlx-lm. Layers of other modules, as wrappers of models have, are found.
         otherwise: what gets the calls that no hook asks for, also those that name no cache. In overlapping seams the
             last one.
+        answering: what computes attention in mlx-lm's place, whoever has seen the call before. In overlapping seams
+            the last one.
     """
 
-    def __init__(self, model: nn.Module, otherwise: AttentionHook | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, otherwise: AttentionHook | None = None, answering: AttentionHook | None = None
+    ) -> None:
         number = next(_numbers)
         modules = attention_modules(model)
         self._finalizer = weakref.finalize(self, _leave, modules, number)
         self._finalizer.atexit = False
         with _lock:
             for module in modules:
-                _seamed.setdefault(module, _SeamedModule(module)).enter(number, otherwise)
+                _seamed.setdefault(module, _SeamedModule(module)).enter(number, otherwise, answering)
 
     def close(self) -> None:
         """Ends it; again, nothing happens."""
@@ -182,24 +186,25 @@ class _SeamedModule:
     def __init__(self, module: ModuleType) -> None:
         own: Callable[..., mx.array] = getattr(module, NAME)
         self.module, self.own = module, own
-        self.seams: dict[int, AttentionHook | None] = {}
+        self.seams: dict[int, tuple[AttentionHook | None, AttentionHook | None]] = {}
         self.otherwise: AttentionHook | None = None
+        self.answering: AttentionHook | None = None
         self.standing = False
 
         @functools.wraps(own)
         def attention(*placed: Any, **named: Any) -> mx.array:
             cache = named["cache"] if "cache" in named else placed[3] if len(placed) > 3 else None
-            hook: AttentionHook | None = getattr(cache, HOOK, None)
-            if hook is None:
-                hook = self.otherwise
-                if hook is None:
-                    return own(*placed, **named)
-            return hook.attend(AttentionCall(own, placed, named))
+            hook: AttentionHook | None = getattr(cache, HOOK, None) or self.otherwise
+            answering = self.answering
+            if answering is None:
+                return own(*placed, **named) if hook is None else hook.attend(AttentionCall(own, placed, named))
+            call = AttentionCall(own, placed, named)
+            return answering.attend(call) if hook is None else hook.attend(call.before(answering))
 
         self.function = attention
 
-    def enter(self, number: int, otherwise: AttentionHook | None) -> None:
-        self.seams[number] = otherwise
+    def enter(self, number: int, otherwise: AttentionHook | None, answering: AttentionHook | None) -> None:
+        self.seams[number] = otherwise, answering
         _seamed[self.module] = self  # also where the garbage of another seam took it out just now
         self._settle()
         if not self.standing:
@@ -217,7 +222,9 @@ class _SeamedModule:
                 setattr(self.module, NAME, self.own)
 
     def _settle(self) -> None:
-        self.otherwise = next((hook for hook in reversed(self.seams.values()) if hook is not None), None)
+        last_first = [*reversed(self.seams.values())]
+        self.otherwise = next((hook for hook, _ in last_first if hook is not None), None)
+        self.answering = next((hook for _, hook in last_first if hook is not None), None)
 
 
 _numbers = count()

@@ -16,12 +16,13 @@ import mlx.nn as nn
 from mlx_lm.models import cache as stock
 
 from mlx_kv.cache.checks import SettingError
+from mlx_kv.cache.codecs import packings_of
 from mlx_kv.cache.eviction.layer_group import LayerGroup
 from mlx_kv.cache.eviction.peers import ALONE, Peers
 from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.mlxlm.asking import asked_once
 from mlx_kv.mlxlm.loading import architecture
-from mlx_kv.mlxlm.observing import show_attention
+from mlx_kv.mlxlm.observing import can_answer, show_attention
 from mlx_kv.mlxlm.quirks import cache_usage, indexers, takes_packed, window_of
 from mlx_kv.mlxlm.recurrent import RecurrentState, count_by_attention, mark_last
 from mlx_kv.mlxlm.slots import counts_slots
@@ -177,6 +178,8 @@ def _takes_packed_planes(model: nn.Module, policy: CachePolicy) -> bool:
     """
     packing = policy.packing
     if packing is not None and takes_packed(model, packing.group_size, packing.bits):
+        return True
+    if (packings := packings_of(policy.codecs)) is not None and can_answer(model, packings[0]):
         return True
     # On plain ones it works, or the error is for the user. The graph is dropped without being evaluated.
     always = replace(policy, quantized_start=0)

@@ -16,6 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_kv.mlxlm.asking import asked_once
+from mlx_kv.mlxlm.cpu_attention import use_cpu_attention
 
 
 def load(
@@ -48,6 +49,7 @@ def load(
     }
     model, tokenizer, _config = _loaded(path_or_hub_id, lazy=lazy, **options)
     use_device_dtype(model)
+    use_cpu_attention(model)
     return model, tokenizer
 
 

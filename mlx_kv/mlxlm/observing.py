@@ -11,12 +11,32 @@ from typing import Any
 
 import mlx.nn as nn
 
+from mlx_kv.cache.codecs import Packing, packings_of
+from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.mlxlm.attention import AttentionSeam
 from mlx_kv.mlxlm.by_class import attends_by_class
 from mlx_kv.mlxlm.loading import architecture
+from mlx_kv.mlxlm.quirks import takes_packed
 from mlx_kv.mlxlm.traverse import leaves, parts_of
 from mlx_kv.mlxlm.turning import ropes
 from mlx_kv.mlxlm.visibility import attention_seen
+
+
+def can_answer(model: nn.Module, packing: Packing) -> bool:
+    """Whether every layer hands planes that are packed like these on to attention that can be answered.
+
+    It is asked what it does with planes of mlx-lm's, of as many bits in groups of as many.
+    """
+    sights = attention_seen(model)
+    if not all(sight in ("seen", None) for sight in sights):
+        return False
+    affine = packing if packing.mode == "affine" else Packing(8, 32)
+    return takes_packed(model, affine.group_size, affine.bits)
+
+
+def _all_can_answer(model: nn.Module, parts: Sequence[KVCache]) -> bool:
+    packings = [packings_of(part.view.codecs) for part in parts]
+    return all(each is not None and can_answer(model, each[0]) for each in packings)
 
 
 def show_attention(model: nn.Module, caches: Sequence[Any]) -> None:
@@ -29,9 +49,11 @@ def show_attention(model: nn.Module, caches: Sequence[Any]) -> None:
         ValueError: layers that hide it.
     """
     everything = list(leaves(caches))
-    wanting = [i for i, cache in enumerate(everything) if any(part.own_hook is not None for part in parts_of(cache))]
-    if not wanting:
+    hooked = [i for i, cache in enumerate(everything) if any(part.own_hook is not None for part in parts_of(cache))]
+    if not hooked:
         return
+    parts = {i: parts_of(everything[i]) for i in hooked}
+    wanting = [i for i in hooked if any(part.evictor and part.evictor.wants_attention for part in parts[i])]
     apart = [i for i in wanting if any(part.evictor and part.evictor.own_lengths for part in parts_of(everything[i]))]
     if apart and not attends_by_class(model):
         raise ValueError(
@@ -55,7 +77,9 @@ def show_attention(model: nn.Module, caches: Sequence[Any]) -> None:
                     "that it could be asked for: choose another score, such as key_diff"
                 )
             own.turning = rope
-    unseen = [part for i in wanting for part in parts_of(everything[i]) if part.seam is None]
+    # Those that only want to answer are read as arrays where they cannot.
+    carrying = [i for i in hooked if i in wanting or _all_can_answer(model, parts[i])]
+    unseen = [part for i in carrying for part in parts[i] if part.seam is None]
     seam = AttentionSeam(model) if unseen else None
     for part in unseen:
         part.carry(seam)

@@ -4,26 +4,32 @@ from __future__ import annotations
 
 from mlx_kv.cache.codecs.affine import Affine
 from mlx_kv.cache.codecs.base import Codec, Packing, Plane, Planes
+from mlx_kv.cache.codecs.microscaled import Microscaled
 from mlx_kv.cache.codecs.names import codec_names, find_codec, register_codec
 from mlx_kv.cache.codecs.pairs import (
     PLAIN,
+    Bits,
     Choice,
     Codecs,
     affine_of,
     alike,
     are_plain,
+    bits_of,
     find_codecs,
     in_words,
     packing_of,
+    packings_of,
 )
 from mlx_kv.cache.codecs.plain import Plain
 
 __all__ = [
     "PLAIN",
     "Affine",
+    "Bits",
     "Choice",
     "Codec",
     "Codecs",
+    "Microscaled",
     "Packing",
     "Plain",
     "Plane",
@@ -31,10 +37,12 @@ __all__ = [
     "affine_of",
     "alike",
     "are_plain",
+    "bits_of",
     "codec_names",
     "find_codec",
     "find_codecs",
     "in_words",
     "packing_of",
+    "packings_of",
     "register_codec",
 ]

@@ -1,13 +1,18 @@
-"""Affine quantisation, as `mx.quantize` does it: groups of elements share a scale and a bias."""
+"""Affine quantisation, as `mx.quantize` does it: groups of elements share a scale and a bias.
+
+Of the tensor as it is, or rotated: a channel that is far larger than others is then spread over all of them, before it
+takes the precision of its group away from them.
+"""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 
 from mlx_kv.cache.codecs.base import Packing, Plane, Planes
+from mlx_kv.cache.codecs.rotation import check_rotation, rotated
 
 BITS = (2, 3, 4, 5, 6, 8)
 GROUP_SIZES = (32, 64, 128)
@@ -17,13 +22,16 @@ GROUP_SIZES = (32, 64, 128)
 class Affine:
     """Three planes: uint32 (…, D·bits/32), scales and biases (…, D/group_size).
 
+    Args:
+        rotate: whether it is the tensor times `rotation.rotated` that is stored; named "rotated" then.
+
     Raises:
         ValueError: bits or a group size that `mx.quantize` does not know.
     """
 
     bits: int = 8
     group_size: int = 64
-    name: ClassVar[str] = "affine"
+    rotate: bool = False
 
     def __post_init__(self) -> None:
         if type(self.bits) is not int or self.bits not in BITS:
@@ -32,12 +40,16 @@ class Affine:
             raise ValueError(f"group_size is {self.group_size}: choose one of {', '.join(map(str, GROUP_SIZES))}")
 
     @property
+    def name(self) -> str:
+        return "rotated" if self.rotate else "affine"
+
+    @property
     def parameters(self) -> dict[str, Any]:
-        return asdict(self)
+        return {"bits": self.bits, "group_size": self.group_size}
 
     @property
     def packed(self) -> Packing:
-        return Packing(self.bits, self.group_size)
+        return Packing(self.bits, self.group_size, rotated=self.rotate)
 
     def check(self, name: str, x: mx.array) -> None:
         dim = x.shape[-1]
@@ -45,15 +57,19 @@ class Affine:
             fitting = [str(g) for g in GROUP_SIZES if dim % g == 0]
             mend = f"use group_size={' or '.join(fitting)}" if fitting else "use bits=None: no group size divides it"
             raise ValueError(f"{name} have head dim {dim}, not a multiple of group_size={self.group_size}; {mend}")
+        if self.rotate:
+            check_rotation(name, dim)
 
     def planes(self, head_dim: int, dtype: mx.Dtype) -> tuple[Plane, ...]:
         groups = Plane(head_dim // self.group_size, dtype)
         return Plane(head_dim * self.bits // 32, mx.uint32), groups, groups
 
     def encode(self, x: mx.array) -> Planes:
+        x = rotated(x) if self.rotate else x
         packed, scales, biases = mx.quantize(x, group_size=self.group_size, bits=self.bits)
         return packed, scales, biases
 
     def decode(self, planes: Planes, dtype: mx.Dtype) -> mx.array:
         packed, scales, biases = planes
-        return mx.dequantize(packed, scales, biases, group_size=self.group_size, bits=self.bits)
+        decoded = mx.dequantize(packed, scales, biases, group_size=self.group_size, bits=self.bits)
+        return rotated(decoded) if self.rotate else decoded

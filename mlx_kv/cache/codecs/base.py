@@ -27,15 +27,25 @@ class Plane(NamedTuple):
 
 
 class Packing(NamedTuple):
-    """Planes as `mx.quantized_matmul` reads them, and with it mlx-lm's attention: packed words, scales and biases.
+    """Planes as `mx.quantized_matmul` reads them: packed words, scales, and biases where the mode has them.
 
     Attributes:
         bits: per element.
         group_size: elements that share a scale.
+        mode: of `mx.quantize`. mlx-lm's attention knows "affine" alone.
+        rotated: whether the planes are those of the tensor times `rotation.rotated`: queries are to be rotated, too,
+            and what comes of values is to be rotated back.
     """
 
     bits: int
     group_size: int
+    mode: str = "affine"
+    rotated: bool = False
+
+    @property
+    def stock(self) -> bool:
+        """Whether mlx-lm's attention reads such planes."""
+        return self.mode == "affine" and not self.rotated
 
 
 class Codec(Protocol):
@@ -53,7 +63,7 @@ class Codec(Protocol):
 
     @property
     def packed(self) -> Packing | None:
-        """How mlx-lm can read the planes as they are; None where they must be decoded first."""
+        """How attention can read the planes as they are; None where they must be decoded first."""
         ...
 
     def check(self, name: str, x: mx.array) -> None:

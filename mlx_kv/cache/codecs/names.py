@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from mlx_kv.cache.codecs.affine import Affine
 from mlx_kv.cache.codecs.base import Codec
+from mlx_kv.cache.codecs.microscaled import MICROSCALED
 from mlx_kv.cache.codecs.plain import Plain
 from mlx_kv.open_set import OpenSet
 
 Factory = Callable[..., Codec]  # takes the codec's `parameters` by their names; each has a default
 
-CODECS: OpenSet[Factory] = OpenSet("codec", "a codec", {Plain.name: Plain, Affine.name: Affine})
+CODECS: OpenSet[Factory] = OpenSet(
+    "codec", "a codec", {"plain": Plain, "affine": Affine, "rotated": partial(Affine, rotate=True), **MICROSCALED}
+)
 
 
 def codec_names() -> list[str]:

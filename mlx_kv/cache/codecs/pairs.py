@@ -1,43 +1,58 @@
 """Two codecs: of keys, and of values. What one or the other of them means for a cache.
 
-Decides what `bits` and `codec` ask for, and when mlx-lm can read both tensors packed.
+Decides what `bits` and `codec` ask for, and who can read both tensors packed.
 """
 
 from __future__ import annotations
 
 import json
+from typing import Any
 
-from mlx_kv.cache.codecs.affine import Affine
 from mlx_kv.cache.codecs.base import Codec, Packing
 from mlx_kv.cache.codecs.names import find_codec
 from mlx_kv.cache.codecs.plain import Plain
 
 Codecs = tuple[Codec, Codec]  # of keys, of values
 Choice = str | Codec | tuple[str | Codec, str | Codec]
+Bits = int | tuple[int | None, int | None]  # of both tensors, or (of keys, of values)
 PLAIN: Codecs = (Plain(), Plain())
+TAKE_BITS = ("affine", "rotated")  # the codecs that are made with bits and a group size
 
 
-def find_codecs(bits: int | None, group_size: int, codec: Choice | None = None) -> Codecs:
+def find_codecs(bits: Bits | None, group_size: int, codec: Choice | None = None) -> Codecs:
     """The codecs that the settings of a cache ask for.
 
     Args:
-        bits, group_size: the short way to `Affine`; bits=None is plain, and the group size is then not looked at.
+        bits: of both tensors, or (of keys, of values); None is plain. With a codec, only one of `TAKE_BITS`, by name.
+        group_size: elements that share a scale; without bits it is not looked at.
         codec: of both tensors, or (of keys, of values); each a codec or its name.
 
     Raises:
-        ValueError: bits and a codec, or what does not exist.
+        ValueError: bits and a codec that takes none, or what does not exist.
     """
-    if codec is None:
-        same = Plain() if bits is None else Affine(bits, group_size)
-        return same, same
-    if bits is not None:
-        raise ValueError(f"got bits={bits} and a codec, which both say how tensors are stored: give one of them")
-    if not isinstance(codec, (tuple, list)):
-        found = find_codec(codec)
-        return found, found
-    if len(codec) != 2:
-        raise ValueError(f"codec is {codec!r}: give one, or two, of keys and of values")
-    return find_codec(codec[0]), find_codec(codec[1])
+    kinds, counts = _both("codec", codec), _both("bits", bits)
+    keys, values = (_codec(*each, group_size) for each in zip(kinds, counts, strict=True))
+    return keys, values
+
+
+def _codec(kind: str | Codec | None, bits: int | None, group_size: int) -> Codec:
+    if bits is None:
+        return Plain() if kind is None else find_codec(kind)
+    if kind is not None and kind not in TAKE_BITS:
+        raise ValueError(
+            f"got bits={bits} and a codec, which both say how tensors are stored: give one of them, "
+            f"or the codec {' or '.join(TAKE_BITS)} by its name"
+        )
+    return find_codec(kind or "affine", {"bits": bits, "group_size": group_size})
+
+
+def _both(name: str, given: Any) -> tuple[Any, Any]:
+    """What is said of keys and of values: each its own, or both the same."""
+    if not isinstance(given, (tuple, list)):
+        return given, given
+    if len(given) != 2:
+        raise ValueError(f"{name} is {given!r}: give one, or two, of keys and of values")
+    return given[0], given[1]
 
 
 def alike(one: Codec, other: Codec) -> bool:
@@ -53,12 +68,24 @@ def are_plain(codecs: Codecs) -> bool:
 def packing_of(codecs: Codecs) -> Packing | None:
     """How mlx-lm can read both tensors packed: it knows one number of bits and one group size for both."""
     keys, values = (codec.packed for codec in codecs)
-    return keys if keys == values else None
+    return keys if keys == values and (keys is None or keys.stock) else None
+
+
+def packings_of(codecs: Codecs) -> tuple[Packing, Packing] | None:
+    """How our own attention reads both tensors packed; None where one of them must be decoded, or mlx-lm's can."""
+    keys, values = (codec.packed for codec in codecs)
+    return None if keys is None or values is None or packing_of(codecs) is not None else (keys, values)
+
+
+def bits_of(codecs: Codecs) -> tuple[int | None, int | None]:
+    """The bits of an element of keys, and of values; None where a codec does not tell."""
+    keys, values = (None if codec.packed is None else codec.packed.bits for codec in codecs)
+    return keys, values
 
 
 def affine_of(codecs: Codecs) -> Packing | None:
     """The bits and the group size that ask for these two; None where that takes a `codec`."""
-    return packing_of(codecs) if all(codec.name == Affine.name for codec in codecs) else None
+    return packing_of(codecs) if all(codec.name == "affine" for codec in codecs) else None
 
 
 def in_words(codecs: Codecs) -> str:

@@ -1,0 +1,83 @@
+"""Attention over operands, block by block of queries.
+
+Scores of all queries at once would be far more memory than a CPU's caches hold, and new memory costs more there than
+the arithmetic. A causal block looks at no key beyond its last query. Knows nothing about caches.
+B rows, Hq query heads, H KV heads, r = Hq / H, S queries, N slots, D and Dv head dims.
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from mlx_kv.cache.attention.exponential import exponential
+from mlx_kv.cache.attention.operands import Operand
+
+BLOCK_SCORES = 2**18  # of a block, of all rows and heads: 1 MB
+LEAST_QUERIES = 32  # of a block: fewer make poor products
+
+
+def attend(
+    queries: mx.array,
+    keys: Operand,
+    values: Operand,
+    scale: float,
+    mask: mx.array | str | None = None,
+    sinks: mx.array | None = None,
+) -> mx.array:
+    """(B, Hq, S, Dv), in the dtype of the queries: what `mx.fast.scaled_dot_product_attention` makes of the tensors.
+
+    Args:
+        queries: (B, Hq, S, D), floating point.
+        keys, values: (B, H, N, D) and (B, H, N, Dv).
+        mask: "causal" (the last query sees the last slot), booleans or addends (S, N) or (B, 1 or H or Hq, S, N),
+            or None.
+        sinks: (Hq,) logits that take part in each softmax, and have no value.
+    """
+    (rows, query_heads, new, dim), (_, heads, slots, _) = queries.shape, keys.shape
+    queries = queries * scale
+    block = max(LEAST_QUERIES, BLOCK_SCORES // (rows * query_heads * slots))
+    outputs = []
+    for first in range(0, new, block):
+        last = min(first + block, new)
+        seen = slots - new + last if isinstance(mask, str) else slots
+        own = queries[:, :, first:last].reshape(rows, heads, -1, dim)  # (B, H, r * s, D)
+        scores = keys.scores(own, seen).reshape(rows, heads, -1, last - first, seen)
+        weights, total = _weights(_masked(scores, mask, first, last), sinks)
+        mixed = values.mixed(weights.reshape(rows, heads, -1, seen), seen)  # (B, H, r * s, Dv)
+        mixed = mixed if total is None else mixed / total.reshape(rows, heads, -1, 1)
+        outputs.append(mixed.reshape(rows, query_heads, last - first, -1))
+    return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
+
+
+def _masked(scores: mx.array, mask: mx.array | str | None, first: int, last: int) -> mx.array:
+    """Scores (B, H, r, s, N) of the queries from first to last, the least number where the mask hides a slot."""
+    if isinstance(mask, str):
+        queries, slots = scores.shape[3:]
+        if queries == 1:
+            return scores
+        mask = mx.arange(slots) <= mx.arange(slots - queries, slots)[:, None]
+    elif mask is None:
+        return scores
+    else:
+        if mask.ndim > 1 and mask.shape[-2] > 1:
+            mask = mask[..., first:last, :]
+        if mask.ndim == 4:  # (B, 1 or H or Hq, s, N)
+            rows, heads = mask.shape[:2]
+            apart = heads not in (1, scores.shape[1])
+            mask = mask.reshape(rows, *scores.shape[1:3], *mask.shape[2:]) if apart else mask[:, :, None]
+    return scores + mask if mask.dtype != mx.bool_ else mx.where(mask, scores, mx.finfo(scores.dtype).min)
+
+
+def _weights(scores: mx.array, sinks: mx.array | None) -> tuple[mx.array, mx.array | None]:
+    """What scores (B, H, r, s, N) weigh, (B, H, r, s, N), and their sum (B, H, r, s, 1); None where that is 1."""
+    logits = None if sinks is None else sinks.astype(scores.dtype).reshape(scores.shape[1], -1, 1, 1)
+    if scores.dtype != mx.float32 or mx.default_device().type != mx.DeviceType.cpu:
+        if logits is None:
+            return mx.softmax(scores, axis=-1, precise=True), None
+        all_scores = mx.concatenate([mx.broadcast_to(logits, (*scores.shape[:-1], 1)), scores], axis=-1)
+        return mx.softmax(all_scores, axis=-1, precise=True)[..., 1:], None
+    largest = scores.max(axis=-1, keepdims=True)
+    largest = largest if logits is None else mx.maximum(largest, logits)
+    weights = exponential(scores - largest)
+    total = weights @ mx.ones((weights.shape[-1], 1))  # thrice as fast as a sum
+    return weights, total if logits is None else total + exponential(logits - largest)
