@@ -1,4 +1,4 @@
-"""Attention on a CPU, where MLX's own spends nine tenths of its time on the exponential.
+"""Attention on a Linux CPU, where MLX's own spends nine tenths of its time on the exponential.
 
 Decides which calls are answered here: those in float32 that are large enough. The environment variable
 MLX_KV_ATTENTION=mlx leaves all to MLX. On a GPU nothing is changed.
@@ -7,6 +7,7 @@ MLX_KV_ATTENTION=mlx leaves all to MLX. On a GPU nothing is changed.
 from __future__ import annotations
 
 import os
+import sys
 import weakref
 
 import mlx.core as mx
@@ -38,6 +39,6 @@ class CpuAttention:
 
 def use_cpu_attention(model: nn.Module) -> None:
     """On a CPU, attention of this model's layers is computed here, for as long as the model lives."""
-    if mx.default_device().type != mx.DeviceType.cpu or os.environ.get("MLX_KV_ATTENTION") == "mlx":
-        return
-    weakref.finalize(model, AttentionSeam(model, answering=CpuAttention()).close).atexit = False
+    on_cpu = sys.platform == "linux" and mx.default_device().type == mx.DeviceType.cpu  # elsewhere MLX has vectors, too
+    if on_cpu and os.environ.get("MLX_KV_ATTENTION") != "mlx":
+        weakref.finalize(model, AttentionSeam(model, answering=CpuAttention()).close).atexit = False

@@ -48,8 +48,7 @@ def load(
         "model_config": {"quantize_activations": True} if quantize_activations else None,
     }
     model, tokenizer, _config = _loaded(path_or_hub_id, lazy=lazy, **options)
-    use_device_dtype(model)
-    use_cpu_attention(model)
+    fit_to_device(model)
     return model, tokenizer
 
 
@@ -72,10 +71,11 @@ def load_lazily(path_or_hub_id: str | Path) -> tuple[nn.Module, Any, dict[str, A
     return _loaded(path_or_hub_id, lazy=True)
 
 
-def use_device_dtype(model: nn.Module) -> None:
-    """On a CPU, 16-bit weights become float32: half precision is emulated there."""
+def fit_to_device(model: nn.Module) -> None:
+    """On a CPU, 16-bit weights become float32, as half precision is emulated there, and attention is ours."""
     if mx.default_device().type == mx.DeviceType.cpu:
         model.set_dtype(mx.float32)
+    use_cpu_attention(model)
 
 
 def _loaded(path_or_hub_id: str | Path, lazy: bool, **options: Any) -> tuple[nn.Module, Any, dict[str, Any]]:

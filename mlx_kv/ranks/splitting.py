@@ -26,11 +26,11 @@ from mlx_kv.mlxlm.by_class import attends_by_class
 from mlx_kv.mlxlm.convert import FULL, cache_kinds
 from mlx_kv.mlxlm.loading import (
     architecture,
+    fit_to_device,
     load_lazily,
     model_from_config,
     number_of_weights,
     quantize_as_stored,
-    use_device_dtype,
 )
 from mlx_kv.mlxlm.quirks import refuses_ragged
 from mlx_kv.mlxlm.slots import counts_slots
@@ -282,7 +282,7 @@ def load_part(path_or_hub_id: str | Path, group: Group, layers: Sequence[int] | 
     model, tokenizer, config = load_lazily(path_or_hub_id)
     group.split = check_split(config, group.raw.size(), group.split, layers)
     split_model(model, group, layers, model_from_config(config, mx.float32))
-    use_device_dtype(model)
+    fit_to_device(model)
     for weight in weights_of(model):
         mx.eval(weight)  # one after the other: what each is cut from is let go
     mx.clear_cache()

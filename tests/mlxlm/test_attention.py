@@ -239,12 +239,12 @@ def test_attention_of_wrapped_models_is_evaluated() -> None:
 
 def test_it_is_in_place_only_while_it_is_open(model: nn.Module) -> None:
     qwen3 = importlib.import_module("mlx_lm.models.qwen3")
-    own = qwen3.scaled_dot_product_attention
+    own, of_llama = qwen3.scaled_dot_product_attention, llama.scaled_dot_product_attention
     make_prompt_cache(model)
     assert qwen3.scaled_dot_product_attention is own
     with contextlib.suppress(RuntimeError), AttentionSeam(model) as seam:
         assert qwen3.scaled_dot_product_attention is not own
-        assert llama.scaled_dot_product_attention is _attention(importlib.import_module("mlx_lm.models.base"))
+        assert llama.scaled_dot_product_attention is of_llama
         raise RuntimeError
     assert qwen3.scaled_dot_product_attention is own
     seam.close()  # again

@@ -29,8 +29,8 @@ def attend(
     Args:
         queries: (B, Hq, S, D), floating point.
         keys, values: (B, H, N, D) and (B, H, N, Dv).
-        mask: "causal" (the last query sees the last slot), booleans or addends (S, N) or (B, 1 or H or Hq, S, N),
-            or None.
+        mask: "causal" (the last query sees the last slot), booleans or addends that broadcast to (B, Hq, S, N), or to
+            (B, H, S, N), or None.
         sinks: (Hq,) logits that take part in each softmax, and have no value.
     """
     (rows, query_heads, new, dim), (_, heads, slots, _) = queries.shape, keys.shape
@@ -59,12 +59,11 @@ def _masked(scores: mx.array, mask: mx.array | str | None, first: int, last: int
     elif mask is None:
         return scores
     else:
-        if mask.ndim > 1 and mask.shape[-2] > 1:
-            mask = mask[..., first:last, :]
-        if mask.ndim == 4:  # (B, 1 or H or Hq, s, N)
-            rows, heads = mask.shape[:2]
-            apart = heads not in (1, scores.shape[1])
-            mask = mask.reshape(rows, *scores.shape[1:3], *mask.shape[2:]) if apart else mask[:, :, None]
+        mask = mask.reshape(*(1,) * (4 - mask.ndim), *mask.shape)  # (B or 1, 1 or H or Hq, S or 1, N)
+        mask = mask[:, :, first:last] if mask.shape[2] > 1 else mask
+        apart = mask.shape[1] not in (1, scores.shape[1])
+        heads = scores.shape[1:3] if apart else (mask.shape[1], 1)
+        mask = mask.reshape(mask.shape[0], *heads, *mask.shape[2:])
     return scores + mask if mask.dtype != mx.bool_ else mx.where(mask, scores, mx.finfo(scores.dtype).min)
 
 
