@@ -19,11 +19,12 @@ Ratios are MLX / ours of seconds: more than 1 is in our favour. The last line is
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import statistics
 import sys
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import mlx_kv  # first: it loads a tuned BLAS
@@ -82,30 +83,28 @@ def main() -> None:
     asked = parser.parse_args()
     model, tokenizer = load(model_path("reference") if asked.model is None else asked.model)[:2]
     model.set_dtype(mx.float32)
-    text = "".join(open(path).read() for path in (contextlib.__file__, argparse.__file__, statistics.__file__))
+    text = "".join(Path(module.__file__ or "").read_text() for module in (argparse, json, statistics))
     tokens = mx.array([tokenizer.encode(text)[: max(asked.prompts)]])
 
-    def ours(work: Any) -> Any:
-        with AttentionSeam(model, answering=CpuAttention()):
-            return work()
+    def sides(work: Callable[..., Any], *arguments: Any) -> dict[str, Callable[[], Any]]:
+        def ours() -> Any:
+            with AttentionSeam(model, answering=CpuAttention()):
+                return work(*arguments)
 
-    line: dict[str, Any] = {
-        "benchmark": "cpu_attention",
-        "device": str(mx.default_device()),
-        "blas": mlx_kv.blas.preload(),
-    }
+        return {"mlx": lambda: work(*arguments), "ours": ours}
+
+    line: dict[str, Any] = {"benchmark": "cpu_attention", "device": str(mx.default_device())}
+    line["blas"] = mlx_kv.blas.preload()
     for count in asked.prompts:
-        prompt = tokens[:, :count]
-        both = {"mlx": lambda: read(model, prompt), "ours": lambda: ours(lambda: read(model, prompt))}
-        got = take_turns(asked.rounds, both)
+        got = take_turns(asked.rounds, sides(read, model, tokens[:, :count]))
         assert len({token for runs in got.values() for _, token in runs}) == 1, "another token comes next"
         took = {side: statistics.median(seconds for seconds, _ in runs) for side, runs in got.items()}
         line[f"read_{count}"] = {side: round(seconds, 4) for side, seconds in took.items()}
         line[f"read_{count}_ratio"] = round(took["mlx"] / took["ours"], 3)
         print(f"reading {count:6,} tokens  MLX {took['mlx']:8.3f} s  ours {took['ours']:8.3f} s", file=sys.stderr)
     for context in asked.contexts:
-        both = {"mlx": lambda: decode(model, context), "ours": lambda: ours(lambda: decode(model, context))}
-        took = {side: statistics.median(runs) for side, runs in take_turns(asked.rounds, both).items()}
+        runs = take_turns(asked.rounds, sides(decode, model, context))
+        took = {side: statistics.median(each) for side, each in runs.items()}
         line[f"decode_{context}"] = {side: round(seconds, 5) for side, seconds in took.items()}
         line[f"decode_{context}_ratio"] = round(took["mlx"] / took["ours"], 3)
         print(

@@ -3,14 +3,14 @@
     python benchmarks/packed_attention.py [--contexts 4096,8192,16384,32768] [--heads 9,3] [--head-dim 64]
     python benchmarks/packed_attention.py --model build/smollm2 [--decode 8192]
 
-One layer: a query attends to a context of random keys and values, plain by MLX's attention and by ours, and in each way
-of storing them: `mlx-lm` is its attention over packed planes (where it can read them), `ours` is ours, `decoded` decodes
-all of it and gives it to MLX's. Answers of all ways agree, which is checked. With --model also tokens a second of the
+One layer: a query attends to a context of random keys and values, plain by MLX's attention and by ours, and in each way of
+storing them: `mlx-lm` is its attention over packed planes (where it can read them), `ours` is ours, `decoded` takes all
+of it to floats first, for MLX's. Answers of all ways agree, which is checked. With --model also tokens a second of the
 whole model after --decode tokens, through the caches that `make_prompt_cache` gives for each codec.
 
 The physics. A token reads every key and value once: 4 bytes an element in float32, 1 and 1/8 in 8 bits with scales and
 biases of groups of 64. If reading were all, 8 bits would be 3.5 times as fast. On a GPU, `mx.quantized_matmul` turns
-words into numbers in registers. On a CPU that is one number at a time, and takes longer than reading 4 bytes would. Ours
+words into numbers in registers. On a CPU that is one number at a time, and takes longer than reading 4 bytes. Ours
 turns a block of them into floats that stay in the CPU's caches, multiplies with a tuned BLAS, and applies scales and
 biases to what comes out, once for a group (`mlx_kv.cache.attention.packed`); for 3, 5 and 6 bits it cannot, since bytes
 hold no whole number of those. Rotated ones cost a transform of the query and of the answer.
@@ -73,7 +73,8 @@ def one_layer(context: int, heads: list[int], dim: int, rounds: int) -> dict[str
         keys, values = find_codecs(how.get("bits"), 64, how.get("codec"))
         of_keys, of_values = keys.encode(k), values.encode(v)
         mx.eval(of_keys, of_values)
-        assert keys.packed is not None and values.packed is not None
+        assert keys.packed is not None
+        assert values.packed is not None
         packed = Packed(of_keys, keys.packed), Packed(of_values, values.packed)
         ways[f"{name}, ours"] = lambda packed=packed: attend(q, *packed, scale)
         ways[f"{name}, decoded"] = lambda keys=keys, values=values, a=of_keys, b=of_values: (

@@ -16,7 +16,7 @@ import mlx.core as mx
 from mlx_kv.cache.codecs import Packing, Planes
 from mlx_kv.cache.codecs.rotation import rotated
 
-BLOCK_ELEMENTS = 2**20  # that are floats at a time, of all rows and heads
+BLOCK_ELEMENTS = 2**19  # that are floats at a time, of all rows and heads: 2 MB
 WHOLE_IN_BYTES = (2, 4, 8)  # bits of which a byte holds a whole number
 
 
