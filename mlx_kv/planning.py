@@ -17,6 +17,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import cache as stock
 
+from mlx_kv.cache.codecs import Bits
 from mlx_kv.cache.growth import DEFAULT
 from mlx_kv.cache.layout import NO_LIMIT
 from mlx_kv.mlxlm.convert import kind_and_window, make_prompt_cache
@@ -24,6 +25,7 @@ from mlx_kv.mlxlm.traverse import leaves
 from mlx_kv.policy import CachePolicy
 from mlx_kv.ranks.splitting import PlannedRank, check_split, planned_part, weights_of
 
+BITS: dict[str, Bits] = {"8 bits": 8, "K8V4": (8, 4), "4 bits": 4}  # that are compared
 DTYPES = {"bfloat16": mx.bfloat16, "float16": mx.float16, "float32": mx.float32}
 
 
@@ -97,7 +99,7 @@ def strategies(policy: CachePolicy) -> list[Strategy]:
         Strategy("full", ring, every_token),
         Strategy("double window", ring, double_window),
         Strategy(name, ring),
-        *(Strategy(f"{name}, {bits} bits", replace(ring, bits=bits)) for bits in (8, 4)),
+        *(Strategy(f"{name}, {how}", replace(ring, bits=bits)) for how, bits in BITS.items()),
     ]
     return [*compared, Strategy("this policy", policy)] if policy.changed() else compared
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from mlx_kv.cache.checks import SettingError, whole_number
-from mlx_kv.cache.codecs import Affine, Bits, Choice, Codecs, Packing, are_plain, find_codecs, packing_of
+from mlx_kv.cache.codecs import Affine, Bits, Choice, Codecs, Packing, are_plain, find_codecs, one_or_two, packing_of
 from mlx_kv.cache.eviction.evictor import Evictor
 from mlx_kv.cache.eviction.granularity import Granularity, LayerBudgets
 from mlx_kv.cache.eviction.layer_group import LayerGroup
@@ -73,6 +73,8 @@ class CachePolicy:
     layers: LayerBudgets = "uniform"
 
     def __post_init__(self) -> None:
+        for name in ("bits", "codec"):  # said twice is said once, and a list is a tuple: policies are compared
+            object.__setattr__(self, name, one_or_two(getattr(self, name)))
         whole_number("max_rollback", self.max_rollback)
         whole_number("max_write", self.max_write, least=1)
         if self.max_kv_size is not None:

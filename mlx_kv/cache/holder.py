@@ -11,7 +11,7 @@ from typing import Any, Self
 import mlx.core as mx
 
 from mlx_kv.cache import holding, memory, state
-from mlx_kv.cache.codecs import affine_of
+from mlx_kv.cache.codecs import affine_of, are_plain, in_words
 from mlx_kv.cache.contents import Contents
 from mlx_kv.cache.eviction.evictor import Evictor
 from mlx_kv.cache.layout import NO_LIMIT, Layout
@@ -179,6 +179,6 @@ class Holder:
         return made
 
     def __repr__(self) -> str:
-        affine = affine_of(self._held.codecs)
-        how = "" if affine is None else f", bits={affine.bits}"
+        affine, codecs = affine_of(self._held.codecs), self._held.codecs
+        how = f", bits={affine.bits}" if affine is not None else "" if are_plain(codecs) else f", {in_words(codecs)}"
         return f"{type(self).__name__}(offset={self.offset}, capacity={self.capacity}, nbytes={self.nbytes}{how})"

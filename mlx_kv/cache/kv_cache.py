@@ -329,10 +329,11 @@ class KVCache(Holder):
         """Elements that share a scale in the last fetch; there only when `bits` is."""
         return update.packing(self._held).group_size
 
-    def to_quantized(self, group_size: int = 64, bits: int = 4) -> KVCache:
+    def to_quantized(self, group_size: int = 64, bits: Bits = 4) -> KVCache:
         """A quantised copy of this cache; this cache itself if it is quantised already, whatever its bits.
 
-        mlx-lm's loop calls this after every step when it is given kv_bits, and puts the result in the cache's place.
+        mlx-lm's loop calls this after every step when it is given kv_bits, and puts the result in the cache's place;
+        its kv_bits may be a pair then, too, of keys and of values.
         """
         if not are_plain(self._held.codecs):
             return self

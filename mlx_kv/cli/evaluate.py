@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mlx_kv.bundled import model_path
+from mlx_kv.cli.codec_options import codec_options, codec_settings, in_words
 from mlx_kv.cli.config import short_name
 from mlx_kv.cli.evaluate_tables import by_budget, by_layer, by_part, draw
 from mlx_kv.cli.options import model_option
@@ -31,7 +32,7 @@ EXAMPLES = """
 Examples:
   mlx-kv eval
   mlx-kv eval --budgets 128,256 --scores key_diff,random --tasks passkey,recall --json
-  mlx-kv eval --tasks copy --share head --kv-bits 8 --seeds 5
+  mlx-kv eval --tasks copy --share head --kv-bits 8,4 --seeds 5
   mlx-kv eval --tasks perplexity --text notes.py --plot quality.png
   mlx-kv eval --model mlx-community/Qwen3-0.6B-4bit --rows 8 --seeds 1
   mlx-kv eval --model build/smollm2 --tasks needle,chat --question both --context 1024 --rows 2 --keep-recent 64
@@ -207,7 +208,7 @@ class Runs:
     is_flag=True,
     help="Have caches of needle, chat and their like compact while the context is read, as they do in decoding.",
 )
-@click.option("--kv-bits", type=int, metavar="N", help="Quantise keys and values, also of the full cache.")
+@codec_options
 @click.option(
     "--text",
     "text_file",
@@ -223,7 +224,9 @@ class Runs:
 def evaluate_command(
     model: str | None,
     tasks: tuple[str, ...],
-    kv_bits: int | None,
+    kv_bits: Any,
+    kv_codec: Any,
+    kv_rotate: bool,
     text_file: Path | None,
     plot: Path | None,
     as_json: bool,
@@ -241,7 +244,8 @@ def evaluate_command(
     from mlx_kv.evaluation.evaluate import TASKS
     from mlx_kv.evaluation.results import Settings
 
-    settings = Settings(bits=kv_bits, seen=SEEN[question], **options)  # refuses bad settings before anything is loaded
+    stored = codec_settings(kv_bits, kv_codec, kv_rotate)
+    settings = Settings(**stored, seen=SEEN[question], **options)  # refuses bad settings before anything is loaded
     for task in tasks:
         if task not in TASKS:
             raise click.UsageError(f"there is no task {task!r}: choose of {', '.join(TASKS)}")
@@ -292,6 +296,7 @@ def tables(results: Sequence[Result], settings: Settings) -> str:
 
 def settings_in_words(settings: Settings) -> str:
     rows = f"{settings.rows} rows, {settings.seeds} seed{'s' if settings.seeds > 1 else ''}"
-    bits = "" if settings.bits is None else f", {settings.bits} bits"
+    bits = "" if settings.bits is None else f", {in_words(settings.bits)} bits"
+    bits += "" if settings.codec is None else f", codec={in_words(settings.codec)}"
     layers = "" if settings.layers == "uniform" else f", layers={settings.layers}"
     return f"contexts of {settings.context:,} tokens, {rows}, share={settings.share}{layers}{bits}"

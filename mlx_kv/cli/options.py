@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from mlx_kv.cli.codec_options import codec_options, codec_settings
 from mlx_kv.cli.wording import SETTINGS
 
 if TYPE_CHECKING:
@@ -124,7 +125,7 @@ def policy_options(function: Command) -> Command:
     """The options that make a CachePolicy, for every command that makes caches or plans them."""
     number = _NUMBER
     options = (
-        click.option("--kv-bits", **number, help="Quantise keys and values to 2, 3, 4, 5, 6 or 8 bits."),
+        codec_options,
         click.option("--kv-group-size", **number, default=64, help="Elements that share a scale: 32, 64 or 128."),
         click.option("--quantized-kv-start", **number, default=0, help="Quantise once this many tokens are held."),
         click.option(
@@ -154,10 +155,11 @@ def make_policy(**options: Any) -> CachePolicy:
     from mlx_kv.cache.growth import FixedStep, Geometric, Tapered
     from mlx_kv.policy import CachePolicy
 
+    stored = codec_settings(**{name: options.pop(name) for name in ("kv_bits", "kv_codec", "kv_rotate")})
     options["kv_growth"] = {"tapered": Tapered, "geometric": Geometric, "step": FixedStep}[options["kv_growth"]]()
     if options["kv_score"] is None:
         options["kv_score"] = CachePolicy.score
-    return CachePolicy(**{SETTINGS.get(name, name): value for name, value in options.items()})
+    return CachePolicy(**stored, **{SETTINGS.get(name, name): value for name, value in options.items()})
 
 
 def tokens_line(name: str, tokens: int, per_second: float | None) -> str:

@@ -112,7 +112,7 @@ MOST_POLICIES = 4  # engines at once, where requests may choose
     "--allow-cache",
     multiple=True,
     metavar="SETTING=VALUES",
-    help="What requests may say of their cache: budget=256-4096, bits=8,4 or score=key_diff; repeat it.",
+    help="What requests may say of their cache: budget=256-4096, bits=8,8/4 or score=key_diff; repeat it.",
 )
 @number_option(
     "--prompt-memory-bytes",

@@ -14,6 +14,7 @@ import click
 # Where an option is not called as what it sets.
 SETTINGS = {
     "kv_bits": "bits",
+    "kv_codec": "codec",
     "kv_group_size": "group_size",
     "quantized_kv_start": "quantized_start",
     "kv_growth": "growth",

@@ -9,6 +9,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from mlx_kv.cache.codecs import Bits, Choice
 from mlx_kv.cache.eviction.granularity import Granularity, LayerBudgets
 from mlx_kv.cache.eviction.scores import find_score
 from mlx_kv.policy import SINKS, CachePolicy
@@ -26,7 +27,7 @@ class Settings:
         rows: contexts of each seed; texts and attention take an eighth of them.
         context: tokens that are compressed.
         seeds: repetitions with other contexts, from seed 0 up.
-        keep_recent, share, layers, bits: as in `CachePolicy`.
+        keep_recent, share, layers, bits, codec: as in `CachePolicy`.
         seen: whether questions of a language model are seen when a context is compressed: one, or both in turns.
         rolling: whether caches of such tasks compact while a context is read, step by step, as they do in decoding.
 
@@ -42,7 +43,8 @@ class Settings:
     keep_recent: int = 16
     share: Granularity = "layers"
     layers: LayerBudgets = "uniform"
-    bits: int | None = None
+    bits: Bits | None = None
+    codec: Choice | None = None
     seen: tuple[bool, ...] = (False,)
     rolling: bool = False
 
@@ -63,9 +65,10 @@ class Settings:
     def policy(self, score: str | None, budget: int | None, margin: int | None = None) -> CachePolicy:
         """What keeps `budget` tokens by a score, or everything. Without a margin, no context makes it evict."""
         if score is None or budget is None:
-            return CachePolicy(bits=self.bits)
+            return CachePolicy(bits=self.bits, codec=self.codec)
         return CachePolicy(
             bits=self.bits,
+            codec=self.codec,
             budget=budget,
             score=score,
             keep_recent=self.keep_recent,

@@ -16,7 +16,7 @@ import mlx.core as mx
 from mlx_lm.models import cache as stock
 
 from mlx_kv.cache.checks import MOST_TOKENS
-from mlx_kv.cache.codecs import affine_of, are_plain, find_codecs
+from mlx_kv.cache.codecs import affine_of, are_plain, find_codecs, in_words
 from mlx_kv.cache.growth import round_up
 from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.cache.layout import Append, Layout, Ring, Row
@@ -283,8 +283,7 @@ def _theirs(cache: Any, index: int) -> tuple[str, Any]:
         what = "chunks" if layout.chunk_size is not None else "evicted tokens" if row.evicted > 0 else "left padding"
         raise ValueError(f"cache {index} has {what}, which mlx-lm's format cannot hold: {mend}")
     if not plain and affine is None:
-        names = " and ".join(sorted({codec.name for codec in codecs}))
-        raise ValueError(f"cache {index} is stored by the codec {names}, and mlx-lm has no such thing: {mend}")
+        raise ValueError(f"cache {index} stores {in_words(codecs)}, and mlx-lm has no such thing: {mend}")
     if layout.window is not None:
         if not plain:
             raise ValueError(f"cache {index} is a quantised ring, and mlx-lm has no such thing: {mend}")

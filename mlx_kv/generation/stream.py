@@ -72,7 +72,8 @@ def stream_generate(
             `TemperatureSampler`, or what `make_prompt_cache` refuses.
     """
     for name in options.keys() & FOR_THE_POLICY.keys():
-        raise ValueError(f"{name} is mlx-lm's way to say it: use policy=CachePolicy({FOR_THE_POLICY[name]}=...)")
+        meant = f"{FOR_THE_POLICY[name]}={options[name]!r}"
+        raise ValueError(f"{name} is mlx-lm's way to say it: use policy=CachePolicy({meant})")
     if "draft_model" in options:
         raise ValueError("draft_model is for speculative_generate: call that")
     if policy is not None and prompt_cache is not None:

@@ -16,6 +16,8 @@ from mlx_kv.mlxlm.batching import only_attention, padding_is_read, rows_must_be_
 from mlx_kv.mlxlm.convert import make_prompt_cache
 from mlx_kv.policy import CachePolicy
 
+WORDS = (int, float, str, type(None))  # which tell what they are
+
 
 def caches_together(
     model: nn.Module, policy: CachePolicy, agreement: Agreement = ALONE, *, strict: bool = True
@@ -46,7 +48,8 @@ def check_alone(agreement: Agreement) -> None:
 def _check_leaders(policy: CachePolicy, agreement: Agreement) -> None:
     """Raises ValueError where a policy is not the leader's, as far as words and numbers tell."""
     every = {name: getattr(policy, name) for name in policy.changed()}
-    own = {name: value for name, value in every.items() if isinstance(value, int | float | str)}
+    every |= {name: list(value) for name, value in every.items() if isinstance(value, tuple)}  # as the link tells pairs
+    own = {name: value for name, value in every.items() if all(isinstance(one, WORDS) for one in _each(value))}
     leaders = agreement.told(lambda: own)
     if leaders != own:
         told, here = (", ".join(f"{name}={value!r}" for name, value in each.items()) for each in (leaders, own))
@@ -54,6 +57,10 @@ def _check_leaders(policy: CachePolicy, agreement: Agreement) -> None:
             f"the leader's policy has {told or 'all by default'}, that of this rank {here or 'all by default'}: "
             "give all ranks the same"
         )
+
+
+def _each(value: object) -> list[object]:
+    return value if isinstance(value, list) else [value]
 
 
 def equal_lengths(model: nn.Module, agreement: Agreement) -> tuple[bool, bool]:

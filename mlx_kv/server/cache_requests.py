@@ -10,12 +10,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from mlx_kv.cache.codecs import Bits, one_or_two
 from mlx_kv.policy import CachePolicy
 from mlx_kv.server.errors import ApiError
 from mlx_kv.server.fields import boolean, integer, json_kind, typed
 
 SETTINGS = ("budget", "bits", "score")  # for which the operator says what is allowed; keep is allowed to all
 MOST_BUDGET = 1 << 24
+LEAST_BITS, MOST_BITS = 2, 8
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class CacheRequest:
 
     budget: int | None = None
     score: str | None = None
-    bits: int | None = None
+    bits: Bits | None = None
     keep: bool = True
 
 
@@ -52,8 +54,38 @@ def cache_field(fields: dict[str, Any]) -> CacheRequest:
     return CacheRequest(
         integer(said, "cache.budget", 1, MOST_BUDGET),
         typed(said, "cache.score", str, None),
-        integer(said, "cache.bits", 2, 8),
+        _bits(said, "cache.bits"),
         boolean(said, "cache.keep") if "cache.keep" in said else True,
+    )
+
+
+def _bits(said: dict[str, Any], name: str) -> Bits | None:
+    """A number, or [of keys, of values], of which one may be null: that tensor stays as it is."""
+    given = said.get(name)
+    if not isinstance(given, list):
+        return integer(said, name, LEAST_BITS, MOST_BITS)
+    if len(given) != 2 or given == [None, None]:
+        raise ApiError(400, f"{name} is a list: send one number, or two, of keys and of values", name)
+    for each in given:
+        integer({name: each}, name, LEAST_BITS, MOST_BITS)
+    bits: Bits = one_or_two(given)
+    return bits
+
+
+def _bits_of_word(word: str) -> Bits:
+    """8, or 8/4 of keys and of values; one of two may be none."""
+    pair = [None if each == "none" else int(each) for each in word.split("/")]
+    bits: Bits = one_or_two(pair) if len(pair) > 1 else int(word)
+    CachePolicy(bits=bits)
+    return bits
+
+
+def in_words(setting: Any) -> str:
+    """A setting as the operator writes it."""
+    return (
+        "/".join("none" if each is None else str(each) for each in setting)
+        if isinstance(setting, tuple)
+        else str(setting)
     )
 
 
@@ -67,12 +99,12 @@ class AllowedCache:
     """
 
     budget: tuple[int, int] | None = None
-    bits: tuple[int, ...] = ()
+    bits: tuple[Bits, ...] = ()
     scores: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, options: Iterable[str]) -> AllowedCache:
-        """From words such as `budget=256-4096`, `bits=8,4` and `score=key_diff,snapkv`.
+        """From words such as `budget=256-4096`, `bits=8,4,8/4` and `score=key_diff,snap_kv`.
 
         Raises:
             ValueError: words that say nothing.
@@ -86,15 +118,13 @@ class AllowedCache:
                     least, most = map(int, values.split("-"))
                     allowed = replace(allowed, budget=(least, most))
                 elif name == "bits" and words:
-                    for bits in (chosen := tuple(map(int, words))):
-                        CachePolicy(bits=bits)
-                    allowed = replace(allowed, bits=chosen)
+                    allowed = replace(allowed, bits=tuple(map(_bits_of_word, words)))
                 elif name == "score" and words:
                     for score in words:
                         CachePolicy(budget=1024, score=score)
                     allowed = replace(allowed, scores=tuple(words))
                 else:
-                    raise ValueError("give budget=LEAST-MOST, bits=8,4 or score=NAME,NAME")
+                    raise ValueError("give budget=LEAST-MOST, bits=8,8/4 or score=NAME,NAME")
             except ValueError as error:
                 reason = "give budget=LEAST-MOST" if name == "budget" else str(error)
                 raise ValueError(f"--allow-cache {option}: {reason}") from error
@@ -126,7 +156,7 @@ class AllowedCache:
             fine, told = least <= value <= most, f"{least} to {most}" if self.budget else ""
         else:
             values = self.bits if name == "bits" else self.scores
-            fine, told = value in values, ", ".join(map(str, values))
+            fine, told = value in values, ", ".join(map(in_words, values))
         if not fine:
             what = f"this server allows {told}" if told else "this server allows no other than its own: leave it out"
-            raise ApiError(400, f"cache.{name} is {str(value)[:80]}: {what}", f"cache.{name}", "cache_not_allowed")
+            raise ApiError(400, f"cache.{name} is {in_words(value)[:80]}: {what}", f"cache.{name}", "cache_not_allowed")

@@ -11,6 +11,7 @@ from functools import partial
 
 from mlx_kv.mlxlm.traverse import leaves
 from mlx_kv.policy import CachePolicy
+from mlx_kv.server.cache_requests import in_words
 from mlx_kv.server.job import Job
 from mlx_kv.server.kept_prompts import KeptPrompts
 from mlx_kv.server.memory_plan import RowPlan, plan_rows
@@ -22,7 +23,7 @@ MOST_PLANS = 256  # policies whose bytes are remembered
 def policy_name(policy: CachePolicy) -> str:
     """A policy in words."""
     settings = [name for name in policy.changed() if name != "growth"]
-    return ", ".join(f"{name} {getattr(policy, name)}" for name in settings) or "all tokens as they are"
+    return ", ".join(f"{name} {in_words(getattr(policy, name))}" for name in settings) or "all tokens as they are"
 
 
 class RowsByPolicy:

@@ -96,6 +96,27 @@ def test_json_is_one_object_and_options_reach_the_caches() -> None:
     assert plain["kv_growths"] == 0
 
 
+# Bytes of keys and of values of 64 elements. With bits, a group has a scale and a bias of 4 bytes; else a scale of 1.
+STORED: dict[str, tuple[tuple[str, ...], int]] = {
+    "a pair": (("--kv-bits", "8,4"), (64 + 8) + (32 + 8)),
+    "one of two": (("--kv-bits", "none,4"), 256 + (32 + 8)),
+    "rotated": (("--kv-bits", "4", "--kv-rotate"), 2 * (32 + 8)),
+    "rotated, one of two": (("--kv-bits", "4,none", "--kv-rotate"), (32 + 8) + 256),
+    "groups": (("--kv-bits", "8,4", "--kv-group-size", "32"), (64 + 16) + (32 + 16)),
+    "mxfp8": (("--kv-codec", "mxfp8"), 2 * (64 + 2)),
+    "two codecs": (("--kv-codec", "mxfp8,nvfp4"), (64 + 2) + (32 + 4)),
+    "two codecs, one with bits": (("--kv-codec", "rotated,mxfp4", "--kv-bits", "8,none"), (64 + 8) + (32 + 2)),
+}
+
+
+@pytest.mark.parametrize("kind", STORED)
+def test_bits_apart_and_codecs_reach_the_caches(kind: str, command: Any) -> None:
+    options, per_head = STORED[kind]
+    done = command("generate", "--prompt", "import os\n", "--max-tokens", "3", "--json", *options)
+    answer = json.loads(done.out)
+    assert answer["kv_bytes_live"] == (answer["prompt_tokens"] + 3) * 4 * 2 * per_head
+
+
 @pytest.mark.slow
 def test_a_draft_model_changes_the_speed_and_not_the_text() -> None:
     common = ("generate", "--prompt-file", str(GROWTH), "--max-tokens", "24", "--json")
@@ -152,6 +173,28 @@ BAD = {
     "bits": (
         ["generate", "--prompt", "x", "--kv-bits", "7"],
         "error: --kv-bits 7: a quantised cache has 2, 3, 4, 5, 6, 8 bits",
+    ),
+    "bits of one of two": (
+        ["generate", "--prompt", "x", "--kv-bits", "8,7"],
+        "error: --kv-bits 7: a quantised cache has 2, 3, 4, 5, 6, 8 bits",
+    ),
+    "bits of three": (["generate", "--prompt", "x", "--kv-bits", "8,4,2"], "'8,4,2': give one, or two with a comma"),
+    "bits in words": (["generate", "--prompt", "x", "--kv-bits", "8,many"], "'many' is no number of bits: give 8, say"),
+    "no bits": (["generate", "--prompt", "x", "--kv-bits", "none"], "'none' is no number of bits"),
+    "no codec": (["generate", "--prompt", "x", "--kv-codec", "nobody"], "there is no codec 'nobody': choose one of"),
+    "rotated by what": (["generate", "--prompt", "x", "--kv-rotate"], "--kv-rotate needs --kv-bits: say how many"),
+    "rotated codec": (
+        ["generate", "--prompt", "x", "--kv-bits", "8,none", "--kv-codec", "rotated"],
+        "--kv-codec rotated needs --kv-bits: say how many",
+    ),
+    "rotated twice": (
+        ["generate", "--prompt", "x", "--kv-bits", "8", "--kv-rotate", "--kv-codec", "mxfp8"],
+        "--kv-rotate is short for --kv-codec rotated: give one of them",
+    ),
+    "bits and a codec": (
+        ["generate", "--prompt", "x", "--kv-bits", "8", "--kv-codec", "mxfp8"],
+        "got --kv-bits 8 and --kv-codec mxfp8, which both say how tensors are stored: give one of them, or "
+        "--kv-codec rotated",
     ),
     "group": (
         ["generate", "--prompt", "x", "--kv-bits", "8", "--kv-group-size", "7"],

@@ -91,6 +91,8 @@ def test_json_has_exact_bytes(tmp_path: Path, call: Any) -> None:
     assert held["window + max_write - 1"] == [3 * (1279 * sliding + n * full) for n in (4096, 131072)]
     packed = held["window + max_write - 1, 8 bits"]  # 8 bits, and 2 x 16 for each group of 64
     assert packed == [3 * (1279 * sliding + n * full) * 17 // 32 for n in (4096, 131072)]
+    apart = held["window + max_write - 1, K8V4"]  # 17 and 9 of 32 for keys and values, which are as wide
+    assert apart == [3 * (1279 * sliding + n * full) * 13 // 32 for n in (4096, 131072)]
     assert answer["contexts"] == [4096, 131072]
     assert [layer["caches"] for layer in answer["layers"]] == [50, 10]
 
@@ -142,6 +144,9 @@ CHUNK = 8
 POLICIES = {
     "plain": CachePolicy(max_write=CHUNK),
     "8 bits": CachePolicy(max_write=CHUNK, bits=8, group_size=32),
+    "bits apart": CachePolicy(max_write=CHUNK, bits=(8, 4), group_size=32),
+    "rotated": CachePolicy(max_write=CHUNK, bits=4, group_size=32, codec="rotated"),
+    "mxfp8 and plain": CachePolicy(max_write=CHUNK, codec=("mxfp8", "plain")),
     "bounded": CachePolicy(max_write=CHUNK, max_kv_size=20),
     "rollback, 4 bits": CachePolicy(max_write=CHUNK, max_rollback=11, bits=4, group_size=32),
 }
@@ -171,7 +176,8 @@ def test_every_family_has_a_plan(family: str) -> None:
     rows = planner.compare(strategies(CachePolicy(group_size=32)), [10, 1000])
     held = {row.name: row.bytes_held for row in rows}
     assert all(0 < few < many for few, many in held.values())
-    assert held["window + max_write - 1, 4 bits"] < held["window + max_write - 1, 8 bits"] < held["full"]
+    fewer = [held[f"window + max_write - 1, {how}"] for how in ("4 bits", "K8V4", "8 bits")]
+    assert fewer[0] < fewer[1] < fewer[2] < held["full"]
     assert not [layer for layer in planner.layers(CachePolicy()) if layer.kind.startswith("not planned")]
 
 
@@ -219,6 +225,24 @@ def test_a_bundled_model_has_a_plan(call: Any) -> None:
     assert "reference (llama), keys and values in float16" in done.out
     assert "this policy: CachePolicy(bits=8, max_kv_size=300)" in done.out
     assert "Not included: weights, activations" in done.out
+
+
+# What is said, and the policy that it is: two words for one thing are one, and codecs are told by their names.
+SAID = {
+    ("--kv-bits", "8,4"): "bits=(8, 4)",
+    ("--kv-bits", "8,8"): "bits=8",
+    ("--kv-bits", "8,4", "--kv-rotate"): "bits=(8, 4), codec='rotated'",
+    ("--kv-bits", "4", "--kv-codec", "rotated"): "bits=4, codec='rotated'",
+    ("--kv-bits", "8,none", "--kv-rotate"): "bits=(8, None), codec=('rotated', 'plain')",
+    ("--kv-codec", "mxfp8"): "codec='mxfp8'",
+    ("--kv-codec", "mxfp8,mxfp4"): "codec=('mxfp8', 'mxfp4')",
+}
+
+
+@pytest.mark.parametrize("options", SAID, ids=" ".join)
+def test_a_plan_says_how_keys_and_values_are_stored(options: tuple[str, ...], call: Any) -> None:
+    done = call("plan", *GOOD, "--context", "64", *options)
+    assert f"\nthis policy: CachePolicy({SAID[options]})\n" in done.out
 
 
 def test_of_a_hub_id_only_the_config_is_fetched(tmp_path: Path, call: Any, monkeypatch: pytest.MonkeyPatch) -> None:

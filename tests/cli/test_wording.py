@@ -28,6 +28,7 @@ SAID = {
     "group_size is 'x': choose": "--kv-group-size x: choose",
     "not a multiple of group_size=48; use group_size=32 or 64": "not a multiple of --kv-group-size 48; "
     "use --kv-group-size 32 or 64",
+    "got bits=8 and codec='mxfp8', which both say": "got --kv-bits 8 and --kv-codec mxfp8, which both say",
     "use bits=None: no group fits": "leave out --kv-bits: no group fits",
     "quantized_start is 9, but bits is None: say": "--quantized-kv-start 9, but --kv-bits is not given: say",
     "a budget and max_kv_size, give one": "a budget and --max-kv-size, give one",

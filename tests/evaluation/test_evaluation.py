@@ -12,6 +12,7 @@ import pytest
 from tiny_models import make_model
 
 from mlx_kv.cache.eviction.scores import score_names
+from mlx_kv.cli.evaluate import settings_in_words
 from mlx_kv.evaluation import evaluate as evaluation
 from mlx_kv.evaluation import tasks
 from mlx_kv.evaluation.evaluate import Context, evaluate, right_answers, tokens_read
@@ -54,6 +55,14 @@ def test_an_answer_is_right_when_all_of_its_tokens_are() -> None:
 def test_the_full_cache_recalls(recall_model: Any) -> None:
     trial = tasks.recall(np.random.default_rng(1), tasks.RecallLanguage(), replace(SHAPE, rows=16), 8)
     assert accuracy(recall_model[0], trial, SMALL, None, None).mean() >= 0.95
+
+
+def test_policies_store_as_settings_say() -> None:
+    settings = replace(SMALL, bits=(8, 4), codec="rotated")
+    for policy in (settings.policy(None, None), settings.policy("recent", 64)):
+        assert (policy.bits, policy.codec) == ((8, 4), "rotated")
+    assert settings_in_words(settings).endswith(", share=layers, 8,4 bits, codec=rotated")
+    assert settings_in_words(SMALL).endswith(", share=layers")
 
 
 @pytest.mark.parametrize("bits", [None, 8])

@@ -64,6 +64,47 @@ def test_every_kind_goes_on_as_it_was(kind: str, bits: int | None, dtype: str, r
     go_on([cache, loaded], spec, DTYPES[dtype])
 
 
+STORED = {
+    "bits apart": CachePolicy(bits=(8, 4), group_size=32),
+    "rotated": CachePolicy(bits=8, group_size=32, codec="rotated"),
+    "rotated, bits apart, a budget": CachePolicy(
+        bits=(8, 4), group_size=32, codec="rotated", budget=40, keep_recent=6, sinks=2, margin=5
+    ),
+    "mxfp8": CachePolicy(codec="mxfp8"),
+    "nvfp4 and plain, a ring": CachePolicy(codec=("nvfp4", "plain"), max_kv_size=40, max_write=16),
+    "not yet": CachePolicy(bits=(8, 4), group_size=32, quantized_start=100),
+}
+
+
+@pytest.mark.parametrize("kind", STORED)
+def test_planes_of_every_packing_go_on_as_they_were(kind: str, tmp_path: Path) -> None:
+    model = make_model("llama")
+    caches = make_prompt_cache(model, STORED[kind])
+    feed(model, caches, PROMPT, 16)
+    save_prompt_cache(tmp_path / "a.safetensors", caches)
+    loaded = load_prompt_cache(tmp_path / "a.safetensors")
+    for own, other in zip(caches, loaded, strict=True):
+        assert [(each.name, each.parameters) for each in own.view.codecs] == [
+            (each.name, each.parameters) for each in other.view.codecs
+        ]
+        assert str(own) == str(other)
+    mlx_kv.show_attention(model, loaded)  # as the loops of this library do
+    assert mx.array_equal(feed(model, caches, AFTER, 1), feed(model, loaded, AFTER, 1)).item()
+    with pytest.raises(ValueError, match=r"^cache 0 .*leave out format='mlx-lm'") as refused:
+        save_prompt_cache(tmp_path / "b.safetensors", caches, format="mlx-lm")
+    assert "\n" not in str(refused.value)
+
+
+def test_a_cache_says_how_it_stores() -> None:
+    for policy, told in (
+        (CachePolicy(bits=8), ", bits=8)"),
+        (CachePolicy(bits=(8, 8)), ", bits=8)"),
+        (CachePolicy(codec="mxfp8"), ", keys as mxfp8 {} and values as mxfp8 {})"),
+        (CachePolicy(), "nbytes=0)"),
+    ):
+        assert str(policy.make_cache()).endswith(told)
+
+
 def test_a_write_longer_than_was_planned_for_is_saved_too(tmp_path: Path) -> None:
     for cache in (ChunkedKVCache(16, max_write=5), RingKVCache(16, max_write=5)):
         for new in (5, 27):

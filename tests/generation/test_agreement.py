@@ -122,7 +122,17 @@ def test_another_policy_than_the_leaders_is_refused() -> None:
         def told(self, say: Any) -> Any:
             return {"budget": 80, "share": "layer"}
 
+    class FollowsPair(Follows):
+        def told(self, say: Any) -> Any:
+            return {"bits": [8, 4], "group_size": 32}  # as the link tells a pair
+
     model = make_model("llama")
+    assert caches_together(model, CachePolicy(bits=(8, 4), group_size=32), FollowsPair())
+    for bits in ((4, 8), (8, None), 8, None):
+        with pytest.raises(
+            ValueError, match=r"the leader's policy has bits=\[8, 4\], group_size=32, that of this rank"
+        ):
+            caches_together(model, CachePolicy(bits=bits, group_size=32), FollowsPair())
     assert caches_together(model, CachePolicy(budget=80, share="layer"), Follows())
     for other in (CachePolicy(), CachePolicy(budget=81, share="layer"), CachePolicy(budget=80)):
         with pytest.raises(ValueError, match="the leader's policy has budget=80, share='layer', that of this rank"):

@@ -25,6 +25,7 @@ from mlx_kv import (
     stream_generate,
 )
 from mlx_kv.bundled import FOLDER
+from mlx_kv.cache.codecs import bits_of
 from mlx_kv.evaluation.contexts import read
 from mlx_kv.evaluation.inspection import inspect_prompt
 from mlx_kv.generation.encoding import encode_prompt
@@ -77,6 +78,17 @@ def test_quantising_later_equals_mlx_lms_loop_doing_it(reference: Reference, pro
     assert ids(stream_generate(*reference, prompt, policy=policy, max_tokens=64, prefill_step_size=500)) == wanted
 
 
+@pytest.mark.parametrize("kv_bits", [8, (8, 4)])
+def test_mlx_lms_loop_quantises_our_caches_to_its_bits(kv_bits: Any, reference: Reference, prompt: list[int]) -> None:
+    caches = make_prompt_cache(reference[0])
+    options = {"kv_bits": kv_bits, "quantized_kv_start": 0}
+    for _ in stock_stream_generate(*reference, prompt[:50], max_tokens=4, prompt_cache=caches, **options):
+        pass
+    for cache in caches:
+        assert bits_of(cache.view.codecs) == ((8, 8) if kv_bits == 8 else kv_bits)
+        assert [len(tensor) for tensor in (cache.state.keys, cache.state.values)] == [3, 3]
+
+
 def test_sampling_with_a_seed_equals_mlx_lms(reference: Reference, prompt: list[int]) -> None:
     runs = []
     for generate in (stream_generate, stock_stream_generate):
@@ -127,8 +139,9 @@ def test_text_and_ids_are_the_same_prompt(reference: Reference) -> None:
         ({"prompt": ""}, "the prompt is empty"),
         ({"max_tokens": 0}, "max_tokens is 0"),
         ({"max_tokens": -2}, "max_tokens is -2"),
-        ({"kv_bits": 8}, r"use policy=CachePolicy\(bits=...\)"),
-        ({"max_kv_size": 8}, r"use policy=CachePolicy\(max_kv_size=...\)"),
+        ({"kv_bits": 8}, r"use policy=CachePolicy\(bits=8\)"),
+        ({"kv_bits": (8, 4)}, r"use policy=CachePolicy\(bits=\(8, 4\)\)"),
+        ({"max_kv_size": 8}, r"use policy=CachePolicy\(max_kv_size=8\)"),
         ({"draft_model": None}, "draft_model is for speculative_generate"),
         ({"max_tokens": 2.5}, "max_tokens is 2.5"),
         ({"prompt": mx.array([[1, 2]])}, r"the prompt has shape \(1, 2\)"),

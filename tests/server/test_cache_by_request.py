@@ -16,7 +16,7 @@ from mlx_kv.server.errors import ApiError
 from mlx_kv.server.models import Models
 from mlx_kv.server.policy_rows import PolicyRows
 
-ALLOWED = AllowedCache.of(["budget=96-512", "bits=8,4", "score=key_diff,recent"])
+ALLOWED = AllowedCache.of(["budget=96-512", "bits=8,4,8/4", "score=key_diff,recent"])
 POLICIES: list[dict[str, Any]] = [{}, {"bits": 8}, {"budget": 128}, {"budget": 128, "bits": 8, "score": "recent"}]
 
 
@@ -46,7 +46,7 @@ def test_rows_of_different_policies_are_served_side_by_side_as_each_would_be_alo
 
 
 def test_what_was_read_is_found_under_its_policy_alone(server: Running) -> None:
-    for cache in ({}, {"bits": 8}, {"budget": 300}):
+    for cache in ({}, {"bits": 8}, {"budget": 300}, {"bits": [8, 4]}):
         for again in (False, True):
             answer = server.post(prompt=LONG[:600], max_tokens=2, cache=cache).json()
             assert (cached(answer) > 0) == again, cache
@@ -138,6 +138,13 @@ def test_an_engine_that_cannot_be_made_ends_the_request_that_wanted_it_alone(mon
         ({"budget": 2.5}, "cache.budget"),
         ({"bits": 5}, "cache.bits"),
         ({"bits": 9}, "cache.bits"),
+        ({"bits": [4, 8]}, "cache.bits"),
+        ({"bits": [8, None]}, "cache.bits"),
+        ({"bits": [8, 9]}, "cache.bits"),
+        ({"bits": [8, 4, 4]}, "cache.bits"),
+        ({"bits": [None, None]}, "cache.bits"),
+        ({"bits": [[8], 4]}, "cache.bits"),
+        ({"bits": "8/4"}, "cache.bits"),
         ({"score": "nobody", "budget": 128}, "cache.score"),
         ({"score": 5}, "cache.score"),
         ({"score": "recent"}, "cache"),  # without a budget
@@ -158,7 +165,52 @@ def test_a_server_that_allows_nothing_says_so() -> None:
     assert cache_field({}) == CacheRequest()
 
 
-@pytest.mark.parametrize("words", ["budget", "budget=5", "bits=", "bits=7", "score=nobody", "keep=1", ""])
+def test_bits_of_keys_and_of_values_apart() -> None:
+    allowed = AllowedCache.of(["bits=8/4, 6,4/4"])
+    assert allowed.bits == ((8, 4), 6, 4)
+    for sent, stored in (([8, 4], (8, 4)), ([6, 6], 6), (6, 6), ([4, 4], 4)):
+        policy = allowed.policy(CachePolicy(codec="rotated", bits=8), cache_field({"cache": {"bits": sent}}))
+        assert policy == CachePolicy(codec="rotated", bits=stored)  # type: ignore[arg-type]
+        assert hash(policy) is not None
+    for sent, told in ((8, "8"), ([4, 8], "4/8"), ([8, None], "8/none")):
+        with pytest.raises(ApiError, match=f"cache.bits is {told}: this server allows 8/4, 6, 4$"):
+            allowed.policy(CachePolicy(), cache_field({"cache": {"bits": sent}}))
+    own = AllowedCache.of(["bits=8/none"]).policy(CachePolicy(), cache_field({"cache": {"bits": [8, None]}}))
+    assert own == CachePolicy(bits=(8, None))
+    assert AllowedCache().policy(own, cache_field({"cache": {"bits": [8, None]}})) == own
+    with pytest.raises(ApiError, match="got bits=6 and codec='mxfp8', which both say"):
+        allowed.policy(CachePolicy(codec="mxfp8"), cache_field({"cache": {"bits": 6}}))
+
+
+# Bytes of a token of the reference model: 4 layers of 2 heads, keys and values of 64 elements.
+STORED: list[tuple[CachePolicy, str, int]] = [
+    (CachePolicy(bits=(8, 4)), "bits 8/4", 8 * (72 + 40)),
+    (CachePolicy(bits=(4, 8), codec="rotated"), "bits 4/8, codec rotated", 8 * (40 + 72)),
+    (CachePolicy(codec=("mxfp8", "nvfp4")), "codec mxfp8/nvfp4", 8 * (66 + 36)),
+]
+
+
+@pytest.mark.parametrize(("policy", "name", "token_bytes"), STORED, ids=[name for _, name, _ in STORED])
+def test_what_is_in_memory_is_told_as_it_is_stored(policy: CachePolicy, name: str, token_bytes: int) -> None:
+    prompts = [LONG[:300], LONG[400:900]]
+    with running(policy) as server, ThreadPoolExecutor(2) as pool:
+        seen: list[Any] = []
+        asked = [pool.submit(server.complete, prompt, 64) for prompt in prompts]
+        while not all(each.done() for each in asked):
+            seen.append(server.http.get("/memory").json())
+    told = [each for each in seen if each["rows"]]
+    assert {row["policy"] for each in told for row in each["rows"]} == {name}
+    held = [each for each in told if each["bytes_live"]]
+    assert held
+    for each in held:
+        assert each["bytes_live"] % token_bytes == 0
+        assert each["bytes_allocated"] % (256 * token_bytes) == 0
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["budget", "budget=5", "bits=", "bits=7", "bits=8/7", "bits=8/", "bits=8/4/4", "score=nobody", "keep=1", ""],
+)
 def test_words_of_the_operator_that_say_nothing_are_refused(words: str) -> None:
     with pytest.raises(ValueError, match="--allow-cache"):
         AllowedCache.of([words])

@@ -8,6 +8,7 @@ from mlx_kv.cache.codecs.microscaled import Microscaled
 from mlx_kv.cache.codecs.names import codec_names, find_codec, register_codec
 from mlx_kv.cache.codecs.pairs import (
     PLAIN,
+    TAKE_BITS,
     Bits,
     Choice,
     Codecs,
@@ -17,6 +18,7 @@ from mlx_kv.cache.codecs.pairs import (
     bits_of,
     find_codecs,
     in_words,
+    one_or_two,
     packing_of,
     packings_of,
 )
@@ -24,6 +26,7 @@ from mlx_kv.cache.codecs.plain import Plain
 
 __all__ = [
     "PLAIN",
+    "TAKE_BITS",
     "Affine",
     "Bits",
     "Choice",
@@ -42,6 +45,7 @@ __all__ = [
     "find_codec",
     "find_codecs",
     "in_words",
+    "one_or_two",
     "packing_of",
     "packings_of",
     "register_codec",

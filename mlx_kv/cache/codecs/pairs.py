@@ -40,8 +40,8 @@ def _codec(kind: str | Codec | None, bits: int | None, group_size: int) -> Codec
         return Plain() if kind is None else find_codec(kind)
     if kind is not None and kind not in TAKE_BITS:
         raise ValueError(
-            f"got bits={bits} and a codec, which both say how tensors are stored: give one of them, "
-            f"or the codec {' or '.join(TAKE_BITS)} by its name"
+            f"got bits={bits} and codec={kind if isinstance(kind, str) else kind.name!r}, which both say how tensors "
+            "are stored: give one of them, or codec='rotated' beside bits"
         )
     return find_codec(kind or "affine", {"bits": bits, "group_size": group_size})
 
@@ -53,6 +53,15 @@ def _both(name: str, given: Any) -> tuple[Any, Any]:
     if len(given) != 2:
         raise ValueError(f"{name} is {given!r}: give one, or two, of keys and of values")
     return given[0], given[1]
+
+
+def one_or_two(given: Any) -> Any:
+    """What is said of both tensors, as it is compared: a tuple, or one thing where keys and values have the same."""
+    if not isinstance(given, (tuple, list)):
+        return given
+    one, *others = given or [None]
+    same = len(others) == 1 and type(one) is type(others[0]) and one == others[0]
+    return one if same else tuple(given)
 
 
 def alike(one: Codec, other: Codec) -> bool:
