@@ -273,12 +273,20 @@ def test_the_exponential_is_as_exact_as_it_says() -> None:
     assert not np.array(exponential.exponential(mx.array(below.astype(np.float32)))).any()
 
 
-@pytest.mark.parametrize("which", range(6))
-def test_a_term_of_the_exponential_that_is_off_is_caught(which: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the first term a percent, of the last a millionth."""
-    series = list(exponential.SERIES)
-    series[which] *= 1 + 10.0 ** -(which + 1)
-    monkeypatch.setattr(exponential, "SERIES", tuple(series))
+@pytest.mark.parametrize(
+    ("name", "which", "off"),
+    [
+        *(("SERIES", *each) for each in enumerate((4, 0.3, 0.03, 3e-3, 3e-4, 1e-4))),
+        ("LN_2", 0, 1e-6),
+        ("LN_2", 1, 1e-3),
+    ],
+)
+def test_a_constant_of_the_exponential_that_is_off_is_caught(
+    name: str, which: int, off: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    constants = list(getattr(exponential, name))
+    constants[which] *= 1 + off
+    monkeypatch.setattr(exponential, name, tuple(constants))
     mx.disable_compile()
     try:
         assert furthest(np.linspace(-87, 0, 100_003, dtype=np.float32)) > 3e-7
