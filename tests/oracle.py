@@ -108,6 +108,7 @@ class Spec:
     score: str = "key_norm"
     share: Any = "layers"
     codec: Any = None  # instead of bits: one of `outside.LEFT`, or two, of keys and of values
+    carries: bool = False  # something that shows it its attention, which it can then answer itself
 
     @property
     def most_slots(self) -> int | None:
@@ -128,6 +129,15 @@ class Spec:
         return left_of(self.codec[which] if isinstance(self.codec, tuple) else self.codec, np.array(x))
 
     def make(self) -> KVCache:
+        return self.carried(self._made())
+
+    def carried(self, cache: KVCache) -> KVCache:
+        """The cache, which carries what this one does."""
+        if self.carries:
+            cache.carry(object())
+        return cache
+
+    def _made(self) -> KVCache:
         if self.budget is not None:
             return CompressedKVCache(
                 self.budget,
@@ -191,7 +201,7 @@ def poison(cache: KVCache) -> None:
                 gone = np.array(cache.positions) < 0  # (B, H', n)
                 dead = np.broadcast_to(dead, (len(live), gone.shape[1], plane.shape[2])).copy()
                 dead[:, :, : gone.shape[2]] |= gone
-            large = {mx.uint32: 0xDEADBEEF, mx.int8: 99}.get(plane.dtype, 1e4)
+            large = {mx.uint32: 0xDEADBEEF, mx.int8: 99, mx.uint8: 0xA7}.get(plane.dtype, 1e4)  # in e8m0 2^40
             bad = mx.array(large, plane.dtype)
             planes.append(mx.where(mx.array(dead)[..., None], bad, plane))
         buffer.planes = tuple(planes)
@@ -327,7 +337,7 @@ class Twins:
     def replace_by_loaded(self) -> None:
         """Goes on with what `from_state` makes of `state`; writes to the originals must not reach it."""
         old = self.each()
-        self.cache, self.poisoned = KVCache.from_state(self.cache.state), KVCache.from_state(self.poisoned.state)
+        self.cache, self.poisoned = (self.spec.carried(KVCache.from_state(cache.state)) for cache in old)
         self._destroy(old)
 
     def _destroy(self, caches: Sequence[KVCache]) -> None:

@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_kv import register_codec
-from mlx_kv.cache.codecs import Affine, Plane, Planes
+from mlx_kv.cache.codecs import Affine, Codec, Microscaled, Plane, Planes
 
 
 class Half:
@@ -81,14 +81,31 @@ def round_trip(x: mx.array, bits: int | None, group_size: int) -> mx.array:
     return mx.dequantize(*mx.quantize(x, group_size, bits), group_size, bits)
 
 
+def decoded(codec: Codec) -> Callable[[np.ndarray], np.ndarray]:
+    """What a codec of ours leaves: bit for bit what it makes of its planes, whatever was stored with it."""
+    return lambda x: np.array(codec.decode(codec.encode(mx.array(x)), mx.float32))
+
+
 FEW = Scaled(levels=7)
+ROTATED = Affine(4, 32, rotate=True)
 LEFT: dict[Any, Callable[[np.ndarray], np.ndarray]] = {
     "plain": lambda x: x,
     "half": lambda x: x.astype(np.float16).astype(x.dtype),
     "scaled": lambda x: scaled(x, 127),
     FEW: lambda x: scaled(x, 7),
     Affine(4, 32): lambda x: np.array(round_trip(mx.array(x), 4, 32)),
+    Affine(8, 32): lambda x: np.array(round_trip(mx.array(x), 8, 32)),
+    ROTATED: decoded(ROTATED),
+    "mxfp8": decoded(Microscaled("mxfp8")),
 }
+# Packed in ways that only our own attention reads.
+PACKED: tuple[Any, ...] = (
+    (Affine(8, 32), Affine(4, 32)),
+    ROTATED,
+    (ROTATED, Affine(4, 32)),
+    "mxfp8",
+    ("mxfp8", ROTATED),
+)
 CODECS: tuple[Any, ...] = (
     "half",
     "scaled",
@@ -98,12 +115,18 @@ CODECS: tuple[Any, ...] = (
     ("scaled", "plain"),
     (Affine(4, 32), FEW),
     ("plain", Affine(4, 32)),
+    *PACKED,
+)
+# What a `Spec` says of how tensors are stored.
+STORED: tuple[dict[str, Any], ...] = (
+    *({"bits": bits} for bits in (None, None, None, 8, 8, 4, 4)),
+    *({"codec": codec, "carries": True} for codec in PACKED),
 )
 
 
 def left_of(codec: Any, x: np.ndarray) -> np.ndarray:
     """What is left of x once it was stored."""
-    return LEFT[codec](x)
+    return LEFT[codec](x) if x.size else x
 
 
 register_codec("half", Half)

@@ -45,6 +45,7 @@ class Kind:
     window: int | None = None
     chunk: int | None = None
     layers: int = 1
+    carries: bool = False
 
     def make(self) -> list[KVCache]:
         return self._made(self.policy)
@@ -56,21 +57,31 @@ class Kind:
     def _made(self, policy: CachePolicy) -> list[KVCache]:
         layer_group = LayerGroup()
         layout = policy.layout(self.window, sinks=2 if self.window else 0, chunk_size=self.chunk)
-        return [policy.make_cache(layout, layer_group=layer_group, layer=i) for i in range(self.layers)]
+        made = [policy.make_cache(layout, layer_group=layer_group, layer=i) for i in range(self.layers)]
+        for cache in made if self.carries else []:
+            cache.carry(object())
+        return made
 
 
 def kinds() -> st.SearchStrategy[Kind]:
-    storage = st.sampled_from([{}, {}, {"bits": 8, "group_size": 32}, {"bits": 4, "group_size": 32}])
+    apart: list[dict[str, Any]] = [
+        {"bits": (8, 4), "group_size": 32},
+        {"bits": 4, "group_size": 32, "codec": ("rotated", "affine")},
+        {"codec": "mxfp8"},
+    ]
+    storage = st.sampled_from([*[{}] * 3, *[{"bits": bits, "group_size": 32} for bits in (8, 8, 4, 4)], *apart])
     bounds = st.sampled_from(["full", "ring", "chunks", "layers", "layer", "head"])
 
-    def made(storage: dict[str, Any], bound: str, score: str, rollback: int) -> Kind:
+    def made(storage: dict[str, Any], bound: str, score: str, rollback: int, carries: bool) -> Kind:
         if bound in ("layers", "layer", "head"):
             policy = CachePolicy(budget=12, keep_recent=4, sinks=2, margin=3, share=bound, score=score, **storage)
-            return Kind(policy, layers=2)
+            return Kind(policy, layers=2, carries=carries)
         policy = CachePolicy(max_write=5, max_rollback=rollback, **storage)
-        return Kind(policy, window=9 if bound == "ring" else None, chunk=6 if bound == "chunks" else None)
+        window, chunk = 9 if bound == "ring" else None, 6 if bound == "chunks" else None
+        return Kind(policy, window, chunk, carries=carries)
 
-    return st.builds(made, storage, bounds, st.sampled_from(["key_norm", "key_diff", "random"]), st.integers(0, 5))
+    scores = st.sampled_from(["key_norm", "key_diff", "random"])
+    return st.builds(made, storage, bounds, scores, st.integers(0, 5), st.booleans())
 
 
 @dataclass

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from oracle import HEADS, Spec, Twins
+from outside import PACKED, STORED
 
 import mlx_kv.cache.buffers
 import mlx_kv.cache.kv_cache
@@ -19,15 +20,21 @@ from mlx_kv import KVCache
 from mlx_kv.cache.layout import Append, Row
 
 STORAGE = {
-    "bits": st.sampled_from([None, None, 8, 4]),
+    "stored": st.sampled_from(STORED),
     "rows": st.sampled_from([1, 3]),
     "key_dim": st.sampled_from([32, 64]),
     "value_dim": st.sampled_from([32, 64]),
     "packed_decode": st.booleans(),
     "reserve": st.sampled_from([0, 300]),
 }
+
+
+def spec_of(stored: dict[str, Any], **options: Any) -> Spec:
+    return Spec(**stored, **options)
+
+
 specs = st.builds(
-    Spec,
+    spec_of,
     **STORAGE,
     step_growth=st.booleans(),
     window=st.sampled_from([None, None, 7]),
@@ -97,6 +104,23 @@ def test_quantises_once_at_the_start_that_was_asked_for(rows: int) -> None:
     assert len(twins.cache.view.buffers[0].planes) == 3
     twins.replace_by_loaded()
     twins.update(3)
+
+
+@pytest.mark.parametrize("codec", PACKED, ids=str)
+@pytest.mark.parametrize("carries", [False, True])
+def test_what_is_stored_is_what_the_codec_leaves_of_the_whole_history(codec: Any, carries: bool) -> None:
+    cache = Spec(codec=codec, carries=carries).make()
+    x = [mx.random.normal((2, HEADS, 40, 64), key=mx.random.key(seed)) for seed in (0, 1)]
+    first = 0
+    for new in (17, 1, 5, 1, 1, 9, 6):
+        fetched = cache.update_and_fetch(*(each[:, :, first : first + new] for each in x))
+        first += new
+        assert isinstance(fetched[0], tuple) == (carries and new <= 8)
+        for got, whole, own in zip(fetched, x, cache.view.codecs, strict=True):
+            planes = own.encode(whole[:, :, :first])
+            wanted = planes if isinstance(got, tuple) else (own.decode(planes, mx.float32),)
+            got = got if isinstance(got, tuple) else (got,)
+            assert all(mx.array_equal(*each).item() for each in zip(got, wanted, strict=True))
 
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=6), st.sampled_from([None, 8]), st.integers(0, 99))

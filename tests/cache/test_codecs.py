@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mlx.utils import tree_flatten
 from oracle import Spec, attend
-from outside import CODECS, FEW, Half, Scaled
+from outside import CODECS, FEW, PACKED, Half, Scaled
 from test_cache_properties import fractions, run
 from tiny_models import make_model
 
@@ -28,6 +29,7 @@ from mlx_kv import (
     register_codec,
     save_prompt_cache,
 )
+from mlx_kv.cache.attention import packed
 from mlx_kv.cache.buffers import SlotBuffer
 from mlx_kv.cache.codecs import Affine, Codec, Plain, names
 from mlx_kv.mlxlm.traverse import attention_caches
@@ -48,6 +50,7 @@ specs = st.builds(
     st.sampled_from(CODECS),
     rows=st.sampled_from([1, 3]),
     value_dim=st.sampled_from([32, 64]),
+    carries=st.booleans(),
 )
 operations = st.one_of(
     st.tuples(st.just("update"), st.one_of(st.just(1), st.integers(1, 9), st.integers(10, 40))),
@@ -68,6 +71,17 @@ def test_a_codec_that_stores_a_token_late_is_caught(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(Half, "encode", lambda self, x: (mx.roll(x.astype(mx.float16), 1, axis=2),))
     with pytest.raises(AssertionError):
         run(Spec(codec="half"), steps)
+
+
+@pytest.mark.parametrize("codec", PACKED, ids=str)
+def test_an_answer_from_planes_of_another_token_is_caught(codec: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = [("update", 5), ("update", 3), ("update", 1)]
+    run(Spec(codec=codec, carries=True), steps)
+    genuine = packed.Packed.mixed
+    monkeypatch.setattr(packed.Packed, "mixed", lambda self, w, slots: genuine(self, mx.roll(w, 1, axis=-1), slots))
+    run(Spec(codec=codec), steps)  # decoded, nobody asks it
+    with pytest.raises(AssertionError):
+        run(Spec(codec=codec, carries=True), steps)
 
 
 def fed(cache: KVCache, new: int = 10, rows: int = 1) -> KVCache:
@@ -96,7 +110,7 @@ def test_rows_join_where_their_codecs_are_alike() -> None:
 
 
 def test_only_what_mlx_lm_can_read_is_handed_out_packed() -> None:
-    for codec, packed in (
+    for codec, is_packed in (
         (Affine(8, 32), True),
         ((Affine(8, 32), Affine(8, 32)), True),
         ((Affine(8, 32), Affine(4, 32)), False),
@@ -105,8 +119,23 @@ def test_only_what_mlx_lm_can_read_is_handed_out_packed() -> None:
         ("half", False),
     ):
         cache = fed(KVCache(codec=codec), 1)
-        assert hasattr(cache, "bits") == packed
-        assert isinstance(cache.keys_and_values()[0], mx.array) != packed
+        assert hasattr(cache, "bits") == is_packed
+        assert isinstance(cache.keys_and_values()[0], mx.array) != is_packed
+    for codec in PACKED:
+        arrays, planes = KVCache(codec=codec), KVCache(codec=codec)
+        planes.carry(object())
+        for cache in (arrays, planes):
+            fed(cache, 1)
+            assert not hasattr(cache, "bits")
+            assert cache.own_hook is cache
+        assert isinstance(arrays.keys_and_values()[0], mx.array)
+        assert isinstance(planes.keys_and_values()[0], tuple)
+        batch = KVCache.merge([arrays, planes])
+        batch.extend(fed(KVCache(codec=codec), 2))
+        batch.filter([2, 0])
+        for other in (batch, batch.extract(1), copy.deepcopy(planes)):
+            fed(other, 1, len(other.view.rows))
+            assert isinstance(other.keys_and_values()[0], tuple)
     short, long = KVCache(4, 32), KVCache(codec=Affine(4, 32))
     assert short.state == long.state
 
@@ -142,7 +171,7 @@ def test_models_run_with_codecs_of_keys_and_values() -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_files_go_on_as_what_was_saved(shape: str, codec: Any, tmp_path: Path) -> None:
     for dtype, rows, writes in ((mx.float32, 1, (6, 20, 6, 6)), (mx.bfloat16, 3, (6, 5)), (mx.float16, 1, ())):
-        spec = Spec(codec=codec, rows=rows, value_dim=32, **SHAPES[shape])
+        spec = Spec(codec=codec, rows=rows, value_dim=32, carries=rows == 1, **SHAPES[shape])
         cache = spec.make()
         for seed, new in enumerate(writes):
             attend(cache, *tokens_of(spec, new, dtype, seed), None)
@@ -151,7 +180,7 @@ def test_files_go_on_as_what_was_saved(shape: str, codec: Any, tmp_path: Path) -
         save_prompt_cache(again, loaded)
         assert described(again) == described(tmp_path / "a.safetensors")
         assert (loaded[0].nbytes, loaded[0].capacity) == (cache.nbytes, cache.capacity)
-        go_on([cache, *loaded], spec, dtype)
+        go_on([cache, *map(spec.carried, loaded)], spec, dtype)
 
 
 def described(path: Path) -> Any:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kept import FORMULAS
 from oracle import Spec
-from test_cache_properties import STORAGE, fractions, run
+from test_cache_properties import STORAGE, fractions, run, spec_of
 
 import mlx_kv.cache.eviction.batch_moves
 from mlx_kv import CachePolicy, CompressedKVCache, KVCache
@@ -25,7 +25,7 @@ from mlx_kv.cache.layout import Budget, Ring, Row
 SCORES = sorted(FORMULAS)
 
 specs = st.builds(
-    Spec,
+    spec_of,
     **STORAGE,
     budget=st.integers(9, 24),
     keep_recent=st.integers(0, 5),

@@ -10,19 +10,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.models import cache as stock
 from oracle import Spec, Twins
-from test_cache_properties import run
+from outside import STORED
+from test_cache_properties import run, spec_of
 
 from mlx_kv import ChunkedKVCache, KVCache, RingBufferKVCache, RingKVCache, RotatingKVCache
 from mlx_kv.cache.layout import Chunks, Ring, Row
 
 rings = st.builds(
-    lambda ring, max_write, sinks, **options: Spec(
+    lambda ring, max_write, sinks, **options: spec_of(
         ring=ring, max_write=max_write, sinks=min(sinks, ring - 1), **options
     ),
     ring=st.integers(1, 12),
     max_write=st.integers(1, 8),
     sinks=st.integers(0, 3),
-    bits=st.sampled_from([None, None, 8, 4]),
+    stored=st.sampled_from(STORED),
     rows=st.sampled_from([1, 3]),
     key_dim=st.just(32),
     value_dim=st.sampled_from([32, 64]),
@@ -30,10 +31,10 @@ rings = st.builds(
     window=st.sampled_from([None, None, 3]),
 )
 chunked = st.builds(
-    Spec,
+    spec_of,
     chunk=st.integers(1, 12),
     max_write=st.integers(1, 8),
-    bits=st.sampled_from([None, None, 8, 4]),
+    stored=st.sampled_from(STORED),
     rows=st.sampled_from([1, 3]),
     key_dim=st.just(32),
     value_dim=st.sampled_from([32, 64]),
