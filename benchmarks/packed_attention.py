@@ -5,8 +5,8 @@
 
 One layer: a query attends to a context of random keys and values, plain by MLX's attention and by ours, and in each
 way of storing them: `mlx-lm` is its attention over packed planes (where it can read them), `ours` is ours, `decoded`
-takes all of it to floats first, for MLX's. Answers of all ways agree, which is checked. With --model also tokens a second of the
-whole model after --decode tokens, through the caches that `make_prompt_cache` gives for each codec.
+takes all of it to floats first, for MLX's. Answers of all ways agree, which is checked. With --model also tokens a
+second of the whole model after --decode tokens, through the caches that `make_prompt_cache` gives for each codec.
 
 The physics. A token reads every key and value once: 4 bytes an element in float32, 1 and 1/8 in 8 bits with scales and
 biases of groups of 64. If reading were all, 8 bits would be 3.5 times as fast. On a GPU, `mx.quantized_matmul` turns
