@@ -21,7 +21,7 @@ import numpy as np
 from mlx_kv.evaluation.evaluate import check_length
 from mlx_kv.generation.prefill import prefill_step, read_chunk
 from mlx_kv.mlxlm.convert import make_prompt_cache
-from mlx_kv.planning import Planner
+from mlx_kv.mlxlm.traverse import attention_caches
 from mlx_kv.policy import CachePolicy
 
 PLAIN = CachePolicy()
@@ -91,12 +91,14 @@ def mean_loss(
 
 
 def bytes_per_token(model: nn.Module, policy: CachePolicy) -> int:
-    """Of keys and values of all layers, scales included, as they are stored in the model's dtype.
+    """Of keys and values of all layers, scales included, in the model's dtype: one token is read, nothing evaluated.
 
     Raises:
         ValueError: the policy cannot store these head dims.
     """
-    return sum(layer.bytes_per_slot for layer in Planner(model).layers(policy))
+    caches = make_prompt_cache(model, policy)
+    model(mx.zeros((1, 1), mx.int32), cache=caches)
+    return sum(cache.nbytes_live for cache in attention_caches(caches))
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ def test_layers_without_attention_have_none_to_see() -> None:
 
 def test_attention_that_passes_elsewhere_is_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mlx_kv.mlxlm.attention.attention_modules", lambda model: [])
-    assert attention_seen(make_family("llama")) == ("hidden",) * 4
+    assert attention_seen(make_family("qwen3")) == ("hidden",) * 4
 
 
 def test_it_is_asked_once() -> None:
