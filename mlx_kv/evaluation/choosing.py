@@ -12,14 +12,13 @@ import json
 import math
 from collections.abc import Callable, Iterable, Sequence
 from itertools import product
+from typing import Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_kv.cache.codecs import in_words
 from mlx_kv.evaluation.codec_loss import PLAIN, CodecLoss, Progress, bytes_per_token
-from mlx_kv.files.fingerprint import model_fingerprint
-from mlx_kv.files.remembered import Remembered
 from mlx_kv.policy import CachePolicy
 
 MAX_LOSS = 0.01  # nats a token: a perplexity one percent higher
@@ -32,6 +31,14 @@ CANDIDATES = tuple(
 Measure = Callable[[CachePolicy], float]
 
 
+class Numbers(Protocol):
+    """Where measurements are looked up, and put, by subject and name: `files.remembered.Remembered` is such a place."""
+
+    def number(self, subject: str, name: str) -> float | None: ...
+
+    def remember(self, subject: str, name: str, number: float) -> bool: ...
+
+
 def choose_bits(
     model: nn.Module,
     tokens: Sequence[int],
@@ -39,7 +46,8 @@ def choose_bits(
     *,
     candidates: Iterable[CachePolicy] = CANDIDATES,
     measure: Measure | None = None,
-    remembered: Remembered | None = None,
+    remembered: Numbers | None = None,
+    fingerprint: str = "",
     progress: Progress | None = None,
 ) -> CachePolicy:
     """The policy with the fewest bytes a token that a model bears; a plain one where it bears none.
@@ -53,6 +61,7 @@ def choose_bits(
         candidates: policies that say nothing but how tensors are stored.
         measure: the nats that a policy adds on this text; None measures them, by `CodecLoss`.
         remembered: where measurements are looked up, and put; None is nowhere.
+        fingerprint: of the model, by which they are found again: `files.fingerprint.model_fingerprint`.
         progress: as in `losses`, of each reading.
 
     Raises:
@@ -62,7 +71,9 @@ def choose_bits(
         raise ValueError(f"max_loss is {max_loss}: give nats a token, 0 or more")
     added = measure or _measuring(model, tokens, progress)
     if remembered is not None:
-        added = _remembering(added, subject_of(model, tokens), remembered)
+        if not fingerprint:
+            raise ValueError("measurements are remembered by the model: give its fingerprint, or nowhere to remember")
+        added = _remembering(added, subject_of(fingerprint, tokens), remembered)
     return next((policy for _, policy in by_size(model, candidates) if added(policy) <= max_loss), PLAIN)
 
 
@@ -85,10 +96,10 @@ def by_size(model: nn.Module, candidates: Iterable[CachePolicy]) -> list[tuple[i
     return sorted(found, key=lambda pair: pair[0])
 
 
-def subject_of(model: nn.Module, tokens: Sequence[int]) -> str:
+def subject_of(fingerprint: str, tokens: Sequence[int]) -> str:
     """A short text for all that a measurement depends on but the policy: model, text, device and versions."""
     versions = [importlib.metadata.version(name) for name in ("mlx-kv", "mlx", "mlx-lm")]
-    told = [model_fingerprint(model), mx.default_device().type.name, versions, list(map(int, tokens))]
+    told = [fingerprint, mx.default_device().type.name, versions, list(map(int, tokens))]
     return hashlib.blake2b(json.dumps(told).encode(), digest_size=16).hexdigest()
 
 
@@ -97,7 +108,7 @@ def _measuring(model: nn.Module, tokens: Sequence[int], progress: Progress | Non
     return lambda policy: text.added(policy).nats
 
 
-def _remembering(measure: Measure, subject: str, remembered: Remembered) -> Measure:
+def _remembering(measure: Measure, subject: str, remembered: Numbers) -> Measure:
     def added(policy: CachePolicy) -> float:
         name = in_words(policy.codecs)
         known = remembered.number(subject, name)

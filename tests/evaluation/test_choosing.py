@@ -11,6 +11,7 @@ from tiny_models import make_model
 
 from mlx_kv.evaluation.choosing import CANDIDATES, by_size, choose_bits, subject_of
 from mlx_kv.evaluation.codec_loss import added_losses
+from mlx_kv.files.fingerprint import model_fingerprint
 from mlx_kv.files.remembered import Remembered
 from mlx_kv.policy import CachePolicy
 
@@ -76,7 +77,15 @@ def test_what_is_no_loss_or_says_more_is_refused() -> None:
 
 def choose(path: Path | None, fake: Fake, seed: int = 0, text: list[int] = TEXT) -> CachePolicy:
     model = make_model("llama", seed)
-    return choose_bits(model, text, 0.01, candidates=LOSSES, measure=fake, remembered=Remembered(path))
+    return choose_bits(
+        model,
+        text,
+        0.01,
+        candidates=LOSSES,
+        measure=fake,
+        remembered=Remembered(path),
+        fingerprint=model_fingerprint(model),
+    )
 
 
 def test_measurements_are_made_once_for_a_model_and_a_text(tmp_path: Path) -> None:
@@ -87,7 +96,10 @@ def test_measurements_are_made_once_for_a_model_and_a_text(tmp_path: Path) -> No
     choose(path, fake, seed=1)
     choose(path, fake, text=TEXT[1:])
     assert len(fake.asked) == 9
-    subjects = {subject_of(make_model("llama", seed), text) for seed, text in ((0, TEXT), (1, TEXT), (0, TEXT[1:]))}
+    subjects = {
+        subject_of(model_fingerprint(make_model("llama", seed)), text)
+        for seed, text in ((0, TEXT), (1, TEXT), (0, TEXT[1:]))
+    }
     assert set(json.loads(path.read_text())["measured"]) == subjects
     assert [file.name for file in path.parent.iterdir()] == ["numbers.json"]
 
