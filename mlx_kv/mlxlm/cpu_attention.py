@@ -17,7 +17,7 @@ from mlx_kv.cache.attention import Dense, PackedAnswer, attend
 from mlx_kv.cache.codecs import Packing
 from mlx_kv.mlxlm.attention import AttentionCall, AttentionSeam
 
-LEAST_SCORES = 2**13  # of a call: below, MLX's one operation costs less than several
+LEAST_SCORES = 2**14  # of a call: below, MLX's one operation costs less than several
 
 
 class CpuAttention:

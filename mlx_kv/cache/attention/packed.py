@@ -18,6 +18,7 @@ from mlx_kv.cache.codecs.rotation import rotated
 
 BLOCK_ELEMENTS = 2**19  # that are floats at a time, of all rows and heads: 2 MB
 WHOLE_IN_BYTES = (2, 4, 8)  # bits of which a byte holds a whole number
+DECODED_ON_CPU = ("mxfp8",)  # whose packed product takes twice as long there as to decode it first
 
 
 class Packed:
@@ -93,6 +94,9 @@ class Packed:
     def _product(self, x: mx.array, slots: int, transpose: bool) -> mx.array:
         bits, group_size, mode, _ = self._packing
         words, scales, *biases = self._part(0, slots)
+        if mode in DECODED_ON_CPU and mx.default_device().type == mx.DeviceType.cpu:
+            tensor = mx.dequantize(words, scales, group_size=group_size, bits=bits, mode=mode, dtype=x.dtype)
+            return x @ (tensor.swapaxes(2, 3) if transpose else tensor)
         return mx.quantized_matmul(x, words, scales, biases[0] if biases else None, transpose, group_size, bits, mode)
 
 
