@@ -9,7 +9,7 @@ n tokens of a text, S of a chunk, V the vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -79,17 +79,6 @@ def losses(
     return np.concatenate(found)
 
 
-def mean_loss(
-    model: nn.Module,
-    tokens: Sequence[int],
-    policy: CachePolicy = PLAIN,
-    step: int | None = None,
-    progress: Progress | None = None,
-) -> float:
-    """The mean of `losses`, in nats a token: the logarithm of the perplexity."""
-    return float(losses(model, tokens, policy, step, progress).mean(dtype=np.float64))
-
-
 def bytes_per_token(model: nn.Module, policy: CachePolicy) -> int:
     """Of keys and values of all layers, scales included, in the model's dtype: one token is read, nothing evaluated.
 
@@ -154,23 +143,3 @@ def mean_and_error(numbers: np.ndarray) -> tuple[float, float]:
     """The mean of (n,) numbers, and its standard error."""
     deviation = numbers.std(ddof=1, dtype=np.float64)
     return float(numbers.mean(dtype=np.float64)), float(deviation / math.sqrt(len(numbers)))
-
-
-def added_losses(
-    model: nn.Module,
-    tokens: Sequence[int],
-    policies: Iterable[CachePolicy],
-    step: int | None = None,
-    progress: Progress | None = None,
-) -> Iterator[AddedLoss]:
-    """What each of several policies costs on one text, one after another, as they are asked for.
-
-    Args:
-        model, tokens, step, progress: as in `losses`.
-
-    Raises:
-        ValueError: as `losses`.
-    """
-    measured = CodecLoss(model, tokens, step, progress)
-    for policy in policies:
-        yield measured.added(policy)

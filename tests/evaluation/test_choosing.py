@@ -10,7 +10,7 @@ import pytest
 from tiny_models import make_model
 
 from mlx_kv.evaluation.choosing import CANDIDATES, by_size, choose_bits, subject_of
-from mlx_kv.evaluation.codec_loss import added_losses
+from mlx_kv.evaluation.codec_loss import CodecLoss
 from mlx_kv.files.fingerprint import model_fingerprint
 from mlx_kv.files.remembered import Remembered
 from mlx_kv.policy import CachePolicy
@@ -60,7 +60,7 @@ def test_what_does_not_fit_or_saves_nothing_is_not_tried() -> None:
 
 def test_without_a_measurement_losses_are_measured() -> None:
     model, candidates = make_model("llama"), [EIGHT, FOUR, TURNED]
-    added = {each.policy: each.nats for each in added_losses(model, TEXT, candidates)}
+    added = {each.policy: each.nats for each in map(CodecLoss(model, TEXT).added, candidates)}
     assert len(set(added.values())) == 3
     for max_loss in (0.0, *(nats for nats in added.values() if nats > 0)):
         borne = [policy for policy in (FOUR, TURNED, EIGHT) if added[policy] <= max_loss]

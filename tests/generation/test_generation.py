@@ -25,7 +25,6 @@ from mlx_kv import (
     stream_generate,
 )
 from mlx_kv.bundled import FOLDER
-from mlx_kv.cache.codecs import bits_of
 from mlx_kv.evaluation.contexts import read
 from mlx_kv.evaluation.inspection import inspect_prompt
 from mlx_kv.generation.encoding import encode_prompt
@@ -85,7 +84,7 @@ def test_mlx_lms_loop_quantises_our_caches_to_its_bits(kv_bits: Any, reference: 
     for _ in stock_stream_generate(*reference, prompt[:50], max_tokens=4, prompt_cache=caches, **options):
         pass
     for cache in caches:
-        assert bits_of(cache.view.codecs) == ((8, 8) if kv_bits == 8 else kv_bits)
+        assert tuple(codec.packed.bits for codec in cache.view.codecs) == ((8, 8) if kv_bits == 8 else kv_bits)
         assert [len(tensor) for tensor in (cache.state.keys, cache.state.values)] == [3, 3]
 
 

@@ -86,12 +86,6 @@ def packings_of(codecs: Codecs) -> tuple[Packing, Packing] | None:
     return None if keys is None or values is None or packing_of(codecs) is not None else (keys, values)
 
 
-def bits_of(codecs: Codecs) -> tuple[int | None, int | None]:
-    """The bits of an element of keys, and of values; None where a codec does not tell."""
-    keys, values = (None if codec.packed is None else codec.packed.bits for codec in codecs)
-    return keys, values
-
-
 def affine_of(codecs: Codecs) -> Packing | None:
     """The bits and the group size that ask for these two; None where that takes a `codec`."""
     return packing_of(codecs) if all(codec.name == "affine" for codec in codecs) else None
