@@ -162,11 +162,16 @@ def attention_hooked(model: nn.Module, caches: Iterable[Any], hook: AttentionHoo
 
 
 def attention_modules(model: nn.Module) -> list[ModuleType]:
-    """The modules that the model's layers come from or inherit from, if they have attention by its global name."""
+    """Those of the model's modules that have attention by its global name."""
+    return modules_with(model, NAME)
+
+
+def modules_with(model: nn.Module, name: str) -> list[ModuleType]:
+    """The modules that the model's layers come from or inherit from, if they call something by that global name."""
     parts = model.modules()  # type: ignore[no-untyped-call]
     names = {kind.__module__ for part in {type(part) for part in parts} for kind in part.__mro__}
-    found = [sys.modules[name] for name in sorted(names) if name in sys.modules]
-    return [module for module in found if callable(getattr(module, NAME, None))]
+    found = [sys.modules[module] for module in sorted(names) if module in sys.modules]
+    return [module for module in found if callable(getattr(module, name, None))]
 
 
 class _InFront:

@@ -37,8 +37,13 @@ class CpuAttention:
         return PackedAnswer(packing, packing).attend(call)
 
 
+def slow_exponential(variable: str) -> bool:
+    """Whether MLX's exponential is worth going around here, and the environment variable does not say `mlx`."""
+    on_cpu = sys.platform == "linux" and mx.default_device().type == mx.DeviceType.cpu  # elsewhere MLX has vectors, too
+    return on_cpu and os.environ.get(variable) != "mlx"
+
+
 def use_cpu_attention(model: nn.Module) -> None:
     """On a CPU, attention of this model's layers is computed here, for as long as the model lives."""
-    on_cpu = sys.platform == "linux" and mx.default_device().type == mx.DeviceType.cpu  # elsewhere MLX has vectors, too
-    if on_cpu and os.environ.get("MLX_KV_ATTENTION") != "mlx":
+    if slow_exponential("MLX_KV_ATTENTION"):
         weakref.finalize(model, AttentionSeam(model, answering=CpuAttention()).close).atexit = False

@@ -16,6 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_kv.mlxlm.asking import asked_once
+from mlx_kv.mlxlm.cpu_activation import use_cpu_activation
 from mlx_kv.mlxlm.cpu_attention import use_cpu_attention
 
 
@@ -72,10 +73,11 @@ def load_lazily(path_or_hub_id: str | Path) -> tuple[nn.Module, Any, dict[str, A
 
 
 def fit_to_device(model: nn.Module) -> None:
-    """On a CPU, 16-bit weights become float32, as half precision is emulated there, and attention is ours."""
+    """On a CPU, 16-bit weights become float32: half precision is emulated there. Attention and activation are ours."""
     if mx.default_device().type == mx.DeviceType.cpu:
         model.set_dtype(mx.float32)
     use_cpu_attention(model)
+    use_cpu_activation(model)
 
 
 def _loaded(path_or_hub_id: str | Path, lazy: bool, **options: Any) -> tuple[nn.Module, Any, dict[str, Any]]:
