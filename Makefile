@@ -5,6 +5,8 @@
 #   make lint       style, types and the rules of imports
 #   make bench      the benchmarks, each ends in one JSON line
 #   make docs       the documentation site, into site/; a broken link or anchor, or a page without a place, is an error
+#   make pythons    the built wheel on each Python from 3.11 to 3.13 that is found here, in an empty environment
+#   make constraints  constraints.txt anew: one version of everything that the extras need
 #   make families   docs/families.md anew, from a walk over all model families of mlx-lm; some minutes
 
 VENV ?= .venv
@@ -16,7 +18,7 @@ comma := ,
 # What the README shows needs figures and the server as well.
 SHOWN := $(if $(EXTRAS),$(EXTRAS)$(comma))plot,server
 
-.PHONY: generate check test lint bench docs families clean
+.PHONY: generate check test lint bench docs pythons constraints families clean
 
 generate: $(VENV)/.run
 	$(VENV)/bin/mlx-kv generate --prompt-file examples/unfinished.py --kv-budget 512 --kv-bits 8 --max-tokens 40
@@ -46,6 +48,12 @@ bench: $(VENV)/.run
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 SOURCE_DATE_EPOCH=0 $(VENV)/bin/python -m mkdocs build --quiet
 	@echo "site/index.html"
+
+pythons: $(VENV)/.dev
+	$(VENV)/bin/python tools/pythons.py
+
+constraints: $(VENV)/.dev
+	$(VENV)/bin/python tools/constraints.py
 
 families: $(VENV)/.dev
 	$(VENV)/bin/python tests/mlxlm/family_table.py --write

@@ -5,6 +5,7 @@ The build of the site (`make docs`) checks links, too; this is what can be said 
 
 from __future__ import annotations
 
+import ast
 import importlib
 import re
 from pathlib import Path
@@ -15,8 +16,8 @@ import pytest
 import mlx_kv
 
 ROOT = Path(__file__).parent.parent
-CHANGELOG = ROOT / "CHANGELOG.md"
-PAGES = sorted([*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
+CHANGELOG, SECURITY = ROOT / "CHANGELOG.md", ROOT / "SECURITY.md"
+PAGES = sorted([*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md", SECURITY])
 
 
 def anchors(page: Path) -> set[str]:
@@ -76,3 +77,14 @@ def test_the_changelog_has_a_place_for_what_is_to_come_and_this_version_with_a_d
     assert set(parts) <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
     upgrades = re.findall(r"^## From .+ to (.+)$", (ROOT / "docs" / "upgrading.md").read_text(), re.M)
     assert mlx_kv.__version__.rpartition(".")[0] in upgrades
+
+
+def test_every_promise_has_a_test() -> None:
+    rows = re.findall(r"^\| (?!promise |---)(.+) \| (.+) \|$", SECURITY.read_text(), re.M)
+    assert len(rows) > 20
+    for promise, tests in rows:
+        named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", tests)
+        assert named, promise
+        for path, name in named:
+            tree = ast.parse((ROOT / path).read_text())
+            assert name in {each.name for each in tree.body if isinstance(each, ast.FunctionDef)}, f"{path}::{name}"
