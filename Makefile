@@ -5,7 +5,8 @@
 #   make lint       style, types and the rules of imports
 #   make bench      the benchmarks, each ends in one JSON line
 #   make docs       the documentation site, into site/; a broken link or anchor, or a page without a place, is an error
-#   make pythons    the built wheel on each Python from 3.11 to 3.13 that is found here, in an empty environment
+#   make pythons    the built wheel on each Python from 3.11 to 3.13 that is found here; ALL=1: all must be
+#   make dist       what a release uploads, into dist/, checked; TAG=v0.2.0: the version must be that
 #   make constraints  constraints.txt anew: one version of everything that the extras need
 #   make families   docs/families.md anew, from a walk over all model families of mlx-lm; some minutes
 
@@ -18,7 +19,7 @@ comma := ,
 # What the README shows needs figures and the server as well.
 SHOWN := $(if $(EXTRAS),$(EXTRAS)$(comma))plot,server
 
-.PHONY: generate check test lint bench docs pythons constraints families clean
+.PHONY: generate check test lint bench docs pythons dist constraints families clean
 
 generate: $(VENV)/.run
 	$(VENV)/bin/mlx-kv generate --prompt-file examples/unfinished.py --kv-budget 512 --kv-bits 8 --max-tokens 40
@@ -50,7 +51,14 @@ docs: $(VENV)/.docs
 	@echo "site/index.html"
 
 pythons: $(VENV)/.dev
-	$(VENV)/bin/python tools/pythons.py
+	$(VENV)/bin/python tools/pythons.py $(if $(ALL),--all)
+
+dist: $(VENV)/.dev
+	@$(VENV)/bin/python -c "import sys, mlx_kv; tag, own = sys.argv[1], 'v' + mlx_kv.__version__; \
+	sys.exit(f'the tag {tag} is not that of this version: {own}' if tag not in ('', own) else 0)" "$(TAG)"
+	rm -rf dist
+	$(VENV)/bin/python -m build --outdir dist .
+	MLX_KV_DIST="$(CURDIR)/dist" $(VENV)/bin/python -m pytest tests/test_wheel.py
 
 constraints: $(VENV)/.dev
 	$(VENV)/bin/python tools/constraints.py
