@@ -7,7 +7,7 @@
 #   make docs       the documentation site, into site/; a broken link or anchor, or a page without a place, is an error
 #   make pythons    the built wheel on each Python from 3.11 to 3.13 that is found here; ALL=1: all must be
 #   make dist       what a release uploads, into dist/, checked; TAG=v0.2.0: the version must be that
-#   make constraints  constraints.txt anew: one version of everything that the extras need
+#   make constraints  constraints.txt and constraints-cuda.txt anew: one version of everything
 #   make families   docs/families.md anew, from a walk over all model families of mlx-lm; some minutes
 
 VENV ?= .venv

@@ -1,4 +1,4 @@
-"""`constraints.txt` pins all that pyproject.toml asks for, within its ranges, and says nothing of its source."""
+"""The files of constraints pin all that pyproject.toml asks for, within its ranges, and say nothing of its source."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import pythons
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-WRITTEN = (ROOT / "constraints.txt").read_text(encoding="utf-8")
+WRITTEN = {file: (ROOT / file).read_text(encoding="utf-8") for file in constraints.files()}
 PIN = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*==\d[\w.!]*")  # no host, no path, no marker
 
 
@@ -31,21 +31,30 @@ def pins(text: str) -> dict[str, str]:
     return dict(line.split("==") for line in found)  # type: ignore[misc]
 
 
-def requirements() -> Iterator[Requirement]:
-    yield from map(Requirement, PROJECT["dependencies"])
-    for each in PROJECT["optional-dependencies"].values():
-        yield from map(Requirement, each)
+def requirements() -> Iterator[tuple[str, Requirement]]:
+    """What each file is to pin."""
+    for file, extras in constraints.files().items():
+        asked = {
+            *PROJECT["dependencies"],
+            *(each for name in extras for each in PROJECT["optional-dependencies"][name]),
+        }
+        yield from ((file, Requirement(each)) for each in sorted(asked))
 
 
-@pytest.mark.parametrize("asked", sorted(set(requirements()), key=str), ids=str)
-def test_a_requirement_is_pinned_within_its_range(asked: Requirement) -> None:
-    pinned = pins(WRITTEN)[canonicalize_name(asked.name)]
+@pytest.mark.parametrize(("file", "asked"), list(requirements()), ids=str)
+def test_a_requirement_is_pinned_within_its_range(file: str, asked: Requirement) -> None:
+    pinned = pins(WRITTEN[file])[canonicalize_name(asked.name)]
     assert asked.specifier.contains(pinned), f"{pinned}: make constraints"
 
 
-def test_no_address_is_written() -> None:
-    assert not re.search(r"//|index|@|\bfile:|/\w+/", "\n".join(WRITTEN.splitlines()[3:]))
-    assert "mlx-kv" not in pins(WRITTEN)
+def test_every_extra_is_in_a_file() -> None:
+    assert set().union(*constraints.files().values()) == set(PROJECT["optional-dependencies"])
+
+
+@pytest.mark.parametrize("file", WRITTEN)
+def test_no_address_is_written(file: str) -> None:
+    assert not re.search(r"//|index|@|\bfile:|/\w+/", "\n".join(WRITTEN[file].splitlines()[3:]))
+    assert "mlx-kv" not in pins(WRITTEN[file])
 
 
 def installed(name: str, version: str) -> dict[str, Any]:
@@ -54,8 +63,9 @@ def installed(name: str, version: str) -> dict[str, Any]:
 
 def test_pins_are_those_of_a_report() -> None:
     report = {"install": [installed("Zoo_Keeper", "2"), installed("torch", "2.1+cpu"), installed("mlx-kv", "0.2.0")]}
-    assert pins(constraints.text(report)) == {"torch": "2.1", "zoo-keeper": "2"}
-    assert "somewhere" not in constraints.text(report)
+    written = constraints.text("constraints.txt", {"cpu"}, report)
+    assert pins(written) == {"torch": "2.1", "zoo-keeper": "2"}
+    assert "somewhere" not in written
 
 
 # --- make pythons --------------------------------------------------------------------------------------------------

@@ -1,22 +1,22 @@
-"""constraints.txt: one version of everything that this package and all its extras need, as pip resolves them now.
+"""constraints.txt and constraints-cuda.txt: one version of everything that is needed, as pip resolves it now.
 
-    python tools/constraints.py [--report FILE]
+    python tools/constraints.py
 
-Nothing is installed. Run it with the oldest Python that is supported: what that gets, the newer ones get, too. On a
-machine without an NVIDIA GPU it works as well. Only names and versions are written, never where they came from. Decides
-what a line is; which versions go together pip decides.
+There are two, since MLX for an NVIDIA GPU and PyTorch (of the extra `train`) want other versions of NVIDIA's libraries:
+one for all extras but `cuda`, and one for `cuda` with what users have beside it. Nothing is installed, and no GPU is
+needed. Run it with the oldest Python that is supported: what that gets, newer ones get, too. Only names and versions
+are written, never where they came from. Decides what a line is; which versions go together pip decides.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import platform
 import subprocess
 import sys
 import tempfile
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,13 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 ROOT = Path(__file__).parent.parent
-FILE = ROOT / "constraints.txt"
+MAKERS = {"train", "dev", "docs"}  # extras of those who work on the package
+
+
+def files() -> dict[str, set[str]]:
+    """The extras that each file is for."""
+    extras = set(project()["optional-dependencies"])
+    return {"constraints.txt": extras - {"cuda"}, "constraints-cuda.txt": extras - {"cpu"} - MAKERS}
 
 
 def project() -> dict[str, Any]:
@@ -32,10 +38,10 @@ def project() -> dict[str, Any]:
     return told
 
 
-def resolve(to: Path) -> None:
-    """Has pip write what it would install for all extras."""
-    extras = ",".join(project()["optional-dependencies"])
-    asked = ["install", "--quiet", "--dry-run", "--ignore-installed", "--report", str(to), f"{ROOT}[{extras}]"]
+def resolve(extras: Iterable[str], to: Path) -> None:
+    """Has pip write what it would install for these extras."""
+    wanted = f"{ROOT}[{','.join(sorted(extras))}]"
+    asked = ["install", "--quiet", "--dry-run", "--ignore-installed", "--report", str(to), wanted]
     subprocess.run([sys.executable, "-m", "pip", *asked], check=True)
 
 
@@ -49,12 +55,13 @@ def lines(report: Mapping[str, Any]) -> list[str]:
     return [f"{name}=={Version(version).public}" for name, version in sorted(found.items()) if name != own]
 
 
-def text(report: Mapping[str, Any]) -> str:
+def text(file: str, extras: Iterable[str], report: Mapping[str, Any]) -> str:
     where = f"Python {platform.python_version()} on {platform.system()} {platform.machine()}"
+    some = "cuda,server" if "cuda" in extras else "cpu,server"
     return "\n".join(
         [
-            "# Made by `make constraints`: all that mlx-kv and its extras need, in versions that go together, for",
-            '#     pip install --constraint constraints.txt ".[cpu,server]"',
+            f"# Made by `make constraints`: all that mlx-kv and its extras ({', '.join(sorted(extras))})",
+            f'# need, in versions that go together:  pip install --constraint {file} ".[{some}]"',
             f"# Resolved by {where}. What other systems need instead (mlx-metal) is not here.",
             *lines(report),
             "",
@@ -62,16 +69,14 @@ def text(report: Mapping[str, Any]) -> str:
     )
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--report", type=Path, help="one that pip has written already")
-    options = parser.parse_args(arguments)
-    with tempfile.TemporaryDirectory() as folder:
-        report = options.report or Path(folder) / "report.json"
-        if options.report is None:
-            resolve(report)
-        FILE.write_text(text(json.loads(report.read_text(encoding="utf-8"))), encoding="utf-8")
-    print(FILE.relative_to(ROOT))
+def main() -> None:
+    for file, extras in files().items():
+        with tempfile.TemporaryDirectory() as folder:
+            report = Path(folder) / "report.json"
+            resolve(extras, report)
+            written = text(file, extras, json.loads(report.read_text(encoding="utf-8")))
+        (ROOT / file).write_text(written, encoding="utf-8")
+        print(file)
 
 
 if __name__ == "__main__":
