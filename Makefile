@@ -5,6 +5,9 @@
 #   make lint       style, types and the rules of imports
 #   make bench      the benchmarks, each ends in one JSON line
 #   make docs       the documentation site, into site/; a broken link or anchor, or a page without a place, is an error
+#   make pythons    the built wheel on each Python from 3.11 to 3.13 that is found here; ALL=1: all must be
+#   make dist       what a release uploads, into dist/, checked; TAG=v0.2.0: the version must be that
+#   make constraints  constraints.txt and constraints-cuda.txt anew: one version of everything
 #   make families   docs/families.md anew, from a walk over all model families of mlx-lm; some minutes
 
 VENV ?= .venv
@@ -16,7 +19,7 @@ comma := ,
 # What the README shows needs figures and the server as well.
 SHOWN := $(if $(EXTRAS),$(EXTRAS)$(comma))plot,server
 
-.PHONY: generate check test lint bench docs families clean
+.PHONY: generate check test lint bench docs pythons dist constraints families clean
 
 generate: $(VENV)/.run
 	$(VENV)/bin/mlx-kv generate --prompt-file examples/unfinished.py --kv-budget 512 --kv-bits 8 --max-tokens 40
@@ -47,6 +50,19 @@ docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 SOURCE_DATE_EPOCH=0 $(VENV)/bin/python -m mkdocs build --quiet
 	@echo "site/index.html"
 
+pythons: $(VENV)/.dev
+	$(VENV)/bin/python tools/pythons.py $(if $(ALL),--all)
+
+dist: $(VENV)/.dev
+	@$(VENV)/bin/python -c "import sys, mlx_kv; tag, own = sys.argv[1], 'v' + mlx_kv.__version__; \
+	sys.exit(f'the tag {tag} is not that of this version: {own}' if tag not in ('', own) else 0)" "$(TAG)"
+	rm -rf dist
+	$(VENV)/bin/python -m build --outdir dist .
+	MLX_KV_DIST="$(CURDIR)/dist" $(VENV)/bin/python -m pytest tests/test_wheel.py
+
+constraints: $(VENV)/.dev
+	$(VENV)/bin/python tools/constraints.py
+
 families: $(VENV)/.dev
 	$(VENV)/bin/python tests/mlxlm/family_table.py --write
 
@@ -54,15 +70,15 @@ $(VENV)/bin/python:
 	@test -n "$(PYTHON)" || { echo "mlx-kv needs Python 3.11 or later on the PATH, or make PYTHON=/path/to/python" >&2; exit 2; }
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.run: pyproject.toml | $(VENV)/bin/python
+$(VENV)/.run: pyproject.toml mlx_kv/__init__.py | $(VENV)/bin/python
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e ".[$(SHOWN)]"
 	@touch $@
 
-$(VENV)/.dev: pyproject.toml | $(VENV)/bin/python
+$(VENV)/.dev: pyproject.toml mlx_kv/__init__.py | $(VENV)/bin/python
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e ".[$(SHOWN),dev]"
 	@touch $@ $(VENV)/.run
 
-$(VENV)/.docs: pyproject.toml | $(VENV)/bin/python
+$(VENV)/.docs: pyproject.toml mlx_kv/__init__.py | $(VENV)/bin/python
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e ".[$(if $(EXTRAS),$(EXTRAS)$(comma))docs]"
 	@touch $@
 

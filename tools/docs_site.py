@@ -21,6 +21,7 @@ PAGES = {
     "README.md": "index.md",
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security.md",
     "mlx_kv/models/reference/MODEL_CARD.md": "models/reference.md",
     "mlx_kv/models/draft/MODEL_CARD.md": "models/draft.md",
     "mlx_kv/models/recall/MODEL_CARD.md": "models/recall.md",

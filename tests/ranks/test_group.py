@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import signal
 import time
 
@@ -33,7 +34,8 @@ def test_a_script_may_end_without_a_word() -> None:
 
 
 def test_ranks_that_differ_say_the_same_line() -> None:
-    line = "rank 1 has another version of mlx-kv than rank 0 (0.0.9, not 0.1.0): start all ranks alike"
+    here = importlib.metadata.version("mlx-kv")
+    line = f"rank 1 has another version of mlx-kv than rank 0 (0.0.9, not {here}): start all ranks alike"
     for each in run_ranks(2, programs.otherwise, "version"):
         assert (each.code, each.stderr) == (2, f"refused: {line}\n")
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import socket
 
 import openai
 import pytest
 from serving import Running, check_error, running
 from starlette.datastructures import Headers
+from starlette.routing import Route
 
 from mlx_kv.server.access import AccessRules
+from mlx_kv.server.api import PAGE
 from mlx_kv.server.errors import ApiError
 
 
@@ -28,6 +31,22 @@ def test_keys() -> None:
             server.client.models.list()
         assert server.http.get("/health").status_code == 200
         assert server.http.get("/").status_code == 200
+
+
+def test_every_path_but_three_needs_a_key() -> None:
+    with running(keys=("first-key",)) as server:
+        answers = {
+            (route.path, method): server.http.request(method, re.sub(r"\{.*?\}", "1", route.path)).status_code
+            for route in server.api.app.routes
+            if isinstance(route, Route)
+            for method in route.methods or ()
+        }
+    assert len(answers) > 20
+    assert {path for (path, _), status in answers.items() if status != 401} == {"/", "/health", "/ready"}
+
+
+def test_the_page_names_no_address() -> None:
+    assert re.findall(r"(?:https?:)?//[\w.-]+|@import|url\(", PAGE.read_text(encoding="utf-8")) == []
 
 
 @pytest.mark.parametrize("path", ["/", "/health", "/memory", "/metrics", "/v1/models"])
