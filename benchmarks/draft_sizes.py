@@ -63,7 +63,7 @@ class Passes:
             mx.async_eval(said)
         mx.eval(said)
         seconds = time.perf_counter() - started
-        trim_prompt_cache(self.caches, STEPS)
+        trim_prompt_cache(self.caches, STEPS, strict=True)
         return seconds / STEPS
 
     def together(self, tokens: int) -> float:
@@ -71,7 +71,7 @@ class Passes:
         started = time.perf_counter()
         for _ in range(STEPS // 4):
             mx.eval(mx.argmax(self.model(self.ids[:, :tokens], cache=self.caches), axis=-1))
-            trim_prompt_cache(self.caches, tokens)
+            trim_prompt_cache(self.caches, tokens, strict=True)
         return (time.perf_counter() - started) / (STEPS // 4)
 
 

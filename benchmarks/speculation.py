@@ -160,7 +160,7 @@ def costs_of_passes(model: Any, vocabulary: int) -> dict[str, float]:
         started = time.perf_counter()
         for _ in range(5):
             mx.eval(model(ids[:, :count], cache=caches))
-            trim_prompt_cache(caches, count)
+            trim_prompt_cache(caches, count, strict=True)
         return {"seconds": time.perf_counter() - started}
 
     runs = take_turns(5, {str(count): lambda count=count: once(count) for count in (1, 2, 3, 4, 5, 9, 11)})

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from mlx_kv.mlxlm.convert import make_prompt_cache
     from mlx_kv.mlxlm.loading import load
     from mlx_kv.mlxlm.observing import show_attention
-    from mlx_kv.mlxlm.trimming import compact, trim_prompt_cache
+    from mlx_kv.mlxlm.trimming import can_trim_prompt_cache, compact, trim_prompt_cache
     from mlx_kv.policy import CachePolicy
     from mlx_kv.prefixes.memory import PromptMemory
     from mlx_kv.prefixes.reader import PromptReader
@@ -87,6 +87,7 @@ _HOMES = {
     "batch_generate": "generation.batch",
     "bundled_models": "bundled",
     "cache_statistics": "generation.statistics",
+    "can_trim_prompt_cache": "mlxlm.trimming",
     "codec_names": "cache.codecs",
     "compact": "mlxlm.trimming",
     "drafter_names": "generation.speculation.drafters",
@@ -139,6 +140,7 @@ __all__ = [
     "batch_generate",
     "bundled_models",
     "cache_statistics",
+    "can_trim_prompt_cache",
     "codec_names",
     "compact",
     "drafter_names",

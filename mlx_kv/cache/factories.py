@@ -1,14 +1,16 @@
 """Names for usual combinations: each makes a `KVCache` of certain parts, and nothing else.
 
-Decides only defaults and signatures. A combination is never a class of its own, so these are functions that are named
-like what they make.
+Decides only defaults, signatures, and of which caches a name is true. A combination has no behaviour of its own: these
+are classes, as they are in mlx-lm, but what they make is a `KVCache`, whoever made it, and `isinstance` asks what it is
+made of. So a cache that a model or a file brought answers to its name, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, Self, cast
 
-from mlx_kv.cache.codecs import Bits, Choice
+from mlx_kv.cache.codecs import Bits, Choice, are_plain
 from mlx_kv.cache.eviction.evictor import Evictor
 from mlx_kv.cache.eviction.granularity import Granularity
 from mlx_kv.cache.eviction.scores import Function
@@ -17,24 +19,58 @@ from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.cache.layout import Budget, Chunks, Ring
 
 
-def QuantizedKVCache(group_size: int = 64, bits: int = 8) -> KVCache:  # noqa: N802, mlx-lm's name for it
+class Named(type):
+    """The class of names."""
+
+    @property
+    def is_name(cls) -> bool:
+        """Whether it is one of the names here, not somebody's own class that goes on from one."""
+        return cls.__module__ == __name__
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        if not cls.is_name:
+            return super().__instancecheck__(instance)
+        return isinstance(instance, KVCache) and cast(Any, cls)._describes(instance)
+
+
+class Combination(KVCache, metaclass=Named):
+    """A name for a `KVCache` of certain parts. Abstract: the names say of which, and what they are called with."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """A `KVCache`, and an instance only of a class of somebody's own."""
+        if not cls.is_name:
+            return super().__new__(cls)
+        made: Any = KVCache.__new__(KVCache)
+        cls.__init__(made, *args, **kwargs)
+        return made  # type: ignore[no-any-return]
+
+    @classmethod
+    def from_state(cls, value: tuple[Any, ...], **told: Any) -> Self:
+        """A `KVCache` that continues from another's `state`: its parts are those that the state tells."""
+        if not cls.is_name:
+            return super().from_state(value, **told)
+        made: Any = KVCache.from_state(value, **told)
+        return made  # type: ignore[no-any-return]
+
+    @staticmethod
+    def _describes(cache: KVCache) -> bool:
+        """Whether a cache is of these parts."""
+        raise NotImplementedError
+
+
+class QuantizedKVCache(Combination):
     """A quantised `KVCache`, with the name and the signature of mlx-lm's."""
-    return KVCache(bits=bits, group_size=group_size)
+
+    def __init__(self, group_size: int = 64, bits: int = 8) -> None:
+        KVCache.__init__(self, bits, group_size)
+
+    @staticmethod
+    def _describes(cache: KVCache) -> bool:
+        """Whether it stores something else than tensors as they are."""
+        return not are_plain(cache.view.codecs)
 
 
-def RingKVCache(  # noqa: N802, a choice of parts with the name of what it is
-    window: int,
-    max_write: int = 512,
-    sinks: int = 0,
-    bits: Bits | None = None,
-    group_size: int = 64,
-    growth: Growth = DEFAULT,
-    reserve: int = 0,
-    *,
-    packed_decode: bool = True,
-    codec: Choice | None = None,
-    max_rollback: int = 0,
-) -> KVCache:
+class RingKVCache(Combination):
     """A `KVCache` that keeps the last `window` tokens and can undo its last write.
 
     It has window + max_write - 1 slots while it is written to in long pieces, and as many as the window while tokens
@@ -49,32 +85,47 @@ def RingKVCache(  # noqa: N802, a choice of parts with the name of what it is
     Raises:
         ValueError: a window or max_write below 1, sinks that fill the window, and what `KVCache` refuses.
     """
-    layout = Ring(window, max(max_write, max_rollback), sinks, max_rollback)
-    return KVCache(bits, group_size, growth, reserve, packed_decode=packed_decode, layout=layout, codec=codec)
+
+    def __init__(
+        self,
+        window: int,
+        max_write: int = 512,
+        sinks: int = 0,
+        bits: Bits | None = None,
+        group_size: int = 64,
+        growth: Growth = DEFAULT,
+        reserve: int = 0,
+        *,
+        packed_decode: bool = True,
+        codec: Choice | None = None,
+        max_rollback: int = 0,
+    ) -> None:
+        layout = Ring(window, max(max_write, max_rollback), sinks, max_rollback)
+        KVCache.__init__(
+            self, bits, group_size, growth, reserve, packed_decode=packed_decode, layout=layout, codec=codec
+        )
+
+    @staticmethod
+    def _describes(cache: KVCache) -> bool:
+        """Whether it has a window."""
+        return cache.layout.window is not None
 
 
-def RotatingKVCache(max_size: int, keep: int = 0) -> KVCache:  # noqa: N802, mlx-lm's name for it
+class RotatingKVCache(RingKVCache):
     """A ring with the name, the signature and the meaning of mlx-lm's: `keep` sinks, `max_size` tokens in all."""
-    return RingKVCache(max_size, sinks=keep)
+
+    def __init__(self, max_size: int, keep: int = 0) -> None:
+        RingKVCache.__init__(self, max_size, sinks=keep)
 
 
-def RingBufferKVCache(window: int, max_write: int | None = None) -> KVCache:  # noqa: N802, its name elsewhere
+class RingBufferKVCache(RingKVCache):
     """A ring for those who know it under this name; max_write is the window unless told otherwise."""
-    return RingKVCache(window, window if max_write is None else max_write)
+
+    def __init__(self, window: int, max_write: int | None = None) -> None:
+        RingKVCache.__init__(self, window, window if max_write is None else max_write)
 
 
-def ChunkedKVCache(  # noqa: N802, mlx-lm's name for it
-    chunk_size: int,
-    max_write: int = 512,
-    bits: Bits | None = None,
-    group_size: int = 64,
-    growth: Growth = DEFAULT,
-    reserve: int = 0,
-    *,
-    packed_decode: bool = True,
-    codec: Choice | None = None,
-    max_rollback: int = 0,
-) -> KVCache:
+class ChunkedKVCache(Combination):
     """A `KVCache` for chunked attention, as llama4's: a token sees those of its own chunk of the text.
 
     Has `start_position` and `maybe_trim_front` like mlx-lm's cache of this name, and hands out what begins there in the
@@ -88,26 +139,32 @@ def ChunkedKVCache(  # noqa: N802, mlx-lm's name for it
     Raises:
         ValueError: a chunk_size or max_write below 1, and what `KVCache` refuses.
     """
-    layout = Chunks(chunk_size, max(max_write, max_rollback), max_rollback)
-    return KVCache(bits, group_size, growth, reserve, packed_decode=packed_decode, layout=layout, codec=codec)
+
+    def __init__(
+        self,
+        chunk_size: int,
+        max_write: int = 512,
+        bits: Bits | None = None,
+        group_size: int = 64,
+        growth: Growth = DEFAULT,
+        reserve: int = 0,
+        *,
+        packed_decode: bool = True,
+        codec: Choice | None = None,
+        max_rollback: int = 0,
+    ) -> None:
+        layout = Chunks(chunk_size, max(max_write, max_rollback), max_rollback)
+        KVCache.__init__(
+            self, bits, group_size, growth, reserve, packed_decode=packed_decode, layout=layout, codec=codec
+        )
+
+    @staticmethod
+    def _describes(cache: KVCache) -> bool:
+        """Whether it goes by chunks."""
+        return cache.layout.chunk_size is not None
 
 
-def CompressedKVCache(  # noqa: N802, a choice of parts with the name of what it is
-    budget: int,
-    keep_recent: int = 64,
-    sinks: int = 4,
-    score: str | Function = "key_diff",
-    share: Granularity = "layers",
-    margin: int | None = None,
-    bits: Bits | None = None,
-    group_size: int = 64,
-    max_write: int = 512,
-    growth: Growth = DEFAULT,
-    reserve: int = 0,
-    *,
-    packed_decode: bool = True,
-    codec: Choice | None = None,
-) -> KVCache:
+class CompressedKVCache(Combination):
     """A `KVCache` that keeps at most `budget` tokens of each sequence, or up to `margin` more: those that matter most.
 
     For a model, use `CachePolicy(budget=...)`: its layers then agree on which tokens go. One made here stands alone.
@@ -127,23 +184,67 @@ def CompressedKVCache(  # noqa: N802, a choice of parts with the name of what it
         ValueError: a budget that sinks and recent tokens would fill, a number below its least, an unknown score or
             share, and what `KVCache` refuses.
     """
-    evictor = Evictor(Budget(budget, keep_recent, sinks, margin, max_write), score, share)
-    return KVCache(bits, group_size, growth, reserve, packed_decode=packed_decode, evictor=evictor, codec=codec)
+
+    def __init__(
+        self,
+        budget: int,
+        keep_recent: int = 64,
+        sinks: int = 4,
+        score: str | Function = "key_diff",
+        share: Granularity = "layers",
+        margin: int | None = None,
+        bits: Bits | None = None,
+        group_size: int = 64,
+        max_write: int = 512,
+        growth: Growth = DEFAULT,
+        reserve: int = 0,
+        *,
+        packed_decode: bool = True,
+        codec: Choice | None = None,
+    ) -> None:
+        evictor = Evictor(Budget(budget, keep_recent, sinks, margin, max_write), score, share)
+        KVCache.__init__(
+            self, bits, group_size, growth, reserve, packed_decode=packed_decode, evictor=evictor, codec=codec
+        )
+
+    @staticmethod
+    def _describes(cache: KVCache) -> bool:
+        """Whether it evicts."""
+        return cache.evictor is not None
 
 
-def BatchKVCache(left_padding: Sequence[int]) -> KVCache:  # noqa: N802, mlx-lm's name for it
-    """A batch of len(left_padding) rows, with the name and the signature of mlx-lm's; padding is not stored."""
-    return _batch(KVCache(), left_padding)
+class BatchKVCache(Combination):
+    """A batch of len(left_padding) rows, with the name and the signature of mlx-lm's; padding is not stored.
+
+    Raises:
+        ValueError: no row.
+    """
+
+    def __init__(self, left_padding: Sequence[int]) -> None:
+        KVCache.__init__(self)
+        _begin(self, left_padding)
+
+    @staticmethod
+    def _describes(cache: KVCache) -> bool:
+        """Whether it has no window; every cache can have rows."""
+        return cache.layout.window is None
 
 
-def BatchRotatingKVCache(max_size: int, left_padding: Sequence[int]) -> KVCache:  # noqa: N802, mlx-lm's name for it
-    """A batch of rings of len(left_padding) rows, with the name and the signature of mlx-lm's."""
-    return _batch(RingKVCache(max_size), left_padding)
+class BatchRotatingKVCache(RingKVCache):
+    """A batch of rings of len(left_padding) rows, with the name and the signature of mlx-lm's.
+
+    Raises:
+        ValueError: no row, or a max_size below 1.
+    """
+
+    def __init__(self, max_size: int, left_padding: Sequence[int]) -> None:
+        RingKVCache.__init__(self, max_size)
+        _begin(self, left_padding)
 
 
-def _batch(cache: KVCache, left_padding: Sequence[int]) -> KVCache:
+def _begin(cache: KVCache, left_padding: Sequence[int]) -> None:
+    """Gives an empty cache a row for each number, which begins with so much padding."""
     if not left_padding:
         raise ValueError("left_padding is empty: give one number for each row of the batch, 0 for none")
-    batch = KVCache.merge([cache] * len(left_padding))
-    batch.prepare(left_padding=left_padding)
-    return batch
+    cache._join([cache] * (len(left_padding) - 1))
+    cache.prepare(left_padding=left_padding)

@@ -6,7 +6,7 @@ Decides nothing about updates: `KVCache` is one of these. B rows.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import mlx.core as mx
 
@@ -14,6 +14,7 @@ from mlx_kv.cache import holding, memory, state
 from mlx_kv.cache.codecs import affine_of, are_plain, in_words
 from mlx_kv.cache.contents import Contents
 from mlx_kv.cache.eviction.evictor import Evictor
+from mlx_kv.cache.growth import SLOT_MULTIPLE
 from mlx_kv.cache.layout import NO_LIMIT, Layout
 from mlx_kv.cache.state import CacheState
 from mlx_kv.cache.view import CacheView
@@ -81,6 +82,39 @@ class Holder:
     def max_write(self) -> int | None:
         """The longest write after which attention reads the slots themselves, not a copy; None is no limit."""
         return None if self.layout.max_write == NO_LIMIT else self.layout.max_write
+
+    # --- what mlx-lm calls it ---------------------------------------------------------------------------------------
+
+    step: ClassVar[int] = SLOT_MULTIPLE  # slots come in multiples of it
+
+    @property
+    def max_size(self) -> int:
+        """The window of a ring; other caches have none (AttributeError)."""
+        if (window := self.layout.window) is None:
+            raise AttributeError("max_size is the window of a ring, and this cache has none")
+        return window
+
+    @property
+    def keep(self) -> int:
+        """Sinks of a ring: so many of the first tokens are never dropped; other caches have none (AttributeError)."""
+        if self.layout.window is None:
+            raise AttributeError("keep is the number of a ring's sinks, and this cache is none")
+        return self.layout.sinks
+
+    @property
+    def chunk_size(self) -> int:
+        """Positions of a chunk; caches that do not go by chunks have none (AttributeError)."""
+        if (size := self.layout.chunk_size) is None:
+            raise AttributeError("chunk_size is that of chunked attention, and this cache has none")
+        return size
+
+    @property
+    def left_padding(self) -> mx.array:
+        """(B,), slots of padding before the first token of each row: what was announced, and 0 once tokens came.
+
+        Padding is never stored, so nothing lies before a row's first token.
+        """
+        return mx.array([max(0, -row.offset) for row in self._held.rows])
 
     @property
     def start_position(self) -> int:

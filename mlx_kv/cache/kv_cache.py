@@ -317,16 +317,17 @@ class KVCache(Holder):
 
     @property
     def bits(self) -> int:
-        """Bits per element of the packed planes of the last fetch.
+        """Bits per element of planes that mlx-lm's attention reads packed.
 
-        Not there (AttributeError) when the last fetch was of plain arrays: mlx-lm's attention takes its unfused
-        quantised path for any cache that has this attribute, which would be wrong for those.
+        mlx-lm's attention takes its unfused quantised path for any cache that has this attribute. So it is not there
+        (AttributeError) while somebody has plain arrays in hand that the last fetch gave out, nor with
+        packed_decode=False, before quantized_start, or with a codec that is not mlx-lm's.
         """
         return update.packing(self._held).bits
 
     @property
     def group_size(self) -> int:
-        """Elements that share a scale in the last fetch; there only when `bits` is."""
+        """Elements that share a scale; there only when `bits` is."""
         return update.packing(self._held).group_size
 
     def to_quantized(self, group_size: int = 64, bits: Bits = 4) -> KVCache:

@@ -6,8 +6,9 @@ Knows nothing about models. Caches are ours, others that answer as `cache.protoc
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, overload
 
+import mlx.core as mx
 from mlx_lm.models import cache as stock
 
 from mlx_kv.mlxlm.traverse import attention_caches, in_use, leaves
@@ -23,20 +24,41 @@ def _can_trim(cache: Any, n: int | Sequence[int]) -> bool:
     return bool(cache.can_trim(n) if hasattr(cache, "can_trim") else isinstance(n, int) and cache.is_trimmable())
 
 
-def trim_prompt_cache(caches: Sequence[Any], n: int | Sequence[int]) -> int | Sequence[int]:
-    """Drops the last n tokens in every layer, or in none, and returns n.
+def can_trim_prompt_cache(caches: Iterable[Any], n: int | Sequence[int] | None = None) -> bool:
+    """Whether every layer can take back tokens, so that others can be written in their place.
 
     Args:
-        n: tokens of every row, or n[i] of row i.
+        n: so many of every row, or n[i] of row i; None is mlx-lm's question: any number that is held.
+    """
+    return all(cache.is_trimmable() for cache in in_use(caches)) if n is None else can_trim(caches, n)
+
+
+@overload
+def trim_prompt_cache(caches: Sequence[Any], n: int, *, strict: bool = False) -> int: ...
+@overload
+def trim_prompt_cache(caches: Sequence[Any], n: Sequence[int], *, strict: bool = False) -> Sequence[int]: ...
+def trim_prompt_cache(caches: Sequence[Any], n: int | Sequence[int], *, strict: bool = False) -> int | Sequence[int]:
+    """Drops the last n tokens in every layer, or in none, and returns how many, as mlx-lm's function of this name.
+
+    Where fewer than n are held, these go; where a layer cannot take back so many (a ring that has overwritten what
+    would be seen again, recurrent state), nothing goes in any layer, and the answer is 0.
+
+    Args:
+        n: tokens of every row, or n[i] of row i, which then are all held, or nothing goes.
+        strict: all n or a ValueError.
 
     Raises:
-        ValueError: a layer that cannot, with its reason; nothing has changed then, in any layer.
+        ValueError: strict, and a layer cannot, with its reason; nothing has changed then, in any layer.
     """
+    used = in_use(caches)
+    if not strict and isinstance(n, int):
+        n = min([n, *(held for cache in used if (held := _held(cache)) is not None)])
     if n == 0:
         return n  # recurrent state, too, can be left as it is
-    used = in_use(caches)
     for cache in used:
         if not _can_trim(cache, n):
+            if not strict:
+                return 0 if isinstance(n, int) else [0] * len(n)
             index = next(i for i, layer in enumerate(caches) if any(leaf is cache for leaf in leaves([layer])))
             raise ValueError(f"cannot trim {n} tokens: layer {index} {_why_no_trim(cache, n)}")
     for cache in used:
@@ -44,11 +66,20 @@ def trim_prompt_cache(caches: Sequence[Any], n: int | Sequence[int]) -> int | Se
     return n
 
 
+def _held(cache: Any) -> int | None:
+    """Tokens that every row of a cache holds, if it says so: positions, of which eviction takes none away."""
+    offset = getattr(cache, "offset", None)
+    if offset is None:
+        return None
+    least: Any = mx.min(mx.array(offset)).item()
+    return max(0, int(least))
+
+
 def trimmed(caches: Sequence[Any], n: int) -> bool:
     """Drops the last n tokens in every layer, and says whether it could; where not, nothing has changed."""
     could = n == 0 or can_trim(caches, n)
     if could:
-        trim_prompt_cache(caches, n)
+        trim_prompt_cache(caches, n, strict=True)
     return could
 
 

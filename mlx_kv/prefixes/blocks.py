@@ -145,7 +145,7 @@ class KeptCaches:
             ValueError: they cannot be trimmed so far.
         """
         caches = copy.deepcopy(self._shells)
-        trim_prompt_cache(caches, excess)
+        trim_prompt_cache(caches, excess, strict=True)
         ours = attention_caches(caches)
         for strip in self._strips:
             layers = [ours[number] for number in strip.layers]

@@ -119,7 +119,7 @@ class PartKeeper:
             if read is None or read[0] != name:
                 raise ValueError("it was not read")
             caches = read[1].restore().caches
-            trim_prompt_cache(caches, excess)
+            trim_prompt_cache(caches, excess, strict=True)
             hear_from(caches, self._peers)
         except ValueError as error:
             self._link.answer(f"rank {self._group.rank}: {error}")

@@ -215,7 +215,7 @@ class PromptStore(PromptPlace):
         """The caches of what was fetched, trimmed to its count; None where they cannot be made, and never will."""
         try:
             caches = fetched.file.restore().caches
-            trim_prompt_cache(caches, fetched.excess)
+            trim_prompt_cache(caches, fetched.excess, strict=True)
             caches = self._parts.restore(fetched.name, caches, fetched.excess)
         except ValueError:
             self.damaged += 1

@@ -205,7 +205,7 @@ def test_caches_of_a_row_go_on(draft: int | None, policy: str) -> None:
         known = [*(PROMPT if row == 0 else PROMPT[:7]), *tokens]
         assert len(known) - 2 <= read
         if read > len(known) - 1:
-            trim_prompt_cache(caches, read - (len(known) - 1))
+            trim_prompt_cache(caches, read - (len(known) - 1), strict=True)
             read = len(known) - 1
         again.submit(TokenSequence(number, known[read:], 8, caches=caches))
     again.submit(TokenSequence(3, PROMPT[:7], 8))

@@ -231,7 +231,7 @@ def trimmed(family: Family) -> Verdict:
     disturbed = copy.deepcopy(caches)
     more = tokens(6, 6)
     try:
-        trim_prompt_cache(caches, 7)
+        trim_prompt_cache(caches, 7, strict=True)
     except ValueError as error:
         if not is_refusal(error):
             raise

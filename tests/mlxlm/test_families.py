@@ -86,7 +86,7 @@ def untrimmed(monkeypatch: pytest.MonkeyPatch) -> None:
 def shortened(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(path: Any) -> list[Any]:
         caches = load_prompt_cache(path)
-        trim_prompt_cache(caches, 1)
+        trim_prompt_cache(caches, 1, strict=True)
         return caches
 
     monkeypatch.setattr(family_columns, "load_prompt_cache", load)

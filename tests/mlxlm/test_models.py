@@ -18,6 +18,7 @@ from slow_cache import SlowCache
 from tiny_models import FAMILIES, VOCAB, make_model
 
 from mlx_kv import Cache, CachePolicy, KVCache, cache_statistics, make_prompt_cache, trim_prompt_cache
+from mlx_kv.mlxlm.attention import AttentionSeam
 from mlx_kv.mlxlm.traverse import attention_caches, leaves
 
 LENGTH = 60
@@ -190,12 +191,22 @@ def test_rows_of_a_batch_are_trimmed_one_by_one(family: str) -> None:
 def test_packed_planes_go_only_where_attention_takes_them(family: str, packed: bool) -> None:
     model = make(family)
     caches = make_prompt_cache(model, CachePolicy(bits=8, group_size=32))
-    logits(model, caches, prompt()[:, :21], [20, 1])
-    ours = attention_caches(caches)
+    ours, seen = attention_caches(caches), []
+
+    class Told:
+        """What attention sees: whether the cache tells its bits, and whether it is given planes."""
+
+        def attend(self, call: Any) -> mx.array:
+            seen.append((hasattr(call.cache, "bits"), not isinstance(call.keys, mx.array)))
+            return call.hand_on()
+
     assert ours
-    assert all(hasattr(cache, "bits") == packed for cache in ours)
-    logits(model, caches, prompt()[:, :20], [20])
-    assert not any(hasattr(cache, "bits") for cache in ours)
+    with AttentionSeam(model, otherwise=Told()):
+        for new, planes in ((20, False), (1, packed), (20, False)):
+            seen.clear()
+            logits(model, caches, prompt()[:, :new], [new])
+            assert set(seen) == ({(planes, planes)} if family != "gemma2" else set())  # which attends by itself
+            assert all(hasattr(cache, "bits") == packed for cache in ours)  # that pass is over
 
 
 def test_recurrent_layers_stay_mlx_lms_own() -> None:
@@ -312,10 +323,10 @@ def test_a_cache_of_others_needs_what_the_protocol_says_and_no_more(beside_ours:
     assert answer(caches, text) == wanted
     assert trim_prompt_cache(caches, 8) == 8
     assert [cache.size() for cache in caches] == [20] * len(caches)
-    trim_prompt_cache(caches, [1])
+    trim_prompt_cache(caches, [1], strict=True)
     assert answer(caches, text[-1:]) == wanted
     with pytest.raises(ValueError, match="cannot trim 99 tokens: layer 0"):
-        trim_prompt_cache(caches, 99)
+        trim_prompt_cache(caches, 99, strict=True)
     assert [cache.size() for cache in caches] == [28] * len(caches)
     statistics = cache_statistics(caches)
     live = 2 * 28 * 2 * 32 * 4

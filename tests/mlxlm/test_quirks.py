@@ -188,20 +188,20 @@ def test_layers_that_hold_nothing_do_not_forbid_a_trim() -> None:
     model, tokens = shared_family("nemotron-nas"), prompt(30)
     caches = make_prompt_cache(model)
     with pytest.raises(ValueError, match=r"cannot trim 1 tokens: layer 0 says: .* this cache holds 0"):
-        trim_prompt_cache(caches, 1)  # nothing was read: nobody knows which of them will hold nothing
+        trim_prompt_cache(caches, 1, strict=True)  # nothing was read: nobody knows which of them will hold nothing
     wanted = read(model, caches, tokens, [12, 8])
     assert sum(cache.empty() for cache in attention_caches(caches)) == 1
     assert can_trim(caches, 20)
     assert not can_trim(caches, 21)
-    trim_prompt_cache(caches, 8)
+    trim_prompt_cache(caches, 8, strict=True)
     assert distance(read(model, caches, tokens[:, 12:], [8]), wanted[:, 12:]) < 1e-5
-    trim_prompt_cache(caches, 20)
+    trim_prompt_cache(caches, 20, strict=True)
     with pytest.raises(ValueError, match="this cache holds 0"):
-        trim_prompt_cache(caches, 1)  # written to, and all of it taken back
+        trim_prompt_cache(caches, 1, strict=True)  # written to, and all of it taken back
     rows = [caches[0].merge([cache, cache]) for cache in make_prompt_cache(model)]
     both = mx.concatenate([tokens, tokens])
     read(model, rows, both, [20])
-    trim_prompt_cache(rows, [8, 3])
+    trim_prompt_cache(rows, [8, 3], strict=True)
     assert [row.offset for row in attention_caches(rows)[0].view.rows] == [12, 17]
 
 
@@ -236,7 +236,7 @@ def test_each_cache_says_why_it_takes_nothing_back(family: str, policy: CachePol
     caches = make_prompt_cache(model, policy)
     read(model, caches, prompt(40), [4] * 10)
     with pytest.raises(ValueError, match=f"cannot trim {count} tokens: .*{message}") as refusal:
-        trim_prompt_cache(caches, count)
+        trim_prompt_cache(caches, count, strict=True)
     assert ("max_rollback" in str(refusal.value)) == ("max_rollback" in message)  # it would help no other
 
 

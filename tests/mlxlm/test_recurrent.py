@@ -224,7 +224,7 @@ def test_models_are_trimmed_in_anybodys_loop(family: str) -> None:
         assert [n for n in range(1, 12) if can_trim(caches, n)] == sorted(len(text) - way for way in ways)
         if ways and draw.random() < 0.5:
             back = draw.choice(ways)
-            trim_prompt_cache(caches, len(text) - back)
+            trim_prompt_cache(caches, len(text) - back, strict=True)
             text, ways = text[:back], [way for way in ways if way < back]
         if draw.random() < 0.2:
             caches = copy.deepcopy(caches)
@@ -246,7 +246,7 @@ def test_models_are_trimmed_where_passes_are_announced(family: str) -> None:
         for row, text in enumerate(texts):
             assert distance(logits[row, lengths[row] - 1, :VOCAB], fresh(model, text)) < 1e-4
         back = [draw.choice([0, length]) for length in lengths]
-        trim_prompt_cache(caches, back)
+        trim_prompt_cache(caches, back, strict=True)
         texts = [text[: len(text) - count] for text, count in zip(texts, back, strict=True)]
 
 
@@ -282,7 +282,7 @@ def test_mlx_lms_batches_and_loop_go_on_over_them(family: str) -> None:
     caches = make_prompt_cache(model, CachePolicy(max_rollback=5))
     steps = generate_step(mx.array(prompts[1]), model, prompt_cache=caches, max_tokens=8)
     assert [token for token, _ in steps] == said[0][1]
-    trim_prompt_cache(caches, 4)
+    trim_prompt_cache(caches, 4, strict=True)
     read = len(prompts[1]) + 8 - 4  # the loop has read its last token, too
     wanted = fresh(model, [*(prompts[1] + said[0][1])[:read], 7])
     assert distance(model(mx.array([[7]]), cache=caches)[0, -1, :VOCAB], wanted) < 1e-4
@@ -295,7 +295,7 @@ def test_what_nobody_can_tell_is_refused(family: str) -> None:
     model(tokens(0, 9), cache=caches)
     model(tokens(1, 2), cache=caches)
     with pytest.raises(ValueError, match="nobody said how many this recurrent state read last"):
-        trim_prompt_cache(caches, 2)
+        trim_prompt_cache(caches, 2, strict=True)
     more = tokens(2, 3)
     wanted = mx.concatenate([tokens(0, 9), tokens(1, 2), more], axis=1)
     assert distance(model(more, cache=caches)[0, -1, :VOCAB], fresh(model, wanted.tolist()[0])) < 1e-4
@@ -316,7 +316,7 @@ def test_without_a_rollback_it_stays_mlx_lms_own() -> None:
     model = shared_family("lfm2")
     assert not recurrent_states(make_prompt_cache(model))
     with pytest.raises(ValueError, match=r"is recurrent state of mlx-lm's, .* CachePolicy\(max_rollback=...\)"):
-        trim_prompt_cache(make_prompt_cache(model), 1)
+        trim_prompt_cache(make_prompt_cache(model), 1, strict=True)
     with pytest.raises(ValueError, match="can honour max_rollback"):
         make_prompt_cache(shared_family("qwen3"), CachePolicy(max_rollback=4))
 
@@ -346,6 +346,6 @@ def test_files_hold_what_mlx_lm_would_save(family: str, tmp_path: Path) -> None:
         assert not can_trim(recurrent_states(again), 3)
         recurrent = recurrent_states(again)
         assert all(state.can_trim(2) for state in recurrent)
-        trim_prompt_cache(recurrent, 2)
+        trim_prompt_cache(recurrent, 2, strict=True)
         if family == "mamba":  # no attention that would have to go back, too
             assert distance(model(tokens(2, 3), cache=again), wanted) < 1e-5

@@ -65,7 +65,7 @@ def same(first: Any, second: Any) -> bool:
 def goes_on_as(found: Sequence[Any], kept: Sequence[Any], count: int) -> bool:
     """Whether what was found is what was kept, trimmed to so many tokens, also in what comes."""
     wanted = copy.deepcopy(list(kept))
-    trim_prompt_cache(wanted, wanted[-1].offset - count)
+    trim_prompt_cache(wanted, wanted[-1].offset - count, strict=True)
     alike = [cache.view.rows for cache in found] == [cache.view.rows for cache in wanted]
     for new in (1, 3, 30, 1):
         alike = alike and same(read(found, range(new), count), read(wanted, range(new), count))
@@ -88,7 +88,7 @@ class Reference:
             caches = copy.deepcopy(caches)
             back = len(branch) % 30
             if back and all(cache.can_trim(back) for cache in caches):
-                trim_prompt_cache(caches, back)
+                trim_prompt_cache(caches, back, strict=True)
                 tokens = tokens[:-back]
         for first in range(0, len(branch), 16):
             read(caches, branch[first : first + 16], len(tokens))

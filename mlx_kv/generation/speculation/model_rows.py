@@ -116,7 +116,7 @@ class ModelRows:
 
     def take_back(self, counts: Sequence[int]) -> None:
         """The last tokens of each row are as if they had not been read."""
-        trim_prompt_cache(self.caches, counts)
+        trim_prompt_cache(self.caches, counts, strict=True)
 
     def verify(self, drafted: Sequence[Sequence[int]]) -> mx.array:
         """One pass over what is pending and the drafted tokens of each row.
@@ -206,7 +206,7 @@ class ModelRows:
             return each
         if not can_trim(each, beyond):
             return None
-        trim_prompt_cache(each, beyond)
+        trim_prompt_cache(each, beyond, strict=True)
         return each
 
 
