@@ -6,7 +6,6 @@ B rows.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,7 +41,6 @@ class Contents:
         ranges: the slots that the last fetch was made of.
         transient: what attention read of a write longer than max_write, until the next step.
         packed: whether the last fetch handed out packed planes.
-        lent: the plain arrays that the last fetch handed out, while anybody has them; only where planes can be packed.
         counts: how many of the last update's tokens were tokens of each row, where some were padding; else None.
         growths: reallocations since the first allocation.
     """
@@ -61,7 +59,6 @@ class Contents:
     encoded: bool = False
     ranges: Ranges = ()
     packed: bool = False
-    lent: tuple[Callable[[], mx.array | None], ...] = ()
     transient: tuple[mx.array, mx.array] | None = None
     counts: tuple[int, ...] | None = None
     growths: int = 0
@@ -134,7 +131,7 @@ class Contents:
     def without_evictor(self) -> Contents:
         """A copy that whoever asks gives an evictor."""
         copied = copy.copy(self)  # all of it is never changed in place, but for the two that follow
-        copied.evictor, copied.lent = None, ()
+        copied.evictor = None
         if self.buffers is not None:
             copied.buffers = self.buffers[0].copied(), self.buffers[1].copied()
         return copied

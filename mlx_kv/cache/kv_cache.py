@@ -317,11 +317,10 @@ class KVCache(Holder):
 
     @property
     def bits(self) -> int:
-        """Bits per element of planes that mlx-lm's attention reads packed.
+        """Bits per element of the packed planes of the last fetch; before there was any, those that it was made with.
 
-        mlx-lm's attention takes its unfused quantised path for any cache that has this attribute. So it is not there
-        (AttributeError) while somebody has plain arrays in hand that the last fetch gave out, nor with
-        packed_decode=False, before quantized_start, or with a codec that is not mlx-lm's.
+        Not there (AttributeError) when the last fetch was of plain arrays: mlx-lm's attention takes its unfused
+        quantised path for any cache that has this attribute, which would be wrong for those.
         """
         return update.packing(self._held).bits
 

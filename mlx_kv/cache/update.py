@@ -7,8 +7,6 @@ the shorter way of `steady`. B rows, H KV heads, S new tokens.
 
 from __future__ import annotations
 
-import weakref
-
 import mlx.core as mx
 
 from mlx_kv.cache.buffers import Buffers, SlotBuffer, tensor_of
@@ -154,37 +152,23 @@ def hands_out_packed(held: Contents, buffers: Buffers, new: int) -> bool:
 
 def fetched(held: Contents, buffers: Buffers) -> Fetched:
     """What attention reads after the last write."""
+    if held.transient is not None:
+        return held.transient
     keys, values = buffers
     if held.packed:
         return keys.read(held.ranges), values.read(held.ranges)
-    if held.transient is not None:
-        plain = held.transient[0][:], held.transient[1][:]  # handles of their own, for `lent`
-    else:
-        plain = keys.decode(keys.read(held.ranges)), values.decode(values.read(held.ranges))
-    if held.packing is not None:
-        held.lent = weakref.ref(plain[0]), weakref.ref(plain[1])
-    return plain
+    return keys.decode(keys.read(held.ranges)), values.decode(values.read(held.ranges))
 
 
 def packing(held: Contents) -> Packing:
-    """How planes are packed, where mlx-lm's attention can read them.
+    """How planes are packed, where mlx-lm's attention can read them: those of the last fetch, or of the first to come.
 
     Raises:
-        AttributeError: it cannot, or plain arrays that were handed out last are still in use.
+        AttributeError: it cannot, or the last fetch was of plain arrays.
     """
-    if held.packing is None or not held.packed_decode:
-        raise AttributeError("bits and group_size are those of packed planes that mlx-lm's attention can read")
-    if held.packed:
-        return held.packing
-    if held.buffers is None:
-        readable = not held.quantized_start
-    else:
-        readable = held.encoded and held.buffers[0].head_dim == held.buffers[1].head_dim
-    if not readable:
-        raise AttributeError("bits and group_size are those of packed planes, and this cache has none yet")
-    # Attention over arrays must not see them. Whoever attends to them has them in hand: when nobody has, it is over.
-    if any(array() is not None for array in held.lent):
-        raise AttributeError("bits and group_size are not visible while arrays of the last fetch are in use")
+    first = held.buffers is None and held.packed_decode and not held.quantized_start
+    if held.packing is None or not (held.packed or first):
+        raise AttributeError("bits and group_size are visible before a first fetch, and after one of packed planes")
     return held.packing
 
 

@@ -132,33 +132,15 @@ def test_left_padding_is_what_is_still_to_come() -> None:
     assert cache.offset.tolist() == [1, 4, 3]
 
 
-def test_bits_are_told_at_any_time_but_while_arrays_are_in_use() -> None:
+def test_bits_are_told_but_after_a_fetch_of_arrays() -> None:
     cache = QuantizedKVCache(group_size=32, bits=4)
     assert (cache.bits, cache.group_size) == (4, 32)
-    keys, values = cache.update_and_fetch(*tokens(20))
-    assert isinstance(keys, mx.array)
-    assert not hasattr(cache, "bits")
-    assert copy.deepcopy(cache).bits == 4  # which gave out nothing
-    del keys
-    assert not hasattr(cache, "group_size")
-    again = cache.keys_and_values()
-    del values
-    assert not hasattr(cache, "bits")
-    del again
+    for new, packed in ((20, False), (1, True), (20, False), (2, True)):
+        keys, _ = cache.update_and_fetch(*tokens(new))
+        assert isinstance(keys, tuple) is packed
+        assert hasattr(cache, "bits") is packed
+        assert hasattr(copy.deepcopy(cache), "group_size") is packed
     assert (cache.bits, cache.group_size) == (4, 32)
-    planes = cache.update_and_fetch(*tokens(1))
-    assert isinstance(planes[0], tuple)
-    assert cache.bits == 4
-    cache.reset()
-    assert cache.bits == 4
-
-
-def test_bits_are_hidden_while_a_long_write_of_a_ring_is_read() -> None:
-    ring = RingKVCache(8, max_write=4, bits=8)
-    fetched = [ring.update_and_fetch(*tokens(20, seed=seed)) for seed in range(2)]
-    assert not hasattr(ring, "bits")
-    fetched.clear()
-    assert ring.bits == 8
 
 
 @pytest.mark.parametrize(
@@ -183,13 +165,13 @@ def test_bits_are_never_told_where_no_attention_of_mlx_lms_could_use_them(cache:
 
 def test_bits_are_told_once_quantised_not_before() -> None:
     cache = KVCache(8, quantized_start=9)
-    for _ in range(2):
+    for new in (8, 1, 12):
         assert not hasattr(cache, "bits")
-        cache.update_and_fetch(*tokens(8))
-    cache.update_and_fetch(*tokens(12))
+        cache.update_and_fetch(*tokens(new))
+    cache.update_and_fetch(*tokens(1))
     assert cache.bits == 8
     unequal = KVCache(8)
-    unequal.update_and_fetch(tokens(9)[0], mx.zeros((1, 2, 9, 128)))
+    unequal.update_and_fetch(tokens(1)[0], mx.zeros((1, 2, 1, 128)))
     assert not hasattr(unequal, "bits")
 
 
