@@ -13,6 +13,7 @@ import inspect
 import json
 import os
 import random
+import re
 import runpy
 import signal
 import socket
@@ -37,6 +38,12 @@ class Finished:
     code: int
     stdout: str
     stderr: str
+
+    @property
+    def ours(self) -> list[str]:
+        """Lines that we said on stderr; MLX's ring says its own in pieces, and a line of ours may come between two."""
+        lines = [re.sub(r"^\[ring\].*?(?=mlx-kv: |$)", "", line) for line in self.stderr.splitlines()]
+        return [line for line in lines if not re.match(r"$|[ \d]|ready$", line)]
 
 
 class Ranks:

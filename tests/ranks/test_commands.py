@@ -24,11 +24,6 @@ from mlx_kv.ranks.model_files import SAMPLE, marks_of
 PROMPT = "def fibonacci(n):\n    "
 
 
-def ours(finished: Finished) -> list[str]:
-    """What we said; MLX's ring writes lines of its own."""
-    return [line for line in finished.stderr.splitlines() if not line.startswith("[ring]")]
-
-
 # --- generate and batch -------------------------------------------------------------------------------------------
 
 
@@ -55,8 +50,8 @@ def test_chat_answers_what_it_answers_alone(
     alone = command(*options)
     leader, other = succeeded(run_ranks(2, MLX_KV, *options, "--split", "heads", stdin=lines))
     assert (leader.stdout, other.stdout, other.stderr) == (alone.out, "", "")
-    assert "mlx-kv: each of several ranks has a part of the conversation: it cannot be kept in a file" in ours(leader)
-    assert "mlx-kv: taken back: 1 turn" in ours(leader)
+    assert "mlx-kv: each of several ranks has a part of the conversation: it cannot be kept in a file" in leader.ours
+    assert "mlx-kv: taken back: 1 turn" in leader.ours
 
 
 def test_batch_writes_what_it_writes_alone(tmp_path: Path, command: Callable[..., Any]) -> None:
@@ -100,8 +95,8 @@ def test_ranks_that_cannot_run_together_say_the_same_line(
 
 def test_what_the_leader_refuses_ends_the_others(tmp_path: Path) -> None:
     leader, other = run_ranks(2, MLX_KV, "generate", "--prompt", " ")
-    assert ours(leader) == ["mlx-kv: error: the prompt is empty: give at least one word"]
-    assert ours(other) == ["mlx-kv: error: the leader has ended: the prompt is empty: give at least one word"]
+    assert leader.ours == ["mlx-kv: error: the prompt is empty: give at least one word"]
+    assert other.ours == ["mlx-kv: error: the leader has ended: the prompt is empty: give at least one word"]
     assert (leader.code, other.code) == (2, 2)
 
 
@@ -112,8 +107,8 @@ def test_an_interrupt_is_the_leaders() -> None:
         for rank in (1, 0):  # a terminal's Ctrl-C goes to all
             ranks.kill(rank, signal.SIGINT)
         leader, other = ranks.wait(20)
-    assert (leader.code, ours(leader)[-1]) == (130, "mlx-kv: interrupted")  # after the line that was being written
-    assert (other.code, ours(other)) == (130, ["mlx-kv: error: the leader has ended: interrupted"])
+    assert (leader.code, leader.ours[-1]) == (130, "mlx-kv: interrupted")  # after the line that was being written
+    assert (other.code, other.ours) == (130, ["mlx-kv: error: the leader has ended: interrupted"])
 
 
 @pytest.mark.parametrize("option", ["--split=heads", "--layers=2,1", "--link-address=10.0.0.1"])
@@ -212,7 +207,7 @@ def test_serve_answers_everybody_before_it_ends(how: str) -> None:
     assert (leader.stdout, other.stdout) == ("", "")
     if how == "killed":
         assert (leader.code, other.code) == (EXIT_CODE, -signal.SIGKILL)
-        assert ours(leader)[1:] == ["mlx-kv: error: the server has ended: rank 1 is gone: start all ranks again"]
+        assert leader.ours[1:] == ["mlx-kv: error: the server has ended: rank 1 is gone: start all ranks again"]
     else:
         assert (leader.code, other.code, other.stderr) == (0, 0, "")
 
@@ -223,5 +218,5 @@ def test_a_signal_to_the_leader_while_models_load_is_no_fault() -> None:
             ranks.wait_for("loading", rank)
         ranks.kill(0, signal.SIGTERM)
         leader, other = ranks.wait(20)
-    assert (leader.code, ours(leader)[-1]) == (0, "mlx-kv: stopped")
-    assert (other.code, ours(other)[-1]) == (0, "mlx-kv: the leader has ended: stopped")
+    assert (leader.code, leader.ours[-1]) == (0, "mlx-kv: stopped")
+    assert (other.code, other.ours[-1]) == (0, "mlx-kv: the leader has ended: stopped")

@@ -8,7 +8,7 @@ import time
 
 import programs
 import pytest
-from launching import Finished, run_ranks, started_ranks, succeeded
+from launching import run_ranks, started_ranks, succeeded
 
 from mlx_kv import join_ranks
 from mlx_kv.ranks.link import EXIT_CODE
@@ -63,11 +63,6 @@ def test_a_rank_that_never_comes_is_not_waited_for() -> None:
 # --- ends ---------------------------------------------------------------------------------------------------------
 
 
-def ours(finished: Finished) -> list[str]:
-    """What we said; MLX's ring writes lines of its own."""
-    return [line for line in finished.stderr.splitlines() if not line.startswith("[ring]") and line != "ready"]
-
-
 @pytest.mark.parametrize(("how", "dies"), [("idle", 0), ("busy", 1), ("behind", 1)])
 def test_all_leave_when_a_rank_dies(how: str, dies: int) -> None:
     with started_ranks(3, programs.idle, how) as ranks:
@@ -84,7 +79,7 @@ def test_all_leave_when_a_rank_dies(how: str, dies: int) -> None:
             assert each.code == -signal.SIGKILL
         else:
             assert each.code == EXIT_CODE, each
-            assert ours(each) == [f"mlx-kv: error: {who} is gone: start all ranks again"]
+            assert each.ours == [f"mlx-kv: error: {who} is gone: start all ranks again"]
 
 
 def test_who_wants_to_know_is_called_first() -> None:
@@ -94,14 +89,14 @@ def test_who_wants_to_know_is_called_first() -> None:
         ranks.kill(1)
         leader, _ = ranks.wait(20)
     reason = "rank 1 is gone: start all ranks again"
-    assert ours(leader) == [f"heard {reason}", f"called {[reason]}", "mlx-kv: error: bye"]
+    assert leader.ours == [f"heard {reason}", f"called {[reason]}", "mlx-kv: error: bye"]
     assert leader.code == EXIT_CODE
 
 
 def test_a_step_that_never_ends_ends_the_group() -> None:
     for each in run_ranks(2, programs.hangs, timeout=20):
         assert each.code == EXIT_CODE
-        (line,) = ours(each)
+        (line,) = each.ours
         assert line.startswith("mlx-kv: error: a step has taken 1 s: a rank, or the network between them, hangs")
 
 
@@ -112,4 +107,4 @@ def test_what_ends_one_rank_ends_all_with_its_reason(where: int, how: str, code:
     who = "the leader" if where == 0 else f"rank {where}"
     for rank, each in enumerate(finished):
         if rank != where:
-            assert ours(each) == [f"mlx-kv: error: {who} has ended: no such model"]
+            assert each.ours == [f"mlx-kv: error: {who} has ended: no such model"]
