@@ -10,7 +10,18 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from mlx_kv.cache.checks import SettingError, whole_number
-from mlx_kv.cache.codecs import Affine, Bits, Choice, Codecs, Packing, are_plain, find_codecs, one_or_two, packing_of
+from mlx_kv.cache.codecs import (
+    Affine,
+    Bits,
+    Choice,
+    Codecs,
+    Packing,
+    are_plain,
+    find_codecs,
+    of_layer,
+    one_or_two,
+    packing_of,
+)
 from mlx_kv.cache.eviction.evictor import Evictor
 from mlx_kv.cache.eviction.granularity import Granularity, LayerBudgets
 from mlx_kv.cache.eviction.layer_group import LayerGroup
@@ -144,6 +155,15 @@ class CachePolicy:
         assert isinstance(whole, Budget)
         budget = layer_budget(self.budget, layer, layers, whole.sinks + whole.keep_recent + 1)
         return replace(self, budget=budget, margin=whole.slack)
+
+    def of_cache(self, number: int) -> CachePolicy:
+        """This policy with the codecs of one of a model's caches, where they are not the same in all.
+
+        Raises:
+            ValueError: codecs of another model.
+        """
+        own = of_layer(self.codecs, number)
+        return self if own == self.codecs else replace(self, bits=None, codec=own)
 
     def unbounded(self) -> CachePolicy:
         """This policy, but full attention keeps all of its tokens."""

@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_kv import register_codec
-from mlx_kv.cache.codecs import Affine, Codec, Microscaled, Plane, Planes
+from mlx_kv.cache.codecs import Affine, Centre, Centred, Codec, Microscaled, Plane, Planes
 
 
 class Half:
@@ -88,6 +88,8 @@ def decoded(codec: Codec) -> Callable[[np.ndarray], np.ndarray]:
 
 FEW = Scaled(levels=7)
 ROTATED = Affine(4, 32, rotate=True)
+FAR = np.linspace(-30, 30, 128).astype(np.float16).astype(np.float32).reshape(2, 1, 64)  # from zero, by head
+CENTRED = Centred(Centre.of(mx.array(FAR)[None]), ROTATED)
 LEFT: dict[Any, Callable[[np.ndarray], np.ndarray]] = {
     "plain": lambda x: x,
     "half": lambda x: x.astype(np.float16).astype(x.dtype),
@@ -96,6 +98,7 @@ LEFT: dict[Any, Callable[[np.ndarray], np.ndarray]] = {
     Affine(4, 32): lambda x: np.array(round_trip(mx.array(x), 4, 32)),
     Affine(8, 32): lambda x: np.array(round_trip(mx.array(x), 8, 32)),
     ROTATED: decoded(ROTATED),
+    CENTRED: lambda x: decoded(ROTATED)(x - FAR) + FAR,
     "mxfp8": decoded(Microscaled("mxfp8")),
 }
 # Packed in ways that only our own attention reads.
@@ -105,6 +108,7 @@ PACKED: tuple[Any, ...] = (
     (ROTATED, Affine(4, 32)),
     "mxfp8",
     ("mxfp8", ROTATED),
+    (CENTRED, ROTATED),
 )
 CODECS: tuple[Any, ...] = (
     "half",
@@ -120,7 +124,8 @@ CODECS: tuple[Any, ...] = (
 # What a `Spec` says of how tensors are stored.
 STORED: tuple[dict[str, Any], ...] = (
     *({"bits": bits} for bits in (None, None, None, 8, 8, 4, 4)),
-    *({"codec": codec, "carries": True} for codec in PACKED),
+    *({"codec": codec, "carries": True} for codec in PACKED[:-1]),
+    {"codec": PACKED[-1], "carries": True, "key_dim": CENTRED.centre.dim},
 )
 
 

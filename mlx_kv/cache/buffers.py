@@ -12,7 +12,7 @@ from functools import lru_cache
 
 import mlx.core as mx
 
-from mlx_kv.cache.codecs import Codec, Planes, alike
+from mlx_kv.cache.codecs import Codec, Planes, alike, of_head
 from mlx_kv.cache.layout import Plan, Ranges
 
 MOVED_BYTES = 2**20  # that are read before they are written to where they go
@@ -193,9 +193,10 @@ class SlotBuffer:
             planes.append(new)
         return like._with(tuple(planes))
 
-    def decode(self, planes: Planes) -> mx.array:
-        """The tensor (B, H, n, D) that some slots of the planes stand for."""
-        return self.codec.decode(planes, self.dtype)
+    def decode(self, planes: Planes, head: int | None = None) -> mx.array:
+        """The tensor (B, H, n, D) that some slots of the planes stand for, or (B, 1, n, D) those of one head."""
+        codec = self.codec if head is None else of_head(self.codec, head)
+        return codec.decode(planes, self.dtype)
 
     def as_stored(self, x: mx.array) -> mx.array:
         """What is left of a tensor (B, H, S, D) once it is written and read again."""

@@ -30,7 +30,7 @@ def check_planes(keys: Planes, values: Planes, codecs: Codecs, tensors: Tensors 
         head_dim, dtype = tensor_told_by(codec, tuple(planes)) if tensors is None else tensors[which]
         if dtype not in DTYPES:
             raise ValueError(f"keys or values of {dtype}")
-        codec.check(name, mx.zeros((1, 1, 1, head_dim), DTYPES[dtype]))
+        codec.check(name, mx.zeros((1, planes[0].shape[1], 1, head_dim), DTYPES[dtype]))
         made = [(width, of) for width, of in codec.planes(head_dim, DTYPES[dtype])]
         if [(plane.shape[3], plane.dtype) for plane in planes] != made:
             raise ValueError(f"planes that the codec {codec.name} does not make")

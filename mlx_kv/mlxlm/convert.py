@@ -149,7 +149,10 @@ def _convert(
     full = sum(type(cache) in FULL for cache in leaves(own))
 
     def converted(cache: Any) -> Any:
-        kept = plain if next(numbers) in of_indexers else policy
+        number = next(numbers)
+        kept = plain if number in of_indexers else policy
+        if type(cache) in FULL | WINDOWED:
+            kept = kept.of_cache(number)
         if type(cache) is stock.RotatingKVCache:
             window = window_of(model, cache.max_size)
             return kept.make_cache(kept.layout(window, cache.keep), packed_decode)

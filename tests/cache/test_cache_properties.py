@@ -30,7 +30,7 @@ STORAGE = {
 
 
 def spec_of(stored: dict[str, Any], **options: Any) -> Spec:
-    return Spec(**stored, **options)
+    return Spec(**{**options, **stored})
 
 
 specs = st.builds(

@@ -45,7 +45,7 @@ SHAPES = {
     "budget by head": {"budget": 14, "keep_recent": 4, "sinks": 2, "margin": 3, "score": "key_diff", "share": "head"},
 }
 specs = st.builds(
-    lambda shape, codec, **options: Spec(codec=codec, key_dim=32, **SHAPES[shape], **options),
+    lambda shape, codec, **options: Spec(codec=codec, **SHAPES[shape], **options),
     st.sampled_from(list(SHAPES)),
     st.sampled_from(CODECS),
     rows=st.sampled_from([1, 3]),

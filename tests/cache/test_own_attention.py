@@ -11,7 +11,7 @@ import pytest
 from rotations import matrix
 
 from mlx_kv.cache.attention import Dense, Operand, Packed, attend, blocks, exponential, packed
-from mlx_kv.cache.codecs import Affine, Codec, Microscaled
+from mlx_kv.cache.codecs import Affine, Centre, Centred, Codec, Microscaled
 
 GROUP_SIZES = (32, 64, 128)
 TOLERANCE = {mx.float32: 2e-5, mx.float16: 1e-2, mx.bfloat16: 6e-2}
@@ -68,10 +68,11 @@ def stored(codec: Codec | None, x: mx.array) -> tuple[tuple[mx.array, ...], np.n
     if codec is None:
         return (part_of_buffer(x),), wide(x)
     planes = codec.encode(x)
-    bits, group_size, mode, rotate = codec.packed
+    bits, group_size, mode, rotate, centre = codec.packed
     floats = [plane.astype(mx.float32) if mode == "affine" else plane for plane in planes[1:]]
     told = mx.dequantize(planes[0], *floats, group_size=group_size, bits=bits, mode=mode, dtype=mx.float32)
-    return tuple(map(part_of_buffer, planes)), wide(told) @ matrix(x.shape[-1]) if rotate else wide(told)
+    held = wide(told) @ matrix(x.shape[-1]) if rotate else wide(told)
+    return tuple(map(part_of_buffer, planes)), held if centre is None else held + wide(centre.array(mx.float32))
 
 
 def part_of_buffer(x: mx.array) -> mx.array:
@@ -240,7 +241,17 @@ def differs_by_poison(case: Case) -> bool:
     return not mx.array_equal(*outputs).item()
 
 
-CODECS = [None, Affine(8, 32), Affine(4, 64, rotate=True), Affine(3, 32), Microscaled("mxfp8"), Microscaled("nvfp4")]
+FAR = mx.broadcast_to(mx.linspace(-1.2, 1, 64), (2, 1, 64)) * mx.array([1.0, -2.0])[:, None, None]
+CENTRED = Centred(Centre.of(FAR[None]), Affine(4, 64, rotate=True))
+CODECS = [
+    CENTRED,
+    None,
+    Affine(8, 32),
+    Affine(4, 64, rotate=True),
+    Affine(3, 32),
+    Microscaled("mxfp8"),
+    Microscaled("nvfp4"),
+]
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)
@@ -322,17 +333,23 @@ def all_of_every_group(queries: mx.array, groups: int) -> mx.array:
     return mx.concatenate([queries] * groups, axis=2)
 
 
+def centres_in_another_order(self: packed.Packed, dtype: mx.Dtype) -> mx.array:
+    return genuine_centre(self, dtype)[::-1]
+
+
 def the_first_group_of_each(x: mx.array) -> mx.array:
     return genuine_own_groups(mx.broadcast_to(x[:, :, :1], x.shape))
 
 
-genuine_masked, genuine_weights, genuine_pieces, genuine_own_groups = (
+genuine_masked, genuine_weights, genuine_pieces, genuine_own_groups, genuine_centre = (
     blocks._masked,
     blocks._weights,
     packed._pieces,
     packed._own_groups,
+    packed.Packed._centre_of,
 )
 FOUR_BITS = Case(keys=Affine(4, 32), values=Affine(4, 32))
+ALL_CENTRED = Case(keys=CENTRED, values=CENTRED)
 ROTATED = Case(keys=Affine(8, 32, rotate=True), values=Affine(8, 32, rotate=True))
 PLANTED = {
     "causal masks are off by one": (blocks, "_masked", sees_one_more, Case()),
@@ -344,6 +361,8 @@ PLANTED = {
     "groups take each other's queries": (packed, "_apart", all_of_every_group, FOUR_BITS),
     "groups take each other's scales": (packed, "_own_groups", the_first_group_of_each, FOUR_BITS),
     "nothing is rotated": (packed, "rotated", lambda x: x, ROTATED),
+    "nothing is centred": (packed.Packed, "_centre_of", lambda self, dtype: mx.array(0.0), ALL_CENTRED),
+    "centres of heads are mixed up": (packed.Packed, "_centre_of", centres_in_another_order, ALL_CENTRED),
 }
 
 

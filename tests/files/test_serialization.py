@@ -27,7 +27,9 @@ from mlx_kv import (
     make_prompt_cache,
     save_prompt_cache,
 )
+from mlx_kv.cache.codecs import Affine
 from mlx_kv.cache.eviction import scores
+from mlx_kv.evaluation.centres import centred
 from mlx_kv.files import tensor_files
 from mlx_kv.files.fingerprint import check_fingerprint, model_fingerprint
 from mlx_kv.mlxlm.traverse import attention_caches, leaves
@@ -64,6 +66,7 @@ def test_every_kind_goes_on_as_it_was(kind: str, bits: int | None, dtype: str, r
     go_on([cache, loaded], spec, DTYPES[dtype])
 
 
+FOUR = Affine(4, 32, rotate=True)
 STORED = {
     "bits apart": CachePolicy(bits=(8, 4), group_size=32),
     "rotated": CachePolicy(bits=8, group_size=32, codec="rotated"),
@@ -72,6 +75,7 @@ STORED = {
     ),
     "mxfp8": CachePolicy(codec="mxfp8"),
     "nvfp4 and plain, a ring": CachePolicy(codec=("nvfp4", "plain"), max_kv_size=40, max_write=16),
+    "centred keys": CachePolicy(codec=(centred(make_model("llama"), list(range(2, 90)), FOUR), FOUR)),
     "not yet": CachePolicy(bits=(8, 4), group_size=32, quantized_start=100),
 }
 

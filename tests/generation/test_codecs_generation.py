@@ -12,15 +12,19 @@ from mlx_lm.generate import generate_step
 
 import mlx_kv
 from mlx_kv.cache.attention import Packed, blocks
+from mlx_kv.cache.codecs import Affine
+from mlx_kv.evaluation.centres import centred
 from mlx_kv.mlxlm.traverse import attention_caches
 from tests.tiny_models import VOCAB, make_model
 
 LENGTH = 24
+EIGHT = Affine(8, 32, rotate=True)
 STORED: dict[str, dict[str, Any]] = {
     "8 and 4 bits": {"bits": (8, 4), "group_size": 32},
     "rotated": {"bits": 8, "group_size": 32, "codec": "rotated"},
     "rotated keys": {"bits": (4, 8), "group_size": 32, "codec": ("rotated", "affine")},
     "mxfp8": {"codec": "mxfp8"},
+    "centred keys": {"codec": ("centred", EIGHT)},
 }
 # Within one margin nothing is evicted while decoding: drafts do not change when.
 BUDGETS: dict[str, dict[str, Any]] = {
@@ -33,6 +37,14 @@ BUDGETS: dict[str, dict[str, Any]] = {
 def prompts() -> list[list[int]]:
     drawn = random.Random(3)
     return [[drawn.randrange(VOCAB) for _ in range(length)] for length in (150, 20, 230)]
+
+
+def policy_of(model: nn.Module, stored: str, **options: Any) -> mlx_kv.CachePolicy:
+    """With the centres of this model's keys, where they are to be centred."""
+    told = dict(STORED[stored])
+    if stored == "centred keys":
+        told["codec"] = (centred(model, prompts()[0], EIGHT), EIGHT)
+    return mlx_kv.CachePolicy(**told, **options)
 
 
 def draft_of(model: nn.Module, **changes: Any) -> nn.Module:
@@ -55,7 +67,7 @@ def answers(model: nn.Module, texts: list[list[int]], policy: mlx_kv.CachePolicy
 @pytest.mark.parametrize("stored", STORED)
 def test_drafts_and_other_rows_change_nothing(stored: str, budget: str, layers: int) -> None:
     model = make_model("llama", num_hidden_layers=layers)
-    draft, policy = draft_of(model, num_hidden_layers=layers), mlx_kv.CachePolicy(**STORED[stored], **BUDGETS[budget])
+    draft, policy = draft_of(model, num_hidden_layers=layers), policy_of(model, stored, **BUDGETS[budget])
     alone = [answers(model, [text], policy)[0] for text in prompts()]
     assert answers(model, prompts(), policy) == alone
     counts = mlx_kv.SpeculationStatistics()
@@ -79,7 +91,7 @@ def test_drafts_that_see_later_ones_are_caught(monkeypatch: pytest.MonkeyPatch) 
 def test_other_families_decode_what_a_prompt_reads(family: str, stored: str) -> None:
     """Windows, sinks, latent attention, and attention that hides itself: its planes are decoded."""
     model, text = make_model(family), mx.array([prompts()[1]])
-    policy = mlx_kv.CachePolicy(**STORED[stored])
+    policy = policy_of(model, stored)
     caches = mlx_kv.make_prompt_cache(model, policy)
     seen = all(cache.seam is not None for cache in attention_caches(caches))
     assert seen == (family == "gemma3_text")

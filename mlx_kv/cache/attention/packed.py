@@ -6,6 +6,8 @@ and so apply to what comes of it. With q of one query, c the integers of a slot,
 
     q . (s c + b) = sum over g of s_g (q_g . c_g) + b_g sum(q_g)
 
+A centre that was taken away before is in what comes of it a constant of the query, or of its weights.
+
 B rows, H KV heads, N slots, D head dim, G groups, m queries of all query heads that share a KV head.
 """
 
@@ -38,6 +40,12 @@ class Packed:
         return rows, heads, slots, words * 32 // self._packing.bits
 
     def scores(self, queries: mx.array, slots: int) -> mx.array:
+        scores = self._scores(queries, slots)
+        if self._packing.centre is None:
+            return scores
+        return scores + (queries * self._centre_of(queries.dtype)).sum(axis=-1, keepdims=True)
+
+    def _scores(self, queries: mx.array, slots: int) -> mx.array:
         queries = rotated(queries) if self._packing.rotated else queries
         if not self._by_integers(queries):
             return self._product(queries, slots, transpose=True)
@@ -58,7 +66,15 @@ class Packed:
             mixed = self._mixed_by_integers(weights, slots)
         else:
             mixed = self._product(weights, slots, transpose=False)
-        return rotated(mixed) if self._packing.rotated else mixed
+        mixed = rotated(mixed) if self._packing.rotated else mixed
+        if self._packing.centre is None:
+            return mixed
+        return mixed + weights.sum(axis=-1, keepdims=True) * self._centre_of(weights.dtype)
+
+    def _centre_of(self, dtype: mx.Dtype) -> mx.array:
+        """What was taken away before: (H, 1, D)."""
+        assert self._packing.centre is not None
+        return self._packing.centre.array(dtype)
 
     def _mixed_by_integers(self, weights: mx.array, slots: int) -> mx.array:
         block, (rows, heads, _, dim) = self._block, self.shape
@@ -92,7 +108,7 @@ class Packed:
         return tuple([plane[:, :, first:last] for plane in self._planes])
 
     def _product(self, x: mx.array, slots: int, transpose: bool) -> mx.array:
-        bits, group_size, mode, _ = self._packing
+        bits, group_size, mode, *_ = self._packing
         words, scales, *biases = self._part(0, slots)
         if mode in DECODED_ON_CPU and mx.default_device().type == mx.DeviceType.cpu:
             tensor = mx.dequantize(words, scales, group_size=group_size, bits=bits, mode=mode, dtype=x.dtype)

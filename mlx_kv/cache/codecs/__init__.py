@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from mlx_kv.cache.codecs.affine import Affine
 from mlx_kv.cache.codecs.base import Codec, Packing, Plane, Planes
+from mlx_kv.cache.codecs.centre import Centre
+from mlx_kv.cache.codecs.centred import Centred, CentredByLayer
 from mlx_kv.cache.codecs.microscaled import Microscaled
 from mlx_kv.cache.codecs.names import codec_names, find_codec, register_codec
 from mlx_kv.cache.codecs.pairs import (
@@ -17,6 +19,8 @@ from mlx_kv.cache.codecs.pairs import (
     are_plain,
     find_codecs,
     in_words,
+    of_head,
+    of_layer,
     one_or_two,
     packing_of,
     packings_of,
@@ -28,6 +32,9 @@ __all__ = [
     "TAKE_BITS",
     "Affine",
     "Bits",
+    "Centre",
+    "Centred",
+    "CentredByLayer",
     "Choice",
     "Codec",
     "Codecs",
@@ -43,6 +50,8 @@ __all__ = [
     "find_codec",
     "find_codecs",
     "in_words",
+    "of_head",
+    "of_layer",
     "one_or_two",
     "packing_of",
     "packings_of",

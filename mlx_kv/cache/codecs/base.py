@@ -11,6 +11,8 @@ from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 
+from mlx_kv.cache.codecs.centre import Centre
+
 Planes = tuple[mx.array, ...]
 
 
@@ -35,17 +37,19 @@ class Packing(NamedTuple):
         mode: of `mx.quantize`. mlx-lm's attention knows "affine" alone.
         rotated: whether the planes are those of the tensor times `rotation.rotated`: queries are to be rotated, too,
             and what comes of values is to be rotated back.
+        centre: what was taken away from the tensor before; None is nothing.
     """
 
     bits: int
     group_size: int
     mode: str = "affine"
     rotated: bool = False
+    centre: Centre | None = None
 
     @property
     def stock(self) -> bool:
         """Whether mlx-lm's attention reads such planes."""
-        return self.mode == "affine" and not self.rotated
+        return self.mode == "affine" and not self.rotated and self.centre is None
 
 
 class Codec(Protocol):

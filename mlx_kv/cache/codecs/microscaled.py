@@ -44,11 +44,11 @@ class Microscaled:
         return Plane(head_dim * bits // 32, mx.uint32), Plane(head_dim // group_size, mx.uint8)
 
     def encode(self, x: mx.array) -> Planes:
-        bits, group_size, mode, _ = self.packed
+        bits, group_size, mode, *_ = self.packed
         return tuple(mx.quantize(x, group_size=group_size, bits=bits, mode=mode))
 
     def decode(self, planes: Planes, dtype: mx.Dtype) -> mx.array:
-        bits, group_size, mode, _ = self.packed
+        bits, group_size, mode, *_ = self.packed
         packed, scales = planes
         return mx.dequantize(packed, scales, group_size=group_size, bits=bits, mode=mode, dtype=dtype)
 

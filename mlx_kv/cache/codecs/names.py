@@ -2,20 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from mlx_kv.cache.codecs.affine import Affine
 from mlx_kv.cache.codecs.base import Codec
+from mlx_kv.cache.codecs.centre import Centre
+from mlx_kv.cache.codecs.centred import Centred
 from mlx_kv.cache.codecs.microscaled import MICROSCALED
 from mlx_kv.cache.codecs.plain import Plain
 from mlx_kv.open_set import OpenSet
 
 Factory = Callable[..., Codec]  # takes the codec's `parameters` by their names; each has a default
 
+
+def _centred(heads: int = 0, numbers: str = "", codec: Sequence[Any] = ("affine", {})) -> Centred:
+    if not numbers:
+        raise ValueError("keys are centred by numbers of their model: give what evaluation.centres.centred() measures")
+    name, parameters = codec
+    return Centred(Centre(heads, numbers), find_codec(name, parameters))
+
+
 CODECS: OpenSet[Factory] = OpenSet(
-    "codec", "a codec", {"plain": Plain, "affine": Affine, "rotated": partial(Affine, rotate=True), **MICROSCALED}
+    "codec",
+    "a codec",
+    {
+        "plain": Plain,
+        "affine": Affine,
+        "rotated": partial(Affine, rotate=True),
+        Centred.name: _centred,
+        **MICROSCALED,
+    },
 )
 
 

@@ -5,6 +5,7 @@ Decides what `bits` and `codec` ask for, and who can read both tensors packed.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from typing import Any
 
@@ -16,6 +17,7 @@ Codecs = tuple[Codec, Codec]  # of keys, of values
 Choice = str | Codec | tuple[str | Codec, str | Codec]
 Bits = int | tuple[int | None, int | None]  # of both tensors, or (of keys, of values)
 PLAIN: Codecs = (Plain(), Plain())
+MOST_WORDS = 200  # characters of parameters that are told as they are
 TAKE_BITS = ("affine", "rotated")  # the codecs that are made with bits and a group size
 
 
@@ -64,6 +66,18 @@ def one_or_two(given: Any) -> Any:
     return one if same else tuple(given)
 
 
+def of_layer(codecs: Codecs, layer: int) -> Codecs:
+    """Those that one of a model's caches stores with, where a codec is another in each: such one has an `of_layer`."""
+    keys, values = (getattr(codec, "of_layer", lambda _, codec=codec: codec)(layer) for codec in codecs)
+    return keys, values
+
+
+def of_head(codec: Codec, head: int) -> Codec:
+    """What decodes one head's planes alone; a codec that stores heads differently has an `of_head`."""
+    own: Codec = getattr(codec, "of_head", lambda _: codec)(head)
+    return own
+
+
 def alike(one: Codec, other: Codec) -> bool:
     """Whether two codecs store the same planes: third parties' need no `==` for that."""
     return one is other or (type(one) is type(other) and one.name == other.name and one.parameters == other.parameters)
@@ -95,5 +109,11 @@ def in_words(codecs: Codecs) -> str:
     """How tensors are stored, nothing where they are plain. Two say the same only if they store the same."""
     if (affine := affine_of(codecs)) is not None:
         return f"{affine.bits} bits in groups of {affine.group_size}"
-    keys, values = (f"{codec.name} {json.dumps(codec.parameters, sort_keys=True)}" for codec in codecs)
+    keys, values = (f"{codec.name} {_told(codec.parameters)}" for codec in codecs)
     return "" if are_plain(codecs) else f"keys as {keys} and values as {values}"
+
+
+def _told(parameters: dict[str, Any]) -> str:
+    """As JSON, or what is as unlike any other's where that is too long to be read."""
+    text = json.dumps(parameters, sort_keys=True)
+    return text if len(text) <= MOST_WORDS else hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -165,21 +165,28 @@ class Scoring:
 
         read = [tuple([own(plane[index : index + 1]) for plane in buffer.planes]) for buffer in self._buffers]
         seen = fields_of_head(self._seen(index, positions), head, positions.shape[1], own)
-        scores = self._said_of(lambda buffer: read[buffer is self._buffers[1]], own(positions), seen)
+        scores = self._said_of(lambda buffer: read[buffer is self._buffers[1]], own(positions), seen, head)
         return mx.concatenate([scores[..., :end], mx.zeros((1, 1, cut - end)), scores[..., end:]], axis=2)
 
-    def _said_of(self, planes: Callable[[SlotBuffer], Planes], positions: mx.array, seen: dict[str, Any]) -> mx.array:
+    def _said_of(
+        self,
+        planes: Callable[[SlotBuffer], Planes],
+        positions: mx.array,
+        seen: dict[str, Any],
+        head: int | None = None,
+    ) -> mx.array:
         """What the score says of those tokens of which `planes` gives the planes, (B, H, n) of float32.
 
         Args:
             seen: the fields that say what was seen of attention.
+            head: whose planes these are; None is those of all.
         """
 
         def part(buffer: SlotBuffer) -> Part:
-            return lambda which: buffer.decode(tuple([some(plane, which) for plane in planes(buffer)]))
+            return lambda which: buffer.decode(tuple([some(plane, which) for plane in planes(buffer)]), head)
 
         # Whoever reads parts of them never has them all decoded: that is done only if somebody evaluates it.
-        keys, values = (buffer.decode(planes(buffer)) for buffer in self._buffers)
+        keys, values = (buffer.decode(planes(buffer), head) for buffer in self._buffers)
         key_part, value_part = map(part, self._buffers)
         tokens = ScoredTokens(
             keys=keys, values=values, positions=positions, key_part=key_part, value_part=value_part, **seen
