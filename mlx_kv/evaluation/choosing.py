@@ -18,7 +18,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_kv.cache.codecs import in_words
-from mlx_kv.evaluation.codec_loss import PLAIN, CodecLoss, Progress, bytes_per_token
+from mlx_kv.evaluation.codec_loss import PLAIN, CodecLoss, bytes_per_token
+from mlx_kv.evaluation.reading import Progress
 from mlx_kv.policy import CachePolicy
 
 MAX_LOSS = 0.01  # nats a token: a perplexity one percent higher
