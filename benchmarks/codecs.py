@@ -51,6 +51,7 @@ import numpy as np
 from mlx_kv.bundled import model_path
 from mlx_kv.cache.codecs import Affine
 from mlx_kv.evaluation.asking import Questions, asked_of, known_anyway, right_of
+from mlx_kv.evaluation.choosing import tokens_of, usual_text
 from mlx_kv.evaluation.codec_loss import losses, mean_and_error
 from mlx_kv.evaluation.questions.texts import python_texts
 from mlx_kv.evaluation.results import Settings
@@ -176,9 +177,8 @@ class Measuring:
 
     def __init__(self, model: str, count: int, text: Path | None, needles: int, context: int) -> None:
         self.model, self.tokenizer = load(model)
-        own = own_text(model) if text is None else text.read_text(encoding="utf-8")
-        half = [self.tokenizer.encode(part, add_special_tokens=False) for part in ([own] if text else own)]
-        self.tokens = [token for part in half for token in part[: count // len(half)]]
+        parts = own_text(model) if text is None else [text.read_text(encoding="utf-8")]
+        self.tokens = tokens_of(self.tokenizer, parts, count)
         self.needles, self.context = needles, context
         # A layer whose tokens take most: of models whose layers differ, one that all of this is about.
         layer = max(Planner(self.model).layers(CachePolicy()), key=lambda layer: layer.bytes_per_slot)
@@ -238,8 +238,7 @@ def own_text(model: str) -> list[str]:
         from reference_corpus import read_sources
 
         return ["".join(read_sources(held_out=True))]
-    texts = python_texts()
-    return ["\n\n".join(texts.prose), "\n\n".join(function.source for function in texts.functions)]
+    return usual_text()
 
 
 def written(file: Path | None) -> list[dict[str, Any]]:

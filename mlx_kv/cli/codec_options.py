@@ -79,16 +79,17 @@ def codec_settings(kv_bits: Any, kv_codec: Any, kv_rotate: bool) -> dict[str, An
     Raises:
         click.UsageError: options that do not go together.
     """
-    from mlx_kv.cache.codecs import TAKE_BITS
+    from mlx_kv.cache.codecs import TAKE_BITS, keys_and_values
 
     if kv_rotate:
         if kv_codec is not None:
             raise click.UsageError("--kv-rotate is short for --kv-codec rotated: give one of them")
         if kv_bits is None:
             raise click.UsageError("--kv-rotate needs --kv-bits: say how many, such as 8")
-        names = ["plain" if count is None else "rotated" for count in _both(kv_bits)]
+        names = ["plain" if count is None else "rotated" for count in keys_and_values("bits", kv_bits)]
         kv_codec = names[0] if names[0] == names[1] else tuple(names)
-    for count, name in zip(_both(kv_bits), _both(kv_codec), strict=True):
+    pairs = (keys_and_values(name, given) for name, given in (("bits", kv_bits), ("codec", kv_codec)))
+    for count, name in zip(*pairs, strict=True):
         if name in TAKE_BITS and count is None:
             raise click.UsageError(f"--kv-codec {name} needs --kv-bits: say how many, such as 8")
     return {"bits": kv_bits, "codec": kv_codec}
@@ -97,7 +98,3 @@ def codec_settings(kv_bits: Any, kv_codec: Any, kv_rotate: bool) -> dict[str, An
 def in_words(given: Any) -> str:
     """One thing or two, as these options take them."""
     return ",".join("none" if one is None else str(one) for one in (given if isinstance(given, tuple) else (given,)))
-
-
-def _both(given: Any) -> tuple[Any, Any]:
-    return given if isinstance(given, tuple) else (given, given)

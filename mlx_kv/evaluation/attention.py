@@ -8,19 +8,18 @@ B rows, Hq query heads, H KV heads, S queries, N tokens, C tokens of context, L 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from mlx_kv.evaluation.reading import Progress
 from mlx_kv.generation.prefill import read_chunk
 from mlx_kv.mlxlm.attention import AttentionCall, attention_hooked, attention_modules
 from mlx_kv.mlxlm.convert import make_prompt_cache
 from mlx_kv.mlxlm.traverse import attention_caches
-
-Progress = Callable[[int, int], None]
 
 
 def attention_weights(queries: mx.array, keys: mx.array, scale: float, mask: Any = None) -> mx.array:

@@ -1,7 +1,7 @@
 """Which way to store keys and values is the smallest that a model bears: measured on a text, not believed.
 
-Decides what is tried, in which order, and by what a measurement is found again. Knows nothing about how a loss is
-measured, nor about files.
+Decides what is tried, in which order, on which text unless another is given, and by what a measurement is found
+again. Knows nothing about how a loss is measured, nor about files.
 """
 
 from __future__ import annotations
@@ -11,17 +11,22 @@ import importlib.metadata
 import json
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import product
-from typing import Protocol
+from typing import Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_kv.cache.codecs import in_words
-from mlx_kv.evaluation.codec_loss import PLAIN, CodecLoss, Progress, bytes_per_token
+from mlx_kv.evaluation.codec_loss import PLAIN, CodecLoss, bytes_per_token
+from mlx_kv.evaluation.questions.texts import python_texts
+from mlx_kv.evaluation.reading import Progress
 from mlx_kv.policy import CachePolicy
 
 MAX_LOSS = 0.01  # nats a token: a perplexity one percent higher
+TOKENS = 2048  # of a text
+CHARACTERS = 16  # and more make no token of a text, on average
 STORING = {"bits", "group_size", "codec"}  # what a candidate may say
 PAIRS = ((4, 4), (5, 4), (6, 4), (8, 4), (6, 6), (8, 8))  # bits of keys and of values
 CANDIDATES = tuple(
@@ -29,6 +34,24 @@ CANDIDATES = tuple(
     for pair, group, codec in product(PAIRS, (64, 32), (None, "rotated"))
 )
 Measure = Callable[[CachePolicy], float]
+
+
+@dataclass(frozen=True)
+class Tried:
+    """What a candidate costs.
+
+    Attributes:
+        nats: a token, more than plain.
+        bytes_per_token: of all layers, scales included.
+        measured: now; what is not was remembered.
+        remembered: whether it will be the next time.
+    """
+
+    policy: CachePolicy
+    nats: float
+    bytes_per_token: int
+    measured: bool
+    remembered: bool
 
 
 class Numbers(Protocol):
@@ -49,6 +72,7 @@ def choose_bits(
     remembered: Numbers | None = None,
     fingerprint: str = "",
     progress: Progress | None = None,
+    tell: Callable[[Tried], None] | None = None,
 ) -> CachePolicy:
     """The policy with the fewest bytes a token that a model bears; a plain one where it bears none.
 
@@ -63,18 +87,45 @@ def choose_bits(
         remembered: where measurements are looked up, and put; None is nowhere.
         fingerprint: of the model, by which they are found again: `files.fingerprint.model_fingerprint`.
         progress: as in `losses`, of each reading.
+        tell: told of each candidate that was tried; the last is the one that is taken, if its nats are within max_loss.
 
     Raises:
         ValueError: a max_loss that is no loss, a candidate that says more, or what `losses` refuses of a text.
     """
     if not (math.isfinite(max_loss) and max_loss >= 0):
         raise ValueError(f"max_loss is {max_loss}: give nats a token, 0 or more")
-    added = measure or _measuring(model, tokens, progress)
-    if remembered is not None:
-        if not fingerprint:
-            raise ValueError("measurements are remembered by the model: give its fingerprint, or nowhere to remember")
-        added = _remembering(added, subject_of(fingerprint, tokens), remembered)
-    return next((policy for _, policy in by_size(model, candidates) if added(policy) <= max_loss), PLAIN)
+    if remembered is not None and not fingerprint:
+        raise ValueError("measurements are remembered by the model: give its fingerprint, or nowhere to remember")
+    added, subject = measure or _measuring(model, tokens, progress), subject_of(fingerprint, tokens)
+    for size, policy in by_size(model, candidates):
+        tried = _try(policy, size, added, subject, remembered)
+        if tell is not None:
+            tell(tried)
+        if tried.nats <= max_loss:
+            return policy
+    return PLAIN
+
+
+def usual_text() -> list[str]:
+    """What is read unless a text is given: English prose and code, Python's own reference and library.
+
+    Raises:
+        ValueError: this Python comes without them.
+    """
+    texts = python_texts()
+    return ["\n\n".join(texts.prose), "\n\n".join(function.source for function in texts.functions)]
+
+
+def tokens_of(tokenizer: Any, parts: Sequence[str], count: int = TOKENS) -> list[int]:
+    """So many tokens of a text at the most, as many of each of its parts; special tokens only where the first begins.
+
+    Args:
+        tokenizer: as from `mlx_kv.load`.
+    """
+    share = count // len(parts)
+    beginnings = enumerate(part[: CHARACTERS * share] for part in parts)
+    each = [tokenizer.encode(text, add_special_tokens=not number)[:share] for number, text in beginnings]
+    return [int(token) for part in each for token in part]
 
 
 def by_size(model: nn.Module, candidates: Iterable[CachePolicy]) -> list[tuple[int, CachePolicy]]:
@@ -108,13 +159,11 @@ def _measuring(model: nn.Module, tokens: Sequence[int], progress: Progress | Non
     return lambda policy: text.added(policy).nats
 
 
-def _remembering(measure: Measure, subject: str, remembered: Numbers) -> Measure:
-    def added(policy: CachePolicy) -> float:
-        name = in_words(policy.codecs)
-        known = remembered.number(subject, name)
-        if known is None:
-            known = measure(policy)
-            remembered.remember(subject, name, known)
-        return known
-
-    return added
+def _try(policy: CachePolicy, size: int, measure: Measure, subject: str, remembered: Numbers | None) -> Tried:
+    name = in_words(policy.codecs)
+    if remembered is not None and (known := remembered.number(subject, name)) is not None:
+        return Tried(policy, known, size, measured=False, remembered=True)
+    nats = measure(policy)
+    return Tried(
+        policy, nats, size, measured=True, remembered=bool(remembered and remembered.remember(subject, name, nats))
+    )

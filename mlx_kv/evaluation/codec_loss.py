@@ -3,13 +3,13 @@
 Decides how a text is read (in chunks, each token told what really came before it) and what two readings are compared
 by: token by token, so that a difference is known far better than either loss. Knows nothing about which policies are
 worth a try, nor about files or tables.
-n tokens of a text, S of a chunk, V the vocabulary.
+n tokens of a text.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -18,7 +18,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mlx_kv.evaluation.evaluate import check_length
+from mlx_kv.evaluation.reading import Progress, check_length, log_likelihoods
 from mlx_kv.generation.prefill import prefill_step, read_chunk
 from mlx_kv.mlxlm.convert import make_prompt_cache
 from mlx_kv.mlxlm.traverse import attention_caches
@@ -26,14 +26,6 @@ from mlx_kv.policy import CachePolicy
 
 PLAIN = CachePolicy()
 LEAST_TOKENS = 3  # one that is given, and two losses: of one alone nobody knows how it scatters
-Progress = Callable[[int, int], None]
-
-
-def log_likelihoods(logits: mx.array, targets: mx.array) -> mx.array:
-    """log p of targets (B, S) under logits (B, S, V), float32 (B, S)."""
-    logits = logits.astype(mx.float32)
-    picked = mx.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
-    return picked - mx.logsumexp(logits, axis=-1)
 
 
 def losses(

@@ -23,9 +23,9 @@ from mlx_kv.evaluation.attention import attention_received, check_attention, ran
 from mlx_kv.evaluation.contexts import Context
 from mlx_kv.evaluation.questions.tasks import QUESTIONS
 from mlx_kv.evaluation.questions.texts import python_texts
+from mlx_kv.evaluation.reading import check_length, log_likelihoods
 from mlx_kv.evaluation.results import Measurement, Settings
 from mlx_kv.mlxlm.convert import make_prompt_cache
-from mlx_kv.mlxlm.loading import context_length
 from mlx_kv.mlxlm.traverse import attention_caches
 from mlx_kv.mlxlm.trimming import compact
 from mlx_kv.policy import SINKS, CachePolicy
@@ -48,9 +48,7 @@ def right_answers(model: nn.Module, trial: tasks.Trial, caches: Sequence[Any]) -
 
 def nats_per_token(logits: mx.array, targets: mx.array) -> float:
     """The mean of -log p(target): logits (B, S, V) and targets (B, S)."""
-    logits = logits.astype(mx.float32)
-    picked = mx.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
-    return float(np.array(mx.logsumexp(logits, axis=-1) - picked).mean())
+    return float(-np.array(log_likelihoods(logits, targets)).mean())
 
 
 def rolling_perplexity(model: nn.Module, tokens: np.ndarray, policy: CachePolicy) -> float:
@@ -117,12 +115,6 @@ def measure_correlation(model: nn.Module, trial: tasks.Trial, seed: int, setting
             parts = correlations(context, received, score, settings)
             mean = statistics.fmean(parts.values())
             yield Measurement(f"attention of {who}", "rank correlation", score, None, seed, mean, parts)
-
-
-def check_length(model: nn.Module, needed: int) -> None:
-    length = context_length(model)
-    if length is not None and needed > length:
-        raise ValueError(f"{needed:,} tokens are read, but this model was made for {length:,}: give a shorter context")
 
 
 def trials_of(tokenizer: Any, task: str, settings: Settings, seed: int) -> dict[str, tasks.Trial]:

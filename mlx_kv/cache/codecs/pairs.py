@@ -32,7 +32,7 @@ def find_codecs(bits: Bits | None, group_size: int, codec: Choice | None = None)
     Raises:
         ValueError: bits and a codec that takes none, or what does not exist.
     """
-    kinds, counts = _both("codec", codec), _both("bits", bits)
+    kinds, counts = keys_and_values("codec", codec), keys_and_values("bits", bits)
     keys, values = (_codec(*each, group_size) for each in zip(kinds, counts, strict=True))
     return keys, values
 
@@ -48,7 +48,7 @@ def _codec(kind: str | Codec | None, bits: int | None, group_size: int) -> Codec
     return find_codec(kind or "affine", {"bits": bits, "group_size": group_size})
 
 
-def _both(name: str, given: Any) -> tuple[Any, Any]:
+def keys_and_values(name: str, given: Any) -> tuple[Any, Any]:
     """What is said of keys and of values: each its own, or both the same."""
     if not isinstance(given, (tuple, list)):
         return given, given
