@@ -5,7 +5,8 @@
     python benchmarks/codecs.py --codecs K8V4,K4V4-rotated,K4V4-channel --group-sizes 32,64 --needles 4
 
 Names: keys in 4 bits and values in 2 are K4V2, a scale and a bias for each group of channels of a token; K4V2-rotated,
-the same after an orthogonal rotation; mxfp8, mxfp4, nvfp4, floats that share a scale of 8 bits. Two are simulated, as
+the same after an orthogonal rotation; K4V2-centred, keys less the centre of their channels before, which is measured
+on other parts of the text; mxfp8, mxfp4, nvfp4, floats that share a scale of 8 bits. Two are simulated, as
 nothing here stores them: K4V2-channel, keys in groups of as many tokens that follow each other, each channel with a
 scale and a bias of its own, as KIVI has them (Liu et al. 2024), values as ever; and K4V2-channel-recent, the same with
 keys and values of the group that is not full yet as they are, which is all of KIVI.
@@ -36,7 +37,7 @@ import re
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -49,8 +50,9 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_kv.bundled import model_path
-from mlx_kv.cache.codecs import Affine
+from mlx_kv.cache.codecs import Affine, CentredByLayer
 from mlx_kv.evaluation.asking import Questions, asked_of, known_anyway, right_of
+from mlx_kv.evaluation.centres import centred
 from mlx_kv.evaluation.choosing import tokens_of, usual_text
 from mlx_kv.evaluation.codec_loss import losses, mean_and_error
 from mlx_kv.evaluation.questions.texts import python_texts
@@ -65,11 +67,12 @@ FORMATS = ("mxfp8", "mxfp4", "nvfp4")
 PER_CHANNEL = ("K4V4", "K4V2", "K3V4", "K3V2", "K2V4", "K2V2")
 CODECS = (
     *PAIRS,
-    *(f"{pair}-rotated" for pair in PAIRS),
+    *(f"{pair}-{kind}" for kind in ("rotated", "centred") for pair in PAIRS),
     *FORMATS,
     *(f"{pair}{kind}" for kind in ("-channel", "-channel-recent") for pair in PER_CHANNEL),
 )
-NAME = re.compile(r"K([234568])V([234568])(-rotated|-channel|-channel-recent)?")
+NAME = re.compile(r"K([234568])V([234568])(-rotated|-centred|-channel|-channel-recent)?")
+CENTRE_TOKENS = 1024  # on which centres are measured
 HALF_BYTES = 2  # of a scale or a bias in a model of 16 bits
 READ_AT_ONCE = 128  # tokens, where nothing else is said; a multiple of each group size
 
@@ -137,13 +140,21 @@ class Configuration:
 
     @property
     def policy(self) -> CachePolicy:
-        """Of the caches; plain ones where the rest is simulated."""
+        """Of the caches, but for centres; plain ones where the rest is simulated."""
         if self.name == "plain" or self.simulated:
             return CachePolicy()
         if self.name in FORMATS:
             return CachePolicy(codec=self.name)
         keys, values, kind = self.parts
-        return CachePolicy(bits=(keys, values), group_size=self.group_size, codec=kind or None)
+        codec = "rotated" if kind == "centred" else kind or None
+        return CachePolicy(bits=(keys, values), group_size=self.group_size, codec=codec)
+
+    def policy_for(self, measuring: Measuring) -> CachePolicy:
+        """Of the caches, with centres of this model's keys where they are centred."""
+        if not self.name.endswith("centred"):
+            return self.policy
+        keys, values = self.policy.codecs
+        return CachePolicy(codec=(replace(measuring.centres, codec=keys), values))
 
     @property
     def step(self) -> int:
@@ -179,10 +190,15 @@ class Measuring:
         self.model, self.tokenizer = load(model)
         parts = own_text(model) if text is None else [text.read_text(encoding="utf-8")]
         self.tokens = tokens_of(self.tokenizer, parts, count)
+        self.others = tokens_of(self.tokenizer, [part[len(part) * 3 // 4 :] for part in parts], CENTRE_TOKENS)
         self.needles, self.context = needles, context
         # A layer whose tokens take most: of models whose layers differ, one that all of this is about.
         layer = max(Planner(self.model).layers(CachePolicy()), key=lambda layer: layer.bytes_per_slot)
         self.shape = layer.heads, (layer.key_dim, layer.value_dim)
+
+    @cached_property
+    def centres(self) -> CentredByLayer:
+        return centred(self.model, self.others)
 
     @cached_property
     def plain(self) -> np.ndarray:
@@ -205,7 +221,7 @@ class Measuring:
         """Answers that are found."""
         total = 0
         for context, asked, counts in self.cases:
-            caches = make_prompt_cache(self.model, configuration.policy)
+            caches = make_prompt_cache(self.model, configuration.policy_for(self))
             with configuration.used(self.model):
                 for first in range(0, len(context), configuration.step):
                     read_chunk(self.model, caches, mx.array([context[first : first + configuration.step]]))
@@ -217,7 +233,7 @@ class Measuring:
         with configuration.used(self.model):
             own = self.plain if configuration.name == "plain" else None
             if own is None:
-                own = losses(self.model, self.tokens, configuration.policy, configuration.step)
+                own = losses(self.model, self.tokens, configuration.policy_for(self), configuration.step)
         added, error = mean_and_error(own - self.plain)
         found: dict[str, Any] = {
             "bytes": configuration.bytes_per_token(*self.shape),

@@ -20,7 +20,8 @@ from typing import IO, TYPE_CHECKING, Any, BinaryIO, Literal
 import click
 
 from mlx_kv.cli.decoding import Decoding, decoding_options
-from mlx_kv.cli.options import LeadersFile, make_policy, model_option, policy_options
+from mlx_kv.cli.measured_policy import asked_policy, measured_policy_options
+from mlx_kv.cli.options import LeadersFile, model_option
 from mlx_kv.cli.ranks import Machine, RankOptions, rank_options
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ JSONL = LeadersFile(exists=True, dir_okay=False, allow_dash=True)
     help="Of lines that don't say.",
 )
 @decoding_options
-@policy_options
+@measured_policy_options
 @rank_options
 def batch(
     model: str,
@@ -98,7 +99,7 @@ def batch(
     the prompt must be there, and the id is else the line's number. Killed and started again, it does the lines that
     are missing. Bad lines are reported and passed over: the exit code is then 1.
     """
-    policy, drafting = make_policy(**settings), decoding.drafting
+    asked, drafting = asked_policy(**settings), decoding.drafting
     drafts = drafting.settings  # refuses bad ones before anything is loaded
 
     def start(machine: Machine) -> Started:
@@ -108,6 +109,7 @@ def batch(
         from mlx_kv.generation.speculation.statistics import SpeculationStatistics
 
         network, tokenizer = machine.load()
+        policy = asked.for_model(network, tokenizer)
         speculation = SpeculationStatistics() if drafting.asked else None
         engine = machine.lead_or_follow(
             partial(
@@ -128,7 +130,7 @@ def batch(
     answer_settings: dict[str, Any] = {
         "model": model,
         "plain": ignore_chat_template,
-        "policy": answer_policy(policy),
+        "policy": answer_policy(asked.policy) | asked.measured,
     }  # an answer's digest
     answer_settings |= decoding.changed
     ahead, code = (1 + BATCHES_AHEAD) * max_batch_size, 0

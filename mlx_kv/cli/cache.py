@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mlx_kv.cli.loading import Loading, loading_options
-from mlx_kv.cli.options import human_bytes, make_policy, model_option, policy_options, tokens_line
+from mlx_kv.cli.measured_policy import asked_policy, measured_policy_options
+from mlx_kv.cli.options import human_bytes, model_option, tokens_line
 from mlx_kv.cli.output import file_errors
 from mlx_kv.cli.prompt import note_context, prefill_bar, prefill_option, prompt_options, read_prompt
 
@@ -78,7 +79,7 @@ def tokens_read(file: PromptFile) -> int:
 @click.option("--force", is_flag=True, help="Replace a file that is no prompt cache, too.")
 @click.option("--ignore-chat-template", is_flag=True, help="Read the prompt as plain text.")
 @prefill_option()
-@policy_options
+@measured_policy_options
 def cache(
     source: str | None,
     model: str,
@@ -98,7 +99,7 @@ def cache(
     if output == "-":
         raise click.UsageError("--output -: a prompt cache is no text for stdout; give the name of a file (./- for -)")
     text = read_prompt(prompt, prompt_file, source)
-    cache_policy = make_policy(**policy)
+    asked_for = asked_policy(**policy)
 
     from mlx_kv.files.serialization import check_output, save_prompt_cache
 
@@ -114,6 +115,7 @@ def cache(
     from mlx_kv.mlxlm.trimming import compact
 
     network, tokenizer = loading.load(model)
+    cache_policy = asked_for.for_model(network, tokenizer)
     tokens = encode_beginning(tokenizer, text, speaks_chat(tokenizer, ignore_chat_template))
     note_context(network, len(tokens))
     caches = make_prompt_cache(network, cache_policy)

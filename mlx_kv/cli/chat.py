@@ -12,7 +12,8 @@ import click
 
 from mlx_kv.cli.decoding import Decoding, decoding_options
 from mlx_kv.cli.loading import Loading, loading_options
-from mlx_kv.cli.options import make_policy, model_option, policy_options
+from mlx_kv.cli.measured_policy import asked_policy, measured_policy_options
+from mlx_kv.cli.options import model_option
 from mlx_kv.cli.prompt import Chat, chat_options
 from mlx_kv.cli.ranks import Machine, RankOptions, rank_options
 
@@ -37,7 +38,7 @@ While it runs:
 @chat_options("system_prompt", "chat_template_config")
 @click.option("--max-tokens", "-m", type=click.IntRange(1), default=256, show_default=True, metavar="N")
 @decoding_options
-@policy_options
+@measured_policy_options
 @rank_options
 def chat(
     model: str, loading: Loading, chat: Chat, max_tokens: int, decoding: Decoding, ranks: RankOptions, **policy: Any
@@ -54,7 +55,7 @@ def chat(
 def converse(machine: Machine, model: str, chat: Chat, max_tokens: int, decoding: Decoding, **policy: Any) -> None:
     """What `chat` does, on each rank; what is typed and said is of the one that leads."""
     drafting = decoding.drafting
-    cache_policy, drafts = make_policy(**policy), drafting.settings  # refuses bad settings before anything is loaded
+    asked, drafts = asked_policy(**policy), drafting.settings  # refuses bad settings before anything is loaded
 
     from mlx_kv.cli.chat_session import ChatFiles, ChatSession, lines_typed
     from mlx_kv.generation.conversation import Conversation
@@ -64,6 +65,7 @@ def converse(machine: Machine, model: str, chat: Chat, max_tokens: int, decoding
     from mlx_kv.mlxlm.loading import context_length
 
     network, tokenizer = machine.load()
+    cache_policy = asked.for_model(network, tokenizer)
     draft = drafting.load_model() if machine.leads else None
 
     def engine(**agreement: Any) -> Engine:

@@ -11,6 +11,8 @@ from typing import Any
 
 import click
 
+AUTO = "auto"  # in the place of bits: as few as a model bears
+CENTRED = "centred"  # a codec of keys: what is taken away from them is measured
 PAIR = "one, or two with a comma, of keys and of values"
 
 
@@ -31,13 +33,15 @@ class _OneOrTwo(click.ParamType[Any]):
 
 
 class BitCounts(_OneOrTwo):
-    """8, or 8,4; of two one may be none, which stays as it is."""
+    """8, or 8,4; of two one may be none, which stays as it is; or auto."""
 
     name = "bits"
 
-    def read(self, word: str, of_two: bool, param: click.Parameter | None, ctx: click.Context | None) -> int | None:
+    def read(self, word: str, of_two: bool, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if of_two and word == "none":
             return None
+        if not of_two and word == AUTO:
+            return AUTO
         if not (word.isascii() and word.isdecimal() and len(word) <= 9):
             self.fail(f"{word!r} is no number of bits: give 8, say, or 8,4 for keys of 8 and values of 4.", param, ctx)
         return int(word)
@@ -54,13 +58,15 @@ _OPTIONS = (
         "--kv-bits",
         type=BitCounts(),
         metavar="N[,N]",
-        help="Quantise keys and values to 2, 3, 4, 5, 6 or 8 bits; 8,4 is keys to 8, values to 4.",
+        help="Quantise keys and values to 2, 3, 4, 5, 6 or 8 bits; 8,4 is keys to 8, values to 4; auto is as few as "
+        "the model bears.",
     ),
     click.option(
         "--kv-codec",
         type=CodecNames(),
         metavar="NAME[,NAME]",
-        help="How they are stored: mxfp8, mxfp4, nvfp4, …, or rotated beside --kv-bits; two are of keys and of values.",
+        help="How they are stored: mxfp8, mxfp4, nvfp4, …, or beside --kv-bits rotated, or centred; two are of "
+        "keys and of values.",
     ),
     click.option("--kv-rotate", is_flag=True, help="Quantise them rotated: short for --kv-codec rotated."),
 )
@@ -81,6 +87,12 @@ def codec_settings(kv_bits: Any, kv_codec: Any, kv_rotate: bool) -> dict[str, An
     """
     from mlx_kv.cache.codecs import TAKE_BITS, keys_and_values
 
+    if kv_bits == AUTO:
+        raise click.UsageError(f"--kv-bits {AUTO} is measured by commands that generate: say how many here, such as 8")
+    if CENTRED in keys_and_values("codec", kv_codec):
+        raise click.UsageError(
+            f"--kv-codec {CENTRED} is measured by commands that generate: say rotated here, which takes as many bytes"
+        )
     if kv_rotate:
         if kv_codec is not None:
             raise click.UsageError("--kv-rotate is short for --kv-codec rotated: give one of them")

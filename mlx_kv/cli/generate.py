@@ -16,7 +16,8 @@ from mlx_kv.cli.cache import load_for, tokens_read
 from mlx_kv.cli.decoding import Decoding, decoding_options, said_of_drafts
 from mlx_kv.cli.forms import Form, form_options
 from mlx_kv.cli.loading import Loading, loading_options
-from mlx_kv.cli.options import human_bytes, make_policy, model_option, policy_options, tokens_line
+from mlx_kv.cli.measured_policy import asked_policy, measured_policy_options
+from mlx_kv.cli.options import human_bytes, model_option, tokens_line
 from mlx_kv.cli.prompt import Chat, chat_options, note_context, prefill_bar, prompt_options, read_prompt
 from mlx_kv.cli.ranks import Machine, RankOptions, rank_options
 
@@ -67,7 +68,7 @@ def check_cache_file(policy: dict[str, Any], draft_model: str | None) -> None:
 @click.option("--max-tokens", "-m", type=click.IntRange(1), default=256, show_default=True, metavar="N")
 @decoding_options
 @form_options
-@policy_options
+@measured_policy_options
 @rank_options
 @click.option("--verbose", type=bool, default=True, show_default=True, help="Statistics follow; false leaves them out.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of streaming.")
@@ -112,7 +113,7 @@ def continue_prompt(
         if machine.group is not None:
             raise click.UsageError("--prompt-cache-file has all of each layer, and a rank only a part: leave it out")
     text = read_prompt(prompt, prompt_file, source) if machine.leads else ""
-    cache_policy, drafts = make_policy(**policy), drafting.settings  # refuses bad settings before anything is loaded
+    asked, drafts = asked_policy(**policy), drafting.settings  # refuses bad settings before anything is loaded
 
     from mlx_kv.generation.agreement import agreement_of
     from mlx_kv.generation.encoding import encode_ending, encode_text, speaks_chat
@@ -125,6 +126,7 @@ def continue_prompt(
     from mlx_kv.mlxlm.convert import make_prompt_cache
 
     network, tokenizer = machine.load()
+    cache_policy = asked.for_model(network, tokenizer)
     chats = speaks_chat(tokenizer, ignore_chat_template)
     already, before = 0, list[int]()  # tokens that the caches have read, and which, as far as they are known
     if prompt_cache_file is not None:

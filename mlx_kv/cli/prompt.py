@@ -154,14 +154,14 @@ def note_context(model: nn.Module, prompt_tokens: int, max_tokens: int = 0) -> N
 
 
 @contextlib.contextmanager
-def prefill_bar(prompt_tokens: int, step: int) -> Iterator[Callable[[int, int], None] | None]:
+def prefill_bar(prompt_tokens: int, step: int, name: str = "prompt") -> Iterator[Callable[[int, int], None] | None]:
     """A progress bar for a prompt of several chunks or of a long one, on a terminal only; mlx-lm's callback."""
     if not sys.stderr.isatty() or prompt_tokens <= min(step, SOON_READ):
         yield None
         return
     from tqdm import tqdm
 
-    with tqdm(total=prompt_tokens, desc="prompt", unit="tok", leave=False, file=sys.stderr) as bar:
+    with tqdm(total=prompt_tokens, desc=name, unit="tok", leave=False, file=sys.stderr) as bar:
 
         def advance(done: int, total: int) -> None:
             bar.update(done - bar.n)

@@ -15,16 +15,15 @@ import click
 
 from mlx_kv.cli.decoding import Drafting, draft_options
 from mlx_kv.cli.loading import Loading, loading_options
+from mlx_kv.cli.measured_policy import asked_policy, measured_policy_options
 from mlx_kv.cli.operating import Operating, listed, operating_options
 from mlx_kv.cli.options import (
     ByteCount,
     FiniteRange,
     LeadersFile,
-    make_policy,
     model_option,
     not_needed,
     number_option,
-    policy_options,
 )
 from mlx_kv.cli.prompt import prefill_option, read_template_settings
 from mlx_kv.cli.ranks import Machine, RankOptions, rank_options
@@ -137,7 +136,7 @@ MOST_POLICIES = 4  # engines at once, where requests may choose
 )
 @not_needed("--prompt-cache-size", "bytes decide what is kept: --prompt-memory-bytes")
 @not_needed("--prompt-concurrency", "as many prompts are read together as pay")
-@policy_options
+@measured_policy_options
 @rank_options
 def serve(model: str, loading: Loading, drafting: Drafting, ranks: RankOptions, **given: Any) -> None:
     """Serve completions and chats to OpenAI clients, many at once.
@@ -184,7 +183,7 @@ def serve_on(
     if unload_after is not None and machine.group is not None:
         raise click.UsageError("--unload-after is for one machine: several ranks keep their weights; leave it out")
     keys = operating.keys if machine.leads else []
-    cache_policy, drafts = make_policy(**policy), drafting.settings  # refuses bad settings before anything is loaded
+    asked, drafts = asked_policy(**policy), drafting.settings  # refuses bad settings before anything is loaded
     try:
         from mlx_kv.server import api, metrics, models, run, worker
         from mlx_kv.server.access import is_loopback
@@ -203,7 +202,8 @@ def serve_on(
         network, tokenizer = machine.load()
         if not machine.leads:
             return models.Models(network, tokenizer)
-        return models.Models(network, tokenizer, drafting.load_model(), sampling.of(model))
+        cache_policy = asked.for_model(network, tokenizer)
+        return models.Models(network, tokenizer, drafting.load_model(), sampling.of(model), cache_policy)
 
     def let_go(loaded: Models) -> None:
         loading.let_go(loaded.model, model)
@@ -233,7 +233,7 @@ def serve_on(
         load,
         lambda chunks: None,
         counters,
-        cache_policy,
+        asked.policy,
         max_batch_size,
         drafts,
         prefill_step_size,

@@ -14,8 +14,7 @@ import mlx.nn as nn
 
 from mlx_kv.cache.codecs import Affine, Centre, CentredByLayer, Codec
 from mlx_kv.evaluation.codec_loss import PLAIN
-from mlx_kv.evaluation.evaluate import check_length
-from mlx_kv.evaluation.reading import Progress
+from mlx_kv.evaluation.reading import Progress, check_length
 from mlx_kv.generation.prefill import prefill_step, read_chunk
 from mlx_kv.mlxlm.convert import make_prompt_cache
 from mlx_kv.mlxlm.traverse import is_ours, leaves

@@ -82,11 +82,11 @@ def _bits_of_word(word: str) -> Bits:
 
 def in_words(setting: Any) -> str:
     """A setting as the operator writes it."""
-    return (
-        "/".join("none" if each is None else str(each) for each in setting)
-        if isinstance(setting, tuple)
-        else str(setting)
-    )
+    if isinstance(setting, tuple):
+        return "/".join(map(in_words, setting))
+    if callable(getattr(setting, "encode", None)) and not isinstance(setting, str):  # a codec that was made
+        return f"{setting.name} {setting.packed.bits}" if setting.packed is not None else str(setting.name)
+    return "none" if setting is None else str(setting)
 
 
 @dataclass(frozen=True)

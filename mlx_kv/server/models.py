@@ -24,12 +24,14 @@ class Models:
 
     Attributes:
         sampling: how tokens are chosen where a request does not say.
+        policy: of the caches, where it was chosen for this model; None is what the worker was told.
     """
 
     model: nn.Module
     tokenizer: Any
     draft: nn.Module | None = None
     sampling: SamplingSettings = field(default_factory=SamplingSettings)
+    policy: CachePolicy | None = None
 
 
 @dataclass(frozen=True)

@@ -124,6 +124,7 @@ class Worker:
 
     def _load_models(self) -> None:
         self.models: Models = self._load()
+        self.policy = self.models.policy or self.policy
         if self._group is not None:  # the rank that keeps least decides what all keep
             (self._prompt_memory_bytes,) = self._group.agreement.least([self._prompt_memory_bytes])
 

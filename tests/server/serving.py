@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import mlx.nn as nn
 import openai
 
 from mlx_kv import CachePolicy, PromptStore
@@ -104,11 +105,12 @@ def running(
     memory_limit: int | None = None,
     most_policies: int = 1,
     rest: Rest | None = None,
+    chosen: Callable[[nn.Module], CachePolicy | None] = lambda model: None,
 ) -> Iterator[Running]:
     def models() -> Models:
         model, tokenizer = load(model_path("reference"))
         drafts = load(model_path("draft"))[0] if draft else None
-        return Models(model, change(tokenizer), drafts, sampling or SamplingSettings())
+        return Models(model, change(tokenizer), drafts, sampling or SamplingSettings(), chosen(model))
 
     metrics = Metrics()
     worker = Worker(

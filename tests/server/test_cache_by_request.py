@@ -6,10 +6,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import mlx.nn as nn
 import pytest
 from serving import LONG, Running, cached, check_error, running
 
 from mlx_kv import CachePolicy, PromptStore
+from mlx_kv.cache.codecs import Affine
+from mlx_kv.evaluation.centres import centred
 from mlx_kv.server.api import Limits
 from mlx_kv.server.cache_requests import AllowedCache, CacheRequest, cache_field
 from mlx_kv.server.errors import ApiError
@@ -190,10 +193,22 @@ STORED: list[tuple[CachePolicy, str, int]] = [
 ]
 
 
+def centred_keys(model: nn.Module) -> CachePolicy:
+    return CachePolicy(codec=(centred(model, list(range(3, 103))), Affine(8, 64)))
+
+
 @pytest.mark.parametrize(("policy", "name", "token_bytes"), STORED, ids=[name for _, name, _ in STORED])
 def test_what_is_in_memory_is_told_as_it_is_stored(policy: CachePolicy, name: str, token_bytes: int) -> None:
+    told_in_memory(name, token_bytes, policy=policy)
+
+
+def test_a_policy_that_was_measured_on_the_model_is_the_servers() -> None:
+    told_in_memory("codec centred 4/affine 8", 8 * (40 + 72), chosen=centred_keys)
+
+
+def told_in_memory(name: str, token_bytes: int, **how: Any) -> None:
     prompts = [LONG[:300], LONG[400:900]]
-    with running(policy) as server, ThreadPoolExecutor(2) as pool:
+    with running(**how) as server, ThreadPoolExecutor(2) as pool:
         seen: list[Any] = []
         asked = [pool.submit(server.complete, prompt, 64) for prompt in prompts]
         while not all(each.done() for each in asked):
