@@ -27,6 +27,7 @@ Examples:
   mlx-kv generate --prompt "def fibonacci(n):"
   mlx-kv generate --prompt-file notes.py --kv-bits 8 --max-tokens 400
   mlx-kv generate --prompt-file notes.py --kv-bits 8,4 --kv-rotate
+  mlx-kv generate --prompt-file notes.py --kv-bits auto --max-loss 0.02
   mlx-kv generate --prompt "A person: " --json-schema person.json
   git show | mlx-kv generate - --temp 0.7 --top-p 0.9 --seed 1
   mlx-kv generate --prompt-file notes.py --kv-budget 256 --kv-score key_diff
