@@ -36,7 +36,8 @@ from common import take_turns
 from mlx_lm.models.base import quantized_scaled_dot_product_attention
 
 from mlx_kv.cache.attention import Dense, Packed, attend
-from mlx_kv.cache.codecs import find_codecs, packing_of, packings_of
+from mlx_kv.cache.codecs import Affine, Centre, Centred, find_codecs, packing_of, packings_of
+from mlx_kv.evaluation.centres import centred
 from mlx_kv.mlxlm.loading import load
 
 CODECS: dict[str, dict[str, Any]] = {
@@ -44,12 +45,14 @@ CODECS: dict[str, dict[str, Any]] = {
     "K8V4": {"bits": (8, 4)},
     "K4V4": {"bits": 4},
     "K4V4 rotated": {"bits": 4, "codec": "rotated"},
+    "K4V4 centred": {"codec": "centred"},  # keys; where they lie, is of a tensor or of a model
     "K4V2": {"bits": (4, 2)},
     "K6V4": {"bits": (6, 4)},
     "K3V3": {"bits": 3},
     "mxfp8": {"codec": "mxfp8"},
     "mxfp4": {"codec": "mxfp4"},
 }
+CENTRED, ROTATED = CODECS["K4V4 centred"], Affine(4, 64, rotate=True)
 TOLERANCE = 1e-4
 
 
@@ -70,7 +73,8 @@ def one_layer(context: int, heads: list[int], dim: int, rounds: int) -> dict[str
         "plain, ours": lambda: attend(q, Dense(k), Dense(v), scale),
     }
     for name, how in CODECS.items():
-        keys, values = find_codecs(how.get("bits"), 64, how.get("codec"))
+        centred_keys = Centred(Centre.of(k), ROTATED), ROTATED
+        keys, values = centred_keys if how == CENTRED else find_codecs(how.get("bits"), 64, how.get("codec"))
         of_keys, of_values = keys.encode(k), values.encode(v)
         mx.eval(of_keys, of_values)
         assert keys.packed is not None
@@ -99,6 +103,7 @@ def one_layer(context: int, heads: list[int], dim: int, rounds: int) -> dict[str
 
 def filled(model: Any, how: dict[str, Any], context: int) -> list[Any]:
     """Caches of random keys and values."""
+    how = {"codec": (centred(model, range(3, 131), ROTATED), ROTATED)} if how == CENTRED else how
     caches = make_prompt_cache(model, CachePolicy(reserve=context + 64, **how))
     shapes = make_prompt_cache(model)
     model(mx.array([[1]]), cache=shapes)
