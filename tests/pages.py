@@ -92,6 +92,7 @@ class Shell:
     Attributes:
         instead: what stands in for parts of a text, by what they are.
         varies: a pattern of what is not the same in every run, times aside.
+        longest: seconds that a command may take.
         said: what was printed since something was last shown, stdout before stderr of each command.
     """
 
@@ -99,6 +100,7 @@ class Shell:
     environment: dict[str, str]
     instead: dict[str, str] = field(default_factory=dict)
     varies: str = r"(?!)"
+    longest: float = 300
     said: str = ""
     _servers: list[subprocess.Popen[str]] = field(default_factory=list)
 
@@ -115,8 +117,9 @@ class Shell:
         line = self._here(line)
         if line.startswith("mlx-kv serve"):
             return self._serve(line)
+        words = ["bash", "-c", line]
         done = subprocess.run(
-            ["bash", "-c", line], cwd=self.folder, env=self.environment, capture_output=True, text=True, timeout=300
+            words, cwd=self.folder, env=self.environment, capture_output=True, text=True, timeout=self.longest
         )
         assert done.returncode == 0, f"{line}: {done.returncode}\n{done.stdout}\n{done.stderr}"
         self.said += f"{done.stdout}\n{done.stderr}\n"

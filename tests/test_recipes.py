@@ -1,33 +1,23 @@
 """docs/recipes.md works: its blocks run as they stand, print what is shown, and what it says of that is so.
 
-What stands in for what is not here: an S3 on this machine, which the environment names; for the second machine a second
-rank on this one; the bundled model for MODEL; and free ports.
+What stands in for what is not here says `recipes.py`; besides, an S3 on this machine, which the environment names.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import sys
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import fsspec
 import pytest
+import recipes
 from pages import ADDRESS, Block, Shell, blocks, empty_environment, fresh_checkout
 from s3 import BUCKET, ObjectStore, object_store
 
-sys.path.append(str(Path(__file__).parent / "ranks"))
-
-from launching import free_ports
-
-PAGE = list(blocks((Path(__file__).parent.parent / "docs" / "recipes.md").read_text(encoding="utf-8")))
-VARIES = (
-    r"(?<=^49 others: )\d+|[\d.]+(?= MB more kept)"  # who was before whom
-    r"|(?<=^draft ).*|.*(?=tokens a pass)|(?<=tokens a pass, ).*"  # how much is drafted, by the clock
-    r"|(?<=memory )[\d.]+ MB"
-)
+PAGE = list(blocks(recipes.PAGE.read_text(encoding="utf-8")))
 Follow = Callable[[str], list[str]]
 
 pytestmark = pytest.mark.slow
@@ -43,10 +33,8 @@ def store() -> Iterator[ObjectStore]:
 def shell(tmp_path: Path) -> Iterator[Shell]:
     home = tmp_path / "home"
     home.mkdir()
-    with Shell(fresh_checkout(tmp_path), empty_environment(home), varies=VARIES) as found:
-        for launched in ("-n 2", "--hostfile hosts.json"):
-            found.instead[f"mlx.launch {launched}"] = f"mlx.launch -n 2 --starting-port {free_ports(1)[0]}"
-        found.instead |= {"--model MODEL": "--model reference", "--link-address mac-1": "--link-address 127.0.0.1"}
+    shell = Shell(fresh_checkout(tmp_path), empty_environment(home), recipes.stand_ins(), recipes.VARIES)
+    with shell as found:
         yield found
         found.end_servers()
 
@@ -71,8 +59,7 @@ def number(pattern: str, text: str) -> float:
 def test_every_recipe_has_what_it_should() -> None:
     headings = list(dict.fromkeys(block.heading for block in PAGE))
     assert len(headings) == 6
-    page = (Path(__file__).parent.parent / "docs" / "recipes.md").read_text(encoding="utf-8")
-    for section in page.split("\n## ")[1:]:
+    for section in recipes.PAGE.read_text(encoding="utf-8").split("\n## ")[1:]:
         assert section.partition("\n")[0] in headings
         assert [section.count(part) for part in ("**What it costs.**", "**What can go wrong.**")] == [1, 1]
     kinds = {heading: {block.kind for block in PAGE if block.heading == heading} for heading in headings}
