@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -76,7 +77,7 @@ def test_what_is_shown_must_have_been_printed(shell: Shell) -> None:
 
 
 def test_a_long_chat(follow: Follow, shell: Shell) -> None:
-    _plan, talked, went_on = follow("A long chat on 8 GB")
+    _plan, talked, went_on = follow("A long chat on a laptop")
     held, evicted = (number(rf"^{word} +([\d,]+)", talked) for word in ("held", "evicted"))
     assert 256 <= held - evicted <= 256 + 128  # a margin
     assert number(r"^held +([\d,]+)", went_on) == held
@@ -107,9 +108,13 @@ def test_an_agent(follow: Follow, shell: Shell) -> None:
     for _again in range(2):
         request = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
         urllib.request.urlopen(request, timeout=60).close()
-    with urllib.request.urlopen(f"{url}/metrics", timeout=60) as answer:
-        metrics = answer.read().decode()
-    assert number(r"^mlx_kv_draft_tokens_accepted_total ([\d.e+]+)", metrics) > 50
+    accepted, end = 0.0, time.monotonic() + 10
+    while accepted <= 50 and time.monotonic() < end:  # metrics are a quarter of a second old
+        time.sleep(0.1)
+        with urllib.request.urlopen(f"{url}/metrics", timeout=60) as answer:
+            metrics = answer.read().decode()
+        accepted = number(r"^mlx_kv_draft_tokens_accepted_total ([\d.e+]+)", metrics)
+    assert accepted > 50
     assert re.search(r"^mlx_kv_draft_gain ", metrics, re.M)
 
 

@@ -2,11 +2,11 @@
 
     python tools/fresh.py [--all]
 
-Clones what this checkout has committed, and runs there what the two pages show, in their order: `make generate` and `make
-test` set themselves up from a package index, the rest runs in the environment that they made. What is not as it stands:
-`make test` is told a few files of tests by PYTEST_ADDOPTS (all of them are `make test` itself), `pip install` only looks
-what it would do, and S3 is a folder. Ends in one JSON line: seconds for each part. Without a package index nothing can
-be tried: it says so, and with --all that is an error. Knows nothing about what pages claim: their tests do.
+Clones what this checkout has committed, and runs there what the two pages show, in their order: `make generate` and
+`make test` set themselves up from a package index, the rest runs in the environment that they made. What is not as it
+stands: PYTEST_ADDOPTS tells `make test` a few files (all of them are `make test` itself), `pip install` only looks what
+it would do, and S3 is a folder. Ends in one JSON line: seconds for each part. Without a package index nothing can be
+tried: it says so, and with --all that is an error. Knows nothing about what pages claim: their tests do.
 """
 
 from __future__ import annotations
@@ -31,7 +31,22 @@ import recipes  # noqa: E402
 from pages import Block, Shell, blocks  # noqa: E402
 
 # Besides Python, git and make: what every system has, and Makefile, README or recipes use.
-SYSTEM = ("sh", "bash", "env", "uname", "touch", "rm", "mkdir", "grep", "head", "cat", "cmp", "sed", "dirname")
+SYSTEM = (
+    "sh",
+    "bash",
+    "env",
+    "uname",
+    "touch",
+    "rm",
+    "mkdir",
+    "grep",
+    "head",
+    "cat",
+    "cmp",
+    "sed",
+    "dirname",
+    "mktemp",
+)
 OF_THE_INDEX = ("PIP_", "SSL_CERT", "REQUESTS_CA", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")  # where packages come from
 SHORT_TEST = "--quick tests/cache/test_rings.py tests/files/test_serialization.py"
 LONGEST = 900.0  # seconds of one command: packages of some hundred MB are fetched
@@ -93,10 +108,9 @@ def try_pages(folder: Path, told: dict[str, str]) -> dict[str, float]:
     binaries = {**told, "PATH": f"{clone / '.venv' / 'bin'}{os.pathsep}{told['PATH']}", "PYTEST_ADDOPTS": SHORT_TEST}
     seconds: dict[str, float] = {}
     for page in ("README.md", "docs/recipes.md"):
-        # What README shows is told before there is a clone, or of two parts of a page: tests/test_readme.py looks at it.
-        found = [
-            b for b in blocks((clone / page).read_text(encoding="utf-8")) if page != "README.md" or b.kind != "shown"
-        ]
+        # What README shows comes before the clone, or of two parts of it: tests/test_readme.py looks at it.
+        left_out = "shown" if page == "README.md" else ""
+        found = [block for block in blocks((clone / page).read_text(encoding="utf-8")) if block.kind != left_out]
         for heading, parts in itertools.groupby(found, lambda block: block.heading):
             instead, begin = recipes.stand_ins() | {"s3://prompts": (folder / "prompts").as_uri()}, time.perf_counter()
             with Shell(clone, binaries, instead, recipes.VARIES, LONGEST) as shell:
