@@ -6,6 +6,8 @@
 #   make bench      the benchmarks, each ends in one JSON line
 #   make docs       the documentation site, into site/; a broken link or anchor, or a page without a place, is an error
 #   make pythons    the built wheel on each Python from 3.11 to 3.13 that is found here; ALL=1: all must be
+#   make fresh      README.md and docs/recipes.md as a newcomer has them: a clone, an empty home, nothing installed; some
+#                   minutes, and a package index; ALL=1: there must be one
 #   make dist       what a release uploads, into dist/, checked; TAG=v0.2.0: the version must be that
 #   make constraints  constraints.txt and constraints-cuda.txt anew: one version of everything
 #   make families   docs/families.md anew, from a walk over all model families of mlx-lm; some minutes
@@ -19,7 +21,7 @@ comma := ,
 # What the README shows needs figures and the server as well.
 SHOWN := $(if $(EXTRAS),$(EXTRAS)$(comma))plot,server
 
-.PHONY: generate check test lint bench docs pythons dist constraints families clean
+.PHONY: generate check test lint bench docs pythons fresh dist constraints families clean
 
 generate: $(VENV)/.run
 	$(VENV)/bin/mlx-kv generate --prompt-file examples/unfinished.py --kv-budget 512 --kv-bits 8 --max-tokens 40
@@ -52,6 +54,9 @@ docs: $(VENV)/.docs
 
 pythons: $(VENV)/.dev
 	$(VENV)/bin/python tools/pythons.py $(if $(ALL),--all)
+
+fresh: | $(VENV)/bin/python
+	$(VENV)/bin/python tools/fresh.py $(if $(ALL),--all)
 
 dist: $(VENV)/.dev
 	@$(VENV)/bin/python -c "import sys, mlx_kv; tag, own = sys.argv[1], 'v' + mlx_kv.__version__; \

@@ -11,65 +11,38 @@ What stands in where a command cannot run here as it is:
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
-import signal
-import subprocess
 import sys
 import tomllib
 import urllib.request
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from pages import ADDRESS, ROOT, Shell, commands, empty_environment, fresh_checkout, without_times
 
-ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-BIN = Path(sys.executable).parent
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
-PROGRAMS = ("git", "make", "pip", "mlx-kv", "echo")
 NEEDS = {"--plot": "plot", "mlx-kv serve": "server"}
 
 
-def commands() -> Iterator[str]:
-    """Every line of the blocks of commands; other indented blocks are what a command prints."""
-    for block in re.findall(r"(?:\n\n)((?:    .*(?:\n|$))+)", README):
-        lines = [line[4:] for line in block.splitlines()]
-        if lines[0].startswith(PROGRAMS):
-            yield from filter(None, lines)
-
-
 def starting(*words: str) -> list[str]:
-    return [line for line in commands() if line.startswith(words)]
+    return [line for line in commands(README) if line.startswith(words)]
 
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("fresh") / "mlx-kv"
-    hidden = shutil.ignore_patterns(".*", "__pycache__", "build", "dist")
-    return Path(shutil.copytree(ROOT, folder, ignore=hidden))
+    return fresh_checkout(tmp_path_factory.mktemp("fresh"))
 
 
 @pytest.fixture(scope="module")
-def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    home = tmp_path_factory.mktemp("home")
-    own = ("PYTHON", "HF_", "XDG_", "MAKE", "MFLAGS")  # a make inside of another one says more than it would alone
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(own)}
-    path = f"{BIN}{os.pathsep}{os.environ['PATH']}"
-    return {**kept, "PATH": path, "HOME": str(home), "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
+def shell(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Shell:
+    return Shell(checkout, empty_environment(tmp_path_factory.mktemp("home")))
 
 
-def run(line: str, folder: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(line, shell=True, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, f"{line}: {done.returncode}\n{done.stdout}\n{done.stderr}"
-    return done
-
-
-def dry_run(line: str, folder: Path, environment: dict[str, str]) -> list[str]:
+def dry_run(line: str, shell: Shell) -> list[str]:
     """The lines that make would run, in a folder where nothing is set up."""
-    return run(f"{line.partition('#')[0]} --dry-run", folder, environment).stdout.splitlines()
+    return shell.run(f"{line.partition('#')[0]} --dry-run").stdout.splitlines()
 
 
 def test_every_command_is_found() -> None:
@@ -80,32 +53,28 @@ def test_every_command_is_found() -> None:
         ["make", "test"],
     ]
     shown = set(re.findall(r"^    (?:.*\| )?mlx-kv .*$", README, re.M))
-    assert shown == {f"    {line}" for line in commands() if "mlx-kv " in line and line.startswith(("mlx-kv", "echo"))}
+    assert shown == {
+        f"    {line}" for line in commands(README) if "mlx-kv " in line and line.startswith(("mlx-kv", "echo"))
+    }
 
 
 @pytest.mark.slow
-def test_make_generate_prints_what_is_shown(checkout: Path, environment: dict[str, str]) -> None:
+def test_make_generate_prints_what_is_shown(shell: Shell) -> None:
     (line,) = starting("make generate")
-    done = run(dry_run(line, checkout, environment)[-1].removeprefix(".venv/bin/"), checkout, environment)
+    done = shell.run(dry_run(line, shell)[-1].removeprefix(".venv/bin/"))
     block = re.search(r"((?:    .*\n|\n)+)", README[README.index('    garnet"') :])
     assert block is not None
     shown = [each[4:] for each in block[0].rstrip().splitlines()]
     rule = shown.index("-" * 40)
     assert done.stdout.splitlines()[0] == shown[0] == 'garnet"'
-
-    def without_rates(lines: list[str]) -> list[str]:
-        # Times, and what else depends on the machine.
-        text = re.sub(r"[\d.,]+ (tokens/s|s;)|(?<=peak memory ).*", "", "\n".join(lines))
-        return [line.strip() for line in text.splitlines()]
-
-    assert without_rates(done.stderr.splitlines()) == without_rates(shown[rule:])
+    assert without_times(done.stderr) == without_times("\n".join(shown[rule:]))
 
 
-def test_the_set_up_installs_what_the_readme_shows(checkout: Path, environment: dict[str, str]) -> None:
-    needed = {extra for words, extra in NEEDS.items() if any(words in line for line in commands())}
+def test_the_set_up_installs_what_the_readme_shows(shell: Shell) -> None:
+    needed = {extra for words, extra in NEEDS.items() if any(words in line for line in commands(README))}
     assert needed == {"plot", "server"}
     for line in starting("make"):
-        lines = dry_run(line, checkout, environment)
+        lines = dry_run(line, shell)
         (install,) = [each for each in lines if "pip install" in each]
         (extras,) = re.findall(r'-e "\.\[(.*)\]"', install)
         assert needed <= set(extras.split(",")) <= set(EXTRAS)
@@ -116,7 +85,7 @@ def test_the_set_up_installs_what_the_readme_shows(checkout: Path, environment: 
 
 
 @pytest.mark.slow
-def test_commands_run_as_they_are_written(checkout: Path, environment: dict[str, str]) -> None:
+def test_commands_run_as_they_are_written(checkout: Path, shell: Shell) -> None:
     lines = [line for line in starting("mlx-kv", "echo") if not line.startswith("mlx-kv serve")]
     chains: dict[str, list[str]] = {}  # a command waits for the one that writes its file
     for line in lines:
@@ -125,7 +94,7 @@ def test_commands_run_as_they_are_written(checkout: Path, environment: dict[str,
 
     def follow(chain: list[str]) -> None:
         for line in chain:
-            done = run(line, checkout, environment)
+            done = shell.run(line)
             assert "this model was made for" not in done.stderr, line
             for file in re.findall(r"--(?:plot|output) (\S+)", line):
                 assert (checkout / file).stat().st_size > 0, line
@@ -137,30 +106,23 @@ def test_commands_run_as_they_are_written(checkout: Path, environment: dict[str,
 
 
 @pytest.mark.slow
-def test_the_server_answers_as_it_is_started(checkout: Path, environment: dict[str, str]) -> None:
+def test_the_server_answers_as_it_is_started(shell: Shell) -> None:
     (line,) = starting("mlx-kv serve")
-    process = subprocess.Popen(
-        f"exec {line} --port 0", shell=True, cwd=checkout, env=environment, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stderr is not None
-    try:
-        url = next(each.split()[3].rstrip(",") for each in process.stderr if " at http" in each)
+    with shell:
+        shell.run(line)
         body = json.dumps({"prompt": "import os", "max_tokens": 3}).encode()
-        request = urllib.request.Request(f"{url}/completions", body, {"Content-Type": "application/json"})
+        url = f"{shell.instead[ADDRESS]}/v1/completions"
+        request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
         with urllib.request.urlopen(request, timeout=60) as answer:
             assert json.load(answer)["usage"]["completion_tokens"] == 3
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=60) == 0
-    finally:
-        process.kill()
-        process.communicate()
+        shell.end_servers()
 
 
 @pytest.mark.slow
-def test_the_program_runs(checkout: Path, environment: dict[str, str]) -> None:
+def test_the_program_runs(checkout: Path, shell: Shell) -> None:
     (program,) = re.findall(r"```python\n(.*?)```", README, re.S)
     (checkout / "program.py").write_text(program)
-    done = run(f"{sys.executable} program.py", checkout, {**environment, "PYTHONWARNINGS": "error::RuntimeWarning"})
+    done = shell.run(f"PYTHONWARNINGS=error::RuntimeWarning {sys.executable} program.py")
     assert done.stdout.startswith('garnet"\nassert settings[')
     assert done.stderr == ""
 

@@ -56,6 +56,7 @@ def test_ci_runs_all_on_every_python() -> None:
     assert set(commands(jobs["test"])) >= {"make generate", "make test", "make lint", "make docs"}
     assert using(jobs["wheel"], "actions/setup-python")["python-version"].split() == SUPPORTED
     assert commands(jobs["wheel"]) == ["make pythons ALL=1"]
+    assert commands(jobs["fresh"]) == ["make fresh ALL=1"]
 
 
 def test_a_release_uploads_what_was_built_and_checked() -> None:

@@ -1,0 +1,158 @@
+"""docs/recipes.md works: its blocks run as they stand, print what is shown, and what it says of that is so.
+
+What stands in for what is not here says `recipes.py`; besides, an S3 on this machine, which the environment names.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import fsspec
+import pytest
+import recipes
+from pages import ADDRESS, Block, Shell, blocks, empty_environment, fresh_checkout
+from s3 import BUCKET, ObjectStore, object_store
+
+PAGE = list(blocks(recipes.PAGE.read_text(encoding="utf-8")))
+Follow = Callable[[str], list[str]]
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def store() -> Iterator[ObjectStore]:
+    with object_store() as place:
+        yield place
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Iterator[Shell]:
+    home = tmp_path / "home"
+    home.mkdir()
+    shell = Shell(fresh_checkout(tmp_path), empty_environment(home), recipes.stand_ins(), recipes.VARIES)
+    with shell as found:
+        yield found
+        found.end_servers()
+
+
+@pytest.fixture
+def follow(shell: Shell) -> Follow:
+    """Runs a recipe, and returns what each of its blocks that run has printed."""
+
+    def run(heading: str) -> list[str]:
+        found = [block for block in PAGE if block.heading == heading]
+        assert found
+        return [said for block in found for said in [shell.run_block(block)] if block.kind != "shown"]
+
+    return run
+
+
+def number(pattern: str, text: str) -> float:
+    (found,) = re.findall(pattern, text, re.M)
+    return float(found.replace(",", ""))
+
+
+def test_every_recipe_has_what_it_should() -> None:
+    headings = list(dict.fromkeys(block.heading for block in PAGE))
+    assert len(headings) == 6
+    for section in recipes.PAGE.read_text(encoding="utf-8").split("\n## ")[1:]:
+        assert section.partition("\n")[0] in headings
+        assert [section.count(part) for part in ("**What it costs.**", "**What can go wrong.**")] == [1, 1]
+    kinds = {heading: {block.kind for block in PAGE if block.heading == heading} for heading in headings}
+    assert all({"commands", "shown"} <= each for each in kinds.values())
+
+
+def test_what_is_shown_must_have_been_printed(shell: Shell) -> None:
+    shell.run("echo one 1; echo two; echo at 7.5 tokens/s")
+    with pytest.raises(AssertionError, match="not there: one 2"):
+        shell.run_block(Block("", "shown", "one 2\n"))
+    with pytest.raises(AssertionError, match="not there: one 1"):
+        shell.run_block(Block("", "shown", "two\none 1\n"))
+    shell.run_block(Block("", "shown", "one 1\n\nat 9 tokens/s\n"))
+
+
+def test_a_long_chat(follow: Follow, shell: Shell) -> None:
+    _plan, talked, went_on = follow("A long chat on a laptop")
+    held, evicted = (number(rf"^{word} +([\d,]+)", talked) for word in ("held", "evicted"))
+    assert 256 <= held - evicted <= 256 + 128  # a margin
+    assert number(r"^held +([\d,]+)", went_on) == held
+    *_, turn = re.findall(r"; (\d+) read, ([\d,]+) known", went_on)
+    assert int(turn[0]) < 20
+    otherwise = shell.run('(echo "/load talk.safetensors"; echo "import os") | mlx-kv chat --max-tokens 4').stderr
+    assert number(r"; ([\d,]+) read, 0 known", otherwise) > held
+    undone = shell.run('(echo "/load talk.safetensors"; echo /undo; echo 1) | mlx-kv chat --kv-bits 8 --max-tokens 4')
+    assert " 0 known" in undone.stderr
+
+
+def test_fifty_users(follow: Follow) -> None:
+    _server, said = follow("Fifty users, one system prompt")
+    first, alone = number(r"user: (\d+)", said), number(r"read, ([\d.]+) MB kept", said)
+    read, asked = number(r"others: (\d+)", said), number(r"of (\d+) tokens", said)
+    assert asked > 49 * (first - 10)
+    assert read < asked / 50
+    assert number(r"([\d.]+) MB more", said) < 49 * alone / 10
+
+
+def test_an_agent(follow: Follow, shell: Shell) -> None:
+    said = "".join(follow("An agent that edits files"))
+    assert (shell.folder / "drafted.txt").read_bytes() == (shell.folder / "plain.txt").read_bytes() != b""
+    assert number(r"([\d.]+) tokens a pass", said) > 1.5
+    text = (shell.folder / "stock_tests.py").read_text()
+    body = json.dumps({"prompt": text, "max_tokens": 80}).encode()
+    url = shell.instead[ADDRESS]
+    for _again in range(2):
+        request = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
+        urllib.request.urlopen(request, timeout=60).close()
+    accepted, end = 0.0, time.monotonic() + 10
+    while accepted <= 50 and time.monotonic() < end:  # metrics are a quarter of a second old
+        time.sleep(0.1)
+        with urllib.request.urlopen(f"{url}/metrics", timeout=60) as answer:
+            metrics = answer.read().decode()
+        accepted = number(r"^mlx_kv_draft_tokens_accepted_total ([\d.e+]+)", metrics)
+    assert accepted > 50
+    assert re.search(r"^mlx_kv_draft_gain ", metrics, re.M)
+
+
+def test_a_batch_over_a_folder(follow: Follow, shell: Shell) -> None:
+    follow("A batch over a folder")
+    files = {path.name for path in (shell.folder / "mlx_kv" / "cache" / "codecs").glob("*.py")}
+    assert {path.name for path in (shell.folder / "continued").iterdir()} == files
+    answers = shell.folder / "folder-answers.jsonl"
+    whole = sorted(answers.read_text().splitlines())
+    answers.write_text("\n".join(answers.read_text().splitlines()[:3]) + '\n{"id": "mlx')  # killed in the fourth
+    (command,) = {line for block in PAGE if "batch" in block.heading for line in block.commands if "--output" in line}
+    assert f"{len(whole) - 3} done, 3 skipped" in shell.run(command).stderr
+    assert sorted(answers.read_text().splitlines()) == whole
+    prompts = shell.folder / "folder.jsonl"
+    prompts.write_text(prompts.read_text().replace('"max_tokens": 16', '"max_tokens": 15'))
+    with pytest.raises(AssertionError, match="--overwrite"):
+        shell.run(command)
+
+
+def test_a_cache_for_each_document(store: ObjectStore, follow: Follow, shell: Shell) -> None:
+    (said,) = [said for said in follow("A cache for each document, on S3") if said]
+    objects = fsspec.filesystem("s3").find(f"{BUCKET}/documents")
+    assert len([name for name in objects if name.endswith(".block")]) >= 3
+    asked = store.count(lambda: shell.run('python ask.py examples/prompts.jsonl "garnet"'))
+    assert asked["PUT index"] + asked["PUT json"] >= 1
+    shell.instead = {}
+    program = (shell.folder / "ask.py").read_text().replace("s3://prompts/documents", "memory://nothing")
+    (shell.folder / "alone.py").write_text(program)
+    first, _, text = shell.run('python alone.py examples/unfinished.py "ivory"').stdout.partition("\n")
+    assert first.startswith("0 of 1948")
+    assert text.strip()
+    assert said.strip().endswith(f"s\n{text.strip()}")
+
+
+def test_two_machines(follow: Follow, shell: Shell) -> None:
+    _plan, together, apart = follow("Two machines")
+    text = shell.run('mlx-kv generate --prompt "import os" --max-tokens 20').stdout.strip()
+    assert text
+    assert together.strip().startswith(text)
+    assert apart.strip().startswith(text)
+    assert "2 ranks" in apart

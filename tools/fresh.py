@@ -1,0 +1,142 @@
+"""README.md and docs/recipes.md as a newcomer has them: a clone, an empty home, and nothing but Python, git and make.
+
+    python tools/fresh.py [--all]
+
+Clones what this checkout has committed, and runs there what the two pages show, in their order: `make generate` and
+`make test` set themselves up from a package index, the rest runs in the environment that they made. What is not as it
+stands: PYTEST_ADDOPTS tells `make test` a few files (all of them are `make test` itself), `pip install` only looks what
+it would do, and S3 is a folder. Ends in one JSON line: seconds for each part. Without a package index nothing can be
+tried: it says so, and with --all that is an error. Knows nothing about what pages claim: their tests do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+sys.path.append(str(ROOT / "tests"))
+
+import recipes  # noqa: E402
+from pages import Block, Shell, blocks  # noqa: E402
+
+# Besides Python, git and make: what every system has, and Makefile, README or recipes use.
+SYSTEM = (
+    "sh",
+    "bash",
+    "env",
+    "uname",
+    "touch",
+    "rm",
+    "mkdir",
+    "grep",
+    "head",
+    "cat",
+    "cmp",
+    "sed",
+    "dirname",
+    "mktemp",
+)
+OF_THE_INDEX = ("PIP_", "SSL_CERT", "REQUESTS_CA", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")  # where packages come from
+SHORT_TEST = "--quick tests/cache/test_rings.py tests/files/test_serialization.py"
+LONGEST = 900.0  # seconds of one command: packages of some hundred MB are fetched
+ASKED = "click"  # any package that we need
+
+
+def programs(folder: Path) -> Path:
+    """A folder with nothing but the programs that a newcomer has.
+
+    Raises:
+        SystemExit: one of them is not on this machine.
+    """
+    folder.mkdir()
+    python = Path(sys.base_prefix) / "bin" / f"python3.{sys.version_info.minor}"
+    found = {name: shutil.which(name) for name in ("git", "make", *SYSTEM)} | {"python3": str(python)}
+    for name, path in found.items():
+        if path is None:
+            raise SystemExit(f"there is no {name} on this machine: a newcomer needs it")
+        (folder / name).write_text(f'#!/bin/sh\nexec "{path}" "$@"\n')  # a link would take Python's own folder away
+        (folder / name).chmod(0o755)
+    return folder
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """An empty home, those programs, and the way to packages that this machine has."""
+    home = folder / "home"
+    home.mkdir()
+    index = {name: value for name, value in os.environ.items() if name.upper().startswith(OF_THE_INDEX)}
+    for own in (Path.home() / ".config" / "pip" / "pip.conf", Path.home() / ".pip" / "pip.conf"):
+        if own.is_file():
+            index.setdefault("PIP_CONFIG_FILE", str(own))
+    return {**index, "HOME": str(home), "PATH": str(programs(folder / "programs")), "LANG": "C.UTF-8"}
+
+
+def no_index(python: Path, folder: Path, told: dict[str, str]) -> str:
+    """Why no package can be had; empty where one came."""
+    words = ["pip", "download", "--quiet", "--no-deps", "--retries", "0", "--timeout", "15", "--dest", "probe", ASKED]
+    done = subprocess.run([python, "-m", *words], cwd=folder, env=told, capture_output=True, text=True)
+    return "" if done.returncode == 0 else (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+
+
+def run_block(block: Block, shell: Shell) -> None:
+    """A block of a page, where there is a clone."""
+    if block.kind != "commands":
+        shell.run_block(block)
+        return
+    for line in block.commands:
+        if line.startswith("pip install"):
+            if line.partition("#")[2].strip() in ("", {"linux": "Linux", "darwin": "macOS"}[sys.platform]):
+                shell.run(line.replace("pip install", "pip install --quiet --dry-run"))
+        elif not line.startswith("git clone"):
+            shell.run(line)
+
+
+def try_pages(folder: Path, told: dict[str, str]) -> dict[str, float]:
+    """Runs all in a clone; returns the seconds of each part."""
+    subprocess.run(["git", "clone", "--quiet", ROOT, folder / "mlx-kv"], check=True)
+    clone = folder / "mlx-kv"
+    binaries = {**told, "PATH": f"{clone / '.venv' / 'bin'}{os.pathsep}{told['PATH']}", "PYTEST_ADDOPTS": SHORT_TEST}
+    seconds: dict[str, float] = {}
+    for page in ("README.md", "docs/recipes.md"):
+        # What README shows comes before the clone, or of two parts of it: tests/test_readme.py looks at it.
+        left_out = "shown" if page == "README.md" else ""
+        found = [block for block in blocks((clone / page).read_text(encoding="utf-8")) if block.kind != left_out]
+        for heading, parts in itertools.groupby(found, lambda block: block.heading):
+            instead, begin = recipes.stand_ins() | {"s3://prompts": (folder / "prompts").as_uri()}, time.perf_counter()
+            with Shell(clone, binaries, instead, recipes.VARIES, LONGEST) as shell:
+                for block in parts:
+                    run_block(block, shell)
+                shell.end_servers()
+            seconds[f"{page}: {heading}"] = round(time.perf_counter() - begin, 1)
+            print(f"{page}: {heading}: {seconds[f'{page}: {heading}']} s", file=sys.stderr, flush=True)
+    return seconds
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--all", action="store_true", help="that no package index is reached is an error")
+    options = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        told = environment(folder)
+        subprocess.run(["python3", "-m", "venv", "asks"], cwd=folder, env=told, check=True)
+        if why := no_index(folder / "asks" / "bin" / "python", folder, told):
+            print(f"no package index can be reached, so nothing was tried: {why}", file=sys.stderr)
+            print(json.dumps({"skipped": why}))
+            return 1 if options.all else 0
+        print(json.dumps(try_pages(folder, told)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
