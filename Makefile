@@ -3,7 +3,7 @@
 #   make check      style, types and the quick half of the tests: under a minute, for the inner loop
 #   make test       the tests, side by side on all cores
 #   make lint       style, types and the rules of imports
-#   make bench      the benchmarks, each ends in one JSON line
+#   make bench      the benchmarks, into docs/performance.md; MODEL=build/smollm2: with those of a real checkpoint
 #   make docs       the documentation site, into site/; a broken link or anchor, or a page without a place, is an error
 #   make pythons    the built wheel on each Python from 3.11 to 3.13 that is found here; ALL=1: all must be
 #   make fresh      README.md and docs/recipes.md as a newcomer has them: a clone, an empty home, nothing installed; some
@@ -39,14 +39,7 @@ lint: $(VENV)/.dev
 	$(VENV)/bin/lint-imports
 
 bench: $(VENV)/.run
-	$(VENV)/bin/python benchmarks/growth.py
-	$(VENV)/bin/python benchmarks/host.py
-	$(VENV)/bin/python benchmarks/ring.py
-	$(VENV)/bin/python benchmarks/compaction.py
-	$(VENV)/bin/python benchmarks/batch.py
-	$(VENV)/bin/python benchmarks/conversations.py
-	$(VENV)/bin/python benchmarks/ragged.py
-	$(VENV)/bin/python benchmarks/speculation.py
+	$(VENV)/bin/python tools/performance.py $(if $(MODEL),--model $(MODEL))
 
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 SOURCE_DATE_EPOCH=0 $(VENV)/bin/python -m mkdocs build --quiet
