@@ -16,6 +16,7 @@ import pytest
 import mlx_kv
 
 ROOT = Path(__file__).parent.parent
+REFERENCE = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
 CHANGELOG, SECURITY = ROOT / "CHANGELOG.md", ROOT / "SECURITY.md"
 PAGES = sorted([*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md", SECURITY])
 
@@ -27,8 +28,19 @@ def anchors(page: Path) -> set[str]:
 
 
 def test_every_public_name_is_in_the_reference() -> None:
-    named = re.findall(r"^::: mlx_kv\.(\w+)$", (ROOT / "docs" / "api.md").read_text(), re.M)
-    assert sorted(named) == sorted(mlx_kv.__all__)
+    named = re.findall(r"^::: mlx_kv\.(\w+)$", REFERENCE, re.M)
+    packages = {path.parent.name for path in Path(mlx_kv.__file__).parent.glob("*/__init__.py")}
+    assert sorted(named) == sorted([*mlx_kv.__all__, *packages])
+
+
+def test_what_programs_of_pages_import_is_in_the_reference() -> None:
+    named = set(re.findall(r"^::: (mlx_kv\.\S+)$", REFERENCE, re.M))
+    for page in PAGES:
+        if page.name == "architecture.md":  # is for those who change the modules
+            continue
+        for module, names in re.findall(r"^from (mlx_kv\.[\w.]+) import (.+)$", page.read_text(), re.M):
+            told = {f"{module}.{name.strip()}" for name in names.split(",")}
+            assert {name for name in told - named if name.rpartition(".")[2] not in mlx_kv.__all__} == set(), page.name
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -10,6 +10,7 @@ What stands in where a command cannot run here as it is:
 
 from __future__ import annotations
 
+import html
 import json
 import re
 import sys
@@ -68,6 +69,18 @@ def test_make_generate_prints_what_is_shown(shell: Shell) -> None:
     rule = shown.index("-" * 40)
     assert done.stdout.splitlines()[0] == shown[0] == 'garnet"'
     assert without_times(done.stderr) == without_times("\n".join(shown[rule:]))
+
+
+def test_the_picture_is_of_a_run_that_prints_what_is_shown() -> None:
+    """Its words, in their places: tools/run_picture.py drew what a run printed."""
+    svg = (ROOT / "docs" / "run.svg").read_text(encoding="utf-8")
+    lines = [html.unescape(line).replace("\xa0", " ") for line in re.findall(r"<text [^>]*>(.*?)</text>", svg)]
+    said = "\n".join(line.rstrip() for line in lines)
+    block = re.search(r"((?:    .*\n|\n)+)", README[README.index('    garnet"') :])
+    assert block is not None
+    shown = [line.strip() for line in without_times(block[0]) if line.strip()]
+    assert [line for line in shown if line not in [each.strip() for each in without_times(said)]] == []
+    assert not re.search(r"""(?:href|src)=|url\(["']?http""", svg)
 
 
 def test_the_set_up_installs_what_the_readme_shows(shell: Shell) -> None:

@@ -214,7 +214,9 @@ def in_words(path: tuple[str, ...]) -> str:
 
 def draw(section: Section, ratios: Mapping[str, float], file: Path) -> None:
     """A bar for each ratio, from even; the scale is logarithmic."""
-    mpl.rcParams.update({"svg.hashsalt": "mlx-kv", "font.size": 9, "text.color": TEXT, "axes.edgecolor": TEXT})
+    mpl.rcParams.update(
+        {"svg.hashsalt": "mlx-kv", "svg.fonttype": "none", "font.size": 9, "text.color": TEXT, "axes.edgecolor": TEXT}
+    )
     figure = Figure(figsize=(7.2, 0.9 + 0.24 * len(ratios)), layout="constrained")
     figure.patch.set_alpha(0)
     axis = figure.subplots()
