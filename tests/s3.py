@@ -7,6 +7,7 @@ import logging
 import os
 import socket
 import threading
+import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -102,6 +103,8 @@ def object_store() -> Iterator[ObjectStore]:
     os.environ.update(store.environment)
     try:
         fsspec.filesystem("s3").clear_instance_cache()
+        # What moto holds belongs to the process, not to one of its servers.
+        urllib.request.urlopen(f"{store.endpoint}/moto-api/reset", b"").close()
         fsspec.filesystem("s3").mkdir(BUCKET)
         yield store
     finally:

@@ -13,8 +13,7 @@ from characters import Characters
 from tiny_models import make_model
 
 from mlx_kv.cache.eviction.scores import score_names
-from mlx_kv.evaluation import asking
-from mlx_kv.evaluation import evaluate as evaluation
+from mlx_kv.evaluation import asking, reading
 from mlx_kv.evaluation.asking import Asked, Questions, answers_of, asked_of, filled, known_anyway, right_of
 from mlx_kv.evaluation.contexts import Context
 from mlx_kv.evaluation.evaluate import evaluate, tokens_read
@@ -97,7 +96,7 @@ def test_answers_that_are_right_without_the_context_do_not_count(model: Any, mon
 
 @pytest.mark.parametrize("task", QUESTIONS)
 def test_every_task_is_measured(task: str, model: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(evaluation, "context_length", lambda model: None)
+    monkeypatch.setattr(reading, "context_length", lambda model: None)
     settings = replace(SETTINGS, context=1000, seeds=2)
     found = list(evaluate(model, Characters(), task, settings))
     assert len(found) == len(tokens_read(Characters(), task, settings)) == 2 * 2 * 2
