@@ -47,12 +47,20 @@ class AskedPolicy:
     text: str | None = None
 
     @property
+    def bound(self) -> float:
+        """Nats a token that bits may add."""
+        from mlx_kv.evaluation.choosing import MAX_LOSS
+
+        return MAX_LOSS if self.max_loss is None else self.max_loss
+
+    @property
     def measured(self) -> dict[str, Any]:
         """What stands for it where settings are compared; nothing where nothing is measured."""
         if self.measures is None:
             return {}
         told = None if self.text is None else hashlib.blake2b(self.text.encode(), digest_size=16).hexdigest()
-        return {"measured": self.measures, "max_loss": self.max_loss, "loss_text": told}
+        bound = {"max_loss": self.bound} if self.measures == AUTO else {}
+        return {"measured": self.measures, "loss_text": told} | bound
 
     def for_model(self, model: nn.Module, tokenizer: Any) -> CachePolicy:
         """The policy for this model; what is measured for it, or remembered, is said.
@@ -83,23 +91,22 @@ class AskedPolicy:
             return replace(self.policy, bits=None, codec=(centred(model, tokens, keys, advance), values))
 
     def _chosen(self, model: nn.Module, tokens: list[int]) -> CachePolicy:
-        from mlx_kv.evaluation.choosing import MAX_LOSS, choose_bits
+        from mlx_kv.evaluation.choosing import choose_bits
         from mlx_kv.evaluation.codec_loss import PLAIN, bytes_per_token
         from mlx_kv.files.fingerprint import model_fingerprint
         from mlx_kv.files.remembered import Remembered
 
-        max_loss = MAX_LOSS if self.max_loss is None else self.max_loss
         tried: list[Tried] = []
         chosen = choose_bits(
             model,
             tokens,
-            max_loss,
+            self.bound,
             measure=_Measuring(model, tokens),
             remembered=Remembered(),
             fingerprint=model_fingerprint(model),
             tell=tried.append,
         )
-        say_chosen(chosen, tried, max_loss, len(tokens), bytes_per_token(model, PLAIN))
+        say_chosen(chosen, tried, self.bound, len(tokens), bytes_per_token(model, PLAIN))
         if chosen.stores_plain:
             return self.policy.plain()
         return replace(self.policy, bits=chosen.bits, group_size=chosen.group_size, codec=chosen.codec)
@@ -113,7 +120,7 @@ class _Measuring:
         self._text: CodecLoss | None = None
         self._advance: Callable[[int, int], None] | None = None
 
-    def __call__(self, policy: CachePolicy) -> float:
+    def __call__(self, policy: CachePolicy) -> tuple[float, float]:
         if self._text is None:
             from mlx_kv.evaluation.codec_loss import CodecLoss
 
@@ -123,7 +130,8 @@ class _Measuring:
             with prefill_bar(len(self._tokens), 1, "loss of plain caches") as self._advance:
                 _ = self._text.plain
         with prefill_bar(len(self._tokens), 1, f"loss of {as_options(policy)}") as self._advance:
-            return self._text.added(policy).nats
+            added = self._text.added(policy)
+        return added.nats, added.error
 
     def _tell(self, done: int, total: int) -> None:
         if self._advance is not None:
@@ -135,8 +143,8 @@ LOSS_OPTIONS = (
         "--max-loss",
         type=FiniteRange(0),
         metavar="NATS",
-        help=f"--kv-bits {AUTO} takes the fewest bits that add no more than this to the loss of a text, a token; "
-        "measured once for a model, and remembered.  [default: 0.01]",
+        help=f"--kv-bits {AUTO} takes the fewest bits that add no more than this to the loss of a text, a token, its "
+        "standard error included; 0 keeps all plain. Measured once for a model, and remembered.  [default: 0.01]",
     ),
     click.option(
         "--loss-text",
@@ -220,12 +228,12 @@ def say_chosen(chosen: CachePolicy, tried: list[Tried], max_loss: float, tokens:
         since += ", and cannot be remembered"
     on = f"on {tokens:,} tokens ({since})"
     if chosen.stores_plain:
-        least = f", {min(each.nats for each in tried):.4f} at the least" if tried else ""
+        least = f", {min(each.most for each in tried):.4f} at the least" if tried else ""
         say(f"--kv-bits {AUTO}: no bits are within {max_loss:g} nats a token{least}, {on}: all stays plain")
         return
     cost = tried[-1]
     bytes_ = f"{cost.bytes_per_token:,} bytes a token instead of {plain:,}"
-    say(f"--kv-bits {AUTO} is {as_options(chosen)}: {cost.nats:+.4f} nats a token {on}, {bytes_}")
+    say(f"--kv-bits {AUTO} is {as_options(chosen)}: {cost.nats:+.4f} ± {cost.error:.4f} nats a token {on}, {bytes_}")
 
 
 def say(line: str) -> None:

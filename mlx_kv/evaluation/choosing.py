@@ -33,7 +33,7 @@ CANDIDATES = tuple(
     CachePolicy(bits=pair, group_size=group, codec=codec)
     for pair, group, codec in product(PAIRS, (64, 32), (None, "rotated"))
 )
-Measure = Callable[[CachePolicy], float]
+Measure = Callable[[CachePolicy], tuple[float, float]]
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,7 @@ class Tried:
 
     Attributes:
         nats: a token, more than plain.
+        error: the standard error of that.
         bytes_per_token: of all layers, scales included.
         measured: now; what is not was remembered.
         remembered: whether it will be the next time.
@@ -49,17 +50,23 @@ class Tried:
 
     policy: CachePolicy
     nats: float
+    error: float
     bytes_per_token: int
     measured: bool
     remembered: bool
+
+    @property
+    def most(self) -> float:
+        """Nats that it adds at the most, by one standard error; a gain is luck, and counts as nothing."""
+        return max(self.nats, 0.0) + self.error
 
 
 class Numbers(Protocol):
     """Where measurements are looked up, and put, by subject and name: `files.remembered.Remembered` is such a place."""
 
-    def number(self, subject: str, name: str) -> float | None: ...
+    def numbers(self, subject: str, name: str) -> Sequence[float] | None: ...
 
-    def remember(self, subject: str, name: str, number: float) -> bool: ...
+    def remember(self, subject: str, name: str, numbers: Sequence[float]) -> bool: ...
 
 
 def choose_bits(
@@ -77,17 +84,19 @@ def choose_bits(
     """The policy with the fewest bytes a token that a model bears; a plain one where it bears none.
 
     Candidates are tried from the smallest up, those that are as small as others in the order in which they are given;
-    the first that a model bears is taken. What cannot store its head dims, or is not smaller than plain, is not tried.
+    the first that a model bears is taken: `Tried.most` is within max_loss. So a text that is too short to tell what a
+    candidate costs chooses plain, and so does a max_loss of 0. What cannot store its head dims, or is not smaller than
+    plain, is not tried.
 
     Args:
         tokens: of a text such as the model is to read; some thousands say more than a hundredth of a nat.
         max_loss: nats a token that may be added.
         candidates: policies that say nothing but how tensors are stored.
-        measure: the nats that a policy adds on this text; None measures them, by `CodecLoss`.
+        measure: the nats that a policy adds on this text, and their standard error; None measures them, by `CodecLoss`.
         remembered: where measurements are looked up, and put; None is nowhere.
         fingerprint: of the model, by which they are found again: `files.fingerprint.model_fingerprint`.
         progress: as in `losses`, of each reading.
-        tell: told of each candidate that was tried; the last is the one that is taken, if its nats are within max_loss.
+        tell: told of each candidate that was tried; the last is the one that is taken, if any is.
 
     Raises:
         ValueError: a max_loss that is no loss, a candidate that says more, or what `losses` refuses of a text.
@@ -101,7 +110,7 @@ def choose_bits(
         tried = _try(policy, size, added, subject, remembered)
         if tell is not None:
             tell(tried)
-        if tried.nats <= max_loss:
+        if tried.most <= max_loss:
             return policy
     return PLAIN
 
@@ -156,14 +165,20 @@ def subject_of(fingerprint: str, tokens: Sequence[int]) -> str:
 
 def _measuring(model: nn.Module, tokens: Sequence[int], progress: Progress | None) -> Measure:
     text = CodecLoss(model, tokens, progress=progress)
-    return lambda policy: text.added(policy).nats
+
+    def measure(policy: CachePolicy) -> tuple[float, float]:
+        added = text.added(policy)
+        return added.nats, added.error
+
+    return measure
 
 
 def _try(policy: CachePolicy, size: int, measure: Measure, subject: str, remembered: Numbers | None) -> Tried:
     name = in_words(policy.codecs)
-    if remembered is not None and (known := remembered.number(subject, name)) is not None:
-        return Tried(policy, known, size, measured=False, remembered=True)
-    nats = measure(policy)
-    return Tried(
-        policy, nats, size, measured=True, remembered=bool(remembered and remembered.remember(subject, name, nats))
-    )
+    known = None if remembered is None else remembered.numbers(subject, name)
+    if known is not None and len(known) == 2:
+        nats, error = known
+        return Tried(policy, nats, error, size, measured=False, remembered=True)
+    nats, error = measure(policy)
+    kept = remembered is not None and remembered.remember(subject, name, (nats, error))
+    return Tried(policy, nats, error, size, measured=True, remembered=kept)

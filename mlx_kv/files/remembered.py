@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ FILE = "measurements.json"
 MOST_BYTES = 2**20  # of a file that is read: ours are far smaller
 MOST_SUBJECTS = 256  # those that were first go first
 
-Measured = dict[str, dict[str, float]]  # subject -> name -> number
+Measured = dict[str, dict[str, list[float]]]  # subject -> name -> numbers
 
 
 def cache_folder() -> Path | None:
@@ -44,19 +45,19 @@ class Remembered:
         folder = cache_folder()
         self.path = Path(path) if path is not None else folder / FILE if folder is not None else None
 
-    def number(self, subject: str, name: str) -> float | None:
+    def numbers(self, subject: str, name: str) -> list[float] | None:
         """What was measured; None if nobody did, or no file says so."""
         return self._read().get(subject, {}).get(name)
 
-    def remember(self, subject: str, name: str, number: float) -> bool:
-        """Whether it is in the file now: not if it is not finite, or the file is not ours or cannot be written."""
-        if self.path is None or not math.isfinite(number):
+    def remember(self, subject: str, name: str, numbers: Sequence[float]) -> bool:
+        """Whether they are in the file now: not if one is not finite, or the file is not ours or cannot be written."""
+        if self.path is None or not all(map(math.isfinite, numbers)):
             return False
         try:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             check_replaceable(self.path, is_ours, "file of measurements")
             measured = self._read()
-            measured.setdefault(subject, {})[name] = number
+            measured.setdefault(subject, {})[name] = list(numbers)
             for oldest in list(measured)[:-MOST_SUBJECTS]:
                 del measured[oldest]
             with replacing(self.path) as file:
@@ -102,4 +103,7 @@ def measured_in(path: Path) -> Measured:
 
 
 def _are_numbers(named: Any) -> bool:
-    return isinstance(named, dict) and all(type(number) in (int, float) for number in named.values())
+    return isinstance(named, dict) and all(
+        isinstance(numbers, list) and all(type(number) in (int, float) for number in numbers)
+        for numbers in named.values()
+    )

@@ -18,7 +18,8 @@ from mlx_kv.policy import CachePolicy
 TEXT = np.random.default_rng(1).integers(2, 90, size=90).tolist()
 FOUR, EIGHT = (CachePolicy(bits=bits, group_size=32) for bits in ((4, 4), (8, 8)))
 MIXED, TURNED = (CachePolicy(bits=(8, 4), group_size=32, codec=codec) for codec in (None, "rotated"))
-LOSSES = {FOUR: 0.3, MIXED: 0.02, TURNED: 0.01, EIGHT: 0.001}
+LOSSES = {FOUR: 0.25, MIXED: 0.0625, TURNED: 0.03125, EIGHT: -1.0}  # sums of them are exact
+ERROR = 0.015625
 
 
 class Fake:
@@ -27,18 +28,21 @@ class Fake:
     def __init__(self) -> None:
         self.asked: list[CachePolicy] = []
 
-    def __call__(self, policy: CachePolicy) -> float:
+    def __call__(self, policy: CachePolicy) -> tuple[float, float]:
         self.asked.append(policy)
-        return LOSSES[policy]
+        return LOSSES[policy], ERROR
 
 
 @pytest.mark.parametrize(
     ("max_loss", "chosen", "tried"),
     [
-        (0.3, FOUR, [FOUR]),
-        (0.02, MIXED, [FOUR, MIXED]),
-        (0.01, TURNED, [FOUR, MIXED, TURNED]),
-        (0.001, EIGHT, [FOUR, MIXED, TURNED, EIGHT]),
+        (0.25 + ERROR, FOUR, [FOUR]),
+        (0.25, MIXED, [FOUR, MIXED]),
+        (0.0625 + ERROR, MIXED, [FOUR, MIXED]),
+        (0.03125 + ERROR, TURNED, [FOUR, MIXED, TURNED]),
+        (0.03125, EIGHT, [FOUR, MIXED, TURNED, EIGHT]),
+        (ERROR, EIGHT, [FOUR, MIXED, TURNED, EIGHT]),
+        (ERROR / 2, CachePolicy(), [FOUR, MIXED, TURNED, EIGHT]),
         (0.0, CachePolicy(), [FOUR, MIXED, TURNED, EIGHT]),
     ],
 )
@@ -60,9 +64,10 @@ def test_what_does_not_fit_or_saves_nothing_is_not_tried() -> None:
 
 def test_without_a_measurement_losses_are_measured() -> None:
     model, candidates = make_model("llama"), [EIGHT, FOUR, TURNED]
-    added = {each.policy: each.nats for each in map(CodecLoss(model, TEXT).added, candidates)}
+    measured = map(CodecLoss(model, TEXT).added, candidates)
+    added = {each.policy: max(each.nats, 0) + each.error for each in measured}
     assert len(set(added.values())) == 3
-    for max_loss in (0.0, *(nats for nats in added.values() if nats > 0)):
+    for max_loss in (0.0, *added.values()):
         borne = [policy for policy in (FOUR, TURNED, EIGHT) if added[policy] <= max_loss]
         assert choose_bits(model, TEXT, max_loss, candidates=candidates) == [*borne, CachePolicy()][0]
 
@@ -80,7 +85,7 @@ def choose(path: Path | None, fake: Fake, seed: int = 0, text: list[int] = TEXT)
     return choose_bits(
         model,
         text,
-        0.01,
+        0.05,
         candidates=LOSSES,
         measure=fake,
         remembered=Remembered(path),
@@ -120,7 +125,8 @@ def test_without_a_path_it_is_the_users_cache(tmp_path: Path, monkeypatch: pytes
         "a diary",
         "[]",
         '{"format": "another", "measured": {}}',
-        '{"format": "mlx-kv measurements 1", "measured": {"it": {"its": "text"}}}',
+        '{"format": "mlx-kv measurements 1", "measured": {"it": {"its": ["text"]}}}',
+        '{"format": "mlx-kv measurements 1", "measured": {"it": {"its": 0.5}}}',
         '{"format": "mlx-kv measurements 1", "measured": {}, "more": 1}',
     ],
 )
@@ -136,7 +142,7 @@ def test_a_file_that_is_not_ours_is_left_alone(content: str, tmp_path: Path) -> 
 def test_a_disk_that_takes_nothing_stops_nobody(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert choose(tmp_path / "file" / "numbers.json", Fake()) == TURNED
-    assert not Remembered(tmp_path / "numbers.json").remember("it", "its", float("nan"))
+    assert not Remembered(tmp_path / "numbers.json").remember("it", "its", [0.5, float("nan")])
     assert not (tmp_path / "numbers.json").exists()
 
 
@@ -144,5 +150,5 @@ def test_the_oldest_subjects_are_forgotten(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr("mlx_kv.files.remembered.MOST_SUBJECTS", 2)
     remembered = Remembered(tmp_path / "numbers.json")
     for subject in ("a", "b", "c"):
-        assert remembered.remember(subject, "its", 1.5)
-    assert [remembered.number(subject, "its") for subject in ("a", "b", "c")] == [None, 1.5, 1.5]
+        assert remembered.remember(subject, "its", (1.5, 0.5))
+    assert [remembered.numbers(subject, "its") for subject in ("a", "b", "c")] == [None, [1.5, 0.5], [1.5, 0.5]]

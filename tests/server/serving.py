@@ -189,7 +189,7 @@ def command(
         assert process.stderr is not None
         for _ in range(notes):
             line = process.stderr.readline()
-            assert "note: " in line, line + process.stderr.read()
+            assert "note: " in line or "--kv-bits auto" in line, line + process.stderr.read()
         line = process.stderr.readline()
         assert " at http://127.0.0.1:" in line, line + process.stderr.read()
         yield process, line.split(" at ")[1].split("/v1")[0]

@@ -56,6 +56,20 @@ def test_sigterm_waits_only_so_long() -> None:
         assert process.wait(20) == 0
 
 
+@pytest.mark.slow
+def test_bits_are_chosen_before_it_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    text = tmp_path / "text.txt"
+    text.write_text(Path(__file__).read_text(encoding="utf-8")[:900])
+    asked = {"prompt": "import os", "max_tokens": 3}
+    for bound, notes, policy in ((1e9, 2, "bits 4"), (1e9, 1, "bits 4"), (0, 2, "all tokens as they are")):
+        options = ("--kv-bits", "auto", "--max-loss", str(bound), "--loss-text", str(text))
+        with command(*options, notes=notes) as (_, url):
+            httpx.post(f"{url}/v1/completions", json=asked, timeout=60).raise_for_status()
+            (engine,) = httpx.get(f"{url}/memory").json()["policies"]
+            assert engine["policy"] == policy
+
+
 def failing(*options: str, **environment: str) -> str:
     words = [sys.executable, "-m", "mlx_kv.cli", "serve", *options]
     done = subprocess.run(words, capture_output=True, text=True, env=os.environ | environment, timeout=60)
