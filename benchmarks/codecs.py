@@ -6,10 +6,11 @@
 
 Names: keys in 4 bits and values in 2 are K4V2, a scale and a bias for each group of channels of a token; K4V2-rotated,
 the same after an orthogonal rotation; K4V2-centred, keys less the centre of their channels before, which is measured
-on other parts of the text; mxfp8, mxfp4, nvfp4, floats that share a scale of 8 bits. Two are simulated, as
+on other parts of the text; mxfp8, mxfp4, nvfp4, floats that share a scale of 8 bits. Others are simulated, as
 nothing here stores them: K4V2-channel, keys in groups of as many tokens that follow each other, each channel with a
-scale and a bias of its own, as KIVI has them (Liu et al. 2024), values as ever; and K4V2-channel-recent, the same with
-keys and values of the group that is not full yet as they are, which is all of KIVI.
+scale and a bias of its own, as KIVI has them (Liu et al. 2024), values as ever; K4V2-channel-recent, the same with
+keys and values of the group that is not full yet as they are, which is all of KIVI; and K4V2-recent and
+K4V2-rotated-recent, the first two with as many of the newest tokens as they are.
 
 The physics. Each element is rounded to steps of (largest - smallest) / (2^bits - 1) of its group: one bit less doubles
 the error. Keys have a few channels that are far larger than all others, in every token alike. In a group of one
@@ -36,7 +37,7 @@ import math
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -70,25 +71,26 @@ CODECS = (
     *(f"{pair}-{kind}" for kind in ("rotated", "centred") for pair in PAIRS),
     *FORMATS,
     *(f"{pair}{kind}" for kind in ("-channel", "-channel-recent") for pair in PER_CHANNEL),
+    *(f"{pair}-rotated-recent" for pair in PAIRS),
 )
-NAME = re.compile(r"K([234568])V([234568])(-rotated|-centred|-channel|-channel-recent)?")
+NAME = re.compile(r"K([234568])V([234568])(-rotated|-centred|-channel|(?:-channel|-rotated)?-recent)?")
 CENTRE_TOKENS = 1024  # on which centres are measured
 HALF_BYTES = 2  # of a scale or a bias in a model of 16 bits
 READ_AT_ONCE = 128  # tokens, where nothing else is said; a multiple of each group size
+Rounded = Callable[[mx.array], mx.array]
 
 
-class PerChannel:
-    """Plain caches' attention, as if keys were stored in groups of tokens, each channel for itself.
+class Simulated:
+    """Plain caches' attention, as if tokens were stored otherwise.
 
     Args:
-        keys, values: bits.
-        group: tokens of a group of keys, and channels of a group of values.
+        keys, values: (B, H, n, D) as they are when they are read again, of n tokens that follow each other.
+        group: tokens that are stored together.
         recent: whether what does not fill a group yet is seen as it is. Right while writes are groups.
     """
 
-    def __init__(self, keys: int, values: int, group: int, recent: bool) -> None:
-        self._keys, self._values = Affine(keys, group), Affine(values, group)
-        self._group, self._recent = group, recent
+    def __init__(self, keys: Rounded, values: Rounded, group: int, recent: bool) -> None:
+        self._keys, self._values, self._group, self._recent = keys, values, group, recent
         self._held: dict[int, tuple[mx.array, mx.array]] = {}  # by cache: full groups, rounded
 
     def attend(self, call: AttentionCall) -> mx.array:
@@ -96,7 +98,7 @@ class PerChannel:
         held = self._held.get(id(call.cache))
         done = 0 if held is None else held[0].shape[2]
         keys, values = call.keys[:, :, done:], call.values[:, :, done:]
-        rounded = self._of_tokens(keys), self._values.decode(self._values.encode(values), values.dtype)
+        rounded = self._keys(keys), self._values(values)
         seen = (keys, values) if self._recent else rounded
         full = keys.shape[2] // self._group * self._group
         now = tuple(each[:, :, :full] for each in rounded)
@@ -107,12 +109,22 @@ class PerChannel:
         self._held[id(call.cache)] = now
         return call.hand_on(keys=seen[0], values=seen[1])
 
-    def _of_tokens(self, keys: mx.array) -> mx.array:
-        """Keys (B, H, n, D) rounded in groups of tokens; the last is filled up with its last token: no new extreme."""
-        count = keys.shape[2]
-        filling = mx.repeat(keys[:, :, -1:], -count % self._group, axis=2)
-        by_channel = mx.concatenate([keys, filling], axis=2).swapaxes(2, 3)
-        return self._keys.decode(self._keys.encode(by_channel), keys.dtype).swapaxes(2, 3)[:, :, :count]
+
+def each_token(codec: Affine) -> Rounded:
+    """Tokens each by itself, as codecs store them."""
+    return lambda x: codec.decode(codec.encode(x), x.dtype)
+
+
+def groups_of_tokens(codec: Affine) -> Rounded:
+    """Channels each by itself, in groups of tokens; the last is filled up with its last token: no new extreme."""
+    rounded = each_token(codec)
+
+    def by_channel(x: mx.array) -> mx.array:
+        count = x.shape[2]
+        filling = mx.repeat(x[:, :, -1:], -count % codec.group_size, axis=2)
+        return rounded(mx.concatenate([x, filling], axis=2).swapaxes(2, 3)).swapaxes(2, 3)[:, :, :count]
+
+    return by_channel
 
 
 @dataclass(frozen=True)
@@ -136,7 +148,7 @@ class Configuration:
 
     @property
     def simulated(self) -> bool:
-        return "channel" in self.name
+        return self.name.endswith(("channel", "recent"))
 
     @property
     def policy(self) -> CachePolicy:
@@ -168,7 +180,11 @@ class Configuration:
             yield
             return
         keys, values, kind = self.parts
-        hook = PerChannel(keys, values, self.group_size or 64, kind == "channel-recent")
+        group, turned = self.group_size or 64, kind.startswith("rotated")
+        of_keys = (
+            groups_of_tokens(Affine(keys, group)) if "channel" in kind else each_token(Affine(keys, group, turned))
+        )
+        hook = Simulated(of_keys, each_token(Affine(values, group, turned)), group, kind.endswith("recent"))
         with AttentionSeam(model, otherwise=hook):
             yield
 
