@@ -102,7 +102,7 @@ def main() -> None:
         return {"mlx": lambda: work(*arguments), "attention": ours, "ours": both}
 
     line: dict[str, Any] = {"benchmark": "cpu_attention", "device": str(mx.default_device())}
-    line["blas"] = mlx_kv.blas.preload()
+    line["blas"] = Path(mlx_kv.blas.preload()).name
     for count in asked.prompts:
         got = take_turns(asked.rounds, sides(read, model, tokens[:, :count]))
         assert len({token for runs in got.values() for _, token in runs}) == 1, "another token comes next"

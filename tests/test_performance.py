@@ -58,7 +58,8 @@ def test_what_is_kept_names_no_place() -> None:
 
 def test_ratios_are_found_at_any_depth_and_in_words() -> None:
     said: dict[str, Any] = {"ring": {"step_ratio": 2, "ms": 7}, "ratio": 0.5, "a_ratio_to_b": 1.25, "same_ratio": True}
-    assert performance.ratios_of("ring", said) == {"ring step": 2.0, "all": 0.5, "a to b": 1.25}
+    wanted = {"ring step": 2.0, "all": 0.5, "a to b": 1.25, "tokens a second, 4 rows": 3.0}
+    assert performance.ratios_of("ring", said | {"ratio_4": 3}) == wanted
     speeds = {"plain": {"tokens_per_second": 8.0}, "K8V8": {"tokens_per_second": 6.0, "bytes": 3}}
     assert performance.ratios_of("packed_attention", {"decode_8": speeds}) == {"decode 8, K8V8": 0.75}
 

@@ -209,7 +209,8 @@ def ratios_of(name: str, result: Mapping[str, Any]) -> dict[str, float]:
 
 def in_words(path: tuple[str, ...]) -> str:
     words = " ".join(path).replace("_", " ").split()
-    return " ".join(word for word in words if word != "ratio") or "all"
+    told = " ".join(word for word in words if word != "ratio") or "all"
+    return f"tokens a second, {told} rows" if told.isdigit() else told
 
 
 def draw(section: Section, ratios: Mapping[str, float], file: Path) -> None:
@@ -230,7 +231,8 @@ def draw(section: Section, ratios: Mapping[str, float], file: Path) -> None:
     axis.axvline(1, color=TEXT, linewidth=1)
     for place, value in zip(places, values, strict=True):
         aligned = {"ha": "left", "x": value * 1.03} if value >= 1 else {"ha": "right", "x": value / 1.03}
-        axis.text(y=place, s=f"{value:.2f}", va="center", color=TEXT, fontsize=8, **aligned)
+        told = f"{value:,.0f}" if value >= 100 else f"{value:.2f}"
+        axis.text(y=place, s=told, va="center", color=TEXT, fontsize=8, **aligned)
     axis.set_yticks(list(places), names)
     axis.invert_yaxis()
     axis.tick_params(colors=TEXT)
