@@ -11,6 +11,7 @@ from mlx_kv.cache.layout import NO_LIMIT
 def allocated(held: Contents) -> int:
     """Bytes allocated, dead slots included."""
     known = 0 if held.evictor is None else held.evictor.nbytes
+    known += 0 if held.residual is None else held.residual.nbytes
     return 0 if held.buffers is None else known + sum(buffer.nbytes for buffer in held.buffers)
 
 
