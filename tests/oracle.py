@@ -220,7 +220,10 @@ def poison_residual(cache: KVCache) -> None:
     if state.residual is None or not state.residual[3]:
         return
     length, room, first, planes = state.residual
-    held = [{p % (length + room) for p in range(max(0, least), row.offset)} for least, row in zip(first, cache.view.rows, strict=True)]
+    held = [
+        {p % (length + room) for p in range(max(0, least), row.offset)}
+        for least, row in zip(first, cache.view.rows, strict=True)
+    ]
     bad = []
     for plane in planes:
         dead = np.stack([[[[slot not in own] for slot in range(plane.shape[2])]] for own in held])
@@ -261,7 +264,9 @@ def slow_attention(
     keys = np.repeat(keys.astype(np.float64), QUERY_HEADS // HEADS, axis=0)
     values = np.repeat(values.astype(np.float64), QUERY_HEADS // HEADS, axis=0)
     stored = keys, values
-    exact = stored if came is None else tuple(np.repeat(x.astype(np.float64), QUERY_HEADS // HEADS, axis=0) for x in came)
+    exact = (
+        stored if came is None else tuple(np.repeat(x.astype(np.float64), QUERY_HEADS // HEADS, axis=0) for x in came)
+    )
     n, new = keys.shape[1], q.shape[1]
     out = np.zeros((QUERY_HEADS, new, values.shape[2]))
     for j in range(new):

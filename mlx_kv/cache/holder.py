@@ -150,6 +150,11 @@ class Holder:
         return memory.allocated(self._held)
 
     @property
+    def nbytes_residual(self) -> int:
+        """Bytes allocated for newest tokens as they came."""
+        return 0 if self._held.residual is None else self._held.residual.nbytes
+
+    @property
     def nbytes_live(self) -> int:
         """Bytes of the slots that hold a token."""
         return memory.live(self._held)

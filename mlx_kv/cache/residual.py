@@ -194,10 +194,10 @@ class Residual:
         ends = [row.offset for row in plan.after]
         self.first = tuple([max(first, end - self.slots) for first, end in zip(self.first, ends, strict=True)])
         if long:
-            keys, values = (mx.concatenate([old, x], axis=2) for old, x in zip(before, tensors, strict=True))
+            seen = [mx.concatenate([old, x], axis=2) for old, x in zip(before, tensors, strict=True)]
         else:
-            keys, values = (buffer.planes[0][:, :, : self.slots] for buffer in self.buffers)
-        self.seen = Seen(keys, values, places)
+            seen = [buffer.planes[0][:, :, : self.slots] for buffer in self.buffers]
+        self.seen = Seen(seen[0], seen[1], places)
 
 
 def _both(buffers: Buffers, made: Callable[[SlotBuffer], SlotBuffer]) -> Buffers:

@@ -91,7 +91,7 @@ class AskedPolicy:
             return replace(self.policy, bits=None, codec=(centred(model, tokens, keys, advance), values))
 
     def _chosen(self, model: nn.Module, tokens: list[int]) -> CachePolicy:
-        from mlx_kv.evaluation.choosing import choose_bits
+        from mlx_kv.evaluation.choosing import CANDIDATES, choose_bits
         from mlx_kv.evaluation.codec_loss import PLAIN, bytes_per_token
         from mlx_kv.files.fingerprint import model_fingerprint
         from mlx_kv.files.remembered import Remembered
@@ -101,6 +101,7 @@ class AskedPolicy:
             model,
             tokens,
             self.bound,
+            candidates=[replace(each, residual_length=self.policy.residual_length) for each in CANDIDATES],
             measure=_Measuring(model, tokens),
             remembered=Remembered(),
             fingerprint=model_fingerprint(model),

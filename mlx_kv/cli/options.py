@@ -127,6 +127,12 @@ def policy_options(function: Command) -> Command:
     options = (
         codec_options,
         click.option("--kv-group-size", **number, default=64, help="Elements that share a scale: 32, 64 or 128."),
+        click.option(
+            "--kv-residual",
+            **number,
+            default=0,
+            help="So many of the newest tokens are seen as they came, not as they are quantised: 64, say.",
+        ),
         click.option("--quantized-kv-start", **number, default=0, help="Quantise once this many tokens are held."),
         click.option(
             "--kv-growth",

@@ -35,7 +35,7 @@ def can_answer(model: nn.Module, packing: Packing) -> bool:
 
 
 def _all_can_answer(model: nn.Module, parts: Sequence[KVCache]) -> bool:
-    packings = [packings_of(part.view.codecs) for part in parts]
+    packings = [packings_of(part.view.codecs) for part in parts if not part.view.residual_length]
     return all(each is not None and can_answer(model, each[0]) for each in packings)
 
 

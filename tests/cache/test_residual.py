@@ -1,0 +1,93 @@
+"""Newest tokens are seen as they came, whatever stores the others and however they are written: a slow reference says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from oracle import Spec, Twins
+from outside import FAR, LEFT, PACKED, ROTATED, decoded
+from test_cache_properties import run
+
+from mlx_kv import CachePolicy, KVCache
+from mlx_kv.cache.codecs import Affine, Centre, Centred
+from mlx_kv.cache.residual import ROOM
+
+NEAR_ZERO = Centred(Centre.of(mx.array(FAR / 16)[None]), ROTATED)  # scores of hundreds would have no digits left
+LEFT[NEAR_ZERO] = decoded(NEAR_ZERO)
+CODECS: tuple[Any, ...] = (Affine(4, 32), *PACKED[:-1], (NEAR_ZERO, ROTATED), "half", ("plain", Affine(4, 32)))
+LAYOUTS: tuple[dict[str, Any], ...] = (
+    {},
+    {"window": 7},
+    {"ring": 20, "max_write": 8},
+    {"ring": 50, "max_write": 70, "sinks": 2},
+    {"chunk": 16, "max_write": 8},
+    {"budget": 30, "keep_recent": 12, "margin": 5},
+    {"budget": 30, "keep_recent": 12, "margin": 5, "share": "head"},
+)
+fractions = st.floats(0, 1)
+steps = st.one_of(
+    st.tuples(st.just("update"), st.one_of(st.just(1), st.integers(1, 12), st.integers(30, 90))),
+    st.tuples(st.just("update"), st.integers(1, 3)),
+    st.tuples(st.just("trim"), fractions),
+    st.tuples(st.just("trim_few"), st.tuples(*[st.integers(0, 12)] * 3)),
+    st.tuples(st.sampled_from(["copy", "load", "reset"]), st.none()),
+)
+
+
+@given(
+    codec=st.sampled_from(CODECS),
+    layout=st.sampled_from(LAYOUTS),
+    residual=st.sampled_from([1, 3, 12]),
+    rows=st.sampled_from([1, 3]),
+    carries=st.booleans(),
+    history=st.lists(steps, min_size=2, max_size=9),
+    seed=st.integers(0, 1000),
+)
+def test_any_history(
+    codec: Any, layout: dict[str, Any], residual: int, rows: int, carries: bool, history: list[Any], seed: int
+) -> None:
+    spec = Spec(codec=codec, residual=residual, rows=rows, carries=carries, **layout)
+    run(spec, [("update", 5), *history, ("update", 2), ("update", 1)], seed)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[:2], ids=str)
+def test_quantised_later(layout: dict[str, Any]) -> None:
+    spec = Spec(codec=ROTATED, residual=4, quantized_start=10, carries=True, **layout)
+    run(spec, [("update", 9), ("update", 1), ("update", 3), ("update", 40), ("update", 1)])
+
+
+def test_the_last_of_them_counts() -> None:
+    """A reference with one token fewer, or one more, is another."""
+    for wrong in (7, 9):
+        twins = Twins(Spec(codec=ROTATED, residual=8, carries=True))
+        twins.update(20)
+        object.__setattr__(twins.spec, "residual", wrong)
+        with pytest.raises(AssertionError, match="Not equal to tolerance"):
+            twins.update(1)
+
+
+def test_trims_go_back_as_far_as_all_is_there() -> None:
+    for count, most in ((5, 5), (8 + ROOM, 8 + ROOM), (9 + ROOM, ROOM + 1), (200, ROOM + 1)):
+        cache = KVCache(bits=4, residual_length=8)
+        x = mx.zeros((1, 2, count, 64))
+        cache.update_and_fetch(x, x)
+        assert cache.most_trims == (most,)
+        assert cache.is_trimmable() == (most == count)
+        with pytest.raises(ValueError, match=f"trim by 0 to {most}|holds {count}"):
+            cache.trim(most + 1)
+        assert cache.trim(most) == most
+
+
+def test_what_does_not_go_together_is_refused() -> None:
+    with pytest.raises(ValueError, match="residual_length is 8, but bits is None"):
+        CachePolicy(residual_length=8)
+    with pytest.raises(ValueError, match="give no more than keep_recent=64"):
+        CachePolicy(bits=4, residual_length=65, budget=200)
+    with pytest.raises(ValueError, match="another share than 'adaptive'"):
+        CachePolicy(bits=4, residual_length=8, budget=200, share="adaptive")
+    with pytest.raises(ValueError, match="residual_length"):
+        CachePolicy(bits=4, residual_length=-1)
