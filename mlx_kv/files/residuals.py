@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_kv.cache.checks import MOST_TOKENS
-from mlx_kv.cache.residual import Residual
+from mlx_kv.cache.residual import ROOM, Residual
 from mlx_kv.cache.state import DTYPES, Tensors
 from mlx_kv.files.evictors import check_lists, whole
 
@@ -45,8 +45,8 @@ def restore_residual(
         raise ValueError("newest tokens that are told otherwise than they are")
     length, room, first = whole("a length", told["length"]), whole("room", told["room"]), told["first"]
     check_lists(first)
-    if not (1 <= length <= MOST_TOKENS and room <= MOST_TOKENS) or type(told["stored"]) is not bool:
-        raise ValueError("newest tokens of no length")
+    if not 1 <= length <= MOST_TOKENS or room != ROOM or type(told["stored"]) is not bool:
+        raise ValueError(f"newest tokens of no length, or beside which there is other room than for {ROOM}")
     if told["stored"] != (tensors is not None):
         raise ValueError("newest tokens that there are not")
     if not told["stored"]:

@@ -1,4 +1,4 @@
-"""Newest tokens are seen as they came, whatever stores the others and however they are written: a slow reference says."""
+"""Newest tokens are seen as they came, whatever stores the others and however they are written: so a reference says."""
 
 from __future__ import annotations
 
