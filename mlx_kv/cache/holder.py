@@ -132,6 +132,16 @@ class Holder:
         """
         return memory.live_positions(self._held)
 
+    @property
+    def most_trims(self) -> tuple[int, ...]:
+        """Tokens that each row can drop and see what it saw before them."""
+        held = self._held
+        layout, residual = held.layout, held.residual
+        most = tuple([layout.most_trim(row) for row in held.rows])
+        if residual is None:
+            return most
+        return tuple([min(n, residual.most_trim(i, held.rows[i].offset)) for i, n in enumerate(most)])
+
     # --- memory ----------------------------------------------------------------------------------------------------
 
     @property

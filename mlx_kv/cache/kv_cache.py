@@ -176,16 +176,6 @@ class KVCache(Holder):
         rows = self._held.rows
         return all(most == row.offset for most, row in zip(self.most_trims, rows, strict=True) if row.offset > 0)
 
-    @property
-    def most_trims(self) -> tuple[int, ...]:
-        """Tokens that each row can drop and see what it saw before them."""
-        held = self._held
-        layout, residual = held.layout, held.residual
-        most = tuple([layout.most_trim(row) for row in held.rows])
-        if residual is None:
-            return most
-        return tuple([min(n, residual.most_trim(i, held.rows[i].offset)) for i, n in enumerate(most)])
-
     def can_trim(self, n: int | Sequence[int]) -> bool:
         """Whether every row can drop n tokens, or row i n[i] of them, and see what it saw before them."""
         try:
