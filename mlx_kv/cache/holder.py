@@ -162,11 +162,11 @@ class Holder:
     @property
     def nbytes_residual(self) -> int:
         """Bytes allocated for newest tokens as they came."""
-        return 0 if self._held.residual is None else self._held.residual.nbytes
+        return memory.residual(self._held)
 
     @property
     def nbytes_live(self) -> int:
-        """Bytes of the slots that hold a token."""
+        """Bytes of the slots that hold a token, and of newest tokens as they came."""
         return memory.live(self._held)
 
     @property

@@ -24,7 +24,7 @@ from mlx_kv.cache.buffers import Buffers, SlotBuffer, tensor_of
 from mlx_kv.cache.codecs import PLAIN
 from mlx_kv.cache.layout import Plan, Ring, Row, plan_of
 
-ROOM = 32  # tokens that can be taken back at any time, and that a write may have without a copy
+ROOM = 64  # tokens that can be taken back at any time, and that a write may have without a copy
 NOWHERE = -(1 << 30)  # the position of a slot that holds nothing
 
 

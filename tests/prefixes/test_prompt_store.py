@@ -31,6 +31,7 @@ FIRST, SECOND = ([*PREFIX, *mx.random.randint(1, VOCAB, (40,), key=mx.random.key
 KINDS: dict[str, tuple[str, CachePolicy]] = {
     "plain": ("llama", CachePolicy()),
     "quantised": ("llama", CachePolicy(bits=8, group_size=32)),
+    "the newest as they came": ("llama", CachePolicy(bits=4, group_size=32, residual_length=6)),
     "rotated, bits apart": ("llama", CachePolicy(bits=(8, 4), group_size=32, codec="rotated")),
     "mxfp8 and nvfp4": ("llama", CachePolicy(codec=("mxfp8", "nvfp4"))),
     "windowed past its wrap": ("gemma3_text", CachePolicy()),
