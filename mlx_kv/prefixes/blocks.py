@@ -202,7 +202,7 @@ class StripCut:
         place, pieces = 0, list[Piece]()
         for (first, block, count), equal in zip(self._pieces, np.array(self.equal), strict=True):
             if not equal:  # most are, so that slots are seldom looked at one by one
-                count = int(np.array(mx.all(self._alike(first, block, count, each=True), axis=0)).argmin())
+                count = int(np.argmin(np.array(mx.all(self._alike(first, block, count, each=True), axis=0))))
             if count >= LEAST_SLOTS:
                 pieces += [*self._own(place, first), (block, count)]
                 place = first + count
