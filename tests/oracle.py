@@ -156,19 +156,16 @@ def poison(cache: KVCache) -> None:
 
 def poison_residual(cache: KVCache) -> None:
     """Fills the slots of a residual that hold no token that is to be seen, or to be seen after a trim."""
-    state = cache.state
-    if state.residual is None or not state.residual[3]:
-        return
-    length, room, first, planes = state.residual
-    held = [
-        {p % (length + room) for p in range(max(0, least), row.offset)}
-        for least, row in zip(first, cache.view.rows, strict=True)
-    ]
-    bad = []
-    for plane in planes:
+    residual = cache._held.residual
+    for buffer in () if residual is None else residual.buffers or ():
+        first = residual.first if len(residual.first) > 1 else residual.first * len(cache.view.rows)
+        held = [
+            {p % residual.slots for p in range(max(0, least), row.offset)}
+            for least, row in zip(first, cache.view.rows, strict=True)
+        ]
+        (plane,) = buffer.planes
         dead = np.stack([[[[slot not in own] for slot in range(plane.shape[2])]] for own in held])
-        bad.append(mx.where(mx.array(dead), mx.array(1e4, plane.dtype), plane))
-    cache.state = state._replace(residual=[length, room, first, bad])
+        buffer.planes = (mx.where(mx.array(dead), mx.array(1e4, plane.dtype), plane),)
 
 
 def attend(cache: KVCache, q: mx.array, k: mx.array, v: mx.array, window: int | None) -> mx.array:

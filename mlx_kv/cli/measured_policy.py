@@ -213,7 +213,9 @@ def read_loss_text(file: Path) -> str:
 def as_options(policy: CachePolicy) -> str:
     """The options that say how tensors are stored, as a user would write them."""
     group = "" if policy.group_size == type(policy)().group_size else f" --kv-group-size {policy.group_size}"
-    return f"--kv-bits {in_words(policy.bits)}{group}{' --kv-rotate' if policy.codec == 'rotated' else ''}"
+    rotated = " --kv-rotate" if policy.codec == "rotated" else ""
+    residual = f" --kv-residual {policy.residual_length}" if policy.residual_length else ""
+    return f"--kv-bits {in_words(policy.bits)}{group}{rotated}{residual}"
 
 
 def say_chosen(chosen: CachePolicy, tried: list[Tried], max_loss: float, tokens: int, plain: int) -> None:

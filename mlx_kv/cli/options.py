@@ -127,12 +127,6 @@ def policy_options(function: Command) -> Command:
     options = (
         codec_options,
         click.option("--kv-group-size", **number, default=64, help="Elements that share a scale: 32, 64 or 128."),
-        click.option(
-            "--kv-residual",
-            **number,
-            default=0,
-            help="So many of the newest tokens are seen as they came, not as they are quantised: 64, say.",
-        ),
         click.option("--quantized-kv-start", **number, default=0, help="Quantise once this many tokens are held."),
         click.option(
             "--kv-growth",
@@ -161,7 +155,7 @@ def make_policy(**options: Any) -> CachePolicy:
     from mlx_kv.cache.growth import FixedStep, Geometric, Tapered
     from mlx_kv.policy import CachePolicy
 
-    stored = codec_settings(**{name: options.pop(name) for name in ("kv_bits", "kv_codec", "kv_rotate")})
+    stored = codec_settings(**{name: options.pop(name) for name in ("kv_bits", "kv_codec", "kv_rotate", "kv_residual")})
     options["kv_growth"] = {"tapered": Tapered, "geometric": Geometric, "step": FixedStep}[options["kv_growth"]]()
     if options["kv_score"] is None:
         options["kv_score"] = CachePolicy.score

@@ -66,6 +66,12 @@ def show_attention(model: nn.Module, caches: Sequence[Any]) -> None:
             f"a score of attention needs to see it, and {architecture(model)} shows none of layer "
             f"{', '.join(map(str, hidden))}: choose another score, such as key_diff"
         )
+    residuals = [i for i in hooked if any(part.view.residual_length for part in parts[i])]
+    if blind := [i for i in residuals if i < len(sights) and sights[i] not in ("seen", None)]:
+        raise ValueError(
+            f"newest tokens as they came need attention that can be answered, and {architecture(model)} shows none of "
+            f"layer {', '.join(map(str, blind))}: leave out residual_length"
+        )
     evictors = [(i, part.evictor) for i in wanting for part in parts_of(everything[i])]
     seen = [(i, evictor.observation) for i, evictor in evictors if evictor is not None]
     if turning := [(i, own) for i, own in seen if own is not None and own.wants_turning]:

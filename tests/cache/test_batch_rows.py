@@ -68,6 +68,7 @@ def kinds() -> st.SearchStrategy[Kind]:
         {"bits": (8, 4), "group_size": 32},
         {"bits": 4, "group_size": 32, "codec": ("rotated", "affine")},
         {"codec": "mxfp8"},
+        {"bits": 4, "group_size": 32, "residual_length": 3},
     ]
     storage = st.sampled_from([*[{}] * 3, *[{"bits": bits, "group_size": 32} for bits in (8, 8, 4, 4)], *apart])
     bounds = st.sampled_from(["full", "ring", "chunks", "layers", "layer", "head"])
@@ -131,7 +132,7 @@ def rows_of(cache: Any) -> list[Row]:
 
 def most_trims(cache: Any) -> list[int]:
     """Tokens that each row can take back."""
-    return [own.layout.most_trim(own.view.rows[index]) for own, index in places_of(cache)]
+    return [own.most_trims[index] for own, index in places_of(cache)]
 
 
 class Batches(RuleBasedStateMachine):
