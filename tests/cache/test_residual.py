@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from oracle import Spec, Twins
 from outside import FAR, LEFT, PACKED, ROTATED, decoded
 from test_cache_properties import run
+from tiny_models import make_model
 
-from mlx_kv import CachePolicy, KVCache
+from mlx_kv import CachePolicy, KVCache, make_prompt_cache, show_attention
 from mlx_kv.cache.codecs import Affine, Centre, Centred
 from mlx_kv.cache.residual import ROOM
 
@@ -91,3 +92,19 @@ def test_what_does_not_go_together_is_refused() -> None:
         CachePolicy(bits=4, residual_length=8, budget=200, share="adaptive")
     with pytest.raises(ValueError, match="residual_length"):
         CachePolicy(bits=4, residual_length=-1)
+    assert CachePolicy(bits=4, residual_length=8, max_rollback=ROOM).max_rollback == ROOM
+    with pytest.raises(ValueError, match=f"no more than {ROOM} tokens can be taken back.*draft fewer"):
+        CachePolicy(bits=4, residual_length=8, max_rollback=ROOM + 1)
+    one, other = (KVCache(bits=4, residual_length=length) for length in (8, 9))
+    with pytest.raises(ValueError, match="has a residual of 9, the first one 8"):
+        one.extend(other)
+
+
+def test_attention_that_cannot_be_answered_is_refused() -> None:
+    """Also where nobody asked for caches by a policy."""
+    model = make_model("gemma2")
+    with pytest.raises(ValueError, match="attention of gemma2 cannot be answered here: leave it out"):
+        make_prompt_cache(model, CachePolicy(bits=4, group_size=32, residual_length=8))
+    caches = [KVCache(bits=4, group_size=32, residual_length=8) for _ in model.layers]
+    with pytest.raises(ValueError, match=r"gemma2 shows none of layer 0.*leave out residual_length"):
+        show_attention(model, caches)
