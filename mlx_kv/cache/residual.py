@@ -35,12 +35,10 @@ class Places:
     Attributes:
         plan: of the write.
         positions: of the m tokens of each row, (B or 1, m) of int; `NOWHERE` is none.
-        first: of each row the lowest position that is there, (B or 1).
     """
 
     plan: Plan
     positions: np.ndarray
-    first: tuple[int, ...]
 
     @cached_property
     def columns(self) -> np.ndarray:
@@ -215,13 +213,13 @@ def _places(plan: Plan, first: tuple[int, ...], slots: int, long: bool) -> Place
     if not long:
         ends = [row.offset for row in plan.after[: len(rows)]]
         first = tuple([max(least, end - slots) for least, end in zip(first, ends, strict=False)])
-        return Places(plan, _positions(slots, ends, first), first)
+        return Places(plan, _positions(slots, ends, first))
     held = _positions(slots, [row.offset for row in rows], first)
     new = [
         [NOWHERE if plan.is_padding(i, token) else row.offset + token for token in range(plan.new)]
         for i, row in enumerate(rows)
     ]
-    return Places(plan, np.concatenate([held, np.array(new)], axis=1), first[: len(rows)])
+    return Places(plan, np.concatenate([held, np.array(new)], axis=1))
 
 
 def _positions(slots: int, ends: Sequence[int], first: Sequence[int]) -> np.ndarray:

@@ -43,11 +43,10 @@ class ResidualAnswer:
 
     def _apart(self, call: Call) -> int | None:
         """How many of the last slots the residual stands for, where it does so for all queries alike; else None."""
-        plan, places = self._seen.places.plan, self._seen.places
+        plan = self._seen.places.plan
         if call.mask is not None or plan.new > 1 or not (plan.uniform and plan.ordered and len(plan.ranges) == 1):
             return None
-        end = plan.rows[0].offset + 1
-        return min(self._length, self._slots(call), end - max(0, places.first[0]))
+        return min(self._length, self._slots(call))
 
     def _joined(self, call: Call, keys: mx.array, values: mx.array, slots: int, mask: mx.array | None) -> mx.array:
         if self._packings is None:
@@ -71,9 +70,8 @@ class ResidualAnswer:
         queries = offsets + mx.arange(plan.new)[:, None]  # (B, 1, S, 1)
         slots = key_positions(plan)
         slots = slots[None, None, None] if slots.ndim == 1 else slots  # (B, 1, 1, K)
-        first = mx.array([max(0, first) for first in places.first])[:, None, None, None]
         beside = mx.array(places.positions)[:, None, None]  # (B, 1, 1, m)
-        near = (slots > queries - self._length) & (slots >= first)
+        near = slots > queries - self._length  # all of them are beside: no trim goes further back
         layout = plan.layout
         shown = visible(beside, queries, layout.window, layout.sinks, layout.chunk_size)
         shown = shown & (beside > queries - self._length)
