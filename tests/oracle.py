@@ -50,6 +50,7 @@ class Spec:
     share: Any = "layers"
     codec: Any = None  # instead of bits: one of `outside.LEFT`, or two, of keys and of values
     residual: int = 0  # tokens that a query sees as they came
+    room: int = ROOM  # beside them
     carries: bool = False  # something that shows it its attention, which it can then answer itself
 
     @property
@@ -77,6 +78,8 @@ class Spec:
         """The cache, which carries what this one does."""
         if self.carries:
             cache.carry(object())
+        if self.residual:
+            set_room(cache, self.room)
         return cache
 
     def _made(self) -> KVCache:
@@ -152,6 +155,12 @@ def poison(cache: KVCache) -> None:
             planes.append(mx.where(mx.array(dead)[..., None], bad, plane))
         buffer.planes = tuple(planes)
     poison_residual(cache)
+
+
+def set_room(cache: KVCache, room: int) -> None:
+    """Less room than there is beside newest tokens: short histories go over it."""
+    assert cache._held.residual is not None
+    cache._held.residual.room = room
 
 
 def poison_residual(cache: KVCache) -> None:
@@ -231,7 +240,7 @@ class Twins:
         self.keys = [np.zeros((HEADS, 0, spec.key_dim), np.float32) for _ in range(spec.rows)]
         self.values = [np.zeros((HEADS, 0, spec.value_dim), np.float32) for _ in range(spec.rows)]
         self.came = list(zip(self.keys, self.values, strict=True))  # before anything was stored
-        self.lowest = [0] * spec.rows  # position that a ring of residual + ROOM slots has not written over
+        self.lowest = [0] * spec.rows  # position that a ring of residual + room slots has not written over
         self.kept = None if spec.budget is None else Kept(spec)
 
     def seen_again(self, counts: Sequence[int]) -> bool:
@@ -262,7 +271,7 @@ class Twins:
         if self.kept is not None:
             self.kept.compact(self.keys, self.values)
         for i, (own, its) in enumerate(self.came):
-            self.lowest[i] = max(self.lowest[i], own.shape[1] + new - spec.residual - ROOM)
+            self.lowest[i] = max(self.lowest[i], own.shape[1] + new - spec.residual - spec.room)
             self.came[i] = np.concatenate([own, np.array(k[i])], axis=1), np.concatenate([its, np.array(v[i])], axis=1)
         for i in range(rows):
             stored = (spec.left(which, x[i]) if quantized else np.array(x[i]) for which, x in enumerate((k, v)))

@@ -209,7 +209,6 @@ class KVCache(Holder):
         rows = trim_rows(held.layout, before, counts)
         if held.residual is not None:
             held.residual.check_trim(counts, self.most_trims)
-            held.residual.trimmed(rows)
         held.rows = rows
         held.transient = None
         phases.note_trim(held, before)

@@ -164,12 +164,6 @@ class Residual:
                     f"codes; trim by 0 to {can}, or leave out residual_length"
                 )
 
-    def trimmed(self, rows: Sequence[Row]) -> None:
-        """After a trim: rows stand there."""
-        if len(self.first) == len(rows):
-            self.first = tuple([min(first, max(0, row.offset)) for first, row in zip(self.first, rows, strict=True)])
-        self.seen = None
-
     def write(self, tensors: tuple[mx.array, mx.array], plan: Plan) -> None:
         """Writes the new tokens, keys (B, H, S, D) and values (B, H, S, Dv), of a plan."""
         if self.buffers is not None and [tensor_of(x) for x in tensors] != [each.tensor for each in self.buffers]:

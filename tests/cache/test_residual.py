@@ -31,7 +31,10 @@ LAYOUTS: tuple[dict[str, Any], ...] = (
 )
 fractions = st.floats(0, 1)
 steps = st.one_of(
-    st.tuples(st.just("update"), st.one_of(st.just(1), st.integers(1, 12), st.integers(30, 90))),
+    st.tuples(
+        st.just("update"),
+        st.one_of(st.just(1), st.integers(1, 12), st.integers(30, 90), st.sampled_from([ROOM + 1, ROOM + 2])),
+    ),
     st.tuples(st.just("update"), st.integers(1, 3)),
     st.tuples(st.just("trim"), fractions),
     st.tuples(st.just("trim_few"), st.tuples(*[st.integers(0, 12)] * 3)),
@@ -45,13 +48,21 @@ steps = st.one_of(
     residual=st.sampled_from([1, 3, 12]),
     rows=st.sampled_from([1, 3]),
     carries=st.booleans(),
+    room=st.sampled_from([4, ROOM]),
     history=st.lists(steps, min_size=2, max_size=9),
     seed=st.integers(0, 1000),
 )
 def test_any_history(
-    codec: Any, layout: dict[str, Any], residual: int, rows: int, carries: bool, history: list[Any], seed: int
+    codec: Any,
+    layout: dict[str, Any],
+    residual: int,
+    rows: int,
+    carries: bool,
+    room: int,
+    history: list[Any],
+    seed: int,
 ) -> None:
-    spec = Spec(codec=codec, residual=residual, rows=rows, carries=carries, **layout)
+    spec = Spec(codec=codec, residual=residual, rows=rows, carries=carries, room=room, **layout)
     run(spec, [("update", 5), *history, ("update", 2), ("update", 1)], seed)
 
 
@@ -59,6 +70,14 @@ def test_any_history(
 def test_quantised_later(layout: dict[str, Any]) -> None:
     spec = Spec(codec=ROTATED, residual=4, quantized_start=10, carries=True, **layout)
     run(spec, [("update", 9), ("update", 1), ("update", 3), ("update", 40), ("update", 1)])
+
+
+@pytest.mark.parametrize("residual", [1, 12])
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("new", range(ROOM, ROOM + 4))
+def test_writes_as_long_as_there_is_room_and_longer(new: int, rows: int, residual: int) -> None:
+    """What the first queries of a longer one see is not in the ring any more when they see it."""
+    run(Spec(codec=ROTATED, residual=residual, rows=rows), [("update", 40), ("update", new), ("update", 1)])
 
 
 def test_the_last_of_them_counts() -> None:

@@ -102,6 +102,19 @@ def test_a_prefix_is_read_once(kind: str, tmp_path: Path) -> None:
         assert tokens == alone
 
 
+def test_tokens_that_are_gone_as_they_came_are_read_again(tmp_path: Path) -> None:
+    """A store goes back to where all that is to be seen as it came is there."""
+    model, store = make_model("llama", max_position_embeddings=8192), PromptStore(tmp_path)
+    policy = CachePolicy(bits=4, group_size=32, residual_length=6)
+    for alike, most in ((2900, 2560), (2980, 2980)):
+        other = [*FIRST[:alike], *SECOND[-200:]]
+        read(model, policy, FIRST, store)
+        second = read(model, policy, other, store)
+        assert alike - 512 <= second.reused <= most
+        alone = read(model, policy, other, None)
+        assert answer(model, second.caches, other[-1:]) == answer(model, alone.caches, other[-1:])
+
+
 def test_the_longest_prefix_serves_to_the_token(tmp_path: Path) -> None:
     model, store = make_model("llama", max_position_embeddings=8192), PromptStore(tmp_path)
     for length in (100, 400, 250):
