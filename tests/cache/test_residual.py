@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import mlx.core as mx
@@ -100,6 +101,26 @@ def test_trims_go_back_as_far_as_all_is_there() -> None:
         with pytest.raises(ValueError, match=f"trim by 0 to {most}|holds {count}"):
             cache.trim(most + 1)
         assert cache.trim(most) == most
+
+
+def test_rows_take_with_them_how_far_they_can_go_back() -> None:
+    cache, x = KVCache(bits=4, residual_length=8), mx.zeros((2, 2, 200, 64))
+    cache.prepare(lengths=[200, 5])
+    cache.update_and_fetch(x, x)
+    cache.finalize()
+    assert cache.most_trims == (ROOM + 1, 5)
+    assert copy.deepcopy(cache).most_trims == KVCache.from_state(cache.state).most_trims == (ROOM + 1, 5)
+    one, other = cache.extract(0), cache.extract(1)
+    assert one.most_trims + other.most_trims == (ROOM + 1, 5)
+    assert KVCache.merge([other, one, KVCache(bits=4, residual_length=8)]).most_trims == (5, ROOM + 1, 0)
+    other.extend(one)
+    assert other.most_trims == (5, ROOM + 1)
+    cache.filter([1, 0])
+    assert cache.most_trims == (5, ROOM + 1)
+    cache.trim_per_sequence([1, 2])
+    assert cache.most_trims == (4, ROOM - 1)
+    cache.reset()
+    assert cache.most_trims == (0,)
 
 
 def test_what_does_not_go_together_is_refused() -> None:
