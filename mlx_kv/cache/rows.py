@@ -89,8 +89,7 @@ def join(held: Contents, others: Sequence[Contents]) -> None:
     held.buffers = joined_buffers(everyone, _joint_capacity(filled), encoded) if filled else None
     held.encoded = encoded
     if held.residual is not None:
-        own = [(each.residual, each) for each in everyone if each.residual is not None]
-        parts = [(residual.empty() if each.empty() else residual, len(each.rows)) for residual, each in own]
+        parts = [(each.residual, len(each.rows)) for each in everyone if each.residual is not None]
         held.residual = Residual.joined(parts)
     held.rows = tuple([row for each in everyone for row in each.rows])
     held.reserved = max(each.reserved for each in everyone)

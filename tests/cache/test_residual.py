@@ -104,7 +104,7 @@ def test_trims_go_back_as_far_as_all_is_there() -> None:
 
 
 def test_rows_take_with_them_how_far_they_can_go_back() -> None:
-    cache, x = KVCache(bits=4, residual_length=8), mx.zeros((2, 2, 200, 64))
+    cache, x = KVCache.merge([KVCache(bits=4, residual_length=8)] * 2), mx.zeros((2, 2, 200, 64))
     cache.prepare(lengths=[200, 5])
     cache.update_and_fetch(x, x)
     cache.finalize()
