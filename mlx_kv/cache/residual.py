@@ -25,7 +25,7 @@ from mlx_kv.cache.codecs import PLAIN
 from mlx_kv.cache.layout import Plan, Ring, Row, plan_of
 
 ROOM = 64  # tokens that can be taken back at any time, and that a write may have without a copy
-NOWHERE = -(1 << 30)  # the position of a slot that holds nothing
+NOWHERE = -1  # the position of padding
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +34,7 @@ class Places:
 
     Attributes:
         plan: of the write.
-        positions: of the m tokens of each row, (B or 1, m) of int; `NOWHERE` is none.
+        positions: of the m tokens of each row, (B or 1, m) of int; below 0 is none.
     """
 
     plan: Plan
@@ -176,7 +176,7 @@ class Residual:
         if len(self.first) != len(plan.rows):
             self.first = self.first[:1] * len(plan.rows)
         long = plan.new > self.room + 1  # then some of what its first queries see is written over
-        places = _places(plan, self.first, self.slots, long)
+        places = _places(plan, self.slots, long)
         # A handle before it: nobody else has what is written in place.
         before = [buffer.planes[0][:, :, : self.slots] for buffer in self.buffers] if long else []
         rows = tuple([Row(0, row.offset, row.high) for row in plan.rows])
@@ -197,18 +197,12 @@ def _both(buffers: Buffers, made: Callable[[SlotBuffer], SlotBuffer]) -> Buffers
 
 
 @lru_cache(maxsize=8)
-def _places(plan: Plan, first: tuple[int, ...], slots: int, long: bool) -> Places:
-    """Of a ring after a write, or of a ring before a long one and of what is written.
-
-    Args:
-        first: of each row before the write.
-    """
+def _places(plan: Plan, slots: int, long: bool) -> Places:
+    """Of a ring after a write, or of a ring before a long one and of what is written."""
     rows = plan.distinct
     if not long:
-        ends = [row.offset for row in plan.after[: len(rows)]]
-        first = tuple([max(least, end - slots) for least, end in zip(first, ends, strict=False)])
-        return Places(plan, _positions(slots, ends, first))
-    held = _positions(slots, [row.offset for row in rows], first)
+        return Places(plan, _positions(slots, [row.offset for row in plan.after[: len(rows)]]))
+    held = _positions(slots, [row.offset for row in rows])
     new = [
         [NOWHERE if plan.is_padding(i, token) else row.offset + token for token in range(plan.new)]
         for i, row in enumerate(rows)
@@ -216,9 +210,11 @@ def _places(plan: Plan, first: tuple[int, ...], slots: int, long: bool) -> Place
     return Places(plan, np.concatenate([held, np.array(new)], axis=1))
 
 
-def _positions(slots: int, ends: Sequence[int], first: Sequence[int]) -> np.ndarray:
-    """Of each slot of a ring, (B, slots), of rows that end there; `NOWHERE` below the first."""
+def _positions(slots: int, ends: Sequence[int]) -> np.ndarray:
+    """Of each slot of a ring, (B, slots), of rows that end there: below 0 is nothing yet.
+
+    Below the first that is there they are of tokens that are gone: as long as trims go no further back than
+    `most_trim`, no query sees as many as that.
+    """
     newest = np.array(ends)[:, None] - 1
-    positions = newest - (newest - np.arange(slots)) % slots
-    least = np.maximum(np.array(first[: len(ends)])[:, None], 0)
-    return np.where(positions < least, NOWHERE, positions)
+    return newest - (newest - np.arange(slots)) % slots

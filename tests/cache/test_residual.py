@@ -6,9 +6,11 @@ import copy
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from mlx_lm.models.base import scaled_dot_product_attention
 from oracle import Spec, Twins
 from outside import FAR, LEFT, PACKED, ROTATED, decoded
 from test_cache_properties import run
@@ -17,6 +19,7 @@ from tiny_models import make_model
 from mlx_kv import CachePolicy, KVCache, make_prompt_cache, show_attention
 from mlx_kv.cache.codecs import Affine, Centre, Centred
 from mlx_kv.cache.residual import ROOM
+from mlx_kv.mlxlm.attention import AttentionCall
 
 NEAR_ZERO = Centred(Centre.of(mx.array(FAR / 16)[None]), ROTATED)  # scores of hundreds would have no digits left
 LEFT[NEAR_ZERO] = decoded(NEAR_ZERO)
@@ -148,3 +151,33 @@ def test_attention_that_cannot_be_answered_is_refused() -> None:
     caches = [KVCache(bits=4, group_size=32, residual_length=8) for _ in model.layers]
     with pytest.raises(ValueError, match=r"gemma2 shows none of layer 0.*leave out residual_length"):
         show_attention(model, caches)
+
+
+@pytest.mark.parametrize("addends", [False, True])
+@pytest.mark.parametrize("new", [1, 3])
+@pytest.mark.parametrize("carries", [False, True])
+def test_what_a_model_hides_of_them_stays_hidden(carries: bool, new: int, addends: bool) -> None:
+    """A mask of the model's own counts for the newest tokens as for all others; so do numbers that it adds."""
+    random = np.random.default_rng(new)
+    q, k, v = (mx.array(random.normal(size=(1, heads, 12, 64)).astype(np.float32)) for heads in (4, 2, 2))
+    cache = KVCache(bits=4, group_size=32, residual_length=4)
+    if carries:
+        cache.carry(object())
+    cache.update_and_fetch(k[:, :, : 12 - new], v[:, :, : 12 - new])
+    held = cache.update_and_fetch(k[:, :, 12 - new :], v[:, :, 12 - new :])
+    shown = np.tril(random.random((new, 12)) < 0.5, 12 - new)
+    shown[:, [0, 10]] = [True, False]
+    told = np.where(shown, random.normal(size=shown.shape) if addends else 0, -np.inf)
+    mask = mx.array(told.astype(np.float32)) if addends else mx.array(shown)
+    named = {"cache": cache, "scale": 0.125, "mask": mask}
+    got = cache.attention_hook.attend(AttentionCall(scaled_dot_product_attention, (q[:, :, 12 - new :], *held), named))
+    for j in range(new):
+        near = (np.arange(12) > 12 - new + j - 4)[:, None]
+        keys, values = (
+            np.repeat(np.where(near, x, Spec(bits=4).left(which, x)), 2, axis=1).astype(np.float64)
+            for which, x in enumerate((np.array(k), np.array(v)))
+        )
+        scores = np.einsum("hd,hnd->hn", np.array(q[0, :, 12 - new + j], np.float64), keys[0]) / 8 + told[j]
+        weights = np.exp(scores - scores.max(1, keepdims=True))
+        wanted = np.einsum("hn,hnd->hd", weights / weights.sum(1, keepdims=True), values[0])
+        np.testing.assert_allclose(np.array(got[0, :, j]), wanted, atol=2e-5, rtol=2e-5)
