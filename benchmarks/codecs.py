@@ -6,18 +6,19 @@
 
 Names: keys in 4 bits and values in 2 are K4V2, a scale and a bias for each group of channels of a token; K4V2-rotated,
 the same after an orthogonal rotation; K4V2-centred, keys less the centre of their channels before, which is measured
-on other parts of the text; mxfp8, mxfp4, nvfp4, floats that share a scale of 8 bits. Others are simulated, as
-nothing here stores them: K4V2-channel, keys in groups of as many tokens that follow each other, each channel with a
-scale and a bias of its own, as KIVI has them (Liu et al. 2024), values as ever; K4V2-channel-recent, the same with
-keys and values of the group that is not full yet as they are, which is all of KIVI; and K4V2-recent and
-K4V2-rotated-recent, the first two with as many of the newest tokens as they are.
+on other parts of the text; K4V2-recent and K4V2-rotated-recent, the first two where as many of the newest tokens as a
+group has elements are seen as they came; mxfp8, mxfp4, nvfp4, floats that share a scale of 8 bits. Others are
+simulated, as nothing here stores them: K4V2-channel, keys in groups of as many tokens that follow each other, each
+channel with a scale and a bias of its own, as KIVI has them (Liu et al. 2024), values as ever; and
+K4V2-channel-recent, the same with keys and values of the group that is not full yet as they are, which is all of KIVI.
 
 The physics. Each element is rounded to steps of (largest - smallest) / (2^bits - 1) of its group: one bit less doubles
 the error. Keys have a few channels that are far larger than all others, in every token alike. In a group of one
 token's channels these set the step for all others; rotated, they are spread over all channels; and in a group of one
 channel's tokens they are alone with themselves, and only their change from token to token is rounded. An error of a
 key moves the logits of a softmax, which answers exponentially, and the products of a query add it up over the head
-dim; errors of values are averaged by the weights. So keys want the bits. A group of g elements takes 32 / g bits more
+dim; errors of values are averaged by the weights. So keys want the bits, and so do tokens that get most of the weight,
+which are the newest. A group of g elements takes 32 / g bits more
 of each (two numbers of 16 bits), mx formats 8 / g: that is counted. The loss is of every token of a text, each after
 what really came before; all of it is read through caches that hold codes, also a query's own token. The difference to
 plain caches is taken token by token: texts differ far more than codecs do, which `error`, its standard error, is free
@@ -148,7 +149,7 @@ class Configuration:
 
     @property
     def simulated(self) -> bool:
-        return self.name.endswith(("channel", "recent"))
+        return "-channel" in self.name
 
     @property
     def policy(self) -> CachePolicy:
@@ -158,8 +159,10 @@ class Configuration:
         if self.name in FORMATS:
             return CachePolicy(codec=self.name)
         keys, values, kind = self.parts
-        codec = "rotated" if kind == "centred" else kind or None
-        return CachePolicy(bits=(keys, values), group_size=self.group_size, codec=codec)
+        turned, recent = kind.startswith(("rotated", "centred")), kind.endswith("recent")
+        group = self.group_size or 64
+        policy = CachePolicy(bits=(keys, values), group_size=group, codec="rotated" if turned else None)
+        return replace(policy, residual_length=group) if recent else policy
 
     def policy_for(self, measuring: Measuring) -> CachePolicy:
         """Of the caches, with centres of this model's keys where they are centred."""
@@ -171,7 +174,7 @@ class Configuration:
     @property
     def step(self) -> int:
         """Tokens to be read at once."""
-        return self.group_size if self.name.endswith("recent") and self.group_size else READ_AT_ONCE
+        return self.group_size if self.name.endswith("channel-recent") and self.group_size else READ_AT_ONCE
 
     @contextlib.contextmanager
     def used(self, model: Any) -> Iterator[None]:
@@ -180,16 +183,14 @@ class Configuration:
             yield
             return
         keys, values, kind = self.parts
-        group, turned = self.group_size or 64, kind.startswith("rotated")
-        of_keys = (
-            groups_of_tokens(Affine(keys, group)) if "channel" in kind else each_token(Affine(keys, group, turned))
-        )
-        hook = Simulated(of_keys, each_token(Affine(values, group, turned)), group, kind.endswith("recent"))
+        group = self.group_size or 64
+        of_keys, of_values = groups_of_tokens(Affine(keys, group)), each_token(Affine(values, group))
+        hook = Simulated(of_keys, of_values, group, kind.endswith("recent"))
         with AttentionSeam(model, otherwise=hook):
             yield
 
     def bytes_per_token(self, heads: int, dims: tuple[int, int]) -> float:
-        """Of one layer of a model of 16 bits."""
+        """Of one layer of a model of 16 bits; what is kept as it is of a few is left out."""
         if self.simulated:
             bits, group = self.parts[:2], self.group_size or 64
             each = [dim * (b / 8 + 2 * HALF_BYTES / group) for b, dim in zip(bits, dims, strict=True)]

@@ -240,7 +240,8 @@ def _describe(own: Any, plain: Any, stored: Any) -> Layer:
         heads=plain.keys.shape[1],
         key_dim=plain.keys.shape[3],
         value_dim=plain.values.shape[3],
-        bytes_per_slot=stored.nbytes // stored.capacity,
+        state_bytes=stored.nbytes_residual,
+        bytes_per_slot=(stored.nbytes - stored.nbytes_residual) // stored.capacity,
         most_slots=stored.layout.enough_slots,
     )
 

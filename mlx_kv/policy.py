@@ -30,6 +30,7 @@ from mlx_kv.cache.eviction.scores import Function, Score, find_score
 from mlx_kv.cache.growth import DEFAULT, Growth
 from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.cache.layout import Append, Budget, Chunks, Layout, Ring
+from mlx_kv.cache.residual import ROOM
 
 SINKS = 4  # first tokens that are never dropped: mlx-lm's number, after StreamingLLM (Xiao et al. 2023)
 FOR_BUDGETS = ("keep_recent", "score", "share", "margin", "layers")
@@ -57,6 +58,8 @@ class CachePolicy:
             it can take back any number up to this, and holds so many states beside that of now.
         budget: full-attention layers keep so many tokens, those that matter most. Instead of max_kv_size.
         codec: how tensors are stored, as in `KVCache`: instead of bits, or "rotated" beside them.
+        residual_length: so many of the newest tokens are seen as they came, whatever stores them; they are held beside
+            what is stored. KIVI (Liu et al. 2024) and transformers call it that. At most keep_recent of a budget.
         keep_recent, sinks, score, share, margin: as in `CompressedKVCache`. `sinks` also counts for max_kv_size.
         layers: "uniform", every layer has this budget; "pyramid", lower ones have more and upper ones fewer, together
             as much (see `of_layer`). Then share must be "layer", "head" or "adaptive".
@@ -82,12 +85,14 @@ class CachePolicy:
     margin: int | None = None
     codec: Choice | None = None
     layers: LayerBudgets = "uniform"
+    residual_length: int = 0
 
     def __post_init__(self) -> None:
         for name in ("bits", "codec"):  # said twice is said once, and a list is a tuple: policies are compared
             object.__setattr__(self, name, one_or_two(getattr(self, name)))
         whole_number("max_rollback", self.max_rollback)
         whole_number("max_write", self.max_write, least=1)
+        whole_number("residual_length", self.residual_length)
         if self.max_kv_size is not None:
             whole_number("max_kv_size", self.max_kv_size, least=1)
         if not callable(getattr(self.growth, "capacity", None)):
@@ -98,8 +103,20 @@ class CachePolicy:
                 raise SettingError(
                     f"{', '.join(unused)} is for a budget, but budget is None: say how many tokens to keep", unused
                 )
+        elif self.residual_length and (self.residual_length > self.keep_recent or self.share == "adaptive"):
+            raise SettingError(
+                f"residual_length is {self.residual_length}: with a budget give no more than keep_recent="
+                f"{self.keep_recent}, and another share than 'adaptive'",
+                ["residual_length", "keep_recent", "share"],
+            )
         elif self.max_kv_size is not None:
             raise ValueError("got a budget and max_kv_size, which both bound full-attention layers: give one of them")
+        if self.residual_length and self.max_rollback > ROOM:
+            raise SettingError(
+                f"residual_length is {self.residual_length}: beside it no more than {ROOM} tokens can be taken back, "
+                f"but max_rollback is {self.max_rollback}: draft fewer",
+                ["residual_length", "max_rollback"],
+            )
         Affine(8, self.group_size)  # checks it also where it is not looked at: nobody means 48
         self.make_cache()  # the parts check the rest
 
@@ -141,6 +158,7 @@ class CachePolicy:
             layout=layout,
             evictor=evictor,
             codec=self.codec,
+            residual_length=self.residual_length,
         )
 
     def of_layer(self, layer: int, layers: int) -> CachePolicy:
@@ -173,7 +191,7 @@ class CachePolicy:
 
     def plain(self) -> CachePolicy:
         """This policy, but tensors are stored as they are."""
-        return replace(self, bits=None, codec=None, quantized_start=0)
+        return replace(self, bits=None, codec=None, quantized_start=0, residual_length=0)
 
     @property
     def stores_plain(self) -> bool:

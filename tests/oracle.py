@@ -17,72 +17,13 @@ import pytest
 from kept import Kept
 from mlx_lm.models.base import scaled_dot_product_attention
 from outside import left_of, round_trip
-from slow_cache import SlowCache
 
 from mlx_kv import ChunkedKVCache, CompressedKVCache, FixedStep, KVCache, RingKVCache, Tapered
 from mlx_kv.cache.layout import Row
+from mlx_kv.cache.residual import ROOM
 from mlx_kv.mlxlm.attention import AttentionCall
 
 HEADS, QUERY_HEADS = 2, 4
-
-
-class Shadowed:
-    """One of our caches with a slow one in its shadow: at each update, queries must see the same tokens, bit for bit.
-
-    Comparing logits cannot show that for quantised caches: a difference in the last bit of one layer's output can turn
-    the rounding of a key in the next, and one step of 8 bits is no small number.
-    """
-
-    def __init__(self, cache: KVCache, slow: SlowCache) -> None:
-        self.cache, self.slow, self.checked = cache, slow, 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.cache, name)  # `bits` too, which is there only after a fetch of packed planes
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
-        new = keys.shape[2]
-        masks = [cache.make_mask(new) for cache in (self.cache, self.slow)]
-        fetched = self.cache.update_and_fetch(keys, values)
-        how = {"group_size": self.group_size, "bits": self.bits} if hasattr(self, "bits") else None
-        ours = [mx.dequantize(*x, **how) if how else x for x in fetched]
-        assert [x.dtype for x in ours] == [keys.dtype, values.dtype]
-        ours = [widened(x) for x in ours]
-        theirs = [widened(x) for x in self.slow.update_and_fetch(keys, values)]
-        for row in range(keys.shape[0]):
-            lines = [token_lines(tensors, row) for tensors in (ours, theirs)]
-            for query in range(new):
-                got, wanted = (
-                    sorted_lines(line[seen_by(mask, row, query, new, len(line))])
-                    for line, mask in zip(lines, masks, strict=True)
-                )
-                assert np.array_equal(got, wanted), f"query {query} of row {row} sees other tokens"
-        self.checked += 1
-        return fetched
-
-
-def widened(x: mx.array) -> np.ndarray:
-    """In float32, which holds every half-precision number; NumPy knows no bfloat16."""
-    return np.array(x.astype(mx.float32))
-
-
-def seen_by(mask: Any, row: int, query: int, new: int, total: int) -> np.ndarray:
-    """Which keys one query may look at, whatever form the mask has."""
-    if mask is None:
-        return np.ones(total, bool)
-    if isinstance(mask, str):
-        return np.arange(total) <= total - new + query
-    table = np.array(mask)
-    return table[query] if table.ndim == 2 else table[row, 0, query]
-
-
-def token_lines(tensors: Sequence[np.ndarray], row: int) -> np.ndarray:
-    """Keys and values of all tokens of one row, heads side by side, one token a line."""
-    return np.concatenate([np.moveaxis(x[row], 0, 1).reshape(x.shape[2], -1) for x in tensors], axis=1)
-
-
-def sorted_lines(lines: np.ndarray) -> np.ndarray:
-    """In an order of their own, whatever slots they came from."""
-    return lines[np.lexsort(lines.T)]
 
 
 @dataclass(frozen=True)
@@ -108,6 +49,8 @@ class Spec:
     score: str = "key_norm"
     share: Any = "layers"
     codec: Any = None  # instead of bits: one of `outside.LEFT`, or two, of keys and of values
+    residual: int = 0  # tokens that a query sees as they came
+    room: int = ROOM  # beside them
     carries: bool = False  # something that shows it its attention, which it can then answer itself
 
     @property
@@ -135,6 +78,8 @@ class Spec:
         """The cache, which carries what this one does."""
         if self.carries:
             cache.carry(object())
+        if self.residual:
+            set_room(cache, self.room)
         return cache
 
     def _made(self) -> KVCache:
@@ -152,9 +97,11 @@ class Spec:
                 packed_decode=self.packed_decode,
                 reserve=self.reserve,
                 codec=self.codec,
+                residual_length=self.residual,
             )
         if self.chunk is not None:
             options = {"reserve": self.reserve, "packed_decode": self.packed_decode, "codec": self.codec}
+            options["residual_length"] = self.residual
             return ChunkedKVCache(self.chunk, self.max_write, self.bits, 32, **options)
         if self.ring is not None:
             growth = FixedStep() if self.step_growth else Tapered()
@@ -168,6 +115,7 @@ class Spec:
                 reserve=self.reserve,
                 packed_decode=self.packed_decode,
                 codec=self.codec,
+                residual_length=self.residual,
             )
         return KVCache(
             bits=self.bits,
@@ -177,6 +125,7 @@ class Spec:
             packed_decode=self.packed_decode,
             quantized_start=self.quantized_start,
             codec=self.codec,
+            residual_length=self.residual,
         )
 
 
@@ -205,6 +154,27 @@ def poison(cache: KVCache) -> None:
             bad = mx.array(large, plane.dtype)
             planes.append(mx.where(mx.array(dead)[..., None], bad, plane))
         buffer.planes = tuple(planes)
+    poison_residual(cache)
+
+
+def set_room(cache: KVCache, room: int) -> None:
+    """Less room than there is beside newest tokens: short histories go over it."""
+    assert cache._held.residual is not None
+    cache._held.residual.room = room
+
+
+def poison_residual(cache: KVCache) -> None:
+    """Fills the slots of a residual that hold no token that is to be seen, or to be seen after a trim."""
+    residual = cache._held.residual
+    for buffer in () if residual is None else residual.buffers or ():
+        first = residual.first if len(residual.first) > 1 else residual.first * len(cache.view.rows)
+        held = [
+            {p % residual.slots for p in range(max(0, least), row.offset)}
+            for least, row in zip(first, cache.view.rows, strict=True)
+        ]
+        (plane,) = buffer.planes
+        dead = np.stack([[[[slot not in own] for slot in range(plane.shape[2])]] for own in held])
+        buffer.planes = (mx.where(mx.array(dead), mx.array(1e4, plane.dtype), plane),)
 
 
 def attend(cache: KVCache, q: mx.array, k: mx.array, v: mx.array, window: int | None) -> mx.array:
@@ -226,19 +196,30 @@ def sees(spec: Spec, query: int, key: int) -> bool:
 
 
 def slow_attention(
-    q: np.ndarray, keys: np.ndarray, values: np.ndarray, spec: Spec, gone: list[set[int]] | None = None
+    q: np.ndarray,
+    keys: np.ndarray,
+    values: np.ndarray,
+    spec: Spec,
+    gone: list[set[int]] | None = None,
+    came: tuple[np.ndarray, np.ndarray] | None = None,
 ) -> np.ndarray:
     """One row: q (QH, S, Dk) are the last S positions of keys (H, n, Dk) and values (H, n, Dv); float64 throughout.
 
-    `gone`: positions that each head has evicted.
+    `gone`: positions that each head has evicted. `came`: keys and values as they came.
     """
     keys = np.repeat(keys.astype(np.float64), QUERY_HEADS // HEADS, axis=0)
     values = np.repeat(values.astype(np.float64), QUERY_HEADS // HEADS, axis=0)
+    stored = keys, values
+    exact = (
+        stored if came is None else tuple(np.repeat(x.astype(np.float64), QUERY_HEADS // HEADS, axis=0) for x in came)
+    )
     n, new = keys.shape[1], q.shape[1]
     out = np.zeros((QUERY_HEADS, new, values.shape[2]))
     for j in range(new):
         position = n - new + j
         in_reach = [p for p in range(position + 1) if sees(spec, position, p)]
+        near = (np.arange(n) > position - spec.residual)[:, None]
+        keys, values = (np.where(near, x, old) for x, old in zip(exact, stored, strict=True))
         scores = np.einsum("hd,hnd->hn", q[:, j].astype(np.float64), keys[:, in_reach]) * q.shape[2] ** -0.5
         if gone is not None:
             for head in range(QUERY_HEADS):
@@ -258,7 +239,17 @@ class Twins:
         self.rng = np.random.default_rng(seed)
         self.keys = [np.zeros((HEADS, 0, spec.key_dim), np.float32) for _ in range(spec.rows)]
         self.values = [np.zeros((HEADS, 0, spec.value_dim), np.float32) for _ in range(spec.rows)]
+        self.came = list(zip(self.keys, self.values, strict=True))  # before anything was stored
+        self.lowest = [0] * spec.rows  # position that a ring of residual + room slots has not written over
         self.kept = None if spec.budget is None else Kept(spec)
+
+    def seen_again(self, counts: Sequence[int]) -> bool:
+        """Whether all is still there, as it came, that queries after a trim see so."""
+        residual = self.spec.residual
+        return not residual or all(
+            low == 0 or low <= length - count - residual + 1
+            for low, length, count in zip(self.lowest, self.lengths(), counts, strict=False)
+        )
 
     def lengths(self) -> list[int]:
         return [row.shape[1] for row in self.keys]
@@ -279,6 +270,9 @@ class Twins:
         self.was_quantized = quantized
         if self.kept is not None:
             self.kept.compact(self.keys, self.values)
+        for i, (own, its) in enumerate(self.came):
+            self.lowest[i] = max(self.lowest[i], own.shape[1] + new - spec.residual - spec.room)
+            self.came[i] = np.concatenate([own, np.array(k[i])], axis=1), np.concatenate([its, np.array(v[i])], axis=1)
         for i in range(rows):
             stored = (spec.left(which, x[i]) if quantized else np.array(x[i]) for which, x in enumerate((k, v)))
             self.keys[i], self.values[i] = (
@@ -296,22 +290,21 @@ class Twins:
                 self.kept.check(np.array(cache.positions), self.lengths())
         for i in range(rows):
             gone = None if self.kept is None else self.kept.gone[i]
-            wanted = slow_attention(np.array(q[i]), self.keys[i], self.values[i], spec, gone)
+            wanted = slow_attention(np.array(q[i]), self.keys[i], self.values[i], spec, gone, self.came[i])
             np.testing.assert_allclose(np.array(got[i]), wanted, atol=2e-5, rtol=2e-5)
         self.check_lengths()
 
     def trim(self, counts: Sequence[int]) -> None:
         """Trims, or finds that the cache refuses and is as it was."""
-        allowed = all(
-            n <= self.cache.layout.most_trim(row) for n, row in zip(counts, self.cache.view.rows, strict=True)
-        )
+        held = self.cache.view.rows
+        allowed = all(n <= self.cache.layout.most_trim(row) for n, row in zip(counts, held, strict=True))
         if self.kept is not None:
             lengths = self.lengths()
             assert allowed == all(n <= self.kept.most_trim(i, lengths[i]) for i, n in enumerate(counts))
-        if not allowed:
+        if not (allowed and self.seen_again(counts)):
             assert not self.cache.is_trimmable()
             for cache in self.each():
-                with pytest.raises(ValueError, match=r"is a ring that has overwritten|has evicted tokens"):
+                with pytest.raises(ValueError, match=r"is a ring that has overwritten|has evicted tokens|as they came"):
                     cache.trim_per_sequence(counts)
             self.check_lengths()
             return
@@ -324,6 +317,8 @@ class Twins:
         for i, count in enumerate(counts):
             keep = self.keys[i].shape[1] - count
             self.keys[i], self.values[i] = self.keys[i][:, :keep], self.values[i][:, :keep]
+            self.came[i] = self.came[i][0][:, :keep], self.came[i][1][:, :keep]
+            self.lowest[i] = min(self.lowest[i], keep)
             if self.kept is not None:
                 self.kept.trim(i, keep)
         self.check_lengths()
@@ -353,6 +348,7 @@ class Twins:
             cache.reset()
         self.keys = [row[:, :0] for row in self.keys]
         self.values = [row[:, :0] for row in self.values]
+        self.came, self.lowest = list(zip(self.keys, self.values, strict=True)), [0] * self.spec.rows
         self.kept = None if self.spec.budget is None else Kept(self.spec)
         self.check_lengths()
 

@@ -16,6 +16,7 @@ from mlx_kv.cache.codecs import PLAIN, Codecs, Packing, packing_of, packings_of
 from mlx_kv.cache.eviction.evictor import Evictor
 from mlx_kv.cache.growth import DEFAULT, Growth
 from mlx_kv.cache.layout import Append, Budget, Layout, Plan, Ranges, Row
+from mlx_kv.cache.residual import Residual
 from mlx_kv.cache.view import CacheView
 
 
@@ -34,6 +35,7 @@ class Contents:
         evictor: what compacts the rows of a budget; None without one.
         packing: how mlx-lm can read what the codecs store; None where it cannot.
         packings: how our own attention can, of keys and of values, where mlx-lm's cannot.
+        residual: the newest tokens as they came; None where none are kept so.
         seam: what shows this cache its attention, if anything does: then it can be answered here.
         rows: where each row stands.
         buffers: of keys and of values.
@@ -71,11 +73,12 @@ class Contents:
     longest: int = 0
     trimmed_at: tuple[int, ...] = ()
     seam: object = None
+    residual: Residual | None = None
     packing: Packing | None = field(init=False)
     packings: tuple[Packing, Packing] | None = field(init=False)
 
     def __post_init__(self) -> None:
-        self.packing, self.packings = packing_of(self.codecs), packings_of(self.codecs)
+        self._find_packings()
         if self.evictor is None and isinstance(self.layout, Budget):  # without one, nothing would ever be evicted
             self.evictor = Evictor(self.layout)
         if self.evictor is not None:
@@ -85,10 +88,18 @@ class Contents:
     def use(self, codecs: Codecs) -> None:
         """From now on these say how tensors are stored."""
         self.codecs, self.last = codecs, None
-        self.packing, self.packings = packing_of(codecs), packings_of(codecs)
+        self._find_packings()
         for buffer, codec in zip(self.buffers or (), codecs, strict=False):
             buffer.recode(codec)
         self.encoded = True
+
+    def _find_packings(self) -> None:
+        """mlx-lm's attention knows nothing of a residual: beside one, ours reads what its own could."""
+        if self.residual is None:
+            self.packing, self.packings = packing_of(self.codecs), packings_of(self.codecs)
+            return
+        keys, values = (codec.packed for codec in self.codecs)
+        self.packing, self.packings = None, None if keys is None or values is None else (keys, values)
 
     @property
     def capacity(self) -> int:
@@ -113,6 +124,7 @@ class Contents:
             self.announced,
             self.lengths,
             self.growth,
+            0 if self.residual is None else self.residual.length,
         )
 
     def copied(self, memo: dict[int, Any]) -> Contents:
@@ -130,8 +142,10 @@ class Contents:
 
     def without_evictor(self) -> Contents:
         """A copy that whoever asks gives an evictor."""
-        copied = copy.copy(self)  # all of it is never changed in place, but for the two that follow
+        copied = copy.copy(self)  # all of it is never changed in place, but for those that follow
         copied.evictor = None
         if self.buffers is not None:
             copied.buffers = self.buffers[0].copied(), self.buffers[1].copied()
+        if self.residual is not None:
+            copied.residual = self.residual.copied()
         return copied

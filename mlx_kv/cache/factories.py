@@ -99,10 +99,19 @@ class RingKVCache(Combination):
         packed_decode: bool = True,
         codec: Choice | None = None,
         max_rollback: int = 0,
+        residual_length: int = 0,
     ) -> None:
         layout = Ring(window, max(max_write, max_rollback), sinks, max_rollback)
         KVCache.__init__(
-            self, bits, group_size, growth, reserve, packed_decode=packed_decode, layout=layout, codec=codec
+            self,
+            bits,
+            group_size,
+            growth,
+            reserve,
+            packed_decode=packed_decode,
+            layout=layout,
+            codec=codec,
+            residual_length=residual_length,
         )
 
     @staticmethod
@@ -152,10 +161,19 @@ class ChunkedKVCache(Combination):
         packed_decode: bool = True,
         codec: Choice | None = None,
         max_rollback: int = 0,
+        residual_length: int = 0,
     ) -> None:
         layout = Chunks(chunk_size, max(max_write, max_rollback), max_rollback)
         KVCache.__init__(
-            self, bits, group_size, growth, reserve, packed_decode=packed_decode, layout=layout, codec=codec
+            self,
+            bits,
+            group_size,
+            growth,
+            reserve,
+            packed_decode=packed_decode,
+            layout=layout,
+            codec=codec,
+            residual_length=residual_length,
         )
 
     @staticmethod
@@ -201,10 +219,19 @@ class CompressedKVCache(Combination):
         *,
         packed_decode: bool = True,
         codec: Choice | None = None,
+        residual_length: int = 0,
     ) -> None:
         evictor = Evictor(Budget(budget, keep_recent, sinks, margin, max_write), score, share)
         KVCache.__init__(
-            self, bits, group_size, growth, reserve, packed_decode=packed_decode, evictor=evictor, codec=codec
+            self,
+            bits,
+            group_size,
+            growth,
+            reserve,
+            packed_decode=packed_decode,
+            evictor=evictor,
+            codec=codec,
+            residual_length=residual_length,
         )
 
     @staticmethod

@@ -132,6 +132,16 @@ class Holder:
         """
         return memory.live_positions(self._held)
 
+    @property
+    def most_trims(self) -> tuple[int, ...]:
+        """Tokens that each row can drop and see what it saw before them."""
+        held = self._held
+        layout, residual = held.layout, held.residual
+        most = tuple([layout.most_trim(row) for row in held.rows])
+        if residual is None:
+            return most
+        return tuple([min(n, residual.most_trim(i, held.rows[i].offset)) for i, n in enumerate(most)])
+
     # --- memory ----------------------------------------------------------------------------------------------------
 
     @property
@@ -150,8 +160,13 @@ class Holder:
         return memory.allocated(self._held)
 
     @property
+    def nbytes_residual(self) -> int:
+        """Bytes allocated for newest tokens as they came."""
+        return memory.residual(self._held)
+
+    @property
     def nbytes_live(self) -> int:
-        """Bytes of the slots that hold a token."""
+        """Bytes of the slots that hold a token, and of newest tokens as they came."""
         return memory.live(self._held)
 
     @property

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from mlx_kv.cache import holding, phases, rows, steady, update
-from mlx_kv.cache.attention import PackedAnswer
+from mlx_kv.cache.attention import PackedAnswer, ResidualAnswer
 from mlx_kv.cache.checks import whole_number, whole_numbers
 from mlx_kv.cache.codecs import Bits, Choice, are_plain, find_codecs
 from mlx_kv.cache.contents import Contents
@@ -29,6 +29,7 @@ from mlx_kv.cache.holder import Holder
 from mlx_kv.cache.layout import Append, Layout, Row, trim_rows
 from mlx_kv.cache.mask import Mask, make_mask
 from mlx_kv.cache.protocol import Call, Fetched, Hook
+from mlx_kv.cache.residual import Residual
 
 
 class KVCache(Holder):
@@ -46,6 +47,8 @@ class KVCache(Holder):
         layout: which slot holds which position: everything (the default), a ring, chunks, or a budget.
         evictor: what compacts the rows of a budget, whose layout it has; None makes one with the default score where
             the layout is a budget.
+        residual_length: tokens that a query sees as they came, itself included, whatever stores the others; 0 is none.
+            Only where attention can be answered here: `make_prompt_cache` sees to that.
         codec: how tensors are stored: a codec or its name (`mlx_kv.codec_names()`), or two, of keys and of values;
             instead of bits, or the name of one that is made with bits ("rotated") beside them.
 
@@ -68,6 +71,7 @@ class KVCache(Holder):
         layout: Layout = Append(),
         evictor: Evictor | None = None,
         codec: Choice | None = None,
+        residual_length: int = 0,
     ) -> None:
         codecs = find_codecs(bits, group_size, codec)
         reserve, quantized_start = whole_number("reserve", reserve), whole_number("quantized_start", quantized_start)
@@ -75,7 +79,11 @@ class KVCache(Holder):
             raise ValueError(f"quantized_start is {quantized_start}, but bits is None: say how many")
         if evictor is not None and layout not in (Append(), evictor.layout):
             raise ValueError(f"got {layout}, but an evictor of {evictor.layout}: leave the layout out")
-        super().__init__(Contents(codecs, layout, evictor, growth, reserve, quantized_start, packed_decode))
+        if whole_number("residual_length", residual_length) and are_plain(codecs):
+            raise ValueError(f"residual_length is {residual_length}, but bits is None: say how many")
+        residual = Residual(residual_length) if residual_length else None
+        made = Contents(codecs, layout, evictor, growth, reserve, quantized_start, packed_decode, residual=residual)
+        super().__init__(made)
 
     # --- the update path ------------------------------------------------------------------------------------------
 
@@ -146,12 +154,16 @@ class KVCache(Holder):
         """This cache, if its budget wants to see attention, or its planes are not for mlx-lm's; else None."""
         held = self._held
         watched = held.evictor is not None and held.evictor.wants_attention
-        return self if watched or (held.packings is not None and held.packed_decode) else None
+        own = held.residual is not None or (held.packings is not None and held.packed_decode)
+        return self if watched or own else None
 
     def attend(self, call: Call) -> mx.array:
         """(B, Hq, S, Dv): attention after an update, which the evictor sees; over planes that mlx-lm's cannot read."""
         held = self._held
-        if held.packed and held.packings is not None:
+        if held.residual is not None and held.residual.seen is not None and held.encoded:
+            packings = held.packings if held.packed else None
+            call = call.before(ResidualAnswer(held.residual.seen, held.residual.length, packings))
+        elif held.packed and held.packings is not None:
             call = call.before(PackedAnswer(*held.packings))
         if held.evictor is None or not held.evictor.wants_attention:
             return call.hand_on()
@@ -161,7 +173,8 @@ class KVCache(Holder):
 
     def is_trimmable(self) -> bool:
         """mlx-lm's question, whose callers then trim by any amount: whether every trim is lossless."""
-        return all(self.layout.most_trim(row) == row.offset for row in self._held.rows if row.offset > 0)
+        rows = self._held.rows
+        return all(most == row.offset for most, row in zip(self.most_trims, rows, strict=True) if row.offset > 0)
 
     def can_trim(self, n: int | Sequence[int]) -> bool:
         """Whether every row can drop n tokens, or row i n[i] of them, and see what it saw before them."""
@@ -169,7 +182,7 @@ class KVCache(Holder):
             counts = whole_numbers(n, len(self._held.rows))
         except ValueError:
             return False
-        most = [self.layout.most_trim(row) for row in self._held.rows]
+        most = self.most_trims
         return len(counts) == len(most) and all(0 <= c <= m for c, m in zip(counts, most, strict=True))
 
     def trim(self, n: int) -> int:
@@ -192,7 +205,11 @@ class KVCache(Holder):
         """
         held = self._held
         before = held.rows
-        held.rows = trim_rows(held.layout, before, whole_numbers(n, len(before)))
+        counts = whole_numbers(n, len(before))
+        rows = trim_rows(held.layout, before, counts)
+        if held.residual is not None:
+            held.residual.check_trim(counts, self.most_trims)
+        held.rows = rows
         held.transient = None
         phases.note_trim(held, before)
         if held.evictor is not None:
@@ -207,6 +224,8 @@ class KVCache(Holder):
         held.packed, held.transient, held.lengths = False, None, None
         if held.evictor is not None:
             held.evictor.reset()
+        if held.residual is not None:
+            held.residual = held.residual.empty()
         if held.quantized_start:
             held.buffers = None  # the new session begins plain again
 

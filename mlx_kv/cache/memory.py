@@ -11,14 +11,19 @@ from mlx_kv.cache.layout import NO_LIMIT
 def allocated(held: Contents) -> int:
     """Bytes allocated, dead slots included."""
     known = 0 if held.evictor is None else held.evictor.nbytes
-    return 0 if held.buffers is None else known + sum(buffer.nbytes for buffer in held.buffers)
+    return 0 if held.buffers is None else known + residual(held) + sum(buffer.nbytes for buffer in held.buffers)
+
+
+def residual(held: Contents) -> int:
+    """Bytes allocated for newest tokens as they came: a ring of its own size, however many tokens there are."""
+    return 0 if held.residual is None else held.residual.nbytes
 
 
 def live(held: Contents) -> int:
-    """Bytes of the slots that hold a token."""
+    """Bytes of the slots that hold a token, and of the newest as they came."""
     if held.buffers is None:
         return 0
-    return sum(max(0, held.layout.held(row)) for row in held.rows) * bytes_per_slot(held)
+    return sum(max(0, held.layout.held(row)) for row in held.rows) * bytes_per_slot(held) + residual(held)
 
 
 def full(held: Contents) -> int:

@@ -15,6 +15,7 @@ from mlx_kv.cache.contents import Contents
 from mlx_kv.cache.eviction.evictor import Evictor
 from mlx_kv.cache.growth import round_up
 from mlx_kv.cache.layout import Layout, enough_slots, moves_between, planned, reshaped, stay
+from mlx_kv.cache.residual import Residual
 from mlx_kv.cache.view import CacheView
 
 
@@ -53,6 +54,7 @@ def _how(cache: Joinable) -> list[tuple[str, object]]:
     return [
         ("layout", planned(view.layout).parameters),
         ("bits and group size", None if affine is None else (affine.bits, affine.group_size)),
+        ("a residual of", view.residual_length),
         ("codecs", (other, None if other is None else tuple(map(type, view.codecs)))),
         ("score and share", None if evictor is None else (evictor.score.name, evictor.granularity)),
         ("budgets of layers", None if evictor is None else evictor.layers),
@@ -86,6 +88,9 @@ def join(held: Contents, others: Sequence[Contents]) -> None:
     # Where nobody has a token, buffers that are left of trimmed ones have rows for this cache alone.
     held.buffers = joined_buffers(everyone, _joint_capacity(filled), encoded) if filled else None
     held.encoded = encoded
+    if held.residual is not None:
+        parts = [(each.residual, len(each.rows)) for each in everyone if each.residual is not None]
+        held.residual = Residual.joined(parts)
     held.rows = tuple([row for each in everyone for row in each.rows])
     held.reserved = max(each.reserved for each in everyone)
     held.announced = tuple([announced for each in everyone for announced in each.announced])
@@ -162,6 +167,8 @@ def select(held: Contents, chosen: Sequence[int], shrink: bool = False) -> None:
         capacity = round_up(used + 1) if shrink else capacity
         keys, values = (buffer.selected(chosen, capacity) for buffer in held.buffers)
         held.buffers = keys, values
+    if held.residual is not None:
+        held.residual = held.residual.selected(chosen)
     held.transient, held.ranges, held.packed, held.trimmed_at = None, (), False, ()
     if held.lengths is not None:
         held.lengths = tuple([held.lengths[index] for index in chosen])

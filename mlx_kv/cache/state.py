@@ -18,6 +18,7 @@ from mlx_kv.cache.eviction.evictor import Evictor
 from mlx_kv.cache.growth import DEFAULT, Growth
 from mlx_kv.cache.holding import released
 from mlx_kv.cache.layout import Budget, Row, make_layout
+from mlx_kv.cache.residual import Residual
 
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32, "float64": mx.float64}
 Tensors = list[tuple[int, str]]  # head dim and name of the dtype, of keys and of values
@@ -37,6 +38,8 @@ class CacheState(NamedTuple):
         quantized_start, packed_decode: as in `KVCache`.
         packed: whether the last fetch handed out packed planes.
         eviction: what the evictor knows; None without one.
+        residual: of a residual its length, its room, the lowest position of each row, and its keys and values
+            (B, H, slots, D), which are left out before the first update; None without one.
     """
 
     keys: Planes | list[mx.array] | None
@@ -51,6 +54,7 @@ class CacheState(NamedTuple):
     packed_decode: bool = True
     packed: bool = False
     eviction: Sequence[Any] | None = None
+    residual: Sequence[Any] | None = None
 
 
 def in_state(codecs: Codecs) -> list[Any]:
@@ -77,6 +81,7 @@ def state_of(held: Contents) -> CacheState:
         held.packed_decode,
         held.packed,
         None if held.evictor is None else held.evictor.state,
+        None if held.residual is None else held.residual.state,
     )
 
 
@@ -115,6 +120,7 @@ def contents_of(
         tuple(Row(*row) for row in told.rows),
         ranges=tuple((first, last) for first, last in told.ranges),
         packed=told.packed,
+        residual=None if told.residual is None else Residual.from_state(told.residual),
     )
     if told.keys is not None and told.values is not None:
         codecs, planes = held.codecs if told.encoded else PLAIN, (tuple(told.keys), tuple(told.values))
@@ -128,7 +134,7 @@ def contents_of(
 
 
 def _named(state: tuple[Any, ...]) -> CacheState:
-    if len(state) == len(CacheState._fields):
+    if len(state) in (len(CacheState._fields), len(CacheState._fields) - 1):
         return CacheState(*state)
     keys, values, rows, ranges, layout, bits, group_size, quantized_start, packed_decode, packed, eviction = state
     encoded = bits is None or (keys is not None and len(keys) > 1)

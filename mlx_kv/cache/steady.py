@@ -42,7 +42,7 @@ def remember(held: Contents, keys: mx.array, values: mx.array) -> None:
     last, held.last = held.last, None
     if last is None or held.buffers is None or not (held.encoded and last.steady):
         return
-    if held.lengths is not None or held.following is not None:
+    if held.lengths is not None or held.following is not None or held.residual is not None:
         return
     held.last = last
     tensors = keys.shape, values.shape, keys.dtype, values.dtype

@@ -42,6 +42,8 @@ def store(held: Contents, keys: mx.array, values: mx.array) -> Fetched:
         held.transient = read_transient(plan, buffers, tensors)
     for buffer, tensor in zip(buffers, tensors, strict=True):
         buffer.write(tensor, plan)
+    if held.residual is not None:
+        held.residual.write(tensors, plan)
     held.layout, held.last, held.counts = plan.layout, plan, plan.counts if plan.padded else None
     held.rows, held.ranges = plan.after, () if plan.transient else plan.ranges
     if held.lengths is not None:

@@ -24,6 +24,7 @@ class CacheView(NamedTuple):
         announced: tokens that each row will hold, as far as was said.
         lengths: tokens of each row that are announced, padding follows them; None where none is.
         growth: how capacity grows.
+        residual_length: tokens that a query sees as they came, however they are stored.
     """
 
     layout: Layout
@@ -36,6 +37,7 @@ class CacheView(NamedTuple):
     announced: tuple[int, ...]
     lengths: tuple[int, ...] | None
     growth: Growth
+    residual_length: int = 0
 
     @property
     def used(self) -> int:

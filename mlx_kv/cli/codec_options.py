@@ -1,4 +1,4 @@
-"""How keys and values are stored: --kv-bits, --kv-codec and --kv-rotate.
+"""How keys and values are stored: --kv-bits, --kv-codec, --kv-rotate and --kv-residual.
 
 Decides what pairs of words mean, keys first, and that of two words for one thing one is enough. Which codecs there are,
 and what they can store, the library says.
@@ -69,6 +69,13 @@ _OPTIONS = (
         "keys and of values.",
     ),
     click.option("--kv-rotate", is_flag=True, help="Quantise them rotated: short for --kv-codec rotated."),
+    click.option(
+        "--kv-residual",
+        type=int,
+        default=0,
+        metavar="N",
+        help="So many of the newest tokens are seen as they came, however others are stored: 64, say.",
+    ),
 )
 
 
@@ -79,7 +86,7 @@ def codec_options(function: Callable[..., None]) -> Callable[..., None]:
     return function
 
 
-def codec_settings(kv_bits: Any, kv_codec: Any, kv_rotate: bool) -> dict[str, Any]:
+def codec_settings(kv_bits: Any, kv_codec: Any, kv_rotate: bool, kv_residual: int) -> dict[str, Any]:
     """The settings of a `CachePolicy` that these options say.
 
     Raises:
@@ -104,7 +111,7 @@ def codec_settings(kv_bits: Any, kv_codec: Any, kv_rotate: bool) -> dict[str, An
     for count, name in zip(*pairs, strict=True):
         if name in TAKE_BITS and count is None:
             raise click.UsageError(f"--kv-codec {name} needs --kv-bits: say how many, such as 8")
-    return {"bits": kv_bits, "codec": kv_codec}
+    return {"bits": kv_bits, "codec": kv_codec, "residual_length": kv_residual}
 
 
 def in_words(given: Any) -> str:

@@ -227,6 +227,7 @@ def evaluate_command(
     kv_bits: Any,
     kv_codec: Any,
     kv_rotate: bool,
+    kv_residual: int,
     text_file: Path | None,
     plot: Path | None,
     as_json: bool,
@@ -244,7 +245,7 @@ def evaluate_command(
     from mlx_kv.evaluation.evaluate import TASKS
     from mlx_kv.evaluation.results import Settings
 
-    stored = codec_settings(kv_bits, kv_codec, kv_rotate)
+    stored = codec_settings(kv_bits, kv_codec, kv_rotate, kv_residual)
     settings = Settings(**stored, seen=SEEN[question], **options)  # refuses bad settings before anything is loaded
     for task in tasks:
         if task not in TASKS:
@@ -298,5 +299,6 @@ def settings_in_words(settings: Settings) -> str:
     rows = f"{settings.rows} rows, {settings.seeds} seed{'s' if settings.seeds > 1 else ''}"
     bits = "" if settings.bits is None else f", {in_words(settings.bits)} bits"
     bits += "" if settings.codec is None else f", codec={in_words(settings.codec)}"
+    bits += f", the newest {settings.residual_length} as they came" if settings.residual_length else ""
     layers = "" if settings.layers == "uniform" else f", layers={settings.layers}"
     return f"contexts of {settings.context:,} tokens, {rows}, share={settings.share}{layers}{bits}"

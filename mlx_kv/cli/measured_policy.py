@@ -91,7 +91,7 @@ class AskedPolicy:
             return replace(self.policy, bits=None, codec=(centred(model, tokens, keys, advance), values))
 
     def _chosen(self, model: nn.Module, tokens: list[int]) -> CachePolicy:
-        from mlx_kv.evaluation.choosing import choose_bits
+        from mlx_kv.evaluation.choosing import CANDIDATES, choose_bits
         from mlx_kv.evaluation.codec_loss import PLAIN, bytes_per_token
         from mlx_kv.files.fingerprint import model_fingerprint
         from mlx_kv.files.remembered import Remembered
@@ -101,6 +101,7 @@ class AskedPolicy:
             model,
             tokens,
             self.bound,
+            candidates=[replace(each, residual_length=self.policy.residual_length) for each in CANDIDATES],
             measure=_Measuring(model, tokens),
             remembered=Remembered(),
             fingerprint=model_fingerprint(model),
@@ -212,7 +213,9 @@ def read_loss_text(file: Path) -> str:
 def as_options(policy: CachePolicy) -> str:
     """The options that say how tensors are stored, as a user would write them."""
     group = "" if policy.group_size == type(policy)().group_size else f" --kv-group-size {policy.group_size}"
-    return f"--kv-bits {in_words(policy.bits)}{group}{' --kv-rotate' if policy.codec == 'rotated' else ''}"
+    rotated = " --kv-rotate" if policy.codec == "rotated" else ""
+    residual = f" --kv-residual {policy.residual_length}" if policy.residual_length else ""
+    return f"--kv-bits {in_words(policy.bits)}{group}{rotated}{residual}"
 
 
 def say_chosen(chosen: CachePolicy, tried: list[Tried], max_loss: float, tokens: int, plain: int) -> None:

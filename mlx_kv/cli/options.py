@@ -155,7 +155,7 @@ def make_policy(**options: Any) -> CachePolicy:
     from mlx_kv.cache.growth import FixedStep, Geometric, Tapered
     from mlx_kv.policy import CachePolicy
 
-    stored = codec_settings(**{name: options.pop(name) for name in ("kv_bits", "kv_codec", "kv_rotate")})
+    stored = codec_settings(**{name: options.pop(name) for name in ("kv_bits", "kv_codec", "kv_rotate", "kv_residual")})
     options["kv_growth"] = {"tapered": Tapered, "geometric": Geometric, "step": FixedStep}[options["kv_growth"]]()
     if options["kv_score"] is None:
         options["kv_score"] = CachePolicy.score

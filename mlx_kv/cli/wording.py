@@ -17,6 +17,7 @@ SETTINGS = {
     "kv_codec": "codec",
     "kv_group_size": "group_size",
     "quantized_kv_start": "quantized_start",
+    "kv_residual": "residual_length",
     "kv_growth": "growth",
     "kv_budget": "budget",
     "kv_score": "score",

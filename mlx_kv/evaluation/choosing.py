@@ -27,7 +27,7 @@ from mlx_kv.policy import CachePolicy
 MAX_LOSS = 0.01  # nats a token: a perplexity one percent higher
 TOKENS = 2048  # of a text
 CHARACTERS = 16  # and more make no token of a text, on average
-STORING = {"bits", "group_size", "codec"}  # what a candidate may say
+STORING = {"bits", "group_size", "codec", "residual_length"}  # what a candidate may say
 PAIRS = ((4, 4), (5, 4), (6, 4), (8, 4), (6, 6), (8, 8))  # bits of keys and of values
 CANDIDATES = tuple(
     CachePolicy(bits=pair, group_size=group, codec=codec)
@@ -174,7 +174,7 @@ def _measuring(model: nn.Module, tokens: Sequence[int], progress: Progress | Non
 
 
 def _try(policy: CachePolicy, size: int, measure: Measure, subject: str, remembered: Numbers | None) -> Tried:
-    name = in_words(policy.codecs)
+    name = in_words(policy.codecs) + (f" but the newest {policy.residual_length}" if policy.residual_length else "")
     known = None if remembered is None else remembered.numbers(subject, name)
     if known is not None and len(known) == 2:
         nats, error = known

@@ -74,12 +74,14 @@ def losses(
 def bytes_per_token(model: nn.Module, policy: CachePolicy) -> int:
     """Of keys and values of all layers, scales included, in the model's dtype: one token is read, nothing evaluated.
 
+    What a residual takes beside them, for any number of tokens, is left out.
+
     Raises:
         ValueError: the policy cannot store these head dims.
     """
     caches = make_prompt_cache(model, policy)
     model(mx.zeros((1, 1), mx.int32), cache=caches)
-    return sum(cache.nbytes_live for cache in attention_caches(caches))
+    return sum(cache.nbytes_live - cache.nbytes_residual for cache in attention_caches(caches))
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ class Settings:
         rows: contexts of each seed; texts and attention take an eighth of them.
         context: tokens that are compressed.
         seeds: repetitions with other contexts, from seed 0 up.
-        keep_recent, share, layers, bits, codec: as in `CachePolicy`.
+        keep_recent, share, layers, bits, codec, residual_length: as in `CachePolicy`.
         seen: whether questions of a language model are seen when a context is compressed: one, or both in turns.
         rolling: whether caches of such tasks compact while a context is read, step by step, as they do in decoding.
 
@@ -45,6 +45,7 @@ class Settings:
     layers: LayerBudgets = "uniform"
     bits: Bits | None = None
     codec: Choice | None = None
+    residual_length: int = 0
     seen: tuple[bool, ...] = (False,)
     rolling: bool = False
 
@@ -65,10 +66,11 @@ class Settings:
     def policy(self, score: str | None, budget: int | None, margin: int | None = None) -> CachePolicy:
         """What keeps `budget` tokens by a score, or everything. Without a margin, no context makes it evict."""
         if score is None or budget is None:
-            return CachePolicy(bits=self.bits, codec=self.codec)
+            return CachePolicy(bits=self.bits, codec=self.codec, residual_length=self.residual_length)
         return CachePolicy(
             bits=self.bits,
             codec=self.codec,
+            residual_length=self.residual_length,
             budget=budget,
             score=score,
             keep_recent=self.keep_recent,

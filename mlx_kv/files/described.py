@@ -23,10 +23,11 @@ from mlx_kv.cache.codecs import PLAIN, Codecs, affine_of, are_plain, find_codec,
 from mlx_kv.cache.growth import DEFAULT, SLOT_MULTIPLE, FixedStep, Geometric, Growth, Tapered, round_up
 from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.cache.layout import NO_LIMIT, Budget, Layout, Row, make_layout
-from mlx_kv.cache.state import CacheState, Tensors
+from mlx_kv.cache.state import CacheState, Tensors, tensor_told_by
 from mlx_kv.files import stock_files
 from mlx_kv.files.evictors import check_eviction, check_lists, eviction_in_short, whole
 from mlx_kv.files.planes import check_planes
+from mlx_kv.files.residuals import describe_residual, restore_residual
 
 # What comes of a description that is none, beside the ValueErrors of the checks.
 NOT_SO = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
@@ -148,6 +149,8 @@ def _describe_ours(cache: KVCache, name: str, arrays: dict[str, mx.array]) -> di
         described["announced"] = view.announced
     if affine is None and not are_plain(view.codecs):  # bits and a group size do not tell them
         described["codecs"] = {"codecs": told.codecs, "tensors": told.tensors, "encoded": told.encoded}
+    if told.residual is not None:
+        described["residual"] = describe_residual(told.residual, f"{name}.residual", arrays)
     return described
 
 
@@ -182,7 +185,7 @@ def _codecs(
 
 
 def _restore_ours(described: dict[str, Any], name: str, arrays: dict[str, mx.array], room: Room) -> KVCache:
-    _check_parts(described, PARTS | (described.keys() & {"announced", "codecs"}))
+    _check_parts(described, PARTS | (described.keys() & {"announced", "codecs", "residual"}))
     _check_parts(described["planes"], {"keys", "values"})
     if described["name"] != name:
         raise ValueError(f"cache {name} says that it is another")
@@ -257,6 +260,17 @@ def _restore_ours(described: dict[str, Any], name: str, arrays: dict[str, mx.arr
         mx.eval(whole)
         return whole
 
+    residual = None
+    if "residual" in described:
+        if are_plain(codecs):
+            raise ValueError("newest tokens as they came, where all are")
+        if stored and tensors is None:
+            both = zip(codecs if encoded else PLAIN, (first_keys, first_values), strict=True)
+            tensors = [tensor_told_by(codec, tuple(planes)) for codec, planes in both]
+        offsets = [row.offset for row in rows]
+        told = described["residual"]
+        residual = restore_residual(told, f"{name}.residual", arrays, offsets, heads, tensors)
+        room.take(sum(x.nbytes for x in residual[3]))
     keys, values = ([plane(lines) for lines in which] or None for which in taken)
     return KVCache.from_state(
         CacheState(
@@ -272,6 +286,7 @@ def _restore_ours(described: dict[str, Any], name: str, arrays: dict[str, mx.arr
             packed_decode,
             packed,
             eviction,
+            residual,
         ),
         growth=growth,
         reserved=reserve,

@@ -282,6 +282,8 @@ def _theirs(cache: Any, index: int) -> tuple[str, Any]:
     if layout.chunk_size is not None or row.evicted > 0 or row.offset < 0:
         what = "chunks" if layout.chunk_size is not None else "evicted tokens" if row.evicted > 0 else "left padding"
         raise ValueError(f"cache {index} has {what}, which mlx-lm's format cannot hold: {mend}")
+    if view.residual_length:
+        raise ValueError(f"cache {index} holds newest tokens as they came, and mlx-lm has no such thing: {mend}")
     if not plain and affine is None:
         raise ValueError(f"cache {index} stores {in_words(codecs)}, and mlx-lm has no such thing: {mend}")
     if layout.window is not None:

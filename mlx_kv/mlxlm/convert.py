@@ -16,7 +16,7 @@ import mlx.nn as nn
 from mlx_lm.models import cache as stock
 
 from mlx_kv.cache.checks import SettingError
-from mlx_kv.cache.codecs import packings_of
+from mlx_kv.cache.codecs import Packing, packings_of
 from mlx_kv.cache.eviction.layer_group import LayerGroup
 from mlx_kv.cache.eviction.peers import ALONE, Peers
 from mlx_kv.cache.kv_cache import KVCache
@@ -66,6 +66,8 @@ def make_prompt_cache(
         policy = policy if why_unbounded(model) is None else policy.unbounded()
     if policy.budget is not None:
         peers.check(policy.share, policy.layers)
+    if policy.residual_length and not shows_residual(model, policy):
+        policy = replace(policy, residual_length=0)
     packed_decode = not policy.stores_plain and _takes_packed_planes(model, policy)
     caches = _convert(model, stock.make_prompt_cache(model), policy, packed_decode, peers)
     show_attention(model, caches)
@@ -85,6 +87,12 @@ def check_policy(model: nn.Module, policy: CachePolicy) -> None:
     ignored = [name for name in policy.changed() if not honoured.get(name, full or windowed)]
     if not ignored:
         check_readable(model)
+        if policy.residual_length and not shows_residual(model, policy):
+            raise SettingError(
+                f"residual_length is {policy.residual_length}, but attention of {architecture(model)} cannot be "
+                "answered here: leave it out",
+                ["residual_length"],
+            )
         return
     reason = f"its caches are {', '.join(sorted(kind.__name__ for kind in kinds)) or 'none'}"
     if why is not None:
@@ -173,6 +181,12 @@ def _convert(
     return caches
 
 
+def shows_residual(model: nn.Module, policy: CachePolicy) -> bool:
+    """Whether attention in every layer can be given newest tokens as they came beside what is stored."""
+    packed = [codec.packed for codec in policy.codecs if codec.packed is not None]
+    return can_answer(model, packed[0] if packed else Packing(8, 32))
+
+
 def _takes_packed_planes(model: nn.Module, policy: CachePolicy) -> bool:
     """Whether attention in every layer of this model works on packed planes.
 
@@ -180,6 +194,8 @@ def _takes_packed_planes(model: nn.Module, policy: CachePolicy) -> bool:
         ValueError: a head dim that the codec cannot store.
     """
     packing = policy.packing
+    if policy.residual_length and None not in [codec.packed for codec in policy.codecs]:
+        return True  # it can be answered
     if packing is not None and takes_packed(model, packing.group_size, packing.bits):
         return True
     if (packings := packings_of(policy.codecs)) is not None and can_answer(model, packings[0]):

@@ -35,7 +35,7 @@ def can_answer(model: nn.Module, packing: Packing) -> bool:
 
 
 def _all_can_answer(model: nn.Module, parts: Sequence[KVCache]) -> bool:
-    packings = [packings_of(part.view.codecs) for part in parts]
+    packings = [packings_of(part.view.codecs) for part in parts if not part.view.residual_length]
     return all(each is not None and can_answer(model, each[0]) for each in packings)
 
 
@@ -65,6 +65,12 @@ def show_attention(model: nn.Module, caches: Sequence[Any]) -> None:
         raise ValueError(
             f"a score of attention needs to see it, and {architecture(model)} shows none of layer "
             f"{', '.join(map(str, hidden))}: choose another score, such as key_diff"
+        )
+    residuals = [i for i in hooked if any(part.view.residual_length for part in parts[i])]
+    if blind := [i for i in residuals if i < len(sights) and sights[i] not in ("seen", None)]:
+        raise ValueError(
+            f"newest tokens as they came need attention that can be answered, and {architecture(model)} shows none of "
+            f"layer {', '.join(map(str, blind))}: leave out residual_length"
         )
     evictors = [(i, part.evictor) for i in wanting for part in parts_of(everything[i])]
     seen = [(i, evictor.observation) for i, evictor in evictors if evictor is not None]

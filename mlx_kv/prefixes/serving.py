@@ -21,7 +21,8 @@ def least_tokens(caches: Sequence[Any], held: int) -> int:
     most = held
     for cache in leaves(caches):
         if is_ours(cache):
-            most = min(most, *(_exact_trim(cache, row, index) for index, row in enumerate(cache.view.rows)))
+            exact = [_exact_trim(cache, row, index) for index, row in enumerate(cache.view.rows)]
+            most = min(most, *map(min, exact, cache.most_trims))
         elif not cache.is_trimmable():
             most = 0
     return held - most
@@ -56,6 +57,8 @@ def _how(cache: KVCache) -> str:
     keeps, view = [" ".join(map(str, planned(cache.layout).parameters))], cache.view
     if not are_plain(view.codecs):
         keeps.append(f"{in_words(view.codecs)} from {view.quantized_start}")
+        if view.residual_length:
+            keeps.append(f"but the newest {view.residual_length}")
     if cache.evictor is not None:
         keeps.append(f"by {cache.evictor.score.name} for each {cache.evictor.granularity}")
     return ", ".join(keeps)
@@ -63,4 +66,7 @@ def _how(cache: KVCache) -> str:
 
 def needs_checkpoints(caches: Sequence[Any]) -> bool:
     """Whether caches will come to where they cannot be trimmed back to any prefix."""
-    return not all(is_ours(cache) and cache.layout.enough_slots == NO_LIMIT for cache in leaves(caches))
+    return not all(
+        is_ours(cache) and cache.layout.enough_slots == NO_LIMIT and not cache.view.residual_length
+        for cache in leaves(caches)
+    )

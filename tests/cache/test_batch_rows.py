@@ -21,7 +21,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from oracle import HEADS, QUERY_HEADS, poison
+from oracle import HEADS, QUERY_HEADS, poison, set_room
 
 import mlx_kv.cache.kv_cache
 import mlx_kv.cache.rows
@@ -30,6 +30,7 @@ from mlx_kv.cache import phases
 from mlx_kv.cache.eviction.kept_tokens import KeptTokens
 from mlx_kv.cache.eviction.layer_group import LayerGroup
 from mlx_kv.cache.layout import Plan, Row
+from mlx_kv.cache.residual import ROOM
 from mlx_kv.mlxlm.traverse import attention_caches, places_of
 
 DIM, PERIOD = 32, phases.PERIOD
@@ -46,9 +47,13 @@ class Kind:
     chunk: int | None = None
     layers: int = 1
     carries: bool = False
+    room: int = ROOM  # beside newest tokens as they came
 
     def make(self) -> list[KVCache]:
-        return self._made(self.policy)
+        made = self._made(self.policy)
+        for cache in made if self.policy.residual_length else []:
+            set_room(cache, self.room)
+        return made
 
     def alone(self) -> list[KVCache]:
         """As `make`, but always with all the room: it can take back whatever a batch can."""
@@ -68,6 +73,7 @@ def kinds() -> st.SearchStrategy[Kind]:
         {"bits": (8, 4), "group_size": 32},
         {"bits": 4, "group_size": 32, "codec": ("rotated", "affine")},
         {"codec": "mxfp8"},
+        {"bits": 4, "group_size": 32, "residual_length": 3},
     ]
     storage = st.sampled_from([*[{}] * 3, *[{"bits": bits, "group_size": 32} for bits in (8, 8, 4, 4)], *apart])
     bounds = st.sampled_from(["full", "ring", "chunks", "layers", "layer", "head"])
@@ -131,7 +137,7 @@ def rows_of(cache: Any) -> list[Row]:
 
 def most_trims(cache: Any) -> list[int]:
     """Tokens that each row can take back."""
-    return [own.layout.most_trim(own.view.rows[index]) for own, index in places_of(cache)]
+    return [own.most_trims[index] for own, index in places_of(cache)]
 
 
 class Batches(RuleBasedStateMachine):

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from mlx_lm.generate import generate_step
 from mlx_lm.models import cache as stock
-from oracle import Shadowed
+from shadowing import Shadowed
 from slow_cache import SlowCache
 from tiny_models import FAMILIES, VOCAB, make_model
 

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 import mlx_kv
+from mlx_kv.cache.residual import ROOM
 from mlx_kv.generation.stream import stream_generate
 from mlx_kv.mlxlm.loading import load
 
@@ -107,6 +108,12 @@ STORED: dict[str, tuple[tuple[str, ...], int]] = {
     "two codecs": (("--kv-codec", "mxfp8,nvfp4"), (64 + 2) + (32 + 4)),
     "two codecs, one with bits": (("--kv-codec", "rotated,mxfp4", "--kv-bits", "8,none"), (64 + 8) + (32 + 2)),
 }
+
+
+def test_the_newest_as_they_came_take_a_ring_beside_the_others(command: Any) -> None:
+    asked = ("generate", "--prompt", "import os\n", "--max-tokens", "3", "--json", "--kv-bits", "4", "--kv-rotate")
+    without, beside = (json.loads(command(*asked, *more).out) for more in ((), ("--kv-residual", "8")))
+    assert beside["kv_bytes_live"] - without["kv_bytes_live"] == 4 * 2 * (8 + ROOM + 1) * 512
 
 
 @pytest.mark.parametrize("kind", STORED)

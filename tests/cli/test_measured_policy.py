@@ -60,6 +60,15 @@ def test_a_second_run_remembers(text: Path, command: Any, tmp_path: Path) -> Non
     assert file.read_text() == "somebody else's"
 
 
+def test_the_newest_as_they_came_are_measured_so(text: Path, command: Any) -> None:
+    again = (*ASKED, "--kv-bits", "auto", "--max-loss", "1e9", "--loss-text", text)
+    assert "(measured now)" in command(*again).err
+    done = command(*again, "--kv-residual", "16")
+    assert "--kv-residual 16: +" in done.err or "--kv-residual 16: -" in done.err
+    assert "(measured now)" in done.err  # what was measured without them is of something else
+    assert "(as measured before)" in command(*again, "--kv-residual", "16").err
+
+
 def test_where_no_bits_are_borne_all_stays_plain(text: Path, command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mlx_kv.evaluation.codec_loss.CodecLoss.added", lambda self, policy: Cost())
     done = command(*ASKED, "--kv-bits", "auto", "--loss-text", text)

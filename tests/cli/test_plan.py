@@ -133,10 +133,10 @@ def bytes_in_use(caches: list[Any]) -> int:
         if isinstance(cache, stock.ArraysCache):
             total += cache.nbytes
             continue
-        per_slot, rest = divmod(cache.nbytes, cache.capacity)
+        per_slot, rest = divmod(cache.nbytes - cache.nbytes_residual, cache.capacity)
         assert rest == 0
         written = (cache.keys != 0).any(axis=(0, 1, 3))  # buffers begin as zeros
-        total += per_slot * int(written.sum().item())
+        total += per_slot * int(written.sum().item()) + cache.nbytes_residual
     return total
 
 
@@ -145,6 +145,7 @@ POLICIES = {
     "plain": CachePolicy(max_write=CHUNK),
     "8 bits": CachePolicy(max_write=CHUNK, bits=8, group_size=32),
     "bits apart": CachePolicy(max_write=CHUNK, bits=(8, 4), group_size=32),
+    "the newest as they came": CachePolicy(max_write=CHUNK, bits=4, group_size=32, residual_length=20),
     "rotated": CachePolicy(max_write=CHUNK, bits=4, group_size=32, codec="rotated"),
     "mxfp8 and plain": CachePolicy(max_write=CHUNK, codec=("mxfp8", "plain")),
     "bounded": CachePolicy(max_write=CHUNK, max_kv_size=20),
@@ -233,6 +234,7 @@ SAID = {
     ("--kv-bits", "8,8"): "bits=8",
     ("--kv-bits", "8,4", "--kv-rotate"): "bits=(8, 4), codec='rotated'",
     ("--kv-bits", "4", "--kv-codec", "rotated"): "bits=4, codec='rotated'",
+    ("--kv-bits", "4", "--kv-residual", "64"): "bits=4, residual_length=64",
     ("--kv-bits", "8,none", "--kv-rotate"): "bits=(8, None), codec=('rotated', 'plain')",
     ("--kv-codec", "mxfp8"): "codec='mxfp8'",
     ("--kv-codec", "mxfp8,mxfp4"): "codec=('mxfp8', 'mxfp4')",

@@ -66,6 +66,7 @@ def caches() -> list[Any]:
         ragged,
         filled(KVCache(8, 32)),
         filled(KVCache(4, 32, quantized_start=1000)),
+        filled(KVCache(4, 32, residual_length=8), rows=2),
         filled(RingKVCache(16, 8, sinks=2)),
         filled(ChunkedKVCache(16, 8)),
         filled(CompressedKVCache(20, 4, sinks=2, margin=4), rows=2),

@@ -109,6 +109,7 @@ CANNOT_BE_THEIRS: dict[str, tuple[Callable[[], Any], str]] = {
     "evicted": (lambda: filled(mlx_kv.CompressedKVCache(30, 4)), "has evicted tokens"),
     "chunks": (lambda: filled(mlx_kv.ChunkedKVCache(16)), "has chunks"),
     "quantised ring": (lambda: filled(RingKVCache(16, bits=8, group_size=32)), "is a quantised ring"),
+    "the newest as they came": (lambda: filled(KVCache(8, 32, residual_length=3)), "holds newest tokens as they came"),
     "never packed": (lambda: filled(KVCache(8, 32, packed_decode=False)), "whose attention cannot take"),
     "no cache": (object, "is a object"),
 }

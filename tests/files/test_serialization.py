@@ -70,6 +70,11 @@ FOUR = Affine(4, 32, rotate=True)
 STORED = {
     "bits apart": CachePolicy(bits=(8, 4), group_size=32),
     "rotated": CachePolicy(bits=8, group_size=32, codec="rotated"),
+    "the newest as they came": CachePolicy(bits=4, group_size=32, codec="rotated", residual_length=5),
+    "the newest as they came, half a codec": CachePolicy(codec=("plain", "mxfp8"), residual_length=70),
+    "the newest as they came, a budget": CachePolicy(
+        bits=4, group_size=32, budget=40, keep_recent=6, sinks=2, margin=5, residual_length=6
+    ),
     "rotated, bits apart, a budget": CachePolicy(
         bits=(8, 4), group_size=32, codec="rotated", budget=40, keep_recent=6, sinks=2, margin=5
     ),

@@ -86,7 +86,20 @@ def quantised(family: Family) -> Verdict:
     for bits in (8, 4):
         run_shadowed(family, family.policy(bits=bits, group_size=32), 2, (18, 7, 1, 1), bits)
         _check_packed(family, family.policy(bits=bits, group_size=32))
+    _check_newest(family, family.policy(bits=4, group_size=32, residual_length=64))
     return EXACT
+
+
+def _check_newest(family: Family, policy: CachePolicy) -> None:
+    """Where all tokens are the newest ones, seen as they came, 4 bits are as good as none."""
+    try:
+        caches = make_prompt_cache(family.model, policy)
+    except ValueError as error:
+        if "residual_length" not in str(error):
+            raise
+        return
+    got = read(family.model, caches, tokens(), CHUNKS)
+    family.check(got, family.own if family.looks_ahead else family.truth, "of newest tokens, logits")
 
 
 def _check_packed(family: Family, policy: CachePolicy) -> None:

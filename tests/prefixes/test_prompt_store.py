@@ -31,6 +31,7 @@ FIRST, SECOND = ([*PREFIX, *mx.random.randint(1, VOCAB, (40,), key=mx.random.key
 KINDS: dict[str, tuple[str, CachePolicy]] = {
     "plain": ("llama", CachePolicy()),
     "quantised": ("llama", CachePolicy(bits=8, group_size=32)),
+    "the newest as they came": ("llama", CachePolicy(bits=4, group_size=32, residual_length=6)),
     "rotated, bits apart": ("llama", CachePolicy(bits=(8, 4), group_size=32, codec="rotated")),
     "mxfp8 and nvfp4": ("llama", CachePolicy(codec=("mxfp8", "nvfp4"))),
     "windowed past its wrap": ("gemma3_text", CachePolicy()),
@@ -99,6 +100,19 @@ def test_a_prefix_is_read_once(kind: str, tmp_path: Path) -> None:
         assert child.exitcode == 0
         assert there >= 0.95 * len(SECOND)
         assert tokens == alone
+
+
+def test_tokens_that_are_gone_as_they_came_are_read_again(tmp_path: Path) -> None:
+    """A store goes back to where all that is to be seen as it came is there."""
+    model, store = make_model("llama", max_position_embeddings=8192), PromptStore(tmp_path)
+    policy = CachePolicy(bits=4, group_size=32, residual_length=6)
+    for alike, most in ((2900, 2560), (2980, 2980)):
+        other = [*FIRST[:alike], *SECOND[-200:]]
+        read(model, policy, FIRST, store)
+        second = read(model, policy, other, store)
+        assert alike - 512 <= second.reused <= most
+        alone = read(model, policy, other, None)
+        assert answer(model, second.caches, other[-1:]) == answer(model, alone.caches, other[-1:])
 
 
 def test_the_longest_prefix_serves_to_the_token(tmp_path: Path) -> None:

@@ -48,7 +48,8 @@ REPEATING = (PROMPT[:9] * 4)[:30]
 LENGTHS = (3, 17, 9, 26, 5)
 PLAIN, EIGHT_BITS = CachePolicy(), CachePolicy(bits=8, group_size=32)
 RING = CachePolicy(max_kv_size=16, sinks=2)
-POLICIES = {"plain": PLAIN, "8 bits": EIGHT_BITS, "ring": RING}
+NEWEST = CachePolicy(bits=4, group_size=32, residual_length=8)
+POLICIES = {"plain": PLAIN, "8 bits": EIGHT_BITS, "the newest as they came": NEWEST, "ring": RING}
 BUDGET: dict[str, Any] = {"budget": 24, "keep_recent": 6, "margin": 4, "sinks": 2}
 BUDGETS = {
     **{f"budget, share={share}": CachePolicy(share=share, **BUDGET) for share in ("layers", "layer", "head")},

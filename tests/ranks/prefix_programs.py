@@ -51,6 +51,7 @@ PROMPTS = [
 POLICIES = {
     "plain": CachePolicy(),
     "8 bits": CachePolicy(bits=8, group_size=32),
+    "the newest as they came": CachePolicy(bits=8, group_size=32, residual_length=8),
     "ring": CachePolicy(max_kv_size=64, max_write=STEP),
     "budget": CachePolicy(budget=96, keep_recent=8, margin=8, sinks=2),
 }

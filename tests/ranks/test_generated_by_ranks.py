@@ -27,13 +27,16 @@ FEW = (
 )
 
 
+ANSWERED_BY_MLX = tuple(name for name in EVERYTHING if "newest" not in name)  # latent attention is
+
+
 @pytest.mark.parametrize(
     ("family", "split", "names"),
     [
         ("qwen2", "layers", EVERYTHING),
         ("qwen2", "heads", FEW),
         pytest.param("qwen2", "heads", EVERYTHING, marks=pytest.mark.slow),
-        pytest.param("deepseek_v3", "heads", EVERYTHING, marks=pytest.mark.slow),
+        pytest.param("deepseek_v3", "heads", ANSWERED_BY_MLX, marks=pytest.mark.slow),
     ],
 )
 def test_the_tokens_are_those_of_one_process(family: str, split: str, names: tuple[str, ...]) -> None:

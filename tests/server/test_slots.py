@@ -19,6 +19,7 @@ from mlx_kv.server.slots import Slots
 POLICIES = {
     "full": CachePolicy(),
     "8 bits": CachePolicy(bits=8),
+    "the newest as they came": CachePolicy(bits=4, residual_length=16),
     "a budget": CachePolicy(budget=128, keep_recent=32),
     "a window": CachePolicy(max_kv_size=160),
 }

@@ -50,3 +50,32 @@ class Dense:
 
     def _first(self, slots: int) -> mx.array:
         return self._tensor if slots == self._tensor.shape[2] else self._tensor[:, :, :slots]
+
+
+class Joined:
+    """Two tensors, the slots of one after those of the other.
+
+    Args:
+        first, second: of the same B, H and D.
+    """
+
+    def __init__(self, first: Operand, second: Operand) -> None:
+        self._first, self._second = first, second
+        self._apart = first.shape[2]
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        rows, heads, slots, dim = self._second.shape
+        return rows, heads, self._apart + slots, dim
+
+    def scores(self, queries: mx.array, slots: int) -> mx.array:
+        if slots <= self._apart:
+            return self._first.scores(queries, slots)
+        beside = self._second.scores(queries, slots - self._apart)
+        return mx.concatenate([self._first.scores(queries, self._apart), beside], axis=-1)
+
+    def mixed(self, weights: mx.array, slots: int) -> mx.array:
+        if slots <= self._apart:
+            return self._first.mixed(weights, slots)
+        beside = self._second.mixed(weights[..., self._apart :], slots - self._apart)
+        return self._first.mixed(weights[..., : self._apart], self._apart) + beside

@@ -1,0 +1,220 @@
+"""The newest tokens of each row as they came, beside the codes of all: quantisation costs them nothing.
+
+What loses most by quantisation is what a token attends to most, its own neighbourhood; KIVI (Liu et al. 2024) and
+transformers' `residual_length` keep so many of the newest tokens in full precision. Here a token at position q sees
+keys and values at positions p > q - length as they came, and older ones as they are stored: whatever is written at
+once, each of its tokens has its own boundary, so neither chunks nor drafts change what is seen.
+
+A ring of `length + ROOM` slots holds them, slot = position mod slots. Decides which positions are in it, and how far
+back a row can be trimmed so that all that must be there is. Knows nothing about codecs, nor what attention is.
+B rows, H KV heads, S new tokens, D and Dv head dims.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_kv.cache.buffers import Buffers, SlotBuffer, tensor_of
+from mlx_kv.cache.codecs import PLAIN
+from mlx_kv.cache.layout import Plan, Ring, Row, plan_of
+
+ROOM = 64  # tokens that can be taken back at any time, and that a write may have without a copy
+NOWHERE = -1  # the position of padding
+
+
+@dataclass(frozen=True, eq=False)
+class Places:
+    """Where the tokens of a residual stand that attention reads after a write.
+
+    Attributes:
+        plan: of the write.
+        positions: of the m tokens of each row, (B or 1, m) of int; below 0 is none.
+    """
+
+    plan: Plan
+    positions: np.ndarray
+
+    @cached_property
+    def columns(self) -> np.ndarray:
+        """Where among the slots that attention reads each of them is, (B or 1, m); 0 for those that are nowhere."""
+        plan, rows = self.plan, zip(self.plan.distinct, self.positions, strict=True)
+        if plan.transient:
+            held = [
+                {p: column for column, p in enumerate([*seen, *range(row.offset, row.offset + plan.new)])}
+                for row, seen in zip(plan.distinct, plan.live(), strict=True)
+            ]
+            return np.array([[own.get(int(p), 0) for p in line] for own, (_, line) in zip(held, rows, strict=True)])
+        column: dict[int, int] = {}
+        for first, last in plan.ranges:
+            column |= zip(range(first, last), range(len(column), len(column) + last - first), strict=True)
+        slot = plan.layout.slot
+        return np.array([[0 if p < 0 else column.get(slot(row, int(p)), 0) for p in line] for row, line in rows])
+
+
+@dataclass(frozen=True, eq=False)
+class Seen:
+    """What attention reads of a residual after a write: m tokens of each row.
+
+    Attributes:
+        keys, values: (B, H, m, D) and (B, H, m, Dv).
+        places: of the tokens. Layers that stand alike have the same.
+    """
+
+    keys: mx.array
+    values: mx.array
+    places: Places
+
+
+class Residual:
+    """Tokens of the rows of one layer.
+
+    Args:
+        length: tokens that a query sees as they came, itself included.
+        room: tokens that can be taken back at any time.
+        buffers: of keys and of values, `slots` + 1 slots each; None before the first write.
+        first: of each row the lowest position that is there.
+    """
+
+    def __init__(
+        self, length: int, room: int = ROOM, buffers: Buffers | None = None, first: tuple[int, ...] = (0,)
+    ) -> None:
+        self.length, self.room, self.buffers, self.first = length, room, buffers, first
+        self.seen: Seen | None = None
+
+    @property
+    def slots(self) -> int:
+        """Of the ring; padding is written to one more."""
+        return self.length + self.room
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated."""
+        return 0 if self.buffers is None else sum(buffer.nbytes for buffer in self.buffers)
+
+    @property
+    def state(self) -> list[Any]:
+        """Everything to continue from."""
+        planes = [] if self.buffers is None else [buffer.handles()[0] for buffer in self.buffers]
+        return [self.length, self.room, list(self.first), planes]
+
+    @classmethod
+    def from_state(cls, told: Sequence[Any]) -> Residual:
+        """One that goes on from another's `state`."""
+        length, room, first, planes = told
+        buffers = [SlotBuffer(codec, (x,), x.shape[3], x.dtype) for codec, x in zip(PLAIN, planes, strict=False)]
+        return cls(length, room, (buffers[0], buffers[1]) if buffers else None, tuple(first))
+
+    def empty(self) -> Residual:
+        """The same with no token."""
+        return Residual(self.length, self.room)
+
+    def copied(self) -> Residual:
+        """Another over the same memory, until one of them writes."""
+        return self._with(None if self.buffers is None else _both(self.buffers, SlotBuffer.copied), self.first)
+
+    def selected(self, chosen: Sequence[int]) -> Residual:
+        """Copies of some rows."""
+        first = tuple([self.first[index] for index in chosen]) if len(self.first) > 1 else self.first * len(chosen)
+        if self.buffers is None:
+            return self._with(None, first)
+        return self._with(_both(self.buffers, lambda buffer: buffer.selected(chosen, self.slots + 1)), first)
+
+    @classmethod
+    def joined(cls, parts: Sequence[tuple[Residual, int]]) -> Residual:
+        """The rows of several, one after the other.
+
+        Args:
+            parts: of each its tokens and its number of rows; all of one length and room.
+        """
+        like = parts[0][0]
+        first = tuple(
+            number
+            for each, rows in parts
+            for number in (each.first if len(each.first) == rows else each.first[:1] * rows)
+        )
+        if all(each.buffers is None for each, _ in parts):
+            return like._with(None, first)
+
+        def stacked(which: int) -> SlotBuffer:
+            own = [(None if each.buffers is None else each.buffers[which], rows) for each, rows in parts]
+            return SlotBuffer.stacked([(buffer, rows, like.slots) for buffer, rows in own], like.slots + 1)
+
+        return like._with((stacked(0), stacked(1)), first)
+
+    def _with(self, buffers: Buffers | None, first: tuple[int, ...]) -> Residual:
+        return Residual(self.length, self.room, buffers, first)
+
+    def most_trim(self, index: int, offset: int) -> int:
+        """Tokens that row `index`, which ends at `offset`, can give back so that all that a next one sees is there."""
+        first = self.first[index] if index < len(self.first) else self.first[0]
+        return offset if first <= 0 else max(0, offset - (first + self.length - 1))
+
+    def check_trim(self, counts: Sequence[int], most: Sequence[int]) -> None:
+        """Raises ValueError for a row that is to give back more than it can."""
+        for index, (count, can) in enumerate(zip(counts, most, strict=True)):
+            if count > can:
+                raise ValueError(
+                    f"cannot trim {count} tokens: row {index} would see tokens as they came of which it has but their "
+                    f"codes; trim by 0 to {can}, or leave out residual_length"
+                )
+
+    def write(self, tensors: tuple[mx.array, mx.array], plan: Plan) -> None:
+        """Writes the new tokens, keys (B, H, S, D) and values (B, H, S, Dv), of a plan."""
+        if self.buffers is not None and [tensor_of(x) for x in tensors] != [each.tensor for each in self.buffers]:
+            self.buffers = None  # a new session of another shape, or more rows
+        if self.buffers is None:
+            keys, values = (
+                SlotBuffer.allocate(codec, x, self.slots + 1) for codec, x in zip(PLAIN, tensors, strict=True)
+            )
+            self.buffers = keys, values
+        if len(self.first) != len(plan.rows):
+            self.first = self.first[:1] * len(plan.rows)
+        long = plan.new > self.room + 1  # then some of what its first queries see is written over
+        places = _places(plan, self.slots, long)
+        # A handle before it: nobody else has what is written in place.
+        before = [buffer.planes[0][:, :, : self.slots] for buffer in self.buffers] if long else []
+        rows = tuple([Row(0, row.offset, row.high) for row in plan.rows])
+        own = plan_of(Ring(self.slots, 1), rows, plan.new, plan.counts if plan.padded else None)
+        for buffer, x in zip(self.buffers, tensors, strict=True):
+            buffer.write(x, own)
+        ends = [row.offset for row in plan.after]
+        self.first = tuple([max(first, end - self.slots) for first, end in zip(self.first, ends, strict=True)])
+        if long:
+            seen = [mx.concatenate([old, x], axis=2) for old, x in zip(before, tensors, strict=True)]
+        else:
+            seen = [buffer.planes[0][:, :, : self.slots] for buffer in self.buffers]
+        self.seen = Seen(seen[0], seen[1], places)
+
+
+def _both(buffers: Buffers, made: Callable[[SlotBuffer], SlotBuffer]) -> Buffers:
+    return made(buffers[0]), made(buffers[1])
+
+
+@lru_cache(maxsize=8)
+def _places(plan: Plan, slots: int, long: bool) -> Places:
+    """Of a ring after a write, or of a ring before a long one and of what is written."""
+    rows = plan.distinct
+    if not long:
+        return Places(plan, _positions(slots, [row.offset for row in plan.after[: len(rows)]]))
+    held = _positions(slots, [row.offset for row in rows])
+    new = [
+        [NOWHERE if plan.is_padding(i, token) else row.offset + token for token in range(plan.new)]
+        for i, row in enumerate(rows)
+    ]
+    return Places(plan, np.concatenate([held, np.array(new)], axis=1))
+
+
+def _positions(slots: int, ends: Sequence[int]) -> np.ndarray:
+    """Of each slot of a ring, (B, slots), of rows that end there: below 0 is nothing yet.
+
+    Below the first that is there they are of tokens that are gone: as long as trims go no further back than
+    `most_trim`, no query sees as many as that.
+    """
+    newest = np.array(ends)[:, None] - 1
+    return newest - (newest - np.arange(slots)) % slots
