@@ -49,11 +49,6 @@ GEMMA4: dict[str, Any] = {
 }
 
 
-@pytest.fixture
-def call(command: Any) -> Any:
-    return command
-
-
 def write_config(folder: Path, config: dict[str, Any]) -> Path:
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
@@ -63,8 +58,8 @@ def write_config(folder: Path, config: dict[str, Any]) -> Path:
 # --- figures that are known ---------------------------------------------------------------------------------------
 
 
-def test_the_published_figures_of_a_large_model(tmp_path: Path, call: Any) -> None:
-    done = call("plan", "--model", write_config(tmp_path / "g4", GEMMA4), "--max-write", "256")
+def test_the_published_figures_of_a_large_model(tmp_path: Path, command: Any) -> None:
+    done = command("plan", "--model", write_config(tmp_path / "g4", GEMMA4), "--max-write", "256")
     assert done.code == 0
     assert done.err == ""
     words = [line.split() for line in done.out.splitlines()]
@@ -80,10 +75,10 @@ def test_the_published_figures_of_a_large_model(tmp_path: Path, call: Any) -> No
         assert row.split() in words
 
 
-def test_json_has_exact_bytes(tmp_path: Path, call: Any) -> None:
+def test_json_has_exact_bytes(tmp_path: Path, command: Any) -> None:
     folder = write_config(tmp_path / "g4", GEMMA4)
     options = ("--max-write", "256", "--context", "4096,131072", "--batch-size", "3", "--json")
-    answer = json.loads(call("plan", "--model", folder / "config.json", *options).out)
+    answer = json.loads(command("plan", "--model", folder / "config.json", *options).out)
     held = {row["name"]: row["bytes_held"] for row in answer["strategies"]}
     sliding, full = 50 * 16 * 512 * 2, 10 * 4 * 1024 * 2  # bytes of one token
     assert held["full"] == [3 * n * (sliding + full) for n in (4096, 131072)]
@@ -182,22 +177,22 @@ def test_every_family_has_a_plan(family: str) -> None:
     assert not [layer for layer in planner.layers(CachePolicy()) if layer.kind.startswith("not planned")]
 
 
-def test_what_head_dims_refuse_is_said_in_its_row(tmp_path: Path, call: Any) -> None:
+def test_what_head_dims_refuse_is_said_in_its_row(tmp_path: Path, command: Any) -> None:
     folder = write_config(tmp_path / "tiny", {"model_type": "llama", **FAMILIES["llama"]})
-    done = call("plan", "--model", folder)
+    done = command("plan", "--model", folder)
     assert done.code == 0
     assert "window + max_write - 1, 8 bits" in done.out
     assert "keys have head dim 32, not a multiple of --kv-group-size 64; use --kv-group-size 32" in done.out
 
 
-def test_the_dtype_of_the_config_counts_and_quantised_weights_do_not(tmp_path: Path, call: Any) -> None:
+def test_the_dtype_of_the_config_counts_and_quantised_weights_do_not(tmp_path: Path, command: Any) -> None:
     config = {"model_type": "llama", **FAMILIES["llama"]}
     assert config_dtype({"torch_dtype": "torch.float16"}) == "float16"
     assert config_dtype({"text_config": {"dtype": "float32"}}) == "float32"
     assert config_dtype(config) == config_dtype({"torch_dtype": "auto", "text_config": None}) == "bfloat16"
     quantised = {**config, "dtype": "float32", "quantization": {"group_size": 64, "bits": 4}}
     wide, narrow = (
-        json.loads(call("plan", "--json", "--model", write_config(tmp_path / "tiny", each)).out)["strategies"][0]
+        json.loads(command("plan", "--json", "--model", write_config(tmp_path / "tiny", each)).out)["strategies"][0]
         for each in (quantised, config)
     )
     assert wide["bytes_held"] == [2 * count for count in narrow["bytes_held"]]
@@ -220,8 +215,8 @@ def test_a_cache_that_nobody_knows_is_listed_and_counts_nothing() -> None:
 # --- where a config comes from ------------------------------------------------------------------------------------
 
 
-def test_a_bundled_model_has_a_plan(call: Any) -> None:
-    done = call("plan", "--model", "reference", "--kv-bits", "8", "--max-kv-size", "300")
+def test_a_bundled_model_has_a_plan(command: Any) -> None:
+    done = command("plan", "--model", "reference", "--kv-bits", "8", "--max-kv-size", "300")
     assert done.code == 0
     assert "reference (llama), keys and values in float16" in done.out
     assert "this policy: CachePolicy(bits=8, max_kv_size=300)" in done.out
@@ -242,12 +237,12 @@ SAID = {
 
 
 @pytest.mark.parametrize("options", SAID, ids=" ".join)
-def test_a_plan_says_how_keys_and_values_are_stored(options: tuple[str, ...], call: Any) -> None:
-    done = call("plan", *GOOD, "--context", "64", *options)
+def test_a_plan_says_how_keys_and_values_are_stored(options: tuple[str, ...], command: Any) -> None:
+    done = command("plan", *GOOD, "--context", "64", *options)
     assert f"\nthis policy: CachePolicy({SAID[options]})\n" in done.out
 
 
-def test_of_a_hub_id_only_the_config_is_fetched(tmp_path: Path, call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_a_hub_id_only_the_config_is_fetched(tmp_path: Path, command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 
     folder, asked = write_config(tmp_path / "hub", GEMMA4), []
@@ -258,7 +253,7 @@ def test_of_a_hub_id_only_the_config_is_fetched(tmp_path: Path, call: Any, monke
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", fetch)
     monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", lambda url, timeout: None)  # it is there
-    assert "org/model (gemma4)" in call("plan", "--model", "org/model").out
+    assert "org/model (gemma4)" in command("plan", "--model", "org/model").out
     assert asked == [("org/model", "config.json")]
 
 
@@ -306,7 +301,7 @@ BAD: dict[str, tuple[list[str], str]] = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_one_line_and_exit_code_2(case: str, tmp_path: Path, call: Any) -> None:
+def test_bad_input_is_one_line_and_exit_code_2(case: str, tmp_path: Path, command: Any) -> None:
     llama = {"model_type": "llama", **FAMILIES["llama"]}
     files = {
         "malformed": b'{"model_type": ',
@@ -324,7 +319,7 @@ def test_bad_input_is_one_line_and_exit_code_2(case: str, tmp_path: Path, call: 
     (tmp_path / "empty").mkdir()
     arguments, message = BAD[case]
     places = {name: str(tmp_path / name) for name in (*files, "empty")}
-    done = call("plan", *(a.format(**places) for a in arguments))
+    done = command("plan", *(a.format(**places) for a in arguments))
     assert done.code == 2, done.err
     assert message in done.err
     assert done.err.startswith("mlx-kv: error: ")
@@ -332,11 +327,11 @@ def test_bad_input_is_one_line_and_exit_code_2(case: str, tmp_path: Path, call: 
     assert done.out == ""
 
 
-def test_without_matplotlib_the_extra_is_named(call: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_matplotlib_the_extra_is_named(command: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delattr(mlx_kv, "plots")
     monkeypatch.delitem(sys.modules, "mlx_kv.plots")
     monkeypatch.setitem(sys.modules, "matplotlib.axes", None)
-    done = call("plan", *GOOD, "--plot", tmp_path / "a.png")
+    done = command("plan", *GOOD, "--plot", tmp_path / "a.png")
     assert done.code == 2
     assert done.err == 'mlx-kv: error: --plot needs matplotlib: pip install "mlx-kv[plot]"\n'
 
@@ -345,15 +340,15 @@ def test_without_matplotlib_the_extra_is_named(call: Any, monkeypatch: pytest.Mo
 
 
 @pytest.mark.slow
-def test_a_figure_is_written(call: Any, tmp_path: Path) -> None:
+def test_a_figure_is_written(command: Any, tmp_path: Path) -> None:
     folder = write_config(tmp_path / "g4", GEMMA4)
     for context in ("4096,32768,131072", "1", "5,6,7,8,4000"):
-        done = call("plan", "--model", folder, "--context", context, "--plot", tmp_path / "a.png")
+        done = command("plan", "--model", folder, "--context", context, "--plot", tmp_path / "a.png")
         assert done.code == 0
         assert done.err == f"mlx-kv: wrote {tmp_path / 'a.png'}\n"
         assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     (tmp_path / "b.png").mkdir()
-    assert call("plan", *GOOD, "--plot", tmp_path / "b.png").code == 2
+    assert command("plan", *GOOD, "--plot", tmp_path / "b.png").code == 2
 
 
 def test_lines_that_coincide_are_drawn_once_and_named_together() -> None:
@@ -366,8 +361,8 @@ def test_lines_that_coincide_are_drawn_once_and_named_together() -> None:
     assert "a model" in axes.get_title(loc="left")
 
 
-def test_help_has_examples(call: Any) -> None:
-    done = call("plan", "--help")
+def test_help_has_examples(command: Any) -> None:
+    done = command("plan", "--help")
     assert done.code == 0
     assert "Examples:" in done.out
     assert "mlx-kv plan --model" in done.out
@@ -376,15 +371,15 @@ def test_help_has_examples(call: Any) -> None:
 # --- what the split of the commands mended ------------------------------------------------------------------------
 
 
-def test_drafted_tokens_without_a_draft_model_are_refused(call: Any) -> None:
-    done = call("generate", "--prompt", "x", "--num-draft-tokens", "4")
+def test_drafted_tokens_without_a_draft_model_are_refused(command: Any) -> None:
+    done = command("generate", "--prompt", "x", "--num-draft-tokens", "4")
     assert (done.code, done.out) == (2, "")
     assert done.err == "mlx-kv: error: --num-draft-tokens needs --draft or --draft-model\n"
 
 
 @pytest.mark.parametrize("draft", [[], ["--draft-model", "reference"], ["--draft", "suffix"]])
 def test_the_progress_bar_knows_how_long_a_chunk_is(
-    draft: list[str], call: Any, monkeypatch: pytest.MonkeyPatch
+    draft: list[str], command: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A model with rings reads its prompt in chunks of max_write, not of 2,048 tokens."""
     seen = []
@@ -398,5 +393,5 @@ def test_the_progress_bar_knows_how_long_a_chunk_is(
     prompt = "import os\n" * 30
     options = ("--max-kv-size", "40", "--max-write", "16", "--max-tokens", "2")
     for more in ((), ("--prefill-step-size", "50")):
-        assert call("generate", "--prompt", prompt, *options, *draft, *more).code == 0
+        assert command("generate", "--prompt", prompt, *options, *draft, *more).code == 0
     assert [step for _, step in seen] == [16, 50]
