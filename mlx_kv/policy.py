@@ -41,8 +41,8 @@ class CachePolicy:
     """Settings for the caches of a model. Every default is "as the model wants it".
 
     Args:
-        bits: quantise keys and values to 2, 3, 4, 5, 6 or 8 bits, or each to its own, such as (8, 4); None keeps them
-            as they are.
+        bits: quantise keys and values to 2, 3, 4, 5, 6 or 8 bits, or keys and values each to its own, such as (8, 4);
+            None keeps them as they are.
         group_size: elements that share a scale when quantised: 32, 64 or 128.
         growth: how capacity grows, `Tapered()`, `Geometric()`, `FixedStep(256)` or a rule of your own.
         reserve: tokens to make room for at once, so that nothing grows within them.
@@ -65,8 +65,9 @@ class CachePolicy:
             as much (see `of_layer`). Then share must be "layer", "head" or "adaptive".
 
     Raises:
-        ValueError: a value that does not exist, quantized_start without bits, a setting for budgets without a budget,
-            or a budget beside max_kv_size.
+        ValueError: a value that does not exist, quantized_start or residual_length where nothing is quantised, a
+            setting for budgets without a budget, a budget beside max_kv_size, or a residual_length that is more than
+            keep_recent, or beside share="adaptive" or a max_rollback that it cannot give back.
     """
 
     bits: Bits | None = None

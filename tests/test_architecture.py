@@ -5,6 +5,7 @@ The examples are run as a stranger would: as modules outside the package, which 
 
 from __future__ import annotations
 
+import ast
 import importlib
 import os
 import re
@@ -47,6 +48,13 @@ def test_arrows_lead_down() -> None:
     house = draw_rooms.read_house()
     assert len(house.floors) > 10
     assert all(house.floors[room] < house.floors[other] for room, other in house.arrows)
+
+
+@pytest.mark.parametrize("room", sorted(ROOT.glob("mlx_kv/**/__init__.py")), ids=lambda file: file.parent.name)
+def test_a_room_that_lists_its_files_lists_all(room: Path) -> None:
+    told = ast.get_docstring(ast.parse(room.read_text())) or ""
+    listed = set(re.findall(r"(\w+\.py)\b", told))
+    assert listed in (set(), {file.name for file in room.parent.glob("*.py")} - {room.name})
 
 
 # --- the names ----------------------------------------------------------------------------------------------------

@@ -193,8 +193,9 @@ class CompressedKVCache(Combination):
         sinks: so many of the first tokens are never evicted.
         score: what matters, by name (`mlx_kv.score_names()`), or any callable `(tokens: ScoredTokens) -> (B, H, n)` in
             float32, higher is kept.
-        share: "head", each head keeps its own tokens; "adaptive", and those that matter most among the tokens of all
-            heads, so that one may keep more than another; otherwise heads keep the same.
+        share: which tokens are kept together. "layers", the same in all layers of a sequence; "layer", each layer its
+            own; "head", each head its own; "adaptive", each head those that matter most among the tokens of all heads
+            of its layer, so that one may keep more than another. One layer alone makes no difference of the first two.
         margin: how far the budget may be overshot before a compaction; None is max(64, budget // 16).
         max_write: the longest write to plan for: memory peaks at budget + margin + max_write tokens.
 

@@ -32,7 +32,9 @@ class Call(Protocol):
         ...
 
     @property
-    def values(self) -> Any: ...
+    def values(self) -> Any:
+        """(B, H, N, Dv) or packed planes."""
+        ...
 
     @property
     def scale(self) -> float:
@@ -40,10 +42,14 @@ class Call(Protocol):
         ...
 
     @property
-    def mask(self) -> Any: ...
+    def mask(self) -> Any:
+        """ "causal", an array of bool or of addends that broadcasts to (B, Hq, S, N), or None."""
+        ...
 
     @property
-    def sinks(self) -> mx.array | None: ...
+    def sinks(self) -> mx.array | None:
+        """(Hq,) logits of attention sinks, or None."""
+        ...
 
     def changed(self, **changes: Any) -> Call:
         """The same call with other arguments."""
@@ -61,7 +67,9 @@ class Call(Protocol):
 class Hook(Protocol):
     """Who sees the attention over a cache, or answers it."""
 
-    def attend(self, call: Call) -> mx.array: ...
+    def attend(self, call: Call) -> mx.array:
+        """(B, Hq, S, Dv): what `call.hand_on()` gives, after a look at the call or with other arguments; or its own."""
+        ...
 
 
 @runtime_checkable

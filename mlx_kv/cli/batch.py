@@ -21,6 +21,7 @@ import click
 
 from mlx_kv.cli.decoding import Decoding, decoding_options
 from mlx_kv.cli.measured_policy import asked_policy, measured_policy_options
+from mlx_kv.cli.notices import say
 from mlx_kv.cli.options import LeadersFile, model_option
 from mlx_kv.cli.ranks import Machine, RankOptions, rank_options
 
@@ -205,7 +206,7 @@ def run_file(
         progress.skipped = scan.skipped
         if not scan.todo:
             held = f"{scan.skipped:,} of {scan.skipped + progress.bad:,} lines are in {where}"
-            click.echo(f"mlx-kv: nothing to do: {held}", err=True)
+            say(f"nothing to do: {held}")
             return 1 if progress.bad else 0
         at = start()
         if scan.changed:

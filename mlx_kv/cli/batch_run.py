@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mlx_kv.cli.decoding import Decoding, said_of_drafts
+from mlx_kv.cli.notices import say
 
 if TYPE_CHECKING:
     import mlx.nn as nn
@@ -96,7 +97,7 @@ class Progress:
         if self._bar is not None:
             self._bar.clear()
             self._bar.update()
-        click.echo(f"mlx-kv: line {number}: {reason}", err=True)
+        say(f"line {number}: {reason}")
 
     def step(self, tokens: int) -> None:
         """So many more tokens."""

@@ -21,6 +21,7 @@ import mlx.nn as nn
 
 from mlx_kv.cli.cache import load_for
 from mlx_kv.cli.decoding import said_of_drafts
+from mlx_kv.cli.notices import say
 from mlx_kv.cli.options import human_bytes, tokens_line
 from mlx_kv.cli.output import file_errors
 from mlx_kv.files.fingerprint import model_fingerprint
@@ -35,10 +36,6 @@ from mlx_kv.policy import CachePolicy
 
 QUOTES = '"""'
 OF_MLX_LM = {"q": "/exit", "r": "/reset", "h": "/help"}  # what mlx_lm.chat calls them
-
-
-def say(line: str) -> None:
-    click.echo(f"mlx-kv: {line}", err=True)
 
 
 def lines_typed() -> Iterator[str]:

@@ -19,6 +19,7 @@ import click
 from mlx_kv.bundled import model_path
 from mlx_kv.cli.config import short_name
 from mlx_kv.cli.inspect_scores import blocks, draw_scores, scores_json, scores_table, tenths
+from mlx_kv.cli.notices import say
 from mlx_kv.cli.options import make_policy, model_option, policy_options
 from mlx_kv.cli.output import check_json, check_plot, save_figure, save_json
 from mlx_kv.cli.prompt import note_context, prefill_bar, prefill_option, prompt_options, read_prompt
@@ -283,4 +284,4 @@ def say_notes(policy: CachePolicy, found: Inspection) -> None:
         )
     if found.without_budget:
         what = "1 layer has" if found.without_budget == 1 else f"{found.without_budget:,} layers have"
-        click.echo(f"mlx-kv: note: {what} a window or a state instead of a budget, not listed", err=True)
+        say(f"note: {what} a window or a state instead of a budget, not listed")

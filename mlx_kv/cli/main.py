@@ -21,6 +21,7 @@ from mlx_kv.cli.evaluate import evaluate_command
 from mlx_kv.cli.generate import generate
 from mlx_kv.cli.info import info
 from mlx_kv.cli.inspect import inspect_command
+from mlx_kv.cli.notices import say
 from mlx_kv.cli.plan import plan
 from mlx_kv.cli.serve import serve
 from mlx_kv.cli.wording import Commands
@@ -62,12 +63,12 @@ def main() -> None:
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
-        click.echo(f"mlx-kv: error: cannot write: {error.strerror}", err=True)
+        say(f"error: cannot write: {error.strerror}")
         sys.exit(2)
     except (click.ClickException, ValueError) as error:
         message = error.format_message() if isinstance(error, click.ClickException) else str(error)
-        click.echo(f"mlx-kv: error: {' '.join(message.split())}", err=True)
+        say(f"error: {' '.join(message.split())}")
         sys.exit(2)
     except (click.Abort, KeyboardInterrupt):
-        click.echo("mlx-kv: interrupted", err=True)  # click has ended the line that was being written
+        say("interrupted")  # click has ended the line that was being written
         sys.exit(130)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mlx_kv.cli.codec_options import AUTO, CENTRED, in_words
+from mlx_kv.cli.notices import say
 from mlx_kv.cli.options import Command, FiniteRange, applied, make_policy, policy_options
 from mlx_kv.cli.prompt import prefill_bar
 from mlx_kv.ranks.environment import launched
@@ -237,7 +238,3 @@ def say_chosen(chosen: CachePolicy, tried: list[Tried], max_loss: float, tokens:
     cost = tried[-1]
     bytes_ = f"{cost.bytes_per_token:,} bytes a token instead of {plain:,}"
     say(f"--kv-bits {AUTO} is {as_options(chosen)}: {cost.nats:+.4f} ± {cost.error:.4f} nats a token {on}, {bytes_}")
-
-
-def say(line: str) -> None:
-    click.echo(f"mlx-kv: {line}", err=True)

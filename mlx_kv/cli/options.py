@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mlx_kv.cli.codec_options import codec_options, codec_settings
+from mlx_kv.cli.notices import say
 from mlx_kv.cli.wording import SETTINGS
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ def not_needed(option: str, why: str) -> Callable[[Command], Command]:
 
     def note(ctx: click.Context, param: click.Parameter, value: int | None) -> None:
         if value is not None:
-            click.echo(f"mlx-kv: note: {option} changes nothing: {why}", err=True)
+            say(f"note: {option} changes nothing: {why}")
 
     return click.option(option, type=int, expose_value=False, callback=note, hidden=True)
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from mlx_kv.cli.notices import say
 from mlx_kv.files.replacing import check_replaceable, existing, replacing
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def save_figure(figure: Figure, path: Path) -> None:
     """Raises click.UsageError, ValueError: it cannot be written; an older file is then as it was."""
     with file_errors(f"write {path}"), replacing(path) as file:
         figure.savefig(file, format=path.suffix[1:].lower())
-    click.echo(f"mlx-kv: wrote {path}", err=True)
+    say(f"wrote {path}")
 
 
 def check_json(path: Path, parts: Sequence[str], force: bool) -> None:
@@ -87,4 +88,4 @@ def save_json(text: str, path: Path) -> None:
     """Raises click.UsageError, ValueError: it cannot be written; an older file is then as it was."""
     with file_errors(f"write {path}"), replacing(path) as file:
         file.write(text.encode() + b"\n")
-    click.echo(f"mlx-kv: wrote {path}", err=True)
+    say(f"wrote {path}")

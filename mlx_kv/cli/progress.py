@@ -13,6 +13,8 @@ from typing import Any
 
 import click
 
+from mlx_kv.cli.notices import say
+
 SECONDS_BETWEEN = 10.0  # lines, where there is no terminal
 
 
@@ -50,7 +52,7 @@ class Progress:
         elif time.monotonic() - self._said >= SECONDS_BETWEEN and self.done < self.total:
             self._said = time.monotonic()
             left = (self._said - self._begun) * sum(self._work[self.done :]) / sum(self._work[: self.done])
-            click.echo(f"mlx-kv: {what}, {self.done} of {self.total} {self._unit}s, {spoken(left)} left", err=True)
+            say(f"{what}, {self.done} of {self.total} {self._unit}s, {spoken(left)} left")
 
     def say(self, text: str) -> None:
         """An answer, on stdout, beside a bar that stays below it."""

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from mlx_kv.cli.notices import say
 from mlx_kv.cli.options import Command, LeadersFile, applied
 from mlx_kv.generation.encoding import check_template_settings
 
@@ -150,7 +151,7 @@ def note_context(model: nn.Module, prompt_tokens: int, max_tokens: int = 0) -> N
     length = context_length(model)
     if length is not None and prompt_tokens + max_tokens > length:
         asked = f"{prompt_tokens} + {max_tokens} tokens" if max_tokens else f"{prompt_tokens} tokens"
-        click.echo(f"mlx-kv: note: {asked}, but this model was made for {length}", err=True)
+        say(f"note: {asked}, but this model was made for {length}")
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ import click
 from mlx_kv.cli.decoding import Drafting, draft_options
 from mlx_kv.cli.loading import Loading, loading_options
 from mlx_kv.cli.measured_policy import asked_policy, measured_policy_options
+from mlx_kv.cli.notices import say
 from mlx_kv.cli.operating import Operating, listed, operating_options
 from mlx_kv.cli.options import (
     ByteCount,
@@ -278,8 +279,3 @@ def serve_on(
     except run.WorkerError as error:
         say(f"error: {error}")
         return 1
-
-
-def say(line: str) -> None:
-    """One line for the terminal."""
-    click.echo(f"mlx-kv: {line}", err=True)

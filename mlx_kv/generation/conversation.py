@@ -23,7 +23,7 @@ from mlx_kv.generation.encoding import (
 )
 from mlx_kv.generation.engine import Engine
 from mlx_kv.generation.sampling import Sampler
-from mlx_kv.generation.sequence import BatchToken, TokenSequence, alike
+from mlx_kv.generation.sequence import BatchToken, TokenSequence, common_prefix
 from mlx_kv.generation.settings import LogitsProcessor
 from mlx_kv.mlxlm.traverse import attention_caches
 
@@ -223,7 +223,7 @@ class Conversation:
 
     def _go_back(self, tokens: Sequence[int]) -> bool:
         """Keeps of what was read what these tokens begin with; says whether the caches could."""
-        same = alike(self._read.tokens, list(tokens))
+        same = common_prefix(self._read.tokens, list(tokens))
         caches, beyond = self._read.caches, len(self._read.tokens) - same
         if caches is not None and same and self.engine.trim(caches, beyond):
             self._read = Read(caches, self._read.tokens[:same])

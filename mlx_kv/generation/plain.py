@@ -27,7 +27,7 @@ from mlx_kv.mlxlm.batch_generator import WatchedBatchGenerator, evaluated
 from mlx_kv.mlxlm.by_class import RowsByClass
 from mlx_kv.mlxlm.observing import show_attention
 from mlx_kv.mlxlm.traverse import attention_caches
-from mlx_kv.mlxlm.trimming import trimmed
+from mlx_kv.mlxlm.trimming import trim_all
 from mlx_kv.policy import CachePolicy
 
 # Tokens of prompts read together, and no more than two chunks. More would keep the device no busier, but all rows
@@ -191,7 +191,7 @@ class PlainEngine:
         return self.model(tokens, cache=cache)
 
     def trim(self, caches: list[Any], n: int) -> bool:
-        return trimmed(caches, n)
+        return trim_all(caches, n)
 
     def extract(self, index: int) -> list[Any] | None:
         numbers = [uid for uid, sequence in self._active.items() if sequence.index == index]

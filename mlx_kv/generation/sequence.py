@@ -103,7 +103,7 @@ def check(sequence: TokenSequence) -> None:
     whole_number(f"max_tokens of sequence {sequence.index}", sequence.max_tokens, least=1)
 
 
-def alike(some: list[int], others: list[int]) -> int:
+def common_prefix(some: list[int], others: list[int]) -> int:
     """How many tokens two sequences have in common at their beginning."""
     most = min(len(some), len(others))
     if some[:most] == others[:most]:

@@ -24,7 +24,7 @@ from mlx_kv.generation.speculation.statistics import SpeculationStatistics
 from mlx_kv.mlxlm.batch_generator import evaluated
 from mlx_kv.mlxlm.by_class import RowsByClass
 from mlx_kv.mlxlm.observing import show_attention
-from mlx_kv.mlxlm.trimming import trimmed
+from mlx_kv.mlxlm.trimming import trim_all
 
 
 class SpeculativeEngine:
@@ -165,7 +165,7 @@ class SpeculativeEngine:
         return self._decoder.read(tokens, cache)
 
     def trim(self, caches: list[Any], n: int) -> bool:
-        return trimmed(caches, n)
+        return trim_all(caches, n)
 
     def extract(self, index: int) -> list[Any] | None:
         for row, sequence in enumerate(self._active):

@@ -75,7 +75,7 @@ def _held(cache: Any) -> int | None:
     return max(0, int(least))
 
 
-def trimmed(caches: Sequence[Any], n: int) -> bool:
+def trim_all(caches: Sequence[Any], n: int) -> bool:
     """Drops the last n tokens in every layer, and says whether it could; where not, nothing has changed."""
     could = n == 0 or can_trim(caches, n)
     if could:

@@ -26,7 +26,9 @@ SLOWEST = 2**20  # bytes a second; what carries many has more time
 
 
 class Calls:
-    """Args:
+    """Calls of one file system, each with its deadline.
+
+    Args:
         fs: of fsspec.
         where: its name, for errors.
         deadline: seconds for one call, and more where it carries bytes; `within` sets less for several together.

@@ -87,7 +87,9 @@ def cut(new: PackedEntry, wanted: Callable[[int, int], Collection[int]]) -> CutE
 
 
 class EntryFiles:
-    """Args:
+    """The files of a store's entries, in one folder.
+
+    Args:
         directory: a path or a URL of fsspec; made if not there.
         deadline: seconds that its answers may take, if it lies elsewhere.
         words: which part of the caches these files have; "" is all.

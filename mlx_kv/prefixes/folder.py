@@ -31,7 +31,9 @@ OBJECT_STORES = frozenset(("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oss
 
 
 class Folder:
-    """Args:
+    """Files by name in one folder, here or elsewhere.
+
+    Args:
         directory: a path or a URL; made if not there, but for a bucket.
         deadline: seconds for one call of what lies elsewhere, and more where it carries bytes.
 

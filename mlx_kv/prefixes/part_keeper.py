@@ -29,10 +29,12 @@ NO_LIMIT = 2**62  # bytes: the leader's store has one
 
 
 class PartKeeper:
-    """Args:
-    peers: whom caches with a budget hear, which files know nothing of.
-    whose: what tells this rank's part of the model, and its policy, from others.
-    caches: this rank's part of those that have numbers.
+    """This rank's part of what the leader keeps.
+
+    Args:
+        peers: whom caches with a budget hear, which files know nothing of.
+        whose: what tells this rank's part of the model, and its policy, from others.
+        caches: this rank's part of those that have numbers.
     """
 
     def __init__(self, group: RankGroup, peers: Peers, whose: Callable[[], str], caches: Caches) -> None:

@@ -32,10 +32,12 @@ class Prefixes(Protocol):
 
 
 class PromptPlace(ABC):
-    """Args:
-    max_bytes: that it keeps.
-    fingerprint: of model and policy; None leaves it to the first reader.
-    parts: the other ranks, where each has a part of the caches.
+    """Keeps the processed prompts of one model and policy. Abstract: memory and directories say how.
+
+    Args:
+        max_bytes: that it keeps.
+        fingerprint: of model and policy; None leaves it to the first reader.
+        parts: the other ranks, where each has a part of the caches.
     """
 
     def __init__(self, max_bytes: int, fingerprint: str | None, parts: Parts | None) -> None:

@@ -17,4 +17,6 @@ What they do together:
     engine.py       the leader's engine (numbered.py: caches of which every rank has its part)
     following.py    what the others do
     totals.py       what all of them hold
+    collectives.py  what goes by MLX's own collectives beside the model
+    signals.py      Ctrl-C and SIGTERM at a rank that follows
 """

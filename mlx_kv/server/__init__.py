@@ -13,6 +13,7 @@ HTTP, in the event loop:
     requests.py          what a client may ask for (chat_requests.py: messages and tools; fields.py: single fields;
                          sampling_fields.py: how tokens are chosen; unknown_fields.py: what nobody knows; names.py:
                          of the model)
+    constraint_fields.py what form an answer is to have (grammars.py: what keeps it to that)
     cache_requests.py    how a request wants its keys and values kept, and what is allowed
     errors.py            error objects
     chat.py              a chat as tokens
@@ -34,6 +35,7 @@ The worker, one thread that owns MLX, the models and the engine:
     kept_prompts.py      what was read of prompts, by policy
     policy_rows.py       the jobs of one cache policy, from their row to their last token
     models.py            what is loaded, and with what an engine is made
+    fingerprint.py       what tells its caches from those of other servers
     row_output.py        from the tokens of a step to what is handed on of a job
     prefill.py           prompts on their way to a row
     tiered_prefixes.py   what was read of prompts before, in memory and on a disk

@@ -316,7 +316,7 @@ class RowClasses:
 
     @property
     def nbytes_live(self) -> int:
-        """Bytes of the slots that hold a token."""
+        """Bytes of the slots that hold a token, and of newest tokens as they came."""
         return sum(cache.nbytes_live for cache in self.parts)
 
     @property

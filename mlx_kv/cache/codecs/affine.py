@@ -23,6 +23,8 @@ class Affine:
     """Three planes: uint32 (…, D·bits/32), scales and biases (…, D/group_size).
 
     Args:
+        bits: per element, one of `BITS`.
+        group_size: elements of a token and head that share a scale and a bias, one of `GROUP_SIZES`.
         rotate: whether it is the tensor times `rotation.rotated` that is stored; named "rotated" then.
 
     Raises:

@@ -78,7 +78,9 @@ class Codec(Protocol):
         """The planes (B, H, S, width) of a tensor (B, H, S, head_dim): one or more."""
         ...
 
-    def encode(self, x: mx.array) -> Planes: ...
+    def encode(self, x: mx.array) -> Planes:
+        """The planes of a tensor (B, H, S, D), as `planes` says them."""
+        ...
 
     def decode(self, planes: Planes, dtype: mx.Dtype) -> mx.array:
         """The tensor (B, H, S, D), in the dtype that it had."""

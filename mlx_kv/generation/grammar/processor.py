@@ -15,7 +15,7 @@ import numpy as np
 
 from mlx_kv.generation.grammar.constraint import in_one_line
 from mlx_kv.generation.grammar.lead_in import LeadIn
-from mlx_kv.generation.sequence import alike
+from mlx_kv.generation.sequence import common_prefix
 
 
 class GrammarProcessor:
@@ -91,7 +91,7 @@ class GrammarProcessor:
         """Has the matcher stand after these tokens; whether they are the grammar's, and it goes on."""
         if self._why(wanted) is not None:
             return False
-        same = alike(self._consumed, wanted)
+        same = common_prefix(self._consumed, wanted)
         back = len(self._consumed) - same
         if self._matcher.is_error() or (back and not self._matcher.rollback(back)):
             self._matcher, self._consumed = self._fresh.deep_copy(), []
