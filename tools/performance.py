@@ -323,9 +323,10 @@ def page() -> str:
             continue
         ratios = ratios_of(section.name, found["result"])
         least, most = (f"{how(ratios.values()):.2f}" for how in (min, max))
+        found_in = f"a ratio of {most}" if len(ratios) == 1 else f"{len(ratios)} ratios between {least} and {most}"
         parts += [
             f"`{section.command}`",
-            f"![{section.title}: {len(ratios)} ratios between {least} and {most}](performance/{section.name}.svg)",
+            f"![{section.title}: {found_in}](performance/{section.name}.svg)",
             f"{section.not_said} Measured on {told_of(found['machine'])}.",
         ]
     parts += [GPU.strip(), "## What is not here"]
