@@ -30,7 +30,7 @@ from mlx_kv.cache.eviction.scores import Function, Score, find_score
 from mlx_kv.cache.growth import DEFAULT, Growth
 from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.cache.layout import Append, Budget, Chunks, Layout, Ring
-from mlx_kv.cache.residual import ROOM
+from mlx_kv.cache.residual import Residual
 
 SINKS = 4  # first tokens that are never dropped: mlx-lm's number, after StreamingLLM (Xiao et al. 2023)
 FOR_BUDGETS = ("keep_recent", "score", "share", "margin", "layers")
@@ -104,20 +104,10 @@ class CachePolicy:
                 raise SettingError(
                     f"{', '.join(unused)} is for a budget, but budget is None: say how many tokens to keep", unused
                 )
-        elif self.residual_length and (self.residual_length > self.keep_recent or self.share == "adaptive"):
-            raise SettingError(
-                f"residual_length is {self.residual_length}: with a budget give no more than keep_recent="
-                f"{self.keep_recent}, and another share than 'adaptive'",
-                ["residual_length", "keep_recent", "share"],
-            )
         elif self.max_kv_size is not None:
             raise ValueError("got a budget and max_kv_size, which both bound full-attention layers: give one of them")
-        if self.residual_length and self.max_rollback > ROOM:
-            raise SettingError(
-                f"residual_length is {self.residual_length}: beside it no more than {ROOM} tokens can be taken back, "
-                f"but max_rollback is {self.max_rollback}: draft fewer",
-                ["residual_length", "max_rollback"],
-            )
+        if self.residual_length:  # of windows, too, which only a model has
+            Residual(self.residual_length).check_beside(self.max_rollback)
         Affine(8, self.group_size)  # checks it also where it is not looked at: nobody means 48
         self.make_cache()  # the parts check the rest
 

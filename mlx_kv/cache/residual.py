@@ -21,6 +21,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_kv.cache.buffers import Buffers, SlotBuffer, tensor_of
+from mlx_kv.cache.checks import SettingError
 from mlx_kv.cache.codecs import PLAIN
 from mlx_kv.cache.layout import Plan, Ring, Row, plan_of
 
@@ -109,6 +110,27 @@ class Residual:
         length, room, first, planes = told
         buffers = [SlotBuffer(codec, (x,), x.shape[3], x.dtype) for codec, x in zip(PLAIN, planes, strict=False)]
         return cls(length, room, (buffers[0], buffers[1]) if buffers else None, tuple(first))
+
+    def check_beside(self, max_rollback: int, keep_recent: int | None = None, adaptive: bool = False) -> None:
+        """Raises ValueError unless it can stand beside what else a cache promises.
+
+        Args:
+            max_rollback: tokens that can be taken back in any case.
+            keep_recent: of a budget; None without one. Its other tokens lie in any order.
+            adaptive: whether heads of a budget keep different numbers of tokens.
+        """
+        if keep_recent is not None and (self.length > keep_recent or adaptive):
+            raise SettingError(
+                f"residual_length is {self.length}: with a budget give no more than keep_recent={keep_recent}, and "
+                "another share than 'adaptive'",
+                ["residual_length", "keep_recent", "share"],
+            )
+        if max_rollback > self.room:
+            raise SettingError(
+                f"residual_length is {self.length}: beside it no more than {self.room} tokens can be taken back, but "
+                f"max_rollback is {max_rollback}: draft fewer",
+                ["residual_length", "max_rollback"],
+            )
 
     def empty(self) -> Residual:
         """The same with no token."""

@@ -16,7 +16,15 @@ from outside import FAR, LEFT, PACKED, ROTATED, decoded
 from test_cache_properties import run
 from tiny_models import make_model
 
-from mlx_kv import CachePolicy, KVCache, make_prompt_cache, show_attention
+from mlx_kv import (
+    CachePolicy,
+    ChunkedKVCache,
+    CompressedKVCache,
+    KVCache,
+    RingKVCache,
+    make_prompt_cache,
+    show_attention,
+)
 from mlx_kv.cache.codecs import Affine, Centre, Centred
 from mlx_kv.cache.residual import ROOM
 from mlx_kv.mlxlm.attention import AttentionCall
@@ -181,3 +189,16 @@ def test_what_a_model_hides_of_them_stays_hidden(carries: bool, new: int, addend
         weights = np.exp(scores - scores.max(1, keepdims=True))
         wanted = np.einsum("hn,hnd->hd", weights / weights.sum(1, keepdims=True), values[0])
         np.testing.assert_allclose(np.array(got[0, :, j]), wanted, atol=2e-5, rtol=2e-5)
+
+
+def test_a_cache_alone_refuses_it_as_a_policy_does() -> None:
+    options: dict[str, Any] = {"bits": 4, "residual_length": 8}
+    CompressedKVCache(200, keep_recent=8, **options)
+    RingKVCache(99, 80, max_rollback=ROOM, **options)
+    with pytest.raises(ValueError, match="give no more than keep_recent=7"):
+        CompressedKVCache(200, keep_recent=7, **options)
+    with pytest.raises(ValueError, match="another share than 'adaptive'"):
+        CompressedKVCache(200, share="adaptive", **options)
+    for make in (RingKVCache, ChunkedKVCache):
+        with pytest.raises(ValueError, match=f"no more than {ROOM} tokens can be taken back"):
+            make(99, 80, max_rollback=ROOM + 1, **options)
