@@ -7,7 +7,8 @@ if it costs anything.
     import mlx_kv  # before anything that imports mlx
     print(mlx_kv.blas.preload())  # what MLX multiplies with
 
-The environment variable MLX_KV_BLAS names a library to load instead, or `none`.
+The environment variable MLX_KV_BLAS names a library to load instead, or `none`. One that is in the process already, as
+LD_PRELOAD brings it, comes before it.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ class OpenSet(Generic[Member]):
             `register_<kind>`.
         mend: what else than a name can be given.
         ours: those of this package.
-        read: from the name of an entry point and what it loads; whoever adds one may give something simpler.
+        read: makes a member of the name of an entry point and of the object that it loads.
     """
 
     def __init__(

@@ -46,14 +46,15 @@ class CachePolicy:
         group_size: elements that share a scale when quantised: 32, 64 or 128.
         growth: how capacity grows, `Tapered()`, `Geometric()`, `FixedStep(256)` or a rule of your own.
         reserve: tokens to make room for at once, so that nothing grows within them.
-        quantized_start: quantise only once a sequence holds this many tokens.
-        max_kv_size: full-attention layers keep the first 4 and the newest tokens, so many in all, as mlx-lm's option
-            of this name; layers with a window of their own keep that. (A model that asks for a narrower window than
-            max_kv_size, but not by 4, sees up to 4 tokens fewer of it: the first 4 take their room.)
+        quantized_start: quantise only from a write on that begins at this offset or later, of any row.
+        max_kv_size: full-attention layers keep the first 4 (`sinks`) and the newest tokens, so many in all, as mlx-lm's
+            option of this name; layers with a window of their own keep that. (A model that asks for a window between
+            max_kv_size - sinks and max_kv_size sees only the newest max_kv_size - sinks tokens of it.)
         max_write: the longest write that rings plan for. Longer ones lose nothing, but attention reads a copy then.
             With a budget, the longest write that memory is planned for. While writes are shorter, as in decoding,
             rings and budgets give the room for it back.
-        max_rollback: tokens that rings must be able to take back at any time; the last write they always can. Recurrent
+        max_rollback: tokens that rings must be able to take back at any time; the last write they always
+            can, if it is not longer than max_write. Recurrent
             state holds what it was before its last passes, as far as that goes back: while tokens are read one by one
             it can take back any number up to this, and holds so many states beside that of now.
         budget: full-attention layers keep so many tokens, those that matter most. Instead of max_kv_size.

@@ -71,10 +71,10 @@ class QuantizedKVCache(Combination):
 
 
 class RingKVCache(Combination):
-    """A `KVCache` that keeps the last `window` tokens and can undo its last write.
+    """A `KVCache` that keeps the last `window` tokens and can undo its last write, if not longer than max_write.
 
     It has window + max_write - 1 slots while it is written to in long pieces, and as many as the window while tokens
-    come one by one.
+    come one by one (max_rollback more, to the next power of two), rounded up to multiples of 256.
 
     Args:
         window: tokens that a query sees, itself and the sinks included.

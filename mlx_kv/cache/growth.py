@@ -30,9 +30,9 @@ class Growth(Protocol):
 class Tapered:
     """Doubles up to 1,024 slots and takes half as many more from there on, but never more than `max_increment` at once.
 
-    Slack is at most half of what is held, and at most `max_increment` slots. Beyond that length copies are no longer
-    logarithmic in it, and need not be: a cache that grows by I slots copies each token once for every I tokens that
-    follow, while attention reads it for every one of them.
+    Beyond 1,024 slots, slack is at most half of what is held, and never more than `max_increment` slots. Where that is
+    the limit, copies are no longer logarithmic in the length, and need not be: a cache that grows by I slots copies
+    each token once for every I tokens that follow, while attention reads it for every one of them.
 
     Args:
         max_increment: most slots added in one growth, unless more are needed at once.

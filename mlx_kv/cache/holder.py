@@ -80,7 +80,7 @@ class Holder:
 
     @property
     def max_write(self) -> int | None:
-        """The longest write after which attention reads the slots themselves, not a copy; None is no limit."""
+        """The longest write that slots are planned for; after a longer one rings read a copy. None is no limit."""
         return None if self.layout.max_write == NO_LIMIT else self.layout.max_write
 
     # --- what mlx-lm calls it ---------------------------------------------------------------------------------------
@@ -125,10 +125,10 @@ class Holder:
     def positions(self) -> mx.array:
         """The position of each live slot: (B, H', n), H' being the number of heads where each keeps its own, else 1.
 
-        Rows with fewer live slots end with -1. Only for layouts whose slots are never used again: budgets, or none.
+        Rows with fewer live slots end with -1. Only where slots are not used again: all is kept, or by a budget.
 
         Raises:
-            ValueError: this cache is a ring.
+            ValueError: this cache is a ring, or of chunks.
         """
         return memory.live_positions(self._held)
 

@@ -7,8 +7,8 @@ in `update` and `steady`, and what is done to rows in `rows`. Knows nothing abou
     make_mask(S)            -> plan(S) -> None | "causal" | array
     update_and_fetch(k, v)  -> compact, if it is due -> plan(S) -> reserve -> write into slots -> read
 
-The plan is made of Python integers, so no update waits for the device but where buffers are made anew, and no chain of
-tiny arrays is left unevaluated.
+The plan is made of Python integers, so no update waits for the device but where buffers are made anew or a budget is
+compacted, and no chain of tiny arrays is left unevaluated.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from mlx_kv.cache.residual import Residual
 
 
 class KVCache(Holder):
-    """Keys and values of one layer, unbounded, plain or quantised, for one sequence or a batch.
+    """Keys and values of one layer, plain or quantised, of a sequence or a batch: all, or what a layout keeps.
 
     Args:
         bits: 2, 3, 4, 5, 6 or 8 to store quantised (`mx.quantize`, affine), or two numbers, of keys and of values; None
@@ -41,20 +41,21 @@ class KVCache(Holder):
         group_size: elements that share a scale, 32, 64 or 128; only looked at with bits.
         growth: how capacity grows when it must.
         reserve: tokens to make room for at the first update; within them nothing grows and nothing is copied.
-        quantized_start: stay plain until this many tokens are held, then quantise all of them, once.
+        quantized_start: stay plain until a write begins at this offset or later, in any row; then quantise all, once.
         packed_decode: hand packed planes to attention for writes of up to 8 tokens. False for models whose attention
             cannot take them (attention sinks, MLA); `make_prompt_cache` finds out by itself.
         layout: which slot holds which position: everything (the default), a ring, chunks, or a budget.
         evictor: what compacts the rows of a budget, whose layout it has; None makes one with the default score where
             the layout is a budget.
         residual_length: tokens that a query sees as they came, itself included, whatever stores the others; 0 is none.
-            Only where attention can be answered here: `make_prompt_cache` sees to that.
+            Only where attention can be answered here (`make_prompt_cache` asks). At most keep_recent of a budget.
         codec: how tensors are stored: a codec or its name (`mlx_kv.codec_names()`), or two, of keys and of values;
             instead of bits, or the name of one that is made with bits ("rotated") beside them.
 
     Raises:
-        ValueError: bits, a group size or a codec that don't exist, a negative reserve or quantized_start, an evictor
-            beside another layout than its own.
+        ValueError: bits, a group size or a codec that don't exist, or that don't go together; a negative number;
+            quantized_start or residual_length where nothing is quantised, or a residual_length with share="adaptive" or
+            more max_rollback than it can give back; an evictor beside another layout than its own.
     """
 
     _hook: Hook | None = None  # that somebody put here
@@ -110,7 +111,8 @@ class KVCache(Holder):
             keys: (B, H, S, Dk), floating point.  values: (B, H, S, Dv).
 
         Returns:
-            keys (B, H, n, Dk) and values (B, H, n, Dv), or two triples of packed planes where `bits` is visible.
+            keys (B, H, n, Dk) and values (B, H, n, Dv), or packed planes of both: for mlx-lm where `bits` is visible,
+            else for `attend`.
 
         Raises:
             ValueError: shapes or dtypes that don't fit, or with a budget a score that cannot be used, or layers that
@@ -126,7 +128,7 @@ class KVCache(Holder):
         """What the last update returned, again: some models read a layer's cache from another layer.
 
         Raises:
-            ValueError: nothing has been stored yet.
+            ValueError: nothing has been stored yet, or fetched since rows came, went or were loaded.
         """
         held = self._held
         if held.buffers is None or held.empty():
@@ -151,14 +153,14 @@ class KVCache(Holder):
 
     @property
     def own_hook(self) -> KVCache | None:
-        """This cache, if its budget wants to see attention, or its planes are not for mlx-lm's; else None."""
+        """This cache, if its budget wants to see attention, or mlx-lm's cannot read what it has; else None."""
         held = self._held
         watched = held.evictor is not None and held.evictor.wants_attention
         own = held.residual is not None or (held.packings is not None and held.packed_decode)
         return self if watched or own else None
 
     def attend(self, call: Call) -> mx.array:
-        """(B, Hq, S, Dv): attention after an update, which the evictor sees; over planes that mlx-lm's cannot read."""
+        """(B, Hq, S, Dv): attention after an update, seen by a budget that wants to, answered where mlx-lm cannot."""
         held = self._held
         if held.residual is not None and held.residual.seen is not None and held.encoded:
             packings = held.packings if held.packed else None
@@ -216,7 +218,7 @@ class KVCache(Holder):
             held.evictor.trimmed(held.rows)
 
     def reset(self) -> None:
-        """Forgets every token, for a new session. Slots stay allocated, and serve it if its shapes are the same."""
+        """Forgets every token. A new session of the same shapes gets the slots, but with a quantized_start."""
         held = self._held
         held.rows, held.announced = (Row(),), (0,)
         holding.release(held)
@@ -287,7 +289,7 @@ class KVCache(Holder):
         rows.join(self._held, [other._held for other in others])
 
     def extract(self, index: int) -> KVCache:
-        """A copy of one row, as a cache of its own, of no more slots than it needs; what was announced is left behind.
+        """A copy of one row, as a cache of its own, of no more slots than it needs; what was reserved is left behind.
 
         It is computed when it is first used. Evaluate its `state` to keep it beside a batch that goes on: until then it
         holds on to the batch's buffers, which the next write would have to copy.
@@ -336,10 +338,10 @@ class KVCache(Holder):
 
     @property
     def bits(self) -> int:
-        """Bits per element of the packed planes of the last fetch; before there was any, those that it was made with.
+        """Bits per element of the packed planes that mlx-lm's attention reads: of the last fetch, or of the first.
 
-        Not there (AttributeError) when the last fetch was of plain arrays: mlx-lm's attention takes its unfused
-        quantised path for any cache that has this attribute, which would be wrong for those.
+        Not there (AttributeError) where that gets arrays, as it takes its quantised path for whatever has this, or
+        where it cannot read planes (bits apart, other codecs, a residual); nor with a quantized_start before it.
         """
         return update.packing(self._held).bits
 

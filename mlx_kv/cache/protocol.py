@@ -1,7 +1,8 @@
 """What a model, and the loops around it, ask of a cache: the names that mlx-lm's models call.
 
 Third parties implement `Cache` to bring a cache of their own; no base class is needed, and no more than this is asked:
-mlx-lm's loop, `trim_prompt_cache` and `cache_statistics` work with it. Batches, files and budgets are for our own.
+mlx-lm's loop, `trim_prompt_cache`, `can_trim_prompt_cache` of a number and `cache_statistics` work with it. Batches,
+files and budgets are for our own.
 B rows, H KV heads, S new tokens, D head dims.
 """
 
@@ -83,14 +84,22 @@ class Cache(Protocol):
 
     @property
     def state(self) -> Any:
-        """A pytree of arrays and plain values, to evaluate, to save and to continue from."""
+        """A pytree of arrays and plain values, to evaluate."""
         ...
 
     @state.setter
     def state(self, value: Any) -> None: ...
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Mask:
-        """The mask for the next N tokens, asked before `update_and_fetch`."""
+        """The mask for the next N tokens, asked before `update_and_fetch`.
+
+        Args:
+            return_array: an array in the place of "causal".
+            window_size: a query sees at most so many tokens, itself included; None is no limit.
+
+        Returns:
+            None (one token that sees all), "causal", or booleans (N, K) or (B, 1, N, K), True where a query may look.
+        """
         ...
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Fetched:

@@ -143,7 +143,7 @@ def joined_buffers(everyone: Sequence[Contents], capacity: int, encoded: bool) -
 
 
 def extracted(held: Contents, index: int) -> Contents:
-    """A copy of one row, of no more slots than it needs; what was announced is left behind."""
+    """A copy of one row, of no more slots than it needs; what was reserved is left behind."""
     single = held.without_evictor()
     select(single, [index], shrink=True)
     single.announced = (0,)

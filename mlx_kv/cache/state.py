@@ -1,7 +1,7 @@
-"""What a cache is gone on from elsewhere: its state, a pytree with names.
+"""What another cache needs to go on where this one stands: its state, a pytree with names.
 
-Decides what of a cache that is; room that was announced and the growth rule are none of it, a cache that is made of a
-state is told them anew. States as tuples of eleven, as version 0.1.0 made them, are read, too.
+Decides what of a cache that is; room and padding that were announced and the growth rule are none of it, a cache that
+is made of a state is told them anew. States as tuples of eleven, as version 0.1.0 made them, are read, too.
 """
 
 from __future__ import annotations

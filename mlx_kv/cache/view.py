@@ -18,7 +18,7 @@ class CacheView(NamedTuple):
         rows: where each row stands.
         codecs: how keys and how values are stored from `quantized_start` on.
         buffers: of keys and of values; None before the first update. Before `quantized_start` they are plain.
-        quantized_start: tokens from which on the codecs are used.
+        quantized_start: the codecs are used from the first write on that begins at this offset or later.
         packed_decode: whether attention may be handed packed planes.
         reserved: tokens that room is made for at the first update, in any row.
         announced: tokens that each row will hold, as far as was said.

@@ -85,7 +85,8 @@ class RowClasses:
             what attention reads; of several caches nothing that it would read: keys and values.
 
         Raises:
-            ValueError: shapes or dtypes that don't fit; the cache is then as it was.
+            ValueError: another number of rows, or with one cache what `KVCache.update_and_fetch` refuses; the cache is
+                then as it was. With several, they refuse it in `attend`.
         """
         if self._passing:
             self._passing = []

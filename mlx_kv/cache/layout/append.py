@@ -10,7 +10,7 @@ from mlx_kv.cache.layout.base import NO_LIMIT, Ranges, Row
 
 
 class InOrder:
-    """slot = start + position: the arithmetic that `Append` and `Budget` share. Abstract."""
+    """slot = start + position, of all new tokens: the arithmetic that `Append` and `Budget` share. Abstract."""
 
     __slots__ = ()
     window: ClassVar[None] = None

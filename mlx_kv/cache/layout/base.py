@@ -16,7 +16,8 @@ class Row(NamedTuple):
         start: the slot of position 0. Below 0, so many tokens were evicted, and slot = start + position holds for those
             that came after.
         offset: the next position. Below 0, so many tokens of padding are to come first.
-        high: the high-water mark, one past the highest position ever written, taken back or not.
+        high: the high-water mark, one past the highest position ever written, taken back or not; with another room it
+            moves along, so that what a trim can go back to stays.
         front: the first position after the sinks that attention reads.
         longer: tokens that the longest head holds over the mean of all heads; 0 where all hold as many.
     """

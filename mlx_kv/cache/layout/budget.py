@@ -1,4 +1,4 @@
-"""Slots in the order of arrival, and of them what a budget leaves.
+"""Slots that fill up and are compacted to a budget: from its cut on in the order of positions, before it in any.
 
 Decides nothing about which tokens a budget leaves, only how many, and when. Integers only.
 """

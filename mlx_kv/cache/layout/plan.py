@@ -31,7 +31,7 @@ class Plan:
         needed: slots that must exist: [0, needed).
         ranges: the slots [first, last) that attention reads, one range after the other, unless the plan is transient.
         uniform: whether all rows stand alike, so that one slice write does it and one mask row serves all.
-        ordered: whether slots are in the order of positions: nothing wraps, before or with this update.
+        ordered: whether nothing wraps, before or with this update.
         steady: whether the update is all that is due: no padding, no compaction, nothing transient.
         bounded: whether the room for writes is limited.
         written, read: the slots of the new tokens, and of what attention reads, as an index of (B, H, C, D) each; None

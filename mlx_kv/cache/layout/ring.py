@@ -81,7 +81,7 @@ class WrittenOver:
 
 @dataclass(frozen=True, slots=True)
 class Ring(WrittenOver):
-    """The last `window` tokens of which the first `sinks` are the first of all, in window + room - 1 slots.
+    """The first `sinks` tokens and the newest window - sinks, in window + room - 1 slots.
 
     Raises:
         ValueError: a window or max_write below 1, a room that is not planned for, or sinks that fill the window.
