@@ -87,10 +87,10 @@ def preload() -> str:
     wanted = os.environ.get("MLX_KV_BLAS")
     if sys.platform != "linux":
         return "the system's own"
+    if (library := _in_place()) is not None:  # LD_PRELOAD has brought it, and it wins
+        return library
     if wanted == "none":
         return f"{REFERENCE} (MLX_KV_BLAS=none)"
-    if (library := _in_place()) is not None:
-        return library
     candidates = iter([wanted]) if wanted else _candidates()
     if (mlx := sys.modules.get("mlx.core")) is not None:
         _say_too_late(mlx, next(candidates, None))

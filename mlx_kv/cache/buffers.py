@@ -20,10 +20,10 @@ COPIED_BYTES = 2**20  # up to which a copy costs less than a wait
 
 Moves = list[tuple[int, int, int]]  # of a row: slot, new slot, slots of each contiguous piece
 # Rows, heads, head dim and dtype: what must agree for a tensor to fit into a buffer.
-Tensor = tuple[int, int, int, mx.Dtype]
+Signature = tuple[int, int, int, mx.Dtype]
 
 
-def tensor_of(x: mx.array) -> Tensor:
+def signature_of(x: mx.array) -> Signature:
     """What of x (B, H, S, D) must agree with the buffer it goes to: everything but the number of tokens."""
     return x.shape[0], x.shape[1], x.shape[3], x.dtype
 
@@ -62,7 +62,7 @@ class SlotBuffer:
             ValueError: the codec makes other planes than it says, or another tensor of them.
         """
         check_codec(codec, like[:, :, :1])
-        rows, heads, head_dim, dtype = tensor_of(like)
+        rows, heads, head_dim, dtype = signature_of(like)
         planes = codec.planes(head_dim, dtype)
         empty = tuple(mx.zeros((rows, heads, capacity, width), of) for width, of in planes)
         return cls(codec, empty, head_dim, dtype)
@@ -83,7 +83,7 @@ class SlotBuffer:
         return SlotBuffer(self.codec, planes, self.head_dim, self.dtype)
 
     @property
-    def tensor(self) -> Tensor:
+    def signature(self) -> Signature:
         """What a tensor must be to fit in here."""
         rows, heads = self.planes[0].shape[:2]
         return rows, heads, self.head_dim, self.dtype

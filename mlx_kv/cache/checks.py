@@ -12,7 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_kv.cache.buffers import Buffers, SlotBuffer, tensor_of
+from mlx_kv.cache.buffers import Buffers, SlotBuffer, signature_of
 
 MOST_TOKENS = 2**31 - 1  # MLX counts the elements of an axis in 32 bits
 
@@ -65,7 +65,7 @@ def continues(keys: mx.array, values: mx.array, buffers: Buffers) -> bool:
         return False
     if not keys.shape[2] == values.shape[2] > 0:
         return False
-    return tensor_of(keys) == buffers[0].tensor and tensor_of(values) == buffers[1].tensor
+    return signature_of(keys) == buffers[0].signature and signature_of(values) == buffers[1].signature
 
 
 def check_tokens(keys: mx.array, values: mx.array) -> None:
@@ -90,7 +90,9 @@ def check_tokens(keys: mx.array, values: mx.array) -> None:
 
 def check_unchanged(name: str, tensor: mx.array, buffer: SlotBuffer) -> None:
     """Only the number of tokens may change from one update to the next."""
-    for what, new, old in zip(("rows", "KV heads", "head dim", "dtype"), tensor_of(tensor), buffer.tensor, strict=True):
+    for what, new, old in zip(
+        ("rows", "KV heads", "head dim", "dtype"), signature_of(tensor), buffer.signature, strict=True
+    ):
         if new != old:
             raise ValueError(
                 f"{name} came with {what} {new}, but this cache holds {what} {old}: "

@@ -20,7 +20,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_kv.cache.buffers import Buffers, SlotBuffer, tensor_of
+from mlx_kv.cache.buffers import Buffers, SlotBuffer, signature_of
 from mlx_kv.cache.checks import SettingError
 from mlx_kv.cache.codecs import PLAIN
 from mlx_kv.cache.layout import Plan, Ring, Row, plan_of
@@ -188,7 +188,7 @@ class Residual:
 
     def write(self, tensors: tuple[mx.array, mx.array], plan: Plan) -> None:
         """Writes the new tokens, keys (B, H, S, D) and values (B, H, S, Dv), of a plan."""
-        if self.buffers is not None and [tensor_of(x) for x in tensors] != [each.tensor for each in self.buffers]:
+        if self.buffers is not None and [signature_of(x) for x in tensors] != [each.signature for each in self.buffers]:
             self.buffers = None  # a new session of another shape, or more rows
         if self.buffers is None:
             keys, values = (

@@ -49,7 +49,7 @@ def _how(cache: Joinable) -> list[tuple[str, object]]:
     """All that must be the same in every row of a batch, in words and as it is."""
     view, evictor = cache.view, cache.evictor
     affine = affine_of(view.codecs)
-    keys, values = (None, None) if view.buffers is None else (buffer.tensor[1:] for buffer in view.buffers)
+    keys, values = (None, None) if view.buffers is None else (buffer.signature[1:] for buffer in view.buffers)
     other = None if affine is not None or are_plain(view.codecs) else in_words(view.codecs)
     return [
         ("layout", planned(view.layout).parameters),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from mlx_kv.cache.buffers import Buffers, SlotBuffer, tensor_of
+from mlx_kv.cache.buffers import Buffers, SlotBuffer, signature_of
 from mlx_kv.cache.checks import check_tokens, check_unchanged, continues
 from mlx_kv.cache.codecs import PLAIN, Codecs, Packing
 from mlx_kv.cache.contents import Contents
@@ -76,7 +76,7 @@ def check(held: Contents, keys: mx.array, values: mx.array) -> None:
         codec.check(name, tensor)
     if held.buffers is None:
         return
-    if held.empty() and [tensor_of(x) for x in tensors.values()] != [buffer.tensor for buffer in held.buffers]:
+    if held.empty() and [signature_of(x) for x in tensors.values()] != [buffer.signature for buffer in held.buffers]:
         held.buffers = None  # a new session of another shape: nothing is lost
         return
     for (name, tensor), buffer in zip(tensors.items(), held.buffers, strict=True):
@@ -89,7 +89,7 @@ def make_room(held: Contents, plan: Plan, tensors: tuple[mx.array, mx.array], ro
     Args:
         rows: where they stand in the layout of before, which may be another than the plan's.
     """
-    used = min(max(plan.held, 0), plan.layout.most_slots)
+    used = min(max(plan.filled, 0), plan.layout.most_slots)
     needed = plan.needed + plan.padded  # padding goes to a slot of its own
     due = max([row.offset for row in plan.rows]) >= held.quantized_start
     if held.buffers is None:

@@ -66,7 +66,7 @@ def stored_keys(buffer: SlotBuffer, row: int | None, n: int, positions: mx.array
     Args:
         positions: (B or 1, 1 or H, n).
     """
-    rows, heads, dim, _ = buffer.tensor
+    rows, heads, dim, _ = buffer.signature
 
     def part(which: slice) -> mx.array:
         read = buffer.read(((which.start, min(which.stop, n)),))

@@ -27,7 +27,7 @@ class Plan:
         new: the number of new tokens of every row (S).
         counts: how many of them are tokens of the row; padding follows. Positions below 0 are padding, too.
         padded: whether any row has padding, which is never stored, nor seen by a token.
-        held: one past the last slot of the longest row before the update, as if nothing ever wrapped.
+        filled: one past the last slot of the longest row before the update, as if nothing ever wrapped.
         needed: slots that must exist: [0, needed).
         ranges: the slots [first, last) that attention reads, one range after the other, unless the plan is transient.
         uniform: whether all rows stand alike, so that one slice write does it and one mask row serves all.
@@ -45,7 +45,7 @@ class Plan:
         "_next",
         "bounded",
         "counts",
-        "held",
+        "filled",
         "layout",
         "needed",
         "new",
@@ -67,11 +67,11 @@ class Plan:
         first, alone, most = rows[0], len(rows) == 1, layout.most_slots
         self.padded = counts is not None or (first.offset if alone else min([row.offset for row in rows])) < 0
         self.counts = (new,) * len(rows) if counts is None else counts
-        self.held = first.end if alone else max([row.end for row in rows])
+        self.filled = first.end if alone else max([row.end for row in rows])
         self.uniform = not self.padded and (
             alone or len({(row.start, row.offset, row.front, row.longer) for row in rows}) == 1
         )
-        end = self.held + new
+        end = self.filled + new
         if self.padded:
             end = max([0, *(row.end + count for row, count in zip(rows, self.counts, strict=True))])
         self.ordered = end <= most
