@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from itertools import count
@@ -25,6 +24,7 @@ from typing import Any, Protocol, Self
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_kv.mlxlm.changes import Changes
 from mlx_kv.mlxlm.traverse import leaves
 
 NAME = "scaled_dot_product_attention"
@@ -124,9 +124,7 @@ class AttentionSeam:
         modules = attention_modules(model)
         self._finalizer = weakref.finalize(self, _leave, modules, number)
         self._finalizer.atexit = False
-        with _lock:
-            for module in modules:
-                _seamed.setdefault(module, _SeamedModule(module)).enter(number, otherwise, answering)
+        _changes.make(functools.partial(_enter, modules, number, otherwise, answering))
 
     def close(self) -> None:
         """Ends it; again, nothing happens."""
@@ -210,7 +208,6 @@ class _SeamedModule:
 
     def enter(self, number: int, otherwise: AttentionHook | None, answering: AttentionHook | None) -> None:
         self.seams[number] = otherwise, answering
-        _seamed[self.module] = self  # also where the garbage of another seam took it out just now
         self._settle()
         if not self.standing:
             self.standing = True
@@ -234,11 +231,23 @@ class _SeamedModule:
 
 _numbers = count()
 _seamed: dict[ModuleType, _SeamedModule] = {}
-_lock = threading.RLock()  # again by the same thread: the garbage of a seam may be collected while another is made
+_changes = Changes()  # the garbage of a seam may be collected while another is made
+
+
+def _enter(
+    modules: list[ModuleType], number: int, otherwise: AttentionHook | None, answering: AttentionHook | None
+) -> None:
+    for module in modules:
+        if module not in _seamed:
+            _seamed[module] = _SeamedModule(module)
+        _seamed[module].enter(number, otherwise, answering)
 
 
 def _leave(modules: list[ModuleType], number: int) -> None:
-    with _lock:
-        for module in modules:
-            if module in _seamed:
-                _seamed[module].leave(number)
+    _changes.make(functools.partial(_left, modules, number))
+
+
+def _left(modules: list[ModuleType], number: int) -> None:
+    for module in modules:
+        if module in _seamed:
+            _seamed[module].leave(number)

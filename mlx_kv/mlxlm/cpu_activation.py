@@ -18,11 +18,13 @@ from mlx_lm.models import activations
 
 from mlx_kv.cache.attention.exponential import MOST, exponential
 from mlx_kv.mlxlm.attention import modules_with
+from mlx_kv.mlxlm.changes import Changes
 from mlx_kv.mlxlm.cpu_attention import slow_exponential
 
 NAME = "swiglu"
 BLOCK_ELEMENTS = 2**17  # computed at once: what is larger is memory that the allocator gives back, and gets anew
 _wanting: dict[ModuleType, int] = {}  # how many models want it there
+_changes = Changes()  # models end at any moment
 
 
 @mx.compile
@@ -67,16 +69,20 @@ def swiglu(gate: mx.array, x: mx.array) -> mx.array:
 def answer_activation(model: nn.Module) -> Callable[[], None]:
     """Has this model's modules call `swiglu` of here; until what is returned is called, once."""
     modules = [module for module in modules_with(model, NAME) if getattr(module, NAME) in (activations.swiglu, swiglu)]
-    for module in modules:
-        _wanting[module] = _wanting.get(module, 0) + 1
-        setattr(module, NAME, swiglu)
-    return functools.partial(_leave, modules)
+    _changes.make(functools.partial(_enter, modules))
+    return functools.partial(_changes.make, functools.partial(_leave, modules))
 
 
 def use_cpu_activation(model: nn.Module) -> None:
     """On a CPU, the activations of this model's modules are computed here, for as long as the model lives."""
     if slow_exponential("MLX_KV_ACTIVATION"):
         weakref.finalize(model, answer_activation(model)).atexit = False
+
+
+def _enter(modules: list[ModuleType]) -> None:
+    for module in modules:
+        _wanting[module] = _wanting.get(module, 0) + 1
+        setattr(module, NAME, swiglu)
 
 
 def _leave(modules: list[ModuleType]) -> None:
