@@ -18,7 +18,7 @@ from mlx_kv.cache.codecs import (
     Packing,
     are_plain,
     find_codecs,
-    of_layer,
+    of_cache,
     one_or_two,
     packing_of,
 )
@@ -172,7 +172,7 @@ class CachePolicy:
         Raises:
             ValueError: codecs of another model.
         """
-        own = of_layer(self.codecs, number)
+        own = of_cache(self.codecs, number)
         return self if own == self.codecs else replace(self, bits=None, codec=own)
 
     def unbounded(self) -> CachePolicy:

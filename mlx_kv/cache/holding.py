@@ -15,20 +15,20 @@ from mlx_kv.cache.layout import NO_LIMIT, Budget, Layout
 def hold(held: Contents) -> None:
     """From now on nothing is evicted; without a budget nothing changes."""
     if held.evictor is not None:
-        held.evictor.holds = True
+        held.evictor.paused = True
         _with_margin(held, NO_LIMIT)
 
 
 def release(held: Contents) -> None:
     """What is due is evicted again, before the next write."""
-    if held.evictor is not None and held.evictor.holds:
-        held.evictor.holds = False
+    if held.evictor is not None and held.evictor.paused:
+        held.evictor.paused = False
         _with_margin(held, held.evictor.layout.margin)
 
 
 def released(held: Contents) -> Layout:
     """The layout that it has when it is not held."""
-    if held.evictor is None or not held.evictor.holds or not isinstance(held.layout, Budget):
+    if held.evictor is None or not held.evictor.paused or not isinstance(held.layout, Budget):
         return held.layout
     return replace(held.layout, margin=held.evictor.layout.margin)
 

@@ -31,7 +31,7 @@ from mlx_kv import (
 )
 from mlx_kv.cache.attention import packed
 from mlx_kv.cache.buffers import SlotBuffer
-from mlx_kv.cache.codecs import Affine, Codec, Plain, names
+from mlx_kv.cache.codecs import Affine, Codec, Microscaled, Plain, names
 from mlx_kv.mlxlm.traverse import attention_caches
 from mlx_kv.planning import Planner, Strategy
 from mlx_kv.prefixes.serving import kept_how
@@ -226,6 +226,7 @@ def test_codecs_are_found_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     ("make", "message"),
     [
         (lambda: KVCache(codec="none"), "there is no codec 'none': choose one of affine, "),
+        (lambda: Microscaled("mxfp3"), "there is no format 'mxfp3': choose one of mxfp4, mxfp8, nvfp4"),
         (lambda: KVCache(8, codec="half"), "got bits=8 and codec='half', which both say"),
         (lambda: KVCache(codec=3), "codec is 3: give a codec such as"),
         (lambda: KVCache(codec=("half",) * 3), "give one, or two, of keys and of values"),

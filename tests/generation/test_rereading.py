@@ -16,7 +16,7 @@ from mlx_lm.models import cache as stock
 
 import mlx_kv
 from mlx_kv import CachePolicy, compact, make_prompt_cache
-from mlx_kv.cache.eviction.scores.kvzip import NOT_READ_AGAIN
+from mlx_kv.cache.eviction.scores.kvzip import SCORE_OF_UNREAD
 from mlx_kv.generation.prefill import read_chunk
 from mlx_kv.generation.rereading import BEFORE, NOTHING_ASKED, Instructions, Rereading, hold, read_all
 from mlx_kv.generation.together import caches_together
@@ -218,7 +218,7 @@ def test_a_pass_that_fails_leaves_nothing_behind() -> None:
     assert calls[0] == 5
     model.model.layers = layers
     assert [cache.offset for cache in caches] == [40] * 3
-    assert not any(cache.evictor.holds for cache in caches)
+    assert not any(cache.evictor.paused for cache in caches)
     model(mx.array([[1]]), cache=caches)
     assert [cache.size() for cache in caches] == [BUDGET + 1] * 3
 
@@ -232,7 +232,7 @@ def test_nothing_is_evicted_while_it_is_held_and_files_do_not_know_it(tmp_path: 
         assert mx.allclose(model(chunk, cache=held), model(chunk, cache=full), atol=1e-4)
     compact(held)
     assert held[0].size() == 60
-    assert copy.deepcopy(held)[0].evictor.holds
+    assert copy.deepcopy(held)[0].evictor.paused
     mlx_kv.save_prompt_cache(tmp_path / "held.safetensors", held)
     loaded = mlx_kv.load_prompt_cache(tmp_path / "held.safetensors")
     for caches in (loaded, held):
@@ -241,7 +241,7 @@ def test_nothing_is_evicted_while_it_is_held_and_files_do_not_know_it(tmp_path: 
         compact(caches[:1])
         assert caches[0].size() == BUDGET
     held[1].reset()
-    assert not held[1].evictor.holds
+    assert not held[1].evictor.paused
 
 
 # --- where scores go --------------------------------------------------------------------------------------------------
@@ -291,7 +291,7 @@ def test_what_is_taken_back_is_not_taken_for_what_comes_in_its_place() -> None:
     for cache in caches:  # the prompt was over its budget, and so compacted before the others came
         scores, positions = np.array(cache.evictor.live_scores(0)), np.array(cache.positions[0])
         assert positions.max() == 43
-        assert ((scores == NOT_READ_AGAIN) == (positions >= 34)).all()
+        assert ((scores == SCORE_OF_UNREAD) == (positions >= 34)).all()
 
 
 def test_tokens_that_come_later_stay_until_the_prompt_is_gone() -> None:

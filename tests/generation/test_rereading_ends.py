@@ -35,14 +35,14 @@ def test_what_is_broken_off_leaves_caches_that_evict(passes: int) -> None:
     model = make_model("llama")
 
     def check(caches: list[Any], end: Callable[[], object]) -> None:
-        assert all(cache.evictor.holds for cache in caches)
+        assert all(cache.evictor.paused for cache in caches)
         end()
         stands = caches[0].offset
         assert 0 < stands <= 59
         model(mx.array([text(9)]), cache=caches)
         model(mx.array([[1]]), cache=caches)
         for cache in caches:
-            assert not cache.evictor.holds
+            assert not cache.evictor.paused
             assert cache.layout.held(cache.view.rows[0]) == BUDGET + 1
 
     caches = make_prompt_cache(model, policy())
@@ -66,7 +66,7 @@ def test_a_row_taken_out_of_a_batch_that_waits_waits_too() -> None:
     for own in [[cache.extract(1) for cache in caches], copy.deepcopy(caches)]:
         model(mx.array([text(3)] * len(own[0].view.rows)), cache=own)
         for cache in own:
-            assert cache.evictor.holds
+            assert cache.evictor.paused
             assert cache.view.rows[0].evicted == 0
             cache.release()
         model(mx.array([[1]] * len(own[0].view.rows)), cache=own)

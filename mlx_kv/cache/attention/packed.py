@@ -1,8 +1,9 @@
 """Keys and values as `mx.quantize` packs them, multiplied with as they are.
 
-On a GPU by `mx.quantized_matmul`. On a CPU that is several times slower than a product of floats, so there the packed
-integers become floats block by block, without their scales and biases: these are the same for all elements of a group,
-and so apply to what comes of it. With q of one query, c the integers of a slot, s and b of group g:
+On a GPU by `mx.quantized_matmul`. On a CPU that is several times slower than a product of floats, so there, in float32,
+affine integers of 2, 4 and 8 bits become floats block by block, without their scales and biases: these are the same for
+all elements of a group, and so apply to what comes of it. (Of other formats mxfp8 is decoded, the rest as on a GPU.)
+With q of one query, c the integers of a slot, s and b of group g:
 
     q . (s c + b) = sum over g of s_g (q_g . c_g) + b_g sum(q_g)
 

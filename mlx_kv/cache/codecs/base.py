@@ -53,7 +53,11 @@ class Packing(NamedTuple):
 
 
 class Codec(Protocol):
-    """Turns (B, H, S, D) into planes and back. A codec never changes, and tokens know nothing of each other."""
+    """Turns (B, H, S, D) into planes and back. A codec never changes, and tokens know nothing of each other.
+
+    One that stores heads differently also has `of_head(head)`, the codec of planes of that head alone; one that differs
+    from cache to cache of a model `of_layer(number)`, by the place in the list of caches.
+    """
 
     @property
     def name(self) -> str:
@@ -71,7 +75,11 @@ class Codec(Protocol):
         ...
 
     def check(self, name: str, x: mx.array) -> None:
-        """Raises ValueError where this codec cannot store `x`, the `name` of a cache, before anything has changed."""
+        """Raises ValueError where this codec cannot store x (B, H, S, D), before anything has changed.
+
+        Args:
+            name: "keys" or "values", for the message.
+        """
         ...
 
     def planes(self, head_dim: int, dtype: mx.Dtype) -> tuple[Plane, ...]:

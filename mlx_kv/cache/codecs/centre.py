@@ -17,10 +17,11 @@ class Centre:
 
     Args:
         heads: H.
-        numbers: base64 of the numbers, head by head, as little-endian float16: what JSON can hold and sets compare.
+        numbers: base64 of the numbers, head by head, as little-endian float16: a text, to be saved as
+            JSON, hashed and compared.
 
     Raises:
-        ValueError: a text that holds no such numbers, or numbers that are not finite.
+        ValueError: no head, a text that holds no such numbers, or numbers that are not finite.
     """
 
     heads: int
@@ -34,11 +35,15 @@ class Centre:
         except (binascii.Error, ValueError) as error:
             raise ValueError(f"a centre is base64 of float16 for {self.heads} heads: {error}") from error
         if not array.size or not np.isfinite(array).all():
-            raise ValueError("a centre has numbers that are finite: keys of this model are not, or leave it out")
+            raise ValueError("a centre is finite in float16, and these keys are not: store them without one")
 
     @classmethod
     def of(cls, x: mx.array) -> Centre:
-        """The mean of all tokens of x (B, H, S, D), S of 1 or more."""
+        """The mean of all tokens of x (B, H, S, D), S of 1 or more.
+
+        Raises:
+            ValueError: a mean that is not finite in float16.
+        """
         return cls._of(np.array(x.astype(mx.float32).mean(axis=(0, 2))))
 
     @classmethod

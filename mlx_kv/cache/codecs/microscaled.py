@@ -23,9 +23,16 @@ class Microscaled:
 
     Args:
         name: "mxfp4", "mxfp8" or "nvfp4".
+
+    Raises:
+        ValueError: another name.
     """
 
     name: str
+
+    def __post_init__(self) -> None:
+        if self.name not in FORMATS:
+            raise ValueError(f"there is no format {self.name!r}: choose one of {', '.join(FORMATS)}")
 
     @property
     def parameters(self) -> dict[str, Any]:

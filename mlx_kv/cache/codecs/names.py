@@ -14,7 +14,9 @@ from mlx_kv.cache.codecs.microscaled import MICROSCALED
 from mlx_kv.cache.codecs.plain import Plain
 from mlx_kv.open_set import OpenSet
 
-Factory = Callable[..., Codec]  # takes the codec's `parameters` by their names; each has a default
+Factory = Callable[
+    ..., Codec
+]  # takes the codec's `parameters` by their names; each has a default, though not one that will do for all
 
 
 def _centred(heads: int = 0, numbers: str = "", codec: Sequence[Any] = ("affine", {})) -> Centred:
@@ -38,7 +40,7 @@ CODECS: OpenSet[Factory] = OpenSet(
 
 
 def codec_names() -> list[str]:
-    """The names that `codec=` takes."""
+    """All that `codec=` takes by name; "centred" needs numbers of a model, so a codec is given in its place."""
     return CODECS.names()
 
 

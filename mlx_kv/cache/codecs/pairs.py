@@ -17,7 +17,7 @@ Codecs = tuple[Codec, Codec]  # of keys, of values
 Choice = str | Codec | tuple[str | Codec, str | Codec]
 Bits = int | tuple[int | None, int | None]  # of both tensors, or (of keys, of values)
 PLAIN: Codecs = (Plain(), Plain())
-MOST_WORDS = 200  # characters of parameters that are told as they are
+MOST_CHARACTERS = 200  # of parameters that are told as they are
 TAKE_BITS = ("affine", "rotated")  # the codecs that are made with bits and a group size
 
 
@@ -66,9 +66,13 @@ def one_or_two(given: Any) -> Any:
     return one if same else tuple(given)
 
 
-def of_layer(codecs: Codecs, layer: int) -> Codecs:
-    """Those that one of a model's caches stores with, where a codec is another in each: such one has an `of_layer`."""
-    keys, values = (getattr(codec, "of_layer", lambda _, codec=codec: codec)(layer) for codec in codecs)
+def of_cache(codecs: Codecs, number: int) -> Codecs:
+    """Those of one of a model's caches, by its place in their list: a codec that is another in each has an `of_layer`.
+
+    Raises:
+        ValueError: what such a codec refuses.
+    """
+    keys, values = (getattr(codec, "of_layer", lambda _, codec=codec: codec)(number) for codec in codecs)
     return keys, values
 
 
@@ -101,7 +105,7 @@ def packings_of(codecs: Codecs) -> tuple[Packing, Packing] | None:
 
 
 def affine_of(codecs: Codecs) -> Packing | None:
-    """The bits and the group size that ask for these two; None where that takes a `codec`."""
+    """The bits and the group size of both, where both are affine with the same ones; else None."""
     return packing_of(codecs) if all(codec.name == "affine" for codec in codecs) else None
 
 
@@ -116,4 +120,4 @@ def in_words(codecs: Codecs) -> str:
 def _told(parameters: dict[str, Any]) -> str:
     """As JSON, or what is as unlike any other's where that is too long to be read."""
     text = json.dumps(parameters, sort_keys=True)
-    return text if len(text) <= MOST_WORDS else hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    return text if len(text) <= MOST_CHARACTERS else hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -1,9 +1,10 @@
 """An orthogonal matrix that spreads what is large in one channel over all of them, for any head dim that has room.
 
-A Hadamard matrix of 2^k channels where the head dim is such a power (QuaRot, Ashkboos et al. 2024). Where it is an odd
-number m times 2^k, the Kronecker product of I - 2/m, a reflection of the m blocks, and the Hadamard matrix: of 576
-channels, the width of MLA, 9 times 64. Both are symmetric, so the matrix is its own inverse. MLX's transform is only
-asked for powers of two up to 256, where it was found to be right: on a CPU it corrupts memory for other sizes.
+A Hadamard matrix of 2^k channels where the head dim is such a power (QuaRot, Ashkboos et al. 2024), 256 at most. Where
+it is m times that, the Kronecker product of I - 2/m, a reflection of the m blocks, and the Hadamard matrix: of 576
+channels, the width of MLA, 9 times 64; of 512, two times 256, each mixed for itself. Both are symmetric, so the matrix
+is its own inverse. MLX's transform is only asked for powers of two up to 256, where it was found to be right: on
+a CPU it corrupts memory for other sizes.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ def power_of_two_in(dim: int) -> int:
 
 
 def check_rotation(name: str, dim: int) -> None:
-    """Raises ValueError for a head dim of the `name` tensor that cannot be mixed well."""
+    """Raises ValueError for a head dim of "keys" or "values" (`name`) that cannot be mixed well."""
     if dim < LEAST_POWER or power_of_two_in(dim) < LEAST_POWER:
         raise ValueError(
             f"{name} have head dim {dim}, which {LEAST_POWER} does not divide, so they cannot be rotated; leave it out"

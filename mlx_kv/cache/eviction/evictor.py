@@ -3,7 +3,7 @@
 One evictor belongs to one cache, of one layer. Decides when to compact, and who decides which tokens go: the layer
 group, or this layer alone. Knows nothing about updates, masks or growth, nor how a decision comes about (`step`), or
 what rows bring along (`membership`).
-B rows, H KV heads; H' is H where every head keeps its own tokens (share="head"), else 1.
+B rows, H KV heads; H' is H where every head keeps its own tokens (share="head" or "adaptive"), else 1.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 
 from mlx_kv.cache.buffers import move_slots
 from mlx_kv.cache.eviction.compaction import Moves
 from mlx_kv.cache.eviction.granularity import Granularity, LayerBudgets, check_granularity
-from mlx_kv.cache.eviction.held import Held
+from mlx_kv.cache.eviction.held import Cached, Held
 from mlx_kv.cache.eviction.layer_group import LayerGroup
 from mlx_kv.cache.eviction.masks import OwnMasks
 from mlx_kv.cache.eviction.membership import EvictorState, Membership, Work
@@ -33,25 +33,18 @@ from mlx_kv.cache.layout import Budget, Plan, Row
 from mlx_kv.cache.protocol import Call
 
 
-class Owner(Protocol):
-    """The cache that an evictor belongs to."""
-
-    @property
-    def view(self) -> Held: ...
-
-
 class Evictor:
     """Compacts the rows of one cache.
 
     Args:
         layout: the budget.
         score: what to keep, a name or a function; see `mlx_kv.cache.eviction.scores`.
-        granularity: which tokens are kept together: the same in all "layers", in each "layer" or each "head" its own.
+        granularity: what keeps the same tokens: all "layers", a "layer", a "head"; or "adaptive", heads of any length.
         layer_group, layer: the sequence, and which of its layers this is.
-        layers: whether all layers of the sequence have the same budget.
+        layers: "uniform", all layers of the sequence have the same budget, or "pyramid", lower ones more.
 
     Raises:
-        ValueError: an unknown score or granularity.
+        ValueError: an unknown score, granularity or layers, or two that don't go together.
     """
 
     def __init__(
@@ -69,14 +62,14 @@ class Evictor:
         self.members = Membership((layer_group or LayerGroup(),))
         self.members.groups[0].join(layer, self)
         self.observation = observation_for(self.score.wants, layout.keep_recent)
-        self._owner: Callable[[], Owner | None] = lambda: None
-        self.holds = False  # whether nothing is evicted for now
+        self._owner: Callable[[], Cached | None] = lambda: None
+        self.paused = False  # nothing is evicted for now
         self._listener: Listener | None = None  # while a text is read again
         self._step: CompactionStep | None = None  # worked out for the compaction that comes, if anything was
 
     # --- belonging ------------------------------------------------------------------------------------------------
 
-    def belong_to(self, owner: Owner) -> None:
+    def belong_to(self, owner: Cached) -> None:
         self._owner = weakref.ref(owner)
 
     @property
@@ -137,13 +130,13 @@ class Evictor:
 
     def _copy_of(self, members: Membership, seen: Observation | None, memo: dict[int, Any] | None = None) -> Evictor:
         made = Evictor.from_state(self.layout, self._state_of(members), self.score, memo, self.peers, seen)
-        made.holds = self.holds
+        made.paused = self.paused
         return made
 
     def reset(self) -> None:
         """A new session begins, of one sequence until more are seen."""
         self.forget()
-        self.holds = False
+        self.paused = False
         self.members = self.members.first()
         if self.observation is not None:
             self.observation.begin(1)
@@ -208,7 +201,7 @@ class Evictor:
 
     @property
     def moved(self) -> int:
-        """Slots that were moved, for all rows together."""
+        """Slots that were moved in each head, for all rows together; see `Work`."""
         return sum(row.moved for row in self.work)
 
     @property
@@ -218,12 +211,12 @@ class Evictor:
 
     @property
     def seconds(self) -> float:
-        """That compactions took, for all rows together."""
+        """That compactions took, for all rows together; see `Work`."""
         return sum(row.seconds for row in self.work)
 
     @property
     def nbytes(self) -> int:
-        return self.members.kept.nbytes + (0 if self.observation is None else self.observation.nbytes)
+        return self.members.nbytes + (0 if self.observation is None else self.observation.nbytes)
 
     def live_positions(self, row: Row, index: int) -> mx.array:
         """The position of each live slot of one row, (H', n); -1 where a head has no token, and others have."""
@@ -311,14 +304,16 @@ class Evictor:
 
         Args:
             rows: where they stand now.
+            on_demand: also rows within the margin. Nothing goes while all is held for a second reading.
 
         Raises:
-            ValueError: a score that cannot be used, or layers that have diverged; nothing has changed then.
+            ValueError: a score that cannot be used, layers that have diverged, or masks of layers or heads of different
+                lengths that nobody asks for; nothing has changed then.
         """
         layout = self.layout
         if len(rows) != len(self.members.groups):
             self.members = self.members.new_batch(len(rows), self.layer, self)
-        if self.holds:
+        if self.paused:
             return rows
         due = [i for i, row in enumerate(rows) if (layout.held(row) > layout.budget if on_demand else layout.due(row))]
         if self.own_lengths and not on_demand:
@@ -361,7 +356,7 @@ class Evictor:
             self.observation.settle(view.rows, lambda: self._keys_for(view.rows))
         return CompactionStep(self.layout, self.score, self.granularity, view, self.members, self.observation)
 
-    def _cache(self) -> Owner:
+    def _cache(self) -> Cached:
         owner = self._owner()
         assert owner is not None, "an evictor is asked by its cache, or through it"
         return owner

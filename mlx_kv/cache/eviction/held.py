@@ -16,3 +16,10 @@ class Held(Protocol):
 
     @property
     def buffers(self) -> Buffers | None: ...
+
+
+class Cached(Protocol):
+    """A cache that says where it stands: the one of an evictor, or of somebody who listens to it."""
+
+    @property
+    def view(self) -> Held: ...

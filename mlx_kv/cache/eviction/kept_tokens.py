@@ -21,7 +21,7 @@ class KeptTokens(NamedTuple):
     """Of every row of a batch; rows that have evicted nothing have any numbers.
 
     Attributes:
-        positions: (B, H', cut) of int32, up to the cut of the row with the last one; None before the first compaction
+        positions: (B, H', cut) of int32, as wide as the largest cut of any row; None before the first compaction
             of any row. Any number where a head has no token.
         scores: (B, H', cut) of float32; None also where all live tokens are scored at every compaction.
         dead: (B, H) of int32, how many slots before the cut hold no token of this head; None where all hold one.
@@ -38,7 +38,7 @@ class KeptTokens(NamedTuple):
     def live_positions(self, layout: Budget, row: Row, index: int) -> mx.array:
         """The position of each slot of row `index`, which stands at `row`: (H', n) of int32.
 
-        Any number where a head has no token.
+        (1, n) until it has evicted any. Any number where a head has no token.
         """
         n, cut = max(0, row.end), layout.cut_of(row)
         if row.evicted <= 0 or self.positions is None:

@@ -194,7 +194,7 @@ class LayerGroup:
         """Has every layer decide for itself, once.
 
         Args:
-            granularity: whether heads decide together.
+            granularity: of the caches; it says whose scores are to be heard.
             nbytes: as `decide_together`.
 
         Raises:

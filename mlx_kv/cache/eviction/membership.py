@@ -1,7 +1,8 @@
 """Which sequences the rows of one cache are, and what goes with a row into other batches.
 
 Decides what rows that come, go or begin bring along: the layer group of their sequence, the work done for them, what is
-known of their tokens. Nothing here changes: each method gives a membership of its own. Knows nothing about scores.
+known of their tokens. A membership never changes: each method gives another one. Those that take a `member` also join
+it to its layer groups. Knows nothing about scores.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ class Work(NamedTuple):
     """What compactions did for one row, which takes it along into other batches.
 
     Attributes:
-        moved: slots.
+        moved: slots of one head: as many as of the row and head of the batch of which most were moved.
         compactions: that it took part in.
-        seconds: of them, shared among the rows that took part.
+        seconds: of them, shared among the rows that took part; without what the device copies after that.
     """
 
     moved: int = 0
@@ -44,7 +45,7 @@ class EvictorState(NamedTuple):
         positions, scores: as in `KeptTokens`.
         work: by row, each as in `Work`; of all rows together, as version 0.1.0 counted, three numbers.
         dead: as in `KeptTokens`.
-        layers: whether all layers have the same budget.
+        layers: "uniform" or "pyramid".
         observed: what was seen of attention, as in `ObservedState`; None where nothing was.
         reread: by row, each as in `Reread`, or None; None where no row has any.
     """
@@ -101,6 +102,11 @@ class Membership(NamedTuple):
             KeptTokens(state.positions, state.scores, state.dead),
             tuple([None if own is None else Reread(*own) for own in state.reread or ()]),
         )
+
+    @property
+    def nbytes(self) -> int:
+        """Of all that is known of tokens."""
+        return self.kept.nbytes + sum(own.received.nbytes for own in self.reread if own is not None)
 
     def first(self) -> Membership:
         """The sequence of the first row alone, begun anew."""

@@ -12,11 +12,11 @@ B rows, which stand alike; H KV heads, G query heads for each, S queries, D head
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import mlx.core as mx
 
-from mlx_kv.cache.eviction.held import Held
+from mlx_kv.cache.eviction.held import Cached
 from mlx_kv.cache.eviction.weights import log_sums
 from mlx_kv.cache.layout import Budget
 from mlx_kv.cache.protocol import Call
@@ -66,11 +66,6 @@ class Reread(NamedTuple):
         return Reread(own.first, mx.concatenate([own.received, unread, other.received], axis=1))
 
 
-class Cache(Protocol):
-    @property
-    def view(self) -> Held: ...
-
-
 class Listener:
     """Sees the attention of the queries that repeat a chunk, in the place of a cache's `attention_hook`.
 
@@ -80,7 +75,7 @@ class Listener:
         first, last: positions of the chunk; the repetition is written from where the rows stand now.
     """
 
-    def __init__(self, cache: Cache, layout: Budget, first: int, last: int) -> None:
+    def __init__(self, cache: Cached, layout: Budget, first: int, last: int) -> None:
         self._cache, self._first, self._last = cache, first, last
         self._sinks, self._written = min(layout.sinks, first), cache.view.rows[0].offset
         self._largest: mx.array | None = None

@@ -161,7 +161,7 @@ def weights(products: mx.array, sums: mx.array, is_query: mx.array) -> mx.array:
 
 
 def exponential(x: mx.array) -> mx.array:
-    """e to the power of x, float32. On a CPU NumPy's, evaluated: MLX takes 26 ns a number there, NumPy 1."""
+    """e to the power of x, float32. On a CPU NumPy's, evaluated, which takes 1 ns a number; MLX's takes 20."""
     return mx.array(np.exp(np.array(x, copy=False))) if on_cpu() else mx.exp(x)
 
 

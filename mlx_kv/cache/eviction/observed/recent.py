@@ -97,10 +97,10 @@ class RecentQueries:
         self.pieces = [piece for piece in self.pieces if any(first < last for first, last in piece.spans)]
 
     def together(self, most: int | None = None) -> Together | None:
-        """All that are held, or the last `most` of each row; None where there is none. Nothing of it is a view.
+        """All that are held, or the last `most` of each row; None where there is none; no queries of larger arrays.
 
         Args:
-            most: those of them that are looked at; others of the same pieces are never read.
+            most: None is all.
         """
         counts = self.counts
         wanted = [count if most is None else min(count, most) for count in counts]

@@ -115,10 +115,13 @@ def register_score(name: str, function: Function, per_token: bool = False, wants
 
     Args:
         name: replaces whatever had it before.
-        function, per_token, wants: as in `Score`.
+        function: (tokens: ScoredTokens) -> (B, H, n), float32, finite; higher is kept.
+        per_token: whether a token's score depends on nothing but itself and its neighbours in the text: then it is
+            asked for once.
+        wants: what must be seen of attention; None is nothing.
 
     Raises:
-        ValueError: as `Score`.
+        ValueError: a function that cannot be called with one argument, or attention for what is asked once.
     """
     SCORES.registered[name] = Score(name, function, per_token, wants)
 

@@ -9,11 +9,11 @@ import mlx.core as mx
 
 from mlx_kv.cache.eviction.scores.tokens import ScoredTokens
 
-NOT_READ_AGAIN = 2.0  # more than any share of attention
+SCORE_OF_UNREAD = 2.0  # more than any share of attention
 
 
 def kvzip(tokens: ScoredTokens) -> mx.array:
     received = tokens.reread
     if received is None:
-        return mx.full(tokens.keys.shape[:3], NOT_READ_AGAIN)
-    return mx.where(received < 0, NOT_READ_AGAIN, received)
+        return mx.full(tokens.keys.shape[:3], SCORE_OF_UNREAD)
+    return mx.where(received < 0, SCORE_OF_UNREAD, received)

@@ -34,7 +34,7 @@ class ScoredTokens:
     Attributes:
         keys: (B, H, n, Dk), in the dtype of the model, positions rotated in.
         values: (B, H, n, Dv).
-        positions: (B, 1, n) of int32, or (B, H, n) where every head keeps its own tokens.
+        positions: (B, 1, n) of int32, or (B, H, n) where every head keeps its own tokens, once any went.
         key_part, value_part: the same keys and values, some of them at a time. Whoever evaluates one part after the
             other never holds all of them decoded, or in float32.
         queries: (B, Hq, w, D), the last ones that were asked, after RoPE; fewer than the score wants where fewer were
@@ -48,7 +48,7 @@ class ScoredTokens:
         observers: (B, 1 or H, n), how many of these queries could see it.
         moments: of all queries that were seen.
         reread: (B, H, n) of float32, for scores that want it: the largest share of attention that each token got when
-            its text was read once more; -1 where it was not.
+            its text was read once more; -1 where it was not, and never None.
     """
 
     keys: mx.array
