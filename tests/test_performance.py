@@ -71,7 +71,7 @@ def test_it_runs_them_keeps_what_they_say_and_draws_it(folder: Path, monkeypatch
     assert kept["result"] == {"step_ratio": 1 + len(RING.arguments)}
     assert kept["machine"]["versions"].keys() >= {"mlx", "mlx-lm"}
     page = (folder / "performance.md").read_text()
-    assert "between 3.00 and 3.00](performance/ring.svg)" in page
+    assert "a ratio of 3.00](performance/ring.svg)" in page
     assert page.count("Not measured here: ") == len(performance.SECTIONS) - 1
     before = (folder / "performance" / "ring.svg").read_bytes()
     assert called(monkeypatch, "--page") == 0
@@ -103,7 +103,7 @@ def test_what_needs_a_checkpoint_is_left_out_without_one(
 def test_what_was_printed_before_can_be_added(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "said").write_text('a line\n{"own_4_throughput_ratio": 1.5}\n')
     assert called(monkeypatch, "--add", "server", str(folder / "said")) == 0
-    assert "between 1.50 and 1.50](performance/server.svg)" in (folder / "performance.md").read_text()
+    assert "a ratio of 1.50](performance/server.svg)" in (folder / "performance.md").read_text()
     (folder / "other").write_text("no object")
     for words in (("server", "other"), ("server", "nowhere"), ("nobody", "said")):
         with pytest.raises(SystemExit) as ended:

@@ -23,7 +23,11 @@ from mlx_kv.files.serialization import VERSION_WORD, load_prompt_file
 from mlx_kv.generation.encoding import encode_beginning, encode_ending
 from mlx_kv.mlxlm.loading import load
 
-TEXT = (Path(mlx_kv.__file__).parent / "cache" / "growth.py").read_text()[:1500].rpartition("\n")[0]
+TEXT = (
+    (Path(mlx_kv.__file__).parent / "cache" / "growth.py")
+    .read_text()
+    .partition("\n\n\n@dataclass(frozen=True)\nclass G")[0]
+)
 REST = "\n\n\ndef double(slots: int) -> int:\n"
 
 
