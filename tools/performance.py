@@ -168,8 +168,8 @@ ELSEWHERE = {
     "ranks_soak": "compares tokens, and times nothing",
     "score_rule": "quality, not speed: [evaluate](eval.md)",
     "score_table": "quality, not speed: [evaluate](eval.md)",
-    "server_drafts": "told on the page of the [server](server.md)",
-    "shared_store": "a store in a bucket: [stores](store.md)",
+    "server_drafts": "told with [drafts](speculative.md#what-it-gains)",
+    "shared_store": "a store in a bucket: [clusters](clusters.md#several-servers-one-store)",
     "soak": "looks for what breaks, and times nothing",
     "uneven_heads": "told on the page of [budgets](budgets.md)",
 }

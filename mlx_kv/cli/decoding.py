@@ -165,8 +165,8 @@ def draft_options(function: Command) -> Command:
         click.option(
             "--draft",
             metavar="NAME",
-            help="Speculate: ngram and suffix look into the text for what may come next, auto is the better of them, "
-            "model is --draft-model; packages bring others. The text stays the same.",
+            help="Speculate: ngram and suffix look into the text for what may come next, auto is suffix, measured "
+            "best, model is --draft-model; packages bring others. The text stays the same.",
         ),
         click.option(
             "--draft-model", metavar="PATH_OR_HUB_ID", help="Speculate with this model; `reference`: the bundled draft."

@@ -38,8 +38,9 @@ Examples:
 MOST_TOKENS = 2**31 - 1
 NOT_INCLUDED = """\
 Not included: weights, activations, logits, the copy that a growth makes. Slots are counted as they fill: caches
-allocate them in multiples of 256, and where nothing was reserved up to twice as many. Layers that share keys and
-values are counted once. mlx-kv computes in float32 on a CPU: plan for that with --dtype float32."""
+allocate them in multiples of 256, and where nothing was reserved up to half as many more (twice, below 1,024).
+Layers that share keys and values are counted once. mlx-kv computes in float32 on a CPU: plan for that with
+--dtype float32."""
 
 
 def read_contexts(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int, ...]:
