@@ -246,9 +246,15 @@ class Twins:
     def seen_again(self, counts: Sequence[int]) -> bool:
         """Whether all is still there, as it came, that queries after a trim see so."""
         residual = self.spec.residual
+        lowest = self.lowest
+        if self.kept is not None:  # before the oldest token that a trim can take back, some of them may be evicted
+            lowest = [
+                max(low, base) if any(gone) else low
+                for low, base, gone in zip(lowest, self.kept.base, self.kept.gone, strict=True)
+            ]
         return not residual or all(
             low == 0 or low <= length - count - residual + 1
-            for low, length, count in zip(self.lowest, self.lengths(), counts, strict=False)
+            for low, length, count in zip(lowest, self.lengths(), counts, strict=False)
         )
 
     def lengths(self) -> list[int]:

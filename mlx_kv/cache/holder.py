@@ -137,10 +137,11 @@ class Holder:
         """Tokens that each row can drop and see what it saw before them."""
         held = self._held
         layout, residual = held.layout, held.residual
-        most = tuple([layout.most_trim(row) for row in held.rows])
-        if residual is None:
-            return most
-        return tuple([min(n, residual.most_trim(i, held.rows[i].offset)) for i, n in enumerate(most)])
+        most = [layout.most_trim(row) for row in held.rows]
+        if residual is not None:
+            own = [residual.most_trim(i, row.offset, layout.ordered_from(row)) for i, row in enumerate(held.rows)]
+            most = [min(pair) for pair in zip(most, own, strict=True)]
+        return tuple(most)
 
     # --- memory ----------------------------------------------------------------------------------------------------
 

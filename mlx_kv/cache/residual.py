@@ -172,9 +172,15 @@ class Residual:
     def _with(self, buffers: Buffers | None, first: tuple[int, ...]) -> Residual:
         return Residual(self.length, self.room, buffers, first)
 
-    def most_trim(self, index: int, offset: int) -> int:
-        """Tokens that row `index`, which ends at `offset`, can give back so that all that a next one sees is there."""
-        first = self.first[index] if index < len(self.first) else self.first[0]
+    def most_trim(self, index: int, offset: int, ordered_from: int) -> int:
+        """Tokens that row `index` can give back so that the next query still sees `length` - 1 before it as they came.
+
+        Args:
+            offset: where the row ends.
+            ordered_from: the lowest position whose slot follows from it (`Layout.ordered_from`). Masks hide the slots
+                of the newest tokens by position, which is wrong below it.
+        """
+        first = max(ordered_from, self.first[index] if index < len(self.first) else self.first[0])
         return offset if first <= 0 else max(0, offset - (first + self.length - 1))
 
     def check_trim(self, counts: Sequence[int], most: Sequence[int]) -> None:
@@ -182,8 +188,8 @@ class Residual:
         for index, (count, can) in enumerate(zip(counts, most, strict=True)):
             if count > can:
                 raise ValueError(
-                    f"cannot trim {count} tokens: row {index} would see tokens as they came of which it has but their "
-                    f"codes; trim by 0 to {can}, or leave out residual_length"
+                    f"cannot trim {count} tokens: the {self.length - 1} before them in row {index} are no longer all "
+                    f"held as they came; trim by 0 to {can}, or use a smaller residual_length"
                 )
 
     def write(self, tensors: tuple[mx.array, mx.array], plan: Plan) -> None:

@@ -78,6 +78,38 @@ def test_any_history(
     run(spec, [("update", 5), *history, ("update", 2), ("update", 1)], seed)
 
 
+@given(
+    codec=st.sampled_from(CODECS),
+    share=st.sampled_from(["layers", "layer", "head"]),
+    residual=st.integers(1, 8),
+    rows=st.sampled_from([1, 3]),
+    carries=st.booleans(),
+    history=st.lists(
+        st.one_of(
+            st.tuples(st.just("update"), st.integers(1, 24)),
+            st.tuples(st.just("trim_few"), st.tuples(*[st.integers(0, 12)] * 3)),
+        ),
+        min_size=1,
+        max_size=6,
+    ),
+    seed=st.integers(0, 1000),
+)
+def test_trims_after_a_compaction(
+    codec: Any, share: Any, residual: int, rows: int, carries: bool, history: list[Any], seed: int
+) -> None:
+    """Slots before the cut follow no order: a trim stops where the newest tokens as they came would reach there."""
+    spec = Spec(
+        codec=codec, residual=residual, rows=rows, carries=carries, budget=20, keep_recent=8, margin=4, share=share
+    )
+    twins = run(spec, [("update", 40), ("update", 1), *history, ("update", 12)], seed)
+    evicted = [row.evicted for row in twins.cache.view.rows]
+    for most, row in zip(twins.cache.most_trims, twins.cache.view.rows, strict=True):
+        assert most == row.end - 12 - (residual - 1)
+    twins.trim(list(twins.cache.most_trims))
+    twins.update(1)
+    assert [row.evicted for row in twins.cache.view.rows] == evicted
+
+
 @pytest.mark.parametrize("layout", LAYOUTS[:2], ids=str)
 def test_quantised_later(layout: dict[str, Any]) -> None:
     spec = Spec(codec=ROTATED, residual=4, quantized_start=10, carries=True, **layout)

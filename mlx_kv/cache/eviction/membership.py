@@ -167,9 +167,8 @@ class Membership(NamedTuple):
         """
         if not self.reread:
             return self
-        first = [0 if row.evicted <= 0 else layout.cut_of(row) - row.start for row in rows]
-        pairs = zip(self.reread, first, rows, strict=True)
-        reread = tuple([own and own.between(since, row.offset) for own, since, row in pairs])
+        pairs = zip(self.reread, rows, strict=True)
+        reread = tuple([own and own.between(layout.ordered_from(row), row.offset) for own, row in pairs])
         return self._replace(reread=reread if any(reread) else ())
 
     def without_evicted(self, rows: Sequence[Row]) -> Membership:

@@ -29,6 +29,9 @@ class InOrder:
     def slot(self, row: Row, position: int) -> int:
         return row.start + position
 
+    def ordered_from(self, row: Row) -> int:
+        return 0
+
     def pieces(self, row: Row, new: int) -> Iterator[tuple[int, int, int]]:
         yield row.end, 0, new
 

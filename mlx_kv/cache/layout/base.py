@@ -121,6 +121,10 @@ class Layout(Protocol):
         """The slots [first, last) that attention reads after a write of `new` tokens, one range after the other."""
         ...
 
+    def ordered_from(self, row: Row) -> int:
+        """The lowest position from which all tokens up to the newest lie in the slots that `slot` gives."""
+        ...
+
     def most_trim(self, row: Row) -> int:
         """Tokens that can be taken back without losing one that must stay visible."""
         ...

@@ -95,9 +95,13 @@ class Budget(InOrder):
     def compacted_if_due(self, row: Row) -> Row:
         return self.compacted(row) if self.due(row) else row
 
+    def ordered_from(self, row: Row) -> int:
+        """The position at the cut, before which survivors lie in any order; 0 as long as nothing was evicted."""
+        return 0 if row.evicted <= 0 else self.cut_of(row) - row.start
+
     def most_trim(self, row: Row) -> int:
         """All, as long as nothing was evicted; then back to the cut."""
-        return row.offset if row.evicted <= 0 else row.end - self.cut_of(row)
+        return row.offset - self.ordered_from(row)
 
     def refusal(self, count: int, most: int) -> tuple[str, str]:
         more = self.keep_recent + count - most

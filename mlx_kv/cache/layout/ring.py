@@ -48,6 +48,9 @@ class WrittenOver:
     def compacted_if_due(self, row: Row) -> Row:
         return row
 
+    def ordered_from(self, row: Row) -> int:
+        return 0
+
     def refusal(self, count: int, most: int) -> tuple[str, str]:
         more = self.room + count - most
         return "is a ring that has overwritten what would be seen again", f"plan for it with max_rollback={more}"
