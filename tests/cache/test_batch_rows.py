@@ -286,6 +286,13 @@ class Batches(RuleBasedStateMachine):
         assert all(cache.capacity <= 256 for cache in extracted)
         self.batches.append(([self.made(cache) for cache in extracted], [singles[index].copied()]))
 
+    @rule(which=st.floats(0, 1), row=st.floats(0, 1), layers=st.lists(st.integers(0, 1), max_size=3))
+    def look(self, which: float, row: float, layers: list[int]) -> None:
+        """Copies of single layers, which may be kept, are no part of a copy that comes later."""
+        caches, singles = self._pick(which)
+        index = int(row * len(singles)) % len(singles)
+        self.seen = [caches[layer].extract(index) for layer in layers if layer < len(caches)]
+
     @rule(which=st.floats(0, 1))
     def compact(self, which: float) -> None:
         caches, singles = self._pick(which)

@@ -217,7 +217,7 @@ def test_a_ledger_goes_with_its_sequence() -> None:
     caches = make_prompt_cache(model, POLICY)
     name = caches[0].evictor.layer_groups[0].name
     copies = [layer_by_layer(caches) for _ in range(3)]
-    assert len(LayerGroup._copies[name]) == 3
+    assert copies[2][0].evictor.layer_groups[0] is LayerGroup._copies[name].groups[0]()
     del copies, caches
     gc.collect()
     assert name not in LayerGroup._copies
@@ -233,6 +233,62 @@ def test_a_stray_copy_of_one_layer_does_not_split_later_ones(replicate: Any) -> 
         whole = replicate(caches)
         assert len({id(cache.evictor.layer_groups[0]) for cache in whole}) == 1
         assert stray.evictor.layer_groups[0] is not whole[0].evictor.layer_groups[0]
+
+
+def in_step(caches: list[KVCache], row: int = 0) -> bool:
+    return len({id(cache.evictor.layer_groups[row]) for cache in caches}) == 1
+
+
+@pytest.mark.parametrize("look", [lambda cache: cache.extract(0), copy.deepcopy, lambda cache: cache.merge([cache])])
+def test_copies_of_single_layers_do_not_split_a_later_copy(look: Any) -> None:
+    """Layers that were copied to look at them, all or some, kept or not, in any order, before a copy layer by layer."""
+    model = make_model("llama")
+    caches = make_prompt_cache(model, POLICY)
+    feed(model, caches, PROMPT, 30)
+    for looked_at in ((0, 1, 2), (0,), (1,), (2,), (2, 1, 0), (0, 2)):
+        for layer in looked_at:
+            seen = look(caches[layer])
+        kept = [look(caches[layer]) for layer in looked_at]
+        whole = [look(cache) for cache in caches]
+        assert in_step(whole)
+        assert len({cache.evictor.layer_groups[0] for cache in (*whole, seen, *kept)}) > 1
+        feed(model, whole, PROMPT[:30], 30)
+        held = positions(whole)
+        assert held[0] == held[1] == held[2]
+
+
+def test_a_sequence_can_be_merged_with_itself() -> None:
+    caches = one_sequence(CachePolicy(budget=20, keep_recent=2, score="key_norm"), 3)
+    x = mx.random.normal((3, 1, 2, 15, 32), key=mx.random.key(5))
+    for cache, new in zip(caches, x, strict=True):
+        cache.update_and_fetch(new, new)
+    for _ in range(2):
+        batch = [KVCache.merge([cache] * 3) for cache in caches]
+        for cache, own in zip(batch, caches, strict=True):
+            cache.extend(own)
+            cache.extend(own)
+        assert all(in_step(batch, row) for row in range(5))
+        assert len({cache.evictor.layer_groups[row] for cache in batch for row in range(5)}) == 5
+        x = mx.random.normal((3, 5, 2, 15, 32), key=mx.random.key(6))
+        for cache, new in zip(batch, x, strict=True):
+            cache.update_and_fetch(new, new)
+        compact(batch)
+        assert batch[0].positions.tolist() == batch[1].positions.tolist() == batch[2].positions.tolist()
+
+
+@pytest.mark.parametrize("copied", [[1], [2, 1, 0], [0, 1]])
+def test_a_copy_that_lacks_layers_does_not_decide_alone(copied: list[int]) -> None:
+    model = make_model("llama")
+    caches = make_prompt_cache(model, POLICY)
+    feed(model, caches, PROMPT, 30)
+    x = mx.random.normal((1, 2, 1, 32))
+    parts = [caches[layer].extract(0) for layer in copied]
+    assert caches[0].evictor.layer_groups[0] is not parts[0].evictor.layer_groups[0]
+    with pytest.raises(ValueError, match="was copied without layer .*copy all layers in their order, .*share='layer'"):
+        for _ in range(30):
+            for part in parts:
+                part.update_and_fetch(x, x)
+    assert all(part.evictor.compactions == caches[0].evictor.compactions for part in parts)
 
 
 def test_quantising_later_keeps_layers_in_step() -> None:

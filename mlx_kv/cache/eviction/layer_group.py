@@ -1,10 +1,12 @@
 """What the layers of one sequence agree on: which of its tokens go.
 
 A *layer group* stands for one sequence. Its members are the caches of that sequence, one a layer; a batched cache is a
-member of one group for each of its rows. mlx-lm merges and extracts caches layer by layer, so members find their
-group by a rule: whoever copies layer 3 of a sequence and then layer 4 gets both into the same new group. (What
-deepcopy copies in one go stays together, whatever container holds it and in whatever order. A lone copy of one layer,
-kept while others are merged, would be taken for the first of a whole one: copy all layers, or none.)
+member of one group for each of its rows.
+
+mlx-lm merges and extracts caches layer by layer, so copies find their group by a rule: layers are copied in ascending
+order, one copy of the sequence after the other. Layer 4 joins the copy whose last layer was 3 or lower; layer 0 begins
+the next copy. What deepcopy copies in one go stays together, in any order. A copy that lacks layers of its sequence
+cannot decide with them, and raises instead of deciding alone.
 
 Decides once per compaction: the first member that is to be compacted asks all others, as they stand before the step,
 and the others find the decision made. So nothing has changed anywhere when one of them cannot decide. Where other
@@ -69,6 +71,21 @@ class Decision(NamedTuple):
     moves: Moves | None
 
 
+class Copies:
+    """The copy of a sequence that is being made, layer by layer.
+
+    Attributes:
+        groups: one for each time that the sequence is in the same cache, as when a prompt is merged with itself.
+        member: the cache of the last layer that was copied.
+        number: of its copies of this layer so far, less 1.
+    """
+
+    def __init__(self) -> None:
+        self.groups: list[weakref.ref[LayerGroup]] = []
+        self.member: Callable[[], Member | None] = lambda: None
+        self.number = 0
+
+
 class CopiedTogether(NamedTuple):
     """The layers of one sequence that a deepcopy has copied so far, and the group that they are in."""
 
@@ -84,11 +101,18 @@ class LayerGroup:
         peers: who is heard before anything is decided; copies have the same.
     """
 
-    _copies: ClassVar[dict[str, list[weakref.ref[LayerGroup]]]] = {}  # by the name of what they are copies of
+    _alive: ClassVar[weakref.WeakValueDictionary[str, LayerGroup]] = weakref.WeakValueDictionary()  # by name
+    _copies: ClassVar[dict[str, Copies]] = {}  # by the name of what they are copies of
 
-    def __init__(self, peers: Peers = ALONE) -> None:
-        self.name, self.peers = uuid.uuid4().hex, peers
-        self._members: dict[int, weakref.ref[Member]] = {}  # by layer
+    def __init__(self, peers: Peers = ALONE, layers: frozenset[int] = frozenset()) -> None:
+        """
+        Args:
+            peers: as the attribute.
+            layers: of the sequence that it is a copy of.
+        """
+        self.name, self.peers, self._layers = uuid.uuid4().hex, peers, layers
+        self._alive[self.name] = self
+        self._members: dict[int, weakref.ref[Member]] = {}  # by layer, also those that are gone
         self._decision: Decision | None = None
         # Those of a new batch's other rows, by row: layer after layer asks for them.
         self._of_rows: weakref.WeakValueDictionary[int, LayerGroup] = weakref.WeakValueDictionary()
@@ -99,7 +123,7 @@ class LayerGroup:
     def of_copy(
         cls, name: str, layer: int, member: Member, memo: dict[Any, Any] | None = None, peers: Peers = ALONE
     ) -> LayerGroup:
-        """The group for a copy of one layer of the sequence `name`: its oldest copy that has no such layer yet.
+        """The group for a copy of one layer of the sequence `name`, by the rule at the top of this module.
 
         Args:
             memo: deepcopy's, which all that it copies in one go has in common: such layers are never parted. One that
@@ -108,12 +132,13 @@ class LayerGroup:
         """
         before: CopiedTogether | None = None if memo is None else memo.get(name)
         if before is None:
-            group = cls._lacking(name, layer, peers)
+            group = cls._completed_by(name, layer, member, peers)
             together: tuple[tuple[int, Member], ...] = ()
         else:
             group, together = before
-            if group._has(layer):
+            if layer in group._members:
                 taken, group = group, cls._new_copy(name, peers)
+                cls._begin(name, group)
                 for number, other in together:
                     del taken._members[number]
                     group.join(number, other)
@@ -124,23 +149,33 @@ class LayerGroup:
         return group
 
     @classmethod
-    def _lacking(cls, name: str, layer: int, peers: Peers) -> LayerGroup:
-        known = [ref() for ref in cls._copies.get(name, [])]  # alive until this method returns
-        lacking = (group for group in known if group is not None and not group._has(layer))
-        return next(lacking, None) or cls._new_copy(name, peers)
+    def _completed_by(cls, name: str, layer: int, member: Member, peers: Peers) -> LayerGroup:
+        """The copy that a layer goes on with, or a new one."""
+        copies = cls._copies.setdefault(name, Copies())
+        copies.number = copies.number + 1 if copies.member() is member else 0
+        copies.member = weakref.ref(member)
+        ref = copies.groups[copies.number] if copies.number < len(copies.groups) else None
+        group = None if ref is None else ref()
+        if group is not None and layer > max(group._members):
+            return group
+        return cls._begin(name, cls._new_copy(name, peers))
 
     @classmethod
-    def _new_copy(cls, name: str, peers: Peers) -> LayerGroup:
-        group = cls(peers)
-        ref = weakref.ref(group, lambda ref: cls._drop(name, ref))
-        cls._copies.setdefault(name, []).append(ref)
+    def _begin(cls, name: str, group: LayerGroup) -> LayerGroup:
+        """The same group, which layers of this copy join from now on."""
+        copies = cls._copies.setdefault(name, Copies())
+        copies.groups[copies.number :] = [weakref.ref(group, lambda _: cls._drop(name))]
         return group
 
     @classmethod
-    def _drop(cls, name: str, ref: weakref.ref[LayerGroup]) -> None:
-        left = [other for other in cls._copies.pop(name, []) if other is not ref]
-        if left:
-            cls._copies[name] = left
+    def _new_copy(cls, name: str, peers: Peers) -> LayerGroup:
+        source = cls._alive.get(name)
+        return cls(peers, frozenset() if source is None else source._layers | source._members.keys())
+
+    @classmethod
+    def _drop(cls, name: str) -> None:
+        if name in cls._copies and all(ref() is None for ref in cls._copies[name].groups):
+            del cls._copies[name]
 
     def of_row(self, index: int) -> LayerGroup:
         """The group of another row of a new batch whose first row has this one; the same in every layer."""
@@ -152,9 +187,6 @@ class LayerGroup:
 
     def join(self, layer: int, member: Member) -> None:
         self._members[layer] = weakref.ref(member)
-
-    def _has(self, layer: int) -> bool:
-        return layer in self._members and self._members[layer]() is not None
 
     def members(self) -> list[tuple[int, Member]]:
         """Those that still exist and hold tokens, in the order of layers."""
@@ -176,11 +208,13 @@ class LayerGroup:
             nbytes: that a layer is scored from: so much is waited for before the next is, where it is much.
 
         Raises:
-            ValueError: layers that stand elsewhere, or scores that cannot be used; nothing has changed then.
+            ValueError: layers that stand elsewhere or were not copied with this one, or scores that cannot be used;
+                nothing has changed then.
         """
         decision = self._decision
         if decision is not None and _alike(decision.row, row) and decision.moves is not None:
             return decision.moves
+        self._check_complete()
         self.check_in_step(row)
         self._hear_heads("layers", nbytes)
         total = mx.zeros(1)
@@ -222,6 +256,15 @@ class LayerGroup:
         """The scores of all layers, (1, n) each, in their order."""
         here = _few_at_once((member.evictable_scores(self) for _, member in self.members()), nbytes)
         return self.peers.with_layers(list(here)) if self.peers.have_layers else here
+
+    def _check_complete(self) -> None:
+        """Raises ValueError if layers of the sequence that this is a copy of were not copied into it."""
+        if missing := self._layers - self._members.keys():
+            here, lacking = (", ".join(map(str, sorted(layers))) for layers in (self._members, missing))
+            raise ValueError(
+                f"layer {here} of a sequence was copied without layer {lacking}, and they must evict the same tokens: "
+                "copy all layers in their order, one copy after the other, or use share='layer'"
+            )
 
     def check_in_step(self, row: Row) -> None:
         """Raises ValueError unless every layer stands where `row` does."""
