@@ -6,6 +6,7 @@ Decides the order of a session: words into settings, models, an engine, the loop
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import click
@@ -29,6 +30,7 @@ While it runs:
   /undo takes the last turn back, /reset all of them
   /save FILE and /load FILE keep a conversation, with its keys and values
   /stats says what is held, /help all of these; /exit, q or Ctrl-D ends
+  Ctrl-C ends an answer, or clears the line; twice on an empty line it ends the chat
 """
 
 
@@ -46,7 +48,7 @@ def chat(
     """Talk with a model: answers stream to stdout, all else goes to stderr.
 
     Each line is a question; three quotation marks begin and end one of several lines. Ctrl-C ends an answer, which
-    stays as far as it came.
+    stays as far as it came. Questions that are longer than the model's context are refused.
     """
     with ranks.joined(model, loading) as machine:
         converse(machine, model, chat, max_tokens, decoding, **policy)
@@ -65,6 +67,7 @@ def converse(machine: Machine, model: str, chat: Chat, max_tokens: int, decoding
     from mlx_kv.mlxlm.loading import context_length
 
     network, tokenizer = machine.load()
+    logging.getLogger("transformers").setLevel(logging.ERROR)  # it warns of long prompts, which the session refuses
     cache_policy = asked.for_model(network, tokenizer)
     draft = drafting.load_model() if machine.leads else None
 
@@ -91,6 +94,6 @@ def converse(machine: Machine, model: str, chat: Chat, max_tokens: int, decoding
     files = ChatFiles(model, network, tokenizer, cache_policy, whole=machine.group is None)
     session = ChatSession(conversation, files, max_tokens, draws, decoding.processors, context_length(network))
     try:
-        session.run(lines_typed())
+        session.run(lines_typed(session.how_to_leave))
     finally:
         conversation.engine.close()

@@ -6,7 +6,9 @@ Decides which lines are commands, what they say, and what Ctrl-C ends. Knows not
 from __future__ import annotations
 
 import contextlib
+import io
 import json
+import shlex
 import signal
 import sys
 import threading
@@ -14,6 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import click
@@ -24,8 +27,9 @@ from mlx_kv.cli.decoding import said_of_drafts
 from mlx_kv.cli.notices import say
 from mlx_kv.cli.options import human_bytes, tokens_line
 from mlx_kv.cli.output import file_errors
+from mlx_kv.cli.wording import in_options
 from mlx_kv.files.fingerprint import model_fingerprint
-from mlx_kv.files.serialization import save_prompt_cache
+from mlx_kv.files.serialization import check_output, save_prompt_cache
 from mlx_kv.generation.conversation import Conversation, Draws, Turn
 from mlx_kv.generation.settings import LogitsProcessor
 from mlx_kv.generation.statistics import cache_statistics
@@ -35,66 +39,153 @@ from mlx_kv.mlxlm.loading import vocabulary_of
 from mlx_kv.policy import CachePolicy
 
 QUOTES = '"""'
+LEAVE = "press Ctrl-C again or Ctrl-D to leave"
 OF_MLX_LM = {"q": "/exit", "r": "/reset", "h": "/help"}  # what mlx_lm.chat calls them
 
 
-def lines_typed() -> Iterator[str]:
-    """What is typed, a question or a command at a time; what stands between three quotation marks is one."""
-    lines = iter(_typed_on_terminal, None) if sys.stdin is not None and sys.stdin.isatty() else iter(sys.stdin or ())
-    for line in lines:
-        text = line.rstrip("\n")
-        if text.lstrip().startswith(QUOTES):
-            text = text.lstrip()[len(QUOTES) :]
-            while not text.rstrip().endswith(QUOTES):
-                more = next(lines, None)
-                if more is None:
-                    break
-                text += "\n" + more.rstrip("\n")
-            text = text.rstrip().removesuffix(QUOTES).strip("\n")
+class LineInterruptedError(Exception):
+    """Ctrl-C was pressed at the prompt of a terminal.
+
+    Attributes:
+        half_typed: whether a question had been begun, which is dropped.
+    """
+
+    def __init__(self, half_typed: bool) -> None:
+        super().__init__()
+        self.half_typed = half_typed
+
+
+def on_terminal() -> bool:
+    return sys.stdin is not None and sys.stdin.isatty()
+
+
+def lines_typed(how_to_leave: Callable[[], str] = lambda: LEAVE) -> Iterator[str]:
+    """Questions and commands from stdin, one at a time; three quotation marks begin and end one of several lines.
+
+    On a terminal Ctrl-C drops a question that is half typed.
+
+    Args:
+        how_to_leave: the hint that a first Ctrl-C on an empty line prints.
+
+    Raises:
+        KeyboardInterrupt: a second Ctrl-C in a row on an empty line.
+    """
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # a line that is not UTF-8 is refused, and the next one read
+    lines = iter(_typed_on_terminal, None) if on_terminal() else iter(sys.stdin or ())
+    hinted = False
+    while True:
+        try:
+            text = _question(lines)
+        except LineInterruptedError as interrupt:
+            if hinted and not interrupt.half_typed:
+                raise KeyboardInterrupt from None
+            hinted = not interrupt.half_typed
+            if hinted:
+                say(how_to_leave())
+            continue
+        if text is None:
+            return
+        hinted = False
         if text.strip():
             yield text
+
+
+def _question(lines: Iterator[str]) -> str | None:
+    """One question or command; None where there are no more lines."""
+    line = next(lines, None)
+    if line is None:
+        return None
+    text = line.rstrip("\n")
+    if not text.lstrip().startswith(QUOTES):
+        return text
+    text = text.lstrip()[len(QUOTES) :]
+    try:
+        while not text.rstrip().endswith(QUOTES) and (more := next(lines, None)) is not None:
+            text += "\n" + more.rstrip("\n")
+    except LineInterruptedError:
+        raise LineInterruptedError(half_typed=True) from None
+    return text.rstrip().removesuffix(QUOTES).strip("\n")
 
 
 def _typed_on_terminal() -> str | None:
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  lines can be edited, and called back
     try:
-        return input("> ")
+        with ctrl_c(_interrupt_line):
+            return input("> ")
     except EOFError:
         click.echo()
         return None
+    except LineInterruptedError:
+        click.echo()  # the next prompt begins a line
+        raise
+
+
+def _interrupt_line(number: int, frame: FrameType | None) -> None:
+    readline = sys.modules.get("readline")  # without it, only the terminal knows what stands on the line
+    raise LineInterruptedError(half_typed=readline is not None and bool(readline.get_line_buffer()))
+
+
+def check_utf8(text: str) -> None:
+    """Raises click.UsageError: a line had bytes that are not UTF-8, which Python reads as lone surrogates."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        begins = repr(text.encode("utf-8", "surrogateescape")[:40])[1:]
+        raise click.UsageError(f"this line is not UTF-8 text: {begins}: write it in UTF-8") from None
+
+
+@contextlib.contextmanager
+def ctrl_c(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Handles Ctrl-C in this way meanwhile; in the main thread only, as Python requires."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @contextlib.contextmanager
 def interrupts() -> Iterator[Callable[[], bool]]:
     """Tells whether Ctrl-C was pressed meanwhile. Once is asked for here; another is what it always is."""
     pressed: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield lambda: False
-        return
-    before = signal.getsignal(signal.SIGINT)
 
-    def press(number: int, frame: object) -> None:
+    def press(number: int, frame: FrameType | None) -> None:
         pressed.append(number)
         if len(pressed) > 1:
             raise KeyboardInterrupt
 
-    signal.signal(signal.SIGINT, press)
-    try:
+    with ctrl_c(press):
         yield lambda: bool(pressed)
-    finally:
-        signal.signal(signal.SIGINT, before)
+
+
+@contextlib.contextmanager
+def stops(command: str) -> Iterator[None]:
+    """Ctrl-C ends this command, and the chat goes on.
+
+    Raises:
+        click.ClickException: it was pressed.
+    """
+    try:
+        with ctrl_c(signal.default_int_handler):
+            yield
+    except KeyboardInterrupt:
+        raise click.ClickException(f"{command} was ended by Ctrl-C") from None
 
 
 class ChatFiles:
     """Conversations in files: prompt caches, with what was said in their words.
 
-    Args:
-        whole: whether this process has all of the model.
+    Attributes:
+        whole: whether this process has all of the model; else nothing can be saved.
     """
 
     def __init__(self, name: str, model: nn.Module, tokenizer: Any, policy: CachePolicy, whole: bool) -> None:
-        self._name, self._model, self._tokenizer, self._whole = name, model, tokenizer, whole
+        self._name, self._model, self._tokenizer, self.whole = name, model, tokenizer, whole
         self._layers = len(make_prompt_cache(model, policy)) if whole else 0
 
     def save(self, path: Path, conversation: Conversation) -> None:
@@ -117,6 +208,7 @@ class ChatFiles:
         own = model_fingerprint(self._model, self._tokenizer)
         layers = conversation.caches[: self._layers]  # without those of a draft model
         with file_errors(f"write {path}"):
+            check_output(path, mend="")  # with advice that can be followed in a chat
             save_prompt_cache(path, layers, words, tokens=conversation.read, fingerprint=own)
 
     def load(self, path: Path, conversation: Conversation) -> bool:
@@ -142,7 +234,7 @@ class ChatFiles:
         return True
 
     def _check(self) -> None:
-        if not self._whole:
+        if not self.whole:
             raise click.UsageError("each of several ranks has a part of the conversation: it cannot be kept in a file")
 
 
@@ -184,6 +276,7 @@ class ChatSession:
         self._conversation, self._files = conversation, files
         self._max_tokens, self._draws, self._processors, self._context = max_tokens, draws, processors, context
         self._seconds = (0.0, 0.0)  # of the last turn, where it was asked here: until its first token, and after
+        self._saved: list[Turn] = []  # those that a file has
         self._commands: dict[str, tuple[Callable[[str], None], str]] = {
             "/help": (self._help, "what can be typed"),
             "/undo": (self._undo, "takes the last question and its answer back"),
@@ -194,27 +287,36 @@ class ChatSession:
             "/exit": (self._help, "ends, as Ctrl-D does"),
         }
 
+    def how_to_leave(self) -> str:
+        """What a first Ctrl-C on an empty line prints."""
+        return LEAVE + ("; /save FILE keeps the conversation" if self._unsaved else "")
+
     def run(self, lines: Iterable[str]) -> None:
         """Until there are no more lines, or one ends it."""
         for line in lines:
             text = OF_MLX_LM.get(line.strip(), line)
             word, _, rest = text.strip().partition(" ")
             if word == "/exit":
-                return
+                break
             try:
+                check_utf8(text)
                 if word in self._commands:
                     self._commands[word][0](rest.strip())
                 elif word.startswith("/") and word[1:].isalpha():
                     say(f"there is no {word}: /help says what there is")
                 else:
                     self._answer(text)
-            except (click.ClickException, ValueError) as error:
-                message = error.format_message() if isinstance(error, click.ClickException) else str(error)
-                say(" ".join(message.split()))
+            except click.ClickException as error:
+                say(" ".join(error.format_message().split()))
+            except ValueError as error:
+                say(" ".join(in_options(error, click.get_current_context().command).split()))
+        if on_terminal() and self._unsaved:
+            say("this conversation was not saved: next time, type /save FILE before you leave")
 
     def _answer(self, question: str) -> None:
         started, first = time.perf_counter(), None
         with interrupts() as interrupted:
+            self._check_length(question)
             tokens = self._conversation.ask(question, self._max_tokens, self._draws, self._processors, interrupted)
             with contextlib.closing(tokens):
                 for token in tokens:
@@ -234,31 +336,51 @@ class ChatSession:
         if self._context is not None and len(turn.tokens) > self._context:
             say(f"note: {len(turn.tokens):,} tokens, but this model was made for {self._context:,}: /reset")
 
+    def _check_length(self, question: str) -> None:
+        """Raises click.UsageError: the conversation with this question would be longer than the model's context."""
+        if self._context is None:
+            return
+        known, tokens = len(self._conversation.tokens), len(self._conversation.prompt_of(question))
+        if tokens <= self._context:
+            return
+        has, shorten = f"but this model was made for {self._context:,}", "ask a shorter question"
+        if not known:
+            raise click.UsageError(f"this prompt has {tokens:,} tokens, {has}: {shorten}")
+        raise click.UsageError(
+            f"{known:,} tokens so far and {tokens:,} with this question, {has}: {shorten}, or /undo or /reset first"
+        )
+
     # --- commands -------------------------------------------------------------------------------------------------
 
     def _help(self, rest: str) -> None:
         for name, (_, what) in self._commands.items():
             click.echo(f"{name:<8}{what}", err=True)
-        click.echo(f"{QUOTES:<8}begins and ends a question of several lines; Ctrl-C ends an answer", err=True)
+        click.echo(f"{QUOTES:<8}begins and ends a question of several lines", err=True)
+        click.echo(f"{'Ctrl-C':<8}ends an answer, or clears the line; twice on an empty line, the chat", err=True)
 
     def _undo(self, rest: str) -> None:
         kept = self._conversation.undo()
         self._seconds = (0.0, 0.0)
         how = "" if kept else "; these caches cannot go back, and all is read again"
-        say(f"taken back: {self._turns}{how}")
+        say(f"the last turn is taken back: {self._turns} left{how}")
 
     def _reset(self, rest: str) -> None:
         self._conversation.go_on_from([], self._conversation.settings.system)
         say("all is forgotten")
 
     def _save(self, rest: str) -> None:
-        self._files.save(self._path("/save", rest), self._conversation)
-        say(f"kept in {rest}: {self._turns}")
+        path = self._path("/save", rest)
+        with stops("/save"):
+            self._files.save(path, self._conversation)
+        self._saved = list(self._conversation.turns)
+        say(f"kept in {path}: {self._turns}")
 
     def _load(self, rest: str) -> None:
-        served = self._files.load(self._path("/load", rest), self._conversation)
-        self._seconds = (0.0, 0.0)
-        say(f"{rest}: {self._turns}" + ("" if served else "; its caches are of other settings, and all is read again"))
+        path = self._path("/load", rest)
+        with stops("/load"):
+            served = self._files.load(path, self._conversation)
+        self._seconds, self._saved = (0.0, 0.0), list(self._conversation.turns)
+        say(f"{path}: {self._turns}" + ("" if served else "; its caches are of other settings, and all is read again"))
 
     def _stats(self, rest: str) -> None:
         conversation = self._conversation
@@ -284,12 +406,28 @@ class ChatSession:
             click.echo(said_of_drafts(speculation), err=True)
 
     def _path(self, command: str, rest: str) -> Path:
-        if not rest:
+        """The file that a command names: quoted as in a shell, or as it stands, spaces included."""
+        name, quoted = rest, f'put the name in double quotation marks, as in {command} "my chat"'
+        if set(rest) & {'"', "'", "\\"}:
+            try:
+                words = shlex.split(rest)
+            except ValueError as error:
+                raise click.UsageError(f"{command} {rest}: {str(error).lower()}: {quoted}") from None
+            if len(words) > 1:
+                raise click.UsageError(f"{command} {rest}: these are {len(words)} names: {quoted}")
+            name = words[0]
+        if not name:
             raise click.UsageError(f"{command} needs the name of a file")
         try:
-            return Path(rest).expanduser()
+            return Path(name).expanduser()
         except RuntimeError as error:  # there is no such user
-            raise click.UsageError(f"{rest}: {error}: give another name") from None
+            raise click.UsageError(f"{name}: {error}: give another name") from None
+
+    @property
+    def _unsaved(self) -> bool:
+        """Whether there are turns that no file has, and that one could have."""
+        turns = self._conversation.turns
+        return self._files.whole and turns != self._saved[: len(turns)]
 
     @property
     def _turns(self) -> str:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from mlx_kv.bundled import draft_path
-from mlx_kv.cli.options import Command, FiniteRange, applied, number_option
+from mlx_kv.cli.options import Command, FiniteFloat, FiniteRange, applied, number_option
 from mlx_kv.cli.prompt import prefill_option
 from mlx_kv.generation.speculation import DRAFT_TOKENS, LOOKUP_MAX, LOOKUP_MIN, LOOKUP_TOKENS
 
@@ -214,8 +214,8 @@ def decoding_options(function: Command) -> Command:
         number_option("--xtc-probability", FiniteRange(0, 1), 0.0, excluded, "P"),
         number_option("--xtc-threshold", FiniteRange(0, 0.5), 0.1, "What is likely, for that.", "P"),
         number_option("--repetition-penalty", positive, 1.0, "Above 1, tokens among the last 20 become less likely."),
-        number_option("--presence-penalty", FiniteRange(), 0.0, "The same, by so much."),
-        number_option("--frequency-penalty", FiniteRange(), 0.0, "The same, by so much for each time."),
+        number_option("--presence-penalty", FiniteFloat(), 0.0, "The same, by so much."),
+        number_option("--frequency-penalty", FiniteFloat(), 0.0, "The same, by so much for each time."),
         click.option("--seed", type=click.IntRange(0, 2**64 - 1), metavar="N", help="Makes sampling repeatable."),
         prefill_option(),
         draft_options,

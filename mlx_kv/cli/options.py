@@ -24,14 +24,21 @@ if TYPE_CHECKING:
 Command = Callable[..., None]
 
 
-class FiniteRange(click.FloatRange):
-    """A range of numbers; click's own lets nan through everywhere, and infinity where it is open."""
+class FiniteFloat(click.types.FloatParamType):
+    """Any number but nan and infinity, which click's own type accepts."""
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        number = click.FLOAT.convert(value, param, ctx)
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number: float = super().convert(value, param, ctx)
         if not math.isfinite(number):
             self.fail(f"{value} is no finite number.", param, ctx)
-        return super().convert(number, param, ctx)
+        return number
+
+
+class FiniteRange(click.FloatRange):
+    """A range of numbers with at least one bound; click's own accepts nan, and infinity where it has no bound."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return super().convert(FiniteFloat().convert(value, param, ctx), param, ctx)
 
 
 class ByteCount(click.types.IntParamType):

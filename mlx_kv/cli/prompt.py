@@ -62,8 +62,18 @@ class Chat:
         return ChatSettings(self.system_prompt, self.prefill_response, self.chat_template_config or {})
 
 
+def read_utf8(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
+    """A text without lone surrogates, which Python makes of bytes on the command line that are not UTF-8."""
+    try:
+        (value or "").encode("utf-8")
+    except UnicodeEncodeError:
+        raise click.BadParameter("it is not UTF-8 text: write it in UTF-8") from None
+    return value
+
+
 def read_template_settings(ctx: click.Context, param: click.Parameter, value: str | None) -> dict[str, Any] | None:
     """A JSON object of what a chat template may be told."""
+    read_utf8(ctx, param, value)
     if value is None:
         return None
     try:
@@ -84,7 +94,9 @@ def read_template_settings(ctx: click.Context, param: click.Parameter, value: st
 def chat_options(*names: str) -> Callable[[Command], Command]:
     """Some of the options of a `Chat`, for a command that gets one."""
     options = {
-        "system_prompt": click.option("--system-prompt", metavar="TEXT", help="Comes before all else in a chat."),
+        "system_prompt": click.option(
+            "--system-prompt", callback=read_utf8, metavar="TEXT", help="Comes before all else in a chat."
+        ),
         "chat_template_config": click.option(
             "--chat-template-config",
             callback=read_template_settings,
@@ -92,7 +104,10 @@ def chat_options(*names: str) -> Callable[[Command], Command]:
             help="An object of settings for the chat template, such as '{\"enable_thinking\": false}'.",
         ),
         "prefill_response": click.option(
-            "--prefill-response", metavar="TEXT", help="The answer goes on from this beginning, which is not repeated."
+            "--prefill-response",
+            callback=read_utf8,
+            metavar="TEXT",
+            help="The answer goes on from this beginning, which is not repeated.",
         ),
     }
 

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import io
 import json
 import os
 import pty
+import re
+import select
 import signal
 import subprocess
 import sys
+import termios
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from transformers.utils import logging as transformers_logging
 
 import mlx_kv
 from mlx_kv.cli.chat_session import lines_typed
@@ -27,11 +33,12 @@ Called = Any
 
 @pytest.fixture
 def chat(command: Callable[..., Called], monkeypatch: pytest.MonkeyPatch, reference: Any) -> Callable[..., Called]:
-    """`mlx-kv chat` in this process, with these lines on stdin."""
+    """`mlx-kv chat` in this process, with these lines on stdin; `errors` are those of a locale's encoding."""
     monkeypatch.setattr("mlx_kv.mlxlm.loading.load", lambda path, **options: reference)
 
-    def run(*lines: str, options: tuple[str, ...] = ()) -> Called:
-        monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+    def run(*lines: str, options: tuple[str, ...] = (), errors: str = "strict") -> Called:
+        written = "".join(f"{line}\n" for line in lines).encode("utf-8", "surrogateescape")
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(written), encoding="utf-8", errors=errors))
         return command("chat", "--max-tokens", "12", *options)
 
     return run
@@ -53,9 +60,9 @@ def test_undo_and_reset(chat: Any) -> None:
     assert undone.out.endswith(both.removeprefix(first) + first)
     errors = [line for line in undone.err.splitlines() if "tokens" not in line]
     assert errors == [
-        "mlx-kv: taken back: 1 turn",
-        "mlx-kv: taken back: 1 turn",
-        "mlx-kv: taken back: 0 turns",
+        "mlx-kv: the last turn is taken back: 1 turn left",
+        "mlx-kv: the last turn is taken back: 1 turn left",
+        "mlx-kv: the last turn is taken back: 0 turns left",
         "mlx-kv: nothing was said yet: there is nothing to take back",
         "mlx-kv: all is forgotten",
     ]
@@ -99,12 +106,12 @@ def test_what_a_file_must_be(chat: Any, command: Any, tmp_path: Path) -> None:
     wanted = (
         "needs the name",
         "nothing was read yet: there is nothing to keep",
-        "no prompt cache",
+        "is no prompt cache: give another name, or remove it first",
         "give another name",
         "no conversation",
         "no safetensors file",
         "cannot read",
-        "taken back: 0 turns",
+        "taken back: 0 turns left",
         "nothing was read yet: there is nothing to keep",
         "all is forgotten",
         "nothing was read yet: there is nothing to keep",
@@ -231,40 +238,271 @@ def test_a_question_of_several_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(lines_typed()) == ["one", "two\nthree", "four", "five", "six"]
 
 
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])  # as locales have it: en_US.UTF-8, and C
+def test_a_line_that_is_not_utf_8_is_refused_and_the_chat_goes_on(chat: Any, errors: str) -> None:
+    done = chat("import os", "abc\udcff\udcfe", '"""x', 'y\udce9"""', "/save \udce9", "print(", errors=errors)
+    assert (done.code, done.out) == (0, chat("import os", "print(").out)
+    assert [line for line in done.err.splitlines() if "known" not in line] == [
+        r"mlx-kv: this line is not UTF-8 text: 'abc\xff\xfe': write it in UTF-8",
+        r"mlx-kv: this line is not UTF-8 text: 'x\ny\xe9': write it in UTF-8",
+        r"mlx-kv: this line is not UTF-8 text: '/save \xe9': write it in UTF-8",
+    ]
+
+
+@pytest.mark.parametrize("option", ["--system-prompt", "--prefill-response", "--chat-template-config"])
+def test_an_option_that_is_not_utf_8_is_one_line(option: str, command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mlx_kv.mlxlm.loading.load", lambda path, **options: pytest.fail("a model is loaded"))
+    for words in (("chat",), ("generate", "--prompt", "x")):
+        if option == "--prefill-response" and words == ("chat",):
+            continue  # it has none
+        called = command(*words, option, '{"a": "\udcff"}')
+        refused = f"mlx-kv: error: Invalid value for '{option}': it is not UTF-8 text: write it in UTF-8\n"
+        assert (called.code, called.out, called.err) == (2, "", refused)
+
+
+def test_names_of_files_may_be_quoted(chat: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = chat(
+        "import os",
+        '/save "a b.safetensors"',
+        "/save c d.safetensors",
+        r"/save e\ f.safetensors",
+        "/load 'a b.safetensors'",
+        "/load c d.safetensors",
+        "/save don't.safetensors",
+        '/save "a" b',
+        '/load "',
+        '/save ""',
+    )
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"{name}.safetensors" for name in ("a b", "c d", "e f")]
+    quoted = 'put the name in double quotation marks, as in /save "my chat"'
+    assert [line for line in done.err.splitlines() if "known" not in line] == [
+        "mlx-kv: kept in a b.safetensors: 1 turn",
+        "mlx-kv: kept in c d.safetensors: 1 turn",
+        "mlx-kv: kept in e f.safetensors: 1 turn",
+        "mlx-kv: a b.safetensors: 1 turn",
+        "mlx-kv: c d.safetensors: 1 turn",
+        f"mlx-kv: /save don't.safetensors: no closing quotation: {quoted}",
+        f'mlx-kv: /save "a" b: these are 2 names: {quoted}',
+        f'mlx-kv: /load ": no closing quotation: {quoted.replace("save", "load")}',
+        "mlx-kv: /save needs the name of a file",
+    ]
+
+
+def test_advice_is_of_the_command_line_and_not_of_python(chat: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(*arguments: Any) -> Any:
+        raise ValueError("it cannot be trimmed: use max_write=9")
+
+    monkeypatch.setattr("mlx_kv.generation.conversation.Conversation.ask", refuses)
+    assert chat("x").err == "mlx-kv: it cannot be trimmed: use --max-write 9\n"
+
+
+def test_a_question_beyond_the_context_is_refused_before_it_is_read(
+    chat: Any, reference: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("mlx_kv.mlxlm.loading.context_length", lambda model: 40)
+    monkeypatch.setattr(reference[1]._tokenizer, "model_max_length", 40)  # beyond it transformers warns, once
+    monkeypatch.setattr(reference[1]._tokenizer, "deprecation_warnings", {})
+    transformers_logging.set_verbosity_warning()
+    transformers_logging.add_handler(caplog.handler)
+    long, half = "x = 1; " * 20, "x = 1; " * 6
+    done = chat(long, "import os", long, half, "print(", "/undo", "/undo", half)
+    kept = chat("import os", "print(")
+    assert (done.code, done.out) == (0, kept.out + chat(half).out)
+    refused = [line for line in done.err.splitlines() if "made for" in line and "note: " not in line]
+    assert len(refused) == 3
+    assert re.fullmatch(
+        r"mlx-kv: this prompt has \d+ tokens, but this model was made for 40: ask a shorter question", refused[0]
+    )
+    for line in refused[1:]:
+        assert re.fullmatch(
+            r"mlx-kv: 15 tokens so far and \d+ with this question, but this model was made for 40: "
+            "ask a shorter question, or /undo or /reset first",
+            line,
+        )
+    transformers_logging.remove_handler(caplog.handler)
+    assert caplog.records == []
+
+
+def test_ctrl_c_ends_a_command_and_not_the_chat(chat: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*arguments: Any, **options: Any) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    before = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr("mlx_kv.cli.chat_session.save_prompt_cache", interrupted)
+    monkeypatch.setattr("mlx_kv.cli.chat_session.load_for", interrupted)
+    done = chat("import os", f"/save {tmp_path / 'c'}", f"/load {tmp_path / 'c'}", "print(")
+    assert (done.code, done.out) == (0, chat("import os", "print(").out)
+    assert [line for line in done.err.splitlines() if "known" not in line] == [
+        "mlx-kv: /save was ended by Ctrl-C",
+        "mlx-kv: /load was ended by Ctrl-C",
+    ]
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+class CtrlC(str):
+    """Ctrl-C, after this was typed."""
+
+
+@pytest.fixture
+def typing(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Has lines typed on a terminal with readline, Ctrl-C among them."""
+
+    def types(*lines: str) -> None:
+        rest, typed = iter(lines), ""
+
+        def one(prompt: str) -> str:
+            nonlocal typed
+            typed = next(rest, None)  # type: ignore[assignment]
+            if typed is None:
+                raise EOFError
+            if isinstance(typed, CtrlC):
+                signal.raise_signal(signal.SIGINT)
+            return typed
+
+        terminal = io.StringIO()
+        terminal.isatty = lambda: True  # type: ignore[method-assign]
+        monkeypatch.setattr("sys.stdin", terminal)
+        monkeypatch.setattr("builtins.input", one)
+        monkeypatch.setitem(sys.modules, "readline", SimpleNamespace(get_line_buffer=lambda: str(typed)))
+
+    return types
+
+
+def test_ctrl_c_clears_the_line_and_twice_leaves(typing: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    half, empty = CtrlC("half"), CtrlC()
+    before = signal.getsignal(signal.SIGINT)
+    typing(
+        "a", half, half, "b", '"""c', half, "d", '"""e', empty, empty, "f", empty, half, empty, "", empty, empty, "g"
+    )
+    lines, hints = lines_typed(lambda: "a hint"), "mlx-kv: a hint\n"
+    assert [next(lines) for _ in range(4)] == ["a", "b", "d", "f"]
+    assert capsys.readouterr().err == hints
+    with pytest.raises(KeyboardInterrupt):
+        next(lines)
+    assert capsys.readouterr().err == hints * 3
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_leaving_says_how_a_conversation_is_kept(
+    typing: Any, command: Any, reference: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mlx_kv.mlxlm.loading.load", lambda path, **options: reference)
+    hint, save = "mlx-kv: press Ctrl-C again or Ctrl-D to leave", f"/save {tmp_path / 'c'}"
+    keeps, left = (
+        "; /save FILE keeps the conversation",
+        "mlx-kv: this conversation was not saved: next time, type /save ",
+    )
+    for lines, code, said in (
+        ((CtrlC(), CtrlC()), 130, [hint, "mlx-kv: interrupted"]),
+        (("x", CtrlC(), CtrlC()), 130, [hint + keeps, "mlx-kv: interrupted"]),
+        (("x",), 0, [left + "FILE before you leave"]),
+        (("x", "/exit"), 0, [left + "FILE before you leave"]),
+        (("x", save), 0, []),
+        (("x", save, "/undo", CtrlC()), 0, [hint]),
+        (("x", save, "y", CtrlC(), "q"), 0, [hint + keeps, left + "FILE before you leave"]),
+        ((f"/load {tmp_path / 'c'}", CtrlC()), 0, [hint]),
+        (("x", "/reset"), 0, []),
+    ):
+        typing(*lines)
+        done = command("chat", "--max-tokens", "2")
+        others = ("tokens", "kept in", "turn", "forgotten")
+        errors = [line for line in done.err.splitlines() if line and not any(word in line for word in others)]
+        assert (done.code, errors) == (code, said)
+
+
 def test_a_system_prompt_needs_a_template(chat: Any) -> None:
     done = chat("x", options=("--system-prompt", "be brief"))
     assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
     assert "chat template" in done.err
 
 
-@pytest.mark.slow
-def test_ctrl_c_ends_an_answer_and_ctrl_d_all() -> None:
-    ours, theirs = pty.openpty()
-    words = [sys.executable, "-m", "mlx_kv.cli", "chat", "--max-tokens", "100000"]
-    process = subprocess.Popen(words, stdin=theirs, stdout=theirs, stderr=theirs)
-    os.close(theirs)
-    seen = b""
+class Terminal:
+    """`mlx-kv chat` on a terminal of its own."""
 
-    def wait_for(word: bytes) -> None:
-        nonlocal seen
+    def __init__(self, max_tokens: int, **environment: str) -> None:
+        self._ours, theirs = pty.openpty()
+        self.seen = b""
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "mlx_kv.cli", "chat", "--max-tokens", str(max_tokens)],
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            env=os.environ | environment,
+            start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # so that Ctrl-C is a signal
+        )
+        os.close(theirs)
+
+    def type(self, keys: bytes) -> None:
+        os.write(self._ours, keys)
+
+    def press_ctrl_c(self) -> None:
+        time.sleep(0.5)  # readline prints before it listens: Python loses a signal in between until the next key
+        self.type(b"\x03")
+
+    def wait_for(self, word: bytes) -> bytes:
+        """What was printed up to there."""
         deadline = time.monotonic() + 60
-        while word not in seen:
-            assert time.monotonic() < deadline, seen
-            with contextlib.suppress(OSError):
-                seen += os.read(ours, 4096)
-        seen = seen.partition(word)[2]
+        while word not in self.seen:
+            ready, _, _ = select.select([self._ours], [], [], max(0, deadline - time.monotonic()))
+            assert ready, (word, self.seen)
+            self.seen += os.read(self._ours, 4096)
+        before, _, self.seen = self.seen.partition(word)
+        return before
 
-    try:
-        wait_for(b"> ")
-        os.write(ours, b"import os\n")
-        wait_for(b"import os\r\n")
-        wait_for(b"\n")
-        process.send_signal(signal.SIGINT)
-        wait_for(b"ended by Ctrl-C")
-        wait_for(b"> ")
-        os.write(ours, b"\x04")
-        assert process.wait(30) == 0
-    finally:
-        process.kill()
-        process.wait()
-        os.close(ours)
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self._ours)
+
+
+@pytest.fixture
+def terminal() -> Iterator[Callable[..., Terminal]]:
+    with contextlib.ExitStack() as opened:
+        yield lambda *arguments, **environment: opened.enter_context(
+            contextlib.closing(Terminal(*arguments, **environment))
+        )
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_an_answer_and_ctrl_d_all(terminal: Any) -> None:
+    chat = terminal(100_000)
+    chat.wait_for(b"> ")
+    chat.type(b"import os\n")
+    chat.wait_for(b"import os\r\n")
+    chat.wait_for(b"\n")
+    chat.press_ctrl_c()
+    chat.wait_for(b"ended by Ctrl-C")
+    chat.wait_for(b"> ")
+    chat.type(b"\x04")  # Ctrl-D
+    chat.wait_for(b"this conversation was not saved")
+    assert chat.process.wait(30) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("locale", ["C", "C.UTF-8"])
+def test_half_typed_lines_and_lines_that_are_not_utf_8_on_a_terminal(terminal: Any, locale: str) -> None:
+    chat = terminal(4, LC_ALL=locale)
+    chat.wait_for(b"> ")
+    chat.type(b"import os\n")
+    chat.wait_for(b"0 known")
+    chat.wait_for(b"> ")
+    for _ in range(2):  # a half-typed line, on which Ctrl-C never leaves
+        chat.type(b"half")
+        chat.wait_for(b"half")
+        chat.press_ctrl_c()
+        assert b"to leave" not in chat.wait_for(b"> ")
+    chat.type(b"abc\xff\n")
+    chat.wait_for(rb"this line is not UTF-8 text: 'abc\xff': write it in UTF-8")
+    chat.wait_for(b"> ")
+    chat.press_ctrl_c()
+    chat.wait_for(b"press Ctrl-C again or Ctrl-D to leave; /save FILE keeps the conversation")
+    chat.wait_for(b"> ")
+    chat.type(b"/stats\n")
+    chat.wait_for(b"turns             1")
+    chat.wait_for(b"> ")
+    for after in (b"> ", b"interrupted"):
+        chat.press_ctrl_c()
+        chat.wait_for(after)
+    assert chat.process.wait(30) == 130

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import pty
+import re
 import shutil
 import subprocess
 import sys
@@ -13,10 +14,12 @@ import termios
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 
 import mlx_kv
 from mlx_kv.cache.residual import ROOM
+from mlx_kv.cli.main import command as group
 from mlx_kv.generation.stream import stream_generate
 from mlx_kv.mlxlm.loading import load
 
@@ -250,6 +253,7 @@ BAD = {
     "no temperature": (["generate", "--prompt", "x", "--temp", "nan"], "nan is no finite number"),
     "endless temperature": (["generate", "--prompt", "x", "--temp", "1e400"], "1e400 is no finite number"),
     "no top-p": (["generate", "--prompt", "x", "--top-p", "nan"], "nan is no finite number"),
+    "no penalty": (["generate", "--prompt", "x", "--presence-penalty", "-inf"], "-inf is no finite number"),
     "no temperature of a server": (["serve", "--temp", "nan"], "nan is no finite number"),
     "folder without config": (["generate", "--prompt", "x", "--model", "{empty}"], "has no config.json"),
     "a file for a model": (["generate", "--prompt", "x", "--model", "{binary}"], "is a file: give the directory"),
@@ -317,6 +321,15 @@ def test_help_has_examples(arguments: list[str]) -> None:
     assert done.returncode == 0
     assert "Examples:" in done.stdout
     assert "mlx-kv generate --prompt" in done.stdout
+
+
+@pytest.mark.parametrize("name", [None, *group.commands])
+def test_help_shows_no_value_of_python(name: str | None) -> None:
+    """Such as the bound of a range that has none."""
+    command = group if name is None else group.commands[name]
+    text = command.get_help(click.Context(command, info_name=name))
+    assert "--help" in text
+    assert re.findall(r"\b(?:None|inf|nan|Sentinel|UNSET|lambda|function|object at)\b|<(?:class|enum)", text) == []
 
 
 def test_info_says_what_is_installed() -> None:
