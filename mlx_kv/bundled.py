@@ -19,4 +19,8 @@ def draft_path(name_or_path: str) -> str:
 
 def model_path(name_or_path: str) -> str:
     """The folder of a bundled model for its name (`reference`, `draft`), anything else as it came."""
-    return str(FOLDER / name_or_path) if name_or_path in bundled_models() else name_or_path
+    return (
+        str(FOLDER / name_or_path)
+        if isinstance(name_or_path, str) and name_or_path in bundled_models()
+        else name_or_path
+    )

@@ -52,6 +52,8 @@ class OpenSet(Generic[Member]):
         Raises:
             ValueError: none has this name.
         """
+        if not isinstance(name, str):
+            raise ValueError(f"{self.kind} is {name!r}: give a name, or {self._mend}")
         if name in self.registered:
             return self.registered[name]
         if name not in self.entries:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from mlx_kv.cache.checks import SettingError, whole_number
+from mlx_kv.cache.checks import SettingError, shown, whole_number
 from mlx_kv.cache.codecs import (
     Affine,
     Bits,
@@ -97,8 +97,6 @@ class CachePolicy:
         whole_number("residual_length", self.residual_length)
         if self.max_kv_size is not None:
             whole_number("max_kv_size", self.max_kv_size, least=1)
-        if not callable(getattr(self.growth, "capacity", None)):
-            raise ValueError(f"growth is {self.growth!r}: give a rule such as Tapered() or FixedStep(256)")
         if self.budget is None:
             whole_number("sinks", self.sinks)
             if unused := [name for name in self.changed() if name in FOR_BUDGETS]:
@@ -208,4 +206,19 @@ class CachePolicy:
 
     def changed(self) -> list[str]:
         """The names of the settings that are not at their default."""
-        return [field.name for field in fields(self) if getattr(self, field.name) != field.default]
+        values = [(field.name, getattr(self, field.name), field.default) for field in fields(self)]
+        # Of another type is changed, too, before it is compared: arrays compare element by element.
+        return [name for name, value, default in values if type(value) is not type(default) or value != default]
+
+
+def given_policy(policy: CachePolicy | None) -> CachePolicy:
+    """The policy of an argument: None is `CachePolicy()`.
+
+    Raises:
+        TypeError: something else, such as a dict of settings.
+    """
+    if policy is None:
+        return CachePolicy()
+    if not isinstance(policy, CachePolicy):
+        raise TypeError(f"policy is {shown(policy)}: give a CachePolicy, such as CachePolicy(bits=8)")
+    return policy

@@ -1,4 +1,4 @@
-"""What may go into a cache: every refusal of an update, in words.
+"""What may go into a cache: every refusal of an update, in words. And arguments of the package that have no use.
 
 Decides nothing else, and changes nothing: a check runs before the first change, so a refused update leaves the cache as
 it was. Each message states what came, what was expected and the mend. Shapes are (B, H, S, D).
@@ -7,7 +7,9 @@ it was. Each message states what came, what was expected and the mend. Shapes ar
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Iterable, Sequence
+from numbers import Real
 from typing import Any
 
 import mlx.core as mx
@@ -15,6 +17,7 @@ import mlx.core as mx
 from mlx_kv.cache.buffers import Buffers, SlotBuffer, signature_of
 
 MOST_TOKENS = 2**31 - 1  # MLX counts the elements of an axis in 32 bits
+MOST_SHOWN = 60  # characters of a value in a message
 
 
 class SettingError(ValueError):
@@ -29,6 +32,77 @@ class SettingError(ValueError):
         self.settings = tuple(settings)
 
 
+def shown(value: object) -> str:
+    """A value in one short line, for a message."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= MOST_SHOWN else f"{text[: MOST_SHOWN - 1]}…"
+
+
+def check_type(name: str, value: object, kinds: Any, mend: str) -> None:
+    """Raises TypeError where an argument is of another type than these.
+
+    Args:
+        kinds: as for `isinstance`, such as `Callable | None`.
+        mend: what to give instead.
+    """
+    if not isinstance(value, kinds):
+        raise TypeError(f"{name} is {shown(value)}: {mend}")
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a real number, finite as a float."""
+    return isinstance(value, Real) and abs(value) <= sys.float_info.max  # type: ignore[operator]
+
+
+def token_ids(given: Any, vocabulary: int = MOST_TOKENS + 1, what: str = "the prompt") -> list[int]:
+    """Token ids from a sequence or a one-dimensional array.
+
+    Args:
+        vocabulary: how many tokens the model has: MLX reads other ids from anywhere in memory.
+        what: they are, for messages.
+
+    Raises:
+        ValueError: something else than whole numbers, or an id that the model does not have.
+    """
+    if getattr(given, "ndim", 1) != 1:
+        raise ValueError(f"{what} has shape {tuple(given.shape)}: give one sequence of token ids")
+    listed = given.tolist() if hasattr(given, "tolist") else given
+    try:
+        if isinstance(listed, (str, bytes)):
+            raise TypeError
+        ids = [_index(token) for token in listed]
+    except TypeError:
+        raise ValueError(f"{what} is {shown(given)}: give token ids, whole numbers from 0 up") from None
+    if ids and not 0 <= min(ids) <= max(ids) < vocabulary:
+        wrong = next(token for token in ids if not 0 <= token < vocabulary)
+        raise ValueError(
+            f"{what} has the token {shown(wrong)}, but the vocabulary has {vocabulary:,}: "
+            f"give ids from 0 to {vocabulary - 1}"
+        )
+    return ids
+
+
+def _index(token: Any) -> int:
+    if isinstance(token, bool):  # of a mask
+        raise TypeError
+    return operator.index(token)
+
+
+def cache_list(name: str, given: Any) -> list[Any]:
+    """The caches of a model's layers: ours, mlx-lm's, or others that answer as `protocol.Cache` says.
+
+    Raises:
+        TypeError: something else.
+    """
+    try:
+        listed = given if isinstance(given, list) else list(given)  # ranks know a list by itself
+    except TypeError:
+        listed = [None]
+    if not all(hasattr(cache, "update_and_fetch") or hasattr(type(cache), "state") for cache in listed):
+        raise TypeError(f"{name} is {shown(given)}: give a list of caches, as make_prompt_cache makes it")
+    return listed
+
+
 def whole_number(name: str, value: object, least: int = 0) -> int:
     """The value as an int, if it is a whole number of tokens from `least` up that an array can have.
 
@@ -38,9 +112,9 @@ def whole_number(name: str, value: object, least: int = 0) -> int:
     try:
         number = operator.index(value)  # type: ignore[arg-type]
     except TypeError:
-        raise ValueError(f"{name} is {value!r}: give a whole number of tokens from {least} up") from None
+        raise ValueError(f"{name} is {shown(value)}: give a whole number of tokens from {least} up") from None
     if not least <= number <= MOST_TOKENS:
-        raise ValueError(f"{name} is {number}: give a number of tokens from {least} up to {MOST_TOKENS:,}")
+        raise ValueError(f"{name} is {shown(number)}: give a number of tokens from {least} up to {MOST_TOKENS:,}")
     return number
 
 
@@ -51,12 +125,12 @@ def whole_numbers(given: object, rows: int) -> tuple[int, ...]:
         ValueError: something else.
     """
     listed: Any = given.tolist() if isinstance(given, mx.array) else given
-    if not isinstance(listed, Sequence) or isinstance(listed, str):
-        listed = list(listed) if hasattr(listed, "__len__") else [listed] * rows
     try:
+        if not isinstance(listed, Sequence) or isinstance(listed, str):
+            listed = list(listed) if hasattr(listed, "__len__") else [listed] * rows
         return tuple([operator.index(number) for number in listed])
     except TypeError:
-        raise ValueError(f"got {given!r}: give whole numbers") from None
+        raise ValueError(f"got {shown(given)}: give whole numbers") from None
 
 
 def continues(keys: mx.array, values: mx.array, buffers: Buffers) -> bool:

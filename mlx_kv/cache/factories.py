@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Self, cast
 
+from mlx_kv.cache.checks import whole_number, whole_numbers
 from mlx_kv.cache.codecs import Bits, Choice, are_plain
 from mlx_kv.cache.eviction.evictor import Evictor
 from mlx_kv.cache.eviction.granularity import Granularity
@@ -101,6 +102,8 @@ class RingKVCache(Combination):
         max_rollback: int = 0,
         residual_length: int = 0,
     ) -> None:
+        window, max_write = whole_number("window", window, least=1), whole_number("max_write", max_write, least=1)
+        sinks, max_rollback = whole_number("sinks", sinks), whole_number("max_rollback", max_rollback)
         layout = Ring(window, max(max_write, max_rollback), sinks, max_rollback)
         KVCache.__init__(
             self,
@@ -163,6 +166,9 @@ class ChunkedKVCache(Combination):
         max_rollback: int = 0,
         residual_length: int = 0,
     ) -> None:
+        chunk_size = whole_number("chunk_size", chunk_size, least=1)
+        max_write = whole_number("max_write", max_write, least=1)
+        max_rollback = whole_number("max_rollback", max_rollback)
         layout = Chunks(chunk_size, max(max_write, max_rollback), max_rollback)
         KVCache.__init__(
             self,
@@ -272,7 +278,8 @@ class BatchRotatingKVCache(RingKVCache):
 
 def _begin(cache: KVCache, left_padding: Sequence[int]) -> None:
     """Gives an empty cache a row for each number, which begins with so much padding."""
-    if not left_padding:
+    counts = whole_numbers(left_padding, 1)
+    if not counts:
         raise ValueError("left_padding is empty: give one number for each row of the batch, 0 for none")
-    cache._join([cache] * (len(left_padding) - 1))
-    cache.prepare(left_padding=left_padding)
+    cache._join([cache] * (len(counts) - 1))
+    cache.prepare(left_padding=counts)

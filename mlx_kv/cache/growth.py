@@ -44,8 +44,8 @@ class Tapered:
     max_increment: int = 8192
 
     def __post_init__(self) -> None:
-        if self.max_increment < SLOT_MULTIPLE:
-            raise ValueError(f"max_increment is {self.max_increment}: give a number of slots from {SLOT_MULTIPLE} up")
+        if type(self.max_increment) is not int or self.max_increment < SLOT_MULTIPLE:
+            raise ValueError(f"max_increment is {self.max_increment!r}: give a number of slots from {SLOT_MULTIPLE} up")
 
     def capacity(self, needed: int, current: int) -> int:
         increment = min(current, max(DOUBLED_TO // 2, current // 2), self.max_increment)
@@ -70,11 +70,11 @@ class Geometric:
     max_capacity: int | None = None
 
     def __post_init__(self) -> None:
-        if not 1 < self.factor < float("inf"):
-            raise ValueError(f"factor is {self.factor}: a capacity only grows with a factor above 1, such as 2")
+        if not isinstance(self.factor, int | float) or not 1 < self.factor < float("inf"):
+            raise ValueError(f"factor is {self.factor!r}: a capacity only grows with a factor above 1, such as 2")
         for name, limit in (("max_increment", self.max_increment), ("max_capacity", self.max_capacity)):
-            if limit is not None and limit < 1:
-                raise ValueError(f"{name} is {limit}: give a number of slots from 1 up, or None for no limit")
+            if limit is not None and (type(limit) is not int or limit < 1):
+                raise ValueError(f"{name} is {limit!r}: give a number of slots from 1 up, or None for no limit")
 
     def capacity(self, needed: int, current: int) -> int:
         wanted = int(self.factor * current)
@@ -96,8 +96,8 @@ class FixedStep:
     step: int = SLOT_MULTIPLE
 
     def __post_init__(self) -> None:
-        if self.step < 1 or self.step % SLOT_MULTIPLE:
-            raise ValueError(f"step is {self.step}: give a positive multiple of {SLOT_MULTIPLE}")
+        if type(self.step) is not int or self.step < 1 or self.step % SLOT_MULTIPLE:
+            raise ValueError(f"step is {self.step!r}: give a positive multiple of {SLOT_MULTIPLE}")
 
     def capacity(self, needed: int, current: int) -> int:
         return round_up(needed, self.step)

@@ -20,7 +20,7 @@ import mlx.core as mx
 
 from mlx_kv.cache import holding, phases, rows, steady, update
 from mlx_kv.cache.attention import PackedAnswer, ResidualAnswer
-from mlx_kv.cache.checks import whole_number, whole_numbers
+from mlx_kv.cache.checks import check_type, shown, whole_number, whole_numbers
 from mlx_kv.cache.codecs import Bits, Choice, are_plain, find_codecs
 from mlx_kv.cache.contents import Contents
 from mlx_kv.cache.eviction.evictor import Evictor
@@ -75,6 +75,7 @@ class KVCache(Holder):
         residual_length: int = 0,
     ) -> None:
         codecs = find_codecs(bits, group_size, codec)
+        _check_parts(growth, layout, evictor)
         reserve, quantized_start = whole_number("reserve", reserve), whole_number("quantized_start", quantized_start)
         if quantized_start and are_plain(codecs):
             raise ValueError(f"quantized_start is {quantized_start}, but bits is None: say how many")
@@ -162,14 +163,14 @@ class KVCache(Holder):
     def attend(self, call: Call) -> mx.array:
         """(B, Hq, S, Dv): attention after an update, seen by a budget that wants to, answered where mlx-lm cannot."""
         held = self._held
-        if held.residual is not None and held.residual.seen is not None and held.encoded:
-            packings = held.packings if held.packed else None
-            call = call.before(ResidualAnswer(held.residual.seen, held.residual.length, packings))
+        answer: Hook | None = None
+        if held.residual is not None and held.residual.places is not None and held.encoded:
+            answer = ResidualAnswer(held.residual, held.residual.places, held.packings if held.packed else None)
         elif held.packed and held.packings is not None:
-            call = call.before(PackedAnswer(*held.packings))
+            answer = PackedAnswer(*held.packings)
         if held.evictor is None or not held.evictor.wants_attention:
-            return call.hand_on()
-        return held.evictor.attend(call, held.rows, held.counts)
+            return call.hand_on() if answer is None else answer.attend(call)
+        return held.evictor.attend(call if answer is None else call.before(answer), held.rows, held.counts)
 
     # --- trims --------------------------------------------------------------------------------------------------
 
@@ -205,8 +206,7 @@ class KVCache(Holder):
         Raises:
             ValueError: a wrong number of counts, or one that its row cannot give; nothing has changed then.
         """
-        held = self._held
-        before = held.rows
+        held, before = self._held, self._held.rows
         counts = whole_numbers(n, len(before))
         rows = trim_rows(held.layout, before, counts)
         if held.residual is not None:
@@ -382,3 +382,12 @@ class KVCache(Holder):
     @values.setter
     def values(self, value: mx.array) -> None:
         update.replace_first_plane(self._held, 1, value)
+
+
+def _check_parts(growth: object, layout: object, evictor: object) -> None:
+    """Raises ValueError for what is no growth rule, no layout or no evictor."""
+    if isinstance(growth, type) or not callable(getattr(growth, "capacity", None)):
+        raise ValueError(f"growth is {shown(growth)}: give a rule such as Tapered() or FixedStep(256)")
+    if isinstance(layout, type) or not hasattr(layout, "with_room"):
+        raise ValueError(f"layout is {shown(layout)}: leave it out, or call RingKVCache or CompressedKVCache")
+    check_type("evictor", evictor, Evictor | None, "leave it out, or use CachePolicy(budget=...)")

@@ -15,10 +15,12 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from mlx_kv.cache.checks import token_ids
 from mlx_kv.evaluation.reading import Progress
 from mlx_kv.generation.prefill import read_chunk
 from mlx_kv.mlxlm.attention import AttentionCall, attention_hooked, attention_modules
 from mlx_kv.mlxlm.convert import make_prompt_cache
+from mlx_kv.mlxlm.loading import vocabulary_of
 from mlx_kv.mlxlm.traverse import attention_caches
 
 
@@ -121,18 +123,19 @@ def attention_of_last(
         progress: called with the tokens read and the tokens in all.
 
     Raises:
-        ValueError: no layer of the model has attention that can be seen.
+        ValueError: no layer of the model has attention that can be seen; token ids that the model does not have.
     """
     check_attention(model, "--attention")
+    tokens = token_ids(tokens, vocabulary_of(model), "the text")
     caches, total = make_prompt_cache(model), len(tokens)
     first = max(0, total - queries)
     for read in range(0, first, step):
         last = min(read + step, first)
-        read_chunk(model, caches, mx.array(list(tokens[read:last]))[None])
+        read_chunk(model, caches, mx.array([tokens[read:last]]))
         if progress is not None:
             progress(last, total)
     with watched_attention(model, caches, "--attention") as seen:
-        read_chunk(model, caches, mx.array(list(tokens[first:]))[None])
+        read_chunk(model, caches, mx.array([tokens[first:]]))
     if progress is not None:
         progress(total, total)
     of_cache = {id(cache): np.array(received[0] / (total - first)) for cache, received in seen}

@@ -12,11 +12,13 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_kv.cache.checks import token_ids
 from mlx_kv.cache.codecs import Affine, Centre, CentredByLayer, Codec
 from mlx_kv.evaluation.codec_loss import PLAIN
 from mlx_kv.evaluation.reading import Progress, check_length
 from mlx_kv.generation.prefill import prefill_step, read_chunk
 from mlx_kv.mlxlm.convert import make_prompt_cache
+from mlx_kv.mlxlm.loading import vocabulary_of
 from mlx_kv.mlxlm.traverse import is_ours, leaves
 
 LEAST_TOKENS = 64  # a mean of fewer says where these lie, not where keys do
@@ -39,8 +41,9 @@ def centred(
         progress: told after each chunk the tokens read, and all that are read.
 
     Raises:
-        ValueError: a text that is too short, or too long for the model.
+        ValueError: a text that is too short, or too long for the model; token ids that the model does not have.
     """
+    tokens = token_ids(tokens, vocabulary_of(model), "the text")
     if len(tokens) < LEAST_TOKENS:
         raise ValueError(f"a text of {len(tokens)} tokens says nothing about keys: give {LEAST_TOKENS} or more")
     check_length(model, len(tokens))
@@ -48,7 +51,7 @@ def centred(
     step = prefill_step(model, caches, None)
     for first in range(0, len(tokens), step):
         last = min(first + step, len(tokens))
-        read_chunk(model, caches, mx.array([list(tokens[first:last])]))
+        read_chunk(model, caches, mx.array([tokens[first:last]]))
         if progress is not None:
             progress(last, len(tokens))
     return CentredByLayer(tuple(map(_centre, leaves(caches))), codec or Affine(4, 64, rotate=True))

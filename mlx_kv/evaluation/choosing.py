@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -18,10 +17,12 @@ from typing import Any, Protocol
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_kv.cache.checks import is_number, shown, token_ids
 from mlx_kv.cache.codecs import in_words
 from mlx_kv.evaluation.codec_loss import PLAIN, CodecLoss, bytes_per_token
 from mlx_kv.evaluation.questions.texts import python_texts
 from mlx_kv.evaluation.reading import Progress
+from mlx_kv.mlxlm.loading import vocabulary_of
 from mlx_kv.policy import CachePolicy
 
 MAX_LOSS = 0.01  # nats a token: a perplexity one percent higher
@@ -101,10 +102,11 @@ def choose_bits(
     Raises:
         ValueError: a max_loss that is no loss, a candidate that says more, or what `losses` refuses of a text.
     """
-    if not (math.isfinite(max_loss) and max_loss >= 0):
-        raise ValueError(f"max_loss is {max_loss}: give nats a token, 0 or more")
+    if not (is_number(max_loss) and max_loss >= 0):
+        raise ValueError(f"max_loss is {shown(max_loss)}: give nats a token, 0 or more")
     if remembered is not None and not fingerprint:
         raise ValueError("measurements are remembered by the model: give its fingerprint, or nowhere to remember")
+    tokens = token_ids(tokens, vocabulary_of(model), "the text")
     added, subject = measure or _measuring(model, tokens, progress), subject_of(fingerprint, tokens)
     for size, policy in by_size(model, candidates):
         tried = _try(policy, size, added, subject, remembered)

@@ -18,9 +18,11 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from mlx_kv.cache.checks import token_ids
 from mlx_kv.evaluation.reading import Progress, check_length, log_likelihoods
 from mlx_kv.generation.prefill import prefill_step, read_chunk
 from mlx_kv.mlxlm.convert import make_prompt_cache
+from mlx_kv.mlxlm.loading import vocabulary_of
 from mlx_kv.mlxlm.traverse import attention_caches
 from mlx_kv.policy import CachePolicy
 
@@ -48,8 +50,9 @@ def losses(
 
     Raises:
         ValueError: a text that is too short to say anything, or too long for the model; what `make_prompt_cache`
-            refuses.
+            refuses; token ids that the model does not have.
     """
+    tokens = token_ids(tokens, vocabulary_of(model), "the text")
     if len(tokens) < LEAST_TOKENS:
         raise ValueError(f"a text of {len(tokens)} tokens says nothing about a model: give {LEAST_TOKENS} or more")
     count = len(tokens) - 1  # of the last one, only its own probability is asked

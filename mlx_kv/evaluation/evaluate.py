@@ -17,6 +17,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from mlx_kv.cache.checks import token_ids
 from mlx_kv.evaluation import tasks
 from mlx_kv.evaluation.asking import ROLLING_STEP, Questions
 from mlx_kv.evaluation.attention import attention_received, check_attention, rank_correlation
@@ -26,6 +27,7 @@ from mlx_kv.evaluation.questions.texts import python_texts
 from mlx_kv.evaluation.reading import check_length, log_likelihoods
 from mlx_kv.evaluation.results import Measurement, Settings
 from mlx_kv.mlxlm.convert import make_prompt_cache
+from mlx_kv.mlxlm.loading import vocabulary_of
 from mlx_kv.mlxlm.traverse import attention_caches
 from mlx_kv.mlxlm.trimming import compact
 from mlx_kv.policy import SINKS, CachePolicy
@@ -154,7 +156,7 @@ def evaluate(model: nn.Module, tokenizer: Any, task: str, settings: Settings, te
         return questions.measurements(model)
     length = settings.context + JUDGED + 1
     if task == "perplexity":
-        tokens = tokenizer.encode(text, add_special_tokens=False)
+        tokens = token_ids(tokenizer.encode(text, add_special_tokens=False), vocabulary_of(model), "the text")
         tasks.windows(np.random.default_rng(0), tokens, 1, length)
         check_length(model, length - 1)
     else:

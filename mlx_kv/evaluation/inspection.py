@@ -20,10 +20,12 @@ import numpy as np
 
 from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.evaluation.attention import attention_of_last, check_attention
+from mlx_kv.generation.encoding import tokens_of_prompt
 from mlx_kv.generation.prefill import prefill_step
 from mlx_kv.generation.rereading import NOTHING_ASKED, Instructions, read_all
 from mlx_kv.generation.statistics import cache_statistics
 from mlx_kv.mlxlm.convert import make_prompt_cache
+from mlx_kv.mlxlm.loading import vocabulary_of
 from mlx_kv.mlxlm.traverse import attention_caches, leaves
 from mlx_kv.mlxlm.trimming import compact
 from mlx_kv.policy import CachePolicy
@@ -169,8 +171,7 @@ def inspect_policies(
     """
     if any(policy.budget is None for policy in policies):
         raise ValueError("this policy has no budget, so nothing is evicted: give CachePolicy(budget=...)")
-    if not tokens:
-        raise ValueError("the prompt is empty: give at least one token")
+    tokens = tokens_of_prompt(None, tokens, vocabulary_of(model))
     if attention_of:
         check_attention(model, "--attention")
     readings = len(policies) + bool(attention_of)

@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 import mlx.core as mx
 
+from mlx_kv.cache.checks import check_type, token_ids
 from mlx_kv.files import stock_files, tensor_files
 from mlx_kv.files.described import NOT_SO, describe, restore
 from mlx_kv.files.fingerprint import model_fingerprint
@@ -81,14 +82,19 @@ def save_prompt_cache(
             folder that is not there, or a path that is somebody else's file, a folder, a device, a pipe or a socket.
         OSError: the file cannot be written.
     """
+    check_type("path", path, str | os.PathLike, "give the name of a file")
+    check_type("caches", caches, Sequence, "give a list of caches, as make_prompt_cache makes it")
+    check_type(
+        "fingerprint", fingerprint, str | None, "give that of mlx_kv.files.fingerprint.model_fingerprint, or None"
+    )
+    if not isinstance(format, str) or format not in ("mlx-kv", "mlx-lm"):
+        raise ValueError(f"format is {format!r}: choose mlx-kv or mlx-lm")
     check_output(path, force)
     if format == "mlx-lm":
         if tokens is not None or fingerprint is not None:
             raise ValueError("mlx-lm's format has no place for tokens or a fingerprint: leave them out")
         stock_files.save(path, caches, _checked(metadata))
         return
-    if format != "mlx-kv":
-        raise ValueError(f"format is {format!r}: choose mlx-kv or mlx-lm")
     pack(caches, metadata, tokens=tokens, fingerprint=fingerprint).write(path)
 
 
@@ -105,6 +111,7 @@ def is_prompt_cache(path: str | Path) -> bool:
 
 
 def _checked(metadata: Mapping[str, str] | None) -> dict[str, str]:
+    check_type("metadata", metadata, Mapping | None, "give words by name, or None")
     words = dict(metadata or {})
     if not all(isinstance(word, str) for pair in words.items() for word in pair):
         raise ValueError("metadata has a key or a value that is no text: convert it to str, for instance with json")
@@ -145,7 +152,7 @@ def pack(
     arrays: dict[str, mx.array] = {}
     described = [describe(cache, str(index), arrays) for index, cache in enumerate(caches)]
     if tokens is not None:
-        arrays["tokens"] = mx.array([int(token) for token in tokens], dtype=mx.int32)
+        arrays["tokens"] = mx.array(token_ids(tokens, what="tokens"), dtype=mx.int32)
     description = {"caches": described, "metadata": _checked(metadata), "fingerprint": fingerprint}
     return PackedCaches(tensor_files.contents(arrays), description)
 
@@ -164,6 +171,7 @@ def load_prompt_cache(path: str | Path, return_metadata: bool = False) -> Any:
         ValueError: it is another kind of file, of another version, or damaged; nothing of it is used then. Or it has a
             budget whose score nobody registered here.
     """
+    check_type("path", path, str | os.PathLike, "give the name of a file")
     file = load_prompt_file(path)
     return (file.caches, file.metadata) if return_metadata else file.caches
 

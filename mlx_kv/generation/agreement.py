@@ -15,6 +15,7 @@ from typing import Protocol, TypeAlias, TypeVar
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_kv.cache.checks import shown
 from mlx_kv.cache.eviction.peers import ALONE as NOBODY
 from mlx_kv.cache.eviction.peers import Peers
 from mlx_kv.generation.sampling import Sampler
@@ -118,8 +119,16 @@ class Group(Protocol):
 
 
 def agreement_of(group: Group | None) -> Agreement:
-    """None is a process that is alone."""
-    return ALONE if group is None else group.agreement
+    """None is a process that is alone.
+
+    Raises:
+        TypeError: something else than ranks.
+    """
+    if group is None:
+        return ALONE
+    if not hasattr(group, "agreement"):
+        raise TypeError(f"group is {shown(group)}: give what mlx_kv.join_ranks() returns")
+    return group.agreement
 
 
 def leaders(agreement: Agreement, make: Callable[[], T]) -> T | None:

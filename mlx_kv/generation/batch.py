@@ -11,22 +11,21 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import mlx.nn as nn
-from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_kv.cache.checks import whole_number
+from mlx_kv.cache.checks import check_type, whole_number, whole_numbers
 from mlx_kv.generation.agreement import Agreement, Group, Rounds, agreement_of, in_step
-from mlx_kv.generation.encoding import encode_prompt
+from mlx_kv.generation.encoding import tokens_of_prompt, wrapped
 from mlx_kv.generation.engine import Engine, make_engine
 from mlx_kv.generation.rereading import Instructions
-from mlx_kv.generation.sampling import Sampler, derived_seed, sampler_of_sequence
+from mlx_kv.generation.sampling import Sampler, check_seed, derived_seed, sampler_of_sequence
 from mlx_kv.generation.sequence import BatchToken, TokenSequence
-from mlx_kv.generation.settings import LogitsProcessor
+from mlx_kv.generation.settings import LogitsProcessor, given_processors
 from mlx_kv.generation.speculation import LOOKUP_MAX, LOOKUP_MIN
 from mlx_kv.generation.speculation.drafters import Drafter, Factory
 from mlx_kv.generation.speculation.settings import DraftLength
 from mlx_kv.generation.speculation.statistics import SpeculationStatistics
-from mlx_kv.mlxlm.loading import context_length
-from mlx_kv.policy import CachePolicy
+from mlx_kv.mlxlm.loading import check_model, context_length, vocabulary_of
+from mlx_kv.policy import CachePolicy, given_policy
 
 
 def batch_generate(
@@ -75,18 +74,22 @@ def batch_generate(
 
     Raises:
         ValueError: no prompt, one that is empty or longer than the model's context (it says which), a number below 1,
-            vocabularies that differ, caches that cannot roll back for a draft model, a seed for another sampler.
+            vocabularies that differ, caches that cannot roll back for a draft model, a seed for another sampler, token
+            ids that the model does not have.
+        TypeError: an argument of another type.
     """
-    if tokenizer is not None and not isinstance(tokenizer, TokenizerWrapper):
-        tokenizer = TokenizerWrapper(tokenizer)
+    check_model("model", model)
+    policy, processors = given_policy(policy), given_processors(logits_processors)
+    check_type("statistics", statistics, SpeculationStatistics | None, "give SpeculationStatistics(), or None")
+    tokenizer = None if tokenizer is None else wrapped(tokenizer)
     agreement = agreement_of(group)
     sequences: list[TokenSequence] = []  # with the leader's samplers
 
     def told() -> tuple[int, int | None, list[tuple[list[int], int]]]:
         whole_number("max_batch_size", max_batch_size, least=1)
-        sequences.extend(_sequences(tokenizer, prompts, max_tokens, sampler, seed, context_length(model)))
+        sequences.extend(_sequences(model, tokenizer, prompts, max_tokens, sampler, seed))
         for sequence in sequences:
-            sequence.processors = tuple(logits_processors or ())
+            sequence.processors = processors
         return max_batch_size, prefill_step_size, [(own.tokens, own.max_tokens) for own in sequences]
 
     max_batch_size, prefill_step_size, asked = agreement.told(told)
@@ -132,31 +135,28 @@ def _tokens(engine: Engine, sequences: Sequence[TokenSequence], agreement: Agree
 
 
 def _sequences(
+    model: nn.Module,
     tokenizer: Any,
     prompts: Sequence[str | Sequence[int]],
     max_tokens: int | Sequence[int],
     sampler: Sampler | None,
     seed: int | None,
-    context: int | None,
 ) -> list[TokenSequence]:
-    if isinstance(prompts, str) or not prompts:
+    if isinstance(prompts, str) or (isinstance(prompts, Sequence) and not prompts):
         raise ValueError("prompts is one text or empty: give a list of prompts, at least one")
-    limits = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else list(max_tokens)
+    check_type("prompts", prompts, Sequence, "give a list of prompts, each a text or token ids")
+    check_seed(seed)
+    limits, context, vocabulary = whole_numbers(max_tokens, len(prompts)), context_length(model), vocabulary_of(model)
     if len(limits) != len(prompts):
         raise ValueError(f"got {len(limits)} max_tokens for {len(prompts)} prompts: give one number, or one for each")
     found = []
     for index, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
-        if isinstance(prompt, str) and tokenizer is None:
-            raise ValueError(f"prompt {index} is a text, but there is no tokenizer: give one, or token ids")
-        tokens = encode_prompt(tokenizer, prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
-        if not tokens:
-            raise ValueError(f"prompt {index} is empty: give at least one token")
+        tokens = tokens_of_prompt(tokenizer, prompt, vocabulary, f"prompt {index}")
         if context is not None and len(tokens) >= context:
             raise ValueError(
                 f"prompt {index} has {len(tokens):,} tokens, but this model was made for {context:,}: shorten it"
             )
-        if limit < 1:
-            raise ValueError(f"max_tokens of prompt {index} is {limit}: give a number from 1 up")
+        whole_number(f"max_tokens of prompt {index}", limit, least=1)
         detokenizer = None if tokenizer is None else tokenizer.detokenizer
         own_seed = None if seed is None else derived_seed(seed, index)
         drawing = sampler_of_sequence(sampler, own_seed, len(tokens))

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from mlx_kv.cache.checks import shown, token_ids
+
 NO_CHAT = (
     "this model has no chat template, so no place for a system prompt, the beginning of an answer, or settings "
     "of a template: write them into the prompt"
@@ -79,22 +81,57 @@ class ChatSettings:
 JUST_ASKED = ChatSettings()
 
 
+def wrapped(tokenizer: Any) -> Any:
+    """A tokenizer as mlx-lm's loops take it: with a detokenizer, and the ids that end a text.
+
+    Raises:
+        TypeError: something else than a tokenizer.
+    """
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+    if isinstance(tokenizer, TokenizerWrapper):
+        return tokenizer
+    if not all(hasattr(tokenizer, name) for name in ("encode", "decode", "eos_token_id")):
+        raise TypeError(f"tokenizer is {shown(tokenizer)}: give a tokenizer, as mlx_kv.load returns it")
+    return TokenizerWrapper(tokenizer)
+
+
 def encode_prompt(tokenizer: Any, prompt: str) -> list[int]:
-    """Token ids of a text, by mlx-lm's rule: special tokens are added unless the text begins with one."""
+    """Token ids of a text, by mlx-lm's rule: special tokens are added unless the text begins with one.
+
+    Raises:
+        ValueError: a text with half of a surrogate pair.
+    """
     bos = tokenizer.bos_token
-    ids: list[int] = tokenizer.encode(prompt, add_special_tokens=bos is None or not prompt.startswith(bos))
+    return _encode(tokenizer, prompt, bos is None or not prompt.startswith(bos))
+
+
+def _encode(tokenizer: Any, text: str, special: bool) -> list[int]:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"the prompt has {text[error.start]!r}, half of a surrogate pair, at character {error.start}: leave it out"
+        ) from None
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=special)
     return ids
 
 
-def tokens_of_prompt(tokenizer: Any, prompt: str | Iterable[int]) -> list[int]:
+def tokens_of_prompt(tokenizer: Any, prompt: Any, vocabulary: int, what: str = "the prompt") -> list[int]:
     """Token ids of a prompt: of a text, as `encode_prompt` says, or those that were given.
 
+    Args:
+        vocabulary: how many tokens the model has.
+        what: it is, for messages.
+
     Raises:
-        ValueError: there are none.
+        ValueError: there are none, or not all of them are token ids of the model.
     """
-    tokens = encode_prompt(tokenizer, prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
+    if isinstance(prompt, str) and tokenizer is None:
+        raise ValueError(f"{what} is a text, but there is no tokenizer: give one, or token ids")
+    tokens = token_ids(encode_prompt(tokenizer, prompt) if isinstance(prompt, str) else prompt, vocabulary, what)
     if not tokens:
-        raise ValueError("the prompt is empty: give at least one token")
+        raise ValueError(f"{what} is empty: give at least one token")
     return tokens
 
 
@@ -169,5 +206,4 @@ def encode_ending(tokenizer: Any, text: str, chat: bool, settings: ChatSettings 
         goes_on = settings.beginning is not None
         whole: str = applied_template(tokenizer, settings.messages(QUERY), False, goes_on, **settings.template)
         text = text + whole.partition(QUERY)[2]
-    ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
-    return ids
+    return _encode(tokenizer, text, False)

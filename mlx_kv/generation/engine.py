@@ -25,7 +25,7 @@ from mlx_kv.generation.speculation.statistics import SpeculationStatistics
 from mlx_kv.generation.speculative import SpeculativeEngine
 from mlx_kv.generation.together import equal_lengths
 from mlx_kv.mlxlm.batching import check_batches
-from mlx_kv.policy import CachePolicy
+from mlx_kv.policy import CachePolicy, given_policy
 
 
 class Engine(Protocol):
@@ -147,7 +147,7 @@ def make_engine(
     if prefill_step_size is not None:
         whole_number("prefill_step_size", prefill_step_size, least=1)
     check_batches(model)
-    policy = policy or CachePolicy()
+    policy = given_policy(policy)
     drafts, return_caches = agreement.told(lambda: (draft_model is not None or drafter is not None, return_caches))
     if not drafts:
         return PlainEngine(

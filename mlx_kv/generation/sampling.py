@@ -10,13 +10,14 @@ vocabulary.
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import mlx.core as mx
 
+from mlx_kv.cache.checks import check_type, is_number, shown
 from mlx_kv.mlxlm.filters import apply_min_p, apply_top_k, apply_top_p, apply_xtc
 
 Sampler = Callable[[mx.array], mx.array]
@@ -56,15 +57,17 @@ class TemperatureSampler:
     xtc_special_tokens: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if not 0 < self.temp < math.inf:
-            raise ValueError(f"temp is {self.temp}: give a finite number above 0, or no sampler for greedy decoding")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p is {self.top_p}: give a number above 0, up to 1")
+        if not (is_number(self.temp) and self.temp > 0):
+            temp = shown(self.temp)
+            raise ValueError(f"temp is {temp}: give a finite number above 0, or no sampler for greedy decoding")
+        if not (is_number(self.top_p) and 0 < self.top_p <= 1):
+            raise ValueError(f"top_p is {shown(self.top_p)}: give a number above 0, up to 1")
         for name, most in (("min_p", 1.0), ("xtc_probability", 1.0), ("xtc_threshold", 0.5)):
-            if not 0 <= getattr(self, name) <= most:
-                raise ValueError(f"{name} is {getattr(self, name)}: give a number from 0 to {most:g}")
+            value = getattr(self, name)
+            if not (is_number(value) and 0 <= value <= most):
+                raise ValueError(f"{name} is {shown(value)}: give a number from 0 to {most:g}")
         if type(self.top_k) is not int or self.top_k < 0:
-            raise ValueError(f"top_k is {self.top_k}: give a whole number from 1 up, or 0 for all tokens")
+            raise ValueError(f"top_k is {shown(self.top_k)}: give a whole number from 1 up, or 0 for all tokens")
 
     def scaled(self, logprobs: mx.array, coins: mx.array | None = None) -> mx.array:
         """Float32 log-probabilities (..., V) of what is sampled, but for a constant: the likeliest has 0.
@@ -143,12 +146,20 @@ def derived_seed(seed: int, name: int | str) -> int:
     return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "little")
 
 
+def check_seed(seed: object) -> None:
+    """Raises TypeError for a seed that is neither a whole number nor None."""
+    check_type("seed", seed, Integral | None, "give a whole number, or None for no seed")
+
+
 def sampler_of_sequence(sampler: Sampler | None, seed: int | None, position: int) -> Sampler | None:
     """What draws the tokens of one sequence, from `position` on; without a seed, what was given.
 
     Raises:
         ValueError: a seed for a sampler that cannot be told where to begin.
+        TypeError: a sampler that cannot be called, or a seed that is no whole number.
     """
+    check_type("sampler", sampler, Callable | None, "give a function of log-probabilities, or None for the likeliest")
+    check_seed(seed)
     if seed is None or sampler is None:
         return sampler
     if not isinstance(sampler, TemperatureSampler):

@@ -7,7 +7,8 @@ mlx-lm's samplers and logits processors are made of. Knows nothing about request
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any, TypeAlias
@@ -15,7 +16,8 @@ from typing import Any, TypeAlias
 import mlx.core as mx
 from mlx_lm.sample_utils import make_logits_processors
 
-from mlx_kv.generation.sampling import SeededSampler, TemperatureSampler
+from mlx_kv.cache.checks import is_number, shown
+from mlx_kv.generation.sampling import SeededSampler, TemperatureSampler, check_seed
 
 # What is made of the logits (1, V) of the next token of one sequence, by all its tokens so far (n,): mlx-lm's own form.
 # The answer follows from what is shown alone; the array that is shown is not written to.
@@ -34,6 +36,20 @@ BOUNDS: dict[str, tuple[float, float]] = {
 LEAST_PENALTY = 0.01  # logits divided by less may be beyond what their dtype can hold: there are no probabilities then
 COUNTS = ("top_k", "repetition_context_size", "presence_context_size", "frequency_context_size")
 OF_MODELS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # as transformers names them
+
+
+def given_processors(processors: Sequence[LogitsProcessor] | None) -> tuple[LogitsProcessor, ...]:
+    """The logits processors of an argument; None is none.
+
+    Raises:
+        TypeError: something else than a list of functions.
+    """
+    if processors is None:
+        return ()
+    if not isinstance(processors, Sequence) or not all(map(callable, processors)):
+        wrong = shown(processors)
+        raise TypeError(f"logits_processors is {wrong}: give a list of functions (tokens, logits) -> logits")
+    return tuple(processors)
 
 
 @dataclass(frozen=True)
@@ -75,17 +91,23 @@ class SamplingSettings:
     def __post_init__(self) -> None:
         for name, (least, most) in BOUNDS.items():
             value = getattr(self, name)
-            if not (math.isfinite(value) and least <= value <= most):
+            if not (is_number(value) and least <= value <= most):
                 to = "up" if most == math.inf else f"to {most:g}"
                 wanted = "a finite number" if least == -math.inf else f"a number from {least:g} {to}"
-                raise ValueError(f"{name} is {value}: give {wanted}")
+                raise ValueError(f"{name} is {shown(value)}: give {wanted}")
         if 0 < self.repetition_penalty < LEAST_PENALTY:
             raise ValueError(f"repetition_penalty is {self.repetition_penalty}: give 0, or {LEAST_PENALTY} up")
         for name in COUNTS:
             if type(getattr(self, name)) is not int or getattr(self, name) < 0:
-                raise ValueError(f"{name} is {getattr(self, name)}: give a whole number from 0 up")
+                raise ValueError(f"{name} is {shown(getattr(self, name))}: give a whole number from 0 up")
         bias = self.logit_bias.items() if isinstance(self.logit_bias, Mapping) else self.logit_bias
-        pairs = tuple((int(token), float(value)) for token, value in bias)
+        try:
+            pairs = tuple((operator.index(token), float(value)) for token, value in bias)
+        except (TypeError, ValueError, OverflowError):
+            raise ValueError(
+                f"logit_bias is {shown(self.logit_bias)}: give numbers by token id, such as {{5: -1.0}}"
+            ) from None
+        check_seed(self.seed)
         for token, value in pairs:
             if not 0 <= token < 2**31 or not math.isfinite(value):
                 raise ValueError(f"logit_bias has {value} for token {token}: give a finite number for an id from 0 up")

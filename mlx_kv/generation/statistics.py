@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from mlx_kv.cache.checks import cache_list
 from mlx_kv.mlxlm.traverse import leaves, parts_of
 
 
@@ -36,8 +37,12 @@ class CacheStatistics:
 
 
 def cache_statistics(caches: Iterable[Any]) -> CacheStatistics:
-    """Sums over all layers; a cache that is not ours counts as wholly live."""
-    everything = list(leaves(caches))
+    """Sums over all layers; a cache that is not ours counts as wholly live.
+
+    Raises:
+        TypeError: something else than caches.
+    """
+    everything = list(leaves(cache_list("caches", caches)))
     layers = [parts_of(cache) for cache in everything]
     evictors = [[own.evictor for own in parts if own.evictor is not None] for parts in layers]
     return CacheStatistics(

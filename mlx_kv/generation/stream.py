@@ -6,35 +6,40 @@ itself is mlx-lm's.
 
 from __future__ import annotations
 
+import inspect
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields, replace
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.generate import GenerationResponse, generation_stream
+from mlx_lm.generate import GenerationResponse, generate_step, generation_stream
 from mlx_lm.generate import stream_generate as stock_stream_generate
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from mlx_kv.cache.checks import check_type, shown
 from mlx_kv.generation.agreement import Group, agreed_sampler, agreement_of, in_step, most
-from mlx_kv.generation.encoding import tokens_of_prompt
+from mlx_kv.generation.encoding import tokens_of_prompt, wrapped
 from mlx_kv.generation.prefill import prefill_step, reserve_for
 from mlx_kv.generation.rereading import Instructions, Rereading, wants_rereading
 from mlx_kv.generation.sampling import Sampler, sampler_of_sequence
-from mlx_kv.generation.settings import LogitsProcessor
-from mlx_kv.generation.together import caches_together, check_alone
+from mlx_kv.generation.settings import LogitsProcessor, given_processors
+from mlx_kv.generation.together import caches_together, check_alone, given_caches
 from mlx_kv.mlxlm.convert import check_windows
+from mlx_kv.mlxlm.loading import check_model, vocabulary_of
 from mlx_kv.mlxlm.observing import show_attention
 from mlx_kv.mlxlm.traverse import attention_caches
-from mlx_kv.policy import CachePolicy
+from mlx_kv.policy import CachePolicy, given_policy
 
-FOR_THE_POLICY = {
+FOR_THE_POLICY = {field.name: field.name for field in fields(CachePolicy)} | {
     "kv_bits": "bits",
     "kv_group_size": "group_size",
     "quantized_kv_start": "quantized_start",
-    "max_kv_size": "max_kv_size",
 }
+ARGUMENTS = {"prompt", "model", "max_tokens", "sampler", "prompt_cache"}
+# mlx-lm takes num_draft_tokens without a draft, too.
+OPTIONS = {*inspect.signature(generate_step).parameters, "num_draft_tokens"} - ARGUMENTS - FOR_THE_POLICY.keys()
 
 
 def stream_generate(
@@ -69,39 +74,43 @@ def stream_generate(
 
     Raises:
         ValueError: an empty prompt, max_tokens of 0, a policy beside a prompt_cache, a seed for a sampler that is no
-            `TemperatureSampler`, or what `make_prompt_cache` refuses.
+            `TemperatureSampler`, token ids that the model does not have, or what `make_prompt_cache` refuses.
+        TypeError: an argument of another type, or an option that there is none of.
     """
-    for name in options.keys() & FOR_THE_POLICY.keys():
-        meant = f"{FOR_THE_POLICY[name]}={options[name]!r}"
-        raise ValueError(f"{name} is mlx-lm's way to say it: use policy=CachePolicy({meant})")
-    if "draft_model" in options:
-        raise ValueError("draft_model is for speculative_generate: call that")
+    check_model("model", model)
+    _check_options(options)
     if policy is not None and prompt_cache is not None:
         raise ValueError("got a policy and a prompt_cache, which was made with its own: give one of them")
+    policy = given_policy(policy)
     if prompt_cache is not None:
+        prompt_cache = given_caches("prompt_cache", model, prompt_cache)
         check_windows(model, prompt_cache)
         show_attention(model, prompt_cache)
-    if not isinstance(tokenizer, TokenizerWrapper):
-        tokenizer = TokenizerWrapper(tokenizer)
-    agreement, wanted = agreement_of(group), options.get("prefill_step_size")
-    told, max_tokens, wanted = agreement.told(lambda: (_prompt(tokenizer, prompt), _limit(max_tokens), wanted))
+    tokenizer = wrapped(tokenizer)
+    options["logits_processors"] = list(given_processors(options.get("logits_processors")))
+    agreement, step = agreement_of(group), options.get("prefill_step_size")
+    told, max_tokens, step = agreement.told(
+        lambda: (tokens_of_prompt(tokenizer, prompt, vocabulary_of(model)), _limit(max_tokens), step)
+    )
     tokens = mx.array(told)
-    caches = caches_together(model, policy or CachePolicy(), agreement) if prompt_cache is None else prompt_cache
+    _check_embeddings(options.get("input_embeddings"), len(told))
+    caches = caches_together(model, policy, agreement) if prompt_cache is None else prompt_cache
     before = most(agreement, max((int(cache.offset) for cache in attention_caches(caches)), default=0))
     if agreement.leads:
         sampler = sampler_of_sequence(sampler, seed, before + tokens.size)
     else:
         sampler = options["logits_processors"] = None
     reserve_for(caches, tokens.size, max_tokens)
-    shown = options.get("prompt_progress_callback")
+    report = options.get("prompt_progress_callback")
+    check_type("prompt_progress_callback", report, Callable | None, "give a function (read, total), or None")
 
     def progress(done: int, total: int) -> None:
         agreement.progress()
-        if shown is not None:
-            shown(done, total)
+        if report is not None:
+            report(done, total)
 
     options["prompt_progress_callback"] = progress
-    (options["prefill_step_size"],) = agreement.least([prefill_step(model, caches, wanted)])
+    (options["prefill_step_size"],) = agreement.least([prefill_step(model, caches, step)])
     if wants_rereading(caches) and tokens.size > 1:
         check_alone(agreement)
         return _read_twice(model, tokenizer, tokens, caches, max_tokens, sampler, progress, options)
@@ -156,16 +165,28 @@ def shown_before(processor: LogitsProcessor, before: Sequence[int]) -> LogitsPro
     return adjusted
 
 
-def _prompt(tokenizer: TokenizerWrapper, prompt: str | Sequence[int] | mx.array) -> list[int]:
-    given: Any = prompt
-    if isinstance(prompt, mx.array):
-        if prompt.ndim != 1 and prompt.size:
-            raise ValueError(f"the prompt has shape {prompt.shape}: give one sequence of token ids")
-        given = prompt.reshape(-1).tolist()
-    return tokens_of_prompt(tokenizer, given)
+def check_policy_options(options: Mapping[str, Any]) -> None:
+    """Raises ValueError for options that a `CachePolicy` has."""
+    for name, value in options.items():
+        if name in FOR_THE_POLICY:
+            raise ValueError(f"{name} is for the policy: use policy=CachePolicy({FOR_THE_POLICY[name]}={shown(value)})")
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    check_policy_options(options)
+    if "draft_model" in options:
+        raise ValueError("draft_model is for speculative_generate: call that")
+    if unknown := sorted(set(options) - OPTIONS):
+        raise TypeError(f"there is no option {unknown[0]}: leave it out, or give one of {', '.join(sorted(OPTIONS))}")
+
+
+def _check_embeddings(embeddings: Any, tokens: int) -> None:
+    check_type("input_embeddings", embeddings, mx.array | None, "give an mx.array (tokens, hidden size), or None")
+    if embeddings is not None and (embeddings.ndim != 2 or embeddings.shape[0] != tokens):
+        raise ValueError(f"input_embeddings have shape {embeddings.shape}: give ({tokens} tokens, hidden size)")
 
 
 def _limit(max_tokens: int) -> int:
     if not isinstance(max_tokens, int) or max_tokens == 0 or max_tokens < -1:
-        raise ValueError(f"max_tokens is {max_tokens}: give a number from 1 up, or -1 for no limit")
+        raise ValueError(f"max_tokens is {shown(max_tokens)}: give a number from 1 up, or -1 for no limit")
     return max_tokens

@@ -12,14 +12,14 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_kv.generation.encoding import encode_messages, has_chats
+from mlx_kv.cache.checks import check_type, shown
+from mlx_kv.generation.encoding import encode_messages, has_chats, wrapped
 from mlx_kv.generation.settings import SamplingSettings
 from mlx_kv.generation.speculation.drafters import Drafter, Factory
 from mlx_kv.generation.speculation.stream import speculative_generate
 from mlx_kv.generation.stop_strings import StopStrings
-from mlx_kv.generation.stream import stream_generate
+from mlx_kv.generation.stream import check_policy_options, stream_generate
 from mlx_kv.policy import CachePolicy
 
 
@@ -55,12 +55,13 @@ def generate(
     Raises:
         ValueError: what those refuse; messages without a chat template; an empty stop string; sampling that is told
             twice.
+        TypeError: an argument of another type, or an option that there is none of.
     """
-    if not isinstance(tokenizer, TokenizerWrapper):
-        tokenizer = TokenizerWrapper(tokenizer)
-    stops = [stop] if isinstance(stop, str) else list(stop)
-    if not all(stops):
-        raise ValueError("a stop string is empty: leave it out")
+    tokenizer = wrapped(tokenizer)
+    check_type("sampling", sampling, SamplingSettings | None, "give SamplingSettings(...), or None for the likeliest")
+    check_type("on_text", on_text, Callable | None, "give a function of a text, or None")
+    check_policy_options(options)
+    stops = _stops(stop)
     given: Any = _tokens_of_messages(tokenizer, prompt) if _are_messages(prompt) else prompt
     common = {"policy": policy, "max_tokens": max_tokens, **options, **_sampled(tokenizer, sampling, options)}
     if draft_model is None and drafter is None:
@@ -76,6 +77,15 @@ def generate(
         if cut.stopped:
             break
     return "".join(pieces)
+
+
+def _stops(stop: Any) -> list[str]:
+    stops = [stop] if isinstance(stop, str) else stop
+    if not isinstance(stops, Sequence) or not all(isinstance(each, str) for each in stops):
+        raise TypeError(f"stop is {shown(stop)}: give a text, or a list of texts")
+    if not all(stops):
+        raise ValueError("a stop string is empty: leave it out")
+    return list(stops)
 
 
 def _sampled(tokenizer: Any, sampling: SamplingSettings | None, options: Mapping[str, Any]) -> dict[str, Any]:

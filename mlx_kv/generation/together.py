@@ -10,7 +10,9 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generation_stream
+from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache
 
+from mlx_kv.cache.checks import cache_list
 from mlx_kv.generation.agreement import ALONE, Agreement, anywhere
 from mlx_kv.mlxlm.batching import only_attention, padding_is_read, rows_must_be_equal
 from mlx_kv.mlxlm.convert import make_prompt_cache
@@ -34,6 +36,19 @@ def caches_together(
     if policy.reads_twice:
         check_alone(agreement)
     return make_prompt_cache(model, policy, strict=strict, peers=agreement.peers(model))
+
+
+def given_caches(name: str, model: nn.Module, given: Any) -> list[Any]:
+    """The caches of an argument, for all layers of a model.
+
+    Raises:
+        ValueError: caches of another number of layers.
+        TypeError: something else than caches.
+    """
+    caches, wanted = cache_list(name, given), len(stock_prompt_cache(model))
+    if len(caches) != wanted:
+        raise ValueError(f"{name} has {len(caches)} layers, the model {wanted}: use make_prompt_cache")
+    return caches
 
 
 def check_alone(agreement: Agreement) -> None:

@@ -21,13 +21,13 @@ from mlx_kv.cache.eviction.layer_group import LayerGroup
 from mlx_kv.cache.eviction.peers import ALONE, Peers
 from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.mlxlm.asking import asked_once
-from mlx_kv.mlxlm.loading import architecture
+from mlx_kv.mlxlm.loading import architecture, check_model
 from mlx_kv.mlxlm.observing import can_answer, show_attention
 from mlx_kv.mlxlm.quirks import cache_usage, indexers, takes_packed, window_of
 from mlx_kv.mlxlm.recurrent import RecurrentState, count_by_attention, mark_last
 from mlx_kv.mlxlm.slots import counts_slots
 from mlx_kv.mlxlm.traverse import leaves, mapped
-from mlx_kv.policy import FOR_BUDGETS, CachePolicy
+from mlx_kv.policy import FOR_BUDGETS, CachePolicy, given_policy
 
 FULL = {stock.KVCache, stock.QuantizedKVCache}
 WINDOWED = {stock.RotatingKVCache, stock.ChunkedKVCache}
@@ -59,7 +59,8 @@ def make_prompt_cache(
         ValueError: strict, and the policy sets what no layer of this model can honour; or a head dim; or peers that
             cannot say what a budget needs.
     """
-    policy = policy or CachePolicy()
+    check_model("model", model)
+    policy = given_policy(policy)
     if strict:
         check_policy(model, policy)
     if policy.max_kv_size is not None or policy.budget is not None:

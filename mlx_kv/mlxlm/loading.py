@@ -8,6 +8,7 @@ configuration takes two of mlx-lm's privates: `_decode_tagged_floats`, for numbe
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_kv.cache.checks import check_type
 from mlx_kv.mlxlm.asking import asked_once
 from mlx_kv.mlxlm.cpu_activation import use_cpu_activation
 from mlx_kv.mlxlm.cpu_attention import use_cpu_attention
@@ -40,6 +42,7 @@ def load(
 
     Raises:
         ValueError: a directory that holds no model, or a name that mlx-lm cannot load.
+        TypeError: something else than a path or a name.
     """
     template = {} if chat_template is None else {"chat_template": chat_template}
     options = {
@@ -83,6 +86,7 @@ def fit_to_device(model: nn.Module) -> None:
 def _loaded(path_or_hub_id: str | Path, lazy: bool, **options: Any) -> tuple[nn.Module, Any, dict[str, Any]]:
     from mlx_lm import load as stock_load
 
+    check_type("path_or_hub_id", path_or_hub_id, str | os.PathLike, "give a directory or a hub id")
     path = Path(path_or_hub_id)
     if path.is_dir() and not (path / "config.json").exists():
         raise ValueError(f"{path} has no config.json: give a directory with a model that mlx-lm can load")
@@ -135,6 +139,11 @@ def model_from_config(config: dict[str, Any], dtype: mx.Dtype) -> nn.Module:
         reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
         raise ValueError(f"mlx-lm cannot build a model from this config.json: {reason}") from error
     return model
+
+
+def check_model(name: str, model: object) -> None:
+    """Raises TypeError where an argument is no model."""
+    check_type(name, model, nn.Module, "give a model, as mlx_kv.load returns it")
 
 
 @asked_once

@@ -11,11 +11,12 @@ from typing import Any
 
 import mlx.nn as nn
 
+from mlx_kv.cache.checks import cache_list
 from mlx_kv.cache.codecs import Packing, packings_of
 from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.mlxlm.attention import AttentionSeam
 from mlx_kv.mlxlm.by_class import attends_by_class
-from mlx_kv.mlxlm.loading import architecture
+from mlx_kv.mlxlm.loading import architecture, check_model
 from mlx_kv.mlxlm.quirks import takes_packed
 from mlx_kv.mlxlm.traverse import leaves, parts_of
 from mlx_kv.mlxlm.turning import ropes
@@ -48,7 +49,8 @@ def show_attention(model: nn.Module, caches: Sequence[Any]) -> None:
     Raises:
         ValueError: layers that hide it.
     """
-    everything = list(leaves(caches))
+    check_model("model", model)
+    everything = list(leaves(cache_list("caches", caches)))
     hooked = [i for i, cache in enumerate(everything) if any(part.own_hook is not None for part in parts_of(cache))]
     if not hooked:
         return

@@ -11,6 +11,7 @@ from typing import Any, overload
 import mlx.core as mx
 from mlx_lm.models import cache as stock
 
+from mlx_kv.cache.checks import cache_list, check_type
 from mlx_kv.mlxlm.traverse import attention_caches, in_use, leaves
 
 
@@ -30,6 +31,7 @@ def can_trim_prompt_cache(caches: Iterable[Any], n: int | Sequence[int] | None =
     Args:
         n: so many of every row, or n[i] of row i; None is mlx-lm's question: any number that is held.
     """
+    caches = cache_list("caches", caches)
     return all(cache.is_trimmable() for cache in in_use(caches)) if n is None else can_trim(caches, n)
 
 
@@ -50,10 +52,11 @@ def trim_prompt_cache(caches: Sequence[Any], n: int | Sequence[int], *, strict: 
     Raises:
         ValueError: strict, and a layer cannot, with its reason; nothing has changed then, in any layer.
     """
-    used = in_use(caches)
+    used, n = in_use(cache_list("caches", caches)), n.tolist() if isinstance(n, mx.array) else n
+    check_type("n", n, int | Sequence, "give a number of tokens, or one for each row")
     if not strict and isinstance(n, int):
         n = min([n, *(held for cache in used if (held := _held(cache)) is not None)])
-    if n == 0:
+    if isinstance(n, int) and n == 0:
         return n  # recurrent state, too, can be left as it is
     for cache in used:
         if not _can_trim(cache, n):
@@ -105,5 +108,5 @@ def compact(caches: Iterable[Any]) -> None:
     Raises:
         ValueError: a score that cannot be used, or layers that have diverged; nothing has changed then, in any layer.
     """
-    for cache in attention_caches(caches):
+    for cache in attention_caches(cache_list("caches", caches)):
         cache.compact()

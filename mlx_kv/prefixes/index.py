@@ -15,6 +15,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mlx_kv.cache.checks import token_ids
+
 LEAST_SHARED = 64  # tokens; below, finding costs more than reading
 MOST_STEPS = 64  # of a walk through beginnings that turn out to be none
 _LAST = "\U0010ffff"  # after every name
@@ -44,8 +46,12 @@ def head(entry: Entry) -> bytes:
 
 
 def packed(tokens: Sequence[int]) -> bytes:
-    """Token ids as bytes that sort as they do: four for each, the highest first. Bytes are packed already."""
-    return tokens if isinstance(tokens, bytes) else np.asarray(tokens, dtype=">u4").tobytes()
+    """Token ids as bytes that sort as they do: four for each, the highest first. Bytes are packed already.
+
+    Raises:
+        ValueError: something else than token ids.
+    """
+    return tokens if isinstance(tokens, bytes) else np.array(token_ids(tokens, 2**32, "tokens"), ">u4").tobytes()
 
 
 def shared(first: bytes, second: bytes) -> int:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from itertools import count
 from typing import Any
 
+from mlx_kv.cache.checks import cache_list, shown
 from mlx_kv.prefixes.blocks import Block, KeptCaches, kept_bytes
 from mlx_kv.prefixes.holdings import Holdings
 from mlx_kv.prefixes.index import PrefixIndex, packed
@@ -33,8 +34,8 @@ class PromptMemory(PromptPlace):
     """
 
     def __init__(self, max_bytes: int = 2**30, fingerprint: str | None = None, parts: Parts | None = None) -> None:
-        if max_bytes < 0:
-            raise ValueError(f"max_bytes is {max_bytes}: give a number of bytes from 0 up")
+        if not (isinstance(max_bytes, int | float) and max_bytes >= 0):
+            raise ValueError(f"max_bytes is {shown(max_bytes)}: give a number of bytes from 0 up")
         super().__init__(max_bytes, fingerprint, parts)
         self._index, self._names = PrefixIndex(), count()
         self._kept: OrderedDict[str, KeptCaches] = OrderedDict()  # least recently used first
@@ -73,6 +74,7 @@ class PromptMemory(PromptPlace):
         They are evaluated. What is kept of them is a copy, but for what is kept of another prompt already.
         """
         self._owner()
+        caches = cache_list("caches", caches)
         entry = self._entry(tokens, caches, "kept", kept_bytes(caches))
         if entry is None:
             return False

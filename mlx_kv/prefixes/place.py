@@ -83,8 +83,9 @@ class PromptPlace(ABC):
 
     def _entry(self, tokens: Sequence[int], caches: Sequence[Any], measure: Measure, nbytes: int) -> Entry | None:
         """The entry that caches of so many bytes would become; None if it is not worth it, or more than all may be."""
-        if len(tokens) < LEAST_SHARED or nbytes > self.max_bytes:
+        key = packed(tokens)
+        count = len(key) // 4
+        if count < LEAST_SHARED or nbytes > self.max_bytes:
             return None
-        count = len(tokens)
         nbytes, least = self._parts.most(caches, count, measure, nbytes, least_tokens(caches, count))
-        return None if nbytes > self.max_bytes else Entry(packed(tokens), nbytes, least)
+        return None if nbytes > self.max_bytes else Entry(key, nbytes, least)

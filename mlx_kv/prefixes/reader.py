@@ -13,9 +13,12 @@ from typing import Any
 
 import mlx.nn as nn
 
+from mlx_kv.cache.checks import MOST_TOKENS, cache_list, check_type, shown, token_ids
 from mlx_kv.files.fingerprint import model_fingerprint
 from mlx_kv.generation.prefill import chunk_end, prefill_step, read_chunk
 from mlx_kv.generation.rereading import NOTHING_ASKED, Instructions, Rereading, wants_rereading
+from mlx_kv.generation.together import given_caches
+from mlx_kv.mlxlm.loading import vocabulary_of
 from mlx_kv.mlxlm.observing import show_attention
 from mlx_kv.mlxlm.traverse import attention_caches
 from mlx_kv.mlxlm.trimming import compact
@@ -43,7 +46,8 @@ class PromptReader:
 
     Raises:
         ValueError: the store is of another model or policy, or has no fingerprint where the model is no mlx.nn.Module
-            that could be asked for one.
+            that could be asked for one; token ids that the model does not have.
+        TypeError: an argument of another type.
     """
 
     def __init__(
@@ -55,11 +59,19 @@ class PromptReader:
         step: int | None = None,
         instructions: Instructions = NOTHING_ASKED,
     ) -> None:
-        self.model, self.tokens, self.store = model, list(tokens), store
+        check_type("model", model, Callable, "give a model, or what reads tokens (1, n) into caches")
+        check_type("instructions", instructions, Instructions, "give Instructions.of(tokenizer, model)")
+        if isinstance(model, nn.Module):
+            caches, vocabulary = given_caches("caches", model, caches), vocabulary_of(model)
+        else:
+            caches, vocabulary = cache_list("caches", caches), MOST_TOKENS + 1
+        self.model, self.tokens, self.store = model, token_ids(tokens, vocabulary, "tokens"), store
         found = None
         if store is not None:
+            if not hasattr(store, "bind"):
+                raise TypeError(f"store is {shown(store)}: give a PromptMemory, a PromptStore, or None")
             store.bind(lambda: _fingerprint(model, caches))
-            found = store.find(tokens)
+            found = store.find(self.tokens)
         if found is not None and (there := kept_how(found[0])) != (wanted := kept_how(caches)):
             raise ValueError(
                 f"the store has this prompt in caches of another policy ({_first_difference(there, wanted)}): "

@@ -11,6 +11,7 @@ What takes the disk's time (`refresh`, `fetch`, `write`) does nothing with MLX: 
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Collection, Sequence
 from collections.abc import Set as AbstractSet
@@ -20,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from mlx_kv.cache.checks import cache_list, check_type, is_number, shown
 from mlx_kv.files import serialization
 from mlx_kv.generation.statistics import cache_statistics
 from mlx_kv.mlxlm.trimming import trim_prompt_cache
@@ -86,10 +88,11 @@ class PromptStore(PromptPlace):
         deadline: float | None = None,
         parts: Parts | None = None,
     ) -> None:
-        if max_bytes < 1:
-            raise ValueError(f"max_bytes is {max_bytes}: give a number of bytes from 1 up")
-        if deadline is not None and not 0 < deadline < float("inf"):
-            raise ValueError(f"deadline is {deadline}: give a number of seconds above 0")
+        check_type("directory", directory, str | os.PathLike, "give a path or a URL")
+        if not (isinstance(max_bytes, int | float) and max_bytes >= 1):
+            raise ValueError(f"max_bytes is {shown(max_bytes)}: give a number of bytes from 1 up")
+        if deadline is not None and not (is_number(deadline) and deadline > 0):
+            raise ValueError(f"deadline is {shown(deadline)}: give a number of seconds above 0")
         super().__init__(max_bytes, fingerprint, parts)
         self._files = EntryFiles(directory, DEADLINE if deadline is None else deadline, self._parts.words)
         self._table = EntryTable()
@@ -242,6 +245,7 @@ class PromptStore(PromptPlace):
 
     def pack(self, tokens: Sequence[int], caches: Sequence[Any]) -> PackedEntry | None:
         """What `keep` would write, as the caches are now; None if it is not worth it."""
+        caches = cache_list("caches", caches)
         live = cache_statistics(caches).bytes_live
         entry = self._entry(tokens, caches, "live", live)
         if entry is None:

@@ -14,13 +14,14 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.models import cache as stock
 
+from mlx_kv.cache.checks import check_type
 from mlx_kv.mlxlm.asking import answer_as
 from mlx_kv.mlxlm.by_class import attends_by_class
 from mlx_kv.mlxlm.convert import FULL, cache_kinds
@@ -48,6 +49,7 @@ class Place(Protocol):
     def size(self) -> int: ...
 
 
+@runtime_checkable
 class Group(Protocol):
     """The ranks of one run, as far as a part of a model needs them."""
 
@@ -279,6 +281,7 @@ def load_part(path_or_hub_id: str | Path, group: Group, layers: Sequence[int] | 
     Raises:
         ValueError: the model cannot be loaded, or not be split so: the same line on every rank.
     """
+    check_type("group", group, Group, "give what mlx_kv.join_ranks() returns")
     model, tokenizer, config = load_lazily(path_or_hub_id)
     group.split = check_split(config, group.raw.size(), group.split, layers)
     split_model(model, group, layers, model_from_config(config, mx.float32))

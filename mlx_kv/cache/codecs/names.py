@@ -52,8 +52,10 @@ def register_codec(name: str, factory: Factory) -> None:
         factory: makes one, usually its class. A loaded cache gives it the `parameters` of the saved one.
 
     Raises:
-        ValueError: a factory that cannot be called.
+        ValueError: a factory that cannot be called, or a name that is no text.
     """
+    if not isinstance(name, str):
+        raise ValueError(f"the name of a codec is {name!r}: give a text")
     if not callable(factory):
         raise ValueError(f"the codec {name} is {factory!r}: give what makes one, such as its class")
     CODECS.registered[name] = factory

@@ -16,9 +16,9 @@ LayerBudgets = Literal["uniform", "pyramid"]
 
 def check_granularity(share: object, layers: object = "uniform") -> None:
     """Raises ValueError for what is none, or for two that don't go together."""
-    if share not in get_args(Granularity):
+    if not isinstance(share, str) or share not in get_args(Granularity):
         raise ValueError(f"share is {share!r}: choose one of {', '.join(get_args(Granularity))}")
-    if layers not in get_args(LayerBudgets):
+    if not isinstance(layers, str) or layers not in get_args(LayerBudgets):
         raise ValueError(f"layers is {layers!r}: choose one of {', '.join(get_args(LayerBudgets))}")
     if layers != "uniform" and share == "layers":
         raise ValueError(

@@ -41,7 +41,7 @@ class Budget(InOrder):
     def __post_init__(self) -> None:
         for name, least in (("budget", 1), ("keep_recent", 0), ("sinks", 0), ("margin", 0), ("max_write", 1)):
             value = getattr(self, name)
-            if value is not None and (type(value) is not int or value < least):
+            if (value is not None or name != "margin") and (type(value) is not int or value < least):
                 raise ValueError(f"{name} is {value!r}: give a whole number of tokens from {least} up")
         object.__setattr__(self, "room", check_room(self.room, self.max_write))
         if self.budget <= self.sinks + self.keep_recent:

@@ -31,7 +31,7 @@ from mlx_kv.generation.speculation.pacing import Pace
 from mlx_kv.generation.speculation.settings import DraftSettings
 from mlx_kv.generation.speculation.statistics import SpeculationStatistics
 from mlx_kv.mlxlm.convert import check_policy
-from mlx_kv.mlxlm.loading import vocabulary_of
+from mlx_kv.mlxlm.loading import check_model, vocabulary_of
 from mlx_kv.mlxlm.observing import show_attention
 from mlx_kv.policy import CachePolicy
 
@@ -327,7 +327,14 @@ def make_decoder(
     drafting: DraftSettings,
     agreement: Agreement = ALONE,
 ) -> Decoder:
-    """A decoder for one model and policy."""
+    """A decoder for one model and policy.
+
+    Raises:
+        TypeError: a draft model that is no model.
+        ValueError: what the drafter refuses.
+    """
+    if draft_model is not None:
+        check_model("draft_model", draft_model)
     least, most = drafting.prompt_lookup_min, drafting.prompt_lookup_max
     context = DrafterContext(model, vocabulary_of(model), drafting.draft_tokens, draft_model, least, most)
     return Decoder(context, drafting.drafter, policy, drafting.draft_length == "fixed", agreement)

@@ -43,7 +43,7 @@ class DraftSettings:
         whole_number("num_draft_tokens", self.draft_tokens, least=1)
         whole_number("prompt_lookup_min", self.prompt_lookup_min, least=1)
         whole_number("prompt_lookup_max", self.prompt_lookup_max, least=1)
-        if self.draft_length not in get_args(DraftLength):
+        if not isinstance(self.draft_length, str) or self.draft_length not in get_args(DraftLength):
             raise ValueError(
                 f"draft_length is {self.draft_length!r}: give 'chosen' (as many tokens as pay) or 'fixed' (all, always)"
             )

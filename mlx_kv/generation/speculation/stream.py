@@ -14,15 +14,14 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import GenerationResponse, generation_stream
-from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_kv.cache.checks import whole_number
+from mlx_kv.cache.checks import cache_list, check_type, token_ids, whole_number
 from mlx_kv.generation.agreement import Group, Rounds, agreement_of, in_step, leaders, most
-from mlx_kv.generation.encoding import tokens_of_prompt
+from mlx_kv.generation.encoding import tokens_of_prompt, wrapped
 from mlx_kv.generation.prefill import prefill_step, reserve_for
 from mlx_kv.generation.rereading import Instructions, Rereading, wants_rereading
 from mlx_kv.generation.sampling import Sampler, sampler_of_sequence
-from mlx_kv.generation.settings import LogitsProcessor
+from mlx_kv.generation.settings import LogitsProcessor, given_processors
 from mlx_kv.generation.speculation import LOOKUP_MAX, LOOKUP_MIN
 from mlx_kv.generation.speculation.decoder import Decoder, make_decoder
 from mlx_kv.generation.speculation.drafters import Drafter, Factory
@@ -31,10 +30,11 @@ from mlx_kv.generation.speculation.settings import DraftLength, DraftSettings
 from mlx_kv.generation.speculation.statistics import SpeculationStatistics
 from mlx_kv.generation.together import check_alone
 from mlx_kv.mlxlm.convert import check_windows
+from mlx_kv.mlxlm.loading import check_model, vocabulary_of
 from mlx_kv.mlxlm.observing import show_attention
 from mlx_kv.mlxlm.traverse import attention_caches
 from mlx_kv.mlxlm.trimming import can_trim
-from mlx_kv.policy import CachePolicy
+from mlx_kv.policy import CachePolicy, given_policy
 
 
 def speculative_generate(
@@ -95,26 +95,34 @@ def speculative_generate(
     Raises:
         ValueError: K or max_tokens below 1, an empty prompt, vocabularies that differ, caches that cannot roll back, a
             seed for a sampler that is no `TemperatureSampler`, neither a draft model nor a drafter, a policy beside a
-            prompt_cache.
+            prompt_cache, token ids that the model does not have.
+        TypeError: an argument of another type.
     """
+    check_model("model", model)
     if policy is not None and prompt_cache is not None:
         raise ValueError("got a policy and a prompt_cache, which was made with its own: give one of them")
-    if tokenizer is not None and not isinstance(tokenizer, TokenizerWrapper):
-        tokenizer = TokenizerWrapper(tokenizer)
+    policy, given = given_policy(policy), given_processors(logits_processors)
+    check_type("statistics", statistics, SpeculationStatistics | None, "give SpeculationStatistics(), or None")
+    check_type(
+        "prompt_progress_callback", prompt_progress_callback, Callable | None, "give a function (read, total), or None"
+    )
+    tokenizer = None if tokenizer is None else wrapped(tokenizer)
     agreement, drafting = agreement_of(group), (drafter, num_draft_tokens, prompt_lookup_min, prompt_lookup_max)
     settings = leaders(agreement, lambda: DraftSettings(*drafting, draft_length))
+    vocabulary = vocabulary_of(model)
+    before = token_ids(before, vocabulary, "before")
     tokens, max_tokens, prefill_step_size = agreement.told(
-        lambda: _asked(tokenizer, prompt, max_tokens, prefill_step_size)
+        lambda: _asked(tokens_of_prompt(tokenizer, prompt, vocabulary), max_tokens, prefill_step_size)
     )
-    policy = policy or CachePolicy()
     decoder = make_decoder(model, policy, draft_model, settings or DraftSettings(), agreement)
     statistics = statistics or SpeculationStatistics()
     read = 0
     if prompt_cache is not None:
+        prompt_cache = cache_list("prompt_cache", prompt_cache)
         read = most(agreement, _check_cache(model, decoder, prompt_cache))
         (prefill_step_size,) = agreement.least([prefill_step(model, prompt_cache, prefill_step_size)])
     drawing = sampler_of_sequence(sampler, seed, read + len(tokens)) if agreement.leads else None
-    processors = logits_processors or () if agreement.leads else ()
+    processors = given if agreement.leads else ()
     progress = prompt_progress_callback or (lambda done, total: None)
 
     def prefill() -> None:
@@ -150,15 +158,9 @@ def _read_twice(
     return replace(row, prompt=row.prompt[-1:], caches=caches, before=[*row.before, *told])
 
 
-def _asked(
-    tokenizer: Any, prompt: str | Sequence[int] | mx.array, max_tokens: int, step: int | None
-) -> tuple[list[int], int, int | None]:
+def _asked(tokens: list[int], max_tokens: int, step: int | None) -> tuple[list[int], int, int | None]:
     """The tokens of a prompt, and the limits."""
     whole_number("max_tokens", max_tokens, least=1)
-    if isinstance(prompt, str) and tokenizer is None:
-        raise ValueError("the prompt is a text, but there is no tokenizer: give one, or token ids")
-    given: Any = prompt  # an array gives its numbers one by one, too
-    tokens = tokens_of_prompt(tokenizer, given)
     if step is not None:
         whole_number("prefill_step_size", step, least=1)
     return tokens, max_tokens, step

@@ -121,8 +121,11 @@ def register_score(name: str, function: Function, per_token: bool = False, wants
         wants: what must be seen of attention; None is nothing.
 
     Raises:
-        ValueError: a function that cannot be called with one argument, or attention for what is asked once.
+        ValueError: a function that cannot be called with one argument, attention for what is asked once, or a name that
+            is no text.
     """
+    if not isinstance(name, str):
+        raise ValueError(f"the name of a score is {name!r}: give a text")
     SCORES.registered[name] = Score(name, function, per_token, wants)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from mlx_kv.cache.checks import shown
 from mlx_kv.generation.speculation.drafters.model import ModelDrafter
 from mlx_kv.generation.speculation.drafters.ngram import NgramDrafter
 from mlx_kv.generation.speculation.drafters.protocol import Drafter as Drafter
@@ -40,8 +41,10 @@ def register_drafter(name: str, factory: Factory) -> None:
         factory: makes a new `Drafter` of a `DrafterContext`; a class will do.
 
     Raises:
-        ValueError: a factory that cannot be called.
+        ValueError: a factory that cannot be called, or a name that is no text.
     """
+    if not isinstance(name, str):
+        raise ValueError(f"the name of a drafter is {name!r}: give a text")
     if not callable(factory):
         raise ValueError(f"the drafter {name} is {factory!r}: give a function DrafterContext -> Drafter")
     DRAFTERS.registered[name] = factory
@@ -52,6 +55,7 @@ def find_drafter(drafter: str | Factory | Drafter | None, context: DrafterContex
 
     Raises:
         ValueError: no drafter has this name, or what the drafter itself refuses.
+        TypeError: something else than these, or a factory that makes something else than a drafter.
     """
     if drafter is None:
         if context.draft_model is None:
@@ -59,8 +63,10 @@ def find_drafter(drafter: str | Factory | Drafter | None, context: DrafterContex
         drafter = "model"
     if isinstance(drafter, str):
         return DRAFTERS.find(drafter)(context)
-    if callable(drafter):
-        return drafter(context)
-    if context.draft_model is not None:
+    found = drafter(context) if callable(drafter) else drafter
+    if not all(hasattr(found, name) for name in Drafter.__abstractmethods__):
+        what = f"drafter is {shown(found)}" if found is drafter else f"the factory of drafter= has made {shown(found)}"
+        raise TypeError(f"{what}: give a name of drafter_names(), a Drafter, or what makes one of a DrafterContext")
+    if found is drafter and context.draft_model is not None:
         raise ValueError("got a drafter, which is made already, and a draft_model that it cannot use: give one of them")
-    return drafter
+    return found
