@@ -76,12 +76,11 @@ def describe_layer(layer: Layer, count: int) -> str:
 
 def table(rows: Sequence[StrategyMemory], contexts: Sequence[int]) -> list[str]:
     """Rows of strategies, columns of contexts, one unit for all."""
-    held = [count for row in rows for count in row.bytes_held]
-    unit, size = unit_of(held)
+    named = [(row.name, row.bytes_held) for row in rows]
+    named += [(f"{row.name}, once read", row.bytes_after) for row in rows if row.bytes_after != row.bytes_held]
+    unit, size = unit_of([count for _, held in named for count in held])
     lines = [[f"{unit} at tokens", *(f"{count:,}" for count in contexts)]]
-    lines += [
-        [row.name, *([f"{count / size:,.2f}" for count in row.bytes_held] or ["-"] * len(contexts))] for row in rows
-    ]
+    lines += [[name, *([f"{count / size:,.2f}" for count in held] or ["-"] * len(contexts))] for name, held in named]
     return aligned(lines)
 
 

@@ -1,27 +1,28 @@
 """How many bytes rows will take, before they take any: planned from a model, a policy, and the tokens of each row.
 
-Decides which rows fit a limit together. What a slot costs the planner says; how far rows of one batch are as long as
-the longest of them, the rule of `cache.classes`. Integers only, once a plan is made: knows nothing about jobs or
-threads.
+Decides which rows fit a limit together. What a row holds at its peak is in `planning.RowMemory`; how far rows of one
+batch are as long as the longest of them, the rule of `cache.classes`. Integers only, once a plan is made: knows nothing
+about jobs or threads.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import mlx.core as mx
 
 from mlx_kv.cache.classes.moving import LEAST_SAVED
 from mlx_kv.cache.classes.rule import KEPT
-from mlx_kv.cache.growth import round_up
+from mlx_kv.cache.growth import SLOT_MULTIPLE, round_up
 from mlx_kv.generation.prefill import MOST_TOKENS_AHEAD
+from mlx_kv.generation.rereading import Instructions
 from mlx_kv.mlxlm.by_class import attends_by_class
-from mlx_kv.planning import Layer, Planner
+from mlx_kv.planning import Planner, RowMemory
 from mlx_kv.policy import CachePolicy
 from mlx_kv.ranks.splitting import weights_of
 from mlx_kv.server.models import Models
@@ -31,28 +32,16 @@ MOST_SLACK = 8192  # slots that a cache which grows takes beyond what it needs, 
 OF_THE_DEVICE = 0.8  # of its memory is the limit where nobody says: activations, copies and others want some, too
 
 
-@dataclass(frozen=True)
-class RowLayers:
-    """What one row takes in all layers, as it is stored in one way.
+class RowSlots(NamedTuple):
+    """What one row needs.
 
     Attributes:
-        state: bytes whatever its length.
-        slots: (slots that it fills at the most, bytes of a slot), one for each rule that layers follow.
+        prompt: tokens of its prompt.
+        slots: for prompt and answer, where every token is kept.
     """
 
-    state: int = 0
-    slots: tuple[tuple[int, int], ...] = ()
-
-    @classmethod
-    def of(cls, layers: Iterable[Layer]) -> RowLayers:
-        state, slots = 0, dict[int, int]()
-        for layer in layers:
-            state += layer.state_bytes
-            slots[layer.most_slots] = slots.get(layer.most_slots, 0) + layer.bytes_per_slot
-        return cls(state, tuple(sorted(slots.items())))
-
-    def nbytes(self, slots: int) -> int:
-        return self.state + sum(each * min(slots, round_up(most)) for most, each in self.slots)
+    prompt: int
+    slots: int
 
 
 @dataclass(frozen=True)
@@ -60,64 +49,63 @@ class RowPlan:
     """What rows of one policy take.
 
     Attributes:
-        stored, plain: a row as the policy stores it, and as it is before it is quantised.
-        quantized_start: tokens from which on it is.
-        draft: what a draft model keeps of it.
+        memory: the sizes of a row.
+        draft: those of what a draft model keeps of it.
         drafted: tokens that may be drafted at once.
         class_slots: slots that rows of one batch may hold beyond what they need, before they are parted into classes;
             None where they never are, and each row is as long as the longest.
     """
 
-    stored: RowLayers
-    plain: RowLayers = RowLayers()
-    quantized_start: int = 0
-    draft: RowLayers = RowLayers()
+    memory: RowMemory
+    draft: RowMemory = field(default_factory=RowMemory)
     drafted: int = 0
     class_slots: int | None = None
 
-    def slots(self, prompt: int, answer: int) -> int:
+    def slots(self, prompt: int, answer: int) -> RowSlots:
         """Slots that a prompt and an answer of so many tokens need, where every token is kept."""
         slots = prompt + answer + self.drafted
         grows = answer > MOST_TOKENS_AHEAD  # room is made for so many tokens at once, and later for more than is needed
-        return round_up(slots + (min(slots // 2, MOST_SLACK) if grows else 0))
+        return RowSlots(prompt, round_up(slots + (min(slots // 2, MOST_SLACK) if grows else 0)))
 
     def nbytes(self, slots: int) -> int:
-        """Bytes of one row."""
-        stored = self.stored.nbytes(slots) if slots > self.quantized_start else 0
-        plain = self.plain.nbytes(min(slots, round_up(self.quantized_start))) if self.quantized_start else 0
-        return max(stored, plain) + self.draft.nbytes(slots)
+        """Bytes of one row in a batch whose longest row has so many slots."""
+        return self.memory.read_once(slots, SLOT_MULTIPLE) + self.draft.read_once(slots, SLOT_MULTIPLE)
 
-    def together(self, rows: Sequence[int]) -> int:
-        """Bytes of rows of one batch, each of so many slots."""
+    def read_twice(self, row: RowSlots) -> int:
+        """Bytes of one row while its prompt is read twice, outside of the batch; 0 where prompts are read once."""
+        if self.memory.instructions is None:
+            return 0
+        return self.memory.read_twice(*row, SLOT_MULTIPLE) + self.draft.read_once(row.slots, SLOT_MULTIPLE)
+
+    def together(self, rows: Sequence[RowSlots]) -> int:
+        """Bytes of the rows of one policy. They may be in one batch, or all reading their prompts twice."""
         if not rows:
             return 0
-        longest = len(rows) * self.nbytes(max(rows))
-        if self.class_slots is None:
-            return longest
-        of_a_slot = sum(each for layers in (self.stored, self.plain, self.draft) for _, each in layers.slots)
-        apart = int(KEPT * sum(map(self.nbytes, rows))) + self.class_slots * of_a_slot
-        return min(longest, apart)
+        longest = self.nbytes(max(row.slots for row in rows))
+        held = sum(max(longest, self.read_twice(row)) for row in rows)
+        if self.class_slots is None or self.memory.instructions is not None:
+            return held
+        of_a_slot = self.memory.bytes_per_slot + self.draft.bytes_per_slot
+        apart = int(KEPT * sum(self.nbytes(row.slots) for row in rows)) + self.class_slots * of_a_slot
+        return min(held, apart)
 
 
-def plan_rows(models: Models, policy: CachePolicy, drafted: int, batch: int) -> RowPlan:
+def plan_rows(models: Models, policy: CachePolicy, drafted: int, batch: int, chunk: int | None = None) -> RowPlan:
     """The plan of a policy. Builds a graph of the model, and evaluates nothing.
 
     Args:
         drafted: tokens that may be drafted at once.
         batch: rows at the most.
+        chunk: prompt tokens read at once; None is no more than the max_write of the policy.
 
     Raises:
         ValueError: the policy cannot store what the model has.
     """
-    planner = Planner(models.model)
+    planner = Planner(models.model, Instructions.for_policy(policy, models.tokenizer, models.model))
     apart = batch > 1 and attends_by_class(models.model)
-    draft = RowLayers() if models.draft is None else RowLayers.of(Planner(models.draft).layers(CachePolicy()))
-    plain = RowLayers.of(planner.layers(policy.plain())) if policy.quantized_start else RowLayers()
     return RowPlan(
-        RowLayers.of(planner.layers(policy)),
-        plain,
-        policy.quantized_start,
-        draft,
+        planner.row(policy, step=1 + drafted, chunk=chunk or 0),
+        RowMemory() if models.draft is None else Planner(models.draft).row(CachePolicy()),
         drafted,
         2 * LEAST_SAVED[mx.default_device().type] if apart else None,
     )

@@ -158,12 +158,15 @@ def test_a_plan_is_what_caches_hold(family: str, name: str) -> None:
         assert planned == bytes_in_use(run_tokens(model, policy, tokens, CHUNK))
 
 
-def test_quantisation_that_starts_late_is_planned_late() -> None:
-    policy, model = CachePolicy(bits=8, group_size=32, quantized_start=16), make_model("llama")
+@pytest.mark.parametrize("residual_length", [0, 20])
+def test_quantisation_that_starts_late_is_planned_late(residual_length: int) -> None:
+    policy = CachePolicy(bits=8, group_size=32, quantized_start=16, residual_length=residual_length)
+    model = make_model("llama")
     planner, strategy = Planner(model), Strategy("this policy", policy)
     for tokens in (15, 16, 17, 30):
-        assert planner.bytes_held(strategy, tokens) == bytes_in_use(run_tokens(model, policy, tokens, 1))
-    assert planner.bytes_held(strategy, 17) < planner.bytes_held(strategy, 16)
+        assert planner.bytes_after(strategy, tokens) == bytes_in_use(run_tokens(model, policy, tokens, 1))
+    assert planner.bytes_after(strategy, 17) < planner.bytes_after(strategy, 16)
+    assert planner.bytes_held(strategy, 17) > planner.bytes_held(strategy, 16)  # before that, with slots for all
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -73,6 +73,11 @@ class Observation:
         return self.wants.received or self.wants.moments
 
     @property
+    def most_queries(self) -> int:
+        """Queries of each row that are held at the most, but for those that wait to be put together."""
+        return self._held
+
+    @property
     def nbytes(self) -> int:
         more = 0 if self.moments is None else self.moments.nbytes
         return self.recent.nbytes + (0 if self.received is None else self.received.nbytes) + more

@@ -1,0 +1,200 @@
+"""Strategies to keep the tokens of a context, and the bytes that each takes of a model.
+
+Slots are counted as they fill: neither rounded up to 256, nor grown ahead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models import cache as stock
+
+from mlx_kv.cache.codecs import Bits
+from mlx_kv.cache.growth import DEFAULT
+from mlx_kv.generation.rereading import Instructions
+from mlx_kv.planning.layers import Layer, Slots, as_laid_out, double_window, every_token, layers_of
+from mlx_kv.planning.row_memory import RowMemory
+from mlx_kv.policy import CachePolicy
+from mlx_kv.ranks.splitting import PlannedRank, check_split, planned_part, weights_of
+
+BITS: dict[str, Bits] = {"8 bits": 8, "K8V4": (8, 4), "4 bits": 4}  # that are compared
+DTYPES = {"bfloat16": mx.bfloat16, "float16": mx.float16, "float32": mx.float32}
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """One way to keep the tokens of a context.
+
+    Attributes:
+        name: for tables and figures.
+        policy: how a slot is stored, and the layouts.
+        slots: (layer, context) -> slots that one sequence fills in that layer.
+    """
+
+    name: str
+    policy: CachePolicy
+    slots: Slots = as_laid_out
+
+
+def strategies(policy: CachePolicy) -> list[Strategy]:
+    """What to compare: the usual ways, ours with this max_write and group size, and the policy where it sets anything.
+
+    A strategy that depends on more than the window of a layer (a budget, say) is one more line here.
+    """
+    ring = CachePolicy(max_write=policy.max_write, group_size=policy.group_size)
+    name = "window + max_write - 1"
+    compared = [
+        Strategy("full", ring, every_token),
+        Strategy("double window", ring, double_window),
+        Strategy(name, ring),
+        *(Strategy(f"{name}, {how}", replace(ring, bits=bits)) for how, bits in BITS.items()),
+    ]
+    return [*compared, Strategy("this policy", policy)] if policy.changed() else compared
+
+
+@dataclass(frozen=True)
+class StrategyMemory:
+    """A strategy at several contexts: the most bytes held until each, and those held from then on.
+
+    Attributes:
+        refused: why this model cannot be kept so; then there are no bytes.
+    """
+
+    name: str
+    bytes_held: tuple[int, ...] = ()
+    bytes_after: tuple[int, ...] = ()
+    refused: str | None = None
+
+
+class Planner:
+    """Bytes that the caches of one model hold under any strategy.
+
+    Args:
+        model: any model of mlx-lm; its weights are never evaluated.
+        instructions: what comes before the repetition of a prompt, for scores that read prompts twice. None counts no
+            tokens for it, which a tokenizer would make: some tens (`Instructions.of`).
+    """
+
+    def __init__(self, model: nn.Module, instructions: Instructions | None = None) -> None:
+        self.model = model
+        self.instructions = Instructions.of(None, model) if instructions is None else instructions
+        self._layers: dict[tuple[CachePolicy, int, int], list[Layer]] = {}
+
+    def layers(self, policy: CachePolicy, step: int = 1, chunk: int = 0) -> list[Layer]:
+        """The caches of the model in order, as the policy stores them once it quantises.
+
+        Args:
+            step: tokens of a step of decoding: more than one with drafts.
+            chunk: prompt tokens read at once, where that may be more than the max_write of the policy.
+
+        Raises:
+            ValueError: the policy cannot store these head dims, or the model cannot read a token.
+        """
+        policy = replace(policy, quantized_start=0, growth=DEFAULT)  # which change nothing here
+        if (policy, step, chunk) not in self._layers:
+            self._layers[policy, step, chunk] = layers_of(self.model, policy, step, chunk)
+        return self._layers[policy, step, chunk]
+
+    def row(self, policy: CachePolicy, step: int = 1, chunk: int = 0) -> RowMemory:
+        """The sizes of one sequence under a policy; arguments as of `layers`.
+
+        Raises:
+            ValueError: as `layers`.
+        """
+        return RowMemory.of(self.layers(policy, step, chunk), policy, self.instructions)
+
+    def bytes_held(self, strategy: Strategy, context: int, batch_size: int = 1) -> int:
+        """The most bytes that all caches hold until each of `batch_size` sequences has read `context` tokens.
+
+        With quantized_start that is before they are quantised; with a score that reads a prompt twice, during the
+        second reading.
+
+        Raises:
+            ValueError: as `layers`.
+        """
+        return batch_size * self.row(strategy.policy).at_peak(context, context, slots=strategy.slots)
+
+    def bytes_after(self, strategy: Strategy, context: int, batch_size: int = 1) -> int:
+        """Bytes that all caches hold when each of `batch_size` sequences has read `context` tokens as a prompt.
+
+        Raises:
+            ValueError: as `layers`.
+        """
+        return batch_size * self.row(strategy.policy).after(context, slots=strategy.slots)
+
+    def compare(
+        self, strategies: Iterable[Strategy], contexts: Iterable[int], batch_size: int = 1
+    ) -> list[StrategyMemory]:
+        """Every strategy at every context, in bytes; one that the head dims refuse says so in its row."""
+        contexts, rows = list(contexts), []
+        for strategy in strategies:
+            try:
+                held = tuple(self.bytes_held(strategy, context, batch_size) for context in contexts)
+                after = tuple(self.bytes_after(strategy, context, batch_size) for context in contexts)
+                rows.append(StrategyMemory(strategy.name, held, after))
+            except ValueError as error:
+                rows.append(StrategyMemory(strategy.name, refused=str(error)))
+        return rows
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """What one rank of a model in parts has.
+
+    Attributes:
+        layers: of the model, of which it has some heads or all.
+        weights: bytes; each is read whole before it is cut, so that while they are loaded there is one more.
+        bytes_held: of its caches, at each context.
+    """
+
+    rank: int
+    layers: int
+    weights: int
+    bytes_held: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """So many ranks, and how a model is split over them; None as in `check_split`."""
+
+    size: int
+    split: str | None = None
+    layers: tuple[int, ...] | None = None
+
+
+def of_ranks(
+    config: dict[str, Any],
+    dtype: mx.Dtype,
+    ranks: Ranks,
+    strategy: Strategy,
+    contexts: Sequence[int],
+    batch_size: int = 1,
+) -> tuple[str, list[RankMemory]]:
+    """How the model of a config.json is split over ranks, and what each of them has of it.
+
+    Raises:
+        ValueError: it cannot be split so; as `Planner.layers`.
+    """
+    split = check_split(config, ranks.size, ranks.split, ranks.layers)
+    parts = []
+    for rank in range(ranks.size):
+        model = planned_part(config, dtype, PlannedRank(rank, ranks.size), split, ranks.layers)
+        planner, weights = Planner(model), sum(weight.nbytes for weight in weights_of(model))
+        held = tuple(planner.bytes_held(strategy, context, batch_size) for context in contexts)
+        parts.append(RankMemory(rank, len(stock.make_prompt_cache(model)), weights, held))
+    return split, parts
+
+
+def config_dtype(config: dict[str, Any]) -> str:
+    """The name of the dtype that a configuration gives its weights: one of `DTYPES`, bfloat16 where it says nothing."""
+    text = config.get("text_config")
+    for part in (config, text if isinstance(text, dict) else {}):
+        for key in ("dtype", "torch_dtype"):
+            name = str(part.get(key)).removeprefix("torch.")
+            if name in DTYPES:
+                return name
+    return "bfloat16"
