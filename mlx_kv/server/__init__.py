@@ -9,6 +9,7 @@ HTTP, in the event loop:
     access.py            names, sites and keys that are let in
     access_log.py        a line for each request
     tls.py               certificates
+    half_close.py        clients that shut down their sending side and wait for the answer
     bodies.py            the JSON of a request
     requests.py          what a client may ask for (chat_requests.py: messages and tools; fields.py: single fields;
                          sampling_fields.py: how tokens are chosen; unknown_fields.py: what nobody knows; names.py:

@@ -22,13 +22,14 @@ LONGEST = 200  # characters of a path
 
 
 def log_from(level: str) -> None:
-    """Says on stderr what is at least of this level, with the time; requests are INFO."""
+    """Logs to stderr what is at least of this level, with the time; of other libraries warnings and errors alone."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    for name in ("mlx_kv", "uvicorn"):
-        logger = logging.getLogger(name)
-        logger.handlers, logger.propagate = [handler], False
-        logger.setLevel("WARNING" if name == "uvicorn" and level == "INFO" else level)
+    root = logging.getLogger()
+    root.handlers = [handler]  # without one, `logging.warning` of any library would add its own
+    root.setLevel("WARNING" if level in ("DEBUG", "INFO") else level)
+    logging.getLogger("mlx_kv").setLevel(level)
+    logging.getLogger("uvicorn").setLevel("WARNING" if level == "INFO" else level)
 
 
 class AccessLog:

@@ -7,6 +7,7 @@ what is asked for.
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 from starlette.requests import Request
@@ -51,7 +52,15 @@ async def read_body(request: Request, limit: int, seconds: float) -> Any:
             413, f"the body has more than {limit:,} bytes: send less", None, "request_too_large",
             {"Connection": "close"},
         )  # fmt: skip
+    encoding = json.detect_encoding(bytes(body[:4])).upper()[:6]
+    if encoding in ("UTF-16", "UTF-32"):
+        raise ApiError(400, f"the body looks like {encoding}: send JSON in UTF-8", None, "invalid_json")
     try:
-        return read_json(bytes(body))
+        text = body.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        message = f"the body is no UTF-8 from byte {error.start:,} on: send JSON in UTF-8"
+        raise ApiError(400, message, None, "invalid_json") from None
+    try:
+        return read_json(text)
     except ValueError as error:
         raise ApiError(400, f"the body is no JSON: {error}"[:200], None, "invalid_json") from None

@@ -35,6 +35,8 @@ def chat_fields(fields: dict[str, Any]) -> dict[str, Any]:
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise ApiError(400, f"tools[{index}] is no object with a function that has a name", "tools")
+        if not function["name"]:
+            raise ApiError(400, f"tools[{index}] has an empty name: send the name of a function", "tools")
     choice = fields.get("tool_choice", "auto")
     forced = forced_call(tools, choice)
     template = typed(fields, "chat_template_kwargs", dict, {})

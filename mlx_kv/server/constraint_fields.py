@@ -96,9 +96,11 @@ def _constraint(name: str, value: Any) -> Constraint | None:
             raise ApiError(400, f"{name} is no list of texts, or has none", name)
         return choice([unicode(text, name) for text in value])
     text = unicode(typed({name: value}, name, str, ""), name)
-    if not text:
-        return None
-    return regex(text) if name in PATTERNS else grammar(text)
+    if name in PATTERNS:
+        if not text:
+            raise ApiError(400, f"{name} is empty: send a pattern, or leave it out", name)
+        return regex(text)
+    return grammar(text) if text else None  # clients of llama-server send an empty one where they have none
 
 
 def _response_format(value: Any) -> Constraint | None:

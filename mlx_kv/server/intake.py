@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
+from mlx_kv.cache.checks import token_ids
 from mlx_kv.generation.encoding import encode_prompt
 from mlx_kv.generation.stop_strings import StopStrings
 from mlx_kv.policy import CachePolicy
@@ -64,7 +65,7 @@ class Intake:
 
     def __init__(self, worker: Worker, admission: AdmissionController, limits: Limits, names: ModelNames) -> None:
         self._worker, self._admission, self._limits, self._names = worker, admission, limits, names
-        self._rules = RequestRules(worker.models.sampling, UnknownFields(limits.strict))
+        self._rules = RequestRules(worker.models.sampling, UnknownFields(limits.strict), worker.max_batch_size)
         self._texts = TokenTexts(worker.models.tokenizer)
         self._grammars = Grammars(worker.models.tokenizer, self._rules.unknown)
         # One thread for tokenizers: they are fast, but a long prompt would hold up everybody else's tokens.
@@ -124,9 +125,10 @@ class Intake:
     def _encode_prompt(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             return encode_prompt(self._worker.models.tokenizer, prompt)
-        if max(prompt) >= self._worker.vocabulary:
-            raise ApiError(400, f"token {max(prompt)} is not one of {self._worker.vocabulary:,}", "prompt")
-        return list(prompt)
+        try:
+            return token_ids(prompt, self._worker.vocabulary)
+        except ValueError as error:
+            raise ApiError(400, str(error), "prompt") from None
 
     async def _cache_of(self, request: CompletionRequest) -> RowCache:
         """The policy that a request gets, and what a row takes under it."""

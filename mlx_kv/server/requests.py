@@ -123,10 +123,11 @@ class CompletionRequest:
 
 @dataclass(frozen=True)
 class RequestRules:
-    """What holds where a request does not say, and what becomes of fields that nobody knows."""
+    """What holds where a request does not say, what becomes of unknown fields, and how many slots there are."""
 
     sampling: SamplingSettings = field(default_factory=SamplingSettings)
     unknown: UnknownFields = field(default_factory=UnknownFields)
+    slots: int = 16
 
 
 def parse(body: Any, chat: bool, rules: RequestRules) -> CompletionRequest:
@@ -153,7 +154,7 @@ def parse(body: Any, chat: bool, rules: RequestRules) -> CompletionRequest:
         "max_tokens": next((limit for limit in limits if limit is not None), None),
         "wanted": answers_of(fields, rules.sampling, chat),
         "stop_strings": _stop_strings(fields),
-        "slot": integer(fields, "id_slot", -1, MOST_TOKENS),
+        "slot": _slot(fields, rules.slots),
         "stream": stream,
         "include_usage": boolean(stream_options, "include_usage"),
         "cache": cache_field(fields),
@@ -167,6 +168,15 @@ def parse(body: Any, chat: bool, rules: RequestRules) -> CompletionRequest:
         raise ApiError(400, f"tool_choice and {form} both say what the answer is to be: send one", form)
     checked |= own
     return CompletionRequest(**checked)
+
+
+def _slot(fields: dict[str, Any], slots: int) -> int | None:
+    slot = fields.get("id_slot")
+    if slot is not None and (type(slot) is not int or not -1 <= slot < slots):
+        raise ApiError(
+            400, f"id_slot is no slot here: send a whole number from 0 to {slots - 1}, or -1 for any", "id_slot"
+        )
+    return slot
 
 
 def _prompts(fields: dict[str, Any]) -> tuple[Prompt, ...]:

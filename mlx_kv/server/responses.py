@@ -19,6 +19,7 @@ from mlx_kv.server.admission import ENDPOINTS, AdmissionController
 from mlx_kv.server.answers import AnswerWriter, Choice
 from mlx_kv.server.chat_output import Delta
 from mlx_kv.server.errors import ApiError, error_body
+from mlx_kv.server.half_close import STREAMED
 from mlx_kv.server.rendering import JsonResponse
 
 STALLED = 60.0  # seconds after which a client that takes nothing of its answer has hung up
@@ -104,6 +105,7 @@ class CompletionResponse(Response):
 
     async def _stream(self, scope: Scope, receive: Receive, send: Send) -> int:
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
+        scope[STREAMED] = True
         await send({"type": "http.response.start", "status": 200, "headers": headers})
 
         async def write(data: bytes, more: bool = True) -> None:

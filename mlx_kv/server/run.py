@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,8 +19,9 @@ import uvicorn
 from mlx_kv.ranks.group import RankGroup
 from mlx_kv.ranks.link import leave
 from mlx_kv.server.access import AccessRules
-from mlx_kv.server.access_log import AccessLog
+from mlx_kv.server.access_log import AccessLog, log_from
 from mlx_kv.server.api import Api, Limits
+from mlx_kv.server.half_close import HalfCloseProtocol
 from mlx_kv.server.metrics import Metrics
 from mlx_kv.server.shutdown import ShutdownSignals
 from mlx_kv.server.tls import Certificates
@@ -73,6 +75,7 @@ class Server(uvicorn.Server):
             server_header=False,
             ws="none",
             lifespan="on",
+            http=HalfCloseProtocol,
             **({} if certificates is None else certificates.of_uvicorn),
         )
         super().__init__(config)
@@ -159,6 +162,8 @@ def serve(
         ValueError: what `bound` or the worker's models refuse.
         WorkerError: why it ended without a signal.
     """
+    if not logging.getLogger().handlers:  # no --log-level
+        log_from("WARNING")
     listening = bound(host, port)
     with listening:
         signals = ShutdownSignals(say, drain_seconds, None if group is None else group.close)

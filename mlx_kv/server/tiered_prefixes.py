@@ -8,6 +8,7 @@ asked again, but no prompt waits for it before it has answered. Knows nothing ab
 
 from __future__ import annotations
 
+import errno
 import logging
 import threading
 import time
@@ -23,6 +24,8 @@ from mlx_kv.prefixes.store import PromptStore, StoredPrompt
 from mlx_kv.server.task_thread import TaskThread
 
 MOST_PENDING = 256 * 2**20  # bytes that wait for the disk; what comes on top is not stored
+REFUSED_FOR = 10.0  # seconds for which a disk that could not be written is not tried again
+FULL = (errno.ENOSPC, errno.EDQUOT)
 REFRESH_EVERY = 1.0  # seconds after which entries of other processes are looked for
 T = TypeVar("T")
 log = logging.getLogger("mlx_kv.server")
@@ -65,6 +68,8 @@ class TieredPrefixes:
         self._refreshed = -REFRESH_EVERY  # when somebody last began to look for entries
         self._looking = False  # somebody does so now
         self._failing = False  # the last look has failed
+        self._refused = False  # the last entry could not be written
+        self._refused_until = 0.0  # until when none is tried
         self._late = False  # the disk owes an answer that nobody waits for any longer
         self._fetched: tuple[list[int], list[Any], int] | None = None  # for the prompt that was asked for last
 
@@ -170,7 +175,7 @@ class TieredPrefixes:
 
     def keep(self, tokens: Sequence[int], caches: Sequence[Any]) -> None:
         self._attempt(lambda: self.memory.keep(tokens, caches))
-        if self.store is not None:
+        if self.store is not None and time.monotonic() >= self._refused_until:
             self._attempt(lambda: self._store(tokens, caches))
 
     def _store(self, tokens: Sequence[int], caches: Sequence[Any]) -> None:
@@ -184,7 +189,32 @@ class TieredPrefixes:
             store.discard(new)
             return
         self._pending += new.caches.nbytes
-        self._on_disk(lambda: store.write(new), lambda stored: self._written(new))
+        self._on_disk(lambda: self._write(store, new), lambda stored: self._written(new))
+
+    def _write(self, store: PromptStore, new: PackedEntry) -> None:
+        """Writes an entry. A local disk that refuses one is left alone for a while, and logged once until it takes one.
+
+        A long prompt has an entry for each of many chunks, each of which would fail alike.
+        """
+        if time.monotonic() < self._refused_until:  # it was packed before
+            store.discard(new)
+            return
+        try:
+            if store.write(new) and self._refused:
+                self._refused = False
+                log.warning("the prompt store can be written again")
+        except OSError as error:
+            if store.far:
+                raise
+            self._refused_until = time.monotonic() + REFUSED_FOR
+            if not self._refused:
+                self._refused = True
+                fix = ": free space, or start with fewer --prompt-store-bytes" if error.errno in FULL else ""
+                log.warning(
+                    "the prompt store cannot be written (%s)%s. New prompts stay in memory alone until it can",
+                    error.strerror or error,
+                    fix,
+                )
 
     def _written(self, new: PackedEntry) -> None:
         self._pending -= new.caches.nbytes

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import re
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +16,7 @@ from llguidance.hf import from_tokenizer
 from mlx_kv.generation.engine import make_engine
 from mlx_kv.generation.grammar import constraint as constraints
 from mlx_kv.generation.grammar.compiled import Grammar, GrammarCompiler
-from mlx_kv.generation.grammar.constraint import Constraint, Function, GrammarError
+from mlx_kv.generation.grammar.constraint import Constraint, GrammarError
 from mlx_kv.generation.grammar.lead_in import LeadIn
 from mlx_kv.generation.grammar.processor import GrammarProcessor
 from mlx_kv.generation.sampling import SeededSampler, TemperatureSampler
@@ -216,36 +215,6 @@ def test_an_answer_does_not_end_within_its_thinking(
 
 
 # --- what cannot be ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("constraint", "why"),
-    [
-        (constraints.json_schema({"type": "foo"}), "foo"),
-        (constraints.json_schema({"type": "array", "uniqueItems": True}), "uniqueItems"),
-        (constraints.json_schema({"$ref": "https://example.com/schema"}), "example.com"),
-        (constraints.json_schema([1]), "an object"),
-        (constraints.json_schema({"enum": ["x" * 200_000]}), "131,072 are the most"),
-        (constraints.json_schema({"type": "integer", "minimum": 5, "maximum": 3}), "minimum"),
-        (constraints.regex("("), "unclosed group"),
-        (constraints.regex(r"(?=x)y"), "look-around"),
-        (constraints.grammar("root ::= ("), "GBNF"),
-        (constraints.grammar("start: %json {"), "EOF"),
-        (constraints.calls([]), "no function"),
-        (constraints.calls([Function("f", {"type": "foo"})]), "foo"),
-    ],
-)
-def test_what_cannot_be_followed_says_why(compiler: GrammarCompiler, constraint: Constraint, why: str) -> None:
-    with pytest.raises(GrammarError, match=re.escape(why)) as raised:
-        compiler.compile(constraint)
-    assert "\n" not in str(raised.value)
-    assert len(str(raised.value)) <= 300
-
-
-def test_what_a_lenient_schema_leaves_out_is_said(compiler: GrammarCompiler) -> None:
-    schema = {"type": "array", "uniqueItems": True, "items": {"oneOf": [{"type": "integer"}, {"type": "number"}]}}
-    assert "uniqueItems" in " ".join(compiler.compile(constraints.json_schema(schema, lenient=True)).unenforced)
-    assert compiler.compile(constraints.json_object()).unenforced == ()
 
 
 def test_the_same_is_compiled_once(compiler: GrammarCompiler) -> None:

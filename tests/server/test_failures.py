@@ -150,7 +150,7 @@ def test_the_command_ends_with_its_worker() -> None:
         assert process.stderr is not None
         *log, line = process.stderr.read().splitlines()
         assert line == "mlx-kv: error: the server has ended: its worker died of SystemExit: gone"
-        assert log[0] == "the worker has died"  # and where
+        assert log[0].endswith(" ERROR the worker has died")  # and where
 
 
 # --- its other threads ------------------------------------------------------------------------------------------------

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import pytest
 from serving import ENDS, LONG, PLENTY, SOURCE, Troubled, cached, running
 
 from mlx_kv import CachePolicy, PromptStore
+from mlx_kv.server import tiered_prefixes
 from mlx_kv.server.models import Models
 
 
@@ -166,3 +169,32 @@ def test_nobody_waits_for_a_disk(trouble: str, tmp_path: Path) -> None:
         assert (cached(answer) > 0) == (trouble in ("slow", "cancelled"))
         assert stores[-1].damaged == (trouble == "damaged")
         server.wait_until_empty()
+
+
+def test_a_full_disk_is_logged_once_and_used_again_when_there_is_room(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under a budget a prompt is stored after each of many chunks."""
+    monkeypatch.setattr(tiered_prefixes, "REFUSED_FOR", 0.1)
+    stores: list[Troubled] = []
+
+    def open_store(models: Models) -> PromptStore:
+        stores.append(Troubled(tmp_path, "full"))
+        return stores[-1]
+
+    def ask(beginning: str) -> list[str]:
+        server.complete(beginning + LONG, 1)
+        server.wait_until_kept()
+        time.sleep(0.1)
+        return [line for line in caplog.messages if "prompt store" in line]
+
+    with caplog.at_level(logging.WARNING, "mlx_kv"), running(CachePolicy(budget=128), open_store=open_store) as server:
+        ask("# 1\n")
+        (line,) = ask("# 2\n")
+        assert "cannot be written (No space left on device): free space" in line
+        assert not stores[0].entries()
+        stores[0].trouble = ""
+        assert ask("# 3\n")[1:] == ["the prompt store can be written again"]
+        assert stores[0].entries()
+        stores[0].trouble = "full"
+        assert ask("# 4\n")[2:] == [line]

@@ -179,18 +179,18 @@ def test_a_client_that_hung_up_is_a_line_too(server: Running, lines: list[str]) 
     server.wait_until_empty()
 
 
-def test_levels_are_of_our_loggers_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    before = {name: (log.handlers, log.propagate, log.level) for name in ("mlx_kv", "uvicorn")
-              if (log := logging.getLogger(name))}  # fmt: skip
+def test_all_libraries_have_one_form_of_log_and_ours_has_levels(capsys: pytest.CaptureFixture[str]) -> None:
+    before = {log: (log.handlers, log.level) for log in map(logging.getLogger, (None, "mlx_kv", "uvicorn"))}
     try:
         log_from("INFO")
         logging.getLogger("mlx_kv.access").info("seen")
         logging.getLogger("mlx_kv.access").debug("unseen")
         logging.getLogger("somebody").info("unseen")
+        logging.warning("a function of the module")
+        logging.getLogger("mlx_kv").warning("once")
     finally:
-        for name, (handlers, propagate, level) in before.items():
-            log = logging.getLogger(name)
-            log.handlers, log.propagate = handlers, propagate
+        for log, (handlers, level) in before.items():
+            log.handlers = handlers
             log.setLevel(level)
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.endswith(" INFO seen")
+    lines = capsys.readouterr().err.splitlines()
+    assert [line[24:] for line in lines] == ["INFO seen", "WARNING a function of the module", "WARNING once"]

@@ -74,6 +74,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (called(name="f", arguments=7), "messages[0].tool_calls[0].function.arguments"),
     ({"messages": [{"role": "assistant", "tool_calls": ["f"]}]}, "messages[0].tool_calls[0].function"),
     ({"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function", "function": {}}]}, "tools"),
+    ({"messages": [{"role": "user", "content": "x"}], "tools": [{"function": {"name": ""}}]}, "tools"),
+    ({"prompt": "x", "id_slot": 16}, "id_slot"),
+    ({"prompt": "x", "id_slot": -2}, "id_slot"),
+    ({"prompt": "x", "id_slot": True}, "id_slot"),
     (
         {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"return_dict": True}},
         "chat_template_kwargs",
@@ -113,6 +117,36 @@ def test_names_that_are_there_twice_are_refused(server: Running) -> None:
     ):
         answer = server.http.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
         assert told in check_error(answer, 400)["message"]
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be"])
+def test_json_is_utf_8(server: Running, encoding: str) -> None:
+    def post(body: bytes) -> httpx.Response:
+        return server.http.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
+
+    text = '{"prompt": "import os \u2014", "max_tokens": 1}'
+    for marked in (text, f"\ufeff{text}"):
+        error = check_error(post(marked.encode(encoding)), 400)
+        assert error["message"] == f"the body looks like {encoding[:6].upper()}: send JSON in UTF-8"
+        assert error["code"] == "invalid_json"
+        assert post(marked.encode("utf-8")).status_code == 200
+    for cut in (text.encode("latin-1", "replace") + b"\xe9", b'{"prompt": "\xed\xa0\x80"}'):
+        assert "is no UTF-8 from byte" in check_error(post(cut), 400)["message"]
+
+
+def test_what_is_refused_says_what_to_send(server: Running) -> None:
+    error = check_error(server.post(prompt="x", id_slot=16), 400)
+    assert error["message"] == "id_slot is no slot here: send a whole number from 0 to 15, or -1 for any"
+    said: dict[str, Any] = {"max_tokens": 1, "messages": [{"role": "user", "content": "x"}]}
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/chat/completions": said | {"tools": [{"function": {"name": ""}}]},
+        "/v1/responses": {"input": "x", "tools": [{"type": "function", "name": ""}]},
+        "/v1/messages": said | {"tools": [{"name": "", "input_schema": {}}]},
+    }
+    for path, body in bodies.items():
+        answer = server.post(path, **body)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["message"] == "tools[0] has an empty name: send the name of a function"
 
 
 TEMPLATE = """{%- for message in messages %}<{{ message.role }}>{{ message.content | trim }}

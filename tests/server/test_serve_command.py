@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -45,6 +46,25 @@ def test_sigterm_lets_requests_finish() -> None:
         assert process.stderr is not None
         (line,) = process.stderr.read().splitlines()
         assert line.startswith("mlx-kv: stopping: 1 request to be finished within 30 s;")
+
+
+LOGS = SERVE + (
+    "import logging; from mlx_kv.server import api; "
+    "api.Api._ready = lambda self, request: logging.warning('made by a library'); main()"
+)
+
+
+@pytest.mark.slow
+def test_what_libraries_log_has_our_form() -> None:
+    with command(program=["-c", LOGS]) as (process, url):
+        httpx.get(f"{url}/ready", timeout=60)
+        httpx.post(f"{url}/v1/completions", json={"prompt": "import", "max_tokens": 1, "surprise": 1}, timeout=60)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+        assert process.stderr is not None
+        lines = [line for line in process.stderr.read().splitlines() if "library" in line or "surprise" in line]
+    assert len(lines) == 2
+    assert all(re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} WARNING ", line) for line in lines)
 
 
 @pytest.mark.slow

@@ -16,9 +16,9 @@ from mlx_kv.generation.grammar.constraint import (
     CallMarks,
     Constraint,
     GrammarError,
+    error_message,
     found_library,
     grammar_source,
-    in_one_line,
 )
 from mlx_kv.generation.grammar.lead_in import LeadIn
 from mlx_kv.generation.grammar.processor import GrammarProcessor
@@ -44,7 +44,7 @@ class Grammar:
 
     def __init__(self, matcher: Any, ends: Sequence[int]) -> None:
         self._matcher, self._ends = matcher, tuple(ends)
-        self.unenforced = tuple(in_one_line(warning) for warning in matcher.get_grammar_warnings())
+        self.unenforced = tuple(error_message(warning) for warning in matcher.get_grammar_warnings())
 
     def processor(self, prompt_tokens: int, lead_in: LeadIn | None = None) -> GrammarProcessor:
         """What keeps one row to it.
@@ -79,13 +79,13 @@ class GrammarCompiler:
         """
         asked = constraint, marks
         if asked not in self._kept:
-            self._kept[asked] = self._compiled(grammar_source(constraint, marks))
+            self._kept[asked] = self._compiled(constraint, grammar_source(constraint, marks))
             if len(self._kept) > KEPT:
                 self._kept.popitem(last=False)
         self._kept.move_to_end(asked)
         return self._kept[asked]
 
-    def _compiled(self, source: str) -> Grammar:
+    def _compiled(self, constraint: Constraint, source: str) -> Grammar:
         library, ends = found_library(), sorted(self._tokenizer.eos_token_ids)
         if self._vocabulary is None:
             self._vocabulary = self._made_vocabulary(ends)
@@ -96,7 +96,7 @@ class GrammarCompiler:
         if not matcher.is_error():
             matcher.compute_bitmask()  # the first mask takes longest
         if matcher.is_error():
-            raise GrammarError(in_one_line(matcher.get_error()))
+            raise GrammarError(error_message(matcher.get_error(), constraint))
         return Grammar(matcher, ends)
 
     def _made_vocabulary(self, ends: list[int]) -> Any:

@@ -19,7 +19,34 @@ from typing import Any, Literal
 WHITESPACE = r"[ ]?|\n[ ]{0,40}|\n\t{0,12}"
 # The name of a rule, among texts, sets of characters and comments, which are to be passed over.
 GBNF_START = re.compile(r'"(?:\\.|[^"\\])*"?|\[(?:\\.|[^\]\\])*\]?|#[^\n]*|(?<![\w-])start(?![\w-])')
+LARK_START = re.compile(r"^[^\S\n]*start\s*(\[|:(?!:=))", re.MULTILINE)
 MOST_BYTES = 128 * 1024  # of what was asked for
+
+# Errors of the library, and what the caller reads instead.
+MATCHES_NOTHING = "no text matches it: change the pattern"
+ENDLESS = (
+    "it refers to itself without end, or a pattern in it matches no text, so that no answer is possible: "
+    "add an alternative that ends, or change the pattern"
+)
+PLACE = re.compile(r"(?:at )?(\d+)\((\d+)\): ")
+REGEX_ERROR = re.compile(r"regex parse error:.*?\nerror: ", re.DOTALL)
+REWORDED = (
+    (r"failed to compile JSON schema: ", ""),
+    (r" \(in regex\): regex error: ", ": "),
+    (r" \(in regex\): ", ": "),
+    (r"^regex error: ", "a pattern or range in it cannot be used: "),
+    (r"^Failed to convert the grammar from GBNF to Lark: ", "it is no GBNF: "),
+    (r"^Unimplemented keys: \[(.*)\]", r"\1 cannot be enforced: leave it out"),
+    (r"Pointer '(.*?)' does not exist", r"it refers to '#\1', which is not in the schema: add it"),
+    (
+        r"Resource '(?:json-schema:///)?(.*?)' is not present in a registry and .*",
+        r"it refers to '\1', which is not fetched: copy that schema into $defs",
+    ),
+    (
+        r"circular references with sibling keys are not supported: (?:json-schema:///)?#?(.*)",
+        r"a $ref that leads back to itself ('#\1') has keywords beside it: leave them out",
+    ),
+)
 
 Kind = Literal["json_schema", "regex", "grammar", "choice", "calls"]
 
@@ -121,14 +148,19 @@ def grammar_source(constraint: Constraint, marks: CallMarks | None = None) -> st
         return str(matcher.grammar_from_lark("start: " + " | ".join(map(_literal, json.loads(constraint.text)))))
     if constraint.kind == "calls":
         return str(matcher.grammar_from_lark(_lark_of_calls(json.loads(constraint.text), marks)))
-    # Without empty lines: in many of them this search, and the library's own, would look at each from each.
+    # Without empty lines: in many of them the library's search would look at each from each.
     text = "\n".join([line for line in constraint.text.split("\n") if line.strip()])
-    if re.search(r"^\s*start\s*(\[|:(?!:=))", text, re.MULTILINE):
+    if is_lark(constraint):
         return str(matcher.grammar_from_lark(text))
     try:
         return str(found_library().grammar_from("grammar", _without_start(text)))
     except (ValueError, RecursionError) as error:
-        raise GrammarError(in_one_line(error)) from None
+        raise GrammarError(error_message(error, constraint)) from None
+
+
+def is_lark(constraint: Constraint) -> bool:
+    """Whether it is a grammar in the manner of Lark."""
+    return constraint.kind == "grammar" and LARK_START.search(constraint.text) is not None
 
 
 def _without_start(text: str) -> str:
@@ -170,9 +202,23 @@ def _literal(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def in_one_line(error: object) -> str:
-    """What the library says, without the picture that it draws below."""
-    return " ".join(re.split(r"\n +\d+ \||<non-verbose/>", str(error))[0].split())[:300]
+def error_message(error: object, constraint: Constraint | None = None) -> str:
+    """An error of the library in one line, in the words of who wrote the constraint.
+
+    Args:
+        constraint: which was being compiled; None is at work already.
+    """
+    text = " ".join(REGEX_ERROR.sub("regex error: ", re.split(r"\n +\d+ \||<non-verbose/>", str(error))[0]).split())
+    if text == "NoExtensionBias":
+        return MATCHES_NOTHING if constraint is not None and constraint.kind == "regex" else ENDLESS
+    if (place := PLACE.match(text)) is not None:
+        text = text[place.end() :]
+        if constraint is not None and is_lark(constraint):  # other places are in what was made of the constraint
+            numbers = [number for number, line in enumerate(constraint.text.split("\n"), 1) if line.strip()]
+            text = f"line {dict(enumerate(numbers, 1)).get(int(place[1]), place[1])}, column {place[2]}: {text}"
+    for pattern, words in REWORDED:
+        text = re.sub(pattern, words, text)
+    return text[:300]
 
 
 def found_library() -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_kv.generation.grammar.constraint import in_one_line
+from mlx_kv.generation.grammar.constraint import error_message
 from mlx_kv.generation.grammar.lead_in import LeadIn
 from mlx_kv.generation.sequence import common_prefix
 
@@ -127,7 +127,7 @@ class GrammarProcessor:
         """
         if not self._matcher.is_error():
             return True
-        self._failed = [*self._consumed, *at], in_one_line(self._matcher.get_error())
+        self._failed = [*self._consumed, *at], error_message(self._matcher.get_error())
         return False
 
 
