@@ -59,7 +59,8 @@ def converse(machine: Machine, model: str, chat: Chat, max_tokens: int, decoding
     drafting = decoding.drafting
     asked, drafts = asked_policy(**policy), drafting.settings  # refuses bad settings before anything is loaded
 
-    from mlx_kv.cli.chat_session import ChatFiles, ChatSession, lines_typed
+    from mlx_kv.cli.chat_session import ChatFiles, ChatSession
+    from mlx_kv.cli.typed_lines import lines_typed
     from mlx_kv.generation.conversation import Conversation
     from mlx_kv.generation.engine import Engine, make_engine
     from mlx_kv.generation.rereading import Instructions

@@ -3,28 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import io
 import json
-import os
-import pty
 import re
-import select
 import signal
-import subprocess
-import sys
-import termios
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from transformers.utils import logging as transformers_logging
 
 import mlx_kv
-from mlx_kv.cli.chat_session import lines_typed
+from mlx_kv.cli.typed_lines import lines_typed
 from mlx_kv.files.serialization import load_prompt_file, save_prompt_cache
 from mlx_kv.mlxlm.loading import load
 
@@ -340,169 +331,7 @@ def test_ctrl_c_ends_a_command_and_not_the_chat(chat: Any, tmp_path: Path, monke
     assert signal.getsignal(signal.SIGINT) is before
 
 
-class CtrlC(str):
-    """Ctrl-C, after this was typed."""
-
-
-@pytest.fixture
-def typing(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Has lines typed on a terminal with readline, Ctrl-C among them."""
-
-    def types(*lines: str) -> None:
-        rest, typed = iter(lines), ""
-
-        def one(prompt: str) -> str:
-            nonlocal typed
-            typed = next(rest, None)  # type: ignore[assignment]
-            if typed is None:
-                raise EOFError
-            if isinstance(typed, CtrlC):
-                signal.raise_signal(signal.SIGINT)
-            return typed
-
-        terminal = io.StringIO()
-        terminal.isatty = lambda: True  # type: ignore[method-assign]
-        monkeypatch.setattr("sys.stdin", terminal)
-        monkeypatch.setattr("builtins.input", one)
-        monkeypatch.setitem(sys.modules, "readline", SimpleNamespace(get_line_buffer=lambda: str(typed)))
-
-    return types
-
-
-def test_ctrl_c_clears_the_line_and_twice_leaves(typing: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    half, empty = CtrlC("half"), CtrlC()
-    before = signal.getsignal(signal.SIGINT)
-    typing(
-        "a", half, half, "b", '"""c', half, "d", '"""e', empty, empty, "f", empty, half, empty, "", empty, empty, "g"
-    )
-    lines, hints = lines_typed(lambda: "a hint"), "mlx-kv: a hint\n"
-    assert [next(lines) for _ in range(4)] == ["a", "b", "d", "f"]
-    assert capsys.readouterr().err == hints
-    with pytest.raises(KeyboardInterrupt):
-        next(lines)
-    assert capsys.readouterr().err == hints * 3
-    assert signal.getsignal(signal.SIGINT) is before
-
-
-def test_leaving_says_how_a_conversation_is_kept(
-    typing: Any, command: Any, reference: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("mlx_kv.mlxlm.loading.load", lambda path, **options: reference)
-    hint, save = "mlx-kv: press Ctrl-C again or Ctrl-D to leave", f"/save {tmp_path / 'c'}"
-    keeps, left = (
-        "; /save FILE keeps the conversation",
-        "mlx-kv: this conversation was not saved: next time, type /save ",
-    )
-    for lines, code, said in (
-        ((CtrlC(), CtrlC()), 130, [hint, "mlx-kv: interrupted"]),
-        (("x", CtrlC(), CtrlC()), 130, [hint + keeps, "mlx-kv: interrupted"]),
-        (("x",), 0, [left + "FILE before you leave"]),
-        (("x", "/exit"), 0, [left + "FILE before you leave"]),
-        (("x", save), 0, []),
-        (("x", save, "/undo", CtrlC()), 0, [hint]),
-        (("x", save, "y", CtrlC(), "q"), 0, [hint + keeps, left + "FILE before you leave"]),
-        ((f"/load {tmp_path / 'c'}", CtrlC()), 0, [hint]),
-        (("x", "/reset"), 0, []),
-    ):
-        typing(*lines)
-        done = command("chat", "--max-tokens", "2")
-        others = ("tokens", "kept in", "turn", "forgotten")
-        errors = [line for line in done.err.splitlines() if line and not any(word in line for word in others)]
-        assert (done.code, errors) == (code, said)
-
-
 def test_a_system_prompt_needs_a_template(chat: Any) -> None:
     done = chat("x", options=("--system-prompt", "be brief"))
     assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
     assert "chat template" in done.err
-
-
-class Terminal:
-    """`mlx-kv chat` on a terminal of its own."""
-
-    def __init__(self, max_tokens: int, **environment: str) -> None:
-        self._ours, theirs = pty.openpty()
-        self.seen = b""
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "mlx_kv.cli", "chat", "--max-tokens", str(max_tokens)],
-            stdin=theirs,
-            stdout=theirs,
-            stderr=theirs,
-            env=os.environ | environment,
-            start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # so that Ctrl-C is a signal
-        )
-        os.close(theirs)
-
-    def type(self, keys: bytes) -> None:
-        os.write(self._ours, keys)
-
-    def press_ctrl_c(self) -> None:
-        time.sleep(0.5)  # readline prints before it listens: Python loses a signal in between until the next key
-        self.type(b"\x03")
-
-    def wait_for(self, word: bytes) -> bytes:
-        """What was printed up to there."""
-        deadline = time.monotonic() + 60
-        while word not in self.seen:
-            ready, _, _ = select.select([self._ours], [], [], max(0, deadline - time.monotonic()))
-            assert ready, (word, self.seen)
-            self.seen += os.read(self._ours, 4096)
-        before, _, self.seen = self.seen.partition(word)
-        return before
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        os.close(self._ours)
-
-
-@pytest.fixture
-def terminal() -> Iterator[Callable[..., Terminal]]:
-    with contextlib.ExitStack() as opened:
-        yield lambda *arguments, **environment: opened.enter_context(
-            contextlib.closing(Terminal(*arguments, **environment))
-        )
-
-
-@pytest.mark.slow
-def test_ctrl_c_ends_an_answer_and_ctrl_d_all(terminal: Any) -> None:
-    chat = terminal(100_000)
-    chat.wait_for(b"> ")
-    chat.type(b"import os\n")
-    chat.wait_for(b"import os\r\n")
-    chat.wait_for(b"\n")
-    chat.press_ctrl_c()
-    chat.wait_for(b"ended by Ctrl-C")
-    chat.wait_for(b"> ")
-    chat.type(b"\x04")  # Ctrl-D
-    chat.wait_for(b"this conversation was not saved")
-    assert chat.process.wait(30) == 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("locale", ["C", "C.UTF-8"])
-def test_half_typed_lines_and_lines_that_are_not_utf_8_on_a_terminal(terminal: Any, locale: str) -> None:
-    chat = terminal(4, LC_ALL=locale)
-    chat.wait_for(b"> ")
-    chat.type(b"import os\n")
-    chat.wait_for(b"0 known")
-    chat.wait_for(b"> ")
-    for _ in range(2):  # a half-typed line, on which Ctrl-C never leaves
-        chat.type(b"half")
-        chat.wait_for(b"half")
-        chat.press_ctrl_c()
-        assert b"to leave" not in chat.wait_for(b"> ")
-    chat.type(b"abc\xff\n")
-    chat.wait_for(rb"this line is not UTF-8 text: 'abc\xff': write it in UTF-8")
-    chat.wait_for(b"> ")
-    chat.press_ctrl_c()
-    chat.wait_for(b"press Ctrl-C again or Ctrl-D to leave; /save FILE keeps the conversation")
-    chat.wait_for(b"> ")
-    chat.type(b"/stats\n")
-    chat.wait_for(b"turns             1")
-    chat.wait_for(b"> ")
-    for after in (b"> ", b"interrupted"):
-        chat.press_ctrl_c()
-        chat.wait_for(after)
-    assert chat.process.wait(30) == 130
