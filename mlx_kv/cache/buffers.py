@@ -109,7 +109,7 @@ class SlotBuffer:
     def rearrange(self, moves: Sequence[Moves], capacity: int) -> None:
         """Moves slots into planes of `capacity` slots: one allocation and one copy a plane.
 
-        It waits for each plane, so that no more than one of them is held twice.
+        It waits for each large plane, so that no more than one of them is held twice.
 
         Args:
             moves: of each row (slot, new slot, slots) of each contiguous piece; one list serves all rows.
@@ -117,13 +117,9 @@ class SlotBuffer:
         taken = None if all(own == moves[0] for own in moves) else _index(_sources(moves, capacity))
         for index in range(len(self.planes)):
             old = self.planes[index]
-            if taken is None:
-                new = mx.zeros((*old.shape[:2], capacity, old.shape[3]), old.dtype)
-                for source, target, count in moves[0]:
-                    new[:, :, target : target + count] = old[:, :, source : source + count]
-            else:
-                new = _taken(old, taken)
-            mx.eval(new)
+            new = _moved(old, moves[0], capacity) if taken is None else _taken(old, taken)
+            if new.nbytes > COPIED_BYTES:
+                mx.eval(new)
             self.planes = (*self.planes[:index], new, *self.planes[index + 1 :])
 
     def write(self, x: mx.array, plan: Plan) -> None:
@@ -132,6 +128,10 @@ class SlotBuffer:
         One slice for each contiguous piece where all rows stand alike (two where a ring wraps), one scatter otherwise.
         """
         encoded = self.codec.encode(x)
+        if plan.written is not None:
+            for plane, tokens in zip(self.planes, encoded, strict=True):
+                plane[plan.written] = tokens
+            return
         if plan.uniform:
             for slot, token, count in plan.layout.pieces(plan.rows[0], plan.new):
                 for plane, tokens in zip(self.planes, encoded, strict=True):
@@ -264,6 +264,25 @@ def check_codec(codec: Codec, x: mx.array) -> None:
         raise ValueError(
             f"the codec {codec.name} decodes {again.shape} of {again.dtype}, expected {x.shape} of {x.dtype}"
         )
+
+
+def _moved(plane: mx.array, moves: Moves, capacity: int) -> mx.array:
+    """Pieces of a plane in another one of `capacity` slots."""
+    rows, heads, _, width = plane.shape
+    if len(moves) <= 1:
+        new = mx.zeros((rows, heads, capacity, width), plane.dtype)
+        for source, target, count in moves:
+            new[:, :, target : target + count] = plane[:, :, source : source + count]
+        return new
+    # A ring whose pieces fill the new one: each slot is written once, as it would not be beginning with zeros.
+    parts, end = [], 0
+    for source, target, count in [*sorted(moves, key=lambda move: move[1]), (0, capacity, 0)]:
+        if target > end:
+            parts.append(mx.zeros((rows, heads, target - end, width), plane.dtype))
+        if count:
+            parts.append(plane[:, :, source : source + count])
+        end = target + count
+    return mx.concatenate(parts, axis=2)
 
 
 def _sources(moves: Sequence[Moves], capacity: int) -> list[list[int]]:

@@ -13,8 +13,8 @@ B rows, H KV heads, S new tokens, D and Dv head dims.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from threading import get_ident
 from typing import Any
 
 import mlx.core as mx
@@ -23,53 +23,72 @@ import numpy as np
 from mlx_kv.cache.buffers import Buffers, SlotBuffer, signature_of
 from mlx_kv.cache.checks import SettingError
 from mlx_kv.cache.codecs import PLAIN
-from mlx_kv.cache.layout import Plan, Ring, Row, plan_of
+from mlx_kv.cache.layout import NO_LIMIT, Plan, Ring, Row, plan_of
 
 ROOM = 64  # tokens that can be taken back at any time, and that a write may have without a copy
 NOWHERE = -1  # the position of padding
 
 
-@dataclass(frozen=True, eq=False)
 class Places:
-    """Where the tokens of a residual stand that attention reads after a write.
+    """Where the tokens of a residual are that attention reads after a write; worked out when it is asked for.
 
-    Attributes:
+    Layers with the same plan share one, and with it the mask.
+
+    Args:
         plan: of the write.
-        positions: of the m tokens of each row, (B or 1, m) of int; below 0 is none.
+        length: tokens that a query sees as they came.
+        slots: of the ring.
+        long: whether attention reads the ring as it was before the write, and then what is written.
     """
 
-    plan: Plan
-    positions: np.ndarray
+    def __init__(self, plan: Plan, length: int, slots: int, long: bool) -> None:
+        self.plan, self.length, self._slots, self._long = plan, length, slots, long
+        self._mask: tuple[object, int, mx.array] | None = None
+
+    @cached_property
+    def positions(self) -> np.ndarray:
+        """Of the m tokens of each row, (B or 1, m) of int; below 0 is none."""
+        plan, slots = self.plan, self._slots
+        rows = plan.distinct
+        if not self._long:
+            return _positions(slots, [row.offset for row in plan.after[: len(rows)]])
+        held = _positions(slots, [row.offset for row in rows])
+        new = [
+            [NOWHERE if plan.is_padding(i, token) else row.offset + token for token in range(plan.new)]
+            for i, row in enumerate(rows)
+        ]
+        return np.concatenate([held, np.array(new)], axis=1)
 
     @cached_property
     def columns(self) -> np.ndarray:
         """Where among the slots that attention reads each of them is, (B or 1, m); 0 for those that are nowhere."""
-        plan, rows = self.plan, zip(self.plan.distinct, self.positions, strict=True)
+        plan = self.plan
         if plan.transient:
             held = [
                 {p: column for column, p in enumerate([*seen, *range(row.offset, row.offset + plan.new)])}
                 for row, seen in zip(plan.distinct, plan.live(), strict=True)
             ]
-            return np.array([[own.get(int(p), 0) for p in line] for own, (_, line) in zip(held, rows, strict=True)])
-        column: dict[int, int] = {}
+            pairs = zip(held, self.positions, strict=True)
+            return np.array([[own.get(int(p), 0) for p in line] for own, line in pairs])
+        layout, columns, before = plan.layout, np.zeros_like(self.positions), 0
+        if layout.most_slots == NO_LIMIT:
+            slots = self.positions + np.array([[row.start] for row in plan.distinct])
+        else:
+            turn = layout.most_slots - layout.sinks
+            around = layout.sinks + (self.positions - layout.sinks) % turn
+            slots = np.where(self.positions < layout.sinks, self.positions, around)
         for first, last in plan.ranges:
-            column |= zip(range(first, last), range(len(column), len(column) + last - first), strict=True)
-        slot = plan.layout.slot
-        return np.array([[0 if p < 0 else column.get(slot(row, int(p)), 0) for p in line] for row, line in rows])
+            inside = (self.positions >= 0) & (slots >= first) & (slots < last)
+            columns = np.where(inside, before + slots - first, columns)
+            before += last - first
+        return columns
 
-
-@dataclass(frozen=True, eq=False)
-class Seen:
-    """What attention reads of a residual after a write: m tokens of each row.
-
-    Attributes:
-        keys, values: (B, H, m, D) and (B, H, m, Dv).
-        places: of the tokens. Layers that stand alike have the same.
-    """
-
-    keys: mx.array
-    values: mx.array
-    places: Places
+    def mask(self, asked: object, made: Callable[[], mx.array]) -> mx.array:
+        """What `made` gives, once for all layers that ask with the same mask of the model in the same thread."""
+        thread = get_ident()  # a graph is evaluated by the thread that made it
+        if self._mask is None or self._mask[0] is not asked or self._mask[1] != thread:
+            self._mask = asked, thread, made()
+        return self._mask[2]
 
 
 class Residual:
@@ -80,13 +99,19 @@ class Residual:
         room: tokens that can be taken back at any time.
         buffers: of keys and of values, `slots` + 1 slots each; None before the first write.
         first: of each row the lowest position that is there.
+
+    Attributes:
+        places: where the tokens are that attention reads after the last write; None before one.
+        last: the plan of the last write to the ring, where the next may be a step like it; else None.
     """
 
     def __init__(
         self, length: int, room: int = ROOM, buffers: Buffers | None = None, first: tuple[int, ...] = (0,)
     ) -> None:
         self.length, self.room, self.buffers, self.first = length, room, buffers, first
-        self.seen: Seen | None = None
+        self.places: Places | None = None
+        self.last: Plan | None = None
+        self._long: tuple[mx.array, mx.array] | None = None  # what attention reads of a write that is longer than room
 
     @property
     def slots(self) -> int:
@@ -203,21 +228,58 @@ class Residual:
             self.buffers = keys, values
         if len(self.first) != len(plan.rows):
             self.first = self.first[:1] * len(plan.rows)
+        rows = tuple([Row(0, row.offset, row.high) for row in plan.rows])
+        own = plan_of(self._ring, rows, plan.new, plan.counts if plan.padded else None)
         long = plan.new > self.room + 1  # then some of what its first queries see is written over
-        places = _places(plan, self.slots, long)
         # A handle before it: nobody else has what is written in place.
         before = [buffer.planes[0][:, :, : self.slots] for buffer in self.buffers] if long else []
-        rows = tuple([Row(0, row.offset, row.high) for row in plan.rows])
-        own = plan_of(Ring(self.slots, 1), rows, plan.new, plan.counts if plan.padded else None)
+        self._write(tensors, own)
+        self.last = own if own.steady else None
+        self.places, self._long = _places(plan, self.length, self.slots, long), None
+        if long:
+            both = [mx.concatenate([old, x], axis=2) for old, x in zip(before, tensors, strict=True)]
+            self._long = both[0], both[1]
+
+    def step(self, tensors: tuple[mx.array, mx.array], plan: Plan) -> None:
+        """As `write`, where this write is like the last one."""
+        assert self.last is not None, "the last write was no step"
+        self.last = self.last.next
+        self._write(tensors, self.last)
+        self.places, self._long = _places(plan, self.length, self.slots, False), None
+
+    def read(self) -> tuple[mx.array, mx.array]:
+        """What attention reads after a write, keys (B, H, m, D) and values (B, H, m, Dv), in the order of `places`."""
+        assert self.buffers is not None, "there is a ring to read"
+        if self._long is not None:
+            return self._long
+        keys, values = (buffer.planes[0][:, :, : self.slots] for buffer in self.buffers)
+        return keys, values
+
+    def newest(self, end: int, count: int) -> tuple[mx.array, mx.array]:
+        """The newest tokens of rows that all end at `end`, in order: (B, H, count, D) and (B, H, count, Dv)."""
+        assert self.buffers is not None, "there is a ring to read"
+        slots = self.slots
+        first = (end - count) % slots
+        last = first + count
+        planes = [buffer.planes[0] for buffer in self.buffers]
+        if last <= slots:
+            return planes[0][:, :, first:last], planes[1][:, :, first:last]
+        keys, values = (
+            mx.concatenate([plane[:, :, first:slots], plane[:, :, : last - slots]], axis=2) for plane in planes
+        )
+        return keys, values
+
+    @property
+    def _ring(self) -> Ring:
+        return Ring(self.length, self.room + 1)
+
+    def _write(self, tensors: tuple[mx.array, mx.array], own: Plan) -> None:
+        """Writes new tokens by a plan of the ring."""
+        assert self.buffers is not None, "there is a ring to write to"
         for buffer, x in zip(self.buffers, tensors, strict=True):
             buffer.write(x, own)
-        ends = [row.offset for row in plan.after]
-        self.first = tuple([max(first, end - self.slots) for first, end in zip(self.first, ends, strict=True)])
-        if long:
-            seen = [mx.concatenate([old, x], axis=2) for old, x in zip(before, tensors, strict=True)]
-        else:
-            seen = [buffer.planes[0][:, :, : self.slots] for buffer in self.buffers]
-        self.seen = Seen(seen[0], seen[1], places)
+        slots = self.slots
+        self.first = tuple([max(first, row.offset - slots) for first, row in zip(self.first, own.after, strict=True)])
 
 
 def _both(buffers: Buffers, made: Callable[[SlotBuffer], SlotBuffer]) -> Buffers:
@@ -225,17 +287,9 @@ def _both(buffers: Buffers, made: Callable[[SlotBuffer], SlotBuffer]) -> Buffers
 
 
 @lru_cache(maxsize=8)
-def _places(plan: Plan, slots: int, long: bool) -> Places:
+def _places(plan: Plan, length: int, slots: int, long: bool) -> Places:
     """Of a ring after a write, or of a ring before a long one and of what is written."""
-    rows = plan.distinct
-    if not long:
-        return Places(plan, _positions(slots, [row.offset for row in plan.after[: len(rows)]]))
-    held = _positions(slots, [row.offset for row in rows])
-    new = [
-        [NOWHERE if plan.is_padding(i, token) else row.offset + token for token in range(plan.new)]
-        for i, row in enumerate(rows)
-    ]
-    return Places(plan, np.concatenate([held, np.array(new)], axis=1))
+    return Places(plan, length, slots, long)
 
 
 def _positions(slots: int, ends: Sequence[int]) -> np.ndarray:

@@ -42,7 +42,9 @@ def remember(held: Contents, keys: mx.array, values: mx.array) -> None:
     last, held.last = held.last, None
     if last is None or held.buffers is None or not (held.encoded and last.steady):
         return
-    if held.lengths is not None or held.following is not None or held.residual is not None:
+    if held.lengths is not None or held.following is not None:
+        return
+    if held.residual is not None and held.residual.last is None:
         return
     held.last = last
     tensors = keys.shape, values.shape, keys.dtype, values.dtype
@@ -64,7 +66,9 @@ def step(held: Contents, keys: mx.array, values: mx.array) -> Fetched | None:
     if last is None or held.rows is not last.after:
         return None
     plan = last.next
-    buffers = held.buffers
+    buffers, residual = held.buffers, held.residual
+    if residual is not None and residual.last is None:
+        return None  # a copy
     capacity, plain, keys_shape, values_shape, keys_dtype, values_dtype = held.alike
     if buffers is None or plan.needed > capacity or not plan.steady:
         return None
@@ -79,6 +83,8 @@ def step(held: Contents, keys: mx.array, values: mx.array) -> Fetched | None:
         if held.steps >= held.most_steps:
             return None  # it is time for a look at what writes want
         held.steps += 1
+    if residual is not None:
+        residual.step((keys, values), plan)
     written, read = plan.written, plan.read
     if not plain or written is None or read is None:
         buffers[0].write(keys, plan)
@@ -90,5 +96,5 @@ def step(held: Contents, keys: mx.array, values: mx.array) -> Fetched | None:
     of_keys[written] = keys
     of_values[written] = values
     if plan.ranges[0] == (0, capacity):  # handles of their own, as a slice would be, but no operation
-        return of_keys[:], of_values[:]
+        return of_keys[...], of_values[...]
     return of_keys[read], of_values[read]

@@ -15,66 +15,59 @@ from mlx_kv.cache.attention.packed import Packed
 from mlx_kv.cache.codecs import Packing
 from mlx_kv.cache.mask import key_positions, visible
 from mlx_kv.cache.protocol import Call
-from mlx_kv.cache.residual import Seen
+from mlx_kv.cache.residual import Places, Residual
 
 
 class ResidualAnswer:
     """Attention over slots and a residual.
 
     Args:
-        seen: the residual, after the write whose queries attend.
-        length: tokens that a query sees as they came.
+        residual: after the write whose queries attend.
+        places: of its tokens.
         packings: how keys and values of the slots are packed; None where attention gets arrays.
     """
 
-    def __init__(self, seen: Seen, length: int, packings: tuple[Packing, Packing] | None) -> None:
-        self._seen, self._length, self._packings = seen, length, packings
+    def __init__(self, residual: Residual, places: Places, packings: tuple[Packing, Packing] | None) -> None:
+        self._residual, self._places, self._packings = residual, places, packings
 
     def attend(self, call: Call) -> mx.array:
         """(B, Hq, S, Dv)."""
-        seen = self._seen
-        if (count := self._apart(call)) is not None:
-            keys, values = (_newest(x, seen, count) for x in (seen.keys, seen.values))
-            return self._joined(call, keys, values, self._slots(call) - count, None)
-        return self._joined(call, seen.keys, seen.values, self._slots(call), self._mask(call))
-
-    def _slots(self, call: Call) -> int:
-        return int((call.keys if self._packings is None else call.keys[0]).shape[2])
-
-    def _apart(self, call: Call) -> int | None:
-        """How many of the last slots the residual stands for, where it does so for all queries alike; else None."""
-        plan = self._seen.places.plan
-        if call.mask is not None or plan.new > 1 or not (plan.uniform and plan.ordered and len(plan.ranges) == 1):
-            return None
-        return min(self._length, self._slots(call))
+        slots = int((call.keys if self._packings is None else call.keys[0]).shape[2])
+        plan = self._places.plan
+        if call.mask is None and plan.new == 1 and plan.uniform and plan.ordered and len(plan.ranges) == 1:
+            # One query sees the last slots as they came, and all slots before them as they are stored.
+            count = min(self._places.length, slots)
+            return self._joined(call, *self._residual.newest(plan.rows[0].offset + 1, count), slots - count, None)
+        mask = self._places.mask(call.mask, lambda: self._mask(call))
+        return self._joined(call, *self._residual.read(), slots, mask)
 
     def _joined(self, call: Call, keys: mx.array, values: mx.array, slots: int, mask: mx.array | None) -> mx.array:
+        """Over the first slots, and after them keys and values of the residual."""
         if self._packings is None:
             own = (x[:, :, :slots] for x in (call.keys, call.values))
             both = [mx.concatenate([old, new], axis=2) for old, new in zip(own, (keys, values), strict=True)]
             return call.hand_on(keys=both[0], values=both[1], mask=mask)
         if slots == 0:
             return attend(call.queries, Dense(keys), Dense(values), call.scale, mask, call.sinks)
-        stored = (
-            Packed(tuple([plane[:, :, :slots] for plane in planes]), packing)
-            for planes, packing in zip((call.keys, call.values), self._packings, strict=True)
+        both_keys, both_values = (
+            Joined(Packed(planes, packing), Dense(new), slots)
+            for planes, packing, new in zip((call.keys, call.values), self._packings, (keys, values), strict=True)
         )
-        both_keys, both_values = (Joined(old, Dense(new)) for old, new in zip(stored, (keys, values), strict=True))
         return attend(call.queries, both_keys, both_values, call.scale, mask, call.sinks)
 
     def _mask(self, call: Call) -> mx.array:
         """(B or 1, 1 or more, S, K + m)."""
-        places = self._seen.places
-        plan = places.plan
+        places = self._places
+        plan, length = places.plan, places.length
         offsets = mx.array([row.offset for row in plan.distinct])[:, None, None, None]
         queries = offsets + mx.arange(plan.new)[:, None]  # (B, 1, S, 1)
         slots = key_positions(plan)
         slots = slots[None, None, None] if slots.ndim == 1 else slots  # (B, 1, 1, K)
         beside = mx.array(places.positions)[:, None, None]  # (B, 1, 1, m)
-        near = slots > queries - self._length  # all of them are beside: no trim goes further back
+        near = slots > queries - length  # all of them are beside: no trim goes further back
         layout = plan.layout
         shown = visible(beside, queries, layout.window, layout.sinks, layout.chunk_size)
-        shown = shown & (beside > queries - self._length)
+        shown = shown & (beside > queries - length)
         mask = call.mask
         if not isinstance(mask, mx.array):  # each query sees all up to itself
             return mx.concatenate([(slots >= 0) & (slots <= queries) & ~near, shown], axis=-1)
@@ -90,12 +83,3 @@ class ResidualAnswer:
             parts = [mx.where(near, least, mask), mx.where(shown, over, least)]
         shape = tuple(max(sizes) for sizes in zip(*(part.shape[:3] for part in parts), strict=True))
         return mx.concatenate([mx.broadcast_to(part, (*shape, part.shape[3])) for part in parts], axis=-1)
-
-
-def _newest(x: mx.array, seen: Seen, count: int) -> mx.array:
-    """The newest tokens of a ring (B, H, m, D) in order: (B, H, count, D)."""
-    slots = x.shape[2]
-    first = (seen.places.plan.rows[0].offset + 1 - count) % slots
-    if first + count <= slots:
-        return x[:, :, first : first + count]
-    return mx.concatenate([x[:, :, first:], x[:, :, : first + count - slots]], axis=2)

@@ -57,11 +57,11 @@ class Joined:
 
     Args:
         first, second: of the same B, H and D.
+        apart: slots of the first that are used.
     """
 
-    def __init__(self, first: Operand, second: Operand) -> None:
-        self._first, self._second = first, second
-        self._apart = first.shape[2]
+    def __init__(self, first: Operand, second: Operand, apart: int) -> None:
+        self._first, self._second, self._apart = first, second, apart
 
     @property
     def shape(self) -> tuple[int, int, int, int]:

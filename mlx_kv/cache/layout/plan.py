@@ -36,13 +36,14 @@ class Plan:
         bounded: whether the room for writes is limited.
         written, read: the slots of the new tokens, and of what attention reads, as an index of (B, H, C, D) each; None
             where they are not one range.
+        after: where each row stands after the update.
         transient: whether the write would overwrite what its own first query needs. Attention then reads the live
             tokens in order and after them the new ones, and the ring keeps the last of both.
     """
 
     __slots__ = (
-        "_after",
         "_next",
+        "after",
         "bounded",
         "counts",
         "filled",
@@ -62,7 +63,6 @@ class Plan:
 
     def __init__(self, layout: Layout, rows: tuple[Row, ...], new: int, counts: tuple[int, ...] | None = None) -> None:
         self.layout, self.rows, self.new = layout, rows, new
-        self._after: tuple[Row, ...] | None = None
         self._next: Plan | None = None
         first, alone, most = rows[0], len(rows) == 1, layout.most_slots
         self.padded = counts is not None or (first.offset if alone else min([row.offset for row in rows])) < 0
@@ -83,13 +83,22 @@ class Plan:
         self.bounded = layout.room != NO_LIMIT
         due = [row for row in self.distinct if layout.compacted_if_due(row) is not row]
         self.steady = not (self.padded or self.transient or due)
+        front = layout.front
+        self.after = tuple(
+            [
+                Row(row.start, row.offset + count, max(row.high, row.offset + count), front(row, count), row.longer)
+                for row, count in zip(rows, self.counts, strict=True)
+            ]
+        )
         self.written: Index | None = None
         self.read: Index | None = None
-        if self.uniform and self.steady and len(self.ranges) == 1:
-            if new == 1 or len(list(layout.pieces(first, new))) == 1:
-                self.written = _slots(layout.slot(first, first.offset), new)
-            begin, end = self.ranges[0]
-            self.read = _slots(begin, end - begin)
+        if self.uniform and self.steady:
+            pieces = list(layout.pieces(first, new))
+            if len(pieces) == 1:
+                self.written = _slots(pieces[0][0], new)
+            if len(self.ranges) == 1:
+                begin, end = self.ranges[0]
+                self.read = _slots(begin, end - begin)
 
     def _bucket(self, end: int) -> int:
         """Where reading ends when there is a mask anyway: a few slots later, so that devices see fewer shapes.
@@ -103,19 +112,6 @@ class Plan:
     def is_padding(self, index: int, token: int) -> bool:
         """Whether a new token of row `index` is none of its own."""
         return token >= self.counts[index] or self.rows[index].offset + token < 0
-
-    @property
-    def after(self) -> tuple[Row, ...]:
-        """Where each row stands after the update."""
-        if self._after is None:
-            front = self.layout.front
-            self._after = tuple(
-                [
-                    Row(row.start, row.offset + new, max(row.high, row.offset + new), front(row, new), row.longer)
-                    for row, new in zip(self.rows, self.counts, strict=True)
-                ]
-            )
-        return self._after
 
     @property
     def next(self) -> Plan:
