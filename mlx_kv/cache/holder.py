@@ -16,6 +16,7 @@ from mlx_kv.cache.contents import Contents
 from mlx_kv.cache.eviction.evictor import Evictor
 from mlx_kv.cache.growth import SLOT_MULTIPLE
 from mlx_kv.cache.layout import NO_LIMIT, Layout
+from mlx_kv.cache.residual import Residual
 from mlx_kv.cache.state import CacheState
 from mlx_kv.cache.view import CacheView
 
@@ -61,6 +62,18 @@ class Holder:
     def release(self) -> None:
         """Evicts again what is due, from the next write on."""
         holding.release(self._held)
+
+    @property
+    def residual(self) -> Residual | None:
+        """A copy of the newest tokens as they came; None where none are kept so.
+
+        Put back before a trim to where it was made, it makes that possible whatever was written in between.
+        """
+        return None if self._held.residual is None else self._held.residual.copied()
+
+    @residual.setter
+    def residual(self, value: Residual | None) -> None:
+        self._held.residual = value
 
     # --- lengths ----------------------------------------------------------------------------------------------------
 

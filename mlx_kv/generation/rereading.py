@@ -128,6 +128,7 @@ class Rereading:
         self._repeated = 0
         self._pending: list[list[int]] = []  # of the repetition of one chunk, by text
         self._copies: list[Any] = []  # the caches that it goes to
+        self._residuals: list[Any] = []  # of those that want it, as they were before
         hold(caches)
         for cache, _ in self._wanting:
             cache.reserve(self._before + self.length + len(self._asked(self._texts[0], 0)) + BEFORE)
@@ -181,6 +182,7 @@ class Rereading:
         if not self._pending:
             self._pending = [self._asked(text, self._repeated) for text in self._texts]
             self._copies = mapped(self._caches, lambda cache: cache if _wants(cache) else copy.deepcopy(cache))
+            self._residuals = [cache.residual for cache, _ in self._wanting]
             for _, evictor in self._wanting:
                 evictor.listen(self._before + self._repeated, self._before + last)
         chunk = [text[: self._step] for text in self._pending]
@@ -193,12 +195,14 @@ class Rereading:
 
     def _take_back(self, heard: bool = True) -> None:
         stands = self._before + self.read  # also where a pass failed half way
-        for cache, evictor in self._wanting:
+        for index, (cache, evictor) in enumerate(self._wanting):
+            if self._residuals:  # a repetition is longer than what its ring could take back
+                cache.residual = self._residuals[index]
             beyond = [row.offset - stands for row in cache.view.rows]
             if max(beyond) > 0:
                 cache.trim_per_sequence([max(0, count) for count in beyond])
             evictor.stop_listening(heard)
-        self._pending, self._copies = [], []
+        self._pending, self._copies, self._residuals = [], [], []
 
 
 def hold(caches: Iterable[Any]) -> None:

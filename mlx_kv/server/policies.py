@@ -99,7 +99,9 @@ class RowsByPolicy:
             drafted = settings.drafting.draft_tokens if drafts else 0
             if len(self._plans) >= MOST_PLANS:
                 del self._plans[next(iter(self._plans))]
-            self._plans[policy] = plan_rows(models, policy, drafted, settings.max_batch_size)
+            self._plans[policy] = plan_rows(
+                models, policy, drafted, settings.max_batch_size, settings.prefill_step_size
+            )
         return self._plans[policy]
 
     def planned(self, coming: Job | None = None) -> int:

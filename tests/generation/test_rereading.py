@@ -202,6 +202,23 @@ def test_nothing_is_left_but_what_tokens_received(family: str, bits: int | None)
     assert mx.allclose(logits[0], logits[1], atol=1e-5)
 
 
+@pytest.mark.parametrize("score", ["kvzip", "key_norm"])
+def test_newest_tokens_as_they_came_are_put_back(score: str) -> None:
+    """A repetition is longer than what their ring could take back."""
+    model, told = make_model("llama"), text(250)
+    own = policy(budget=300, bits=4, group_size=32, residual_length=RECENT, score=score)
+    caches = make_prompt_cache(model, own)
+    read_all(model, caches, told, 60, ASKED)
+    assert [cache.offset for cache in caches] == [250] * 3
+    logits = [model(mx.array([told[i : i + 3]]), cache=caches) for i in (0, 3)]
+    other = make_prompt_cache(model, policy(budget=300, bits=4, group_size=32, residual_length=RECENT, score="recent"))
+    for start in range(0, 250, 60):
+        read_chunk(model, other, [told[start : start + 60]])
+    wanted = [model(mx.array([told[i : i + 3]]), cache=other) for i in (0, 3)]
+    assert all(mx.allclose(*pair, atol=1e-5) for pair in zip(logits, wanted, strict=True))
+    compact(caches)
+
+
 def test_a_pass_that_fails_leaves_nothing_behind() -> None:
     model, told = make_model("llama"), text(40)
     caches, calls, layers = make_prompt_cache(model, policy()), [0], model.model.layers
