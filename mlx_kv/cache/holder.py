@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Self
 
 import mlx.core as mx
 
-from mlx_kv.cache import holding, memory, state
+from mlx_kv.cache import holding, memory, rows, state
 from mlx_kv.cache.codecs import affine_of, are_plain, in_words
 from mlx_kv.cache.contents import Contents
 from mlx_kv.cache.eviction.evictor import Evictor
@@ -234,6 +234,10 @@ class Holder:
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         copied = memo[id(self)] = self._like(self._held.copied(memo))
         return copied
+
+    def select(self, chosen: Sequence[int]) -> Self:
+        """A copy of some rows, in this order, with all that was reserved for them."""
+        return self._like(rows.copied_rows(self._held, chosen))
 
     def _like(self, held: Contents) -> Self:
         """A cache of other contents."""

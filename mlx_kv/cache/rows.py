@@ -144,13 +144,23 @@ def joined_buffers(everyone: Sequence[Contents], capacity: int, encoded: bool) -
 
 def extracted(held: Contents, index: int) -> Contents:
     """A copy of one row, of no more slots than it needs; what was reserved is left behind."""
-    single = held.without_evictor()
-    select(single, [index], shrink=True)
+    single = copied_rows(held, [index], shrink=True)
     single.announced = (0,)
-    if held.evictor is not None:
-        single.evictor = held.evictor.selected([index])
-        single.evictor.belong_to(single)
     return single
+
+
+def copied_rows(held: Contents, chosen: Sequence[int], shrink: bool = False) -> Contents:
+    """A copy of some rows, in this order. No other sequence is copied with them.
+
+    Args:
+        shrink: leave no slack.
+    """
+    copied = held.without_evictor()
+    select(copied, chosen, shrink)
+    if held.evictor is not None:
+        copied.evictor = held.evictor.selected(chosen)
+        copied.evictor.belong_to(copied)
+    return copied
 
 
 def select(held: Contents, chosen: Sequence[int], shrink: bool = False) -> None:

@@ -47,15 +47,6 @@ TestClassedBatches = pytest.mark.slow(ClassedBatches.TestCase)
 # --- the histories above must be able to fail: bugs planted one at a time -------------------------------------------
 
 
-def holds_caches_between(self: moving.Moved, cache: KVCache, chosen: list[int]) -> KVCache:
-    """And with them members of groups that rows have left."""
-    before = len(self.passing)
-    piece = genuine_piece(self, cache, chosen)
-    if len(self.passing) > before:
-        self.passing[before:] = [piece]
-    return piece
-
-
 def rows_stay_shuffled(self: Parts, outputs: Any) -> Any:
     return mx.concatenate(list(outputs))
 
@@ -69,13 +60,11 @@ def one_mask_for_all(self: DeferredMask, number: int, cache: KVCache) -> Any:
     return known.setdefault("all", None if known else self._made_by(cache))
 
 
-genuine_piece = moving.Moved._piece
 BUDGET = Kind(CachePolicy(budget=12, keep_recent=4, sinks=2, margin=3, score="key_norm"), layers=2)
 FULL = Kind(CachePolicy())
 PLANTED = {
     "rows come back in another order": (Parts, "joined", rows_stay_shuffled, FULL),
     "layers of a sequence lose one another": (RowClasses, "_settled", forgets_copies_between, BUDGET),
-    "a sequence is found among copies that nobody has any more": (moving.Moved, "_piece", holds_caches_between, BUDGET),
     "one mask serves all classes": (DeferredMask, "of", one_mask_for_all, FULL),
 }
 

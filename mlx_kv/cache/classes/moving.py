@@ -6,7 +6,6 @@ stay where they are: only the caches that rows come to or go from are made anew.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 
 import mlx.core as mx
@@ -57,8 +56,7 @@ class Moved:
     def _piece(self, cache: KVCache, chosen: list[int]) -> KVCache:
         if len(chosen) == len(cache.view.rows):
             return cache
-        piece = copy.deepcopy(cache)
-        piece.filter(chosen)
+        piece = cache.select(chosen)
         if piece.evictor is not None:
             self.passing.extend(piece.evictor.layer_groups)
         return piece
