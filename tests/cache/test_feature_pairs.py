@@ -1,14 +1,14 @@
 """Every pair of features, in random histories: each row is what it would be alone, whatever happens to its batch.
 
 What a cache is made with (`MADE`) is paired in one policy; what happens to caches (`HAPPENS`) happens in every history,
-each at least once. Run as a script, it prints which pairs there are, and why the others cannot be.
+each at least once. `PYTHONPATH=tests python tests/cache/test_feature_pairs.py` prints which pairs there are, and why
+the others cannot be.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -287,8 +287,6 @@ def main() -> None:
             print(f"{name} x {other}: {case.impossible or 'test_each_row_is_what_it_would_be_alone'}")
     for name, happening in itertools.product(names, HAPPENS):
         print(f"{name} x {happening}: in each history of {name}")
-    with tempfile.TemporaryDirectory() as folder:
-        print("one history:", happens(CASES[0], 0, Path(folder)))
 
 
 if __name__ == "__main__":
