@@ -307,13 +307,14 @@ class Observation:
         if self.received is None:
             return
         rows, heads, n = self.received.shape
-        if not moves.source.size:
-            return
-        reached: int = mx.maximum(moves.source.max(), moves.target.max()).item()  # type: ignore[assignment]
-        received = mx.pad(self.received, [(0, 0), (0, 0), (0, max(0, reached + 1 - n))])
-        source, target = (mx.broadcast_to(x, (rows, heads, x.shape[2])) for x in moves)
-        taken = mx.take_along_axis(received, source, axis=2)
-        received = mx.put_along_axis(received, target, taken, axis=2)
+        received = self.received
+        if moves.source.size:
+            reached: int = mx.maximum(moves.source.max(), moves.target.max()).item()  # type: ignore[assignment]
+            received = mx.pad(received, [(0, 0), (0, 0), (0, max(0, reached + 1 - n))])
+            source, target = (mx.broadcast_to(x, (rows, heads, x.shape[2])) for x in moves)
+            taken = mx.take_along_axis(received, source, axis=2)
+            received = mx.put_along_axis(received, target, taken, axis=2)
+        # Also where nothing moves, since only the last tokens went: others come to their slots.
         live = mx.arange(received.shape[2]) < mx.array([max(0, end) for end in ends])[:, None, None]
         self.received = mx.where(live, received, 0)[:, :, : max(1, *ends)]
         mx.eval(self.received)
