@@ -11,9 +11,9 @@ for keys and values, and a full ring, of which all slots are read, has only the 
 they are to compute is computed between rounds and not counted. Sides take turns; figures are medians, in microseconds a
 layer, the mask included; ratios are mlx-lm / ours (more than 1: ours is faster).
 
-Newest tokens as they came (`residual_length=64`) are compared with the same codec without them, after prompts of several
-lengths and in a batch of four rows of different lengths: ratios are without / with (0.77: 1.3 times the host time), of
-updates alone, and of updates and the attention over them, which has two products more.
+Newest tokens as they came (`residual_length=64`) are compared with the same codec without them, after prompts of
+several lengths and in a batch of four rows of different lengths: ratios are without / with (0.77: 1.3 times the host
+time), of updates alone, and of updates and the attention over them, which has two products more.
 
 Then the slowest of the first 64 steps after a prompt of four windows, computed, in milliseconds for all layers: a ring
 gives up the room of the prompt there, mlx-lm's puts its tokens in order. One JSON line last.

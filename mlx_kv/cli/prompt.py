@@ -18,7 +18,6 @@ import click
 
 from mlx_kv.cli.notices import say
 from mlx_kv.cli.options import Command, LeadersFile, applied
-from mlx_kv.generation.encoding import check_template_settings
 
 if TYPE_CHECKING:
     import mlx.nn as nn
@@ -84,6 +83,8 @@ def read_template_settings(ctx: click.Context, param: click.Parameter, value: st
         ) from None
     if not isinstance(found, dict):
         raise click.BadParameter("it is no JSON object: write one, such as '{\"enable_thinking\": false}'")
+    from mlx_kv.generation.encoding import check_template_settings  # it imports MLX, which help does without
+
     try:
         check_template_settings(found)
     except ValueError as error:

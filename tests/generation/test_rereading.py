@@ -202,11 +202,10 @@ def test_nothing_is_left_but_what_tokens_received(family: str, bits: int | None)
     assert mx.allclose(logits[0], logits[1], atol=1e-5)
 
 
-@pytest.mark.parametrize("score", ["kvzip", "key_norm"])
-def test_newest_tokens_as_they_came_are_put_back(score: str) -> None:
+def test_newest_tokens_as_they_came_are_put_back() -> None:
     """A repetition is longer than what their ring could take back."""
     model, told = make_model("llama"), text(250)
-    own = policy(budget=300, bits=4, group_size=32, residual_length=RECENT, score=score)
+    own = policy(budget=300, bits=4, group_size=32, residual_length=RECENT)
     caches = make_prompt_cache(model, own)
     read_all(model, caches, told, 60, ASKED)
     assert [cache.offset for cache in caches] == [250] * 3
