@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import HEADS
 from test_observed import EVERYTHING, STEP, Call, Known, Watched, apply, close
-from test_observed_codecs import STORED, THOROUGH
+from test_observed_codecs import STORED, THOROUGH, oldest
 
 from mlx_kv import CachePolicy, KVCache
 from mlx_kv.cache.eviction.scores import Score, Wants
