@@ -169,8 +169,8 @@ def main() -> None:
         newest = measure_newest(tokens, rows, max(5, min(rounds, 400_000 // tokens)))
         for which, name in enumerate(("updates", "updates and attention")):
             without, with_them = newest["without"][which], newest["with"][which]
-            told = f"{with_them:6.2f} us a layer and token, {without / with_them:5.2f} x as fast as without"
-            print(f"  newest 64 as they came, {case}, {name}: {told}", file=sys.stderr)
+            figures = f"{with_them:6.2f} us a layer and token, {without / with_them:5.2f} x as fast as without"
+            print(f"  newest 64 as they came, {case}, {name}: {figures}", file=sys.stderr)
             key = f"residual_{case.replace(',', '').replace(' ', '_')}"
             line[key + ("_attention_ratio" if which else "_ratio")] = round(without / with_them, 3)
     slowest = slowest_after_a_prompt()

@@ -84,7 +84,7 @@ def test_so_is_anything_else(wrong: Any) -> None:
 
 
 def test_token_ids_that_no_model_has_are_refused_by_all() -> None:
-    """In a process of their own: what reads memory that is nobody's may be its end."""
+    """In a process of their own: an id that is not refused may read memory out of bounds, and end it."""
     script = [sys.executable, public_calls.__file__]
     ended = subprocess.run(script, capture_output=True, text=True, env={**os.environ, "PYTHONWARNINGS": "ignore"})
     lines = [json.loads(line) for line in ended.stdout.splitlines()]

@@ -1,4 +1,4 @@
-"""What may go into a cache: every refusal of an update, in words. And arguments of the package that have no use.
+"""What may go into a cache: every refusal of an update, in words. And checks of arguments, for the whole package.
 
 Decides nothing else, and changes nothing: a check runs before the first change, so a refused update leaves the cache as
 it was. Each message states what came, what was expected and the mend. Shapes are (B, H, S, D).
@@ -38,15 +38,15 @@ def shown(value: object) -> str:
     return text if len(text) <= MOST_SHOWN else f"{text[: MOST_SHOWN - 1]}…"
 
 
-def check_type(name: str, value: object, kinds: Any, mend: str) -> None:
+def check_type(name: str, value: object, kinds: Any, fix: str) -> None:
     """Raises TypeError where an argument is of another type than these.
 
     Args:
         kinds: as for `isinstance`, such as `Callable | None`.
-        mend: what to give instead.
+        fix: what to pass instead.
     """
     if not isinstance(value, kinds):
-        raise TypeError(f"{name} is {shown(value)}: {mend}")
+        raise TypeError(f"{name} is {shown(value)}: {fix}")
 
 
 def is_number(value: Any) -> bool:

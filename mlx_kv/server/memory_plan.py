@@ -1,8 +1,8 @@
 """How many bytes rows will take, before they take any: planned from a model, a policy, and the tokens of each row.
 
 Decides which rows fit a limit together. What a row holds at its peak is in `planning.RowMemory`; how far rows of one
-batch are as long as the longest of them, the rule of `cache.classes`. Integers only, once a plan is made: knows nothing
-about jobs or threads.
+batch are as long as the longest of them, the rule of `cache.classes`. Integers only, once a plan is made: it does not
+depend on jobs or threads.
 """
 
 from __future__ import annotations

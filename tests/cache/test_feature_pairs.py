@@ -263,8 +263,8 @@ def happens(case: Case, seed: int, folder: Path) -> bool:
 def test_each_row_is_what_it_would_be_alone(case: Case, tmp_path: Path) -> None:
     count = -(-2000 // len(CASES)) if os.environ.get("HYPOTHESIS_PROFILE") == "thorough" else 1
     first = 7 * CASES.index(case)
-    told = [happens(case, first + number, tmp_path) for number in range(count)]
-    assert any(told) or count == 1
+    decided = [happens(case, first + number, tmp_path) for number in range(count)]
+    assert any(decided) or count == 1
 
 
 def test_no_pair_is_empty() -> None:

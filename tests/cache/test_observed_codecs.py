@@ -310,7 +310,7 @@ def test_tokens_that_change_places_tie_only_if_their_scores_are_the_same() -> No
     assert is_tie([[0, 1, 3]], [[0, 1, 5]], scores)
     assert not is_tie([[0, 1, 3]], [[0, 1, 4]], scores)
     assert not is_tie([[0, 1, 3]], [[0, 1, 3]], scores)  # in another order
-    assert not is_tie([[0, 1, 3]], [[0, 1, 9]], scores)  # one that nobody scored
+    assert not is_tie([[0, 1, 3]], [[0, 1, 9]], scores)  # one without a score
 
 
 # --- the machine above must be able to fail: bugs planted one at a time ---------------------------------------------

@@ -204,16 +204,16 @@ def test_nothing_is_left_but_what_tokens_received(family: str, bits: int | None)
 
 def test_newest_tokens_as_they_came_are_put_back() -> None:
     """A repetition is longer than what their ring could take back."""
-    model, told = make_model("llama"), text(250)
+    model, prompt = make_model("llama"), text(250)
     own = policy(budget=300, bits=4, group_size=32, residual_length=RECENT)
     caches = make_prompt_cache(model, own)
-    read_all(model, caches, told, 60, ASKED)
+    read_all(model, caches, prompt, 60, ASKED)
     assert [cache.offset for cache in caches] == [250] * 3
-    logits = [model(mx.array([told[i : i + 3]]), cache=caches) for i in (0, 3)]
+    logits = [model(mx.array([prompt[i : i + 3]]), cache=caches) for i in (0, 3)]
     other = make_prompt_cache(model, policy(budget=300, bits=4, group_size=32, residual_length=RECENT, score="recent"))
     for start in range(0, 250, 60):
-        read_chunk(model, other, [told[start : start + 60]])
-    wanted = [model(mx.array([told[i : i + 3]]), cache=other) for i in (0, 3)]
+        read_chunk(model, other, [prompt[start : start + 60]])
+    wanted = [model(mx.array([prompt[i : i + 3]]), cache=other) for i in (0, 3)]
     assert all(mx.allclose(*pair, atol=1e-5) for pair in zip(logits, wanted, strict=True))
     compact(caches)
 
