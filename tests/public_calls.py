@@ -61,7 +61,6 @@ def models() -> tuple[Any, Any, Any]:
 def folder() -> Path:
     """Where files go, of these calls alone: they write where they are told to, also to a path such as "x"."""
     made = Path(tempfile.mkdtemp())
-    os.chdir(made)
     mlx_kv.save_prompt_cache(made / "kept.safetensors", filled())
     return made
 
@@ -385,7 +384,7 @@ def tried(call: Call, name: str, wrong: Any) -> str:
 
 
 def main() -> None:  # prints one line of JSON before each call, and one after it
-    folder()
+    os.chdir(folder())
     for public, calls in CALLS.items():
         for call in calls if isinstance(calls, list) else ():
             for name in sorted(IDS & call.arguments().keys()):
