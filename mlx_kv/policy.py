@@ -6,8 +6,8 @@ nothing about models; `mlxlm.convert.make_prompt_cache` applies a policy to one.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, cast
 
 from mlx_kv.cache.checks import SettingError, shown, whole_number
 from mlx_kv.cache.codecs import (
@@ -22,8 +22,10 @@ from mlx_kv.cache.codecs import (
     one_or_two,
     packing_of,
 )
+from mlx_kv.cache.eviction.allocation import HeadBudgets, head_budgets
+from mlx_kv.cache.eviction.calibration import Calibration
 from mlx_kv.cache.eviction.evictor import Evictor
-from mlx_kv.cache.eviction.granularity import Granularity, LayerBudgets
+from mlx_kv.cache.eviction.granularity import Allocation, Granularity, LayerBudgets
 from mlx_kv.cache.eviction.layer_group import LayerGroup
 from mlx_kv.cache.eviction.pyramid import layer_budget
 from mlx_kv.cache.eviction.scores import Function, Score, find_score
@@ -33,7 +35,8 @@ from mlx_kv.cache.layout import Append, Budget, Chunks, Layout, Ring
 from mlx_kv.cache.residual import Residual
 
 SINKS = 4  # first tokens that are never dropped: mlx-lm's number, after StreamingLLM (Xiao et al. 2023)
-FOR_BUDGETS = ("keep_recent", "score", "share", "margin", "layers")
+FOR_BUDGETS = ("keep_recent", "score", "share", "margin", "layers", "allocation", "calibration")
+FITTED, CALIBRATED = "fitted", "calibrated"
 
 
 @dataclass(frozen=True)
@@ -61,9 +64,17 @@ class CachePolicy:
         codec: how tensors are stored, as in `KVCache`: instead of bits, or "rotated" beside them.
         residual_length: so many of the newest tokens are seen as they came, whatever stores them; they are held beside
             what is stored. KIVI (Liu et al. 2024) and transformers call it that. At most keep_recent of a budget.
-        keep_recent, sinks, score, share, margin: as in `CompressedKVCache`. `sinks` also counts for max_kv_size.
-        layers: "uniform", every layer has this budget; "pyramid", lower ones have more and upper ones fewer, together
-            as much (see `of_layer`). Then share must be "layer", "head" or "adaptive".
+        keep_recent, sinks, score, share, margin: as in `CompressedKVCache`. `sinks` also counts for max_kv_size. None
+            is "key_diff" and "layers"; with a calibration "fitted" (if it has weights) and what `layers` needs.
+        layers: how the budget is allocated to layers and heads, all together always the same number of tokens:
+            "uniform", every layer and head has this budget; "pyramid", lower layers have more and upper ones fewer (see
+            `of_layer`); "calibrated", each head has the share that `calibration` measured; a table of shares, a row for
+            each layer of full attention and in it a number for each KV head, or one for all of them; "global", one
+            ranking of the tokens of all heads of all layers, for scores that are comparable between layers ("fitted",
+            "kvzip"). With share="head" each head has its own budget, with "adaptive" the heads of a layer compete for
+            the layer's, with "layer" they keep the same tokens; "global" needs "adaptive".
+        allocation: another name for `layers`, for calls; it is stored as `layers`.
+        calibration: measurements of the model, for score="fitted" and layers="calibrated", and then their default.
 
     Raises:
         ValueError: a value that does not exist, quantized_start or residual_length where nothing is quantised, a
@@ -82,12 +93,14 @@ class CachePolicy:
     budget: int | None = None
     keep_recent: int = 64
     sinks: int = SINKS
-    score: str | Function | Score = "key_diff"
-    share: Granularity = "layers"
+    score: str | Function | Score = None  # type: ignore[assignment]  # None is decided when it is made, as the next
+    share: Granularity = None  # type: ignore[assignment]
     margin: int | None = None
     codec: Choice | None = None
-    layers: LayerBudgets = "uniform"
+    layers: LayerBudgets | Literal["calibrated"] | HeadBudgets = None  # type: ignore[assignment]
     residual_length: int = 0
+    calibration: Calibration | None = None
+    allocation: LayerBudgets | Literal["calibrated"] | HeadBudgets | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         for name in ("bits", "codec"):  # said twice is said once, and a list is a tuple: policies are compared
@@ -97,6 +110,14 @@ class CachePolicy:
         whole_number("residual_length", self.residual_length)
         if self.max_kv_size is not None:
             whole_number("max_kv_size", self.max_kv_size, least=1)
+        if self.calibration is not None and not isinstance(self.calibration, Calibration):
+            raise TypeError(f"calibration is {shown(self.calibration)}: give what mlx_kv.load_calibration returns")
+        if self.allocation is not None:
+            object.__setattr__(self, "layers", self.allocation)
+            object.__setattr__(self, "allocation", None)
+        for name, default in self._budget_defaults().items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, default)
         if self.budget is None:
             whole_number("sinks", self.sinks)
             if unused := [name for name in self.changed() if name in FOR_BUDGETS]:
@@ -107,6 +128,15 @@ class CachePolicy:
             raise ValueError("got a budget and max_kv_size, which both bound full-attention layers: give one of them")
         if self.residual_length:  # of windows, too, which only a model has
             Residual(self.residual_length).check_beside(self.max_rollback)
+        if not isinstance(self.layers, str):
+            object.__setattr__(self, "layers", head_budgets(self.layers))
+        for name, wanted in (("score", FITTED), ("layers", CALIBRATED)):
+            if getattr(self, name) == wanted and self.calibration is None:
+                raise SettingError(
+                    f"{name} is {wanted!r}, which is measured for each model: run mlx-kv calibrate MODEL, and give "
+                    "calibration=mlx_kv.load_calibration(FILE)",
+                    [name],
+                )
         Affine(8, self.group_size)  # checks it also where it is not looked at: nobody means 48
         self.make_cache()  # the parts check the rest
 
@@ -137,7 +167,8 @@ class CachePolicy:
         layout = self.layout() if layout is None else layout
         evictor = None
         if isinstance(layout, Budget):
-            evictor = Evictor(layout, self.score, self.share, layer_group, layer, self.layers)
+            score = self.calibration.score if self.calibration and self.score == FITTED else self.score
+            evictor = Evictor(layout, score, self.share, layer_group, layer, self.allocated)
         return KVCache(
             bits=self.bits,
             group_size=self.group_size,
@@ -157,7 +188,7 @@ class CachePolicy:
         Raises:
             ValueError: a budget that sinks and recent tokens would fill in an upper layer.
         """
-        if self.budget is None or self.layers == "uniform":
+        if self.budget is None or self.layers != "pyramid":
             return self
         whole = self.layout()
         assert isinstance(whole, Budget)
@@ -184,6 +215,18 @@ class CachePolicy:
         return replace(self, bits=None, codec=None, quantized_start=0, residual_length=0)
 
     @property
+    def allocated(self) -> Allocation:
+        """`layers`, with the table of the calibration in the place of "calibrated"."""
+        return self.table or cast(LayerBudgets, self.layers)
+
+    @property
+    def table(self) -> HeadBudgets | None:
+        """The share of each head, (L, H) or (L, 1), if shares are fixed by a table."""
+        if self.calibration is not None and self.layers == CALIBRATED:
+            return self.calibration.heads
+        return None if isinstance(self.layers, str) else self.layers
+
+    @property
     def stores_plain(self) -> bool:
         """Whether tensors are stored as they are."""
         return are_plain(self.codecs)
@@ -201,14 +244,25 @@ class CachePolicy:
     @property
     def reads_twice(self) -> bool:
         """Whether the score is of what tokens receive when a prompt is read once more."""
-        wants = find_score(self.score).wants if self.budget is not None else None
+        wants = find_score(self.score).wants if self.budget is not None and self.score != FITTED else None
         return wants is not None and wants.reread
 
     def changed(self) -> list[str]:
         """The names of the settings that are not at their default."""
-        values = [(field.name, getattr(self, field.name), field.default) for field in fields(self)]
+        defaults = self._budget_defaults()
+        values = [(each.name, getattr(self, each.name), defaults.get(each.name, each.default)) for each in fields(self)]
         # Of another type is changed, too, before it is compared: arrays compare element by element.
         return [name for name, value, default in values if type(value) is not type(default) or value != default]
+
+    def _budget_defaults(self) -> dict[str, Any]:
+        """What score, share and layers are where nothing is said: it depends on the others."""
+        measured = self.calibration
+        layers = self.layers if self.layers is not None else "uniform"
+        if self.layers is None and measured is not None and self.share != "layers":
+            layers = CALIBRATED
+        share = "layers" if layers in ("uniform", "pyramid") else "adaptive" if layers == "global" else "head"
+        score = FITTED if measured is not None and measured.layers else "key_diff"
+        return {"score": score, "share": share, "layers": layers}
 
 
 def given_policy(policy: CachePolicy | None) -> CachePolicy:

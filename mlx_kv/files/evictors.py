@@ -85,7 +85,7 @@ def check_eviction(layout: Budget, rows: Sequence[Row], heads: int | None, told:
             raise ValueError("positions or scores of other tokens")
         if array.ndim != 3 or array.shape[2] < least:
             raise ValueError("positions or scores of other tokens")
-    _check_dead(layout, rows, heads, share, dead)
+    _check_dead(layout, rows, heads, dead, exact=layers == "uniform", allowed=share == "adaptive" or share == "head")
     _check_observed(known.wants, rows, heads, observed)
     _check_reread(rows, heads, reread)
     if positions is not None and not 0 <= mx.min(positions).item() <= mx.max(positions).item() <= max(  # type: ignore[operator]
@@ -94,18 +94,26 @@ def check_eviction(layout: Budget, rows: Sequence[Row], heads: int | None, told:
         raise ValueError("positions that there are not")
 
 
-def _check_dead(layout: Budget, rows: Sequence[Row], heads: int | None, share: str, dead: mx.array | None) -> None:
-    """Raises ValueError for heads of other lengths than their rows stand for."""
+def _check_dead(
+    layout: Budget, rows: Sequence[Row], heads: int | None, dead: mx.array | None, allowed: bool, exact: bool
+) -> None:
+    """Raises ValueError for heads of other lengths than their rows stand for.
+
+    Args:
+        allowed: whether heads may hold different numbers of tokens.
+        exact: whether the heads of each layer hold the budget on average.
+    """
     if dead is None:
-        if any(row.longer for row in rows):
+        if exact and any(row.longer for row in rows):
             raise ValueError("heads of which nobody knows the lengths")
         return
     told = type(dead) is mx.array and (dead.shape, dead.dtype) == ((len(rows), heads), mx.int32)
-    if share != "adaptive" or not told or heads is None:
+    if not allowed or not told or heads is None:
         raise ValueError("lengths of other heads")
     gaps: list[list[int]] = dead.tolist()  # type: ignore[assignment]
     for row, own in zip(rows, gaps, strict=True):
-        if row.longer and not (0 == min(own) <= max(own) <= layout.cut_of(row) and sum(own) == heads * row.longer):
+        fits = 0 == min(own) <= max(own) <= layout.cut_of(row) - layout.sinks
+        if row.evicted > 0 and not (fits and (not exact or sum(own) == heads * row.longer)):
             raise ValueError("heads that do not hold their share of a budget")
 
 

@@ -20,6 +20,7 @@ from mlx_kv.cache.codecs import Packing, packings_of
 from mlx_kv.cache.eviction.layer_group import LayerGroup
 from mlx_kv.cache.eviction.peers import ALONE, Peers
 from mlx_kv.cache.kv_cache import KVCache
+from mlx_kv.files.fingerprint import model_fingerprint
 from mlx_kv.mlxlm.asking import asked_once
 from mlx_kv.mlxlm.loading import architecture, check_model
 from mlx_kv.mlxlm.observing import can_answer, show_attention
@@ -63,10 +64,12 @@ def make_prompt_cache(
     policy = given_policy(policy)
     if strict:
         check_policy(model, policy)
+        if peers is ALONE:  # a part of a model has no fingerprint of the whole
+            check_calibration(model, policy)
     if policy.max_kv_size is not None or policy.budget is not None:
         policy = policy if why_unbounded(model) is None else policy.unbounded()
     if policy.budget is not None:
-        peers.check(policy.share, policy.layers)
+        peers.check(policy.share, policy.allocated)
     if policy.residual_length and not shows_residual(model, policy):
         policy = replace(policy, residual_length=0)
     packed_decode = not policy.stores_plain and _takes_packed_planes(model, policy)
@@ -154,8 +157,9 @@ def _convert(
 ) -> list[Any]:
     # The keys of an indexer stay plain: they are few, and the models write such a cache's buffers themselves.
     of_indexers, plain = indexers(model), policy.plain()
-    layer_group, numbers, layers = LayerGroup(peers), count(), count()
+    layer_group, numbers, layers = LayerGroup(peers), count(), count(peers.first_layer)
     full = sum(type(cache) in FULL for cache in leaves(own))
+    _check_table(policy, full, peers)
 
     def converted(cache: Any) -> Any:
         number = next(numbers)
@@ -180,6 +184,28 @@ def _convert(
     count_by_attention(caches)
     mark_last(model, caches)
     return caches
+
+
+def _check_table(policy: CachePolicy, full: int, peers: Peers) -> None:
+    """Raises ValueError for a table of budgets with rows for another number of layers."""
+    table = policy.table
+    if table is None or (len(table) == full if not peers.have_layers else len(table) >= peers.first_layer + full):
+        return
+    raise ValueError(
+        f"the table of budgets has {len(table)} rows, and this model has {peers.first_layer + full} layers of full "
+        "attention: give a row for each of them"
+    )
+
+
+@asked_once
+def _fingerprint(model: nn.Module) -> str:
+    return model_fingerprint(model)
+
+
+def check_calibration(model: nn.Module, policy: CachePolicy) -> None:
+    """Raises ValueError if a policy has measurements of another model."""
+    if policy.calibration is not None and policy.calibration.fingerprint != _fingerprint(model):
+        raise ValueError("this calibration is of another model: run mlx-kv calibrate MODEL for this one")
 
 
 def shows_residual(model: nn.Module, policy: CachePolicy) -> bool:

@@ -60,7 +60,7 @@ def show_attention(model: nn.Module, caches: Sequence[Any]) -> None:
     if apart and not attends_by_class(model):
         raise ValueError(
             f"layers or heads of different lengths each need a mask of their own, and {architecture(model)} does not "
-            "attend with the mask that it is given: leave out share='adaptive' and layers='pyramid'"
+            "attend with the mask that it is given: use layers='uniform', and not share='adaptive'"
         )
     sights = attention_seen(model)
     if hidden := [i for i in wanting if i < len(sights) and sights[i] not in ("seen", None)]:

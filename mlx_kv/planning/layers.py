@@ -14,6 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import cache as stock
 
+from mlx_kv.cache.eviction.allocation import by_layer, most_tokens
 from mlx_kv.cache.eviction.evictor import Evictor
 from mlx_kv.cache.eviction.granularity import BY_HEAD
 from mlx_kv.cache.eviction.observed.sizes import ObservedBytes, most_bytes
@@ -150,7 +151,7 @@ def _describe(own: Any, plain: Any, stored: Any, step: int, chunk: int) -> Layer
     evictor, most_slots = stored.evictor, stored.layout.enough_slots
     heads = plain.keys.shape[1]
     if evictor is not None:  # rings do not grow for a longer write
-        most_slots += _longer(evictor, heads) + max(0, chunk - stored.layout.max_write)
+        most_slots = min(NO_LIMIT, most_slots + _longer(evictor, heads)) + max(0, chunk - stored.layout.max_write)
     return Layer(
         kind,
         window=plain.layout.window if kind == "sliding" else window,
@@ -166,12 +167,21 @@ def _describe(own: Any, plain: Any, stored: Any, step: int, chunk: int) -> Layer
 
 
 def _longer(evictor: Evictor, heads: int) -> int:
-    """Tokens that the longest head of a budget may hold beyond it: what no other head is sure to keep (`uneven`)."""
+    """Tokens that the longest head of a budget may hold beyond it, below 0 where it always holds fewer."""
+    layout, layers = evictor.layout, evictor.layers
+    protected = layout.sinks + layout.keep_recent
+    free = layout.budget - protected
+    if not isinstance(layers, str):
+        table = by_layer(layers) if evictor.granularity == "layer" else layers
+        if evictor.granularity != "adaptive":
+            return most_tokens(table, evictor.layer, free) - free
+        budget = heads * most_tokens(by_layer(layers), evictor.layer, free)  # all for one head
+        return budget - free
+    if layers == "global":
+        return NO_LIMIT
     if evictor.granularity != "adaptive":
         return 0
-    layout = evictor.layout
-    sure = max(layout.sinks + layout.keep_recent, int(SAFEGUARD * layout.budget))
-    return (heads - 1) * (layout.budget - sure)
+    return (heads - 1) * (layout.budget - max(protected, int(SAFEGUARD * layout.budget)))
 
 
 def _records(evictor: Evictor, heads: int, step: int) -> TokenRecords:
@@ -180,7 +190,7 @@ def _records(evictor: Evictor, heads: int, step: int) -> TokenRecords:
     return TokenRecords(
         cut=evictor.layout.cut + _longer(evictor, heads),
         per_kept=own * (8 if evictor.score.per_token else 4),
-        dead=4 * heads if evictor.granularity == "adaptive" else 0,
+        dead=4 * heads if evictor.own_lengths and evictor.granularity in BY_HEAD else 0,
         per_reread=4 * heads if evictor.wants_rereading else 0,
         observed=ObservedBytes() if evictor.observation is None else most_bytes(evictor.observation, heads, step),
     )

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_kv.cache.eviction.granularity import Granularity, LayerBudgets
+from mlx_kv.cache.eviction.granularity import Allocation, Granularity
 from mlx_kv.cache.eviction.peers import ALONE, Alone, Peers
 from mlx_kv.ranks.collectives import gathered
 from mlx_kv.ranks.splitting import part_of
@@ -24,7 +24,7 @@ def peers_of(model: nn.Module) -> Peers:
     part = part_of(model)
     if part is None:
         return ALONE
-    return Heads(part.raw, part.copies) if part.split == "heads" else Layers(part.raw, part.most_full, part.least_full)
+    return Heads(part.raw, part.copies) if part.split == "heads" else Layers(part.raw, part.full_layers)
 
 
 class Heads(Alone):
@@ -39,10 +39,18 @@ class Heads(Alone):
     def __init__(self, group: mx.distributed.Group, copies: bool) -> None:
         self._group, self._copies = group, copies
 
+    def first_head(self, heads: int) -> int:
+        return 0 if self._copies else self._group.rank() * heads
+
     def have_heads(self, granularity: Granularity) -> bool:
         return self._copies or granularity != "head"
 
-    def check(self, granularity: Granularity, layers: LayerBudgets = "uniform") -> None:
+    def check(self, granularity: Granularity, layers: Allocation = "uniform") -> None:
+        if layers == "global":
+            raise ValueError(
+                "heads are split over ranks, and layers='global' ranks the tokens of all of them: use layers='uniform' "
+                "or 'calibrated'"
+            )
         if granularity == "adaptive" and not self._copies:  # other heads' tokens lie in other slots
             raise ValueError(
                 "heads are split over ranks, and share='adaptive' compares the tokens of all of them: use share='head'"
@@ -68,19 +76,20 @@ class Layers(Alone):
 
     Args:
         group: the ranks.
-        most, least: layers of full attention on the rank that has the most of them, and the least.
+        full_layers: layers of full attention of each rank.
     """
 
     have_layers = True
 
-    def __init__(self, group: mx.distributed.Group, most: int, least: int) -> None:
-        self._group, self._most, self._least = group, most, least
+    def __init__(self, group: mx.distributed.Group, full_layers: Sequence[int]) -> None:
+        self._group, self._most, self._least = group, max(full_layers), min(full_layers)
+        self.first_layer = sum(full_layers[group.rank() + 1 :])
 
-    def check(self, granularity: Granularity, layers: LayerBudgets = "uniform") -> None:
-        if layers != "uniform":
+    def check(self, granularity: Granularity, layers: Allocation = "uniform") -> None:
+        if layers in ("pyramid", "global"):
             raise ValueError(
-                f"layers are split over ranks, and layers={layers!r} needs to know which of all of them a rank has: "
-                "use layers='uniform'"
+                f"layers are split over ranks, and layers={layers!r} needs all of them in one process: use "
+                "layers='uniform' or 'calibrated'"
             )
         if granularity == "layers" and self._least == 0:  # nothing on it would know when the others decide
             raise ValueError(

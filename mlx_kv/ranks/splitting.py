@@ -81,15 +81,13 @@ class Part:
         raw: the ranks that have the others.
         split: how the model was split.
         copies: whether split heads share keys and values that every rank has whole, as latent attention does.
-        most_full: layers of full attention on the rank that has the most of them.
-        least_full: on the rank that has the least.
+        full_layers: layers of full attention of each rank; the last rank has the first of them, where layers are split.
     """
 
     raw: mx.distributed.Group
     split: Split
     copies: bool
-    most_full: int
-    least_full: int
+    full_layers: tuple[int, ...]
 
 
 _parts: dict[int, Part] = {}
@@ -313,7 +311,7 @@ def split_model(
     full = sum(type(cache) in FULL for cache in leaves(stock.make_prompt_cache(model)))
     told: Any = gathered(mx.array([full]), raw).tolist()
     copies = split == "heads" and bool(heads) and _heads(model) == heads
-    _parts[id(model)] = Part(raw, split, copies, max(told), min(told))
+    _parts[id(model)] = Part(raw, split, copies, tuple(told))
     weakref.finalize(model, _parts.pop, id(model), None)
 
 

@@ -12,8 +12,18 @@ from hypothesis import strategies as st
 
 from mlx_kv.cache.eviction import uneven
 from mlx_kv.cache.eviction.compaction import slide
-from mlx_kv.cache.eviction.uneven import SAFEGUARD, adaptive_moves
+from mlx_kv.cache.eviction.uneven import SAFEGUARD, Uneven, evictable_of, lowest_of_all, uneven_moves
 from mlx_kv.cache.layout import Budget, Row
+
+
+def adaptive_moves(
+    layout: Budget, row: Row, scores: mx.array, positions: mx.array, alive: mx.array, safeguard: float = SAFEGUARD
+) -> Uneven:
+    protected = layout.sinks + layout.keep_recent
+    tokens = evictable_of(layout, row, scores, positions, alive)
+    free = scores.shape[0] * (layout.budget - protected)
+    gone = lowest_of_all(tokens, free, max(0, int(safeguard * layout.budget) - protected))
+    return uneven_moves(layout, row, tokens, gone, alive)
 
 
 def left(layout: Budget, scores: np.ndarray, positions: np.ndarray, alive: np.ndarray, count: int) -> list[set[int]]:

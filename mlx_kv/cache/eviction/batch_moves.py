@@ -89,16 +89,13 @@ def kept_after(
     return KeptTokens(
         lines(positions, kept.positions, mx.int32),
         None if scores is None else lines(scores, kept.scores, mx.float32),
-        _dead_after(after, heads, kept.dead, dead),
+        _dead_after(len(rows), heads, kept.dead, dead),
     )
 
 
-def _dead_after(
-    after: Sequence[Row], heads: int, before: mx.array | None, made: Mapping[int, mx.array]
-) -> mx.array | None:
+def _dead_after(rows: int, heads: int, before: mx.array | None, made: Mapping[int, mx.array]) -> mx.array | None:
     """(B, H), from those of before and those that were made by a compaction; None where there is none."""
-    if not any(row.longer for row in after):
+    if before is None and not made:
         return None
     none = mx.zeros((heads,), mx.int32)
-    kept = [made.get(i, none if before is None else before[i]) if row.longer else none for i, row in enumerate(after)]
-    return mx.stack(kept)
+    return mx.stack([made.get(i, none if before is None else before[i]) for i in range(rows)])

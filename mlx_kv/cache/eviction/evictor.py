@@ -16,8 +16,9 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_kv.cache.buffers import move_slots
+from mlx_kv.cache.eviction.allocation import by_layer, head_budgets, token_counts
 from mlx_kv.cache.eviction.compaction import Moves
-from mlx_kv.cache.eviction.granularity import Granularity, LayerBudgets, check_granularity
+from mlx_kv.cache.eviction.granularity import Allocation, Granularity, check_granularity
 from mlx_kv.cache.eviction.held import Cached, Held
 from mlx_kv.cache.eviction.layer_group import LayerGroup
 from mlx_kv.cache.eviction.masks import OwnMasks
@@ -28,6 +29,7 @@ from mlx_kv.cache.eviction.peers import ALONE, Peers
 from mlx_kv.cache.eviction.rereading import Listener
 from mlx_kv.cache.eviction.scores import Function, Score, find_score
 from mlx_kv.cache.eviction.step import CompactionStep
+from mlx_kv.cache.eviction.uneven import Evictable
 from mlx_kv.cache.eviction.weights import Keys, keys_of
 from mlx_kv.cache.layout import Budget, Plan, Row
 from mlx_kv.cache.protocol import Call
@@ -41,7 +43,8 @@ class Evictor:
         score: what to keep, a name or a function; see `mlx_kv.cache.eviction.scores`.
         granularity: what keeps the same tokens: all "layers", a "layer", a "head"; or "adaptive", heads of any length.
         layer_group, layer: the sequence, and which of its layers this is.
-        layers: "uniform", all layers of the sequence have the same budget, or "pyramid", lower ones more.
+        layers: "uniform", all layers of the sequence have the same budget; "pyramid", lower ones more; "global", one
+            ranking of the tokens of all heads and layers; or a table of shares, (L, H) or (L, 1) (`allocation`).
 
     Raises:
         ValueError: an unknown score, granularity or layers, or two that don't go together.
@@ -54,11 +57,15 @@ class Evictor:
         granularity: Granularity = "layers",
         layer_group: LayerGroup | None = None,
         layer: int = 0,
-        layers: LayerBudgets = "uniform",
+        layers: Allocation = "uniform",
     ) -> None:
         check_granularity(granularity, layers)
         self.layout, self.score, self.granularity, self.layer = layout, find_score(score), granularity, layer
-        self.layers, self._masks = layers, OwnMasks(layout)
+        self.layers = layers if isinstance(layers, str) else head_budgets(layers)
+        self._table = None if isinstance(self.layers, str) else self.layers
+        if self._table is not None and granularity == "layer":
+            self._table = by_layer(self._table)
+        self._masks = OwnMasks(layout)
         self.members = Membership((layer_group or LayerGroup(),))
         self.members.groups[0].join(layer, self)
         self.observation = observation_for(self.score.wants, layout.keep_recent)
@@ -80,7 +87,8 @@ class Evictor:
     def _state_of(self, members: Membership, observed: ObservedState | None = None) -> EvictorState:
         names, kept = [group.name for group in members.groups], members.kept
         reread = [None if own is None else list(own) for own in members.reread] if members.reread else None
-        known = names, kept.positions, kept.scores, list(members.work), kept.dead, self.layers, observed, reread
+        layers: Any = self.layers if isinstance(self.layers, str) else [list(row) for row in self.layers]
+        known = names, kept.positions, kept.scores, list(members.work), kept.dead, layers, observed, reread
         return EvictorState(self.score.name, self.granularity, self.layer, *known)
 
     @classmethod
@@ -222,7 +230,7 @@ class Evictor:
         """The position of each live slot of one row, (H', n); -1 where a head has no token, and others have."""
         kept = self.members.kept
         positions = kept.live_positions(self.layout, row, index)
-        if not row.longer:
+        if kept.dead is None:
             return positions
         return mx.where(kept.alive(self.layout, row, index, positions.shape[1]), positions, -1)
 
@@ -340,9 +348,21 @@ class Evictor:
         nbytes = sum(buffer.nbytes for buffer in step.buffers)
         if self.granularity == "layers":
             return group.decide_together(row, lambda scores: step.moves_for(scores, index), nbytes)
-        if self.layers == "uniform":  # else others are due at other times
+        if self.layers == "global":
+            group.decide_globally(row, nbytes)
+        elif self.layers != "pyramid":  # whose layers are due at different times
             group.decide_each(row, self.granularity, nbytes)
         return step.own_moves(index)
+
+    def counts(self, most: int, heads: int) -> Sequence[int]:
+        """Evictable tokens that each head of this layer keeps by the table, of `most` that were read."""
+        layout, table = self.layout, self._table
+        assert table is not None, "counts are fixed where there is a table"
+        own = token_counts(table, layout.budget - layout.sinks - layout.keep_recent, most)[self.layer]
+        first = self.peers.first_head(heads)
+        if len(own) != 1 and len(own) < first + heads:
+            raise ValueError(f"the table of budgets has {len(own)} heads in a layer, but the cache has {first + heads}")
+        return own * heads if len(own) == 1 else own[first : first + heads]
 
     def _next_step(self) -> CompactionStep:
         """What was worked out for the next compaction, if it still holds."""
@@ -354,7 +374,8 @@ class Evictor:
     def _step_from(self, view: Held) -> CompactionStep:
         if self.observation is not None and view.buffers is not None:
             self.observation.settle(view.rows, lambda: self._keys_for(view.rows))
-        return CompactionStep(self.layout, self.score, self.granularity, view, self.members, self.observation)
+        known = view, self.members, self.observation, self.layer, None if self._table is None else self.counts
+        return CompactionStep(self.layout, self.score, self.granularity, *known)
 
     def _cache(self) -> Cached:
         owner = self._owner()
@@ -377,6 +398,14 @@ class Evictor:
 
     def evictable_scores(self, group: LayerGroup) -> mx.array:
         return self._next_step().scoring.standardised(self.members.groups.index(group))
+
+    def ranked(self, group: LayerGroup, place: int, layers: int) -> tuple[Evictable, int]:
+        index, layout = self.members.groups.index(group), self.layout
+        tokens = self._next_step().evictable(index, place, layers)
+        return tokens, tokens.ranks.shape[0] * (layout.held(self.row(group)) - layout.budget)
+
+    def evict(self, group: LayerGroup, tokens: Evictable, gone: mx.array) -> None:
+        self._next_step().evict(self.members.groups.index(group), tokens, gone)
 
     def decide(self, group: LayerGroup) -> None:
         self._next_step().own_moves(self.members.groups.index(group))

@@ -50,7 +50,7 @@ class KeptTokens(NamedTuple):
     def alive(self, layout: Budget, row: Row, index: int, slots: int) -> mx.array:
         """Which of the first `slots` slots of row `index` a head may read, (H, slots) of bool; (1, slots) if all."""
         numbers = mx.arange(slots, dtype=mx.int32)[None]
-        if not row.longer or self.dead is None:
+        if row.evicted <= 0 or self.dead is None:
             return numbers >= 0
         cut = layout.cut_of(row)
         return (numbers < cut - self.dead[index][:, None]) | (numbers >= cut)

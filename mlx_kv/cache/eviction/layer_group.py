@@ -26,6 +26,7 @@ import mlx.core as mx
 from mlx_kv.cache.eviction.compaction import Moves
 from mlx_kv.cache.eviction.granularity import Granularity
 from mlx_kv.cache.eviction.peers import ALONE, Peers
+from mlx_kv.cache.eviction.uneven import Evictable, lowest_ranks
 from mlx_kv.cache.layout import Row
 
 TOGETHER_BYTES = 2**22  # of layers whose scores are waited for at once
@@ -52,6 +53,18 @@ class Member(Protocol):
 
     def decide(self, group: LayerGroup) -> None:
         """Finds out which tokens this layer alone would evict, or raises ValueError."""
+        ...
+
+    def ranked(self, group: LayerGroup, place: int, layers: int) -> tuple[Evictable, int]:
+        """The evictable tokens, ranked with those of other layers, and how many go if heads have equal budgets.
+
+        Args:
+            place, layers: which of so many layers this is.
+        """
+        ...
+
+    def evict(self, group: LayerGroup, tokens: Evictable, gone: mx.array) -> None:
+        """Has the next compaction evict these of the ranked tokens, (H, m') of bool."""
         ...
 
     def change(self, old: LayerGroup, new: LayerGroup) -> None:
@@ -240,6 +253,31 @@ class LayerGroup:
         self._hear_heads(granularity, nbytes)
         for _, member in self.members():
             member.decide(self)
+        self._decision = Decision(row, None)
+
+    def decide_globally(self, row: Row, nbytes: int) -> None:
+        """Ranks the tokens of all heads of all layers, and has each layer evict those of the lowest ranks, once.
+
+        Args:
+            row: where the asking layer stands.
+            nbytes: as `decide_together`.
+
+        Raises:
+            ValueError: as `decide_together`.
+        """
+        if self._decision is not None and _alike(self._decision.row, row):
+            return
+        self._check_complete()
+        self.check_in_step(row)
+        members = self.members()
+        ranked = [member.ranked(self, place, len(members)) for place, (_, member) in enumerate(members)]
+        flat = [tokens.ranks.reshape(-1) for tokens, _ in ranked]
+        gone = lowest_ranks(mx.concatenate(flat), sum(count for _, count in ranked))
+        first = 0
+        for (_, member), (tokens, _) in zip(members, ranked, strict=True):
+            size = tokens.ranks.size
+            member.evict(self, tokens, gone[first : first + size].reshape(tokens.ranks.shape))
+            first += size
         self._decision = Decision(row, None)
 
     def _hear_heads(self, granularity: Granularity, nbytes: int) -> None:

@@ -42,7 +42,7 @@ class OwnMasks:
         stored = (new,) * len(rows) if counts is None else counts
         before = tuple([row._replace(offset=row.offset - n) for row, n in zip(rows, stored, strict=True)])
         plan = plan_of(self._layout, before, new, counts)
-        uneven = any(row.longer for row in rows)
+        uneven = kept.dead is not None
         mask = make_mask(plan, return_array=uneven)
         if not uneven:
             return mask

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from mlx_kv.cache.eviction.granularity import Granularity, LayerBudgets
+from mlx_kv.cache.eviction.granularity import Allocation, Granularity
 from mlx_kv.cache.eviction.kept_tokens import KeptTokens
 from mlx_kv.cache.eviction.layer_group import LayerGroup, Member
 from mlx_kv.cache.eviction.peers import ALONE, Peers
@@ -45,7 +45,7 @@ class EvictorState(NamedTuple):
         positions, scores: as in `KeptTokens`.
         work: by row, each as in `Work`; of all rows together, as version 0.1.0 counted, three numbers.
         dead: as in `KeptTokens`.
-        layers: "uniform" or "pyramid".
+        layers: "uniform", "pyramid", "global", or a table of shares (L, H).
         observed: what was seen of attention, as in `ObservedState`; None where nothing was.
         reread: by row, each as in `Reread`, or None; None where no row has any.
     """
@@ -58,7 +58,7 @@ class EvictorState(NamedTuple):
     scores: mx.array | None
     work: list[Any]
     dead: mx.array | None = None
-    layers: LayerBudgets = "uniform"
+    layers: Allocation = "uniform"
     observed: Sequence[Any] | None = None
     reread: list[Any] | None = None
 

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import mlx.core as mx
 
-from mlx_kv.cache.eviction.granularity import Granularity, LayerBudgets
+from mlx_kv.cache.eviction.granularity import Allocation, Granularity
 
 
 class Peers(Protocol):
@@ -24,11 +24,20 @@ class Peers(Protocol):
         """Whether they have layers that are not here."""
         ...
 
+    @property
+    def first_layer(self) -> int:
+        """Layers of full attention that come before those here."""
+        ...
+
+    def first_head(self, heads: int) -> int:
+        """KV heads of a layer that come before the `heads` here."""
+        ...
+
     def have_heads(self, granularity: Granularity) -> bool:
         """Whether heads that are not here have a say in which tokens the heads here keep."""
         ...
 
-    def check(self, granularity: Granularity, layers: LayerBudgets = "uniform") -> None:
+    def check(self, granularity: Granularity, layers: Allocation = "uniform") -> None:
         """Raises ValueError where not all parts could tell what a budget needs to be told."""
         ...
 
@@ -48,8 +57,12 @@ class Alone:
     """No other parts: this model is whole."""
 
     have_layers = False
+    first_layer = 0
 
-    def check(self, granularity: Granularity, layers: LayerBudgets = "uniform") -> None:
+    def first_head(self, heads: int) -> int:
+        return 0
+
+    def check(self, granularity: Granularity, layers: Allocation = "uniform") -> None:
         pass
 
     def have_heads(self, granularity: Granularity) -> bool:

@@ -35,6 +35,7 @@ class Scoring:
         kept: what is known of the tokens before the cut.
         observation: of the attention over them, if the score wants any; it is settled.
         reread: by row, what tokens received when their text was read once more; nothing where that is not wanted.
+        layer: of the model's layers of full attention.
     """
 
     def __init__(
@@ -47,11 +48,13 @@ class Scoring:
         kept: KeptTokens,
         observation: Observation | None = None,
         reread: Sequence[Reread | None] = (),
+        layer: int = 0,
     ) -> None:
         self._layout, self._score, self._granularity = layout, score, granularity
         self._rows, self._buffers, self._kept, self._reread = rows, buffers, kept, reread
         self._observation = None if observation is None or len(observation.ends) != len(rows) else observation
-        self._alike = all(row == rows[0] and not row.longer for row in rows)
+        self._layer, self._uneven = layer, kept.dead is not None
+        self._alike = not self._uneven and all(row == rows[0] for row in rows)
         if self._observation is not None:
             seen = [self._observation.standing(index) for index in range(len(rows))]
             self._alike = self._alike and all(one == seen[0] for one in seen)
@@ -141,7 +144,7 @@ class Scoring:
         live = [self._kept.live_positions(self._layout, self._rows[i], i) for i in which]
         positions = mx.stack([line[:, first:last] for line in live])  # (B or 1, H', n)
         row = self._rows[index or 0]
-        if index is not None and row.longer and first == 0 and self._kept.dead is not None:
+        if index is not None and row.evicted > 0 and first == 0 and self._kept.dead is not None:
             gaps: list[int] = self._kept.dead[index].tolist()  # type: ignore[assignment]
             ends = [(self._layout.cut_of(row) - gap, self._layout.cut_of(row)) for gap in gaps]
             return mx.concatenate([self._of_head(index, h, *ends[h], positions) for h in range(len(ends))], axis=1)
@@ -189,7 +192,13 @@ class Scoring:
         keys, values = (buffer.decode(planes(buffer), head) for buffer in self._buffers)
         key_part, value_part = map(part, self._buffers)
         tokens = ScoredTokens(
-            keys=keys, values=values, positions=positions, key_part=key_part, value_part=value_part, **seen
+            keys=keys,
+            values=values,
+            positions=positions,
+            key_part=key_part,
+            value_part=value_part,
+            layer=self._layer,
+            **seen,
         )
         scores = self._score.function(tokens)
         wanted = keys.shape[:3]
@@ -221,7 +230,7 @@ class Scoring:
         if index not in self._fields:
             row = self._rows[index or 0]
             lines = [self._kept.live_positions(self._layout, row, i) for i in which]
-            if row.longer:
+            if self._uneven:
                 lines = [
                     mx.where(self._kept.alive(self._layout, row, i, row.end), line, -1)
                     for i, line in zip(which, lines, strict=True)

@@ -1,16 +1,17 @@
-"""What goes and what moves when the heads of a layer keep different numbers of tokens.
+"""What goes and what moves when the heads of a model keep different numbers of tokens.
 
-Decides by one ranking of the tokens of all heads which of them go, after AdaKV (Feng et al. 2024, "Ada-KV: Optimizing
-KV Cache Eviction by Adaptive Budget Allocation"): a head whose tokens all matter takes room from one that looks at few.
-Together they keep as many as heads of one budget would. Knows nothing about layers, buffers, or where scores come from.
+Three ways to choose: by one ranking of the tokens of all heads of a layer (AdaKV, Feng et al. 2024, "Ada-KV: Optimizing
+KV Cache Eviction by Adaptive Budget Allocation"), as many of each head as a table says, or by one ranking of all heads
+of all layers. Together they keep as many as heads of one budget would.
 
-The recent block and what comes after it lie alike in all heads, from the cut of the longest head on. Between a head's
-own tokens and that cut its slots are dead, and attention must not read them. Shapes: H heads, n slots of one row, m of
-them before its recent block.
+The recent block and what comes after it lie alike in all heads, from the cut of the longest head of the layer on.
+Between a head's own tokens and that cut its slots are dead, and attention must not read them. Shapes: H heads, n slots
+of one row, m of them before its recent block, m' = m - sinks that can be evicted.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -18,7 +19,8 @@ import mlx.core as mx
 from mlx_kv.cache.eviction.compaction import Moves, as_long, in_order
 from mlx_kv.cache.layout import Budget, Row
 
-SAFEGUARD = 0.2  # of the budget that each head keeps in any case, as in the paper
+SAFEGUARD = 0.2  # of the mean budget, which each head of a ranking keeps in any case, as in the paper
+NO_TOKEN = mx.iinfo(mx.int64).max  # the rank of a slot without a token
 
 
 class Uneven(NamedTuple):
@@ -26,7 +28,7 @@ class Uneven(NamedTuple):
 
     Attributes:
         moves: into holes, (H, m).
-        longer: tokens that the longest head then holds over the budget.
+        longer: tokens that the longest head of the layer then holds over the budget, below 0 where it holds fewer.
         dead: slots before the cut that hold no token then, (H,) of int32.
     """
 
@@ -35,37 +37,87 @@ class Uneven(NamedTuple):
     dead: mx.array
 
 
-def adaptive_moves(
-    layout: Budget, row: Row, scores: mx.array, positions: mx.array, alive: mx.array, safeguard: float = SAFEGUARD
-) -> Uneven:
-    """What moves if the tokens of the lowest scores go, of all heads together, down to the budget on average.
+class Evictable(NamedTuple):
+    """The slots of one row that can be evicted.
+
+    Attributes:
+        ranks: (H, m') of int64, in the order of scores, of equal ones the oldest first; no two the same, but for
+            `NO_TOKEN`.
+        alive: (H, m') of bool, whether a slot holds a token.
+    """
+
+    ranks: mx.array
+    alive: mx.array
+
+
+def evictable_of(
+    layout: Budget,
+    row: Row,
+    scores: mx.array,
+    positions: mx.array,
+    alive: mx.array,
+    layer: int = 0,
+    layers: int = 1,
+) -> Evictable:
+    """The evictable slots of one layer, ranked.
 
     Args:
-        scores: (H, n - sinks - keep_recent) float32, finite where a slot is alive: of the evictable slots.
-        positions: (H, n), of all slots.
-        alive: (H, n) of bool, whether a slot holds a token.
-        safeguard: the share of the budget that no head goes below.
+        scores: (H, m') float32, finite where a slot is alive.
+        positions: (1 or H, n), of all slots.
+        alive: (H, n) of bool.
+        layer, layers: which of so many layers it is, where their ranks are compared.
     """
-    heads, last = scores.shape[0], row.end - layout.keep_recent  # m
-    free = slice(layout.sinks, last)
-    least = max(0, int(safeguard * layout.budget) - layout.sinks - layout.keep_recent)
+    heads, free = scores.shape[0], slice(layout.sinks, row.end - layout.keep_recent)
     every = mx.arange(heads, dtype=mx.int32)[:, None]
-    ranks = in_order(scores, mx.broadcast_to(positions, alive.shape)[:, free] * heads + every)  # (H, m - sinks)
-    best = mx.iinfo(mx.int64).max
-    ranks = mx.where(alive[:, free], ranks, best)
-    if least:
+    own = alive[:, free]
+    ties = mx.broadcast_to(positions, alive.shape)[:, free].astype(mx.int64) * heads + every
+    ranks = in_order(scores, ties * layers + layer)
+    return Evictable(mx.where(own, ranks, NO_TOKEN), own)
+
+
+def lowest_of_all(tokens: Evictable, kept: int, sure: int) -> mx.array:
+    """(H, m') of bool, the tokens that go if all heads together keep so many.
+
+    Args:
+        sure: tokens that each head keeps in any case.
+    """
+    ranks = tokens.ranks
+    if sure:
         # The highest of a head that are alive: those that are not rank highest, and are as many more.
-        dead = (~alive[:, free]).sum(axis=-1, keepdims=True)
+        dead = (~tokens.alive).sum(axis=-1, keepdims=True)
         place = mx.argsort(mx.argsort(ranks, axis=-1), axis=-1)
-        ranks = mx.where(place >= ranks.shape[1] - dead - least, best, ranks)
-    flat = ranks.reshape(-1)
-    count = heads * (layout.held(row) - layout.budget)
-    victims = mx.argpartition(flat, count - 1)[:count]
-    gone = mx.put_along_axis(mx.zeros(flat.shape, mx.bool_), victims, mx.ones(victims.shape, mx.bool_), axis=0)
-    gone = mx.concatenate([~alive[:, : layout.sinks], gone.reshape(ranks.shape) | ~alive[:, free]], axis=1)  # (H, m)
-    kept = last - gone.sum(axis=-1)  # (H,)
+        ranks = mx.where(place >= ranks.shape[1] - dead - sure, NO_TOKEN, ranks)
+    count: int = tokens.alive.sum().item() - kept  # type: ignore[assignment]
+    return lowest_ranks(ranks.reshape(-1), count).reshape(ranks.shape)
+
+
+def lowest_ranks(ranks: mx.array, count: int) -> mx.array:
+    """(n,) of bool: the `count` lowest of `ranks` (n,)."""
+    gone = mx.zeros(ranks.shape, mx.bool_)
+    if count <= 0:
+        return gone
+    victims = mx.argpartition(ranks, count - 1)[:count]
+    return mx.put_along_axis(gone, victims, mx.ones(victims.shape, mx.bool_), axis=0)
+
+
+def lowest_of_each(tokens: Evictable, counts: Sequence[int]) -> mx.array:
+    """(H, m') of bool, the tokens that go if each head keeps as many as `counts` says."""
+    place = mx.argsort(mx.argsort(tokens.ranks, axis=-1), axis=-1)
+    return place < tokens.alive.sum(axis=-1, keepdims=True) - mx.array(list(counts))[:, None]
+
+
+def uneven_moves(layout: Budget, row: Row, tokens: Evictable, gone: mx.array, alive: mx.array) -> Uneven:
+    """What moves if some tokens go.
+
+    Args:
+        gone: (H, m') of bool, evictable tokens.
+        alive: (H, n) of bool.
+    """
+    last = row.end - layout.keep_recent  # m
+    holes = mx.concatenate([~alive[:, : layout.sinks], gone | ~tokens.alive], axis=1)  # (H, m)
+    kept = last - holes.sum(axis=-1)  # (H,)
     longest: int = kept.max().item()  # type: ignore[assignment]
-    return Uneven(filling(gone, kept), longest - layout.cut, (longest - kept).astype(mx.int32))
+    return Uneven(filling(holes, kept), longest - layout.cut, (longest - kept).astype(mx.int32))
 
 
 def filling(gone: mx.array, kept: mx.array) -> Moves:

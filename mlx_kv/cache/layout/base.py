@@ -19,7 +19,8 @@ class Row(NamedTuple):
         high: the high-water mark, one past the highest position ever written, taken back or not; with another room it
             moves along, so that what a trim can go back to stays.
         front: the first position after the sinks that attention reads.
-        longer: tokens that the longest head holds over the mean of all heads; 0 where all hold as many.
+        longer: tokens that the longest head of the layer holds over the mean of all heads of all layers, below 0 where
+            it holds fewer; 0 where all hold as many.
     """
 
     start: int = 0

@@ -88,7 +88,7 @@ class Budget(InOrder):
         """A row of more tokens than the budget, when it holds exactly the budget.
 
         Args:
-            longer: so many tokens more are in its longest head, and as many fewer in others.
+            longer: so many tokens more are in its longest head than on average, or below 0 fewer.
         """
         return row._replace(start=self.budget + longer - row.offset, longer=longer)
 
@@ -108,5 +108,5 @@ class Budget(InOrder):
         return "has evicted tokens from before its recent ones", f"keep more of them with keep_recent={more}"
 
     def held(self, row: Row) -> int:
-        """Of all heads on average, which is a whole number."""
+        """Of all heads of all layers on average, which is a whole number."""
         return row.end - row.longer

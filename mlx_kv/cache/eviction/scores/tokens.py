@@ -37,6 +37,7 @@ class ScoredTokens:
         positions: (B, 1, n) of int32, or (B, H, n) where every head keeps its own tokens, once any went.
         key_part, value_part: the same keys and values, some of them at a time. Whoever evaluates one part after the
             other never holds all of them decoded, or in float32.
+        layer: which of the model's layers of full attention they are of, from 0.
         queries: (B, Hq, w, D), the last ones that were asked, after RoPE; fewer than the score wants where fewer were
             seen. This and all that follows is None unless the score wants it (`Wants`), and where nothing was seen yet:
             in a cache of a file without it, or right after more was taken back than the observation can follow.
@@ -56,6 +57,7 @@ class ScoredTokens:
     positions: mx.array
     key_part: Part | None = None
     value_part: Part | None = None
+    layer: int = 0
     queries: mx.array | None = None
     query_positions: mx.array | None = None
     scale: float | None = None
