@@ -46,6 +46,7 @@ from mlx_kv.evaluation.cells import Cell, Kept, Place, Table, places
 from mlx_kv.evaluation.questions.tasks import QUESTIONS
 from mlx_kv.evaluation.questions.texts import python_texts
 from mlx_kv.evaluation.results import Settings
+from mlx_kv.files.calibration_file import load_calibration
 from mlx_kv.generation.rereading import Instructions
 from mlx_kv.mlxlm.loading import load
 
@@ -74,7 +75,9 @@ def options() -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=1, help="cases of each task and seed")
     parser.add_argument("--questions", choices=("unseen", "seen", "both"), default="both")
     parser.add_argument("--shares", type=names, default=("layers",), help="layers, layer, head, adaptive")
-    parser.add_argument("--layers", choices=("uniform", "pyramid"), default="uniform", help="pyramid: not with layers")
+    parser.add_argument("--layers", type=names, default=("uniform",), help="uniform, pyramid, calibrated, global")
+    parser.add_argument("--calibration", type=Path, help="FILE of mlx-kv calibrate, for fitted and calibrated")
+    parser.add_argument("--keep-recent", type=int, default=KEEP_RECENT)
     parser.add_argument("--rolling", action="store_true", help="compact while a context is read, as in decoding")
     return parser.parse_args()
 
@@ -82,15 +85,17 @@ def options() -> argparse.Namespace:
 class Measuring:
     """A model, and the tasks at each length of context."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, calibration: Path | None, keep_recent: int) -> None:
         self.model, self.tokenizer = load(model)
+        self.calibration = None if calibration is None else load_calibration(calibration, self.model)
+        self.keep_recent = keep_recent
         quick_softmax.install()
         quick_softmax.check(self.model, self.tokenizer.encode(" ".join(__doc__.split())))
         self.texts, self.instructions = python_texts(), Instructions.of(self.tokenizer, self.model)
 
     @lru_cache  # noqa: B019 -- there is one, as long as the process lives
     def questions(self, task: str, context: int) -> Questions:
-        settings = Settings(budgets=(), context=context, keep_recent=KEEP_RECENT)
+        settings = Settings(budgets=(), context=context, keep_recent=self.keep_recent, calibration=self.calibration)
         return Questions(self.tokenizer, task, settings, self.texts)
 
     def ask(self, place: Place, missing: Sequence[Kept]) -> Iterator[Cell]:
@@ -107,12 +112,17 @@ class Measuring:
                 self.model, case, [(k.score, k.budget) for k in some], settings, place.seen, self.instructions
             )
             for kept, each in zip(some, answered, strict=True):
-                yield Cell(place, kept, each.right, each.counted, each.seconds)
+                yield Cell(place, kept, each.right, each.counted, each.seconds, each.slots)
+
+
+def go_together(share: str, layers: str) -> bool:
+    return layers == "uniform" or (share == "adaptive" if layers == "global" else share != "layers")
 
 
 def policies(chosen: argparse.Namespace, place: Place) -> list[Kept]:
     budgets = [round(share * place.context) for share in chosen.kept]
-    made = [Kept(score, share, chosen.layers, b) for share in chosen.shares for score in chosen.scores for b in budgets]
+    pairs = [(share, layers) for share in chosen.shares for layers in chosen.layers if go_together(share, layers)]
+    made = [Kept(score, *pair, budget) for pair in pairs for score in chosen.scores for budget in budgets]
     return [Kept(), *made]
 
 
@@ -125,7 +135,7 @@ def main() -> None:
     chosen = options()
     seen = {"unseen": (False,), "seen": (True,), "both": (False, True)}[chosen.questions]
     wanted = places(chosen.tasks, chosen.contexts, seen, chosen.seeds, chosen.rows, chosen.rolling)
-    table, measuring = Table(chosen.out), Measuring(chosen.model)
+    table, measuring = Table(chosen.out), Measuring(chosen.model, chosen.calibration, chosen.keep_recent)
     missing = {place: table.missing(place, policies(chosen, place)) for place in wanted}
     left = sum(work(place, some) for place, some in missing.items() if some)
     total = sum(map(len, missing.values()))

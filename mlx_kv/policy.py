@@ -37,6 +37,7 @@ from mlx_kv.cache.residual import Residual
 SINKS = 4  # first tokens that are never dropped: mlx-lm's number, after StreamingLLM (Xiao et al. 2023)
 FOR_BUDGETS = ("keep_recent", "score", "share", "margin", "layers", "allocation", "calibration")
 FITTED, CALIBRATED = "fitted", "calibrated"
+LayerAllocation = LayerBudgets | Literal["calibrated"] | HeadBudgets
 
 
 @dataclass(frozen=True)
@@ -97,10 +98,10 @@ class CachePolicy:
     share: Granularity = None  # type: ignore[assignment]
     margin: int | None = None
     codec: Choice | None = None
-    layers: LayerBudgets | Literal["calibrated"] | HeadBudgets = None  # type: ignore[assignment]
+    layers: LayerAllocation = None  # type: ignore[assignment]
     residual_length: int = 0
     calibration: Calibration | None = None
-    allocation: LayerBudgets | Literal["calibrated"] | HeadBudgets | None = field(default=None, repr=False)
+    allocation: LayerAllocation | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         for name in ("bits", "codec"):  # said twice is said once, and a list is a tuple: policies are compared
@@ -261,6 +262,8 @@ class CachePolicy:
         if self.layers is None and measured is not None and self.share != "layers":
             layers = CALIBRATED
         share = "layers" if layers in ("uniform", "pyramid") else "adaptive" if layers == "global" else "head"
+        if share == "head" and self.residual_length:  # of heads that hold the same tokens
+            share = "layer"
         score = FITTED if measured is not None and measured.layers else "key_diff"
         return {"score": score, "share": share, "layers": layers}
 

@@ -26,6 +26,7 @@ from mlx_kv.evaluation.tasks import RecallLanguage, find_language
 from mlx_kv.generation.prefill import read_chunk
 from mlx_kv.generation.rereading import NOTHING_ASKED, Instructions
 from mlx_kv.mlxlm.convert import make_prompt_cache
+from mlx_kv.mlxlm.traverse import attention_caches
 from mlx_kv.mlxlm.trimming import compact
 
 ROLLING_STEP = 32  # and where a budget rolls: a cache then holds it, up to so many more, and those just read
@@ -53,6 +54,7 @@ class Answered:
     Attributes:
         right, counted: answers that were right, of so many that count.
         seconds: that it took to fill the caches, to compress them, and to ask.
+        slots: of the longest head of a layer after that, in the mean over layers: what memory is allocated for.
     """
 
     score: str | None
@@ -60,6 +62,7 @@ class Answered:
     right: int
     counted: int
     seconds: tuple[float, float, float]
+    slots: float
 
 
 def asked_of(case: Case, seen: bool) -> Asked:
@@ -119,10 +122,12 @@ def answers_of(
         compact(caches)
         mx.eval([cache.state for cache in caches])
         times.append(time.perf_counter())
+        ends = [row.end for cache in attention_caches(caches) for row in cache.view.rows]
         right = right_of(model, asked, caches) & counts
         times.append(time.perf_counter())
+        mean = sum(ends) / max(1, len(ends))
         filling, compacting, answering = np.diff(times).tolist()
-        yield Answered(score, budget, int(right.sum()), int(counts.sum()), (filling, compacting, answering))
+        yield Answered(score, budget, int(right.sum()), int(counts.sum()), (filling, compacting, answering), mean)
 
 
 class Questions:

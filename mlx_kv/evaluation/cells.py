@@ -54,10 +54,12 @@ class Cell:
     right: int
     counted: int
     seconds: tuple[float, ...]
+    slots: float | None = None
 
     def line(self) -> str:
         flat = asdict(self.place) | asdict(self.kept)
-        return json.dumps(flat | {"right": self.right, "counted": self.counted, "seconds": self.seconds})
+        measured = {"right": self.right, "counted": self.counted, "seconds": self.seconds, "slots": self.slots}
+        return json.dumps(flat | measured)
 
     @classmethod
     def of_line(cls, line: str) -> Cell:
@@ -70,7 +72,7 @@ class Cell:
         try:
             place = Place(**{name: told[name] for name in Place.__dataclass_fields__})
             kept = Kept(**{name: told[name] for name in Kept.__dataclass_fields__})
-            return cls(place, kept, told["right"], told["counted"], tuple(told["seconds"]))
+            return cls(place, kept, told["right"], told["counted"], tuple(told["seconds"]), told.get("slots"))
         except (KeyError, TypeError) as error:
             raise ValueError(f"not a cell of a table: {line[:80]!r}") from error
 

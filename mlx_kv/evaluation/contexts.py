@@ -29,7 +29,7 @@ from mlx_kv.mlxlm.attention import AttentionSeam
 from mlx_kv.mlxlm.convert import make_prompt_cache
 from mlx_kv.mlxlm.observing import show_attention
 from mlx_kv.mlxlm.traverse import is_ours
-from mlx_kv.policy import CachePolicy
+from mlx_kv.policy import FITTED, CachePolicy
 
 
 @dataclass
@@ -113,7 +113,8 @@ class RecordingCache:
 
 def queries_wanted(scores: Sequence[str]) -> int | None:
     """How many of the last queries any of these scores observes; None is all."""
-    wants = [wants for wants in (find_score(name).wants for name in scores) if wants is not None]
+    observing = (find_score(name).wants for name in scores if name != FITTED)
+    wants = [wants for wants in observing if wants is not None]
     if any(each.received or each.moments for each in wants):
         return None
     return max([each.queries for each in wants], default=0)

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from mlx_kv.cache.codecs import Bits, Choice
-from mlx_kv.cache.eviction.granularity import Granularity, LayerBudgets
+from mlx_kv.cache.eviction.calibration import Calibration
+from mlx_kv.cache.eviction.granularity import Granularity
 from mlx_kv.cache.eviction.scores import find_score
-from mlx_kv.policy import SINKS, CachePolicy
+from mlx_kv.policy import CALIBRATED, FITTED, SINKS, CachePolicy, LayerAllocation
 
 FEWER_ROWS = 8  # one in so many rows for a text and for attention: they answer at every token
 
@@ -27,7 +28,7 @@ class Settings:
         rows: contexts of each seed; texts and attention take an eighth of them.
         context: tokens that are compressed.
         seeds: repetitions with other contexts, from seed 0 up.
-        keep_recent, share, layers, bits, codec, residual_length: as in `CachePolicy`.
+        keep_recent, share, layers, bits, codec, residual_length, calibration: as in `CachePolicy`.
         seen: whether questions of a language model are seen when a context is compressed: one, or both in turns.
         rolling: whether caches of such tasks compact while a context is read, step by step, as they do in decoding.
 
@@ -42,26 +43,29 @@ class Settings:
     seeds: int = 3
     keep_recent: int = 16
     share: Granularity = "layers"
-    layers: LayerBudgets = "uniform"
+    layers: LayerAllocation = "uniform"
     bits: Bits | None = None
     codec: Choice | None = None
     residual_length: int = 0
     seen: tuple[bool, ...] = (False,)
     rolling: bool = False
+    calibration: Calibration | None = None
 
     def __post_init__(self) -> None:
         for name, least in (("rows", 1), ("context", 1), ("seeds", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} is {getattr(self, name)}: give a number from {least} up")
         for name in self.scores:
-            find_score(name)
+            if name != FITTED:
+                find_score(name)
         if self.context <= SINKS + self.keep_recent:
             raise ValueError(
                 f"context is {self.context}, but {SINKS} sinks and keep_recent={self.keep_recent} are kept anyway: "
                 f"give a context from {SINKS + self.keep_recent + 1} up"
             )
         for budget in self.budgets:
-            self.policy("recent", budget)
+            for name in {"recent", *self.scores}:
+                self.policy(name, budget)
 
     def policy(self, score: str | None, budget: int | None, margin: int | None = None) -> CachePolicy:
         """What keeps `budget` tokens by a score, or everything. Without a margin, no context makes it evict."""
@@ -77,6 +81,7 @@ class Settings:
             share=self.share,
             layers=self.layers,
             margin=self.context if margin is None else margin,
+            calibration=self.calibration if FITTED == score or self.layers == CALIBRATED else None,
         )
 
     def policies(self) -> list[tuple[str | None, int | None]]:

@@ -137,6 +137,11 @@ def find_score(score: str | Function | Score) -> Score:
     """
     if isinstance(score, Score):
         return score
+    if score == "fitted":
+        raise ValueError(
+            "the score 'fitted' is measured for each model: run mlx-kv calibrate MODEL, and use "
+            "CachePolicy(calibration=mlx_kv.load_calibration(FILE))"
+        )
     if callable(score):
         name = getattr(score, "__qualname__", type(score).__qualname__)
         return Score(f"{getattr(score, '__module__', '')}.{name}", score)
