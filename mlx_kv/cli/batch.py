@@ -110,7 +110,7 @@ def batch(
         from mlx_kv.generation.speculation.statistics import SpeculationStatistics
 
         network, tokenizer = machine.load()
-        policy = asked.for_model(network, tokenizer)
+        policy = asked.for_model(network, tokenizer, model)
         speculation = SpeculationStatistics() if drafting.asked else None
         engine = machine.lead_or_follow(
             partial(

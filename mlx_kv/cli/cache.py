@@ -115,7 +115,7 @@ def cache(
     from mlx_kv.mlxlm.trimming import compact
 
     network, tokenizer = loading.load(model)
-    cache_policy = asked_for.for_model(network, tokenizer)
+    cache_policy = asked_for.for_model(network, tokenizer, model)
     tokens = encode_beginning(tokenizer, text, speaks_chat(tokenizer, ignore_chat_template))
     note_context(network, len(tokens))
     caches = make_prompt_cache(network, cache_policy)

@@ -69,7 +69,7 @@ def converse(machine: Machine, model: str, chat: Chat, max_tokens: int, decoding
 
     network, tokenizer = machine.load()
     logging.getLogger("transformers").setLevel(logging.ERROR)  # it warns of long prompts, which the session refuses
-    cache_policy = asked.for_model(network, tokenizer)
+    cache_policy = asked.for_model(network, tokenizer, model)
     draft = drafting.load_model() if machine.leads else None
 
     def engine(**agreement: Any) -> Engine:

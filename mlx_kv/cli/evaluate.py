@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mlx_kv.bundled import model_path
+from mlx_kv.cli.calibrations import calibration_for
 from mlx_kv.cli.codec_options import codec_options, codec_settings, in_words
 from mlx_kv.cli.config import short_name
 from mlx_kv.cli.evaluate_tables import by_budget, by_layer, by_part, draw
@@ -97,7 +98,9 @@ class Runs:
         ValueError: as `evaluate`; all tasks are checked before the first begins.
     """
 
-    def __init__(self, model: str | None, tasks: Sequence[str], settings: Settings, text: str) -> None:
+    def __init__(
+        self, model: str | None, tasks: Sequence[str], settings: Settings, text: str, calibration: str | None
+    ) -> None:
         from mlx_kv.evaluation.evaluate import evaluate, tokens_read
         from mlx_kv.mlxlm.loading import load
 
@@ -111,6 +114,14 @@ class Runs:
             if name not in loaded:
                 loaded[name] = load(model_path(name))
             network, tokenizer = loaded[name]
+            if any(settings.needs_calibration(score) for score in settings.scores):
+                found = calibration_for(network, name, {"kv_calibration": calibration}, recommend=False)
+                if found is None:
+                    raise click.UsageError(
+                        f"fitted and calibrated need a calibration of {name}: run mlx-kv calibrate {name}, or give "
+                        "--kv-calibration FILE"
+                    )
+                settings = replace(settings, calibration=found)
             self._runs[task] = evaluate(network, tokenizer, task, settings, text)
             self.work += tokens_read(tokenizer, task, settings)
 
@@ -152,7 +163,7 @@ class Runs:
     show_default=True,
     metavar="NAME,NAME",
     callback=read_names,
-    help="What decides which tokens matter.",
+    help="What decides which tokens matter; NAME@ALLOCATION compares allocations: key_diff@calibrated, fitted@global.",
 )
 @click.option(
     "--tasks",
@@ -184,17 +195,21 @@ class Runs:
 @click.option(
     "--share",
     type=click.Choice(["layers", "layer", "head", "adaptive"]),
-    default="layers",
-    show_default=True,
-    help="Keep the same tokens in all layers, in all heads of a layer, or each head its own; adaptive: some heads more "
-    "than others.",
+    help="Keep the same tokens in all layers, in all heads of a layer, or each head its own; adaptive: heads of a "
+    "layer compete.  [default: layers, or what --layers needs]",
 )
 @click.option(
     "--layers",
-    type=click.Choice(["uniform", "pyramid"]),
+    type=click.Choice(["uniform", "pyramid", "calibrated", "global"]),
     default="uniform",
     show_default=True,
-    help="Every layer has the budget, or lower ones more and upper ones fewer.",
+    help="How a budget is allocated to layers and heads, for scores that name no other.",
+)
+@click.option(
+    "--kv-calibration",
+    "calibration",
+    metavar="FILE",
+    help="What mlx-kv calibrate measured, for fitted and calibrated.  [default: found for the model]",
 )
 @click.option(
     "--question",
@@ -232,6 +247,7 @@ def evaluate_command(
     plot: Path | None,
     as_json: bool,
     question: str,
+    calibration: str | None,
     **options: Any,
 ) -> None:
     """Measure what a model still finds in a cache of a budget: one key, many, a string, the next word of a text.
@@ -255,7 +271,7 @@ def evaluate_command(
     if plot is not None and set(tasks) == {"correlation"}:
         raise click.UsageError("--plot draws against budgets, which correlation has none of: add a task")
     text = read_text(text_file) if "perplexity" in tasks else ""
-    runs, name = Runs(model, tasks, settings, text), short_name(model) if model else BUNDLED
+    runs, name = Runs(model, tasks, settings, text, calibration), short_name(model) if model else BUNDLED
     interrupted = False
     with Progress(runs.work, "run") as progress:
 
@@ -274,7 +290,12 @@ def evaluate_command(
             show(f"\nInterrupted: {progress.done} of {len(runs.work)} runs were measured.")
     if as_json:
         results = [asdict(result) for result in runs.results()]
-        answer = {"model": model, "settings": asdict(settings), "complete": not interrupted, "results": results}
+        answer = {
+            "model": model,
+            "settings": asdict(replace(settings, calibration=None)),
+            "complete": not interrupted,
+            "results": results,
+        }
         click.echo(json.dumps(answer, allow_nan=False))
     else:
         click.echo(f"\n{ABOUT}")

@@ -127,7 +127,7 @@ def continue_prompt(
     from mlx_kv.mlxlm.convert import make_prompt_cache
 
     network, tokenizer = machine.load()
-    cache_policy = asked.for_model(network, tokenizer)
+    cache_policy = asked.for_model(network, tokenizer, model)
     chats = speaks_chat(tokenizer, ignore_chat_template)
     already, before = 0, list[int]()  # tokens that the caches have read, and which, as far as they are known
     if prompt_cache_file is not None:

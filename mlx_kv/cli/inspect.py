@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mlx_kv.bundled import model_path
+from mlx_kv.cli.calibrations import calibration_for, checked_policy
 from mlx_kv.cli.config import short_name
 from mlx_kv.cli.inspect_scores import blocks, draw_scores, scores_json, scores_table, tenths
 from mlx_kv.cli.notices import say
@@ -230,8 +231,8 @@ def inspect_command(
     if plot is not None:
         check_plot(plot)
     text = read_prompt(prompt, prompt_file, source)
-    policy = make_policy(**settings)  # refuses bad settings before anything is loaded
-    policies = {score: replace(policy, score=score) for score in scores} or {str(policy.score): policy}
+    for score in scores or [settings["kv_score"]]:  # refuses bad settings before anything is loaded
+        checked_policy(**settings | {"kv_score": score})
 
     from mlx_kv.evaluation.inspection import inspect_policies
     from mlx_kv.generation.encoding import encode_text
@@ -241,6 +242,8 @@ def inspect_command(
     from mlx_kv.mlxlm.loading import load
 
     network, tokenizer = load(model_path(model))
+    policy = make_policy(calibration_for(network, model, settings, recommend=False), **settings)
+    policies = {score: replace(policy, score=score) for score in scores} or {str(policy.score): policy}
     tokens = encode_text(tokenizer, text, plain=ignore_chat_template)
     note_context(network, len(tokens))
     step = prefill_step(network, make_prompt_cache(network, policy), prefill_step_size)

@@ -1,8 +1,6 @@
-"""What of a policy is only known when the model is: `--kv-bits auto`, as few bits as it bears, and centres of its keys.
+"""Parts of a policy that depend on the model: its calibration, `--kv-bits auto`, and the centres of its keys.
 
-Decides what is asked beside them, on which text they are measured, and what is said of the outcome. What is tried in
-which order, `evaluation.choosing` knows; where measurements are kept, `files.remembered`. Imports neither MLX nor what
-needs it before a command runs.
+Imports neither MLX nor what needs it before a command runs.
 """
 
 from __future__ import annotations
@@ -15,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from mlx_kv.cli.calibrations import calibration_for, checked_policy
 from mlx_kv.cli.codec_options import AUTO, CENTRED, in_words
 from mlx_kv.cli.notices import say
 from mlx_kv.cli.options import Command, FiniteRange, applied, make_policy, policy_options
@@ -37,12 +36,14 @@ class AskedPolicy:
 
     Attributes:
         policy: all of it, with others in the place of what is measured.
+        options: that it was made of.
         measures: `AUTO`, `CENTRED`, or None where nothing is.
         max_loss: that bits may add, in nats a token; None is as usual.
         text: on which it is measured; None is the usual one.
     """
 
     policy: CachePolicy
+    options: dict[str, Any]
     measures: str | None = None
     max_loss: float | None = None
     text: str | None = None
@@ -63,12 +64,21 @@ class AskedPolicy:
         bound = {"max_loss": self.bound} if self.measures == AUTO else {}
         return {"measured": self.measures, "loss_text": told} | bound
 
-    def for_model(self, model: nn.Module, tokenizer: Any) -> CachePolicy:
-        """The policy for this model; what is measured for it, or remembered, is said.
+    def for_model(self, model: nn.Module, tokenizer: Any, name: str) -> CachePolicy:
+        """The policy for this model; what was measured or found is reported.
+
+        Args:
+            name: of the model, as the user gave it.
 
         Raises:
-            ValueError: a text that says nothing about a model.
+            ValueError: a text that says nothing about a model, or a calibration that cannot be used.
         """
+        if self.policy.budget is not None:
+            calibrated = make_policy(calibration_for(model, name, self.options), **self.options)
+            return replace(self, policy=calibrated)._measured_for(model, tokenizer)
+        return self._measured_for(model, tokenizer)
+
+    def _measured_for(self, model: nn.Module, tokenizer: Any) -> CachePolicy:
         if self.measures is None:
             return self.policy
         import mlx.core as mx
@@ -178,7 +188,7 @@ def asked_policy(max_loss: float | None, loss_text: Path | None, **options: Any)
     if measures is None:
         if values == CENTRED:
             raise click.UsageError(f"--kv-codec {codec[0]},{CENTRED}: keys are centred, values are not")
-        return AskedPolicy(make_policy(**options))
+        return AskedPolicy(checked_policy(**options), options)
     if launched() is not None:
         what = f"--kv-bits {AUTO}" if measures == AUTO else f"--kv-codec {CENTRED}"
         raise click.UsageError(f"{what} measures a whole model, and each rank has a part of one: leave it out")
@@ -188,13 +198,14 @@ def asked_policy(max_loss: float | None, loss_text: Path | None, **options: Any)
             if ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
                 option = f"--{name.replace('_', '-')}"
                 raise click.UsageError(f"--kv-bits {AUTO} chooses what {option} says, too: leave out {option}")
-        policy = make_policy(**{**options, "kv_bits": ANY_BITS})
+        options = {**options, "kv_bits": ANY_BITS}
     else:
         if (bits[0] if isinstance(bits, tuple) else bits) is None:
             raise click.UsageError(f"--kv-codec {CENTRED} needs --kv-bits: say how many, such as 4")
         others = "plain" if isinstance(bits, tuple) and bits[1] is None else "rotated"
-        policy = make_policy(**{**options, "kv_codec": ("rotated", others if values == CENTRED else values)})
-    return AskedPolicy(policy, measures, max_loss, None if loss_text is None else read_loss_text(loss_text))
+        options = {**options, "kv_codec": ("rotated", others if values == CENTRED else values)}
+    text = None if loss_text is None else read_loss_text(loss_text)
+    return AskedPolicy(checked_policy(**options), options, measures, max_loss, text)
 
 
 def read_loss_text(file: Path) -> str:

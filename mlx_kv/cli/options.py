@@ -19,6 +19,7 @@ from mlx_kv.cli.notices import say
 from mlx_kv.cli.wording import SETTINGS
 
 if TYPE_CHECKING:
+    from mlx_kv.cache.eviction.calibration import Calibration
     from mlx_kv.policy import CachePolicy
 
 Command = Callable[..., None]
@@ -107,23 +108,29 @@ BUDGET_OPTIONS = (
         help="Full-attention layers evict all but the N tokens that matter most, whenever they hold a margin more. "
         "Memory peaks at the budget, the margin and one prefill chunk.",
     ),
-    click.option("--kv-score", metavar="NAME", help="What matters: key_diff, key_norm, recent, …  [default: key_diff]"),
+    click.option(
+        "--kv-score",
+        metavar="NAME",
+        help="What matters: fitted, key_diff, key_norm, recent, …  [default: fitted with a calibration, else key_diff]",
+    ),
     click.option("--kv-keep-recent", **_NUMBER, default=64, help="So many newest tokens are never evicted."),
     click.option("--kv-sinks", **_NUMBER, default=4, help="So many first tokens are never evicted."),
     click.option(
         "--kv-share",
         type=click.Choice(["layers", "layer", "head", "adaptive"]),
-        default="layers",
-        show_default=True,
-        help="Keep the same tokens in all layers, in all heads of a layer, or each head its own; adaptive: some heads "
-        "more than others.",
+        help="Keep the same tokens in all layers, in all heads of a layer, or each head its own; adaptive: heads of "
+        "a layer compete.  [default: layers; head with --kv-layers calibrated]",
     ),
     click.option(
         "--kv-layers",
-        type=click.Choice(["uniform", "pyramid"]),
-        default="uniform",
-        show_default=True,
-        help="Every layer has this budget, or lower ones more and upper ones fewer.",
+        type=click.Choice(["uniform", "pyramid", "calibrated", "global"]),
+        help="How the budget is allocated: alike; lower layers more; each head as measured; or by one ranking of all "
+        "heads (with --kv-share adaptive).  [default: calibrated with a calibration, else uniform]",
+    ),
+    click.option(
+        "--kv-calibration",
+        metavar="FILE|none",
+        help="What mlx-kv calibrate measured of this model.  [default: found beside the model or in the cache folder]",
     ),
     click.option("--kv-margin", **_NUMBER, help="Tokens above the budget before it evicts.  [default: max(64, N/16)]"),
 )
@@ -154,8 +161,11 @@ def policy_options(function: Command) -> Command:
     return applied(options, function)
 
 
-def make_policy(**options: Any) -> CachePolicy:
+def make_policy(calibration: Calibration | None = None, **options: Any) -> CachePolicy:
     """The policy that `policy_options` say.
+
+    Args:
+        calibration: of the model, in the place of what --kv-calibration says.
 
     Raises:
         ValueError: settings that don't exist or don't go together.
@@ -165,9 +175,9 @@ def make_policy(**options: Any) -> CachePolicy:
 
     stored = codec_settings(**{name: options.pop(name) for name in ("kv_bits", "kv_codec", "kv_rotate", "kv_residual")})
     options["kv_growth"] = {"tapered": Tapered, "geometric": Geometric, "step": FixedStep}[options["kv_growth"]]()
-    if options["kv_score"] is None:
-        options["kv_score"] = CachePolicy.score
-    return CachePolicy(**stored, **{SETTINGS.get(name, name): value for name, value in options.items()})
+    options.pop("kv_calibration", None)
+    settings = {SETTINGS.get(name, name): value for name, value in options.items()}
+    return CachePolicy(**stored, **settings, calibration=calibration)
 
 
 def tokens_line(name: str, tokens: int, per_second: float | None) -> str:

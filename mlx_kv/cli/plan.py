@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from mlx_kv.cli.calibrations import calibration_of_file
 from mlx_kv.cli.config import find_config, read_config, short_name
 from mlx_kv.cli.options import make_policy, model_option, policy_options
 from mlx_kv.cli.output import check_plot, save_figure
@@ -157,7 +158,7 @@ def plan(
         raise click.UsageError("--split and --layers are for several ranks: say how many with --ranks")
     if plot is not None:
         check_plot(plot)
-    policy = make_policy(**settings)
+    policy = make_policy(calibration_of_file(settings), **settings)
     config = read_config(find_config(model))
 
     from mlx_kv.mlxlm.convert import make_prompt_cache

@@ -203,7 +203,7 @@ def serve_on(
         network, tokenizer = machine.load()
         if not machine.leads:
             return models.Models(network, tokenizer)
-        cache_policy = asked.for_model(network, tokenizer)
+        cache_policy = asked.for_model(network, tokenizer, model)
         return models.Models(network, tokenizer, drafting.load_model(), sampling.of(model), cache_policy)
 
     def let_go(loaded: Models) -> None:

@@ -25,6 +25,7 @@ SETTINGS = {
     "kv_sinks": "sinks",
     "kv_share": "share",
     "kv_layers": "layers",
+    "kv_calibration": "calibration",
     "kv_margin": "margin",
 }
 VALUE = r"'[^']*'|-?\d[\w.+-]*|-?nan|-?inf|None|\.\.\."

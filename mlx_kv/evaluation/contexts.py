@@ -22,7 +22,7 @@ from mlx_kv.cache.checks import MOST_TOKENS
 from mlx_kv.cache.eviction.scores import find_score
 from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.cache.protocol import Call, Hook
-from mlx_kv.evaluation.results import Settings
+from mlx_kv.evaluation.results import Settings, score_of
 from mlx_kv.generation.prefill import prefill_step, read_chunk
 from mlx_kv.generation.rereading import NOTHING_ASKED, Instructions, Rereading, hold, wants_rereading
 from mlx_kv.mlxlm.attention import AttentionSeam
@@ -113,7 +113,7 @@ class RecordingCache:
 
 def queries_wanted(scores: Sequence[str]) -> int | None:
     """How many of the last queries any of these scores observes; None is all."""
-    observing = (find_score(name).wants for name in scores if name != FITTED)
+    observing = (find_score(name).wants for name in map(score_of, scores) if name != FITTED)
     wants = [wants for wants in observing if wants is not None]
     if any(each.received or each.moments for each in wants):
         return None

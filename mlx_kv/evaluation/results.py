@@ -8,6 +8,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 from mlx_kv.cache.codecs import Bits, Choice
 from mlx_kv.cache.eviction.calibration import Calibration
@@ -15,6 +16,8 @@ from mlx_kv.cache.eviction.granularity import Granularity
 from mlx_kv.cache.eviction.scores import find_score
 from mlx_kv.policy import CALIBRATED, FITTED, SINKS, CachePolicy, LayerAllocation
 
+ALLOCATED = "@"  # between a score and its allocation
+SHARES: dict[str, Granularity] = {"pyramid": "layer", "calibrated": "head", "global": "adaptive"}
 FEWER_ROWS = 8  # one in so many rows for a text and for attention: they answer at every token
 
 
@@ -24,7 +27,7 @@ class Settings:
 
     Args:
         budgets: tokens to keep. One of the context or more keeps everything.
-        scores: names of scores, controls among them.
+        scores: names of scores, controls among them; NAME@LAYERS is one with another allocation than `layers`.
         rows: contexts of each seed; texts and attention take an eighth of them.
         context: tokens that are compressed.
         seeds: repetitions with other contexts, from seed 0 up.
@@ -42,7 +45,7 @@ class Settings:
     context: int = 512
     seeds: int = 3
     keep_recent: int = 16
-    share: Granularity = "layers"
+    share: Granularity = None  # type: ignore[assignment]  # None is "layers", or what `layers` needs
     layers: LayerAllocation = "uniform"
     bits: Bits | None = None
     codec: Choice | None = None
@@ -55,7 +58,9 @@ class Settings:
         for name, least in (("rows", 1), ("context", 1), ("seeds", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} is {getattr(self, name)}: give a number from {least} up")
-        for name in self.scores:
+        if self.share is None:
+            object.__setattr__(self, "share", SHARES.get(str(self.layers), "layers"))
+        for name in map(score_of, self.scores):
             if name != FITTED:
                 find_score(name)
         if self.context <= SINKS + self.keep_recent:
@@ -64,25 +69,32 @@ class Settings:
                 f"give a context from {SINKS + self.keep_recent + 1} up"
             )
         for budget in self.budgets:
-            for name in {"recent", *self.scores}:
-                self.policy(name, budget)
+            for name in ("recent@uniform", *self.scores):
+                if self.calibration is not None or not self.needs_calibration(name):
+                    self.policy(name, budget)
 
     def policy(self, score: str | None, budget: int | None, margin: int | None = None) -> CachePolicy:
         """What keeps `budget` tokens by a score, or everything. Without a margin, no context makes it evict."""
         if score is None or budget is None:
             return CachePolicy(bits=self.bits, codec=self.codec, residual_length=self.residual_length)
+        _, at, layers = score.partition(ALLOCATED)
         return CachePolicy(
             bits=self.bits,
             codec=self.codec,
             residual_length=self.residual_length,
             budget=budget,
-            score=score,
+            score=score_of(score),
             keep_recent=self.keep_recent,
-            share=self.share,
-            layers=self.layers,
+            share=SHARES.get(layers, "layers") if at else self.share,
+            layers=cast(LayerAllocation, layers) if at else self.layers,
             margin=self.context if margin is None else margin,
-            calibration=self.calibration if FITTED == score or self.layers == CALIBRATED else None,
+            calibration=self.calibration if self.needs_calibration(score) else None,
         )
+
+    def needs_calibration(self, score: str) -> bool:
+        """Whether a score of `scores` is measured for each model, or its allocation is."""
+        name, at, layers = score.partition(ALLOCATED)
+        return name == FITTED or (layers if at else self.layers) == CALIBRATED
 
     def policies(self) -> list[tuple[str | None, int | None]]:
         """Each score at each budget, the full cache first."""
@@ -91,6 +103,11 @@ class Settings:
     @property
     def few_rows(self) -> int:
         return max(1, self.rows // FEWER_ROWS)
+
+
+def score_of(label: str) -> str:
+    """The name of the score in NAME or NAME@LAYERS."""
+    return label.partition(ALLOCATED)[0]
 
 
 @dataclass(frozen=True)
