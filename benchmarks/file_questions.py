@@ -56,7 +56,7 @@ def main() -> None:
     }
     policies = {name: policy for name, policy in policies.items() if name in (chosen.policies or policies)}
     lines = chosen.file.read_text(encoding="utf-8").splitlines()
-    right = {name: 0 for name in policies}
+    right = dict.fromkeys(policies, 0)
     seconds: dict[str, list[float]] = {name: [] for name in policies}
     tokens = 0
     for place in range(chosen.places):

@@ -14,6 +14,7 @@ from mlx_kv import blas
 if TYPE_CHECKING:
     from mlx_kv.bundled import bundled_models, model_path
     from mlx_kv.cache.codecs import codec_names, register_codec
+    from mlx_kv.cache.eviction.calibration import Calibration
     from mlx_kv.cache.eviction.scores import register_score, score_names
     from mlx_kv.cache.eviction.scores.tokens import ScoredTokens
     from mlx_kv.cache.eviction.scores.wants import Wants
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from mlx_kv.cache.growth import FixedStep, Geometric, Growth, Tapered
     from mlx_kv.cache.kv_cache import KVCache
     from mlx_kv.cache.protocol import Cache
+    from mlx_kv.calibration import calibrate
+    from mlx_kv.files.calibration_file import load_calibration, save_calibration
     from mlx_kv.files.serialization import load_prompt_cache, save_prompt_cache
     from mlx_kv.generation.batch import batch_generate
     from mlx_kv.generation.sampling import TemperatureSampler
@@ -62,6 +65,7 @@ _HOMES = {
     "BatchToken": "generation.sequence",
     "Cache": "cache.protocol",
     "CachePolicy": "policy",
+    "Calibration": "cache.eviction.calibration",
     "CacheStatistics": "generation.statistics",
     "ChunkedKVCache": "cache.factories",
     "CompressedKVCache": "cache.factories",
@@ -87,6 +91,7 @@ _HOMES = {
     "batch_generate": "generation.batch",
     "bundled_models": "bundled",
     "cache_statistics": "generation.statistics",
+    "calibrate": "calibration",
     "can_trim_prompt_cache": "mlxlm.trimming",
     "codec_names": "cache.codecs",
     "compact": "mlxlm.trimming",
@@ -94,6 +99,7 @@ _HOMES = {
     "generate": "generation.text",
     "join_ranks": "ranks.group",
     "load": "mlxlm.loading",
+    "load_calibration": "files.calibration_file",
     "load_part": "ranks.splitting",
     "load_prompt_cache": "files.serialization",
     "make_prompt_cache": "mlxlm.convert",
@@ -101,6 +107,7 @@ _HOMES = {
     "register_codec": "cache.codecs",
     "register_drafter": "generation.speculation.drafters",
     "register_score": "cache.eviction.scores",
+    "save_calibration": "files.calibration_file",
     "save_prompt_cache": "files.serialization",
     "score_names": "cache.eviction.scores",
     "show_attention": "mlxlm.observing",
@@ -116,6 +123,7 @@ __all__ = [
     "Cache",
     "CachePolicy",
     "CacheStatistics",
+    "Calibration",
     "ChunkedKVCache",
     "CompressedKVCache",
     "Drafter",
@@ -140,6 +148,7 @@ __all__ = [
     "batch_generate",
     "bundled_models",
     "cache_statistics",
+    "calibrate",
     "can_trim_prompt_cache",
     "codec_names",
     "compact",
@@ -147,6 +156,7 @@ __all__ = [
     "generate",
     "join_ranks",
     "load",
+    "load_calibration",
     "load_part",
     "load_prompt_cache",
     "make_prompt_cache",
@@ -154,6 +164,7 @@ __all__ = [
     "register_codec",
     "register_drafter",
     "register_score",
+    "save_calibration",
     "save_prompt_cache",
     "score_names",
     "show_attention",

@@ -20,6 +20,7 @@ ROOT = Path(__file__).parent.parent
 # The first column of each room, and how many it takes, of six.
 COLUMNS = {
     "cli": (0, 6),
+    "calibration": (0, 1.5),
     "evaluation": (0, 1.5),
     "planning": (1.5, 1),
     "server": (1.5, 1.8),
@@ -29,9 +30,9 @@ COLUMNS = {
     "ranks": (1.5, 2.0),
     "prefixes": (2.5, 3.5),
     "generation": (0, 3.5),
-    "files": (3.5, 2.5),
+    "files": (2.2, 3.8),
     "mlxlm": (0, 3.5),
-    "policy": (0, 3.5),
+    "policy": (0, 2.2),
     "cache": (0, 6),
     "open_set": (0, 6),
 }

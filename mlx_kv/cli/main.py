@@ -16,6 +16,7 @@ import click
 from mlx_kv import __version__
 from mlx_kv.cli.batch import batch
 from mlx_kv.cli.cache import cache
+from mlx_kv.cli.calibrate import calibrate_command
 from mlx_kv.cli.chat import chat
 from mlx_kv.cli.evaluate import evaluate_command
 from mlx_kv.cli.generate import generate
@@ -40,7 +41,7 @@ def command() -> None:
     """
 
 
-for each in (generate, chat, batch, cache, serve, plan, inspect_command, evaluate_command, info):
+for each in (generate, chat, batch, cache, serve, plan, calibrate_command, inspect_command, evaluate_command, info):
     command.add_command(each)
 
 

@@ -41,6 +41,7 @@ class StandIn:
         self.says_values = True  # whether the values that it was given say anything
         self.keys: mx.array | None = None
         self.values: mx.array | None = None
+        self.given: tuple[mx.array, mx.array] | None = None  # the last keys and values that were to be stored
 
     @property
     def offset(self) -> int | mx.array:
@@ -55,6 +56,7 @@ class StandIn:
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
         self._position += keys.shape[2]
+        self.given = keys, values
         self.written, self.says_values = True, values is not keys and values.shape[3] > 0
         self.keys, self.values = (
             mx.zeros((*x.shape[:2], self._position + self._extra, x.shape[3]), x.dtype) for x in (keys, values)

@@ -13,11 +13,13 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlx_kv.cache.checks import check_type
 from mlx_kv.cache.eviction.allocation import HeadBudgets, head_budgets
 from mlx_kv.cache.eviction.scores import SCORES, Score
 from mlx_kv.cache.eviction.scores.fitted import FittedLayer, fitted_score
 
-SCORE_PREFIX = "fitted:"
+FITTED = "fitted"
+SCORE_PREFIX = f"{FITTED}:"
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,6 +35,7 @@ class Calibration:
         details: versions, texts, tokens and the quality of the fit; anything that JSON can hold.
 
     Raises:
+        TypeError: an argument of another type.
         ValueError: budgets that are no table of finite numbers from 0 up, or weights for another number of layers.
     """
 
@@ -42,6 +45,11 @@ class Calibration:
     details: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        check_type("fingerprint", self.fingerprint, str, "give that of a model, 32 hex digits")
+        check_type("layers", self.layers, tuple, "give a tuple of the weights of each layer")
+        check_type("details", self.details, Mapping, "give a dict of what JSON can hold")
+        if not all(isinstance(layer, FittedLayer) for layer in self.layers):
+            raise TypeError("layers has something else than weights of layers: give what calibrate or a file has")
         object.__setattr__(self, "heads", head_budgets(self.heads))
         if self.layers and len(self.layers) != len(self.heads):
             raise ValueError(
@@ -81,6 +89,12 @@ class Calibration:
 
     def __repr__(self) -> str:
         return f"Calibration({self.name})"
+
+
+def is_fitted(score: object) -> bool:
+    """Whether a score, or the name of one, is that of a calibration."""
+    name = score.name if isinstance(score, Score) else score
+    return isinstance(name, str) and (name == FITTED or name.startswith(SCORE_PREFIX))
 
 
 def as_arrays(layers: Sequence[FittedLayer]) -> dict[str, mx.array]:

@@ -1,0 +1,129 @@
+"""Calibration of a model for its budgets: how many tokens each head needs, and a score fitted to the model.
+
+Each text is read twice through caches of ours, as `kvzip` does. From what the tokens receive follow the budgets of
+heads; a ridge regression of that on keys and values is the score "fitted".
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.nn as nn
+import numpy as np
+
+from mlx_kv import __version__
+from mlx_kv.cache.checks import check_type
+from mlx_kv.cache.eviction.calibration import Calibration
+from mlx_kv.calibration.texts import LEAST, default_texts, single_text
+from mlx_kv.calibration.work import Work
+from mlx_kv.files.fingerprint import model_fingerprint
+from mlx_kv.generation.encoding import tokens_of_prompt, wrapped
+from mlx_kv.generation.rereading import Instructions
+from mlx_kv.mlxlm.loading import architecture, check_model, context_length, vocabulary_of
+
+__all__ = ["calibrate"]
+
+HELD_OUT = 6  # every sixth text measures the fit, and is no part of it
+PACKAGES = ("mlx", "mlx-lm")
+
+
+def calibrate(
+    model: nn.Module,
+    tokenizer: Any,
+    texts: Sequence[str | Sequence[int]] | None = None,
+    *,
+    budgets_only: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+    resume: str | Path | None = None,
+) -> Calibration:
+    """Measures a model for its budgets of KV caches.
+
+    Each text is read twice, as for the score "kvzip" (Kim et al. 2025), and the largest attention that each token
+    receives while its text is repeated is recorded. Ranking all tokens of all heads and layers by it gives the budget
+    of each head; a ridge regression of its logarithm on the cached keys and values gives the score "fitted".
+
+    Args:
+        model: any model of mlx-lm whose attention can be seen.
+        tokenizer: as `load` returns it; it may be None if texts are token ids.
+        texts: strings or token ids, of at least 64 tokens each; 6 or more to fit a score, of which every sixth is
+            held out to measure the fit. None: texts of Python's library and of this package, in several languages.
+        budgets_only: measure the budgets of heads and fit no score. By default of one text of 1,000 tokens.
+        progress: called after each text with the number of texts read, and of all.
+        resume: a directory for intermediate measurements, made if it is not there and removed at the end. A call
+            with the same model and texts continues an interrupted one, with the same result to the bit.
+
+    Returns:
+        The calibration, for `CachePolicy` or `save_calibration`.
+
+    Raises:
+        TypeError: an argument of another type.
+        ValueError: texts that are too short or too few, a model that hides its attention or that rotates keys in a way
+            that cannot be undone, or a `resume` that is no directory of a calibration.
+
+    Example:
+        >>> model, tokenizer = load("reference")  # doctest: +SKIP
+        >>> save_calibration("reference.kvcal.safetensors", calibrate(model, tokenizer))  # doctest: +SKIP
+    """
+    check_model("model", model)
+    check_type("texts", texts, Sequence | None, "give a list of texts, each a string or token ids")
+    if isinstance(texts, str | bytes):
+        raise TypeError("texts is one text: give a list of texts")
+    check_type("progress", progress, Callable | None, "give a function of two numbers, or None")
+    check_type("resume", resume, str | os.PathLike | None, "give the name of a directory")
+    tokenizer = None if tokenizer is None and texts is not None else wrapped(tokenizer)
+    positions = context_length(model)
+    if texts is None:
+        texts = (single_text if budgets_only else default_texts)(tokenizer, positions)
+    vocabulary = vocabulary_of(model)
+    ids = [tokens_of_prompt(tokenizer, text, vocabulary, f"text {i}") for i, text in enumerate(texts)]
+    check_texts(ids, budgets_only)
+    fingerprint, digest = model_fingerprint(model), texts_digest(ids)
+    work = Work(model, f"{fingerprint} {digest} {budgets_only}", None if resume is None else Path(resume))
+    instructions = Instructions.of(tokenizer, model)
+    for index, text in enumerate(ids):
+        held_out = not budgets_only and index % HELD_OUT == HELD_OUT - 1
+        if not work.has(index, held_out):
+            work.read(index, text, instructions, fits=not budgets_only, held_out=held_out)
+        if progress is not None:
+            progress(index + 1, len(ids))
+    layers, found = work.fitted() if not budgets_only else ([], [])
+    details: dict[str, Any] = {
+        "architecture": architecture(model),
+        "texts": len(ids),
+        "tokens": sum(map(len, ids)),
+        "longest": max(map(len, ids)),
+        "digest": digest,
+        "versions": {"mlx-kv": __version__} | {name: importlib.metadata.version(name) for name in PACKAGES},
+    }
+    if found:
+        means = np.mean(np.array(found), axis=0)
+        details["held_out"] = len(range(HELD_OUT - 1, len(ids), HELD_OUT))
+        details["quality"] = dict(zip(found[0]._fields, (round(float(mean), 4) for mean in means), strict=True))
+        details["quality_by_layer"] = [[round(number, 4) for number in layer] for layer in found]
+    calibration = Calibration(fingerprint, work.head_table(), tuple(layers), details)  # type: ignore[arg-type]
+    work.remove()
+    return calibration
+
+
+def check_texts(texts: Sequence[Sequence[int]], budgets_only: bool = False) -> None:
+    """Raises ValueError for texts, as token ids, that cannot be calibrated on."""
+    least = 1 if budgets_only else HELD_OUT
+    if len(texts) < least:
+        raise ValueError(
+            f"got {len(texts)} text{'' if len(texts) == 1 else 's'}, and a calibration takes {least} or more: give "
+            "more texts" + ("" if budgets_only else ", or measure budgets only")
+        )
+    for index, text in enumerate(texts):
+        if len(text) < LEAST:
+            raise ValueError(f"text {index} has {len(text)} tokens, of at least {LEAST}: give longer texts")
+
+
+def texts_digest(texts: Sequence[Sequence[int]]) -> str:
+    """32 hex digits that tell texts apart."""
+    return hashlib.blake2b(json.dumps([list(map(int, text)) for text in texts]).encode(), digest_size=16).hexdigest()

@@ -1,0 +1,190 @@
+"""`mlx-kv calibrate`: measures a model once, so that budgets keep the tokens that its heads need.
+
+Imports neither MLX nor what needs it before the command runs.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from mlx_kv.bundled import model_path
+from mlx_kv.cli.config import short_name
+from mlx_kv.cli.loading import Loading, loading_options
+from mlx_kv.cli.notices import say
+from mlx_kv.cli.options import human_bytes, model_option
+from mlx_kv.cli.output import file_errors
+from mlx_kv.cli.progress import Progress
+
+if TYPE_CHECKING:
+    from mlx_kv.cache.eviction.calibration import Calibration
+
+EXAMPLES = """
+\b
+Examples:
+  mlx-kv calibrate mlx-community/Qwen3-0.6B-4bit
+  mlx-kv calibrate models/smollm2 --budgets-only
+  mlx-kv calibrate models/smollm2 --texts notes/ --output smollm2.kvcal.safetensors
+  mlx-kv generate --model models/smollm2 --prompt-file notes.txt --kv-budget 512
+"""
+MOST_SKIPPED = 5  # files that are named
+TOP_HEADS = 5
+SUFFIX, PARTIAL = ".safetensors", ".partial"
+
+
+def work_folder(output: Path) -> Path:
+    """Where measurements are kept until the calibration is complete."""
+    return output.with_name(output.name.removesuffix(SUFFIX) + PARTIAL)
+
+
+def head_lines(calibration: Calibration) -> list[str]:
+    """How the budgets of heads differ, in words."""
+    heads = [(x, i, j) for i, row in enumerate(calibration.heads) for j, x in enumerate(row)]
+    heads.sort(key=lambda head: (-head[0], head[1:]))
+    total, half, summed = sum(x for x, _, _ in heads), 0, 0.0
+    while summed < total / 2:
+        summed += heads[half][0]
+        half += 1
+    top = ", ".join(f"{x:.1f} x (layer {i}, head {j})" for x, i, j in heads[:TOP_HEADS])
+    return [
+        f"heads       {half} of {len(heads)} in {len(calibration.heads)} layers are given half of the tokens",
+        f"largest     {top}, of the mean",
+    ]
+
+
+@click.command("calibrate", epilog=EXAMPLES)
+@click.argument("name", metavar="[MODEL]", required=False)
+@model_option(metavar="PATH_OR_HUB_ID", help="The model, instead of the argument.")
+@loading_options("adapter_path", "trust_remote_code")
+@click.option(
+    "--texts",
+    "folder",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    metavar="DIR",
+    help="Measure on the text files in this directory.  [default: texts of Python's and of this package]",
+)
+@click.option("--budgets-only", is_flag=True, help="Measure the budgets of heads on one text, and fit no score.")
+@click.option(
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Where it is written.  [default: MODEL.kvcal.safetensors beside the model, else in the cache folder]",
+)
+@click.option("--force", is_flag=True, help="Replace a file that is no calibration, too.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def calibrate_command(
+    name: str | None,
+    model: str | None,
+    loading: Loading,
+    folder: Path | None,
+    budgets_only: bool,
+    output: Path | None,
+    force: bool,
+    as_json: bool,
+) -> None:
+    """Measure which heads of a model need many tokens, and fit a score to it, for --kv-budget.
+
+    Reads some texts twice. An interrupted run continues when the same command is given again. The other commands find
+    the file by themselves.
+    """
+    if (name is None) == (model is None):
+        raise click.UsageError("give one model: mlx-kv calibrate MODEL" if name is None else "got two models: give one")
+    chosen: str = name or model or ""
+    started = time.perf_counter()
+    if output is not None:
+        check_output(output, force)
+
+    import mlx.core as mx
+
+    from mlx_kv.calibration import calibrate, check_texts
+    from mlx_kv.calibration.texts import default_texts, single_text, texts_in
+    from mlx_kv.files.calibration_file import default_path, save_calibration
+    from mlx_kv.files.fingerprint import model_fingerprint
+    from mlx_kv.mlxlm.loading import context_length
+
+    network, tokenizer = loading.load(chosen)
+    if output is None:
+        with file_errors("make the cache folder; give --output FILE"):
+            place = chosen if loading.adapter_path else model_path(chosen)
+            output = default_path(place, model_fingerprint(network), beside_model=loading.adapter_path is None)
+        check_output(output, force)
+    positions = context_length(network)
+    if folder is not None:
+        texts, skipped = texts_in(folder, tokenizer, positions)
+        for line in skipped[:MOST_SKIPPED]:
+            say(f"note: left out: {line}")
+        if len(skipped) > MOST_SKIPPED:
+            say(f"note: left out: {len(skipped) - MOST_SKIPPED} more files")
+        texts = texts[:1] if budgets_only else texts
+    else:
+        texts = (single_text if budgets_only else default_texts)(tokenizer, positions)
+    check_texts(texts, budgets_only)
+    kept = work_folder(output)
+    with Progress([float(len(text)) for text in texts], "text") as progress, file_errors(f"write {output}"):
+        try:
+            calibration = calibrate(
+                network,
+                tokenizer,
+                texts,
+                budgets_only=budgets_only,
+                progress=lambda done, total: progress.step(f"calibrating {short_name(chosen)}"),
+                resume=kept,
+            )
+        except KeyboardInterrupt:
+            if progress.done:
+                say(f"{progress.done} of {len(texts)} texts are measured, in {kept}: run it again to continue")
+            raise
+        save_calibration(output, calibration, force=force)
+    seconds, peak = time.perf_counter() - started, mx.get_peak_memory()
+    if as_json:
+        click.echo(json.dumps(as_object(chosen, output, calibration, seconds, peak), allow_nan=False))
+        return
+    say_summary(output, calibration, seconds, peak)
+
+
+def check_output(output: Path, force: bool) -> None:
+    """Refuses a file that could not be written.
+
+    Raises:
+        click.UsageError, ValueError: it has no place.
+    """
+    from mlx_kv.files.calibration_file import is_calibration
+    from mlx_kv.files.replacing import check_replaceable
+
+    with file_errors(f"write {output}"):
+        check_replaceable(output, is_calibration, "calibration", force, "--force")
+
+
+def say_summary(output: Path, calibration: Calibration, seconds: float, peak: int) -> None:
+    """On stderr, what was measured, what it took, and where it is."""
+    told = calibration.details
+    took = f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.1f} min"
+    lines = [f"texts       {told['texts']}, {told['tokens']:,} tokens, in {took}"]
+    lines += head_lines(calibration)
+    if "quality" in told:
+        fit = told["quality"]
+        lines.append(
+            f"fit         R2 {fit['r2']:.2f}, rank correlation {fit['spearman']:.2f}, {100 * fit['top_quarter']:.0f}% "
+            f"of the top quarter found, on {told['held_out']} held-out texts"
+        )
+    lines.append(f"memory      {human_bytes(peak)} at the peak")
+    lines.append(f"file        {output.stat().st_size / 1000:,.1f} kB: {output}")
+    click.echo("\n".join(lines), err=True)
+
+
+def as_object(model: str, output: Path, calibration: Calibration, seconds: float, peak: int) -> dict[str, Any]:
+    """The same for programs."""
+    return {
+        "model": model,
+        "file": str(output),
+        "name": calibration.name,
+        "fingerprint": calibration.fingerprint,
+        "seconds": round(seconds, 2),
+        "peak_bytes": peak,
+        "heads": calibration.heads,
+        "details": dict(calibration.details),
+    }
