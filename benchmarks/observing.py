@@ -1,6 +1,11 @@
 """What it costs to look at attention: each score that does against key_diff, which looks at keys alone.
 
     python benchmarks/observing.py --model build/smollm2 [--tokens 4096] [--budget 2048] [--decoded 300] [--long 8192]
+    python benchmarks/observing.py --model build/smollm2 --calibration build/smollm2.kvcal.safetensors
+
+With --calibration: what the fitted score costs against key_diff under the same allocation, and both against key_diff
+with the same tokens in all layers. fitted undoes RoPE and multiplies F features of each token by H weights, once;
+key_diff reads all keys twice at each compaction.
 
 The physics. A prompt is read in chunks of 512, and compacted to the budget before each chunk once it is over it; then
 tokens are decoded one by one, and compacted every margin (128) of them. snap_kv and tova copy the last 128 and 65
@@ -25,7 +30,7 @@ from functools import partial
 from typing import Any
 
 # Ours first: importing the package loads a tuned BLAS ahead of MLX.
-from mlx_kv import CachePolicy, make_prompt_cache
+from mlx_kv import CachePolicy, Calibration, load_calibration, make_prompt_cache
 from mlx_kv.generation.prefill import read_chunk
 from mlx_kv.mlxlm.loading import load
 
@@ -36,19 +41,29 @@ SCORES = ("key_diff", "snap_kv", "tova", "h2o", "expected_attention")
 CHUNK = 512
 
 
-def caches_for(model: Any, score: str, budget: int) -> list[Any]:
-    return make_prompt_cache(model, CachePolicy(budget=budget, score=score))
+def policies(budget: int, calibration: Calibration | None) -> dict[str, CachePolicy]:
+    """What is compared, the base of all ratios first."""
+    if calibration is None:
+        return {score: CachePolicy(budget=budget, score=score) for score in SCORES}
+    return {
+        "key_diff": CachePolicy(budget=budget, score="key_diff", calibration=calibration),
+        "fitted": CachePolicy(budget=budget, calibration=calibration),
+        "key_diff, same tokens in all layers": CachePolicy(budget=budget),
+    }
 
 
 def prompt(model: Any, tokens: int) -> mx.array:
     return mx.random.randint(0, model.args.vocab_size, (1, tokens), key=mx.random.key(1))
 
 
-def read_and_decode(model: Any, tokens: int, budget: int, decoded: int) -> dict[str, dict[str, float]]:
+def read_and_decode(
+    model: Any, tokens: int, compared: dict[str, CachePolicy], decoded: int
+) -> dict[str, dict[str, float]]:
     """Seconds that each score takes to read a prompt, and to decode after it: of the clock, and of processors."""
-    text, caches = prompt(model, tokens), {score: caches_for(model, score, budget) for score in SCORES}
-    read_chunk(model, caches_for(model, SCORES[0], budget), text[:, :CHUNK])  # kernels are made, memory is found
-    seconds = {what: dict.fromkeys(SCORES, 0.0) for what in ("prefill", "decode", "prefill_cpu", "decode_cpu")}
+    text, caches = prompt(model, tokens), {name: make_prompt_cache(model, each) for name, each in compared.items()}
+    warming = make_prompt_cache(model, compared["key_diff"])
+    read_chunk(model, warming, text[:, :CHUNK])  # kernels are made, memory is found
+    seconds = {what: dict.fromkeys(compared, 0.0) for what in ("prefill", "decode", "prefill_cpu", "decode_cpu")}
 
     def count(what: str, score: str, work: Callable[[], object]) -> None:
         began, used = time.perf_counter(), time.process_time()
@@ -57,10 +72,10 @@ def read_and_decode(model: Any, tokens: int, budget: int, decoded: int) -> dict[
         seconds[f"{what}_cpu"][score] += time.process_time() - used
 
     for number, first in enumerate(range(0, tokens, CHUNK)):
-        for score in turned(number):
+        for score in turned(list(compared), number):
             count("prefill", score, partial(read_chunk, model, caches[score], text[:, first : first + CHUNK]))
     for number in range(decoded):
-        for score in turned(number):
+        for score in turned(list(compared), number):
             count("decode", score, partial(decode, model, caches[score], text[:, number : number + 1]))
     return seconds
 
@@ -69,18 +84,18 @@ def decode(model: Any, caches: list[Any], token: mx.array) -> None:
     mx.eval(model(token, cache=caches))
 
 
-def turned(number: int) -> list[str]:
-    """The scores, each time another one first."""
-    first = number % len(SCORES)
-    return [*SCORES[first:], *SCORES[:first]]
+def turned(names: list[str], number: int) -> list[str]:
+    """The names, each time another one first."""
+    first = number % len(names)
+    return [*names[first:], *names[:first]]
 
 
-def peaks(model: Any, tokens: int, budget: int) -> dict[str, int]:
+def peaks(model: Any, tokens: int, compared: dict[str, CachePolicy]) -> dict[str, int]:
     """Bytes at the peak while a prompt is read, beyond what the model takes."""
     text, found = prompt(model, tokens), {}
-    for score in SCORES:
+    for score, policy in compared.items():
         mx.clear_cache()
-        before, own = mx.get_active_memory(), caches_for(model, score, budget)
+        before, own = mx.get_active_memory(), make_prompt_cache(model, policy)
         mx.reset_peak_memory()
         for first in range(0, tokens, CHUNK):
             read_chunk(model, own, text[:, first : first + CHUNK])
@@ -94,15 +109,18 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     for name, default in (("tokens", 4096), ("budget", 2048), ("decoded", 300), ("long", 8192)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--calibration", help="FILE of mlx-kv calibrate")
     asked = parser.parse_args()
     model, _ = load(asked.model)
+    calibration = None if asked.calibration is None else load_calibration(asked.calibration, model)
+    compared = policies(asked.budget, calibration)
     results: dict[str, Any] = {"tokens": asked.tokens, "budget": asked.budget}
-    for what, seconds in read_and_decode(model, asked.tokens, asked.budget, asked.decoded).items():
+    for what, seconds in read_and_decode(model, asked.tokens, compared, asked.decoded).items():
         results[what] = {score: round(own / seconds["key_diff"], 4) for score, own in seconds.items()}
         results[f"{what}_seconds"] = {score: round(own, 3) for score, own in seconds.items()}
         print(what, ", ".join(f"{score} {ratio:.3f}" for score, ratio in results[what].items()), flush=True)
     if asked.long:
-        found = peaks(model, asked.long, asked.budget)
+        found = peaks(model, asked.long, compared)
         results["peak"] = {score: round(own / found["key_diff"], 4) for score, own in found.items()}
         results["peak_bytes"] = found
         print("peak", ", ".join(f"{score} {ratio:.3f}" for score, ratio in results["peak"].items()), flush=True)

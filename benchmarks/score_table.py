@@ -76,6 +76,9 @@ def options() -> argparse.Namespace:
     parser.add_argument("--questions", choices=("unseen", "seen", "both"), default="both")
     parser.add_argument("--shares", type=names, default=("layers",), help="layers, layer, head, adaptive")
     parser.add_argument("--layers", type=names, default=("uniform",), help="uniform, pyramid, calibrated, global")
+    parser.add_argument(
+        "--policies", type=names, help="SCORE:SHARE:LAYERS:KEPT,…, such as fitted:head:calibrated:0.25, instead of all"
+    )
     parser.add_argument("--calibration", type=Path, help="FILE of mlx-kv calibrate, for fitted and calibrated")
     parser.add_argument("--keep-recent", type=int, default=KEEP_RECENT)
     parser.add_argument("--rolling", action="store_true", help="compact while a context is read, as in decoding")
@@ -120,6 +123,9 @@ def go_together(share: str, layers: str) -> bool:
 
 
 def policies(chosen: argparse.Namespace, place: Place) -> list[Kept]:
+    if chosen.policies:
+        each = [policy.split(":") for policy in chosen.policies]
+        return [Kept(), *(Kept(*how, round(float(kept) * place.context)) for *how, kept in each)]
     budgets = [round(share * place.context) for share in chosen.kept]
     pairs = [(share, layers) for share in chosen.shares for layers in chosen.layers if go_together(share, layers)]
     made = [Kept(score, *pair, budget) for pair in pairs for score in chosen.scores for budget in budgets]

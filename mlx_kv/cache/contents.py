@@ -86,8 +86,8 @@ class Contents:
             self.evictor.belong_to(self)
         if self.residual is not None:
             keep_recent = None if self.evictor is None else self.evictor.layout.keep_recent
-            adaptive = self.evictor is not None and self.evictor.granularity == "adaptive"
-            self.residual.check_beside(self.layout.max_rollback, keep_recent, adaptive)
+            uneven = self.evictor is not None and self.evictor.uneven_heads
+            self.residual.check_beside(self.layout.max_rollback, keep_recent, uneven)
 
     def use(self, codecs: Codecs) -> None:
         """From now on these say how tensors are stored."""

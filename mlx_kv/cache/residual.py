@@ -136,18 +136,18 @@ class Residual:
         buffers = [SlotBuffer(codec, (x,), x.shape[3], x.dtype) for codec, x in zip(PLAIN, planes, strict=False)]
         return cls(length, room, (buffers[0], buffers[1]) if buffers else None, tuple(first))
 
-    def check_beside(self, max_rollback: int, keep_recent: int | None = None, adaptive: bool = False) -> None:
+    def check_beside(self, max_rollback: int, keep_recent: int | None = None, uneven: bool = False) -> None:
         """Raises ValueError unless it can stand beside what else a cache promises.
 
         Args:
             max_rollback: tokens that can be taken back in any case.
             keep_recent: of a budget; None without one. Its other tokens lie in any order.
-            adaptive: whether heads of a budget keep different numbers of tokens.
+            uneven: whether heads of a budget keep different numbers of tokens.
         """
-        if keep_recent is not None and (self.length > keep_recent or adaptive):
+        if keep_recent is not None and (self.length > keep_recent or uneven):
             raise SettingError(
                 f"residual_length is {self.length}: with a budget give no more than keep_recent={keep_recent}, and "
-                "another share than 'adaptive'",
+                "another share than 'adaptive', or than 'head' with a table of budgets",
                 ["residual_length", "keep_recent", "share"],
             )
         if max_rollback > self.room:

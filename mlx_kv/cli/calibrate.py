@@ -21,6 +21,8 @@ from mlx_kv.cli.output import file_errors
 from mlx_kv.cli.progress import Progress
 
 if TYPE_CHECKING:
+    import mlx.nn as nn
+
     from mlx_kv.cache.eviction.calibration import Calibration
 
 EXAMPLES = """
@@ -112,6 +114,8 @@ def calibrate_command(
             place = chosen if loading.adapter_path else model_path(chosen)
             output = default_path(place, model_fingerprint(network), beside_model=loading.adapter_path is None)
         check_output(output, force)
+    if budgets_only and not force:
+        check_weights_kept(output, network)
     positions = context_length(network)
     if folder is not None:
         texts, skipped = texts_in(folder, tokenizer, positions)
@@ -157,6 +161,24 @@ def check_output(output: Path, force: bool) -> None:
 
     with file_errors(f"write {output}"):
         check_replaceable(output, is_calibration, "calibration", force, "--force")
+
+
+def check_weights_kept(output: Path, model: nn.Module) -> None:
+    """Refuses to replace a calibration that has a fitted score by budgets alone.
+
+    Raises:
+        click.UsageError: there is one.
+    """
+    from mlx_kv.files.calibration_file import load_calibration
+
+    try:
+        fitted = bool(load_calibration(output, model).layers)
+    except (OSError, ValueError):
+        return
+    if fitted:
+        raise click.UsageError(
+            f"{output} has a fitted score, which --budgets-only would remove: give another --output, or --force"
+        )
 
 
 def say_summary(output: Path, calibration: Calibration, seconds: float, peak: int) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mlx_kv.bundled import model_path
+from mlx_kv.bundled import bundled_models, model_path
 from mlx_kv.cli.notices import say
 from mlx_kv.cli.options import make_policy
 from mlx_kv.ranks.environment import launched
@@ -67,7 +67,7 @@ def calibration_for(model: nn.Module, name: str, options: dict[str, Any], recomm
     if found is None:
         _check_without(name, options)
         chosen = [options.get(each) for each in ("kv_score", "kv_share", "kv_layers", "kv_calibration")]
-        if recommend and whole and not any(chosen):
+        if recommend and whole and not any(chosen) and name not in bundled_models():
             say(f"note: --kv-budget keeps what matters far better after mlx-kv calibrate {name}, once for this model")
     return found
 

@@ -130,7 +130,8 @@ def inspection_json(model: str, policy: CachePolicy, found: Mapping[str, Inspect
 
 def shared_out(policy: CachePolicy) -> str:
     """How a budget is shared out to heads and layers, in words."""
-    return f"share={policy.share}" + ("" if policy.layers == "uniform" else f", layers={policy.layers}")
+    layers = policy.layers if isinstance(policy.layers, str) else "a table"
+    return f"share={policy.share}" + ("" if layers == "uniform" else f", layers={layers}")
 
 
 def draw(name: str, policy: CachePolicy, found: Mapping[str, Inspection], several: bool, file: Path) -> None:
@@ -149,6 +150,14 @@ def draw(name: str, policy: CachePolicy, found: Mapping[str, Inspection], severa
     )
 
 
+def draw_heads(name: str, policy: CachePolicy, found: Inspection, file: Path) -> None:
+    from mlx_kv.plots.heads import tokens_by_head
+
+    held = [[len(head.positions) for head in layer.heads] for layer in found.layers]
+    title = f"{name}, {found.tokens:,} tokens, {shared_out(policy)}"
+    save_figure(tokens_by_head(title, held, found.kept), file)
+
+
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
@@ -165,6 +174,12 @@ def read_scores(ctx: click.Context, param: click.Parameter, value: str | None) -
 @policy_options
 @click.option(
     "--plot", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Draw it: .png, .svg or .pdf."
+)
+@click.option(
+    "--plot-heads",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Draw how many tokens each head holds: .png, .svg or .pdf.",
 )
 @click.option(
     "--json",
@@ -204,6 +219,7 @@ def inspect_command(
     ignore_chat_template: bool,
     prefill_step_size: int | None,
     plot: Path | None,
+    plot_heads: Path | None,
     json_file: str | None,
     attention: bool,
     scores: tuple[str, ...],
@@ -228,8 +244,11 @@ def inspect_command(
     to_json = None if json_file in (None, "-") else Path(str(json_file))
     if to_json is not None:
         check_json(to_json, TOLD, force)
-    if plot is not None:
-        check_plot(plot)
+    for figure in (plot, plot_heads):
+        if figure is not None:
+            check_plot(figure)
+    if scores and plot_heads is not None:
+        raise click.UsageError("--plot-heads shows what one score keeps: leave out --scores")
     text = read_prompt(prompt, prompt_file, source)
     for score in scores or [settings["kv_score"]]:  # refuses bad settings before anything is loaded
         checked_policy(**settings | {"kv_score": score})
@@ -258,6 +277,8 @@ def inspect_command(
     name = short_name(model)
     if plot is not None:
         draw(name, policy, found, bool(scores), plot)
+    if plot_heads is not None:
+        draw_heads(name, policy, each[0], plot_heads)
     if to_json is not None:
         check_json(to_json, TOLD, force)  # it may have come meanwhile
         save_json(inspection_json(model, policy, found, bool(scores)), to_json)

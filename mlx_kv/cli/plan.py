@@ -161,7 +161,7 @@ def plan(
     policy = make_policy(calibration_of_file(settings), **settings)
     config = read_config(find_config(model))
 
-    from mlx_kv.mlxlm.convert import make_prompt_cache
+    from mlx_kv.mlxlm.convert import check_policy, make_prompt_cache
     from mlx_kv.mlxlm.loading import model_from_config
     from mlx_kv.planning import DTYPES, Planner, Ranks, config_dtype, of_ranks, strategies
     from mlx_kv.policy import CachePolicy
@@ -170,7 +170,8 @@ def plan(
     planner = Planner(model_from_config(config, DTYPES[dtype]))
     caches = Counter(planner.layers(CachePolicy()))
     if policy.changed():
-        make_prompt_cache(planner.model, policy)  # refuses what generate would refuse
+        check_policy(planner.model, policy)  # refuses what generate would refuse, but for weights, which are not read
+        make_prompt_cache(planner.model, policy, strict=False)
     compared = strategies(policy)
     rows = planner.compare(compared, contexts, batch_size)
     usual = compared[-1] if policy.changed() else compared[2]

@@ -9,6 +9,7 @@ H' is the number of KV heads where each keeps its own tokens (share="head"), els
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
@@ -82,7 +83,7 @@ class Inspection:
 
     Attributes:
         tokens: of the prompt.
-        kept, evicted: tokens of a layer and head, on average where they differ (share="adaptive", layers="pyramid");
+        kept, evicted: tokens of a layer and head, on average where they differ (by `share` and `layers`);
             their sum is `tokens`.
         compactions: of the busiest layer, with the one at the end.
         without_budget: caches that are rings, chunks or recurrent state, and are not listed.
@@ -207,14 +208,16 @@ def _inspected(
     read_all(model, caches, tokens, step, instructions, lambda done, of: progress(done * total // of, total))
     compact(caches)
     layers: list[KeptLayer] = []
+    allowed: list[int] = []
     numbers = count()
     for index, cache in enumerate(caches):
         for each in attention_caches([cache]):
             number = next(numbers)
             if each.evictor is not None:
                 layer = KeptLayer(len(layers), index, kept_in(each))
-                assert layer.kept == min(each.evictor.layout.budget, total), "compact() leaves the budget"
+                allowed.append(min(each.evictor.layout.budget, total))
                 layers.append(with_attention(layer, received.get(number)))
+    assert math.isclose(sum(layer.kept for layer in layers), sum(allowed)), "compact() leaves the budget"
     statistics = cache_statistics(caches)
     kept = round(sum(layer.kept for layer in layers) / len(layers))
     return Inspection(

@@ -14,6 +14,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_kv.bundled import FOLDER as BUNDLED
 from mlx_kv.cache.checks import check_type
 from mlx_kv.cache.eviction.calibration import Calibration, as_arrays
 from mlx_kv.cache.eviction.scores.fitted import FittedLayer, Rotation
@@ -206,6 +207,8 @@ def beside(folder: Path) -> Path:
 def default_path(model_path: str | Path, fingerprint: str, *, beside_model: bool = True) -> Path:
     """Where a calibration is written: beside a directory of the user's, else in the cache folder, which is made.
 
+    Bundled models and those of a hub's cache are in directories of other programs.
+
     Args:
         model_path: a directory, or a hub id.
         fingerprint: of the model.
@@ -215,7 +218,7 @@ def default_path(model_path: str | Path, fingerprint: str, *, beside_model: bool
         ValueError: there is no cache folder.
     """
     folder = Path(model_path)
-    own = beside_model and folder.is_dir() and not _in_hub_cache(folder)
+    own = beside_model and folder.is_dir() and not _in_hub_cache(folder) and folder.parent != BUNDLED
     if own and os.access(beside(folder).parent, os.W_OK):
         there = _words(beside(folder)) or {}
         if there.get("fingerprint", fingerprint) == fingerprint:

@@ -311,7 +311,7 @@ def _row(layout: Layout, told: Sequence[int]) -> Row:
     stands = 0 <= front <= max(0, offset) <= high and (offset <= 0 or layout.most_trim(row) >= 0)
     if isinstance(layout, Budget):
         stands = stands and (row.evicted == 0 or (row.evicted > 0 and layout.cut_of(row) <= row.end and offset > 0))
-        stands = stands and start <= max(0, longer) and layout.cut_of(row) >= layout.sinks
+        stands = stands and start <= 0 and (row.evicted > 0 or longer == 0) and layout.cut_of(row) >= layout.sinks
     else:
         stands = stands and start == longer == 0
     if not stands:

@@ -73,19 +73,24 @@ def check_eviction(layout: Budget, rows: Sequence[Row], heads: int | None, told:
         if type(seconds) not in (int, float) or not 0 <= seconds < math.inf:
             raise ValueError("seconds that are none")
     evicted = any(row.evicted > 0 for row in rows)
-    known = Evictor(layout, score, share, layers=layers).score  # refuses what does not exist
+    made = Evictor(layout, score, share, layers=layers)  # refuses what does not exist
+    known, table = made.score, None if isinstance(made.layers, str) else [list(row) for row in made.layers]
+    written: Any = layers
+    if table is not None and (layer >= len(table) or table != written):
+        raise ValueError("a table of budgets that is not written so, or of fewer layers")
     if evicted and (positions is None or (known.per_token and scores is None)):
         raise ValueError("tokens whose positions or scores nobody knows")
     own = heads if share in BY_HEAD else 1
     for array, dtype in ((positions, mx.int32), (scores, mx.float32)):
         if array is None:
             continue
-        shape, least = (len(rows), own), max(map(layout.cut_of, rows))
+        # Nothing is recorded of rows that have evicted nothing, and their cut may be after those of others.
+        shape, least = (len(rows), own), max([layout.cut_of(row) for row in rows if row.evicted > 0], default=0)
         if heads is None or type(array) is not mx.array or (array.shape[:2], array.dtype) != (shape, dtype):
             raise ValueError("positions or scores of other tokens")
         if array.ndim != 3 or array.shape[2] < least:
             raise ValueError("positions or scores of other tokens")
-    _check_dead(layout, rows, heads, dead, exact=layers == "uniform", allowed=share == "adaptive" or share == "head")
+    _check_dead(layout, rows, heads, dead, made)
     _check_observed(known.wants, rows, heads, observed)
     _check_reread(rows, heads, reread)
     if positions is not None and not 0 <= mx.min(positions).item() <= mx.max(positions).item() <= max(  # type: ignore[operator]
@@ -95,20 +100,17 @@ def check_eviction(layout: Budget, rows: Sequence[Row], heads: int | None, told:
 
 
 def _check_dead(
-    layout: Budget, rows: Sequence[Row], heads: int | None, dead: mx.array | None, allowed: bool, exact: bool
+    layout: Budget, rows: Sequence[Row], heads: int | None, dead: mx.array | None, evictor: Evictor
 ) -> None:
-    """Raises ValueError for heads of other lengths than their rows stand for.
-
-    Args:
-        allowed: whether heads may hold different numbers of tokens.
-        exact: whether the heads of each layer hold the budget on average.
-    """
+    """Raises ValueError for heads of other lengths than their rows stand for."""
+    exact = evictor.layers in ("uniform", "pyramid")  # the heads of each layer hold its budget on average
     if dead is None:
-        if exact and any(row.longer for row in rows):
+        lost = any(row.longer for row in rows) if exact else any(row.evicted > 0 for row in rows)
+        if lost and (exact or evictor.uneven_heads):
             raise ValueError("heads of which nobody knows the lengths")
         return
     told = type(dead) is mx.array and (dead.shape, dead.dtype) == ((len(rows), heads), mx.int32)
-    if not allowed or not told or heads is None:
+    if not evictor.uneven_heads or not told or heads is None:
         raise ValueError("lengths of other heads")
     gaps: list[list[int]] = dead.tolist()  # type: ignore[assignment]
     for row, own in zip(rows, gaps, strict=True):

@@ -5,6 +5,7 @@ Decides that no part is given what another one cannot take. Knows nothing about 
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 import mlx.core as mx
@@ -63,6 +64,10 @@ def check_alone(agreement: Agreement) -> None:
 def _check_leaders(policy: CachePolicy, agreement: Agreement) -> None:
     """Raises ValueError where a policy is not the leader's, as far as words and numbers tell."""
     every = {name: getattr(policy, name) for name in policy.changed()}
+    if not isinstance(policy.layers, str):
+        every["layers"] = f"table {hashlib.blake2b(repr(policy.layers).encode(), digest_size=6).hexdigest()}"
+    if policy.calibration is not None:
+        every["calibration"] = policy.calibration.name
     every |= {name: list(value) for name, value in every.items() if isinstance(value, tuple)}  # as the link tells pairs
     own = {name: value for name, value in every.items() if all(isinstance(one, WORDS) for one in _each(value))}
     leaders = agreement.told(lambda: own)

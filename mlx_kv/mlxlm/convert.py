@@ -17,6 +17,7 @@ from mlx_lm.models import cache as stock
 
 from mlx_kv.cache.checks import SettingError
 from mlx_kv.cache.codecs import Packing, packings_of
+from mlx_kv.cache.eviction.calibration import is_fitted
 from mlx_kv.cache.eviction.layer_group import LayerGroup
 from mlx_kv.cache.eviction.peers import ALONE, Peers
 from mlx_kv.cache.kv_cache import KVCache
@@ -69,7 +70,7 @@ def make_prompt_cache(
     if policy.max_kv_size is not None or policy.budget is not None:
         policy = policy if why_unbounded(model) is None else policy.unbounded()
     if policy.budget is not None:
-        peers.check(policy.share, policy.allocated)
+        peers.check(policy.share, policy.allocated, is_fitted(policy.score))
     if policy.residual_length and not shows_residual(model, policy):
         policy = replace(policy, residual_length=0)
     packed_decode = not policy.stores_plain and _takes_packed_planes(model, policy)
@@ -187,14 +188,18 @@ def _convert(
 
 
 def _check_table(policy: CachePolicy, full: int, peers: Peers) -> None:
-    """Raises ValueError for a table of budgets with rows for another number of layers."""
-    table = policy.table
-    if table is None or (len(table) == full if not peers.have_layers else len(table) >= peers.first_layer + full):
-        return
-    raise ValueError(
-        f"the table of budgets has {len(table)} rows, and this model has {peers.first_layer + full} layers of full "
-        "attention: give a row for each of them"
-    )
+    """Raises ValueError for a table of budgets, or measurements, of another number of layers."""
+    table, every = policy.table, peers.all_layers(full)
+    if table is not None and len(table) != every:
+        raise ValueError(
+            f"the table of budgets has {len(table)} rows, and this model has {every} layers of full attention: give a "
+            "row for each of them"
+        )
+    if policy.calibration is not None and len(policy.calibration.heads) != every:
+        raise ValueError(
+            f"this calibration is of a model of {len(policy.calibration.heads)} layers of full attention, and this one "
+            f"has {every}: run mlx-kv calibrate MODEL for this one"
+        )
 
 
 @asked_once

@@ -14,16 +14,18 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import cache as stock
 
-from mlx_kv.cache.eviction.allocation import by_layer, most_tokens
+from mlx_kv.cache.eviction.allocation import by_layer, most_together, most_tokens
 from mlx_kv.cache.eviction.evictor import Evictor
 from mlx_kv.cache.eviction.granularity import BY_HEAD
 from mlx_kv.cache.eviction.observed.sizes import ObservedBytes, most_bytes
+from mlx_kv.cache.eviction.peers import Peers
 from mlx_kv.cache.eviction.uneven import SAFEGUARD
 from mlx_kv.cache.growth import DEFAULT
 from mlx_kv.cache.layout import NO_LIMIT
 from mlx_kv.mlxlm.convert import kind_and_window, make_prompt_cache
 from mlx_kv.mlxlm.traverse import leaves
 from mlx_kv.policy import CachePolicy
+from mlx_kv.ranks.peers import peers_of
 
 
 @dataclass(frozen=True)
@@ -110,27 +112,31 @@ def as_laid_out(layer: Layer, context: int) -> int:
     return min(context, layer.most_slots)
 
 
-def layers_of(model: nn.Module, policy: CachePolicy, step: int = 1, chunk: int = 0) -> list[Layer]:
+def layers_of(
+    model: nn.Module, policy: CachePolicy, step: int = 1, chunk: int = 0, peers: Peers | None = None
+) -> list[Layer]:
     """The caches of a model in order, as a policy stores them once it quantises.
 
     Args:
         step: tokens of a step of decoding: more than one with drafts.
         chunk: prompt tokens read at once, where that may be more than the max_write of the policy: budgets grow for it.
+        peers: the ranks that have the other parts of the model; None finds those of a model that was split.
 
     Raises:
         ValueError: the policy cannot store these head dims, or the model cannot read a token.
     """
     policy = replace(policy, quantized_start=0, growth=DEFAULT)
-    stored = _read_one_token(model, policy)
+    peers = peers_of(model) if peers is None else peers
+    stored = _read_one_token(model, policy, peers)
     own = leaves(stock.make_prompt_cache(model))
-    plain = stored if policy.stores_plain else _read_one_token(model, policy.plain())
+    plain = stored if policy.stores_plain else _read_one_token(model, policy.plain(), peers)
     return [_describe(*caches, step=step, chunk=chunk) for caches in zip(own, plain, stored, strict=True)]
 
 
-def _read_one_token(model: nn.Module, policy: CachePolicy) -> list[Any]:
+def _read_one_token(model: nn.Module, policy: CachePolicy, peers: Peers) -> list[Any]:
     """The caches of a model, all leaves, after a token that is never computed."""
     try:
-        caches = make_prompt_cache(model, policy, strict=False)
+        caches = make_prompt_cache(model, policy, strict=False, peers=peers)
         model(mx.array([[0]]), cache=caches)
     except ValueError:
         raise
@@ -172,11 +178,12 @@ def _longer(evictor: Evictor, heads: int) -> int:
     protected = layout.sinks + layout.keep_recent
     free = layout.budget - protected
     if not isinstance(layers, str):
-        table = by_layer(layers) if evictor.granularity == "layer" else layers
         if evictor.granularity != "adaptive":
+            table = by_layer(layers) if evictor.granularity == "layer" else layers
             return most_tokens(table, evictor.layer, free) - free
-        budget = heads * most_tokens(by_layer(layers), evictor.layer, free)  # all for one head
-        return budget - free
+        together = most_together(layers, evictor.layer, free) * (heads if len(layers[0]) == 1 else 1)
+        sure = max(0, int(SAFEGUARD * (together // heads + protected)) - protected)
+        return together - (heads - 1) * sure - free  # all for one head but what the others keep in any case
     if layers == "global":
         return NO_LIMIT
     if evictor.granularity != "adaptive":
@@ -190,7 +197,7 @@ def _records(evictor: Evictor, heads: int, step: int) -> TokenRecords:
     return TokenRecords(
         cut=evictor.layout.cut + _longer(evictor, heads),
         per_kept=own * (8 if evictor.score.per_token else 4),
-        dead=4 * heads if evictor.own_lengths and evictor.granularity in BY_HEAD else 0,
+        dead=4 * heads if evictor.uneven_heads else 0,
         per_reread=4 * heads if evictor.wants_rereading else 0,
         observed=ObservedBytes() if evictor.observation is None else most_bytes(evictor.observation, heads, step),
     )

@@ -61,6 +61,11 @@ def _how(cache: KVCache) -> str:
             keeps.append(f"but the newest {view.residual_length}")
     if cache.evictor is not None:
         keeps.append(f"by {cache.evictor.score.name} for each {cache.evictor.granularity}")
+        layers = cache.evictor.layers
+        if not isinstance(layers, str):
+            keeps.append(f"by table {hashlib.blake2b(repr(layers).encode(), digest_size=8).hexdigest()}")
+        elif layers == "global":
+            keeps.append("in one ranking of all layers")
     return ", ".join(keeps)
 
 

@@ -42,10 +42,18 @@ class Heads(Alone):
     def first_head(self, heads: int) -> int:
         return 0 if self._copies else self._group.rank() * heads
 
+    def all_heads(self, heads: int) -> int:
+        return heads if self._copies else self._group.size() * heads
+
     def have_heads(self, granularity: Granularity) -> bool:
         return self._copies or granularity != "head"
 
-    def check(self, granularity: Granularity, layers: Allocation = "uniform") -> None:
+    def check(self, granularity: Granularity, layers: Allocation = "uniform", fitted: bool = False) -> None:
+        if fitted and not self._copies:
+            raise ValueError(
+                "heads are split over ranks, and score='fitted' reads the keys and values of all of them: use another "
+                "score, such as 'key_diff', or split='layers'"
+            )
         if layers == "global":
             raise ValueError(
                 "heads are split over ranks, and layers='global' ranks the tokens of all of them: use layers='uniform' "
@@ -83,9 +91,12 @@ class Layers(Alone):
 
     def __init__(self, group: mx.distributed.Group, full_layers: Sequence[int]) -> None:
         self._group, self._most, self._least = group, max(full_layers), min(full_layers)
-        self.first_layer = sum(full_layers[group.rank() + 1 :])
+        self.first_layer, self._every = sum(full_layers[group.rank() + 1 :]), sum(full_layers)
 
-    def check(self, granularity: Granularity, layers: Allocation = "uniform") -> None:
+    def all_layers(self, layers: int) -> int:
+        return self._every
+
+    def check(self, granularity: Granularity, layers: Allocation = "uniform", fitted: bool = False) -> None:
         if layers in ("pyramid", "global"):
             raise ValueError(
                 f"layers are split over ranks, and layers={layers!r} needs all of them in one process: use "

@@ -32,7 +32,9 @@ class RowOccupancy:
         offset: the next position.
         live, capacity: slots that hold a token of this row, and slots that there are for it.
         kept: positions that are held, as ranges [first, last), of the first of the layers (and of its first head);
-            None where nobody looks. Gaps of less than a thousandth of the row are closed.
+            None where they are not watched. Gaps of less than a thousandth of the row are closed.
+        heads: tokens that each head of each layer holds; one number for heads of a layer that hold the same tokens.
+            None where all hold as many, or are not watched.
     """
 
     rule: str
@@ -41,6 +43,7 @@ class RowOccupancy:
     live: int
     capacity: int
     kept: PositionRanges | None
+    heads: list[list[int]] | None = None
 
     @property
     def evicted(self) -> int:
@@ -97,8 +100,20 @@ def _rule(layers: Sequence[Places], positions: bool) -> list[RowOccupancy]:
         row = cache.view.rows[index]
         kept = _kept(cache, row, index) if positions else None
         live = max(0, cache.layout.held(row))
-        told.append(RowOccupancy(rule, len(layers), max(0, row.offset), live, cache.capacity, kept))
+        heads = _heads(layers, len(told)) if positions else None
+        told.append(RowOccupancy(rule, len(layers), max(0, row.offset), live, cache.capacity, kept, heads))
     return told
+
+
+def _heads(layers: Sequence[Places], number: int) -> list[list[int]] | None:
+    """Tokens that each head of each layer holds of one row; None where all hold as many."""
+    held = []
+    for places in layers:
+        cache, index = places[number]
+        if cache.evictor is None or not cache.evictor.own_lengths:
+            return None
+        held.append(cache.evictor.tokens_by_head(cache.view.rows[index], index))
+    return held
 
 
 def _kept(cache: KVCache, row: Row, index: int) -> PositionRanges:

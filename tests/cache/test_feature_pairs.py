@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from calibrations import random_calibration
 from classes import anywhere
-from test_batch_rows import MOST_ROWS, Batches, Kind, Single
+from oracle import HEADS
+from test_batch_rows import DIM, MOST_ROWS, Batches, Kind, Single
 from test_observed import Rotation
 from test_observed_codecs import ObservedBatches, ObservedKind, TieError
 
@@ -36,14 +38,22 @@ BUDGET: dict[str, Any] = {"budget": 12, "keep_recent": 4, "sinks": 2, "margin": 
 SHARES = {f"share={share}": {**BUDGET, "share": share} for share in ("layers", "layer", "head", "adaptive")}
 SCORES = {
     f"score={score}": {**BUDGET, "score": score} for score in ("tova", "h2o", "snap_kv", "expected_attention", "kvzip")
+} | {"score=fitted": {**BUDGET, "score": random_calibration(HEADS, DIM, layers=2).score}}
+VERY_UNEQUAL = ((3.0, 0.0), (0.6, 0.4))  # of two layers: one head keeps everything for long, another nothing
+ALLOCATED = {
+    "head x table": {**BUDGET, "share": "head", "layers": VERY_UNEQUAL},
+    "adaptive x table": {**BUDGET, "share": "adaptive", "layers": VERY_UNEQUAL},
+    "layer x table": {**BUDGET, "share": "layer", "layers": VERY_UNEQUAL},
+    "adaptive x global": {**BUDGET, "share": "adaptive", "layers": "global"},
 }
+UNEVEN = ("share=adaptive", "head x table", "adaptive x table", "adaptive x global")
 BOUNDS: dict[str, dict[str, Any]] = {"ring": {"window": 9}, "chunks": {"chunk": 6}}
 OTHERS: dict[str, dict[str, Any]] = {
     "residual": {"residual_length": 3},
     "quantized_start": {"quantized_start": 9},
     "classes": {},
 }
-MADE = {**CODECS, **SHARES, **SCORES, **BOUNDS, **OTHERS}
+MADE = {**CODECS, **SHARES, **ALLOCATED, **SCORES, **BOUNDS, **OTHERS}
 HAPPENS = ("chunks of prompts", "trims", "drafts", "files", "kept prompts", "copies", "joins", "rows leave", "compact")
 OTHER_LAYERS = "of different layers of a model: tests/mlxlm/test_families.py"
 MOST = 8 if os.environ.get("HYPOTHESIS_PROFILE") == "quick" else 14
@@ -58,13 +68,13 @@ class Case:
     @property
     def impossible(self) -> str | None:
         """Why the two are never in one cache."""
-        for of in (CODECS, SHARES, SCORES, BOUNDS):
+        for of in (CODECS, {**SHARES, **ALLOCATED}, SCORES, BOUNDS):
             if set(self.names) <= of.keys():
                 return "one of them at a time"
         bounded = [name for name in self.names if name in BOUNDS]
-        if bounded and any(name in SHARES or name in SCORES for name in self.names):
+        if bounded and any("budget" in MADE[name] for name in self.names):
             return OTHER_LAYERS
-        if set(self.names) == {"residual", "share=adaptive"}:
+        if "residual" in self.names and any(name in UNEVEN for name in self.names):
             return "refused: heads of different lengths have no common newest tokens"
         if set(self.names) == {"quantized_start", "classes"}:
             return "a batch quantises all rows at once, and so other rows at other times than alone"

@@ -54,6 +54,19 @@ def test_a_reader_never_gets_what_another_model_or_policy_left(case: str, tmp_pa
     assert kept_how(read(PromptStore(tmp_path)).caches) == kept_how(read(None).caches)
 
 
+def test_two_tables_are_two_policies() -> None:
+    tables = [((1, 2), (3, 4), (5, 6)), ((2, 1), (3, 4), (5, 6)), ((1,), (2,), (3,)), "global", "uniform", "pyramid"]
+    every: list[Any] = [CachePolicy(budget=150, share="adaptive", layers=table) for table in tables]
+    told = [kept_how(make_prompt_cache(make_model("llama"), policy)) for policy in every]
+    assert len({str(each) for each in told}) == len(tables)
+    place = PromptMemory()
+    read(place, policy=every[0])
+    assert read(place, policy=every[0]).reused == 199
+    for other in every[1:]:
+        with pytest.raises(ValueError, match="caches of another"):
+            read(place, policy=other)
+
+
 def test_two_scores_of_one_name_are_two_policies() -> None:
     def policy(sign: float) -> CachePolicy:
         return CachePolicy(budget=150, score=lambda tokens: sign * mx.abs(tokens.keys).sum(axis=-1))

@@ -13,9 +13,11 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from classes import attend
 from mlx_lm.models import cache as stock
 
 from mlx_kv import (
+    CachePolicy,
     ChunkedKVCache,
     CompressedKVCache,
     KVCache,
@@ -46,13 +48,24 @@ STRANGE: tuple[Any, ...] = (
     ),
     *([], {}, [[]], [0], [None], {"array": "0.keys.0.0"}, {"array": 1}, {"kind": "mlx-kv"}),
 )
+BUDGET: dict[str, Any] = {"budget": 12, "keep_recent": 4, "sinks": 2, "margin": 4}
+TABLE = ((1.0, 0.5), (2.0, 0.1))
+ALLOCATED: tuple[dict[str, Any], ...] = (
+    {"share": "head", "layers": TABLE, "score": "key_norm"},
+    {"share": "layer", "layers": TABLE},
+    {"share": "adaptive", "layers": TABLE},
+    {"share": "adaptive", "layers": "global"},
+)
 DTYPES = ("BOOL", "U8", "I8", "U16", "F16", "BF16", "I32", "U32", "F32", "U64", "C64", "F64", None, 3)
 
 
 def filled(cache: Any, rows: int = 1, tokens: int = 40, writes: int = 4) -> Any:
     for turn in range(writes):
         x = mx.random.normal((rows, 2, tokens // writes, 32), key=mx.random.key(turn))
-        cache.update_and_fetch(x, x)
+        if getattr(cache, "evictor", None) is None:
+            cache.update_and_fetch(x, x)
+        else:
+            attend(cache, x, x, x)  # where heads differ in length, a mask must be asked for
     return cache
 
 
@@ -71,6 +84,7 @@ def caches() -> list[Any]:
         filled(ChunkedKVCache(16, 8)),
         filled(CompressedKVCache(20, 4, sinks=2, margin=4), rows=2),
         filled(CompressedKVCache(20, 4, sinks=2, margin=4, share="head", score="key_norm")),
+        *[filled(CachePolicy(**BUDGET, **own).make_cache(layer=1), rows=2) for own in ALLOCATED],
         stock.CacheList(recurrent, filled(KVCache())),
         KVCache(),
         *(filled(cache) for cache in (stock.KVCache(), stock.QuantizedKVCache(32, 8), stock.RotatingKVCache(16, 2))),
@@ -181,6 +195,41 @@ def test_a_made_up_description_is_refused_or_true(tmp_path: Path) -> None:
 
             loaded += check(path, wanted)
     assert loaded > MUTATIONS // 100  # other words, another rule of growth, more room: those are true
+
+
+def changed_eviction(told: list[Any], field: int, value: Any) -> list[Any]:
+    changed = [*copy.deepcopy(told), *[None] * (9 - len(told))]
+    changed[field] = value
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("allocated", "field", "value"),
+    [
+        (0, 7, None),  # nobody knows how long its heads are
+        (2, 7, None),
+        (3, 7, None),
+        (0, 8, "uniform"),  # its heads are of one length
+        (0, 1, "layer"),
+        (0, 2, 2),  # a third layer, of two
+        (0, 8, [[2.0, 1.0], [4.0, 0.2]]),  # its mean is not 1
+        (0, 8, [[1.0, 1.0], [1.0, -1.0]]),
+        (0, 8, "of the moon"),
+        (3, 1, "head"),
+    ],
+)
+def test_heads_of_other_lengths_are_refused(allocated: int, field: int, value: Any, tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    cache = filled(CachePolicy(**BUDGET, **ALLOCATED[allocated]).make_cache(layer=1))
+    assert cache.evictor.compactions
+    save_prompt_cache(path, [cache], tokens=range(5))
+    header, rest = header_of(path.read_bytes())
+    description = json.loads(header["__metadata__"]["description"])
+    assert check(path, None)
+    state = description["caches"][0]["state"]
+    state[-1] = changed_eviction(state[-1], field, value)
+    path.write_bytes(file_of(sealed(header, rest, description), rest))
+    assert not check(path, None)
 
 
 def test_made_up_arrays_are_refused_or_true(tmp_path: Path) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator
 from typing import Any
 
 import mlx.core as mx
 import pytest
+from calibrations import random_calibration
 from tiny_models import VOCAB, make_model
 
 from mlx_kv import CachePolicy, TemperatureSampler
+from mlx_kv.files.fingerprint import model_fingerprint
 from mlx_kv.generation.agreement import ALONE, Agreement, Alone, in_step
 from mlx_kv.generation.engine import make_engine
 from mlx_kv.generation.sampling import SeededSampler
@@ -137,3 +140,35 @@ def test_another_policy_than_the_leaders_is_refused() -> None:
     for other in (CachePolicy(), CachePolicy(budget=81, share="layer"), CachePolicy(budget=80)):
         with pytest.raises(ValueError, match="the leader's policy has budget=80, share='layer', that of this rank"):
             caches_together(model, other, Follows())
+
+
+def test_another_table_than_the_leaders_is_refused() -> None:
+    told: list[Any] = []
+
+    class Leads(Alone):
+        def told(self, say: Any) -> Any:
+            told.append(say())
+            return told[-1]
+
+    class Follows(Alone):
+        leads = False
+
+        def told(self, say: Any) -> Any:
+            return told[-1]
+
+    model = make_model("llama")
+    tables = [((1.0, 2.0), (3.0, 4.0), (5.0, 6.0)), ((2.0, 1.0), (3.0, 4.0), (5.0, 6.0))]
+    policies = [CachePolicy(budget=80, layers=table) for table in tables]
+    caches_together(model, policies[0], Leads())
+    assert json.loads(json.dumps(told)) == told
+    assert caches_together(model, policies[0], Follows())
+    with pytest.raises(
+        ValueError, match=r"the leader's policy has .*layers='table [0-9a-f]{12}'.*give all ranks the same"
+    ):
+        caches_together(model, policies[1], Follows())
+    measured = [random_calibration(2, 32, 3, fingerprint=model_fingerprint(model), seed=10 * seed) for seed in (0, 1)]
+    calibrated = [CachePolicy(budget=80, calibration=own, score="fitted") for own in measured]
+    caches_together(model, calibrated[0], Leads())
+    assert caches_together(model, calibrated[0], Follows())
+    with pytest.raises(ValueError, match=f"calibration='{measured[0].name}'"):
+        caches_together(model, calibrated[1], Follows())

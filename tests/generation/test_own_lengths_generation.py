@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,10 +14,17 @@ from mlx_kv import CachePolicy, batch_generate
 from mlx_kv.cache.classes import moving
 
 SHAPE: dict[str, Any] = {"budget": 24, "keep_recent": 8, "sinks": 2, "margin": 9}
+TABLE = ((3.0, 0.1), (1.0, 0.3), (0.0, 1.2))  # of three layers of two heads
+EIGHT_BITS: dict[str, Any] = {"bits": 8, "group_size": 32}
 POLICIES = {
     "adaptive": CachePolicy(**SHAPE, share="adaptive"),
     "pyramid, 8 bits": CachePolicy(**SHAPE, share="head", layers="pyramid", bits=8, group_size=32, score="value_norm"),
     "both": CachePolicy(**SHAPE, share="adaptive", layers="pyramid", score="value_norm"),
+    "one ranking": CachePolicy(**SHAPE, share="adaptive", layers="global", score="value_norm"),
+    "a table of heads": CachePolicy(**SHAPE, share="head", layers=TABLE),
+    "a table of heads, 8 bits": CachePolicy(**SHAPE, share="head", layers=TABLE, score="value_norm", **EIGHT_BITS),
+    "a table, a ranking by layer": CachePolicy(**SHAPE, share="adaptive", layers=TABLE),
+    "a table of layers, rotated": CachePolicy(**SHAPE, share="layer", layers=TABLE, codec="rotated", **EIGHT_BITS),
 }
 
 
@@ -31,6 +39,8 @@ def test_batches_whose_layers_differ(
     if turn is not None:
         monkeypatch.setattr(moving, "settled", anywhere(turn))
     settings = POLICIES[policy]
+    if family != "llama" and not isinstance(settings.layers, str):  # half of their four layers have windows
+        settings = replace(settings, layers=TABLE[:2])
     wanted = alone(family, settings, 24, step=8)
     model = make_model(family)
     assert gathered(batch_generate(model, None, PROMPTS, settings, 24, max_batch_size=5, prefill_step_size=8)) == wanted

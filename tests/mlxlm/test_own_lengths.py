@@ -17,6 +17,7 @@ from mlx_kv.cache.eviction.masks import OwnMasks
 from mlx_kv.mlxlm.attention import AttentionCall, attention_hooked
 from mlx_kv.mlxlm.traverse import attention_caches
 from mlx_kv.ranks.peers import Heads, Layers
+from mlx_kv.ranks.splitting import PlannedRank
 from tests.tiny_models import VOCAB, make_model
 
 SHARES: list[dict[str, Any]] = [
@@ -169,14 +170,32 @@ def test_what_no_model_can_do_is_refused_in_one_line() -> None:
 
 
 def test_ranks_refuse_what_they_could_not_compare() -> None:
-    alone: Any = None  # nothing is sent
+    alone: Any = PlannedRank(1, 2)  # nothing is sent
     with pytest.raises(ValueError, match="use share='head'"):
         Heads(alone, copies=False).check("adaptive")
     Heads(alone, copies=True).check("adaptive")  # every rank has all heads of which anything is kept
     Heads(alone, copies=False).check("head", "pyramid")
     with pytest.raises(ValueError, match="use layers='uniform'"):
-        Layers(alone, 1, 1).check("head", "pyramid")
-    Layers(alone, 1, 1).check("adaptive")
+        Layers(alone, (1, 1)).check("head", "pyramid")
+    Layers(alone, (1, 1)).check("adaptive")
+    for peers in (Heads(alone, copies=False), Layers(alone, (1, 1))):
+        with pytest.raises(ValueError, match=r"layers='global'.* use layers='uniform' or 'calibrated'"):
+            peers.check("adaptive", "global")
+        peers.check("head", ((1.0,), (1.0,)))
+    with pytest.raises(ValueError, match="score='fitted' reads the keys and values of all of them"):
+        Heads(alone, copies=False).check("head", fitted=True)
+    Heads(alone, copies=True).check("head", fitted=True)
+    Layers(alone, (1, 1)).check("head", fitted=True)
+
+
+def test_ranks_find_their_place_in_a_table() -> None:
+    heads, copies = ([Heads(PlannedRank(rank, 3), same) for rank in range(3)] for same in (False, True))
+    assert [peers.first_head(2) for peers in heads] == [0, 2, 4]
+    assert {peers.all_heads(2) for peers in heads} == {6}
+    assert {(peers.first_head(2), peers.all_heads(2)) for peers in copies} == {(0, 2)}
+    layers = [Layers(PlannedRank(rank, 3), (4, 2, 1)) for rank in range(3)]  # the last rank has the first layers
+    assert [peers.first_layer for peers in layers] == [3, 1, 0]
+    assert {peers.all_layers(own) for peers, own in zip(layers, (4, 2, 1), strict=True)} == {7}
 
 
 @pytest.mark.parametrize("means", [(100, 30), (1024, 8), (70, 61), (90, 1), (90, 2), (90, 7)])

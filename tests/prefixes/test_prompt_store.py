@@ -28,6 +28,7 @@ from mlx_kv.prefixes.reader import PromptReader
 
 PREFIX = mx.random.randint(1, VOCAB, (3000,), key=mx.random.key(0)).tolist()
 FIRST, SECOND = ([*PREFIX, *mx.random.randint(1, VOCAB, (40,), key=mx.random.key(i)).tolist()] for i in (1, 2))
+TABLE = ((3.0, 0.1), (1.0, 0.5), (0.0, 1.4))  # of three layers of two heads
 KINDS: dict[str, tuple[str, CachePolicy]] = {
     "plain": ("llama", CachePolicy()),
     "quantised": ("llama", CachePolicy(bits=8, group_size=32)),
@@ -38,6 +39,12 @@ KINDS: dict[str, tuple[str, CachePolicy]] = {
     "max_kv_size": ("llama", CachePolicy(max_kv_size=100)),
     "budget": ("llama", CachePolicy(budget=200, keep_recent=32)),
     "a pyramid of heads": ("llama", CachePolicy(budget=200, keep_recent=32, share="adaptive", layers="pyramid")),
+    "a table of heads": ("llama", CachePolicy(budget=200, keep_recent=32, share="head", layers=TABLE)),
+    "a table of layers, quantised": (
+        "llama",
+        CachePolicy(budget=200, share="layer", layers=TABLE, bits=8, group_size=32),
+    ),
+    "one ranking": ("llama", CachePolicy(budget=200, keep_recent=32, share="adaptive", layers="global")),
     "budget, by head, quantised": ("llama", CachePolicy(budget=200, share="head", bits=8, group_size=32)),
 }
 IN_ANOTHER_PROCESS = ("plain", "windowed past its wrap")

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import mlx.core as mx
+from classes import attend
 
 from mlx_kv import CachePolicy, KVCache
 from mlx_kv.cache.eviction.layer_group import LayerGroup
@@ -19,6 +20,11 @@ from mlx_kv.mlxlm.traverse import hear_from
 from mlx_kv.ranks.peers import Heads, Layers
 
 LAYERS, HEADS, DIM = 5, 6, 32
+SHARES = ("layer", "head")
+TABLES: tuple[dict[str, Any], ...] = (
+    {},
+    {"layers": [[(5 * layer + 3 * head) % 7 for head in range(HEADS)] for layer in range(LAYERS)]},
+)
 SPLITS = {2: (2, 3), 3: (1, 3, 1)}  # layers of each rank, of which the last has the first
 
 
@@ -45,13 +51,13 @@ def part_of(split: str, group: mx.distributed.Group) -> Has:
 
 
 def peers(split: str, group: mx.distributed.Group) -> Peers:
-    return Layers(group, max(SPLITS[group.size()]), 1) if split == "layers" else Heads(group, split == "copies")
+    return Layers(group, SPLITS[group.size()]) if split == "layers" else Heads(group, split == "copies")
 
 
 def played(seed: int, has: Has, peers: Peers) -> Life:
     """A life to its end."""
     draw = random.Random(seed)
-    share = draw.choice(["layers", "layers", "layer", "head"])
+    share, allocated = draw.choice([*[("layers", {})] * 2, *[(share, own) for share in SHARES for own in TABLES]])
     quantised: dict[str, Any] = draw.choice([{}, {}, {"bits": 8, "group_size": 32}])
     policy = CachePolicy(
         budget=draw.randint(20, 30),
@@ -60,6 +66,7 @@ def played(seed: int, has: Has, peers: Peers) -> Life:
         margin=draw.randint(0, 9),
         score=draw.choice(["key_diff", "key_norm", "value_norm", "lag_kv", "random"]),
         share=share,
+        **allocated,
         **quantised,
     )
     life = Life(draw, policy, has, peers)
@@ -104,7 +111,8 @@ class Life:
         for cache, layer in zip(caches, self.has.layers, strict=True):
             if len(set(counts)) > 1:
                 cache.prepare(lengths=counts)
-            cache.update_and_fetch(keys[layer, :, self.has.heads], values[layer, :, self.has.heads])
+            own = [x[layer, :, self.has.heads] for x in (keys, values)]
+            attend(cache, own[0], *own)  # where heads differ in length, a mask must be asked for
             cache.finalize()
 
     @property
@@ -158,7 +166,10 @@ class Life:
 
     def kept(self) -> list[list[Any]]:
         """The positions that are left in each layer and row, of each head that keeps its own."""
-        return [[[sorted(head) for head in row] for row in cache.positions.tolist()] for cache in self.batch]
+        return [
+            [[sorted(p for p in head if p >= 0) for head in row] for row in cache.positions.tolist()]
+            for cache in self.batch
+        ]
 
     def part(self, has: Has) -> list[list[Any]]:
         """What of that a rank should have: as long as nothing was evicted, all heads have the same."""

@@ -18,12 +18,14 @@ import mlx_kv  # before MLX: it loads a tuned BLAS
 import mlx.core as mx
 import mlx.nn as nn
 import random_rows as rows
+from calibrations import random_calibration
 from families import make_family
 from mlx_lm.generate import generation_stream
 from tiny_models import make_model
 
 from mlx_kv import CachePolicy, make_prompt_cache
 from mlx_kv.cache.eviction.peers import ALONE, Peers
+from mlx_kv.files.fingerprint import model_fingerprint
 from mlx_kv.mlxlm.traverse import attention_caches
 from mlx_kv.ranks import peers as exchange
 from mlx_kv.ranks.peers import peers_of
@@ -78,7 +80,7 @@ def decode(model: nn.Module, caches: list[Any]) -> dict[str, Any]:
 def kept(caches: list[Any]) -> list[list[list[int]]]:
     """The positions that each layer with a budget has left, of each head that keeps its own."""
     budgeted = [cache for cache in attention_caches(caches) if cache.evictor is not None]
-    return [[sorted(head) for head in cache.positions[0].tolist()] for cache in budgeted]
+    return [[sorted(p for p in head if p >= 0) for head in cache.positions[0].tolist()] for cache in budgeted]
 
 
 def run(model: nn.Module, settings: dict[str, Any], peers: Peers | None = None) -> dict[str, Any]:
@@ -123,6 +125,30 @@ def families(split: str, layers: str, *cases: str) -> None:
         for name, settings in policies.items():
             part, of = run(model, settings), part_of(model)
             tell(family=family, policy=name, alone=alone[name], part=part, copies=of is not None and of.copies)
+
+
+def tables(split: str, layers: str) -> None:
+    """Budgets of heads by a table, and the fitted score, of a model of four layers of two KV heads."""
+    ranks = join(split)
+    model = make_family("qwen2")
+    table = [[5.0, 0.2], [0.5, 1.0], [0.0, 1.4], [1.0, 0.4]]
+    measured = random_calibration(2, 32, 4, fingerprint=model_fingerprint(model))
+    policies: dict[str, dict[str, Any]] = {
+        **{
+            f"{share}, {score}": {**BUDGET, "share": share, "layers": table, "score": score}
+            for share in ("head", "layer", "adaptive")
+            for score in ("key_diff", "key_norm")
+        },
+        "head, column": {**BUDGET, "share": "head", "layers": [[2.0], [1.0], [0.3], [1.0]]},
+        "head, more rows": {**BUDGET, "share": "head", "layers": [*table, [1.0, 1.0]]},
+        "global": {**BUDGET, "share": "adaptive", "layers": "global", "score": "key_norm"},
+        "fitted": {**BUDGET, "calibration": measured, "layers": table, "share": "head"},
+        "fitted, layers": {**BUDGET, "calibration": measured, "layers": "uniform", "share": "layers"},
+    }
+    alone = {name: run(model, settings) for name, settings in policies.items()}
+    split_model(model, ranks, [int(word) for word in layers.split(",")] if layers else None)
+    for name, settings in policies.items():
+        tell(policy=name, alone=alone[name], part=run(model, settings))
 
 
 def unheard(split: str) -> None:

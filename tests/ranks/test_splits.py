@@ -42,7 +42,7 @@ def joined(case: Told, split: str) -> list[Any]:
     parts = [rank["part"]["kept"] for rank in case]
     if split == "layers":
         return list(itertools.chain.from_iterable(reversed(parts)))
-    if case[0]["policy"] == "head" and case[0]["part"]["kept"] != case[0]["alone"]["kept"]:
+    if case[0]["policy"].startswith("head") and case[0]["part"]["kept"] != case[0]["alone"]["kept"]:
         return [list(itertools.chain.from_iterable(layer)) for layer in zip(*parts, strict=True)]
     assert all(part == parts[0] for part in parts)
     return list(parts[0])
@@ -95,6 +95,30 @@ def test_uneven_layers_on_three_ranks() -> None:
 def test_three_heads_on_three_ranks() -> None:
     for case in told(3, split_programs.three_heads):
         check(case, "heads")
+
+
+@pytest.mark.parametrize(("size", "split", "layers"), [(2, "heads", ""), (2, "layers", "1,3"), (3, "layers", "1,2,1")])
+def test_budgets_of_heads_and_layers_by_a_table(size: int, split: str, layers: str) -> None:
+    """Each rank has the rows or columns of its part; what needs more than that is refused by name."""
+    found = {case[0]["policy"]: case for case in told(size, split_programs.tables, split, layers)}
+    assert len(found) == 11
+    refused = {"global": "layers='global'"}
+    if split == "heads":
+        adaptive = {f"adaptive, {score}": "share='adaptive' compares" for score in ("key_diff", "key_norm")}
+        refused |= adaptive | dict.fromkeys(
+            ("fitted", "fitted, layers"), "score='fitted' reads the keys and values of all"
+        )
+    for name, case in found.items():
+        if name in refused:
+            assert all(refused[name] in rank["part"]["refused"] for rank in case)
+            continue
+        check(case, split)
+        if name == "head, more rows":
+            assert "has 5 rows, and this model has 4 layers" in case[0]["alone"]["refused"]
+            continue
+        lengths = [len(head) for layer in case[0]["alone"]["kept"] for head in layer]
+        assert len(set(lengths)) > 1 or name == "fitted, layers"
+        assert case[0]["part"]["compactions"] > 2
 
 
 @pytest.mark.parametrize("split", ["heads", "layers"])

@@ -62,6 +62,27 @@ def test_rows_in_memory() -> None:
         assert server.http.get("/memory").json()["rows"] == []
 
 
+@pytest.mark.parametrize("share", ["head", "layers"])
+def test_heads_that_hold_different_numbers_are_counted(share: str) -> None:
+    model = make_model("llama")
+    table = [[1 + 3 * layer + head for head in range(2)] for layer in range(len(model.layers))]
+    uneven: dict[str, Any] = {"share": share} | ({"allocation": table} if share == "head" else {})
+    caches = make_prompt_cache(model, CachePolicy(budget=24, keep_recent=6, sinks=2, margin=4, **uneven))
+    for _ in range(6):
+        read_ragged(model, caches, [[5] * 12])
+    for row in occupancy_of(caches, positions=True).rows:
+        (layer,) = row
+        if share == "layers":
+            assert layer.heads is None
+            continue
+        assert layer.heads is not None
+        counts = [count for own in layer.heads for count in own]
+        assert sum(counts) == len(counts) * layer.live
+        assert counts == sorted(counts)
+        assert counts[0] < counts[-1]
+    assert all(layer.heads is None for row in occupancy_of(caches, positions=False).rows for layer in row)
+
+
 @pytest.mark.slow
 def test_all_that_was_let_in_is_shown() -> None:
     """Also what the worker has not heard of yet, and what is no tokens yet."""

@@ -8,6 +8,7 @@ L layers of full attention, H KV heads.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -83,6 +84,24 @@ def token_counts(table: HeadBudgets, mean: int, most: int) -> tuple[tuple[int, .
     return tuple(tuple(counts[first : first + width]) for first in range(0, len(flat), width))
 
 
+def most_together(table: HeadBudgets, layer: int, mean: int) -> int:
+    """The most tokens that all heads of one layer ever keep together, however many are read; see `token_counts`.
+
+    While some heads keep all tokens, what a layer has is linear in the tokens read: it is largest where a head stops.
+    """
+    flat, own = Counter(each for row in table for each in row), Counter(table[layer])
+    heads, total = own.total(), flat.total() * mean
+    found, rest, own_rest = float(heads * mean), math.fsum(flat.elements()), math.fsum(own.elements())
+    full = own_full = 0  # heads with more than a share, of all and of this layer
+    for share in sorted([each for each in flat if each > 0], reverse=True):
+        read = total / (full + rest / share)  # so many tokens: from there on heads of this share keep fewer than all
+        found = max(found, read * (own_full + own_rest / share))
+        count, own_count = flat[share], own[share]
+        full, own_full = full + count, own_full + own_count
+        rest, own_rest = max(0.0, rest - count * share), max(0.0, own_rest - own_count * share)
+    return math.ceil(found) + heads
+
+
 def most_tokens(table: HeadBudgets, layer: int, mean: int) -> int:
     """The most tokens that a head of one layer ever keeps, however many are read; see `token_counts`.
 
@@ -90,8 +109,8 @@ def most_tokens(table: HeadBudgets, layer: int, mean: int) -> int:
     """
     share = max(table[layer])
     flat = [each for row in table for each in row]
-    if share <= 0:
-        return mean if sum(each > 0 for each in flat) else 0
+    if share <= 0:  # they share what is left where all others keep everything
+        return mean
     larger = sum(each > share for each in flat)
     others = math.fsum(each for each in flat if each <= share)
     return math.ceil(len(flat) * mean / (larger + others / share)) + 1

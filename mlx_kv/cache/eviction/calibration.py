@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from mlx_kv.cache.checks import check_type
 from mlx_kv.cache.eviction.allocation import HeadBudgets, head_budgets
-from mlx_kv.cache.eviction.scores import SCORES, Score
+from mlx_kv.cache.eviction.scores import MEASURED, Score
 from mlx_kv.cache.eviction.scores.fitted import FittedLayer, fitted_score
 
 FITTED = "fitted"
@@ -56,7 +56,7 @@ class Calibration:
                 f"got budgets for {len(self.heads)} layers and weights for {len(self.layers)}: give as many of both"
             )
         if self.layers:
-            SCORES.registered[self.score.name] = self.score  # loaded caches find their score by its name
+            MEASURED[self.score.name] = self.score  # loaded caches find their score by its name
 
     @cached_property
     def name(self) -> str:

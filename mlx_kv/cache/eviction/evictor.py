@@ -234,6 +234,10 @@ class Evictor:
             return positions
         return mx.where(kept.alive(self.layout, row, index, positions.shape[1]), positions, -1)
 
+    def tokens_by_head(self, row: Row, index: int) -> list[int]:
+        """How many tokens each head of one row holds; one number where all hold the same."""
+        return (self.live_positions(row, index) >= 0).sum(axis=-1).tolist()  # type: ignore[return-value]
+
     def live_scores(self, index: int) -> mx.array:
         """The scores of all live slots of one row, (H', n), as they are now."""
         return self._step_from(self._cache().view).scoring.live(index)
@@ -264,6 +268,11 @@ class Evictor:
     def own_lengths(self) -> bool:
         """Whether this layer, or each of its heads, holds another number of tokens than others: it has its own mask."""
         return self.granularity == "adaptive" or self.layers != "uniform"
+
+    @property
+    def uneven_heads(self) -> bool:
+        """Whether heads of this layer may hold different numbers of tokens."""
+        return self.granularity == "adaptive" or (self.granularity == "head" and self._table is not None)
 
     def attend(self, call: Call, rows: tuple[Row, ...], counts: tuple[int, ...] | None) -> mx.array:
         """(B, Hq, S, Dv): attention after an update, seen on its way; over what each head holds.
@@ -359,9 +368,12 @@ class Evictor:
         layout, table = self.layout, self._table
         assert table is not None, "counts are fixed where there is a table"
         own = token_counts(table, layout.budget - layout.sinks - layout.keep_recent, most)[self.layer]
-        first = self.peers.first_head(heads)
-        if len(own) != 1 and len(own) < first + heads:
-            raise ValueError(f"the table of budgets has {len(own)} heads in a layer, but the cache has {first + heads}")
+        first, every = self.peers.first_head(heads), self.peers.all_heads(heads)
+        if len(own) not in (1, every):
+            raise ValueError(
+                f"the table of budgets has {len(own)} numbers in a row, and a layer has {every} KV heads: give a "
+                "number for each head, or one for all of them"
+            )
         return own * heads if len(own) == 1 else own[first : first + heads]
 
     def _next_step(self) -> CompactionStep:

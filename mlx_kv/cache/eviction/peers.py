@@ -29,16 +29,28 @@ class Peers(Protocol):
         """Layers of full attention that come before those here."""
         ...
 
+    def all_layers(self, layers: int) -> int:
+        """Layers of full attention, those here and those of the other parts, of which `layers` are here."""
+        ...
+
     def first_head(self, heads: int) -> int:
         """KV heads of a layer that come before the `heads` here."""
+        ...
+
+    def all_heads(self, heads: int) -> int:
+        """KV heads of a layer, those here and those of the other parts, of which `heads` are here."""
         ...
 
     def have_heads(self, granularity: Granularity) -> bool:
         """Whether heads that are not here have a say in which tokens the heads here keep."""
         ...
 
-    def check(self, granularity: Granularity, layers: Allocation = "uniform") -> None:
-        """Raises ValueError where not all parts could tell what a budget needs to be told."""
+    def check(self, granularity: Granularity, layers: Allocation = "uniform", fitted: bool = False) -> None:
+        """Raises ValueError where not all parts could tell what a budget needs to be told.
+
+        Args:
+            fitted: whether the score reads keys and values of all heads of a layer.
+        """
         ...
 
     def with_heads(self, scores: Sequence[mx.array]) -> Sequence[mx.array]:
@@ -59,10 +71,16 @@ class Alone:
     have_layers = False
     first_layer = 0
 
+    def all_layers(self, layers: int) -> int:
+        return layers
+
     def first_head(self, heads: int) -> int:
         return 0
 
-    def check(self, granularity: Granularity, layers: Allocation = "uniform") -> None:
+    def all_heads(self, heads: int) -> int:
+        return heads
+
+    def check(self, granularity: Granularity, layers: Allocation = "uniform", fitted: bool = False) -> None:
         pass
 
     def have_heads(self, granularity: Granularity) -> bool:

@@ -103,6 +103,9 @@ OURS = (
     Score("value_norm", value_norm, per_token=True),
 )
 SCORES = OpenSet("score", "a function", {score.name: score for score in OURS}, _of_entry_point)
+MEASURED: dict[
+    str, Score
+] = {}  # of calibrations, by name: loaded caches find them, and there is no choosing among them
 
 
 def score_names() -> list[str]:
@@ -145,4 +148,6 @@ def find_score(score: str | Function | Score) -> Score:
     if callable(score):
         name = getattr(score, "__qualname__", type(score).__qualname__)
         return Score(f"{getattr(score, '__module__', '')}.{name}", score)
+    if isinstance(score, str) and score in MEASURED:
+        return MEASURED[score]
     return SCORES.find(score)
