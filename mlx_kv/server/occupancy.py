@@ -95,7 +95,7 @@ def tokens_evicted(caches: Iterable[Any]) -> list[int]:
 
 def _rule(layers: Sequence[Places], positions: bool) -> list[RowOccupancy]:
     rule = layout_name(layers[0][0][0].layout)
-    told = []
+    told: list[RowOccupancy] = []
     for cache, index in layers[0]:
         row = cache.view.rows[index]
         kept = _kept(cache, row, index) if positions else None

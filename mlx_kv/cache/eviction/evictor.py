@@ -9,33 +9,29 @@ B rows, H KV heads; H' is H where every head keeps its own tokens (share="head" 
 from __future__ import annotations
 
 import time
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
 
 from mlx_kv.cache.buffers import move_slots
-from mlx_kv.cache.eviction.allocation import by_layer, head_budgets, token_counts
 from mlx_kv.cache.eviction.compaction import Moves
-from mlx_kv.cache.eviction.granularity import Allocation, Granularity, check_granularity
-from mlx_kv.cache.eviction.held import Cached, Held
+from mlx_kv.cache.eviction.granularity import Allocation, Granularity
 from mlx_kv.cache.eviction.layer_group import LayerGroup
 from mlx_kv.cache.eviction.masks import OwnMasks
+from mlx_kv.cache.eviction.member import GroupMember
 from mlx_kv.cache.eviction.membership import EvictorState, Membership, Work
-from mlx_kv.cache.eviction.observed.observation import Observation, observation_for
+from mlx_kv.cache.eviction.observed.observation import Observation
 from mlx_kv.cache.eviction.observed.state import ObservedState, go_on_from, state_of
 from mlx_kv.cache.eviction.peers import ALONE, Peers
 from mlx_kv.cache.eviction.rereading import Listener
-from mlx_kv.cache.eviction.scores import Function, Score, find_score
+from mlx_kv.cache.eviction.scores import Function, Score
 from mlx_kv.cache.eviction.step import CompactionStep
-from mlx_kv.cache.eviction.uneven import Evictable
-from mlx_kv.cache.eviction.weights import Keys, keys_of
 from mlx_kv.cache.layout import Budget, Plan, Row
 from mlx_kv.cache.protocol import Call
 
 
-class Evictor:
+class Evictor(GroupMember):
     """Compacts the rows of one cache.
 
     Args:
@@ -59,25 +55,12 @@ class Evictor:
         layer: int = 0,
         layers: Allocation = "uniform",
     ) -> None:
-        check_granularity(granularity, layers)
-        self.layout, self.score, self.granularity, self.layer = layout, find_score(score), granularity, layer
-        self.layers = layers if isinstance(layers, str) else head_budgets(layers)
-        self._table = None if isinstance(self.layers, str) else self.layers
-        if self._table is not None and granularity == "layer":
-            self._table = by_layer(self._table)
+        super().__init__(layout, score, granularity, layer_group or LayerGroup(), layer, layers)
         self._masks = OwnMasks(layout)
-        self.members = Membership((layer_group or LayerGroup(),))
-        self.members.groups[0].join(layer, self)
-        self.observation = observation_for(self.score.wants, layout.keep_recent)
-        self._owner: Callable[[], Cached | None] = lambda: None
         self.paused = False  # nothing is evicted for now
         self._listener: Listener | None = None  # while a text is read again
-        self._step: CompactionStep | None = None  # worked out for the compaction that comes, if anything was
 
     # --- belonging ------------------------------------------------------------------------------------------------
-
-    def belong_to(self, owner: Cached) -> None:
-        self._owner = weakref.ref(owner)
 
     @property
     def state(self) -> EvictorState:
@@ -171,11 +154,6 @@ class Evictor:
         for group in self.members.groups:
             group.peers = peers
 
-    @property
-    def peers(self) -> Peers:
-        """Who has other parts of the same sequences."""
-        return self.members.groups[0].peers
-
     def trimmed(self, rows: tuple[Row, ...]) -> None:
         """Tokens were taken back, and rows stand here now."""
         self.forget()
@@ -225,14 +203,6 @@ class Evictor:
     @property
     def nbytes(self) -> int:
         return self.members.nbytes + (0 if self.observation is None else self.observation.nbytes)
-
-    def live_positions(self, row: Row, index: int) -> mx.array:
-        """The position of each live slot of one row, (H', n); -1 where a head has no token, and others have."""
-        kept = self.members.kept
-        positions = kept.live_positions(self.layout, row, index)
-        if kept.dead is None:
-            return positions
-        return mx.where(kept.alive(self.layout, row, index, positions.shape[1]), positions, -1)
 
     def tokens_by_head(self, row: Row, index: int) -> list[int]:
         """How many tokens each head of one row holds; one number where all hold the same."""
@@ -289,12 +259,6 @@ class Evictor:
         if self.observation is None:
             return answer
         return self.observation.see(call, answer, rows, counts, lambda: self._keys_for(rows, call))
-
-    def _keys_for(self, rows: tuple[Row, ...], call: Call | None = None) -> Keys:
-        """The tokens that queries see, as a call gives them or as they are stored."""
-        buffers = self._cache().view.buffers
-        assert buffers is not None, "queries come after keys"
-        return keys_of(buffers[0], [self.live_positions(row, i) for i, row in enumerate(rows)], call)
 
     # --- texts that are read again ------------------------------------------------------------------------------------
 
@@ -362,65 +326,3 @@ class Evictor:
         elif self.layers != "pyramid":  # whose layers are due at different times
             group.decide_each(row, self.granularity, nbytes)
         return step.own_moves(index)
-
-    def counts(self, most: int, heads: int) -> Sequence[int]:
-        """Evictable tokens that each head of this layer keeps by the table, of `most` that were read."""
-        layout, table = self.layout, self._table
-        assert table is not None, "counts are fixed where there is a table"
-        own = token_counts(table, layout.budget - layout.sinks - layout.keep_recent, most)[self.layer]
-        first, every = self.peers.first_head(heads), self.peers.all_heads(heads)
-        if len(own) not in (1, every):
-            raise ValueError(
-                f"the table of budgets has {len(own)} numbers in a row, and a layer has {every} KV heads: give a "
-                "number for each head, or one for all of them"
-            )
-        return own * heads if len(own) == 1 else own[first : first + heads]
-
-    def _next_step(self) -> CompactionStep:
-        """What was worked out for the next compaction, if it still holds."""
-        view = self._cache().view
-        if self._step is None or not self._step.is_of(view):
-            self._step = self._step_from(view)
-        return self._step
-
-    def _step_from(self, view: Held) -> CompactionStep:
-        if self.observation is not None and view.buffers is not None:
-            self.observation.settle(view.rows, lambda: self._keys_for(view.rows))
-        known = view, self.members, self.observation, self.layer, None if self._table is None else self.counts
-        return CompactionStep(self.layout, self.score, self.granularity, *known)
-
-    def _cache(self) -> Cached:
-        owner = self._owner()
-        assert owner is not None, "an evictor is asked by its cache, or through it"
-        return owner
-
-    # --- a member of layer groups -------------------------------------------------------------------------------------
-
-    def row(self, group: LayerGroup) -> Row:
-        owner = self._owner()
-        if owner is None or owner.view.buffers is None or group not in self.members.groups:
-            return Row()
-        return owner.view.rows[self.members.groups.index(group)]
-
-    def own_scores(self, group: LayerGroup) -> mx.array | None:
-        return self._next_step().scoring.own(self.members.groups.index(group))
-
-    def hear(self, group: LayerGroup, scores: mx.array) -> None:
-        self._next_step().scoring.hear(self.members.groups.index(group), scores)
-
-    def evictable_scores(self, group: LayerGroup) -> mx.array:
-        return self._next_step().scoring.standardised(self.members.groups.index(group))
-
-    def ranked(self, group: LayerGroup, place: int, layers: int) -> tuple[Evictable, int]:
-        index, layout = self.members.groups.index(group), self.layout
-        tokens = self._next_step().evictable(index, place, layers)
-        return tokens, tokens.ranks.shape[0] * (layout.held(self.row(group)) - layout.budget)
-
-    def evict(self, group: LayerGroup, tokens: Evictable, gone: mx.array) -> None:
-        self._next_step().evict(self.members.groups.index(group), tokens, gone)
-
-    def decide(self, group: LayerGroup) -> None:
-        self._next_step().own_moves(self.members.groups.index(group))
-
-    def change(self, old: LayerGroup, new: LayerGroup) -> None:
-        self.members = self.members.with_group(old, new)
