@@ -3,9 +3,10 @@
     python benchmarks/score_rule.py build/scores.jsonl [--plot build/scores.png] [--draw NAME,NAME] [--rolling]
 
 Nothing is measured here. The first table says which tasks are instruments (the full cache right in nine of ten
-answers), the next ones each score's accuracy at each budget, mean ± standard deviation of the seeds, and the last one
-each condition of the rule, score by score: means over instruments, points against key_diff seed by seed, the worst
-instrument. What the rule asks of time and memory is measured elsewhere (benchmarks/observing.py) and not decided here.
+answers), the next ones each score's accuracy at each budget, mean ± standard deviation of the seeds, and then each
+condition of the rule, score by score: means over instruments, points against key_diff seed by seed, the worst
+instrument. The last one has each policy at each budget, with the slots that it takes, against key_diff at a uniform
+quarter. What the rule asks of time and memory is measured elsewhere (benchmarks/observing.py) and not decided here.
 One JSON line last.
 """
 
@@ -130,6 +131,25 @@ def verdicts(cells: Cells) -> list[dict[str, object]]:
     return sorted(found, key=lambda each: -float(str(each["mean"] or 0)))
 
 
+def by_bytes(cells: Cells) -> list[dict[str, object]]:
+    """Each policy at each budget: its mean, the slots it takes, and its gain over the default at a uniform quarter."""
+    quarter = {seed: cells.mean(DEFAULT, TIGHT[:1], seed) for seed in [None, *cells.seeds]}
+    found: list[dict[str, object]] = []
+    for name in cells.scores:
+        own = [cell for cell in cells.measured if policy_name(cell.kept) == name]
+        for budget in sorted({thousandths(cell) or 0 for cell in own}, reverse=True):
+            slots = [cell.slots / cell.place.context for cell in own if thousandths(cell) == budget and cell.slots]
+            means = {seed: cells.mean(name, [budget], seed) for seed in quarter}
+            gains = [
+                None if mean is None or quarter[seed] is None else mean - float(str(quarter[seed]))
+                for seed, mean in means.items()
+            ]
+            taken = statistics.fmean(slots) if slots else None
+            told = {"policy": name, "kept": budget, "slots": taken, "mean": means[None], "gain": gains[0]}
+            found.append(told | {"gains": gains[1:]})
+    return sorted(found, key=lambda each: -float(str(each["mean"] or 0)))
+
+
 def points(value: object) -> str:
     return "-" if value is None else f"{100 * float(str(value)):.1f}"
 
@@ -202,6 +222,14 @@ def main() -> None:
         rows.append([*mine, worst, "passes" if not failed else "fails: " + ", ".join(failed)])
     heads = ["score", "mean, %", "unseen", "gain", "by seed", "worst loss", "the rule"]
     print("\n" + table(heads, rows))
+    allocated = by_bytes(cells)
+    rows = []
+    for each in allocated:
+        gains = each["gains"]
+        by_seed = " ".join(points(gain) for gain in gains) if isinstance(gains, list) else "-"
+        rows.append([each["policy"], f"{int(str(each['kept'])) / 10:g}", points(each["slots"]), points(each["mean"])])
+        rows[-1] += [points(each["gain"]), by_seed]
+    print("\n" + table(["policy", "tokens, %", "slots, %", "mean, %", "against a uniform quarter", "by seed"], rows))
     means = {str(each["score"]): each["mean"] for each in found if each["mean"] is not None}
     both = sorted(set(means) & set(PUBLISHED), key=lambda name: -PUBLISHED[name])
     order = sorted(both, key=lambda name: -float(str(means[name])))
@@ -209,7 +237,7 @@ def main() -> None:
     if chosen.plot is not None and cells.instruments:
         draw(results, cells, chosen.draw.split(",") if chosen.draw else cells.scores, chosen.plot)
     passed = [each["score"] for each in found if each.get("passes") and each["score"] != DEFAULT]
-    print(json.dumps({"instruments": cells.instruments, "passed": passed, "verdicts": found}))
+    print(json.dumps({"instruments": cells.instruments, "passed": passed, "verdicts": found, "allocated": allocated}))
 
 
 if __name__ == "__main__":
