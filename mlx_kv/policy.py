@@ -132,7 +132,8 @@ class CachePolicy:
         if not isinstance(self.layers, str):
             object.__setattr__(self, "layers", head_budgets(self.layers))
         for name, wanted in (("score", FITTED), ("layers", CALIBRATED)):
-            if getattr(self, name) == wanted and self.calibration is None:
+            value = getattr(self, name)
+            if isinstance(value, str) and value == wanted and self.calibration is None:
                 raise SettingError(
                     f"{name} is {wanted!r}, which is measured for each model: run mlx-kv calibrate MODEL, and give "
                     "calibration=mlx_kv.load_calibration(FILE)",
@@ -261,7 +262,8 @@ class CachePolicy:
         layers = self.layers if self.layers is not None else "uniform"
         if self.layers is None and measured is not None and self.share != "layers":
             layers = CALIBRATED
-        share = "layers" if layers in ("uniform", "pyramid") else "adaptive" if layers == "global" else "head"
+        shares = {"uniform": "layers", "pyramid": "layers", "global": "adaptive"}
+        share = shares.get(layers, "head") if isinstance(layers, str) else "head"
         if share == "head" and self.residual_length:  # of heads that hold the same tokens
             share = "layer"
         score = FITTED if measured is not None and measured.layers else "key_diff"

@@ -167,6 +167,7 @@ ELSEWHERE = {
     "ranks_equal": "compares tokens, and times nothing",
     "ranks_soak": "compares tokens, and times nothing",
     "score_rule": "quality, not speed: [evaluate](eval.md)",
+    "file_questions": "quality, not speed: [evaluate](eval.md)",
     "score_table": "quality, not speed: [evaluate](eval.md)",
     "server_drafts": "told with [drafts](speculative.md#what-it-gains)",
     "shared_store": "a store in a bucket: [clusters](clusters.md#several-servers-one-store)",

@@ -19,12 +19,13 @@ from mlx_kv.mlxlm.loading import architecture
 from mlx_kv.mlxlm.stand_ins import StandIn, stand_ins
 from mlx_kv.mlxlm.traverse import leaves
 
-TRIED_AT = (37, 3001)  # positions at which the token is read, besides 0
+TRIED_AT = (37, 3001)  # positions at which the token is read, besides 0, as far as the model has them
 DOUBLINGS = 14  # frequencies are refined at positions 1, 2, 4, ... 2^14
 MAX_ERROR = {mx.float32: 2e-3}  # of the largest element, after undoing RoPE
 MAX_ERROR_16_BITS = 0.02
 MIN_ROTATION = 1e-9  # below it, an element of the matrix of a rotation is 0
 WIDTH_STEP = 8  # of the widths that are tried where a RoPE takes fewer channels than are cached
+LENGTHS = ("max_position_embeddings", "n_positions", "n_ctx")  # in configurations
 NAMES = ("rope", "rotary")  # in the names of attributes that hold a RoPE
 
 Ropes = tuple[Rotation | None, Rotation | None]  # of keys and of values
@@ -41,7 +42,8 @@ def cache_ropes(model: nn.Module, which: tuple[int, ...]) -> tuple[Ropes, ...]:
     Raises:
         ValueError: keys or values change with the position, and no RoPE of the model undoes it.
     """
-    stored = [_stored(model, position) for position in (0, *TRIED_AT)]
+    positions = (0, *sorted({max(1, min(at, _length(model) - 1)) for at in TRIED_AT}))
+    stored = [_stored(model, position) for position in positions]
     candidates = _Candidates(model)
     found = []
     for index in which:
@@ -53,9 +55,16 @@ def cache_ropes(model: nn.Module, which: tuple[int, ...]) -> tuple[Ropes, ...]:
         ropes = []
         for part, name in enumerate(("keys", "values")):
             tensors = [each[index][part] for each in stored]
-            ropes.append(_found(tensors, candidates, index, f"the {name} in layer {index} of {architecture(model)}"))
+            what = f"the {name} in layer {index} of {architecture(model)}"
+            ropes.append(_found(tensors, positions, candidates, index, what))
         found.append((ropes[0], ropes[1]))
     return tuple(found)
+
+
+def _length(model: nn.Module) -> int:
+    """Positions that a model has: a token beyond learned ones would be read out of bounds."""
+    known = (getattr(getattr(model, "args", None), name, None) for name in LENGTHS)
+    return min([length for length in known if type(length) is int and length > 1], default=max(TRIED_AT) + 1)
 
 
 def _stored(model: nn.Module, position: int) -> dict[int, tuple[mx.array, mx.array]]:
@@ -156,11 +165,13 @@ def _matrix(rope: Function, dim: int, position: int) -> np.ndarray:
     return np.array(rotated[0, :, 0].astype(mx.float32), dtype=np.float64)
 
 
-def _found(tensors: Sequence[mx.array], candidates: _Candidates, index: int, what: str) -> Rotation | None:
+def _found(
+    tensors: Sequence[mx.array], positions: Sequence[int], candidates: _Candidates, index: int, what: str
+) -> Rotation | None:
     """The rotation that makes what was cached the same at every position.
 
     Args:
-        tensors: (1, H, 1, D), at position 0 and at `TRIED_AT`.
+        tensors: (1, H, 1, D), at each of the positions.
         what: they are, for the message.
 
     Raises:
@@ -169,9 +180,9 @@ def _found(tensors: Sequence[mx.array], candidates: _Candidates, index: int, wha
     dtype, plain = tensors[0].dtype, [x.astype(mx.float32) for x in tensors]
     if plain[0].size == 0 or _same(plain, dtype):
         return None
-    positions = [mx.full((1, 1, 1), position) for position in (0, *TRIED_AT)]
+    places = [mx.full((1, 1, 1), position) for position in positions]
     for rotation in candidates.rotations(index, plain[0].shape[3]):
-        if _same([rotation.undo(x, at) for x, at in zip(plain, positions, strict=True)], dtype):
+        if _same([rotation.undo(x, at) for x, at in zip(plain, places, strict=True)], dtype):
             return rotation
     if not _same([mx.linalg.norm(x, axis=-1) for x in plain], dtype) and not candidates.has_own(index):
         return None  # learned positions, added before the projection: a part of what is stored, and no RoPE

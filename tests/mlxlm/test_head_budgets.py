@@ -14,8 +14,8 @@ from calibrations import random_calibration
 
 import mlx_kv
 from mlx_kv import CachePolicy
-from mlx_kv.cache.eviction import evictor as evicting
 from mlx_kv.cache.eviction import layer_group, step, uneven
+from mlx_kv.cache.eviction import member as evicting
 from mlx_kv.cache.eviction.calibration import Calibration
 from mlx_kv.cache.eviction.evictor import Evictor
 from mlx_kv.cache.eviction.kept_tokens import KeptTokens

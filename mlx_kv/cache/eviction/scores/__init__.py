@@ -140,7 +140,7 @@ def find_score(score: str | Function | Score) -> Score:
     """
     if isinstance(score, Score):
         return score
-    if score == "fitted":
+    if isinstance(score, str) and score == "fitted":
         raise ValueError(
             "the score 'fitted' is measured for each model: run mlx-kv calibrate MODEL, and use "
             "CachePolicy(calibration=mlx_kv.load_calibration(FILE))"
