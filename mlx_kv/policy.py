@@ -119,6 +119,8 @@ class CachePolicy:
         for name, default in self._budget_defaults().items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, default)
+        if not isinstance(self.layers, str):
+            object.__setattr__(self, "layers", head_budgets(self.layers))
         if self.budget is None:
             whole_number("sinks", self.sinks)
             if unused := [name for name in self.changed() if name in FOR_BUDGETS]:
@@ -129,8 +131,6 @@ class CachePolicy:
             raise ValueError("got a budget and max_kv_size, which both bound full-attention layers: give one of them")
         if self.residual_length:  # of windows, too, which only a model has
             Residual(self.residual_length).check_beside(self.max_rollback)
-        if not isinstance(self.layers, str):
-            object.__setattr__(self, "layers", head_budgets(self.layers))
         for name, wanted in (("score", FITTED), ("layers", CALIBRATED)):
             value = getattr(self, name)
             if isinstance(value, str) and value == wanted and self.calibration is None:
