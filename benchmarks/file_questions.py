@@ -71,8 +71,8 @@ def main() -> None:
             seconds[name].append(time.perf_counter() - begun)
             right[name] += ANSWER in answer
             print(f"line {at} of {len(lines)}, {tokens} tokens, {name}: {answer.strip()[:70]!r}", flush=True)
-    told = {name: {"right": right[name], "seconds": round(statistics.median(seconds[name]), 1)} for name in policies}
-    print(json.dumps({"file": chosen.file.name, "tokens": tokens, "budget": budget, "of": chosen.places, **told}))
+    found = {name: {"right": right[name], "seconds": round(statistics.median(seconds[name]), 1)} for name in policies}
+    print(json.dumps({"file": chosen.file.name, "tokens": tokens, "budget": budget, "of": chosen.places, **found}))
 
 
 if __name__ == "__main__":

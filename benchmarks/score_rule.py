@@ -145,8 +145,8 @@ def by_bytes(cells: Cells) -> list[dict[str, object]]:
                 for seed, mean in means.items()
             ]
             taken = statistics.fmean(slots) if slots else None
-            told = {"policy": name, "kept": budget, "slots": taken, "mean": means[None], "gain": gains[0]}
-            found.append(told | {"gains": gains[1:]})
+            measured = {"policy": name, "kept": budget, "slots": taken, "mean": means[None], "gain": gains[0]}
+            found.append(measured | {"gains": gains[1:]})
     return sorted(found, key=lambda each: -float(str(each["mean"] or 0)))
 
 

@@ -23,7 +23,7 @@ from mlx_kv.cache.codecs import (
     packing_of,
 )
 from mlx_kv.cache.eviction.allocation import HeadBudgets, head_budgets
-from mlx_kv.cache.eviction.calibration import Calibration
+from mlx_kv.cache.eviction.calibration import FITTED, Calibration
 from mlx_kv.cache.eviction.evictor import Evictor
 from mlx_kv.cache.eviction.granularity import Allocation, Granularity, LayerBudgets
 from mlx_kv.cache.eviction.layer_group import LayerGroup
@@ -36,7 +36,7 @@ from mlx_kv.cache.residual import Residual
 
 SINKS = 4  # first tokens that are never dropped: mlx-lm's number, after StreamingLLM (Xiao et al. 2023)
 FOR_BUDGETS = ("keep_recent", "score", "share", "margin", "layers", "allocation", "calibration")
-FITTED, CALIBRATED = "fitted", "calibrated"
+CALIBRATED = "calibrated"
 LayerAllocation = LayerBudgets | Literal["calibrated"] | HeadBudgets
 
 

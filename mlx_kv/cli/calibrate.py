@@ -183,15 +183,15 @@ def check_weights_kept(output: Path, model: nn.Module) -> None:
 
 def say_summary(output: Path, calibration: Calibration, seconds: float, peak: int) -> None:
     """On stderr, what was measured, what it took, and where it is."""
-    told = calibration.details
+    details = calibration.details
     took = f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.1f} min"
-    lines = [f"texts       {told['texts']}, {told['tokens']:,} tokens, in {took}"]
+    lines = [f"texts       {details['texts']}, {details['tokens']:,} tokens, in {took}"]
     lines += head_lines(calibration)
-    if "quality" in told:
-        fit = told["quality"]
+    if "quality" in details:
+        fit = details["quality"]
         lines.append(
             f"fit         R2 {fit['r2']:.2f}, rank correlation {fit['spearman']:.2f}, {100 * fit['top_quarter']:.0f}% "
-            f"of the top quarter found, on {told['held_out']} held-out texts"
+            f"of the top quarter found, on {details['held_out']} held-out texts"
         )
     lines.append(f"memory      {human_bytes(peak)} at the peak")
     lines.append(f"file        {output.stat().st_size / 1000:,.1f} kB: {output}")

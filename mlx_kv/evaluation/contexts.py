@@ -19,6 +19,7 @@ import mlx.nn as nn
 import numpy as np
 
 from mlx_kv.cache.checks import MOST_TOKENS
+from mlx_kv.cache.eviction.calibration import FITTED
 from mlx_kv.cache.eviction.scores import find_score
 from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.cache.protocol import Call, Hook
@@ -29,7 +30,7 @@ from mlx_kv.mlxlm.attention import AttentionSeam
 from mlx_kv.mlxlm.convert import make_prompt_cache
 from mlx_kv.mlxlm.observing import show_attention
 from mlx_kv.mlxlm.traverse import is_ours
-from mlx_kv.policy import FITTED, CachePolicy
+from mlx_kv.policy import CachePolicy
 
 
 @dataclass

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from mlx_kv.cache.codecs import Bits, Choice
-from mlx_kv.cache.eviction.calibration import Calibration
+from mlx_kv.cache.eviction.calibration import FITTED, Calibration
 from mlx_kv.cache.eviction.granularity import Granularity
 from mlx_kv.cache.eviction.scores import find_score
-from mlx_kv.policy import CALIBRATED, FITTED, SINKS, CachePolicy, LayerAllocation
+from mlx_kv.policy import CALIBRATED, SINKS, CachePolicy, LayerAllocation
 
 ALLOCATED = "@"  # between a score and its allocation
 SHARES: dict[str, Granularity] = {"pyramid": "layer", "calibrated": "head", "global": "adaptive"}

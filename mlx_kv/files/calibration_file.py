@@ -28,7 +28,7 @@ FORMAT = "mlx-kv calibration 1"
 SUFFIX = ".kvcal.safetensors"
 FOLDER = "calibrations"  # in the user's cache folder
 ROPES = ("key_rope", "value_rope")
-MEND = "make it again with mlx-kv calibrate MODEL"
+FIX = "make it again with mlx-kv calibrate MODEL"
 
 
 def save_calibration(path: str | Path, calibration: Calibration, *, force: bool = False) -> None:
@@ -79,7 +79,7 @@ def load_calibration(path: str | Path, model: nn.Module | None = None) -> Calibr
     check_type("model", model, nn.Module | None, "give a model, as mlx_kv.load returns it")
     file = tensor_files.read(path)
     if file.words.get("format") != FORMAT:
-        raise ValueError(f"{path} is no calibration that this version reads: {MEND}")
+        raise ValueError(f"{path} is no calibration that this version reads: {FIX}")
     try:
         heads, details = (read_json(file.words[name].encode()) for name in ("heads", "details"))
         if not isinstance(details, dict):
@@ -89,7 +89,7 @@ def load_calibration(path: str | Path, model: nn.Module | None = None) -> Calibr
         if calibration.name != file.words["name"]:
             raise ValueError("its numbers are not those that were written")
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise ValueError(f"{path} was damaged ({_reason(error)}): {MEND}") from error
+        raise ValueError(f"{path} was damaged ({_reason(error)}): {FIX}") from error
     if model is not None and calibration.fingerprint != model_fingerprint(model):
         raise ValueError(f"{path} is a calibration of another model: run mlx-kv calibrate MODEL")
     return calibration

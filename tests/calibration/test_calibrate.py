@@ -107,7 +107,9 @@ def test_what_was_interrupted_continues_bit_for_bit(
     assert [*folder.iterdir()] == [foreign]
 
 
-def test_measurements_of_other_texts_are_not_continued(tiny: nn.Module, texts: Texts, tmp_path: Path) -> None:
+def interrupted(tiny: nn.Module, texts: Texts, tmp_path: Path) -> Path:
+    """What a calibration leaves that ended after 8 texts."""
+
     def stop(done: int, total: int) -> None:
         if done == 8:
             raise KeyboardInterrupt
@@ -115,6 +117,11 @@ def test_measurements_of_other_texts_are_not_continued(tiny: nn.Module, texts: T
     folder = tmp_path / "x.partial"
     with pytest.raises(KeyboardInterrupt):
         calibrate(tiny, None, texts, progress=stop, resume=folder)
+    return folder
+
+
+def test_measurements_of_other_texts_are_not_continued(tiny: nn.Module, texts: Texts, tmp_path: Path) -> None:
+    folder = interrupted(tiny, texts, tmp_path)
     others = [[*text[1:], 7] for text in texts]
     assert calibrate(tiny, None, others, resume=folder) == calibrate(tiny, None, others)
     assert not folder.exists()
@@ -124,13 +131,7 @@ def test_measurements_of_other_texts_are_not_continued(tiny: nn.Module, texts: T
 def test_damaged_measurements_are_made_again(
     tiny: nn.Module, texts: Texts, whole: Calibration, tmp_path: Path, name: str
 ) -> None:
-    def stop(done: int, total: int) -> None:
-        if done == 8:
-            raise KeyboardInterrupt
-
-    folder = tmp_path / "x.partial"
-    with pytest.raises(KeyboardInterrupt):
-        calibrate(tiny, None, texts, progress=stop, resume=folder)
+    folder = interrupted(tiny, texts, tmp_path)
     content = (folder / name).read_bytes()
     (folder / name).write_bytes(content[:-5])
     assert calibrate(tiny, None, texts, resume=folder) == whole

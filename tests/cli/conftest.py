@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 from batch_runs import Called, Files
+
+from mlx_kv import model_path
 
 
 @pytest.fixture
@@ -21,3 +24,10 @@ def call(
     """`mlx-kv batch` in this process, with models that are loaded once for all tests."""
     monkeypatch.setattr("mlx_kv.mlxlm.loading.load", lambda path: (draft, None) if "draft" in path else reference)
     return lambda *arguments: Called(capsys, monkeypatch, *files.options(), *map(str, arguments))
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The draft model in a directory of its own, and a cache folder that is empty."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return Path(shutil.copytree(model_path("draft"), tmp_path / "draft"))

@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mlx_kv import load_calibration, model_path
+from mlx_kv import load_calibration
 from mlx_kv.cli.calibrate import work_folder
 
 Command = Callable[..., Any]
-
-
-@pytest.fixture
-def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The draft model in a directory of its own."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return Path(shutil.copytree(model_path("draft"), tmp_path / "draft"))
 
 
 @pytest.fixture
@@ -51,10 +43,10 @@ def test_budgets_only_in_json(command: Command, model: Path, texts: Path, tmp_pa
     options = ("--texts", texts, "--budgets-only", "--output", file, "--json")
     called = command("calibrate", "--model", model, *options)
     assert called.code == 0, called.err
-    told = json.loads(called.out)
-    assert told["file"] == str(file)
-    assert told["details"]["texts"] == 1
-    assert told["name"] == load_calibration(file).name
+    answer = json.loads(called.out)
+    assert answer["file"] == str(file)
+    assert answer["details"]["texts"] == 1
+    assert answer["name"] == load_calibration(file).name
     assert load_calibration(file).layers == ()
 
 

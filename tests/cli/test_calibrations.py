@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 from calibrations import random_calibration
 
 import mlx_kv
-from mlx_kv import load, model_path, save_calibration
+from mlx_kv import load, save_calibration
 from mlx_kv.cache.eviction.calibration import Calibration
 from mlx_kv.evaluation.results import Settings
 from mlx_kv.files.calibration_file import beside
@@ -24,12 +23,6 @@ PROMPT = "import os\n\n" + "".join(f"def number_{n}(x):\n    return x + {n}\n" f
 SMALL = ("--kv-budget", 24, "--kv-keep-recent", 8, "--kv-margin", 4, "--max-write", 16)
 GENERATE = ("--prompt", PROMPT, *SMALL, "--max-tokens", 4)
 NOTE = "keeps what matters far better after mlx-kv calibrate"
-
-
-@pytest.fixture
-def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return Path(shutil.copytree(model_path("draft"), tmp_path / "draft"))
 
 
 @pytest.fixture
@@ -142,12 +135,14 @@ def test_inspect_draws_heads_and_counts_them(
     command: Command, model: Path, calibration: Calibration, tmp_path: Path
 ) -> None:
     save_calibration(beside(model), calibration)
-    picture, told = tmp_path / "heads.png", tmp_path / "told.json"
-    done = command("inspect", "--model", model, "--prompt", PROMPT, *SMALL, "--plot-heads", picture, "--json", told)
+    picture, positions = tmp_path / "heads.png", tmp_path / "positions.json"
+    done = command(
+        "inspect", "--model", model, "--prompt", PROMPT, *SMALL, "--plot-heads", picture, "--json", positions
+    )
     assert done.code == 0, done.err
     assert "score fitted, share=head, layers=calibrated" in done.out
     assert picture.stat().st_size > 5000
-    held = [len(head["positions"]) for layer in json.loads(told.read_text())["layers"] for head in layer["heads"]]
+    held = [len(head["positions"]) for layer in json.loads(positions.read_text())["layers"] for head in layer["heads"]]
     assert len(set(held)) > 1
     assert sum(held) == 24 * len(held)
 

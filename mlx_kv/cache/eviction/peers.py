@@ -46,7 +46,7 @@ class Peers(Protocol):
         ...
 
     def check(self, granularity: Granularity, layers: Allocation = "uniform", fitted: bool = False) -> None:
-        """Raises ValueError where not all parts could tell what a budget needs to be told.
+        """Raises ValueError where some part lacks what a budget needs of it.
 
         Args:
             fitted: whether the score reads keys and values of all heads of a layer.

@@ -103,9 +103,7 @@ OURS = (
     Score("value_norm", value_norm, per_token=True),
 )
 SCORES = OpenSet("score", "a function", {score.name: score for score in OURS}, _of_entry_point)
-MEASURED: dict[
-    str, Score
-] = {}  # of calibrations, by name: loaded caches find them, and there is no choosing among them
+MEASURED: dict[str, Score] = {}  # of calibrations, by name: loaded caches find them, and no list of names has them
 
 
 def score_names() -> list[str]:

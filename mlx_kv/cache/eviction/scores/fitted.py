@@ -9,7 +9,7 @@ B rows, H KV heads, n tokens, Dk and Dv head dims, F = H * (Dk + Dv + 2) + 1 fea
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -50,7 +50,8 @@ class Rotation(NamedTuple):
         order = mx.concatenate([first, second])
         if order.size == channels:
             return turned[..., mx.argsort(order)]
-        rest = mx.array([c for c in range(channels) if c not in set(order.tolist())])  # type: ignore[arg-type]
+        rotated: Any = set(order.tolist())  # type: ignore[arg-type]
+        rest = mx.array([channel for channel in range(channels) if channel not in rotated])
         return mx.concatenate([turned, x[..., rest]], axis=-1)[..., mx.argsort(mx.concatenate([order, rest]))]
 
 
