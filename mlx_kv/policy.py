@@ -31,7 +31,7 @@ from mlx_kv.cache.eviction.pyramid import layer_budget
 from mlx_kv.cache.eviction.scores import Function, Score, find_score
 from mlx_kv.cache.growth import DEFAULT, Growth
 from mlx_kv.cache.kv_cache import KVCache
-from mlx_kv.cache.layout import Append, Budget, Chunks, Layout, Ring
+from mlx_kv.cache.layout import KEEP_RECENT, Append, Budget, Chunks, Layout, Ring, default_keep_recent
 from mlx_kv.cache.residual import Residual
 
 SINKS = 4  # first tokens that are never dropped: mlx-lm's number, after StreamingLLM (Xiao et al. 2023)
@@ -65,8 +65,9 @@ class CachePolicy:
         codec: how tensors are stored, as in `KVCache`: instead of bits, or "rotated" beside them.
         residual_length: so many of the newest tokens are seen as they came, whatever stores them; they are held beside
             what is stored. KIVI (Liu et al. 2024) and transformers call it that. At most keep_recent of a budget.
-        keep_recent, sinks, score, share, margin: as in `CompressedKVCache`. `sinks` also counts for max_kv_size. None
-            is "key_diff" and "layers"; with a calibration "fitted" (if it has weights) and what `layers` needs.
+        keep_recent, sinks, score, share, margin: as in `CompressedKVCache`. `sinks` also counts for max_kv_size. A
+            score of None is "key_diff", a share "layers"; with a calibration "fitted" (if it has weights) and what
+            `layers` needs.
         layers: how the budget is allocated to layers and heads, all together always the same number of tokens:
             "uniform", every layer and head has this budget; "pyramid", lower layers have more and upper ones fewer (see
             `of_layer`); "calibrated", each head has the share that `calibration` measured; a table of shares, a row for
@@ -92,9 +93,9 @@ class CachePolicy:
     max_write: int = 512
     max_rollback: int = 0
     budget: int | None = None
-    keep_recent: int = 64
+    keep_recent: int = None  # type: ignore[assignment]  # None is decided when it is made, as the next
     sinks: int = SINKS
-    score: str | Function | Score = None  # type: ignore[assignment]  # None is decided when it is made, as the next
+    score: str | Function | Score = None  # type: ignore[assignment]
     share: Granularity = None  # type: ignore[assignment]
     margin: int | None = None
     codec: Choice | None = None
@@ -257,17 +258,20 @@ class CachePolicy:
         return [name for name, value, default in values if type(value) is not type(default) or value != default]
 
     def _budget_defaults(self) -> dict[str, Any]:
-        """What score, share and layers are where nothing is said: it depends on the others."""
+        """The settings of budgets where nothing is said: they depend on the others."""
         measured = self.calibration
         layers = self.layers if self.layers is not None else "uniform"
         if self.layers is None and measured is not None and self.share != "layers":
             layers = CALIBRATED
-        shares = {"uniform": "layers", "pyramid": "layers", "global": "adaptive"}
+        shares = {"uniform": "layers", "pyramid": "layer", "global": "adaptive"}
         share = shares.get(layers, "head") if isinstance(layers, str) else "head"
         if share == "head" and self.residual_length:  # of heads that hold the same tokens
             share = "layer"
         score = FITTED if measured is not None and measured.layers else "key_diff"
-        return {"score": score, "share": share, "layers": layers}
+        keep_recent = KEEP_RECENT
+        if self.budget is not None:
+            keep_recent = default_keep_recent(whole_number("budget", self.budget, least=1), self.residual_length)
+        return {"keep_recent": keep_recent, "score": score, "share": share, "layers": layers}
 
 
 def given_policy(policy: CachePolicy | None) -> CachePolicy:

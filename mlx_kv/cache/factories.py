@@ -17,7 +17,7 @@ from mlx_kv.cache.eviction.granularity import Granularity
 from mlx_kv.cache.eviction.scores import Function
 from mlx_kv.cache.growth import DEFAULT, Growth
 from mlx_kv.cache.kv_cache import KVCache
-from mlx_kv.cache.layout import Budget, Chunks, Ring
+from mlx_kv.cache.layout import Budget, Chunks, Ring, default_keep_recent
 
 
 class Named(type):
@@ -195,7 +195,8 @@ class CompressedKVCache(Combination):
 
     Args:
         budget: tokens that are left after a compaction.
-        keep_recent: so many of the newest tokens are never evicted; a trim can go back as far.
+        keep_recent: so many of the newest tokens are never evicted; a trim can go back as far. None is 64, but at most
+            a quarter of the budget, or the residual if that is longer.
         sinks: so many of the first tokens are never evicted.
         score: what matters, by name (`mlx_kv.score_names()`), or any callable `(tokens: ScoredTokens) -> (B, H, n)` in
             float32, higher is kept.
@@ -213,7 +214,7 @@ class CompressedKVCache(Combination):
     def __init__(
         self,
         budget: int,
-        keep_recent: int = 64,
+        keep_recent: int | None = None,
         sinks: int = 4,
         score: str | Function = "key_diff",
         share: Granularity = "layers",
@@ -228,6 +229,9 @@ class CompressedKVCache(Combination):
         codec: Choice | None = None,
         residual_length: int = 0,
     ) -> None:
+        if keep_recent is None:
+            residual = whole_number("residual_length", residual_length)
+            keep_recent = default_keep_recent(whole_number("budget", budget, least=1), residual)
         evictor = Evictor(Budget(budget, keep_recent, sinks, margin, max_write), score, share)
         KVCache.__init__(
             self,

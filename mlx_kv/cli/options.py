@@ -113,13 +113,15 @@ BUDGET_OPTIONS = (
         metavar="NAME",
         help="What matters: fitted, key_diff, key_norm, recent, …  [default: fitted with a calibration, else key_diff]",
     ),
-    click.option("--kv-keep-recent", **_NUMBER, default=64, help="So many newest tokens are never evicted."),
+    click.option(
+        "--kv-keep-recent", **_NUMBER, help="So many newest tokens are never evicted.  [default: 64; at most N/4]"
+    ),
     click.option("--kv-sinks", **_NUMBER, default=4, help="So many first tokens are never evicted."),
     click.option(
         "--kv-share",
         type=click.Choice(["layers", "layer", "head", "adaptive"]),
         help="Keep the same tokens in all layers, in all heads of a layer, or each head its own; adaptive: heads of "
-        "a layer compete.  [default: layers; head with --kv-layers calibrated]",
+        "a layer compete.  [default: layers, or what --kv-layers needs]",
     ),
     click.option(
         "--kv-layers",

@@ -165,14 +165,28 @@ def test_lowest(n: int, heads: int, data: st.DataObject) -> None:
         assert got[head] == sorted(i for _, _, i in pairs[:count])
 
 
+@pytest.mark.parametrize(
+    ("budget", "residual", "kept"),
+    [(20, 0, 5), (128, 0, 32), (128, 64, 64), (128, 16, 32), (256, 0, 64), (4096, 0, 64)],
+)
+def test_recent_tokens_take_a_quarter_of_a_small_budget(budget: int, residual: int, kept: int) -> None:
+    bits = 4 if residual else None
+    assert CompressedKVCache(budget, bits=bits, residual_length=residual).layout == Budget(budget, kept)
+    policy = CachePolicy(budget=budget, bits=bits, residual_length=residual)
+    assert policy.keep_recent == kept
+    assert "keep_recent" not in policy.changed()
+    assert "keep_recent" in CachePolicy(budget=budget, keep_recent=kept - 1).changed()
+
+
 # --- bad input ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"budget": 68}, "4 sinks and keep_recent=64 are kept: give a budget from 69 up"),
-        ({"budget": 0}, "budget is 0: give a whole number of tokens from 1 up"),
+        ({"budget": 68, "keep_recent": 64}, "4 sinks and keep_recent=64 are kept: give a budget from 69 up"),
+        ({"budget": 5}, "4 sinks and keep_recent=1 are kept: give a budget from 6 up"),
+        ({"budget": 0}, "budget is 0: give a number of tokens from 1 up"),
         ({"budget": -5}, "budget is -5"),
         ({"budget": 2.5}, "budget is 2.5"),
         ({"budget": 100, "keep_recent": -1}, "keep_recent is -1: give a whole number of tokens from 0 up"),

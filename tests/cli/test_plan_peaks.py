@@ -98,7 +98,7 @@ def combinations() -> list[Any]:
 def policy_of(score: str | None, share: Any, how: str) -> CachePolicy:
     if score is None:
         return CachePolicy(**STORED[how])
-    return CachePolicy(budget=192, score=score, share=share, max_write=CHUNK, **STORED[how])
+    return CachePolicy(budget=192, keep_recent=64, score=score, share=share, max_write=CHUNK, **STORED[how])
 
 
 @pytest.mark.parametrize(("score", "share", "how"), combinations())
@@ -145,7 +145,7 @@ def test_a_plan_covers_the_peak_of_unequal_heads(allocated: str, score: str, how
         chosen = {"share": "adaptive", "layers": "global"}
     if score == "fitted":
         chosen["calibration"] = measured()
-    policy = CachePolicy(budget=192, score=score, max_write=CHUNK, **chosen, **STORED[how])
+    policy = CachePolicy(budget=192, keep_recent=64, score=score, max_write=CHUNK, **chosen, **STORED[how])
     instructions = Instructions.for_policy(policy, tokenizer, model)
     tokens = [3 + number * 7919 % 4000 for number in range(PROMPT)]
     held = held_at_peak(model, policy, tokens, instructions)
@@ -237,7 +237,7 @@ def test_chunks_that_are_longer_than_max_write_are_planned() -> None:
 
 @pytest.mark.parametrize("score", ["snap_kv", "h2o", "expected_attention"])
 def test_sizes_of_observations_are_exact(score: str) -> None:
-    caches = make_prompt_cache(models().model, CachePolicy(budget=192, score=score, max_write=CHUNK))
+    caches = make_prompt_cache(models().model, CachePolicy(budget=192, keep_recent=64, score=score, max_write=CHUNK))
     read_all(models().model, caches, [3 + number * 7919 % 4000 for number in range(PROMPT)], CHUNK)
     for each in caches:
         seen = each.evictor.observation

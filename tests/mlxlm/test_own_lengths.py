@@ -159,7 +159,8 @@ def test_a_loaded_file_goes_on(tmp_path: Any) -> None:
 
 def test_what_no_model_can_do_is_refused_in_one_line() -> None:
     with pytest.raises(ValueError, match="use share='layer', 'head'"):
-        policy(layers="pyramid")
+        policy(share="layers", layers="pyramid")
+    assert policy(layers="pyramid").share == "layer"
     with pytest.raises(ValueError, match="does not attend with the mask that it is given"):
         mlx_kv.make_prompt_cache(make_model("deepseek_v3"), policy(share="adaptive"))
     x = mx.random.normal((1, 2, 40, 32))

@@ -25,13 +25,14 @@ from mlx_kv.cache.layout.base import (
     trim_rows,
     trimmed,
 )
-from mlx_kv.cache.layout.budget import Budget
+from mlx_kv.cache.layout.budget import KEEP_RECENT, Budget, default_keep_recent
 from mlx_kv.cache.layout.chunks import Chunks
 from mlx_kv.cache.layout.plan import Plan, plan_of
 from mlx_kv.cache.layout.ring import Ring
 from mlx_kv.cache.layout.room import moves_between, planned, reshaped, stay
 
 __all__ = [
+    "KEEP_RECENT",
     "NO_LIMIT",
     "Append",
     "Budget",
@@ -43,6 +44,7 @@ __all__ = [
     "Row",
     "count_seen",
     "count_slots",
+    "default_keep_recent",
     "enough_slots",
     "make_layout",
     "moves_between",

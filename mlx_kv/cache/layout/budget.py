@@ -12,6 +12,13 @@ from mlx_kv.cache.layout.append import InOrder
 from mlx_kv.cache.layout.base import Row
 from mlx_kv.cache.layout.room import check_room, room_parameters, with_room
 
+KEEP_RECENT = 64
+
+
+def default_keep_recent(budget: int, residual: int = 0) -> int:
+    """At most a quarter of the budget, so that a small one has room for other tokens, but all of a residual."""
+    return min(KEEP_RECENT, max(budget // 4, residual))
+
 
 @dataclass(frozen=True, slots=True)
 class Budget(InOrder):
@@ -31,7 +38,7 @@ class Budget(InOrder):
     """
 
     budget: int
-    keep_recent: int = 64
+    keep_recent: int = KEEP_RECENT
     sinks: int = 4
     margin: int | None = None
     max_write: int = 512
