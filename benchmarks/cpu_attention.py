@@ -37,8 +37,7 @@ from mlx_lm import load
 from mlx_kv import make_prompt_cache
 from mlx_kv.bundled import model_path
 from mlx_kv.mlxlm.attention import AttentionSeam
-from mlx_kv.mlxlm.cpu_activation import answer_activation
-from mlx_kv.mlxlm.cpu_attention import CpuAttention
+from mlx_kv.mlxlm.cpu import CpuAttention, answer_activation
 
 CHUNK, STEPS = 512, 8
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 from mlx_kv import CachePolicy, compact, make_prompt_cache
-from mlx_kv.cache.eviction.granularity import Granularity
+from mlx_kv.cache.eviction.allocation import Granularity
 from mlx_kv.cache.eviction.scores import score_names
 from mlx_kv.mlxlm.loading import load
 from mlx_kv.mlxlm.traverse import attention_caches

@@ -35,7 +35,7 @@ from mlx_kv.bundled import model_path
 from mlx_kv.cache.classes import RowClasses
 from mlx_kv.generation.engine import make_engine
 from mlx_kv.generation.sequence import TokenSequence
-from mlx_kv.mlxlm import by_class
+from mlx_kv.mlxlm import batching
 from mlx_kv.mlxlm.attention import AttentionCall
 
 HEADS, DIM = 2, 64
@@ -142,16 +142,16 @@ def measure_model(rounds: int) -> dict[str, dict[str, float]]:
         return seconds, held.bytes_allocated, held.bytes_live
 
     def once(batches: list[list[int]], classes: bool) -> dict[str, float]:
-        asked, by_class.attends_by_class = by_class.attends_by_class, asked_of(classes)
+        asked, batching.attends_by_class = batching.attends_by_class, asked_of(classes)
         try:
             each = [decoded(batch) for batch in batches]
         finally:
-            by_class.attends_by_class = asked
+            batching.attends_by_class = asked
         seconds, allocated, live = (sum(one[i] for one in each) for i in range(3))
         return {"seconds": seconds, "bytes_over_live": allocated / live}
 
     def asked_of(classes: bool) -> Any:
-        genuine = by_class.attends_by_class
+        genuine = batching.attends_by_class
         return lambda model: classes and genuine(model)
 
     sides = {

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from mlx_kv.cache.codecs import codec_names, register_codec
     from mlx_kv.cache.eviction.calibration import Calibration
     from mlx_kv.cache.eviction.scores import register_score, score_names
-    from mlx_kv.cache.eviction.scores.tokens import ScoredTokens
-    from mlx_kv.cache.eviction.scores.wants import Wants
+    from mlx_kv.cache.eviction.scores.tokens import ScoredTokens, Wants
     from mlx_kv.cache.factories import (
         BatchKVCache,
         BatchRotatingKVCache,
@@ -87,7 +86,7 @@ _HOMES = {
     "SpeculationStatistics": "generation.speculation.statistics",
     "Tapered": "cache.growth",
     "TemperatureSampler": "generation.sampling",
-    "Wants": "cache.eviction.scores.wants",
+    "Wants": "cache.eviction.scores.tokens",
     "batch_generate": "generation.batch",
     "bundled_models": "bundled",
     "cache_statistics": "generation.statistics",

@@ -22,12 +22,17 @@ from mlx_kv.cache.codecs import (
     one_or_two,
     packing_of,
 )
-from mlx_kv.cache.eviction.allocation import HeadBudgets, head_budgets
+from mlx_kv.cache.eviction.allocation import (
+    Allocation,
+    Granularity,
+    HeadBudgets,
+    LayerBudgets,
+    head_budgets,
+    layer_budget,
+)
 from mlx_kv.cache.eviction.calibration import FITTED, Calibration
 from mlx_kv.cache.eviction.evictor import Evictor
-from mlx_kv.cache.eviction.granularity import Allocation, Granularity, LayerBudgets
 from mlx_kv.cache.eviction.layer_group import LayerGroup
-from mlx_kv.cache.eviction.pyramid import layer_budget
 from mlx_kv.cache.eviction.scores import Function, Score, find_score
 from mlx_kv.cache.growth import DEFAULT, Growth
 from mlx_kv.cache.kv_cache import KVCache

@@ -103,7 +103,7 @@ def test_what_a_room_makes_itself_is_its_own() -> None:
 def test_a_private_of_mlx_lms_is_found_where_nobody_says_so(source: str) -> None:
     said = f'"""A loop.\n\nIt uses mlx-lm\'s privates: its batch.\n"""\n{source}'
     assert len(privates_of_mlx_lm({**MADE, "generation/engine.py": source})) == 1
-    assert privates_of_mlx_lm({**MADE, "generation/engine.py": said, "mlxlm/quirks.py": source}) == []
+    assert privates_of_mlx_lm({**MADE, "generation/engine.py": said, "mlxlm/probe.py": source}) == []
 
 
 # --- sizes ------------------------------------------------------------------------------------------------------------

@@ -12,8 +12,8 @@ from typing import Any, Self, cast
 
 from mlx_kv.cache.checks import whole_number, whole_numbers
 from mlx_kv.cache.codecs import Bits, Choice, are_plain
+from mlx_kv.cache.eviction.allocation import Granularity
 from mlx_kv.cache.eviction.evictor import Evictor
-from mlx_kv.cache.eviction.granularity import Granularity
 from mlx_kv.cache.eviction.scores import Function
 from mlx_kv.cache.growth import DEFAULT, Growth
 from mlx_kv.cache.kv_cache import KVCache

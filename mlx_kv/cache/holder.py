@@ -1,6 +1,6 @@
-"""What others read of a cache: a view of what it holds, lengths, bytes, and the state to go on from elsewhere.
+"""What other code reads of a cache: a view of its contents, lengths, bytes, and the state to continue from elsewhere.
 
-Decides nothing about updates: `KVCache` is one of these. B rows.
+`KVCache` inherits it and adds the updates. B rows.
 """
 
 from __future__ import annotations
@@ -10,15 +10,13 @@ from typing import Any, ClassVar, Self
 
 import mlx.core as mx
 
-from mlx_kv.cache import holding, memory, rows, state
+from mlx_kv.cache import rows, state
 from mlx_kv.cache.codecs import affine_of, are_plain, in_words
-from mlx_kv.cache.contents import Contents
 from mlx_kv.cache.eviction.evictor import Evictor
 from mlx_kv.cache.growth import SLOT_MULTIPLE
 from mlx_kv.cache.layout import NO_LIMIT, Layout
 from mlx_kv.cache.residual import Residual
-from mlx_kv.cache.state import CacheState
-from mlx_kv.cache.view import CacheView
+from mlx_kv.cache.state import CacheState, CacheView, Contents
 
 
 class Holder:
@@ -57,11 +55,11 @@ class Holder:
 
     def hold(self) -> None:
         """Evicts nothing from now on, until `release`: a text that is to be read again is held whole for that."""
-        holding.hold(self._held)
+        state.hold(self._held)
 
     def release(self) -> None:
         """Evicts again what is due, from the next write on."""
-        holding.release(self._held)
+        state.release(self._held)
 
     @property
     def residual(self) -> Residual | None:
@@ -143,7 +141,23 @@ class Holder:
         Raises:
             ValueError: this cache is a ring, or of chunks.
         """
-        return memory.live_positions(self._held)
+        held = self._held
+        if held.layout.most_slots != NO_LIMIT:
+            raise ValueError("a ring uses its slots again: ask its layout for the position of a slot")
+        ends = [max(0, row.end) for row in held.rows]
+        lines = [
+            mx.arange(end, dtype=mx.int32)[None] - row.start
+            if held.evictor is None
+            else held.evictor.live_positions(row, i)
+            for i, (row, end) in enumerate(zip(held.rows, ends, strict=True))
+        ]
+        heads, most = max(line.shape[0] for line in lines), max(ends)
+        return mx.stack(
+            [
+                mx.pad(mx.broadcast_to(line, (heads, end)), [(0, 0), (0, most - end)], constant_values=mx.array(-1))
+                for line, end in zip(lines, ends, strict=True)
+            ]
+        )
 
     @property
     def most_trims(self) -> tuple[int, ...]:
@@ -171,22 +185,34 @@ class Holder:
     @property
     def nbytes(self) -> int:
         """Bytes allocated, dead slots included."""
-        return memory.allocated(self._held)
+        held = self._held
+        evicting = 0 if held.evictor is None else held.evictor.nbytes
+        stored = held.buffers
+        return 0 if stored is None else evicting + self.nbytes_residual + sum(buffer.nbytes for buffer in stored)
 
     @property
     def nbytes_residual(self) -> int:
-        """Bytes allocated for newest tokens as they came."""
-        return memory.residual(self._held)
+        """Bytes allocated for newest tokens as they came: a ring of its own size, however many tokens there are."""
+        return 0 if self._held.residual is None else self._held.residual.nbytes
 
     @property
     def nbytes_live(self) -> int:
         """Bytes of the slots that hold a token, and of newest tokens as they came."""
-        return memory.live(self._held)
+        held = self._held
+        if held.buffers is None:
+            return 0
+        tokens = sum(max(0, held.layout.held(row)) for row in held.rows)
+        return tokens * self._bytes_per_slot + self.nbytes_residual
 
     @property
     def nbytes_full(self) -> int:
         """Bytes that all tokens up to here would take if none had been evicted or overwritten."""
-        return memory.full(self._held)
+        return sum(max(0, row.offset) for row in self._held.rows) * self._bytes_per_slot
+
+    @property
+    def _bytes_per_slot(self) -> int:
+        """Bytes of one slot of one row, keys and values, as they are stored now; 0 before the first update."""
+        return sum(buffer.bytes_per_slot for buffer in self._held.buffers or ())
 
     # --- state and copies ------------------------------------------------------------------------------------------
 
@@ -208,7 +234,7 @@ class Holder:
         """A cache that continues from another's `state`; it grows by the default rule.
 
         Args:
-            told: what no state tells, by the names of `state.contents_of`.
+            told: what is not part of a state, by the names of `state.contents_of`.
         """
         made = cls.__new__(cls)
         made._held = state.contents_of(value, **told)

@@ -1,7 +1,7 @@
 """What an attention layer talks to: one update path for every combination.
 
-Decides what a trim takes back. What a cache is made of is in `contents`, what others read of it in `holder`, an update
-in `update` and `steady`, and what is done to rows in `rows`. Knows nothing about models or mlx-lm beyond the names in
+Decides what a trim takes back. The contents of a cache and its state are in `state`, what other code reads of it in
+`holder`, an update in `update`, and what is done to rows in `rows`. Of models and mlx-lm it uses only the names in
 `protocol.Cache`. B rows, H KV heads, S new tokens, Dk and Dv head dims, C capacity in slots.
 
     make_mask(S)            -> plan(S) -> None | "causal" | array
@@ -18,11 +18,10 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from mlx_kv.cache import holding, phases, rows, steady, update
+from mlx_kv.cache import rows, state, update
 from mlx_kv.cache.attention import PackedAnswer, ResidualAnswer
 from mlx_kv.cache.checks import check_type, shown, whole_number, whole_numbers
 from mlx_kv.cache.codecs import Bits, Choice, are_plain, find_codecs
-from mlx_kv.cache.contents import Contents
 from mlx_kv.cache.eviction.evictor import Evictor
 from mlx_kv.cache.growth import DEFAULT, Growth
 from mlx_kv.cache.holder import Holder
@@ -30,6 +29,7 @@ from mlx_kv.cache.layout import Append, Layout, Row, trim_rows
 from mlx_kv.cache.mask import Mask, make_mask
 from mlx_kv.cache.protocol import Call, Fetched, Hook
 from mlx_kv.cache.residual import Residual
+from mlx_kv.cache.state import Contents
 
 
 class KVCache(Holder):
@@ -58,7 +58,7 @@ class KVCache(Holder):
             more max_rollback than it can give back; an evictor beside another layout than its own.
     """
 
-    _hook: Hook | None = None  # that somebody put here
+    _hook: Hook | None = None  # set from outside
 
     def __init__(
         self,
@@ -92,8 +92,8 @@ class KVCache(Holder):
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Mask:
         """The mask for the next N tokens: None, "causal", or booleans (N, K) or (B, 1, N, K)."""
         held = self._held
-        held.transient = None  # a new step: nobody reads what the last one left
-        if (usual := steady.next_plan(held, N)) is not None and (window_size is None or held.evictor is None):
+        held.transient = None  # a new step: what the last one left is not read any more
+        if (usual := update.next_plan(held, N)) is not None and (window_size is None or held.evictor is None):
             return make_mask(usual, window_size, return_array)
         if held.evictor is None:
             return make_mask(update.plan_for(held, held.rows, N), window_size, return_array)
@@ -119,10 +119,10 @@ class KVCache(Holder):
             ValueError: shapes or dtypes that don't fit, or with a budget a score that cannot be used, or layers that
                 have diverged; the cache is then as it was.
         """
-        fetched = steady.step(self._held, keys, values)
+        fetched = update.step(self._held, keys, values)
         if fetched is None:
             fetched = update.store(self._held, keys, values)
-            steady.remember(self._held, keys, values)
+            update.remember(self._held, keys, values)
         return fetched
 
     def keys_and_values(self) -> Fetched:
@@ -142,9 +142,9 @@ class KVCache(Holder):
 
     @property
     def attention_hook(self) -> Hook | None:
-        """Who is shown the attention over this cache, where it can be shown: see `mlxlm.attention.AttentionSeam`.
+        """What is shown the attention over this cache, where it can be shown: see `mlxlm.attention.AttentionSeam`.
 
-        The cache itself where its budget wants to see it; or whoever was put here, who hands on to `own_hook`.
+        The cache itself where its budget wants to see it; or the hook that was set, which hands on to `own_hook`.
         """
         return self.own_hook if self._hook is None else self._hook
 
@@ -213,7 +213,7 @@ class KVCache(Holder):
             held.residual.check_trim(counts, self.most_trims)
         held.rows = rows
         held.transient = None
-        phases.note_trim(held, before)
+        update.note_trim(held, before)
         if held.evictor is not None:
             held.evictor.trimmed(held.rows)
 
@@ -221,8 +221,8 @@ class KVCache(Holder):
         """Forgets every token. A new session of the same shapes gets the slots, but with a quantized_start."""
         held = self._held
         held.rows, held.announced = (Row(),), (0,)
-        holding.release(held)
-        phases.begin(held)
+        state.release(held)
+        update.begin(held)
         held.packed, held.transient, held.lengths = False, None, None
         if held.evictor is not None:
             held.evictor.reset()

@@ -1,7 +1,7 @@
 """Rows that come, go and change places: which caches fit, their buffers as one, and padding that is announced.
 
 A row's slots begin at 0 in every cache, whatever was evicted or overwritten, so rows are put side by side as they are:
-nothing is rolled, padded or realigned. Knows nothing about attention or masks; `KVCache` has the methods.
+nothing is rolled, padded or realigned. Attention and masks are not affected; `KVCache` has the methods.
 """
 
 from __future__ import annotations
@@ -11,12 +11,11 @@ from typing import Protocol
 
 from mlx_kv.cache.buffers import Buffers, SlotBuffer
 from mlx_kv.cache.codecs import affine_of, are_plain, in_words
-from mlx_kv.cache.contents import Contents
 from mlx_kv.cache.eviction.evictor import Evictor
 from mlx_kv.cache.growth import round_up
 from mlx_kv.cache.layout import Layout, enough_slots, moves_between, planned, reshaped, stay
 from mlx_kv.cache.residual import Residual
-from mlx_kv.cache.view import CacheView
+from mlx_kv.cache.state import CacheView, Contents
 
 
 class Joinable(Protocol):
@@ -85,7 +84,7 @@ def join(held: Contents, others: Sequence[Contents]) -> None:
         held.layout, everyone = layout, [_in_shape(each, layout) for each in everyone]
         filled = [each for each in everyone if not each.empty()]
     encoded = any(each.encoded for each in filled)  # if one cache is quantised by now, all are
-    # Where nobody has a token, buffers that are left of trimmed ones have rows for this cache alone.
+    # Where no row has a token, buffers that are left of trimmed ones have rows for this cache alone.
     held.buffers = joined_buffers(everyone, _joint_capacity(filled), encoded) if filled else None
     held.encoded = encoded
     if held.residual is not None:
@@ -196,7 +195,7 @@ def check_padding(rows: int, empty: bool, lengths: Sequence[int] | None, left_pa
 
 
 def announce_padding(held: Contents, lengths: Sequence[int] | None, left_padding: Sequence[int] | None) -> None:
-    """Notes what `KVCache.prepare` was told."""
+    """As `KVCache.prepare`."""
     check_padding(len(held.rows), held.empty(), lengths, left_padding)
     if left_padding is not None:
         held.rows = tuple([row._replace(offset=row.offset - n) for row, n in zip(held.rows, left_padding, strict=True)])

@@ -1,27 +1,253 @@
-"""What another cache needs to go on where this one stands: its state, a pytree with names.
+"""What one cache consists of, at any time: its contents, a read-only view of them, and its state as a pytree.
 
-Decides what of a cache that is; room and padding that were announced and the growth rule are none of it, a cache that
-is made of a state is told them anew. States as tuples of eleven, as version 0.1.0 made them, are read, too.
+The contents are all parts, settings and counters by name; `update` and `rows` change them. The state is what another
+cache needs to continue from here. Announced room, announced padding and the growth rule are not in it: they are given
+anew to a cache that is made from a state. States as tuples of eleven, as version 0.1.0 made them, are read, too.
+
+B rows.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from mlx_kv.cache.buffers import SlotBuffer
-from mlx_kv.cache.codecs import PLAIN, Affine, Codec, Codecs, Plain, Planes, find_codec, find_codecs
-from mlx_kv.cache.contents import Contents
+from mlx_kv.cache.buffers import Buffers, SlotBuffer
+from mlx_kv.cache.codecs import (
+    PLAIN,
+    Affine,
+    Codec,
+    Codecs,
+    Packing,
+    Plain,
+    Planes,
+    find_codec,
+    find_codecs,
+    packing_of,
+    packings_of,
+)
 from mlx_kv.cache.eviction.evictor import Evictor
 from mlx_kv.cache.growth import DEFAULT, Growth
-from mlx_kv.cache.holding import released
-from mlx_kv.cache.layout import Budget, Row, make_layout
+from mlx_kv.cache.layout import NO_LIMIT, Append, Budget, Layout, Plan, Ranges, Row, make_layout
 from mlx_kv.cache.residual import Residual
 
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32, "float64": mx.float64}
 Tensors = list[tuple[int, str]]  # head dim and name of the dtype, of keys and of values
+
+
+# --- the read-only view -----------------------------------------------------------------------------------------------
+
+
+class CacheView(NamedTuple):
+    """What a cache holds and how, at one moment: read by statistics, files, evictors and the server's memory page.
+
+    Attributes:
+        layout: which slot holds which position.
+        rows: where each row stands.
+        codecs: how keys and how values are stored from `quantized_start` on.
+        buffers: of keys and of values; None before the first update. Before `quantized_start` they are plain.
+        quantized_start: the codecs are used from the first write on that begins at this offset or later.
+        packed_decode: whether attention may be handed packed planes.
+        reserved: tokens that room is made for at the first update, in any row.
+        announced: tokens that each row will hold, as far as was said.
+        lengths: tokens of each row that are announced, padding follows them; None where none is.
+        growth: how capacity grows.
+        residual_length: tokens that a query sees as they came, however they are stored.
+    """
+
+    layout: Layout
+    rows: tuple[Row, ...]
+    codecs: Codecs
+    buffers: Buffers | None
+    quantized_start: int
+    packed_decode: bool
+    reserved: int
+    announced: tuple[int, ...]
+    lengths: tuple[int, ...] | None
+    growth: Growth
+    residual_length: int = 0
+
+    @property
+    def used(self) -> int:
+        """Slots, from the first on, among which those lie that hold a token of any row."""
+        return min(max(0, *(row.end for row in self.rows)), self.layout.most_slots)
+
+
+# --- contents ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True, weakref_slot=True, eq=False)
+class Contents:
+    """The parts of a cache, its settings, and where it stands.
+
+    Attributes:
+        codecs, layout, growth, reserved, quantized_start, packed_decode, announced, lengths: as in `CacheView`.
+        last, alike: the plan of the last update and its shapes and dtypes (`update.Alike`), where the next update may
+            take the fast path; else None. Code that changes the contents but not `rows` sets `last` to None.
+        following: the layout that the next short write finds, with less room; None where nothing changes.
+        steps, most_steps: updates in a row that took the fast path, and how many may before the room is checked again.
+        short_writes, longest, trimmed_at: what decides about room: the number of writes in a row that need far less
+            of it than there is, the longest of them, and the offset of each row after the last trim.
+        evictor: what compacts the rows of a budget; None without one.
+        packing: how mlx-lm can read what the codecs store; None where it cannot.
+        packings: how our own attention can, of keys and of values, where mlx-lm's cannot.
+        residual: the newest tokens as they came; None where none are kept so.
+        seam: what shows this cache its attention, if anything does: then it can be answered here.
+        rows: where each row stands.
+        buffers: of keys and of values.
+        encoded: whether the buffers are stored by the codecs; before `quantized_start` they are plain.
+        ranges: the slots that the last fetch was made of.
+        transient: what attention read of a write longer than max_write, until the next step.
+        packed: whether the last fetch handed out packed planes.
+        counts: how many of the last update's tokens were tokens of each row, where some were padding; else None.
+        growths: reallocations since the first allocation.
+    """
+
+    codecs: Codecs = PLAIN
+    layout: Layout = Append()
+    evictor: Evictor | None = None
+    growth: Growth = DEFAULT
+    reserved: int = 0
+    quantized_start: int = 0
+    packed_decode: bool = True
+    announced: tuple[int, ...] = (0,)
+    lengths: tuple[int, ...] | None = None
+    rows: tuple[Row, ...] = (Row(),)
+    buffers: Buffers | None = None
+    encoded: bool = False
+    ranges: Ranges = ()
+    packed: bool = False
+    transient: tuple[mx.array, mx.array] | None = None
+    counts: tuple[int, ...] | None = None
+    growths: int = 0
+    last: Plan | None = None
+    alike: Any = None
+    following: Layout | None = None
+    steps: int = 0
+    most_steps: int = 0
+    short_writes: int = 0
+    longest: int = 0
+    trimmed_at: tuple[int, ...] = ()
+    seam: object = None
+    residual: Residual | None = None
+    packing: Packing | None = field(init=False)
+    packings: tuple[Packing, Packing] | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._find_packings()
+        if self.evictor is None and isinstance(self.layout, Budget):  # without one, nothing would ever be evicted
+            self.evictor = Evictor(self.layout)
+        if self.evictor is not None:
+            self.layout = self.evictor.layout
+            self.evictor.belong_to(self)
+        if self.residual is not None:
+            keep_recent = None if self.evictor is None else self.evictor.layout.keep_recent
+            uneven = self.evictor is not None and self.evictor.uneven_heads
+            self.residual.check_beside(self.layout.max_rollback, keep_recent, uneven)
+
+    def use(self, codecs: Codecs) -> None:
+        """Stores tensors by these codecs from now on, those that are stored already, too."""
+        self.codecs, self.last = codecs, None
+        self._find_packings()
+        for buffer, codec in zip(self.buffers or (), codecs, strict=False):
+            buffer.recode(codec)
+        self.encoded = True
+
+    def _find_packings(self) -> None:
+        """mlx-lm's attention cannot read a residual: beside one, our own reads the planes that mlx-lm's could."""
+        if self.residual is None:
+            self.packing, self.packings = packing_of(self.codecs), packings_of(self.codecs)
+            return
+        keys, values = (codec.packed for codec in self.codecs)
+        self.packing, self.packings = None, None if keys is None or values is None else (keys, values)
+
+    @property
+    def capacity(self) -> int:
+        """Slots allocated for each row; 0 before the first update."""
+        return 0 if self.buffers is None else self.buffers[0].capacity
+
+    def empty(self) -> bool:
+        """Whether no row holds a token."""
+        return not any(row.offset > 0 for row in self.rows)
+
+    @property
+    def view(self) -> CacheView:
+        """The contents, read-only."""
+        return CacheView(
+            self.layout,
+            self.rows,
+            self.codecs,
+            self.buffers,
+            self.quantized_start,
+            self.packed_decode,
+            self.reserved,
+            self.announced,
+            self.lengths,
+            self.growth,
+            0 if self.residual is None else self.residual.length,
+        )
+
+    def copied(self, memo: dict[int, Any]) -> Contents:
+        """A deep copy; the memory of its buffers is shared until one of them writes.
+
+        Args:
+            memo: deepcopy's.
+        """
+        evictor = None if self.evictor is None else self.evictor.copied(memo)
+        copied = self.without_evictor()
+        if evictor is not None:
+            copied.evictor = evictor
+            evictor.belong_to(copied)
+        return copied
+
+    def without_evictor(self) -> Contents:
+        """A copy that has no evictor yet: the caller sets it."""
+        copied = copy.copy(self)  # all of it is never changed in place, but for those that follow
+        copied.evictor = None
+        if self.buffers is not None:
+            copied.buffers = self.buffers[0].copied(), self.buffers[1].copied()
+        if self.residual is not None:
+            copied.residual = self.residual.copied()
+        return copied
+
+
+# --- pausing of eviction ----------------------------------------------------------------------------------------------
+
+# While eviction is paused, the layout plans as if the margin of the budget were unlimited; masks and updates follow
+# from that. It serves texts that are read twice: in the first reading nothing may be evicted.
+
+
+def hold(held: Contents) -> None:
+    """Pauses eviction; without a budget nothing changes."""
+    if held.evictor is not None:
+        held.evictor.paused = True
+        _with_margin(held, NO_LIMIT)
+
+
+def release(held: Contents) -> None:
+    """Resumes eviction: what is due is evicted before the next write."""
+    if held.evictor is not None and held.evictor.paused:
+        held.evictor.paused = False
+        _with_margin(held, held.evictor.layout.margin)
+
+
+def released(held: Contents) -> Layout:
+    """The layout without a pause."""
+    if held.evictor is None or not held.evictor.paused or not isinstance(held.layout, Budget):
+        return held.layout
+    return replace(held.layout, margin=held.evictor.layout.margin)
+
+
+def _with_margin(held: Contents, margin: int | None) -> None:
+    if isinstance(held.layout, Budget):
+        held.layout, held.following, held.last = replace(held.layout, margin=margin), None, None
+
+
+# --- the state pytree -------------------------------------------------------------------------------------------------
 
 
 class CacheState(NamedTuple):
@@ -33,11 +259,11 @@ class CacheState(NamedTuple):
         ranges: the slots [first, last) that the last fetch was made of.
         layout: the layout's `parameters`.
         codecs: of keys and of values, each a name and parameters.
-        tensors: head dim and name of the dtype, of keys and of values; None where the planes of these codecs tell it.
+        tensors: head dim and name of the dtype, of keys and of values; None where they follow from the planes.
         encoded: whether the planes are made by the codecs; before `quantized_start` they are plain.
         quantized_start, packed_decode: as in `KVCache`.
         packed: whether the last fetch handed out packed planes.
-        eviction: what the evictor knows; None without one.
+        eviction: the evictor's state; None without one.
         residual: of a residual its length, its room, the lowest position of each row, and its keys and values
             (B, H, slots, D), which are left out before the first update; None without one.
     """
@@ -63,7 +289,7 @@ def in_state(codecs: Codecs) -> list[Any]:
 
 
 def state_of(held: Contents) -> CacheState:
-    """Its arrays are handles of their own: what happens to the cache later does not reach them."""
+    """The state; its arrays are handles of their own, which later changes of the cache do not reach."""
     keys, values, tensors = None, None, None
     if held.buffers is not None:
         keys, values = (buffer.handles() for buffer in held.buffers)
@@ -96,40 +322,40 @@ def contents_of(
 
     Args:
         state: a `CacheState`, or an older tuple.
-        growth, reserved, announced, lengths: as in `CacheView`; no state tells them.
+        growth, reserved, announced, lengths: as in `CacheView`; no state has them.
 
     Raises:
-        ValueError: a codec or a score that nobody registered here.
+        ValueError: a codec or a score that is not registered in this process.
     """
-    told = _named(state)
-    keys, values = (find_codec(name, parameters) for name, parameters in told.codecs)
-    layout = make_layout(*told.layout)
+    given = _named(state)
+    keys, values = (find_codec(name, parameters) for name, parameters in given.codecs)
+    layout = make_layout(*given.layout)
     evictor = None
-    if told.eviction is not None and isinstance(layout, Budget):
-        evictor = Evictor.from_state(layout, told.eviction)
+    if given.eviction is not None and isinstance(layout, Budget):
+        evictor = Evictor.from_state(layout, given.eviction)
     held = Contents(
         (keys, values),
         layout,
         evictor,
         growth,
         reserved,
-        told.quantized_start,
-        told.packed_decode,
-        (0,) * len(told.rows) if announced is None else announced,
+        given.quantized_start,
+        given.packed_decode,
+        (0,) * len(given.rows) if announced is None else announced,
         lengths,
-        tuple(Row(*row) for row in told.rows),
-        ranges=tuple((first, last) for first, last in told.ranges),
-        packed=told.packed,
-        residual=None if told.residual is None else Residual.from_state(told.residual),
+        tuple(Row(*row) for row in given.rows),
+        ranges=tuple((first, last) for first, last in given.ranges),
+        packed=given.packed,
+        residual=None if given.residual is None else Residual.from_state(given.residual),
     )
-    if told.keys is not None and told.values is not None:
-        codecs, planes = held.codecs if told.encoded else PLAIN, (tuple(told.keys), tuple(told.values))
-        tensors = told.tensors or [tensor_told_by(*each) for each in zip(codecs, planes, strict=True)]
+    if given.keys is not None and given.values is not None:
+        codecs, planes = held.codecs if given.encoded else PLAIN, (tuple(given.keys), tuple(given.values))
+        tensors = given.tensors or [tensor_told_by(*each) for each in zip(codecs, planes, strict=True)]
         own_keys, own_values = (
             SlotBuffer(codec, each, head_dim, DTYPES[dtype])
             for codec, each, (head_dim, dtype) in zip(codecs, planes, tensors, strict=True)
         )
-        held.buffers, held.encoded = (own_keys, own_values), told.encoded
+        held.buffers, held.encoded = (own_keys, own_values), given.encoded
     return held
 
 
@@ -144,7 +370,7 @@ def _named(state: tuple[Any, ...]) -> CacheState:
 
 
 def tensor_told_by(codec: Codec, planes: Planes) -> tuple[int, str]:
-    """The head dim and the name of the dtype, where planes alone tell them: plain ones, and quantised by `Affine`.
+    """The head dim and the name of the dtype, where they follow from the planes: plain or quantised by `Affine`.
 
     Raises:
         ValueError: planes of another codec.

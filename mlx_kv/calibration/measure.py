@@ -17,9 +17,9 @@ from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.cache.layout import Row
 from mlx_kv.generation.prefill import prefill_step
 from mlx_kv.generation.rereading import Instructions, Rereading
-from mlx_kv.mlxlm.cache_rope import Ropes, cache_ropes
 from mlx_kv.mlxlm.convert import make_prompt_cache
 from mlx_kv.mlxlm.loading import architecture
+from mlx_kv.mlxlm.rope import Ropes, cache_ropes
 from mlx_kv.mlxlm.traverse import is_ours, leaves
 from mlx_kv.policy import CachePolicy
 

@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from mlx_kv.cli.batch_input import BatchRequest, Id, is_whole
-from mlx_kv.files.locks import lock_at_once
-from mlx_kv.files.replacing import replacing
+from mlx_kv.files.replacing import lock_at_once, replacing
 
 BEGINNING = b'{"id": '  # of every line that is written here
 

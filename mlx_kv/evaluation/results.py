@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from mlx_kv.cache.codecs import Bits, Choice
+from mlx_kv.cache.eviction.allocation import Granularity
 from mlx_kv.cache.eviction.calibration import FITTED, Calibration
-from mlx_kv.cache.eviction.granularity import Granularity
 from mlx_kv.cache.eviction.scores import find_score
 from mlx_kv.policy import CALIBRATED, SINKS, CachePolicy, LayerAllocation
 

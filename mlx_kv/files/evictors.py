@@ -13,11 +13,11 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_kv.cache.checks import whole_number
+from mlx_kv.cache.eviction.allocation import BY_HEAD
 from mlx_kv.cache.eviction.evictor import Evictor
-from mlx_kv.cache.eviction.granularity import BY_HEAD
 from mlx_kv.cache.eviction.membership import EvictorState
 from mlx_kv.cache.eviction.observed.state import ObservedState
-from mlx_kv.cache.eviction.scores.wants import Wants
+from mlx_kv.cache.eviction.scores.tokens import Wants
 from mlx_kv.cache.layout import Budget, Row
 
 ALWAYS = 7  # fields of an `EvictorState` that every version wrote

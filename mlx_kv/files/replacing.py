@@ -1,7 +1,9 @@
-"""Files that are there whole or not at all, and whose place may be taken.
+"""Files that are written whole or not at all, what they may replace, and locks on them.
 
-Decides how a new file comes to be (beside the old one, on the disk, and then by its name), and what a name may stand
-for: nothing yet, or a regular file that the caller calls its own. Knows nothing about what is in a file.
+A new file is written beside the old one, synchronised to the disk, and then renamed. A name may stand for nothing yet,
+or for a regular file that the caller recognises as its own. Locks are those of the operating system on open files: they
+end with their process. They are taken with filelock's `lock_descriptor` and not its `FileLock`, which (before version
+4) empties a foreign file of that name and falls back to locks that outlive their process where a drive has none.
 """
 
 from __future__ import annotations
@@ -14,8 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
-from mlx_kv.files.locks import lock, lock_at_once
-
+POLL_SECONDS = 0.01  # between two attempts of a process that waits for a lock
 KINDS = {
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
@@ -150,3 +151,40 @@ def _remove_left_behind(target: Path) -> None:
         with contextlib.suppress(OSError), open(left, "rb") as file:
             if lock_at_once(file.fileno()):
                 left.unlink()
+
+
+# --- locks ------------------------------------------------------------------------------------------------------------
+
+
+def lock(file: int) -> None:
+    """Waits until no other process has a lock on the file open under this descriptor; it ends when that is closed.
+
+    Raises:
+        OSError: its drive has no locks.
+    """
+    from filelock import lock_descriptor  # here, as it takes longer than the start of a command
+
+    lock_descriptor(file, poll_interval=POLL_SECONDS)
+
+
+def lock_at_once(file: int) -> bool:
+    """As `lock`, without waiting; returns whether it is locked.
+
+    Raises:
+        OSError: its drive has no locks.
+    """
+    from filelock import lock_descriptor
+
+    return lock_descriptor(file, blocking=False)
+
+
+@contextlib.contextmanager
+def locked(path: str | Path) -> Iterator[None]:
+    """Holds a lock on this file, which is made if it is not there, and stays.
+
+    Raises:
+        OSError: it cannot be written, or its drive has no locks.
+    """
+    with open(path, "a") as file:
+        lock(file.fileno())
+        yield

@@ -23,8 +23,7 @@ from mlx_kv.generation.reading_twice import ReadingTwice
 from mlx_kv.generation.rereading import NOTHING_ASKED, Instructions
 from mlx_kv.generation.sequence import BatchToken, TokenSequence, Waiting
 from mlx_kv.generation.together import caches_together, equal_lengths
-from mlx_kv.mlxlm.batch_generator import WatchedBatchGenerator, evaluated
-from mlx_kv.mlxlm.by_class import RowsByClass
+from mlx_kv.mlxlm.batching import RowsByClass, WatchedBatchGenerator, evaluated
 from mlx_kv.mlxlm.observing import show_attention
 from mlx_kv.mlxlm.traverse import attention_caches
 from mlx_kv.mlxlm.trimming import trim_all

@@ -21,8 +21,7 @@ from mlx_kv.generation.sequence import BatchToken, TokenSequence, Waiting
 from mlx_kv.generation.speculation.decoder import Decoder
 from mlx_kv.generation.speculation.joining import Joining, NewRow
 from mlx_kv.generation.speculation.statistics import SpeculationStatistics
-from mlx_kv.mlxlm.batch_generator import evaluated
-from mlx_kv.mlxlm.by_class import RowsByClass
+from mlx_kv.mlxlm.batching import RowsByClass, evaluated
 from mlx_kv.mlxlm.observing import show_attention
 from mlx_kv.mlxlm.trimming import trim_all
 

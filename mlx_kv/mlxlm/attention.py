@@ -4,9 +4,7 @@ mlx-lm's models call `scaled_dot_product_attention(queries, keys, values, cache=
 module in which their layer lies. While an `AttentionSeam` of a model is open, that name stands for a function of ours
 in each of these modules: a call whose cache carries an `attention_hook` goes to that hook, every other one is handed on
 as it came, which costs half a microsecond a layer (a step of a tiny model takes thousands). Closed, the modules are as
-they were; nothing is touched before.
-
-Which layers call it at all, `visibility` says. Knows nothing about scores, codecs or budgets.
+they were; nothing is touched before. Which layers call it at all, `observing` finds out.
 B rows, Hq query heads, H KV heads, S queries, N tokens that a cache holds, D head dim.
 """
 
@@ -15,7 +13,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from itertools import count
 from types import ModuleType
@@ -24,7 +24,6 @@ from typing import Any, Protocol, Self
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_kv.mlxlm.changes import Changes
 from mlx_kv.mlxlm.traverse import leaves
 
 NAME = "scaled_dot_product_attention"
@@ -96,7 +95,7 @@ class AttentionCall:
 
 
 class AttentionHook(Protocol):
-    """What a cache carries as `attention_hook` if it wants to see its attention, or to answer it itself."""
+    """What a cache carries as `attention_hook` if its attention is to be seen, or answered in mlx-lm's place."""
 
     def attend(self, call: AttentionCall) -> mx.array:
         """(B, Hq, S, D): `call.hand_on()`, after a look at it or with other arguments; or an answer of its own."""
@@ -105,7 +104,7 @@ class AttentionHook(Protocol):
 class AttentionSeam:
     """Gives the attention of a model's layers to the hooks of their caches, from its making until it is closed.
 
-    It ends with its block, with `close`, or when nobody holds it any more: caches that ask can carry it. A copy is the
+    It ends with its block, with `close`, or with its last reference: caches that ask can carry it. A copy is the
     seam itself. Seams may overlap in any order, also those of several models of one module; a module gets its own
     function back with the last of them.
 
@@ -113,7 +112,7 @@ class AttentionSeam:
         model: any model of mlx-lm. Layers of other modules, as wrappers of models have, are found.
         otherwise: what gets the calls that no hook asks for, also those that name no cache. In overlapping seams the
             last one.
-        answering: what computes attention in mlx-lm's place, whoever has seen the call before. In overlapping seams
+        answering: what computes attention in mlx-lm's place, after any hook has seen the call. In overlapping seams
             the last one.
     """
 
@@ -173,7 +172,7 @@ def modules_with(model: nn.Module, name: str) -> list[ModuleType]:
 
 
 class _InFront:
-    """A hook that is not the cache's own, before that: it is asked whose call it is, since copies keep their hooks."""
+    """A hook before the cache's own, which is looked up at each call: copies of a cache keep the hook in front."""
 
     def __init__(self, hook: AttentionHook) -> None:
         self._hook = hook
@@ -219,7 +218,7 @@ class _SeamedModule:
         if not self.seams:
             self.standing = False
             del _seamed[self.module]
-            # Else somebody stands in front and calls ours, which hands everything on from now on.
+            # Else another function replaced ours and calls it: from now on ours hands everything on.
             if getattr(self.module, NAME) is self.function:
                 setattr(self.module, NAME, self.own)
 
@@ -227,6 +226,35 @@ class _SeamedModule:
         last_first = [*reversed(self.seams.values())]
         self.otherwise = next((hook for hook, _ in last_first if hook is not None), None)
         self.answering = next((hook for _, hook in last_first if hook is not None), None)
+
+
+class Changes:
+    """Makes changes of what all of a process shares, such as a module of mlx-lm's: one after the other, each whole.
+
+    A destructor runs at any moment, also in the middle of a change by the same thread, which no lock prevents. What it
+    wants changed waits for the end of that.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._waiting: deque[Callable[[], None]] = deque()
+        self._changing = False
+
+    def make(self, change: Callable[[], None]) -> None:
+        """It is made when this returns; or, asked for within another one, when that is."""
+        self._waiting.append(change)
+        while True:
+            with self._lock:
+                if self._changing:  # by this thread: it goes on with what waits
+                    return
+                self._changing = True
+                try:
+                    while self._waiting:
+                        self._waiting.popleft()()
+                finally:
+                    self._changing = False
+            if not self._waiting:  # nothing came at the last moment
+                return
 
 
 _numbers = count()

@@ -1,7 +1,7 @@
 """A model's own caches, and ours in their place: which become ours, and what of a policy a model can honour.
 
-Only this room knows the types of mlx-lm's caches. What a model does with its caches it is asked (`quirks`). Loops and
-samplers are in `generation`.
+Types of mlx-lm's caches are handled in this room only. What a model does with its caches is found by asking it
+(`probe`). Loops and samplers are in `generation`.
 """
 
 from __future__ import annotations
@@ -22,12 +22,10 @@ from mlx_kv.cache.eviction.layer_group import LayerGroup
 from mlx_kv.cache.eviction.peers import ALONE, Peers
 from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.files.fingerprint import model_fingerprint
-from mlx_kv.mlxlm.asking import asked_once
 from mlx_kv.mlxlm.loading import architecture, check_model
 from mlx_kv.mlxlm.observing import can_answer, show_attention
-from mlx_kv.mlxlm.quirks import cache_usage, indexers, takes_packed, window_of
+from mlx_kv.mlxlm.probe import asked_once, cache_usage, counts_slots, indexers, takes_packed, window_of
 from mlx_kv.mlxlm.recurrent import RecurrentState, count_by_attention, mark_last
-from mlx_kv.mlxlm.slots import counts_slots
 from mlx_kv.mlxlm.traverse import leaves, mapped
 from mlx_kv.policy import FOR_BUDGETS, CachePolicy, given_policy
 

@@ -1,8 +1,8 @@
-"""Models of mlx-lm: loaded with their weights, or made of a configuration alone; and what a model says of itself.
+"""Models of mlx-lm: loaded with their weights, or made of a configuration alone; and a model's name, sizes and limits.
 
-Knows nothing about caches. mlx-lm's loader is imported when it is called: it brings the tokenizers. A model of a
-configuration takes two of mlx-lm's privates: `_decode_tagged_floats`, for numbers that JSON has no names for, and
-`_get_classes`, which finds the class for a model type.
+mlx-lm's loader is imported when it is called: it brings the tokenizers. A model of a configuration takes two
+of mlx-lm's privates: `_decode_tagged_floats`, for numbers that JSON has no names for, and `_get_classes`, which finds
+the class for a model type.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_kv.cache.checks import check_type
-from mlx_kv.mlxlm.asking import asked_once
-from mlx_kv.mlxlm.cpu_activation import use_cpu_activation
-from mlx_kv.mlxlm.cpu_attention import use_cpu_attention
+from mlx_kv.mlxlm.cpu import use_cpu_activation, use_cpu_attention
+from mlx_kv.mlxlm.probe import asked_once
 
 
 def load(
@@ -165,14 +164,14 @@ def quantize_as_stored(model: nn.Module, config: dict[str, Any]) -> None:
 
     It says which layers are quantised otherwise than the rest; those that cannot be are left as they are.
     """
-    told = config.get("quantization")
-    if not isinstance(told, dict):
+    settings = config.get("quantization")
+    if not isinstance(settings, dict):
         return
-    size, bits, mode = told.get("group_size", 64), told.get("bits", 4), told.get("mode", "affine")
+    size, bits, mode = settings.get("group_size", 64), settings.get("bits", 4), settings.get("mode", "affine")
 
     def how(path: str, module: Any) -> Any:
-        if path in told:
-            return told[path]
+        if path in settings:
+            return settings[path]
         return hasattr(module, "to_quantized") and module.weight.shape[-1] % size == 0
 
     nn.quantize(model, group_size=size, bits=bits, mode=mode, class_predicate=how)

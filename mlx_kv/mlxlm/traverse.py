@@ -1,6 +1,6 @@
 """The caches of a model's layers, one by one, also those inside mlx-lm's `CacheList`.
 
-Decides which of them are ours, and which hold anything. Knows nothing about models.
+Decides which of them are ours, and which hold anything. Models are not looked at here.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ def kind_of(cache: Any) -> type:
 
 
 def is_ours(cache: Any) -> TypeGuard[KVCache]:
-    """Whether a cache is ours: of attention, and not somebody else's."""
+    """Whether a cache is ours: of attention, and not mlx-lm's or another package's."""
     return isinstance(cache, KVCache)
 
 
 def parts_of(cache: Any) -> tuple[KVCache, ...]:
-    """Ours that stand in one layer: one, or one for each class of rows; none where it is somebody else's."""
+    """Ours that stand in one layer: one, or one for each class of rows; none where the cache is not ours."""
     return cache.parts if isinstance(cache, RowClasses) else (cache,) if is_ours(cache) else ()
 
 
@@ -65,7 +65,7 @@ def attention_caches(caches: Iterable[Any]) -> list[KVCache]:
 
 
 def hear_from(caches: Iterable[Any], peers: Peers) -> None:
-    """Who has the other parts of the model that these caches are of: files and other processes don't tell."""
+    """Gives caches the peers that have the other parts of their model, which files and other processes don't store."""
     for cache in attention_caches(caches):
         if cache.evictor is not None:
             cache.evictor.hear_from(peers)
@@ -75,7 +75,7 @@ def in_use(caches: Iterable[Any]) -> list[Any]:
     """The caches of all layers that hold anything, as far as any does.
 
     Some models have caches for layers that have no attention: nothing is ever written to them, nor taken back. As long
-    as nothing was written to any, nobody knows which they are.
+    as nothing was written to any, these cannot be distinguished.
     """
     everything = list(leaves(caches))
     unwritten = [bool(parts_of(cache)) and all(own.keys is None for own in parts_of(cache)) for cache in everything]

@@ -1,6 +1,6 @@
 """What is done to the caches of all layers together, or to none: tokens taken back, and compaction.
 
-Knows nothing about models. Caches are ours, others that answer as `cache.protocol.Cache` says, or mlx-lm's own.
+Caches are ours, others that follow `cache.protocol.Cache`, or mlx-lm's own.
 """
 
 from __future__ import annotations

@@ -14,9 +14,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import cache as stock
 
-from mlx_kv.cache.eviction.allocation import by_layer, most_together, most_tokens
+from mlx_kv.cache.eviction.allocation import BY_HEAD, by_layer, most_together, most_tokens
 from mlx_kv.cache.eviction.evictor import Evictor
-from mlx_kv.cache.eviction.granularity import BY_HEAD
 from mlx_kv.cache.eviction.observed.sizes import ObservedBytes, most_bytes
 from mlx_kv.cache.eviction.peers import Peers
 from mlx_kv.cache.eviction.uneven import SAFEGUARD

@@ -1,9 +1,8 @@
-"""The files of a store's entries: how one comes to be and to go, so that nobody ever finds half of one.
+"""The files of a store's entries: written and removed in an order in which no reader finds half of one.
 
-Decides their order (data before its index, and an index gone before its data), and what of killed writers is removed.
-Knows nothing about which entry serves a prompt, nor when one or a block is superfluous (`store`), what an index says
-(`entry_index`), which files of a folder are a store's (`directory`), nor how caches are written to one
-(`serialization`) and cut (`blocks`, of files).
+Data is written before its index, and an index is removed before its data. What killed writers left is removed. An index
+is JSON; one that fails its checksum is not used, and one of another version is read as far as it can be. Which entry
+serves a prompt, and when one is removed, is decided in `store`; which files of a folder are a store's in `directory`.
 
     <id>.used          when it was last of use
     <digest>.block     slots that other entries may have, too
@@ -14,21 +13,28 @@ Knows nothing about which entry serves a prompt, nor when one or a block is supe
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
+import re
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from mlx_kv.files import blocks, serialization
 from mlx_kv.files.tensor_files import TensorFile
 from mlx_kv.prefixes.directory import StoreFolder, blocks_among, id_of, indexed
-from mlx_kv.prefixes.entry_index import IndexedEntry, IndexOfOthers, index_of, read_index, tokens_digest
-from mlx_kv.prefixes.index import Entry
+from mlx_kv.prefixes.index import Entry, packed
 
+MOST_NUMBER = 2**62  # bytes of an entry: more is no number of bytes
+BLOCK_NAME = re.compile("[0-9a-f]{32}")
 MOST_INDEXES = 64  # read at once
 ORPHANED_AFTER = 3600.0  # seconds; data without an index is a writer at work, or one that was killed
 
@@ -249,3 +255,95 @@ def _read_block(path: Path, name: str) -> TensorFile:
         return blocks.read_block(path, name)
     except ValueError as error:
         raise DamagedBlockError(name, error) from error
+
+
+VERSION, VERSION_WITH_BLOCKS = 2, 3
+# --- what an index says -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class IndexedEntry:
+    """An entry as its index has it.
+
+    Attributes:
+        fingerprint: whose it is.
+        columns: blocks of its slots, in their order: of each its name, slots and bytes.
+    """
+
+    entry: Entry
+    fingerprint: str
+    columns: tuple[tuple[tuple[str, int, int], ...], ...] = ()
+
+    @cached_property
+    def blocks(self) -> dict[str, int]:
+        """The bytes of each block, by its name."""
+        return {name: nbytes for column in self.columns for name, _, nbytes in column}
+
+    @property
+    def own_bytes(self) -> int:
+        """Bytes that lie in no block."""
+        return max(0, self.entry.bytes - sum(self.blocks.values()))
+
+
+@dataclass(frozen=True)
+class IndexOfOthers:
+    """An index of another version.
+
+    Attributes:
+        blocks: names of all that it may hold.
+    """
+
+    blocks: frozenset[str]
+
+
+def index_of(known: IndexedEntry) -> bytes:
+    entry = known.entry
+    told: dict[str, Any] = {"tokens": np.frombuffer(entry.tokens, ">u4").tolist(), "bytes_live": entry.bytes}
+    told |= {"least": entry.least, "fingerprint": known.fingerprint, "version": VERSION}
+    if known.blocks:
+        told |= {"version": VERSION_WITH_BLOCKS, "blocks": known.columns}
+    return json.dumps(told | {"checksum": checksum(told)}).encode()
+
+
+def read_index(content: bytes) -> IndexedEntry | IndexOfOthers:
+    """What an index says.
+
+    Raises:
+        ValueError, TypeError, KeyError, RecursionError: it is no index, or was damaged.
+    """
+    told = json.loads(content)
+    version = told["version"]
+    if type(version) is not int:
+        raise ValueError("a version that is no number")
+    if version not in (VERSION, VERSION_WITH_BLOCKS):  # whatever it is, it says of its blocks here
+        return IndexOfOthers(frozenset(BLOCK_NAME.findall(json.dumps(told.get("blocks")))))
+    seal = told.pop("checksum", None)  # 0.1.0 wrote none
+    if seal != checksum(told) and (seal is not None or version != VERSION):
+        raise ValueError("it is not what was written")
+    tokens, numbers, fingerprint = told["tokens"], (told["bytes_live"], told["least"]), told["fingerprint"]
+    if type(tokens) is not list or not all(type(token) is int and 0 <= token < 2**32 for token in tokens):
+        raise ValueError("tokens that are none")
+    if not all(type(number) is int for number in numbers) or type(fingerprint) is not str:
+        raise ValueError("a number that is none")
+    if not (0 <= numbers[0] < MOST_NUMBER and 0 <= numbers[1] <= len(tokens)):
+        raise ValueError("numbers that cannot be")
+    columns = tuple(tuple(map(_block, column)) for column in told["blocks"]) if version != VERSION else ()
+    return IndexedEntry(Entry(packed(tokens), *numbers), fingerprint, columns)
+
+
+def _block(told: Any) -> tuple[str, int, int]:
+    name, slots, nbytes = told
+    if type(name) is not str or BLOCK_NAME.fullmatch(name) is None:
+        raise ValueError("a block that has no name")
+    if not all(type(number) is int and 0 < number < MOST_NUMBER for number in (slots, nbytes)):
+        raise ValueError("numbers of a block that cannot be")
+    return name, slots, nbytes
+
+
+def checksum(told: dict[str, Any]) -> str:
+    return hashlib.blake2b(json.dumps(told, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def tokens_digest(entry: Entry, fingerprint: str) -> str:
+    """Of the tokens of an entry, and whose they are."""
+    return hashlib.blake2b(fingerprint.encode() + b"," + entry.tokens, digest_size=16).hexdigest()

@@ -1,31 +1,39 @@
 """A folder on any file system of fsspec: files by name, each whole or not at all.
 
-Decides how a file comes to be: where an object is there whole or not at all, by writing it; where renaming is all that
-one can count on, beside its place, under a name with two random parts, and then by its own. What is written to a local
-disk by somebody who does more than that, such as to wait for the disk (`mlx_kv.files.replacing`), is left to them. What
-a look at all files tells of each is not asked again: elsewhere, every question is a request. Knows nothing about what
-the files are for, nor how long one waits for them (`calls`).
+An object store puts an object whole or not at all. Elsewhere a file is written under a name with two random parts and
+renamed. Local files that must be synchronised to the disk are written with `mlx_kv.files.replacing`. A listing is
+reused: elsewhere, every question is a request.
+
+Calls have a deadline (`Calls`): a file system that has not answered is not asked again for a while, and whatever it
+raises becomes an OSError. Local file systems are waited for, and raise what they raise. Most remote file systems of
+fsspec are asynchronous: a call is a coroutine in a thread of fsspec, so one that takes too long is cancelled, and many
+are made at once. A remote one that is not (`sftp://`) is waited for; a server has a thread for that.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import datetime
 import errno
 import tempfile
+import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import fsspec
 
-from mlx_kv.files.locks import locked
-from mlx_kv.prefixes.calls import AT_ONCE, Calls
+from mlx_kv.files.replacing import locked
 
 NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)  # what network drives say
 PARTIAL = r"\.[0-9a-f]{32}\.partial"  # how the name of a file that is not there yet goes on
+AT_ONCE = 8  # calls
+SILENT = 5.0  # seconds for which a place that did not answer is not asked again
+SLOWEST = 2**20  # bytes a second; what carries many has more time
 # Where folders need not be made, and what is put is there whole or not at all.
 OBJECT_STORES = frozenset(("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oss"))
 
@@ -206,3 +214,122 @@ def _raise_first(found: Sequence[Any]) -> None:
     for one in found:
         if isinstance(one, Exception):
             raise one
+
+
+# --- calls with a deadline --------------------------------------------------------------------------------------------
+
+
+class Calls:
+    """Calls of one file system, each with its deadline.
+
+    Args:
+        fs: of fsspec.
+        where: its name, for errors.
+        deadline: seconds for one call, and more where it carries bytes; `within` sets less for several together.
+
+    Attributes:
+        timed: whether calls have a deadline.
+    """
+
+    def __init__(self, fs: Any, where: str, deadline: float) -> None:
+        self._fs, self._where, self._deadline = fs, where, deadline
+        self.timed = bool(fs.async_impl) and not fs.asynchronous
+        self._here = "file" in ((fs.protocol,) if isinstance(fs.protocol, str) else fs.protocol)
+        self._ends = threading.local()  # when what a thread does now is to be over
+        self._silent_until = 0.0
+
+    @contextlib.contextmanager
+    def within(self, seconds: float) -> Iterator[None]:
+        """All that this thread calls meanwhile takes no longer together."""
+        before = getattr(self._ends, "at", None)
+        self._ends.at = min(time.monotonic() + seconds, float("inf") if before is None else before)
+        try:
+            yield
+        finally:
+            self._ends.at = before
+
+    def one(self, name: str, *arguments: Any, nbytes: int = 0, **options: Any) -> Any:
+        """What the file system's method of this name returns.
+
+        Args:
+            nbytes: that it carries.
+
+        Raises:
+            TimeoutError: there was no answer, now or a moment ago.
+            OSError: whatever else was raised.
+        """
+        (found,) = self.several(name, [arguments], nbytes, **options)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def several(self, name: str, each: Sequence[Sequence[Any]], nbytes: int = 0, **options: Any) -> list[Any]:
+        """What it returns for each of these arguments, or the error that it raises.
+
+        Raises:
+            TimeoutError: there was no answer to some of them, now or a moment ago.
+        """
+        if not self.timed:
+            found = [_attempt(partial(getattr(self._fs, name), *given, **options)) for given in each]
+        else:
+            method = getattr(self._fs, f"_{name}")
+            found = self._timed([partial(method, *given, **options) for given in each], nbytes)
+        return found if self._here else [_as_os_error(one) for one in found]
+
+    def _timed(self, calls: Sequence[Callable[[], Awaitable[Any]]], nbytes: int) -> list[Any]:
+        ends = getattr(self._ends, "at", None)
+        seconds = self._deadline + nbytes / SLOWEST if ends is None else ends - time.monotonic()
+        if time.monotonic() < self._silent_until:
+            raise TimeoutError(errno.ETIMEDOUT, f"{self._where} did not answer a moment ago")
+        if seconds <= 0:
+            raise self._late
+        work = asyncio.run_coroutine_threadsafe(_together(calls, seconds), self._fs.loop)
+        try:
+            found = work.result(seconds + 1)  # the loop itself may be kept busy
+        except TimeoutError:
+            self._silent_until = time.monotonic() + SILENT
+            raise self._late from None
+        finally:
+            work.cancel()
+        if all(map(_unreached, found)):
+            self._silent_until = time.monotonic() + SILENT
+        return found
+
+    @property
+    def _late(self) -> TimeoutError:
+        return TimeoutError(errno.ETIMEDOUT, f"{self._where} has not answered in time")
+
+
+async def _together(calls: Sequence[Callable[[], Awaitable[Any]]], seconds: float) -> list[Any]:
+    """What each comes to, its error included; AT_ONCE of them at a time."""
+    places = asyncio.Semaphore(AT_ONCE)
+
+    async def placed(call: Callable[[], Awaitable[Any]]) -> Any:
+        async with places:
+            return await call()
+
+    work: Coroutine[Any, Any, list[Any]] = _gathered([placed(call) for call in calls])
+    return await asyncio.wait_for(work, seconds)
+
+
+async def _gathered(work: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
+    return await asyncio.gather(*work, return_exceptions=True)
+
+
+def _attempt(call: Callable[[], Any]) -> Any:
+    try:
+        return call()
+    except Exception as error:
+        return error
+
+
+def _unreached(found: Any) -> bool:
+    """Whether this is an error of who has not come to speak with the place: one of its own is an OSError."""
+    return isinstance(found, Exception) and (isinstance(found, ConnectionError) or not isinstance(found, OSError))
+
+
+def _as_os_error(found: Any) -> Any:
+    """The same, but errors that are no OSError, as botocore's are none, nor those of an HTTP client."""
+    if not isinstance(found, Exception) or isinstance(found, OSError | MemoryError):
+        return found
+    return OSError(errno.EIO, " ".join(f"{type(found).__name__}: {found}".split()))

@@ -1,17 +1,19 @@
-"""Token sequences that somebody has processed: which of them serves a prompt, and what one makes superfluous.
+"""Token sequences that were processed: which of them serves a prompt, which one makes superfluous, who shares blocks.
 
-Decides by tokens alone. Sequences are kept sorted, so those that begin like a prompt lie beside the place where it
-would lie itself, those that share most of it nearest: finding one takes a few binary searches, however many there are.
-An entry that can be trimmed back to `least` tokens serves a prompt that begins with those, its *head*; so entries are
-sorted among those of the same head, and only heads that the prompt begins with are looked into. Knows nothing about
-caches: how far back they can be trimmed (`serving`), and where they are, on a disk (`store`) or in memory (`memory`).
+Everything follows from tokens alone. Sequences are kept sorted, so those that begin like a prompt lie beside the place
+where it would lie itself, those that share most of it nearest: finding one takes a few binary searches, however many
+there are. An entry that can be trimmed back to `least` tokens serves a prompt that begins with those, its *head*; so
+entries are sorted among those of the same head, and only heads that the prompt begins with are looked into. How far
+back caches can be trimmed is decided in `place`; where they are, in `store` (a disk) and `memory`.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import numpy as np
 
@@ -19,6 +21,7 @@ from mlx_kv.cache.checks import token_ids
 
 LEAST_SHARED = 64  # tokens; below, finding costs more than reading
 MOST_STEPS = 64  # of a walk through beginnings that turn out to be none
+B = TypeVar("B")
 _LAST = "\U0010ffff"  # after every name
 
 
@@ -170,3 +173,44 @@ class PrefixIndex:
             if self._entries[name].least >= entry.least:
                 found.append(name)
         return found
+
+
+class Holdings(Generic[B]):
+    """Entries by name, and the blocks that each of them holds.
+
+    Attributes:
+        nbytes: of all entries together, each block once.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[str, tuple[int, Mapping[B, int]]] = {}
+        self._holders: Counter[B] = Counter()
+        self.nbytes = 0
+
+    def __contains__(self, block: object) -> bool:
+        """Whether anybody holds a block."""
+        return block in self._holders
+
+    @property
+    def blocks(self) -> Collection[B]:
+        """All that are held, as long as nothing changes."""
+        return self._holders.keys()
+
+    def add(self, name: str, own: int, blocks: Mapping[B, int]) -> None:
+        """An entry that was not there.
+
+        Args:
+            own: bytes that are its alone, beside the blocks.
+            blocks: that it holds, and the bytes of each.
+        """
+        self._held[name] = own, blocks
+        self.nbytes += own + sum(size for block, size in blocks.items() if block not in self._holders)
+        self._holders.update(blocks.keys())
+
+    def remove(self, name: str) -> list[B]:
+        """Lets go of an entry, if it is there; returns the blocks that nobody holds any longer."""
+        own, blocks = self._held.pop(name, (0, {}))
+        free = [block for block in blocks if self._holders[block] == 1]
+        self._holders -= Counter(blocks.keys())
+        self.nbytes -= own + sum(blocks[block] for block in free)
+        return free

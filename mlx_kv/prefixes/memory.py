@@ -13,8 +13,7 @@ from typing import Any
 
 from mlx_kv.cache.checks import cache_list, shown
 from mlx_kv.prefixes.blocks import Block, KeptCaches, kept_bytes
-from mlx_kv.prefixes.holdings import Holdings
-from mlx_kv.prefixes.index import PrefixIndex, packed
+from mlx_kv.prefixes.index import Holdings, PrefixIndex, packed
 from mlx_kv.prefixes.parts import Parts
 from mlx_kv.prefixes.place import PromptPlace
 

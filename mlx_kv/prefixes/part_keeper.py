@@ -18,9 +18,9 @@ from mlx_kv.mlxlm.traverse import hear_from
 from mlx_kv.mlxlm.trimming import trim_prompt_cache
 from mlx_kv.prefixes.blocks import Block, KeptCaches, kept_bytes
 from mlx_kv.prefixes.entry_files import PackedEntry
-from mlx_kv.prefixes.holdings import Holdings
+from mlx_kv.prefixes.index import Holdings
 from mlx_kv.prefixes.parts import Alone, Measure
-from mlx_kv.prefixes.serving import least_tokens
+from mlx_kv.prefixes.place import least_tokens
 from mlx_kv.prefixes.store import PromptStore
 from mlx_kv.ranks.group import RankGroup
 

@@ -22,8 +22,7 @@ from mlx_kv.mlxlm.loading import vocabulary_of
 from mlx_kv.mlxlm.observing import show_attention
 from mlx_kv.mlxlm.traverse import attention_caches
 from mlx_kv.mlxlm.trimming import compact
-from mlx_kv.prefixes.place import Prefixes
-from mlx_kv.prefixes.serving import kept_how, needs_checkpoints
+from mlx_kv.prefixes.place import Prefixes, kept_how, needs_checkpoints
 
 MOST_CHECKPOINTS = 32  # of one prompt: so at most a 32nd of it is read again
 

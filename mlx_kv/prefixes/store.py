@@ -1,11 +1,9 @@
 """A directory of processed prompts, so that a prefix is read once: across requests, processes and machines.
 
-Decides what is served, what is kept, and what leaves when there is too much. An entry is the caches of one token
-sequence; what several have in common lies in blocks, and a block leaves with the last entry that holds it. Knows
-nothing about how an entry is found among many (`index`, `table`), nor about its files (`entry_files`), nor about
-requests.
-
-What takes the disk's time (`refresh`, `fetch`, `write`) does nothing with MLX: another thread can do it, one at a time.
+What is served, kept and removed is decided here. An entry is the caches of one token sequence; slots that several have
+in common are in blocks, and a block is removed with the last entry that holds it. `index` and `table` find an entry
+among many; `entry_files` writes and removes its files. `refresh`, `fetch` and `write`, which take the disk's time, do
+nothing with MLX: another thread can call them, one at a time.
 """
 
 from __future__ import annotations
@@ -26,12 +24,18 @@ from mlx_kv.files import serialization
 from mlx_kv.generation.statistics import cache_statistics
 from mlx_kv.mlxlm.trimming import trim_prompt_cache
 from mlx_kv.prefixes.directory import blocks_among
-from mlx_kv.prefixes.entry_files import DamagedBlockError, EntryFiles, PackedEntry, cut, pack
-from mlx_kv.prefixes.entry_index import IndexedEntry, IndexOfOthers
+from mlx_kv.prefixes.entry_files import (
+    DamagedBlockError,
+    EntryFiles,
+    IndexedEntry,
+    IndexOfOthers,
+    PackedEntry,
+    cut,
+    pack,
+)
 from mlx_kv.prefixes.index import Entry, packed
 from mlx_kv.prefixes.parts import Parts
-from mlx_kv.prefixes.place import PromptPlace
-from mlx_kv.prefixes.serving import least_tokens
+from mlx_kv.prefixes.place import PromptPlace, least_tokens
 from mlx_kv.prefixes.table import EntryTable
 
 DEADLINE, DISK_DEADLINE = 2.0, 10.0  # seconds

@@ -11,9 +11,8 @@ from collections import defaultdict
 from collections.abc import Callable, Collection
 from itertools import accumulate
 
-from mlx_kv.prefixes.entry_index import IndexedEntry
-from mlx_kv.prefixes.holdings import Holdings
-from mlx_kv.prefixes.index import Entry, PrefixIndex
+from mlx_kv.prefixes.entry_files import IndexedEntry
+from mlx_kv.prefixes.index import Entry, Holdings, PrefixIndex
 
 
 class EntryTable:

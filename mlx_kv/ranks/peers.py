@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_kv.cache.eviction.granularity import Allocation, Granularity
+from mlx_kv.cache.eviction.allocation import Allocation, Granularity
 from mlx_kv.cache.eviction.peers import ALONE, Alone, Peers
 from mlx_kv.ranks.collectives import gathered
 from mlx_kv.ranks.splitting import part_of

@@ -22,8 +22,6 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import cache as stock
 
 from mlx_kv.cache.checks import check_type
-from mlx_kv.mlxlm.asking import answer_as
-from mlx_kv.mlxlm.by_class import attends_by_class
 from mlx_kv.mlxlm.convert import FULL, cache_kinds
 from mlx_kv.mlxlm.loading import (
     architecture,
@@ -33,8 +31,8 @@ from mlx_kv.mlxlm.loading import (
     number_of_weights,
     quantize_as_stored,
 )
-from mlx_kv.mlxlm.quirks import refuses_ragged
-from mlx_kv.mlxlm.slots import counts_slots
+from mlx_kv.mlxlm.observing import attends_by_class
+from mlx_kv.mlxlm.probe import answer_as, counts_slots, refuses_ragged
 from mlx_kv.mlxlm.traverse import leaves
 from mlx_kv.ranks.collectives import gathered
 

@@ -12,7 +12,7 @@ from mlx_kv.generation.engine import Engine
 from mlx_kv.generation.speculation.settings import DraftSettings
 from mlx_kv.mlxlm.convert import make_prompt_cache
 from mlx_kv.policy import CachePolicy
-from mlx_kv.prefixes.serving import mark_of_drafts
+from mlx_kv.prefixes.place import mark_of_drafts
 
 
 def serving_fingerprint(

@@ -21,7 +21,7 @@ from mlx_kv.cache.classes.rule import KEPT
 from mlx_kv.cache.growth import SLOT_MULTIPLE, round_up
 from mlx_kv.generation.prefill import MOST_TOKENS_AHEAD
 from mlx_kv.generation.rereading import Instructions
-from mlx_kv.mlxlm.by_class import attends_by_class
+from mlx_kv.mlxlm.observing import attends_by_class
 from mlx_kv.planning import Planner, RowMemory
 from mlx_kv.policy import CachePolicy
 from mlx_kv.ranks.splitting import weights_of

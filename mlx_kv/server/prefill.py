@@ -16,8 +16,8 @@ from mlx_kv.generation.engine import Engine
 from mlx_kv.generation.rereading import NOTHING_ASKED, Instructions
 from mlx_kv.mlxlm.traverse import attention_caches
 from mlx_kv.prefixes.index import LEAST_SHARED, packed, shared
+from mlx_kv.prefixes.place import needs_checkpoints
 from mlx_kv.prefixes.reader import PromptReader
-from mlx_kv.prefixes.serving import needs_checkpoints
 from mlx_kv.server.job import Job
 from mlx_kv.server.occupancy import tokens_evicted
 from mlx_kv.server.tiered_prefixes import FoundOnly, TieredPrefixes

@@ -9,12 +9,9 @@ import numpy as np
 import pytest
 
 from mlx_kv.cache.eviction.scores import Score, find_score
-from mlx_kv.cache.eviction.scores.expected_attention import expected_attention
-from mlx_kv.cache.eviction.scores.key_diff import key_diff
-from mlx_kv.cache.eviction.scores.snap_kv import snap_kv
-from mlx_kv.cache.eviction.scores.tokens import QueryMoments, ScoredTokens
-from mlx_kv.cache.eviction.scores.tova import tova
-from mlx_kv.cache.eviction.scores.wants import Wants
+from mlx_kv.cache.eviction.scores.attention import expected_attention, snap_kv, tova
+from mlx_kv.cache.eviction.scores.stored import key_diff
+from mlx_kv.cache.eviction.scores.tokens import QueryMoments, ScoredTokens, Wants
 
 HEADS, GROUP, DIM, N, SCALE = 2, 3, 16, 40, 0.25
 RANDOM = np.random.default_rng(5)

@@ -26,14 +26,14 @@ from oracle import HEADS, QUERY_HEADS, poison, set_room
 import mlx_kv.cache.kv_cache
 import mlx_kv.cache.rows
 from mlx_kv import CachePolicy, KVCache
-from mlx_kv.cache import phases
+from mlx_kv.cache import update
 from mlx_kv.cache.eviction.kept_tokens import KeptTokens
 from mlx_kv.cache.eviction.layer_group import LayerGroup
 from mlx_kv.cache.layout import Plan, Row
 from mlx_kv.cache.residual import ROOM
 from mlx_kv.mlxlm.traverse import attention_caches, places_of
 
-DIM, PERIOD = 32, phases.PERIOD
+DIM, PERIOD = 32, update.PERIOD
 MOST_ROWS, MOST_BATCHES = 5, 3
 Tokens = tuple[np.ndarray, np.ndarray, np.ndarray]  # q (QH, n, D), k (H, n, D), v (H, n, D)
 
@@ -154,11 +154,11 @@ class Batches(RuleBasedStateMachine):
         return cache
 
     def teardown(self) -> None:
-        phases.PERIOD = PERIOD
+        update.PERIOD = PERIOD
 
     @initialize(kind=kinds(), rows=st.integers(1, 3), seed=st.integers(0, 999), period=st.sampled_from([1, 2, 3, 32]))
     def begin(self, kind: Kind, rows: int, seed: int, period: int) -> None:
-        phases.PERIOD = period
+        update.PERIOD = period
         self.kind, self.rng = self.only or kind, np.random.default_rng(seed)
         self.batches.append(self._new(rows))
 

@@ -34,7 +34,7 @@ from mlx_kv.cache.buffers import SlotBuffer
 from mlx_kv.cache.codecs import Affine, Codec, Microscaled, Plain, names
 from mlx_kv.mlxlm.traverse import attention_caches
 from mlx_kv.planning import Planner, Strategy
-from mlx_kv.prefixes.serving import kept_how
+from mlx_kv.prefixes.place import kept_how
 
 SHAPES = {
     "full": {},

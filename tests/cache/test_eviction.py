@@ -15,7 +15,6 @@ from kept import FORMULAS
 from oracle import Spec
 from test_cache_properties import STORAGE, fractions, run, spec_of
 
-import mlx_kv.cache.eviction.batch_moves
 from mlx_kv import CachePolicy, CompressedKVCache, KVCache
 from mlx_kv.cache.eviction import compaction
 from mlx_kv.cache.eviction.compaction import Moves, lowest
@@ -250,7 +249,7 @@ def trims_one_too_far(self: Budget, row: Row) -> int:
 
 
 PLANTED = {
-    "the recent block stays where it is": (mlx_kv.cache.eviction.batch_moves, "slide", forgets_the_slide),
+    "the recent block stays where it is": (compaction, "slide", forgets_the_slide),
     "the best tokens go": (compaction, "lowest", evicts_the_highest),
     "one token above the budget stays": (Budget, "compacted", leaves_one_more),
     "offset is what is held": (Budget, "compacted", counts_what_is_held),

@@ -20,8 +20,7 @@ from mlx_kv.cache.codecs import find_codecs
 from mlx_kv.cache.eviction.evictor import Evictor
 from mlx_kv.cache.eviction.observed.observation import TAKEN_BACK
 from mlx_kv.cache.eviction.scores import Score
-from mlx_kv.cache.eviction.scores.tokens import ScoredTokens
-from mlx_kv.cache.eviction.scores.wants import Wants
+from mlx_kv.cache.eviction.scores.tokens import ScoredTokens, Wants
 from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.cache.layout import Budget
 

@@ -30,7 +30,7 @@ from mlx_kv.cache.eviction.observed.moments import Moments
 from mlx_kv.cache.eviction.observed.observation import TAKEN_BACK, Observation
 from mlx_kv.cache.eviction.observed.recent import RecentQueries
 from mlx_kv.cache.eviction.scores import Wants, register_score
-from mlx_kv.cache.eviction.scores.snap_kv import snap_kv
+from mlx_kv.cache.eviction.scores.attention import snap_kv
 from mlx_kv.cache.eviction.scores.tokens import ScoredTokens
 from mlx_kv.mlxlm.traverse import places_of
 

@@ -26,10 +26,10 @@ from mlx_kv import (
     load_prompt_cache,
     save_prompt_cache,
 )
-from mlx_kv.cache import kv_cache, phases, rows, steady, update
+from mlx_kv.cache import kv_cache, rows, update
 from mlx_kv.cache.layout import Chunks, Ring, Row, moves_between, plan_of, planned, reshaped
 
-SETTLED = phases.PERIOD + 1  # steps of decoding after which the room is that of decoding
+SETTLED = update.PERIOD + 1  # steps of decoding after which the room is that of decoding
 fractions = st.floats(0, 1)
 budgets = st.builds(
     lambda budget, keep_recent, **options: Spec(budget=budget, keep_recent=min(keep_recent, budget - 3), **options),
@@ -57,7 +57,7 @@ operations = st.one_of(
 @pytest.fixture
 def period(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """Looks often, so that short histories change phases."""
-    monkeypatch.setattr(phases, "PERIOD", 3)
+    monkeypatch.setattr(update, "PERIOD", 3)
     return iter([3])
 
 
@@ -73,7 +73,7 @@ def spelled_out(steps: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
 @given(rings | chunked | budgets, st.lists(operations, min_size=3, max_size=8), st.integers(1, 6), st.integers(0, 999))
 def test_any_history_through_changing_phases(spec: Spec, steps: list[tuple[str, Any]], often: int, seed: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(phases, "PERIOD", often)
+        patch.setattr(update, "PERIOD", often)
         run(spec, [("update", 5), *spelled_out(steps), ("update", 3), *[("update", 1)] * 4], seed)
 
 
@@ -82,10 +82,10 @@ def test_the_short_way_comes_to_the_same_as_the_whole(spec: Spec, steps: list[tu
     states = []
     for short in (True, False):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(phases, "PERIOD", 4)
+            patch.setattr(update, "PERIOD", 4)
             if not short:
-                patch.setattr(steady, "step", lambda *_: None)
-                patch.setattr(steady, "next_plan", lambda *_: None)
+                patch.setattr(update, "step", lambda *_: None)
+                patch.setattr(update, "next_plan", lambda *_: None)
             twins = run(spec, [("update", 5), *spelled_out(steps), *[("update", 1)] * 3], seed)
         cache = twins.cache
         live = [sorted(live_slots(cache, row)) for row in cache.view.rows]
@@ -104,7 +104,7 @@ def test_decoding_takes_the_short_way(monkeypatch: pytest.MonkeyPatch) -> None:
         whole.clear()
         decode(cache, 200)
         # Growth, a compaction, and a look at what is written now and then.
-        assert len(whole) <= 2 + 200 // phases.PERIOD + 200 // 64
+        assert len(whole) <= 2 + 200 // update.PERIOD + 200 // 64
 
 
 def decode(cache: KVCache, steps: int, new: int = 1, dim: int = 32) -> None:
@@ -182,7 +182,7 @@ def test_a_draft_models_ring_keeps_room_for_what_it_may_take_back() -> None:
 def test_what_was_promised_can_be_taken_back_in_every_phase(promised: int, most: int, writes: list[int]) -> None:
     for cache in (RingKVCache(8, most, max_rollback=promised), ChunkedKVCache(8, most, max_rollback=promised)):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(phases, "PERIOD", 2)
+            patch.setattr(update, "PERIOD", 2)
             for new in writes:
                 decode(cache, 1, new)
                 assert cache.can_trim(min(promised, cache.offset))

@@ -13,7 +13,7 @@ import pytest
 from tiny_models import VOCAB, make_model
 
 from mlx_kv import CachePolicy, PromptMemory, PromptReader, PromptStore, make_prompt_cache
-from mlx_kv.prefixes.serving import kept_how
+from mlx_kv.prefixes.place import kept_how
 from mlx_kv.server.tiered_prefixes import TieredPrefixes
 
 TOKENS: list[int] = mx.random.randint(1, VOCAB, (200,), key=mx.random.key(0)).tolist()  # type: ignore[assignment]

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_kv.files.locks import lock, lock_at_once, locked
-from mlx_kv.files.replacing import replacing
+from mlx_kv.files.replacing import lock, lock_at_once, locked, replacing
 from mlx_kv.prefixes.directory import StoreFolder
 
 HOLDER = (

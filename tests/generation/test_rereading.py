@@ -16,7 +16,7 @@ from mlx_lm.models import cache as stock
 
 import mlx_kv
 from mlx_kv import CachePolicy, compact, make_prompt_cache
-from mlx_kv.cache.eviction.scores.kvzip import SCORE_OF_UNREAD
+from mlx_kv.cache.eviction.scores.attention import SCORE_OF_UNREAD
 from mlx_kv.generation.prefill import read_chunk
 from mlx_kv.generation.rereading import BEFORE, NOTHING_ASKED, Instructions, Rereading, hold, read_all
 from mlx_kv.generation.together import caches_together

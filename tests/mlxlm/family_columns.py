@@ -36,8 +36,8 @@ from mlx_kv import (
 )
 from mlx_kv.generation.engine import make_engine
 from mlx_kv.generation.sequence import TokenSequence
+from mlx_kv.mlxlm.observing import attention_seen
 from mlx_kv.mlxlm.traverse import attention_caches, leaves
-from mlx_kv.mlxlm.visibility import attention_seen
 
 EXACT = Verdict("exact")
 AS_MLX_LM = Verdict("as mlx-lm", "mlx-lm's model sees later tokens of the same chunk: its answers depend on the chunks")

@@ -13,8 +13,7 @@ import pytest
 from families import shared_family
 
 from mlx_kv.mlxlm import attention
-from mlx_kv.mlxlm.attention import AttentionSeam
-from mlx_kv.mlxlm.changes import Changes
+from mlx_kv.mlxlm.attention import AttentionSeam, Changes
 
 
 def test_what_is_asked_for_within_a_change_comes_after_it() -> None:

@@ -17,8 +17,8 @@ from mlx_lm.models import activations
 from tiny_models import make_model
 
 from mlx_kv import make_prompt_cache
-from mlx_kv.mlxlm import cpu_activation
-from mlx_kv.mlxlm.cpu_activation import swiglu, use_cpu_activation
+from mlx_kv.mlxlm import cpu
+from mlx_kv.mlxlm.cpu import swiglu, use_cpu_activation
 
 FAMILIES = ("olmo3", "qwen3", "deepseek_v3")  # of modules that no bundled model has
 pytestmark = pytest.mark.skipif(mx.default_device().type != mx.DeviceType.cpu, reason="on a GPU nothing is changed")
@@ -52,7 +52,7 @@ def test_far_out_it_is_the_gate_or_nothing() -> None:
 def test_blocks_are_the_whole(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     gate, x = numbers(*shape)
     whole = swiglu(gate, x)
-    monkeypatch.setattr(cpu_activation, "BLOCK_ELEMENTS", 1000)
+    monkeypatch.setattr(cpu, "BLOCK_ELEMENTS", 1000)
     assert mx.array_equal(swiglu(gate, x), whole)
     assert swiglu(gate, x).shape == shape
     assert mx.array_equal(swiglu(gate.swapaxes(1, 2), x.swapaxes(1, 2)), whole.swapaxes(1, 2))
@@ -81,12 +81,12 @@ def test_what_is_not_float32_or_not_alike_is_mlx_lms() -> None:
 def test_a_model_says_what_it_says_without(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, chunks, calls = make_model(family), (20, 11, 1, 1), []
     wanted = read(model, make_prompt_cache(model), tokens(), chunks)
-    genuine = cpu_activation._block
-    monkeypatch.setattr(cpu_activation, "_block", lambda *given: calls.append(given) or genuine(*given))
+    genuine = cpu._block
+    monkeypatch.setattr(cpu, "_block", lambda *given: calls.append(given) or genuine(*given))
     use_cpu_activation(model)
     assert distance(read(model, make_prompt_cache(model), tokens(), chunks), wanted) < 1e-5
     assert len(calls) >= len(chunks) * len(make_prompt_cache(model))
-    monkeypatch.setattr(cpu_activation, "_block", lambda gate, x: genuine(gate, x) + gate)
+    monkeypatch.setattr(cpu, "_block", lambda gate, x: genuine(gate, x) + gate)
     assert distance(read(model, make_prompt_cache(model), tokens(), chunks), wanted) > 1e-4  # it is what is computed
 
 

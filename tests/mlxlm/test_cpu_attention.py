@@ -17,9 +17,9 @@ from tiny_models import make_model
 import mlx_kv
 from mlx_kv import CachePolicy, make_prompt_cache
 from mlx_kv.bundled import model_path
-from mlx_kv.mlxlm import cpu_attention, loading
+from mlx_kv.mlxlm import cpu, loading
 from mlx_kv.mlxlm.attention import AttentionCall, AttentionSeam
-from mlx_kv.mlxlm.cpu_attention import CpuAttention, use_cpu_attention
+from mlx_kv.mlxlm.cpu import CpuAttention, use_cpu_attention
 
 # Of modules that no bundled model has, whose attention is answered while one of them lives.
 FAMILIES = ("olmo3", "gemma3_text", "gpt_oss", "qwen3", "deepseek_v3")
@@ -51,7 +51,7 @@ class Counted(CpuAttention):
 @pytest.fixture
 def all_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also small ones."""
-    monkeypatch.setattr(cpu_attention, "LEAST_SCORES", 0)
+    monkeypatch.setattr(cpu, "LEAST_SCORES", 0)
 
 
 @pytest.fixture(autouse=True)
@@ -101,8 +101,8 @@ def test_a_model_says_what_it_says_without(family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.usefixtures("all_calls")
 def test_an_answer_that_leaves_out_the_mask_and_sinks_is_caught(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    genuine = cpu_attention.attend
-    monkeypatch.setattr(cpu_attention, "attend", lambda *given: genuine(*given[:4]))
+    genuine = cpu.attend
+    monkeypatch.setattr(cpu, "attend", lambda *given: genuine(*given[:4]))
     with pytest.raises(AssertionError):
         test_a_model_says_what_it_says_without(family)
 
@@ -120,7 +120,7 @@ def test_planes_that_mlx_lm_could_read_are_read_here(bits: int) -> None:
 
 def test_small_calls_and_16_bits_are_handed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     for dtype, least in ((mx.float32, 2**13), (mx.bfloat16, 0), (mx.float16, 0)):
-        monkeypatch.setattr(cpu_attention, "LEAST_SCORES", least)
+        monkeypatch.setattr(cpu, "LEAST_SCORES", least)
         model, counted = make_model("qwen3"), Counted()
         model.set_dtype(dtype)
         for policy in (CachePolicy(), CachePolicy(bits=8, group_size=32)):
@@ -156,7 +156,7 @@ def test_whoever_asks_for_mlx_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert attention_of("qwen3") is own
     monkeypatch.delenv("MLX_KV_ATTENTION")
     with monkeypatch.context() as elsewhere:
-        elsewhere.setattr(cpu_attention.mx, "default_device", lambda: mx.Device(mx.gpu))
+        elsewhere.setattr(cpu.mx, "default_device", lambda: mx.Device(mx.gpu))
         use_cpu_attention(model)
     assert attention_of("qwen3") is own
     use_cpu_attention(model)

@@ -19,8 +19,7 @@ from mlx_kv.generation.engine import make_engine
 from mlx_kv.generation.sequence import TokenSequence
 from mlx_kv.mlxlm.batching import prompts_must_be_equal, rows_must_be_equal
 from mlx_kv.mlxlm.loading import model_from_config
-from mlx_kv.mlxlm.quirks import cache_usage, indexers, takes_packed, window_of
-from mlx_kv.mlxlm.slots import counts_slots
+from mlx_kv.mlxlm.probe import cache_usage, counts_slots, indexers, takes_packed, window_of
 from mlx_kv.mlxlm.traverse import attention_caches, leaves
 from mlx_kv.mlxlm.trimming import can_trim, trim_prompt_cache
 

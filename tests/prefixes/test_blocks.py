@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from mlx_kv import KVCache, PromptMemory, compact
 from mlx_kv.prefixes import blocks
 from mlx_kv.prefixes.blocks import KeptCaches
-from mlx_kv.prefixes.holdings import Holdings
+from mlx_kv.prefixes.index import Holdings
 
 
 def bytes_of(memory: PromptMemory) -> int:

@@ -10,7 +10,7 @@ import botocore.exceptions
 import pytest
 from fsspec.asyn import get_loop
 
-from mlx_kv.prefixes.calls import AT_ONCE, Calls
+from mlx_kv.prefixes.folder import AT_ONCE, Calls
 
 
 class Elsewhere:
@@ -89,7 +89,7 @@ def test_a_place_that_does_not_answer_is_left_alone_for_a_while(monkeypatch: pyt
     with pytest.raises(TimeoutError, match="far://a did not answer a moment ago"):
         far.one("cat_file", 0)
     assert there.called == 1
-    monkeypatch.setattr("mlx_kv.prefixes.calls.SILENT", 0.0)
+    monkeypatch.setattr("mlx_kv.prefixes.folder.SILENT", 0.0)
     far, there = calls(0.05)
     for _ in range(2):
         with pytest.raises(TimeoutError, match="in time"):
@@ -110,7 +110,7 @@ def test_a_place_that_cannot_be_reached_is_left_alone_and_one_that_refuses_is_no
 
 
 def test_several_calls_have_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlx_kv.prefixes.calls.SILENT", 0.0)
+    monkeypatch.setattr("mlx_kv.prefixes.folder.SILENT", 0.0)
     far, there = calls(1000)
     with far.within(0.2):
         assert far.one("cat_file", 0.001) == 0.001
@@ -123,6 +123,6 @@ def test_several_calls_have_one_deadline(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_what_carries_much_has_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlx_kv.prefixes.calls.SLOWEST", 100)
+    monkeypatch.setattr("mlx_kv.prefixes.folder.SLOWEST", 100)
     far, _ = calls(0.01)
     assert far.one("cat_file", 0.3, nbytes=1000) == 0.3

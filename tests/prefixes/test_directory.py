@@ -18,7 +18,7 @@ from places import Place
 import mlx_kv
 from mlx_kv import KVCache, PromptStore, save_prompt_cache
 from mlx_kv.prefixes.directory import MARKER, MOST_DAMAGED
-from mlx_kv.prefixes.entry_index import VERSION_WITH_BLOCKS, checksum
+from mlx_kv.prefixes.entry_files import VERSION_WITH_BLOCKS, checksum
 from mlx_kv.prefixes.folder import Folder
 
 HEX = "0123456789abcdef" * 2  # a name as a hash gives it

@@ -20,8 +20,7 @@ from processes import start
 
 from mlx_kv import KVCache, PromptStore
 from mlx_kv.files import blocks, tensor_files
-from mlx_kv.prefixes.entry_files import EntryFiles
-from mlx_kv.prefixes.entry_index import VERSION_WITH_BLOCKS, checksum
+from mlx_kv.prefixes.entry_files import VERSION_WITH_BLOCKS, EntryFiles, checksum
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
 

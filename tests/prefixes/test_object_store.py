@@ -32,7 +32,7 @@ def objects() -> Iterator[ObjectStore]:
 @pytest.fixture
 def far(objects: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     """A fresh prefix, as nobody has made a folder there."""
-    monkeypatch.setattr("mlx_kv.prefixes.calls.SILENT", 0.0)
+    monkeypatch.setattr("mlx_kv.prefixes.folder.SILENT", 0.0)
     yield Place(f"s3://{BUCKET}/{uuid.uuid4().hex}/prompts")
     objects.go_on()
     objects.refused.clear()
@@ -168,7 +168,7 @@ def test_nobody_waits_longer_than_the_deadline(
         assert time.monotonic() - began < SOON
         assert (store.unanswered, late.unanswered) == (2, 1)
         # For some seconds it is not even asked.
-        monkeypatch.setattr("mlx_kv.prefixes.calls.SILENT", 1000.0)
+        monkeypatch.setattr("mlx_kv.prefixes.folder.SILENT", 1000.0)
         store.find([*conversation(0)[0], 0])
         asked = Counter(objects.asked)
         assert store.find([*conversation(0)[0], 0]) is None

@@ -13,8 +13,8 @@ from tiny_models import COMMON, FAMILIES
 
 from mlx_kv import make_prompt_cache
 from mlx_kv.bundled import model_path
-from mlx_kv.mlxlm.asking import answer_as, asked_once
 from mlx_kv.mlxlm.loading import model_from_config
+from mlx_kv.mlxlm.probe import answer_as, asked_once
 from mlx_kv.ranks.splitting import PlannedRank, check_split, cut, part_of, planned_part, weights_of
 
 LLAMA: dict[str, Any] = {**COMMON, "model_type": "llama"}

@@ -1,7 +1,9 @@
-"""How the tokens of a budget are shared out among the layers and heads of a model when shares are fixed ahead.
+"""How the tokens of a budget are shared out among the layers and heads of a model.
 
-A table has a share for each head of each layer. Counts follow from it, from the budget, and from the number of tokens
-read so far alone, so each layer finds its own without asking others. Integers only.
+The option `share` says which tokens are kept together, `layers` how many each layer keeps: as many as all others, fewer
+from layer to layer (a pyramid), as many as a ranking of all tokens leaves it, or as many as a table says. A table has a
+share for each head of each layer. Counts by a pyramid or a table follow from it, from the budget, and from the number
+of tokens read so far alone, so each layer finds its own without asking others. Integers only.
 L layers of full attention, H KV heads.
 """
 
@@ -11,10 +13,68 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Literal, get_args
 
+# The same tokens in all layers; in each layer its own; in each head its own, and of those either as many as in all
+# others, or those that matter most among the tokens of all heads.
+Granularity = Literal["layers", "layer", "head", "adaptive"]
+BY_HEAD: tuple[Granularity, ...] = ("head", "adaptive")
+
+# All layers keep as many tokens; the lower ones more; or as many as one ranking of all heads of all layers leaves them.
+LayerBudgets = Literal["uniform", "pyramid", "global"]
 HeadBudgets = tuple[tuple[float, ...], ...]  # (L, H) or (L, 1), multiples of the mean, which is 1
+# Of these names, or as many in each head of each layer as a table says.
+Allocation = LayerBudgets | HeadBudgets
 
 DIGITS = 6  # that a share is rounded to, so that a table read from a file is the same
+STEEPNESS = 20  # of a pyramid: the mean, divided by the budget of the last layer; the number of the paper
+
+
+def check_granularity(share: object, layers: object = "uniform") -> None:
+    """Raises ValueError for what `share` or `layers` does not take, or for two values that don't go together."""
+    if not isinstance(share, str) or share not in get_args(Granularity):
+        raise ValueError(f"share is {share!r}: choose one of {', '.join(get_args(Granularity))}")
+    if isinstance(layers, str):
+        if layers not in get_args(LayerBudgets):
+            raise ValueError(
+                f"layers is {layers!r}: choose one of {', '.join(get_args(LayerBudgets))}, or give a table"
+            )
+        name = repr(layers)
+    else:
+        head_budgets(layers)  # type: ignore[arg-type]
+        name = "a table"
+    if layers != "uniform" and share == "layers":
+        raise ValueError(
+            f"layers is {name}, but share='layers' keeps the same tokens in all of them: use share='layer', 'head' "
+            "or 'adaptive'"
+        )
+    if layers == "global" and share != "adaptive":
+        raise ValueError("layers is 'global', one ranking of the tokens of all heads: use share='adaptive' with it")
+
+
+# --- a pyramid --------------------------------------------------------------------------------------------------------
+
+
+def layer_budget(mean: int, layer: int, layers: int, least: int) -> int:
+    """Tokens of one of so many layers in a pyramid; the sum over all of them is layers * mean.
+
+    After PyramidKV (Cai et al. 2024, "PyramidKV: Dynamic KV Cache Compression based on Pyramidal Information
+    Funneling"): lower layers look at many tokens, upper ones at few. Linearly fewer from layer to layer, the last has a
+    twentieth of the mean, and all together as much as if each had the mean.
+
+    Args:
+        mean: tokens of a layer on average, at least `least`.
+        least: tokens that every layer needs.
+    """
+    if 2 * layer + 1 == layers:
+        return mean
+    if 2 * layer >= layers:  # the other half of the pyramid: what one layer gets over the mean, another gives
+        return 2 * mean - layer_budget(mean, layers - 1 - layer, layers, least)
+    last = max(mean / STEEPNESS, least)
+    return round(2 * mean - last - layer * 2 * (mean - last) / (layers - 1))
+
+
+# --- a table ----------------------------------------------------------------------------------------------------------
 
 
 def head_budgets(table: Sequence[Sequence[float]]) -> HeadBudgets:

@@ -15,8 +15,8 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_kv.cache.buffers import move_slots
+from mlx_kv.cache.eviction.allocation import Allocation, Granularity
 from mlx_kv.cache.eviction.compaction import Moves
-from mlx_kv.cache.eviction.granularity import Allocation, Granularity
 from mlx_kv.cache.eviction.layer_group import LayerGroup
 from mlx_kv.cache.eviction.masks import OwnMasks
 from mlx_kv.cache.eviction.member import GroupMember

@@ -1,4 +1,4 @@
-"""What is asked of a cache whose tokens are scored. Knows nothing about scores."""
+"""What an evictor, or a listener of a second reading, needs of the cache that it belongs to."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Held(Protocol):
 
 
 class Cached(Protocol):
-    """A cache that says where it stands: the one of an evictor, or of somebody who listens to it."""
+    """A cache with a view of its rows and buffers: the one of an evictor, or of a listener (`rereading`)."""
 
     @property
     def view(self) -> Held: ...

@@ -1,8 +1,7 @@
 """What must be known of tokens that no longer lie in order: their positions, and scores that are asked for only once.
 
 Both cover the slots before the cut. From there on position is slot - start, and scores are not needed yet. Where heads
-keep different numbers of tokens, the last slots before the cut hold none in all but the longest. Knows nothing about
-how scores come about, or what moves.
+keep different numbers of tokens, the last slots before the cut hold none in all but the longest.
 B rows; H' is the number of heads where each keeps its own tokens, else 1.
 """
 
@@ -13,7 +12,6 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from mlx_kv.cache.eviction.widths import joined_rows
 from mlx_kv.cache.layout import Budget, Plan, Row, count_slots
 
 
@@ -78,3 +76,22 @@ class KeptTokens(NamedTuple):
         """Has them computed now: rows may come and go for long before the next compaction, and make a chain of them."""
         mx.async_eval(*self)  # type: ignore[no-untyped-call]
         return self
+
+
+def as_wide(x: mx.array, width: int) -> mx.array:
+    """(..., width) of (..., n): its first, or zeros after all of them."""
+    more = width - x.shape[-1]
+    return x[..., :width] if more <= 0 else mx.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, more)])
+
+
+def joined_rows(own: mx.array | None, rows: int, theirs: mx.array | None, more: int) -> mx.array | None:
+    """What is known of `rows` rows, and after them of `more` others, as wide as the wider; zeros where it is None."""
+    like = own if own is not None else theirs
+    if like is None:
+        return None
+    widest = max(x.shape[-1] for x in (own, theirs) if x is not None)
+    parts = [
+        mx.zeros((count, *like.shape[1:-1], widest), like.dtype) if x is None else as_wide(x, widest)
+        for x, count in ((own, rows), (theirs, more))
+    ]
+    return mx.concatenate(parts)

@@ -23,8 +23,8 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 import mlx.core as mx
 
+from mlx_kv.cache.eviction.allocation import Granularity
 from mlx_kv.cache.eviction.compaction import Moves
-from mlx_kv.cache.eviction.granularity import Granularity
 from mlx_kv.cache.eviction.peers import ALONE, Peers
 from mlx_kv.cache.eviction.uneven import Evictable, lowest_ranks
 from mlx_kv.cache.layout import Row

@@ -1,7 +1,7 @@
 """The masks of a layer whose length is its own, or whose heads hold different numbers of tokens.
 
 mlx-lm asks one layer for the mask of all. Where layers or heads differ in length, each makes its own, and it is put in
-the place of the one that came. Decides what each query head may read; knows nothing about scores.
+the place of the one that came. Decides what each query head may read.
 B rows, H KV heads, Hq query heads, S queries, K slots that attention reads.
 """
 
@@ -27,7 +27,7 @@ class OwnMasks:
         self._layout = layout
         self._alive: mx.array | None = None  # (B, heads, 1, slots), good for:
         self._alive_of: tuple[object, ...] = ()
-        self._unasked = 0  # updates since somebody asked for a mask here, of those that took the whole way
+        self._unasked = 0  # updates since a mask was last asked for here, of those that took the whole way
 
     def of(self, call: Call, rows: tuple[Row, ...], counts: tuple[int, ...] | None, kept: KeptTokens) -> Mask:
         """The mask of a call of attention after an update: None, "causal", (S, K), (B, 1, S, K) or (B, Hq, S, K).
@@ -69,7 +69,7 @@ class OwnMasks:
         return known
 
     def check_asked(self, due: bool) -> None:
-        """Called before each update; raises ValueError before a first compaction where nobody asks for masks here.
+        """Called before each update; raises ValueError before a first compaction if no mask is asked for here.
 
         Args:
             due: whether the update evicts.

@@ -10,8 +10,14 @@ from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 
-from mlx_kv.cache.eviction.allocation import by_layer, head_budgets, token_counts
-from mlx_kv.cache.eviction.granularity import Allocation, Granularity, check_granularity
+from mlx_kv.cache.eviction.allocation import (
+    Allocation,
+    Granularity,
+    by_layer,
+    check_granularity,
+    head_budgets,
+    token_counts,
+)
 from mlx_kv.cache.eviction.held import Cached, Held
 from mlx_kv.cache.eviction.layer_group import LayerGroup
 from mlx_kv.cache.eviction.membership import Membership

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from mlx_kv.cache.eviction.granularity import Allocation, Granularity
+from mlx_kv.cache.eviction.allocation import Allocation, Granularity
 from mlx_kv.cache.eviction.kept_tokens import KeptTokens
 from mlx_kv.cache.eviction.layer_group import LayerGroup, Member
 from mlx_kv.cache.eviction.peers import ALONE, Peers

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import mlx.core as mx
 
-from mlx_kv.cache.eviction.granularity import Allocation, Granularity
+from mlx_kv.cache.eviction.allocation import Allocation, Granularity
 
 
 class Peers(Protocol):

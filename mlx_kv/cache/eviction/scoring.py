@@ -1,7 +1,8 @@
 """What the live tokens of one cache are worth, where it stands now.
 
-Decides which tokens a score is asked for, and checks what it says. Knows nothing about which tokens go.
-B rows, H KV heads; H' is H where every head keeps its own tokens, else 1.
+Decides which tokens a score is asked for and what it is given of them, and checks what it says. Which tokens go is
+decided elsewhere.
+B rows, Hq query heads, H KV heads; H' is H where every head keeps its own tokens, else 1; n tokens.
 """
 
 from __future__ import annotations
@@ -13,15 +14,14 @@ import mlx.core as mx
 
 from mlx_kv.cache.buffers import SlotBuffer
 from mlx_kv.cache.codecs import Planes
-from mlx_kv.cache.eviction.granularity import BY_HEAD, Granularity
+from mlx_kv.cache.eviction.allocation import BY_HEAD, Granularity
 from mlx_kv.cache.eviction.kept_tokens import KeptTokens
-from mlx_kv.cache.eviction.observed.fields import fields_of_head, seen_fields
 from mlx_kv.cache.eviction.observed.observation import Observation
 from mlx_kv.cache.eviction.rereading import NOT_READ, Reread
 from mlx_kv.cache.eviction.scores import Score
 from mlx_kv.cache.eviction.scores.blocks import some
-from mlx_kv.cache.eviction.scores.tokens import Part, ScoredTokens
-from mlx_kv.cache.eviction.weights import stored_keys
+from mlx_kv.cache.eviction.scores.tokens import Part, QueryMoments, ScoredTokens
+from mlx_kv.cache.eviction.weights import Keys, stored_keys
 from mlx_kv.cache.layout import Budget, Row
 
 
@@ -188,7 +188,7 @@ class Scoring:
         def part(buffer: SlotBuffer) -> Part:
             return lambda which: buffer.decode(tuple([some(plane, which) for plane in planes(buffer)]), head)
 
-        # Whoever reads parts of them never has them all decoded: that is done only if somebody evaluates it.
+        # Lazy: a score that reads parts never has all of them decoded, since these whole arrays stay unevaluated then.
         keys, values = (buffer.decode(planes(buffer), head) for buffer in self._buffers)
         key_part, value_part = map(part, self._buffers)
         tokens = ScoredTokens(
@@ -238,3 +238,49 @@ class Scoring:
             keys = stored_keys(self._buffers[0], index, row.end, mx.stack(lines))
             self._fields[index] = seen_fields(self._observation, index, keys, row.offset)
         return seen | self._fields[index]
+
+
+# --- what was seen of attention, as a score is given it ---------------------------------------------------------------
+
+
+def seen_fields(observation: Observation, row: int | None, keys: Keys, offset: int) -> dict[str, Any]:
+    """What was seen of attention, as fields of `ScoredTokens`: of one row, or of all, which stand alike then.
+
+    Args:
+        keys: the tokens, of which n lie in the first slots.
+        offset: the next position.
+    """
+    seen: dict[str, Any] = {}
+    if (last := observation.last_queries(row)) is not None:
+        seen |= {"queries": last.queries, "query_positions": last.positions, "scale": last.scale}
+        seen["attention_sinks"] = last.sinks
+    if (received := observation.received_by(row, keys)) is not None:
+        seen["received"], seen["observers"] = received
+    if (moments := observation.all_moments(row)) is not None and observation.turning is not None:
+        ahead = observation.turning.ahead(offset)
+        seen |= {"moments": QueryMoments(moments.mean, moments.covariance(), ahead), "scale": observation.scale}
+    return seen
+
+
+def fields_of_head(seen: dict[str, Any], head: int, heads: int, own: Callable[[mx.array], mx.array]) -> dict[str, Any]:
+    """The fields of `seen_fields`, of one of the KV heads and of those query heads that look at it.
+
+    Args:
+        own: the tokens that this head keeps, (1, 1, m) of (1, H, n).
+    """
+
+    def asked(x: mx.array, axis: int = 1) -> mx.array:
+        return x.split(heads, axis=axis)[head]
+
+    made = dict(seen)
+    for name in ("received", "observers", "reread"):
+        if name in seen:
+            made[name] = own(mx.broadcast_to(seen[name], (1, heads, seen[name].shape[2])))
+    if "queries" in seen:
+        made["queries"] = asked(seen["queries"])
+        sinks = seen["attention_sinks"]
+        made["attention_sinks"] = None if sinks is None else asked(sinks, axis=0)
+    if "moments" in seen:
+        mean, covariance, ahead = seen["moments"]
+        made["moments"] = QueryMoments(asked(mean), asked(covariance), ahead)
+    return made

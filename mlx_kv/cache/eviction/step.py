@@ -1,7 +1,7 @@
 """The compaction that comes next for one cache: what it would evict, and what would move.
 
-Nothing is changed here, so nothing has changed anywhere when one layer of a sequence cannot decide. Knows nothing about
-other layers.
+Nothing is changed here, so nothing has changed anywhere when one layer of a sequence cannot decide. Other layers have
+no part in it.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import mlx.core as mx
 
-from mlx_kv.cache.eviction.batch_moves import kept_after, side_by_side, with_slides
-from mlx_kv.cache.eviction.compaction import Moves, eviction_moves
-from mlx_kv.cache.eviction.granularity import BY_HEAD, Granularity
+from mlx_kv.cache.eviction.allocation import BY_HEAD, Granularity
+from mlx_kv.cache.eviction.compaction import Moves, eviction_moves, kept_after, side_by_side, with_slides
 from mlx_kv.cache.eviction.held import Held
 from mlx_kv.cache.eviction.kept_tokens import KeptTokens
 from mlx_kv.cache.eviction.membership import Membership

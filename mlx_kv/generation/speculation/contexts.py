@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_kv.generation.settings import LogitsProcessor
-from mlx_kv.mlxlm.batch_generator import of_one_type
+from mlx_kv.mlxlm.batching import of_one_type
 
 
 class RowContext:

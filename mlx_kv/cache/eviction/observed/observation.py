@@ -3,12 +3,12 @@
 Of each row, queries [since, end) were seen: those of all its tokens from `since` on. The last of them, [first, end),
 are held as they are, as many as a trim takes back, so whatever they contributed can be taken back with them. What those
 before them contributed, [since, first), is summed up, and cannot be parted any more: a trim back to before `first`
-begins the observation of that row anew, there. So does a write that nobody showed.
+begins the observation of that row anew, there. So does a write without a call of `see`.
 
 What a query gives to a token is exp(product - its log-sum-exp). That is known before anything is evicted, so what it
 gave to tokens that are left stays exact, whatever is gone. Sums lie in the slots of their tokens, and move with them.
 
-Knows nothing about scores, or which tokens go.
+Scores, and which tokens go, are decided elsewhere.
 B rows, Hq query heads, H KV heads, D head dim; n slots, from the first on.
 """
 
@@ -19,11 +19,11 @@ from collections.abc import Callable, Sequence
 import mlx.core as mx
 
 from mlx_kv.cache.eviction.compaction import Moves
+from mlx_kv.cache.eviction.kept_tokens import as_wide, joined_rows
 from mlx_kv.cache.eviction.observed.moments import FIRST, Moments, Turning, joined_moments, moments_of
 from mlx_kv.cache.eviction.observed.recent import RecentQueries, Together, copied
-from mlx_kv.cache.eviction.scores.wants import Wants
+from mlx_kv.cache.eviction.scores.tokens import Wants
 from mlx_kv.cache.eviction.weights import Keys, Queries, blocks, log_sums, products, weights
-from mlx_kv.cache.eviction.widths import as_wide, joined_rows
 from mlx_kv.cache.layout import Row
 from mlx_kv.cache.protocol import Call
 
@@ -146,7 +146,7 @@ class Observation:
                 self._begin_row(index, end)
 
     def _catch_up(self, rows: Sequence[Row]) -> None:
-        """Begins anew where tokens were written that nobody showed: old queries say nothing of what is asked now."""
+        """Begins anew where tokens were written without a call of `see`: old queries don't show what is asked now."""
         if len(rows) != len(self.ends):
             self.begin(len(rows))
         for index, row in enumerate(rows):
@@ -321,7 +321,7 @@ class Observation:
 
     @property
     def wants_turning(self) -> bool:
-        """Whether the RoPE of the layer is still to be told."""
+        """Whether the RoPE of the layer is still to be set."""
         return self.wants.moments and self.turning is None
 
     def copied(self) -> Observation:

@@ -1,6 +1,6 @@
 """What an observation is gone on from elsewhere, as integers and arrays.
 
-Knows nothing about files.
+How files store it is decided in `files.evictors`.
 B rows, Hq query heads, H KV heads, D head dim; m queries, n slots.
 """
 

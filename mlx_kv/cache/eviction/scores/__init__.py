@@ -1,6 +1,6 @@
-"""Scores of tokens, higher is kept: one formula a file, and the names under which they are found.
+"""Scores of tokens, higher is kept: their formulas, and the names under which they are found.
 
-Decides nothing about how many tokens go, nor which are protected. A score is a function of what a cache knows of n
+How many tokens go, and which are protected, is decided elsewhere. A score is a function of what a cache knows of n
 tokens of each row and head,
 
     (tokens: ScoredTokens) -> (B, H, n), float32
@@ -17,24 +17,18 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_kv.cache.eviction.scores.expected_attention import WANTS as MOMENTS
-from mlx_kv.cache.eviction.scores.expected_attention import expected_attention
-from mlx_kv.cache.eviction.scores.h2o import WANTS as RECEIVED
-from mlx_kv.cache.eviction.scores.h2o import h2o
-from mlx_kv.cache.eviction.scores.key_diff import key_diff
-from mlx_kv.cache.eviction.scores.key_norm import key_norm, key_norm_high
-from mlx_kv.cache.eviction.scores.key_value import key_value
-from mlx_kv.cache.eviction.scores.kvzip import kvzip
-from mlx_kv.cache.eviction.scores.lag_kv import lag_kv
-from mlx_kv.cache.eviction.scores.random import random
-from mlx_kv.cache.eviction.scores.recent import recent
-from mlx_kv.cache.eviction.scores.snap_kv import WANTS as LAST_QUERIES
-from mlx_kv.cache.eviction.scores.snap_kv import snap_kv
-from mlx_kv.cache.eviction.scores.tokens import ScoredTokens
-from mlx_kv.cache.eviction.scores.tova import WANTS as LAST_QUERY
-from mlx_kv.cache.eviction.scores.tova import tova
-from mlx_kv.cache.eviction.scores.value_norm import value_norm
-from mlx_kv.cache.eviction.scores.wants import Wants
+from mlx_kv.cache.eviction.scores.attention import SNAP_QUERIES, expected_attention, h2o, kvzip, snap_kv, tova
+from mlx_kv.cache.eviction.scores.stored import (
+    key_diff,
+    key_norm,
+    key_norm_high,
+    key_value,
+    lag_kv,
+    random,
+    recent,
+    value_norm,
+)
+from mlx_kv.cache.eviction.scores.tokens import ScoredTokens, Wants
 from mlx_kv.open_set import OpenSet
 
 Function = Callable[[ScoredTokens], mx.array]
@@ -89,8 +83,8 @@ def _of_entry_point(name: str, found: Any) -> Score:
 
 OURS = (
     Score("key_diff", key_diff),
-    Score("expected_attention", expected_attention, wants=MOMENTS),
-    Score("h2o", h2o, wants=RECEIVED),
+    Score("expected_attention", expected_attention, wants=Wants(moments=True)),
+    Score("h2o", h2o, wants=Wants(received=True)),
     Score("key_norm", key_norm, per_token=True),
     Score("key_norm_high", key_norm_high, per_token=True),
     Score("key_value", key_value, per_token=True),
@@ -98,8 +92,8 @@ OURS = (
     Score("lag_kv", lag_kv),
     Score("random", random, per_token=True),
     Score("recent", recent, per_token=True),
-    Score("snap_kv", snap_kv, wants=LAST_QUERIES),
-    Score("tova", tova, wants=LAST_QUERY),
+    Score("snap_kv", snap_kv, wants=Wants(queries=SNAP_QUERIES)),
+    Score("tova", tova, wants=Wants(queries=1)),
     Score("value_norm", value_norm, per_token=True),
 )
 SCORES = OpenSet("score", "a function", {score.name: score for score in OURS}, _of_entry_point)

@@ -1,4 +1,7 @@
-"""What a score is given: all that a cache knows of the tokens to be scored."""
+"""What a score asks for and what it is given: the attention to be observed, and the fields of tokens to be scored.
+
+Attention is observed only for a score that asks for it (`Wants`).
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,37 @@ import mlx.core as mx
 
 # Some of the n tokens, a slice of them or indices (B, 1 or H, m), as they were before they were stored: (B, H, m, D).
 Part = Callable[[slice | mx.array], mx.array]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wants:
+    """What is to be observed for a score; see the fields of `ScoredTokens`.
+
+    Attributes:
+        queries: so many of the last queries of each row, as they were asked.
+        received: how much attention each token received.
+        moments: mean and covariance of all queries, before RoPE turned them.
+        reread: the text is read once more when it is whole, and what each token receives then is kept.
+
+    Raises:
+        ValueError: nothing is wanted, or a number of queries below 0.
+    """
+
+    queries: int = 0
+    received: bool = False
+    moments: bool = False
+    reread: bool = False
+
+    def __post_init__(self) -> None:
+        if type(self.queries) is not int or self.queries < 0:
+            raise ValueError(f"queries is {self.queries!r}: give a number of queries from 0 up")
+        if not (self.queries or self.received or self.moments or self.reread):
+            raise ValueError("wants nothing: a score that sees no attention has no Wants at all (wants=None)")
+
+    @property
+    def observes(self) -> bool:
+        """Whether anything is to be seen while a text is read for the first time."""
+        return bool(self.queries or self.received or self.moments)
 
 
 class QueryMoments(NamedTuple):
@@ -35,8 +69,8 @@ class ScoredTokens:
         keys: (B, H, n, Dk), in the dtype of the model, positions rotated in.
         values: (B, H, n, Dv).
         positions: (B, 1, n) of int32, or (B, H, n) where every head keeps its own tokens, once any went.
-        key_part, value_part: the same keys and values, some of them at a time. Whoever evaluates one part after the
-            other never holds all of them decoded, or in float32.
+        key_part, value_part: the same keys and values, some of them at a time. Evaluated one
+            part after the other, they are never all decoded, or in float32, at once.
         layer: which of the model's layers of full attention they are of, from 0.
         queries: (B, Hq, w, D), the last ones that were asked, after RoPE; fewer than the score wants where fewer were
             seen. This and all that follows is None unless the score wants it (`Wants`), and where nothing was seen yet:

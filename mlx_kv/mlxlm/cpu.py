@@ -1,0 +1,126 @@
+"""Attention and activation on a Linux CPU, where MLX's exponential takes most of their time: with another one.
+
+Of attention, where it is nine tenths, calls in float32 that are large enough are answered here; of mlx-lm's `swiglu`,
+where it is a third of reading a prompt, calls in float32, under the name that a model's modules have for it. Both hold
+for as long as a model that came by `mlx_kv.load` lives. The environment variables MLX_KV_ATTENTION=mlx and
+MLX_KV_ACTIVATION=mlx leave all to MLX. On a GPU nothing is changed.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import weakref
+from collections.abc import Callable
+from types import ModuleType
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models import activations
+
+from mlx_kv.cache.attention import Dense, PackedAnswer, attend
+from mlx_kv.cache.attention.exponential import MOST, exponential
+from mlx_kv.cache.codecs import Packing
+from mlx_kv.mlxlm.attention import AttentionCall, AttentionSeam, Changes, modules_with
+
+LEAST_SCORES = 2**14  # of a call of attention: below, MLX's one operation costs less than several
+SWIGLU = "swiglu"
+BLOCK_ELEMENTS = 2**17  # computed at once: what is larger is memory that the allocator gives back, and gets anew
+_wanting: dict[ModuleType, int] = {}  # how many models want our swiglu in a module
+_changes = Changes()  # models end at any moment
+
+
+def slow_exponential(variable: str) -> bool:
+    """Whether MLX's exponential is worth going around here, and the environment variable does not say `mlx`."""
+    on_cpu = sys.platform == "linux" and mx.default_device().type == mx.DeviceType.cpu  # elsewhere MLX has vectors, too
+    return on_cpu and os.environ.get(variable) != "mlx"
+
+
+class CpuAttention:
+    """Answers attention over arrays of float32; all else is mlx-lm's."""
+
+    def attend(self, call: AttentionCall) -> mx.array:
+        """(B, Hq, S, Dv)."""
+        queries, keys, values = call.queries, call.keys, call.values
+        if isinstance(keys, mx.array):
+            exact = queries.dtype == keys.dtype == values.dtype == mx.float32
+            if not exact or queries.size // queries.shape[3] * keys.shape[2] < LEAST_SCORES:
+                return call.hand_on()
+            return attend(queries, Dense(keys), Dense(values), call.scale, call.mask, call.sinks)
+        packing = Packing(call.cache.bits, call.cache.group_size)
+        if queries.dtype != mx.float32 or call.sinks is not None:  # which mlx-lm refuses there
+            return call.hand_on()
+        return PackedAnswer(packing, packing).attend(call)
+
+
+def use_cpu_attention(model: nn.Module) -> None:
+    """On a CPU, attention of this model's layers is computed here, for as long as the model lives."""
+    if slow_exponential("MLX_KV_ATTENTION"):
+        weakref.finalize(model, AttentionSeam(model, answering=CpuAttention()).close).atexit = False
+
+
+@mx.compile
+def _negated(gate: mx.array) -> mx.array:
+    return mx.minimum(-gate, MOST)
+
+
+@mx.compile
+def _gated(gate: mx.array, x: mx.array, exponentials: mx.array) -> mx.array:
+    return gate * x / (1.0 + exponentials)
+
+
+def _block(gate: mx.array, x: mx.array) -> mx.array:
+    return _gated(gate, x, exponential(_negated(gate)))
+
+
+@mx.custom_function
+def _quick(gate: mx.array, x: mx.array) -> mx.array:
+    if gate.size <= BLOCK_ELEMENTS:
+        return _block(gate, x)
+    width = gate.shape[-1]
+    some = max(1, BLOCK_ELEMENTS // width)
+    gates, others = gate.reshape(-1, width), x.reshape(-1, width)
+    parts = [_block(gates[i : i + some], others[i : i + some]) for i in range(0, gates.shape[0], some)]
+    return mx.concatenate(parts).reshape(gate.shape)
+
+
+@_quick.vjp
+def _gradients(primals: list[mx.array], cotangent: mx.array, _: mx.array) -> tuple[mx.array, ...]:
+    return tuple(mx.vjp(activations.swiglu, list(primals), [cotangent])[1])
+
+
+def swiglu(gate: mx.array, x: mx.array) -> mx.array:
+    """silu(gate) * x, elementwise, of two arrays of the same shape."""
+    if gate.dtype == x.dtype == mx.float32 and gate.shape == x.shape:
+        answer: mx.array = _quick(gate, x)  # type: ignore[assignment]
+        return answer
+    theirs: mx.array = activations.swiglu(gate, x)
+    return theirs
+
+
+def answer_activation(model: nn.Module) -> Callable[[], None]:
+    """Puts our `swiglu` into this model's modules; what is returned, called once, takes it out again."""
+    named = modules_with(model, SWIGLU)
+    modules = [module for module in named if getattr(module, SWIGLU) in (activations.swiglu, swiglu)]
+    _changes.make(functools.partial(_enter, modules))
+    return functools.partial(_changes.make, functools.partial(_leave, modules))
+
+
+def use_cpu_activation(model: nn.Module) -> None:
+    """On a CPU, the activations of this model's modules are computed here, for as long as the model lives."""
+    if slow_exponential("MLX_KV_ACTIVATION"):
+        weakref.finalize(model, answer_activation(model)).atexit = False
+
+
+def _enter(modules: list[ModuleType]) -> None:
+    for module in modules:
+        _wanting[module] = _wanting.get(module, 0) + 1
+        setattr(module, SWIGLU, swiglu)
+
+
+def _leave(modules: list[ModuleType]) -> None:
+    for module in modules:
+        _wanting[module] -= 1
+        if not _wanting[module] and getattr(module, SWIGLU) is swiglu:
+            setattr(module, SWIGLU, activations.swiglu)
