@@ -262,6 +262,13 @@ class CachePolicy:
         # Of another type is changed, too, before it is compared: arrays compare element by element.
         return [name for name, value, default in values if type(value) is not type(default) or value != default]
 
+    def settings(self) -> dict[str, Any]:
+        """The settings that are not at their default, by name: `CachePolicy(**settings)` is equal to this policy.
+
+        With other settings beside them, defaults that depend on those are found anew, which `replace` would not do.
+        """
+        return {name: getattr(self, name) for name in self.changed()}
+
     def _budget_defaults(self) -> dict[str, Any]:
         """The settings of budgets where nothing is said: they depend on the others."""
         measured = self.calibration

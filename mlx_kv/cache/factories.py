@@ -46,11 +46,11 @@ class Combination(KVCache, metaclass=Named):
         return made  # type: ignore[no-any-return]
 
     @classmethod
-    def from_state(cls, value: tuple[Any, ...], **told: Any) -> Self:
+    def from_state(cls, value: tuple[Any, ...], **settings: Any) -> Self:
         """A `KVCache` that continues from another's `state`: its parts are those that the state tells."""
         if not cls.is_name:
-            return super().from_state(value, **told)
-        made: Any = KVCache.from_state(value, **told)
+            return super().from_state(value, **settings)
+        made: Any = KVCache.from_state(value, **settings)
         return made  # type: ignore[no-any-return]
 
     @staticmethod

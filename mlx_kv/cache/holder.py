@@ -230,14 +230,14 @@ class Holder:
             self._held.evictor.hear_from(before.evictor.peers)
 
     @classmethod
-    def from_state(cls, value: tuple[Any, ...], **told: Any) -> Self:
+    def from_state(cls, value: tuple[Any, ...], **settings: Any) -> Self:
         """A cache that continues from another's `state`; it grows by the default rule.
 
         Args:
-            told: what is not part of a state, by the names of `state.contents_of`.
+            settings: what is not part of a state, by the names of `state.contents_of`.
         """
         made = cls.__new__(cls)
-        made._held = state.contents_of(value, **told)
+        made._held = state.contents_of(value, **settings)
         return made
 
     def replace_planes(self, keys: Sequence[mx.array], values: Sequence[mx.array]) -> None:

@@ -260,7 +260,7 @@ def written(where: str) -> Iterator[None]:
 
 def answer_policy(policy: CachePolicy) -> dict[str, Any]:
     """What of a policy an answer depends on; how memory grows is none of it."""
-    return {name: getattr(policy, name) for name in policy.changed() if name != "growth"}
+    return {name: value for name, value in policy.settings().items() if name != "growth"}
 
 
 def say_changed(scan: InputScan, output: str) -> str:

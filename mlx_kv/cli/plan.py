@@ -195,7 +195,7 @@ def plan(
     command = click.get_current_context().command
     lines += [f"{row.name}: {in_options(ValueError(row.refused), command)}." for row in rows if row.refused]
     if policy.changed():
-        changes = ", ".join(f"{name}={getattr(policy, name)!r}" for name in policy.changed())
+        changes = ", ".join(f"{name}={value!r}" for name, value in policy.settings().items())
         lines.append(f"this policy: CachePolicy({changes})")
     lines.append(NOT_INCLUDED)
     if parts is not None:

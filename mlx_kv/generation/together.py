@@ -63,7 +63,7 @@ def check_alone(agreement: Agreement) -> None:
 
 def _check_leaders(policy: CachePolicy, agreement: Agreement) -> None:
     """Raises ValueError where a policy is not the leader's, as far as words and numbers tell."""
-    every = {name: getattr(policy, name) for name in policy.changed()}
+    every = policy.settings()
     if not isinstance(policy.layers, str):
         every["layers"] = f"table {hashlib.blake2b(repr(policy.layers).encode(), digest_size=6).hexdigest()}"
     if policy.calibration is not None:

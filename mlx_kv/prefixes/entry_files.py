@@ -298,11 +298,11 @@ class IndexOfOthers:
 
 def index_of(known: IndexedEntry) -> bytes:
     entry = known.entry
-    told: dict[str, Any] = {"tokens": np.frombuffer(entry.tokens, ">u4").tolist(), "bytes_live": entry.bytes}
-    told |= {"least": entry.least, "fingerprint": known.fingerprint, "version": VERSION}
+    fields: dict[str, Any] = {"tokens": np.frombuffer(entry.tokens, ">u4").tolist(), "bytes_live": entry.bytes}
+    fields |= {"least": entry.least, "fingerprint": known.fingerprint, "version": VERSION}
     if known.blocks:
-        told |= {"version": VERSION_WITH_BLOCKS, "blocks": known.columns}
-    return json.dumps(told | {"checksum": checksum(told)}).encode()
+        fields |= {"version": VERSION_WITH_BLOCKS, "blocks": known.columns}
+    return json.dumps(fields | {"checksum": checksum(fields)}).encode()
 
 
 def read_index(content: bytes) -> IndexedEntry | IndexOfOthers:
@@ -311,28 +311,28 @@ def read_index(content: bytes) -> IndexedEntry | IndexOfOthers:
     Raises:
         ValueError, TypeError, KeyError, RecursionError: it is no index, or was damaged.
     """
-    told = json.loads(content)
-    version = told["version"]
+    fields = json.loads(content)
+    version = fields["version"]
     if type(version) is not int:
         raise ValueError("a version that is no number")
     if version not in (VERSION, VERSION_WITH_BLOCKS):  # whatever it is, it says of its blocks here
-        return IndexOfOthers(frozenset(BLOCK_NAME.findall(json.dumps(told.get("blocks")))))
-    seal = told.pop("checksum", None)  # 0.1.0 wrote none
-    if seal != checksum(told) and (seal is not None or version != VERSION):
+        return IndexOfOthers(frozenset(BLOCK_NAME.findall(json.dumps(fields.get("blocks")))))
+    seal = fields.pop("checksum", None)  # 0.1.0 wrote none
+    if seal != checksum(fields) and (seal is not None or version != VERSION):
         raise ValueError("it is not what was written")
-    tokens, numbers, fingerprint = told["tokens"], (told["bytes_live"], told["least"]), told["fingerprint"]
+    tokens, numbers, fingerprint = fields["tokens"], (fields["bytes_live"], fields["least"]), fields["fingerprint"]
     if type(tokens) is not list or not all(type(token) is int and 0 <= token < 2**32 for token in tokens):
         raise ValueError("tokens that are none")
     if not all(type(number) is int for number in numbers) or type(fingerprint) is not str:
         raise ValueError("a number that is none")
     if not (0 <= numbers[0] < MOST_NUMBER and 0 <= numbers[1] <= len(tokens)):
         raise ValueError("numbers that cannot be")
-    columns = tuple(tuple(map(_block, column)) for column in told["blocks"]) if version != VERSION else ()
+    columns = tuple(tuple(map(_block, column)) for column in fields["blocks"]) if version != VERSION else ()
     return IndexedEntry(Entry(packed(tokens), *numbers), fingerprint, columns)
 
 
-def _block(told: Any) -> tuple[str, int, int]:
-    name, slots, nbytes = told
+def _block(block: Any) -> tuple[str, int, int]:
+    name, slots, nbytes = block
     if type(name) is not str or BLOCK_NAME.fullmatch(name) is None:
         raise ValueError("a block that has no name")
     if not all(type(number) is int and 0 < number < MOST_NUMBER for number in (slots, nbytes)):
@@ -340,8 +340,8 @@ def _block(told: Any) -> tuple[str, int, int]:
     return name, slots, nbytes
 
 
-def checksum(told: dict[str, Any]) -> str:
-    return hashlib.blake2b(json.dumps(told, sort_keys=True).encode(), digest_size=16).hexdigest()
+def checksum(fields: dict[str, Any]) -> str:
+    return hashlib.blake2b(json.dumps(fields, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def tokens_digest(entry: Entry, fingerprint: str) -> str:

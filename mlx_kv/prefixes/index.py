@@ -188,7 +188,7 @@ class Holdings(Generic[B]):
         self.nbytes = 0
 
     def __contains__(self, block: object) -> bool:
-        """Whether anybody holds a block."""
+        """Whether an entry holds a block."""
         return block in self._holders
 
     @property
@@ -208,7 +208,7 @@ class Holdings(Generic[B]):
         self._holders.update(blocks.keys())
 
     def remove(self, name: str) -> list[B]:
-        """Lets go of an entry, if it is there; returns the blocks that nobody holds any longer."""
+        """Lets go of an entry, if it is there; returns the blocks that no entry holds any longer."""
         own, blocks = self._held.pop(name, (0, {}))
         free = [block for block in blocks if self._holders[block] == 1]
         self._holders -= Counter(blocks.keys())

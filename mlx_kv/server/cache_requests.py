@@ -141,14 +141,12 @@ class AllowedCache:
         Raises:
             ApiError: 400, for what is not allowed, or does not go together.
         """
-        changes: dict[str, Any] = {name: value for name in SETTINGS if (value := getattr(asked, name)) is not None}
+        changes = {name: value for name in SETTINGS if (value := getattr(asked, name)) is not None}
         for name, value in changes.items():
             if value != getattr(own, name):
                 self._check(name, value)
-        if "keep_recent" not in own.changed():
-            changes["keep_recent"] = None  # its default depends on the budget
         try:
-            return replace(own, **changes)
+            return CachePolicy(**own.settings() | changes)
         except ValueError as error:
             raise ApiError(400, f"cache: {error}", "cache") from error
 

@@ -174,6 +174,9 @@ def test_recent_tokens_take_a_quarter_of_a_small_budget(budget: int, residual: i
     policy = CachePolicy(budget=budget, bits=bits, residual_length=residual)
     assert policy.keep_recent == kept
     assert "keep_recent" not in policy.changed()
+    assert CachePolicy(**policy.settings()) == policy
+    larger = CachePolicy(budget=4096, bits=bits, residual_length=residual)
+    assert CachePolicy(**larger.settings() | {"budget": budget}) == policy
     assert "keep_recent" in CachePolicy(budget=budget, keep_recent=kept - 1).changed()
 
 
