@@ -162,7 +162,9 @@ class Context:
             return self._fill(policy)
         alike = replace(policy, budget=MOST_TOKENS)
         if self._filled is None or self._filled[0] != alike:
-            self._filled = alike, [cache.state for cache in self._fill(policy)]
+            # The margin of a budget that is not given another is the named length, which the context may exceed.
+            whole = replace(policy, margin=self.tokens.shape[1])
+            self._filled = alike, [cache.state for cache in self._fill(whole)]
         empty = make_prompt_cache(self.model, policy)
         caches = [
             type(own).from_state(state if own.evictor is None else state._replace(layout=list(own.layout.parameters)))

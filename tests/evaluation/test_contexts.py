@@ -48,6 +48,15 @@ def test_every_score_keeps_what_it_keeps_where_it_reads_for_itself(score: str, f
         np.testing.assert_array_equal(a, c)
 
 
+@pytest.mark.parametrize("layers", ["uniform", "pyramid"])
+def test_a_context_longer_than_its_settings_say_is_filled_whole(layers: str) -> None:
+    """A question that is seen comes on top of the context's named length; nothing may be evicted before it is asked."""
+    settings = replace(SETTINGS, scores=("key_diff",), share="layer", layers=layers)
+    tokens = np.random.default_rng(0).integers(2, 90, size=(1, 1200))  # written in pieces, 900 above the named length
+    for cache in Context(make_model("llama"), tokens, settings).caches(settings.policy("key_diff", 60)):
+        assert np.array(cache.positions).shape[-1] == 1200
+
+
 def test_as_many_queries_are_kept_as_any_score_wants() -> None:
     model, tokens = make_model("llama"), np.random.default_rng(0).integers(2, 90, size=(1, 1200))
     for scores, wanted in ((("key_diff",), 0), (("tova", "snap_kv"), 64), (("tova", "h2o"), None)):
