@@ -60,7 +60,7 @@ from mlx_kv.evaluation.codec_loss import losses, mean_and_error
 from mlx_kv.evaluation.questions.texts import python_texts
 from mlx_kv.evaluation.results import Settings
 from mlx_kv.generation.prefill import read_chunk
-from mlx_kv.mlxlm.attention import AttentionCall, AttentionSeam
+from mlx_kv.mlxlm.attention import AttentionCall, AttentionPatch
 from mlx_kv.mlxlm.convert import make_prompt_cache
 from mlx_kv.planning import Planner
 
@@ -108,7 +108,7 @@ class Simulated:
             now = tuple(mx.concatenate(pair, axis=2) for pair in zip(held, now, strict=True))
         mx.eval(now)
         self._held[id(call.cache)] = now
-        return call.hand_on(keys=seen[0], values=seen[1])
+        return call.forward(keys=seen[0], values=seen[1])
 
 
 def each_token(codec: Affine) -> Rounded:
@@ -186,7 +186,7 @@ class Configuration:
         group = self.group_size or 64
         of_keys, of_values = groups_of_tokens(Affine(keys, group)), each_token(Affine(values, group))
         hook = Simulated(of_keys, of_values, group, kind.endswith("recent"))
-        with AttentionSeam(model, otherwise=hook):
+        with AttentionPatch(model, otherwise=hook):
             yield
 
     def bytes_per_token(self, heads: int, dims: tuple[int, int]) -> float:

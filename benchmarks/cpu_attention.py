@@ -1,6 +1,10 @@
 """Attention and activation on a CPU: ours, which `mlx_kv.load` puts in the place of MLX's, in one process.
 
     python benchmarks/cpu_attention.py [--model build/smollm2] [--prompts 256,1024,4096] [--contexts 1024,8192]
+    python benchmarks/cpu_attention.py --calls
+
+With --calls, single calls of attention and of swiglu are timed instead, each computed by MLX and by us, in turns: the
+sizes from which `mlxlm/cpu.py` computes them are those where ours is at least 1.2 times as fast.
 
 The same model reads prompts in chunks of 512 and decodes: as MLX computes it, with our attention alone, and with our
 attention and activation, in turns. The first token of each prompt must be the same. Contexts of decoding are random
@@ -24,6 +28,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +38,15 @@ import mlx_kv  # first: it loads a tuned BLAS
 import mlx.core as mx
 from common import take_turns
 from mlx_lm import load
+from mlx_lm.models import activations
+from mlx_lm.models.base import quantized_scaled_dot_product_attention
 
 from mlx_kv import make_prompt_cache
 from mlx_kv.bundled import model_path
-from mlx_kv.mlxlm.attention import AttentionSeam
-from mlx_kv.mlxlm.cpu import CpuAttention, answer_activation
+from mlx_kv.cache.attention import Dense, Packed, attend
+from mlx_kv.cache.codecs import Packing
+from mlx_kv.mlxlm.attention import AttentionPatch
+from mlx_kv.mlxlm.cpu import CpuAttention, answer_activation, quick_swiglu
 
 CHUNK, STEPS = 512, 8
 
@@ -70,6 +79,47 @@ def decode(model: Any, context: int) -> float:
     return statistics.median(seconds)
 
 
+def of_calls(rounds: int) -> dict[str, float]:
+    """MLX / ours of seconds, of calls of the sizes at which it is decided who computes them.
+
+    Calls alternate, so that neither side finds its operands in the caches of the CPU: as in a model of many layers.
+    """
+
+    def ratio(mlx: Callable[[], mx.array], ours: Callable[[], mx.array]) -> float:
+        def seconds(call: Callable[[], mx.array]) -> float:
+            started = time.perf_counter()
+            mx.eval(call())
+            return time.perf_counter() - started
+
+        runs = take_turns(rounds * STEPS, {"mlx": lambda: seconds(mlx), "ours": lambda: seconds(ours)})
+        return round(statistics.median(runs["mlx"]) / statistics.median(runs["ours"]), 2)
+
+    found = {}
+    for size in (256, 1536, 2048, 4096, 6144, 24576, 393216):
+        gate, x = mx.random.normal((2, 1, size))
+        found[f"swiglu {size}"] = ratio(partial(activations.swiglu, gate, x), partial(quick_swiglu, gate, x))
+    for heads, kv_heads in ((9, 3), (8, 8)):
+        for new, slots in ((1, 2048), (1, 8192), (4, 256), (4, 1024), (32, 128), (32, 1024), (512, 512), (512, 2048)):
+            queries = mx.random.normal((1, heads, new, 64))
+            keys, values = mx.random.normal((2, 1, kv_heads, slots, 64))
+            mask = None if new == 1 else "causal"
+            plain = partial(mx.fast.scaled_dot_product_attention, queries, keys, values, scale=0.125, mask=mask)
+            ours = partial(attend, queries, Dense(keys), Dense(values), 0.125, mask, None)
+            found[f"attention {new} x {slots}, {heads} heads on {kv_heads}"] = ratio(plain, ours)
+            for bits in (8, 4) if heads != kv_heads else ():
+                planes, packing = mx.quantize(keys, group_size=64, bits=bits), Packing(bits, 64)
+                how = {"scale": 0.125, "mask": mask, "group_size": 64, "bits": bits}
+                packed = partial(_of_planes, queries, planes, how)  # mlx-lm scales queries in place
+                ours = partial(attend, queries, Packed(planes, packing), Packed(planes, packing), 0.125, mask, None)
+                found[f"attention {new} x {slots}, {bits} bits"] = ratio(packed, ours)
+    return found
+
+
+def _of_planes(queries: mx.array, planes: Any, how: dict[str, Any]) -> mx.array:
+    answer: mx.array = quantized_scaled_dot_product_attention(queries[...], planes, planes, **how)
+    return answer
+
+
 def numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
@@ -80,7 +130,11 @@ def main() -> None:
     parser.add_argument("--prompts", type=numbers, default=[256, 1024, 4096])
     parser.add_argument("--contexts", type=numbers, default=[1024, 8192])
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--calls", action="store_true", help="single calls, without a model")
     asked = parser.parse_args()
+    if asked.calls:
+        print(json.dumps({"benchmark": "cpu_attention", "device": str(mx.default_device()), **of_calls(asked.rounds)}))
+        return
     model, tokenizer = load(model_path("reference") if asked.model is None else asked.model)[:2]
     model.set_dtype(mx.float32)
     text = "".join(Path(module.__file__ or "").read_text() for module in (argparse, json, statistics))
@@ -88,7 +142,7 @@ def main() -> None:
 
     def sides(work: Callable[..., Any], *arguments: Any) -> dict[str, Callable[[], Any]]:
         def ours() -> Any:
-            with AttentionSeam(model, answering=CpuAttention()):
+            with AttentionPatch(model, answering=CpuAttention()):
                 return work(*arguments)
 
         def both() -> Any:

@@ -106,7 +106,7 @@ def attended(cache: KVCache, queries: mx.array, fetched: Any, mask: Any) -> mx.a
     """What a layer of a model builds after an update."""
     named = {"cache": cache, "scale": 1.0, "mask": mask}
     call = AttentionCall(scaled_dot_product_attention, (queries, *fetched), named)
-    return call.hand_on() if cache.attention_hook is None else cache.attention_hook.attend(call)
+    return call.forward() if cache.attention_hook is None else cache.attention_hook.attend(call)
 
 
 def measure_newest(tokens: int, rows: int, rounds: int) -> dict[str, tuple[float, float]]:

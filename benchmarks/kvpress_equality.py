@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 from mlx_kv import CachePolicy, compact, make_prompt_cache
-from mlx_kv.cache.eviction.allocation import Granularity
+from mlx_kv.cache.eviction.allocation import Scope
 from mlx_kv.cache.eviction.scores import score_names
 from mlx_kv.mlxlm.loading import load
 from mlx_kv.mlxlm.traverse import attention_caches
@@ -101,7 +101,7 @@ RUNS = (
 def why_not(run: Run) -> str | None:
     if run.score not in score_names():
         return f"there is no score {run.score!r} here"
-    if run.share not in get_args(Granularity):
+    if run.share not in get_args(Scope):
         return f"there is no share={run.share!r} here"
     if run.layers != "uniform" and "layers" not in {field.name for field in dataclasses.fields(CachePolicy)}:
         return f"there is no layers={run.layers!r} here"

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from mlx_kv.mlxlm.convert import make_prompt_cache
     from mlx_kv.mlxlm.loading import load
     from mlx_kv.mlxlm.observing import show_attention
-    from mlx_kv.mlxlm.trimming import can_trim_prompt_cache, compact, trim_prompt_cache
+    from mlx_kv.mlxlm.traverse import can_trim_prompt_cache, compact, trim_prompt_cache
     from mlx_kv.policy import CachePolicy
     from mlx_kv.prefixes.memory import PromptMemory
     from mlx_kv.prefixes.reader import PromptReader
@@ -91,9 +91,9 @@ _HOMES = {
     "bundled_models": "bundled",
     "cache_statistics": "generation.statistics",
     "calibrate": "calibration",
-    "can_trim_prompt_cache": "mlxlm.trimming",
+    "can_trim_prompt_cache": "mlxlm.traverse",
     "codec_names": "cache.codecs",
-    "compact": "mlxlm.trimming",
+    "compact": "mlxlm.traverse",
     "drafter_names": "generation.speculation.drafters",
     "generate": "generation.text",
     "join_ranks": "ranks.group",
@@ -112,7 +112,7 @@ _HOMES = {
     "show_attention": "mlxlm.observing",
     "speculative_generate": "generation.speculation.stream",
     "stream_generate": "generation.stream",
-    "trim_prompt_cache": "mlxlm.trimming",
+    "trim_prompt_cache": "mlxlm.traverse",
 }
 
 __all__ = [

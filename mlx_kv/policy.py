@@ -1,15 +1,19 @@
-"""How a model's attention layers keep their keys and values: one frozen description for all of them.
+"""How a model's attention layers keep their keys and values: one frozen description, and the caches it makes.
 
-Decides nothing itself: it holds the settings, checks them when it is made, and makes the cache of one layer. Knows
-nothing about models; `mlxlm.convert.make_prompt_cache` applies a policy to one.
+Settings are checked when a policy is made. What a model supports is passed in as `ModelTraits` and `CacheSpec`, which
+`mlxlm.convert.make_prompt_cache` reads off a model.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, cast
+from functools import cached_property
+from typing import Any, Literal, NamedTuple, cast
 
-from mlx_kv.cache.checks import SettingError, shown, whole_number
+import mlx.core as mx
+
+from mlx_kv.cache.checks import SettingError, check_storage, shown, whole_number
 from mlx_kv.cache.codecs import (
     Affine,
     Bits,
@@ -24,15 +28,17 @@ from mlx_kv.cache.codecs import (
 )
 from mlx_kv.cache.eviction.allocation import (
     Allocation,
-    Granularity,
     HeadBudgets,
     LayerBudgets,
+    Scope,
+    checked_allocation,
     head_budgets,
     layer_budget,
 )
 from mlx_kv.cache.eviction.calibration import FITTED, Calibration
 from mlx_kv.cache.eviction.evictor import Evictor
 from mlx_kv.cache.eviction.layer_group import LayerGroup
+from mlx_kv.cache.eviction.peers import ALONE, Peers
 from mlx_kv.cache.eviction.scores import Function, Score, find_score
 from mlx_kv.cache.growth import DEFAULT, Growth
 from mlx_kv.cache.kv_cache import KVCache
@@ -41,6 +47,7 @@ from mlx_kv.cache.residual import Residual
 
 SINKS = 4  # first tokens that are never dropped: mlx-lm's number, after StreamingLLM (Xiao et al. 2023)
 FOR_BUDGETS = ("keep_recent", "score", "share", "margin", "layers", "allocation", "calibration")
+BOUNDS = ("max_kv_size", "budget", "sinks", *FOR_BUDGETS)
 CALIBRATED = "calibrated"
 LayerAllocation = LayerBudgets | Literal["calibrated"] | HeadBudgets
 
@@ -59,34 +66,31 @@ class CachePolicy:
         max_kv_size: full-attention layers keep the first 4 (`sinks`) and the newest tokens, so many in all, as mlx-lm's
             option of this name; layers with a window of their own keep that. (A model that asks for a window between
             max_kv_size - sinks and max_kv_size sees only the newest max_kv_size - sinks tokens of it.)
-        max_write: the longest write that rings plan for. Longer ones lose nothing, but attention reads a copy then.
-            With a budget, the longest write that memory is planned for. While writes are shorter, as in decoding,
-            rings and budgets give the room for it back.
-        max_rollback: tokens that rings must be able to take back at any time; the last write they always
-            can, if it is not longer than max_write. Recurrent
-            state holds what it was before its last passes, as far as that goes back: while tokens are read one by one
-            it can take back any number up to this, and holds so many states beside that of now.
+        max_write: the longest write that rings and budgets reserve memory for; it is freed while writes are shorter, as
+            in decoding. Longer writes work: attention then reads a copy.
+        max_rollback: tokens that rings can take back at any time, besides the last write if it is not longer than
+            max_write. Recurrent state keeps as many earlier states as it takes to go back so far.
         budget: full-attention layers keep so many tokens, those that matter most. Instead of max_kv_size.
         codec: how tensors are stored, as in `KVCache`: instead of bits, or "rotated" beside them.
-        residual_length: so many of the newest tokens are seen as they came, whatever stores them; they are held beside
-            what is stored. KIVI (Liu et al. 2024) and transformers call it that. At most keep_recent of a budget.
+        residual_length: the newest tokens that attention sees unquantised, held beside the quantised ones (KIVI, Liu et
+            al. 2024; transformers). At most keep_recent of a budget.
         keep_recent, sinks, score, share, margin: as in `CompressedKVCache`. `sinks` also counts for max_kv_size. A
             score of None is "key_diff", a share "layers"; with a calibration "fitted" (if it has weights) and what
             `layers` needs.
-        layers: how the budget is allocated to layers and heads, all together always the same number of tokens:
-            "uniform", every layer and head has this budget; "pyramid", lower layers have more and upper ones fewer (see
-            `of_layer`); "calibrated", each head has the share that `calibration` measured; a table of shares, a row for
-            each layer of full attention and in it a number for each KV head, or one for all of them; "global", one
-            ranking of the tokens of all heads of all layers, for scores that are comparable between layers ("fitted",
-            "kvzip"). With share="head" each head has its own budget, with "adaptive" the heads of a layer compete for
-            the layer's, with "layer" they keep the same tokens; "global" needs "adaptive".
+        layers: how the budget is allocated to layers and heads; the total never changes. "uniform": every layer and
+            head has this budget. "pyramid": lower layers have more, upper ones fewer. "calibrated": each head has the
+            share that `calibration` measured. A table of shares: a row for each layer of full attention, with a number
+            for each KV head or one for all of them. "global": one ranking of the tokens of all heads of all layers, for
+            scores that are comparable between layers ("fitted", "kvzip"). With share="head" each head has its own
+            budget, with "adaptive" the heads of a layer compete for the layer's, with "layer" they keep the same
+            tokens; "global" needs "adaptive".
         allocation: another name for `layers`, for calls; it is stored as `layers`.
         calibration: measurements of the model, for score="fitted" and layers="calibrated", and then their default.
 
     Raises:
-        ValueError: a value that does not exist, quantized_start or residual_length where nothing is quantised, a
-            setting for budgets without a budget, a budget beside max_kv_size, or a residual_length that is more than
-            keep_recent, or beside share="adaptive" or a max_rollback that it cannot give back.
+        ValueError: an unknown value, quantized_start or residual_length without quantisation, a setting for budgets
+            without a budget, a budget beside max_kv_size, or a residual_length above keep_recent, or beside
+            share="adaptive" or a larger max_rollback.
     """
 
     bits: Bits | None = None
@@ -101,7 +105,7 @@ class CachePolicy:
     keep_recent: int = None  # type: ignore[assignment]  # None is decided when it is made, as the next
     sinks: int = SINKS
     score: str | Function | Score = None  # type: ignore[assignment]
-    share: Granularity = None  # type: ignore[assignment]
+    share: Scope = None  # type: ignore[assignment]
     margin: int | None = None
     codec: Choice | None = None
     layers: LayerAllocation = None  # type: ignore[assignment]
@@ -110,13 +114,12 @@ class CachePolicy:
     allocation: LayerAllocation | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        for name in ("bits", "codec"):  # said twice is said once, and a list is a tuple: policies are compared
+        for name in ("bits", "codec"):  # normalised, since policies are compared
             object.__setattr__(self, name, one_or_two(getattr(self, name)))
         whole_number("max_rollback", self.max_rollback)
         whole_number("max_write", self.max_write, least=1)
         whole_number("residual_length", self.residual_length)
-        if self.max_kv_size is not None:
-            whole_number("max_kv_size", self.max_kv_size, least=1)
+        whole_number("max_kv_size", 1 if self.max_kv_size is None else self.max_kv_size, least=1)
         if self.calibration is not None and not isinstance(self.calibration, Calibration):
             raise TypeError(f"calibration is {shown(self.calibration)}: give what mlx_kv.load_calibration returns")
         if self.allocation is not None:
@@ -135,8 +138,6 @@ class CachePolicy:
                 )
         elif self.max_kv_size is not None:
             raise ValueError("got a budget and max_kv_size, which both bound full-attention layers: give one of them")
-        if self.residual_length:  # of windows, too, which only a model has
-            Residual(self.residual_length).check_beside(self.max_rollback)
         for name, wanted in (("score", FITTED), ("layers", CALIBRATED)):
             value = getattr(self, name)
             if isinstance(value, str) and value == wanted and self.calibration is None:
@@ -145,8 +146,16 @@ class CachePolicy:
                     "calibration=mlx_kv.load_calibration(FILE)",
                     [name],
                 )
-        Affine(8, self.group_size)  # checks it also where it is not looked at: nobody means 48
-        self.make_cache()  # the parts check the rest
+        Affine(8, self.group_size)  # its group size is checked even where nothing is quantised
+        layout = self.layout()
+        if isinstance(layout, Budget):
+            checked_allocation(self.share, self.allocated)
+            assert self._score  # a name that does not exist, or weights that were not measured
+        check_storage(self.codecs, self.growth, self.reserve, self.quantized_start, self.residual_length)
+        if self.residual_length:
+            uneven = self.share == "adaptive" or (self.share == "head" and self.table is not None)
+            keep_recent = None if self.budget is None else self.keep_recent
+            Residual(self.residual_length).check_beside(self.max_rollback, keep_recent, uneven)
 
     def layout(self, window: int | None = None, sinks: int = 0, chunk_size: int | None = None) -> Layout:
         """Which slots one layer has: with a window of its own (`sinks` included), in chunks, or of full attention."""
@@ -166,32 +175,29 @@ class CachePolicy:
         layer_group: LayerGroup | None = None,
         layer: int = 0,
     ) -> KVCache:
-        """The cache of one layer, of full attention unless told otherwise.
+        """The cache of one layer.
 
         Args:
-            layout: as `layout()` makes it.
+            layout: as `layout()` makes it; None is full attention.
             layer_group, layer: with a budget, the sequence that this is a layer of, and which.
         """
         layout = self.layout() if layout is None else layout
         evictor = None
         if isinstance(layout, Budget):
-            score = self.calibration.score if self.calibration and self.score == FITTED else self.score
-            evictor = Evictor(layout, score, self.share, layer_group, layer, self.allocated)
+            evictor = Evictor(layout, self._score, self.share, layer_group, layer, self.allocated)
         return KVCache(
-            bits=self.bits,
-            group_size=self.group_size,
             growth=self.growth,
             reserve=self.reserve,
             quantized_start=self.quantized_start,
             packed_decode=packed_decode,
             layout=layout,
             evictor=evictor,
-            codec=self.codec,
+            codec=self.codecs,
             residual_length=self.residual_length,
         )
 
     def of_layer(self, layer: int, layers: int) -> CachePolicy:
-        """This policy with the budget that one of so many layers of full attention has.
+        """This policy with the budget of one of so many layers of full attention: another one in a pyramid.
 
         Raises:
             ValueError: a budget that sinks and recent tokens would fill in an upper layer.
@@ -204,19 +210,13 @@ class CachePolicy:
         return replace(self, budget=budget, margin=whole.slack)
 
     def of_cache(self, number: int) -> CachePolicy:
-        """This policy with the codecs of one of a model's caches, where they are not the same in all.
-
-        Raises:
-            ValueError: codecs of another model.
-        """
+        """This policy with the codecs of one of a model's caches; ValueError for codecs of another model."""
         own = of_cache(self.codecs, number)
         return self if own == self.codecs else replace(self, bits=None, codec=own)
 
     def unbounded(self) -> CachePolicy:
-        """This policy, but full attention keeps all of its tokens."""
-        default = CachePolicy()
-        same: dict[str, Any] = {name: getattr(default, name) for name in FOR_BUDGETS}
-        return replace(self, max_kv_size=None, budget=None, **same)
+        """This policy without a budget or max_kv_size."""
+        return CachePolicy(**{name: value for name, value in self.settings().items() if name not in BOUNDS})
 
     def plain(self) -> CachePolicy:
         """This policy, but tensors are stored as they are."""
@@ -244,7 +244,7 @@ class CachePolicy:
         """How mlx-lm's attention can read what is stored; None where it cannot."""
         return packing_of(self.codecs)
 
-    @property
+    @cached_property
     def codecs(self) -> Codecs:
         """How keys and how values are stored."""
         return find_codecs(self.bits, self.group_size, self.codec)
@@ -252,8 +252,13 @@ class CachePolicy:
     @property
     def reads_twice(self) -> bool:
         """Whether the score is of what tokens receive when a prompt is read once more."""
-        wants = find_score(self.score).wants if self.budget is not None and self.score != FITTED else None
+        wants = None if self.budget is None else self._score.wants
         return wants is not None and wants.reread
+
+    @cached_property
+    def _score(self) -> Score:
+        own = self.calibration if isinstance(self.score, str) and self.score == FITTED else None
+        return find_score(self.score) if own is None else own.score
 
     def changed(self) -> list[str]:
         """The names of the settings that are not at their default."""
@@ -263,14 +268,11 @@ class CachePolicy:
         return [name for name, value, default in values if type(value) is not type(default) or value != default]
 
     def settings(self) -> dict[str, Any]:
-        """The settings that are not at their default, by name: `CachePolicy(**settings)` is equal to this policy.
-
-        With other settings beside them, defaults that depend on those are found anew, which `replace` would not do.
-        """
+        """The settings that are not at their default; `CachePolicy(**settings | changes)` derives defaults anew."""
         return {name: getattr(self, name) for name in self.changed()}
 
     def _budget_defaults(self) -> dict[str, Any]:
-        """The settings of budgets where nothing is said: they depend on the others."""
+        """Defaults of the settings of budgets, which depend on other settings."""
         measured = self.calibration
         layers = self.layers if self.layers is not None else "uniform"
         if self.layers is None and measured is not None and self.share != "layers":
@@ -287,13 +289,112 @@ class CachePolicy:
 
 
 def given_policy(policy: CachePolicy | None) -> CachePolicy:
-    """The policy of an argument: None is `CachePolicy()`.
-
-    Raises:
-        TypeError: something else, such as a dict of settings.
-    """
+    """The policy of an argument: None is `CachePolicy()`; TypeError for anything else, such as a dict of settings."""
     if policy is None:
         return CachePolicy()
     if not isinstance(policy, CachePolicy):
         raise TypeError(f"policy is {shown(policy)}: give a CachePolicy, such as CachePolicy(bits=8)")
     return policy
+
+
+# --- the caches of a model --------------------------------------------------------------------------------------------
+
+
+class ModelTraits(NamedTuple):
+    """What a policy depends on in a model.
+
+    Attributes:
+        name, kinds: of its architecture and of its caches, for messages.
+        full, windowed, recurrent: whether some layer has full attention, a window or chunks, recurrent state.
+        unbounded: why its full attention must keep all tokens; None where some can be dropped.
+        answered: whether its attention can be computed here, as a residual needs.
+    """
+
+    name: str
+    kinds: Sequence[str]
+    full: bool
+    windowed: bool
+    recurrent: bool
+    unbounded: str | None
+    answered: bool
+
+
+class CacheSpec(NamedTuple):
+    """One attention cache of a model.
+
+    Attributes:
+        number: its place in the list of the model's caches.
+        window, sinks: tokens that a query sees, the first of which never go; a window of None is full attention.
+        chunk_size: of chunked attention.
+        indexer: whether it holds the keys of an indexer, which are stored as they are.
+        shapes: (B, H, S, D) and dtype of keys and of values, where they are known.
+    """
+
+    number: int
+    window: int | None
+    sinks: int
+    chunk_size: int | None
+    indexer: bool
+    shapes: Sequence[tuple[tuple[int, ...], mx.Dtype]]
+
+
+def fit_policy(policy: CachePolicy, traits: ModelTraits, strict: bool) -> CachePolicy:
+    """The policy without what a model does not support; strict, a SettingError where no layer supports a setting."""
+    why, bounded = traits.unbounded, traits.full and traits.unbounded is None
+    if not strict:
+        fitting = policy if why is None else policy.unbounded()
+        return fitting if traits.answered else replace(fitting, residual_length=0)
+    rings = traits.windowed or (bounded and policy.max_kv_size is not None)
+    supported = dict.fromkeys(BOUNDS, bounded)
+    supported["max_write"] = rings or (bounded and policy.budget is not None)
+    supported["max_rollback"] = rings or traits.recurrent
+    ignored = [name for name in policy.changed() if not supported.get(name, traits.full or traits.windowed)]
+    if not ignored and policy.residual_length and not traits.answered:
+        fact = f"residual_length is {policy.residual_length}, but attention of {traits.name} cannot be answered here"
+        raise SettingError(f"{fact}: leave it out", ["residual_length"])
+    if not ignored:
+        return policy
+    reason = f"its caches are {', '.join(sorted(traits.kinds)) or 'none'}"
+    if traits.full and why is not None:
+        reason = why
+    elif not traits.full and traits.windowed and set(ignored) <= set(BOUNDS):
+        reason = "every one has a window of its own"
+    elif traits.full and not rings and set(ignored) <= {"max_write", "max_rollback"}:
+        reason = "none has a window, so all can take back any number of tokens, and read as many"
+    raise SettingError(f"no layer of this model can honour {', '.join(ignored)}: {reason}; leave it out", ignored)
+
+
+def make_layer_caches(
+    policy: CachePolicy, specs: Sequence[CacheSpec], packed_decode: bool, peers: Peers = ALONE
+) -> list[KVCache]:
+    """The attention caches of one sequence, one for each spec.
+
+    Args:
+        packed_decode: whether attention in every layer reads packed planes.
+
+    Raises:
+        ValueError: head dims that the codec cannot store, or budgets for other layers or that peers do not support.
+    """
+    full = sum(full_attention := [spec.window is None and spec.chunk_size is None for spec in specs])
+    if policy.budget is not None:
+        settings = {"share": policy.share, "layers": policy.layers, "score": policy._score.name.partition(":")[0]}
+        for (name, value), why in peers.unsupported.items():
+            if settings[name] == value:
+                raise ValueError(why)
+        measured = None if policy.calibration is None else policy.calibration.heads
+        for what, table in (("table of budgets", policy.table), ("calibration", measured)):
+            if table is not None and len(table) != peers.all_layers(full):
+                raise ValueError(
+                    f"the {what} has {len(table)} rows, and this model has {peers.all_layers(full)} layers of full "
+                    "attention: give a row for each of them, or run mlx-kv calibrate MODEL for this one"
+                )
+    layer_group, layer, caches = LayerGroup(peers), peers.first_layer, []
+    for spec, is_full in zip(specs, full_attention, strict=True):
+        own = policy.plain() if spec.indexer else policy.of_cache(spec.number)
+        for name, codec, shape in zip(("keys", "values"), own.codecs, spec.shapes, strict=False):
+            codec.check(name, mx.zeros(*shape))
+        if is_full:
+            own, layer = own.of_layer(layer, full), layer + 1
+        layout = own.layout(spec.window, spec.sinks, spec.chunk_size)
+        caches.append(own.make_cache(layout, packed_decode, layer_group, layer - 1))
+    return caches

@@ -1,7 +1,7 @@
-"""Slots of arrays: the only code that allocates.
+"""Buffers of slots: the only code that allocates.
 
 A buffer holds the planes of one tensor (the keys, or the values, of one layer), each (B, H, C, width) with C slots. It
-reserves, writes, reads and re-encodes slots. It knows nothing about positions, masks or what a slot means.
+reserves, writes, reads, moves and re-encodes slots.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import mlx.core as mx
 from mlx_kv.cache.codecs import Codec, Planes, alike, of_head
 from mlx_kv.cache.layout import Plan, Ranges
 
-MOVED_BYTES = 2**20  # that are read before they are written to where they go
-COPIED_BYTES = 2**20  # up to which a copy costs less than a wait
+MOVED_BYTES = 2**20  # read at a time before they are written to their new slots
+COPIED_BYTES = 2**20  # up to this, a copy costs less than synchronising
 
 Moves = list[tuple[int, int, int]]  # of a row: slot, new slot, slots of each contiguous piece
 # Rows, heads, head dim and dtype: what must agree for a tensor to fit into a buffer.
@@ -24,13 +24,13 @@ Signature = tuple[int, int, int, mx.Dtype]
 
 
 def signature_of(x: mx.array) -> Signature:
-    """What of x (B, H, S, D) must agree with the buffer it goes to: everything but the number of tokens."""
+    """The signature of x (B, H, S, D): all that must agree with its buffer."""
     return x.shape[0], x.shape[1], x.shape[3], x.dtype
 
 
 @lru_cache(maxsize=8)
 def _slots(plan: Plan, first: int, last: int, padding: int) -> mx.array:
-    """Where new tokens [first, last) of each row go: (B, 1, n, 1). All layers with the same plan ask for the same."""
+    """The slots of new tokens [first, last) of each row, (B, 1, n, 1), cached for all layers with the same plan."""
     slots = [
         [
             padding if plan.padded and plan.is_padding(i, token) else plan.layout.slot(row, row.offset + token)
@@ -38,7 +38,7 @@ def _slots(plan: Plan, first: int, last: int, padding: int) -> mx.array:
         ]
         for i, row in enumerate(plan.rows)
     ]
-    return mx.array([[[[slot] for slot in row]] for row in slots])  # nothing that waits for the thread that made it
+    return mx.array([[[[slot] for slot in row]] for row in slots])  # no graph, which only its thread could evaluate
 
 
 class SlotBuffer:
@@ -59,7 +59,7 @@ class SlotBuffer:
         """An empty buffer of `capacity` slots for tensors like `like` (B, H, S, D).
 
         Raises:
-            ValueError: the codec makes other planes than it says, or another tensor of them.
+            ValueError: the codec's planes don't match its own description, or decode to another shape or dtype.
         """
         check_codec(codec, like[:, :, :1])
         rows, heads, head_dim, dtype = signature_of(like)
@@ -68,15 +68,14 @@ class SlotBuffer:
         return cls(codec, empty, head_dim, dtype)
 
     def handles(self) -> Planes:
-        """The planes, for others to keep.
+        """New handles to the planes, for callers that keep them; nothing is copied.
 
-        Writing to an mx.array changes the Python object, and with it whatever was handed out; these are objects of
-        their own over the same buffers, and nothing is copied.
+        A write in place changes the Python object of an mx.array, and so everything that holds this object.
         """
         return tuple(plane[:] for plane in self.planes)
 
     def copied(self) -> SlotBuffer:
-        """Another buffer over the same memory. Whoever writes first gets memory of their own: MLX sees to it."""
+        """A copy that shares the memory: MLX copies it when one of the two is written to."""
         return self._with(self.planes)
 
     def _with(self, planes: Planes) -> SlotBuffer:
@@ -84,7 +83,7 @@ class SlotBuffer:
 
     @property
     def signature(self) -> Signature:
-        """What a tensor must be to fit in here."""
+        """The signature of tensors that fit."""
         rows, heads = self.planes[0].shape[:2]
         return rows, heads, self.head_dim, self.dtype
 
@@ -109,7 +108,7 @@ class SlotBuffer:
     def rearrange(self, moves: Sequence[Moves], capacity: int) -> None:
         """Moves slots into planes of `capacity` slots: one allocation and one copy a plane.
 
-        It waits for each large plane, so that no more than one of them is held twice.
+        Evaluates each large plane, so that at most one of them is held twice.
 
         Args:
             moves: of each row (slot, new slot, slots) of each contiguous piece; one list serves all rows.
@@ -138,11 +137,11 @@ class SlotBuffer:
                     part = tokens if count == plan.new else tokens[:, :, token : token + count]
                     plane[:, :, slot : slot + count] = part
             return
-        # No two tokens of one scatter may go to the same slot: a write that is longer than the ring goes in turns.
+        # Tokens of one scatter must go to distinct slots: a write longer than the ring is split.
         turn = min(plan.new, plan.layout.most_slots - plan.layout.sinks)
         for first in range(0, plan.new, turn):
             last = min(first + turn, plan.new)
-            # Padding goes to the last slot, beyond all that are needed: it is never read.
+            # Padding goes to the last slot, which is never read.
             index = _slots(plan, first, last, self.capacity - 1)
             parts = encoded if turn == plan.new else [tokens[:, :, first:last] for tokens in encoded]
             self.planes = tuple(
@@ -151,7 +150,7 @@ class SlotBuffer:
             )
 
     def read(self, ranges: Ranges) -> Planes:
-        """Those slots of every plane: a view of the buffer where it is one range, a copy where there are more."""
+        """These slots of every plane: a view of the buffer for one range, a copy for several."""
         if len(ranges) == 1:
             first, last = ranges[0]
             return tuple(plane[:, :, first:last] for plane in self.planes)
@@ -160,12 +159,12 @@ class SlotBuffer:
         )
 
     def take(self, slots: Sequence[Sequence[int]]) -> Planes:
-        """A copy of slots[i] of row i, in that order; one list serves all rows."""
+        """A copy of slots[i] of row i, in that order; one list applies to all rows."""
         index = _index(slots)
         return tuple(_taken(plane, index) for plane in self.planes)
 
     def selected(self, rows: Sequence[int], capacity: int) -> SlotBuffer:
-        """A buffer of `capacity` slots with copies of some rows: nothing of this one is kept alive by it."""
+        """A buffer of `capacity` slots with copies of some rows, which keeps nothing of this one alive."""
         used = min(capacity, self.capacity)
         planes = [mx.contiguous(plane[mx.array(list(rows))][:, :, :used]) for plane in self.planes]
         if used < capacity:
@@ -177,8 +176,8 @@ class SlotBuffer:
         """The rows of several buffers, one after the other, in new planes of `capacity` slots.
 
         Args:
-            parts: of each its buffer, or None where it never had one; its number of rows, and of slots to copy. At
-                least one has a buffer; all store alike.
+            parts: buffer, or None for empty rows; number of rows; slots to copy. At least one has a buffer; all have
+                the same codec.
         """
         like = next(buffer for buffer, _, _ in parts if buffer is not None)
         rows = sum(count for _, count, _ in parts)
@@ -194,16 +193,16 @@ class SlotBuffer:
         return like._with(tuple(planes))
 
     def decode(self, planes: Planes, head: int | None = None) -> mx.array:
-        """The tensor (B, H, n, D) that some slots of the planes stand for, or (B, 1, n, D) those of one head."""
+        """The tensor (B, H, n, D) decoded from some slots of the planes, or (B, 1, n, D) from those of one head."""
         codec = self.codec if head is None else of_head(self.codec, head)
         return codec.decode(planes, self.dtype)
 
     def as_stored(self, x: mx.array) -> mx.array:
-        """What is left of a tensor (B, H, S, D) once it is written and read again."""
+        """A tensor (B, H, S, D) after encoding and decoding."""
         return self.decode(self.codec.encode(x))
 
     def recode(self, codec: Codec) -> None:
-        """Stores every slot with another codec, the capacity unchanged.
+        """Re-encodes every slot with another codec; the capacity stays.
 
         Raises:
             ValueError: as `allocate`.
@@ -221,8 +220,8 @@ Buffers = tuple[SlotBuffer, SlotBuffer]  # of keys, of values
 def move_slots(buffers: Sequence[SlotBuffer], source: mx.array, target: mx.array) -> None:
     """Copies slots source[b, h, i] of every buffer to slots target[b, h, i], in place.
 
-    They are moved some at a time: no source may be the target of a move before it, except of one onto itself. Two of
-    the same target have the same source.
+    Moves run in blocks: no source may be the target of an earlier move, except of a move onto itself. Moves with equal
+    targets have equal sources.
 
     Args:
         source, target: (B, 1 or H, m) of int32.
@@ -231,10 +230,10 @@ def move_slots(buffers: Sequence[SlotBuffer], source: mx.array, target: mx.array
     first = mx.arange(rows * heads, dtype=mx.int32).reshape(rows, heads, 1) * capacity
     index = source + first
     dtypes = [[plane.dtype for plane in buffer.planes] for buffer in buffers]
-    # Moved in wider words than elements, a slot costs less: both kernels count elements.
+    # The kernels' time depends on the number of elements: wider words move a slot faster.
     words = [as_words(plane) for buffer in buffers for plane in buffer.planes]
     for buffer in buffers:
-        buffer.planes = ()  # nobody else may hold a buffer that is written in place
+        buffer.planes = ()  # a second handle would make a write in place copy the buffer
     some = max(1, MOVED_BYTES // (rows * heads * sum(plane.shape[3] * plane.itemsize for plane in words)))
     for i in range(0, index.shape[2], some):
         which, to = index[:, :, i : i + some].reshape(-1), target[:, :, i : i + some, None]
@@ -243,22 +242,22 @@ def move_slots(buffers: Sequence[SlotBuffer], source: mx.array, target: mx.array
             mx.eval(taken)  # a pending read of the buffer would make the write below copy it whole
         for number, new in enumerate(taken):
             words[number] = mx.put_along_axis(words[number], mx.broadcast_to(to, new.shape), new, axis=2)
-        mx.async_eval(words)  # type: ignore[no-untyped-call]  # before the next takes memory
+        mx.async_eval(words)  # type: ignore[no-untyped-call]  # before the next block allocates
         del taken, new
     for buffer, of in zip(buffers, dtypes, strict=True):
         buffer.planes = tuple([words.pop(0).view(dtype) for dtype in of])
 
 
 def check_codec(codec: Codec, x: mx.array) -> None:
-    """Raises ValueError unless a codec makes the planes that it says of x (B, H, S, D), and x of them again.
+    """Raises ValueError unless a codec's planes for x (B, H, S, D) match its description, and decode to x's shape.
 
-    Only shapes and dtypes are looked at: nothing is evaluated.
+    Compares shapes and dtypes only; nothing is evaluated.
     """
-    told = [(*x.shape[:3], width, dtype) for width, dtype in codec.planes(x.shape[3], x.dtype)]
+    described = [(*x.shape[:3], width, dtype) for width, dtype in codec.planes(x.shape[3], x.dtype)]
     encoded = codec.encode(x)
     made = [(*plane.shape, plane.dtype) for plane in encoded]
-    if made != told:
-        raise ValueError(f"the codec {codec.name} says that its planes are {told}, but makes {made}: they must agree")
+    if made != described:
+        raise ValueError(f"the codec {codec.name} describes planes {described}, but makes {made}: they must agree")
     again = codec.decode(encoded, x.dtype)
     if (again.shape, again.dtype) != (x.shape, x.dtype):
         raise ValueError(
@@ -274,7 +273,7 @@ def _moved(plane: mx.array, moves: Moves, capacity: int) -> mx.array:
         for source, target, count in moves:
             new[:, :, target : target + count] = plane[:, :, source : source + count]
         return new
-    # A ring whose pieces fill the new one: each slot is written once, as it would not be beginning with zeros.
+    # The pieces of a ring: concatenation writes each slot once, where zeros first would write it twice.
     parts, end = [], 0
     for source, target, count in [*sorted(moves, key=lambda move: move[1]), (0, capacity, 0)]:
         if target > end:
@@ -286,7 +285,7 @@ def _moved(plane: mx.array, moves: Moves, capacity: int) -> mx.array:
 
 
 def _sources(moves: Sequence[Moves], capacity: int) -> list[list[int]]:
-    """From which slot each of `capacity` slots of a row comes; dead ones from any."""
+    """The source of each of `capacity` slots of a row; any slot for dead ones."""
     slots = [[0] * capacity for _ in moves]
     for line, own in zip(slots, moves, strict=True):
         for source, target, count in own:
@@ -295,7 +294,7 @@ def _sources(moves: Sequence[Moves], capacity: int) -> list[list[int]]:
 
 
 def _index(slots: Sequence[Sequence[int]]) -> mx.array:
-    """Slots of each row, or of all, as (B or 1, 1, n, 1)."""
+    """Slots of each row, or the same of all, as (B or 1, 1, n, 1)."""
     return mx.array([list(row) for row in slots])[:, None, :, None]
 
 
@@ -304,7 +303,7 @@ def _taken(plane: mx.array, index: mx.array) -> mx.array:
 
 
 def as_words(plane: mx.array) -> mx.array:
-    """The same bytes as the widest unsigned integers that divide a slot."""
+    """A view of the bytes as the widest unsigned integers that divide a slot."""
     size = plane.shape[3] * plane.itemsize
     for words in (mx.uint64, mx.uint32, mx.uint16):
         if size % words.size == 0:

@@ -1,7 +1,7 @@
-"""What may go into a cache: every refusal of an update, in words. And checks of arguments, for the whole package.
+"""Checks of arguments, for the whole package, and of the tensors of an update.
 
-Decides nothing else, and changes nothing: a check runs before the first change, so a refused update leaves the cache as
-it was. Each message states what came, what was expected and the mend. Shapes are (B, H, S, D).
+A check runs before the first change, so a refused update leaves the cache unchanged. Messages state the problem and the
+fix. Shapes are (B, H, S, D).
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_kv.cache.buffers import Buffers, SlotBuffer, signature_of
+from mlx_kv.cache.codecs import Codecs, are_plain
 
 MOST_TOKENS = 2**31 - 1  # MLX counts the elements of an axis in 32 bits
-MOST_SHOWN = 60  # characters of a value in a message
+MAX_SHOWN = 60  # characters of a value in a message
 
 
 class SettingError(ValueError):
-    """A setting that cannot be used, or not here.
+    """A setting that cannot be used, or not in this combination.
 
     Attributes:
-        settings: those names in the message that are settings and could be taken for ordinary words.
+        settings: words of the message that are names of settings, so that the command line can show its options.
     """
 
     def __init__(self, message: str, settings: Iterable[str]) -> None:
@@ -35,7 +36,7 @@ class SettingError(ValueError):
 def shown(value: object) -> str:
     """A value in one short line, for a message."""
     text = " ".join(repr(value).split())
-    return text if len(text) <= MOST_SHOWN else f"{text[: MOST_SHOWN - 1]}…"
+    return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 1]}…"
 
 
 def check_type(name: str, value: object, kinds: Any, fix: str) -> None:
@@ -58,11 +59,11 @@ def token_ids(given: Any, vocabulary: int = MOST_TOKENS + 1, what: str = "the pr
     """Token ids from a sequence or a one-dimensional array.
 
     Args:
-        vocabulary: how many tokens the model has: MLX reads other ids from anywhere in memory.
-        what: they are, for messages.
+        vocabulary: number of tokens of the model; with other ids MLX would read out of bounds.
+        what: name of the ids in messages.
 
     Raises:
-        ValueError: something else than whole numbers, or an id that the model does not have.
+        ValueError: not whole numbers, or an id outside the vocabulary.
     """
     if getattr(given, "ndim", 1) != 1:
         raise ValueError(f"{what} has shape {tuple(given.shape)}: give one sequence of token ids")
@@ -83,19 +84,19 @@ def token_ids(given: Any, vocabulary: int = MOST_TOKENS + 1, what: str = "the pr
 
 
 def _index(token: Any) -> int:
-    if isinstance(token, bool):  # of a mask
+    if isinstance(token, bool):  # a mask by mistake
         raise TypeError
     return operator.index(token)
 
 
 def cache_list(name: str, given: Any) -> list[Any]:
-    """The caches of a model's layers: ours, mlx-lm's, or others that answer as `protocol.Cache` says.
+    """The caches of a model's layers: ours, mlx-lm's, or others with the interface of `protocol.Cache`.
 
     Raises:
-        TypeError: something else.
+        TypeError: not a list of caches.
     """
     try:
-        listed = given if isinstance(given, list) else list(given)  # ranks know a list by itself
+        listed = given if isinstance(given, list) else list(given)  # ranks identify a list by the object
     except TypeError:
         listed = [None]
     if not all(hasattr(cache, "update_and_fetch") or hasattr(type(cache), "state") for cache in listed):
@@ -104,10 +105,10 @@ def cache_list(name: str, given: Any) -> list[Any]:
 
 
 def whole_number(name: str, value: object, least: int = 0) -> int:
-    """The value as an int, if it is a whole number of tokens from `least` up that an array can have.
+    """The value as an int.
 
     Raises:
-        ValueError: it is not.
+        ValueError: it is not a whole number of tokens from `least` to 2^31 - 1.
     """
     try:
         number = operator.index(value)  # type: ignore[arg-type]
@@ -119,10 +120,10 @@ def whole_number(name: str, value: object, least: int = 0) -> int:
 
 
 def whole_numbers(given: object, rows: int) -> tuple[int, ...]:
-    """Whole numbers from a sequence or an array; one number stands for one of each row.
+    """Whole numbers from a sequence or an array; a single number is repeated for each row.
 
     Raises:
-        ValueError: something else.
+        ValueError: not whole numbers.
     """
     listed: Any = given.tolist() if isinstance(given, mx.array) else given
     try:
@@ -133,8 +134,22 @@ def whole_numbers(given: object, rows: int) -> tuple[int, ...]:
         raise ValueError(f"got {shown(given)}: give whole numbers") from None
 
 
+def check_storage(codecs: Codecs, growth: object, reserve: object, start: object, residual_length: object) -> None:
+    """Raises ValueError where the storage settings of a cache or a policy are wrong, or do not go together.
+
+    Args:
+        start: `quantized_start`.
+    """
+    if isinstance(growth, type) or not callable(getattr(growth, "capacity", None)):
+        raise ValueError(f"growth is {shown(growth)}: give a rule such as Tapered() or FixedStep(256)")
+    whole_number("reserve", reserve)
+    for name, value in (("quantized_start", start), ("residual_length", residual_length)):
+        if whole_number(name, value) and are_plain(codecs):
+            raise ValueError(f"{name} is {value}, but bits is None: say how many")
+
+
 def continues(keys: mx.array, values: mx.array, buffers: Buffers) -> bool:
-    """Whether this update is like the ones before it; if not, the checks below say what is wrong, if anything."""
+    """Whether this update has the signature of the buffers; if not, the checks below raise what is wrong, if any."""
     if not (isinstance(keys, mx.array) and isinstance(values, mx.array)) or keys.ndim != 4 or values.ndim != 4:
         return False
     if not keys.shape[2] == values.shape[2] > 0:
@@ -143,7 +158,7 @@ def continues(keys: mx.array, values: mx.array, buffers: Buffers) -> bool:
 
 
 def check_tokens(keys: mx.array, values: mx.array) -> None:
-    """Keys and values must be floating point, 4-D, not empty, and of the same tokens of the same heads."""
+    """Raises ValueError unless keys and values are floating point, 4-D, not empty, and agree in B, H and S."""
     for name, tensor in (("keys", keys), ("values", values)):
         if not isinstance(tensor, mx.array):
             raise ValueError(f"{name} are a {type(tensor).__name__}, expected an mx.array")
@@ -163,7 +178,7 @@ def check_tokens(keys: mx.array, values: mx.array) -> None:
 
 
 def check_unchanged(name: str, tensor: mx.array, buffer: SlotBuffer) -> None:
-    """Only the number of tokens may change from one update to the next."""
+    """Raises ValueError if anything but the number of tokens differs from the buffer."""
     for what, new, old in zip(
         ("rows", "KV heads", "head dim", "dtype"), signature_of(tensor), buffer.signature, strict=True
     ):

@@ -1,8 +1,7 @@
-"""Names for usual combinations: each makes a `KVCache` of certain parts, and nothing else.
+"""Named combinations, such as `RingKVCache`: each is called like a class and returns a `KVCache` of certain parts.
 
-Decides only defaults, signatures, and of which caches a name is true. A combination has no behaviour of its own: these
-are classes, as they are in mlx-lm, but what they make is a `KVCache`, whoever made it, and `isinstance` asks what it is
-made of. So a cache that a model or a file brought answers to its name, too.
+They add defaults and signatures but no behaviour. `isinstance` tests the parts of a cache, so that caches from a model
+or a file match their name, too.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from typing import Any, Self, cast
 
 from mlx_kv.cache.checks import whole_number, whole_numbers
 from mlx_kv.cache.codecs import Bits, Choice, are_plain
-from mlx_kv.cache.eviction.allocation import Granularity
+from mlx_kv.cache.eviction.allocation import Scope
 from mlx_kv.cache.eviction.evictor import Evictor
 from mlx_kv.cache.eviction.scores import Function
 from mlx_kv.cache.growth import DEFAULT, Growth
@@ -21,11 +20,11 @@ from mlx_kv.cache.layout import Budget, Chunks, Ring, default_keep_recent
 
 
 class Named(type):
-    """The class of names."""
+    """Metaclass: `isinstance` tests what a cache is made of."""
 
     @property
     def is_name(cls) -> bool:
-        """Whether it is one of the names here, not somebody's own class that goes on from one."""
+        """Whether it is one of the names in this module, not a user's subclass of one."""
         return cls.__module__ == __name__
 
     def __instancecheck__(cls, instance: object) -> bool:
@@ -35,10 +34,10 @@ class Named(type):
 
 
 class Combination(KVCache, metaclass=Named):
-    """A name for a `KVCache` of certain parts. Abstract: the names say of which, and what they are called with."""
+    """Base class of the names."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """A `KVCache`, and an instance only of a class of somebody's own."""
+        """A `KVCache`; an instance of `cls` only for subclasses of users."""
         if not cls.is_name:
             return super().__new__(cls)
         made: Any = KVCache.__new__(KVCache)
@@ -47,7 +46,7 @@ class Combination(KVCache, metaclass=Named):
 
     @classmethod
     def from_state(cls, value: tuple[Any, ...], **settings: Any) -> Self:
-        """A `KVCache` that continues from another's `state`: its parts are those that the state tells."""
+        """A `KVCache` that continues from another's `state`, with the parts recorded there."""
         if not cls.is_name:
             return super().from_state(value, **settings)
         made: Any = KVCache.from_state(value, **settings)
@@ -55,7 +54,7 @@ class Combination(KVCache, metaclass=Named):
 
     @staticmethod
     def _describes(cache: KVCache) -> bool:
-        """Whether a cache is of these parts."""
+        """Whether a cache matches this name."""
         raise NotImplementedError
 
 
@@ -67,24 +66,24 @@ class QuantizedKVCache(Combination):
 
     @staticmethod
     def _describes(cache: KVCache) -> bool:
-        """Whether it stores something else than tensors as they are."""
+        """Whether it has a codec."""
         return not are_plain(cache.view.codecs)
 
 
 class RingKVCache(Combination):
     """A `KVCache` that keeps the last `window` tokens and can undo its last write, if not longer than max_write.
 
-    It has window + max_write - 1 slots while it is written to in long pieces, and as many as the window while tokens
-    come one by one (max_rollback more, to the next power of two), rounded up to multiples of 256.
+    It has window + max_write - 1 slots while a prompt is read, and as many as the window in decoding (plus
+    max_rollback, to the next power of two), rounded up to multiples of 256.
 
     Args:
         window: tokens that a query sees, itself and the sinks included.
         max_write: the longest write to plan for. A longer one loses nothing, but attention then reads a copy.
-        sinks: so many of the first tokens are never dropped; they count towards the window.
-        max_rollback: tokens that it must be able to take back at any time, also those of several writes.
+        sinks: first tokens that are never dropped; they count towards the window.
+        max_rollback: tokens that can be trimmed at any time, also over several writes.
 
     Raises:
-        ValueError: a window or max_write below 1, sinks that fill the window, and what `KVCache` refuses.
+        ValueError: a window or max_write below 1, sinks that fill the window, and the errors of `KVCache`.
     """
 
     def __init__(
@@ -131,25 +130,25 @@ class RotatingKVCache(RingKVCache):
 
 
 class RingBufferKVCache(RingKVCache):
-    """A ring for those who know it under this name; max_write is the window unless told otherwise."""
+    """Another name of `RingKVCache`; max_write is the window by default."""
 
     def __init__(self, window: int, max_write: int | None = None) -> None:
         RingKVCache.__init__(self, window, window if max_write is None else max_write)
 
 
 class ChunkedKVCache(Combination):
-    """A `KVCache` for chunked attention, as llama4's: a token sees those of its own chunk of the text.
+    """A `KVCache` for chunked attention, as llama4's: a token sees the tokens of its own chunk.
 
-    Has `start_position` and `maybe_trim_front` like mlx-lm's cache of this name, and hands out what begins there in the
-    order of positions. Beyond that: a mask, exact trims, bits, batches, and no copy for each trim of the front.
+    Has `start_position` and `maybe_trim_front` like mlx-lm's cache of this name and returns tokens in the order of
+    positions. Adds a mask, exact trims, bits, batches, and trims of the front without a copy.
 
     Args:
         chunk_size: positions of a chunk.
         max_write: the longest write to plan for. A longer one loses nothing.
-        max_rollback: tokens that it must be able to take back at any time, also those of several writes.
+        max_rollback: tokens that can be trimmed at any time, also over several writes.
 
     Raises:
-        ValueError: a chunk_size or max_write below 1, and what `KVCache` refuses.
+        ValueError: a chunk_size or max_write below 1, and the errors of `KVCache`.
     """
 
     def __init__(
@@ -184,31 +183,31 @@ class ChunkedKVCache(Combination):
 
     @staticmethod
     def _describes(cache: KVCache) -> bool:
-        """Whether it goes by chunks."""
+        """Whether it has chunks."""
         return cache.layout.chunk_size is not None
 
 
 class CompressedKVCache(Combination):
-    """A `KVCache` that keeps at most `budget` tokens of each sequence, or up to `margin` more: those that matter most.
+    """A `KVCache` that keeps at most `budget` tokens of each sequence (plus up to `margin`), chosen by a score.
 
-    For a model, use `CachePolicy(budget=...)`: its layers then agree on which tokens go. One made here stands alone.
+    For a model, use `CachePolicy(budget=...)`, whose layers decide together. A cache made here decides alone.
 
     Args:
-        budget: tokens that are left after a compaction.
-        keep_recent: so many of the newest tokens are never evicted; a trim can go back as far. None is 64, but at most
-            a quarter of the budget, or the residual if that is longer.
-        sinks: so many of the first tokens are never evicted.
-        score: what matters, by name (`mlx_kv.score_names()`), or any callable `(tokens: ScoredTokens) -> (B, H, n)` in
-            float32, higher is kept.
-        share: which tokens are kept together. "layers", the same in all layers of a sequence; "layer", each layer its
-            own; "head", each head its own; "adaptive", each head those that matter most among the tokens of all heads
-            of its layer, so that one may keep more than another. One layer alone makes no difference of the first two.
-        margin: how far the budget may be overshot before a compaction; None is max(64, budget // 16).
+        budget: tokens left after a compaction.
+        keep_recent: newest tokens that are never evicted; a trim can go back as far. None is 64, but at most a quarter
+            of the budget, or the residual if that is longer.
+        sinks: first tokens that are never evicted.
+        score: name of a score (`mlx_kv.score_names()`), or any callable `(tokens: ScoredTokens) -> (B, H, n)` in
+            float32; tokens with higher scores are kept.
+        share: which tokens are kept together. "layers": the same in all layers of a sequence; "layer": each layer its
+            own; "head": each head its own; "adaptive": the best tokens of all heads of a layer, so that heads may keep
+            different numbers. For a single layer the first two are equal.
+        margin: tokens above the budget before a compaction; None is max(64, budget // 16).
         max_write: the longest write to plan for: memory peaks at budget + margin + max_write tokens.
 
     Raises:
-        ValueError: a budget that sinks and recent tokens would fill, a number below its least, an unknown score or
-            share, and what `KVCache` refuses.
+        ValueError: a budget that sinks and recent tokens would fill, a number below its minimum, an unknown score or
+            share, and the errors of `KVCache`.
     """
 
     def __init__(
@@ -217,7 +216,7 @@ class CompressedKVCache(Combination):
         keep_recent: int | None = None,
         sinks: int = 4,
         score: str | Function = "key_diff",
-        share: Granularity = "layers",
+        share: Scope = "layers",
         margin: int | None = None,
         bits: Bits | None = None,
         group_size: int = 64,
@@ -252,7 +251,7 @@ class CompressedKVCache(Combination):
 
 
 class BatchKVCache(Combination):
-    """A batch of len(left_padding) rows, with the name and the signature of mlx-lm's; padding is not stored.
+    """A batch of len(left_padding) rows, with the name and signature of mlx-lm's; padding is not stored.
 
     Raises:
         ValueError: no row.
@@ -281,7 +280,7 @@ class BatchRotatingKVCache(RingKVCache):
 
 
 def _begin(cache: KVCache, left_padding: Sequence[int]) -> None:
-    """Gives an empty cache a row for each number, which begins with so much padding."""
+    """Gives an empty cache one row per number, which begins with that much padding."""
     counts = whole_numbers(left_padding, 1)
     if not counts:
         raise ValueError("left_padding is empty: give one number for each row of the batch, 0 for none")

@@ -1,7 +1,6 @@
-"""How many slots to own.
+"""Growth rules: the next capacity of a cache from the slots that it needs and those that it has. Integers only.
 
-Decides the capacity of a cache from the slots that are needed and those it has. Integers only: knows nothing about
-arrays, layouts or models. Capacities are multiples of 256, so that devices which compile attention per shape see few.
+Capacities are multiples of 256, so that devices which compile attention per shape see few shapes.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 SLOT_MULTIPLE = 256
-DOUBLED_TO = 1024  # below, a few growths less are worth slack that nobody notices
+DOUBLED_TO = 1024  # below, fewer growths are worth the slack
 
 
 def round_up(slots: int, multiple: int = SLOT_MULTIPLE) -> int:

@@ -1,7 +1,6 @@
-"""Who may attend to whom: the only mask formula.
+"""Attention masks from the plan of a write: whether one is needed at all, and its only formula.
 
-Decides, from a plan made of integers, whether attention needs a mask at all. Knows nothing about caches or models.
-Masks are boolean, True where a query may look: (S, K), or (B, 1, S, K) where rows differ.
+Masks are boolean, True where a query may attend: (S, K), or (B, 1, S, K) where rows differ.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ def visible(
 def key_positions(plan: Plan) -> mx.array:
     """The position of each key that attention reads: (K,), or (B, 1, 1, K) where rows differ.
 
-    In a slot of the ring lies the largest position p <= newest with p = slot, modulo the turn; below 0 is nothing yet.
+    A slot of a ring holds the largest position p <= newest with p = slot modulo the turn; below 0 it is still empty.
     """
     rows = plan.distinct
     if plan.transient:
@@ -59,7 +58,7 @@ def key_positions(plan: Plan) -> mx.array:
             sinks, turn = plan.layout.sinks, plan.layout.most_slots - plan.layout.sinks
             newest = mx.array([[row.offset + new - 1] for row, new in zip(rows, plan.counts, strict=False)])
             around = newest - (newest - slots) % turn
-            # In a shorter row beside one that wraps, a slot of the ring may have held nothing: sinks have their own.
+            # In a shorter row beside one that wraps, a slot of the ring may be empty; sinks have slots of their own.
             positions = mx.where(slots < sinks, slots, mx.where(around < sinks, -1, around))
     return positions[0] if plan.uniform else positions[:, None, None]
 
@@ -75,13 +74,13 @@ def make_mask(
     Args:
         window: each query sees at most this many tokens, itself included, whatever the layout keeps.
         return_array: the model reads the mask as an array; one token that sees all still gets None, as from mlx-lm.
-        positions: of each key that attention reads, (K,) or (B, 1, 1, K), where its slot does not tell: without a
-            window, a slot does even after evictions, since all that is left came before every query.
+        positions: of each key that attention reads, (K,) or (B, 1, 1, K), where they do not follow from the slots.
+            Without a window they are not needed even after evictions: all that is left precedes every query.
     """
     layout, kept = plan.layout, plan.layout.window
     narrower = window if window is not None and (kept is None or window < kept) else None
     sees_all = not (plan.padded or plan.transient) and (positions is None or narrower is None)
-    if sees_all:  # so far: every key that is read is seen by the last query. Where there are more, they are in order
+    if sees_all:  # so far: the last query sees every key that is read. With several queries, keys are in order
         read, count = count_slots(plan.ranges), plan.new
         sees_all = (narrower is None or read <= narrower) and all(
             row.start <= 0 and read <= min(row.end + count, count_seen(layout, row.offset + count - 1))
@@ -96,10 +95,10 @@ def make_mask(
     queries = new + offsets[0] if plan.uniform else new + mx.array(offsets)[:, None, None, None]
     keys = key_positions(plan) if positions is None else positions
     seen = visible(keys, queries, kept, layout.sinks, layout.chunk_size)
-    # A window that the model asks for and that is narrower than what is kept knows no sinks.
+    # A window of the model that is narrower than what is kept has no sinks.
     seen = seen if narrower is None else seen & visible(keys, queries, narrower)
     if not plan.padded:
         return seen
-    # Padding sees everything: a softmax over nothing would be no number, and spread from layer to layer.
+    # Padding sees everything: a softmax over nothing would be NaN and spread from layer to layer.
     counts = mx.array(plan.counts)[:, None, None, None]
     return seen | (new >= counts) | (queries < 0)

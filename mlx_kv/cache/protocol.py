@@ -1,8 +1,7 @@
-"""What a model, and the loops around it, ask of a cache: the names that mlx-lm's models call.
+"""The interface of a cache for models and generation loops: the names that mlx-lm's models call.
 
-Third parties implement `Cache` to bring a cache of their own; no base class is needed, and no more than this is asked:
-mlx-lm's loop, `trim_prompt_cache`, `can_trim_prompt_cache` of a number and `cache_statistics` work with it. Batches,
-files and budgets are for our own.
+Third parties implement `Cache`, without a base class: mlx-lm's loop, `trim_prompt_cache`, `can_trim_prompt_cache` with
+a number and `cache_statistics` work with it. Batches, files and budgets need a `KVCache`.
 B rows, H KV heads, S new tokens, D head dims.
 """
 
@@ -20,7 +19,7 @@ Fetched = tuple[mx.array, mx.array] | tuple[Planes, Planes]
 
 
 class Call(Protocol):
-    """One call of attention over a cache, as `mlxlm.attention.AttentionCall`."""
+    """One call of attention over a cache, implemented by `mlxlm.attention.AttentionCall`."""
 
     @property
     def queries(self) -> mx.array:
@@ -57,19 +56,19 @@ class Call(Protocol):
         ...
 
     def before(self, hook: Hook) -> Call:
-        """The same call, answered by a hook when it is handed on."""
+        """The same call, which a hook computes when it is forwarded."""
         ...
 
-    def hand_on(self, **changes: Any) -> mx.array:
-        """(B, Hq, S, Dv), what the layer would have got; with other arguments, if any are given."""
+    def forward(self, **changes: Any) -> mx.array:
+        """The result of the model's own attention, (B, Hq, S, Dv), optionally with other arguments."""
         ...
 
 
 class Hook(Protocol):
-    """Who sees the attention over a cache, or answers it."""
+    """Observes the attention over a cache, or computes it."""
 
     def attend(self, call: Call) -> mx.array:
-        """(B, Hq, S, Dv): what `call.hand_on()` gives, after a look at the call or with other arguments; or its own."""
+        """(B, Hq, S, Dv): the result of `call.forward()`, perhaps with other arguments, or the hook's own."""
         ...
 
 
@@ -91,14 +90,14 @@ class Cache(Protocol):
     def state(self, value: Any) -> None: ...
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Mask:
-        """The mask for the next N tokens, asked before `update_and_fetch`.
+        """The mask for the next N tokens; called before `update_and_fetch`.
 
         Args:
-            return_array: an array in the place of "causal".
+            return_array: return an array instead of "causal".
             window_size: a query sees at most so many tokens, itself included; None is no limit.
 
         Returns:
-            None (one token that sees all), "causal", or booleans (N, K) or (B, 1, N, K), True where a query may look.
+            None (one token that sees all), "causal", or booleans (N, K) or (B, 1, N, K), True where a query may attend.
         """
         ...
 
@@ -111,7 +110,7 @@ class Cache(Protocol):
         ...
 
     def can_trim(self, n: int | Sequence[int]) -> bool:
-        """Whether a trim by n, or of row i by n[i], would lose nothing but those last tokens."""
+        """Whether a trim by n, or of row i by n[i], would be exact."""
         ...
 
     def trim(self, n: int) -> int:
@@ -128,5 +127,5 @@ class Cache(Protocol):
         ...
 
     def reset(self) -> None:
-        """Forgets every token, for a new session; allocated memory stays for it."""
+        """Removes every token, for a new session; allocated memory stays."""
         ...

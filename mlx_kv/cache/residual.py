@@ -1,12 +1,11 @@
-"""The newest tokens of each row as they came, beside the codes of all: quantisation costs them nothing.
+"""The residual: the newest tokens of each row in full precision, beside the quantised codes of all tokens.
 
-What loses most by quantisation is what a token attends to most, its own neighbourhood; KIVI (Liu et al. 2024) and
-transformers' `residual_length` keep so many of the newest tokens in full precision. Here a token at position q sees
-keys and values at positions p > q - length as they came, and older ones as they are stored: whatever is written at
-once, each of its tokens has its own boundary, so neither chunks nor drafts change what is seen.
+Quantisation harms most the tokens that are attended to most, the newest ones; KIVI (Liu et al. 2024) and transformers'
+`residual_length` keep these in full precision. Here a query at position q sees keys and values at positions
+p > q - length in full precision and older ones as they are stored. Each token of a write has its own boundary, so
+neither chunks nor drafts change the result.
 
-A ring of `length + ROOM` slots holds them, slot = position mod slots. Decides which positions are in it, and how far
-back a row can be trimmed so that all that must be there is. Knows nothing about codecs, nor what attention is.
+A ring of `length + ROOM` slots holds them, slot = position mod slots.
 B rows, H KV heads, S new tokens, D and Dv head dims.
 """
 
@@ -25,20 +24,20 @@ from mlx_kv.cache.checks import SettingError
 from mlx_kv.cache.codecs import PLAIN
 from mlx_kv.cache.layout import NO_LIMIT, Plan, Ring, Row, plan_of
 
-ROOM = 64  # tokens that can be taken back at any time, and that a write may have without a copy
+ROOM = 64  # tokens that can be trimmed at any time, and that a write may have without a copy
 NOWHERE = -1  # the position of padding
 
 
 class Places:
-    """Where the tokens of a residual are that attention reads after a write; worked out when it is asked for.
+    """Where the tokens of a residual are that attention reads after a write; computed lazily.
 
-    Layers with the same plan share one, and with it the mask.
+    Layers with the same plan share one, and its mask.
 
     Args:
         plan: of the write.
-        length: tokens that a query sees as they came.
+        length: tokens that a query sees in full precision.
         slots: of the ring.
-        long: whether attention reads the ring as it was before the write, and then what is written.
+        long: whether attention reads the ring from before the write, followed by the new tokens.
     """
 
     def __init__(self, plan: Plan, length: int, slots: int, long: bool) -> None:
@@ -47,7 +46,7 @@ class Places:
 
     @cached_property
     def positions(self) -> np.ndarray:
-        """Of the m tokens of each row, (B or 1, m) of int; below 0 is none."""
+        """Positions of the m tokens of each row, (B or 1, m) of int; below 0 is an empty slot."""
         plan, slots = self.plan, self._slots
         rows = plan.distinct
         if not self._long:
@@ -61,7 +60,7 @@ class Places:
 
     @cached_property
     def columns(self) -> np.ndarray:
-        """Where among the slots that attention reads each of them is, (B or 1, m); 0 for those that are nowhere."""
+        """Index of each token among the slots that attention reads, (B or 1, m); 0 for empty slots."""
         plan = self.plan
         if plan.transient:
             held = [
@@ -84,7 +83,7 @@ class Places:
         return columns
 
     def mask(self, asked: object, made: Callable[[], mx.array]) -> mx.array:
-        """What `made` gives, once for all layers that ask with the same mask of the model in the same thread."""
+        """The result of `made`, computed once for all layers that pass the same mask in the same thread."""
         thread = get_ident()  # a graph is evaluated by the thread that made it
         if self._mask is None or self._mask[0] is not asked or self._mask[1] != thread:
             self._mask = asked, thread, made()
@@ -92,17 +91,17 @@ class Places:
 
 
 class Residual:
-    """Tokens of the rows of one layer.
+    """The newest tokens of the rows of one layer.
 
     Args:
-        length: tokens that a query sees as they came, itself included.
-        room: tokens that can be taken back at any time.
+        length: tokens that a query sees in full precision, itself included.
+        room: tokens that can be trimmed at any time.
         buffers: of keys and of values, `slots` + 1 slots each; None before the first write.
-        first: of each row the lowest position that is there.
+        first: the lowest position held of each row.
 
     Attributes:
         places: where the tokens are that attention reads after the last write; None before one.
-        last: the plan of the last write to the ring, where the next may be a step like it; else None.
+        last: the plan of the last write to the ring, where the next may take the fast path; else None.
     """
 
     def __init__(
@@ -115,7 +114,7 @@ class Residual:
 
     @property
     def slots(self) -> int:
-        """Of the ring; padding is written to one more."""
+        """Slots of the ring; padding is written to one more."""
         return self.length + self.room
 
     @property
@@ -130,9 +129,9 @@ class Residual:
         return [self.length, self.room, list(self.first), planes]
 
     @classmethod
-    def from_state(cls, told: Sequence[Any]) -> Residual:
-        """One that goes on from another's `state`."""
-        length, room, first, planes = told
+    def from_state(cls, state: Sequence[Any]) -> Residual:
+        """A residual that continues from another's `state`."""
+        length, room, first, planes = state
         buffers = [SlotBuffer(codec, (x,), x.shape[3], x.dtype) for codec, x in zip(PLAIN, planes, strict=False)]
         return cls(length, room, (buffers[0], buffers[1]) if buffers else None, tuple(first))
 
@@ -158,11 +157,11 @@ class Residual:
             )
 
     def empty(self) -> Residual:
-        """The same with no token."""
+        """An empty residual of the same settings."""
         return Residual(self.length, self.room)
 
     def copied(self) -> Residual:
-        """Another over the same memory, until one of them writes."""
+        """A copy that shares the memory until one of the two writes."""
         return self._with(None if self.buffers is None else _both(self.buffers, SlotBuffer.copied), self.first)
 
     def selected(self, chosen: Sequence[int]) -> Residual:
@@ -174,10 +173,10 @@ class Residual:
 
     @classmethod
     def joined(cls, parts: Sequence[tuple[Residual, int]]) -> Residual:
-        """The rows of several, one after the other.
+        """The rows of several residuals, one after the other.
 
         Args:
-            parts: of each its tokens and its number of rows; all of one length and room.
+            parts: residuals and their numbers of rows; all of one length and room.
         """
         like = parts[0][0]
         first = tuple(
@@ -198,23 +197,23 @@ class Residual:
         return Residual(self.length, self.room, buffers, first)
 
     def most_trim(self, index: int, offset: int, ordered_from: int) -> int:
-        """Tokens that row `index` can give back so that the next query still sees `length` - 1 before it as they came.
+        """Tokens that row `index` can drop so that the next query still sees `length` - 1 tokens in full precision.
 
         Args:
-            offset: where the row ends.
+            offset: end of the row.
             ordered_from: the lowest position whose slot follows from it (`Layout.ordered_from`). Masks hide the slots
-                of the newest tokens by position, which is wrong below it.
+                of the newest tokens by position, which is only correct from there on.
         """
         first = max(ordered_from, self.first[index] if index < len(self.first) else self.first[0])
         return offset if first <= 0 else max(0, offset - (first + self.length - 1))
 
     def check_trim(self, counts: Sequence[int], most: Sequence[int]) -> None:
-        """Raises ValueError for a row that is to give back more than it can."""
+        """Raises ValueError where a row would drop more than it can."""
         for index, (count, can) in enumerate(zip(counts, most, strict=True)):
             if count > can:
                 raise ValueError(
                     f"cannot trim {count} tokens: the {self.length - 1} before them in row {index} are no longer all "
-                    f"held as they came; trim by 0 to {can}, or use a smaller residual_length"
+                    f"held in full precision; trim by 0 to {can}, or use a smaller residual_length"
                 )
 
     def write(self, tensors: tuple[mx.array, mx.array], plan: Plan) -> None:
@@ -230,8 +229,8 @@ class Residual:
             self.first = self.first[:1] * len(plan.rows)
         rows = tuple([Row(0, row.offset, row.high) for row in plan.rows])
         own = plan_of(self._ring, rows, plan.new, plan.counts if plan.padded else None)
-        long = plan.new > self.room + 1  # then some of what its first queries see is written over
-        # A handle before it: nobody else has what is written in place.
+        long = plan.new > self.room + 1  # then it overwrites some of what its first queries see
+        # Handles only where needed: a buffer with another handle is copied by a write in place.
         before = [buffer.planes[0][:, :, : self.slots] for buffer in self.buffers] if long else []
         self._write(tensors, own)
         self.last = own if own.steady else None
@@ -241,7 +240,7 @@ class Residual:
             self._long = both[0], both[1]
 
     def step(self, tensors: tuple[mx.array, mx.array], plan: Plan) -> None:
-        """As `write`, where this write is like the last one."""
+        """`write` on the fast path: a write like the last one."""
         assert self.last is not None, "the last write was no step"
         self.last = self.last.next
         self._write(tensors, self.last)
@@ -288,15 +287,15 @@ def _both(buffers: Buffers, made: Callable[[SlotBuffer], SlotBuffer]) -> Buffers
 
 @lru_cache(maxsize=8)
 def _places(plan: Plan, length: int, slots: int, long: bool) -> Places:
-    """Of a ring after a write, or of a ring before a long one and of what is written."""
+    """Places in the ring after a write; for a long write, in the ring before it followed by the new tokens."""
     return Places(plan, length, slots, long)
 
 
 def _positions(slots: int, ends: Sequence[int]) -> np.ndarray:
-    """Of each slot of a ring, (B, slots), of rows that end there: below 0 is nothing yet.
+    """Position of each slot of a ring, (B, slots), for rows with these ends: below 0 is an empty slot.
 
-    Below the first that is there they are of tokens that are gone: as long as trims go no further back than
-    `most_trim`, no query sees as many as that.
+    Positions below `first` belong to overwritten tokens: while trims go no further back than `most_trim`, no query sees
+    those.
     """
     newest = np.array(ends)[:, None] - 1
     return newest - (newest - np.arange(slots)) % slots

@@ -1,7 +1,7 @@
-"""Rows that come, go and change places: which caches fit, their buffers as one, and padding that is announced.
+"""Operations on rows: join caches into a batch, select and copy rows, announce padding.
 
-A row's slots begin at 0 in every cache, whatever was evicted or overwritten, so rows are put side by side as they are:
-nothing is rolled, padded or realigned. Attention and masks are not affected; `KVCache` has the methods.
+A row's slots begin at 0 in every cache, whatever was evicted or overwritten, so rows are stacked as they are: nothing
+is rolled, padded or realigned.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from mlx_kv.cache.eviction.evictor import Evictor
 from mlx_kv.cache.growth import round_up
 from mlx_kv.cache.layout import Layout, enough_slots, moves_between, planned, reshaped, stay
 from mlx_kv.cache.residual import Residual
-from mlx_kv.cache.state import CacheView, Contents
+from mlx_kv.cache.state import CacheData, CacheView
 
 
 class Joinable(Protocol):
-    """A cache that says what it holds."""
+    """A cache that can be compared with another."""
 
     @property
     def view(self) -> CacheView: ...
@@ -29,13 +29,13 @@ class Joinable(Protocol):
 
 
 def check_joinable(index: int, first: Joinable, other: Joinable) -> None:
-    """Raises ValueError unless `other`, number `index` of those to be joined, keeps its tokens as `first` does."""
+    """Raises ValueError unless `other`, number `index` of those to join, stores its tokens as `first` does."""
     if type(other) is not type(first):
         raise ValueError(
             f"cache {index} is a {type(other).__name__}: only caches of this library can be merged with one"
         )
     kept, wanted = _how(other), _how(first)
-    if first.view.buffers is None or other.view.buffers is None:  # what has stored nothing yet takes any shape
+    if first.view.buffers is None or other.view.buffers is None:  # a cache without tokens takes any shape
         kept, wanted = kept[:-2], wanted[:-2]
     for (what, own), (_, theirs) in zip(wanted, kept, strict=True):
         if own != theirs:
@@ -45,7 +45,7 @@ def check_joinable(index: int, first: Joinable, other: Joinable) -> None:
 
 
 def _how(cache: Joinable) -> list[tuple[str, object]]:
-    """All that must be the same in every row of a batch, in words and as it is."""
+    """Names and values of all that must be equal in the rows of a batch."""
     view, evictor = cache.view, cache.evictor
     affine = affine_of(view.codecs)
     keys, values = (None, None) if view.buffers is None else (buffer.signature[1:] for buffer in view.buffers)
@@ -55,9 +55,9 @@ def _how(cache: Joinable) -> list[tuple[str, object]]:
         ("bits and group size", None if affine is None else (affine.bits, affine.group_size)),
         ("a residual of", view.residual_length),
         ("codecs", (other, None if other is None else tuple(map(type, view.codecs)))),
-        ("score and share", None if evictor is None else (evictor.score.name, evictor.granularity)),
-        ("budgets of layers", None if evictor is None else evictor.layers),
-        # Lambdas have one name, and so have functions that were registered under it one after the other.
+        ("score and share", None if evictor is None else (evictor.score.name, evictor.scope)),
+        ("budgets of layers", None if evictor is None else evictor.layer_allocation),
+        # Names are not enough: all lambdas have the same, and functions can be registered again under one name.
         (
             "the score function",
             None if evictor is None else (evictor.score.function, evictor.score.per_token, evictor.score.wants),
@@ -68,61 +68,61 @@ def _how(cache: Joinable) -> list[tuple[str, object]]:
 
 
 def check_rows(chosen: Sequence[int], rows: int) -> None:
-    """Raises ValueError unless these are rows that there are."""
+    """Raises ValueError unless these rows exist, each given once."""
     if not chosen or len(set(chosen)) < len(chosen) or not all(0 <= index < rows for index in chosen):
         raise ValueError(
             f"cannot take rows {list(chosen)}: this cache has rows 0 to {rows - 1}; give at least one, and none twice"
         )
 
 
-def join(held: Contents, others: Sequence[Contents]) -> None:
-    """Takes copies of the rows of others, after its own; `check_joinable` has found that they fit."""
-    everyone = [held, *others]
+def join(data: CacheData, others: Sequence[CacheData]) -> None:
+    """Appends copies of the rows of others, which `check_joinable` has checked."""
+    everyone = [data, *others]
     filled = [each for each in everyone if not each.empty()]
-    if filled:  # those that come take the shape of those that are there: these are often many
+    if filled:  # new rows take the layout of those that are there, which are usually more
         layout = filled[0].layout
-        held.layout, everyone = layout, [_in_shape(each, layout) for each in everyone]
+        data.layout, everyone = layout, [_in_shape(each, layout) for each in everyone]
         filled = [each for each in everyone if not each.empty()]
-    encoded = any(each.encoded for each in filled)  # if one cache is quantised by now, all are
-    # Where no row has a token, buffers that are left of trimmed ones have rows for this cache alone.
-    held.buffers = joined_buffers(everyone, _joint_capacity(filled), encoded) if filled else None
-    held.encoded = encoded
-    if held.residual is not None:
+    encoded = any(each.encoded for each in filled)  # if one cache is quantised, all become so
+    # Where no row has a token, buffers left over from trimmed rows have rows for this cache only.
+    data.buffers = joined_buffers(everyone, _joint_capacity(filled), encoded) if filled else None
+    data.encoded = encoded
+    if data.residual is not None:
         parts = [(each.residual, len(each.rows)) for each in everyone if each.residual is not None]
-        held.residual = Residual.joined(parts)
-    held.rows = tuple([row for each in everyone for row in each.rows])
-    held.reserved = max(each.reserved for each in everyone)
-    held.announced = tuple([announced for each in everyone for announced in each.announced])
-    held.transient, held.ranges, held.packed, held.lengths, held.trimmed_at = None, (), False, None, ()
-    if held.evictor is not None:
+        data.residual = Residual.joined(parts)
+    data.rows = tuple([row for each in everyone for row in each.rows])
+    data.reserved = max(each.reserved for each in everyone)
+    data.announced = tuple([announced for each in everyone for announced in each.announced])
+    data.transient, data.ranges, data.packed, data.lengths, data.trimmed_at = None, (), False, None, ()
+    if data.evictor is not None:
         for other in others:
             if other.evictor is not None:
-                held.evictor.extend(other.evictor)
+                data.evictor.extend(other.evictor)
 
 
-def _in_shape(held: Contents, layout: Layout) -> Contents:
-    """The same contents, or a copy of them in a layout of another room."""
-    if held.layout == layout:
-        return held
-    copied = held.without_evictor()
-    copied.layout, copied.rows = layout, reshaped(held.layout, layout, held.rows)
-    if stay(held.layout, layout, held.rows):
+def _in_shape(data: CacheData, layout: Layout) -> CacheData:
+    """The same data, or a copy of it in a layout of another room."""
+    if data.layout == layout:
+        return data
+    copied = data.without_evictor()
+    copied.layout, copied.rows = layout, reshaped(data.layout, layout, data.rows)
+    if stay(data.layout, layout, data.rows):
         return copied
-    moves = [moves_between(held.layout, layout, row) for row in held.rows]
+    moves = [moves_between(data.layout, layout, row) for row in data.rows]
     for buffer in copied.buffers or ():
         buffer.rearrange(moves, round_up(copied.view.used))
     return copied
 
 
-def _joint_capacity(filled: Sequence[Contents]) -> int:
-    """Slots for the rows of all: no more than they ever need, or hold now."""
+def _joint_capacity(filled: Sequence[CacheData]) -> int:
+    """Slots for all rows: at most what they hold now, or can ever need."""
     used = max(each.view.used for each in filled)
     enough = max(enough_slots(filled[0].layout, each.rows) for each in filled)
     return min(max(each.capacity for each in filled), round_up(max(used, enough)))
 
 
-def joined_buffers(everyone: Sequence[Contents], capacity: int, encoded: bool) -> Buffers:
-    """Keys and values of all rows, stored by the codecs, or still plain."""
+def joined_buffers(everyone: Sequence[CacheData], capacity: int, encoded: bool) -> Buffers:
+    """Buffers of all rows, encoded or still plain."""
     stored = [None if each.empty() else each.buffers for each in everyone]
 
     def joined(which: int) -> SlotBuffer:
@@ -141,52 +141,52 @@ def joined_buffers(everyone: Sequence[Contents], capacity: int, encoded: bool) -
     return joined(0), joined(1)
 
 
-def extracted(held: Contents, index: int) -> Contents:
-    """A copy of one row, of no more slots than it needs; what was reserved is left behind."""
-    single = copied_rows(held, [index], shrink=True)
+def extracted(data: CacheData, index: int) -> CacheData:
+    """A copy of one row without reserved slots."""
+    single = copied_rows(data, [index], shrink=True)
     single.announced = (0,)
     return single
 
 
-def copied_rows(held: Contents, chosen: Sequence[int], shrink: bool = False) -> Contents:
-    """A copy of some rows, in this order. No other sequence is copied with them.
+def copied_rows(data: CacheData, chosen: Sequence[int], shrink: bool = False) -> CacheData:
+    """A copy of some rows, in this order, and of no other sequence.
 
     Args:
-        shrink: leave no slack.
+        shrink: without slack.
     """
-    copied = held.without_evictor()
+    copied = data.without_evictor()
     select(copied, chosen, shrink)
-    if held.evictor is not None:
-        copied.evictor = held.evictor.selected(chosen)
+    if data.evictor is not None:
+        copied.evictor = data.evictor.selected(chosen)
         copied.evictor.belong_to(copied)
     return copied
 
 
-def select(held: Contents, chosen: Sequence[int], shrink: bool = False) -> None:
+def select(data: CacheData, chosen: Sequence[int], shrink: bool = False) -> None:
     """Keeps only these rows, in this order.
 
     Args:
-        shrink: leave no slack.
+        shrink: without slack.
     """
-    held.rows = tuple([held.rows[index] for index in chosen])
-    held.announced = tuple([held.announced[index] for index in chosen])
-    if held.buffers is not None:
-        used = held.view.used
-        capacity = min(held.capacity, round_up(max(held.reserved, *held.announced, 2 * used, 1)))
+    data.rows = tuple([data.rows[index] for index in chosen])
+    data.announced = tuple([data.announced[index] for index in chosen])
+    if data.buffers is not None:
+        used = data.view.used
+        capacity = min(data.capacity, round_up(max(data.reserved, *data.announced, 2 * used, 1)))
         capacity = round_up(used + 1) if shrink else capacity
-        keys, values = (buffer.selected(chosen, capacity) for buffer in held.buffers)
-        held.buffers = keys, values
-    if held.residual is not None:
-        held.residual = held.residual.selected(chosen)
-    held.transient, held.ranges, held.packed, held.trimmed_at = None, (), False, ()
-    if held.lengths is not None:
-        held.lengths = tuple([held.lengths[index] for index in chosen])
-    if held.evictor is not None:
-        held.evictor.keep(chosen, held.rows)
+        keys, values = (buffer.selected(chosen, capacity) for buffer in data.buffers)
+        data.buffers = keys, values
+    if data.residual is not None:
+        data.residual = data.residual.selected(chosen)
+    data.transient, data.ranges, data.packed, data.trimmed_at = None, (), False, ()
+    if data.lengths is not None:
+        data.lengths = tuple([data.lengths[index] for index in chosen])
+    if data.evictor is not None:
+        data.evictor.keep(chosen, data.rows)
 
 
 def check_padding(rows: int, empty: bool, lengths: Sequence[int] | None, left_padding: Sequence[int] | None) -> None:
-    """Raises ValueError unless padding of so many rows can be announced like that."""
+    """Raises ValueError unless this padding can be announced for so many rows."""
     for name, counts in (("lengths", lengths), ("left_padding", left_padding)):
         if counts is not None and (len(counts) != rows or min(counts) < 0):
             raise ValueError(f"{name} is {list(counts)}: give {rows} numbers from 0 up, one for each row")
@@ -194,10 +194,10 @@ def check_padding(rows: int, empty: bool, lengths: Sequence[int] | None, left_pa
         raise ValueError("left padding can only come first, but this cache holds tokens: give lengths instead")
 
 
-def announce_padding(held: Contents, lengths: Sequence[int] | None, left_padding: Sequence[int] | None) -> None:
+def announce_padding(data: CacheData, lengths: Sequence[int] | None, left_padding: Sequence[int] | None) -> None:
     """As `KVCache.prepare`."""
-    check_padding(len(held.rows), held.empty(), lengths, left_padding)
+    check_padding(len(data.rows), data.empty(), lengths, left_padding)
     if left_padding is not None:
-        held.rows = tuple([row._replace(offset=row.offset - n) for row, n in zip(held.rows, left_padding, strict=True)])
+        data.rows = tuple([row._replace(offset=row.offset - n) for row, n in zip(data.rows, left_padding, strict=True)])
     if lengths is not None:
-        held.lengths, held.last = tuple(lengths), None
+        data.lengths, data.last = tuple(lengths), None

@@ -1,8 +1,8 @@
-"""What one cache consists of, at any time: its contents, a read-only view of them, and its state as a pytree.
+"""The data of one cache: all its fields, a read-only view of them, and its state as a pytree.
 
-The contents are all parts, settings and counters by name; `update` and `rows` change them. The state is what another
-cache needs to continue from here. Announced room, announced padding and the growth rule are not in it: they are given
-anew to a cache that is made from a state. States as tuples of eleven, as version 0.1.0 made them, are read, too.
+`CacheData` has the settings, buffers and counters; `update` and `rows` change them. `CacheState` is what another cache
+needs to continue from here, without announced room, announced padding and the growth rule, which a cache made from a
+state gets anew. Tuples of eleven, the states of version 0.1.0, are read, too.
 
 B rows.
 """
@@ -43,20 +43,20 @@ Tensors = list[tuple[int, str]]  # head dim and name of the dtype, of keys and o
 
 
 class CacheView(NamedTuple):
-    """What a cache holds and how, at one moment: read by statistics, files, evictors and the server's memory page.
+    """A snapshot of a cache's fields, read by statistics, files, evictors and the server's memory page.
 
     Attributes:
         layout: which slot holds which position.
-        rows: where each row stands.
+        rows: the position of each row in its slots.
         codecs: how keys and how values are stored from `quantized_start` on.
         buffers: of keys and of values; None before the first update. Before `quantized_start` they are plain.
-        quantized_start: the codecs are used from the first write on that begins at this offset or later.
-        packed_decode: whether attention may be handed packed planes.
-        reserved: tokens that room is made for at the first update, in any row.
-        announced: tokens that each row will hold, as far as was said.
-        lengths: tokens of each row that are announced, padding follows them; None where none is.
-        growth: how capacity grows.
-        residual_length: tokens that a query sees as they came, however they are stored.
+        quantized_start: offset from which on the codecs are used.
+        packed_decode: whether attention may get packed planes.
+        reserved: tokens allocated at the first update, in any row.
+        announced: tokens that each row will hold, from `reserve`.
+        lengths: announced tokens of each row, followed by padding; None without padding.
+        growth: rule for the next capacity.
+        residual_length: newest tokens that a query sees in full precision.
     """
 
     layout: Layout
@@ -73,37 +73,37 @@ class CacheView(NamedTuple):
 
     @property
     def used(self) -> int:
-        """Slots, from the first on, among which those lie that hold a token of any row."""
+        """Number of first slots that contain all tokens of all rows."""
         return min(max(0, *(row.end for row in self.rows)), self.layout.most_slots)
 
 
-# --- contents ---------------------------------------------------------------------------------------------------------
+# --- data -------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
-class Contents:
-    """The parts of a cache, its settings, and where it stands.
+class CacheData:
+    """All fields of a cache.
 
     Attributes:
         codecs, layout, growth, reserved, quantized_start, packed_decode, announced, lengths: as in `CacheView`.
-        last, alike: the plan of the last update and its shapes and dtypes (`update.Alike`), where the next update may
-            take the fast path; else None. Code that changes the contents but not `rows` sets `last` to None.
-        following: the layout that the next short write finds, with less room; None where nothing changes.
-        steps, most_steps: updates in a row that took the fast path, and how many may before the room is checked again.
-        short_writes, longest, trimmed_at: what decides about room: the number of writes in a row that need far less
-            of it than there is, the longest of them, and the offset of each row after the last trim.
-        evictor: what compacts the rows of a budget; None without one.
-        packing: how mlx-lm can read what the codecs store; None where it cannot.
-        packings: how our own attention can, of keys and of values, where mlx-lm's cannot.
-        residual: the newest tokens as they came; None where none are kept so.
-        seam: what shows this cache its attention, if anything does: then it can be answered here.
-        rows: where each row stands.
+        last, alike: the plan of the last update and its signature (`update.StepSignature`) where the next update may
+            take the fast path; else None. Code that changes the data but not `rows` sets `last` to None.
+        following: the layout with less room that the next short write will use; None where nothing changes.
+        steps, most_steps: consecutive updates on the fast path, and how many are allowed before room is checked again.
+        short_writes, longest, trimmed_at: input of the decision about room: the number of consecutive writes that need
+            far less than there is, the longest of them, and the offset of each row after the last trim.
+        evictor: compacts the rows of a budget; None without one.
+        packing: how mlx-lm's attention reads the planes; None where it cannot.
+        packings: how our own attention reads them, of keys and of values, where mlx-lm's cannot.
+        residual: the newest tokens in full precision; None without a residual.
+        seam: the attention patch that calls this cache, if any: then attention can be computed here.
+        rows: the position of each row in its slots.
         buffers: of keys and of values.
         encoded: whether the buffers are stored by the codecs; before `quantized_start` they are plain.
-        ranges: the slots that the last fetch was made of.
-        transient: what attention read of a write longer than max_write, until the next step.
-        packed: whether the last fetch handed out packed planes.
-        counts: how many of the last update's tokens were tokens of each row, where some were padding; else None.
+        ranges: the slots that the last fetch returned.
+        transient: keys and values that attention read for a write longer than max_write, until the next step.
+        packed: whether the last fetch returned packed planes.
+        counts: tokens of each row in the last update, where some of it was padding; else None.
         growths: reallocations since the first allocation.
     """
 
@@ -139,7 +139,7 @@ class Contents:
 
     def __post_init__(self) -> None:
         self._find_packings()
-        if self.evictor is None and isinstance(self.layout, Budget):  # without one, nothing would ever be evicted
+        if self.evictor is None and isinstance(self.layout, Budget):  # without one, nothing would be evicted
             self.evictor = Evictor(self.layout)
         if self.evictor is not None:
             self.layout = self.evictor.layout
@@ -150,7 +150,7 @@ class Contents:
             self.residual.check_beside(self.layout.max_rollback, keep_recent, uneven)
 
     def use(self, codecs: Codecs) -> None:
-        """Stores tensors by these codecs from now on, those that are stored already, too."""
+        """Stores tensors by these codecs from now on, and re-encodes what is stored."""
         self.codecs, self.last = codecs, None
         self._find_packings()
         for buffer, codec in zip(self.buffers or (), codecs, strict=False):
@@ -158,7 +158,7 @@ class Contents:
         self.encoded = True
 
     def _find_packings(self) -> None:
-        """mlx-lm's attention cannot read a residual: beside one, our own reads the planes that mlx-lm's could."""
+        """Sets which attention reads the planes; mlx-lm's cannot read a residual, so with one our own does."""
         if self.residual is None:
             self.packing, self.packings = packing_of(self.codecs), packings_of(self.codecs)
             return
@@ -176,7 +176,7 @@ class Contents:
 
     @property
     def view(self) -> CacheView:
-        """The contents, read-only."""
+        """A snapshot of the fields, read-only."""
         return CacheView(
             self.layout,
             self.rows,
@@ -191,8 +191,8 @@ class Contents:
             0 if self.residual is None else self.residual.length,
         )
 
-    def copied(self, memo: dict[int, Any]) -> Contents:
-        """A deep copy; the memory of its buffers is shared until one of them writes.
+    def copied(self, memo: dict[int, Any]) -> CacheData:
+        """A deep copy that shares the memory of the buffers until one of the two writes.
 
         Args:
             memo: deepcopy's.
@@ -204,9 +204,9 @@ class Contents:
             evictor.belong_to(copied)
         return copied
 
-    def without_evictor(self) -> Contents:
-        """A copy that has no evictor yet: the caller sets it."""
-        copied = copy.copy(self)  # all of it is never changed in place, but for those that follow
+    def without_evictor(self) -> CacheData:
+        """A copy without its evictor, which the caller sets."""
+        copied = copy.copy(self)  # fields are replaced, never changed in place, except the following
         copied.evictor = None
         if self.buffers is not None:
             copied.buffers = self.buffers[0].copied(), self.buffers[1].copied()
@@ -217,34 +217,34 @@ class Contents:
 
 # --- pausing of eviction ----------------------------------------------------------------------------------------------
 
-# While eviction is paused, the layout plans as if the margin of the budget were unlimited; masks and updates follow
-# from that. It serves texts that are read twice: in the first reading nothing may be evicted.
+# While eviction is paused, the layout plans with an unlimited margin; masks and updates follow from that. Two-pass
+# prefill pauses it during its first pass.
 
 
-def hold(held: Contents) -> None:
+def hold(data: CacheData) -> None:
     """Pauses eviction; without a budget nothing changes."""
-    if held.evictor is not None:
-        held.evictor.paused = True
-        _with_margin(held, NO_LIMIT)
+    if data.evictor is not None:
+        data.evictor.paused = True
+        _with_margin(data, NO_LIMIT)
 
 
-def release(held: Contents) -> None:
-    """Resumes eviction: what is due is evicted before the next write."""
-    if held.evictor is not None and held.evictor.paused:
-        held.evictor.paused = False
-        _with_margin(held, held.evictor.layout.margin)
+def release(data: CacheData) -> None:
+    """Resumes eviction, from the next write on."""
+    if data.evictor is not None and data.evictor.paused:
+        data.evictor.paused = False
+        _with_margin(data, data.evictor.layout.margin)
 
 
-def released(held: Contents) -> Layout:
+def released(data: CacheData) -> Layout:
     """The layout without a pause."""
-    if held.evictor is None or not held.evictor.paused or not isinstance(held.layout, Budget):
-        return held.layout
-    return replace(held.layout, margin=held.evictor.layout.margin)
+    if data.evictor is None or not data.evictor.paused or not isinstance(data.layout, Budget):
+        return data.layout
+    return replace(data.layout, margin=data.evictor.layout.margin)
 
 
-def _with_margin(held: Contents, margin: int | None) -> None:
-    if isinstance(held.layout, Budget):
-        held.layout, held.following, held.last = replace(held.layout, margin=margin), None, None
+def _with_margin(data: CacheData, margin: int | None) -> None:
+    if isinstance(data.layout, Budget):
+        data.layout, data.following, data.last = replace(data.layout, margin=margin), None, None
 
 
 # --- the state pytree -------------------------------------------------------------------------------------------------
@@ -255,17 +255,17 @@ class CacheState(NamedTuple):
 
     Attributes:
         keys, values: planes (B, H, C, width); None before the first update.
-        rows: where each stands, as the numbers of a `Row`.
-        ranges: the slots [first, last) that the last fetch was made of.
+        rows: the numbers of each `Row`.
+        ranges: the slots [first, last) that the last fetch returned.
         layout: the layout's `parameters`.
         codecs: of keys and of values, each a name and parameters.
         tensors: head dim and name of the dtype, of keys and of values; None where they follow from the planes.
         encoded: whether the planes are made by the codecs; before `quantized_start` they are plain.
         quantized_start, packed_decode: as in `KVCache`.
-        packed: whether the last fetch handed out packed planes.
+        packed: whether the last fetch returned packed planes.
         eviction: the evictor's state; None without one.
-        residual: of a residual its length, its room, the lowest position of each row, and its keys and values
-            (B, H, slots, D), which are left out before the first update; None without one.
+        residual: length, room, lowest position of each row, and keys and values (B, H, slots, D), absent before the
+            first update; None without a residual.
     """
 
     keys: Planes | list[mx.array] | None
@@ -288,41 +288,41 @@ def in_state(codecs: Codecs) -> list[Any]:
     return [[codec.name, codec.parameters] for codec in codecs]
 
 
-def state_of(held: Contents) -> CacheState:
-    """The state; its arrays are handles of their own, which later changes of the cache do not reach."""
+def state_of(data: CacheData) -> CacheState:
+    """The state of a cache; its arrays are new handles, unaffected by later changes of the cache."""
     keys, values, tensors = None, None, None
-    if held.buffers is not None:
-        keys, values = (buffer.handles() for buffer in held.buffers)
-        tensors = [(buffer.head_dim, str(buffer.dtype).rpartition(".")[2]) for buffer in held.buffers]
+    if data.buffers is not None:
+        keys, values = (buffer.handles() for buffer in data.buffers)
+        tensors = [(buffer.head_dim, str(buffer.dtype).rpartition(".")[2]) for buffer in data.buffers]
     return CacheState(
         keys,
         values,
-        [list(row) for row in held.rows],
-        [list(one) for one in held.ranges],
-        list(released(held).parameters),
-        in_state(held.codecs),
+        [list(row) for row in data.rows],
+        [list(one) for one in data.ranges],
+        list(released(data).parameters),
+        in_state(data.codecs),
         tensors,
-        held.encoded and held.buffers is not None,
-        held.quantized_start,
-        held.packed_decode,
-        held.packed,
-        None if held.evictor is None else held.evictor.state,
-        None if held.residual is None else held.residual.state,
+        data.encoded and data.buffers is not None,
+        data.quantized_start,
+        data.packed_decode,
+        data.packed,
+        None if data.evictor is None else data.evictor.state,
+        None if data.residual is None else data.residual.state,
     )
 
 
-def contents_of(
+def data_of(
     state: tuple[Any, ...],
     growth: Growth = DEFAULT,
     reserved: int = 0,
     announced: tuple[int, ...] | None = None,
     lengths: tuple[int, ...] | None = None,
-) -> Contents:
-    """Contents that go on from a state.
+) -> CacheData:
+    """Data that continues from a state.
 
     Args:
         state: a `CacheState`, or an older tuple.
-        growth, reserved, announced, lengths: as in `CacheView`; no state has them.
+        growth, reserved, announced, lengths: as in `CacheView`; they are not part of a state.
 
     Raises:
         ValueError: a codec or a score that is not registered in this process.
@@ -333,7 +333,7 @@ def contents_of(
     evictor = None
     if given.eviction is not None and isinstance(layout, Budget):
         evictor = Evictor.from_state(layout, given.eviction)
-    held = Contents(
+    data = CacheData(
         (keys, values),
         layout,
         evictor,
@@ -349,14 +349,14 @@ def contents_of(
         residual=None if given.residual is None else Residual.from_state(given.residual),
     )
     if given.keys is not None and given.values is not None:
-        codecs, planes = held.codecs if given.encoded else PLAIN, (tuple(given.keys), tuple(given.values))
-        tensors = given.tensors or [tensor_told_by(*each) for each in zip(codecs, planes, strict=True)]
+        codecs, planes = data.codecs if given.encoded else PLAIN, (tuple(given.keys), tuple(given.values))
+        tensors = given.tensors or [tensor_of_planes(*each) for each in zip(codecs, planes, strict=True)]
         own_keys, own_values = (
             SlotBuffer(codec, each, head_dim, DTYPES[dtype])
             for codec, each, (head_dim, dtype) in zip(codecs, planes, tensors, strict=True)
         )
-        held.buffers, held.encoded = (own_keys, own_values), given.encoded
-    return held
+        data.buffers, data.encoded = (own_keys, own_values), given.encoded
+    return data
 
 
 def _named(state: tuple[Any, ...]) -> CacheState:
@@ -369,7 +369,7 @@ def _named(state: tuple[Any, ...]) -> CacheState:
     return CacheState(keys, values, rows, ranges, layout, codecs, None, *flags, eviction)
 
 
-def tensor_told_by(codec: Codec, planes: Planes) -> tuple[int, str]:
+def tensor_of_planes(codec: Codec, planes: Planes) -> tuple[int, str]:
     """The head dim and the name of the dtype, where they follow from the planes: plain or quantised by `Affine`.
 
     Raises:

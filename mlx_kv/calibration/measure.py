@@ -53,7 +53,7 @@ def read_twice(model: nn.Module, tokens: Sequence[int], instructions: Instructio
         evictor, buffers, row = cache.evictor, cache.view.buffers, cache.view.rows[0]
         assert evictor is not None
         assert buffers is not None
-        reread = evictor.members.reread[0]
+        reread = evictor.metadata.reread[0]
         assert reread is not None
         assert reread.received.shape[1] == len(tokens), "all of the text was read again"
         keys, values = (_decoded(buffer, row) for buffer in buffers)

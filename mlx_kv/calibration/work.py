@@ -20,7 +20,7 @@ from mlx_kv.cache.eviction.scores.fitted import FittedLayer
 from mlx_kv.calibration.fit import Moments, Quality, head_parts, head_table, inputs, quality, targets
 from mlx_kv.calibration.measure import LayerReading, read_twice, ropes_of
 from mlx_kv.files import tensor_files
-from mlx_kv.files.replacing import check_replaceable
+from mlx_kv.files.atomic_write import check_replaceable
 from mlx_kv.generation.rereading import Instructions
 
 FORMAT = "mlx-kv calibration in progress 1"
@@ -119,7 +119,7 @@ class Work:
         if not folder.is_dir() and not folder.parent.is_dir():
             raise ValueError(f"there is no folder {folder.parent}: make it first")
         if folder.is_dir():
-            check_replaceable(folder / STATE, is_ours, "file of a calibration in progress", mend="")
+            check_replaceable(folder / STATE, is_ours, "file of a calibration in progress", fix="")
 
     def _save(self) -> None:
         arrays: Arrays = {}
@@ -135,7 +135,7 @@ class Work:
         if self._folder is None:
             return
         self._folder.mkdir(exist_ok=True)
-        check_replaceable(self._folder / name, is_ours, "file of a calibration in progress", mend="")
+        check_replaceable(self._folder / name, is_ours, "file of a calibration in progress", fix="")
         tensor_files.write(self._folder / name, arrays, {"format": FORMAT, "subject": self._subject, **words})
 
     def _read(self, path: Path) -> tensor_files.TensorFile | None:

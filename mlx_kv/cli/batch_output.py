@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from mlx_kv.cli.batch_input import BatchRequest, Id, is_whole
-from mlx_kv.files.replacing import lock_at_once, replacing
+from mlx_kv.files.atomic_write import atomic_write, lock
 
 BEGINNING = b'{"id": '  # of every line that is written here
 
@@ -68,7 +68,7 @@ class OutputFile:
         """Takes out the answers of these ids: a new file without them takes the place of the old one, all at once."""
         after = -1
         try:
-            with replacing(self._path) as new, open(self._file, "rb", closefd=False) as old:
+            with atomic_write(self._path) as new, open(self._file, "rb", closefd=False) as old:
                 old.seek(0)
                 new.writelines(raw for raw in old if json.loads(raw)["id"] not in ids)
                 after = os.dup(new.fileno())  # with its lock
@@ -97,7 +97,7 @@ class OutputFile:
         try:
             if not stat.S_ISREG(os.fstat(file).st_mode):
                 raise ValueError(f"{path} is no regular file: give one that can be read again")
-            if not lock_at_once(file) or os.fstat(file).st_ino != os.stat(path).st_ino:
+            if not lock(file, wait=False) or os.fstat(file).st_ino != os.stat(path).st_ino:
                 raise BlockingIOError  # the other run has it, or put a new file in its place
         except BlockingIOError:
             os.close(file)

@@ -112,7 +112,7 @@ def cache(
     from mlx_kv.generation.rereading import Instructions, read_all
     from mlx_kv.generation.statistics import cache_statistics
     from mlx_kv.mlxlm.convert import make_prompt_cache
-    from mlx_kv.mlxlm.trimming import compact
+    from mlx_kv.mlxlm.traverse import compact
 
     network, tokenizer = loading.load(model)
     cache_policy = asked_for.for_model(network, tokenizer, model)

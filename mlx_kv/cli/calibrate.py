@@ -156,8 +156,8 @@ def check_output(output: Path, force: bool) -> None:
     Raises:
         click.UsageError, ValueError: it has no place.
     """
+    from mlx_kv.files.atomic_write import check_replaceable
     from mlx_kv.files.calibration_file import is_calibration
-    from mlx_kv.files.replacing import check_replaceable
 
     with file_errors(f"write {output}"):
         check_replaceable(output, is_calibration, "calibration", force, "--force")

@@ -69,7 +69,7 @@ class ChatFiles:
         own = model_fingerprint(self._model, self._tokenizer)
         layers = conversation.caches[: self._layers]  # without those of a draft model
         with file_errors(f"write {path}"):
-            check_output(path, mend="")  # with advice that can be followed in a chat
+            check_output(path, fix="")  # with advice that can be followed in a chat
             save_prompt_cache(path, layers, words, tokens=conversation.read, fingerprint=own)
 
     def load(self, path: Path, conversation: Conversation) -> bool:

@@ -90,10 +90,10 @@ class Drafting:
         """The weights of the draft model, if there is one, leave memory until they are next used."""
         if self.draft_model is None or model is None:
             return
-        from mlx_kv.mlxlm.loading import let_go_of_weights, load
+        from mlx_kv.mlxlm.loading import load, release_weights
 
         path = draft_path(self.draft_model)
-        let_go_of_weights(model, lambda: load(path, lazy=True)[0])
+        release_weights(model, lambda: load(path, lazy=True)[0])
 
 
 @dataclass(frozen=True)

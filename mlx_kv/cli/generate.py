@@ -117,13 +117,13 @@ def continue_prompt(
     asked, drafts = asked_policy(**policy), drafting.settings  # refuses bad settings before anything is loaded
 
     from mlx_kv.generation.agreement import agreement_of
+    from mlx_kv.generation.distributed_caches import make_distributed_caches
     from mlx_kv.generation.encoding import encode_ending, encode_text, speaks_chat
     from mlx_kv.generation.prefill import prefill_step
     from mlx_kv.generation.speculation.statistics import SpeculationStatistics
     from mlx_kv.generation.speculation.stream import speculative_generate
     from mlx_kv.generation.statistics import cache_statistics
     from mlx_kv.generation.stream import shown_before, stream_generate
-    from mlx_kv.generation.together import caches_together
     from mlx_kv.mlxlm.convert import make_prompt_cache
 
     network, tokenizer = machine.load()
@@ -151,7 +151,7 @@ def continue_prompt(
     pieces, ids, response = [], [], None
     if prompt_cache_file is None:
         agreement = agreement_of(machine.group)
-        caches = caches_together(network, cache_policy, agreement, strict=not drafting.asked)
+        caches = make_distributed_caches(network, cache_policy, agreement, strict=not drafting.asked)
     step = prefill_step(network, caches, decoding.prefill_step_size)
     draft = drafting.load_model() if machine.leads else None
     if draft is not None:

@@ -41,9 +41,9 @@ class Loading:
 
     def let_go(self, network: nn.Module, model: str) -> None:
         """The weights of a model that was loaded so leave memory, until they are next used."""
-        from mlx_kv.mlxlm.loading import let_go_of_weights, load
+        from mlx_kv.mlxlm.loading import load, release_weights
 
-        let_go_of_weights(network, lambda: load(model_path(model), **self._of_the_model, lazy=True)[0])
+        release_weights(network, lambda: load(model_path(model), **self._of_the_model, lazy=True)[0])
 
     @property
     def _of_the_model(self) -> dict[str, Any]:

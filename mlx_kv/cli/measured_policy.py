@@ -105,7 +105,7 @@ class AskedPolicy:
         from mlx_kv.evaluation.choosing import CANDIDATES, choose_bits
         from mlx_kv.evaluation.codec_loss import PLAIN, bytes_per_token
         from mlx_kv.files.fingerprint import model_fingerprint
-        from mlx_kv.files.remembered import Remembered
+        from mlx_kv.files.measurement_cache import MeasurementCache
 
         tried: list[Tried] = []
         chosen = choose_bits(
@@ -114,7 +114,7 @@ class AskedPolicy:
             self.bound,
             candidates=[replace(each, residual_length=self.policy.residual_length) for each in CANDIDATES],
             measure=_Measuring(model, tokens),
-            remembered=Remembered(),
+            remembered=MeasurementCache(),
             fingerprint=model_fingerprint(model),
             tell=tried.append,
         )

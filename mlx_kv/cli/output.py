@@ -1,7 +1,7 @@
 """Files that a command writes beside what it prints: figures, and JSON.
 
 Decides what is said of them, and which files are not replaced: a device or a pipe by neither, and by JSON nothing but
-such JSON. Knows nothing about what is drawn or told, nor how a file comes to be whole or not at all (`replacing`).
+such JSON. Knows nothing about what is drawn or told, nor how a file comes to be whole or not at all (`atomic_write`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import click
 
 from mlx_kv.cli.notices import say
-from mlx_kv.files.replacing import check_replaceable, existing, replacing
+from mlx_kv.files.atomic_write import atomic_write, check_replaceable, existing_file
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -49,12 +49,12 @@ def check_plot(path: Path) -> None:
         raise click.UsageError(f"--plot {path}: give a file that ends in {', '.join(plots.SUFFIXES)}")
     check_folder("--plot", path)
     with file_errors(f"write {path}"):
-        existing(path)
+        existing_file(path)
 
 
 def save_figure(figure: Figure, path: Path) -> None:
     """Raises click.UsageError, ValueError: it cannot be written; an older file is then as it was."""
-    with file_errors(f"write {path}"), replacing(path) as file:
+    with file_errors(f"write {path}"), atomic_write(path) as file:
         figure.savefig(file, format=path.suffix[1:].lower())
     say(f"wrote {path}")
 
@@ -86,6 +86,6 @@ def check_json(path: Path, parts: Sequence[str], force: bool) -> None:
 
 def save_json(text: str, path: Path) -> None:
     """Raises click.UsageError, ValueError: it cannot be written; an older file is then as it was."""
-    with file_errors(f"write {path}"), replacing(path) as file:
+    with file_errors(f"write {path}"), atomic_write(path) as file:
         file.write(text.encode() + b"\n")
     say(f"wrote {path}")

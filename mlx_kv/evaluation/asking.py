@@ -26,8 +26,7 @@ from mlx_kv.evaluation.tasks import RecallLanguage, find_language
 from mlx_kv.generation.prefill import read_chunk
 from mlx_kv.generation.rereading import NOTHING_ASKED, Instructions
 from mlx_kv.mlxlm.convert import make_prompt_cache
-from mlx_kv.mlxlm.traverse import attention_caches
-from mlx_kv.mlxlm.trimming import compact
+from mlx_kv.mlxlm.traverse import attention_caches, compact
 
 ROLLING_STEP = 32  # and where a budget rolls: a cache then holds it, up to so many more, and those just read
 Policy = tuple[str | None, int | None]  # a score and a budget; the full cache has neither

@@ -53,7 +53,7 @@ class _Watcher:
             received = weights.reshape(weights.shape[0], call.keys.shape[1], -1, weights.shape[2]).mean(axis=2)
             mx.eval(received)
             self.seen.append((call.cache, received))
-        return call.hand_on()
+        return call.forward()
 
 
 @contextlib.contextmanager

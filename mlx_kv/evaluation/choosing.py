@@ -63,7 +63,7 @@ class Tried:
 
 
 class Numbers(Protocol):
-    """Where measurements are looked up, and put, by subject and name: `files.remembered.Remembered` is such a place."""
+    """Stored measurements by subject and name, such as `files.measurement_cache.MeasurementCache`."""
 
     def numbers(self, subject: str, name: str) -> Sequence[float] | None: ...
 

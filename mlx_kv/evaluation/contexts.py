@@ -26,7 +26,7 @@ from mlx_kv.cache.protocol import Call, Hook
 from mlx_kv.evaluation.results import Settings, score_of
 from mlx_kv.generation.prefill import prefill_step, read_chunk
 from mlx_kv.generation.rereading import NOTHING_ASKED, Instructions, Rereading, hold, wants_rereading
-from mlx_kv.mlxlm.attention import AttentionSeam
+from mlx_kv.mlxlm.attention import AttentionPatch
 from mlx_kv.mlxlm.convert import make_prompt_cache
 from mlx_kv.mlxlm.observing import show_attention
 from mlx_kv.mlxlm.traverse import is_ours
@@ -61,7 +61,7 @@ class Replayed:
     def before(self, hook: Hook) -> Call:
         return self
 
-    def hand_on(self, **changes: Any) -> mx.array:
+    def forward(self, **changes: Any) -> mx.array:
         return mx.zeros(1)
 
 
@@ -91,7 +91,7 @@ class RecordingCache:
     def attend(self, call: Call) -> mx.array:
         last = self.written[-1]
         last.queries, last.scale, last.sinks = call.queries, call.scale, call.sinks
-        return call.hand_on()
+        return call.forward()
 
     def compute(self) -> None:
         """Computes the queries that are kept, and lets the others go."""
@@ -150,7 +150,7 @@ class Context:
         if all(is_ours(cache) for cache in caches):
             wanted = queries_wanted(settings.scores)
             self.recordings = [RecordingCache(cache, wanted) for cache in caches]
-            with AttentionSeam(model) if wanted != 0 else contextlib.nullcontext():
+            with AttentionPatch(model) if wanted != 0 else contextlib.nullcontext():
                 read(model, self.tokens, self.recordings)
 
     def caches(self, policy: CachePolicy) -> list[Any]:

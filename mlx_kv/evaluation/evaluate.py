@@ -28,8 +28,7 @@ from mlx_kv.evaluation.reading import check_length, log_likelihoods
 from mlx_kv.evaluation.results import Measurement, Settings
 from mlx_kv.mlxlm.convert import make_prompt_cache
 from mlx_kv.mlxlm.loading import vocabulary_of
-from mlx_kv.mlxlm.traverse import attention_caches
-from mlx_kv.mlxlm.trimming import compact
+from mlx_kv.mlxlm.traverse import attention_caches, compact
 from mlx_kv.policy import SINKS, CachePolicy
 
 TASKS = ("passkey", "recall", "copy", "perplexity", "correlation", *QUESTIONS)

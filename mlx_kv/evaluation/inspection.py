@@ -27,8 +27,7 @@ from mlx_kv.generation.rereading import NOTHING_ASKED, Instructions, read_all
 from mlx_kv.generation.statistics import cache_statistics
 from mlx_kv.mlxlm.convert import make_prompt_cache
 from mlx_kv.mlxlm.loading import vocabulary_of
-from mlx_kv.mlxlm.traverse import attention_caches, leaves
-from mlx_kv.mlxlm.trimming import compact
+from mlx_kv.mlxlm.traverse import attention_caches, compact, leaves
 from mlx_kv.policy import CachePolicy
 
 

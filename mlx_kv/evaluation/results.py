@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from mlx_kv.cache.codecs import Bits, Choice
-from mlx_kv.cache.eviction.allocation import Granularity
+from mlx_kv.cache.eviction.allocation import Scope
 from mlx_kv.cache.eviction.calibration import FITTED, Calibration
 from mlx_kv.cache.eviction.scores import find_score
 from mlx_kv.policy import CALIBRATED, SINKS, CachePolicy, LayerAllocation
 
 ALLOCATED = "@"  # between a score and its allocation
-SHARES: dict[str, Granularity] = {"pyramid": "layer", "calibrated": "head", "global": "adaptive"}
+SHARES: dict[str, Scope] = {"pyramid": "layer", "calibrated": "head", "global": "adaptive"}
 FEWER_ROWS = 8  # one in so many rows for a text and for attention: they answer at every token
 
 
@@ -45,7 +45,7 @@ class Settings:
     context: int = 512
     seeds: int = 3
     keep_recent: int = 16
-    share: Granularity = None  # type: ignore[assignment]  # None is "layers", or what `layers` needs
+    share: Scope = None  # type: ignore[assignment]  # None is "layers", or what `layers` needs
     layers: LayerAllocation = "uniform"
     bits: Bits | None = None
     codec: Choice | None = None

@@ -1,1 +1,1 @@
-"""What is written to disk and read again: prompt caches of ours and of mlx-lm, and whose they are."""
+"""Files: prompt caches of mlx-kv and of mlx-lm, calibrations, measurements, and fingerprints of models."""

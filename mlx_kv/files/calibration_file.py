@@ -1,4 +1,4 @@
-"""Files of calibrations, `NAME.kvcal.safetensors`, and where they are looked for.
+"""Calibration files, `NAME.kvcal.safetensors`, and the places where they are searched.
 
 L layers of full attention, H KV heads, F features, P pairs of channels.
 """
@@ -19,28 +19,37 @@ from mlx_kv.cache.checks import check_type
 from mlx_kv.cache.eviction.calibration import Calibration, as_arrays
 from mlx_kv.cache.eviction.scores.fitted import FittedLayer, Rotation
 from mlx_kv.files import tensor_files
+from mlx_kv.files.atomic_write import check_replaceable
+from mlx_kv.files.decoding import Part, check_shape, decode
 from mlx_kv.files.fingerprint import model_fingerprint
-from mlx_kv.files.remembered import cache_folder
-from mlx_kv.files.replacing import check_replaceable
+from mlx_kv.files.measurement_cache import cache_folder
 from mlx_kv.files.strict_json import read_json
 
 FORMAT = "mlx-kv calibration 1"
 SUFFIX = ".kvcal.safetensors"
 FOLDER = "calibrations"  # in the user's cache folder
-ROPES = ("key_rope", "value_rope")
 FIX = "make it again with mlx-kv calibrate MODEL"
 
 
+class Metadata(Part):
+    format: str
+    fingerprint: str
+    name: str  # a digest of all numbers
+    heads: str  # JSON
+    details: str  # JSON
+
+
 def save_calibration(path: str | Path, calibration: Calibration, *, force: bool = False) -> None:
-    """Writes a calibration to a file; an older one is replaced when the new one is complete.
+    """Writes a calibration to a file, atomically.
 
     Args:
-        path: usually `MODEL_NAME.kvcal.safetensors` beside the directory of the model, where it is found by itself.
+        path: usually `MODEL_NAME.kvcal.safetensors` beside the directory of the model, where `find_calibration` finds
+            it.
         calibration: as `calibrate` returns it.
-        force: replace a file that is no calibration, too.
+        force: also replace a file that is no calibration.
 
     Raises:
-        ValueError: there is no such folder, or a file that is no calibration.
+        ValueError: the folder does not exist, or the file is no calibration.
         OSError: it cannot be written.
     """
     check_type("path", path, str | os.PathLike, "give the name of a file")
@@ -64,11 +73,11 @@ def load_calibration(path: str | Path, model: nn.Module | None = None) -> Calibr
     """The calibration in a file.
 
     Args:
-        path: as `save_calibration` or `mlx-kv calibrate` wrote it.
-        model: that it is for, if that is to be checked.
+        path: of a file that `save_calibration` or `mlx-kv calibrate` wrote.
+        model: the model that the calibration must be of; None does not check it.
 
     Raises:
-        FileNotFoundError: it is not there.
+        FileNotFoundError: it does not exist.
         ValueError: it is no calibration, was cut off or damaged, or is of another model.
 
     Example:
@@ -81,22 +90,18 @@ def load_calibration(path: str | Path, model: nn.Module | None = None) -> Calibr
     if file.words.get("format") != FORMAT:
         raise ValueError(f"{path} is no calibration that this version reads: {FIX}")
     try:
-        heads, details = (read_json(file.words[name].encode()) for name in ("heads", "details"))
-        if not isinstance(details, dict):
-            raise ValueError("details are no object")
+        metadata = decode(file.words, Metadata)
+        heads = decode(read_json(metadata.heads), list[list[float]])
+        details = decode(read_json(metadata.details), dict[str, Any])
         layers = _layers(file.arrays, [len(row) for row in heads])
-        calibration = Calibration(file.words["fingerprint"], heads, layers, details)
-        if calibration.name != file.words["name"]:
+        calibration = Calibration(metadata.fingerprint, heads, layers, details)  # type: ignore[arg-type]
+        if calibration.name != metadata.name:
             raise ValueError("its numbers are not those that were written")
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise ValueError(f"{path} was damaged ({_reason(error)}): {FIX}") from error
+    except ValueError as error:
+        raise ValueError(f"{path} was damaged ({error}): {FIX}") from error
     if model is not None and calibration.fingerprint != model_fingerprint(model):
         raise ValueError(f"{path} is a calibration of another model: run mlx-kv calibrate MODEL")
     return calibration
-
-
-def _reason(error: Exception) -> str:
-    return f"{error.args[0]} is missing" if isinstance(error, KeyError) else str(error)
 
 
 def _layers(arrays: dict[str, mx.array], heads: list[int]) -> tuple[FittedLayer, ...]:
@@ -106,7 +111,7 @@ def _layers(arrays: dict[str, mx.array], heads: list[int]) -> tuple[FittedLayer,
         heads: budgets of each layer: one for each head, or one.
 
     Raises:
-        KeyError, ValueError: an array is missing, too many, of another shape or dtype, or not finite.
+        ValueError: an array is missing, too many, of another shape or dtype, or not finite.
     """
     if not arrays:
         return ()
@@ -114,45 +119,54 @@ def _layers(arrays: dict[str, mx.array], heads: list[int]) -> tuple[FittedLayer,
     for i, count in enumerate(heads):
         prefix = f"layers.{i}."
         own = {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
-        layer = FittedLayer.of_arrays(own)
+        try:
+            layer = FittedLayer.of_arrays(own)
+            _check_layer(layer, count)
+        except KeyError as error:
+            raise ValueError(f"{error.args[0]} of layer {i} is missing") from error
+        except ValueError as error:
+            raise ValueError(f"layer {i} has {error}") from error
         if layer.arrays.keys() != own.keys():
             raise ValueError(f"layer {i} has arrays that are not known")
-        _check_layer(layer, i, count)
         layers.append(layer)
     if sum(len(layer.arrays) for layer in layers) != len(arrays):
         raise ValueError("it has arrays of other layers")
     return tuple(layers)
 
 
-def _check_layer(layer: FittedLayer, index: int, heads: int) -> None:
+def _check_layer(layer: FittedLayer, heads: int) -> None:
     """Raises ValueError for shapes, dtypes and numbers that no fit has."""
-    features, count = layer.weights.shape if layer.weights.ndim == 2 else (0, 0)
+    sizes: dict[str, int] = {}
+    check_shape(layer.weights, "F H", sizes, mx.float32)
+    check_shape(layer.bias, "H", sizes, mx.float32)
+    features, count = sizes["F"], sizes["H"]
     channels = (features - 1) // count - 2 if count else 0  # Dk + Dv
-    fits = count and heads in (1, count) and channels > 0 and features == count * (channels + 2) + 1
-    if not fits or layer.bias.shape != (count,):
-        raise ValueError(f"the weights of layer {index} have shape {layer.weights.shape}")
-    for name, rope in zip(ROPES, (layer.key_rope, layer.value_rope), strict=True):
-        if rope is not None and not _is_rope(rope, channels):
-            raise ValueError(f"the {name} of layer {index} is no rotation")
-    for name, array in layer.arrays.items():
-        dtype = mx.int32 if name.endswith(".pairs") else mx.float32
-        if array.dtype != dtype or not bool(mx.isfinite(array).all().item()):
-            raise ValueError(f"{name} of layer {index} is not finite or no {dtype}")
+    if heads not in (1, count) or channels <= 0 or features != count * (channels + 2) + 1:
+        raise ValueError(f"weights of shape {layer.weights.shape} for {heads} heads")
+    for rope in (layer.key_rope, layer.value_rope):
+        if rope is not None:
+            _check_rope(rope, channels)
+    if not all(mx.isfinite(array).all().item() for array in layer.arrays.values()):
+        raise ValueError("numbers that are not finite")
 
 
-def _is_rope(rope: Rotation, channels: int) -> bool:
-    pairs = rope.pairs.shape[0] if rope.pairs.ndim == 2 else 0
-    if not pairs or rope.pairs.shape != (pairs, 2) or rope.frequencies.shape != (pairs,) or rope.factor.shape != ():
-        return False
-    named: Any = rope.pairs.reshape(-1).tolist()
-    return len({*named}) == len(named) and 0 <= min(named) <= max(named) < channels and rope.factor.item() != 0
+def _check_rope(rope: Rotation, channels: int) -> None:
+    sizes = {"two": 2}
+    check_shape(rope.pairs, "P two", sizes, mx.int32)
+    check_shape(rope.frequencies, "P", sizes, mx.float32)
+    check_shape(rope.factor, "", sizes, mx.float32)
+    rotated: Any = rope.pairs.reshape(-1).tolist()
+    if not rotated or len({*rotated}) < len(rotated) or min(rotated) < 0 or max(rotated) >= channels:
+        raise ValueError("a RoPE of channels that there are not, or of one twice")
+    if rope.factor.item() == 0:
+        raise ValueError("a RoPE with a factor of 0")
 
 
-# --- where they are ---------------------------------------------------------------------------------------------------
+# --- places -----------------------------------------------------------------------------------------------------------
 
 
 def is_calibration(path: Path) -> bool:
-    """Whether a file is one of calibrations, of any version, whole or not."""
+    """Whether a file is a calibration, of any version, complete or cut off."""
     words = _words(path)
     return words is not None and words.get("format", "").startswith(FORMAT.rstrip("0123456789"))
 
@@ -171,8 +185,8 @@ def find_calibration(model_path: str | Path, model: nn.Module) -> Calibration | 
     Files of other models in these places are ignored.
 
     Args:
-        model_path: a directory, or a hub id, which has no place of its own.
-        model: that it is for.
+        model_path: a directory, or a hub id, for which only the cache folder is searched.
+        model: the model that the calibration must be of.
 
     Raises:
         ValueError: the file of this model was damaged.
@@ -189,7 +203,7 @@ def find_calibration(model_path: str | Path, model: nn.Module) -> Calibration | 
 
 
 def _places(model_path: str | Path) -> Iterator[Path]:
-    """Files that may be the calibration of a model, in the order in which they are looked at."""
+    """Paths that may be the calibration of a model, in the order of the search."""
     folder = Path(model_path)
     if folder.is_dir():
         yield beside(folder)
@@ -199,30 +213,30 @@ def _places(model_path: str | Path) -> Iterator[Path]:
 
 
 def beside(folder: Path) -> Path:
-    """The file of the model in a directory: not in it, where loaders take every safetensors file for weights."""
+    """The file beside the directory of a model: in it, loaders take every safetensors file for weights."""
     real = Path(os.path.abspath(folder))
     return real.with_name(real.name + SUFFIX)
 
 
 def default_path(model_path: str | Path, fingerprint: str, *, beside_model: bool = True) -> Path:
-    """Where a calibration is written: beside a directory of the user's, else in the cache folder, which is made.
+    """Where a calibration is written: beside the directory of the model, or in the cache folder, which is made.
 
-    Bundled models and those of a hub's cache are in directories of other programs.
+    Directories of bundled models and of a hub's cache belong to other programs: for those it is the cache folder.
 
     Args:
         model_path: a directory, or a hub id.
         fingerprint: of the model.
-        beside_model: whether it is of the model as it lies there, without an adapter.
+        beside_model: False for a model with an adapter, which is not what the directory has.
 
     Raises:
         ValueError: there is no cache folder.
     """
     folder = Path(model_path)
-    own = beside_model and folder.is_dir() and not _in_hub_cache(folder) and folder.parent != BUNDLED
-    if own and os.access(beside(folder).parent, os.W_OK):
-        there = _words(beside(folder)) or {}
-        if there.get("fingerprint", fingerprint) == fingerprint:
-            return beside(folder)  # else it has one of other weights or of another dtype, which stays
+    users = beside_model and folder.is_dir() and not _in_hub_cache(folder) and folder.parent != BUNDLED
+    if users and os.access(beside(folder).parent, os.W_OK):
+        existing = _words(beside(folder)) or {}
+        if existing.get("fingerprint", fingerprint) == fingerprint:
+            return beside(folder)  # one of other weights or of another dtype is not replaced
     cache = cache_folder()
     if cache is None:
         raise ValueError("there is no place for a calibration of this model: say where with --output FILE")

@@ -1,7 +1,4 @@
-"""Whose caches they are: a short text for a model and its tokenizer, cheap enough to make for every file.
-
-Decides what makes two models the same, and whose caches one may go on with. Knows nothing about files or caches.
-"""
+"""Fingerprints of models and tokenizers, so that caches are never used with another model."""
 
 from __future__ import annotations
 
@@ -18,10 +15,10 @@ SAMPLE = 16  # values of each weight, three times
 
 
 def model_fingerprint(model: nn.Module, tokenizer: Any = None) -> str:
-    """A short text that tells models apart: 32 hex digits, and as many for the tokenizer if one is given.
+    """32 hex digits that identify a model, and as many for the tokenizer if one is given.
 
-    Of the model's class, its configuration, and the names, shapes and dtypes of its weights with 48 values of each; of
-    the tokenizer's whole vocabulary. Not every weight is read: models that differ elsewhere only are not told apart.
+    A digest of the model's class, its configuration, and the names, shapes and dtypes of its weights with 48 values of
+    each; and of the tokenizer's vocabulary. Models that differ only in other values have the same fingerprint.
     """
     weights: list[Any] = sorted(tree_flatten(model.parameters()))  # type: ignore[no-untyped-call]
     samples = []
@@ -32,33 +29,33 @@ def model_fingerprint(model: nn.Module, tokenizer: Any = None) -> str:
     mx.eval(samples)
     args: Any = getattr(model, "args", None)
     settings = asdict(args) if is_dataclass(args) and not isinstance(args, type) else {}
-    told = json.dumps(settings, sort_keys=True, default=lambda unknown: type(unknown).__name__)
-    sealed = hashlib.blake2b(f"{type(model).__module__} {told} ".encode(), digest_size=16)
+    configuration = json.dumps(settings, sort_keys=True, default=lambda unknown: type(unknown).__name__)
+    digest = hashlib.blake2b(f"{type(model).__module__} {configuration} ".encode(), digest_size=16)
     for (name, weight), sample in zip(weights, samples, strict=True):
-        sealed.update(f"{name} {weight.shape} {weight.dtype} ".encode())
-        sealed.update(bytes(sample.tolist()))  # type: ignore[arg-type]
+        digest.update(f"{name} {weight.shape} {weight.dtype} ".encode())
+        digest.update(bytes(sample.tolist()))  # type: ignore[arg-type]
     if tokenizer is None:
-        return sealed.hexdigest()
+        return digest.hexdigest()
     vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()))
-    return f"{sealed.hexdigest()}-{hashlib.blake2b(vocabulary.encode(), digest_size=16).hexdigest()}"
+    return f"{digest.hexdigest()}-{hashlib.blake2b(vocabulary.encode(), digest_size=16).hexdigest()}"
 
 
 def check_fingerprint(what: str, saved: str | None, own: str, made_with: str | None = None) -> None:
-    """Refuses caches of another model, or if both fingerprints know the tokenizer, of another tokenizer.
+    """Refuses caches of another model or, if both fingerprints include a tokenizer, of another tokenizer.
 
     Args:
         what: the name of the file, for the message.
-        saved, own: fingerprints, of the file and of the model that is to go on with it.
-        made_with: the name of the model that the file was made with.
+        saved, own: the fingerprints of the file and of the model that is to continue from it.
+        made_with: the name of the model that the file was made with, for the message.
 
     Raises:
-        ValueError: they differ, or the file does not say.
+        ValueError: they differ, or the file has none.
     """
     if saved is None:
         raise ValueError(f"{what} does not say of which model it is: make it again with mlx-kv cache")
-    mend = "make it again" + (f", or give the model that it was made with, {made_with}" if made_with else "")
+    fix = "make it again" + (f", or give the model that it was made with, {made_with}" if made_with else "")
     (model, _, tokenizer), (own_model, _, own_tokenizer) = saved.partition("-"), own.partition("-")
     if model != own_model:
-        raise ValueError(f"{what} is a prompt cache of another model: {mend}")
+        raise ValueError(f"{what} is a prompt cache of another model: {fix}")
     if tokenizer and own_tokenizer and tokenizer != own_tokenizer:
-        raise ValueError(f"{what} is a prompt cache of a model with another tokenizer: {mend}")
+        raise ValueError(f"{what} is a prompt cache of a model with another tokenizer: {fix}")

@@ -1,8 +1,4 @@
-"""JSON of which nothing is dropped: of a name that is there twice, Python keeps the last value and is silent.
-
-Decides what is no JSON here although Python takes it: such names, NaN, numbers that no float can hold, and what is
-nested so deeply that whoever walks through it would fail. Knows nothing about which names there are.
-"""
+"""Strict JSON: no duplicate names, of which Python keeps the last value, no NaN or infinity, no deep nesting."""
 
 from __future__ import annotations
 
@@ -11,11 +7,11 @@ import math
 from collections import Counter
 from typing import Any, Never
 
-MOST_NESTED = 128  # arrays and objects within each other; Python's own bound is on all calls, whoever makes them
+MOST_NESTED = 128  # arrays and objects within each other; Python's own bound depends on the depth of all calls
 
 
 class DuplicateKeyError(ValueError):
-    """An object has a name twice.
+    """An object with a duplicate name.
 
     Attributes:
         key: the name.
@@ -40,11 +36,10 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def read_json(raw: bytes | str) -> Any:
-    """JSON as its standard has it, with finite numbers: Python's own takes NaN, and 1e400 for infinity.
+    """Parses JSON of finite numbers: Python's own parser accepts NaN, and 1e400 as infinity.
 
     Raises:
-        ValueError: it is no JSON, is nested too deeply, has a number that no float can hold, or a name twice, one of
-            which would be dropped.
+        ValueError: it is no JSON, is nested too deeply, has a number that no float can hold, or a duplicate name.
     """
 
     def constant(text: str) -> Never:
@@ -61,15 +56,15 @@ def read_json(raw: bytes | str) -> Any:
         value = json.loads(raw, parse_constant=constant, parse_float=finite, object_pairs_hook=unique_keys)
     except RecursionError:
         raise ValueError(too_deep) from None
-    begun = (raw.count(b"[") + raw.count(b"{")) if isinstance(raw, bytes) else (raw.count("[") + raw.count("{"))
-    if begun > MOST_NESTED and _is_deeper(value, MOST_NESTED):  # few have as many at all
+    opened = (raw.count(b"[") + raw.count(b"{")) if isinstance(raw, bytes) else (raw.count("[") + raw.count("{"))
+    if opened > MOST_NESTED and _is_deeper(value, MOST_NESTED):  # most JSON has fewer
         raise ValueError(too_deep)
     return value
 
 
-def _is_deeper(value: Any, most: int) -> bool:
+def _is_deeper(value: Any, depth: int) -> bool:
     level = [value]
-    for _ in range(most):
+    for _ in range(depth):
         inner = (each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list))
         level = [one for each in inner for one in each if isinstance(one, dict | list)]
     return bool(level)

@@ -1,9 +1,9 @@
-"""Safetensors files: named arrays and words in, the same out, or a refusal in one line.
+"""Safetensors files: named arrays and metadata, written atomically, and read with every check before any use.
 
-Decides which files are not even looked into. It parses the format itself, because a file may be cut off, altered or
-made up: nothing is trusted before it was compared with the size of the file, nothing is left to be read later, and an
-array's digest is of the very bytes that it is made of. Knows nothing about caches, nor how a file comes to be whole or
-not at all (`replacing`). The format: 8 bytes with the length of a header, the header in JSON, the bytes of all arrays.
+The format is parsed here and not by MLX or the safetensors library, because a file may be cut off, altered or made up:
+sizes are compared with the size of the file before anything is allocated, nothing is read later, and the digest of an
+array is computed of the bytes that it is made of. The safetensors library holds all bytes twice, and with digests takes
+a third longer. The format: 8 bytes with the length of a header, the header in JSON, the bytes of all arrays.
 """
 
 from __future__ import annotations
@@ -16,14 +16,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Annotated, Any
 
 import mlx.core as mx
+from msgspec import Meta
 
-from mlx_kv.files.replacing import regular, replacing
+from mlx_kv.files.atomic_write import atomic_write, regular_file
+from mlx_kv.files.decoding import Count, Part, decode
+from mlx_kv.files.strict_json import read_json
 
-MOST_HEADER_BYTES = 100_000_000  # what the safetensors library allows, too
-MOST_AXES, MOST_ELEMENTS = 16, 2**31 - 1
+MAX_HEADER_BYTES = 100_000_000  # as in the safetensors library
+Offset = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 DTYPES = {
     "BOOL": mx.bool_,
     "U8": mx.uint8,
@@ -44,21 +47,26 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class Content:
-    """An array as bytes in row-major order: what any thread can read or write, without MLX.
+    """An array as bytes in row-major order, which any thread can read or write without MLX.
 
     Attributes:
-        dtype: by its name in a file.
+        dtype: a key of `DTYPES`.
     """
 
     dtype: str
     shape: tuple[int, ...]
     bytes: bytearray | memoryview
 
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return DTYPES[self.dtype].size
+
     def digest(self, name: str) -> str:
         """Of the name, the dtype, the shape and the bytes."""
-        sealed = hashlib.blake2b(f"{name} {self.dtype} {list(self.shape)} ".encode(), digest_size=16)
-        sealed.update(self.bytes)
-        return sealed.hexdigest()
+        found = hashlib.blake2b(f"{name} {self.dtype} {list(self.shape)} ".encode(), digest_size=16)
+        found.update(self.bytes)
+        return found.hexdigest()
 
     def array(self) -> mx.array:
         """Evaluated."""
@@ -71,7 +79,7 @@ class Content:
 
 
 def contents(arrays: Mapping[str, mx.array]) -> dict[str, Content]:
-    """Arrays as bytes, copied only where an array is a part of another.
+    """Arrays as bytes; only a part of another array is copied.
 
     Raises:
         ValueError: an array has a dtype that no file can hold.
@@ -87,12 +95,12 @@ def contents(arrays: Mapping[str, mx.array]) -> dict[str, Content]:
 
 @dataclass(frozen=True)
 class TensorFile:
-    """What a file holds.
+    """The contents of a file.
 
     Attributes:
-        words: the header's metadata.
-        contents: of the arrays, by name.
-        digests: of the arrays, as they were read.
+        words: its metadata.
+        contents: the arrays, by name.
+        digests: of the arrays, computed when they were read.
     """
 
     words: dict[str, str]
@@ -101,7 +109,7 @@ class TensorFile:
 
     @cached_property
     def arrays(self) -> dict[str, mx.array]:
-        """By name, evaluated; made by the thread that asks first."""
+        """By name, evaluated; made by the thread that accesses it first."""
         return {name: content.array() for name, content in self.contents.items()}
 
 
@@ -109,10 +117,10 @@ class TensorFile:
 
 
 def write(path: str | Path, arrays: Mapping[str, mx.array], words: Mapping[str, str]) -> None:
-    """Writes a file that is there whole, and on the disk, when this returns; until then the old one is.
+    """Writes a file atomically; it is on the disk when this returns.
 
     Raises:
-        ValueError: there is no such folder, the path is one, or an array has a dtype that no file can hold.
+        ValueError: the folder does not exist, the path is one, or an array has a dtype that no file can hold.
         OSError: it cannot be written.
     """
     write_contents(path, contents(arrays), words)
@@ -127,9 +135,9 @@ def write_contents(path: str | Path, named: Mapping[str, Content], words: Mappin
         header[name] = {"dtype": content.dtype, "shape": list(content.shape), "data_offsets": [first, last]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    if len(text) > MOST_HEADER_BYTES:
-        raise ValueError(f"the header would have {len(text):,} bytes, of at most {MOST_HEADER_BYTES:,}: save less")
-    with replacing(path) as file:
+    if len(text) > MAX_HEADER_BYTES:
+        raise ValueError(f"the header would have {len(text):,} bytes, of at most {MAX_HEADER_BYTES:,}: save less")
+    with atomic_write(path) as file:
         file.write(len(text).to_bytes(8, "little"))
         file.write(text)
         for content in named.values():
@@ -143,76 +151,75 @@ def read(path: str | Path) -> TensorFile:
     """Reads a file wholly.
 
     Raises:
-        FileNotFoundError: it is not there.
-        ValueError: it is no regular file, no safetensors file, or cut off, or longer than it says.
+        FileNotFoundError: it does not exist.
+        ValueError: it is no regular file, no safetensors file, or cut off, or longer than its header says.
     """
-    regular(path)
+    regular_file(path)
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         words, headers = _read_header(path, file, size)
         named, digests = {}, {}
-        for first, last, name, dtype, shape in headers:
+        for name, header in headers.items():
+            first, last = header.data_offsets
             content = bytearray(last - first)
             if file.readinto(content) != len(content):
                 raise ValueError(f"{path} was cut off while it was read: make it again")
-            named[name] = Content(dtype, shape, content)
+            named[name] = Content(header.dtype, tuple(header.shape), content)
             digests[name] = named[name].digest(name)
     return TensorFile(words, named, digests)
 
 
 def words_of(file: IO[bytes], size: int) -> dict[str, str] | None:
-    """The metadata of a safetensors file that is open and has so many bytes, whole or not; None if it is none."""
+    """The metadata of an open file of so many bytes, which may be cut off; None if it is no safetensors file."""
     try:
         return _read_header("", file, size, whole=False)[0]
     except ValueError:
         return None
 
 
-ArrayHeader = tuple[int, int, str, str, tuple[int, ...]]  # first and last byte, name, dtype, shape
+class ArrayHeader(Part):
+    """An array in the header of a file."""
+
+    dtype: str
+    shape: Annotated[list[Count], Meta(max_length=16)]
+    data_offsets: tuple[Offset, Offset]
+
+    def __post_init__(self) -> None:
+        first, last = self.data_offsets
+        if self.dtype not in DTYPES or last - first != math.prod(self.shape) * DTYPES[self.dtype].size:
+            raise ValueError("a dtype or a shape that is not that of its bytes")
 
 
 def _read_header(
     path: str | Path, file: IO[bytes], size: int, whole: bool = True
-) -> tuple[dict[str, str], list[ArrayHeader]]:
-    """The words and the arrays of a file, these in the order of their bytes, after every check that there is."""
+) -> tuple[dict[str, str], dict[str, ArrayHeader]]:
+    """The metadata and the arrays of a file, these in the order of their bytes.
+
+    Args:
+        whole: whether all bytes of the arrays must be there.
+
+    Raises:
+        ValueError: it is no safetensors file, or cut off, or longer than its header says.
+    """
     length = int.from_bytes(file.read(8), "little")
-    if size < 8 or not 2 <= length <= min(size - 8, MOST_HEADER_BYTES):
+    if size < 8 or not 2 <= length <= min(size - 8, MAX_HEADER_BYTES):
         raise ValueError(
             f"{path} is no safetensors file, or was cut off: its header has {length:,} bytes, the file {size:,}; "
             "give another, or make it again"
         )
     try:
-        header = json.loads(file.read(length).decode("utf-8"))
-        words = header.pop("__metadata__", {})
-        headers = sorted(_array_header(name, told) for name, told in header.items())
-        if not all(isinstance(word, str) for word in words.values()):
-            raise ValueError("metadata that is no text")
-    except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
+        tree = decode(read_json(file.read(length).decode()), dict[str, Any])
+        metadata = decode(tree.pop("__metadata__", {}), dict[str, str])
+        headers = sorted(decode(tree, dict[str, ArrayHeader]).items(), key=lambda item: (item[1].data_offsets, item[0]))
+        "".join(tree).encode()  # refuses names that are no text
+    except ValueError as error:
         raise ValueError(
             f"{path} is no safetensors file, or was damaged: its header cannot be read; give another, or make it again"
         ) from error
-    ends = [0, *(last for _, last, *_ in headers)]
-    if not whole:
-        return words, headers
-    if [first for first, *_ in headers] != ends[:-1] or ends[-1] != size - 8 - length:
+    ends = [0, *(header.data_offsets[1] for _, header in headers)]
+    if whole and ([header.data_offsets[0] for _, header in headers] != ends[:-1] or ends[-1] != size - 8 - length):
         raise ValueError(
             f"{path} was cut off or damaged: its arrays have {ends[-1]:,} bytes, the file has {size - 8 - length:,}; "
             "make it again"
         )
-    return words, headers
-
-
-def _array_header(name: str, told: Any) -> ArrayHeader:
-    """One array of the header.
-
-    Raises:
-        ValueError, TypeError, KeyError: what is told of it cannot be.
-    """
-    name.encode()  # refuses what is no text
-    dtype, (first, last), shape = told["dtype"], told["data_offsets"], told["shape"]
-    numbers = [first, last, *shape]
-    if not all(type(number) is int and number >= 0 for number in numbers) or len(shape) > MOST_AXES:
-        raise ValueError("a shape or an offset that is no number")
-    if max(shape, default=0) > MOST_ELEMENTS or last - first != math.prod(shape) * DTYPES[dtype].size:
-        raise ValueError("a shape that is not that of its bytes")
-    return first, last, name, dtype, tuple(shape)
+    return metadata, dict(headers)

@@ -13,6 +13,7 @@ import mlx.nn as nn
 
 from mlx_kv.cache.checks import whole_number
 from mlx_kv.generation.agreement import ALONE, Agreement, leaders
+from mlx_kv.generation.distributed_caches import equal_lengths
 from mlx_kv.generation.plain import PlainEngine
 from mlx_kv.generation.progress import SequenceProgress
 from mlx_kv.generation.rereading import NOTHING_ASKED, Instructions
@@ -23,7 +24,6 @@ from mlx_kv.generation.speculation.drafters import Drafter, Factory
 from mlx_kv.generation.speculation.settings import DraftLength, DraftSettings
 from mlx_kv.generation.speculation.statistics import SpeculationStatistics
 from mlx_kv.generation.speculative import SpeculativeEngine
-from mlx_kv.generation.together import equal_lengths
 from mlx_kv.mlxlm.batching import check_batches
 from mlx_kv.policy import CachePolicy, given_policy
 

@@ -15,6 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_kv.generation.agreement import ALONE, Agreement
+from mlx_kv.generation.distributed_caches import equal_lengths, make_distributed_caches
 from mlx_kv.generation.logprobs import scored
 from mlx_kv.generation.prefill import CHUNKS_AT_ONCE, MOST_PROMPTS_AT_ONCE, chunk_for, prefill_step, reserve_for
 from mlx_kv.generation.prefill_pacing import PrefillPace
@@ -22,11 +23,9 @@ from mlx_kv.generation.progress import SequenceProgress
 from mlx_kv.generation.reading_twice import ReadingTwice
 from mlx_kv.generation.rereading import NOTHING_ASKED, Instructions
 from mlx_kv.generation.sequence import BatchToken, TokenSequence, Waiting
-from mlx_kv.generation.together import caches_together, equal_lengths
 from mlx_kv.mlxlm.batching import RowsByClass, WatchedBatchGenerator, evaluated
 from mlx_kv.mlxlm.observing import show_attention
-from mlx_kv.mlxlm.traverse import attention_caches
-from mlx_kv.mlxlm.trimming import trim_all
+from mlx_kv.mlxlm.traverse import attention_caches, trim_all
 from mlx_kv.policy import CachePolicy
 
 # Tokens of prompts read together, and no more than two chunks. More would keep the device no busier, but all rows
@@ -51,7 +50,7 @@ class PlainEngine:
         most_wait: float | None = None,
     ) -> None:
         self.model, self._return_caches = model, return_caches
-        self._empty = caches_together(model, policy, agreement)  # refuses what no layer can honour
+        self._empty = make_distributed_caches(model, policy, agreement)  # refuses what no layer can honour
         step, chunk = prefill_step(model, self._empty, prefill_step_size), chunk_for(model)
         self.step_size, chunk = agreement.least([step, chunk])
         together = min(MOST_PROMPTS_AT_ONCE, max_batch_size)

@@ -87,7 +87,7 @@ def wants_rereading(caches: Iterable[Any]) -> bool:
 
 
 def _wants(cache: Any) -> bool:
-    return is_ours(cache) and cache.evictor is not None and cache.evictor.wants_rereading
+    return is_ours(cache) and cache.evictor is not None and cache.evictor.wants_second_pass
 
 
 class Rereading:
@@ -184,7 +184,7 @@ class Rereading:
             self._copies = mapped(self._caches, lambda cache: cache if _wants(cache) else copy.deepcopy(cache))
             self._residuals = [cache.residual for cache, _ in self._wanting]
             for _, evictor in self._wanting:
-                evictor.listen(self._before + self._repeated, self._before + last)
+                evictor.begin_second_pass(self._before + self._repeated, self._before + last)
         chunk = [text[: self._step] for text in self._pending]
         rest = [text[self._step :] for text in self._pending]
         read_chunk(self._model, self._copies, chunk)
@@ -201,7 +201,7 @@ class Rereading:
             beyond = [row.offset - stands for row in cache.view.rows]
             if max(beyond) > 0:
                 cache.trim_per_sequence([max(0, count) for count in beyond])
-            evictor.stop_listening(heard)
+            evictor.end_second_pass(heard)
         self._pending, self._copies, self._residuals = [], [], []
 
 

@@ -9,23 +9,42 @@ vocabulary.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Integral
+from types import FunctionType
 from typing import Any
 
 import mlx.core as mx
+from mlx_lm import sample_utils
 
 from mlx_kv.cache.checks import check_type, is_number, shown
-from mlx_kv.mlxlm.filters import apply_min_p, apply_top_k, apply_top_p, apply_xtc
 
 Sampler = Callable[[mx.array], mx.array]
+Filter = Callable[..., mx.array]
 
 # In float32, log-probabilities of the two likeliest tokens that differ do so by more than 1e-8, and Gumbel noise lies
 # between -5 and 17: beyond these temperatures nothing changes any more, but float32 has no such numbers.
 LEAST_TEMP, MOST_TEMP = 1e-20, 1e20
 LEAST_TOP_P = 1e-20  # below one over the vocabulary, only the likeliest token is left
+
+
+def _uncompiled(compiled: Any) -> Filter:
+    """The function that MLX compiled: mlx-lm's filters are compiled anew for each number that a client sends.
+
+    That takes a tenth of a second and more, in which all rows wait, and every version stays in memory. MLX does not
+    offer the original function.
+    """
+    if type(compiled) is FunctionType:  # isinstance is also true of compiled functions
+        return compiled
+    found: Filter = next((own for own in gc.get_referents(compiled) if type(own) is FunctionType), compiled)
+    return found
+
+
+apply_min_p, apply_top_k = _uncompiled(sample_utils.apply_min_p), _uncompiled(sample_utils.apply_top_k)
+apply_top_p, apply_xtc = _uncompiled(sample_utils.apply_top_p), _uncompiled(sample_utils.apply_xtc)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from mlx_kv.generation.speculation.joining import Joining, NewRow
 from mlx_kv.generation.speculation.statistics import SpeculationStatistics
 from mlx_kv.mlxlm.batching import RowsByClass, evaluated
 from mlx_kv.mlxlm.observing import show_attention
-from mlx_kv.mlxlm.trimming import trim_all
+from mlx_kv.mlxlm.traverse import trim_all
 
 
 class SpeculativeEngine:

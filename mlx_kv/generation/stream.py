@@ -20,12 +20,12 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_kv.cache.checks import check_type, shown
 from mlx_kv.generation.agreement import Group, agreed_sampler, agreement_of, in_step, most
+from mlx_kv.generation.distributed_caches import check_alone, given_caches, make_distributed_caches
 from mlx_kv.generation.encoding import tokens_of_prompt, wrapped
 from mlx_kv.generation.prefill import prefill_step, reserve_for
 from mlx_kv.generation.rereading import Instructions, Rereading, wants_rereading
 from mlx_kv.generation.sampling import Sampler, sampler_of_sequence
 from mlx_kv.generation.settings import LogitsProcessor, given_processors
-from mlx_kv.generation.together import caches_together, check_alone, given_caches
 from mlx_kv.mlxlm.convert import check_windows
 from mlx_kv.mlxlm.loading import check_model, vocabulary_of
 from mlx_kv.mlxlm.observing import show_attention
@@ -94,7 +94,7 @@ def stream_generate(
     )
     tokens = mx.array(told)
     _check_embeddings(options.get("input_embeddings"), len(told))
-    caches = caches_together(model, policy, agreement) if prompt_cache is None else prompt_cache
+    caches = make_distributed_caches(model, policy, agreement) if prompt_cache is None else prompt_cache
     before = most(agreement, max((int(cache.offset) for cache in attention_caches(caches)), default=0))
     if agreement.leads:
         sampler = sampler_of_sequence(sampler, seed, before + tokens.size)

@@ -1,17 +1,15 @@
-"""Every quirk of mlx-lm, in one place: what its models and their cache lists are, and our caches in them.
+"""Everything that depends on mlx-lm's internals: its models, their cache lists, and our caches in them.
 
     loading.py    models, and their names, sizes and limits
-    convert.py    our caches in the place of a model's own
-    traverse.py   the caches of all layers, one by one
-    trimming.py   tokens taken back, and compaction, in all layers or in none
-    recurrent.py  recurrent state that can go back
+    convert.py    our caches instead of a model's own
+    traverse.py   the caches of all layers: listed, trimmed, compacted
+    recurrent.py  recurrent state with checkpoints
     batching.py   caches as rows of a batch, and mlx-lm's generator
-    probe.py      what a model does with its caches, found by asking it
-    rope.py       the RoPE of a model's layers, found by asking it
-    attention.py  where a model's attention can be seen, and answered
-    observing.py  which layers show theirs, and caches that want to see it
+    probe.py      probes: how a model uses its caches
+    observing.py  probes: which layers show their attention; caches that need to see it
+    rope.py       probes: the RoPE of each layer
+    attention.py  a patch of the attention function
     cpu.py        attention and activation on a CPU
-    filters.py    filters of log-probabilities as they are before MLX compiles them
 
-Quirks of a model are found by asking it, never by its name.
+Differences between models are found by probes, never by a model's name.
 """

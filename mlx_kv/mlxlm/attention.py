@@ -1,10 +1,9 @@
-"""The one place where the attention of mlx-lm's models can be seen, and served.
+"""A patch of the attention function of mlx-lm's models, through which calls can be observed and answered.
 
-mlx-lm's models call `scaled_dot_product_attention(queries, keys, values, cache=..., ...)` by a global name of the
-module in which their layer lies. While an `AttentionSeam` of a model is open, that name stands for a function of ours
-in each of these modules: a call whose cache carries an `attention_hook` goes to that hook, every other one is handed on
-as it came, which costs half a microsecond a layer (a step of a tiny model takes thousands). Closed, the modules are as
-they were; nothing is touched before. Which layers call it at all, `observing` finds out.
+mlx-lm's models call `scaled_dot_product_attention(queries, keys, values, cache=..., ...)` by a global name of their
+module. While an `AttentionPatch` of a model is open, that name is a function of ours in its modules: calls with a cache
+that has an `attention_hook` go to that hook, all others to the original function, which costs half a microsecond a
+layer. After the last patch has closed, the original function is back. `observing` finds which layers call it at all.
 B rows, Hq query heads, H KV heads, S queries, N tokens that a cache holds, D head dim.
 """
 
@@ -33,11 +32,11 @@ ARGUMENTS = ("queries", "keys", "values", "cache", "scale", "mask", "sinks")
 
 
 class AttentionCall:
-    """One call of attention: what a layer asks, and a way to have it answered.
+    """One call of attention: its arguments, and the function that computes it.
 
     Attributes:
         queries: (B, Hq, S, D), after RoPE.
-        keys, values: as the layer hands them on: mostly what the cache returned, (B, H, N, D) or packed planes.
+        keys, values: mostly what the cache returned, (B, H, N, D) or packed planes.
         cache: the cache of the layer.
         scale: of the products of queries and keys.
         mask: "causal", an array of bool or of addends that broadcasts to (B, Hq, S, N), or None.
@@ -60,27 +59,29 @@ class AttentionCall:
         for name in ARGUMENTS:
             setattr(self, name, given.get(name))
 
-    def hand_on(self, **changes: Any) -> mx.array:
-        """(B, Hq, S, D), what the layer would have got: of the same arguments, but for those that are given anew.
+    def forward(self, **changes: Any) -> mx.array:
+        """(B, Hq, S, D): computes attention, with some arguments changed.
 
         Raises:
             TypeError: a change of something that is no argument of attention.
         """
         if not isinstance(changes.get("keys", self.keys), mx.array) and "queries" not in changes:
-            changes["queries"] = self.queries[...]  # mlx-lm scales them in place there: those of the hook stay
+            changes["queries"] = self.queries[...]  # mlx-lm scales them in place there
         placed, named = self._arguments(changes)
         return self._function(*placed, **named)
+
+    hand_on = forward  # its name up to 0.2
 
     def changed(self, **changes: Any) -> AttentionCall:
         """The same call with other arguments.
 
         Raises:
-            TypeError: as `hand_on`.
+            TypeError: as `forward`.
         """
         return AttentionCall(self._function, *self._arguments(changes))
 
     def before(self, hook: AttentionHook) -> AttentionCall:
-        """The same call, answered by a hook when it is handed on."""
+        """The same call, but `forward` calls a hook."""
 
         def function(*placed: Any, **named: Any) -> mx.array:
             return hook.attend(AttentionCall(self._function, placed, named))
@@ -95,25 +96,23 @@ class AttentionCall:
 
 
 class AttentionHook(Protocol):
-    """What a cache carries as `attention_hook` if its attention is to be seen, or answered in mlx-lm's place."""
+    """The `attention_hook` of a cache, which observes its attention or computes it instead of mlx-lm."""
 
     def attend(self, call: AttentionCall) -> mx.array:
-        """(B, Hq, S, D): `call.hand_on()`, after a look at it or with other arguments; or an answer of its own."""
+        """(B, Hq, S, D): `call.forward()`, perhaps with other arguments, or another result."""
 
 
-class AttentionSeam:
-    """Gives the attention of a model's layers to the hooks of their caches, from its making until it is closed.
+class AttentionPatch:
+    """Passes the attention of a model's layers to the hooks of their caches, until it is closed.
 
-    It ends with its block, with `close`, or with its last reference: caches that ask can carry it. A copy is the
-    seam itself. Seams may overlap in any order, also those of several models of one module; a module gets its own
-    function back with the last of them.
+    It closes at the end of its `with` block, by `close`, or with its last reference: caches can hold one. A copy is the
+    patch itself. Patches may overlap in any order, also for several models of one module; the module's own function
+    returns with the last of them.
 
     Args:
         model: any model of mlx-lm. Layers of other modules, as wrappers of models have, are found.
-        otherwise: what gets the calls that no hook asks for, also those that name no cache. In overlapping seams the
-            last one.
-        answering: what computes attention in mlx-lm's place, after any hook has seen the call. In overlapping seams
-            the last one.
+        otherwise: the hook of calls whose cache has none, and of those without a cache. The latest patch wins.
+        answering: computes attention instead of mlx-lm, after the hook of the cache. The latest patch wins.
     """
 
     def __init__(
@@ -121,12 +120,12 @@ class AttentionSeam:
     ) -> None:
         number = next(_numbers)
         modules = attention_modules(model)
-        self._finalizer = weakref.finalize(self, _leave, modules, number)
+        self._finalizer = weakref.finalize(self, _changes.make, functools.partial(_close, modules, number))
         self._finalizer.atexit = False
-        _changes.make(functools.partial(_enter, modules, number, otherwise, answering))
+        _changes.make(functools.partial(_open, modules, number, otherwise, answering))
 
     def close(self) -> None:
-        """Ends it; again, nothing happens."""
+        """Ends the patch; a second call does nothing."""
         self._finalizer()
 
     def __enter__(self) -> Self:
@@ -139,16 +138,19 @@ class AttentionSeam:
         return self
 
 
+AttentionSeam = AttentionPatch  # its name up to 0.2
+
+
 @contextlib.contextmanager
 def attention_hooked(model: nn.Module, caches: Iterable[Any], hook: AttentionHook | None) -> Iterator[None]:
-    """Gives the attention over these caches, ours or mlx-lm's, to a hook for as long as the block runs.
+    """Passes the attention over these caches, ours or mlx-lm's, to a hook inside a `with` block.
 
-    Caches that see their attention themselves see what it hands on.
+    Caches with a hook of their own get what this hook forwards.
     """
     in_front = None if hook is None else _InFront(hook)
     everything = list(leaves(caches))
     before = [getattr(cache, HOOK, None) for cache in everything]
-    with AttentionSeam(model):
+    with AttentionPatch(model):
         try:
             for cache in everything:
                 setattr(cache, HOOK, in_front)
@@ -159,7 +161,7 @@ def attention_hooked(model: nn.Module, caches: Iterable[Any], hook: AttentionHoo
 
 
 def attention_modules(model: nn.Module) -> list[ModuleType]:
-    """Those of the model's modules that have attention by its global name."""
+    """The model's modules that call attention by its global name."""
     return modules_with(model, NAME)
 
 
@@ -182,16 +184,15 @@ class _InFront:
         return self._hook.attend(call if own is None else call.before(own))
 
 
-class _SeamedModule:
-    """The function that stands in a module for its attention, and the seams that want it there."""
+class _PatchedModule:
+    """The function that replaces a module's attention, and the open patches of the module."""
 
     def __init__(self, module: ModuleType) -> None:
         own: Callable[..., mx.array] = getattr(module, NAME)
         self.module, self.own = module, own
-        self.seams: dict[int, tuple[AttentionHook | None, AttentionHook | None]] = {}
+        self.patches: dict[int, tuple[AttentionHook | None, AttentionHook | None]] = {}
         self.otherwise: AttentionHook | None = None
         self.answering: AttentionHook | None = None
-        self.standing = False
 
         @functools.wraps(own)
         def attention(*placed: Any, **named: Any) -> mx.array:
@@ -204,35 +205,25 @@ class _SeamedModule:
             return answering.attend(call) if hook is None else hook.attend(call.before(answering))
 
         self.function = attention
+        setattr(module, NAME, attention)
 
-    def enter(self, number: int, otherwise: AttentionHook | None, answering: AttentionHook | None) -> None:
-        self.seams[number] = otherwise, answering
-        self._settle()
-        if not self.standing:
-            self.standing = True
-            setattr(self.module, NAME, self.function)
-
-    def leave(self, number: int) -> None:
-        self.seams.pop(number, None)
-        self._settle()
-        if not self.seams:
-            self.standing = False
-            del _seamed[self.module]
-            # Else another function replaced ours and calls it: from now on ours hands everything on.
+    def settle(self) -> None:
+        """Uses the hooks of the latest patches; without any, the module gets its own function back."""
+        last_first = [*reversed(self.patches.values())]
+        self.otherwise = next((hook for hook, _ in last_first if hook is not None), None)
+        self.answering = next((hook for _, hook in last_first if hook is not None), None)
+        if not self.patches:
+            del _patched[self.module]
+            # Where another function has replaced ours and calls it, ours now forwards every call.
             if getattr(self.module, NAME) is self.function:
                 setattr(self.module, NAME, self.own)
 
-    def _settle(self) -> None:
-        last_first = [*reversed(self.seams.values())]
-        self.otherwise = next((hook for hook, _ in last_first if hook is not None), None)
-        self.answering = next((hook for _, hook in last_first if hook is not None), None)
-
 
 class Changes:
-    """Makes changes of what all of a process shares, such as a module of mlx-lm's: one after the other, each whole.
+    """Makes changes to process-wide state, such as a module of mlx-lm, one after the other.
 
-    A destructor runs at any moment, also in the middle of a change by the same thread, which no lock prevents. What it
-    wants changed waits for the end of that.
+    A finalizer may run in the middle of a change by the same thread, which no lock prevents: its own change is queued
+    until then.
     """
 
     def __init__(self) -> None:
@@ -241,11 +232,11 @@ class Changes:
         self._changing = False
 
     def make(self, change: Callable[[], None]) -> None:
-        """It is made when this returns; or, asked for within another one, when that is."""
+        """Makes a change before it returns; from within another change, after that one."""
         self._waiting.append(change)
         while True:
             with self._lock:
-                if self._changing:  # by this thread: it goes on with what waits
+                if self._changing:  # this thread, further up, makes what waits
                     return
                 self._changing = True
                 try:
@@ -258,24 +249,22 @@ class Changes:
 
 
 _numbers = count()
-_seamed: dict[ModuleType, _SeamedModule] = {}
-_changes = Changes()  # the garbage of a seam may be collected while another is made
+_patched: dict[ModuleType, _PatchedModule] = {}
+_changes = Changes()  # a patch may be collected as garbage while another one opens
 
 
-def _enter(
+def _open(
     modules: list[ModuleType], number: int, otherwise: AttentionHook | None, answering: AttentionHook | None
 ) -> None:
     for module in modules:
-        if module not in _seamed:
-            _seamed[module] = _SeamedModule(module)
-        _seamed[module].enter(number, otherwise, answering)
+        if module not in _patched:
+            _patched[module] = _PatchedModule(module)
+        _patched[module].patches[number] = otherwise, answering
+        _patched[module].settle()
 
 
-def _leave(modules: list[ModuleType], number: int) -> None:
-    _changes.make(functools.partial(_left, modules, number))
-
-
-def _left(modules: list[ModuleType], number: int) -> None:
+def _close(modules: list[ModuleType], number: int) -> None:
     for module in modules:
-        if module in _seamed:
-            _seamed[module].leave(number)
+        if module in _patched:
+            _patched[module].patches.pop(number, None)
+            _patched[module].settle()

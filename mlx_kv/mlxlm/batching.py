@@ -1,11 +1,10 @@
-"""Batches of a model of mlx-lm: whether caches can be rows of one, and mlx-lm's `BatchGenerator`, watched.
+"""Batches of a model of mlx-lm: whether caches can be rows of one, and a `BatchGenerator` whose rows can be read.
 
-Some of it is found by asking the model (`probe`); what padding does to recurrent layers is tried. The generator also
-shows what mlx-lm's own does not: which rows decode now, and what their caches hold. Which sequences are inserted, and
-when, is decided by the engines in `generation`. Rows have numbers that mlx-lm gives.
+Some of it is probed, such as what padding does to recurrent layers. The generator shows which rows decode, and their
+caches. The engines in `generation` decide which sequences are inserted, and when. mlx-lm numbers the rows.
 
-Uses mlx-lm's privates: `BatchGenerator._generation_batch`, the batch of the rows that decode, is the only place where
-they are; `_prompt_batch` and `_unprocessed_sequences` are those that are read, and that wait.
+Uses mlx-lm's privates: `BatchGenerator._generation_batch`, the batch of the rows that decode; `_prompt_batch` and
+`_unprocessed_sequences`, those that are read, and those that wait.
 B rows, V the vocabulary.
 """
 
@@ -23,16 +22,15 @@ from mlx_lm.models import cache as stock
 from mlx_kv.cache.classes import RowClasses
 from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.cache.rows import check_joinable
-from mlx_kv.mlxlm.attention import AttentionSeam
+from mlx_kv.mlxlm.attention import AttentionPatch
 from mlx_kv.mlxlm.convert import make_prompt_cache
 from mlx_kv.mlxlm.loading import architecture
 from mlx_kv.mlxlm.observing import attends_by_class
-from mlx_kv.mlxlm.probe import ATTENTION, asked_once, refuses_ragged
+from mlx_kv.mlxlm.probe import ATTENTION, cached_per_model, refuses_ragged
 from mlx_kv.mlxlm.recurrent import RecurrentState
 from mlx_kv.mlxlm.traverse import is_ours, kind_of, leaves, mapped
 
-# Two rows of a batch, when it is tried what padding does to recurrent layers: as many tokens as it takes for a state
-# that fades with every token.
+# Of two rows, for the probe of padding: as many as it takes to see a state that fades with every token.
 TOKENS, PADDING = 3, 13
 # Padding that is read changes a state by as much as tokens in its place would (0.96 to 1.3 of it, in nine families);
 # sums in another order, by 1e-6 of it in float32, and in 16 bits still by little.
@@ -84,13 +82,12 @@ def only_attention(model: nn.Module) -> bool:
     return all(type(cache) in ATTENTION for cache in leaves(stock.make_prompt_cache(model)))
 
 
-@asked_once
+@cached_per_model
 def padding_is_read(model: nn.Module) -> bool:
     """Whether padding changes the state of recurrent layers, if there are any.
 
-    Some use the lengths that are announced to them, some in part, some not at all: so it is tried, with a few tokens,
-    which are evaluated to the end: other processes may have other layers of this model. Rows that decode are of
-    one token each, and need no padding.
+    Models use the announced lengths fully, in part, or not at all, so a few tokens are read and evaluated: also the
+    logits, since other processes may have the last layers. Rows that decode have one token each, and no padding.
     """
     rows = mx.arange(2 * (TOKENS + PADDING)).reshape(2, -1)  # as many ids as any model has
 
@@ -116,42 +113,41 @@ def padding_is_read(model: nn.Module) -> bool:
 
 
 class RowsByClass:
-    """Makes caches whose batches keep rows by capacity class (`cache.classes`), and opens the seam that they need.
+    """Makes caches whose batches keep rows by capacity class (`cache.classes`), and opens the patch that they need.
 
     Args:
-        model: of mlx-lm. One that cannot take such caches gets those that it had.
-        rows: of a batch at the most; one alone needs no classes.
+        model: of mlx-lm. Where it does not support such caches, they stay as they are.
+        rows: maximum of a batch; one row needs no classes.
     """
 
     def __init__(self, model: nn.Module, rows: int) -> None:
-        self._seam = AttentionSeam(model) if rows > 1 and attends_by_class(model) else None
+        self._patch = AttentionPatch(model) if rows > 1 and attends_by_class(model) else None
 
     def of(self, caches: Sequence[Any]) -> list[Any]:
         """The caches of a sequence, ready to be joined with those of others."""
-        if self._seam is None:
+        if self._patch is None:
             return list(caches)
         return mapped(caches, lambda cache: RowClasses(cache) if is_ours(cache) else cache)
 
     def close(self) -> None:
-        """Closes the seam: no batch keeps its rows by class any more, and sequences that come now keep their caches."""
-        seam, self._seam = self._seam, None
-        if seam is not None:
-            seam.close()
+        """Closes the patch: no batch keeps rows by class any more, and new sequences keep their caches."""
+        patch, self._patch = self._patch, None
+        if patch is not None:
+            patch.close()
 
 
 # --- mlx-lm's generator -----------------------------------------------------------------------------------------------
 
 
 class WatchedBatchGenerator:
-    """A `BatchGenerator` whose rows can be looked at.
+    """A `BatchGenerator` whose rows can be read.
 
     Args:
         ends: ids of tokens that end a sequence.
         rows: at once.
         prompts: read together.
         step: tokens of a prompt that are read at once.
-        agreed: what is made of the tokens of a pass, of all of its rows at once, before any row has them; None leaves
-            them to the rows' samplers.
+        agreed: a function of the tokens of a pass, of all rows at once, whose result the rows get; None for none.
     """
 
     def __init__(
@@ -183,10 +179,10 @@ class WatchedBatchGenerator:
         processors: Sequence[Any] = (),
         before: Sequence[int] = (),
     ) -> int:
-        """A sequence whose caches have read what comes before its tokens; returns the number of its row.
+        """Adds a sequence, with caches of the tokens before; returns the number of its row.
 
         Args:
-            before: what they have read, which processors are shown as well.
+            before: the tokens that the caches hold, which processors see too.
         """
         shared = sampler if self._together is None else self._together
         (number,) = self._generator.insert(
@@ -202,7 +198,7 @@ class WatchedBatchGenerator:
         return int(number)
 
     def read_at_once(self, step: int) -> None:
-        """From now on so many tokens of a prompt are read in a pass."""
+        """Sets how many tokens of a prompt are read in a pass."""
         self._generator.prefill_step_size = step
 
     def next(self) -> tuple[list[Any], list[Any]]:
@@ -213,7 +209,7 @@ class WatchedBatchGenerator:
         return prompts, rows
 
     def _rows_of_pass(self) -> list[int]:
-        """Whose tokens are sampled now: first of those that decode, then of those that begin to in the same step."""
+        """The rows that are sampled now: in a step first those that decode, then those that begin to."""
         rows, self._decoding = self._decoding, []
         left = set() if rows else set(self._not_decoding())
         return rows or [number for number in self._beginning if number not in left]
@@ -245,7 +241,7 @@ class WatchedBatchGenerator:
         return list(self._generator._generation_batch.prompt_cache)
 
     def extract(self, number: int) -> list[Any] | None:
-        """Copies of the caches of a row that decodes, evaluated; None if it does not."""
+        """Evaluated copies of the caches of a row that decodes; None for other rows."""
         rows = self.rows
         if number not in rows:
             return None
@@ -253,7 +249,7 @@ class WatchedBatchGenerator:
 
 
 def of_one_type(processors: Sequence[Any]) -> Callable[[mx.array, mx.array], mx.array]:
-    """The processors as one whose logits have the type that they had: else all rows' would be of another."""
+    """The processors as one function that keeps the dtype of logits, which all rows share."""
 
     def adjusted(tokens: mx.array, logits: mx.array) -> mx.array:
         found = logits
@@ -265,7 +261,7 @@ def of_one_type(processors: Sequence[Any]) -> Callable[[mx.array, mx.array], mx.
 
 
 class _SampledTogether:
-    """The sampler of all rows: mlx-lm calls it once for all that share it, which is what `agreed` is to be called.
+    """The sampler of all rows: mlx-lm calls a shared sampler once for all rows, and `agreed` needs all of them.
 
     Attributes:
         samplers: of each row by its number; None is greedy.
@@ -292,7 +288,7 @@ def _drawn(sampler: Any, logprobs: mx.array) -> mx.array:
 
 
 def evaluated(caches: list[Any]) -> list[Any]:
-    """Caches of one row that were taken out of a batch, so that they no longer hold on to its buffers."""
+    """Evaluates caches of one row of a batch, so that they no longer reference the batch's buffers."""
     for cache in leaves(caches):
         if isinstance(cache, RecurrentState):
             cache.forget()  # its checkpoints are the batch's

@@ -1,9 +1,8 @@
 """Attention and activation on a Linux CPU, where MLX's exponential takes most of their time: with another one.
 
-Of attention, where it is nine tenths, calls in float32 that are large enough are answered here; of mlx-lm's `swiglu`,
-where it is a third of reading a prompt, calls in float32, under the name that a model's modules have for it. Both hold
-for as long as a model that came by `mlx_kv.load` lives. The environment variables MLX_KV_ATTENTION=mlx and
-MLX_KV_ACTIVATION=mlx leave all to MLX. On a GPU nothing is changed.
+Calls in float32 are computed here where `benchmarks/cpu_attention.py --calls` measures at least 1.2 times MLX's speed:
+attention of several queries, and mlx-lm's `swiglu` of thousands of numbers. Both patches stay for as long as a model of
+`mlx_kv.load` lives. MLX_KV_ATTENTION=mlx and MLX_KV_ACTIVATION=mlx turn them off. On a GPU nothing is changed.
 """
 
 from __future__ import annotations
@@ -20,11 +19,14 @@ import mlx.nn as nn
 from mlx_lm.models import activations
 
 from mlx_kv.cache.attention import Dense, PackedAnswer, attend
-from mlx_kv.cache.attention.exponential import MOST, exponential
+from mlx_kv.cache.attention.blocks import MAX_X, exponential
 from mlx_kv.cache.codecs import Packing
-from mlx_kv.mlxlm.attention import AttentionCall, AttentionSeam, Changes, modules_with
+from mlx_kv.mlxlm.attention import AttentionCall, AttentionPatch, Changes, modules_with
 
-LEAST_SCORES = 2**14  # of a call of attention: below, MLX's one operation costs less than several
+# Below these sizes MLX's one operation costs less than several.
+MIN_SCORES = 2**15  # of a call of attention
+MIN_GATES = 2**12  # of a call of swiglu
+SINGLE_QUERY_BITS = 8  # one query is faster here only over keys and values of 8 bits
 SWIGLU = "swiglu"
 BLOCK_ELEMENTS = 2**17  # computed at once: what is larger is memory that the allocator gives back, and gets anew
 _wanting: dict[ModuleType, int] = {}  # how many models want our swiglu in a module
@@ -38,31 +40,34 @@ def slow_exponential(variable: str) -> bool:
 
 
 class CpuAttention:
-    """Answers attention over arrays of float32; all else is mlx-lm's."""
+    """Computes attention in float32 where that is faster than mlx-lm's."""
 
     def attend(self, call: AttentionCall) -> mx.array:
         """(B, Hq, S, Dv)."""
         queries, keys, values = call.queries, call.keys, call.values
-        if isinstance(keys, mx.array):
-            exact = queries.dtype == keys.dtype == values.dtype == mx.float32
-            if not exact or queries.size // queries.shape[3] * keys.shape[2] < LEAST_SCORES:
-                return call.hand_on()
-            return attend(queries, Dense(keys), Dense(values), call.scale, call.mask, call.sinks)
-        packing = Packing(call.cache.bits, call.cache.group_size)
-        if queries.dtype != mx.float32 or call.sinks is not None:  # which mlx-lm refuses there
-            return call.hand_on()
-        return PackedAnswer(packing, packing).attend(call)
+        packed = not isinstance(keys, mx.array)
+        slots = (keys[0] if packed else keys).shape[2]
+        single = queries.shape[2] == 1 and not (packed and call.cache.bits == SINGLE_QUERY_BITS)
+        small = queries.size // queries.shape[3] * slots < MIN_SCORES
+        exact = queries.dtype == mx.float32 and (packed or keys.dtype == values.dtype == mx.float32)
+        refused = packed and call.sinks is not None  # mlx-lm raises an error
+        if single or small or refused or not exact:
+            return call.forward()
+        if packed:
+            packing = Packing(call.cache.bits, call.cache.group_size)
+            return PackedAnswer(packing, packing).attend(call)
+        return attend(queries, Dense(keys), Dense(values), call.scale, call.mask, call.sinks)
 
 
 def use_cpu_attention(model: nn.Module) -> None:
     """On a CPU, attention of this model's layers is computed here, for as long as the model lives."""
     if slow_exponential("MLX_KV_ATTENTION"):
-        weakref.finalize(model, AttentionSeam(model, answering=CpuAttention()).close).atexit = False
+        weakref.finalize(model, AttentionPatch(model, answering=CpuAttention()).close).atexit = False
 
 
 @mx.compile
 def _negated(gate: mx.array) -> mx.array:
-    return mx.minimum(-gate, MOST)
+    return mx.minimum(-gate, MAX_X)
 
 
 @mx.compile
@@ -75,7 +80,8 @@ def _block(gate: mx.array, x: mx.array) -> mx.array:
 
 
 @mx.custom_function
-def _quick(gate: mx.array, x: mx.array) -> mx.array:
+def quick_swiglu(gate: mx.array, x: mx.array) -> mx.array:
+    """silu(gate) * x of two float32 arrays of the same shape, in blocks."""
     if gate.size <= BLOCK_ELEMENTS:
         return _block(gate, x)
     width = gate.shape[-1]
@@ -85,15 +91,15 @@ def _quick(gate: mx.array, x: mx.array) -> mx.array:
     return mx.concatenate(parts).reshape(gate.shape)
 
 
-@_quick.vjp
+@quick_swiglu.vjp
 def _gradients(primals: list[mx.array], cotangent: mx.array, _: mx.array) -> tuple[mx.array, ...]:
     return tuple(mx.vjp(activations.swiglu, list(primals), [cotangent])[1])
 
 
 def swiglu(gate: mx.array, x: mx.array) -> mx.array:
     """silu(gate) * x, elementwise, of two arrays of the same shape."""
-    if gate.dtype == x.dtype == mx.float32 and gate.shape == x.shape:
-        answer: mx.array = _quick(gate, x)  # type: ignore[assignment]
+    if gate.dtype == x.dtype == mx.float32 and gate.shape == x.shape and gate.size >= MIN_GATES:
+        answer: mx.array = quick_swiglu(gate, x)  # type: ignore[assignment]
         return answer
     theirs: mx.array = activations.swiglu(gate, x)
     return theirs

@@ -18,7 +18,7 @@ import mlx.nn as nn
 
 from mlx_kv.cache.checks import check_type
 from mlx_kv.mlxlm.cpu import use_cpu_activation, use_cpu_attention
-from mlx_kv.mlxlm.probe import asked_once
+from mlx_kv.mlxlm.probe import cached_per_model
 
 
 def load(
@@ -37,7 +37,7 @@ def load(
         trust_remote_code: run code that comes with the model or its tokenizer.
         chat_template: instead of the tokenizer's own.
         quantize_activations: as the weights are, where a layer can.
-        lazy: read each weight when it is first used.
+        lazy: read each weight on first use.
 
     Raises:
         ValueError: a directory that holds no model, or a name that mlx-lm cannot load.
@@ -55,11 +55,11 @@ def load(
     return model, tokenizer
 
 
-def let_go_of_weights(model: nn.Module, load: Callable[[], nn.Module]) -> None:
-    """Gives a model other weights, none of which has been read yet: those that it had leave memory.
+def release_weights(model: nn.Module, load: Callable[[], nn.Module]) -> None:
+    """Replaces the weights of a model by weights that are not read yet, which frees the old ones.
 
     Args:
-        load: the same model once more, lazily.
+        load: loads the same model lazily.
     """
     model.update(load().parameters())  # type: ignore[no-untyped-call]
     mx.clear_cache()
@@ -145,24 +145,23 @@ def check_model(name: str, model: object) -> None:
     check_type(name, model, nn.Module, "give a model, as mlx_kv.load returns it")
 
 
-@asked_once
+@cached_per_model
 def number_of_weights(model: nn.Module) -> int:
-    """Of all layers, packed ones counted as what they stand for."""
+    """The number of weights of all layers; packed ones count as the weights that they encode."""
     from mlx_lm.utils import get_total_parameters
 
     return int(get_total_parameters(model))  # type: ignore[no-untyped-call]
 
 
-@asked_once
+@cached_per_model
 def vocabulary_of(model: nn.Module) -> int:
     """How many tokens its logits are of. The graph is built for one token, and not evaluated."""
     return int(model(mx.array([[0]])).shape[-1])
 
 
 def quantize_as_stored(model: nn.Module, config: dict[str, Any]) -> None:
-    """Gives a model of `model_from_config` weights of the bytes that its files have, as far as the configuration says.
-
-    It says which layers are quantised otherwise than the rest; those that cannot be are left as they are.
+    """Quantises the weights of a model of `model_from_config` as its configuration says, so that they have the bytes
+    of its files. Layers that cannot be quantised stay as they are.
     """
     settings = config.get("quantization")
     if not isinstance(settings, dict):
@@ -200,7 +199,7 @@ def architecture(model: nn.Module) -> str:
 
 
 def context_length(model: nn.Module) -> int | None:
-    """The positions that a model was made for, where its configuration says so."""
+    """The maximum number of positions in a model's configuration, if any."""
     args = getattr(model, "args", None)
     length = getattr(args, "max_position_embeddings", None)
     return length if isinstance(length, int) else None

@@ -1,9 +1,8 @@
-"""What a model of mlx-lm does with its caches, found by asking the model itself: no list of models stays true for long.
+"""Probes: how a model of mlx-lm uses its caches, found by running the model, since no list of models stays complete.
 
-Each question is asked once for a model. Most are answered by trials: a few tokens go through the model over stand-ins
-for its caches, which record what the model asks of them. The graph is built and dropped, and nothing is evaluated
-(unless the model itself evaluates something on its way). What a model shows of its attention is asked in `observing`,
-its RoPE in `rope`.
+Each probe runs once for a model. Most pass a few tokens through the model over `ProbeCache`s, which record how they are
+used. Graphs are built and dropped; nothing is evaluated (unless the model itself evaluates something). Probes of
+attention are in `observing`, those of RoPE in `rope`.
 B rows, N new tokens, K slots.
 """
 
@@ -36,62 +35,58 @@ ROWS = 13
 # Dead slots, when they are to make a difference: blocks of any size have more than one more then.
 MORE_SLOTS = 4097
 FETCHES = ("update_and_fetch", "keys_and_values")
-_answers: dict[int, dict[Any, Any]] = {}
+Stored = tuple[tuple[int, ...], mx.Dtype]  # the shape and the dtype of keys or values
+_results: dict[int, dict[Any, Any]] = {}
 
 
-# --- questions that are asked once ------------------------------------------------------------------------------------
+# --- results, kept for each model -------------------------------------------------------------------------------------
 
 
-def asked_once(question: Callable[Concatenate[nn.Module, P], T]) -> Callable[Concatenate[nn.Module, P], T]:
-    """Decorates a function of a model: its answer is computed once, and kept for as long as the model lives."""
+def cached_per_model(probe: Callable[Concatenate[nn.Module, P], T]) -> Callable[Concatenate[nn.Module, P], T]:
+    """Decorates a function of a model: each result is computed once, and kept for as long as the model lives."""
 
-    @functools.wraps(question)
-    def answered(model: nn.Module, *details: P.args, **named: P.kwargs) -> T:
-        if id(model) not in _answers:  # models compare and hash as the dicts that they are
-            _answers[id(model)] = {}
-            weakref.finalize(model, _answers.pop, id(model), None)
-        known, key = _answers[id(model)], (question.__name__, details, tuple(named.items()))
-        if key not in known:
-            known[key] = question(model, *details, **named)
-        answer: T = known[key]
-        return answer
+    @functools.wraps(probe)
+    def cached(model: nn.Module, *args: P.args, **kwargs: P.kwargs) -> T:
+        results, key = _results_of(model), (probe.__name__, args, tuple(kwargs.items()))
+        if key not in results:
+            results[key] = probe(model, *args, **kwargs)
+        result: T = results[key]
+        return result
 
-    return answered  # type: ignore[return-value]
+    return cached  # type: ignore[return-value]
 
 
-def answer_as(model: nn.Module, other: nn.Module, *questions: Callable[[nn.Module], Any]) -> None:
-    """Gives a model the answers of another one to such questions: a part of a model may not be able to run alone."""
-    for question in questions:
-        answer = question(other)
-        asked_once(_named(question.__name__, answer))(model)
+def copy_results(model: nn.Module, other: nn.Module, *probes: Callable[[nn.Module], Any]) -> None:
+    """Gives a model the results of another one: a part of a split model may not be able to run alone."""
+    for probe in probes:
+        _results_of(model)[probe.__name__, (), ()] = probe(other)
 
 
-def _named(name: str, answer: T) -> Callable[[nn.Module], T]:
-    def known(model: nn.Module) -> T:
-        return answer
-
-    known.__name__ = name
-    return known
-
-
-# --- stand-ins for a model's caches -----------------------------------------------------------------------------------
+def _results_of(model: nn.Module) -> dict[Any, Any]:
+    if id(model) not in _results:  # models compare and hash as the dicts that they are
+        _results[id(model)] = {}
+        weakref.finalize(model, _results.pop, id(model), None)
+    return _results[id(model)]
 
 
-class StandIn:
-    """A layer's cache of zeros, at any position, and a record of what the model asks of it.
+# --- caches that record how they are used -----------------------------------------------------------------------------
+
+
+class ProbeCache:
+    """A layer's cache of zeros, at any position, which records how the model uses it.
 
     Args:
         position: tokens that were read before.
         extra: dead slots after the last token, which the mask hides.
-        rows: of the batch; each stands one token before the one before it where there are several.
-        packed: group size and bits of the planes that it hands out; None are plain arrays.
+        rows: of the batch; each is one token shorter than the one before it.
+        packed: group size and bits of the planes that it returns; None for plain arrays.
     """
 
     start_position = 0
 
     def __init__(self, position: int, extra: int = 0, rows: int = 1, packed: tuple[int, int] | None = None) -> None:
         self._position, self._extra, self._rows, self._packed = position, extra, rows, packed
-        self.windows: list[int | None] = []  # what masks were asked for
+        self.windows: list[int | None] = []  # of the masks that were made
         self.written = False
         self.has_values = True  # whether the values that it was given are more than the keys again, or nothing
         self.keys: mx.array | None = None
@@ -149,17 +144,17 @@ class StandIn:
         pass
 
 
-def stand_ins(
+def probe_caches(
     model: nn.Module,
     position: int,
     packed: tuple[int, int] | None = None,
     plain: frozenset[int] = frozenset(),
     **how: int,
 ) -> list[Any]:
-    """The model's own list of caches, stand-ins for those of attention.
+    """The model's own list of caches, with a `ProbeCache` for each of attention.
 
     Args:
-        plain: the numbers of those, in the order of `leaves`, that never hand out packed planes.
+        plain: the numbers of those, in the order of `leaves`, that never return packed planes.
     """
     number = count()
 
@@ -169,26 +164,26 @@ def stand_ins(
             return cache
         # In chunks, the model makes the mask itself, of the slots from the front on: there are no others.
         given = how | {"extra": 0} if type(cache) is stock.ChunkedKVCache else how
-        return StandIn(position, packed=None if index in plain else packed, **given)
+        return ProbeCache(position, packed=None if index in plain else packed, **given)
 
     return mapped(stock.make_prompt_cache(model), replaced)
 
 
-# --- trials -----------------------------------------------------------------------------------------------------------
+# --- building graphs --------------------------------------------------------------------------------------------------
 
 
 class _Built(Exception):  # noqa: N818 - it is no error
-    """The graph is built, and no longer wanted."""
+    """Ends the building of a graph."""
 
 
-def objection(
+def graph_error(
     model: nn.Module, shape: tuple[int, int], caches_at: Callable[[int], list[Any]], position: int = FAR
 ) -> str | None:
-    """The error in which building the graph of tokens (B, S) after so many others ends; None where it is built.
+    """The error that building the graph of tokens (B, S) after `position` others raises; None where it is built.
 
     Args:
         shape: of the tokens.
-        caches_at: makes the caches of a model that has read so many tokens; called again where a first trial fails.
+        caches_at: makes the caches of a model that has read so many tokens; called again after a first failure.
     """
 
     def build(tokens: mx.array, position: int) -> None:
@@ -219,34 +214,36 @@ def in_words(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0]}".removesuffix(": ")
 
 
-# --- what a model asks of its caches ----------------------------------------------------------------------------------
+# --- how a model uses its caches --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class CacheUsage:
-    """What a model asked of its caches in one step of two tokens.
+    """How a model used its caches in one step of two tokens.
 
     Attributes:
-        fault: why it could not be asked: what mlx-lm's own caches end in, too.
-        windows: the widest window of which a mask was asked, by the one that its cache was made for.
-        indexers: the numbers of the caches, in the order of `leaves`, whose values are empty or the keys again: sparse
-            attention keeps the keys of its indexer in such.
-        masked_by_unwritten: whether a mask was asked of a cache that no layer writes to.
+        fault: the error that the model raises also with mlx-lm's own caches; None where it runs.
+        windows: the widest window of a mask, by the window that its cache was made for.
+        indexers: the numbers of the caches, in the order of `leaves`, that store the keys of an indexer of sparse
+            attention: values are empty or the keys again.
+        masked_by_unwritten: whether a mask came from a cache that no layer writes to.
+        shapes: (B, H, S, D) and dtype of keys and of values, by the number of the cache that they were written to.
     """
 
     fault: str | None = None
     windows: tuple[tuple[int, int], ...] = ()
     indexers: frozenset[int] = frozenset()
     masked_by_unwritten: bool = False
+    shapes: tuple[tuple[int, tuple[Stored, Stored]], ...] = ()
 
 
-@asked_once
+@cached_per_model
 def cache_usage(model: nn.Module) -> CacheUsage:
-    """What the model asks of its caches when it reads its first two tokens."""
+    """How the model uses its caches when it reads its first two tokens."""
     own = list(leaves(stock.make_prompt_cache(model)))
     if not any(type(cache) in ATTENTION for cache in own):
-        return CacheUsage()  # there is nothing to ask
-    caches, tokens = stand_ins(model, 0), mx.zeros((1, 2), mx.int32)
+        return CacheUsage()
+    caches, tokens = probe_caches(model, 0), mx.zeros((1, 2), mx.int32)
     try:
         model(tokens, cache=caches)
     except Exception:
@@ -256,7 +253,7 @@ def cache_usage(model: nn.Module) -> CacheUsage:
             return CacheUsage(fault=in_words(error))
         return CacheUsage()  # it needs what only mlx-lm's own caches have
     windows: dict[int, int] = {}
-    seen = [(index, cache) for index, cache in enumerate(leaves(caches)) if isinstance(cache, StandIn)]
+    seen = [(index, cache) for index, cache in enumerate(leaves(caches)) if isinstance(cache, ProbeCache)]
     for index, cache in seen:
         if type(own[index]) is stock.RotatingKVCache:
             made_for = own[index].max_size
@@ -266,20 +263,25 @@ def cache_usage(model: nn.Module) -> CacheUsage:
         tuple((made_for, widest) for made_for, widest in windows.items() if widest > made_for),
         frozenset(index for index, cache in seen if cache.written and not cache.has_values),
         any(cache.windows and not cache.written for _, cache in seen),
+        tuple((i, _both_shapes(*cache.given)) for i, cache in seen if cache.given is not None),
     )
 
 
+def _both_shapes(keys: mx.array, values: mx.array) -> tuple[Stored, Stored]:
+    return (keys.shape, keys.dtype), (values.shape, values.dtype)
+
+
 def window_of(model: nn.Module, made_for: int) -> int:
-    """The tokens that layers see whose caches were made for so many: of the mask that the model asks for, if more."""
+    """The window of layers with caches made for a window of `made_for`: that of the model's mask, if it is wider."""
     return max(made_for, dict(cache_usage(model).windows).get(made_for, 0))
 
 
 def indexers(model: nn.Module) -> frozenset[int]:
-    """The caches that belong to the indexer of sparse attention, by their numbers in the order of `leaves`."""
+    """The caches of the indexers of sparse attention, by their numbers in the order of `leaves`."""
     return cache_usage(model).indexers
 
 
-@asked_once
+@cached_per_model
 def takes_packed(model: nn.Module, group_size: int, bits: int) -> bool:
     """Whether attention in every layer works on packed planes, at any length.
 
@@ -289,9 +291,9 @@ def takes_packed(model: nn.Module, group_size: int, bits: int) -> bool:
     return not any(_objects(model, new, packed=(group_size, bits)) for new in (1, 2))
 
 
-@asked_once
+@cached_per_model
 def refuses_ragged(model: nn.Module) -> str | None:
-    """Why the rows of a batch cannot have lengths of their own; None where they can."""
+    """Why the rows of a batch cannot have different lengths; None where they can."""
     for new in (1, 2):
         if (why := _objects(model, new, rows=ROWS)) is not None:
             return f"its attention is not made for them ({why})"
@@ -303,21 +305,21 @@ def refuses_ragged(model: nn.Module) -> str | None:
 
 
 def _objects(model: nn.Module, new: int, rows: int = 1, **how: Any) -> str | None:
-    """The error in which `new` tokens after many others end; None where the graph can be built."""
+    """The error of `new` tokens after many others; None where the graph can be built."""
     if "packed" in how:
         how["plain"] = indexers(model)
-    return objection(model, (rows, new), lambda position: stand_ins(model, position, rows=rows, **how))
+    return graph_error(model, (rows, new), lambda position: probe_caches(model, position, rows=rows, **how))
 
 
 # --- positions that are counted in slots ------------------------------------------------------------------------------
 
 
-@asked_once
+@cached_per_model
 def counts_slots(model: nn.Module) -> bool:
-    """Whether a model's attention tells positions by the number of slots that a cache returns, instead of offsets.
+    """Whether a model's attention derives positions from the number of slots that a cache returns, not from offsets.
 
-    Two graphs are compared, of the same tokens at the same positions before ever more dead slots: wherever a model
-    places something by slots, the numbers in them differ.
+    Two graphs are compared, of the same tokens at the same positions before more or fewer dead slots: where a model
+    derives a position from slots, the numbers in them differ.
     """
     try:
         fewer, more = (_numbers(model, extra) for extra in (0, MORE_SLOTS))
@@ -336,7 +338,7 @@ def _numbers(model: nn.Module, extra: int) -> Counter[str]:
         elif part.get("name") == "Arange":
             found[repr(part["arguments"])] += 1
 
-    caches = stand_ins(model, FAR, extra=extra)
+    caches = probe_caches(model, FAR, extra=extra)
     with mx.stream(mx.cpu):  # custom kernels, which an export does not show, are for GPUs only
         mx.export_function(look, lambda tokens: model(tokens, cache=caches), mx.zeros((1, 2), mx.int32))
     return found
@@ -346,7 +348,7 @@ def _reads_shapes(model: nn.Module) -> bool:
     """Whether the model's source reads the shape of anything that a cache returned.
 
     For graphs that cannot be inspected: some primitives have no name in an export. It is a coarser test: most models
-    that read a shape place nothing by it.
+    that read a shape derive no position from it.
     """
     files = {type(module).__module__ for module in model.modules()}  # type: ignore[no-untyped-call]
     for name in sorted(file for file in files if not file.startswith("mlx.")):

@@ -1,11 +1,10 @@
-"""Recurrent state that can go back: what it was before its last passes is kept beside what it is.
+"""Recurrent state with checkpoints: its values before the last passes, so that tokens can be trimmed.
 
-A recurrent layer puts new arrays in the place of those that it has and never writes into them, so a checkpoint is a
-reference. Decides where each row can go back to, and exactly there it can: tokens between two checkpoints must be read
-again. How many tokens a pass had the state is not told with it: whoever reads in a loop of ours announces it
-(`announce`), most models of mlx-lm say it after each layer (`advance`), and for the others a cache of attention counts
-(`Clock`), if they have one. Knows nothing about what a model keeps in such arrays, but that zeros are what they begin
-with, as mlx-lm has it. B rows; arrays are (B, ...).
+A recurrent layer replaces its arrays and never writes into them, so a checkpoint is a reference. Rows can go back to
+checkpoints only; tokens between two checkpoints must be read again. The number of tokens of a pass comes from loops of
+this package (`announce`), from most models of mlx-lm after each layer (`advance`), or from a cache of attention
+(`Clock`). The arrays may hold anything; they begin as zeros, as in mlx-lm.
+B rows; arrays are (B, ...).
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ Arrays = tuple[mx.array | None, ...]
 
 
 class Checkpoint(NamedTuple):
-    """What a row was.
+    """An earlier state of a row.
 
     Attributes:
-        arrays: of the batch in which it was, or of which it was one.
-        row: which of theirs it was.
-        at: tokens that it had read, as far as they were counted.
+        arrays: of the batch that it was in.
+        row: its index there.
+        at: tokens that it had read, since counting began.
     """
 
     arrays: Arrays
@@ -39,11 +38,11 @@ class Checkpoint(NamedTuple):
 
 
 class Clock(NamedTuple):
-    """A cache of attention in another layer of the same sequence, by which tokens can be counted.
+    """A cache of attention in another layer of the same sequence, which counts the tokens.
 
     Attributes:
-        first: whether that layer comes before: its cache has the tokens of a pass when the recurrent layer reads them.
-        ahead: its offset when the counting began.
+        first: whether that layer comes before: then its cache holds the tokens of a pass when the recurrent layer runs.
+        ahead: its offset when counting began.
     """
 
     cache: KVCache
@@ -57,49 +56,48 @@ class Clock(NamedTuple):
 
 
 class RecurrentState(stock.ArraysCache):
-    """mlx-lm's recurrent state of one layer, which can take back tokens as far as it has checkpoints.
+    """mlx-lm's recurrent state of one layer, with checkpoints to which tokens can be trimmed.
 
     Args:
         size: arrays of a row.
-        max_rollback: tokens that can be taken back at the most, from 0 up: while one is read at a time, any number up
-            to that. It holds so many states beside that of now.
-        most_checkpoints: what it holds at the most, if that is less.
+        max_rollback: maximum number of tokens to trim, from 0 up. Tokens read one by one have a checkpoint each.
+        max_checkpoints: maximum number of checkpoints, if that is less.
     """
 
     cache: list[mx.array | None]  # type: ignore[assignment]
-    sends_on = False  # whether a pass ends with the first array once more, which then waits for the next rank
+    sends_on = False  # whether a pass writes the first array twice: the second waits for the next rank
 
-    def __init__(self, size: int, max_rollback: int, most_checkpoints: int | None = None) -> None:
+    def __init__(self, size: int, max_rollback: int, max_checkpoints: int | None = None) -> None:
         super().__init__(size)
-        self.max_rollback, self.most_checkpoints = max_rollback, most_checkpoints
+        self.max_rollback, self.max_checkpoints = max_rollback, max_checkpoints
         self._begin(1)
 
     @classmethod
-    def of(cls, cache: stock.ArraysCache, max_rollback: int, most_checkpoints: int | None = None) -> RecurrentState:
-        """The same state with these limits: it goes back no further than to here."""
-        made = cls(len(cache.cache), max_rollback, most_checkpoints)
+    def of(cls, cache: stock.ArraysCache, max_rollback: int, max_checkpoints: int | None = None) -> RecurrentState:
+        """The same state with these limits, and no checkpoints yet."""
+        made = cls(len(cache.cache), max_rollback, max_checkpoints)
         made.cache, made.left_padding, made.lengths = list(cache.cache), cache.left_padding, cache.lengths
         made._begin(cache.batch_size)
         return made
 
     def _begin(self, rows: int) -> None:
-        """Nothing is known of what was read before."""
+        """Begins to count tokens."""
         self._read = [0] * rows  # by row, tokens since counting began
         self._checkpoints: list[tuple[Checkpoint, ...]] = [()] * rows  # by row, the newest last
         self._clock: Clock | None = None  # of one row, as long as it has its layer's place in a list
         self._forget_pass()
 
     def _forget_pass(self) -> None:
-        """The next array that comes begins a pass, unless one is announced before."""
-        self._written: set[int] = set()  # which arrays have come in this pass
+        """The next array begins a pass, unless one is announced before."""
+        self._written: set[int] = set()  # the arrays of this pass that were written
         self._announced = self._sent = False
-        self._before: Arrays | None = None  # what the state was before a pass of which nobody has said how long it is
+        self._before: Arrays | None = None  # the state before a pass of unknown length
         self._left: list[int] | None = None  # by row, tokens to come before padding does
 
     # --- passes ---------------------------------------------------------------------------------------------------
 
     def announce(self, lengths: Sequence[int]) -> None:
-        """The next pass reads so many tokens of each row, padding aside."""
+        """Announces how many tokens of each row the next pass reads, without padding."""
         self._fit(len(lengths))
         self._close_pass()
         self._note(tuple(self.cache), lengths)
@@ -110,17 +108,17 @@ class RecurrentState(stock.ArraysCache):
         if self.sends_on and index == 0 and 0 in self._written and not self._sent:
             self._sent, self.cache[0] = True, value
             return
-        if index in self._written or not (self._written or self._announced):  # each array comes once in a pass
+        if index in self._written or not (self._written or self._announced):  # each array is written once in a pass
             self._close_pass()
             self._before, self._written = tuple(self.cache), set()
             self._announced = self._sent = False
             if self._clock is not None and self._clock.first:
-                self._ask_clock()
+                self._read_clock()
         self._written.add(index)
         self.cache[index] = value
 
     def advance(self, N: int) -> None:
-        """The layer has read N tokens, padding among them."""
+        """The layer has read N tokens, including padding."""
         if self._before is not None and self.left_padding is None:
             before, self._before = self._before, None
             self._note(before, [N] * self.batch_size if self._left is None else [min(n, N) for n in self._left])
@@ -129,22 +127,22 @@ class RecurrentState(stock.ArraysCache):
         super().advance(N)  # type: ignore[no-untyped-call]
 
     def _fit(self, rows: int) -> None:
-        """A new state takes as many rows as come."""
+        """Begins anew with another number of rows."""
         if rows != len(self._read):
             self._begin(rows)
 
     def _close_pass(self) -> None:
-        """Another pass begins: if nobody has said how long the last one was, there is no way back to before it."""
-        self._ask_clock()
+        """Another pass begins: after one of unknown length, the checkpoints before it are useless."""
+        self._read_clock()
         if self._before is not None:
             self.forget()
 
     def count_by(self, cache: KVCache, first: bool) -> None:
-        """Lets a cache of another layer say how long passes are of which nobody else says it; see `Clock`."""
+        """Counts passes of unknown length by the cache of another layer; see `Clock`."""
         self._clock = Clock(cache, first, int(cache.offset) - self._read[0])
 
-    def _ask_clock(self) -> None:
-        """How long was the pass of which nobody has said it?"""
+    def _read_clock(self) -> None:
+        """Finds the length of a pass of unknown length."""
         if self._before is not None and self._clock is not None:
             length = self._clock.tokens - self._read[0]
             if length > 0:  # else it is no longer the clock of this sequence
@@ -152,7 +150,7 @@ class RecurrentState(stock.ArraysCache):
                 self._note(before, [length])
 
     def _note(self, before: Arrays, lengths: Sequence[int]) -> None:
-        """A pass reads so many tokens of each row, which was that before."""
+        """Adds checkpoints of the state before a pass of so many tokens of each row."""
         for row, length in enumerate(lengths):
             if length:
                 held = (*self._checkpoints[row], Checkpoint(before, row, self._read[row]))
@@ -161,23 +159,23 @@ class RecurrentState(stock.ArraysCache):
 
     def _within_limits(self, held: Sequence[Checkpoint], now: int) -> tuple[Checkpoint, ...]:
         near = [checkpoint for checkpoint in held if now - checkpoint.at <= self.max_rollback]
-        return tuple(near if self.most_checkpoints is None else near[max(0, len(near) - self.most_checkpoints) :])
+        return tuple(near if self.max_checkpoints is None else near[max(0, len(near) - self.max_checkpoints) :])
 
-    def limit(self, max_rollback: int, most_checkpoints: int | None) -> None:
-        """Other limits than those that it was made with."""
-        self.max_rollback, self.most_checkpoints = max_rollback, most_checkpoints
+    def limit(self, max_rollback: int, max_checkpoints: int | None) -> None:
+        """Changes the limits."""
+        self.max_rollback, self.max_checkpoints = max_rollback, max_checkpoints
         self._checkpoints = [
             self._within_limits(held, read) for held, read in zip(self._checkpoints, self._read, strict=True)
         ]
 
     def forget(self) -> None:
-        """Lets all checkpoints go."""
+        """Drops all checkpoints."""
         self._checkpoints, self._before = [()] * len(self._read), None
 
     # --- trims ----------------------------------------------------------------------------------------------------
 
     def can_trim(self, n: int | Sequence[int]) -> bool:
-        """Whether every row was something n tokens ago, or row i n[i], that it can be again."""
+        """Whether every row has a checkpoint n tokens ago, or row i n[i] tokens ago."""
         try:
             counts = whole_numbers(n, len(self._read))
         except ValueError:
@@ -185,7 +183,7 @@ class RecurrentState(stock.ArraysCache):
         return len(counts) == len(self._read) and self._refusal(counts) is None
 
     def trim(self, n: int) -> int:
-        """Every row is what it was n tokens ago; returns n.
+        """Returns every row to its state n tokens ago; returns n.
 
         Raises:
             ValueError: a row that has no checkpoint there; nothing has changed then.
@@ -194,7 +192,7 @@ class RecurrentState(stock.ArraysCache):
         return n
 
     def trim_per_sequence(self, n: Sequence[int] | mx.array) -> None:
-        """Row i is what it was n[i] tokens ago.
+        """Returns row i to its state n[i] tokens ago.
 
         Raises:
             ValueError: a wrong number of counts, or a row that has no checkpoint there; nothing has changed then.
@@ -220,10 +218,10 @@ class RecurrentState(stock.ArraysCache):
         return next((checkpoint for checkpoint in self._checkpoints[row] if checkpoint.at == at), None)
 
     def _refusal(self, counts: Sequence[int]) -> str | None:
-        """Why rows cannot go back by so many tokens, and what to do about it; None where they can."""
+        """Why rows cannot go back by so many tokens, and the fix; None where they can."""
         if not any(counts):
             return None
-        self._ask_clock()
+        self._read_clock()
         if self._before is not None:
             return (
                 f"cannot trim {max(counts)} tokens: nobody said how many this recurrent state read last; "
@@ -248,9 +246,9 @@ class RecurrentState(stock.ArraysCache):
 
     @classmethod
     def merge(cls, caches: Sequence[stock.ArraysCache]) -> RecurrentState:
-        """A batch of the rows of several caches; of mlx-lm's there is no way back."""
+        """A batch of the rows of several caches; rows of mlx-lm's have no checkpoints."""
         first = next((cache for cache in caches if isinstance(cache, cls)), None)
-        limits = (0, None) if first is None else (first.max_rollback, first.most_checkpoints)
+        limits = (0, None) if first is None else (first.max_rollback, first.max_checkpoints)
         parts = [cache if isinstance(cache, cls) else cls.of(cache, *limits) for cache in caches]
         made = cls(len(parts[0].cache), *limits)
         made.sends_on = any(part.sends_on for part in parts)
@@ -286,8 +284,8 @@ class RecurrentState(stock.ArraysCache):
         self._left = None if self._left is None else [self._left[row] for row in rows]
 
     def extract(self, idx: int) -> RecurrentState:
-        """One row, which can go back as far. It holds on to the arrays of the batch: `forget` what is not wanted."""
-        made = type(self)(len(self.cache), self.max_rollback, self.most_checkpoints)
+        """One row with its checkpoints, which reference the arrays of the batch until `forget`."""
+        made = type(self)(len(self.cache), self.max_rollback, self.max_checkpoints)
         made.cache = [None if array is None else array[idx : idx + 1] for array in self.cache]
         made._read, made.sends_on = [self._read[idx]], self.sends_on
         if self._before is None:
@@ -295,7 +293,7 @@ class RecurrentState(stock.ArraysCache):
         return made
 
     def prepare(self, lengths: Sequence[int] | None = None, **_padding: Any) -> None:
-        """Announces padding in the tokens that come, as mlx-lm's does."""
+        """Announces padding in the next tokens, as mlx-lm's does."""
         super().prepare(lengths)  # type: ignore[no-untyped-call]
         self._left = list(whole_numbers(lengths, len(self._read)))
 
@@ -303,11 +301,11 @@ class RecurrentState(stock.ArraysCache):
         super().finalize()  # type: ignore[no-untyped-call]
         self._left = None
 
-    # --- the rest of what mlx-lm's says ---------------------------------------------------------------------------
+    # --- the rest of mlx-lm's interface ---------------------------------------------------------------------------
 
     @property
     def state(self) -> Any:
-        """That of mlx-lm's: what it is now, and no way back."""
+        """As mlx-lm's: the current state, without checkpoints."""
         return self.cache, self.left_padding, self.lengths
 
     @state.setter
@@ -317,20 +315,20 @@ class RecurrentState(stock.ArraysCache):
 
     @classmethod
     def from_state(cls, state: Any) -> Self:
-        """Of a saved state, which says nothing of limits: it takes nothing back."""
+        """Of a saved state, with a max_rollback of 0."""
         made = cls(len(state[0]), 0)
         made.state = state
         return made
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the state of now, and of all that is kept to go back to."""
+        """Bytes of the current state and of all checkpoints."""
         kept = [self.cache, *(checkpoint.arrays for row in self._checkpoints for checkpoint in row), self._before or ()]
         return sum({id(array): array.nbytes for arrays in kept for array in arrays if array is not None}.values())
 
 
 def _rows_of(sources: Sequence[Checkpoint]) -> Arrays:
-    """The arrays (B, ...) of rows that come from anywhere; what has none is zeros beside others."""
+    """The arrays (B, ...) of rows of several batches; missing arrays are zeros."""
     first = sources[0].arrays
     if all(source.arrays is first and source.row == row for row, source in enumerate(sources)):
         held = next((array.shape[0] for array in first if array is not None), len(sources))
@@ -353,24 +351,24 @@ def is_recurrent(model: nn.Module) -> bool:
 
 
 def recurrent_states(caches: Iterable[Any]) -> list[RecurrentState]:
-    """Those of all layers that can go back."""
+    """The recurrent states with checkpoints of all layers."""
     return [cache for cache in leaves(caches) if isinstance(cache, RecurrentState)]
 
 
-def with_checkpoints(caches: Sequence[Any], max_rollback: int, most_checkpoints: int | None = None) -> list[Any]:
-    """The caches of all layers, mlx-lm's recurrent state so that it can go back, with these limits."""
+def with_checkpoints(caches: Sequence[Any], max_rollback: int, max_checkpoints: int | None = None) -> list[Any]:
+    """The caches of all layers, with checkpoints for recurrent state."""
 
     def one(cache: Any) -> Any:
         if isinstance(cache, RecurrentState):
-            cache.limit(max_rollback, most_checkpoints)
+            cache.limit(max_rollback, max_checkpoints)
             return cache
-        return RecurrentState.of(cache, max_rollback, most_checkpoints) if type(cache) is stock.ArraysCache else cache
+        return RecurrentState.of(cache, max_rollback, max_checkpoints) if type(cache) is stock.ArraysCache else cache
 
     return mapped(caches, one)
 
 
 def count_by_attention(caches: Sequence[Any]) -> None:
-    """Gives recurrent states of a new list of caches, one sequence, attention of another layer to count by."""
+    """Connects the recurrent states of a new sequence to a cache of another layer that counts tokens."""
     for index, layer in enumerate(caches):
         for state in recurrent_states([layer]):
             others = [(other, each) for other, each in enumerate(caches) if other != index]
@@ -381,13 +379,13 @@ def count_by_attention(caches: Sequence[Any]) -> None:
 
 
 def mark_last(model: nn.Module, caches: Sequence[Any]) -> None:
-    """Tells the last cache of a rank that it is, if the rank sends on what its layers give: see `sends_on`."""
+    """Marks the last cache of a rank that sends its result to the next rank: see `sends_on`."""
     modules: Any = model.modules() if caches and isinstance(caches[-1], RecurrentState) else []  # type: ignore[no-untyped-call]
     if any(getattr(module, "pipeline_rank", 0) for module in modules):
         caches[-1].sends_on = True
 
 
 def announce(caches: Iterable[Any], lengths: Sequence[int]) -> None:
-    """Says to all layers how many tokens of each row the next pass reads, padding aside."""
+    """Announces to all layers how many tokens of each row the next pass reads, without padding."""
     for state in recurrent_states(caches):
         state.announce(lengths)

@@ -1,12 +1,11 @@
-"""The RoPE of a model's layers, found by asking them: of what they cache, and of the queries they ask with.
+"""Probes of the RoPE of a model's layers: of cached keys and values, and of queries.
 
-Nothing but a layer's own `rope(x, offset=...)` is called. It turns back where it is given negative positions, whatever
-its frequencies, and what it does to unit vectors is its matrix. A RoPE is accepted only if it fits the model itself: a
-token is read at several positions over caches of zeros, and undoing the RoPE must give the same at each of them.
+Only a layer's own `rope(x, offset=...)` is called: negative offsets undo it, and its results for unit vectors are its
+matrix. A RoPE is accepted only if it fits the model: a token is read at several positions over caches of zeros, and
+undoing the RoPE must give the same result at each.
 
-Cached keys and values are described by pairs of channels and frequencies (`cache_ropes`), queries are turned back to
-before RoPE, and on to positions to come (`ropes`). Some RoPEs scale what they turn by the same factor at every
-position, which is divided out.
+Cached keys and values are described by pairs of channels and frequencies (`cache_ropes`); queries are rotated back, and
+forward to later positions (`ropes`). Some RoPEs also scale by a factor that is the same at every position.
 B rows, Hq query heads, H KV heads, m queries, D head dim, P pairs.
 """
 
@@ -23,22 +22,22 @@ from mlx_lm.generate import generation_stream
 from mlx_lm.models import cache as stock
 
 from mlx_kv.cache.eviction.scores.fitted import Rotation
-from mlx_kv.mlxlm.attention import HOOK, AttentionCall, AttentionSeam
+from mlx_kv.mlxlm.attention import AttentionCall, attention_hooked
 from mlx_kv.mlxlm.loading import architecture
-from mlx_kv.mlxlm.probe import StandIn, asked_once, stand_ins
+from mlx_kv.mlxlm.probe import ProbeCache, cached_per_model, probe_caches
 from mlx_kv.mlxlm.traverse import leaves
 
 # Of queries.
 AHEAD = 512  # positions to come: kvpress' number
-QUERIES_TRIED_AT = 37  # a position at which a RoPE of queries is tried, besides 0
-MOST_ROUNDING = 0.02  # of the largest query: models of 16 bits are tried, too
-# Of what is cached.
-TRIED_AT = (37, 3001)  # positions at which the token is read, besides 0, as far as the model has them
+QUERY_POSITION = 37  # at which queries are probed, besides 0
+MAX_ROUNDING = 0.02  # of the largest query; models may have 16 bits
+# Of cached keys and values.
+POSITIONS = (37, 3001)  # at which a token is read, besides 0, as far as the model has them
 DOUBLINGS = 14  # frequencies are refined at positions 1, 2, 4, ... 2^14
 MAX_ERROR = {mx.float32: 2e-3}  # of the largest element, after undoing RoPE
 MAX_ERROR_16_BITS = 0.02
 MIN_ROTATION = 1e-9  # below it, an element of the matrix of a rotation is 0
-WIDTH_STEP = 8  # of the widths that are tried where a RoPE takes fewer channels than are cached
+WIDTH_STEP = 8  # of widths, where a RoPE takes fewer channels than are cached
 LENGTHS = ("max_position_embeddings", "n_positions", "n_ctx")  # in configurations
 NAMES = ("rope", "rotary")  # in the names of attributes that hold a RoPE
 
@@ -48,7 +47,7 @@ Function = Callable[..., mx.array]
 # --- what is cached ---------------------------------------------------------------------------------------------------
 
 
-@asked_once
+@cached_per_model
 def cache_ropes(model: nn.Module, which: tuple[int, ...]) -> tuple[Ropes, ...]:
     """The RoPE of the keys and of the values in some of a model's caches; None where nothing is rotated.
 
@@ -58,7 +57,7 @@ def cache_ropes(model: nn.Module, which: tuple[int, ...]) -> tuple[Ropes, ...]:
     Raises:
         ValueError: keys or values change with the position, and no RoPE of the model undoes it.
     """
-    positions = (0, *sorted({max(1, min(at, _length(model) - 1)) for at in TRIED_AT}))
+    positions = (0, *sorted({max(1, min(at, _length(model) - 1)) for at in POSITIONS}))
     stored = [_stored(model, position) for position in positions]
     candidates = _Candidates(model)
     found = []
@@ -80,17 +79,17 @@ def cache_ropes(model: nn.Module, which: tuple[int, ...]) -> tuple[Ropes, ...]:
 def _length(model: nn.Module) -> int:
     """Positions that a model has: a token beyond learned ones would be read out of bounds."""
     known = (getattr(getattr(model, "args", None), name, None) for name in LENGTHS)
-    return min([length for length in known if type(length) is int and length > 1], default=max(TRIED_AT) + 1)
+    return min([length for length in known if type(length) is int and length > 1], default=max(POSITIONS) + 1)
 
 
 def _stored(model: nn.Module, position: int) -> dict[int, tuple[mx.array, mx.array]]:
     """What one token at a position has cached: (1, H, 1, D) keys and values by cache."""
-    caches = stand_ins(model, position)
+    caches = probe_caches(model, position)
     try:
         answer = model(mx.zeros((1, 1), mx.int32), cache=caches)
-        own = {i: c.given for i, c in enumerate(leaves(caches)) if isinstance(c, StandIn) and c.given is not None}
+        own = {i: c.given for i, c in enumerate(leaves(caches)) if isinstance(c, ProbeCache) and c.given is not None}
         mx.eval(answer, list(own.values()))
-    except Exception:  # a model that needs more than stand-ins
+    except Exception:  # a model that needs mlx-lm's own caches
         return {}
     return {i: given for i, given in own.items() if given[0].ndim == given[1].ndim == 4}
 
@@ -246,8 +245,8 @@ class Rope:
             unit = mx.broadcast_to(mx.eye(self._dim)[None, :, None], (1, self._dim, AHEAD, self._dim))
             self._mean = self._rope(unit, offset=0).mean(axis=2, keepdims=True)  # (1, D, 1, D), each row a column
             mx.eval(self._mean)
-        turned: mx.array = self._rope(self._mean[...], offset=position) / self._factor
-        return turned[0, :, 0].T
+        rotated: mx.array = self._rope(self._mean[...], offset=position) / self._factor
+        return rotated[0, :, 0].T
 
 
 @dataclass
@@ -261,20 +260,20 @@ class _Listener:
         for index, cache in enumerate(self.caches):
             if cache is call.cache:
                 self.queries[index] = call.queries[...]
-        return call.hand_on()
+        return call.forward()
 
 
-@asked_once
+@cached_per_model
 def ropes(model: nn.Module) -> tuple[Rope | None, ...]:
     """The RoPE of each cache's layer, in the order of `leaves`; None where none is found that does what the model does.
 
-    A token is read at two positions, over caches of zeros: queries that are turned back must be the same.
+    A token is read at two positions, over caches of zeros: its queries before RoPE must be the same.
     """
     layers = list(getattr(model, "layers", []))
     found: list[Rope | None] = [None] * len(list(leaves(stock.make_prompt_cache(model))))
     if len(layers) != len(found):
         return tuple(found)
-    first, later = (_queries(model, position) for position in (0, QUERIES_TRIED_AT))
+    first, later = (_queries(model, position) for position in (0, QUERY_POSITION))
     for index, layer in enumerate(layers):
         named = (getattr(part, "rope", None) for part in layer.modules())
         own = next((rope for rope in named if callable(rope)), None)
@@ -282,9 +281,9 @@ def ropes(model: nn.Module) -> tuple[Rope | None, ...]:
             continue
         try:
             rope = Rope(own, first[index].shape[3])
-            one, other = rope.back(first[index], [0]), rope.back(later[index], [QUERIES_TRIED_AT])
+            one, other = rope.back(first[index], [0]), rope.back(later[index], [QUERY_POSITION])
             largest = mx.abs(one).max()
-            if mx.abs(one - other).max().item() <= MOST_ROUNDING * largest.item():  # type: ignore[operator]
+            if mx.abs(one - other).max().item() <= MAX_ROUNDING * largest.item():  # type: ignore[operator]
                 found[index] = rope
         except (TypeError, ValueError):  # one that is called otherwise
             continue
@@ -293,14 +292,12 @@ def ropes(model: nn.Module) -> tuple[Rope | None, ...]:
 
 def _queries(model: nn.Module, position: int) -> dict[int, mx.array]:
     """The queries of each layer for one token at a position; attention over zeros adds nothing that depends on it."""
-    caches = stand_ins(model, position)
+    caches = probe_caches(model, position)
     listener = _Listener(list(leaves(caches)))
-    for cache in listener.caches:
-        setattr(cache, HOOK, listener)
     try:
-        with AttentionSeam(model), mx.stream(generation_stream):
+        with attention_hooked(model, caches, listener), mx.stream(generation_stream):
             answer = model(mx.zeros((1, 1), mx.int32), cache=caches)
             mx.eval(answer, list(listener.queries.values()))  # other ranks wait for what the answer sends them
-    except Exception:  # a model that needs more than stand-ins: no RoPE is found
+    except Exception:  # a model that needs mlx-lm's own caches
         return {}
     return listener.queries

@@ -14,11 +14,11 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import cache as stock
 
-from mlx_kv.cache.eviction.allocation import BY_HEAD, by_layer, most_together, most_tokens
+from mlx_kv.cache.eviction.allocation import BY_HEAD, by_layer, max_head_tokens, max_layer_tokens
+from mlx_kv.cache.eviction.compaction import SAFEGUARD
 from mlx_kv.cache.eviction.evictor import Evictor
-from mlx_kv.cache.eviction.observed.sizes import ObservedBytes, most_bytes
+from mlx_kv.cache.eviction.observed_queries import ObservedBytes
 from mlx_kv.cache.eviction.peers import Peers
-from mlx_kv.cache.eviction.uneven import SAFEGUARD
 from mlx_kv.cache.growth import DEFAULT
 from mlx_kv.cache.layout import NO_LIMIT
 from mlx_kv.mlxlm.convert import kind_and_window, make_prompt_cache
@@ -173,30 +173,30 @@ def _describe(own: Any, plain: Any, stored: Any, step: int, chunk: int) -> Layer
 
 def _longer(evictor: Evictor, heads: int) -> int:
     """Tokens that the longest head of a budget may hold beyond it, below 0 where it always holds fewer."""
-    layout, layers = evictor.layout, evictor.layers
+    layout, layers = evictor.layout, evictor.layer_allocation
     protected = layout.sinks + layout.keep_recent
     free = layout.budget - protected
     if not isinstance(layers, str):
-        if evictor.granularity != "adaptive":
-            table = by_layer(layers) if evictor.granularity == "layer" else layers
-            return most_tokens(table, evictor.layer, free) - free
-        together = most_together(layers, evictor.layer, free) * (heads if len(layers[0]) == 1 else 1)
+        if evictor.scope != "adaptive":
+            table = by_layer(layers) if evictor.scope == "layer" else layers
+            return max_head_tokens(table, evictor.layer, free) - free
+        together = max_layer_tokens(layers, evictor.layer, free) * (heads if len(layers[0]) == 1 else 1)
         sure = max(0, int(SAFEGUARD * (together // heads + protected)) - protected)
         return together - (heads - 1) * sure - free  # all for one head but what the others keep in any case
     if layers == "global":
         return NO_LIMIT
-    if evictor.granularity != "adaptive":
+    if evictor.scope != "adaptive":
         return 0
     return (heads - 1) * (layout.budget - max(protected, int(SAFEGUARD * layout.budget)))
 
 
 def _records(evictor: Evictor, heads: int, step: int) -> TokenRecords:
     """What an evictor that has seen a token records of the tokens of a sequence."""
-    own = heads if evictor.granularity in BY_HEAD else 1
+    own = heads if evictor.scope in BY_HEAD else 1
     return TokenRecords(
         cut=evictor.layout.cut + _longer(evictor, heads),
         per_kept=own * (8 if evictor.score.per_token else 4),
         dead=4 * heads if evictor.uneven_heads else 0,
-        per_reread=4 * heads if evictor.wants_rereading else 0,
-        observed=ObservedBytes() if evictor.observation is None else most_bytes(evictor.observation, heads, step),
+        per_reread=4 * heads if evictor.wants_second_pass else 0,
+        observed=ObservedBytes() if evictor.observation is None else evictor.observation.max_bytes(heads, step),
     )

@@ -1,1 +1,1 @@
-"""Prompts that are kept: what was read once is found again, in memory and on disk."""
+"""Prefix caching: processed prompts in memory and on disk, shared by requests, processes and machines."""

@@ -1,71 +1,85 @@
-"""Token sequences that were processed: which of them serves a prompt, which one makes superfluous, who shares blocks.
+"""Which entries serve a prompt, which blocks they share, and which entry was used least recently.
 
-Everything follows from tokens alone. Sequences are kept sorted, so those that begin like a prompt lie beside the place
-where it would lie itself, those that share most of it nearest: finding one takes a few binary searches, however many
-there are. An entry that can be trimmed back to `least` tokens serves a prompt that begins with those, its *head*; so
-entries are sorted among those of the same head, and only heads that the prompt begins with are looked into. How far
-back caches can be trimmed is decided in `place`; where they are, in `store` (a disk) and `memory`.
+An index works on token ids alone. Sequences are sorted, so the ones that begin like a prompt lie beside the place where
+the prompt would lie, and a lookup takes a few binary searches however many entries there are. An entry that can be
+trimmed back to `least` tokens serves prompts that begin with those tokens, its *head*. Entries are therefore sorted by
+head first, and a lookup only searches heads that the prompt begins with.
 """
 
 from __future__ import annotations
 
+import threading
 from bisect import bisect_left, bisect_right, insort
-from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
 from mlx_kv.cache.checks import token_ids
 
-LEAST_SHARED = 64  # tokens; below, finding costs more than reading
-MOST_STEPS = 64  # of a walk through beginnings that turn out to be none
-B = TypeVar("B")
-_LAST = "\U0010ffff"  # after every name
+MIN_SHARED = 64  # tokens; a shorter prefix is faster to read than to look up
+MAX_STEPS = 64  # of a walk through sequences that turn out not to be prefixes
+_LAST = "\U0010ffff"  # sorts after every name
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What is known of a processed prompt without its caches.
+    """A processed prompt, without its caches.
 
     Attributes:
-        tokens: that its caches have read, from `packed`.
-        bytes: that it takes.
-        least: tokens that must stay of them: its caches can be trimmed back that far.
+        tokens: token ids that the caches have read, from `packed`.
+        bytes: size of the caches.
+        least: tokens that the caches can be trimmed back to.
+        fingerprint: of the model and policy.
     """
 
     tokens: bytes
     bytes: int
     least: int
+    fingerprint: str = ""
 
     def __len__(self) -> int:
         return len(self.tokens) // 4
 
+    @property
+    def blocks(self) -> Mapping[Any, int]:
+        """Blocks that other entries may share, and the bytes of each."""
+        return {}
+
+    @property
+    def own_bytes(self) -> int:
+        """Bytes outside of blocks."""
+        return max(0, self.bytes - sum(self.blocks.values()))
+
+
+E = TypeVar("E", bound=Entry)
+
 
 def head(entry: Entry) -> bytes:
-    """The tokens that must stay of an entry: whatever begins with them can be served."""
+    """The tokens that can't be trimmed: the entry serves every prompt that begins with them."""
     return entry.tokens[: 4 * entry.least]
 
 
 def packed(tokens: Sequence[int]) -> bytes:
-    """Token ids as bytes that sort as they do: four for each, the highest first. Bytes are packed already.
+    """Token ids as bytes with the same order: four bytes each, big-endian. Packed tokens are returned unchanged.
 
     Raises:
-        ValueError: something else than token ids.
+        ValueError: these are not token ids.
     """
     return tokens if isinstance(tokens, bytes) else np.array(token_ids(tokens, 2**32, "tokens"), ">u4").tobytes()
 
 
 def shared(first: bytes, second: bytes) -> int:
-    """How many tokens two packed sequences begin with alike."""
+    """The length, in tokens, of the common prefix of two packed sequences."""
     most = min(len(first), len(second)) // 4
     differ = np.flatnonzero(np.frombuffer(first, ">u4", most) != np.frombuffer(second, ">u4", most))
     return int(differ[0]) if len(differ) else most
 
 
 class SortedIndex:
-    """Names by packed tokens, in the order of these. Every question is a few binary searches."""
+    """Names sorted by packed tokens."""
 
     def __init__(self) -> None:
         self._places: list[tuple[bytes, str]] = []
@@ -80,43 +94,37 @@ class SortedIndex:
         del self._places[bisect_left(self._places, (tokens, name))]
 
     def nearest(self, tokens: bytes) -> tuple[int, str]:
-        """How many tokens anything here shares with these at the most, and the name of one that does."""
+        """The longest prefix of these tokens that a sequence here shares, in tokens, and the name of that sequence."""
         right = bisect_left(self._places, (tokens, ""))
         beside = self._places[max(0, right - 1) : right + 1]
         return max((shared(other, tokens), name) for other, name in beside)
 
     def beginning(self, tokens: bytes) -> str | None:
-        """The name of something that begins with these tokens."""
+        """The name of a sequence that begins with these tokens."""
         place = bisect_left(self._places, (tokens, ""))
         beside = self._places[place : place + 1]
         return next((name for other, name in beside if other.startswith(tokens)), None)
 
     def beginnings(self, tokens: bytes) -> Iterator[tuple[bytes, str]]:
-        """What these tokens begin with, longest first; after MOST_STEPS that were in vain, no more is found."""
+        """Sequences that these tokens begin with, longest first; stops after MAX_STEPS mismatches."""
         place, steps = bisect_right(self._places, (tokens, _LAST)), 0
-        while place > 0 and steps < MOST_STEPS:
+        while place > 0 and steps < MAX_STEPS:
             other, name = self._places[place - 1]
             count = shared(other, tokens)
             if count == len(other) // 4:
                 yield other, name
                 place -= 1
-            else:  # a beginning of more than `count` tokens would lie after this one
+            else:  # a prefix of more than `count` tokens would lie after this one
                 place, steps = bisect_right(self._places, (tokens[: 4 * count], _LAST)), steps + 1
 
 
 class PrefixIndex:
-    """Entries by name."""
+    """Entries by name, searched by their tokens."""
 
     def __init__(self) -> None:
         self._entries: dict[str, Entry] = {}
         self._all, self._heads = SortedIndex(), SortedIndex()
         self._of_head: dict[bytes, SortedIndex] = {}
-
-    def __getitem__(self, name: str) -> Entry:
-        return self._entries[name]
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._entries
 
     def add(self, name: str, entry: Entry) -> None:
         self.remove(name)
@@ -132,18 +140,18 @@ class PrefixIndex:
         if entry is None:
             return
         self._all.remove(entry.tokens, name)
-        alike = self._of_head[head(entry)]
-        alike.remove(entry.tokens, name)
-        if not alike:
+        same_head = self._of_head[head(entry)]
+        same_head.remove(entry.tokens, name)
+        if not same_head:
             del self._of_head[head(entry)]
             self._heads.remove(head(entry), "")
 
     def best(self, tokens: bytes) -> tuple[str, int] | None:
-        """The entry that can stand for most of these tokens, and for how many: never all of them."""
+        """The entry that serves the longest prefix of these tokens, and its length in tokens; never all of them."""
         most = len(tokens) // 4 - 1
         there = min(most, self._all.nearest(tokens)[0]) if self._all else 0  # no entry shares more
-        found, count = None, LEAST_SHARED - 1
-        if there >= LEAST_SHARED:
+        found, count = None, MIN_SHARED - 1
+        if there >= MIN_SHARED:
             for beginning, _ in self._heads.beginnings(tokens[: 4 * there]):
                 same, name = self._of_head[beginning].nearest(tokens)
                 if min(same, most) > count:
@@ -153,64 +161,126 @@ class PrefixIndex:
         return None if found is None else (found, count)
 
     def nearest(self, tokens: bytes) -> tuple[str, int] | None:
-        """The entry that begins like these tokens for longest, and for how many, whether it can serve them or not."""
+        """The entry with the longest common prefix, and its length in tokens, even if it can't serve these tokens."""
         count, name = self._all.nearest(tokens) if self._all else (0, "")
-        return (name, count) if count >= LEAST_SHARED else None
+        return (name, count) if count >= MIN_SHARED else None
 
     def covering(self, entry: Entry) -> str | None:
-        """An entry that serves every prompt which this one serves."""
+        """An entry that serves every prompt that this one serves."""
         for beginning, _ in self._heads.beginnings(head(entry)):
             if (name := self._of_head[beginning].beginning(entry.tokens)) is not None:
                 return name
         return None
 
     def covered(self, entry: Entry) -> list[str]:
-        """The entries that serve nothing which this one does not serve."""
+        """The entries that this one makes superfluous."""
         found = []
         for tokens, name in self._all.beginnings(entry.tokens):
             if len(tokens) < len(head(entry)):
-                break  # it is shorter than what must stay of this one
+                break  # it serves shorter prompts
             if self._entries[name].least >= entry.least:
                 found.append(name)
         return found
 
 
-class Holdings(Generic[B]):
-    """Entries by name, and the blocks that each of them holds.
+class EntryTable(Generic[E]):
+    """Entries by name: an index for each fingerprint, reference counts of blocks, and times of last use.
+
+    Threads may read and change it at the same time.
 
     Attributes:
-        nbytes: of all entries together, each block once.
+        nbytes: of all entries together, each block counted once.
     """
 
     def __init__(self) -> None:
-        self._held: dict[str, tuple[int, Mapping[B, int]]] = {}
-        self._holders: Counter[B] = Counter()
+        self._entries: dict[str, E] = {}
+        self._indexes: defaultdict[str, PrefixIndex] = defaultdict(PrefixIndex)  # by fingerprint
+        self._block_refs: Counter[Any] = Counter()
         self.nbytes = 0
+        self._used: dict[str, float] = {}  # time of last use, if known; other processes may have used it later
+        self._lock = threading.RLock()  # guards all but the last
 
-    def __contains__(self, block: object) -> bool:
-        """Whether an entry holds a block."""
-        return block in self._holders
+    def __getitem__(self, name: str) -> E:
+        return self._entries[name]
+
+    def __len__(self) -> int:
+        return len(self._entries)
 
     @property
-    def blocks(self) -> Collection[B]:
-        """All that are held, as long as nothing changes."""
-        return self._holders.keys()
+    def blocks(self) -> set[Any]:
+        """All blocks that an entry uses."""
+        with self._lock:
+            return set(self._block_refs)
 
-    def add(self, name: str, own: int, blocks: Mapping[B, int]) -> None:
-        """An entry that was not there.
+    def entries(self) -> dict[str, E]:
+        """A copy of the table."""
+        with self._lock:
+            return dict(self._entries)
+
+    def add(self, name: str, entry: E) -> None:
+        """Adds a new entry."""
+        with self._lock:
+            self._entries[name] = entry
+            self._indexes[entry.fingerprint].add(name, entry)
+            new = [size for block, size in entry.blocks.items() if block not in self._block_refs]
+            self.nbytes += entry.own_bytes + sum(new)
+            self._block_refs.update(entry.blocks.keys())
+
+    def remove(self, name: str) -> list[Any]:
+        """Removes an entry, if there is one; returns the blocks that no entry uses any more."""
+        with self._lock:
+            self._used.pop(name, None)
+            entry = self._entries.pop(name, None)
+            if entry is None:
+                return []
+            self._indexes[entry.fingerprint].remove(name)
+            unused = [block for block in entry.blocks if self._block_refs[block] == 1]
+            self.nbytes -= entry.own_bytes + sum(entry.blocks[block] for block in unused)
+            self._block_refs -= Counter(entry.blocks.keys())
+            return unused
+
+    # --- lookups, among entries of the same fingerprint -------------------------------------------------------------
+
+    def best(self, tokens: bytes, fingerprint: str) -> tuple[str, int] | None:
+        """See `PrefixIndex.best`."""
+        with self._lock:
+            return self._indexes[fingerprint].best(tokens)
+
+    def nearest(self, entry: Entry) -> tuple[E, int] | None:
+        """The entry with the longest common prefix, and its length in tokens; see `PrefixIndex.nearest`."""
+        with self._lock:
+            found = self._indexes[entry.fingerprint].nearest(entry.tokens)
+            return None if found is None else (self._entries[found[0]], found[1])
+
+    def covering(self, entry: Entry) -> str | None:
+        """See `PrefixIndex.covering`."""
+        with self._lock:
+            return self._indexes[entry.fingerprint].covering(entry)
+
+    def covered(self, entry: Entry) -> list[str]:
+        """See `PrefixIndex.covered`."""
+        with self._lock:
+            return self._indexes[entry.fingerprint].covered(entry)
+
+    # --- least recently used ----------------------------------------------------------------------------------------
+
+    def touch(self, name: str, now: float) -> None:
+        """Sets when an entry was last used; it may be added later."""
+        self._used[name] = now
+
+    def touched(self, name: str) -> float:
+        """When this process last used an entry; 0 if unknown."""
+        return self._used.get(name, 0.0)
+
+    def least_recent(self, last_used: Callable[[str], float]) -> str:
+        """The entry that was used least recently, of at least one.
 
         Args:
-            own: bytes that are its alone, beside the blocks.
-            blocks: that it holds, and the bytes of each.
+            last_used: when any process last used an entry; called for candidates only.
         """
-        self._held[name] = own, blocks
-        self.nbytes += own + sum(size for block, size in blocks.items() if block not in self._holders)
-        self._holders.update(blocks.keys())
-
-    def remove(self, name: str) -> list[B]:
-        """Lets go of an entry, if it is there; returns the blocks that no entry holds any longer."""
-        own, blocks = self._held.pop(name, (0, {}))
-        free = [block for block in blocks if self._holders[block] == 1]
-        self._holders -= Counter(blocks.keys())
-        self.nbytes -= own + sum(blocks[block] for block in free)
-        return free
+        names = self.entries()
+        while True:
+            name = min(names, key=self.touched)
+            known, self._used[name] = self.touched(name), last_used(name)
+            if self._used[name] <= known:
+                return name  # otherwise another process has used it since

@@ -1,110 +1,353 @@
-"""Processed prompts in memory: the nearest place to find one again.
+"""Processed prompts in memory, as blocks of slots that several entries can share.
 
-Decides what leaves when there is too much. What entries have in common is there once (`blocks`): keeping one
-copies what is its own, finding one copies what was asked for, when it is first read.
+An entry shares a block of another one if all bytes are equal, whatever layout, codec or score put the tokens there.
+Blocks are compared, not hashed as those of files are: a digest would take several times as long. Blocks are never
+written to; restored caches have memory of their own.
+
+An entry has *shells*, copies of its caches without slots, and a *strip* of slots for all layers of one layout. A strip
+is a list of pieces, each the first slots of a block: an entry that diverges from another one in the middle of a block
+uses the beginning of that block, and then its own blocks.
+B rows, H KV heads.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Sequence
-from itertools import count
+import copy
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
+import mlx.core as mx
+import numpy as np
+
+from mlx_kv.cache.buffers import as_words
 from mlx_kv.cache.checks import cache_list, shown
-from mlx_kv.prefixes.blocks import Block, KeptCaches, kept_bytes
-from mlx_kv.prefixes.index import Holdings, PrefixIndex, packed
-from mlx_kv.prefixes.parts import Parts
-from mlx_kv.prefixes.place import PromptPlace
+from mlx_kv.cache.growth import round_up
+from mlx_kv.cache.kv_cache import KVCache
+from mlx_kv.generation.statistics import cache_statistics
+from mlx_kv.mlxlm.recurrent import recurrent_states
+from mlx_kv.mlxlm.traverse import attention_caches, is_ours, leaves, trim_prompt_cache
+from mlx_kv.prefixes.index import Entry, packed
+from mlx_kv.prefixes.prefix_cache import PrefixCache, Shards
+
+BLOCK_SLOTS = 256
+LEAST_SLOTS = 32  # of a shared piece; fewer are copied, as many short pieces are slow to restore
 
 
-class PromptMemory(PromptPlace):
-    """Processed prompts, up to so many bytes.
+@dataclass(frozen=True, eq=False)
+class ArrayBlock:
+    """Slots of all layers of a strip.
 
-    Args:
-        max_bytes: of all of them, what several share counted once; what was of no use for longest leaves first. 0 keeps
-            nothing.
-        fingerprint: whose caches these are; None leaves it to the first `PromptReader`. A reader of another model or
-            policy is refused.
-        parts: the other ranks, where each has a part of the caches: what is said of bytes is of the rank that has most.
-
-    Raises:
-        ValueError: max_bytes below 0; whenever prompts are asked for or kept, that nobody has said whose they are.
+    Attributes:
+        planes: keys and values of each layer, each (B, H, slots, width); evaluated.
     """
 
-    def __init__(self, max_bytes: int = 2**30, fingerprint: str | None = None, parts: Parts | None = None) -> None:
-        if not (isinstance(max_bytes, int | float) and max_bytes >= 0):
-            raise ValueError(f"max_bytes is {shown(max_bytes)}: give a number of bytes from 0 up")
-        super().__init__(max_bytes, fingerprint, parts)
-        self._index, self._names = PrefixIndex(), count()
-        self._kept: OrderedDict[str, KeptCaches] = OrderedDict()  # least recently used first
-        self._holdings: Holdings[Block] = Holdings()
-        self._elsewhere = 0  # bytes of the other rank that has most
-
-    def __len__(self) -> int:
-        return len(self._kept)
+    planes: tuple[mx.array, ...]
 
     @property
     def nbytes(self) -> int:
-        """Of all entries, what several share counted once."""
-        return max(self._holdings.nbytes, self._elsewhere)
+        return sum(plane.nbytes for plane in self.planes)
 
-    def _best(self, tokens: Sequence[int]) -> tuple[str, int] | None:
-        self._owner()
-        return self._index.best(packed(tokens))
+
+Piece = tuple[ArrayBlock, int]  # the first slots of a block
+
+
+@dataclass(frozen=True)
+class Strip:
+    """All slots of the layers of one layout.
+
+    Attributes:
+        layers: indices among the caches of this package.
+        pieces: in the order of their slots.
+    """
+
+    layers: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+    def planes(self, slots: int, capacity: int) -> list[mx.array]:
+        """The first slots of every plane, as new arrays (B, H, capacity, width); not evaluated."""
+        wanted, left = [], slots
+        for block, count in self.pieces:
+            if left > 0:
+                wanted.append((block, min(count, left)))
+            left -= count
+        found = []
+        for index, like in enumerate(self.pieces[0][0].planes):
+            parts = [block.planes[index][:, :, :count] for block, count in wanted]
+            empty = mx.zeros((*like.shape[:2], capacity - slots, like.shape[3]), like.dtype)
+            found.append(mx.concatenate([*parts, empty], axis=2))
+        return found
+
+
+class BlockCaches:
+    """Caches of one sequence, as blocks.
+
+    Args:
+        shells: the caches, those of this package without slots.
+        strips: their slots.
+
+    Attributes:
+        own_bytes: outside of blocks: state of evictors, and other packages' caches.
+        blocks: the bytes of each block.
+    """
+
+    def __init__(self, shells: list[Any], strips: list[Strip]) -> None:
+        self._shells, self._strips = shells, strips
+        self.own_bytes = cache_statistics(shells).bytes_allocated
+        self.blocks = {block: block.nbytes for strip in strips for block, _ in strip.pieces}
+
+    @classmethod
+    def of(cls, caches: Sequence[Any], tokens: int, like: BlockCaches | None, shared: int) -> BlockCaches:
+        """A copy of caches, evaluated.
+
+        Args:
+            tokens: number of tokens that the caches have read.
+            like: an entry to share equal blocks with.
+            shared: length of the token prefix shared with `like`.
+        """
+        shells = copy.deepcopy(list(caches))
+        for state in recurrent_states(shells):
+            state.forget()  # a copy needs no way back
+        strips: dict[tuple[Any, ...], list[int]] = {}
+        ours = attention_caches(shells)
+        for number, cache in enumerate(ours):
+            if cache.view.buffers is not None and cache.view.used:
+                strips.setdefault((cache.view.used, *cache.layout.parameters), []).append(number)
+        cuts = []
+        for (used, *_), numbers in strips.items():
+            planes = [p for number in numbers for buffer in ours[number].view.buffers or () for p in buffer.planes]
+            # Where slots are positions, slots after the shared tokens differ.
+            most = shared if used == tokens else used
+            cuts.append(StripCut(tuple(numbers), planes, used, [] if like is None else like._pieces(numbers, most)))
+        mx.eval([cut.equal for cut in cuts])
+        made = [cut.strip() for cut in cuts]
+        mx.eval([block.planes for strip in made for block, _ in strip.pieces])
+        for cache in ours:
+            if cache.view.buffers is not None:
+                keys, values = cache.view.buffers
+                cache.replace_planes(_empty(keys.planes), _empty(values.planes))
+        return cls(shells, made)
+
+    def _pieces(self, layers: Sequence[int], most: int) -> list[Piece]:
+        """The pieces of the first slots of these layers."""
+        found: list[Piece] = []
+        for strip in self._strips:
+            if strip.layers == tuple(layers):
+                for block, count in strip.pieces:
+                    if most > 0:
+                        found.append((block, min(count, most)))
+                    most -= count
+        return found
+
+    def restore(self, excess: int, tokens: int) -> list[Any]:
+        """New caches without the last `excess` tokens; computed on first use.
+
+        Args:
+            tokens: that the caches will hold soon; capacity for them is allocated.
+
+        Raises:
+            ValueError: the caches can't be trimmed so far.
+        """
+        caches = copy.deepcopy(self._shells)
+        trim_prompt_cache(caches, excess, strict=True)
+        ours = attention_caches(caches)
+        for strip in self._strips:
+            layers = [ours[number] for number in strip.layers]
+            used = max(cache.view.used for cache in layers)
+            planes = iter(strip.planes(used, max(_capacity(cache, used, tokens) for cache in layers)))
+            for cache in layers:
+                counts = [len(buffer.planes) for buffer in cache.view.buffers or ()]
+                cache.replace_planes(*([next(planes) for _ in range(count)] for count in counts))
+        return caches
+
+
+class StripCut:
+    """Slots of some layers, compared with the pieces that another entry has of these layers.
+
+    Args:
+        planes: each (B, H, C, width).
+        used: number of slots to keep.
+        pieces: of the other entry.
+
+    Attributes:
+        equal: whether each of these pieces, up to `used`, has the same bytes: booleans (pieces,).
+    """
+
+    def __init__(self, layers: tuple[int, ...], planes: list[mx.array], used: int, pieces: list[Piece]) -> None:
+        self._layers, self._used = layers, used
+        self._dtypes, self._words = [plane.dtype for plane in planes], [as_words(plane) for plane in planes]
+        self._pieces: list[tuple[int, ArrayBlock, int]] = []  # first slot, block, number of slots
+        first = 0
+        for block, count in pieces if pieces and self._fits(pieces[0][0]) else []:
+            if first < used:
+                self._pieces.append((first, block, min(count, used - first)))
+            first += count
+        self.equal = mx.array([], mx.bool_)
+        if self._pieces:
+            self.equal = mx.stack([mx.all(self._alike(*piece)) for piece in self._pieces])
+
+    def _fits(self, block: ArrayBlock) -> bool:
+        def kind(plane: mx.array) -> tuple[Any, ...]:
+            return (*plane.shape[:2], plane.shape[3], plane.dtype)
+
+        words = [(*kind(words)[:3], dtype) for words, dtype in zip(self._words, self._dtypes, strict=True)]
+        return words == [(*kind(as_words(plane))[:3], plane.dtype) for plane in block.planes]
+
+    def _alike(self, first: int, block: ArrayBlock, count: int, each: bool = False) -> mx.array:
+        """Whether a piece has the same bytes, for each plane; or also for each slot, (planes, count)."""
+        parts = [
+            words[:, :, first : first + count] == as_words(plane)[:, :, :count]
+            for words, plane in zip(self._words, block.planes, strict=True)
+        ]
+        return mx.stack([mx.all(part, axis=(0, 1, 3)) if each else mx.all(part) for part in parts])
+
+    def strip(self) -> Strip:
+        """Pieces of the other entry as far as they are equal, with new blocks in between, not evaluated."""
+        end, pieces = 0, list[Piece]()
+        for (first, block, count), equal in zip(self._pieces, np.array(self.equal), strict=True):
+            if not equal:  # rare, so slots are seldom compared one by one
+                count = int(np.argmin(np.array(mx.all(self._alike(first, block, count, each=True), axis=0))))
+            if count >= LEAST_SLOTS:
+                pieces += [*self._own(end, first), (block, count)]
+                end = first + count
+        return Strip(self._layers, (*pieces, *self._own(end, self._used)))
+
+    def _own(self, first: int, last: int) -> list[Piece]:
+        """New blocks, which end at multiples of BLOCK_SLOTS."""
+        ends = [first, *range(round_up(first + 1, BLOCK_SLOTS), last, BLOCK_SLOTS), last]
+        return [(self._block(a, b), b - a) for a, b in pairwise(ends) if a < b]
+
+    def _block(self, first: int, last: int) -> ArrayBlock:
+        # A slice would keep the whole array alive; or-ing its words with 0 makes a copy.
+        parts = [words[:, :, first:last] | mx.array(0, words.dtype) for words in self._words]
+        return ArrayBlock(tuple(part.view(dtype) for part, dtype in zip(parts, self._dtypes, strict=True)))
+
+
+def kept_bytes(caches: Sequence[Any]) -> int:
+    """Bytes of caches in memory that share nothing."""
+    return sum(_kept_bytes(cache) if is_ours(cache) else cache.nbytes for cache in leaves(caches))
+
+
+def _kept_bytes(cache: KVCache) -> int:
+    view, known = cache.view, 0 if cache.evictor is None else cache.evictor.nbytes
+    return known + view.used * len(view.rows) * sum(buffer.bytes_per_slot for buffer in view.buffers or ())
+
+
+def _empty(planes: Sequence[mx.array]) -> list[mx.array]:
+    return [mx.zeros((*plane.shape[:2], 0, plane.shape[3]), plane.dtype) for plane in planes]
+
+
+def _capacity(cache: KVCache, used: int, tokens: int) -> int:
+    """Slots for those in use, one more, and the tokens that are announced, within the limits of the layout."""
+    view = cache.view
+    wanted = max(tokens, view.reserved, *view.announced)
+    return round_up(max(min(used + 1, view.layout.most_slots), min(wanted, view.layout.enough_slots), 1))
+
+
+# --- the memory -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MemoryEntry(Entry):
+    """An entry with its name and its caches."""
+
+    name: str = ""
+    caches: BlockCaches = field(kw_only=True)
+
+    @property
+    def blocks(self) -> Mapping[ArrayBlock, int]:
+        return self.caches.blocks
+
+    @property
+    def own_bytes(self) -> int:
+        return self.caches.own_bytes
+
+
+class PromptMemory(PrefixCache[MemoryEntry]):
+    """Processed prompts in memory, the least recently used removed first.
+
+    Args:
+        max_bytes: of all entries together, what several share counted once. 0 keeps nothing.
+        fingerprint: of model and policy; None takes that of the first `PromptReader`. A reader of another model or
+            policy is refused.
+        parts: the other ranks, if each has a part of the caches: a `mlx_kv.prefixes.rank_shards.RankShards`. Sizes are
+            then those of the rank with most.
+
+    Raises:
+        ValueError: max_bytes below 0; from `find` and `keep`, that there is no fingerprint yet.
+    """
+
+    def __init__(self, max_bytes: int = 2**30, fingerprint: str | None = None, parts: Shards | None = None) -> None:
+        if not (isinstance(max_bytes, int | float) and max_bytes >= 0):
+            raise ValueError(f"max_bytes is {shown(max_bytes)}: give a number of bytes from 0 up")
+        super().__init__(max_bytes, fingerprint, parts)
+        self._number = 0  # of entries so far
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all entries together, what several share counted once."""
+        return max(self._table.nbytes, self._bytes_of_others)
 
     def find(self, tokens: Sequence[int]) -> tuple[list[Any], int] | None:
-        """The caches that have read most of a prompt, all but its last token at the most, and how many tokens of it.
+        """New caches for the longest prefix of a prompt, all but its last token at most.
 
-        They are the caller's own. None where nothing serves.
+        Returns:
+            The caches, which share no memory with the entry, and the number of tokens they have read; None if no entry
+            serves.
         """
         best = self._best(tokens)
         if best is None:
             return None
         name, found = best
-        excess = len(self._index[name]) - found
-        caches = self._kept[name].caches(excess, len(tokens))
-        self._kept.move_to_end(name)
-        return self._parts.take(name, caches, excess, len(tokens)), found
+        excess = len(self._table[name]) - found
+        caches = self._table[name].caches.restore(excess, len(tokens))
+        self._table.touch(name, time.monotonic())
+        return self._shards.take(name, caches, excess, len(tokens)), found
 
     def keep(self, tokens: Sequence[int], caches: Sequence[Any]) -> bool:
-        """Keeps the caches that have read exactly these tokens, unless an entry serves as well; says whether it did.
+        """Keeps a copy of the caches that have read exactly these tokens, unless an entry serves as well.
 
-        They are evaluated. What is kept of them is a copy, but for what is kept of another prompt already.
+        Blocks that are equal to those of another entry are shared with it. The caches are evaluated.
+
+        Returns:
+            Whether there is a new entry.
         """
-        self._owner()
         caches = cache_list("caches", caches)
-        entry = self._entry(tokens, caches, "kept", kept_bytes(caches))
-        if entry is None:
+        plain = self._entry(tokens, caches, "kept", kept_bytes(caches))
+        if plain is None:
             return False
-        covering = self._index.covering(entry)
+        now, covering = time.monotonic(), self._table.covering(plain)
         if covering is not None:
-            self._kept.move_to_end(covering)
+            self._table.touch(covering, now)
             return False
-        like, shared = self._index.nearest(entry.tokens) or (None, 0)
-        name, kept = str(next(self._names)), KeptCaches.of(caches, len(entry), self._kept.get(like or ""), shared)
-        self._elsewhere = self._parts.keep(name, caches, len(entry), like, shared)
-        for superfluous in self._index.covered(entry):  # from here on, nothing can fail
-            self._remove(superfluous)
-        self._index.add(name, entry)
-        self._kept[name] = kept
-        self._holdings.add(name, kept.own_bytes, kept.blocks)
-        self.shrink(self.max_bytes)
+        like, shared = self._table.nearest(plain) or (None, 0)
+        name, self._number = str(self._number), self._number + 1
+        kept = BlockCaches.of(caches, len(plain), None if like is None else like.caches, shared)
+        self._bytes_of_others = self._shards.keep(name, caches, len(plain), None if like is None else like.name, shared)
+        entry = MemoryEntry(plain.tokens, plain.bytes, plain.least, plain.fingerprint, name, caches=kept)
+        self._table.add(name, entry)  # from here on, nothing can fail
+        self._table.touch(name, now)
+        self._make_room(name, entry)
         return True
 
     def shrink(self, most: int) -> None:
-        """Lets go of what was of no use for longest, until all that is left has at most so many bytes."""
-        while self.nbytes > most and self._kept:
-            self._remove(next(iter(self._kept)))
+        """Removes the least recently used entries until the others have at most so many bytes."""
+        self._evict(most)
 
     def forget(self, tokens: Sequence[int]) -> None:
-        """Lets what was read of these tokens go, where it is of use to no longer prompt that is kept."""
+        """Removes the entry of these tokens, unless it serves longer prompts, too."""
         best = self._best(tokens)
-        if best is not None and packed(tokens).startswith(self._index[best[0]].tokens):
+        if best is not None and packed(tokens).startswith(self._table[best[0]].tokens):
             self._remove(best[0])
 
     def _remove(self, name: str) -> None:
-        self._holdings.remove(name)
-        self._index.remove(name)
-        del self._kept[name]
-        self._elsewhere = self._parts.drop(name)
+        self._table.remove(name)
+        self._bytes_of_others = self._shards.drop(name)
+
+    def _last_used(self, name: str) -> float:
+        return self._table.touched(name)

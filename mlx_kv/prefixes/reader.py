@@ -1,8 +1,4 @@
-"""A prompt that is read chunk by chunk, from where somebody else's reading ends.
-
-Decides after which chunks its caches are worth keeping, and that nobody goes on with caches of another model or policy.
-Knows nothing about where they are kept.
-"""
+"""Reads a prompt chunk by chunk, starting from a cached prefix, and keeps new prefixes."""
 
 from __future__ import annotations
 
@@ -15,38 +11,37 @@ import mlx.nn as nn
 
 from mlx_kv.cache.checks import MOST_TOKENS, cache_list, check_type, shown, token_ids
 from mlx_kv.files.fingerprint import model_fingerprint
+from mlx_kv.generation.distributed_caches import given_caches
 from mlx_kv.generation.prefill import chunk_end, prefill_step, read_chunk
 from mlx_kv.generation.rereading import NOTHING_ASKED, Instructions, Rereading, wants_rereading
-from mlx_kv.generation.together import given_caches
 from mlx_kv.mlxlm.loading import vocabulary_of
 from mlx_kv.mlxlm.observing import show_attention
-from mlx_kv.mlxlm.traverse import attention_caches
-from mlx_kv.mlxlm.trimming import compact
-from mlx_kv.prefixes.place import Prefixes, kept_how, needs_checkpoints
+from mlx_kv.mlxlm.traverse import attention_caches, compact
+from mlx_kv.prefixes.prefix_cache import Prefixes, cache_format, needs_checkpoints
 
-MOST_CHECKPOINTS = 32  # of one prompt: so at most a 32nd of it is read again
+MAX_CHECKPOINTS = 32  # of one prompt, so that at most a 32nd of it is read again
 
 
 class PromptReader:
-    """Reads a prompt chunk by chunk, from what a store has on, and keeps what is new.
+    """Reads a prompt chunk by chunk, starting from a cached prefix, and keeps new prefixes.
 
     Args:
-        model: or anything else that reads tokens (1, n) into caches.
-        caches: new caches of the model, if the store has nothing.
-        tokens: of the prompt, at least one; the last is left to be read, for the logits that come next.
-        store: None reads all of it. One that was given no fingerprint keeps to the model and the policy of its first
-            reader.
-        step: tokens read at once; None is what generation reads, if `model` is one.
-        instructions: before the second reading, where the caches want one: such caches are kept at the end alone.
+        model: a model, or any function that reads tokens (1, n) into caches.
+        caches: new caches of the model, used if the store has no prefix.
+        tokens: of the prompt, at least one. The last one is not read: generation reads it for the first logits.
+        store: a `PromptMemory` or `PromptStore`; None reads the whole prompt. A store without a fingerprint takes that
+            of its first reader.
+        step: tokens per chunk; None is the prefill step of the model.
+        instructions: for the second pass of caches with a two-pass policy. These caches are kept at the end only.
 
     Attributes:
-        caches: those that have read `read` tokens.
-        reused: tokens that were in the store.
+        caches: have read `read` tokens.
+        reused: number of tokens from the store.
 
     Raises:
-        ValueError: the store is of another model or policy, or has no fingerprint where the model is no mlx.nn.Module
-            that could be asked for one; token ids that the model does not have.
-        TypeError: an argument of another type.
+        ValueError: the store belongs to another model or policy; it has no fingerprint, and the model is not an
+            mlx.nn.Module to compute one from; or a token id is outside of the vocabulary.
+        TypeError: an argument has another type.
     """
 
     def __init__(
@@ -71,12 +66,12 @@ class PromptReader:
                 raise TypeError(f"store is {shown(store)}: give a PromptMemory, a PromptStore, or None")
             store.bind(lambda: _fingerprint(model, caches))
             found = store.find(self.tokens)
-        if found is not None and (there := kept_how(found[0])) != (wanted := kept_how(caches)):
+        if found is not None and (there := cache_format(found[0])) != (wanted := cache_format(caches)):
             raise ValueError(
                 f"the store has this prompt in caches of another policy ({_first_difference(there, wanted)}): "
-                "give it a fingerprint that tells policies apart, or none"
+                "give it a fingerprint that includes the policy, or none"
             )
-        if found is not None and _scores(found[0]) != _scores(caches):  # lambdas have one name
+        if found is not None and _scores(found[0]) != _scores(caches):  # all lambdas have the same name
             raise ValueError(
                 "the store has this prompt in caches of another score of the same name: "
                 "give each a name of its own (mlx_kv.register_score), or a store of its own"
@@ -97,9 +92,9 @@ class PromptReader:
         return self.read >= len(self.tokens) - 1 and (self._twice is None or self._twice.done)
 
     def step(self) -> int:
-        """Reads the next chunk, and returns how many tokens it had.
+        """Reads the next chunk, and returns its number of tokens.
 
-        Caches that cannot always be trimmed back to any prefix are kept on the way, others at the end.
+        Caches that can't always be trimmed back to every prefix are also kept on the way, others at the end only.
         """
         if self._twice is not None:
             return self._step_twice(self._twice)
@@ -123,17 +118,17 @@ class PromptReader:
         return reading.read - before
 
     def close(self) -> None:
-        """Breaks it off: caches that were to read all of a prompt before they evict do not wait for the rest."""
+        """Stops reading: caches that evict at the end of a prompt no longer wait for the rest."""
         if self._twice is not None:
             self._twice.close()
 
     def _worth_keeping(self) -> bool:
-        # On the way also where they still could go back: the next chunk may be the one after which they cannot.
-        far = (self.read - self._kept) * MOST_CHECKPOINTS >= len(self.tokens)
+        # Also while every prefix can still be restored: after the next chunk this may no longer be so.
+        far = (self.read - self._kept) * MAX_CHECKPOINTS >= len(self.tokens)
         return self.done or (far and self._checkpoints)
 
     def finish(self) -> list[Any]:
-        """Reads the rest, and returns the caches."""
+        """Reads the rest of the prompt, and returns the caches."""
         while not self.done:
             self.step()
         return self.caches
@@ -142,9 +137,9 @@ class PromptReader:
 def _fingerprint(model: object, caches: Sequence[Any]) -> str:
     if not isinstance(model, nn.Module):
         raise ValueError(
-            f"a {type(model).__name__} reads this prompt, whose fingerprint nobody knows: give the store one"
+            f"the prompt is read by a {type(model).__name__}, which has no fingerprint: give the store one"
         )
-    return f"{model_fingerprint(model)} {hashlib.blake2b(kept_how(caches).encode(), digest_size=16).hexdigest()}"
+    return f"{model_fingerprint(model)} {hashlib.blake2b(cache_format(caches).encode(), digest_size=16).hexdigest()}"
 
 
 def _scores(caches: Sequence[Any]) -> list[object]:

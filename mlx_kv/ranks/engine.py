@@ -18,7 +18,7 @@ from mlx_kv.generation.engine import Engine
 from mlx_kv.generation.progress import SequenceProgress
 from mlx_kv.generation.sequence import BatchToken, TokenSequence
 from mlx_kv.generation.speculation.statistics import SpeculationStatistics
-from mlx_kv.mlxlm.trimming import can_trim
+from mlx_kv.mlxlm.traverse import can_trim
 from mlx_kv.ranks.group import RankGroup
 from mlx_kv.ranks.numbered import Numbers, RankCaches
 

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_kv.cache.eviction.allocation import Allocation, Granularity
-from mlx_kv.cache.eviction.peers import ALONE, Alone, Peers
+from mlx_kv.cache.eviction.allocation import Scope
+from mlx_kv.cache.eviction.peers import ALONE, Peers
 from mlx_kv.ranks.collectives import gathered
 from mlx_kv.ranks.splitting import part_of
 
@@ -27,7 +27,7 @@ def peers_of(model: nn.Module) -> Peers:
     return Heads(part.raw, part.copies) if part.split == "heads" else Layers(part.raw, part.full_layers)
 
 
-class Heads(Alone):
+class Heads(Peers):
     """Ranks that each have some heads of every layer.
 
     Args:
@@ -38,6 +38,17 @@ class Heads(Alone):
 
     def __init__(self, group: mx.distributed.Group, copies: bool) -> None:
         self._group, self._copies = group, copies
+        split = "heads are split over ranks, and"
+        self.unsupported = {
+            ("layers", "global"): f"{split} layers='global' ranks the tokens of all of them: use layers='uniform' or "
+            "'calibrated'"
+        }
+        if not copies:  # other heads' tokens lie in other slots
+            self.unsupported |= {
+                ("score", "fitted"): f"{split} score='fitted' reads the keys and values of all of them: use another "
+                "score, such as 'key_diff', or split='layers'",
+                ("share", "adaptive"): f"{split} share='adaptive' compares the tokens of all of them: use share='head'",
+            }
 
     def first_head(self, heads: int) -> int:
         return 0 if self._copies else self._group.rank() * heads
@@ -45,24 +56,8 @@ class Heads(Alone):
     def all_heads(self, heads: int) -> int:
         return heads if self._copies else self._group.size() * heads
 
-    def have_heads(self, granularity: Granularity) -> bool:
-        return self._copies or granularity != "head"
-
-    def check(self, granularity: Granularity, layers: Allocation = "uniform", fitted: bool = False) -> None:
-        if fitted and not self._copies:
-            raise ValueError(
-                "heads are split over ranks, and score='fitted' reads the keys and values of all of them: use another "
-                "score, such as 'key_diff', or split='layers'"
-            )
-        if layers == "global":
-            raise ValueError(
-                "heads are split over ranks, and layers='global' ranks the tokens of all of them: use layers='uniform' "
-                "or 'calibrated'"
-            )
-        if granularity == "adaptive" and not self._copies:  # other heads' tokens lie in other slots
-            raise ValueError(
-                "heads are split over ranks, and share='adaptive' compares the tokens of all of them: use share='head'"
-            )
+    def have_heads(self, scope: Scope) -> bool:
+        return self._copies or scope != "head"
 
     def with_heads(self, scores: Sequence[mx.array]) -> list[mx.array]:
         flat = mx.concatenate([each.reshape(-1) for each in scores])
@@ -79,7 +74,7 @@ class Heads(Alone):
         return of_ranks[0] if self._copies else mx.concatenate(list(of_ranks), axis=1)
 
 
-class Layers(Alone):
+class Layers(Peers):
     """Ranks that each have some layers, the last rank the first of them.
 
     Args:
@@ -90,23 +85,21 @@ class Layers(Alone):
     have_layers = True
 
     def __init__(self, group: mx.distributed.Group, full_layers: Sequence[int]) -> None:
-        self._group, self._most, self._least = group, max(full_layers), min(full_layers)
+        self._group, self._most = group, max(full_layers)
         self.first_layer, self._every = sum(full_layers[group.rank() + 1 :]), sum(full_layers)
-
-    def all_layers(self, layers: int) -> int:
-        return self._every
-
-    def check(self, granularity: Granularity, layers: Allocation = "uniform", fitted: bool = False) -> None:
-        if layers in ("pyramid", "global"):
-            raise ValueError(
-                f"layers are split over ranks, and layers={layers!r} needs all of them in one process: use "
-                "layers='uniform' or 'calibrated'"
-            )
-        if granularity == "layers" and self._least == 0:  # nothing on it would know when the others decide
-            raise ValueError(
+        self.unsupported = {
+            ("layers", name): f"layers are split over ranks, and layers={name!r} needs all of them in one process: use "
+            "layers='uniform' or 'calibrated'"
+            for name in ("pyramid", "global")
+        }
+        if min(full_layers) == 0:  # nothing on such a rank would know when the others decide
+            self.unsupported["share", "layers"] = (
                 "a rank has no layer of full attention, and cannot decide with the others what a budget keeps: use "
                 "share='layer', or give each rank such a layer"
             )
+
+    def all_layers(self, layers: int) -> int:
+        return self._every
 
     def with_layers(self, scores: Sequence[mx.array]) -> list[mx.array]:
         nothing = mx.zeros((self._most - len(scores), scores[0].shape[1]))

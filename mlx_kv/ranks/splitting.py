@@ -32,7 +32,7 @@ from mlx_kv.mlxlm.loading import (
     quantize_as_stored,
 )
 from mlx_kv.mlxlm.observing import attends_by_class
-from mlx_kv.mlxlm.probe import answer_as, counts_slots, refuses_ragged
+from mlx_kv.mlxlm.probe import copy_results, counts_slots, refuses_ragged
 from mlx_kv.mlxlm.traverse import leaves
 from mlx_kv.ranks.collectives import gathered
 
@@ -249,7 +249,7 @@ def planned_part(
     model = model_from_config(config, dtype)
     quantize_as_stored(model, config)
     whole = model_from_config(config, dtype)
-    answer_as(model, whole, cache_kinds, counts_slots, refuses_ragged)
+    copy_results(model, whole, cache_kinds, counts_slots, refuses_ragged)
     cut(model, place, split, layers)
     alone = mx.distributed.init()
     for module in model.modules():  # type: ignore[no-untyped-call]
@@ -303,7 +303,7 @@ def split_model(
     assert group.split is not None, "whoever splits a model knows how"
     split, raw, whole = _known(group.split), group.raw, whole or model
     # A part cannot say what the whole does: it may have other kinds of layers, and its graph has what no graph shows.
-    answer_as(model, whole, cache_kinds, counts_slots, number_of_weights, refuses_ragged, attends_by_class)
+    copy_results(model, whole, cache_kinds, counts_slots, number_of_weights, refuses_ragged, attends_by_class)
     heads = _heads(whole)
     cut(model, raw, split, layers)
     full = sum(type(cache) in FULL for cache in leaves(stock.make_prompt_cache(model)))

@@ -12,7 +12,7 @@ from mlx_kv.generation.engine import Engine
 from mlx_kv.generation.speculation.settings import DraftSettings
 from mlx_kv.mlxlm.convert import make_prompt_cache
 from mlx_kv.policy import CachePolicy
-from mlx_kv.prefixes.place import mark_of_drafts
+from mlx_kv.prefixes.prefix_cache import draft_mark
 
 
 def serving_fingerprint(
@@ -24,5 +24,5 @@ def serving_fingerprint(
     if draft is not None:
         marks.append(f"draft tokens {drafting.draft_tokens}")
     elif engine.speculation is not None:
-        marks += mark_of_drafts(engine.make_caches(), make_prompt_cache(model, policy, strict=False))
+        marks += draft_mark(engine.make_caches(), make_prompt_cache(model, policy, strict=False))
     return " ".join(marks)

@@ -15,8 +15,8 @@ from typing import Any
 from mlx_kv.generation.engine import Engine
 from mlx_kv.generation.rereading import NOTHING_ASKED, Instructions
 from mlx_kv.mlxlm.traverse import attention_caches
-from mlx_kv.prefixes.index import LEAST_SHARED, packed, shared
-from mlx_kv.prefixes.place import needs_checkpoints
+from mlx_kv.prefixes.index import MIN_SHARED, packed, shared
+from mlx_kv.prefixes.prefix_cache import needs_checkpoints
 from mlx_kv.prefixes.reader import PromptReader
 from mlx_kv.server.job import Job
 from mlx_kv.server.occupancy import tokens_evicted
@@ -132,7 +132,7 @@ class PrefillScheduler:
         """Whether another prompt will soon have been read as far as it has this one's tokens, and that is much."""
         for other, reader in self._readers.items():
             same = shared(other.prompt, wanted) if other.keep else 0
-            if same >= there + LEAST_SHARED and reader.read < same:  # it reads what would else be read twice
+            if same >= there + MIN_SHARED and reader.read < same:  # it reads what would else be read twice
                 return True
         for other in () if self._checkpoints else (*self._in_engine(), *ready):
             # A row to take it from is there when all of the other prompt is read.
@@ -149,7 +149,7 @@ class PrefillScheduler:
         decoding = [job for job in self._decoding() if job.keep]
         rows = [(shared(job.prompt + packed(job.answer[job.resumed :]), wanted), job.number, job) for job in decoding]
         most, _, job = max(rows, default=(0, 0, None))
-        if job is not None and most >= there + max(LEAST_SHARED, len(job.known) // 8):
+        if job is not None and most >= there + max(MIN_SHARED, len(job.known) // 8):
             self.keep(job, self._engine.extract(job.number))
 
     def keep(self, job: Job, caches: list[Any] | None) -> None:

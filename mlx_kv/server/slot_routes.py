@@ -129,7 +129,7 @@ class SlotRoutes:
         count, packed = await self._ask(pack)
 
         def write() -> int:
-            serialization.check_output(path, mend="delete it")
+            serialization.check_output(path, fix="delete it")
             packed.write(path)
             return os.stat(path).st_size
 

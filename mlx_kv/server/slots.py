@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
-from mlx_kv.prefixes.index import LEAST_SHARED, packed, shared
+from mlx_kv.prefixes.index import MIN_SHARED, packed, shared
 from mlx_kv.server.job import Job
 
 
@@ -81,4 +81,4 @@ class Slots:
 def _fitting(free: Sequence[Slot], job: Job) -> Slot:
     """The slot that has most of a prompt, or where that is nearly nothing, the one that was used least recently."""
     most, _, like = max((shared(slot.text, job.prompt), slot.number, slot) for slot in free)
-    return like if most >= LEAST_SHARED else min(free, key=lambda slot: slot.used)
+    return like if most >= MIN_SHARED else min(free, key=lambda slot: slot.used)

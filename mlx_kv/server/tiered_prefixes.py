@@ -17,10 +17,10 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
 
-from mlx_kv.prefixes.entry_files import PackedEntry
-from mlx_kv.prefixes.index import LEAST_SHARED, packed
+from mlx_kv.prefixes.index import MIN_SHARED, packed
 from mlx_kv.prefixes.memory import PromptMemory
 from mlx_kv.prefixes.store import PromptStore, StoredPrompt
+from mlx_kv.prefixes.store_index import PackedEntry
 from mlx_kv.server.task_thread import TaskThread
 
 MOST_PENDING = 256 * 2**20  # bytes that wait for the disk; what comes on top is not stored
@@ -97,7 +97,7 @@ class TieredPrefixes:
             if not self._looking:
                 self._on_disk(self._look(lambda: None, anew=True), self._looked)
             return False
-        wanted = self.serves(tokens) + LEAST_SHARED
+        wanted = self.serves(tokens) + MIN_SHARED
         if len(packed(tokens)) // 4 <= wanted:
             return False
         return self._looking or self._stale or (self._attempt(lambda: store.serves(tokens)) or 0) >= wanted

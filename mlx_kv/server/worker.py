@@ -25,8 +25,7 @@ from mlx_kv.generation.speculation.settings import DraftSettings
 from mlx_kv.mlxlm.loading import context_length, vocabulary_of
 from mlx_kv.policy import CachePolicy
 from mlx_kv.prefixes.memory import PromptMemory
-from mlx_kv.prefixes.part_keeper import PartKeeper
-from mlx_kv.prefixes.parts import RankParts
+from mlx_kv.prefixes.rank_shards import RankShards, ShardFollower
 from mlx_kv.prefixes.store import PromptStore
 from mlx_kv.ranks.following import Caches, follow
 from mlx_kv.ranks.group import RankGroup
@@ -118,7 +117,7 @@ class Worker:
         instructions = Instructions.for_policy(self.policy, self.models.tokenizer, self.models.model)
 
         def more(caches: Caches) -> dict[str, Callable[..., object]]:
-            return {**memory.handlers, **PartKeeper(group, peers, lambda: whose, caches).handlers}
+            return {**memory.handlers, **ShardFollower(group, peers, lambda: whose, caches).handlers}
 
         follow(partial(self._settings.engine, self.models, self.policy, instructions), group, more)
 
@@ -133,12 +132,12 @@ class Worker:
         step, wait = self._prefill_step_size, self._most_wait
         return EngineSettings(self.max_batch_size, step, self._drafting, self.keeps_prompts, wait)
 
-    def parts(self) -> RankParts | None:
+    def parts(self) -> RankShards | None:
         """Of prompts that are kept, those that the other ranks have; None where there is no other."""
         if self._group is None:
             return None
         peers = self._group.agreement.peers(self.models.model)
-        return RankParts(self._group, peers, lambda: self._rows.engine.numbers, self._inbox.put)  # type: ignore[attr-defined]
+        return RankShards(self._group, peers, lambda: self._rows.engine.numbers, self._inbox.put)  # type: ignore[attr-defined]
 
     # --- called from other threads ------------------------------------------------------------------------------
 

@@ -17,8 +17,8 @@ from mlx_kv.cache.eviction.allocation import (
     HeadBudgets,
     by_layer,
     head_budgets,
-    most_together,
-    most_tokens,
+    max_head_tokens,
+    max_layer_tokens,
     token_counts,
 )
 
@@ -109,8 +109,8 @@ def test_bounds_are_never_exceeded_and_reached(table: HeadBudgets, mean: int) ->
     every = [token_counts(table, mean, most) for most in range(mean, len(table) * heads * mean + 2)]
     for layer in range(len(table)):
         longest, together = (max(of(counts[layer]) for counts in every) for of in (max, sum))
-        assert longest <= most_tokens(table, layer, mean) <= longest + 2
-        assert together <= most_together(table, layer, mean) <= together + 2 * heads
+        assert longest <= max_head_tokens(table, layer, mean) <= longest + 2
+        assert together <= max_layer_tokens(table, layer, mean) <= together + 2 * heads
 
 
 def test_a_layer_may_have_more_than_the_mean_of_its_heads_says() -> None:
@@ -118,7 +118,7 @@ def test_a_layer_may_have_more_than_the_mean_of_its_heads_says() -> None:
     table = head_budgets([[2, 2], [4, 0]])
     assert by_layer(table) == ((1.0,), (1.0,))
     assert sum(token_counts(table, 300, 400)[0]) == 800
-    assert most_together(table, 0, 300) >= 800
+    assert max_layer_tokens(table, 0, 300) >= 800
 
 
 @pytest.mark.parametrize(
@@ -173,4 +173,4 @@ def test_a_bound_of_one_less_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(allocation.math, "ceil", lambda x: math.floor(x) - 2)
     table = head_budgets([[3, 1], [1, 1]])
     longest = max(max(token_counts(table, 10, most)[0]) for most in range(10, 60))
-    assert most_tokens(table, 0, 10) < longest
+    assert max_head_tokens(table, 0, 10) < longest

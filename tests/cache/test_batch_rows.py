@@ -107,7 +107,7 @@ class Single:
         """What any update begins with, also one that has no token for this row: a compaction, if it is due."""
         for cache in self.caches:
             if cache.evictor is not None:
-                cache._held.rows = cache.evictor.compact_if_due(cache._held.rows)
+                cache._data.rows = cache.evictor.compact_if_due(cache._data.rows)
 
     def trim(self, count: int) -> None:
         held = self.pending[0][1].shape[1] if self.pending else 0

@@ -29,12 +29,12 @@ from mlx_kv import (
     register_codec,
     save_prompt_cache,
 )
-from mlx_kv.cache.attention import packed
+from mlx_kv.cache.attention import operands
 from mlx_kv.cache.buffers import SlotBuffer
 from mlx_kv.cache.codecs import Affine, Codec, Microscaled, Plain, names
 from mlx_kv.mlxlm.traverse import attention_caches
 from mlx_kv.planning import Planner, Strategy
-from mlx_kv.prefixes.place import kept_how
+from mlx_kv.prefixes.prefix_cache import cache_format
 
 SHAPES = {
     "full": {},
@@ -77,8 +77,8 @@ def test_a_codec_that_stores_a_token_late_is_caught(monkeypatch: pytest.MonkeyPa
 def test_an_answer_from_planes_of_another_token_is_caught(codec: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     steps = [("update", 5), ("update", 3), ("update", 1)]
     run(Spec(codec=codec, carries=True), steps)
-    genuine = packed.Packed.mixed
-    monkeypatch.setattr(packed.Packed, "mixed", lambda self, w, slots: genuine(self, mx.roll(w, 1, axis=-1), slots))
+    genuine = operands.Packed.mixed
+    monkeypatch.setattr(operands.Packed, "mixed", lambda self, w, slots: genuine(self, mx.roll(w, 1, axis=-1), slots))
     run(Spec(codec=codec), steps)  # decoded, nobody asks it
     with pytest.raises(AssertionError):
         run(Spec(codec=codec, carries=True), steps)
@@ -260,8 +260,8 @@ def test_a_codec_that_does_not_do_what_it_says_is_refused() -> None:
 
 def test_caches_of_other_codecs_do_not_stand_in_for_each_other() -> None:
     kinds: list[Codec | Any] = [None, *CODECS, Affine(4, 32), Affine(8, 32)]
-    assert len({kept_how([KVCache(codec=codec)]) for codec in kinds}) == len(kinds)
-    assert kept_how([KVCache(8, 32)]) == "append, 8 bits in groups of 32 from 0"
+    assert len({cache_format([KVCache(codec=codec)]) for codec in kinds}) == len(kinds)
+    assert cache_format([KVCache(8, 32)]) == "append, 8 bits in groups of 32 from 0"
 
 
 def test_a_state_is_a_tree() -> None:

@@ -10,7 +10,7 @@ import pytest
 from mlx_kv import CachePolicy, KVCache, compact
 from mlx_kv.cache import buffers
 from mlx_kv.cache.eviction.layer_group import LayerGroup
-from mlx_kv.cache.eviction.scores import blocks
+from mlx_kv.cache.eviction.scores import tokens as blocks
 
 LAYERS, HEADS, DIM, BUDGET = 12, 8, 128, 4096
 MOST = 0.03  # of the cache

@@ -141,14 +141,14 @@ def test_work_is_counted_by_row_and_goes_with_it() -> None:
     batch.update_and_fetch(*[mx.concatenate([x, x])] * 2)  # compacts both, whose last write is still whole
     assert [batch.extract(row).evictor.compactions for row in (0, 1)] == [3, 5]
     loaded = KVCache.from_state(batch.state)
-    assert loaded.evictor.work == batch.evictor.work
+    assert loaded.evictor.metadata.work == batch.evictor.metadata.work
     batch.filter([0])
     assert batch.evictor.compactions == 3
     batch.extend(one)
     assert batch.evictor.compactions == 4
     old = list(one.state)[:-1]  # nor any residual
     old[-1] = [*old[-1][:6], [7, 4, 0.5]]  # as it was written before rows were told apart
-    assert KVCache.from_state(tuple(old)).evictor.work == ((7, 4, 0.5),)
+    assert KVCache.from_state(tuple(old)).evictor.metadata.work == ((7, 4, 0.5),)
 
 
 @given(st.integers(1, 60), st.integers(1, 4), st.data())

@@ -26,7 +26,7 @@ from mlx_kv import CachePolicy, PromptMemory, load_prompt_cache, save_prompt_cac
 from mlx_kv.cache.classes import moving
 from mlx_kv.cache.classes.row_classes import RowClasses
 from mlx_kv.mlxlm.traverse import attention_caches
-from mlx_kv.prefixes import index, place
+from mlx_kv.prefixes import index, prefix_cache
 
 CODECS: dict[str, dict[str, Any]] = {
     "8 bits": {"bits": 8, "group_size": 32},
@@ -134,7 +134,7 @@ class History(ObservedBatches):
         """What files and copies do not have: the RoPE that scores want, and what shows attention."""
         for cache in attention_caches(caches):
             if cache.evictor is not None and cache.evictor.observation is not None:
-                cache.evictor.observation.turning = Rotation()
+                cache.evictor.observation.rope = Rotation()
             if self.kind.carries and cache.seam is None:
                 cache.carry(object())
 
@@ -249,8 +249,8 @@ RULE = moving.settled
 @pytest.fixture(autouse=True)
 def short_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts of histories are short: they are kept all the same."""
-    for module in (index, place):
-        monkeypatch.setattr(module, "LEAST_SHARED", 1)
+    for module in (index, prefix_cache):
+        monkeypatch.setattr(module, "MIN_SHARED", 1)
 
 
 def happens(case: Case, seed: int, folder: Path) -> bool:

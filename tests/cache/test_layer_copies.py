@@ -14,7 +14,7 @@ from test_layer_group import POLICY, PROMPT, feed, one_sequence, positions
 from tiny_models import VOCAB, make_model
 
 from mlx_kv import CachePolicy, KVCache, compact, make_prompt_cache
-from mlx_kv.cache.eviction.layer_group import LayerGroup
+from mlx_kv.cache.eviction.layer_group import Copies
 
 Held = namedtuple("Held", "first second third")
 
@@ -93,10 +93,10 @@ def test_a_ledger_goes_with_its_sequence() -> None:
     caches = make_prompt_cache(model, POLICY)
     name = caches[0].evictor.layer_groups[0].name
     copies = [layer_by_layer(caches) for _ in range(3)]
-    assert copies[2][0].evictor.layer_groups[0] is LayerGroup._copies[name].groups[0]()
+    assert copies[2][0].evictor.layer_groups[0] is Copies._by_name[name]._groups[0]()
     del copies, caches
     gc.collect()
-    assert name not in LayerGroup._copies
+    assert name not in Copies._by_name
 
 
 @pytest.mark.parametrize("replicate", [copy.deepcopy, as_a_tuple, as_fields, as_a_dict_backwards, nested])

@@ -241,6 +241,18 @@ def test_a_new_session_decides_anew(share: Any) -> None:
     assert positions(used) == positions(fresh)
 
 
+def test_a_layer_that_is_filled_later_follows_the_decision() -> None:
+    """Whole layers one after the other: those that held nothing when the first was compacted keep what it kept."""
+    caches = one_sequence(CachePolicy(budget=20, keep_recent=2, margin=4, score="key_norm"), 2)
+    x = mx.random.normal((2, 1, 2, 30, 32), key=mx.random.key(5))
+    for cache, new in zip(caches, x, strict=True):
+        for first in range(0, 30, 5):
+            cache.update_and_fetch(new[:, :, first : first + 5], new[:, :, first : first + 5])
+    assert [cache.evictor.compactions for cache in caches] == [1, 1]
+    held = positions(caches)
+    assert held[0] == held[1]
+
+
 def test_compact_on_demand() -> None:
     model = make_model("llama")
     caches = make_prompt_cache(model, POLICY)

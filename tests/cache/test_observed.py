@@ -18,7 +18,7 @@ from hypothesis import given, settings
 
 from mlx_kv.cache.codecs import find_codecs
 from mlx_kv.cache.eviction.evictor import Evictor
-from mlx_kv.cache.eviction.observed.observation import TAKEN_BACK
+from mlx_kv.cache.eviction.observation import TAKEN_BACK
 from mlx_kv.cache.eviction.scores import Score
 from mlx_kv.cache.eviction.scores.tokens import ScoredTokens, Wants
 from mlx_kv.cache.kv_cache import KVCache
@@ -63,7 +63,7 @@ class Call:
     def changed(self, **changes: Any) -> Call:
         raise AssertionError("nobody asked for another call")
 
-    def hand_on(self, **changes: Any) -> mx.array:
+    def forward(self, **changes: Any) -> mx.array:
         return mx.zeros(self.queries.shape)
 
 
@@ -96,7 +96,7 @@ class Watched:
         layout = Budget(budget, keep_recent, 1, 8, 64)
         evictor = Evictor(layout, score, share)
         assert evictor.observation is not None
-        evictor.observation.turning = Rotation()
+        evictor.observation.rope = Rotation()
         self.cache = KVCache(evictor=evictor, bits=bits, group_size=32)
         self.sinks = mx.array(self.random.normal(size=HEADS * GROUP).astype(np.float32)) if sinks else None
         self.rows = [Known()]
@@ -275,14 +275,14 @@ def apply(watched: Watched, what: str, how: Any) -> None:
     elif what == "state":
         evictor = watched.cache.evictor
         assert evictor is not None
-        before, turning = evictor.score, evictor.observation.turning if evictor.observation else None
+        before, turning = evictor.score, evictor.observation.rope if evictor.observation else None
         watched.cache.compact()
         told = evictor.state
         again = Evictor.from_state(evictor.layout, told, before)
         assert again.observation is not None
-        again.observation.turning = turning
-        again.belong_to(watched.cache._held)
-        watched.cache._held.evictor = again
+        again.observation.rope = turning
+        again.belong_to(watched.cache._data)
+        watched.cache._data.evictor = again
     elif what == "merge" and rows == 1:
         grown(watched, 3)
     elif what == "filter" and rows > 1:

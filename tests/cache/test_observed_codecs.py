@@ -23,12 +23,10 @@ from test_observed import Rotation
 
 from mlx_kv import CachePolicy, KVCache
 from mlx_kv.cache.codecs import Affine, Centre, Centred, Microscaled
-from mlx_kv.cache.eviction import scoring
-from mlx_kv.cache.eviction.membership import Membership
-from mlx_kv.cache.eviction.observed import observation
-from mlx_kv.cache.eviction.observed.moments import Moments
-from mlx_kv.cache.eviction.observed.observation import TAKEN_BACK, Observation
-from mlx_kv.cache.eviction.observed.recent import RecentQueries
+from mlx_kv.cache.eviction import observation, scoring
+from mlx_kv.cache.eviction.observation import TAKEN_BACK, Observation
+from mlx_kv.cache.eviction.observed_queries import Moments, RecentQueries
+from mlx_kv.cache.eviction.row_metadata import RowMetadata
 from mlx_kv.cache.eviction.scores import Wants, register_score
 from mlx_kv.cache.eviction.scores.attention import snap_kv
 from mlx_kv.cache.eviction.scores.tokens import ScoredTokens
@@ -78,7 +76,7 @@ def with_rope(caches: list[KVCache]) -> list[KVCache]:
     for cache in caches:
         assert cache.evictor is not None
         if cache.evictor.observation is not None:
-            cache.evictor.observation.turning = Rotation()
+            cache.evictor.observation.rope = Rotation()
     return caches
 
 
@@ -132,7 +130,7 @@ class ObservedSingle(Single):
     def note_scores(self, due: Callable[[KVCache], bool]) -> None:
         """What the next compaction goes by, if it is due."""
         if all(map(due, self.caches)):
-            together = self.caches[0].evictor.granularity == "layers"
+            together = self.caches[0].evictor.scope == "layers"
             each = [ranking(cache, standardised=together) for cache in self.caches]
             summed = {at: sum(own[at] for own in each) for at in each[0]} if together else {}
             self.rankings = [summed] * len(each) if together else each
@@ -216,10 +214,10 @@ class ObservedBatches(Batches):
                 cache = caches[layer]
                 cache.hold()
                 attention(cache, *(mx.array(x[:, :, :length]) for x in tokens))
-                cache.evictor.listen(0, length)
+                cache.evictor.begin_second_pass(0, length)
                 attention(cache, *(mx.array(x[:, :, length:]) for x in tokens))
                 cache.trim(length)
-                cache.evictor.stop_listening()
+                cache.evictor.end_second_pass()
                 cache.release()
 
     def _feed(self, batch: tuple[list[Any], list[Single]], new: int, counts: list[int]) -> None:
@@ -336,7 +334,7 @@ def remembers_drafts(self: Observation, rows: Sequence[Any]) -> None:
     self.ends = [min(end, max(0, row.offset)) for end, row in zip(self.ends, rows, strict=True)]
 
 
-def forgets_what_was_reread(self: Membership, other: Membership, layer: int, member: Any) -> Membership:
+def forgets_what_was_reread(self: RowMetadata, other: RowMetadata, layer: int, member: Any) -> RowMetadata:
     return joined_members(self, other, layer, member)._replace(reread=())
 
 
@@ -345,7 +343,7 @@ def reads_the_first_row(buffer: Any, row: int | None, n: int, positions: mx.arra
 
 
 see, moved, queries_of_rows = Observation.see, Observation.moved, RecentQueries.of_rows
-moments_of_rows, joined_members = Moments.of_rows, Membership.joined
+moments_of_rows, joined_members = Moments.of_rows, RowMetadata.joined
 stored_keys = scoring.stored_keys
 PLANTED: dict[str, tuple[Any, str, Any, ObservedKind]] = {
     "padding is seen": (Observation, "see", sees_padding, kind("mxfp8", "tova", "layers")),
@@ -353,7 +351,7 @@ PLANTED: dict[str, tuple[Any, str, Any, ObservedKind]] = {
     "moments go to other rows": (Moments, "of_rows", mixes_up_moments, kind("nvfp4", "expected_attention", "layer")),
     "sums move one slot too far": (Observation, "moved", moves_to_the_next_slot, kind("mxfp8", "h2o", "layer")),
     "drafts are remembered": (Observation, "trimmed", remembers_drafts, kind("8 bits", "h2o", "head")),
-    "a second reading is lost": (Membership, "joined", forgets_what_was_reread, kind("mxfp8", "kvzip", "layers")),
+    "a second reading is lost": (RowMetadata, "joined", forgets_what_was_reread, kind("mxfp8", "kvzip", "layers")),
     "keys are the first row's": (scoring, "stored_keys", reads_the_first_row, kind("mxfp8", "h2o", "layers")),
 }
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from rotations import matrix
 
-from mlx_kv.cache.attention import Dense, Operand, Packed, attend, blocks, exponential, packed
+from mlx_kv.cache.attention import Dense, Operand, Packed, attend, blocks, operands
 from mlx_kv.cache.codecs import Affine, Centre, Centred, Codec, Microscaled
 
 GROUP_SIZES = (32, 64, 128)
@@ -125,7 +125,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two queries of all rows and heads at a time, and 256 slots."""
     monkeypatch.setattr(blocks, "BLOCK_SCORES", 1)
     monkeypatch.setattr(blocks, "LEAST_QUERIES", 2)
-    monkeypatch.setattr(packed, "BLOCK_ELEMENTS", 1)
+    monkeypatch.setattr(operands, "BLOCK_ELEMENTS", 1)
 
 
 # --- arrays -----------------------------------------------------------------------------------------------------------
@@ -232,11 +232,11 @@ def differs_by_poison(case: Case) -> bool:
     shown = np.arange(case.slots) % 3 != 1
     outputs = []
     for fill in (lambda x, shown: x, poisoned):
-        operands = []
+        made = []
         for codec, dim, seed in ((case.keys, case.key_dim, 2), (case.values, case.value_dim, 3)):
             planes, _ = stored(codec, normal((case.rows, case.heads, case.slots, dim), case.dtype, seed))
-            operands.append(operand(codec, tuple(fill(plane, shown) for plane in planes)))
-        outputs.append(attend(q, *operands, case.key_dim**-0.5, mask_of(case, shown)))
+            made.append(operand(codec, tuple(fill(plane, shown) for plane in planes)))
+        outputs.append(attend(q, *made, case.key_dim**-0.5, mask_of(case, shown)))
         assert mx.isfinite(outputs[-1]).all().item()
     return not mx.array_equal(*outputs).item()
 
@@ -273,15 +273,15 @@ def test_hidden_slots_are_dead_in_blocks(codec: Codec | None) -> None:
 def furthest(x: np.ndarray) -> float:
     """The largest relative error of the exponential of x."""
     exact = np.exp(x.astype(np.float64))
-    return float(np.max(np.abs(np.array(exponential.exponential(mx.array(x))).astype(np.float64) / exact - 1)))
+    return float(np.max(np.abs(np.array(blocks.exponential(mx.array(x))).astype(np.float64) / exact - 1)))
 
 
 def test_the_exponential_is_as_exact_as_it_says() -> None:
     assert furthest(np.linspace(-87, 0, 1_000_003, dtype=np.float32)) < 3e-7
     assert furthest(-np.geomspace(1e-30, 87, 100_003, dtype=np.float32)) < 3e-7
-    assert exponential.exponential(mx.array([0.0, -0.0])).tolist() == [1.0, 1.0]
+    assert blocks.exponential(mx.array([0.0, -0.0])).tolist() == [1.0, 1.0]
     below = np.concatenate([[-87.5, -88, -1e4, -3e38, np.finfo(np.float32).min], -np.geomspace(87.4, 3e38, 1000)])
-    assert not np.array(exponential.exponential(mx.array(below.astype(np.float32)))).any()
+    assert not np.array(blocks.exponential(mx.array(below.astype(np.float32)))).any()
 
 
 @pytest.mark.parametrize(
@@ -295,9 +295,9 @@ def test_the_exponential_is_as_exact_as_it_says() -> None:
 def test_a_constant_of_the_exponential_that_is_off_is_caught(
     name: str, which: int, off: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    constants = list(getattr(exponential, name))
+    constants = list(getattr(blocks, name))
     constants[which] *= 1 + off
-    monkeypatch.setattr(exponential, name, tuple(constants))
+    monkeypatch.setattr(blocks, name, tuple(constants))
     mx.disable_compile()
     try:
         assert furthest(np.linspace(-87, 0, 100_003, dtype=np.float32)) > 3e-7
@@ -333,7 +333,7 @@ def all_of_every_group(queries: mx.array, groups: int) -> mx.array:
     return mx.concatenate([queries] * groups, axis=2)
 
 
-def centres_in_another_order(self: packed.Packed, dtype: mx.Dtype) -> mx.array:
+def centres_in_another_order(self: operands.Packed, dtype: mx.Dtype) -> mx.array:
     return genuine_centre(self, dtype)[::-1]
 
 
@@ -344,9 +344,9 @@ def the_first_group_of_each(x: mx.array) -> mx.array:
 genuine_masked, genuine_weights, genuine_pieces, genuine_own_groups, genuine_centre = (
     blocks._masked,
     blocks._weights,
-    packed._pieces,
-    packed._own_groups,
-    packed.Packed._centre_of,
+    operands._pieces,
+    operands._own_groups,
+    operands.Packed._centre_of,
 )
 FOUR_BITS = Case(keys=Affine(4, 32), values=Affine(4, 32))
 ALL_CENTRED = Case(keys=CENTRED, values=CENTRED)
@@ -357,12 +357,12 @@ PLANTED = {
     "masks of heads are mixed up": (blocks, "_masked", heads_in_another_order, Case(mask="query heads")),
     "masks of KV heads are mixed up": (blocks, "_masked", heads_in_another_order, Case(mask="heads")),
     "sinks take no part": (blocks, "_weights", without_sinks, Case(sinks=True)),
-    "channels change places": (packed, "_pieces", other_order_of_pieces, FOUR_BITS),
-    "groups take each other's queries": (packed, "_apart", all_of_every_group, FOUR_BITS),
-    "groups take each other's scales": (packed, "_own_groups", the_first_group_of_each, FOUR_BITS),
-    "nothing is rotated": (packed, "rotated", lambda x: x, ROTATED),
-    "nothing is centred": (packed.Packed, "_centre_of", lambda self, dtype: mx.array(0.0), ALL_CENTRED),
-    "centres of heads are mixed up": (packed.Packed, "_centre_of", centres_in_another_order, ALL_CENTRED),
+    "channels change places": (operands, "_pieces", other_order_of_pieces, FOUR_BITS),
+    "groups take each other's queries": (operands, "_apart", all_of_every_group, FOUR_BITS),
+    "groups take each other's scales": (operands, "_own_groups", the_first_group_of_each, FOUR_BITS),
+    "nothing is rotated": (operands, "rotated", lambda x: x, ROTATED),
+    "nothing is centred": (operands.Packed, "_centre_of", lambda self, dtype: mx.array(0.0), ALL_CENTRED),
+    "centres of heads are mixed up": (operands.Packed, "_centre_of", centres_in_another_order, ALL_CENTRED),
 }
 
 

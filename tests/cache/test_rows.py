@@ -100,7 +100,7 @@ def test_rows_that_come_and_go_leave_no_chain() -> None:
         made.filter([0])
         mx.eval(made.state)
     made.filter([0])
-    assert made.evictor.members.kept.positions is not None
+    assert made.evictor.metadata.kept.positions is not None
     made.extend(short)
     made.filter([1])
-    assert made.evictor.members.kept.positions is None
+    assert made.evictor.metadata.kept.positions is None

@@ -10,20 +10,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_kv.cache.eviction import uneven
-from mlx_kv.cache.eviction.compaction import slide
-from mlx_kv.cache.eviction.uneven import SAFEGUARD, Uneven, evictable_of, lowest_of_all, uneven_moves
+from mlx_kv.cache.eviction import compaction
+from mlx_kv.cache.eviction.compaction import SAFEGUARD, RowPlan, evictable_of, lowest_of_all, slide, uneven_plan
 from mlx_kv.cache.layout import Budget, Row
 
 
 def adaptive_moves(
     layout: Budget, row: Row, scores: mx.array, positions: mx.array, alive: mx.array, safeguard: float = SAFEGUARD
-) -> Uneven:
+) -> RowPlan:
     protected = layout.sinks + layout.keep_recent
     tokens = evictable_of(layout, row, scores, positions, alive)
     free = scores.shape[0] * (layout.budget - protected)
     gone = lowest_of_all(tokens, free, max(0, int(safeguard * layout.budget) - protected))
-    return uneven_moves(layout, row, tokens, gone, alive)
+    return uneven_plan(layout, row, tokens, gone, alive)
 
 
 def left(layout: Budget, scores: np.ndarray, positions: np.ndarray, alive: np.ndarray, count: int) -> list[set[int]]:
@@ -69,10 +68,10 @@ def check(case: tuple[Budget, Row, np.ndarray, np.ndarray, np.ndarray, int]) -> 
     given_alive = mx.array(alive)
     found = adaptive_moves(layout, row, mx.array(scores), mx.array(positions.astype(np.int32)), given_alive)
     wanted = left(layout, scores, positions, alive, count)
-    after = layout.compacted(row, found.longer)
+    after = layout.compacted(row, found.extra_slots)
     down = slide(layout, row, after)
     assert sum(len(own) for own in wanted) + len(wanted) * layout.keep_recent == len(wanted) * layout.budget
-    assert sum(found.dead.tolist()) == len(wanted) * found.longer
+    assert sum(found.dead.tolist()) == len(wanted) * found.extra_slots
     for head, own in enumerate(wanted):
         slots = list(range(row.end))
         for source, target in zip(*(moves[head].tolist() for moves in found.moves), strict=True):
@@ -100,12 +99,12 @@ def test_a_head_that_is_worth_nothing_keeps_its_safeguard(monkeypatch: pytest.Mo
     case = layout, Row(offset=end), scores, positions, alive, heads * 40
     check(case)
     found = adaptive_moves(layout, case[1], mx.array(scores), mx.array(positions), mx.array(alive))
-    kept = layout.budget + found.longer - np.array(found.dead)
+    kept = layout.budget + found.extra_slots - np.array(found.dead)
     assert kept.tolist()[0] == int(SAFEGUARD * 50)
     assert kept.sum() == heads * 50
     for broken in (0.0, 0.18, 0.22):
         less = adaptive_moves(layout, case[1], *map(mx.array, (scores, positions, alive)), broken)
-        assert (layout.budget + less.longer - np.array(less.dead))[0] != kept[0]
-    monkeypatch.setattr(uneven, "in_order", lambda scores, ties: -ties.astype(mx.int64))  # the youngest go
+        assert (layout.budget + less.extra_slots - np.array(less.dead))[0] != kept[0]
+    monkeypatch.setattr(compaction, "in_order", lambda scores, ties: -ties.astype(mx.int64))  # the youngest go
     with pytest.raises(AssertionError):
         check(case)

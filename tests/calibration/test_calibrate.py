@@ -33,7 +33,7 @@ def test_shares_are_those_of_kvzip(tiny: nn.Module, texts: Texts) -> None:
     caches = make_prompt_cache(tiny, CachePolicy(budget=5000, score="kvzip", share="head", keep_recent=1))
     read_all(tiny, caches, texts[0], 16, Instructions.of(None, tiny))
     for reading, cache in zip(read_twice(tiny, texts[0], Instructions.of(None, tiny)), caches, strict=True):
-        received = cache.evictor.members.reread[0].received
+        received = cache.evictor.metadata.reread[0].received
         assert mx.allclose(reading.shares, received, rtol=1e-3, atol=1e-6)
 
 

@@ -38,16 +38,17 @@ def calibration(model: Path) -> Calibration:
 @pytest.fixture
 def policies(monkeypatch: pytest.MonkeyPatch) -> list[mlx_kv.CachePolicy]:
     """Of the caches that commands make."""
+    from mlx_kv.generation import distributed_caches
+
     found: list[mlx_kv.CachePolicy] = []
-    from mlx_kv.generation import together
 
-    made = together.make_prompt_cache
+    made = distributed_caches.converted_caches
 
-    def make(model: Any, policy: Any, **more: Any) -> Any:
+    def make(model: Any, policy: Any, *more: Any) -> Any:
         found.append(policy)
-        return made(model, policy, **more)
+        return made(model, policy, *more)
 
-    monkeypatch.setattr(together, "make_prompt_cache", make)
+    monkeypatch.setattr(distributed_caches, "converted_caches", make)
     return found
 
 

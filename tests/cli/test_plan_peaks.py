@@ -20,7 +20,6 @@ from tiny_models import VOCAB, make_model
 
 from mlx_kv import CachePolicy, ScoredTokens, load, model_path
 from mlx_kv.cache.eviction.calibration import Calibration
-from mlx_kv.cache.eviction.observed.sizes import most_bytes
 from mlx_kv.cache.eviction.scores import Score, score_names
 from mlx_kv.files.fingerprint import model_fingerprint
 from mlx_kv.generation.prefill import read_chunk, reserve_for
@@ -241,9 +240,10 @@ def test_sizes_of_observations_are_exact(score: str) -> None:
     read_all(models().model, caches, [3 + number * 7919 % 4000 for number in range(PROMPT)], CHUNK)
     for each in caches:
         seen = each.evictor.observation
-        sizes = most_bytes(seen, heads=each.keys.shape[1])
+        sizes = seen.max_bytes(heads=each.keys.shape[1])
         (held,) = seen.recent.counts
-        assert 0.99 * held * sizes.per_query < seen.recent.nbytes <= held * sizes.per_query  # the newest have no sums
+        nbytes = sum(x.nbytes for x in seen.recent.arrays)
+        assert 0.99 * held * sizes.per_query < nbytes <= held * sizes.per_query  # the newest have no sums
         assert held <= sizes.queries
         received = (0, 0) if seen.received is None else (seen.received.nbytes, seen.received.shape[2])
         assert received[0] == received[1] * sizes.per_slot

@@ -21,7 +21,7 @@ from mlx_kv.evaluation.questions.case import Room, Talk
 from mlx_kv.evaluation.questions.tasks import QUESTIONS, case_of
 from mlx_kv.evaluation.questions.texts import python_texts
 from mlx_kv.evaluation.results import Settings
-from mlx_kv.mlxlm.trimming import compact
+from mlx_kv.mlxlm.traverse import compact
 
 SETTINGS = Settings(budgets=(60,), scores=("key_norm",), rows=1, context=600, seeds=1, seen=(False, True))
 CASE = case_of("needles", Talk(Characters("there is one")), python_texts(), Room(600, 16), 0, 0)

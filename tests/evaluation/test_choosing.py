@@ -12,7 +12,7 @@ from tiny_models import make_model
 from mlx_kv.evaluation.choosing import CANDIDATES, by_size, choose_bits, subject_of
 from mlx_kv.evaluation.codec_loss import CodecLoss
 from mlx_kv.files.fingerprint import model_fingerprint
-from mlx_kv.files.remembered import Remembered
+from mlx_kv.files.measurement_cache import MeasurementCache
 from mlx_kv.policy import CachePolicy
 
 TEXT = np.random.default_rng(1).integers(2, 90, size=90).tolist()
@@ -88,7 +88,7 @@ def choose(path: Path | None, fake: Fake, seed: int = 0, text: list[int] = TEXT)
         0.05,
         candidates=LOSSES,
         measure=fake,
-        remembered=Remembered(path),
+        remembered=MeasurementCache(path),
         fingerprint=model_fingerprint(model),
     )
 
@@ -113,7 +113,7 @@ def test_without_a_path_it_is_the_users_cache(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("HOME", str(tmp_path))
     for told, folder in (("", tmp_path / ".cache"), ("not/absolute", tmp_path / ".cache"), ("/else", Path("/else"))):
         monkeypatch.setenv("XDG_CACHE_HOME", told)
-        assert Remembered().path == folder / "mlx-kv" / "measurements.json"
+        assert MeasurementCache().path == folder / "mlx-kv" / "measurements.json"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "own"))
     choose(None, Fake())
     assert (tmp_path / "own" / "mlx-kv" / "measurements.json").is_file()
@@ -142,13 +142,13 @@ def test_a_file_that_is_not_ours_is_left_alone(content: str, tmp_path: Path) -> 
 def test_a_disk_that_takes_nothing_stops_nobody(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert choose(tmp_path / "file" / "numbers.json", Fake()) == TURNED
-    assert not Remembered(tmp_path / "numbers.json").remember("it", "its", [0.5, float("nan")])
+    assert not MeasurementCache(tmp_path / "numbers.json").remember("it", "its", [0.5, float("nan")])
     assert not (tmp_path / "numbers.json").exists()
 
 
 def test_the_oldest_subjects_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlx_kv.files.remembered.MOST_SUBJECTS", 2)
-    remembered = Remembered(tmp_path / "numbers.json")
+    monkeypatch.setattr("mlx_kv.files.measurement_cache.MAX_SUBJECTS", 2)
+    remembered = MeasurementCache(tmp_path / "numbers.json")
     for subject in ("a", "b", "c"):
         assert remembered.remember(subject, "its", (1.5, 0.5))
     assert [remembered.numbers(subject, "its") for subject in ("a", "b", "c")] == [None, [1.5, 0.5], [1.5, 0.5]]

@@ -16,7 +16,7 @@ from mlx_kv.evaluation.results import Settings
 from mlx_kv.generation.prefill import prefill_step
 from mlx_kv.generation.rereading import read_all
 from mlx_kv.mlxlm.convert import make_prompt_cache
-from mlx_kv.mlxlm.trimming import compact
+from mlx_kv.mlxlm.traverse import compact
 
 SETTINGS = Settings(budgets=(60,), scores=tuple(score_names()), context=300, keep_recent=16)
 OBSERVING = [name for name in score_names() if find_score(name).wants is not None]

@@ -18,7 +18,7 @@ from mlx_kv.evaluation import tasks
 from mlx_kv.evaluation.evaluate import Context, evaluate, right_answers, tokens_read
 from mlx_kv.evaluation.results import Measurement, Settings, summary
 from mlx_kv.mlxlm.convert import make_prompt_cache
-from mlx_kv.mlxlm.trimming import compact
+from mlx_kv.mlxlm.traverse import compact
 
 SMALL = Settings(budgets=(64,), scores=("recent",), rows=4, context=256, seeds=1)
 SHAPE = tasks.ContextShape(rows=4, context=256, sinks=4, keep_recent=16)

@@ -58,7 +58,7 @@ def test_what_the_last_tokens_look_at(family: str, layers: list[int], tokens: in
 
         def attend(self, call: AttentionCall) -> mx.array:
             self.calls[id(call.cache)] = call
-            return call.hand_on()
+            return call.forward()
 
     caches, listener = stock.make_prompt_cache(model), Listener()
     with attention_hooked(model, caches, listener):

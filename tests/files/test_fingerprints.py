@@ -13,7 +13,7 @@ import pytest
 from tiny_models import VOCAB, make_model
 
 from mlx_kv import CachePolicy, PromptMemory, PromptReader, PromptStore, make_prompt_cache
-from mlx_kv.prefixes.place import kept_how
+from mlx_kv.prefixes.prefix_cache import cache_format
 from mlx_kv.server.tiered_prefixes import TieredPrefixes
 
 TOKENS: list[int] = mx.random.randint(1, VOCAB, (200,), key=mx.random.key(0)).tolist()  # type: ignore[assignment]
@@ -51,13 +51,13 @@ def test_a_reader_never_gets_what_another_model_or_policy_left(case: str, tmp_pa
     assert first.reused == 0
     assert read(PromptStore(tmp_path), *OTHERS[case]).reused > 0
     assert read(PromptStore(tmp_path)).reused == 199
-    assert kept_how(read(PromptStore(tmp_path)).caches) == kept_how(read(None).caches)
+    assert cache_format(read(PromptStore(tmp_path)).caches) == cache_format(read(None).caches)
 
 
 def test_two_tables_are_two_policies() -> None:
     tables = [((1, 2), (3, 4), (5, 6)), ((2, 1), (3, 4), (5, 6)), ((1,), (2,), (3,)), "global", "uniform", "pyramid"]
     every: list[Any] = [CachePolicy(budget=150, share="adaptive", layers=table) for table in tables]
-    told = [kept_how(make_prompt_cache(make_model("llama"), policy)) for policy in every]
+    told = [cache_format(make_prompt_cache(make_model("llama"), policy)) for policy in every]
     assert len({str(each) for each in told}) == len(tables)
     place = PromptMemory()
     read(place, policy=every[0])
@@ -91,13 +91,15 @@ def test_who_keeps_and_finds_without_a_reader_says_whose_they_are(tmp_path: Path
     caches = read(None).caches
     for place in places(tmp_path):
         for ask in (lambda: place.find(TOKENS), lambda: place.serves(TOKENS), lambda: place.keep(TOKENS[:199], caches)):  # noqa: B023
-            with pytest.raises(ValueError, match="does not know whose caches it keeps: read with a PromptReader, or"):
+            with pytest.raises(
+                ValueError, match="has no fingerprint of a model and policy: read with a PromptReader, or"
+            ):
                 ask()
         assert place.fingerprint is None
     for place in places(tmp_path, fingerprint="mine"):
         assert place.keep(TOKENS[:199], caches)
         assert place.find(TOKENS)[1] == 199
-    with pytest.raises(ValueError, match="a function reads this prompt"):
+    with pytest.raises(ValueError, match="the prompt is read by a function, which has no fingerprint"):
         PromptReader(lambda tokens, cache: None, caches, TOKENS, PromptMemory())
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from mlx_kv.files.replacing import lock, lock_at_once, locked, replacing
-from mlx_kv.prefixes.directory import StoreFolder
+from mlx_kv.files.atomic_write import atomic_write, lock, locked
+from mlx_kv.prefixes.blob_store import BlobStore
 
 HOLDER = (
     "import fcntl, sys; f = open(sys.argv[1], 'a'); fcntl.flock(f, fcntl.LOCK_EX); print('held', flush=True); input()"
@@ -37,7 +37,7 @@ def test_one_waits_until_the_other_is_done(tmp_path: Path) -> None:
     with pytest.raises(KeyError), locked(tmp_path / "lock"):
         raise KeyError
     with open(tmp_path / "lock") as file:
-        assert lock_at_once(file.fileno())  # also after an error nobody holds it
+        assert lock(file.fileno(), wait=False)  # also after an error nobody holds it
 
 
 def test_a_killed_holder_holds_nothing(tmp_path: Path) -> None:
@@ -50,7 +50,7 @@ def test_a_killed_holder_holds_nothing(tmp_path: Path) -> None:
     assert holder.stdin is not None
     assert holder.stdout.readline() == b"held\n"
     with open(tmp_path / "lock") as file:
-        assert not lock_at_once(file.fileno())
+        assert not lock(file.fileno(), wait=False)
         holder.kill()
         holder.wait()
         lock(file.fileno())
@@ -65,7 +65,7 @@ def test_a_lock_changes_nothing_in_its_file(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(path)
     for name in (path, tmp_path / "link"):
         with locked(name), open(path) as file:
-            assert not lock_at_once(file.fileno())
+            assert not lock(file.fileno(), wait=False)
         assert path.read_text() == "somebody's"
         assert path.stat().st_mode & 0o777 == 0o640
     with pytest.raises(IsADirectoryError), locked(tmp_path):
@@ -84,7 +84,7 @@ def test_a_drive_without_locks_is_said_to_be_one(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(fcntl, "flock", none)
     with pytest.raises(OSError, match="not implemented"), locked(tmp_path / "lock"):
         pass
-    with replacing(tmp_path / "a") as file:
+    with atomic_write(tmp_path / "a") as file:
         file.write(b"written")
     assert {path.name for path in tmp_path.iterdir()} == {"a", "lock", ".a.0123456789abcdef.tmp"}
 
@@ -95,10 +95,10 @@ def test_only_what_nobody_writes_any_more_is_removed(tmp_path: Path) -> None:
         path.touch()
     with open(writing) as file:
         lock(file.fileno())
-        with replacing(tmp_path / "a") as new:
+        with atomic_write(tmp_path / "a") as new:
             new.write(b"2")
             (temporary,) = set(tmp_path.glob(".a.*")) - {writing, other}
-            with replacing(tmp_path / "a") as newer:
+            with atomic_write(tmp_path / "a") as newer:
                 newer.write(b"3")
             assert temporary.exists()
             assert not left.exists()
@@ -107,8 +107,8 @@ def test_only_what_nobody_writes_any_more_is_removed(tmp_path: Path) -> None:
 
 
 def test_a_store_elsewhere_than_on_a_local_disk_has_no_lock(tmp_path: Path) -> None:
-    with StoreFolder(f"memory://{tmp_path.name}", 2.0, "").locked():
+    with BlobStore(f"memory://{tmp_path.name}", 2.0).locked("lock"):
         pass
-    folder = StoreFolder(tmp_path / "store", 2.0, "")
-    with folder.locked(), open(tmp_path / "store" / "lock") as file:
-        assert not lock_at_once(file.fileno())
+    store = BlobStore(tmp_path / "store", 2.0)
+    with store.locked("lock"), open(tmp_path / "store" / "lock") as file:
+        assert not lock(file.fileno(), wait=False)

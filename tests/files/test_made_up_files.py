@@ -306,7 +306,7 @@ def test_files_of_the_first_version_counted_the_work_of_all_rows_together(tmp_pa
     description["caches"][0]["state"][-1][-1] = work
     path.write_bytes(file_of(sealed(header, rest, description), rest))
     (loaded,) = load_prompt_cache(path)
-    assert loaded.evictor.work == cache.evictor.work
+    assert loaded.evictor.metadata.work == cache.evictor.metadata.work
 
 
 def test_room_that_no_machine_has_and_arrays_of_no_cache_are_refused(
@@ -320,7 +320,7 @@ def test_room_that_no_machine_has_and_arrays_of_no_cache_are_refused(
     path.write_bytes(file_of(sealed(more, rest, description), rest))
     with pytest.raises(ValueError, match="no cache has an array more"):
         load_prompt_cache(path)
-    monkeypatch.setattr("mlx_kv.files.described.os.sysconf", lambda name: 1024)  # a machine of 1 MiB
+    monkeypatch.setattr("mlx_kv.files.caches.os.sysconf", lambda name: 1024)  # a machine of 1 MiB
     for capacity, fits in ((1024, True), (2**15, False)):
         description["caches"][0]["capacity"] = capacity
         path.write_bytes(file_of(sealed(header, rest, description), rest))

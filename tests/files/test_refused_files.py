@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
@@ -167,3 +168,45 @@ def test_words_of_any_kind_come_back(tmp_path: Path) -> None:
     for form in ("mlx-kv", "mlx-lm"):
         save_prompt_cache(tmp_path / "a.safetensors", [KVCache()], words, format=form)  # type: ignore[arg-type]
         assert load_prompt_cache(tmp_path / "a.safetensors", return_metadata=True)[1] == words
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
+        (("caches", 0, "capacity"), "256", "Expected `int`, got `str` - at `$.capacity`"),
+        (("caches", 0, "live", 0), True, "Expected `int`, got `bool` - at `$.live[0]`"),
+        (("caches", 0, "more\nlines"), 1, "Object contains unknown field `more lines`"),
+        (("caches", 1, "state", 5), -1, "Expected `int` >= 0 - at `$.state[5]`"),
+        (("caches", 1, "kind"), "no kind", "a cache of unknown kind 'no kind'"),
+        (("fingerprint",), 3, "Expected `str | null`, got `int` - at `$.fingerprint`"),
+        (("metadata", "a"), float("nan"), "NaN is no number there"),
+    ],
+)
+def test_a_refusal_names_the_field(
+    small: tuple[Path, list[KVCache]], place: tuple[Any, ...], value: Any, message: str
+) -> None:
+    file = tensor_files.read(small[0])
+    description = json.loads(file.words["description"])
+    holder = description
+    for key in place[:-1]:
+        holder = holder[key]
+    holder[place[-1]] = value
+    text = json.dumps(description)
+    tensor_files.write(small[0], file.arrays, {**file.words, "description": text, "checksum": _checksum(text)})
+    assert message in refused(small[0])
+
+
+def test_a_header_that_has_an_array_twice_is_refused(small: tuple[Path, list[KVCache]]) -> None:
+    path, _ = small
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = content[8 : 8 + length].rstrip()
+    again = header[:-1] + b',"tokens":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}'
+    path.write_bytes(len(again).to_bytes(8, "little") + again + content[8 + length :])
+    assert "its header cannot be read" in refused(path)
+
+
+def test_words_that_no_encoding_has_come_back(tmp_path: Path) -> None:
+    """As of a path that is no UTF-8."""
+    save_prompt_cache(tmp_path / "a.safetensors", [KVCache()], {"model": "\udcff/model"})
+    assert load_prompt_cache(tmp_path / "a.safetensors", return_metadata=True)[1] == {"model": "\udcff/model"}

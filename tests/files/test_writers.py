@@ -22,7 +22,7 @@ from mlx_kv import (
     save_prompt_cache,
 )
 from mlx_kv.files import tensor_files
-from mlx_kv.files.replacing import replacing
+from mlx_kv.files.atomic_write import atomic_write
 
 THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
 KILLS = 200 if THOROUGH else 10
@@ -74,9 +74,9 @@ def test_a_killed_writer_leaves_the_old_file_or_the_new(tmp_path: Path) -> None:
 
 def test_a_writer_at_work_keeps_its_file_and_a_failed_one_leaves_none(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
-    with replacing(path) as file:
+    with atomic_write(path) as file:
         file.write(b"first")
-        with replacing(path) as other:
+        with atomic_write(path) as other:
             other.write(b"second")
         assert path.read_bytes() == b"second"
     assert path.read_bytes() == b"first"

@@ -15,10 +15,10 @@ from tiny_models import VOCAB, make_model
 from mlx_kv import CachePolicy, TemperatureSampler
 from mlx_kv.files.fingerprint import model_fingerprint
 from mlx_kv.generation.agreement import ALONE, Agreement, Alone, in_step
+from mlx_kv.generation.distributed_caches import make_distributed_caches
 from mlx_kv.generation.engine import make_engine
 from mlx_kv.generation.sampling import SeededSampler
 from mlx_kv.generation.sequence import TokenSequence
-from mlx_kv.generation.together import caches_together
 
 PROMPT = mx.random.randint(1, VOCAB, (60,), key=mx.random.key(1)).tolist()
 
@@ -118,57 +118,63 @@ def test_a_rank_that_has_seen_other_tokens_is_found_out() -> None:
         list(in_step(Words(said, False), counted(iter((1, 5, 3)), []), lambda given: given))
 
 
+class Leads(Alone):
+    """Keeps what it sent, as the link sends it."""
+
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+
+    def told(self, say: Any) -> Any:
+        self.sent.append(json.loads(json.dumps(say())))
+        return self.sent[-1]
+
+
+class Follows(Alone):
+    leads = False
+
+    def __init__(self, leader: Leads) -> None:
+        self._leader = leader
+
+    def told(self, say: Any) -> Any:
+        return self._leader.sent[-1]
+
+
 def test_another_policy_than_the_leaders_is_refused() -> None:
-    class Follows(Alone):
-        leads = False
-
-        def told(self, say: Any) -> Any:
-            return {"budget": 80, "share": "layer"}
-
-    class FollowsPair(Follows):
-        def told(self, say: Any) -> Any:
-            return {"bits": [8, 4], "group_size": 32}  # as the link tells a pair
-
-    model = make_model("llama")
-    assert caches_together(model, CachePolicy(bits=(8, 4), group_size=32), FollowsPair())
+    model, leader = make_model("llama"), Leads()
+    follower = Follows(leader)
+    pairs = CachePolicy(bits=(8, 4), group_size=32)
+    make_distributed_caches(model, pairs, leader)
+    assert make_distributed_caches(model, pairs, follower)
     for bits in ((4, 8), (8, None), 8, None):
-        with pytest.raises(
-            ValueError, match=r"the leader's policy has bits=\[8, 4\], group_size=32, that of this rank"
-        ):
-            caches_together(model, CachePolicy(bits=bits, group_size=32), FollowsPair())
-    assert caches_together(model, CachePolicy(budget=80, share="layer"), Follows())
-    for other in (CachePolicy(), CachePolicy(budget=81, share="layer"), CachePolicy(budget=80)):
-        with pytest.raises(ValueError, match="the leader's policy has budget=80, share='layer', that of this rank"):
-            caches_together(model, other, Follows())
+        with pytest.raises(ValueError, match=r"the leader's policy has bits=\[8, 4\], that of this rank bits="):
+            make_distributed_caches(model, CachePolicy(bits=bits, group_size=32), follower)
+    budget = CachePolicy(budget=80, share="layer")
+    make_distributed_caches(model, budget, leader)
+    assert make_distributed_caches(model, budget, follower)
+    for other, told, here in (
+        (CachePolicy(), "budget=80, keep_recent=20, share='layer'", "budget=None, keep_recent=64, share='layers'"),
+        (CachePolicy(budget=81, share="layer"), "budget=80", "budget=81"),
+        (CachePolicy(budget=80), "share='layer'", "share='layers'"),
+    ):
+        with pytest.raises(ValueError, match=f"^the leader's policy has {told}, that of this rank {here}: give all"):
+            make_distributed_caches(model, other, follower)
 
 
 def test_another_table_than_the_leaders_is_refused() -> None:
-    told: list[Any] = []
-
-    class Leads(Alone):
-        def told(self, say: Any) -> Any:
-            told.append(say())
-            return told[-1]
-
-    class Follows(Alone):
-        leads = False
-
-        def told(self, say: Any) -> Any:
-            return told[-1]
-
+    leader = Leads()
+    follower = Follows(leader)
     model = make_model("llama")
     tables = [((1.0, 2.0), (3.0, 4.0), (5.0, 6.0)), ((2.0, 1.0), (3.0, 4.0), (5.0, 6.0))]
     policies = [CachePolicy(budget=80, layers=table) for table in tables]
-    caches_together(model, policies[0], Leads())
-    assert json.loads(json.dumps(told)) == told
-    assert caches_together(model, policies[0], Follows())
+    make_distributed_caches(model, policies[0], leader)
+    assert make_distributed_caches(model, policies[0], follower)
     with pytest.raises(
         ValueError, match=r"the leader's policy has .*layers='table [0-9a-f]{12}'.*give all ranks the same"
     ):
-        caches_together(model, policies[1], Follows())
+        make_distributed_caches(model, policies[1], follower)
     measured = [random_calibration(2, 32, 3, fingerprint=model_fingerprint(model), seed=10 * seed) for seed in (0, 1)]
     calibrated = [CachePolicy(budget=80, calibration=own, score="fitted") for own in measured]
-    caches_together(model, calibrated[0], Leads())
-    assert caches_together(model, calibrated[0], Follows())
+    make_distributed_caches(model, calibrated[0], leader)
+    assert make_distributed_caches(model, calibrated[0], follower)
     with pytest.raises(ValueError, match=f"calibration='{measured[0].name}'"):
-        caches_together(model, calibrated[1], Follows())
+        make_distributed_caches(model, calibrated[1], follower)

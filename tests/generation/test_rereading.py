@@ -17,9 +17,9 @@ from mlx_lm.models import cache as stock
 import mlx_kv
 from mlx_kv import CachePolicy, compact, make_prompt_cache
 from mlx_kv.cache.eviction.scores.attention import SCORE_OF_UNREAD
+from mlx_kv.generation.distributed_caches import make_distributed_caches
 from mlx_kv.generation.prefill import read_chunk
 from mlx_kv.generation.rereading import BEFORE, NOTHING_ASKED, Instructions, Rereading, hold, read_all
-from mlx_kv.generation.together import caches_together
 from mlx_kv.mlxlm.attention import AttentionCall, attention_hooked
 from mlx_kv.mlxlm.traverse import attention_caches
 from tests.tiny_models import VOCAB, make_model
@@ -52,7 +52,7 @@ class Watcher:
 
     def attend(self, call: AttentionCall) -> mx.array:
         self.seen.append((np.array(call.queries)[0], np.array(call.keys)[0], call.scale))
-        return call.hand_on()
+        return call.forward()
 
 
 def slow_scores(model: Any, told: list[int], chunk: int, before: int = 0) -> list[np.ndarray]:
@@ -383,4 +383,4 @@ def test_several_processes_do_not_read_twice() -> None:
             return make()
 
     with pytest.raises(ValueError, match="has prompts read twice, which one process does alone"):
-        caches_together(make_model("llama"), policy(), Several())  # type: ignore[arg-type]
+        make_distributed_caches(make_model("llama"), policy(), Several())  # type: ignore[arg-type]

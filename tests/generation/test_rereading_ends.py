@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mlx_kv import CachePolicy, PromptReader, make_prompt_cache
-from mlx_kv.cache.eviction.rereading import largest_shares
+from mlx_kv.cache.eviction.two_pass import largest_shares
 from mlx_kv.generation.reading_twice import ReadingTwice
 from mlx_kv.generation.rereading import Instructions, hold
 from mlx_kv.generation.sequence import TokenSequence

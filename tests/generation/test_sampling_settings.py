@@ -11,9 +11,9 @@ import mlx.core as mx
 import pytest
 from mlx_lm import sample_utils
 
+from mlx_kv.generation import sampling
 from mlx_kv.generation.sampling import SeededSampler, TemperatureSampler
 from mlx_kv.generation.settings import SamplingSettings
-from mlx_kv.mlxlm import filters
 
 V = 60
 LOGITS = mx.random.normal((8, V), key=mx.random.key(5)) * 2.5
@@ -67,7 +67,7 @@ def test_each_filter_leaves_the_probabilities_that_mlx_lms_does(
 
 def test_a_new_number_compiles_nothing() -> None:
     for name in ("apply_min_p", "apply_top_k", "apply_top_p", "apply_xtc"):
-        compiled, plain = getattr(sample_utils, name), getattr(filters, name)
+        compiled, plain = getattr(sample_utils, name), getattr(sampling, name)
         assert type(plain) is FunctionType
         assert type(compiled) is not FunctionType, "mlx-lm no longer compiles it: take it as it is"
         assert (plain.__module__, plain.__name__) == (sample_utils.__name__, name)

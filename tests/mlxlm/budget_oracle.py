@@ -241,7 +241,7 @@ class Watched:
 
     def attend(self, call: AttentionCall) -> mx.array:
         """Compares an attention with that over what each head kept of all that was ever stored."""
-        out, cache = call.hand_on(), call.cache
+        out, cache = call.forward(), call.cache
         budgets = self.budgets
         if not any(cache is own for own in budgets):
             return out
@@ -331,4 +331,4 @@ class Watched:
 
 class _HandsOn:
     def attend(self, call: AttentionCall) -> mx.array:
-        return call.hand_on()
+        return call.forward()

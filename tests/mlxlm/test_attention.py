@@ -22,7 +22,7 @@ from mlx_lm.models import llama
 
 from mlx_kv import CachePolicy, make_prompt_cache
 from mlx_kv.evaluation.attention import attention_received
-from mlx_kv.mlxlm.attention import AttentionCall, AttentionSeam, attention_hooked, attention_modules
+from mlx_kv.mlxlm.attention import AttentionCall, AttentionPatch, attention_hooked, attention_modules
 from mlx_kv.mlxlm.traverse import attention_caches, leaves
 
 CHUNKS = (20, 1, 1)
@@ -36,7 +36,7 @@ class Observer:
 
     def attend(self, call: AttentionCall) -> mx.array:
         self.calls.append(call)
-        return call.hand_on()
+        return call.forward()
 
 
 class Deaf:
@@ -90,7 +90,7 @@ class Recorder:
 def test_arguments_are_handed_on_as_they_came(hook: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     recorder, cache, q, k, v = Recorder(monkeypatch), stock.KVCache(), *(mx.zeros((1, 1, 1, 8)) for _ in range(3))
     cache.attention_hook = hook
-    with AttentionSeam(recorder.model):
+    with AttentionPatch(recorder.model):
         recorder.call(q, k, v, cache, 0.5, mask=None, sinks=v)
         recorder.call(q, k, values=v, cache=cache, scale=0.5, mask="causal")
         recorder.call(q, k, v, mask="causal")
@@ -109,13 +109,13 @@ def test_a_hook_hands_on_what_it_changed_and_nothing_that_attention_does_not_kno
     class Changing:
         def attend(self, call: AttentionCall) -> Any:
             with pytest.raises(TypeError, match="attention has no query: queries, keys"):
-                call.hand_on(query=1)
-            return call.hand_on(queries="other", scale=2.0)
+                call.forward(query=1)
+            return call.forward(queries="other", scale=2.0)
 
     recorder, cache = Recorder(monkeypatch), stock.KVCache()
     cache.attention_hook = Changing()
     keys = mx.zeros((1, 1, 1, 8))
-    with AttentionSeam(recorder.model):
+    with AttentionPatch(recorder.model):
         recorder.call("own", keys, "values", cache, 1.0, mask=None)
         recorder.call("own", keys, "values", cache=cache, scale=1.0, mask=None)
     assert recorder.given[0] == (("other", keys, "values", cache, 2.0), {"mask": None})
@@ -155,7 +155,7 @@ def test_queries_stay_as_they_were_seen_where_mlx_lm_scales_them_in_place(model:
 def test_a_cache_that_asks_sees_its_own_calls_beside_one_that_does_not(model: nn.Module) -> None:
     wanted, caches, observer = answer(model, make_prompt_cache(model)), make_prompt_cache(model), Observer()
     caches[1].attention_hook = observer
-    with AttentionSeam(model):
+    with AttentionPatch(model):
         got = answer(model, caches)
     assert mx.array_equal(got, wanted).item()
     assert [call.cache for call in observer.calls] == [caches[1]] * len(CHUNKS)
@@ -178,7 +178,7 @@ def test_a_hook_can_serve_keys_that_are_stored_otherwise(model: nn.Module) -> No
 
     class Rotating:
         def attend(self, call: AttentionCall) -> mx.array:
-            return call.hand_on(queries=call.queries @ rotation, keys=call.keys @ rotation)
+            return call.forward(queries=call.queries @ rotation, keys=call.keys @ rotation)
 
     wanted, caches = answer(model, make_prompt_cache(model)), make_prompt_cache(model)
     with attention_hooked(model, caches, Rotating()):
@@ -197,7 +197,7 @@ def test_caches_of_mlx_lm_can_ask_too() -> None:
 def test_calls_that_name_no_cache_go_to_who_takes_all_others() -> None:
     model, others, observer = shared_family("afm7"), Observer(), Observer()
     caches = make_prompt_cache(model)
-    with AttentionSeam(model, otherwise=others), attention_hooked(model, caches[:1], observer):
+    with AttentionPatch(model, otherwise=others), attention_hooked(model, caches[:1], observer):
         answer(model, caches, [5])
     assert [call.cache for call in observer.calls] == caches[:1]
     assert [call.cache for call in others.calls] == [caches[1], None, None]
@@ -241,7 +241,7 @@ def test_who_answers_gets_calls_that_nobody_saw_and_those_that_are_handed_on(mod
     wanted, caches = answer(model, make_prompt_cache(model)), make_prompt_cache(model)
     answering, seeing = Observer(), Observer()
     caches[1].attention_hook = seeing
-    with AttentionSeam(model, answering=answering):
+    with AttentionPatch(model, answering=answering):
         got = answer(model, caches)
     assert mx.array_equal(got, wanted).item()
     assert [call.cache for call in answering.calls] == list(caches) * len(CHUNKS)
@@ -251,10 +251,10 @@ def test_who_answers_gets_calls_that_nobody_saw_and_those_that_are_handed_on(mod
 
 def test_who_answers_does_so_in_mlx_lms_place_but_not_in_that_of_a_hook(model: nn.Module) -> None:
     wanted, observer = answer(model, make_prompt_cache(model)), Observer()
-    with AttentionSeam(model, answering=Deaf()):
+    with AttentionPatch(model, answering=Deaf()):
         assert not mx.allclose(answer(model, make_prompt_cache(model)), wanted).item()
     caches = make_prompt_cache(model)
-    with AttentionSeam(model, answering=observer), attention_hooked(model, caches[2:3], Deaf()):
+    with AttentionPatch(model, answering=observer), attention_hooked(model, caches[2:3], Deaf()):
         answer(model, caches)
     assert {id(call.cache) for call in observer.calls} == {id(cache) for cache in caches if cache is not caches[2]}
 
@@ -262,7 +262,7 @@ def test_who_answers_does_so_in_mlx_lms_place_but_not_in_that_of_a_hook(model: n
 def test_a_budget_that_looks_at_attention_hands_it_on_to_who_answers(model: nn.Module) -> None:
     policy, answering = CachePolicy(budget=12, keep_recent=4, sinks=2, score="snap_kv"), Observer()
     wanted, caches = answer(model, make_prompt_cache(model, policy)), make_prompt_cache(model, policy)
-    with AttentionSeam(model, answering=answering):
+    with AttentionPatch(model, answering=answering):
         got = answer(model, caches)
     assert mx.array_equal(got, wanted).item()
     assert [call.cache for call in answering.calls] == list(caches) * len(CHUNKS)
@@ -271,7 +271,7 @@ def test_a_budget_that_looks_at_attention_hands_it_on_to_who_answers(model: nn.M
 def test_who_takes_calls_without_a_cache_hands_them_on_to_who_answers() -> None:
     model, others, answering = shared_family("afm7"), Observer(), Observer()
     caches = make_prompt_cache(model)
-    with AttentionSeam(model, otherwise=others, answering=answering):
+    with AttentionPatch(model, otherwise=others, answering=answering):
         answer(model, caches, [5])
     assert [call.cache for call in answering.calls] == [call.cache for call in others.calls] == [*caches, None, None]
 
@@ -281,7 +281,7 @@ def test_the_last_seam_that_is_open_answers(model: nn.Module, order: tuple[int, 
     qwen3 = importlib.import_module("mlx_lm.models.qwen3")
     own, wanted, hooks = qwen3.scaled_dot_product_attention, answer(model, make_prompt_cache(model)), (Observer(), None)
     answering = [*hooks, Observer()]  # the one in the middle only looks
-    seams = [AttentionSeam(model, answering=hook) for hook in answering]
+    seams = [AttentionPatch(model, answering=hook) for hook in answering]
     still = [0, 1, 2]
     for closed in (*order, None):
         before = [0 if hook is None else len(hook.calls) for hook in answering]
@@ -303,7 +303,7 @@ def test_it_is_in_place_only_while_it_is_open(model: nn.Module) -> None:
     own, of_llama = qwen3.scaled_dot_product_attention, llama.scaled_dot_product_attention
     make_prompt_cache(model)
     assert qwen3.scaled_dot_product_attention is own
-    with contextlib.suppress(RuntimeError), AttentionSeam(model) as seam:
+    with contextlib.suppress(RuntimeError), AttentionPatch(model) as seam:
         assert qwen3.scaled_dot_product_attention is not own
         assert llama.scaled_dot_product_attention is of_llama
         raise RuntimeError
@@ -328,7 +328,7 @@ def test_seams_of_two_models_of_one_module_end_in_any_order(model: nn.Module, la
     qwen3 = importlib.import_module("mlx_lm.models.qwen3")
     own, seams = (
         qwen3.scaled_dot_product_attention,
-        [AttentionSeam(model), AttentionSeam(shared_family("qwen3", seed=1))],
+        [AttentionPatch(model), AttentionPatch(shared_family("qwen3", seed=1))],
     )
     standing = qwen3.scaled_dot_product_attention
     seams[1 - last].close()
@@ -341,7 +341,7 @@ def test_a_seam_ends_with_the_last_cache_that_carries_it(model: nn.Module) -> No
     """Copies of caches carry the same."""
     qwen3 = importlib.import_module("mlx_lm.models.qwen3")
     own, caches = qwen3.scaled_dot_product_attention, stock.make_prompt_cache(model)
-    caches[0].seam = AttentionSeam(model)
+    caches[0].seam = AttentionPatch(model)
     copied = copy.deepcopy(caches)
     assert copied[0].seam is caches[0].seam
     del caches
@@ -355,7 +355,7 @@ def test_a_seam_ends_with_the_last_cache_that_carries_it(model: nn.Module) -> No
 def test_who_stands_in_front_is_left_there(model: nn.Module) -> None:
     qwen3 = importlib.import_module("mlx_lm.models.qwen3")
     own, caches, observer = qwen3.scaled_dot_product_attention, make_prompt_cache(model), Observer()
-    seam = AttentionSeam(model)
+    seam = AttentionPatch(model)
     ours = qwen3.scaled_dot_product_attention
     qwen3.scaled_dot_product_attention = in_front = lambda *placed, **named: ours(*placed, **named)
     try:
@@ -375,7 +375,7 @@ def test_threads_open_and_close_without_harm(model: nn.Module) -> None:
 
     def open_and_close() -> None:
         for _ in range(200):
-            with AttentionSeam(model):
+            with AttentionPatch(model):
                 assert qwen3.scaled_dot_product_attention is not own
 
     threads = [threading.Thread(target=open_and_close) for _ in range(4)]

@@ -13,7 +13,7 @@ import pytest
 from families import shared_family
 
 from mlx_kv.mlxlm import attention
-from mlx_kv.mlxlm.attention import AttentionSeam, Changes
+from mlx_kv.mlxlm.attention import AttentionPatch, Changes
 
 
 def test_what_is_asked_for_within_a_change_comes_after_it() -> None:
@@ -82,15 +82,15 @@ def test_a_seam_may_end_while_another_is_made() -> None:
     model, qwen3 = shared_family("qwen3"), importlib.import_module("mlx_lm.models.qwen3")
     gc.collect()
     own = qwen3.scaled_dot_product_attention
-    stays = AttentionSeam(model)
-    attention._seamed[qwen3].seams = Collecting(attention._seamed[qwen3].seams)
-    lost: list[Any] = [AttentionSeam(model)]
+    stays = AttentionPatch(model)
+    attention._patched[qwen3].patches = Collecting(attention._patched[qwen3].patches)
+    lost: list[Any] = [AttentionPatch(model)]
     lost.append(lost)  # a circle: it ends when garbage is collected, and not before
     del lost
-    again = AttentionSeam(model)
-    assert len(attention._seamed[qwen3].seams) == 2
+    again = AttentionPatch(model)
+    assert len(attention._patched[qwen3].patches) == 2
     stays.close()
     assert qwen3.scaled_dot_product_attention is not own
     again.close()
     assert qwen3.scaled_dot_product_attention is own
-    assert qwen3 not in attention._seamed
+    assert qwen3 not in attention._patched

@@ -24,6 +24,12 @@ FAMILIES = ("olmo3", "qwen3", "deepseek_v3")  # of modules that no bundled model
 pytestmark = pytest.mark.skipif(mx.default_device().type != mx.DeviceType.cpu, reason="on a GPU nothing is changed")
 
 
+@pytest.fixture(autouse=True)
+def all_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also small ones, which MLX computes faster."""
+    monkeypatch.setattr(cpu, "MIN_GATES", 0)
+
+
 def numbers(*shape: int, seed: int = 0, scale: float = 10.0) -> tuple[mx.array, mx.array]:
     gate, x = mx.random.normal((2, *shape), key=mx.random.key(seed))
     return gate * scale, x
@@ -67,6 +73,15 @@ def test_its_gradients_are_those_of_mlx_lm() -> None:
     for got, wanted in zip(gradients(swiglu), gradients(activations.swiglu), strict=True):
         assert float(mx.abs(got - wanted).max()) <= 1e-4 * float(mx.abs(wanted).max())
         assert float(mx.abs(wanted).max()) > 1
+
+
+def test_what_is_small_is_mlx_lms(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    calls: list[Any] = []
+    monkeypatch.setattr(cpu, "quick_swiglu", lambda *given: calls.append(given) or activations.swiglu(*given))
+    for count in (cpu.MIN_GATES - 1, cpu.MIN_GATES):
+        swiglu(*numbers(count))
+    assert [gate.size for gate, _ in calls] == [cpu.MIN_GATES]
 
 
 def test_what_is_not_float32_or_not_alike_is_mlx_lms() -> None:

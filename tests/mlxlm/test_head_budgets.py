@@ -14,8 +14,7 @@ from calibrations import random_calibration
 
 import mlx_kv
 from mlx_kv import CachePolicy
-from mlx_kv.cache.eviction import layer_group, step, uneven
-from mlx_kv.cache.eviction import member as evicting
+from mlx_kv.cache.eviction import allocation, compaction, layer_group
 from mlx_kv.cache.eviction.calibration import Calibration
 from mlx_kv.cache.eviction.evictor import Evictor
 from mlx_kv.cache.eviction.kept_tokens import KeptTokens
@@ -163,7 +162,7 @@ def test_the_fitted_score(allocated: str | None, tmp_path: Path) -> None:
     life(own, tmp_path, seed=5)
     assert own.totals > 3
     by_name = mlx_kv.make_prompt_cache(model, CachePolicy(**SHAPE, calibration=measured))  # all of it is the default
-    assert {cache.evictor.layers for cache in by_name} == {measured.heads}
+    assert {cache.evictor.layer_allocation for cache in by_name} == {measured.heads}
     assert {cache.evictor.score.name for cache in by_name} == {measured.score.name}
 
 
@@ -231,12 +230,12 @@ def test_what_does_not_fit_is_refused() -> None:
 # --- the tests above must be able to fail: bugs planted one at a time ------------------------------------------------
 
 counts, make_alive, decide, compacted = (
-    evicting.token_counts,
+    allocation.token_counts,
     KeptTokens.alive,
     layer_group.lowest_ranks,
     Budget.compacted,
 )
-own_counts, evict, moves, ties = Evictor.counts, step.CompactionStep.evict, uneven.uneven_moves, uneven.in_order
+own_counts, ties = Evictor.counts, compaction.in_order
 undo, predicted = Rotation.undo, FittedLayer.predicted
 
 
@@ -288,17 +287,17 @@ def heads_apart(self: FittedLayer, keys: mx.array, values: mx.array, positions: 
 
 
 PLANTED: dict[str, tuple[Any, str, Any, str]] = {
-    "a count of one less": (evicting, "token_counts", one_less, "head x table"),
-    "one less of a layer": (evicting, "token_counts", one_less, "adaptive x table"),
-    "one less of equal heads": (evicting, "token_counts", one_less, "layer x table"),
+    "a count of one less": (allocation, "token_counts", one_less, "head x table"),
+    "one less of a layer": (allocation, "token_counts", one_less, "adaptive x table"),
+    "one less of equal heads": (allocation, "token_counts", one_less, "layer x table"),
     "counts of the next layer": (Evictor, "counts", of_the_next_layer, "head x table"),
-    "shares of another number of tokens": (evicting, "token_counts", of_the_budget, "head x table"),
+    "shares of another number of tokens": (allocation, "token_counts", of_the_budget, "head x table"),
     "one dead slot is alive": (KeptTokens, "alive", one_more_alive, "head x table"),
     "one dead slot of a ranking": (KeptTokens, "alive", one_more_alive, "adaptive x global"),
     "no layer is shorter": (Budget, "compacted", never_shorter, "layer x table"),
     "no layer is shorter in a ranking": (Budget, "compacted", never_shorter, "adaptive x global"),
     "each layer ranks for itself": (layer_group, "lowest_ranks", each_layer_for_itself, "adaptive x global"),
-    "of equal tokens the youngest go": (uneven, "in_order", the_youngest_first, "adaptive x global"),
+    "of equal tokens the youngest go": (compaction, "in_order", the_youngest_first, "adaptive x global"),
 }
 
 

@@ -57,7 +57,7 @@ def test_a_hook_in_front_hands_on_to_the_cache_itself(monkeypatch: pytest.Monkey
     class Before:
         def attend(self, call: AttentionCall) -> mx.array:
             seen.append("before")
-            return call.hand_on()
+            return call.forward()
 
     caches = mlx_kv.make_prompt_cache(model, POLICY)
     own = type(caches[0].evictor).attend
@@ -121,7 +121,7 @@ def test_queries_are_turned_back_by_the_layers_own_rope(family: str) -> None:
     observations = [cache.evictor.observation for cache in caches if cache.evictor is not None]
     assert observations
     for observation in observations:
-        rope, dim = observation.turning, 32
+        rope, dim = observation.rope, 32
         x = mx.random.normal((2, 3, 5, dim))
         turned = mx.concatenate(
             [rope._rope(x[row : row + 1], offset=first) for row, first in enumerate((7, 90))]  # as the layer does

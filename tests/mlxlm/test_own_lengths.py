@@ -12,8 +12,8 @@ import pytest
 
 import mlx_kv
 from mlx_kv import CachePolicy
-from mlx_kv.cache.eviction.kept_tokens import KeptTokens
-from mlx_kv.cache.eviction.masks import OwnMasks
+from mlx_kv.cache.eviction.kept_tokens import KeptTokens, OwnMasks
+from mlx_kv.cache.eviction.scores import Score, find_score
 from mlx_kv.mlxlm.attention import AttentionCall, attention_hooked
 from mlx_kv.mlxlm.traverse import attention_caches
 from mlx_kv.ranks.peers import Heads, Layers
@@ -38,11 +38,11 @@ class Watched:
     def attend(self, call: AttentionCall) -> mx.array:
         cache = call.cache
         if cache.evictor is None:
-            return call.hand_on()
+            return call.forward()
         new, rows = call.queries.shape[2], cache.view.rows
         stored = [np.array(buffer.decode(buffer.planes)) for buffer in cache.view.buffers]
         past = self.history.setdefault(id(cache), [[x[:0, :0] for x in stored[:1]] * 2 for _ in rows])
-        out = call.hand_on()
+        out = call.forward()
         positions = np.array(cache.positions)
         for i, row in enumerate(rows):
             for which, x in enumerate(stored):
@@ -172,21 +172,31 @@ def test_what_no_model_can_do_is_refused_in_one_line() -> None:
 
 def test_ranks_refuse_what_they_could_not_compare() -> None:
     alone: Any = PlannedRank(1, 2)  # nothing is sent
+    model, layers = make_model("qwen3", num_hidden_layers=2), Layers(alone, (1, 1))
+    apart, copies = Heads(alone, copies=False), Heads(alone, copies=True)
+
+    def check(peers: Any, **settings: Any) -> None:
+        mlx_kv.make_prompt_cache(model, CachePolicy(budget=80, keep_recent=8, **settings), peers=peers)
+
     with pytest.raises(ValueError, match="use share='head'"):
-        Heads(alone, copies=False).check("adaptive")
-    Heads(alone, copies=True).check("adaptive")  # every rank has all heads of which anything is kept
-    Heads(alone, copies=False).check("head", "pyramid")
+        check(apart, share="adaptive")
+    check(copies, share="adaptive")  # every rank has all heads of which anything is kept
+    check(apart, share="head", layers="pyramid")
     with pytest.raises(ValueError, match="use layers='uniform'"):
-        Layers(alone, (1, 1)).check("head", "pyramid")
-    Layers(alone, (1, 1)).check("adaptive")
-    for peers in (Heads(alone, copies=False), Layers(alone, (1, 1))):
+        check(layers, share="head", layers="pyramid")
+    check(layers, share="adaptive")
+    with pytest.raises(ValueError, match="use share='layer', or give each rank such a layer"):
+        check(Layers(alone, (0, 2)))
+    check(Layers(alone, (0, 2)), share="layer")
+    for peers in (apart, layers):
         with pytest.raises(ValueError, match=r"layers='global'.* use layers='uniform' or 'calibrated'"):
-            peers.check("adaptive", "global")
-        peers.check("head", ((1.0,), (1.0,)))
+            check(peers, share="adaptive", layers="global")
+        check(peers, share="head", layers=((1.0,), (1.0,)))
+    fitted = Score("fitted:0123456789ab", find_score("random").function)  # as a calibration has one
     with pytest.raises(ValueError, match="score='fitted' reads the keys and values of all of them"):
-        Heads(alone, copies=False).check("head", fitted=True)
-    Heads(alone, copies=True).check("head", fitted=True)
-    Layers(alone, (1, 1)).check("head", fitted=True)
+        check(apart, share="head", score=fitted)
+    check(copies, share="head", score=fitted)
+    check(layers, share="head", score=fitted)
 
 
 def test_ranks_find_their_place_in_a_table() -> None:

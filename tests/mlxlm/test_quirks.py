@@ -20,8 +20,7 @@ from mlx_kv.generation.sequence import TokenSequence
 from mlx_kv.mlxlm.batching import prompts_must_be_equal, rows_must_be_equal
 from mlx_kv.mlxlm.loading import model_from_config
 from mlx_kv.mlxlm.probe import cache_usage, counts_slots, indexers, takes_packed, window_of
-from mlx_kv.mlxlm.traverse import attention_caches, leaves
-from mlx_kv.mlxlm.trimming import can_trim, trim_prompt_cache
+from mlx_kv.mlxlm.traverse import attention_caches, can_trim, leaves, trim_prompt_cache
 
 READS_PADDING = ["baichuan_m1", "bailing_moe_linear", "jamba", "longcat_flash_ngram", "mamba", "nemotron_h"]
 READS_PADDING += ["olmo_hybrid", "recurrent_gemma", "rwkv7"]

@@ -29,8 +29,7 @@ from mlx_kv import (
 )
 from mlx_kv.generation.prefill import read_ragged
 from mlx_kv.mlxlm.recurrent import RecurrentState, recurrent_states, with_checkpoints
-from mlx_kv.mlxlm.traverse import leaves
-from mlx_kv.mlxlm.trimming import can_trim
+from mlx_kv.mlxlm.traverse import can_trim, leaves
 
 PRIME = 9973
 SAYING = ["qwen3_next", "lfm2", "falcon_h1", "mamba2"]  # models that tell their caches what they read

@@ -8,7 +8,7 @@ from families import WALKED, family_names, make_family, shared_family
 from family_model import read, tokens
 from mlx_lm.models import cache as stock
 
-from mlx_kv.mlxlm.attention import AttentionCall, AttentionSeam
+from mlx_kv.mlxlm.attention import AttentionCall, AttentionPatch
 from mlx_kv.mlxlm.observing import attention_seen
 
 UNREADABLE = ("olmo",)  # no model of it can be read
@@ -73,7 +73,7 @@ class HandingOn:
 
     def attend(self, call: AttentionCall) -> mx.array:
         self.calls += 1
-        return call.hand_on()
+        return call.forward()
 
 
 @pytest.mark.parametrize("name", [name for name in WALKED if name not in UNREADABLE])
@@ -85,9 +85,9 @@ def test_nothing_changes_bit_for_bit(name: str) -> None:
         return read(model, stock.make_prompt_cache(model), tokens(), [20, 1, 1])
 
     wanted = answer()
-    with AttentionSeam(model):
+    with AttentionPatch(model):
         assert mx.array_equal(answer(), wanted).item()
-    with AttentionSeam(model, otherwise=everybody):
+    with AttentionPatch(model, otherwise=everybody):
         assert mx.array_equal(answer(), wanted).item()
     seen = [sight for sight in attention_seen(model) if sight in ("seen", "derived")]
     assert everybody.calls >= 3 * len(seen)

@@ -1,4 +1,4 @@
-"""A store among other people's files: it deletes and serves what it wrote itself, and nothing else."""
+"""A store beside foreign files: it deletes and serves only files that it wrote."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from places import Place
 
 import mlx_kv
 from mlx_kv import KVCache, PromptStore, save_prompt_cache
-from mlx_kv.prefixes.directory import MARKER, MOST_DAMAGED
-from mlx_kv.prefixes.entry_files import VERSION_WITH_BLOCKS, checksum
-from mlx_kv.prefixes.folder import Folder
+from mlx_kv.prefixes.blob_store import BlobStore
+from mlx_kv.prefixes.store_index import VERSION_WITH_BLOCKS, checksum
+from mlx_kv.prefixes.store_layout import MARKER, MAX_DAMAGED
 
 HEX = "0123456789abcdef" * 2  # a name as a hash gives it
 HEX_NAME = re.compile("[0-9a-f]{32}[.]")
@@ -27,7 +27,7 @@ WEIGHTS = (Path(mlx_kv.model_path("draft")) / "model.safetensors").read_bytes()
 
 
 def prompt_cache() -> bytes:
-    """A file that somebody saved, of no store."""
+    """A file of `save_prompt_cache`, not of a store."""
     with tempfile.TemporaryDirectory() as folder:
         save_prompt_cache(f"{folder}/a.safetensors", caches())
         return Path(f"{folder}/a.safetensors").read_bytes()
@@ -65,9 +65,11 @@ def tokens(seed: int, count: int = 100) -> list[int]:
 @pytest.mark.parametrize("name", FOREIGN)
 def test_a_folder_with_other_things_is_refused(name: str, place: Place) -> None:
     place.put({name: FOREIGN[name]})
-    with pytest.raises(ValueError, match=r"it is no prompt store and holds .*; give a new or an empty folder") as told:
+    with pytest.raises(
+        ValueError, match=r"it is no prompt store and holds .*; give a new or an empty folder"
+    ) as raised:
         place.store()
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(raised.value)
     assert place.names() == {name}
     assert place.read(name) == FOREIGN[name]
 
@@ -84,7 +86,7 @@ def test_a_folder_inside_is_another_thing(tmp_path: Path) -> None:
 
 def test_what_others_put_into_a_store_stays(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever it is called, however old it is; and what killed writers left goes."""
-    monkeypatch.setattr("mlx_kv.prefixes.entry_files.ORPHANED_AFTER", -1.0)
+    monkeypatch.setattr("mlx_kv.prefixes.store_layout.ORPHANED_AFTER", -1.0)
     store = place.store()
     store.keep(tokens(0), caches())
     ours = place.names() - {"lock"}
@@ -114,12 +116,12 @@ def test_a_store_without_a_marker_is_taken_over(place: Place) -> None:
     store = place.store()
     store.keep(tokens(0), caches())
     (name,) = store.entries()
-    told = json.loads(place.read(f"{name}.json"))
-    del told["checksum"]
+    fields = json.loads(place.read(f"{name}.json"))
+    del fields["checksum"]
     old = Place(place.url + "-old")
     old.put(
         {
-            f"{name}.json": json.dumps(told).encode(),
+            f"{name}.json": json.dumps(fields).encode(),
             **{file: place.read(file) for file in (f"{name}.safetensors", f"{name}.used")},
             f"damaged/{HEX}.safetensors": b"damaged",
             "lock": b"",
@@ -128,12 +130,12 @@ def test_a_store_without_a_marker_is_taken_over(place: Place) -> None:
     again = old.store()
     assert again.find([*tokens(0), 0]) is not None
     assert MARKER in old.names()
-    old.put({"lock": b"123"})  # with a marker, whatever else comes is somebody else's
+    old.put({"lock": b"123"})  # with a marker, other files are foreign
     assert len(old.store().entries()) == 1
 
 
 def test_entries_of_another_version_are_left_alone_and_counted(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlx_kv.prefixes.entry_files.ORPHANED_AFTER", -1.0)
+    monkeypatch.setattr("mlx_kv.prefixes.store_layout.ORPHANED_AFTER", -1.0)
     store = place.store()
     store.keep(tokens(0), caches())
     (name,) = store.entries()
@@ -166,11 +168,11 @@ def test_a_marker_of_another_format_is_refused_and_a_broken_one_is_one(place: Pl
 
 def test_damaged_entries_are_kept_up_to_a_bound(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [1_700_000_000.0]
-    monkeypatch.setattr("mlx_kv.prefixes.directory.time.time", lambda: clock[0])
+    monkeypatch.setattr("mlx_kv.prefixes.store_layout.time.time", lambda: clock[0])
     store = place.store()
     place.put({"damaged/precious.safetensors": b"precious"})
     names = []
-    for seed in range(MOST_DAMAGED + 4):
+    for seed in range(MAX_DAMAGED + 4):
         clock[0] += 10
         assert store.keep(tokens(seed), caches())
         (name,) = store.entries()
@@ -178,8 +180,8 @@ def test_damaged_entries_are_kept_up_to_a_bound(place: Place, monkeypatch: pytes
         place.put({f"{name}.safetensors": place.read(f"{name}.safetensors")[:-1]})
         assert store.find([*tokens(seed), 0]) is None
     aside = {name[19:51] for name in place.names("damaged") if "precious" not in name}
-    assert aside == set(names[-MOST_DAMAGED:])
-    assert store.damaged == MOST_DAMAGED + 4
+    assert aside == set(names[-MAX_DAMAGED:])
+    assert store.damaged == MAX_DAMAGED + 4
     assert place.read("damaged/precious.safetensors") == b"precious"
     size = len(place.read(next(name for name in place.names("damaged") if "precious" not in name)))
     tight = place.store(max_bytes=8 * 3 * size)
@@ -191,19 +193,19 @@ def test_damaged_entries_are_kept_up_to_a_bound(place: Place, monkeypatch: pytes
 
 
 INDEX: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "a list": lambda told: [told],
-    "a float among the tokens": lambda told: told | {"tokens": [1.5, *told["tokens"][1:]]},
-    "a list among the tokens": lambda told: told | {"tokens": [[1], *told["tokens"][1:]]},
-    "a bool among the tokens": lambda told: told | {"tokens": [True, *told["tokens"][1:]]},
-    "a huge token": lambda told: told | {"tokens": [2**40, *told["tokens"][1:]]},
-    "no tokens": lambda told: {key: value for key, value in told.items() if key != "tokens"},
-    "bytes below 0": lambda told: told | {"bytes_live": -1},
-    "huge bytes": lambda told: told | {"bytes_live": 2**80},
-    "more must stay than there is": lambda told: told | {"least": 101},
-    "a number for a fingerprint": lambda told: told | {"fingerprint": 3},
-    "a text for a version": lambda told: told | {"version": "2"},
-    "other tokens": lambda told: told | {"tokens": [*told["tokens"][1:], 5]},
-    "another fingerprint": lambda told: told | {"fingerprint": "a "},
+    "a list": lambda fields: [fields],
+    "a float among the tokens": lambda fields: fields | {"tokens": [1.5, *fields["tokens"][1:]]},
+    "a list among the tokens": lambda fields: fields | {"tokens": [[1], *fields["tokens"][1:]]},
+    "a bool among the tokens": lambda fields: fields | {"tokens": [True, *fields["tokens"][1:]]},
+    "a huge token": lambda fields: fields | {"tokens": [2**40, *fields["tokens"][1:]]},
+    "no tokens": lambda fields: {key: value for key, value in fields.items() if key != "tokens"},
+    "bytes below 0": lambda fields: fields | {"bytes_live": -1},
+    "huge bytes": lambda fields: fields | {"bytes_live": 2**80},
+    "more must stay than there is": lambda fields: fields | {"least": 101},
+    "a number for a fingerprint": lambda fields: fields | {"fingerprint": 3},
+    "a text for a version": lambda fields: fields | {"version": "2"},
+    "other tokens": lambda fields: fields | {"tokens": [*fields["tokens"][1:], 5]},
+    "another fingerprint": lambda fields: fields | {"fingerprint": "a "},
 }
 
 
@@ -213,9 +215,9 @@ def test_an_index_that_cannot_be_is_passed_over(case: str, sealed: bool, tmp_pat
     store = PromptStore(tmp_path, fingerprint="a")
     store.keep(tokens(0), caches())
     (index,) = tmp_path.glob("*.json")
-    told = json.loads(index.read_text())
-    del told["checksum"]
-    made_up = INDEX[case](told)
+    fields = json.loads(index.read_text())
+    del fields["checksum"]
+    made_up = INDEX[case](fields)
     if sealed and isinstance(made_up, dict):
         made_up |= {"checksum": checksum(made_up)}
     index.write_text(json.dumps(made_up))
@@ -229,11 +231,11 @@ def test_an_index_that_could_not_be_read_is_read_the_next_time(tmp_path: Path, m
     PromptStore(tmp_path, fingerprint="a").keep(tokens(0), caches())
     store = PromptStore(tmp_path, fingerprint="a")
 
-    def broken(folder: Folder, names: list[str]) -> list[Exception]:
+    def broken(folder: BlobStore, names: list[str]) -> list[Exception]:
         return [OSError(5, "Input/output error") for _ in names]
 
     with monkeypatch.context() as patch:
-        patch.setattr(Folder, "read_each", broken)
+        patch.setattr(BlobStore, "read_many", broken)
         assert not store.entries()
     assert store.find([*tokens(0), 0]) is not None
 
@@ -254,9 +256,9 @@ def test_a_store_in_a_folder_of_a_model_loses_nothing(tmp_path: Path) -> None:
 
 
 def test_an_index_comes_last_and_goes_first(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever looks in between finds no index of data that are not there."""
+    """Readers in between never find an index without its data."""
     names: list[set[str]] = []
-    delete, write = Folder.delete, Folder.write
+    delete, write = BlobStore.delete, BlobStore.write
 
     def seen(change: Callable[..., None]) -> Callable[..., None]:
         def changing(*arguments: Any) -> None:
@@ -265,8 +267,8 @@ def test_an_index_comes_last_and_goes_first(place: Place, monkeypatch: pytest.Mo
 
         return changing
 
-    monkeypatch.setattr(Folder, "delete", seen(delete))
-    monkeypatch.setattr(Folder, "write", seen(write))
+    monkeypatch.setattr(BlobStore, "delete", seen(delete))
+    monkeypatch.setattr(BlobStore, "write", seen(write))
     store = place.store()
     store.keep(tokens(0), caches())
     (name,) = store.entries()

@@ -19,8 +19,9 @@ from places import Place, new_place
 from processes import start
 
 from mlx_kv import KVCache, PromptStore
-from mlx_kv.files import blocks, tensor_files
-from mlx_kv.prefixes.entry_files import VERSION_WITH_BLOCKS, EntryFiles, checksum
+from mlx_kv.files import blocks, serialization
+from mlx_kv.prefixes.store_index import VERSION_WITH_BLOCKS, checksum
+from mlx_kv.prefixes.store_layout import StoreLayout
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
 
@@ -69,7 +70,7 @@ def test_blocks_that_killed_writers_left_are_removed_after_an_hour(
     """Ours alone, and none that an entry holds, of whatever version it is."""
     store = place.store()
     with monkeypatch.context() as patch:
-        patch.setattr(EntryFiles, "publish", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(StoreLayout, "publish", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             store.keep(*conversation(0))
     left = place.blocks
@@ -86,7 +87,7 @@ def test_blocks_that_killed_writers_left_are_removed_after_an_hour(
     again = place.store()
     again.keep(*conversation(0, system=10, own=100))
     assert left <= place.blocks  # another writer may be at work: it is given an hour
-    monkeypatch.setattr("mlx_kv.prefixes.entry_files.ORPHANED_AFTER", -1.0)
+    monkeypatch.setattr("mlx_kv.prefixes.store_layout.ORPHANED_AFTER", -1.0)
     again.keep(*conversation(1, system=20, own=100))
     assert left & place.blocks == {kept}
     assert again.other_versions == 1
@@ -98,15 +99,15 @@ def test_blocks_that_killed_writers_left_are_removed_after_an_hour(
 
 
 MADE_UP = {
-    "no list": lambda told: told | {"blocks": 3},
-    "no name": lambda told: told | {"blocks": [[["../../etc/passwd", 1, 1]]]},
-    "no slots": lambda told: told | {"blocks": [[[told["blocks"][0][0][0], 0, 1]]]},
-    "other bytes": lambda told: told | {"blocks": [[[*told["blocks"][0][0][:2], -1]]]},
-    "two numbers": lambda told: told | {"blocks": [[[told["blocks"][0][0][0], 1]]]},
-    "none": lambda told: {name: value for name, value in told.items() if name != "blocks"},
-    "no checksum": lambda told: told,
-    "fewer": lambda told: told | {"blocks": [told["blocks"][0][:-1]]},
-    "in another order": lambda told: told | {"blocks": [told["blocks"][0][::-1]]},
+    "no list": lambda fields: fields | {"blocks": 3},
+    "no name": lambda fields: fields | {"blocks": [[["../../etc/passwd", 1, 1]]]},
+    "no slots": lambda fields: fields | {"blocks": [[[fields["blocks"][0][0][0], 0, 1]]]},
+    "other bytes": lambda fields: fields | {"blocks": [[[*fields["blocks"][0][0][:2], -1]]]},
+    "two numbers": lambda fields: fields | {"blocks": [[[fields["blocks"][0][0][0], 1]]]},
+    "none": lambda fields: {name: value for name, value in fields.items() if name != "blocks"},
+    "no checksum": lambda fields: fields,
+    "fewer": lambda fields: fields | {"blocks": [fields["blocks"][0][:-1]]},
+    "in another order": lambda fields: fields | {"blocks": [fields["blocks"][0][::-1]]},
 }
 
 
@@ -115,9 +116,9 @@ def test_an_index_that_cannot_be_is_passed_over(case: str, place: Place) -> None
     store = place.store()
     store.keep(*conversation(0))
     (name,) = store.entries()
-    told = json.loads(place.read(f"{name}.json"))
-    del told["checksum"]
-    made_up = MADE_UP[case](told)
+    fields = json.loads(place.read(f"{name}.json"))
+    del fields["checksum"]
+    made_up = MADE_UP[case](fields)
     if case != "no checksum":
         made_up |= {"checksum": checksum(made_up)}
     place.put({f"{name}.json": json.dumps(made_up).encode()})
@@ -145,9 +146,13 @@ def test_data_that_tell_of_blocks_that_cannot_be_are_refused(case: str, tmp_path
     made = blocks.cut(new.caches, lambda column, slots: [])
     made.rest.description["blocks"] = DESCRIBED[case]
     made.rest.write(tmp_path / "a.safetensors")
-    rest = blocks.ReadFile("a", tensor_files.read(tmp_path / "a.safetensors"), made.rest.description)
-    with pytest.raises(ValueError, match="its blocks are"):
+
+    def read() -> None:
+        rest = serialization.read(tmp_path / "a.safetensors")
         blocks.joined(rest, lambda name: (_ for _ in ()).throw(AssertionError("nothing is to be read")))
+
+    with pytest.raises(ValueError, match=r"its description is not valid|its blocks are of arrays"):
+        read()
 
 
 def holds(found: list[KVCache], kept: list[KVCache], count: int) -> bool:
@@ -253,7 +258,7 @@ def test_kills_while_writing_lose_nothing_and_leave_nothing_wrong(writers: int, 
         for name, entry in again.entries().items():
             tokens = np.frombuffer(entry.tokens, ">u4").tolist()
             number, own = tokens[-1] - 100, len(tokens) - 200
-            caches = again._files.read(name, again._table[name]).restore().caches
+            caches = again._layout.read(name, again._table[name]).restore().caches
             assert goes_on_as(caches, conversation(number, own)[1], len(tokens))
         assert named(again, conversation(0)[0])
         assert (again.damaged, again._ignored) == (0, set())

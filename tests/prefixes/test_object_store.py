@@ -1,4 +1,4 @@
-"""A store in an object store that several machines share: few requests, and nobody waits for one that is silent."""
+"""A store in an object store of several machines: few requests, and none outlasts its deadline."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def objects() -> Iterator[ObjectStore]:
 
 @pytest.fixture
 def far(objects: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
-    """A fresh prefix, as nobody has made a folder there."""
-    monkeypatch.setattr("mlx_kv.prefixes.folder.SILENT", 0.0)
+    """A fresh prefix, without a folder."""
+    monkeypatch.setattr("mlx_kv.prefixes.blob_store.RETRY_AFTER", 0.0)
     yield Place(f"s3://{BUCKET}/{uuid.uuid4().hex}/prompts")
     objects.go_on()
     objects.refused.clear()
@@ -61,7 +61,7 @@ def test_it_asks_for_little(objects: ObjectStore, far: Place, monkeypatch: pytes
 
     put = asked(lambda: store.keep(*conversation(0)))
     assert put == {"GET list": 2, "PUT block": 7, "PUT safetensors": 1, "PUT json": 1}
-    put = asked(lambda: store.keep(*conversation(1)))  # another look before the block goes that nobody holds, and none
+    put = asked(lambda: store.keep(*conversation(1)))  # lists again before it removes a block without references
     assert put == {"GET list": 2, "PUT block": put["PUT block"], "PUT safetensors": 1, "PUT json": 1}
     assert put["PUT block"] <= 2
     hit = asked(lambda: store.find([*conversation(0)[0], 0]))
@@ -78,7 +78,7 @@ def test_it_asks_for_little(objects: ObjectStore, far: Place, monkeypatch: pytes
 
 
 def test_two_ranks_have_their_parts_there(objects: ObjectStore, far: Place) -> None:
-    """And another two find both; without an answer nobody waits for either."""
+    """Two others find both; a call without an answer ends at its deadline."""
     ranks = TwoRanks()
     assert keep(ranks, ranks.store(far.url, deadline=20.0), *conversation(0))
     others = TwoRanks()
@@ -117,21 +117,21 @@ def test_what_was_of_no_use_leaves(far: Place, monkeypatch: pytest.MonkeyPatch) 
 def test_whatever_is_kept_and_found(kind: str, steps: list[tuple[Any, ...]], objects: ObjectStore) -> None:
     place, reference = Place(f"s3://{BUCKET}/{uuid.uuid4().hex}"), Reference()
     stores = [place.store(deadline=20.0) for _ in range(2)]
-    for turn, (what, *told) in enumerate(steps):
+    for turn, (what, *arguments) in enumerate(steps):
         if what == "keep":
-            tokens, caches = reference.grow(kind, *told)
+            tokens, caches = reference.grow(kind, *arguments)
             reference.kept.setdefault(tuple(tokens), copy.deepcopy(caches))
             if stores[turn % 2].keep(tokens, caches):
                 reference.kept[tuple(tokens)] = copy.deepcopy(caches)
         elif what == "find" and reference.kept:
-            tokens = list(list(reference.kept)[told[0] % len(reference.kept)])
-            tokens = [*tokens[: len(tokens) - told[1]], 99]
+            tokens = list(list(reference.kept)[arguments[0] % len(reference.kept)])
+            tokens = [*tokens[: len(tokens) - arguments[1]], 99]
             there = stores[turn % 2].serves(tokens)
             found = stores[turn % 2].find(tokens)
             assert (0 if found is None else found[1]) >= there
     for name, entry in stores[0].entries().items():
         tokens = list(memoryview(entry.tokens).cast("B").tobytes()[3::4])
-        caches = stores[0]._files.read(name, stores[0]._table[name]).restore().caches
+        caches = stores[0]._layout.read(name, stores[0]._table[name]).restore().caches
         assert goes_on_as(caches, reference.kept[tuple(tokens)], len(tokens))
     assert (stores[0].damaged, stores[0]._ignored, stores[0].unanswered) == (0, set(), 0)
 
@@ -152,7 +152,7 @@ def test_damaged_blocks_are_set_aside(far: Place) -> None:
 
 
 @pytest.mark.parametrize("trouble", ["hangs", "is gone"])
-def test_nobody_waits_longer_than_the_deadline(
+def test_no_call_outlasts_the_deadline(
     trouble: str, objects: ObjectStore, far: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever is asked comes to nothing; when it answers again, all is as before."""
@@ -168,7 +168,7 @@ def test_nobody_waits_longer_than_the_deadline(
         assert time.monotonic() - began < SOON
         assert (store.unanswered, late.unanswered) == (2, 1)
         # For some seconds it is not even asked.
-        monkeypatch.setattr("mlx_kv.prefixes.folder.SILENT", 1000.0)
+        monkeypatch.setattr("mlx_kv.prefixes.blob_store.RETRY_AFTER", 1000.0)
         store.find([*conversation(0)[0], 0])
         asked = Counter(objects.asked)
         assert store.find([*conversation(0)[0], 0]) is None
@@ -218,7 +218,7 @@ def test_places_that_cannot_be_are_refused(objects: ObjectStore, far: Place) -> 
     with pytest.raises(ValueError, match="deadline is 0: give a number of seconds above 0"):
         far.store(deadline=0)
     objects.hang()
-    store = far.store(deadline=QUICK)  # nobody can say yet
+    store = far.store(deadline=QUICK)  # it can not be checked yet
     objects.go_on()
     with pytest.raises(ValueError, match=r"it is no prompt store and holds holiday\.jpg"):
         store.refresh()

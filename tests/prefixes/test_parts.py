@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from two_ranks import TwoRanks, keep, settled
 
-from mlx_kv import PromptMemory, PromptStore
-from mlx_kv.prefixes.directory import MARKER
+from mlx_kv import PromptStore
+from mlx_kv.prefixes.store_layout import MARKER
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
 OF_TWO = {**{kind: KINDS[kind] for kind in ("plain", "8 bits", "ring", "a window beside all")}}
@@ -31,15 +31,15 @@ OF_TWO["all beside a window"] = lambda: KINDS["a window beside all"]()[::-1]
 def test_whatever_is_kept_and_found(kind: str, where: str, steps: Any, most: int, tmp_path_factory: Any) -> None:
     ranks, reference, path = TwoRanks(), Reference(), tmp_path_factory.mktemp("place")
     place = ranks.memory(most) if where == "memory" else ranks.store(path, max_bytes=most)
-    for what, *told in steps:
+    for what, *arguments in steps:
         if what == "keep":
-            branch, parent = told
+            branch, parent = arguments
             tokens, caches = grown(reference, kind, branch, parent)
             if keep(ranks, place, tokens, caches):
                 reference.kept[tuple(tokens)] = caches
         elif what == "find" and reference.kept:
-            tokens = list(list(reference.kept)[told[0] % len(reference.kept)])
-            tokens = [*tokens[: len(tokens) - 2 * told[1]], 99]
+            tokens = list(list(reference.kept)[arguments[0] % len(reference.kept)])
+            tokens = [*tokens[: len(tokens) - 2 * arguments[1]], 99]
             name, wanted = place._best(tokens) or ("", 0)
             origin = reference.kept[tuple(whose(place, name))] if wanted else []
             found = place.find(tokens)
@@ -47,11 +47,11 @@ def test_whatever_is_kept_and_found(kind: str, where: str, steps: Any, most: int
             if found is not None:
                 assert goes_on_as(ranks.whole(found[0]), origin, found[1])
         settled(ranks)
-        theirs = ranks.keeper._kept if where == "memory" else ranks.keeper.store.entries()
-        own = place._kept if where == "memory" else place.entries()  # type: ignore[union-attr]
+        theirs = ranks.keeper._memory.entries() if where == "memory" else ranks.keeper.store.entries()
+        own = place._table.entries() if where == "memory" else place.entries()  # type: ignore[union-attr]
         assert theirs.keys() == own.keys()
         if where == "memory":
-            assert place.nbytes == max(place._holdings.nbytes, ranks.keeper._holdings.nbytes) <= most  # type: ignore[union-attr]
+            assert place.nbytes == max(place._table.nbytes, ranks.keeper._memory.nbytes) <= most  # type: ignore[union-attr]
     assert list(ranks.keeper._packed) == []
 
 
@@ -67,7 +67,7 @@ def grown(reference: Reference, kind: str, branch: Any, parent: int) -> tuple[li
 
 def whose(place: Any, name: str) -> list[int]:
     """The tokens of an entry."""
-    entry = place._index[name] if isinstance(place, PromptMemory) else place._table[name].entry
+    entry = place._table[name]
     found: list[int] = np.frombuffer(entry.tokens, ">u4").tolist()
     return found
 
@@ -77,19 +77,19 @@ def test_an_entry_is_there_when_all_parts_are(tmp_path: Path, monkeypatch: pytes
     ranks = TwoRanks()
     store = ranks.store(tmp_path)
     seen: list[bool] = []
-    publish = store._files.publish
+    publish = store._layout.publish
 
     def published(name: str, *arguments: Any) -> None:
         seen.append((tmp_path / "rank-1" / f"{name}.json").exists())
         publish(name, *arguments)
 
-    monkeypatch.setattr(store._files, "publish", published)
+    monkeypatch.setattr(store._layout, "publish", published)
     assert keep(ranks, store, *conversation(0))
     assert seen == [True]
     monkeypatch.setattr(ranks.keeper.store, "write_as", lambda new: (_ for _ in ()).throw(OSError(28, "disk full")))
     with pytest.raises(OSError, match=r"rank 1: OSError.*disk full"):
         keep(ranks, store, *conversation(1))
-    monkeypatch.setattr("mlx_kv.prefixes.parts.WRITE_SECONDS", 0.1)
+    monkeypatch.setattr("mlx_kv.prefixes.rank_shards.WRITE_SECONDS", 0.1)
     ranks.link.stopped = {"write_part"}
     with pytest.raises(TimeoutError, match=r"other ranks have not answered for 0\.1 seconds"):
         keep(ranks, store, *conversation(2))
@@ -139,12 +139,12 @@ def test_another_number_of_ranks_is_refused(tmp_path: Path) -> None:
     """With the reason; and what one process has made, too."""
     ranks = TwoRanks()
     keep(ranks, ranks.store(tmp_path / "two"), *conversation(0))
-    ranks.parts.words = "3 ranks, of which each has some layers"
+    ranks.parts.description = "3 ranks, of which each has some layers"
     with pytest.raises(
         ValueError, match="it was made by 2 ranks, of which each has some layers, not by 3 ranks, of which"
     ):
         ranks.store(tmp_path / "two")
-    ranks.parts.words = "2 ranks, of which each has some heads"
+    ranks.parts.description = "2 ranks, of which each has some heads"
     with pytest.raises(
         ValueError, match=r"made by 2 ranks, of which each has some layers, not by 2 ranks.* heads; give"
     ):
@@ -169,7 +169,7 @@ def test_another_number_of_ranks_is_refused(tmp_path: Path) -> None:
 def test_whose_they_are_all_ranks_say(tmp_path: Path) -> None:
     """The first rank's part of the model may be the same, and another one's not."""
     first, second = TwoRanks(), TwoRanks()
-    second.keeper._whose = lambda: "another second layer"
+    second.keeper._fingerprint = lambda: "another second layer"
     for ranks, there in ((first, False), (second, False), (first, True)):
         for place in (ranks.store(tmp_path, fingerprint=None),):
             place.bind(lambda: "the first layer")
@@ -205,14 +205,14 @@ def test_what_the_disk_wants_told_waits_for_the_thread_that_speaks(tmp_path: Pat
     told: list[str] = []
     tell = ranks.link.tell
     ranks.link.tell = lambda kind, *content: (told.append(kind), tell(kind, *content))
-    store._parts.remove("0" * 32)
+    store._shards.remove("0" * 32)
     assert told == []
     turns.get_nowait()()
     assert told == ["remove_part"]
-    store._parts.remove("0" * 32)
+    store._shards.remove("0" * 32)
     assert told == ["remove_part"]
     store.by_themselves()
-    store._parts.remove("0" * 32)
+    store._shards.remove("0" * 32)
     assert told == ["remove_part"] * 3
 
 
@@ -222,10 +222,10 @@ def test_memory_that_one_rank_does_not_have_keeps_nothing(monkeypatch: pytest.Mo
     assert keep(ranks, place, *conversation(0))
     with monkeypatch.context() as patch:
         full = lambda *arguments: (_ for _ in ()).throw(RuntimeError("[malloc] out of memory"))  # noqa: E731
-        patch.setattr("mlx_kv.prefixes.part_keeper.KeptCaches.of", full)
+        patch.setattr("mlx_kv.prefixes.rank_shards.BlockCaches.of", full)
         with pytest.raises(MemoryError, match=r"rank 1: RuntimeError.*out of memory"):
             ranks.parts.keep("x", ranks.named(conversation(1)[1]), 240, None, 0)
-    assert len(place) == len(ranks.keeper._kept) == 1
+    assert len(place) == len(ranks.keeper._memory) == 1
     found = place.find([*conversation(0)[0], 0])
     assert found is not None
     assert goes_on_as(ranks.whole(found[0]), conversation(0)[1], 240)

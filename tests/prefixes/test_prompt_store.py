@@ -21,10 +21,10 @@ from processes import start
 from tiny_models import VOCAB, make_model
 
 from mlx_kv import CachePolicy, PromptMemory, PromptStore, load_prompt_cache, make_prompt_cache
-from mlx_kv.prefixes.directory import MARKER
-from mlx_kv.prefixes.folder import Folder
-from mlx_kv.prefixes.index import LEAST_SHARED, packed
+from mlx_kv.prefixes.blob_store import BlobStore
+from mlx_kv.prefixes.index import MIN_SHARED, packed
 from mlx_kv.prefixes.reader import PromptReader
+from mlx_kv.prefixes.store_layout import MARKER
 
 PREFIX = mx.random.randint(1, VOCAB, (3000,), key=mx.random.key(0)).tolist()
 FIRST, SECOND = ([*PREFIX, *mx.random.randint(1, VOCAB, (40,), key=mx.random.key(i)).tolist()] for i in (1, 2))
@@ -132,7 +132,7 @@ def test_the_longest_prefix_serves_to_the_token(tmp_path: Path) -> None:
         prompt = [*PREFIX[:same], *([0] * 30)]
         _, count = store.find(prompt)
         assert count == same
-    assert store.find([*PREFIX[: LEAST_SHARED - 1], 0, 0, 0]) is None
+    assert store.find([*PREFIX[: MIN_SHARED - 1], 0, 0, 0]) is None
     assert store.find(PREFIX[:399])[1] == 398  # one token is left to be read
     assert (store.hits, store.misses) == (2 + 6, 1 + 1)  # the longer ones were read from the shorter on
 
@@ -229,15 +229,15 @@ def test_damaged_entries_are_set_aside_and_never_served(harm: str, tmp_path: Pat
 
 def test_a_writer_that_was_killed_leaves_nothing_that_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, store = make_model("llama"), PromptStore(tmp_path)
-    write = Folder.write
+    write = BlobStore.write
 
-    def killed(folder: Folder, name: str, content: bytes) -> None:
+    def killed(folder: BlobStore, name: str, content: bytes) -> None:
         if name.endswith(".json"):
             raise KeyboardInterrupt
         write(folder, name, content)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Folder, "write", killed)
+        patch.setattr(BlobStore, "write", killed)
         with pytest.raises(KeyboardInterrupt):
             read(model, CachePolicy(), PREFIX[:300], store)
     names = sorted(path.suffix for path in tmp_path.iterdir() if path.name not in ("lock", MARKER))
@@ -248,7 +248,7 @@ def test_a_writer_that_was_killed_leaves_nothing_that_is_found(tmp_path: Path, m
     assert not store.entries()
     read(model, CachePolicy(), PREFIX[700:900], store)
     assert len(list(tmp_path.glob("*.safetensors"))) == 2  # another writer may be at work: it is given an hour
-    monkeypatch.setattr("mlx_kv.prefixes.entry_files.ORPHANED_AFTER", -1.0)
+    monkeypatch.setattr("mlx_kv.prefixes.store_layout.ORPHANED_AFTER", -1.0)
     read(model, CachePolicy(), PREFIX[:200], store)
     assert len(store.entries()) == 2
     names = sorted(path.suffix for path in tmp_path.iterdir() if path.name not in ("lock", MARKER))

@@ -17,8 +17,8 @@ from places import Place, new_place
 
 from mlx_kv import PromptMemory, PromptStore, load_prompt_cache
 from mlx_kv.files import blocks
-from mlx_kv.prefixes.entry_files import EntryFiles
-from mlx_kv.prefixes.folder import Folder
+from mlx_kv.prefixes.blob_store import BlobStore
+from mlx_kv.prefixes.store_layout import StoreLayout
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
 LARGE = 2**30
@@ -29,7 +29,7 @@ def check_all(place: Place, reference: Reference) -> None:
     store = place.store()
     for name, entry in store.entries().items():
         tokens = tuple(np.frombuffer(entry.tokens, ">u4").tolist())
-        caches = store._files.read(name, store._table[name]).restore().caches
+        caches = store._layout.read(name, store._table[name]).restore().caches
         assert goes_on_as(caches, reference.kept[tokens], len(tokens))
     assert (store.damaged, store._ignored) == (0, set())
 
@@ -44,11 +44,11 @@ def test_whatever_is_kept_found_and_removed(
     """By two processes, for which stand two stores."""
     place, reference = new_place(where, tmp_path_factory.mktemp("place")), Reference()
     stores = [place.store(max_bytes=most) for _ in range(2)]
-    for what, *told in steps:
+    for what, *arguments in steps:
         store = data.draw(st.sampled_from(stores))
         names = sorted(store.entries())
         if what == "keep":
-            tokens, caches = reference.grow(kind, *told)
+            tokens, caches = reference.grow(kind, *arguments)
             reference.kept.setdefault(tuple(tokens), copy.deepcopy(caches))
             if store.keep(tokens, caches):
                 reference.kept[tuple(tokens)] = copy.deepcopy(caches)
@@ -57,10 +57,10 @@ def test_whatever_is_kept_found_and_removed(
                 if not left:
                     assert place.array_bytes == store.bytes_live <= most
         elif what == "remove" and names:
-            store._remove(names[told[0] % len(names)])
+            store._remove(names[arguments[0] % len(names)])
         elif what == "find" and reference.kept:
-            tokens = list(list(reference.kept)[told[0] % len(reference.kept)])
-            tokens = [*tokens[: len(tokens) - told[1]], 99]
+            tokens = list(list(reference.kept)[arguments[0] % len(reference.kept)])
+            tokens = [*tokens[: len(tokens) - arguments[1]], 99]
             there = store.serves(tokens)
             found = store.find(tokens)
             assert (0 if found is None else found[1]) >= there
@@ -127,15 +127,15 @@ def test_what_leaves_while_another_writes_is_written_again(place: Place, monkeyp
     """A writer has seen a block; before its index is there, the last entry leaves that held the block."""
     store, another = place.store(), place.store()
     store.keep(*conversation(0))
-    write = EntryFiles.write
+    write = StoreLayout.write
 
-    def written(files: EntryFiles, name: str, new: Any, there: Any) -> None:
-        monkeypatch.setattr(EntryFiles, "write", write)
+    def written(files: StoreLayout, name: str, new: Any, there: Any) -> None:
+        monkeypatch.setattr(StoreLayout, "write", write)
         write(files, name, new, there)
         another._remove(named(another, conversation(0)[0]))
         another.keep(conversation(0)[0][:100], conversation_of([9] * 100))  # of other slots: all others leave
 
-    monkeypatch.setattr(EntryFiles, "write", written)
+    monkeypatch.setattr(StoreLayout, "write", written)
     assert store.keep(*conversation(1))
     found = place.store().find([*conversation(1)[0], 0])
     assert found is not None
@@ -143,20 +143,21 @@ def test_what_leaves_while_another_writes_is_written_again(place: Place, monkeyp
 
 
 def test_a_block_stays_while_an_index_cannot_be_read(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody knows what it holds."""
-    monkeypatch.setattr("mlx_kv.prefixes.entry_files.ORPHANED_AFTER", -1.0)
+    """Its blocks are unknown."""
+    monkeypatch.setattr("mlx_kv.prefixes.store_layout.ORPHANED_AFTER", -1.0)
     place.store().keep(*conversation(0))
     place.store().keep(*conversation(1))
     (first, second) = (named(place.store(), conversation(number)[0]) for number in (0, 1))
-    fresh, read_file = place.store(), Folder.read
+    fresh, read_files = place.store(), BlobStore.read_many
 
-    def broken(folder: Folder, name: str) -> bytes:
-        if name == f"{second}.json":
-            raise OSError(5, "Input/output error")
-        return read_file(folder, name)
+    def broken(folder: BlobStore, names: list[str]) -> list[bytes | Exception]:
+        found = read_files(folder, names)
+        return [
+            OSError(5, "Input/output error") if n == f"{second}.json" else f for n, f in zip(names, found, strict=True)
+        ]
 
     with monkeypatch.context() as patch:
-        patch.setattr(Folder, "read", broken)
+        patch.setattr(BlobStore, "read_many", broken)
         fresh._remove(first)
         fresh.keep(*conversation(2, system=5, own=90))
     found = place.store().find([*conversation(1)[0], 0])

@@ -12,8 +12,7 @@ from typing import Any
 
 from mlx_kv import PromptMemory, PromptStore
 from mlx_kv.cache.eviction.peers import ALONE
-from mlx_kv.prefixes.part_keeper import PartKeeper
-from mlx_kv.prefixes.parts import RankParts
+from mlx_kv.prefixes.rank_shards import RankShards, ShardFollower
 from mlx_kv.ranks.numbered import Numbers
 
 
@@ -53,9 +52,9 @@ class TwoRanks:
         group: Any = SimpleNamespace(size=2, split="layers", leader=self.link, follower=self.link, rank=1)
         self.numbers = Numbers(self.link)
         self.theirs: dict[int, list[Any]] = {}
-        self.keeper = PartKeeper(group, ALONE, lambda: "the second layer", self.theirs)
+        self.keeper = ShardFollower(group, ALONE, lambda: "the second layer", self.theirs)
         self.link.handlers = {**self.keeper.handlers, "drop": self._drop, "copy": lambda *numbers: None}
-        self.parts = RankParts(group, ALONE, lambda: self.numbers)
+        self.parts = RankShards(group, ALONE, lambda: self.numbers)
 
     def _drop(self, numbers: list[int]) -> None:
         for number in numbers:

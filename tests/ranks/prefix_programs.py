@@ -29,8 +29,7 @@ from mlx_kv.files.fingerprint import model_fingerprint
 from mlx_kv.generation.agreement import ALONE, Agreement
 from mlx_kv.generation.engine import Engine, make_engine
 from mlx_kv.generation.sequence import TokenSequence
-from mlx_kv.prefixes.part_keeper import PartKeeper
-from mlx_kv.prefixes.parts import RankParts
+from mlx_kv.prefixes.rank_shards import RankShards, ShardFollower
 from mlx_kv.prefixes.reader import PromptReader
 from mlx_kv.ranks.engine import lead
 from mlx_kv.ranks.following import follow
@@ -74,7 +73,7 @@ class Run:
         return (
             None
             if self.group is None
-            else RankParts(
+            else RankShards(
                 self.group, self.group.agreement.peers(self.model), lambda: self.engine.numbers, self.inbox.put
             )
         )
@@ -188,7 +187,8 @@ def follow_one(run: Run) -> None:
         raise NextCaseError
 
     def more(caches: Any) -> dict[str, Any]:
-        return {**PartKeeper(run.group, run.group.agreement.peers(run.model), run.whose, caches).handlers, "next": end}
+        follower = ShardFollower(run.group, run.group.agreement.peers(run.model), run.whose, caches)
+        return {**follower.handlers, "next": end}
 
     with contextlib.suppress(NextCaseError):
         follow(run.make, run.group, more)

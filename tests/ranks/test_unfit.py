@@ -14,7 +14,7 @@ from tiny_models import COMMON, FAMILIES
 from mlx_kv import make_prompt_cache
 from mlx_kv.bundled import model_path
 from mlx_kv.mlxlm.loading import model_from_config
-from mlx_kv.mlxlm.probe import answer_as, asked_once
+from mlx_kv.mlxlm.probe import cached_per_model, copy_results
 from mlx_kv.ranks.splitting import PlannedRank, check_split, cut, part_of, planned_part, weights_of
 
 LLAMA: dict[str, Any] = {**COMMON, "model_type": "llama"}
@@ -105,13 +105,13 @@ def _read(model: Any) -> list[Any]:
 def test_a_part_answers_as_the_whole_did() -> None:
     asked: list[int] = []
 
-    @asked_once
+    @cached_per_model
     def layers(model: Any) -> int:
         asked.append(len(model.layers))
         return asked[-1]
 
     whole, part = (model_from_config(QWEN, mx.float32) for _ in range(2))
-    answer_as(part, whole, layers)
+    copy_results(part, whole, layers)
     cut(part, PlannedRank(0, 2), "layers")
     assert len(part.layers) == 2
     assert layers(part) == layers(whole) == 3

@@ -28,7 +28,7 @@ def objects() -> Iterator[ObjectStore]:
 
 @pytest.fixture
 def url(objects: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    monkeypatch.setattr("mlx_kv.prefixes.folder.SILENT", 0.0)
+    monkeypatch.setattr("mlx_kv.prefixes.blob_store.RETRY_AFTER", 0.0)
     yield f"s3://{BUCKET}/{uuid.uuid4().hex}"
     objects.go_on()
 

@@ -1,7 +1,7 @@
 """Attention over operands, block by block of queries.
 
 Scores of all queries at once would be far more memory than a CPU's caches hold, and new memory costs more there than
-the arithmetic. A causal block looks at no key beyond its last query. Knows nothing about caches.
+the arithmetic. A causal block skips the keys beyond its last query. On a CPU the softmax uses our own exponential.
 B rows, Hq query heads, H KV heads, r = Hq / H, S queries, N slots, D and Dv head dims.
 """
 
@@ -9,11 +9,19 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from mlx_kv.cache.attention.exponential import exponential
 from mlx_kv.cache.attention.operands import Operand
 
 BLOCK_SCORES = 2**18  # of a block, of all rows and heads: 1 MB
 LEAST_QUERIES = 32  # of a block: fewer make poor products
+# Of the exponential.
+LOG2_E = 1.4426950408889634
+LN_2 = (0.693359375, -2.12194440e-4)  # its first 9 bits, and the rest
+ROUNDS = 12582912.0  # 1.5 * 2^23: floats of this size are whole numbers
+EXPONENT_OF_1 = 127 << 23
+# (e^r - 1 - r) / r^2, the highest power first.
+SERIES = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
+MIN_POWER = -126.0  # 2^y below is not a normal number: 0
+MAX_X = 88.0  # e^x above is not a finite float
 
 
 def attend(
@@ -80,3 +88,27 @@ def _weights(scores: mx.array, sinks: mx.array | None) -> tuple[mx.array, mx.arr
     weights = exponential(scores - largest)
     total = weights @ mx.ones((weights.shape[-1], 1))  # thrice as fast as a sum
     return weights, total if logits is None else total + exponential(logits - largest)
+
+
+@mx.compile
+def exponential(x: mx.array) -> mx.array:
+    """e^x of float32 x in [-3e38, MAX_X], relative error below 3e-7; results below e^-87.3 are exactly 0.
+
+    MLX's own takes 17 to 20 ns a number on an x86-64 CPU, nine tenths of its attention over a prompt; this one takes 1
+    to 2 ns.
+
+    e^x = 2^n e^r: n is x / ln 2, rounded to a whole number by adding 1.5 * 2^23, after which the lowest bits of the
+    float are n; r = x - n ln 2 lies within ln 2 / 2, where Cephes' polynomial of degree 7 suffices; n goes to the
+    exponent (Schraudolph 1999). ln 2 is split in two parts, the first of which times n is exact: 2^y with y = x / ln 2
+    directly would be off by 4e-6 for large y, because y has only 24 bits.
+    """
+    y = x * LOG2_E
+    rounded = y + ROUNDS
+    whole = rounded - ROUNDS
+    rest = (x - whole * LN_2[0]) - whole * LN_2[1]
+    power = mx.array(SERIES[0], mx.float32)
+    for factor in SERIES[1:]:
+        power = factor + rest * power
+    power = 1.0 + (rest + rest * rest * power)
+    scale = ((rounded.view(mx.int32) << 23) + EXPONENT_OF_1).view(mx.float32)
+    return mx.where(y < MIN_POWER, 0.0, power * scale)

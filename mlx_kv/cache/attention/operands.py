@@ -1,6 +1,15 @@
-"""What attention multiplies with: keys, or values, in whatever form they are stored.
+"""Operands of attention: keys or values in the form in which they are stored (dense, joined or packed).
 
-B rows, H KV heads, N slots, D head dim, m queries of all query heads that share a KV head.
+Packed planes are multiplied as they are: on a GPU by `mx.quantized_matmul`. On a CPU that is several times slower than
+a product of floats, so there, in float32, affine integers of 2, 4 and 8 bits become floats block by block, without
+scales and biases: these are the same for all elements of a group and apply to the products. (mxfp8 is decoded;
+other formats use `mx.quantized_matmul` as on a GPU.) With q of one query, c the integers of a slot, s and b of group g:
+
+    q . (s c + b) = sum over g of s_g (q_g . c_g) + b_g sum(q_g)
+
+A centre that was subtracted from the tensor adds a constant to the scores of a query, or to its weighted sum.
+
+B rows, H KV heads, N slots, D head dim, G groups, m queries of all query heads that share a KV head.
 """
 
 from __future__ import annotations
@@ -8,6 +17,13 @@ from __future__ import annotations
 from typing import Protocol
 
 import mlx.core as mx
+
+from mlx_kv.cache.codecs import Packing, Planes
+from mlx_kv.cache.codecs.rotation import rotated
+
+BLOCK_ELEMENTS = 2**19  # converted to floats at a time, of all rows and heads: 2 MB
+WHOLE_IN_BYTES = (2, 4, 8)  # bits: a byte holds a whole number of elements
+DECODED_ON_CPU = ("mxfp8",)  # the packed product takes twice as long as decoding first
 
 
 class Operand(Protocol):
@@ -79,3 +95,141 @@ class Joined:
             return self._first.mixed(weights, slots)
         beside = self._second.mixed(weights[..., self._apart :], slots - self._apart)
         return self._first.mixed(weights[..., : self._apart], self._apart) + beside
+
+
+class Packed:
+    """A tensor (B, H, N, D) in its planes.
+
+    Args:
+        planes: (B, H, N, width) each.
+        packing: how they are packed.
+    """
+
+    def __init__(self, planes: Planes, packing: Packing) -> None:
+        self._planes, self._packing = planes, packing
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        rows, heads, slots, words = self._planes[0].shape
+        return rows, heads, slots, words * 32 // self._packing.bits
+
+    def scores(self, queries: mx.array, slots: int) -> mx.array:
+        scores = self._scores(queries, slots)
+        if self._packing.centre is None:
+            return scores
+        return scores + (queries * self._centre_of(queries.dtype)).sum(axis=-1, keepdims=True)
+
+    def _scores(self, queries: mx.array, slots: int) -> mx.array:
+        queries = rotated(queries) if self._packing.rotated else queries
+        if not self._by_integers(queries):
+            return self._product(queries, slots, transpose=True)
+        block, (rows, heads, _, dim) = self._block, self.shape
+        groups = dim // self._packing.group_size
+        sums = queries.reshape(rows, heads, -1, groups, dim // groups).sum(axis=-1)  # (B, H, m, G)
+        spread = _apart(queries, groups)
+        blocks = []
+        for first in range(0, slots, block):
+            words, scales, biases = self._part(first, min(slots, first + block))
+            products = _times_keys(spread, words, self._packing.bits)
+            scaled = _grouped(products, groups) * scales.swapaxes(2, 3)[:, :, :, None]  # (B, H, G, m, n)
+            blocks.append((scaled[:, :, 0] if groups == 1 else scaled.sum(axis=2)) + sums @ biases.swapaxes(2, 3))
+        return blocks[0] if len(blocks) == 1 else mx.concatenate(blocks, axis=-1)
+
+    def mixed(self, weights: mx.array, slots: int) -> mx.array:
+        if self._by_integers(weights):
+            mixed = self._mixed_by_integers(weights, slots)
+        else:
+            mixed = self._product(weights, slots, transpose=False)
+        mixed = rotated(mixed) if self._packing.rotated else mixed
+        if self._packing.centre is None:
+            return mixed
+        return mixed + weights.sum(axis=-1, keepdims=True) * self._centre_of(weights.dtype)
+
+    def _centre_of(self, dtype: mx.Dtype) -> mx.array:
+        """The centre that was subtracted, (H, 1, D)."""
+        assert self._packing.centre is not None
+        return self._packing.centre.array(dtype)
+
+    def _mixed_by_integers(self, weights: mx.array, slots: int) -> mx.array:
+        block, (rows, heads, _, dim) = self._block, self.shape
+        groups = dim // self._packing.group_size
+        total: mx.array | None = None
+        for first in range(0, slots, block):
+            last = min(slots, first + block)
+            words, scales, biases = self._part(first, last)
+            part = weights if last - first == slots else weights[..., first:last]  # (B, H, m, n)
+            scaled = part[:, :, None] * scales.swapaxes(2, 3)[:, :, :, None]  # (B, H, G, m, n)
+            products = _times_values(scaled.reshape(rows, heads, -1, last - first), words, self._packing.bits)
+            own = _own_groups(_grouped(products, groups))  # (B, H, m, G, D / G)
+            mixed = (own + (part @ biases)[..., None]).reshape(rows, heads, -1, dim)
+            total = mixed if total is None else total + mixed
+        assert total is not None, "there is a slot"
+        return total
+
+    def _by_integers(self, x: mx.array) -> bool:
+        if self._packing.mode != "affine" or self._packing.bits not in WHOLE_IN_BYTES or x.dtype != mx.float32:
+            return False
+        return mx.default_device().type == mx.DeviceType.cpu and self._planes[1].dtype == mx.float32
+
+    @property
+    def _block(self) -> int:
+        rows, heads, _, dim = self.shape
+        return max(256, BLOCK_ELEMENTS // (rows * heads * dim))
+
+    def _part(self, first: int, last: int) -> Planes:
+        if (first, last) == (0, self._planes[0].shape[2]):
+            return self._planes
+        return tuple([plane[:, :, first:last] for plane in self._planes])
+
+    def _product(self, x: mx.array, slots: int, transpose: bool) -> mx.array:
+        bits, group_size, mode, *_ = self._packing
+        words, scales, *biases = self._part(0, slots)
+        if mode in DECODED_ON_CPU and mx.default_device().type == mx.DeviceType.cpu:
+            tensor = mx.dequantize(words, scales, group_size=group_size, bits=bits, mode=mode, dtype=x.dtype)
+            return x @ (tensor.swapaxes(2, 3) if transpose else tensor)
+        return mx.quantized_matmul(x, words, scales, biases[0] if biases else None, transpose, group_size, bits, mode)
+
+
+def _pieces(words: mx.array, bits: int) -> list[mx.array]:
+    """The integers of packed words (B, H, n, W) as floats: piece i of k has the channels i, i + k, i + 2k, ..."""
+    packed = words.view(mx.uint8)
+    if bits == 8:
+        return [packed.astype(mx.float32)]
+    return [((packed >> shift) & (2**bits - 1)).astype(mx.float32) for shift in range(0, 8, bits)]
+
+
+def _times_keys(queries: mx.array, words: mx.array, bits: int) -> mx.array:
+    """(B, H, m, n): products of queries (B, H, m, D) with integers."""
+    pieces = _pieces(words, bits)
+    products = [queries[..., i :: len(pieces)] @ piece.swapaxes(2, 3) for i, piece in enumerate(pieces)]
+    return sum(products[1:], products[0])
+
+
+def _times_values(weights: mx.array, words: mx.array, bits: int) -> mx.array:
+    """(B, H, m, D): integers weighted by (B, H, m, n)."""
+    products = [weights @ piece for piece in _pieces(words, bits)]
+    return products[0] if len(products) == 1 else mx.stack(products, axis=-1).flatten(-2)
+
+
+def _apart(queries: mx.array, groups: int) -> mx.array:
+    """Queries (B, H, m, D) once for each group, of which alone each then has its numbers: (B, H, G m, D)."""
+    if groups == 1:
+        return queries
+    rows, heads, _, dim = queries.shape
+    own = (mx.arange(dim) // (dim // groups) == mx.arange(groups)[:, None])[:, None]  # (G, 1, D)
+    return mx.where(own, queries[:, :, None], 0.0).reshape(rows, heads, -1, dim)
+
+
+def _grouped(x: mx.array, groups: int) -> mx.array:
+    """(B, H, G m, n) as (B, H, G, m, n)."""
+    rows, heads, _, last = x.shape
+    return x.reshape(rows, heads, groups, -1, last)
+
+
+def _own_groups(x: mx.array) -> mx.array:
+    """Of (B, H, G, m, D) the channels of each group in its own line: (B, H, m, G, D / G)."""
+    groups, dim = x.shape[2], x.shape[4]
+    if groups == 1:
+        return x.swapaxes(2, 3)
+    lines = [x[:, :, g, :, g * dim // groups : (g + 1) * dim // groups] for g in range(groups)]
+    return mx.stack(lines, axis=3)

@@ -31,7 +31,7 @@ class RowClasses:
     """Keys and values of one layer for a batch whose rows differ in length, each held and read as long as it is.
 
     It stands where a batched cache stands in mlx-lm's loops and ours, and needs attention to be asked for through a
-    seam (`mlxlm.attention.AttentionSeam`). What comes out of it again, by `extract`, is a `KVCache`.
+    seam (`mlxlm.attention.AttentionPatch`). What comes out of it again, by `extract`, is a `KVCache`.
 
     Args:
         cache: which it goes on with; of one row, or of several in the order of the batch.
@@ -120,7 +120,7 @@ class RowClasses:
             read, read_values = cache.update_and_fetch(keys[take], values[take])
             own = call.changed(queries=queries, keys=read, values=read_values, cache=cache, mask=made)
             hook = cache.attention_hook
-            outputs.append(own.hand_on() if hook is None else hook.attend(own))
+            outputs.append(own.forward() if hook is None else hook.attend(own))
         return self._parts.joined(outputs)
 
     def _make_room(self, new: int) -> None:

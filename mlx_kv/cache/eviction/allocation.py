@@ -1,9 +1,9 @@
-"""How the tokens of a budget are shared out among the layers and heads of a model.
+"""Allocation of a budget to the layers and heads of a model.
 
-The option `share` says which tokens are kept together, `layers` how many each layer keeps: as many as all others, fewer
-from layer to layer (a pyramid), as many as a ranking of all tokens leaves it, or as many as a table says. A table has a
-share for each head of each layer. Counts by a pyramid or a table follow from it, from the budget, and from the number
-of tokens read so far alone, so each layer finds its own without asking others. Integers only.
+The scope (option `share`) is which layers and heads keep the same tokens. The layer allocation (option `layers`) is how
+many tokens each layer keeps: the same number in all; linearly fewer from layer to layer (a pyramid); what one ranking
+of all tokens leaves to it; or the shares of a table, one for each head of each layer. Counts by a pyramid or a table
+follow from the budget and the number of tokens read so far, so layers need not be compared. Integers only.
 L layers of full attention, H KV heads.
 """
 
@@ -15,41 +15,45 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Literal, get_args
 
-# The same tokens in all layers; in each layer its own; in each head its own, and of those either as many as in all
-# others, or those that matter most among the tokens of all heads.
-Granularity = Literal["layers", "layer", "head", "adaptive"]
-BY_HEAD: tuple[Granularity, ...] = ("head", "adaptive")
+# All layers keep the same tokens; each layer its own; each head its own, all the same number; or each head its own, by
+# one ranking of the tokens of all heads.
+Scope = Literal["layers", "layer", "head", "adaptive"]
+BY_HEAD: tuple[Scope, ...] = ("head", "adaptive")
 
-# All layers keep as many tokens; the lower ones more; or as many as one ranking of all heads of all layers leaves them.
+# All layers keep the same number; lower ones more; or what one ranking of all heads of all layers leaves to each.
 LayerBudgets = Literal["uniform", "pyramid", "global"]
 HeadBudgets = tuple[tuple[float, ...], ...]  # (L, H) or (L, 1), multiples of the mean, which is 1
-# Of these names, or as many in each head of each layer as a table says.
 Allocation = LayerBudgets | HeadBudgets
 
 DIGITS = 6  # that a share is rounded to, so that a table read from a file is the same
 STEEPNESS = 20  # of a pyramid: the mean, divided by the budget of the last layer; the number of the paper
 
 
-def check_granularity(share: object, layers: object = "uniform") -> None:
-    """Raises ValueError for what `share` or `layers` does not take, or for two values that don't go together."""
-    if not isinstance(share, str) or share not in get_args(Granularity):
-        raise ValueError(f"share is {share!r}: choose one of {', '.join(get_args(Granularity))}")
+def checked_allocation(share: object, layers: LayerBudgets | Sequence[Sequence[float]] = "uniform") -> Allocation:
+    """The allocation of the option `layers`, a table as `head_budgets` returns it.
+
+    Raises:
+        ValueError: unknown values of the options `share` or `layers`, or two that cannot be combined.
+    """
+    if not isinstance(share, str) or share not in get_args(Scope):
+        raise ValueError(f"share is {share!r}: choose one of {', '.join(get_args(Scope))}")
     if isinstance(layers, str):
         if layers not in get_args(LayerBudgets):
             raise ValueError(
                 f"layers is {layers!r}: choose one of {', '.join(get_args(LayerBudgets))}, or give a table"
             )
-        name = repr(layers)
+        allocation: Allocation = layers
     else:
-        head_budgets(layers)  # type: ignore[arg-type]
-        name = "a table"
+        allocation = head_budgets(layers)
     if layers != "uniform" and share == "layers":
+        name = repr(layers) if isinstance(layers, str) else "a table"
         raise ValueError(
             f"layers is {name}, but share='layers' keeps the same tokens in all of them: use share='layer', 'head' "
             "or 'adaptive'"
         )
     if layers == "global" and share != "adaptive":
         raise ValueError("layers is 'global', one ranking of the tokens of all heads: use share='adaptive' with it")
+    return allocation
 
 
 # --- a pyramid --------------------------------------------------------------------------------------------------------
@@ -59,8 +63,8 @@ def layer_budget(mean: int, layer: int, layers: int, least: int) -> int:
     """Tokens of one of so many layers in a pyramid; the sum over all of them is layers * mean.
 
     After PyramidKV (Cai et al. 2024, "PyramidKV: Dynamic KV Cache Compression based on Pyramidal Information
-    Funneling"): lower layers look at many tokens, upper ones at few. Linearly fewer from layer to layer, the last has a
-    twentieth of the mean, and all together as much as if each had the mean.
+    Funneling"): lower layers attend to many tokens, upper ones to few. Linearly fewer from layer to layer, the last has
+    a twentieth of the mean, and all together as many as if each had the mean.
 
     Args:
         mean: tokens of a layer on average, at least `least`.
@@ -68,7 +72,7 @@ def layer_budget(mean: int, layer: int, layers: int, least: int) -> int:
     """
     if 2 * layer + 1 == layers:
         return mean
-    if 2 * layer >= layers:  # the other half of the pyramid: what one layer gets over the mean, another gives
+    if 2 * layer >= layers:  # the upper half has less than the mean by what the lower half has more
         return 2 * mean - layer_budget(mean, layers - 1 - layer, layers, least)
     last = max(mean / STEEPNESS, least)
     return round(2 * mean - last - layer * 2 * (mean - last) / (layers - 1))
@@ -84,7 +88,7 @@ def head_budgets(table: Sequence[Sequence[float]]) -> HeadBudgets:
         table: (L, H), or (L, 1) where the heads of a layer have as many; only proportions matter.
 
     Raises:
-        ValueError: something else.
+        ValueError: not such a table.
     """
     try:
         rows = tuple(tuple(float(number) for number in row) for row in table)
@@ -99,9 +103,16 @@ def head_budgets(table: Sequence[Sequence[float]]) -> HeadBudgets:
     mean = sum(numbers) / len(numbers)
     if not 0 < mean < math.inf:
         raise ValueError("a table of budgets needs a number above 0")
-    if abs(mean - 1) <= 10.0**-DIGITS:  # it was divided and rounded before: it stays the same
+    if abs(mean - 1) <= 10.0**-DIGITS:  # it was normalised before, and stays the same
         mean = 1.0
     return tuple(tuple(round(number / mean, DIGITS) for number in row) for row in rows)
+
+
+def table_of(scope: Scope, allocation: Allocation) -> HeadBudgets | None:
+    """The shares of what keeps its own tokens, (L, H) or (L, 1); None where they are not fixed."""
+    if isinstance(allocation, str):
+        return None
+    return by_layer(allocation) if scope == "layer" else allocation
 
 
 def by_layer(table: HeadBudgets) -> HeadBudgets:
@@ -144,10 +155,28 @@ def token_counts(table: HeadBudgets, mean: int, most: int) -> tuple[tuple[int, .
     return tuple(tuple(counts[first : first + width]) for first in range(0, len(flat), width))
 
 
-def most_together(table: HeadBudgets, layer: int, mean: int) -> int:
-    """The most tokens that all heads of one layer ever keep together, however many are read; see `token_counts`.
+def layer_counts(table: HeadBudgets, layer: int, mean: int, most: int, heads: range, every: int) -> tuple[int, ...]:
+    """How many tokens some heads of one layer keep; see `token_counts`.
 
-    While some heads keep all tokens, what a layer has is linear in the tokens read: it is largest where a head stops.
+    Args:
+        heads: their numbers, of `every` KV heads of the layer.
+
+    Raises:
+        ValueError: a table for another number of heads.
+    """
+    own = token_counts(table, mean, most)[layer]
+    if len(own) not in (1, every):
+        raise ValueError(
+            f"the table of budgets has {len(own)} numbers in a row, and a layer has {every} KV heads: give a "
+            "number for each head, or one for all of them"
+        )
+    return own * len(heads) if len(own) == 1 else own[heads.start : heads.stop]
+
+
+def max_layer_tokens(table: HeadBudgets, layer: int, mean: int) -> int:
+    """The largest number of tokens that all heads of one layer keep together, however many are read (`token_counts`).
+
+    While some heads keep all tokens, it is linear in the tokens read; it is largest where a head stops keeping all.
     """
     flat, own = Counter(each for row in table for each in row), Counter(table[layer])
     heads, total = own.total(), flat.total() * mean
@@ -162,10 +191,10 @@ def most_together(table: HeadBudgets, layer: int, mean: int) -> int:
     return math.ceil(found) + heads
 
 
-def most_tokens(table: HeadBudgets, layer: int, mean: int) -> int:
-    """The most tokens that a head of one layer ever keeps, however many are read; see `token_counts`.
+def max_head_tokens(table: HeadBudgets, layer: int, mean: int) -> int:
+    """The largest number of tokens that a head of one layer keeps, however many are read (`token_counts`).
 
-    A head keeps all tokens until its share of what fuller heads leave is smaller; from then on fewer.
+    A head keeps all tokens until its share of what fuller heads leave is smaller, and then fewer.
     """
     share = max(table[layer])
     flat = [each for row in table for each in row]

@@ -49,7 +49,7 @@ class Calibration:
         check_type("layers", self.layers, tuple, "give a tuple of the weights of each layer")
         check_type("details", self.details, Mapping, "give a dict of what JSON can hold")
         if not all(isinstance(layer, FittedLayer) for layer in self.layers):
-            raise TypeError("layers has something else than weights of layers: give what calibrate or a file has")
+            raise TypeError("layers has an element that is no FittedLayer: give those of mlx_kv.calibrate or of a file")
         object.__setattr__(self, "heads", head_budgets(self.heads))
         if self.layers and len(self.layers) != len(self.heads):
             raise ValueError(
@@ -89,12 +89,6 @@ class Calibration:
 
     def __repr__(self) -> str:
         return f"Calibration({self.name})"
-
-
-def is_fitted(score: object) -> bool:
-    """Whether a score, or the name of one, is that of a calibration."""
-    name = score.name if isinstance(score, Score) else score
-    return isinstance(name, str) and (name == FITTED or name.startswith(SCORE_PREFIX))
 
 
 def as_arrays(layers: Sequence[FittedLayer]) -> dict[str, mx.array]:

@@ -8,7 +8,16 @@ of positions; the newest keep_recent are the last. With E = n - budget victims,
     [n - keep_recent, n)  slides down to the cut
 
 At most E + keep_recent slots move, however large the budget is. In a batch, rows that are not compacted move slots onto
-themselves. Shapes: (H, ...) of one row, (B, H, ...) of a batch, with H = 1 where heads agree.
+themselves.
+
+Heads may keep different numbers of tokens: by one ranking of the tokens of all heads of a layer (AdaKV, Feng et al.
+2024, "Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation"), as many of each head as a table gives, or
+by one ranking of all heads of all layers. Together they keep as many as heads of one budget would. The recent block and
+what comes after it lie alike in all heads, from the cut of the longest head on. Between a head's own tokens and that
+cut its slots are dead, and attention must not read them.
+
+Shapes: (H, ...) of one row, (B, H, ...) of a batch, with H = 1 where heads agree; n slots of a row, m' of them
+evictable.
 """
 
 from __future__ import annotations
@@ -21,6 +30,9 @@ import mlx.core as mx
 from mlx_kv.cache.eviction.kept_tokens import KeptTokens, as_wide
 from mlx_kv.cache.layout import Budget, Row
 
+SAFEGUARD = 0.2  # of the mean budget, which each head of a ranking keeps in any case, as in the AdaKV paper
+NO_TOKEN = mx.iinfo(mx.int64).max  # the rank of a slot without a token
+
 
 class Moves(NamedTuple):
     """Slots and where they go: int32 (H, m), or (B, H, m) of a batch. Two of the same target have the same source.
@@ -30,6 +42,20 @@ class Moves(NamedTuple):
 
     source: mx.array
     target: mx.array
+
+
+class RowPlan(NamedTuple):
+    """What a compaction does to one row.
+
+    Attributes:
+        moves: into holes, (H, m).
+        extra_slots: tokens that the longest head of the layer then holds over the budget, below 0 where it holds fewer.
+        dead: slots before the recent block that hold no token then, (H,) of int32; None where all heads hold as many.
+    """
+
+    moves: Moves
+    extra_slots: int = 0
+    dead: mx.array | None = None
 
 
 # --- one row ----------------------------------------------------------------------------------------------------------
@@ -55,7 +81,7 @@ def in_order(scores: mx.array, ties: mx.array) -> mx.array:
 
 
 def eviction_moves(layout: Budget, row: Row, scores: mx.array, positions: mx.array) -> Moves:
-    """What moves into the holes if the tokens of the lowest scores go, down to the budget.
+    """What moves into the holes if the tokens of the lowest scores are evicted, down to the budget.
 
     Args:
         scores: (H, n - sinks - keep_recent) float32, finite: of the evictable slots.
@@ -94,15 +120,117 @@ def as_long(slots: mx.array, counts: mx.array, most: int) -> mx.array:
 
 
 def slide(layout: Budget, row: Row, after: Row) -> Moves:
-    """The recent block's way down, (keep_recent,), the same in all heads; of a row that stays, slots onto themselves.
+    """The slide of the recent block, (keep_recent,), the same in all heads; slots onto themselves in other rows.
 
     Args:
         row, after: where it stands before and afterwards.
     """
     block = mx.arange(layout.keep_recent, dtype=mx.int32)
     if after == row:
-        return Moves(block + layout.cut, block + layout.cut)  # slots that there are, whatever they hold
+        return Moves(block + layout.cut, block + layout.cut)  # arbitrary slots that exist
     return Moves(block + (row.end - layout.keep_recent), block + layout.cut_of(after))
+
+
+# --- one row whose heads keep different numbers of tokens -------------------------------------------------------------
+
+
+class Evictable(NamedTuple):
+    """The slots of one row that can be evicted, m' = n - sinks - keep_recent.
+
+    Attributes:
+        ranks: (H, m') of int64, in the order of scores, of equal ones the oldest first; no two the same, but for
+            `NO_TOKEN`.
+        alive: (H, m') of bool, whether a slot holds a token.
+    """
+
+    ranks: mx.array
+    alive: mx.array
+
+
+def evictable_of(
+    layout: Budget,
+    row: Row,
+    scores: mx.array,
+    positions: mx.array,
+    alive: mx.array,
+    layer: int = 0,
+    layers: int = 1,
+) -> Evictable:
+    """The evictable slots of one layer, ranked.
+
+    Args:
+        scores: (H, m') float32, finite where a slot is alive.
+        positions: (1 or H, n), of all slots.
+        alive: (H, n) of bool.
+        layer, layers: which of so many layers it is, where their ranks are compared.
+    """
+    heads, free = scores.shape[0], slice(layout.sinks, row.end - layout.keep_recent)
+    every = mx.arange(heads, dtype=mx.int32)[:, None]
+    own = alive[:, free]
+    ties = mx.broadcast_to(positions, alive.shape)[:, free].astype(mx.int64) * heads + every
+    ranks = in_order(scores, ties * layers + layer)
+    return Evictable(mx.where(own, ranks, NO_TOKEN), own)
+
+
+def lowest_of_all(tokens: Evictable, kept: int, sure: int) -> mx.array:
+    """(H, m') of bool, the tokens that are evicted if all heads together keep `kept`.
+
+    Args:
+        sure: tokens that each head keeps in any case.
+    """
+    ranks = tokens.ranks
+    if sure:
+        # The highest of a head that are alive: those that are not rank highest, and are as many more.
+        dead = (~tokens.alive).sum(axis=-1, keepdims=True)
+        place = mx.argsort(mx.argsort(ranks, axis=-1), axis=-1)
+        ranks = mx.where(place >= ranks.shape[1] - dead - sure, NO_TOKEN, ranks)
+    count: int = tokens.alive.sum().item() - kept  # type: ignore[assignment]
+    return lowest_ranks(ranks.reshape(-1), count).reshape(ranks.shape)
+
+
+def lowest_ranks(ranks: mx.array, count: int) -> mx.array:
+    """(n,) of bool: the `count` lowest of `ranks` (n,)."""
+    gone = mx.zeros(ranks.shape, mx.bool_)
+    if count <= 0:
+        return gone
+    victims = mx.argpartition(ranks, count - 1)[:count]
+    return mx.put_along_axis(gone, victims, mx.ones(victims.shape, mx.bool_), axis=0)
+
+
+def lowest_of_each(tokens: Evictable, counts: Sequence[int]) -> mx.array:
+    """(H, m') of bool, the tokens that are evicted if head i keeps counts[i]."""
+    place = mx.argsort(mx.argsort(tokens.ranks, axis=-1), axis=-1)
+    return place < tokens.alive.sum(axis=-1, keepdims=True) - mx.array(list(counts))[:, None]
+
+
+def uneven_plan(layout: Budget, row: Row, tokens: Evictable, gone: mx.array, alive: mx.array) -> RowPlan:
+    """What moves if some tokens are evicted, a different number of each head.
+
+    Args:
+        gone: (H, m') of bool, evictable tokens.
+        alive: (H, n) of bool.
+    """
+    last = row.end - layout.keep_recent  # m
+    holes = mx.concatenate([~alive[:, : layout.sinks], gone | ~tokens.alive], axis=1)  # (H, m)
+    kept = last - holes.sum(axis=-1)  # (H,)
+    longest: int = kept.max().item()  # type: ignore[assignment]
+    return RowPlan(filling(holes, kept), longest - layout.cut, (longest - kept).astype(mx.int32))
+
+
+def filling(gone: mx.array, kept: mx.array) -> Moves:
+    """The moves (H, most) that fill the first slots of each head. Some may be the same move again.
+
+    Args:
+        gone: (H, m) of bool, slots without a token.
+        kept: (H,), how many of them have one.
+    """
+    slots = mx.arange(gone.shape[1], dtype=mx.int32)[None]
+    inside = slots < kept[:, None]
+    holes, outside = gone & inside, ~(gone | inside)  # as many of the one as of the other, in each head
+    count = holes.sum(axis=-1, keepdims=True)
+    most: int = count.max().item()  # type: ignore[assignment]
+    rising = (mx.sort(mx.where(which, slots, gone.shape[1]), axis=-1)[:, :most] for which in (outside, holes))
+    return Moves(*(as_long(each, count, most) for each in rising))
 
 
 # --- a batch ----------------------------------------------------------------------------------------------------------
@@ -129,7 +257,7 @@ def _padded(slots: mx.array, most: int) -> mx.array:
 
 
 def with_slides(layout: Budget, rows: Sequence[Row], after: Sequence[Row], moves: Moves) -> Moves:
-    """Moves (B, H, m) into holes, and after them the way down of the recent blocks: (B, H, m + keep_recent).
+    """Moves (B, H, m) into holes, and after them the slides of the recent blocks: (B, H, m + keep_recent).
 
     Args:
         rows, after: where they stand before and afterwards; those that are not compacted the same.
@@ -154,14 +282,14 @@ def kept_after(
     scores: Mapping[int, mx.array] | None,
     dead: Mapping[int, mx.array],
 ) -> KeptTokens:
-    """What is known of the tokens before the cut once holes are filled. Small arrays: they are made anew.
+    """`kept` after a compaction. Small arrays, replaced as a whole.
 
     Args:
         rows, after: where they stand before and afterwards.
         moves: into holes, (B, H, m).
-        kept: what was known.
+        kept: before it.
         positions: of the rows that are compacted, (1 or H, n), of all live slots.
-        scores: of the same rows, (1 or H, at least n - keep_recent); None where they are asked for every time.
+        scores: of the same rows, (1 or H, at least n - keep_recent); None where every compaction scores all tokens.
         dead: slots of the same rows, (H,), before the cut that hold no token then; only of those where any does.
     """
     heads, widest = moves.source.shape[1], max(map(layout.cut_of, after))
@@ -187,7 +315,7 @@ def kept_after(
 
 
 def _dead_after(rows: int, heads: int, before: mx.array | None, made: Mapping[int, mx.array]) -> mx.array | None:
-    """(B, H), from those of before and those that were made by a compaction; None where there is none."""
+    """`KeptTokens.dead` after a compaction, (B, H); None where no slot is dead."""
     if before is None and not made:
         return None
     none = mx.zeros((heads,), mx.int32)

@@ -1,108 +1,113 @@
-"""The part of a cache that evicts: has its tokens scored, agrees with other layers, and moves what is left.
+"""The evictor of one cache, of one layer: when to compact, and the compaction itself.
 
-One evictor belongs to one cache, of one layer. Decides when to compact, and who decides which tokens go: the layer
-group, or this layer alone. Knows nothing about updates, masks or growth, nor how a decision comes about (`step`), or
-what rows bring along (`membership`).
+Which tokens are evicted is decided by the layer group of their sequence, from the scores of all layers.
 B rows, H KV heads; H' is H where every head keeps its own tokens (share="head" or "adaptive"), else 1.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from typing import Any
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import mlx.core as mx
 
-from mlx_kv.cache.buffers import move_slots
-from mlx_kv.cache.eviction.allocation import Allocation, Granularity
-from mlx_kv.cache.eviction.compaction import Moves
-from mlx_kv.cache.eviction.layer_group import LayerGroup
-from mlx_kv.cache.eviction.masks import OwnMasks
-from mlx_kv.cache.eviction.member import GroupMember
-from mlx_kv.cache.eviction.membership import EvictorState, Membership, Work
-from mlx_kv.cache.eviction.observed.observation import Observation
-from mlx_kv.cache.eviction.observed.state import ObservedState, go_on_from, state_of
-from mlx_kv.cache.eviction.peers import ALONE, Peers
-from mlx_kv.cache.eviction.rereading import Listener
-from mlx_kv.cache.eviction.scores import Function, Score
+from mlx_kv.cache.buffers import Buffers, move_slots
+from mlx_kv.cache.eviction.allocation import Allocation, Scope, checked_allocation, layer_counts, table_of
+from mlx_kv.cache.eviction.compaction import RowPlan
+from mlx_kv.cache.eviction.kept_tokens import OwnMasks
+from mlx_kv.cache.eviction.layer_group import LayerGroup, LayerStep
+from mlx_kv.cache.eviction.observation import Observation
+from mlx_kv.cache.eviction.peers import Peers
+from mlx_kv.cache.eviction.row_metadata import EvictorState, RowMetadata
+from mlx_kv.cache.eviction.scores import Function, Score, find_score
+from mlx_kv.cache.eviction.scoring import Scoring
 from mlx_kv.cache.eviction.step import CompactionStep
+from mlx_kv.cache.eviction.two_pass import SecondPass
+from mlx_kv.cache.eviction.weights import Keys, keys_of
 from mlx_kv.cache.layout import Budget, Plan, Row
 from mlx_kv.cache.protocol import Call
 
 
-class Evictor(GroupMember):
+class Owner(Protocol):
+    """The contents of the cache of an evictor: where its rows stand, and the buffers of keys and values."""
+
+    rows: tuple[Row, ...]
+    buffers: Buffers | None
+
+
+class Evictor:
     """Compacts the rows of one cache.
 
     Args:
         layout: the budget.
         score: what to keep, a name or a function; see `mlx_kv.cache.eviction.scores`.
-        granularity: what keeps the same tokens: all "layers", a "layer", a "head"; or "adaptive", heads of any length.
+        scope: what keeps the same tokens: all "layers", a "layer", a "head"; or "adaptive", heads of any length.
         layer_group, layer: the sequence, and which of its layers this is.
-        layers: "uniform", all layers of the sequence have the same budget; "pyramid", lower ones more; "global", one
-            ranking of the tokens of all heads and layers; or a table of shares, (L, H) or (L, 1) (`allocation`).
+        layer_allocation: "uniform", all layers of the sequence have the same budget; "pyramid", lower ones more;
+            "global", one ranking of the tokens of all heads and layers; or a table of shares, (L, H) or (L, 1)
+            (`allocation`).
+
+    Attributes:
+        metadata: of the rows.
+        observation: of the attention over the tokens; None where the score does not use it.
+        paused: whether nothing is evicted for now.
 
     Raises:
-        ValueError: an unknown score, granularity or layers, or two that don't go together.
+        ValueError: an unknown score, scope or layer_allocation, or two that don't go together.
     """
 
     def __init__(
         self,
         layout: Budget,
         score: str | Function | Score = "key_diff",
-        granularity: Granularity = "layers",
+        scope: Scope = "layers",
         layer_group: LayerGroup | None = None,
         layer: int = 0,
-        layers: Allocation = "uniform",
+        layer_allocation: Allocation = "uniform",
     ) -> None:
-        super().__init__(layout, score, granularity, layer_group or LayerGroup(), layer, layers)
+        self.layout, self.score, self.scope, self.layer = layout, find_score(score), scope, layer
+        self.layer_allocation = checked_allocation(scope, layer_allocation)
+        self._table = table_of(scope, self.layer_allocation)
+        self.metadata = RowMetadata((layer_group or LayerGroup(),))
+        self.metadata.groups[0].join(layer, self)
+        wants = self.score.wants
+        self.observation = Observation(wants, layout.keep_recent) if wants and wants.observes else None
+        self.paused = False
+        self._owner: Callable[[], Owner | None] = lambda: None
+        self._step: CompactionStep | None = None  # the next compaction, as far as it was worked out
         self._masks = OwnMasks(layout)
-        self.paused = False  # nothing is evicted for now
-        self._listener: Listener | None = None  # while a text is read again
+        self._second_pass: SecondPass | None = None
 
-    # --- belonging ------------------------------------------------------------------------------------------------
+    def belong_to(self, owner: Owner) -> None:
+        """Sets the cache; weakly, since it holds the evictor."""
+        self._owner = weakref.ref(owner)
+
+    # --- copies, states and rows ------------------------------------------------------------------------------------
 
     @property
     def state(self) -> EvictorState:
         """What a loaded cache needs besides its layout."""
-        return self._state_of(self.members, None if self.observation is None else state_of(self.observation))
-
-    def _state_of(self, members: Membership, observed: ObservedState | None = None) -> EvictorState:
-        names, kept = [group.name for group in members.groups], members.kept
-        reread = [None if own is None else list(own) for own in members.reread] if members.reread else None
-        layers: Any = self.layers if isinstance(self.layers, str) else [list(row) for row in self.layers]
-        known = names, kept.positions, kept.scores, list(members.work), kept.dead, layers, observed, reread
-        return EvictorState(self.score.name, self.granularity, self.layer, *known)
+        observed = None if self.observation is None else self.observation.state()
+        return self.metadata.state(self.score.name, self.scope, self.layer, self.layer_allocation, observed)
 
     @classmethod
-    def from_state(
-        cls,
-        layout: Budget,
-        state: Sequence[Any],
-        score: Score | None = None,
-        memo: dict[int, Any] | None = None,
-        peers: Peers = ALONE,
-        seen: Observation | None = None,
-    ) -> Evictor:
+    def from_state(cls, layout: Budget, state: Sequence[Any], score: Score | None = None) -> Evictor:
         """An evictor of copies of the same rows.
 
         Args:
             state: an `EvictorState`, or a list of the same.
             score: None finds it by its name.
-            memo: deepcopy's.
-            peers: who has other parts of the same sequences.
-            seen: what was seen of their attention; None finds it in the state.
 
         Raises:
-            ValueError: the score is one that nobody registered here.
+            ValueError: the score is not registered in this process.
         """
-        told = EvictorState(*state)
-        made = cls(layout, score or told.score, told.share, LayerGroup(peers), told.layer, told.layers)
-        made.members = Membership.from_state(told, made, memo, peers)
-        if seen is not None:
-            made.observation = seen
-        elif made.observation is not None:
-            go_on_from(made.observation, told.observed, len(told.groups))
+        given = EvictorState(*state)
+        made = cls(layout, score or given.score, given.share, None, given.layer, given.layers)
+        made.metadata = RowMetadata.from_state(given, made)
+        if made.observation is not None:
+            made.observation.resume(given.observed, len(given.groups))
         return made
 
     def copied(self, memo: dict[int, Any]) -> Evictor:
@@ -111,121 +116,150 @@ class Evictor(GroupMember):
         Args:
             memo: deepcopy's.
         """
-        seen = None if self.observation is None else self.observation.copied()
-        return self._copy_of(self.members, seen, memo)
+        return self._copy_with(self.metadata, self.observation and self.observation.copied(), memo)
 
     def selected(self, rows: Sequence[int]) -> Evictor:
         """An evictor for copies of some rows."""
-        seen = None if self.observation is None else self.observation.of_rows(rows)
-        return self._copy_of(self.members.of_rows(rows), seen)
+        return self._copy_with(self.metadata.of_rows(rows), self.observation and self.observation.of_rows(rows))
 
-    def _copy_of(self, members: Membership, seen: Observation | None, memo: dict[int, Any] | None = None) -> Evictor:
-        made = Evictor.from_state(self.layout, self._state_of(members), self.score, memo, self.peers, seen)
-        made.paused = self.paused
+    def _copy_with(
+        self, metadata: RowMetadata, observation: Observation | None, memo: dict[int, Any] | None = None
+    ) -> Evictor:
+        made = Evictor(self.layout, self.score, self.scope, None, self.layer, self.layer_allocation)
+        made.metadata = metadata.copied(self.layer, made, memo)
+        made.observation, made.paused = observation, self.paused
         return made
 
     def reset(self) -> None:
-        """A new session begins, of one sequence until more are seen."""
-        self.forget()
+        """Begins a new session, of one sequence until there are more rows."""
+        self._forget()
         self.paused = False
-        self.members = self.members.first()
+        self.metadata = self.metadata.new_session()
         if self.observation is not None:
             self.observation.begin(1)
 
     def keep(self, chosen: Sequence[int], rows: Sequence[Row]) -> None:
-        """Lets all rows go but the chosen, which then stand as `rows` say."""
-        self.forget()
-        self.members = self.members.of_rows(chosen).without_evicted(rows)
-        self.members.kept.compute()
+        """Drops all rows but the chosen, which stand at `rows`."""
+        self._forget()
+        self.metadata = self.metadata.of_rows(chosen).without_evicted(rows)
+        self.metadata.kept.compute()
         if self.observation is not None:
             self.observation = self.observation.of_rows(chosen).compute()
 
     def extend(self, other: Evictor) -> None:
-        """Takes copies of another's rows, after its own."""
-        self.forget()
+        """Adds copies of another's rows after its own."""
+        self._forget()
         if self.observation is not None and other.observation is not None:
-            rows, more = len(self.members.groups), len(other.members.groups)
+            rows, more = len(self.metadata.groups), len(other.metadata.groups)
             self.observation = self.observation.joined(rows, other.observation, more).compute()
-        self.members = self.members.joined(other.members, self.layer, self)
-        self.members.kept.compute()
+        self.metadata = self.metadata.joined(other.metadata, self.layer, self)
+        self.metadata.kept.compute()
 
-    def hear_from(self, peers: Peers) -> None:
-        """These have other parts of the same sequences from now on."""
-        for group in self.members.groups:
-            group.peers = peers
+    def regroup(self, old: LayerGroup, new: LayerGroup) -> None:
+        """Makes the sequence of the old group that of the new one, while copies are made (`LayerGroup.of_copy`)."""
+        self.metadata = self.metadata.with_group(old, new)
 
     def trimmed(self, rows: tuple[Row, ...]) -> None:
-        """Tokens were taken back, and rows stand here now."""
-        self.forget()
-        self.members = self.members.where_they_stand(self.layout, rows)
+        """Called after a trim, when the rows stand at `rows`."""
+        self._forget()
+        self.metadata = self.metadata.standing_at(self.layout, rows)
         if self.observation is not None:
             self.observation.trimmed(rows)
 
-    def forget(self) -> None:
-        """Nothing that was worked out for the next compaction holds."""
+    def _forget(self) -> None:
+        """Drops what was worked out for the next compaction, in all layers."""
         self._step = None
-        for group in self.members.groups:
+        for group in self.metadata.groups:
             group.forget()
 
-    # --- what it did and knows ----------------------------------------------------------------------------------------
+    @property
+    def peers(self) -> Peers:
+        """The processes that hold other parts of the same sequences."""
+        return self.metadata.groups[0].peers
+
+    def hear_from(self, peers: Peers) -> None:
+        """Sets the peers of all rows."""
+        for group in self.metadata.groups:
+            group.peers = peers
+
+    # --- statistics and tokens --------------------------------------------------------------------------------------
 
     @property
     def layer_groups(self) -> tuple[LayerGroup, ...]:
         """The sequence of each row."""
-        return self.members.groups
-
-    @property
-    def work(self) -> tuple[Work, ...]:
-        """What compactions did for each row."""
-        return self.members.work
+        return self.metadata.groups
 
     @property
     def evicted(self) -> int:
-        """Tokens that the rows of now have evicted."""
+        """Tokens that the present rows have evicted."""
         owner = self._owner()
-        return 0 if owner is None else sum(max(0, row.evicted) for row in owner.view.rows)
+        return 0 if owner is None else sum(max(0, row.evicted) for row in owner.rows)
 
     @property
     def moved(self) -> int:
         """Slots that were moved in each head, for all rows together; see `Work`."""
-        return sum(row.moved for row in self.work)
+        return sum(row.moved for row in self.metadata.work)
 
     @property
     def compactions(self) -> int:
-        """Those that the busiest row took part in."""
-        return max(row.compactions for row in self.work)
+        """Compactions of the row that had most."""
+        return max(row.compactions for row in self.metadata.work)
 
     @property
     def seconds(self) -> float:
-        """That compactions took, for all rows together; see `Work`."""
-        return sum(row.seconds for row in self.work)
+        """Duration of all compactions, for all rows together; see `Work`."""
+        return sum(row.seconds for row in self.metadata.work)
 
     @property
     def nbytes(self) -> int:
-        return self.members.nbytes + (0 if self.observation is None else self.observation.nbytes)
+        """Bytes of metadata and observed attention."""
+        return self.metadata.nbytes + (0 if self.observation is None else self.observation.nbytes)
+
+    def live_positions(self, row: Row, index: int) -> mx.array:
+        """The position of each live slot of one row, (H', n); -1 in dead slots."""
+        return self.metadata.kept.token_positions(self.layout, row, index)
 
     def tokens_by_head(self, row: Row, index: int) -> list[int]:
-        """How many tokens each head of one row holds; one number where all hold the same."""
+        """The number of tokens in each head of one row; one number where all heads hold the same."""
         return (self.live_positions(row, index) >= 0).sum(axis=-1).tolist()  # type: ignore[return-value]
 
     def live_scores(self, index: int) -> mx.array:
-        """The scores of all live slots of one row, (H', n), as they are now."""
-        return self._step_from(self._cache().view).scoring.live(index)
+        """The present scores of all live slots of one row, (H', n)."""
+        return self._new_step().scoring.live(index)
 
     def key_positions(self, plan: Plan) -> mx.array | None:
         """The position of each key that attention reads with the next write: (B, 1, 1, K); None if nothing was evicted.
 
         Raises:
-            ValueError: heads or layers keep different tokens, and one mask for all of them cannot say so.
+            ValueError: heads or layers keep different tokens, so one mask cannot serve all of them.
         """
         if all(row.evicted <= 0 for row in plan.rows):
             return None
-        if self.granularity != "layers":
+        if self.scope != "layers":
             raise ValueError(
-                f"this model asks for a window in a layer with a budget and share={self.granularity!r}, and shares the "
+                f"this model asks for a window in a layer with a budget and share={self.scope!r}, and shares the "
                 "mask among layers and heads: use share='layers'"
             )
-        return self.members.kept.key_positions(self.layout, plan)
+        return self.metadata.kept.key_positions(self.layout, plan)
+
+    def counts(self, most: int, heads: int) -> Sequence[int]:
+        """Evictable tokens that each head of this layer keeps by the table, of `most` that were read."""
+        assert self._table is not None, "counts are fixed where there is a table"
+        mean = self.layout.budget - self.layout.sinks - self.layout.keep_recent
+        first, every = self.peers.first_head(heads), self.peers.all_heads(heads)
+        return layer_counts(self._table, self.layer, mean, most, range(first, first + heads), every)
+
+    def _keys_for(self, rows: tuple[Row, ...], call: Call | None = None) -> Keys:
+        """The tokens that queries attend to, as a call has them or as they are stored."""
+        live = [self.live_positions(row, i) for i, row in enumerate(rows)]
+        return keys_of(self._contents()[1][0], live, call)
+
+    def _contents(self) -> tuple[tuple[Row, ...], Buffers]:
+        """Where the rows of the cache stand, and its buffers."""
+        owner = self._owner()
+        assert owner is not None
+        assert owner.buffers is not None, "nothing was stored yet"
+        return owner.rows, owner.buffers
 
     # --- attention ----------------------------------------------------------------------------------------------------
 
@@ -236,47 +270,47 @@ class Evictor(GroupMember):
 
     @property
     def own_lengths(self) -> bool:
-        """Whether this layer, or each of its heads, holds another number of tokens than others: it has its own mask."""
-        return self.granularity == "adaptive" or self.layers != "uniform"
+        """Whether this layer or its heads may hold another number of tokens than others, and need their own mask."""
+        return self.scope == "adaptive" or self.layer_allocation != "uniform"
 
     @property
     def uneven_heads(self) -> bool:
         """Whether heads of this layer may hold different numbers of tokens."""
-        return self.granularity == "adaptive" or (self.granularity == "head" and self._table is not None)
+        return self.scope == "adaptive" or (self.scope == "head" and self._table is not None)
 
     def attend(self, call: Call, rows: tuple[Row, ...], counts: tuple[int, ...] | None) -> mx.array:
-        """(B, Hq, S, Dv): attention after an update, seen on its way; over what each head holds.
+        """(B, Hq, S, Dv): attention after an update, over what each head holds; observed where the score uses it.
 
         Args:
             rows: where they stand after the update.
             counts: how many of the S queries are of tokens of each row, padding follows; None is all of all rows.
         """
         if self.own_lengths:
-            call = call.changed(mask=self._masks.of(call, rows, counts, self.members.kept))
-        if self._listener is not None:
-            return self._listener.attend(call)
-        answer = call.hand_on()
+            call = call.changed(mask=self._masks.of(call, rows, counts, self.metadata.kept))
+        if self._second_pass is not None:
+            return self._second_pass.attend(call, rows[0], self._contents()[1][0])
+        answer = call.forward()
         if self.observation is None:
             return answer
         return self.observation.see(call, answer, rows, counts, lambda: self._keys_for(rows, call))
 
-    # --- texts that are read again ------------------------------------------------------------------------------------
+    # --- two-pass prefill -------------------------------------------------------------------------------------------
 
     @property
-    def wants_rereading(self) -> bool:
-        """Whether the score is of what tokens receive when their text is read once more."""
+    def wants_second_pass(self) -> bool:
+        """Whether the score uses the attention that tokens receive when their text is read a second time."""
         return self.score.wants is not None and self.score.wants.reread
 
-    def listen(self, first: int, last: int) -> None:
-        """What is read from now on repeats the tokens at positions [first, last) of rows that stand alike."""
-        self._listener = Listener(self._cache(), self.layout, first, last)
+    def begin_second_pass(self, first: int, last: int) -> None:
+        """Called before the tokens at positions [first, last) are repeated; all rows stand alike."""
+        self._second_pass = SecondPass(self.layout, first, last, self._contents()[0][0].offset)
 
-    def stop_listening(self, heard: bool = True) -> None:
-        """The repetition is over, and has been taken back; or it was broken off, and was not heard."""
-        listener, self._listener = self._listener, None
-        if heard and listener is not None and listener.reread:
-            self.members = self.members.with_reread(listener.reread)
-            self.forget()
+    def end_second_pass(self, complete: bool = True) -> None:
+        """Called after the repetition was trimmed; if it is not complete, its attention is dropped."""
+        second_pass, self._second_pass = self._second_pass, None
+        if complete and second_pass is not None and second_pass.shares:
+            self.metadata = self.metadata.with_second_pass(second_pass.shares)
+            self._forget()
 
     # --- compaction -------------------------------------------------------------------------------------------------
 
@@ -285,44 +319,68 @@ class Evictor(GroupMember):
 
         Args:
             rows: where they stand now.
-            on_demand: also rows within the margin. Nothing goes while all is held for a second reading.
+            on_demand: also rows within the margin. Nothing is evicted while the evictor is paused.
 
         Raises:
-            ValueError: a score that cannot be used, layers that have diverged, or masks of layers or heads of different
-                lengths that nobody asks for; nothing has changed then.
+            ValueError: a score that cannot be used, layers that have diverged, or layers or heads of different lengths
+                without masks of their own; nothing has changed then.
         """
         layout = self.layout
-        if len(rows) != len(self.members.groups):
-            self.members = self.members.new_batch(len(rows), self.layer, self)
+        if len(rows) != len(self.metadata.groups):
+            self.metadata = self.metadata.new_batch(len(rows), self.layer, self)
         if self.paused:
             return rows
         due = [i for i, row in enumerate(rows) if (layout.held(row) > layout.budget if on_demand else layout.due(row))]
         if self.own_lengths and not on_demand:
-            self._masks.check_asked(bool(due))
+            self._masks.check_requested(bool(due))
         if not due:
             return rows
         step = self._next_step()
         mx.eval([buffer.planes for buffer in step.buffers])  # what is still to be computed is no part of a compaction
         started = time.perf_counter()
-        decided = {i: self._moves(step, i) for i in due}
-        moves, kept, after = step.all_moves(decided)
+        moves, kept, after = step.result({i: self._plan(step, i) for i in due})
         kept.compute()
         move_slots(step.buffers, *moves)
         self._step = None
         if self.observation is not None:
             self.observation.moved(moves, [row.end for row in after])
-        self.members = self.members.compacted(due, kept, moves.source.shape[2], time.perf_counter() - started)
-        self.members = self.members.where_they_stand(layout, after)
+        metadata = self.metadata.compacted(due, kept, moves.source.shape[2], time.perf_counter() - started)
+        self.metadata = metadata.standing_at(layout, after)
         return after
 
-    def _moves(self, step: CompactionStep, index: int) -> Moves:
-        """What moves into the holes of one row, once all layers of its sequence have decided."""
-        row, group = step.view.rows[index], self.members.groups[index]
-        nbytes = sum(buffer.nbytes for buffer in step.buffers)
-        if self.granularity == "layers":
-            return group.decide_together(row, lambda scores: step.moves_for(scores, index), nbytes)
-        if self.layers == "global":
-            group.decide_globally(row, nbytes)
-        elif self.layers != "pyramid":  # whose layers are due at different times
-            group.decide_each(row, self.granularity, nbytes)
-        return step.own_moves(index)
+    def _plan(self, step: CompactionStep, index: int) -> RowPlan:
+        """What one row evicts, decided for all layers of its sequence."""
+        row, group = step.rows[index], self.metadata.groups[index]
+        if self.layer_allocation == "pyramid":  # layers are due at different times
+            return step.plan_alone(index)
+        if (decision := group.decision_at(row)) is None:
+            layers = [
+                LayerStep(layer, member._next_step(), member.metadata.groups.index(group))
+                for layer, member in group.members(Evictor)
+                if member._holds_tokens_of(group)
+            ]
+            decision = group.decide(row, layers, self.scope, self.layer_allocation)
+        return decision.shared or decision.plans.get(self.layer) or step.plan_alone(index)
+
+    def _holds_tokens_of(self, group: LayerGroup) -> bool:
+        owner, groups = self._owner(), self.metadata.groups
+        if owner is None or owner.buffers is None or group not in groups:
+            return False
+        return owner.rows[groups.index(group)].offset != 0
+
+    def _next_step(self) -> CompactionStep:
+        """The next compaction, as far as it was worked out and still holds."""
+        if self._step is None or not self._step.is_of(*self._contents()):
+            self._step = self._new_step()
+        return self._step
+
+    def _new_step(self) -> CompactionStep:
+        rows, buffers = self._contents()
+        if self.observation is not None:
+            self.observation.settle(rows, lambda: self._keys_for(rows))
+        kept, reread = self.metadata.kept, self.metadata.reread
+        scoring = Scoring(
+            self.layout, self.score, self.scope, rows, buffers, kept, self.observation, reread, self.layer
+        )
+        counts = None if self._table is None else self.counts
+        return CompactionStep(self.layout, self.scope, rows, buffers, kept, scoring, counts)

@@ -1,7 +1,7 @@
-"""The compaction that comes next for one cache: what it would evict, and what would move.
+"""The next compaction of one cache: scores of its tokens, and what each row evicts and moves.
 
-Nothing is changed here, so nothing has changed anywhere when one layer of a sequence cannot decide. Other layers have
-no part in it.
+Nothing is changed here, so nothing has changed anywhere when one layer of a sequence cannot decide.
+H KV heads; H' is H where every head keeps its own tokens, else 1; n slots of a row, m of them evictable.
 """
 
 from __future__ import annotations
@@ -10,158 +10,153 @@ from collections.abc import Callable, Mapping, Sequence
 
 import mlx.core as mx
 
-from mlx_kv.cache.eviction.allocation import BY_HEAD, Granularity
-from mlx_kv.cache.eviction.compaction import Moves, eviction_moves, kept_after, side_by_side, with_slides
-from mlx_kv.cache.eviction.held import Held
-from mlx_kv.cache.eviction.kept_tokens import KeptTokens
-from mlx_kv.cache.eviction.membership import Membership
-from mlx_kv.cache.eviction.observed.observation import Observation
-from mlx_kv.cache.eviction.scores import Score
-from mlx_kv.cache.eviction.scoring import Scoring
-from mlx_kv.cache.eviction.uneven import (
+from mlx_kv.cache.buffers import Buffers
+from mlx_kv.cache.eviction.allocation import BY_HEAD, Scope
+from mlx_kv.cache.eviction.compaction import (
     SAFEGUARD,
     Evictable,
-    Uneven,
+    Moves,
+    RowPlan,
     evictable_of,
+    eviction_moves,
+    kept_after,
     lowest_of_all,
     lowest_of_each,
-    uneven_moves,
+    side_by_side,
+    uneven_plan,
+    with_slides,
 )
+from mlx_kv.cache.eviction.kept_tokens import KeptTokens
+from mlx_kv.cache.eviction.scoring import Scoring
 from mlx_kv.cache.layout import Budget, Row
 
 
 class CompactionStep:
-    """What was worked out for a cache, good for as long as it stands where it stood.
+    """The next compaction of a cache, valid while its rows stand where they stood.
 
-    Attributes:
-        view: of the cache, as it stands.
-        buffers: of its keys and values.
-        scoring: what its tokens are worth.
+    Args:
+        layout: the budget.
+        scope: which heads and layers keep the same tokens.
+        rows, buffers: of the cache.
+        kept: positions and scores of the tokens before the cut.
+        scoring: the scores of the same tokens.
+        counts: (evictable tokens that were read, heads) -> evictable tokens that each of these heads keeps; None where
+            that is not fixed.
     """
 
     def __init__(
         self,
         layout: Budget,
-        score: Score,
-        granularity: Granularity,
-        view: Held,
-        members: Membership,
-        observation: Observation | None = None,
-        layer: int = 0,
+        scope: Scope,
+        rows: tuple[Row, ...],
+        buffers: Buffers,
+        kept: KeptTokens,
+        scoring: Scoring,
         counts: Callable[[int, int], Sequence[int]] | None = None,
     ) -> None:
+        self.rows, self.buffers, self.scoring = rows, buffers, scoring
+        self._layout, self._scope, self._kept, self._counts = layout, scope, kept, counts
+
+    @property
+    def nbytes(self) -> int:
+        """Of the buffers."""
+        return sum(buffer.nbytes for buffer in self.buffers)
+
+    def is_of(self, rows: tuple[Row, ...], buffers: Buffers) -> bool:
+        """Whether a cache stands where it stood, and holds its tokens where it did."""
+        return rows == self.rows and all(own is now for own, now in zip(self.buffers, buffers, strict=True))
+
+    # --- what one row evicts ----------------------------------------------------------------------------------------
+
+    def plan_alone(self, index: int) -> RowPlan:
+        """What one row evicts if this layer decides alone.
+
+        Raises:
+            ValueError: scores that are not finite.
         """
+        if self._counts is None and self._scope != "adaptive":
+            return self.plan_of_scores(index, self.scoring.evictable(index))
+        tokens = self.evictable(index)
+        return self.plan_without(index, tokens, self._lowest(index, tokens))
+
+    def plan_of_scores(self, index: int, scores: mx.array) -> RowPlan:
+        """What one row evicts if it evicts the tokens of the lowest scores.
+
         Args:
-            layer: of the model's layers of full attention.
-            counts: (evictable tokens that were read, heads) -> evictable tokens that each of these heads keeps; None
-                where that is not fixed.
-        """
-        assert view.buffers is not None, "only tokens that are there can be evicted"
-        self.view, self.buffers, kept = view, view.buffers, members.kept
-        known = view.rows, view.buffers, kept, observation, members.reread, layer
-        self.scoring = Scoring(layout, score, granularity, *known)
-        self._layout, self._score, self._kept, self._granularity = layout, score, kept, granularity
-        self._counts = counts
-        self._own_moves: dict[int, Moves] = {}
-        self._uneven: dict[int, Uneven] = {}
-
-    def is_of(self, view: Held) -> bool:
-        """Whether a cache stands as it did, and holds its tokens where it did."""
-        return view.rows == self.view.rows and [*map(id, view.buffers or ())] == [*map(id, self.buffers)]
-
-    def own_moves(self, index: int) -> Moves:
-        """What moves in one row if this layer decides alone, (H', m).
+            scores: (H', m), of the evictable slots.
 
         Raises:
-            ValueError: as `moves_for`.
+            ValueError: scores that are not finite.
         """
-        if index not in self._own_moves:
-            if self._counts is None and self._granularity != "adaptive":
-                self._own_moves[index] = self.moves_for(self.scoring.evictable(index), index)
-            else:
-                tokens = self.evictable(index)
-                self.evict(index, tokens, self._gone(index, tokens))
-        return self._own_moves[index]
+        self.scoring.check_finite(scores)
+        moves = eviction_moves(self._layout, self.rows[index], scores, self._positions(index))
+        mx.eval(moves)
+        return RowPlan(moves)
 
-    def evictable(self, index: int, layer: int = 0, layers: int = 1) -> Evictable:
-        """The slots of one row that can be evicted, ranked; see `evictable_of`.
+    def evictable(self, index: int, place: int = 0, layers: int = 1) -> Evictable:
+        """The evictable slots of one row, ranked.
+
+        Args:
+            place, layers: which of so many layers this is, where ranks are compared with those of other layers.
 
         Raises:
-            ValueError: as `moves_for`.
+            ValueError: scores that are not finite.
         """
-        scores = self._finite(self.scoring.evictable(index))
+        scores = self.scoring.evictable(index)
+        self.scoring.check_finite(scores)
         alive = self._alive(index, scores.shape[0])
-        return evictable_of(self._layout, self.view.rows[index], scores, self._positions(index), alive, layer, layers)
+        return evictable_of(self._layout, self.rows[index], scores, self._positions(index), alive, place, layers)
 
-    def evict(self, index: int, tokens: Evictable, gone: mx.array) -> None:
-        """Has some tokens of one row evicted by the compaction; heads may then hold different numbers.
+    def surplus(self, index: int) -> int:
+        """Tokens of each head of one row beyond the budget, on average."""
+        return self._layout.held(self.rows[index]) - self._layout.budget
+
+    def plan_without(self, index: int, tokens: Evictable, gone: mx.array) -> RowPlan:
+        """What one row moves if some tokens are evicted; heads may then hold different numbers of tokens.
 
         Args:
-            gone: (H', m'), as in `uneven_moves`.
+            gone: (H', m) of bool, which of the evictable slots.
         """
         alive = self._alive(index, gone.shape[0])
-        uneven = self._uneven[index] = uneven_moves(self._layout, self.view.rows[index], tokens, gone, alive)
-        mx.eval(uneven.moves, uneven.dead)
-        self._own_moves[index] = uneven.moves
+        plan = uneven_plan(self._layout, self.rows[index], tokens, gone, alive)
+        mx.eval(plan.moves, plan.dead)
+        return plan
 
-    def _gone(self, index: int, tokens: Evictable) -> mx.array:
-        """Which evictable tokens go if this layer decides alone, (H', m')."""
+    def _lowest(self, index: int, tokens: Evictable) -> mx.array:
+        """Which evictable tokens are evicted if this layer decides alone, (H', m)."""
         layout, heads = self._layout, tokens.ranks.shape[0]
         protected = layout.sinks + layout.keep_recent
-        free = layout.budget - protected
-        counts = [free] * heads
+        counts = [layout.budget - protected] * heads
         if self._counts is not None:
-            counts = list(self._counts(self.view.rows[index].offset - protected, heads))
-            if self._granularity != "adaptive":
+            counts = list(self._counts(self.rows[index].offset - protected, heads))
+            if self._scope != "adaptive":
                 return lowest_of_each(tokens, counts)
         mean = sum(counts) // heads + protected
         return lowest_of_all(tokens, sum(counts), max(0, int(SAFEGUARD * mean) - protected))
 
     def _alive(self, index: int, heads: int) -> mx.array:
-        row = self.view.rows[index]
+        row = self.rows[index]
         return mx.broadcast_to(self._kept.alive(self._layout, row, index, row.end), (heads, row.end))
 
-    def _finite(self, scores: mx.array) -> mx.array:
-        if not mx.isfinite(scores).all().item():
-            raise ValueError(f"the score {self._score.name} gave what is not a finite number: check it for NaN")
-        return scores
+    def _positions(self, index: int) -> mx.array:
+        return self._kept.live_positions(self._layout, self.rows[index], index)
 
-    def moves_for(self, scores: mx.array, index: int) -> Moves:
-        """What moves into the holes of one row if the tokens of the lowest scores go, (H', m).
+    # --- all rows ---------------------------------------------------------------------------------------------------
+
+    def result(self, plans: Mapping[int, RowPlan]) -> tuple[Moves, KeptTokens, tuple[Row, ...]]:
+        """The moves of the whole batch, (B, H', moved slots), and its kept tokens and rows after them.
 
         Args:
-            scores: (H', n - sinks - keep_recent), of the evictable slots.
-
-        Raises:
-            ValueError: scores that are not finite.
+            plans: of the rows that are compacted.
         """
-        row, positions = self.view.rows[index], self._positions(index)
-        moves = eviction_moves(self._layout, row, self._finite(scores), positions)
-        mx.eval(moves)
-        return moves
-
-    def _after(self, decided: Mapping[int, Moves]) -> tuple[Row, ...]:
-        """Where all rows stand once those of which it is decided what moves have been compacted."""
-        longer = {index: uneven.longer for index, uneven in self._uneven.items()}
-        compacted = self._layout.compacted
-        return tuple(
-            [compacted(row, longer.get(i, 0)) if i in decided else row for i, row in enumerate(self.view.rows)]
+        layout, rows = self._layout, self.rows
+        after = tuple(
+            [layout.compacted(row, plans[i].extra_slots) if i in plans else row for i, row in enumerate(rows)]
         )
-
-    def all_moves(self, decided: Mapping[int, Moves]) -> tuple[Moves, KeptTokens, tuple[Row, ...]]:
-        """All that moves in the batch, (B, H', m), and what is known of its tokens then, and where rows stand.
-
-        Args:
-            decided: what moves into the holes of each row that is due.
-        """
-        layout, rows, due, after = self._layout, self.view.rows, list(decided), self._after(decided)
-        moves = side_by_side(decided, len(rows))
-        positions = {i: self._positions(i) for i in due}
-        scores = {i: self.scoring.before_recent(i) for i in due} if self._score.per_token else None
-        heads = self._granularity in BY_HEAD
-        dead = {i: uneven.dead for i, uneven in self._uneven.items() if i in decided and heads}
+        moves = side_by_side({i: plan.moves for i, plan in plans.items()}, len(rows))
+        positions = {i: self._positions(i) for i in plans}
+        scores = {i: self.scoring.before_recent(i) for i in plans} if self.scoring.per_token else None
+        by_head = self._scope in BY_HEAD
+        dead = {i: plan.dead for i, plan in plans.items() if plan.dead is not None and by_head}
         kept = kept_after(layout, rows, after, moves, self._kept, positions, scores, dead)
         return with_slides(layout, rows, after, moves), kept, after
-
-    def _positions(self, index: int) -> mx.array:
-        return self._kept.live_positions(self._layout, self.view.rows[index], index)

@@ -1,7 +1,7 @@
-"""How queries attend to the tokens of a cache, some queries at a time: the whole matrix is never there.
+"""Attention weights of some queries over the tokens of a cache, in blocks: the matrix is never materialised.
 
-Softmax over all tokens that a query sees, by their positions: wherever tokens lie, and whatever lies beside them. Keys
-that are stored encoded are decoded in blocks. Knows nothing about scores, or which queries are asked for.
+Softmax over all tokens that a query sees, by their positions, in whatever slots they lie. Encoded keys are decoded in
+blocks.
 B rows, Hq query heads, H KV heads, g = Hq / H, D head dim; m queries, n tokens.
 """
 
@@ -17,22 +17,22 @@ from mlx_kv.cache.buffers import SlotBuffer
 from mlx_kv.cache.codecs import are_plain
 from mlx_kv.cache.protocol import Call
 
-# Of one row and KV head, of what is made of some queries and all tokens: so the same queries are taken together in
-# whatever batch a row is, and however heads are split.
+# Of the weights of one block, for one row and KV head: so the blocks of a row are the same in every batch, and however
+# heads are split.
 WEIGHT_BYTES = {mx.DeviceType.cpu: 2**21, mx.DeviceType.gpu: 2**24}
 LEAST_QUERIES = 8
 DECODED_TOKENS = 1024  # at a time
-UNSEEN = -1e30  # a product that no softmax notices, and of which nothing infinite comes
+UNSEEN = -1e30  # a product without weight in a softmax, and finite
 
 
 class Keys(NamedTuple):
-    """The tokens of a cache, as queries see them.
+    """The keys of a cache.
 
     Attributes:
         shape: (B, H, n, D).
         part: some of the tokens, (B, H, some, D), decoded.
         positions: (B, 1 or H, n), below 0 where there is no token.
-        encoded: whether it takes memory to read them.
+        encoded: whether reading them decodes them.
     """
 
     shape: tuple[int, ...]
@@ -61,7 +61,7 @@ class Queries(NamedTuple):
 
 
 def stored_keys(buffer: SlotBuffer, row: int | None, n: int, positions: mx.array) -> Keys:
-    """The first n tokens of a row, or of all, as they are stored.
+    """The first n tokens of a row, or of all rows, as they are stored.
 
     Args:
         positions: (B or 1, 1 or H, n).
@@ -77,7 +77,7 @@ def stored_keys(buffer: SlotBuffer, row: int | None, n: int, positions: mx.array
 
 
 def keys_of(buffer: SlotBuffer, live: Sequence[mx.array], call: Call | None = None) -> Keys:
-    """The live tokens of all rows: as a call gives them where they are decoded there, else as they are stored.
+    """The live tokens of all rows: from a call if it has decoded ones, else as they are stored.
 
     Args:
         live: the positions of each row's slots, (1 or H, n of its own); below 0 where a head has no token.
@@ -93,38 +93,38 @@ def keys_of(buffer: SlotBuffer, live: Sequence[mx.array], call: Call | None = No
 
 
 def at_once(keys: Keys, queries: mx.array) -> int:
-    """How many queries are taken together."""
+    """The number of queries in a block."""
     group = queries.shape[1] // keys.shape[1]
     most = WEIGHT_BYTES[mx.default_device().type] // (4 * max(1, group * keys.shape[2]))
     return max(LEAST_QUERIES, 1 << max(0, most.bit_length() - 1))
 
 
 def blocks(queries: Queries, keys: Keys) -> Iterator[tuple[int, int]]:
-    """Columns [first, last) that are taken together."""
+    """The columns [first, last) of each block."""
     width, some = queries.queries.shape[2], at_once(keys, queries.queries)
     for first in range(0, width, some):
         yield first, min(width, first + some)
 
 
 def products(queries: Queries, keys: Keys) -> mx.array:
-    """What a softmax is made of, (B, H, g, m, n) in float32; `UNSEEN` where a query does not see a token."""
+    """Scaled products of queries and keys, (B, H, g, m, n) in float32; `UNSEEN` where a query does not see a token."""
     rows, heads, n, dim = keys.shape
-    asked = queries.queries.astype(mx.float32) * queries.scale
-    count = asked.shape[2]
-    asked = asked.reshape(rows, heads, -1, dim)  # (B, H, g * m, D)
+    scaled = queries.queries.astype(mx.float32) * queries.scale
+    count = scaled.shape[2]
+    scaled = scaled.reshape(rows, heads, -1, dim)  # (B, H, g * m, D)
     some = DECODED_TOKENS if keys.encoded else n
     parts = [
-        asked @ keys.part(slice(first, first + some)).astype(mx.float32).swapaxes(2, 3) for first in range(0, n, some)
+        scaled @ keys.part(slice(first, first + some)).astype(mx.float32).swapaxes(2, 3) for first in range(0, n, some)
     ]
     made = (parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=3)).reshape(rows, heads, -1, count, n)
     return hidden(made, seen(queries, keys)[:, :, None])
 
 
 def hidden(made: mx.array, seen: mx.array) -> mx.array:
-    """The same products, (B, H, g, m, n), but `UNSEEN` where a token is not seen, (B, 1 or H, 1, m, n).
+    """The same products, (B, H, g, m, n), but `UNSEEN` where `seen`, (B, 1 or H, 1, m, n), is False.
 
-    On a CPU in place, evaluated: a choice between two whole arrays takes as long there as the products do, and most
-    tokens are seen by all queries.
+    On a CPU in place, evaluated: `mx.where` takes as long there as the products do, and most tokens are seen by all
+    queries.
     """
     if not on_cpu():
         return mx.where(seen, made, UNSEEN)
@@ -142,7 +142,7 @@ def seen(queries: Queries, keys: Keys) -> mx.array:
 
 
 def log_sums(products: mx.array, sinks: mx.array | None) -> mx.array:
-    """The logarithms of what weights are divided by, (B, H, g, m), of products (B, H, g, m, n)."""
+    """Log-sum-exps, (B, H, g, m), of products (B, H, g, m, n)."""
     largest = products.max(axis=-1, keepdims=True)
     made = largest[..., 0] + mx.log(exponential(products - largest).sum(axis=-1))
     if sinks is None:
@@ -151,7 +151,7 @@ def log_sums(products: mx.array, sinks: mx.array | None) -> mx.array:
 
 
 def weights(products: mx.array, sums: mx.array, is_query: mx.array) -> mx.array:
-    """(B, H, g, m, n), what each query gives to each token; nothing where there is no query.
+    """The weight of each token for each query, (B, H, g, m, n); 0 where there is no query.
 
     Args:
         sums: (B, H, g, m), as of `log_sums`.
@@ -160,8 +160,25 @@ def weights(products: mx.array, sums: mx.array, is_query: mx.array) -> mx.array:
     return exponential(products - sums[..., None]) * is_query[:, None, None, :, None]
 
 
+def received_weights(queries: Queries, sums: mx.array, keys: Keys) -> mx.array:
+    """(B, H, n): the weights of each token, summed over queries, averaged over query heads. Evaluated block by block.
+
+    Args:
+        sums: (B, Hq, m), log-sum-exps.
+    """
+    rows, heads, n, _ = keys.shape
+    total = mx.zeros((rows, heads, n))
+    for first, last in blocks(queries, keys):
+        block = queries.columns(first, last)
+        made = products(block, keys)
+        own = sums[:, :, first:last].reshape(made.shape[:4])
+        total = total + weights(made, own, block.positions >= 0).sum(axis=3).mean(axis=2)
+        mx.eval(total)
+    return total
+
+
 def exponential(x: mx.array) -> mx.array:
-    """e to the power of x, float32. On a CPU NumPy's, evaluated, which takes 1 ns a number; MLX's takes 20."""
+    """e to the power of x, float32. On a CPU by NumPy, evaluated: 1 ns per number, where MLX takes 20."""
     return mx.array(np.exp(np.array(x, copy=False))) if on_cpu() else mx.exp(x)
 
 
@@ -170,7 +187,7 @@ def on_cpu() -> bool:
 
 
 def mean_weights(queries: Queries, keys: Keys) -> mx.array:
-    """(B, Hq, n): what a token gets of one query, in the mean over all of them. Evaluated block by block."""
+    """(B, Hq, n): the weight of each token, averaged over all queries. Evaluated block by block."""
     rows, _heads, n, _dim = keys.shape
     total = mx.zeros((rows, queries.queries.shape[1], n))
     for first, last in blocks(queries, keys):
@@ -181,10 +198,10 @@ def mean_weights(queries: Queries, keys: Keys) -> mx.array:
 
 
 def summed_weights(products: mx.array, sinks: mx.array | None) -> mx.array:
-    """(B, H, g, n): what all queries of a block give to each token, of products (B, H, g, m, n).
+    """(B, H, g, n): the weights of each token, summed over queries, of products (B, H, g, m, n).
 
-    On a CPU by NumPy, in the place of the products, which nobody has after that: its exponential and maximum are
-    several times as fast, and memory that is new costs more than what is done with it.
+    On a CPU by NumPy, in place of the products, which are not used again: its exponential and maximum are several times
+    as fast, and new memory costs more than the computation.
     """
     cpu = on_cpu()
     made: Any = np.array(products, copy=False) if cpu else products

@@ -22,6 +22,10 @@ from mlx_kv.cache.layout.base import (
     count_seen,
     count_slots,
     enough_slots,
+    moves_between,
+    planned,
+    reshaped,
+    stay,
     trim_rows,
     trimmed,
 )
@@ -29,7 +33,6 @@ from mlx_kv.cache.layout.budget import KEEP_RECENT, Budget, default_keep_recent
 from mlx_kv.cache.layout.chunks import Chunks
 from mlx_kv.cache.layout.plan import Plan, plan_of
 from mlx_kv.cache.layout.ring import Ring
-from mlx_kv.cache.layout.room import moves_between, planned, reshaped, stay
 
 __all__ = [
     "KEEP_RECENT",

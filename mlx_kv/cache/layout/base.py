@@ -1,12 +1,13 @@
-"""What every layout has in common: rows, what is asked of a layout, and trims.
-
-Decides nothing about slots itself. Integers only.
-"""
+"""What all layouts share: rows, the protocol of a layout, trims, and the write capacity (`room`). Integers only."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple, Protocol
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+L = TypeVar("L")
 
 
 class Row(NamedTuple):
@@ -102,7 +103,7 @@ class Layout(Protocol):
         ...
 
     def trimmed_front(self, row: Row) -> int:
-        """The front when a model has asked to let go of what it will not see."""
+        """The front after a model has dropped the tokens that it will not see again (`maybe_trim_front`)."""
         ...
 
     @property
@@ -139,7 +140,7 @@ class Layout(Protocol):
         ...
 
     def compacted_if_due(self, row: Row) -> Row:
-        """Where a row will stand when what is due before its next write has been done: a compaction, if anything."""
+        """The row as it stands after the compaction before its next write, if one is due."""
         ...
 
 
@@ -180,3 +181,80 @@ def trimmed(layout: Layout, row: Row, count: int) -> Row:
     """A row without its last `count` tokens."""
     offset = row.offset - count
     return Row(row.start, offset, row.high, min(row.front, layout.first_seen(offset)), row.longer)
+
+
+# --- write capacity ---------------------------------------------------------------------------------------------------
+
+# Rings and budgets need slots for the longest write beside the tokens that they keep. The same layout has more room
+# while a prompt is read than in decoding; `cache.update` decides when it changes.
+
+
+def check_room(room: int, max_write: int, max_rollback: int = 0) -> int:
+    """The given room for writes, or max_write where it is 0.
+
+    Raises:
+        ValueError: more than is planned for, or less than what can be taken back in any case.
+    """
+    if max_rollback < 0 or max_rollback > max_write:
+        raise ValueError(f"max_rollback is {max_rollback}: give a number of tokens from 0 to max_write={max_write}")
+    if room and not max(1, max_rollback) <= room <= max_write:
+        raise ValueError(
+            f"there is room for writes of {room}, but {max_write} are planned for, {max_rollback} at least"
+        )
+    return room or max_write
+
+
+@lru_cache(maxsize=64)
+def _with_room(layout: Any, room: int) -> Any:
+    return replace(layout, room=room)
+
+
+def with_room(layout: L, room: int) -> L:
+    """The same layout with another room; equal arguments give the same object."""
+    made: L = _with_room(layout, room)
+    return made
+
+
+def room_parameters(layout: Layout) -> tuple[int, ...]:
+    """The end of `parameters`: max_rollback and room, or nothing where both have their defaults."""
+    if not layout.max_rollback and layout.room == layout.max_write:
+        return ()
+    return layout.max_rollback, layout.room
+
+
+def planned(layout: Layout) -> Layout:
+    """The layout with room for max_write tokens, as it was made."""
+    return layout.with_room(layout.max_write)
+
+
+@lru_cache(maxsize=8)
+def reshaped(old: Layout, new: Layout, rows: tuple[Row, ...]) -> tuple[Row, ...]:
+    """Rows of one layout as they stand in the same layout with another room, once their tokens have moved.
+
+    The lowest position that no write has gone over stays the same, as long as there is a slot for it: what can be taken
+    back is what it was, or what the new room allows.
+    """
+    more = new.room - old.room
+    if new.most_slots == NO_LIMIT:
+        return rows
+    return tuple([row._replace(high=max(row.offset, row.high + more)) for row in rows])
+
+
+def stay(old: Layout, new: Layout, rows: tuple[Row, ...]) -> bool:
+    """Whether all tokens have the same slots in both rooms."""
+    return max([row.end for row in rows]) <= min(old.most_slots, new.most_slots)
+
+
+def moves_between(old: Layout, new: Layout, row: Row) -> list[tuple[int, int, int]]:
+    """How a row's tokens move between two rooms: (slot, new slot, slots) of each contiguous piece."""
+    sinks, fewer = old.sinks, min(old.most_slots, new.most_slots)
+    if row.end <= fewer:
+        return [(0, 0, row.end)] if row.end > 0 else []
+    moves = [(0, 0, sinks)] if sinks else []
+    position = max(sinks, row.offset - fewer + sinks)
+    while position < row.offset:
+        source, target = old.slot(row, position), new.slot(row, position)
+        count = min(row.offset - position, old.most_slots - source, new.most_slots - target)
+        moves.append((source, target, count))
+        position += count
+    return moves

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Self
 
 from mlx_kv.cache.layout.append import InOrder
-from mlx_kv.cache.layout.base import Row
-from mlx_kv.cache.layout.room import check_room, room_parameters, with_room
+from mlx_kv.cache.layout.base import Row, check_room, room_parameters, with_room
 
 KEEP_RECENT = 64
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from mlx_kv.cache.layout.base import Ranges, Row
+from mlx_kv.cache.layout.base import Ranges, Row, check_room, room_parameters
 from mlx_kv.cache.layout.ring import WrittenOver
-from mlx_kv.cache.layout.room import check_room, room_parameters
 
 
 @dataclass(frozen=True, slots=True)

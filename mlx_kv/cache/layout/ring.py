@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
-from mlx_kv.cache.layout.base import Ranges, Row, count_slots
-from mlx_kv.cache.layout.room import check_room, room_parameters, with_room
+from mlx_kv.cache.layout.base import Ranges, Row, check_room, count_slots, room_parameters, with_room
 
 # Reading two ranges as one takes a copy: each slot is read, written and read again. Up to so many times the slots that
 # are seen, it costs less to read the dead ones between them, too (measured on a CPU: from 2.2).

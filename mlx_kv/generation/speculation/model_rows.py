@@ -18,11 +18,10 @@ import mlx.nn as nn
 
 from mlx_kv.cache.layout import NO_LIMIT, Budget
 from mlx_kv.generation.agreement import ALONE, Agreement, anywhere
+from mlx_kv.generation.distributed_caches import make_distributed_caches
 from mlx_kv.generation.prefill import prefill_step, read_ragged
-from mlx_kv.generation.together import caches_together
 from mlx_kv.mlxlm.recurrent import announce, is_recurrent, mark_last, with_checkpoints
-from mlx_kv.mlxlm.traverse import attention_caches, leaves, places_of
-from mlx_kv.mlxlm.trimming import can_trim, trim_prompt_cache
+from mlx_kv.mlxlm.traverse import attention_caches, can_trim, leaves, places_of, trim_prompt_cache
 from mlx_kv.policy import CachePolicy
 
 
@@ -61,7 +60,7 @@ class ModelRows:
         policy = replace(policy, max_rollback=max(policy.max_rollback, longest))
         self._limits = longest, checkpoints
         # Making caches may try out what a model's attention can read: it is done once, rows get copies.
-        self._empty = with_checkpoints(caches_together(model, policy, agreement, strict=False), *self._limits)
+        self._empty = with_checkpoints(make_distributed_caches(model, policy, agreement, strict=False), *self._limits)
         self.caches: list[Any] = []
         self.pending: list[list[int]] = []
         self._drafted: list[int] = []  # of each row, how many in the pass that is to be accepted

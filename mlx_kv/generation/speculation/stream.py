@@ -17,6 +17,7 @@ from mlx_lm.generate import GenerationResponse, generation_stream
 
 from mlx_kv.cache.checks import cache_list, check_type, token_ids, whole_number
 from mlx_kv.generation.agreement import Group, Rounds, agreement_of, in_step, leaders, most
+from mlx_kv.generation.distributed_caches import check_alone
 from mlx_kv.generation.encoding import tokens_of_prompt, wrapped
 from mlx_kv.generation.prefill import prefill_step, reserve_for
 from mlx_kv.generation.rereading import Instructions, Rereading, wants_rereading
@@ -28,12 +29,10 @@ from mlx_kv.generation.speculation.drafters import Drafter, Factory
 from mlx_kv.generation.speculation.joining import NewRow
 from mlx_kv.generation.speculation.settings import DraftLength, DraftSettings
 from mlx_kv.generation.speculation.statistics import SpeculationStatistics
-from mlx_kv.generation.together import check_alone
 from mlx_kv.mlxlm.convert import check_windows
 from mlx_kv.mlxlm.loading import check_model, vocabulary_of
 from mlx_kv.mlxlm.observing import show_attention
-from mlx_kv.mlxlm.traverse import attention_caches
-from mlx_kv.mlxlm.trimming import can_trim
+from mlx_kv.mlxlm.traverse import attention_caches, can_trim
 from mlx_kv.policy import CachePolicy, given_policy
 
 

@@ -1,7 +1,6 @@
 """Scores of tokens, higher is kept: their formulas, and the names under which they are found.
 
-How many tokens go, and which are protected, is decided elsewhere. A score is a function of what a cache knows of n
-tokens of each row and head,
+A score is a function of n tokens of each row and head,
 
     (tokens: ScoredTokens) -> (B, H, n), float32
 
@@ -28,7 +27,7 @@ from mlx_kv.cache.eviction.scores.stored import (
     recent,
     value_norm,
 )
-from mlx_kv.cache.eviction.scores.tokens import ScoredTokens, Wants
+from mlx_kv.cache.eviction.scores.tokens import AttentionInputs, ScoredTokens, Wants
 from mlx_kv.open_set import OpenSet
 
 Function = Callable[[ScoredTokens], mx.array]
@@ -36,23 +35,23 @@ Function = Callable[[ScoredTokens], mx.array]
 
 @dataclass(frozen=True)
 class Score:
-    """A way to tell which tokens matter.
+    """A score function and its properties.
 
     Attributes:
-        name: under which it is found, also by those who load a saved cache.
+        name: by which it is found, also when a saved cache is loaded.
         function: (tokens) -> (B, H, n), float32.
-        per_token: whether the score of a token depends on nothing but itself and its neighbours in the text. Then it
-            is asked for once, for runs of new tokens in order; otherwise for all live tokens at every compaction.
-        wants: what it must know of attention; None where keys, values and positions are all that it looks at.
+        per_token: whether the score of a token depends only on itself and its neighbours in the text. Then it is
+            computed once, for runs of new tokens in order; otherwise for all live tokens at every compaction.
+        wants: what it uses of attention; None where it uses only keys, values and positions.
 
     Raises:
-        ValueError: a function that cannot be called, or not with one argument; or attention for what is asked once.
+        ValueError: a function that cannot be called with one argument, or one of attention that is per_token.
     """
 
     name: str
     function: Function
     per_token: bool = False
-    wants: Wants | None = None
+    wants: AttentionInputs | None = None
 
     def __post_init__(self) -> None:
         if self.per_token and self.wants is not None and self.wants.observes:
@@ -64,7 +63,7 @@ class Score:
             raise ValueError(f"the score {self.name} is {self.function!r}: give a function (tokens) -> (B, H, n)")
         try:
             signature = inspect.signature(self.function)
-        except (TypeError, ValueError):  # of what is not written in Python, nothing is known
+        except (TypeError, ValueError):  # not written in Python
             return
         try:
             signature.bind(None)
@@ -83,17 +82,17 @@ def _of_entry_point(name: str, found: Any) -> Score:
 
 OURS = (
     Score("key_diff", key_diff),
-    Score("expected_attention", expected_attention, wants=Wants(moments=True)),
-    Score("h2o", h2o, wants=Wants(received=True)),
+    Score("expected_attention", expected_attention, wants=AttentionInputs(moments=True)),
+    Score("h2o", h2o, wants=AttentionInputs(received=True)),
     Score("key_norm", key_norm, per_token=True),
     Score("key_norm_high", key_norm_high, per_token=True),
     Score("key_value", key_value, per_token=True),
-    Score("kvzip", kvzip, per_token=True, wants=Wants(reread=True)),
+    Score("kvzip", kvzip, per_token=True, wants=AttentionInputs(reread=True)),
     Score("lag_kv", lag_kv),
     Score("random", random, per_token=True),
     Score("recent", recent, per_token=True),
-    Score("snap_kv", snap_kv, wants=Wants(queries=SNAP_QUERIES)),
-    Score("tova", tova, wants=Wants(queries=1)),
+    Score("snap_kv", snap_kv, wants=AttentionInputs(queries=SNAP_QUERIES)),
+    Score("tova", tova, wants=AttentionInputs(queries=1)),
     Score("value_norm", value_norm, per_token=True),
 )
 SCORES = OpenSet("score", "a function", {score.name: score for score in OURS}, _of_entry_point)
@@ -106,18 +105,18 @@ def score_names() -> list[str]:
 
 
 def register_score(name: str, function: Function, per_token: bool = False, wants: Wants | None = None) -> None:
-    """Makes a score known by a name, so that it can be asked for by it and found again by a loaded cache.
+    """Registers a score under a name, for `score=` and for loaded caches.
 
     Args:
-        name: replaces whatever had it before.
+        name: replaces a score of the same name.
         function: (tokens: ScoredTokens) -> (B, H, n), float32, finite; higher is kept.
-        per_token: whether a token's score depends on nothing but itself and its neighbours in the text: then it is
-            asked for once.
-        wants: what must be seen of attention; None is nothing.
+        per_token: whether a token's score depends only on itself and its neighbours in the text: then it is computed
+            once.
+        wants: what it uses of attention; None is nothing.
 
     Raises:
-        ValueError: a function that cannot be called with one argument, attention for what is asked once, or a name that
-            is no text.
+        ValueError: a function that cannot be called with one argument, one of attention that is per_token, or a name
+            that is not a string.
     """
     if not isinstance(name, str):
         raise ValueError(f"the name of a score is {name!r}: give a text")
@@ -125,7 +124,7 @@ def register_score(name: str, function: Function, per_token: bool = False, wants
 
 
 def find_score(score: str | Function | Score) -> Score:
-    """The score of a name, or one made of any callable, which is then asked for all live tokens.
+    """The score of a name, or of a callable, which then scores all live tokens at every compaction.
 
     Raises:
         ValueError: no score has this name, or a function that cannot be called with one argument.

@@ -1,16 +1,15 @@
 """Scores that are calculated from attention: from queries that were observed, or from what each token received.
 
-Each is a function of n tokens of B rows and H KV heads, (tokens) -> (B, H, n), float32; higher is kept. As long as no
-query was seen, those that want queries score as key_diff. Hq query heads.
+Each is a function of n tokens of B rows and H KV heads, (tokens) -> (B, H, n), float32; higher is kept. Until a query
+is observed, they score as key_diff. Hq query heads.
 """
 
 from __future__ import annotations
 
 import mlx.core as mx
 
-from mlx_kv.cache.eviction.scores.blocks import Blocks, some
 from mlx_kv.cache.eviction.scores.stored import key_diff
-from mlx_kv.cache.eviction.scores.tokens import ScoredTokens
+from mlx_kv.cache.eviction.scores.tokens import Blocks, ScoredTokens, some
 from mlx_kv.cache.eviction.weights import Keys, Queries, mean_weights
 
 SNAP_QUERIES, SNAP_KERNEL = 64, 5  # snap_kv: the last queries, and neighbouring tokens that a mean is over
@@ -21,7 +20,7 @@ SCORE_OF_UNREAD = 2.0  # kvzip: more than any share of attention
 
 
 def tova(tokens: ScoredTokens) -> mx.array:
-    """What the last token attends to is kept: "token omission via attention".
+    """Keeps what the last token attends to: "token omission via attention".
 
     Oren et al. 2024, "Transformers are Multi-State RNNs". The attention of the last query alone, in the mean over all
     heads of a layer, so all of them score alike. Its own token scores more than any other. Right when the question has
@@ -35,7 +34,7 @@ def tova(tokens: ScoredTokens) -> mx.array:
 
 
 def snap_kv(tokens: ScoredTokens) -> mx.array:
-    """What the last 64 tokens attend to is kept, and its neighbours with it.
+    """Keeps what the last 64 tokens attend to, and its neighbours.
 
     Li et al. 2024, "SnapKV: LLM Knows What You are Looking for Before Generation". The attention of the last 64
     queries, in the mean over them, averaged over 5 neighbouring tokens and over the query heads of a group. Their own
@@ -55,7 +54,7 @@ def snap_kv(tokens: ScoredTokens) -> mx.array:
 
 
 def _mean_attention(tokens: ScoredTokens) -> mx.array:
-    """(B, Hq, n): what a token gets of one of the queries, in the mean over them."""
+    """(B, Hq, n): the attention that a token receives, averaged over the queries."""
     assert tokens.queries is not None
     assert tokens.query_positions is not None
     assert tokens.scale is not None
@@ -65,7 +64,7 @@ def _mean_attention(tokens: ScoredTokens) -> mx.array:
 
 
 def _own_tokens(tokens: ScoredTokens) -> mx.array:
-    """(B, 1 or H, n): whether a token is one of those that the queries are of."""
+    """(B, 1 or H, n): whether a token is one of those of the queries."""
     assert tokens.query_positions is not None
     return tokens.positions >= tokens.query_positions[:, None, :1]
 
@@ -83,7 +82,7 @@ def _above_all(scores: mx.array, which: mx.array) -> mx.array:
 
 
 def h2o(tokens: ScoredTokens) -> mx.array:
-    """What has received much attention so far is kept: "heavy hitters".
+    """Keeps what has received much attention so far: "heavy hitters".
 
     Zhang et al. 2023, "H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models". The sum
     of the attention that a token received, divided by the number of queries that could see it: else the first tokens of
@@ -95,14 +94,14 @@ def h2o(tokens: ScoredTokens) -> mx.array:
 
 
 def expected_attention(tokens: ScoredTokens) -> mx.array:
-    """What queries that are still to come would attend to is kept.
+    """Keeps what future queries are expected to attend to.
 
     Devoto et al. 2025, "Expected Attention: KV Cache Compression by Estimating Attention from Future Queries
-    Distribution". Queries before RoPE are taken for normally distributed, with the mean and covariance of those that
-    were seen, and turned on as RoPE turns the next 512 positions in the mean. What a token is expected to get of one,
-    the exponential of mu k / sqrt d + k' S k / 2 d, is made a share of all tokens but the first 4, averaged over the
-    query heads of a group, and multiplied by the norm of the token's value. The first 4 tokens score more than any
-    other. It looks at no question, so it is right for texts that are read once and asked about often.
+    Distribution". Queries before RoPE are modelled as normally distributed, with the mean and covariance of those that
+    were observed, and rotated by the average RoPE of the next 512 positions. The expected weight of a token, the
+    exponential of mu k / sqrt d + k' S k / 2 d, is normalised over all tokens but the first 4, averaged over the query
+    heads of a group, and multiplied by the norm of the token's value. The first 4 tokens score more than any other.
+    Independent of the question: for texts that are read once and queried often.
     """
     moments, scale = tokens.moments, tokens.scale
     if moments is None or scale is None:
@@ -125,15 +124,15 @@ def expected_attention(tokens: ScoredTokens) -> mx.array:
     return _above_all(mx.where(first, 0, shares * norms), first)
 
 
-# --- a second reading -------------------------------------------------------------------------------------------------
+# --- a second pass ----------------------------------------------------------------------------------------------------
 
 
 def kvzip(tokens: ScoredTokens) -> mx.array:
-    """What a repetition of the text looks at is kept: the largest attention that a token got when it was read again.
+    """Keeps what a repetition of the text attends to: the largest attention that a token receives in a second pass.
 
-    Kim et al. 2025, "KVzip: Query-Agnostic KV Cache Compression with Context Reconstruction". It looks at no question,
-    so what is kept suits all that may be asked. Tokens that were not read again, as those of an answer, are all worth
-    more than any that were; of them the older goes. How a text is read again: `generation.rereading`.
+    Kim et al. 2025, "KVzip: Query-Agnostic KV Cache Compression with Context Reconstruction". Independent of the
+    question. Tokens without a second pass, as those of an answer, score more than any other; of them the oldest are
+    evicted first. The second pass: `two_pass`.
     """
     received = tokens.reread
     if received is None:

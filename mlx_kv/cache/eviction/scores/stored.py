@@ -9,8 +9,7 @@ from collections.abc import Iterator
 
 import mlx.core as mx
 
-from mlx_kv.cache.eviction.scores.blocks import Blocks, evaluated
-from mlx_kv.cache.eviction.scores.tokens import ScoredTokens
+from mlx_kv.cache.eviction.scores.tokens import Blocks, ScoredTokens, evaluated
 
 LEAST_NORM = 1e-12  # key_diff: of a key that is divided by its norm
 WINDOW = 16  # key_value: tokens that a local mean is over

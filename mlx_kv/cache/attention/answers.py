@@ -1,7 +1,7 @@
-"""Attention to the newest tokens as they came, and to all older ones as they are stored.
+"""Attention that mlx-lm cannot compute: over planes that it cannot read, and over slots beside a residual.
 
-Two sets of keys stand side by side: those of the slots, and those of the residual. Masks see to it that each query sees
-each token in one of the two. Knows nothing about how the residual is kept.
+With a residual, two sets of keys stand side by side: those of the slots, and those of the residual. The mask lets each
+query see each token in exactly one of the two.
 B rows, H KV heads, S queries, K slots that are read, m tokens of the residual.
 """
 
@@ -10,12 +10,27 @@ from __future__ import annotations
 import mlx.core as mx
 
 from mlx_kv.cache.attention.blocks import attend
-from mlx_kv.cache.attention.operands import Dense, Joined
-from mlx_kv.cache.attention.packed import Packed
+from mlx_kv.cache.attention.operands import Dense, Joined, Packed
 from mlx_kv.cache.codecs import Packing
 from mlx_kv.cache.mask import key_positions, visible
 from mlx_kv.cache.protocol import Call
 from mlx_kv.cache.residual import Places, Residual
+
+
+class PackedAnswer:
+    """Attention over packed keys and values.
+
+    Args:
+        keys, values: how each of them is packed.
+    """
+
+    def __init__(self, keys: Packing, values: Packing) -> None:
+        self._keys, self._values = keys, values
+
+    def attend(self, call: Call) -> mx.array:
+        """(B, Hq, S, Dv)."""
+        keys, values = Packed(call.keys, self._keys), Packed(call.values, self._values)
+        return attend(call.queries, keys, values, call.scale, call.mask, call.sinks)
 
 
 class ResidualAnswer:
@@ -46,7 +61,7 @@ class ResidualAnswer:
         if self._packings is None:
             own = (x[:, :, :slots] for x in (call.keys, call.values))
             both = [mx.concatenate([old, new], axis=2) for old, new in zip(own, (keys, values), strict=True)]
-            return call.hand_on(keys=both[0], values=both[1], mask=mask)
+            return call.forward(keys=both[0], values=both[1], mask=mask)
         if slots == 0:
             return attend(call.queries, Dense(keys), Dense(values), call.scale, mask, call.sinks)
         both_keys, both_values = (
