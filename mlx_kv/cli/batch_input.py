@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import IO, Any
 
-from mlx_kv.files.strict_json import DuplicateKeyError, unique_keys
+from mlx_kv.files.decoding import DuplicateKeyError, unique_keys
 
 KEYS = ("prompt", "max_tokens", "id")
 MOST_TOKENS = 2**31 - 1

@@ -20,10 +20,9 @@ from mlx_kv.cache.eviction.calibration import Calibration, as_arrays
 from mlx_kv.cache.eviction.scores.fitted import FittedLayer, Rotation
 from mlx_kv.files import tensor_files
 from mlx_kv.files.atomic_write import check_replaceable
-from mlx_kv.files.decoding import Part, check_shape, decode
+from mlx_kv.files.decoding import Part, check_shape, decode, read_json
 from mlx_kv.files.fingerprint import model_fingerprint
 from mlx_kv.files.measurement_cache import cache_folder
-from mlx_kv.files.strict_json import read_json
 
 FORMAT = "mlx-kv calibration 1"
 SUFFIX = ".kvcal.safetensors"

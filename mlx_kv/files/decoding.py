@@ -1,8 +1,11 @@
-"""Typed decoding of what files say, by msgspec: strict types, ranges and fields, and the shapes of arrays."""
+"""Strict JSON, and its typed decoding by msgspec: types, ranges and fields, and the shapes of arrays."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeVar
+import json
+import math
+from collections import Counter
+from typing import Annotated, Any, Never, TypeVar
 
 import mlx.core as mx
 import msgspec
@@ -11,6 +14,7 @@ from msgspec import Meta, Struct
 from mlx_kv.cache.checks import MOST_TOKENS
 
 T = TypeVar("T")
+MAX_NESTED = 128  # arrays and objects within each other; Python's own bound depends on the depth of all calls
 # Raised where a made-up description reaches code that expects other types: codecs, growth rules, layouts.
 INVALID = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 Array = mx.array
@@ -81,3 +85,63 @@ def check_shape(x: mx.array | None, axes: str, sizes: dict[str, int], dtype: mx.
         raise ValueError(f"an array of shape {x.shape} in place of {axes}")
     if x.dtype != dtype if dtype is not None else not mx.issubdtype(x.dtype, mx.floating):
         raise ValueError(f"an array of {x.dtype}")
+
+
+class DuplicateKeyError(ValueError):
+    """An object with a duplicate name.
+
+    Attributes:
+        key: the name.
+    """
+
+    def __init__(self, key: str) -> None:
+        super().__init__(f"{key[:80]!r} is there twice: send it once")
+        self.key = key
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of its pairs: the `object_pairs_hook` of `json.loads`.
+
+    Raises:
+        DuplicateKeyError: a name is there twice.
+    """
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        ((most, _),) = Counter(name for name, _ in pairs).most_common(1)
+        raise DuplicateKeyError(most)
+    return made
+
+
+def read_json(raw: bytes | str) -> Any:
+    """Parses JSON of finite numbers: Python's own parser accepts NaN, and 1e400 as infinity.
+
+    Raises:
+        ValueError: it is no JSON, is nested too deeply, has a number that no float can hold, or a duplicate name.
+    """
+
+    def constant(text: str) -> Never:
+        raise ValueError(f"{text} is no number there")
+
+    def finite(text: str) -> float:
+        number = float(text)
+        if not math.isfinite(number):
+            raise ValueError(f"{text[:40]} is too large a number")
+        return number
+
+    too_deep = f"it is nested more than {MAX_NESTED} deep"
+    try:
+        value = json.loads(raw, parse_constant=constant, parse_float=finite, object_pairs_hook=unique_keys)
+    except RecursionError:
+        raise ValueError(too_deep) from None
+    opened = (raw.count(b"[") + raw.count(b"{")) if isinstance(raw, bytes) else (raw.count("[") + raw.count("{"))
+    if opened > MAX_NESTED and _is_deeper(value, MAX_NESTED):  # most JSON has fewer
+        raise ValueError(too_deep)
+    return value
+
+
+def _is_deeper(value: Any, depth: int) -> bool:
+    level = [value]
+    for _ in range(depth):
+        inner = (each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list))
+        level = [one for each in inner for one in each if isinstance(one, dict | list)]
+    return bool(level)

@@ -12,7 +12,7 @@ from typing import Literal
 import msgspec
 
 from mlx_kv.files.atomic_write import atomic_write, check_replaceable, regular_file
-from mlx_kv.files.strict_json import read_json
+from mlx_kv.files.decoding import read_json
 
 FORMAT = "mlx-kv measurements 1"
 FILE = "measurements.json"

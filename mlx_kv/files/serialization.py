@@ -22,10 +22,9 @@ from mlx_kv.cache.checks import check_type, token_ids
 from mlx_kv.files import stock_files, tensor_files
 from mlx_kv.files.atomic_write import check_replaceable
 from mlx_kv.files.caches import describe, restore
-from mlx_kv.files.decoding import check_shape, decode
+from mlx_kv.files.decoding import check_shape, decode, read_json
 from mlx_kv.files.fingerprint import model_fingerprint
 from mlx_kv.files.schema import Description
-from mlx_kv.files.strict_json import read_json
 
 __all__ = ["PromptFile", "load_prompt_cache", "load_prompt_file", "model_fingerprint", "save_prompt_cache"]
 

@@ -22,8 +22,7 @@ import mlx.core as mx
 from msgspec import Meta
 
 from mlx_kv.files.atomic_write import atomic_write, regular_file
-from mlx_kv.files.decoding import Count, Part, decode
-from mlx_kv.files.strict_json import read_json
+from mlx_kv.files.decoding import Count, Part, decode, read_json
 
 MAX_HEADER_BYTES = 100_000_000  # as in the safetensors library
 Offset = Annotated[int, Meta(ge=0, le=2**63 - 1)]

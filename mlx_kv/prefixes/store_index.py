@@ -18,8 +18,7 @@ import numpy as np
 from msgspec import Meta, Struct
 
 from mlx_kv.files import blocks, serialization
-from mlx_kv.files.decoding import decode
-from mlx_kv.files.strict_json import read_json
+from mlx_kv.files.decoding import decode, read_json
 from mlx_kv.prefixes.index import Entry
 
 VERSION, VERSION_WITH_BLOCKS = 2, 3

@@ -12,7 +12,7 @@ from typing import Any
 
 from starlette.requests import Request
 
-from mlx_kv.files.strict_json import read_json
+from mlx_kv.files.decoding import read_json
 from mlx_kv.server.errors import ApiError
 
 

@@ -14,7 +14,7 @@ from mlx_lm.generate import TextStateMachine, make_text_state_machine
 from mlx_lm.server import ToolCallFormatter
 from mlx_lm.tool_parsers import json_tools
 
-from mlx_kv.files.strict_json import read_json
+from mlx_kv.files.decoding import read_json
 from mlx_kv.server.rendering import json_bytes
 from mlx_kv.server.token_texts import TokenText
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mlx_kv.files.strict_json import read_json
+from mlx_kv.files.decoding import read_json
 from mlx_kv.generation.grammar.constraint import (
     Constraint,
     Function,

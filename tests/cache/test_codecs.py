@@ -31,7 +31,7 @@ from mlx_kv import (
 )
 from mlx_kv.cache.attention import operands
 from mlx_kv.cache.buffers import SlotBuffer
-from mlx_kv.cache.codecs import Affine, Codec, Microscaled, Plain, names
+from mlx_kv.cache.codecs import Affine, Codec, Microscaled, Plain, pairs
 from mlx_kv.mlxlm.traverse import attention_caches
 from mlx_kv.planning import Planner, Strategy
 from mlx_kv.prefixes.prefix_cache import cache_format
@@ -199,12 +199,12 @@ def test_what_only_mlx_kv_can_hold_is_refused_to_mlx_lm(tmp_path: Path) -> None:
 
 
 def test_a_codec_that_nobody_registered_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(names.CODECS.registered, "mine", Half)
+    monkeypatch.setitem(pairs.CODECS.registered, "mine", Half)
     monkeypatch.setattr(Half, "name", "mine")
     cache = fed(KVCache(codec="mine"))
     save_prompt_cache(tmp_path / "a.safetensors", [cache])
     state = cache.state
-    monkeypatch.delitem(names.CODECS.registered, "mine")
+    monkeypatch.delitem(pairs.CODECS.registered, "mine")
     message = r"there is no codec 'mine': choose one of affine, .*, or register_codec\(\) one of that name"
     for load in (lambda: load_prompt_cache(tmp_path / "a.safetensors"), lambda: KVCache.from_state(state)):
         with pytest.raises(ValueError, match=message):
@@ -215,7 +215,7 @@ def test_a_codec_that_nobody_registered_is_refused_by_name(tmp_path: Path, monke
 
 
 def test_codecs_are_found_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    bring(monkeypatch, names.CODECS, "mlx_kv.codecs", "brought", lambda: Scaled(5))
+    bring(monkeypatch, pairs.CODECS, "mlx_kv.codecs", "brought", lambda: Scaled(5))
     assert {"affine", "brought", "half", "plain", "scaled"} <= set(codec_names())
     assert KVCache(codec="brought").view.codecs[0].parameters["levels"] == 5
     assert KVCache(codec="affine").view.codecs == (Affine(8, 64),) * 2

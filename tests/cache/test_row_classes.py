@@ -15,7 +15,7 @@ from test_batch_rows import Batches, Kind, kinds
 
 from mlx_kv import CachePolicy, KVCache
 from mlx_kv.cache.classes import DeferredMask, RowClasses, moving
-from mlx_kv.cache.classes.parts import Parts
+from mlx_kv.cache.classes.moving import Parts
 
 RULE = moving.settled
 

@@ -10,7 +10,7 @@ import pytest
 from reasoning_server import TOOL
 from serving import Running, check_error
 
-from mlx_kv.files.strict_json import MOST_NESTED, read_json
+from mlx_kv.files.decoding import MAX_NESTED, read_json
 from mlx_kv.generation.settings import SamplingSettings
 
 USER = [{"role": "user", "content": "x"}]
@@ -81,7 +81,7 @@ def test_what_is_nested_too_deeply_is_refused(path: str, levels: int, reasoner: 
 
 def test_how_deep_json_may_be() -> None:
     for begin, end in (("[", "]"), ('{"a":', "}")):
-        text = begin * MOST_NESTED + "1" + end * MOST_NESTED
+        text = begin * MAX_NESTED + "1" + end * MAX_NESTED
         read_json(text), read_json(text.encode())
         with pytest.raises(ValueError, match="nested more"):
             read_json(begin + text + end)

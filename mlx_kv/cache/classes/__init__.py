@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from mlx_kv.cache.classes.deferred import DeferredMask
-from mlx_kv.cache.classes.row_classes import RowClasses
+from mlx_kv.cache.classes.row_classes import DeferredMask, RowClasses
 
 __all__ = ["DeferredMask", "RowClasses"]

@@ -18,11 +18,10 @@ from typing import Any, Self
 import mlx.core as mx
 
 from mlx_kv.cache.checks import whole_numbers
-from mlx_kv.cache.classes.deferred import DeferredMask
-from mlx_kv.cache.classes.moving import Moved, moved_to_classes, moved_where_they_grow, room_in
-from mlx_kv.cache.classes.parts import Part, Parts, part_of
+from mlx_kv.cache.classes.moving import Moved, Part, Parts, moved_to_classes, moved_where_they_grow, part_of, room_in
 from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.cache.layout import Layout
+from mlx_kv.cache.mask import Mask
 from mlx_kv.cache.protocol import Call, Fetched, Hook
 from mlx_kv.cache.rows import check_joinable, check_padding, check_rows
 
@@ -351,3 +350,33 @@ class RowClasses:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(map(repr, self.parts))})"
+
+
+class DeferredMask:
+    """What the caches of one step make their masks of; models hand it on from the layer that was asked to all others.
+
+    Args:
+        new, return_array, window_size: what the model asked `make_mask` for.
+    """
+
+    def __init__(self, new: int, return_array: bool, window_size: int | None) -> None:
+        self._new, self._return_array, self._window = new, return_array, window_size
+        self._known: dict[Any, Mask] = {}  # layers whose caches stand alike share a mask
+
+    def of(self, number: int, cache: KVCache) -> Mask:
+        """The mask of a cache before its update.
+
+        Args:
+            number: of its class. Caches of two classes have histories of their own, and may come to stand alike in what
+                can be seen of them.
+        """
+        if cache.evictor is not None and self._window is not None:  # then integers alone do not say
+            return self._made_by(cache)
+        view = cache.view
+        key = number, view.layout, view.rows, view.lengths
+        if key not in self._known:
+            self._known[key] = self._made_by(cache)
+        return self._known[key]
+
+    def _made_by(self, cache: KVCache) -> Mask:
+        return cache.make_mask(self._new, self._return_array, self._window)

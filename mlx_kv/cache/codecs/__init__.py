@@ -7,7 +7,6 @@ from mlx_kv.cache.codecs.base import Codec, Packing, Plane, Planes
 from mlx_kv.cache.codecs.centre import Centre
 from mlx_kv.cache.codecs.centred import Centred, CentredByLayer
 from mlx_kv.cache.codecs.microscaled import Microscaled
-from mlx_kv.cache.codecs.names import codec_names, find_codec, register_codec
 from mlx_kv.cache.codecs.pairs import (
     PLAIN,
     TAKE_BITS,
@@ -17,6 +16,8 @@ from mlx_kv.cache.codecs.pairs import (
     affine_of,
     alike,
     are_plain,
+    codec_names,
+    find_codec,
     find_codecs,
     in_words,
     keys_and_values,
@@ -25,6 +26,7 @@ from mlx_kv.cache.codecs.pairs import (
     one_or_two,
     packing_of,
     packings_of,
+    register_codec,
 )
 from mlx_kv.cache.codecs.plain import Plain
 

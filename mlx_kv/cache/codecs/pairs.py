@@ -1,23 +1,26 @@
-"""Two codecs: of keys, and of values. What one or the other of them means for a cache.
-
-Decides what `bits` and `codec` ask for, and who can read both tensors packed.
-"""
+"""Codecs by name, and pairs of them: one for keys and one for values, from the settings `bits` and `codec`."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
+from mlx_kv.cache.codecs.affine import Affine
 from mlx_kv.cache.codecs.base import Codec, Packing
-from mlx_kv.cache.codecs.names import find_codec
+from mlx_kv.cache.codecs.centre import Centre
+from mlx_kv.cache.codecs.centred import Centred
+from mlx_kv.cache.codecs.microscaled import MICROSCALED
 from mlx_kv.cache.codecs.plain import Plain
+from mlx_kv.open_set import OpenSet
 
 Codecs = tuple[Codec, Codec]  # of keys, of values
 Choice = str | Codec | tuple[str | Codec, str | Codec]
 Bits = int | tuple[int | None, int | None]  # of both tensors, or (of keys, of values)
 PLAIN: Codecs = (Plain(), Plain())
-MOST_CHARACTERS = 200  # of parameters that are told as they are
+MAX_CHARACTERS = 200  # of parameters in messages
 TAKE_BITS = ("affine", "rotated")  # the codecs that are made with bits and a group size
 
 
@@ -113,11 +116,72 @@ def in_words(codecs: Codecs) -> str:
     """How tensors are stored, nothing where they are plain. Two say the same only if they store the same."""
     if (affine := affine_of(codecs)) is not None:
         return f"{affine.bits} bits in groups of {affine.group_size}"
-    keys, values = (f"{codec.name} {_told(codec.parameters)}" for codec in codecs)
+    keys, values = (f"{codec.name} {_described(codec.parameters)}" for codec in codecs)
     return "" if are_plain(codecs) else f"keys as {keys} and values as {values}"
 
 
-def _told(parameters: dict[str, Any]) -> str:
-    """As JSON, or what is as unlike any other's where that is too long to be read."""
+def _described(parameters: dict[str, Any]) -> str:
+    """Parameters as JSON, or a digest where that is too long to read."""
     text = json.dumps(parameters, sort_keys=True)
-    return text if len(text) <= MOST_CHARACTERS else hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    return text if len(text) <= MAX_CHARACTERS else hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+Factory = Callable[..., Codec]  # takes the codec's `parameters` by their names, each with a default
+
+
+def _centred(heads: int = 0, numbers: str = "", codec: Sequence[Any] = ("affine", {})) -> Centred:
+    if not numbers:
+        raise ValueError("keys are centred by numbers of their model: give what evaluation.centres.centred() measures")
+    name, parameters = codec
+    return Centred(Centre(heads, numbers), find_codec(name, parameters))
+
+
+CODECS: OpenSet[Factory] = OpenSet(
+    "codec",
+    "a codec",
+    {
+        "plain": Plain,
+        "affine": Affine,
+        "rotated": partial(Affine, rotate=True),
+        Centred.name: _centred,
+        **MICROSCALED,
+    },
+)
+
+
+def codec_names() -> list[str]:
+    """All that `codec=` takes by name; "centred" needs numbers of a model, so a codec is given in its place."""
+    return CODECS.names()
+
+
+def register_codec(name: str, factory: Factory) -> None:
+    """Makes a codec known by a name, so that it can be asked for by it and found again by a loaded cache.
+
+    Args:
+        name: the `name` that the codec says of itself; replaces whatever had it before.
+        factory: makes one, usually its class. A loaded cache gives it the `parameters` of the saved one.
+
+    Raises:
+        ValueError: a factory that cannot be called, or a name that is no text.
+    """
+    if not isinstance(name, str):
+        raise ValueError(f"the name of a codec is {name!r}: give a text")
+    if not callable(factory):
+        raise ValueError(f"the codec {name} is {factory!r}: give what makes one, such as its class")
+    CODECS.registered[name] = factory
+
+
+def find_codec(codec: str | Codec, parameters: Mapping[str, Any] | None = None) -> Codec:
+    """The codec of a name, or the one that is given.
+
+    Args:
+        parameters: of the codec, instead of its defaults; only with a name.
+
+    Raises:
+        ValueError: no codec has this name, or it is none; and what a codec says of its parameters.
+    """
+    if not isinstance(codec, str):
+        if not callable(getattr(codec, "encode", None)):
+            raise ValueError(f"codec is {codec!r}: give a codec such as Affine(8, 64), or a name")
+        return codec
+    return CODECS.find(codec)(**(parameters or {}))
