@@ -1,1 +1,1 @@
-"""The cache of one layer, and its parts: codecs, layouts, eviction, growth. Knows nothing about models."""
+"""The cache of one layer, and its parts: codecs, layouts, eviction, growth. Independent of any model."""

@@ -1,4 +1,4 @@
-"""Buffers of slots: the only code that allocates.
+"""Buffers of slots, for keys and values.
 
 A buffer holds the planes of one tensor (the keys, or the values, of one layer), each (B, H, C, width) with C slots. It
 reserves, writes, reads, moves and re-encodes slots.

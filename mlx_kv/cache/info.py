@@ -1,4 +1,4 @@
-"""Read-only properties of a cache: lengths, bytes, positions, and the state to continue from. B rows."""
+"""Base class of `KVCache`: lengths, bytes, positions, pausing of eviction, state and copies. B rows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mlx_kv.cache.state import CacheData, CacheState, CacheView
 
 
 class CacheInfo:
-    """What can be read of a cache. Base class of `KVCache`, which adds the updates."""
+    """Properties, state and copies of a cache. Base class of `KVCache`, which adds the updates."""
 
     def __init__(self, data: CacheData) -> None:
         self._data = data
@@ -62,7 +62,7 @@ class CacheInfo:
     def residual(self) -> Residual | None:
         """A copy of the newest tokens in full precision; None without a residual.
 
-        Setting it again makes a trim back to where it was copied possible, whatever was written in between.
+        Setting it to such a copy allows a trim back to the offset at which that was made, whatever was written since.
         """
         return None if self._data.residual is None else self._data.residual.copied()
 

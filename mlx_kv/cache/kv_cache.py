@@ -1,11 +1,11 @@
 """The KV cache of one attention layer: one update path for every combination of layout, codec and budget.
 
 Read next: `state` (the fields of a cache and its serialisable state), `update` (one update, step by step), `rows`
-(joining and selecting rows) and `info` (read-only properties). mlx-lm's models use the names of `protocol.Cache`.
+(joining and selecting rows) and `info` (properties and copies). mlx-lm's models use the names of `protocol.Cache`.
 B rows, H KV heads, S new tokens, Dk and Dv head dims, C capacity in slots.
 
     make_mask(S)            -> plan(S) -> None | "causal" | array
-    update_and_fetch(k, v)  -> compact, if due -> plan(S) -> reserve -> write into slots -> read
+    update_and_fetch(k, v)  -> compact, if due -> plan(S) -> make room -> write into slots -> read
 
 The plan consists of Python integers: an update synchronises with the device only when it reallocates buffers or
 compacts a budget, and builds no chain of small unevaluated arrays.
@@ -54,8 +54,9 @@ class KVCache(CacheInfo):
 
     Raises:
         ValueError: bits, a group size or a codec that don't exist, or don't combine; a negative number;
-            quantized_start or residual_length where nothing is quantised; a residual_length with share="adaptive", or
-            below what max_rollback requires; an evictor and a layout that is not the evictor's.
+            quantized_start or residual_length where nothing is quantised; a residual_length above keep_recent, with
+            heads of different numbers of tokens, or with a max_rollback above 64; an evictor and a layout that is not
+            the evictor's.
     """
 
     _hook: Hook | None = None  # set from outside
@@ -86,15 +87,19 @@ class KVCache(CacheInfo):
     # --- the update path ------------------------------------------------------------------------------------------
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Mask:
-        """The mask for the next N tokens: None, "causal", or booleans (N, K) or (B, 1, N, K)."""
+        """The mask for the next N tokens: None, "causal", or booleans (N, K) or (B, 1, N, K).
+
+        With a window over a budget, a compaction that is due runs here: the mask depends on the tokens that are left.
+        """
         data = self._data
         data.transient = None  # a new step begins
         if (usual := update.next_plan(data, N)) is not None and (window_size is None or data.evictor is None):
             return make_mask(usual, window_size, return_array)
         if data.evictor is None:
             return make_mask(update.plan_for(data, data.rows, N), window_size, return_array)
-        # The next update compacts what is due; the positions of the rows after it are known now. Only a window needs to
-        # know which tokens are left, so then the compaction comes first.
+        # The next update compacts what is due. The rows after it follow from integers, except in layers whose lengths
+        # may differ: these replace this mask (`OwnMasks`). Only a window depends on which tokens are
+        # left: then the compaction comes first.
         if window_size is not None:
             data.rows = data.evictor.compact_if_due(data.rows)
         plan = update.plan_for(data, tuple(map(data.layout.compacted_if_due, data.rows)), N)
@@ -240,18 +245,13 @@ class KVCache(CacheInfo):
         self._data.announced = tuple([max(announced, number) for announced in self._data.announced])
 
     def maybe_trim_front(self) -> None:
-        """Drops the tokens before the last chunk_size; models with chunked attention call it before each step.
-
-        Nothing moves. Caches of another layout do nothing.
-        """
-        data = self._data
-        data.rows = tuple([row._replace(front=data.layout.trimmed_front(row)) for row in data.rows])
+        """Drops the tokens before the last chunk_size, if any; models with chunked attention call it in each step."""
+        rows = tuple([row._replace(front=self.layout.trimmed_front(row)) for row in self._data.rows])
+        if rows != self._data.rows:  # the same rows leave the fast path open
+            self._data.rows = rows
 
     def compact(self) -> None:
-        """Evicts down to the budget now, without waiting for the margin to fill; see `mlx_kv.compact`.
-
-        Caches without a budget do nothing.
-        """
+        """Evicts down to the budget, if any, without waiting for the margin to fill; see `mlx_kv.compact`."""
         if self.evictor is not None:
             self._data.rows = self.evictor.compact_if_due(self._data.rows, on_demand=True)
 

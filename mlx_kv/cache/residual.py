@@ -29,7 +29,7 @@ NOWHERE = -1  # the position of padding
 
 
 class Places:
-    """Where the tokens of a residual are that attention reads after a write; computed lazily.
+    """Positions and slots of the tokens of a residual that attention reads after a write; computed lazily.
 
     Layers with the same plan share one, and its mask.
 
@@ -136,7 +136,7 @@ class Residual:
         return cls(length, room, (buffers[0], buffers[1]) if buffers else None, tuple(first))
 
     def check_beside(self, max_rollback: int, keep_recent: int | None = None, uneven: bool = False) -> None:
-        """Raises ValueError unless it can stand beside what else a cache promises.
+        """Raises ValueError unless it is compatible with the other settings of a cache.
 
         Args:
             max_rollback: tokens that can be taken back in any case.

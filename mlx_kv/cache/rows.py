@@ -1,7 +1,7 @@
 """Operations on rows: join caches into a batch, select and copy rows, announce padding.
 
-A row's slots begin at 0 in every cache, whatever was evicted or overwritten, so rows are stacked as they are: nothing
-is rolled, padded or realigned.
+A row's slots begin at 0 in every cache, whatever was evicted or overwritten, so rows are stacked without
+realigning them. Only the slots of rings of different room are rearranged first.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 `CacheData` has the settings, buffers and counters; `update` and `rows` change them. `CacheState` is what another cache
 needs to continue from here, without announced room, announced padding and the growth rule, which a cache made from a
-state gets anew. Tuples of eleven, the states of version 0.1.0, are read, too.
+state gets anew. Older states are read, too: tuples of twelve
+(without a residual) and of eleven (version 0.1.0).
 
 B rows.
 """
@@ -43,7 +44,7 @@ Tensors = list[tuple[int, str]]  # head dim and name of the dtype, of keys and o
 
 
 class CacheView(NamedTuple):
-    """A snapshot of a cache's fields, read by statistics, files, evictors and the server's memory page.
+    """A read-only snapshot of a cache's fields.
 
     Attributes:
         layout: which slot holds which position.

@@ -3,9 +3,10 @@
 Full path: check the tensors, compact a budget if it is due, plan, make room (allocate, grow, rearrange or quantise
 buffers), write, read.
 
-Fast path, for decode steps like the last one (same shapes, dtypes and rows, one slot further on): the plan follows from
-the last plan, which all layers share, and only shapes and dtypes of the tensors are compared. A trim, other rows, a
-compaction, growth or padding takes the full path. Where both apply, their results are equal.
+Fast path, for an update of the same shapes and dtypes as the last one, with no change of the cache in between: its plan
+is `next` of the last plan, which all layers share, and only shapes and dtypes of tensors are compared. A trim, other
+rows, a compaction, growth, padding, a change of room, or a codec that is not in use yet (`quantized_start`) takes the
+full path. Both paths give equal results.
 
 Write capacity (`room`): the longest write that a layout has slots for. A ring has window + room - 1 slots, a budget has
 budget + margin + room. A prompt needs much, decoding little. Room grows at once for a longer write and shrinks after
@@ -47,7 +48,7 @@ MAX_PACKED_TOKENS = 8
 # Changing the room copies all live slots once, about as much as attention reads in two or three decode steps. Once in
 # so many writes that is little, even where the length of writes keeps changing.
 PERIOD = 32
-MUCH_LESS = 4  # times: a smaller saving is not worth a copy, unless it makes the mask unnecessary
+MUCH_LESS = 4  # times: writes of at most room / MUCH_LESS tokens, or of 1 (which then needs no mask), are short
 
 
 # --- the full path ----------------------------------------------------------------------------------------------------
@@ -84,7 +85,7 @@ def store(data: CacheData, keys: mx.array, values: mx.array) -> Fetched:
 
 
 def plan_for(data: CacheData, rows: tuple[Row, ...], new: int) -> Plan:
-    """The plan of the next `new` tokens, for the mask as for the update: in the layout that this write finds.
+    """The plan of the next `new` tokens, of the mask and of the update, in the layout for this write.
 
     Args:
         rows: in the current layout, after a compaction that is due.
@@ -99,7 +100,7 @@ def plan_for(data: CacheData, rows: tuple[Row, ...], new: int) -> Plan:
 def check(data: CacheData, keys: mx.array, values: mx.array) -> None:
     """Raises ValueError for tensors that this cache cannot store."""
     if data.buffers is not None and continues(keys, values, data.buffers):
-        return  # runs for every token of every layer: the usual case first
+        return  # the usual case
     check_tokens(keys, values)
     tensors = {"keys": keys, "values": values}
     for (name, tensor), codec in zip(tensors.items(), data.codecs, strict=True):
@@ -337,7 +338,7 @@ def note_write(data: CacheData, new: int) -> None:
 
 
 def note_trim(data: CacheData, rows: tuple[Row, ...]) -> None:
-    """Counts a trim as one of all tokens since the last trim, because so many might have been taken back.
+    """Counts a trim like a write of all tokens since the last trim: a draft of that length could have been trimmed.
 
     Args:
         rows: before the trim.
@@ -351,7 +352,7 @@ def note_trim(data: CacheData, rows: tuple[Row, ...]) -> None:
 
 
 def _note(data: CacheData, tokens: int, writes: int) -> None:
-    """Counts `tokens` that were written at once, or might have been taken back."""
+    """Counts `tokens` that were written at once, or that could have been trimmed at once."""
     layout = data.layout
     if data.following is not None and tokens > data.following.room:
         data.following = None

@@ -57,13 +57,13 @@ def make_prompt_cache(
 def converted_caches(model: nn.Module, policy: CachePolicy, strict: bool, peers: Peers) -> list[Any]:
     """As `make_prompt_cache`, of arguments that were checked."""
     traits, packed_decode = _traits(model, policy)
+    fitting = fit_policy(policy, traits, strict)
     if strict:
         check_readable(model)
         whole = peers is ALONE  # a part of a model has no fingerprint of the whole
         if whole and policy.calibration is not None and policy.calibration.fingerprint != _fingerprint(model):
             raise ValueError("this calibration is of another model: run mlx-kv calibrate MODEL for this one")
     own = stock.make_prompt_cache(model)
-    fitting = fit_policy(policy, traits, strict)
     attention = iter(make_layer_caches(fitting, _specs(model, own), packed_decode, peers))
 
     def converted(cache: Any) -> Any:
@@ -116,8 +116,8 @@ def _traits(model: nn.Module, policy: CachePolicy) -> tuple[ModelTraits, bool]:
 
 def check_policy(model: nn.Module, policy: CachePolicy) -> None:
     """Raises ValueError where no layer of a model supports a setting of the policy, or mlx-lm cannot run it."""
-    check_readable(model)
     fit_policy(policy, _traits(model, policy)[0], strict=True)
+    check_readable(model)
 
 
 @cached_per_model

@@ -10,7 +10,8 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models import cache as stock
 
-from mlx_kv import Cache, FixedStep, KVCache, QuantizedKVCache
+from mlx_kv import Cache, ChunkedKVCache, FixedStep, KVCache, QuantizedKVCache, RingKVCache
+from mlx_kv.cache import update
 from mlx_kv.cache.layout import Ring
 
 
@@ -283,3 +284,23 @@ def test_rows_trimmed_to_nothing_join_rows_that_never_had_anything(extend: bool)
     joined.filter([4, 0])
     assert joined.keys is None or joined.keys.shape[0] == 2
     assert [x.shape for x in filled(joined, 2, 2).keys_and_values()] == [(2, 2, 2, 64), (2, 2, 2, 32)]
+
+
+def test_a_trim_of_nothing_while_padding_is_to_come() -> None:
+    cache = KVCache()
+    cache.prepare(left_padding=[3])
+    assert cache.trim(0) == 0
+    with pytest.raises(ValueError, match="holds 0; trim by 0 to 0"):
+        cache.trim(1)
+
+
+@pytest.mark.parametrize("make", [KVCache, lambda: RingKVCache(8, 4), lambda: ChunkedKVCache(64, 4)])
+def test_a_front_that_does_not_move_leaves_the_fast_path_open(make: Any) -> None:
+    """Models with chunked attention trim the front of every cache before every step."""
+    cache, x = make(), mx.zeros((1, 1, 1, 32))
+    for _ in range(3):
+        cache.maybe_trim_front()
+        cache.update_and_fetch(x, x)
+    assert update.next_plan(cache._data, 1) is not None
+    cache.maybe_trim_front()
+    assert update.next_plan(cache._data, 1) is not None

@@ -159,7 +159,8 @@ def test_layers_that_have_diverged_are_named_and_nothing_changes(share: Any) -> 
     for cache in (caches[0], caches[2]):
         cache.update_and_fetch(x, x)
     message = (
-        "the layers of one sequence have diverged, and cannot evict the same tokens: they hold 46 of 46 tokens in "
+        "the layers of one sequence have diverged, and cannot decide together what to evict: "
+        "they hold 46 of 46 tokens in "
     )
     with pytest.raises(ValueError, match=re.escape(message + "layer 0, 2; 41 of 41 tokens in layer 1")):
         caches[0].update_and_fetch(x, x)

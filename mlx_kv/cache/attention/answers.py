@@ -79,7 +79,7 @@ class ResidualAnswer:
         slots = key_positions(plan)
         slots = slots[None, None, None] if slots.ndim == 1 else slots  # (B, 1, 1, K)
         beside = mx.array(places.positions)[:, None, None]  # (B, 1, 1, m)
-        near = slots > queries - length  # all of them are beside: no trim goes further back
+        near = slots > queries - length  # hidden: they are read from the residual, which holds all (`most_trim`)
         layout = plan.layout
         shown = visible(beside, queries, layout.window, layout.sinks, layout.chunk_size)
         shown = shown & (beside > queries - length)

@@ -28,7 +28,7 @@ class Affine:
         rotate: whether it is the tensor times `rotation.rotated` that is stored; named "rotated" then.
 
     Raises:
-        ValueError: bits or a group size that `mx.quantize` does not know.
+        ValueError: bits or a group size that `mx.quantize` does not support.
     """
 
     bits: int = 8

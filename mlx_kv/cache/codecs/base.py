@@ -1,8 +1,8 @@
 """What every codec is: a way to store one tensor as planes.
 
 A tensor of shape (B, H, S, D) becomes a tuple of *planes* that share every axis but the last: plain has one, affine
-quantisation three (packed words, scales, biases). Knows nothing about slots, lengths or attention. Because every slot
-operation maps over planes, rings, budgets and ragged rows need no code of their own for any codec.
+quantisation three (packed words, scales, biases). Independent of slots, lengths and attention: every slot operation
+maps over planes, so rings, budgets and ragged rows need no code of their own for any codec.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class Packing(NamedTuple):
     Attributes:
         bits: per element.
         group_size: elements that share a scale.
-        mode: of `mx.quantize`. mlx-lm's attention knows "affine" alone.
+        mode: of `mx.quantize`. mlx-lm's attention supports only "affine".
         rotated: whether the planes are those of the tensor times `rotation.rotated`: queries are to be rotated, too,
-            and what comes of values is to be rotated back.
-        centre: what was taken away from the tensor before; None is nothing.
+            and the weighted sum of values is to be rotated back.
+        centre: what was subtracted from the tensor first; None is nothing.
     """
 
     bits: int
@@ -53,7 +53,7 @@ class Packing(NamedTuple):
 
 
 class Codec(Protocol):
-    """Turns (B, H, S, D) into planes and back. A codec never changes, and tokens know nothing of each other.
+    """Turns (B, H, S, D) into planes and back. A codec is immutable, and encodes each token independently.
 
     One that stores heads differently also has `of_head(head)`, the codec of planes of that head alone; one that differs
     from cache to cache of a model `of_layer(number)`, by the place in the list of caches.
@@ -61,12 +61,12 @@ class Codec(Protocol):
 
     @property
     def name(self) -> str:
-        """Under which it is found, also by those who load a saved cache."""
+        """The name that it is registered under; saved caches refer to it."""
         ...
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """With which it is made anew: what JSON can hold."""
+        """The arguments of its factory, as JSON values."""
         ...
 
     @property
@@ -87,7 +87,7 @@ class Codec(Protocol):
         ...
 
     def encode(self, x: mx.array) -> Planes:
-        """The planes of a tensor (B, H, S, D), as `planes` says them."""
+        """The planes of a tensor (B, H, S, D), as `planes` describes them."""
         ...
 
     def decode(self, planes: Planes, dtype: mx.Dtype) -> mx.array:

@@ -1,8 +1,8 @@
-"""Another codec, of how far each channel lies from its centre.
+"""A codec that stores the difference of each channel from its centre by another codec.
 
 Keys have channels that lie far from zero for all tokens alike (KIVI, Liu et al. 2024), so that within a group of
 channels they take its whole range. KIVI scales each channel over a group of tokens; a centre that was measured once for
-a layer takes the same away at no bytes a token, and tokens go on knowing nothing of each other.
+a layer removes the same offset at no bytes a token, and tokens are still encoded independently.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Centred:
 
 @dataclass(frozen=True)
 class CentredByLayer:
-    """What `Centred` is in each layer: what a policy says, and no cache can store with.
+    """`Centred` with another centre in each layer: for policies. A cache takes that of its layer (`of_layer`).
 
     Args:
         centres: of each of a model's caches, in their order; None where there are no keys.
@@ -86,7 +86,7 @@ class CentredByLayer:
         return None if packed is None else packed._replace(centre=next(filter(None, self.centres)))
 
     def of_layer(self, layer: int) -> Codec:
-        """What one of the caches stores with.
+        """The codec of one of the caches.
 
         Raises:
             ValueError: a layer whose centre is not among these.

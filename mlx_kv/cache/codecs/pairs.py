@@ -25,7 +25,7 @@ TAKE_BITS = ("affine", "rotated")  # the codecs that are made with bits and a gr
 
 
 def find_codecs(bits: Bits | None, group_size: int, codec: Choice | None = None) -> Codecs:
-    """The codecs that the settings of a cache ask for.
+    """The codecs for the settings of a cache.
 
     Args:
         bits: of both tensors, or (of keys, of values); None is plain. With a codec, only one of `TAKE_BITS`, by name.
@@ -52,7 +52,7 @@ def _codec(kind: str | Codec | None, bits: int | None, group_size: int) -> Codec
 
 
 def keys_and_values(name: str, given: Any) -> tuple[Any, Any]:
-    """What is said of keys and of values: each its own, or both the same."""
+    """A setting as a pair, of keys and of values, from a pair or from one for both."""
     if not isinstance(given, (tuple, list)):
         return given, given
     if len(given) != 2:
@@ -61,7 +61,7 @@ def keys_and_values(name: str, given: Any) -> tuple[Any, Any]:
 
 
 def one_or_two(given: Any) -> Any:
-    """What is said of both tensors, as it is compared: a tuple, or one thing where keys and values have the same."""
+    """A setting of both tensors in a form to be compared: one where keys and values have the same, else a tuple."""
     if not isinstance(given, (tuple, list)):
         return given
     one, *others = given or [None]
@@ -70,10 +70,10 @@ def one_or_two(given: Any) -> Any:
 
 
 def of_cache(codecs: Codecs, number: int) -> Codecs:
-    """Those of one of a model's caches, by its place in their list: a codec that is another in each has an `of_layer`.
+    """The codecs of one of a model's caches, by its index; a codec that differs between caches has an `of_layer`.
 
     Raises:
-        ValueError: what such a codec refuses.
+        ValueError: such a codec has none for this cache.
     """
     keys, values = (getattr(codec, "of_layer", lambda _, codec=codec: codec)(number) for codec in codecs)
     return keys, values
@@ -96,7 +96,7 @@ def are_plain(codecs: Codecs) -> bool:
 
 
 def packing_of(codecs: Codecs) -> Packing | None:
-    """How mlx-lm can read both tensors packed: it knows one number of bits and one group size for both."""
+    """How mlx-lm can read both tensors packed: it supports one number of bits and one group size for both."""
     keys, values = (codec.packed for codec in codecs)
     return keys if keys == values and (keys is None or keys.stock) else None
 
@@ -155,10 +155,10 @@ def codec_names() -> list[str]:
 
 
 def register_codec(name: str, factory: Factory) -> None:
-    """Makes a codec known by a name, so that it can be asked for by it and found again by a loaded cache.
+    """Registers a codec under a name, for `codec=` and for loaded caches.
 
     Args:
-        name: the `name` that the codec says of itself; replaces whatever had it before.
+        name: the `name` of the codec; replaces a codec of the same name.
         factory: makes one, usually its class. A loaded cache gives it the `parameters` of the saved one.
 
     Raises:
@@ -178,7 +178,7 @@ def find_codec(codec: str | Codec, parameters: Mapping[str, Any] | None = None) 
         parameters: of the codec, instead of its defaults; only with a name.
 
     Raises:
-        ValueError: no codec has this name, or it is none; and what a codec says of its parameters.
+        ValueError: no codec has this name, it is no codec, or its parameters are wrong.
     """
     if not isinstance(codec, str):
         if not callable(getattr(codec, "encode", None)):

@@ -1,4 +1,4 @@
-"""An orthogonal matrix that spreads what is large in one channel over all of them, for any head dim that has room.
+"""An orthogonal matrix that spreads what is large in one channel over many, for head dims that 16 divides.
 
 A Hadamard matrix of 2^k channels where the head dim is such a power (QuaRot, Ashkboos et al. 2024), 256 at most. Where
 it is m times that, the Kronecker product of I - 2/m, a reflection of the m blocks, and the Hadamard matrix: of 576
@@ -28,7 +28,7 @@ def check_rotation(name: str, dim: int) -> None:
 
 
 def rotated(x: mx.array) -> mx.array:
-    """x (..., D) times the matrix; again, and it is x, but for rounding."""
+    """x (..., D) times the matrix, which is its own inverse."""
     dim = x.shape[-1]
     power = power_of_two_in(dim)
     turned: mx.array = mx.hadamard_transform(x.reshape(*x.shape[:-1], -1, power))  # (..., m, 2^k)

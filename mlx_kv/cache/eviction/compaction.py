@@ -37,7 +37,7 @@ NO_TOKEN = mx.iinfo(mx.int64).max  # the rank of a slot without a token
 class Moves(NamedTuple):
     """Slots and where they go: int32 (H, m), or (B, H, m) of a batch. Two of the same target have the same source.
 
-    A move from slot 0 to slot 0 is none: it makes heads and rows of fewer moves as long as the others.
+    A move from slot 0 to slot 0 changes nothing: it pads heads and rows of fewer moves.
     """
 
     source: mx.array
@@ -49,7 +49,7 @@ class RowPlan(NamedTuple):
 
     Attributes:
         moves: into holes, (H, m).
-        extra_slots: tokens that the longest head of the layer then holds over the budget, below 0 where it holds fewer.
+        extra_slots: `Row.longer` after it: tokens of the longest head of the layer minus the budget.
         dead: slots before the recent block that hold no token then, (H,) of int32; None where all heads hold as many.
     """
 
@@ -109,7 +109,7 @@ def hole_moves(layout: Budget, row: Row, victims: mx.array) -> Moves:
 
 
 def as_long(slots: mx.array, counts: mx.array, most: int) -> mx.array:
-    """int32 (H, most): the first slots of each head, as many as count; after them the last once more, or 0 for none.
+    """int32 (H, most): the first `counts` slots of each head, padded with the last of them, or with 0 without any.
 
     Args:
         slots: (H, most).
@@ -180,7 +180,7 @@ def lowest_of_all(tokens: Evictable, kept: int, sure: int) -> mx.array:
     """
     ranks = tokens.ranks
     if sure:
-        # The highest of a head that are alive: those that are not rank highest, and are as many more.
+        # Protects the `sure` highest live tokens of each head; dead slots rank above all of them (`NO_TOKEN`).
         dead = (~tokens.alive).sum(axis=-1, keepdims=True)
         place = mx.argsort(mx.argsort(ranks, axis=-1), axis=-1)
         ranks = mx.where(place >= ranks.shape[1] - dead - sure, NO_TOKEN, ranks)

@@ -43,9 +43,10 @@ class Evictor:
     Args:
         layout: the budget.
         score: what to keep, a name or a function; see `mlx_kv.cache.eviction.scores`.
-        scope: what keeps the same tokens: all "layers", a "layer", a "head"; or "adaptive", heads of any length.
+        scope: the option `share`, what keeps the same tokens: all "layers", a "layer" or a "head"; or "adaptive", heads
+            of any length.
         layer_group, layer: the sequence, and which of its layers this is.
-        layer_allocation: "uniform", all layers of the sequence have the same budget; "pyramid", lower ones more;
+        layer_allocation: the option `layers`: "uniform", all layers have the same budget; "pyramid", lower ones more;
             "global", one ranking of the tokens of all heads and layers; or a table of shares, (L, H) or (L, 1)
             (`allocation`).
 
@@ -76,12 +77,12 @@ class Evictor:
         self.observation = Observation(wants, layout.keep_recent) if wants and wants.observes else None
         self.paused = False
         self._owner: Callable[[], Owner | None] = lambda: None
-        self._step: CompactionStep | None = None  # the next compaction, as far as it was worked out
+        self._step: CompactionStep | None = None  # the next compaction, with its scores, while it is valid
         self._masks = OwnMasks(layout)
         self._second_pass: SecondPass | None = None
 
     def belong_to(self, owner: Owner) -> None:
-        """Sets the cache; weakly, since it holds the evictor."""
+        """Sets the cache, as a weak reference: the cache references its evictor."""
         self._owner = weakref.ref(owner)
 
     # --- copies, states and rows ------------------------------------------------------------------------------------
@@ -167,7 +168,7 @@ class Evictor:
             self.observation.trimmed(rows)
 
     def _forget(self) -> None:
-        """Drops what was worked out for the next compaction, in all layers."""
+        """Drops the next compaction of this layer, and the decisions of its groups."""
         self._step = None
         for group in self.metadata.groups:
             group.forget()
@@ -202,7 +203,7 @@ class Evictor:
 
     @property
     def compactions(self) -> int:
-        """Compactions of the row that had most."""
+        """The largest number of compactions of any row."""
         return max(row.compactions for row in self.metadata.work)
 
     @property
@@ -265,7 +266,7 @@ class Evictor:
 
     @property
     def wants_attention(self) -> bool:
-        """Whether the attention over the cache is to be shown to `attend`."""
+        """Whether attention over the cache must go through `attend`."""
         return self.score.wants is not None or self.own_lengths
 
     @property
@@ -315,7 +316,7 @@ class Evictor:
     # --- compaction -------------------------------------------------------------------------------------------------
 
     def compact_if_due(self, rows: tuple[Row, ...], on_demand: bool = False) -> tuple[Row, ...]:
-        """Compacts every row that is due, or on demand all of more tokens than the budget; returns where rows stand.
+        """Compacts every row that is due, or on demand every row above its budget; returns the rows after it.
 
         Args:
             rows: where they stand now.
@@ -336,7 +337,7 @@ class Evictor:
         if not due:
             return rows
         step = self._next_step()
-        mx.eval([buffer.planes for buffer in step.buffers])  # what is still to be computed is no part of a compaction
+        mx.eval([buffer.planes for buffer in step.buffers])  # pending computations are not counted in `seconds`
         started = time.perf_counter()
         moves, kept, after = step.result({i: self._plan(step, i) for i in due})
         kept.compute()
@@ -369,7 +370,7 @@ class Evictor:
         return owner.rows[groups.index(group)].offset != 0
 
     def _next_step(self) -> CompactionStep:
-        """The next compaction, as far as it was worked out and still holds."""
+        """The next compaction: the one made before, unless rows or buffers have changed."""
         if self._step is None or not self._step.is_of(*self._contents()):
             self._step = self._new_step()
         return self._step

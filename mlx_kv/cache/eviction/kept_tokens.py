@@ -20,7 +20,7 @@ from mlx_kv.cache.protocol import Call
 
 
 class KeptTokens(NamedTuple):
-    """Of every row of a batch; arbitrary numbers for rows that have evicted nothing.
+    """The tokens before the cut, of every row of a batch; arbitrary numbers for rows that have evicted nothing.
 
     Attributes:
         positions: (B, H', cut) of int32, as wide as the largest cut of any row; None before the first compaction
@@ -119,7 +119,7 @@ class OwnMasks:
 
     def __init__(self, layout: Budget) -> None:
         self._layout = layout
-        self._alive: mx.array | None = None  # (B, heads, 1, slots), good for:
+        self._alive: mx.array | None = None  # (B, heads, 1, slots), computed for:
         self._alive_of: tuple[object, ...] = ()
         self._unasked = 0  # full updates since a mask was last requested here
 
@@ -163,7 +163,7 @@ class OwnMasks:
         return known
 
     def check_requested(self, due: bool) -> None:
-        """Called before each update; raises ValueError before a first compaction if no mask was requested here.
+        """Called before each full update; raises ValueError if it evicts and no mask was requested after the last one.
 
         Args:
             due: whether the update evicts.

@@ -4,8 +4,9 @@ A *layer group* stands for one sequence. Its members are the evictors of that se
 of a batch is a member of one group per row.
 
 The group decides once per compaction: the first layer that is due passes the next compaction steps of all layers, and
-the others use the plans that result. So nothing has changed anywhere when one layer cannot be scored. Where other
-processes hold heads or layers of the same sequence, the scores of all are gathered first.
+the others use the plans that result. So no layer has changed when the scores of one cannot be used. (Layers of a
+pyramid are due at different times: each decides alone.) Where other processes hold heads or layers of the sequence, the
+scores of all are gathered first.
 
 mlx-lm merges and extracts caches layer by layer, so copies find their group by a rule: layers are copied in ascending
 order, one copy of the sequence after the other. Layer 4 joins the copy that ends with layer 3 or lower; layer 0 begins
@@ -118,8 +119,8 @@ class LayerGroup:
         """The group for a copy of one layer of the sequence `name`, by the rule at the top of this module.
 
         Args:
-            memo: deepcopy's, which is the same for all layers that one call copies: such layers are never parted. If
-                the place of one of them is taken, none of them was meant to complete an older copy.
+            memo: deepcopy's, which is the same for all layers that one call copies: such layers stay together. If
+                the copy already has one of them, all of them move to a new copy.
             peers: of the sequence.
         """
         copies = Copies.named(name)
@@ -217,8 +218,8 @@ def check_in_step(row: Row, layers: Sequence[LayerStep]) -> None:
         held.setdefault(f"{each.row.end} of {each.row.offset}", []).append(str(each.layer))
     found = "; ".join(f"{kept} tokens in layer {', '.join(numbers)}" for kept, numbers in held.items())
     raise ValueError(
-        f"the layers of one sequence have diverged, and cannot evict the same tokens: they hold {found}. "
-        "Trim all layers alike and copy them together, or use share='layer'"
+        f"the layers of one sequence have diverged, and cannot decide together what to evict: they hold {found}. "
+        "Trim all layers alike and copy them together"
     )
 
 
@@ -270,7 +271,7 @@ class Regrouped(Protocol):
 
 
 class Copies:
-    """The copies of one sequence that are being made. Found by name: states and files have nothing else in common.
+    """The copies of one sequence that are being made. Found by name, which is all that states and files record.
 
     Attributes:
         layers: of the sequence.

@@ -38,7 +38,7 @@ from mlx_kv.cache.protocol import Call
 
 SHORT = 8  # queries of a step of decoding, or of one that verifies drafts
 PIECES = 32  # steps that are kept as they come
-TAKEN_BACK = 64  # at the least: as many queries can be dropped by a trim without loss
+TAKEN_BACK = 64  # at least so many queries are held beyond those of the score, for trims
 
 
 class Observation:
@@ -124,7 +124,7 @@ class Observation:
     def see(
         self, call: Call, answer: mx.array, rows: Sequence[Row], counts: Sequence[int] | None, keys: Callable[[], Keys]
     ) -> mx.array:
-        """Observes the queries of a call; returns its answer, which may depend on what was computed of them.
+        """Observes the queries of a call; returns its answer, whose evaluation also computes what is kept of them.
 
         Args:
             answer: to the call, (B, Hq, S, Dv).
@@ -182,7 +182,7 @@ class Observation:
             self.moments = self.moments.without(row)
 
     def settle(self, rows: Sequence[Row], keys: Callable[[], Keys]) -> None:
-        """Computes and evaluates what follows from the present tokens only. Called before some are evicted.
+        """Computes and evaluates all that needs the present tokens. Called before some of them are evicted.
 
         Begins rows again to which tokens were written without a call of `see`.
         """
@@ -216,7 +216,7 @@ class Observation:
         columns, sums = mx.arange(joined.width)[None], list[mx.array]()
         unknown = [joined.width - count + known for count, known in zip(joined.counts, joined.known, strict=True)]
         is_known = columns < mx.array(unknown)[:, None]  # (B, m); columns that are no query count as known
-        waited: list[mx.array] = []  # of the block before: one block after the other
+        waited: list[mx.array] = []  # results of the previous block: one block is computed after the other
         for first, last in blocks(queries, keys):
             block = queries.columns(first, last)
             old = None if joined.sums is None else joined.sums[:, :, first:last]

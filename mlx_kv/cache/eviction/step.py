@@ -1,6 +1,6 @@
 """The next compaction of one cache: scores of its tokens, and what each row evicts and moves.
 
-Nothing is changed here, so nothing has changed anywhere when one layer of a sequence cannot decide.
+Nothing is changed here: scores that cannot be used raise before any slot has moved.
 H KV heads; H' is H where every head keeps its own tokens, else 1; n slots of a row, m of them evictable.
 """
 
@@ -32,7 +32,7 @@ from mlx_kv.cache.layout import Budget, Row
 
 
 class CompactionStep:
-    """The next compaction of a cache, valid while its rows stand where they stood.
+    """The next compaction of a cache, valid until its rows or buffers change.
 
     Args:
         layout: the budget.
@@ -63,7 +63,7 @@ class CompactionStep:
         return sum(buffer.nbytes for buffer in self.buffers)
 
     def is_of(self, rows: tuple[Row, ...], buffers: Buffers) -> bool:
-        """Whether a cache stands where it stood, and holds its tokens where it did."""
+        """Whether the rows and buffers of a cache are still those of this step."""
         return rows == self.rows and all(own is now for own, now in zip(self.buffers, buffers, strict=True))
 
     # --- what one row evicts ----------------------------------------------------------------------------------------

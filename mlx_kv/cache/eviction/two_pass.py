@@ -56,7 +56,7 @@ class SecondPassShares(NamedTuple):
         return SecondPassShares(first, self.received[:, first - self.first : last - self.first])
 
     def then(self, other: SecondPassShares) -> SecondPassShares:
-        """The shares of these tokens and of others that follow; answers between them had no second pass."""
+        """The shares of these tokens and of others that follow; tokens between them, as answers, get `NOT_READ`."""
         own = self.between(self.first, other.first)
         if own is None:
             return other

@@ -1,14 +1,13 @@
 """Which slot holds which position.
 
-Decides where the tokens of an update go, which slots attention reads, and what a trim can undo. Integers only: knows
-nothing about arrays, so it is tested in microseconds. A *row* is one sequence of the batch. Rows need not line up:
-after a trim of one row alone, they are *ragged*.
+A layout determines which slots an update writes, which slots attention reads, and what a trim can undo. Integers only.
+A *row* is one sequence of the batch. Rows of different lengths, as after a trim of one row alone, are *ragged*.
 
 Append: slot = start + position; a row owns the slots [start, end), and every slot from `end` on is dead until written.
-Budget: the same, and now and then a compaction, after which start is below 0.
-Ring: slots are used again, `turn` positions later.
-Room: rings and budgets have slots for the writes that come, so the same layout has more while a prompt is read.
-Chunks: the same ring for models whose tokens see their own chunk of the text; attention reads it in order.
+Budget: as Append, until a compaction evicts tokens and lowers start by their number.
+Ring: a slot is overwritten by the token `turn` positions later.
+Room: the longest write that currently has slots, in rings and budgets: more while a prompt is read than in decoding.
+Chunks: a ring for chunked attention, where a token sees only its own chunk of the text; read in order of positions.
 """
 
 from __future__ import annotations

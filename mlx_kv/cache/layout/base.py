@@ -14,14 +14,14 @@ class Row(NamedTuple):
     """Where one sequence stands.
 
     Attributes:
-        start: the slot of position 0. Below 0, so many tokens were evicted, and slot = start + position holds for those
-            that came after.
-        offset: the next position. Below 0, so many tokens of padding are to come first.
-        high: the high-water mark, one past the highest position ever written, taken back or not; with another room it
-            moves along, so that what a trim can go back to stays.
+        start: slot minus position of the tokens in order: 0 at first, lowered by evictions, after which it holds from
+            the cut on (`Budget.cut_of`).
+        offset: the next position; -n while n tokens of left padding are still to come.
+        high: one past the highest position ever written, trimmed tokens included. A change of room shifts it, so that
+            as many tokens can be trimmed as before (`reshaped`).
         front: the first position after the sinks that attention reads.
-        longer: tokens that the longest head of the layer holds over the mean of all heads of all layers, below 0 where
-            it holds fewer; 0 where all hold as many.
+        longer: tokens of the longest head of this layer minus the mean over all heads of all layers: below 0 in a layer
+            of few tokens, 0 where all heads hold the same number.
     """
 
     start: int = 0
@@ -72,12 +72,12 @@ class Layout(Protocol):
 
     @property
     def max_rollback(self) -> int:
-        """Tokens that can be taken back in any case: there is never less room than for so many."""
+        """Tokens that can be trimmed at any time; room is never smaller."""
         ...
 
     @property
     def room(self) -> int:
-        """The longest write that there are slots for as things are, max_write at the most."""
+        """The longest write that currently has slots, at most max_write."""
         ...
 
     def with_room(self, room: int) -> Layout:
@@ -86,7 +86,7 @@ class Layout(Protocol):
 
     @property
     def most_slots(self) -> int:
-        """Slots that are ever used."""
+        """The largest number of slots in use; `NO_LIMIT` where slots are not overwritten."""
         ...
 
     @property
@@ -124,7 +124,7 @@ class Layout(Protocol):
         ...
 
     def ordered_from(self, row: Row) -> int:
-        """The lowest position from which all tokens up to the newest lie in the slots that `slot` gives."""
+        """The lowest position from which on every token lies in the slot that `slot` returns."""
         ...
 
     def most_trim(self, row: Row) -> int:
@@ -136,11 +136,11 @@ class Layout(Protocol):
         ...
 
     def held(self, row: Row) -> int:
-        """Tokens of a row that a later query may see, those of its own write aside."""
+        """Tokens of a row that the next query may see, without those of its own write."""
         ...
 
     def compacted_if_due(self, row: Row) -> Row:
-        """The row as it stands after the compaction before its next write, if one is due."""
+        """The row after the compaction before its next write, with `longer` 0; the same object if none is due."""
         ...
 
 
@@ -163,15 +163,16 @@ def trim_rows(layout: Layout, rows: tuple[Row, ...], counts: tuple[int, ...]) ->
     """The rows without their last `counts[i]` tokens; nothing moves.
 
     Raises:
-        ValueError: one count for each row is wanted, none negative, none more than its row can give back.
+        ValueError: a wrong number of counts, or one that is negative or more than its row can drop.
     """
     if len(counts) != len(rows):
         raise ValueError(f"got {len(counts)} counts to trim by, but this cache has {len(rows)} rows: give one for each")
     for index, (row, count) in enumerate(zip(rows, counts, strict=True)):
         where = "this cache" if len(rows) == 1 else f"row {index}"
-        if not 0 <= count <= row.offset:
-            raise ValueError(f"cannot trim {count} tokens: {where} holds {row.offset}; trim by 0 to {row.offset}")
-        if count > (most := layout.most_trim(row)):
+        length = max(0, row.offset)  # below 0 while left padding is to come
+        if not 0 <= count <= length:
+            raise ValueError(f"cannot trim {count} tokens: {where} holds {length}; trim by 0 to {length}")
+        if count and count > (most := layout.most_trim(row)):
             why, mend = layout.refusal(count, most)
             raise ValueError(f"cannot trim {count} tokens: {where} {why}; trim by 0 to {most}, or {mend}")
     return tuple(trimmed(layout, row, count) for row, count in zip(rows, counts, strict=True))
@@ -229,10 +230,10 @@ def planned(layout: Layout) -> Layout:
 
 @lru_cache(maxsize=8)
 def reshaped(old: Layout, new: Layout, rows: tuple[Row, ...]) -> tuple[Row, ...]:
-    """Rows of one layout as they stand in the same layout with another room, once their tokens have moved.
+    """The rows of one layout after a change of room, once their tokens have moved.
 
-    The lowest position that no write has gone over stays the same, as long as there is a slot for it: what can be taken
-    back is what it was, or what the new room allows.
+    The lowest position that is not overwritten stays the same as long as it has a slot: as many tokens can be trimmed
+    as before, or as many as the new room allows.
     """
     more = new.room - old.room
     if new.most_slots == NO_LIMIT:

@@ -1,6 +1,6 @@
-"""Slots that fill up and are compacted to a budget: from its cut on in the order of positions, before it in any.
+"""A budget of tokens: when a compaction is due, how many tokens it leaves, and in which slots. Integers only.
 
-Decides nothing about which tokens a budget leaves, only how many, and when. Integers only.
+Which tokens are evicted is decided in `cache.eviction`.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ def default_keep_recent(budget: int, residual: int = 0) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Budget(InOrder):
-    """At most `budget` tokens when the next write begins, or up to `margin` more: compacted to exactly the budget.
+    """A row of more than budget + margin tokens is compacted to exactly the budget before its next write.
 
     The first `sinks` tokens and the newest `keep_recent` are never evicted. Before slot budget - keep_recent (the cut)
-    survivors lie in any order; from there on slots are in the order of positions, so a trim can go back as far. Where
-    heads keep different numbers of tokens, that is the cut of the longest; between theirs and it the others have none.
+    survivors lie in any order; from there on tokens are in the order of positions, so a trim can go back to the cut.
+    Where heads keep different numbers of tokens, the recent block begins at the cut of the longest head (`cut_of`), and
+    the slots between a shorter head's own tokens and that cut are dead.
 
     Args:
         margin: how far the budget may be overshot before a compaction; None is max(64, budget // 16).
         max_write: the longest write to plan for; memory peaks at budget + margin + max_write slots.
-        room: the longest write that there are slots for as things are; 0 is max_write.
+        room: the longest write that currently has slots; 0 is max_write.
 
     Raises:
         ValueError: a number below its least, or a budget that sinks and recent tokens would fill.
@@ -42,7 +43,7 @@ class Budget(InOrder):
     margin: int | None = None
     max_write: int = 512
     room: int = 0
-    max_rollback: ClassVar[int] = 0  # what can be taken back, keep_recent says
+    max_rollback: ClassVar[int] = 0  # keep_recent bounds trims
 
     def __post_init__(self) -> None:
         for name, least in (("budget", 1), ("keep_recent", 0), ("sinks", 0), ("margin", 0), ("max_write", 1)):
@@ -79,7 +80,7 @@ class Budget(InOrder):
         return "budget", *numbers, *room_parameters(self)[1:]
 
     def cut_of(self, row: Row) -> int:
-        """The same of a row, in which one head may hold more than the budget, and others less."""
+        """The cut of a row, in which one head may hold more than the budget, and others less."""
         return self.cut + row.longer
 
     def due(self, row: Row) -> bool:
@@ -87,14 +88,14 @@ class Budget(InOrder):
         return self.held(row) > self.budget + self.slack
 
     def before_due(self, row: Row) -> int:
-        """How long the next write can be so that no compaction comes later than if it were written token by token."""
+        """The longest next write that delays no compaction, compared to the same tokens written one by one."""
         return self.budget + self.slack + 1 - self.held(self.compacted_if_due(row))
 
     def compacted(self, row: Row, longer: int = 0) -> Row:
-        """A row of more tokens than the budget, when it holds exactly the budget.
+        """The row after a compaction to exactly the budget.
 
         Args:
-            longer: so many tokens more are in its longest head than on average, or below 0 fewer.
+            longer: `Row.longer` after the compaction.
         """
         return row._replace(start=self.budget + longer - row.offset, longer=longer)
 
@@ -114,5 +115,5 @@ class Budget(InOrder):
         return "has evicted tokens from before its recent ones", f"keep more of them with keep_recent={more}"
 
     def held(self, row: Row) -> int:
-        """Of all heads of all layers on average, which is a whole number."""
+        """The mean over all heads of all layers, a whole number."""
         return row.end - row.longer

@@ -1,4 +1,4 @@
-"""Slots that are written over and over, for models whose tokens see their own chunk of the text. Integers only."""
+"""A ring of slots for chunked attention, where a query sees only its own chunk of the text. Integers only."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from mlx_kv.cache.layout.ring import WrittenOver
 class Chunks(WrittenOver):
     """A query sees its own chunk: positions of the same p // chunk_size. chunk_size + room slots.
 
-    Attention reads in the order of positions, from the front on, as models want it that make the mask themselves. The
-    front moves when the model says so, at the latest when room is needed; then the last chunk_size tokens stay.
+    Attention reads from the front on in the order of positions, because such models make the mask themselves. The front
+    moves when the model calls `maybe_trim_front`, or when a write needs slots: the last chunk_size tokens then stay.
 
     Raises:
         ValueError: a chunk_size or max_write below 1, or a room that is not planned for.
@@ -58,9 +58,10 @@ class Chunks(WrittenOver):
         return row.offset - row.front
 
     def most_trim(self, row: Row) -> int:
-        """Back to offset L is lossless if the chunk that L is in was not overwritten: high - R <= L - L % chunk_size.
+        """A trim to offset L is lossless if its chunk was not overwritten: high - most_slots <= L - L % chunk_size.
 
-        Further back, only offsets between two chunks would be: those are not offered, so that less is never refused.
+        Longer trims would be lossless only to the border of two chunks. They are refused, so that every trim shorter
+        than an allowed one is allowed.
         """
         overwritten = max(0, row.high - self.most_slots)
         return row.offset + (-overwritten // self.chunk_size) * self.chunk_size

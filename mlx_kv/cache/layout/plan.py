@@ -18,8 +18,7 @@ def _slots(first: int, count: int) -> Index:
 class Plan:
     """One update in integers. The mask, the write and the read are all made from it, so they cannot disagree.
 
-    Every layer asks for one for every token, so what is asked more than once is worked out once: `plan_of` gives
-    layers that stand alike the same.
+    Every layer needs one for every token, so plans are cached: layers with equal rows get the same object (`plan_of`).
 
     Attributes:
         layout: which slot holds which position.
@@ -30,9 +29,9 @@ class Plan:
         filled: one past the last slot of the longest row before the update, as if nothing ever wrapped.
         needed: slots that must exist: [0, needed).
         ranges: the slots [first, last) that attention reads, one range after the other, unless the plan is transient.
-        uniform: whether all rows stand alike, so that one slice write does it and one mask row serves all.
+        uniform: whether all rows are equal but for `high`, without padding: one slice write and one mask row serve all.
         ordered: whether nothing wraps, before or with this update.
-        steady: whether the update is all that is due: no padding, no compaction, nothing transient.
+        steady: whether the fast path may use this plan: no padding, no compaction due before it, not transient.
         bounded: whether the room for writes is limited.
         written, read: the slots of the new tokens, and of what attention reads, as an index of (B, H, C, D) each; None
             where they are not one range.
@@ -110,19 +109,19 @@ class Plan:
         return min(-(-end // step) * step, self.layout.most_slots)
 
     def is_padding(self, index: int, token: int) -> bool:
-        """Whether a new token of row `index` is none of its own."""
+        """Whether a new token of row `index` is padding."""
         return token >= self.counts[index] or self.rows[index].offset + token < 0
 
     @property
     def next(self) -> Plan:
-        """The plan of the same update once more. Layers with the same plan get the same."""
+        """The plan of an equal update after this one, cached: layers that share this plan share the next."""
         if self._next is None:
             self._plan_ahead()
         assert self._next is not None
         return self._next
 
     def _plan_ahead(self) -> None:
-        """Plans a few steps in one go: in the middle of other work, each would take Python several times as long."""
+        """Makes the next few plans at once, which is several times as fast as one by one between other work."""
         plan = self
         for _ in range(AHEAD if self.steady else 1):
             plan._next = Plan(plan.layout, plan.after, plan.new)
@@ -132,7 +131,7 @@ class Plan:
 
     @property
     def distinct(self) -> tuple[Row, ...]:
-        """The rows to work something out for: one where all stand alike."""
+        """The rows to compute something for: the first alone where `uniform`, else all."""
         return self.rows[:1] if self.uniform else self.rows
 
     def live(self) -> list[list[int]]:
@@ -151,5 +150,5 @@ class Plan:
 
 @lru_cache(maxsize=8)
 def plan_of(layout: Layout, rows: tuple[Row, ...], new: int, counts: tuple[int, ...] | None = None) -> Plan:
-    """The plan of an update. The layers of a model ask for the same one after the other; it is made once."""
+    """The plan of an update, cached: the layers of a model need equal plans one after the other."""
     return Plan(layout, rows, new, counts)

@@ -21,7 +21,7 @@ MOST_DEAD = 2
 class WrittenOver:
     """Sinks, and after them `turn` slots that are written over and over: the arithmetic that `Ring` and `Chunks` share.
 
-    Abstract: a layout says what is seen, and with that how many slots there must be.
+    Abstract: a subclass defines which positions a query sees, and from that the number of slots.
     """
 
     __slots__ = ()
@@ -140,7 +140,7 @@ class Ring(WrittenOver):
         return min(row.offset, self.window)
 
     def most_trim(self, row: Row) -> int:
-        """Back to offset L is lossless iff high - L <= R - W + 1, or as long as nothing was ever overwritten."""
+        """A trim to offset L is lossless iff high - L <= room, or as long as nothing was ever overwritten."""
         if row.high <= self.most_slots:
             return row.offset
         return row.offset - max(0, row.high - self.room)

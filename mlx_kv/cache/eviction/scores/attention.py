@@ -38,8 +38,8 @@ def snap_kv(tokens: ScoredTokens) -> mx.array:
 
     Li et al. 2024, "SnapKV: LLM Knows What You are Looking for Before Generation". The attention of the last 64
     queries, in the mean over them, averaged over 5 neighbouring tokens and over the query heads of a group. Their own
-    tokens score more than any other; they lend their neighbours nothing, and at both ends the text is followed by
-    zeros. Right when the question has been read.
+    tokens score more than any other; they count as 0 in the means of their neighbours, as does what lies beyond both
+    ends of the text. Right when the question has been read.
     """
     if tokens.queries is None:
         return key_diff(tokens)

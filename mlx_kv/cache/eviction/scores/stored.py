@@ -131,8 +131,7 @@ def random(tokens: ScoredTokens, seed: int = 0) -> mx.array:
     """Any token may go: a number in [0, 1) drawn from the token's position. The control of every comparison.
 
     The same everywhere for the same position: copies, loaded caches, layers and heads agree without any state, also
-    where the heads of a layer are split over machines, none of which has the number of its heads. The hash is the
-    finaliser of MurmurHash3 (Appleby 2011).
+    where the heads of a layer are split over machines. The hash is the finaliser of MurmurHash3 (Appleby 2011).
     """
     rows, heads, n, _ = tokens.keys.shape
     x = tokens.positions.astype(mx.uint32) * mx.array(2654435761, mx.uint32) + seed
