@@ -80,9 +80,11 @@ def test_head_dims_that_no_group_divides_are_refused_with_the_mend() -> None:
         ({"bits": 8.0}, "bits is 8.0"),
         ({"quantized_start": 5}, "quantized_start is 5, but bits is None"),
         ({"bits": 8, "quantized_start": -5}, "quantized_start is -5"),
+        ({"growth": 256}, "growth is 256: give a rule"),
+        ({"growth": FixedStep}, r"growth is <class .*FixedStep'>: give a rule such as Tapered\(\) or FixedStep\(256\)"),
     ],
 )
-def test_impossible_settings_are_refused(options: dict[str, int], message: str) -> None:
+def test_impossible_settings_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         KVCache(**options)
 

@@ -164,3 +164,16 @@ def test_a_copy_that_lacks_layers_does_not_decide_alone(copied: list[int]) -> No
     with pytest.raises(ValueError, match=r"was copied without layer .*copy all layers in their order, .*share='layer'"):
         list(steps)
     assert all(part.evictor.compactions == caches[0].evictor.compactions for part in parts)
+
+
+@pytest.mark.parametrize("copied", [[1], [0, 1]])
+def test_a_copy_that_lacks_layers_does_not_rank_the_tokens_of_all_layers(copied: list[int]) -> None:
+    caches = one_sequence(CachePolicy(budget=20, keep_recent=2, margin=20, share="adaptive", layers="global"), 3)
+    for cache, new in zip(caches, mx.random.normal((3, 1, 2, 30, 32), key=mx.random.key(7)), strict=True):
+        cache.update_and_fetch(new, new)
+    parts = [caches[layer].extract(0) for layer in copied]
+    with pytest.raises(ValueError, match="was copied without layer"):
+        compact(parts)
+    assert all(part.size() == 30 and part.evictor.compactions == 0 for part in parts)
+    compact(caches)
+    assert sum(cache.size() for cache in caches) == 3 * 20

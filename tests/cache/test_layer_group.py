@@ -311,3 +311,20 @@ def test_a_window_that_a_model_asks_for_goes_by_true_positions() -> None:
     own.update_and_fetch(x, x)
     with pytest.raises(ValueError, match="use share='layers'"):
         own.make_mask(2, window_size=12)
+
+
+def test_a_window_goes_by_true_positions_also_beside_a_row_that_has_evicted_nothing() -> None:
+    policy = CachePolicy(budget=20, keep_recent=3, sinks=1, margin=4, score="random")
+    x = mx.random.normal((1, 2, 40, 32))
+    rows = []
+    for tokens in (40, 9):
+        rows.append(policy.make_cache())
+        rows[-1].update_and_fetch(x[:, :, :tokens], x[:, :, :tokens])
+    both = KVCache.merge(rows)
+    mask, kept = both.make_mask(2, window_size=12), both.positions
+    keys, _ = both.update_and_fetch(mx.zeros((2, 2, 2, 32)), mx.zeros((2, 2, 2, 32)))
+    assert [row.evicted for row in both.view.rows] == [20, 0]
+    for row, offset in enumerate((40, 9)):
+        places = [*[p for p in kept[row, 0].tolist() if p >= 0], offset, offset + 1]
+        places += [-1] * (keys.shape[2] - len(places))
+        assert mask[row, 0].tolist() == [[0 <= p <= q and q - p < 12 for p in places] for q in (offset, offset + 1)]

@@ -333,3 +333,26 @@ def test_as_much_as_a_trim_may_take_back_is_followed_and_one_more_is_not(keep_re
     assert watched.observation.since == [200 - most - WINDOW - 1]
     watched.write([30], 30)
     watched.check()
+
+
+def test_rows_that_stand_alike_and_were_not_seen_alike_are_scored_one_by_one() -> None:
+    """In a compaction, which scores rows together where it can."""
+    watched, unseen = (Watched("layer", None, 3, sinks=False, seed=seed, wants=EVERYTHING) for seed in range(2))
+    watched.write([30], 30)
+    assert watched.cache.evictor is not None
+    assert unseen.cache.evictor is not None
+    unseen.cache.evictor.score = watched.cache.evictor.score
+    unseen.write([30], 30, seen=False)
+    watched.cache, watched.rows = KVCache.merge([watched.cache, unseen.cache]), [*watched.rows, *unseen.rows]
+    watched.write([1, 1], 1)
+    assert watched.cache.view.rows[0] == watched.cache.view.rows[1]
+    assert watched.observation.since == [0, 30]
+    evictor = watched.cache.evictor
+    assert evictor is not None
+    asking = lambda tokens: (watched.told.append(tokens), watched._scored(tokens))[1]  # noqa: E731
+    evictor.score = Score("asking", asking, wants=EVERYTHING)
+    watched.cache.compact()
+    assert watched.cache.size() == 24
+    for row, known in enumerate(watched.rows):
+        tokens = watched.told[min(row, len(watched.told) - 1)]
+        watched._check_row(row, row if tokens.keys.shape[0] > 1 else 0, known, tokens)

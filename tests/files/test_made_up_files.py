@@ -329,3 +329,16 @@ def test_room_that_no_machine_has_and_arrays_of_no_cache_are_refused(
             continue
         with pytest.raises(ValueError, match="would take more than the 1,048,576 bytes of this machine"):
             load_prompt_cache(path)
+
+
+def test_heads_without_their_sinks_are_refused(tmp_path: Path) -> None:
+    """Slots without a token come after the sinks, which no head loses."""
+    cache = filled(CachePolicy(**BUDGET, share="adaptive", layers="global").make_cache(layer=1))
+    most, metadata = cache.layout.cut_of(cache.view.rows[0]) - cache.layout.sinks, cache.evictor.metadata
+    for dead in (most, most + 1):
+        kept = metadata.kept._replace(dead=mx.array([[0, dead]], mx.int32))
+        cache.evictor.metadata = metadata._replace(kept=kept)
+        save_prompt_cache(tmp_path / f"{dead}.safetensors", [cache])
+    load_prompt_cache(tmp_path / f"{most}.safetensors")
+    with pytest.raises(ValueError, match="heads that do not hold their share of a budget"):
+        load_prompt_cache(tmp_path / f"{most + 1}.safetensors")

@@ -16,6 +16,7 @@ from mlx_kv.cache.eviction.kept_tokens import KeptTokens, OwnMasks
 from mlx_kv.cache.eviction.scores import Score, find_score
 from mlx_kv.mlxlm.attention import AttentionCall, attention_hooked
 from mlx_kv.mlxlm.traverse import attention_caches
+from mlx_kv.policy import CacheSpec, make_layer_caches
 from mlx_kv.ranks.peers import Heads, Layers
 from mlx_kv.ranks.splitting import PlannedRank
 from tests.tiny_models import VOCAB, make_model
@@ -222,6 +223,30 @@ def test_a_pyramid_has_as_much_as_uniform_layers(means: tuple[int, int]) -> None
     assert min(each) >= 61
     steps = -np.diff(each)
     assert layers < 3 or max(steps) - min(steps) <= 2  # a straight line, rounded
+
+
+def test_layers_of_a_pyramid_have_the_margin_of_uniform_layers() -> None:
+    settings: dict[str, Any] = {"budget": 4000, "keep_recent": 50, "sinks": 10}
+    pyramid, uniform = CachePolicy(**settings, layers="pyramid"), CachePolicy(**settings).layout()
+    layouts = [pyramid.of_layer(layer, 4).layout() for layer in range(4)]
+    assert len({layout.budget for layout in layouts}) == 4
+    assert {layout.slack for layout in layouts} == {uniform.slack}
+
+
+def test_budgets_are_shared_among_layers_of_full_attention_alone() -> None:
+    """Layers with a window or in chunks have no number among them, and no row of a table."""
+    kinds: list[dict[str, Any]] = [{"chunk_size": 16}, {}, {"window": 8}, {"chunk_size": 16}, {}]
+    nothing: dict[str, Any] = {"window": None, "sinks": 0, "chunk_size": None, "indexer": False, "shapes": ()}
+    specs = [CacheSpec(number, **nothing | own) for number, own in enumerate(kinds)]
+    caches = make_layer_caches(policy(share="layer", layers="pyramid"), specs, True)
+    assert [cache.evictor is not None for cache in caches] == [not own for own in kinds]
+    lower, upper = (cache for cache in caches if cache.evictor is not None)
+    assert (lower.evictor.layer, upper.evictor.layer) == (0, 1)
+    assert lower.layout.budget + upper.layout.budget == 2 * 12
+    assert lower.layout.budget > upper.layout.budget
+    make_layer_caches(policy(share="layer", layers=((2.0,), (1.0,))), specs, True)
+    with pytest.raises(ValueError, match="has 4 rows, and this model has 2 layers of full attention"):
+        make_layer_caches(policy(share="layer", layers=((2.0,), (1.0,), (1.0,), (1.0,))), specs, True)
 
 
 # --- the tests above must be able to fail -----------------------------------------------------------------------------

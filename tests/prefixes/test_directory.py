@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import tempfile
+import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -302,3 +304,22 @@ def test_nothing_has_its_name_before_it_is_whole(place: Place, monkeypatch: pyte
     assert len(written) == 3  # the marker, when it was used, the index
     assert all(path.endswith(".partial") for path in written)
     assert not any("partial" in name for name in place.names())
+
+
+def test_what_a_writer_at_work_has_recorded_is_left_alone(tmp_path: Path) -> None:
+    """Also where the clock of a network drive is behind: the files then look old, and the record of their use new."""
+    store = PromptStore(tmp_path, fingerprint="a")
+    store.keep(tokens(0), caches())
+    (name,) = store.entries()
+    data, now = (tmp_path / f"{name}.safetensors").read_bytes(), time.time()
+    at_work, killed = uuid.uuid4().hex, uuid.uuid4().hex
+    for half, used in ((at_work, now), (killed, now - 7200)):
+        for file, content in ((f"{half}.safetensors", data), (f"{half}.used", str(used).encode())):
+            (tmp_path / file).write_bytes(content)
+            os.utime(tmp_path / file, (now - 7200, now - 7200))
+    store.keep(tokens(1), caches())
+    assert len(store.entries()) == 2
+    left = {file.stem for file in tmp_path.iterdir()} - set(store.entries())
+    assert at_work in left
+    assert killed not in left
+    assert (tmp_path / f"{at_work}.safetensors").exists()

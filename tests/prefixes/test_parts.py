@@ -229,3 +229,27 @@ def test_memory_that_one_rank_does_not_have_keeps_nothing(monkeypatch: pytest.Mo
     found = place.find([*conversation(0)[0], 0])
     assert found is not None
     assert goes_on_as(ranks.whole(found[0]), conversation(0)[1], 240)
+
+
+def test_a_part_of_another_entry_is_not_restored(tmp_path: Path) -> None:
+    """The other rank has only the part that it read last."""
+    ranks = TwoRanks()
+    store = ranks.store(tmp_path)
+    for number in range(2):
+        assert keep(ranks, store, *conversation(number))
+    first, last = (store.fetch([*conversation(number)[0], 0]) for number in range(2))
+    assert first is not None
+    assert last is not None
+    assert store.restore(first) is None
+    found = store.find([*conversation(1)[0], 0])
+    assert found is not None
+    assert goes_on_as(ranks.whole(found[0]), conversation(1)[1], 240)
+
+
+def test_a_part_is_dropped_where_another_rank_has_no_memory_for_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = TwoRanks()
+    answers, of_a_third = ranks.link.answers, iter(["rank 2: RuntimeError: [malloc] out of memory", 0])
+    monkeypatch.setattr(ranks.link, "answers", lambda: [*answers(), next(of_a_third)])
+    with pytest.raises(MemoryError, match=r"rank 2: RuntimeError.*out of memory"):
+        ranks.parts.keep("x", ranks.named(conversation(1)[1]), 240, None, 0)
+    assert len(ranks.keeper._memory) == 0
