@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
 from typing import Any, Literal, NamedTuple, cast
 
 import mlx.core as mx
@@ -244,7 +243,7 @@ class CachePolicy:
         """How mlx-lm's attention can read what is stored; None where it cannot."""
         return packing_of(self.codecs)
 
-    @cached_property
+    @property
     def codecs(self) -> Codecs:
         """How keys and how values are stored."""
         return find_codecs(self.bits, self.group_size, self.codec)
@@ -255,7 +254,7 @@ class CachePolicy:
         wants = None if self.budget is None else self._score.wants
         return wants is not None and wants.reread
 
-    @cached_property
+    @property
     def _score(self) -> Score:
         own = self.calibration if isinstance(self.score, str) and self.score == FITTED else None
         return find_score(self.score) if own is None else own.score
