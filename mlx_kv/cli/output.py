@@ -1,7 +1,6 @@
-"""Files that a command writes beside what it prints: figures, and JSON.
+"""Files that a command writes beside its output: figures, and JSON; and which existing files they may replace.
 
-Decides what is said of them, and which files are not replaced: a device or a pipe by neither, and by JSON nothing but
-such JSON. Knows nothing about what is drawn or told, nor how a file comes to be whole or not at all (`atomic_write`).
+Neither replaces a device or a pipe, and JSON replaces only JSON of the same kind. Files are written by `atomic_write`.
 """
 
 from __future__ import annotations

@@ -64,8 +64,8 @@ def _check_same(policy: CachePolicy, agreement: Agreement) -> None:
     leaders = agreement.told(lambda: own)
     if leaders != own:
         names = [name for name in own if leaders[name] != own[name]]
-        told, here = (", ".join(f"{name}={each[name]!r}" for name in names) for each in (leaders, own))
-        raise ValueError(f"the leader's policy has {told}, that of this rank {here}: give all ranks the same")
+        theirs, here = (", ".join(f"{name}={each[name]!r}" for name in names) for each in (leaders, own))
+        raise ValueError(f"the leader's policy has {theirs}, that of this rank {here}: give all ranks the same")
 
 
 def _plain(value: Any) -> Any:

@@ -91,7 +91,7 @@ class Watched:
         budget: int = 24,
     ) -> None:
         self.random, self.wants = np.random.default_rng(seed), wants
-        self.told: list[ScoredTokens] = []
+        self.scored_tokens: list[ScoredTokens] = []
         score = Score("watched", self._scored, wants=wants)
         layout = Budget(budget, keep_recent, 1, 8, 64)
         evictor = Evictor(layout, score, share)
@@ -349,10 +349,10 @@ def test_rows_that_stand_alike_and_were_not_seen_alike_are_scored_one_by_one() -
     assert watched.observation.since == [0, 30]
     evictor = watched.cache.evictor
     assert evictor is not None
-    asking = lambda tokens: (watched.told.append(tokens), watched._scored(tokens))[1]  # noqa: E731
+    asking = lambda tokens: (watched.scored_tokens.append(tokens), watched._scored(tokens))[1]  # noqa: E731
     evictor.score = Score("asking", asking, wants=EVERYTHING)
     watched.cache.compact()
     assert watched.cache.size() == 24
     for row, known in enumerate(watched.rows):
-        tokens = watched.told[min(row, len(watched.told) - 1)]
+        tokens = watched.scored_tokens[min(row, len(watched.scored_tokens) - 1)]
         watched._check_row(row, row if tokens.keys.shape[0] > 1 else 0, known, tokens)

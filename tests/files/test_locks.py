@@ -37,7 +37,7 @@ def test_one_waits_until_the_other_is_done(tmp_path: Path) -> None:
     with pytest.raises(KeyError), locked(tmp_path / "lock"):
         raise KeyError
     with open(tmp_path / "lock") as file:
-        assert lock(file.fileno(), wait=False)  # also after an error nobody holds it
+        assert lock(file.fileno(), wait=False)  # released after an error, too
 
 
 def test_a_killed_holder_holds_nothing(tmp_path: Path) -> None:

@@ -151,12 +151,12 @@ def test_another_policy_than_the_leaders_is_refused() -> None:
     budget = CachePolicy(budget=80, share="layer")
     make_distributed_caches(model, budget, leader)
     assert make_distributed_caches(model, budget, follower)
-    for other, told, here in (
+    for other, theirs, here in (
         (CachePolicy(), "budget=80, keep_recent=20, share='layer'", "budget=None, keep_recent=64, share='layers'"),
         (CachePolicy(budget=81, share="layer"), "budget=80", "budget=81"),
         (CachePolicy(budget=80), "share='layer'", "share='layers'"),
     ):
-        with pytest.raises(ValueError, match=f"^the leader's policy has {told}, that of this rank {here}: give all"):
+        with pytest.raises(ValueError, match=f"^the leader's policy has {theirs}, that of this rank {here}: give all"):
             make_distributed_caches(model, other, follower)
 
 
