@@ -33,6 +33,7 @@ from mlx_kv.cache.eviction.allocation import (
     checked_allocation,
     head_budgets,
     layer_budget,
+    uneven_heads,
 )
 from mlx_kv.cache.eviction.calibration import FITTED, Calibration
 from mlx_kv.cache.eviction.evictor import Evictor
@@ -152,7 +153,7 @@ class CachePolicy:
             assert self._score  # a name that does not exist, or weights that were not measured
         check_storage(self.codecs, self.growth, self.reserve, self.quantized_start, self.residual_length)
         if self.residual_length:
-            uneven = self.share == "adaptive" or (self.share == "head" and self.table is not None)
+            uneven = uneven_heads(self.share, self.allocated)
             keep_recent = None if self.budget is None else self.keep_recent
             Residual(self.residual_length).check_beside(self.max_rollback, keep_recent, uneven)
 

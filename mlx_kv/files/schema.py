@@ -20,9 +20,9 @@ from msgspec.structs import asdict, astuple
 
 from mlx_kv.cache.checks import MOST_TOKENS
 from mlx_kv.cache.codecs import Codecs, affine_of, are_plain, find_codec, find_codecs, packing_of, packings_of
-from mlx_kv.cache.eviction.allocation import BY_HEAD, LayerBudgets, Scope
-from mlx_kv.cache.eviction.evictor import Evictor
+from mlx_kv.cache.eviction.allocation import BY_HEAD, Allocation, LayerBudgets, Scope, checked_allocation, uneven_heads
 from mlx_kv.cache.eviction.row_metadata import EvictorState
+from mlx_kv.cache.eviction.scores import find_score
 from mlx_kv.cache.eviction.scores.tokens import Wants
 from mlx_kv.cache.growth import SLOT_MULTIPLE, FixedStep, Geometric, Growth, Tapered
 from mlx_kv.cache.layout import Budget, Row
@@ -142,14 +142,13 @@ class Eviction(Listed):
         Args:
             heads: H; None before the first update.
         """
-        evictor = Evictor(layout, self.score, self.share, layer_allocation=self.layers)  # type: ignore[arg-type]
+        score, table = find_score(self.score), checked_allocation(self.share, self.layers)
         if len(self.groups) not in (1, len(rows)):
             raise ValueError("layer groups of other rows")
-        table: Any = evictor.layer_allocation
         if not isinstance(table, str) and ([*map(list, table)] != self.layers or self.layer >= len(table)):
             raise ValueError("a table of budgets whose mean is not 1, or of fewer layers")
         cuts = [layout.cut_of(row) for row in rows if row.evicted > 0]
-        if cuts and (self.positions is None or (evictor.score.per_token and self.scores is None)):
+        if cuts and (self.positions is None or (score.per_token and self.scores is None)):
             raise ValueError("evicted tokens without the positions or the scores of the others")
         if heads is None:
             if any(x is not None for x in (self.positions, self.scores, self.dead, self.observed, self.reread)):
@@ -165,9 +164,9 @@ class Eviction(Listed):
             first, last = mx.min(self.positions).item(), mx.max(self.positions).item()
             if not 0 <= first <= last <= max(row.offset for row in rows):  # type: ignore[operator]
                 raise ValueError("positions that the rows do not have")
-        self._check_dead(layout, rows, heads, evictor)
+        self._check_dead(layout, rows, heads, table)
         if self.observed is not None:
-            self.observed.check(evictor.score.wants, rows, heads)
+            self.observed.check(score.wants, rows, heads)
         if self.reread is not None and len(self.reread) != len(rows):
             raise ValueError("a second reading of other rows")
         for row, own in zip(rows, self.reread or (), strict=False):
@@ -176,16 +175,17 @@ class Eviction(Listed):
             if own and not 0 < sizes["n"] <= row.offset - own[0]:
                 raise ValueError("a second reading of tokens that its row does not have")
 
-    def _check_dead(self, layout: Budget, rows: Sequence[Row], heads: int, evictor: Evictor) -> None:
+    def _check_dead(self, layout: Budget, rows: Sequence[Row], heads: int, allocation: Allocation) -> None:
         """How many slots before the cut hold no token of a head."""
-        exact = evictor.layer_allocation in ("uniform", "pyramid")  # the heads of each layer hold its budget on average
+        uneven = uneven_heads(self.share, allocation)
+        exact = allocation in ("uniform", "pyramid")  # the heads of each layer hold its budget on average
         if self.dead is None:
             lost = any(row.longer if exact else row.evicted > 0 for row in rows)
-            if lost and (exact or evictor.uneven_heads):
+            if lost and (exact or uneven):
                 raise ValueError("heads of different lengths without their lengths")
             return
         check_shape(self.dead, "B H", {"B": len(rows), "H": heads}, mx.int32)
-        if not evictor.uneven_heads:
+        if not uneven:
             raise ValueError("lengths of heads that all have one length")
         gaps: list[list[int]] = self.dead.tolist()  # type: ignore[assignment]
         for row, own in zip(rows, gaps, strict=True):

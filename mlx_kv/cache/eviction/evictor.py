@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import mlx.core as mx
 
 from mlx_kv.cache.buffers import Buffers, move_slots
-from mlx_kv.cache.eviction.allocation import Allocation, Scope, checked_allocation, layer_counts, table_of
+from mlx_kv.cache.eviction.allocation import Allocation, Scope, checked_allocation, layer_counts, table_of, uneven_heads
 from mlx_kv.cache.eviction.compaction import RowPlan
 from mlx_kv.cache.eviction.kept_tokens import OwnMasks
 from mlx_kv.cache.eviction.layer_group import LayerGroup, LayerStep
@@ -277,7 +277,7 @@ class Evictor:
     @property
     def uneven_heads(self) -> bool:
         """Whether heads of this layer may hold different numbers of tokens."""
-        return self.scope == "adaptive" or (self.scope == "head" and self._table is not None)
+        return uneven_heads(self.scope, self.layer_allocation)
 
     def attend(self, call: Call, rows: tuple[Row, ...], counts: tuple[int, ...] | None) -> mx.array:
         """(B, Hq, S, Dv): attention after an update, over what each head holds; observed where the score uses it.
