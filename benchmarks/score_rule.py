@@ -18,7 +18,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from mlx_kv.cli.tables import aligned
+from mlx_kv.cli.output import aligned
 from mlx_kv.evaluation.cells import Cell, Kept, cells_of, measurements, named, policy_name
 from mlx_kv.evaluation.results import Result, summary
 

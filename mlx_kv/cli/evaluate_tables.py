@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mlx_kv.cli.output import save_figure
-from mlx_kv.cli.tables import aligned
+from mlx_kv.cli.output import aligned, save_figure
 
 if TYPE_CHECKING:
     from mlx_kv.evaluation.results import Result, Settings

@@ -1,7 +1,4 @@
-"""`mlx-kv inspect`: which tokens of a prompt a budget keeps.
-
-Decides how that is shown: in rows, in the text itself, in JSON, as a figure. Knows nothing about how tokens are chosen.
-"""
+"""`mlx-kv inspect`: shows which tokens of a prompt a budget keeps: as a table, in the text, as JSON or as a figure."""
 
 from __future__ import annotations
 
@@ -19,12 +16,10 @@ import click
 from mlx_kv.bundled import model_path
 from mlx_kv.cli.calibrations import calibration_for, checked_policy
 from mlx_kv.cli.config import short_name
-from mlx_kv.cli.inspect_scores import blocks, draw_scores, scores_json, scores_table, tenths
 from mlx_kv.cli.notices import say
 from mlx_kv.cli.options import make_policy, model_option, policy_options
-from mlx_kv.cli.output import check_json, check_plot, save_figure, save_json
+from mlx_kv.cli.output import aligned, check_json, check_plot, save_figure, save_json
 from mlx_kv.cli.prompt import note_context, prefill_bar, prefill_option, prompt_options, read_prompt
-from mlx_kv.cli.tables import aligned
 
 if TYPE_CHECKING:
     from mlx_kv.evaluation.inspection import Inspection, KeptLayer
@@ -41,41 +36,86 @@ Examples:
   mlx-kv inspect --prompt-file notes.py --kv-budget 256 --scores key_diff,recent,random --plot scores.png
   git show | mlx-kv inspect - --kv-budget 256 --kv-score key_norm --json -
 """
+TENTHS = 10
+BLOCKS, NO_BLOCK = "▁▂▃▄▅▆▇█", "·"
 EVICTED = "·"
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
-LOOKING = 64  # last tokens whose attention is shown
-SETTINGS = ("budget", "share", "sinks", "keep_recent")  # that JSON tells
-TOLD = ("model", *SETTINGS)  # by which a file of this command is known
+LOOKING = 64  # last tokens of the prompt whose attention is measured
+SETTINGS = ("budget", "share", "sinks", "keep_recent")  # of the policy, in JSON
+JSON_KEYS = ("model", *SETTINGS)  # an existing file with these keys may be replaced
 ABOUT_ATTENTION = f"attention: of what the last {LOOKING} tokens look at with all tokens, the share that is kept"
 
 
-# --- rows -------------------------------------------------------------------------------------------------------------
+# --- the table --------------------------------------------------------------------------------------------------------
 
 
-def table(found: Inspection) -> list[str]:
-    """A row for each layer; neighbours that kept the same tokens share one."""
-    seen = any(layer.attention is not None for layer in found.layers)
-    lines = [["layer", "kept", "evicted", *(["attention"] if seen else []), "tenths", "tokens kept of each tenth"]]
-    lines[0][-1] += " of the text"
-    numbers = []
+def tenths(layers: Sequence[KeptLayer], tokens: int) -> list[float]:
+    """The number of kept tokens in each tenth of the text, averaged over layers and heads."""
+    counts = [0.0] * TENTHS
+    heads = [head for layer in layers for head in layer.heads]
+    for head in heads:
+        for position in head.positions:
+            counts[position * TENTHS // tokens] += 1 / len(heads)
+    return counts
 
-    def same_tokens(layer: KeptLayer) -> object:  # neighbours of which one row is all that there is to say
-        return layer.index if seen else [head.positions for head in layer.heads]
 
-    for _, group in groupby(found.layers, key=same_tokens):
+def blocks(counts: Sequence[float], tokens: int) -> str:
+    """One block per tenth: full where all tokens were kept, a dot where none was."""
+    sizes = [0] * TENTHS
+    for position in range(tokens):
+        sizes[position * TENTHS // tokens] += 1
+    levels = [-(-count * len(BLOCKS) // size) if size else 0 for count, size in zip(counts, sizes, strict=True)]
+    return "".join(BLOCKS[min(int(level), len(BLOCKS)) - 1] if level else NO_BLOCK for level in levels)
+
+
+def attention_cell(share: float | None) -> str:
+    return "hidden" if share is None else f"{100 * share:.1f}%"
+
+
+def layers_table(found: Inspection) -> list[str]:
+    """One row per layer; neighbouring layers that kept the same tokens share a row."""
+    with_attention = found.attention is not None
+    header = ["layer", "kept", "evicted", *(["attention"] if with_attention else [])]
+    lines, counts = [], []
+
+    def row_key(layer: KeptLayer) -> object:
+        return layer.index if with_attention else [head.positions for head in layer.heads]
+
+    for _, group in groupby(found.layers, key=row_key):
         same = list(group)
         name = str(same[0].index) if len(same) == 1 else f"{same[0].index}-{same[-1].index}"
-        counts = tenths(same[:1], found.tokens)
-        share = same[0].attention_kept
-        told = [] if not seen else ["hidden" if share is None else f"{100 * share:.1f}%"]
-        held = sorted({len(head.positions) for head in same[0].heads})
-        kept = f"{held[0]:,}" if len(held) == 1 else f"{held[0]:,}-{held[-1]:,}"
-        lines.append([name, kept, f"{found.tokens - round(same[0].kept):,}", *told, blocks(counts, found.tokens)])
-        numbers.append([f"{count:,.0f}" for count in counts])
-    width = max(len(number) for row in numbers for number in row)
-    for line, row in zip(lines[1:], numbers, strict=True):
-        line.append(" ".join(number.rjust(width) for number in row))
-    return [line.rstrip() for line in aligned(lines, left=(4, 5) if seen else (3, 4))]
+        lengths = sorted({len(head.positions) for head in same[0].heads})
+        kept = f"{lengths[0]:,}" if len(lengths) == 1 else f"{lengths[0]:,}-{lengths[-1]:,}"
+        attention = [attention_cell(same[0].attention_kept)] if with_attention else []
+        lines.append([name, kept, f"{found.tokens - round(same[0].kept):,}", *attention])
+        counts.append(tenths(same[:1], found.tokens))
+    width = max(len(f"{count:,.0f}") for row in counts for count in row)
+    return table_with_tenths(header, lines, counts, found.tokens, width)
+
+
+def scores_table(found: Mapping[str, Inspection]) -> list[str]:
+    """One row per score."""
+    first = next(iter(found.values()))
+    with_attention = any(one.attention_kept is not None for one in found.values())
+    header = ["score", *(["attention"] if with_attention else [])]
+    lines = [[score, *([attention_cell(one.attention_kept)] if with_attention else [])] for score, one in found.items()]
+    return table_with_tenths(header, lines, [tenths(one.layers, one.tokens) for one in found.values()], first.tokens, 4)
+
+
+def table_with_tenths(
+    header: list[str], lines: Sequence[list[str]], counts: Sequence[Sequence[float]], tokens: int, width: int
+) -> list[str]:
+    """Lines of a table, each with the kept tokens of each tenth of the text, as blocks and as numbers.
+
+    Args:
+        counts: for each line, of each tenth.
+        width: of a number.
+    """
+    rows = [[*header, "tenths", "tokens kept of each tenth of the text"]]
+    for line, row in zip(lines, counts, strict=True):
+        rows.append([*line, blocks(row, tokens), " ".join(f"{count:{width},.0f}" for count in row)])
+    left = (len(header), len(header) + 1)
+    return [line.rstrip() for line in aligned(rows, left=(0, *left) if header[0] == "score" else left)]
 
 
 # --- the text ---------------------------------------------------------------------------------------------------------
@@ -121,48 +161,55 @@ def text_lines(tokenizer: Any, tokens: Sequence[int], evicted: Sequence[float], 
 
 
 def inspection_json(model: str, policy: CachePolicy, found: Mapping[str, Inspection], several: bool) -> str:
-    told = {"model": model, **{name: getattr(policy, name) for name in SETTINGS}}
+    answer = {"model": model, **{name: getattr(policy, name) for name in SETTINGS}}
     if several:
-        return scores_json(told, found)
-    (one,) = found.values()
-    return json.dumps({**told, "score": policy.score, **asdict(one)}, allow_nan=False)
+        answer |= {"scores": {score: asdict(one) for score, one in found.items()}}
+    else:
+        (one,) = found.values()
+        answer |= {"score": policy.score, **asdict(one)}
+    return json.dumps(answer, allow_nan=False)
 
 
-def shared_out(policy: CachePolicy) -> str:
-    """How a budget is shared out to heads and layers, in words."""
+def allocation_in_words(policy: CachePolicy) -> str:
+    """How a budget is allocated to heads and layers."""
     layers = policy.layers if isinstance(policy.layers, str) else "a table"
     return f"share={policy.share}" + ("" if layers == "uniform" else f", layers={layers}")
 
 
 def draw(name: str, policy: CachePolicy, found: Mapping[str, Inspection], several: bool, file: Path) -> None:
-    one = next(iter(found.values()))
-    title = f"{name}, {one.kept:,} of {one.tokens:,}"
+    """Draws the kept tokens: one row per layer or head, or with several scores one row per score."""
+    first = next(iter(found.values()))
+    title, allocation = f"{name}, {first.kept:,} of {first.tokens:,}", allocation_in_words(policy)
+    protected = policy.sinks, policy.keep_recent
     if several:
-        draw_scores(f"{title}, {shared_out(policy)}", policy, found, file)
+        from mlx_kv.plots.kept_by_score import kept_by_score
+
+        kept = {score: [1 - share for share in one.share_evicted()] for score, one in found.items()}
+        shares = None if first.attention is None else [one.attention_kept for one in found.values()]
+        save_figure(kept_by_score(f"{title}, {allocation}", kept, *protected, first.attention, shares), file)
         return
     from mlx_kv.plots.kept import kept_positions
 
-    layers = [[(head.positions, head.scores) for head in layer.heads] for layer in one.layers]
-    shares = None if one.attention is None else [layer.attention_kept for layer in one.layers]
-    title = f"{title} by {policy.score}, {shared_out(policy)}"
-    save_figure(
-        kept_positions(title, layers, one.tokens, policy.sinks, policy.keep_recent, one.attention, shares), file
-    )
+    layers = [[(head.positions, head.scores) for head in layer.heads] for layer in first.layers]
+    shares = None if first.attention is None else [layer.attention_kept for layer in first.layers]
+    title = f"{title} by {policy.score}, {allocation}"
+    save_figure(kept_positions(title, layers, first.tokens, *protected, first.attention, shares), file)
 
 
 def draw_heads(name: str, policy: CachePolicy, found: Inspection, file: Path) -> None:
+    """Draws how many tokens each head holds."""
     from mlx_kv.plots.heads import tokens_by_head
 
-    held = [[len(head.positions) for head in layer.heads] for layer in found.layers]
-    title = f"{name}, {found.tokens:,} tokens, {shared_out(policy)}"
-    save_figure(tokens_by_head(title, held, found.kept), file)
+    counts = [[len(head.positions) for head in layer.heads] for layer in found.layers]
+    title = f"{name}, {found.tokens:,} tokens, {allocation_in_words(policy)}"
+    save_figure(tokens_by_head(title, counts, found.kept), file)
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
 def read_scores(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[str, ...]:
-    """Names, separated by commas; none where it is not given."""
+    """Parses comma-separated names; without the option there are none."""
     return () if value is None else tuple(dict.fromkeys(word.strip() for word in value.split(",")))
 
 
@@ -243,7 +290,7 @@ def inspect_command(
         raise click.UsageError("--text shows what one score keeps: leave out --scores")
     to_json = None if json_file in (None, "-") else Path(str(json_file))
     if to_json is not None:
-        check_json(to_json, TOLD, force)
+        check_json(to_json, JSON_KEYS, force)
     for figure in (plot, plot_heads):
         if figure is not None:
             check_plot(figure)
@@ -272,7 +319,7 @@ def inspect_command(
         each = inspect_policies(network, tokens, list(policies.values()), progress=advance, asked=asked, **reading)
     found = dict(zip(policies, each, strict=True))
     evicted = each[0].share_evicted(layer)  # refuses a layer that does not exist before anything is written
-    say_notes(policy, each[0])
+    report_notes(policy, each[0])
 
     name = short_name(model)
     if plot is not None:
@@ -280,7 +327,7 @@ def inspect_command(
     if plot_heads is not None:
         draw_heads(name, policy, each[0], plot_heads)
     if to_json is not None:
-        check_json(to_json, TOLD, force)  # it may have come meanwhile
+        check_json(to_json, JSON_KEYS, force)  # it may have come meanwhile
         save_json(inspection_json(model, policy, found, bool(scores)), to_json)
     if as_text:
         dim = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
@@ -290,22 +337,19 @@ def inspect_command(
         click.echo(inspection_json(model, policy, found, bool(scores)))
     else:
         first, budget = each[0], f"budget {policy.budget:,}"
-        by = [shared_out(policy)] if scores else [f"score {policy.score}", shared_out(policy)]
+        by = [allocation_in_words(policy)] if scores else [f"score {policy.score}", allocation_in_words(policy)]
         times = [] if scores else [f"{first.compactions:,} compaction{'' if first.compactions == 1 else 's'}"]
-        rows = scores_table(found) if scores else table(first)
+        rows = scores_table(found) if scores else layers_table(first)
         lines = [f"{name}: {', '.join([f'{first.tokens:,} tokens', budget, *by, *times])}", ""]
         lines += [f"  {line}" for line in rows]
         lines += ["", f"  {ABOUT_ATTENTION}"] if attention else []
         click.echo("\n".join(lines))
 
 
-def say_notes(policy: CachePolicy, found: Inspection) -> None:
-    """What the answer does not show, on stderr."""
+def report_notes(policy: CachePolicy, found: Inspection) -> None:
+    """Prints notes on stderr about what the output leaves out."""
     if not found.evicted:
-        click.echo(
-            f"mlx-kv: note: nothing is evicted: {found.tokens:,} tokens are within the budget of {policy.budget:,}",
-            err=True,
-        )
+        say(f"note: nothing is evicted: {found.tokens:,} tokens are within the budget of {policy.budget:,}")
     if found.without_budget:
         what = "1 layer has" if found.without_budget == 1 else f"{found.without_budget:,} layers have"
         say(f"note: {what} a window or a state instead of a budget, not listed")

@@ -1,6 +1,6 @@
-"""Files that a command writes beside its output: figures, and JSON; and which existing files they may replace.
+"""What commands print in columns, and the files that they write beside it: figures and JSON.
 
-Neither replaces a device or a pipe, and JSON replaces only JSON of the same kind. Files are written by `atomic_write`.
+A file never replaces a device or a pipe, and JSON replaces only JSON of the same command.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def file_errors(doing: str) -> Iterator[None]:
-    """What the system says about a file becomes a refusal."""
+    """Raises click.UsageError for an OSError: `cannot ...: reason`."""
     try:
         yield
     except OSError as error:
@@ -35,10 +35,10 @@ def check_folder(option: str, path: Path) -> None:
 
 
 def check_plot(path: Path) -> None:
-    """Refuses a figure that could not be written, before anything is worked out.
+    """Checks that a figure can be written, before anything is measured.
 
     Raises:
-        click.UsageError, ValueError: it is none, or has no place.
+        click.UsageError, ValueError: another suffix, no such directory, or no file.
     """
     try:
         from mlx_kv import plots
@@ -52,30 +52,35 @@ def check_plot(path: Path) -> None:
 
 
 def save_figure(figure: Figure, path: Path) -> None:
-    """Raises click.UsageError, ValueError: it cannot be written; an older file is then as it was."""
+    """Writes a figure.
+
+    Raises:
+        click.UsageError, ValueError: it cannot be written; an existing file is then unchanged.
+    """
     with file_errors(f"write {path}"), atomic_write(path) as file:
         figure.savefig(file, format=path.suffix[1:].lower())
     say(f"wrote {path}")
 
 
-def check_json(path: Path, parts: Sequence[str], force: bool) -> None:
-    """Refuses a file that could not be written, or, unless it is forced, one that is no JSON object with these parts.
+def check_json(path: Path, keys: Sequence[str], force: bool) -> None:
+    """Checks that JSON can be written to a file: a new one, or one that holds a JSON object of the same command.
 
     Args:
-        parts: the first is where such JSON begins.
+        keys: of such an object; it begins with the first of them.
+        force: replace any regular file.
 
     Raises:
-        click.UsageError, ValueError: it has no place.
+        click.UsageError, ValueError: it cannot be written there.
     """
-    beginning = f'{{"{parts[0]}": '.encode()
+    beginning = f'{{"{keys[0]}": '.encode()
 
     def ours(there: Path) -> bool:
         with there.open("rb") as file:
-            if file.read(len(beginning)) != beginning:  # however large it is, no more is read
+            if file.read(len(beginning)) != beginning:  # a large file is not read whole
                 return False
             file.seek(0)
             with contextlib.suppress(ValueError, RecursionError):
-                return bool(set(parts) <= json.load(file).keys())
+                return bool(set(keys) <= json.load(file).keys())
         return False
 
     check_folder("--json", path)
@@ -84,7 +89,28 @@ def check_json(path: Path, parts: Sequence[str], force: bool) -> None:
 
 
 def save_json(text: str, path: Path) -> None:
-    """Raises click.UsageError, ValueError: it cannot be written; an older file is then as it was."""
+    """Writes JSON and a newline.
+
+    Raises:
+        click.UsageError, ValueError: it cannot be written; an existing file is then unchanged.
+    """
     with file_errors(f"write {path}"), atomic_write(path) as file:
         file.write(text.encode() + b"\n")
     say(f"wrote {path}")
+
+
+def aligned(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> list[str]:
+    """One line per row, its cells in columns two spaces apart; trailing spaces are kept.
+
+    Args:
+        rows: of equal length.
+        left: the columns that are aligned to the left; others are aligned to the right.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if column in left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]

@@ -1,7 +1,4 @@
-"""`mlx-kv plan`: a table of the memory that keys and values will take.
-
-Decides how a plan is shown: in rows, in JSON, as a figure. Knows nothing about what a cache holds.
-"""
+"""`mlx-kv plan`: the memory that the keys and values of a model will take, as a table, JSON or a figure."""
 
 from __future__ import annotations
 
@@ -17,14 +14,12 @@ import click
 from mlx_kv.cli.calibrations import calibration_of_file
 from mlx_kv.cli.config import find_config, read_config, short_name
 from mlx_kv.cli.options import make_policy, model_option, policy_options
-from mlx_kv.cli.output import check_plot, save_figure
-from mlx_kv.cli.plan_ranks import NOTE, ranks_json, ranks_table, unit_of
+from mlx_kv.cli.output import aligned, check_plot, save_figure
 from mlx_kv.cli.split_options import split_options
-from mlx_kv.cli.tables import aligned
 from mlx_kv.cli.wording import in_options
 
 if TYPE_CHECKING:
-    from mlx_kv.planning import Layer, StrategyMemory
+    from mlx_kv.planning import Layer, RankMemory, StrategyMemory
 
 EXAMPLES = """
 \b
@@ -36,19 +31,23 @@ Examples:
   mlx-kv plan --model reference --json
   mlx-kv plan --model mlx-community/Llama-3.3-70B-Instruct-4bit --ranks 2
 """
-MOST_TOKENS = 2**31 - 1
+MAX_TOKENS = 2**31 - 1
+UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 NOT_INCLUDED = """\
 Not included: weights, activations, logits, the copy that a growth makes. Slots are counted as they fill: caches
 allocate them in multiples of 256, and where nothing was reserved up to half as many more (twice, below 1,024).
 Layers that share keys and values are counted once. mlx-kv computes in float32 on a CPU: plan for that with
 --dtype float32."""
+ABOUT_RANKS = """\
+Weights are as stored; while they are loaded, one tensor of the whole model is there beside them. Every rank has the
+embeddings and what makes logits. The rank that has the least room decides how much all of them can hold."""
 
 
 def read_contexts(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int, ...]:
     """Numbers of tokens, separated by commas."""
     words = [word.strip() for word in value.split(",")]
     for word in words:
-        if not (word.isascii() and word.isdecimal() and len(word) <= 10 and 1 <= int(word) <= MOST_TOKENS):
+        if not (word.isascii() and word.isdecimal() and len(word) <= 10 and 1 <= int(word) <= MAX_TOKENS):
             raise click.BadParameter(f"{word!r} is no context: give tokens from 1 up, such as 4096,32768")
     return tuple(dict.fromkeys(map(int, words)))
 
@@ -75,6 +74,11 @@ def describe_layer(layer: Layer, count: int) -> str:
     return f"{count} {layer.kind}{window}: {heads}, {layer.bytes_per_slot:,} bytes a token{whose}"
 
 
+def unit_of(counts: Sequence[int]) -> tuple[str, int]:
+    """The largest unit in which no count of bytes is below a tenth, and its bytes."""
+    return next((unit for unit in UNITS if min(counts, default=0) >= unit[1] / 10), UNITS[-1])
+
+
 def table(rows: Sequence[StrategyMemory], contexts: Sequence[int]) -> list[str]:
     """Rows of strategies, columns of contexts, one unit for all."""
     named = [(row.name, row.bytes_held) for row in rows]
@@ -83,6 +87,21 @@ def table(rows: Sequence[StrategyMemory], contexts: Sequence[int]) -> list[str]:
     lines = [[f"{unit} at tokens", *(f"{count:,}" for count in contexts)]]
     lines += [[name, *([f"{count / size:,.2f}" for count in held] or ["-"] * len(contexts))] for name, held in named]
     return aligned(lines)
+
+
+def ranks_table(split: str, name: str, parts: Sequence[RankMemory], contexts: Sequence[int]) -> list[str]:
+    """Rows of ranks, columns of weights and of contexts, one unit for all.
+
+    Args:
+        name: of the strategy of the caches.
+    """
+    unit, size = unit_of([*(part.weights for part in parts), *(n for part in parts for n in part.bytes_held if n)])
+    lines = [[f"{unit} of each rank", "layers", "weights", *(f"{count:,}" for count in contexts)]]
+    lines += [
+        [f"rank {part.rank}", str(part.layers), *(f"{n / size:,.2f}" for n in (part.weights, *part.bytes_held))]
+        for part in parts
+    ]
+    return [f"Over {len(parts)} ranks, {split} split, caches by {name!r}:", "", *(f"  {row}" for row in aligned(lines))]
 
 
 def layer_json(layer: Layer, count: int) -> dict[str, Any]:
@@ -186,7 +205,7 @@ def plan(
     facts = {"model": model, "model_type": config["model_type"], "dtype": dtype, "batch_size": batch_size}
     if as_json:
         answer = {"layers": [layer_json(*each) for each in caches.items()], "strategies": [asdict(row) for row in rows]}
-        of_each = {} if parts is None else {"ranks": ranks_json(*parts)}
+        of_each = {} if parts is None else {"ranks": {"split": parts[0], "parts": [asdict(part) for part in parts[1]]}}
         click.echo(json.dumps({**facts, "contexts": contexts, **answer, **of_each}))
         return
     lines = [f"{short_name(model)} ({config['model_type']}), keys and values in {dtype}, batch of {batch_size}", ""]
@@ -200,5 +219,5 @@ def plan(
     lines.append(NOT_INCLUDED)
     if parts is not None:
         how, each = parts
-        lines += ["", *ranks_table(how, usual.name, each, contexts), "", NOTE]
+        lines += ["", *ranks_table(how, usual.name, each, contexts), "", ABOUT_RANKS]
     click.echo("\n".join(lines))

@@ -12,8 +12,7 @@ import pytest
 from tiny_models import VOCAB
 
 from mlx_kv.cli import inspect as inspect_module
-from mlx_kv.cli.inspect import mark_evicted, text_lines, token_texts
-from mlx_kv.cli.inspect_scores import blocks, tenths
+from mlx_kv.cli.inspect import blocks, mark_evicted, tenths, text_lines, token_texts
 from mlx_kv.evaluation.inspection import KeptLayer, KeptTokens, inspect_prompt
 from mlx_kv.generation.encoding import encode_prompt
 from mlx_kv.plots.kept import kept_positions, ranks, raster, share_kept
