@@ -7,16 +7,14 @@ Settings are checked when a policy is made. What a model supports is passed in a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, NamedTuple, cast
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 
-from mlx_kv.cache.checks import SettingError, check_storage, shown, whole_number
+from mlx_kv.cache.checks import check_storage
 from mlx_kv.cache.codecs import (
     Affine,
-    Bits,
-    Choice,
     Codecs,
     Packing,
     are_plain,
@@ -29,31 +27,31 @@ from mlx_kv.cache.eviction.allocation import (
     Allocation,
     HeadBudgets,
     LayerBudgets,
-    Scope,
     checked_allocation,
     head_budgets,
     layer_budget,
     uneven_heads,
 )
+from mlx_kv.cache.eviction.allocation import LayerAllocation as LayerAllocation
 from mlx_kv.cache.eviction.calibration import FITTED, Calibration
 from mlx_kv.cache.eviction.evictor import Evictor
 from mlx_kv.cache.eviction.layer_group import LayerGroup
 from mlx_kv.cache.eviction.peers import ALONE, Peers
-from mlx_kv.cache.eviction.scores import Function, Score, find_score
-from mlx_kv.cache.growth import DEFAULT, Growth
+from mlx_kv.cache.eviction.scores import Score, find_score
 from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.cache.layout import KEEP_RECENT, Append, Budget, Chunks, Layout, Ring, default_keep_recent
 from mlx_kv.cache.residual import Residual
+from mlx_kv.policy_settings import SINKS as SINKS
+from mlx_kv.policy_settings import PolicySettings
+from mlx_kv.settings import SettingError, check_settings, shown
 
-SINKS = 4  # first tokens that are never dropped: mlx-lm's number, after StreamingLLM (Xiao et al. 2023)
 FOR_BUDGETS = ("keep_recent", "score", "share", "margin", "layers", "allocation", "calibration")
 BOUNDS = ("max_kv_size", "budget", "sinks", *FOR_BUDGETS)
 CALIBRATED = "calibrated"
-LayerAllocation = LayerBudgets | Literal["calibrated"] | HeadBudgets
 
 
 @dataclass(frozen=True)
-class CachePolicy:
+class CachePolicy(PolicySettings):
     """Settings for the caches of a model. Every default is "as the model wants it".
 
     Args:
@@ -93,33 +91,10 @@ class CachePolicy:
             share="adaptive" or a larger max_rollback.
     """
 
-    bits: Bits | None = None
-    group_size: int = 64
-    growth: Growth = DEFAULT
-    reserve: int = 0
-    quantized_start: int = 0
-    max_kv_size: int | None = None
-    max_write: int = 512
-    max_rollback: int = 0
-    budget: int | None = None
-    keep_recent: int = None  # type: ignore[assignment]  # None is decided when it is made, as the next
-    sinks: int = SINKS
-    score: str | Function | Score = None  # type: ignore[assignment]
-    share: Scope = None  # type: ignore[assignment]
-    margin: int | None = None
-    codec: Choice | None = None
-    layers: LayerAllocation = None  # type: ignore[assignment]
-    residual_length: int = 0
-    calibration: Calibration | None = None
-    allocation: LayerAllocation | None = field(default=None, repr=False)
-
     def __post_init__(self) -> None:
         for name in ("bits", "codec"):  # normalised, since policies are compared
             object.__setattr__(self, name, one_or_two(getattr(self, name)))
-        whole_number("max_rollback", self.max_rollback)
-        whole_number("max_write", self.max_write, least=1)
-        whole_number("residual_length", self.residual_length)
-        whole_number("max_kv_size", 1 if self.max_kv_size is None else self.max_kv_size, least=1)
+        check_settings(self)
         if self.calibration is not None and not isinstance(self.calibration, Calibration):
             raise TypeError(f"calibration is {shown(self.calibration)}: give what mlx_kv.load_calibration returns")
         if self.allocation is not None:
@@ -131,20 +106,21 @@ class CachePolicy:
         if not isinstance(self.layers, str):
             object.__setattr__(self, "layers", head_budgets(self.layers))
         if self.budget is None:
-            whole_number("sinks", self.sinks)
             if unused := [name for name in self.changed() if name in FOR_BUDGETS]:
                 raise SettingError(
-                    f"{', '.join(unused)} is for a budget, but budget is None: say how many tokens to keep", unused
+                    f"{_names(unused)} is for a budget, but {{budget:is}}: give the number of tokens to keep"
                 )
         elif self.max_kv_size is not None:
-            raise ValueError("got a budget and max_kv_size, which both bound full-attention layers: give one of them")
+            raise SettingError(
+                "got a {budget} and {max_kv_size}, which both bound full-attention layers: give one of them"
+            )
         for name, wanted in (("score", FITTED), ("layers", CALIBRATED)):
             value = getattr(self, name)
             if isinstance(value, str) and value == wanted and self.calibration is None:
                 raise SettingError(
-                    f"{name} is {wanted!r}, which is measured for each model: run mlx-kv calibrate MODEL, and give "
-                    "calibration=mlx_kv.load_calibration(FILE)",
-                    [name],
+                    f"{{{name}:is}}, which is measured for each model: run mlx-kv calibrate MODEL, and give "
+                    "{calibration:=mlx_kv.load_calibration(FILE)}",
+                    **{name: value},
                 )
         Affine(8, self.group_size)  # its group size is checked even where nothing is quantised
         layout = self.layout()
@@ -284,7 +260,7 @@ class CachePolicy:
         score = FITTED if measured is not None and measured.layers else "key_diff"
         keep_recent = KEEP_RECENT
         if self.budget is not None:
-            keep_recent = default_keep_recent(whole_number("budget", self.budget, least=1), self.residual_length)
+            keep_recent = default_keep_recent(self.budget, self.residual_length)
         return {"keep_recent": keep_recent, "score": score, "share": share, "layers": layers}
 
 
@@ -350,8 +326,11 @@ def fit_policy(policy: CachePolicy, traits: ModelTraits, strict: bool) -> CacheP
     supported["max_rollback"] = rings or traits.recurrent
     ignored = [name for name in policy.changed() if not supported.get(name, traits.full or traits.windowed)]
     if not ignored and policy.residual_length and not traits.answered:
-        fact = f"residual_length is {policy.residual_length}, but attention of {traits.name} cannot be answered here"
-        raise SettingError(f"{fact}: leave it out", ["residual_length"])
+        raise SettingError(
+            "{residual_length:is}, but attention of {} cannot be answered here: leave it out",
+            traits.name,
+            residual_length=policy.residual_length,
+        )
     if not ignored:
         return policy
     reason = f"its caches are {', '.join(sorted(traits.kinds)) or 'none'}"
@@ -361,7 +340,12 @@ def fit_policy(policy: CachePolicy, traits: ModelTraits, strict: bool) -> CacheP
         reason = "every one has a window of its own"
     elif traits.full and not rings and set(ignored) <= {"max_write", "max_rollback"}:
         reason = "none has a window, so all can take back any number of tokens, and read as many"
-    raise SettingError(f"no layer of this model can honour {', '.join(ignored)}: {reason}; leave it out", ignored)
+    raise SettingError(f"no layer of this model can honour {_names(ignored)}: {{}}; leave it out", reason)
+
+
+def _names(settings: Sequence[str]) -> str:
+    """Names of settings, for the template of a `SettingError`."""
+    return ", ".join(f"{{{name}}}" for name in settings)
 
 
 def make_layer_caches(

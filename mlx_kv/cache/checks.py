@@ -7,36 +7,18 @@ fix. Shapes are (B, H, S, D).
 from __future__ import annotations
 
 import operator
-import sys
-from collections.abc import Iterable, Sequence
-from numbers import Real
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
 
 from mlx_kv.cache.buffers import Buffers, SlotBuffer, signature_of
 from mlx_kv.cache.codecs import Codecs, are_plain
-
-MOST_TOKENS = 2**31 - 1  # MLX counts the elements of an axis in 32 bits
-MAX_SHOWN = 60  # characters of a value in a message
-
-
-class SettingError(ValueError):
-    """A setting that cannot be used, or not in this combination.
-
-    Attributes:
-        settings: words of the message that are names of settings, so that the command line can show its options.
-    """
-
-    def __init__(self, message: str, settings: Iterable[str]) -> None:
-        super().__init__(message)
-        self.settings = tuple(settings)
-
-
-def shown(value: object) -> str:
-    """A value in one short line, for a message."""
-    text = " ".join(repr(value).split())
-    return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 1]}…"
+from mlx_kv.settings import MOST_TOKENS as MOST_TOKENS
+from mlx_kv.settings import SettingError
+from mlx_kv.settings import is_number as is_number
+from mlx_kv.settings import shown as shown
+from mlx_kv.settings import whole_number as whole_number
 
 
 def check_type(name: str, value: object, kinds: Any, fix: str) -> None:
@@ -48,11 +30,6 @@ def check_type(name: str, value: object, kinds: Any, fix: str) -> None:
     """
     if not isinstance(value, kinds):
         raise TypeError(f"{name} is {shown(value)}: {fix}")
-
-
-def is_number(value: Any) -> bool:
-    """Whether it is a real number, finite as a float."""
-    return isinstance(value, Real) and abs(value) <= sys.float_info.max  # type: ignore[operator]
 
 
 def token_ids(given: Any, vocabulary: int = MOST_TOKENS + 1, what: str = "the prompt") -> list[int]:
@@ -104,21 +81,6 @@ def cache_list(name: str, given: Any) -> list[Any]:
     return listed
 
 
-def whole_number(name: str, value: object, least: int = 0) -> int:
-    """The value as an int.
-
-    Raises:
-        ValueError: it is not a whole number of tokens from `least` to 2^31 - 1.
-    """
-    try:
-        number = operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        raise ValueError(f"{name} is {shown(value)}: give a whole number of tokens from {least} up") from None
-    if not least <= number <= MOST_TOKENS:
-        raise ValueError(f"{name} is {shown(number)}: give a number of tokens from {least} up to {MOST_TOKENS:,}")
-    return number
-
-
 def whole_numbers(given: object, rows: int) -> tuple[int, ...]:
     """Whole numbers from a sequence or an array; a single number is repeated for each row.
 
@@ -145,7 +107,9 @@ def check_storage(codecs: Codecs, growth: object, reserve: object, start: object
     whole_number("reserve", reserve)
     for name, value in (("quantized_start", start), ("residual_length", residual_length)):
         if whole_number(name, value) and are_plain(codecs):
-            raise ValueError(f"{name} is {value}, but bits is None: say how many")
+            raise SettingError(
+                f"{{{name}:is}}, but {{bits:is}}: give a number of bits, such as {{bits:=8}}", **{name: value}
+            )
 
 
 def continues(keys: mx.array, values: mx.array, buffers: Buffers) -> bool:

@@ -20,9 +20,9 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_kv.cache.buffers import Buffers, SlotBuffer, signature_of
-from mlx_kv.cache.checks import SettingError
 from mlx_kv.cache.codecs import PLAIN
 from mlx_kv.cache.layout import NO_LIMIT, Plan, Ring, Row, plan_of
+from mlx_kv.settings import SettingError
 
 ROOM = 64  # tokens that can be trimmed at any time, and that a write may have without a copy
 NOWHERE = -1  # the position of padding
@@ -145,15 +145,18 @@ class Residual:
         """
         if keep_recent is not None and (self.length > keep_recent or uneven):
             raise SettingError(
-                f"residual_length is {self.length}: with a budget give no more than keep_recent={keep_recent}, and "
-                "another share than 'adaptive', or than 'head' with a table of budgets",
-                ["residual_length", "keep_recent", "share"],
+                "{residual_length:is}: with a budget give no more than {keep_recent:=}, and another {share} than "
+                "'adaptive', or than 'head' with a table of budgets",
+                residual_length=self.length,
+                keep_recent=keep_recent,
             )
         if max_rollback > self.room:
             raise SettingError(
-                f"residual_length is {self.length}: beside it no more than {self.room} tokens can be taken back, but "
-                f"max_rollback is {max_rollback}: draft fewer",
-                ["residual_length", "max_rollback"],
+                "{residual_length:is}: beside it no more than {} tokens can be taken back, but {max_rollback:is}: "
+                "draft fewer",
+                self.room,
+                residual_length=self.length,
+                max_rollback=max_rollback,
             )
 
     def empty(self) -> Residual:
@@ -211,9 +214,10 @@ class Residual:
         """Raises ValueError where a row would drop more than it can."""
         for index, (count, can) in enumerate(zip(counts, most, strict=True)):
             if count > can:
-                raise ValueError(
-                    f"cannot trim {count} tokens: the {self.length - 1} before them in row {index} are no longer all "
-                    f"held in full precision; trim by 0 to {can}, or use a smaller residual_length"
+                raise SettingError(
+                    "cannot trim {} tokens: the {} before them in row {} are no longer all held in full precision; "
+                    "trim by 0 to {}, or use a smaller {residual_length}",
+                    *(count, self.length - 1, index, can),
                 )
 
     def write(self, tensors: tuple[mx.array, mx.array], plan: Plan) -> None:

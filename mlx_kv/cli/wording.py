@@ -11,6 +11,8 @@ import re
 
 import click
 
+from mlx_kv.settings import SettingError
+
 # Where an option is not called as what it sets.
 SETTINGS = {
     "kv_bits": "bits",
@@ -43,7 +45,9 @@ def options_of(command: click.Command) -> dict[str, str]:
 def in_options(error: ValueError, command: click.Command) -> str:
     """The message of an error, its settings as the options of a command; other words stay as they are."""
     options = options_of(command)
-    named: tuple[str, ...] = getattr(error, "settings", ())
+    if isinstance(error, SettingError):
+        return error.render(options)
+    named: tuple[str, ...] = ()
     any_setting = "|".join(sorted(map(re.escape, options), key=len, reverse=True))
     told = {name for name in options if "_" in name or name in named}
 

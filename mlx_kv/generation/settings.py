@@ -1,7 +1,6 @@
-"""How somebody wants tokens chosen, in the words that clients and command lines have for it.
+"""How the tokens of a sequence are chosen: the settings of clients and command lines, and what they make.
 
-Decides what each number means where it is left out, which ones a model's own generation_config.json brings, and what
-mlx-lm's samplers and logits processors are made of. Knows nothing about requests, options or models.
+MLX is imported when samplers and processors are made.
 """
 
 from __future__ import annotations
@@ -11,31 +10,22 @@ import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-import mlx.core as mx
-from mlx_lm.sample_utils import make_logits_processors
+from mlx_kv.settings import SettingError, check_settings, setting, shown
 
-from mlx_kv.cache.checks import is_number, shown
-from mlx_kv.generation.sampling import SeededSampler, TemperatureSampler, check_seed
+if TYPE_CHECKING:
+    import mlx.core as mx
 
-# What is made of the logits (1, V) of the next token of one sequence, by all its tokens so far (n,): mlx-lm's own form.
-# The answer follows from what is shown alone; the array that is shown is not written to.
-LogitsProcessor: TypeAlias = Callable[[mx.array, mx.array], mx.array]
+    from mlx_kv.generation.sampling import SeededSampler, TemperatureSampler
 
-BOUNDS: dict[str, tuple[float, float]] = {
-    "temperature": (0, math.inf),
-    "top_p": (0, 1),
-    "min_p": (0, 1),
-    "xtc_probability": (0, 1),
-    "xtc_threshold": (0, 0.5),
-    "repetition_penalty": (0, math.inf),
-    "presence_penalty": (-math.inf, math.inf),
-    "frequency_penalty": (-math.inf, math.inf),
-}
-LEAST_PENALTY = 0.01  # logits divided by less may be beyond what their dtype can hold: there are no probabilities then
-COUNTS = ("top_k", "repetition_context_size", "presence_context_size", "frequency_context_size")
+# Changes the logits (1, V) of the next token of a sequence, given all its tokens so far (n,), as in mlx-lm. The result
+# depends on these alone; the tokens are not written to.
+LogitsProcessor: TypeAlias = "Callable[[mx.array, mx.array], mx.array]"
+
+LEAST_PENALTY = 0.01  # logits divided by less may overflow their dtype, and there are no probabilities then
 OF_MODELS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # as transformers names them
+MOST_SERVED = 1 << 24  # of tokens that a request counts
 
 
 def given_processors(processors: Sequence[LogitsProcessor] | None) -> tuple[LogitsProcessor, ...]:
@@ -54,72 +44,139 @@ def given_processors(processors: Sequence[LogitsProcessor] | None) -> tuple[Logi
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """How the tokens of one sequence are chosen; by default the likeliest each time.
+    """How the tokens of one sequence are chosen; greedy by default.
 
     Attributes:
         temperature: from 0 up; 0 is greedy.
-        top_p, top_k, min_p: filters, as of `TemperatureSampler`; a top_p of 0 is greedy, 0 of others is no filter.
+        top_p, top_k, min_p: filters, as of `TemperatureSampler`; a top_p of 0 is greedy, 0 of the others is no filter.
         xtc_probability, xtc_threshold: the same.
-        repetition_penalty: what logits of tokens among the last ones are divided by, or multiplied where they are
-            below 0, from 0.01 up; 1 and 0 change nothing.
-        presence_penalty: what is subtracted from them, once.
-        frequency_penalty: the same, for each time that the token is there.
-        repetition_context_size, presence_context_size, frequency_context_size: how many last tokens count, those of the
-            prompt among them; 0 is all.
-        logit_bias: what is added to the logits of tokens, by id. A mapping will do, too.
-        seed: makes what is drawn repeatable; None is no seed.
+        repetition_penalty: logits of the last tokens are divided by it, or multiplied where they are below 0; from
+            0.01 up. 1 and 0 change nothing.
+        presence_penalty: subtracted from the logits of the last tokens, once.
+        frequency_penalty: subtracted from the logits of the last tokens, for each time that a token is among them.
+        repetition_context_size, presence_context_size, frequency_context_size: number of last tokens that count,
+            prompt included; 0 is all.
+        logit_bias: numbers added to the logits of tokens: pairs of id and number, or a mapping.
+        seed: makes sampling repeatable; None is no seed.
 
     Raises:
-        ValueError: a number that cannot be.
+        ValueError: a number out of bounds.
     """
 
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    xtc_probability: float = 0.0
-    xtc_threshold: float = 0.1
-    repetition_penalty: float = 1.0
-    repetition_context_size: int = 20
-    presence_penalty: float = 0.0
-    presence_context_size: int = 20
-    frequency_penalty: float = 0.0
-    frequency_context_size: int = 20
-    logit_bias: Iterable[tuple[int, float]] | Mapping[int, float] = ()
-    seed: int | None = None
+    temperature: float = setting(
+        0.0, option="--temp", metavar="T", minimum=0, served=(0, 2), help="Sampling temperature; 0 is greedy."
+    )
+    top_p: float = setting(
+        1.0,
+        option="--top-p",
+        metavar="P",
+        minimum=0,
+        maximum=1,
+        served=(0, 1),
+        help="Sample from the likeliest tokens that have probability P together.",
+    )
+    top_k: int = setting(
+        0,
+        option="--top-k",
+        metavar="K",
+        minimum=0,
+        served=(-1, MOST_SERVED),
+        help="Sample from the K likeliest tokens; 0 is all.",
+    )
+    min_p: float = setting(
+        0.0,
+        option="--min-p",
+        metavar="P",
+        minimum=0,
+        maximum=1,
+        served=(0, 1),
+        help="Sample from tokens at least P times as likely as the likeliest.",
+    )
+    xtc_probability: float = setting(
+        0.0,
+        option="--xtc-probability",
+        metavar="P",
+        minimum=0,
+        maximum=1,
+        served=(0, 1),
+        help="Probability of excluding all tokens above the XTC threshold but the least likely of them.",
+    )
+    xtc_threshold: float = setting(
+        0.1,
+        option="--xtc-threshold",
+        metavar="P",
+        minimum=0,
+        maximum=0.5,
+        served=(0, 0.5),
+        help="Probability above which XTC may exclude a token.",
+    )
+    repetition_penalty: float = setting(
+        1.0,
+        option="--repetition-penalty",
+        metavar="N",
+        minimum=0,
+        served=(0, 100),
+        help="Penalty for tokens among the last 20: above 1, they become less likely.",
+    )
+    repetition_context_size: int = setting(
+        20, minimum=0, served=(0, MOST_SERVED), help="Last tokens that the repetition penalty counts; 0 is all."
+    )
+    presence_penalty: float = setting(
+        0.0,
+        option="--presence-penalty",
+        metavar="N",
+        served=(-100, 100),
+        help="Number subtracted from the logits of tokens among the last 20.",
+    )
+    presence_context_size: int = setting(
+        20, minimum=0, served=(0, MOST_SERVED), help="Last tokens that the presence penalty counts; 0 is all."
+    )
+    frequency_penalty: float = setting(
+        0.0,
+        option="--frequency-penalty",
+        metavar="N",
+        served=(-100, 100),
+        help="Number subtracted from the logits of a token for each time that it is among the last 20.",
+    )
+    frequency_context_size: int = setting(
+        20, minimum=0, served=(0, MOST_SERVED), help="Last tokens that the frequency penalty counts; 0 is all."
+    )
+    logit_bias: Iterable[tuple[int, float]] | Mapping[int, float] = setting(
+        (), help="Numbers added to the logits of tokens, by token id."
+    )
+    seed: int | None = setting(
+        None, option="--seed", metavar="N", served=(-(2**63), 2**64 - 1), help="Seed that makes sampling repeatable."
+    )
 
     def __post_init__(self) -> None:
-        for name, (least, most) in BOUNDS.items():
-            value = getattr(self, name)
-            if not (is_number(value) and least <= value <= most):
-                to = "up" if most == math.inf else f"to {most:g}"
-                wanted = "a finite number" if least == -math.inf else f"a number from {least:g} {to}"
-                raise ValueError(f"{name} is {shown(value)}: give {wanted}")
+        check_settings(self)
         if 0 < self.repetition_penalty < LEAST_PENALTY:
-            raise ValueError(f"repetition_penalty is {self.repetition_penalty}: give 0, or {LEAST_PENALTY} up")
-        for name in COUNTS:
-            if type(getattr(self, name)) is not int or getattr(self, name) < 0:
-                raise ValueError(f"{name} is {shown(getattr(self, name))}: give a whole number from 0 up")
+            raise SettingError(
+                "{repetition_penalty:is}: give 0, or {} up", LEAST_PENALTY, repetition_penalty=self.repetition_penalty
+            )
         bias = self.logit_bias.items() if isinstance(self.logit_bias, Mapping) else self.logit_bias
         try:
             pairs = tuple((operator.index(token), float(value)) for token, value in bias)
         except (TypeError, ValueError, OverflowError):
-            raise ValueError(
-                f"logit_bias is {shown(self.logit_bias)}: give numbers by token id, such as {{5: -1.0}}"
+            raise SettingError(
+                "{logit_bias:is}: give numbers by token id, such as {{5: -1.0}}", logit_bias=self.logit_bias
             ) from None
-        check_seed(self.seed)
         for token, value in pairs:
             if not 0 <= token < 2**31 or not math.isfinite(value):
-                raise ValueError(f"logit_bias has {value} for token {token}: give a finite number for an id from 0 up")
+                raise SettingError(
+                    "{logit_bias} has {} for token {}: give a finite number for an id from 0 up", value, token
+                )
         object.__setattr__(self, "logit_bias", pairs)
 
     def sampler(self, position: int, tokenizer: Any = None) -> TemperatureSampler | SeededSampler | None:
-        """What draws the tokens of one sequence; None is greedy.
+        """The sampler of one sequence; None is greedy.
 
         Args:
             position: of the next token in its sequence, which is the number of tokens before it.
-            tokenizer: mlx-lm's: line breaks and the ends of a text are no top choices that xtc excludes.
+            tokenizer: mlx-lm's; line breaks and end-of-text tokens are never excluded by XTC.
         """
+        from mlx_kv.generation.sampling import SeededSampler
+
         if self.temperature == 0 or self.top_p == 0:
             return None
         special: tuple[int, ...] = ()
@@ -130,10 +187,12 @@ class SamplingSettings:
         return rules if self.seed is None else SeededSampler(rules, self.seed, position)
 
     def processors(self) -> tuple[LogitsProcessor, ...]:
-        """What is done to logits before anything is drawn: mlx-lm's processors, in its order.
+        """The changes to logits before sampling: mlx-lm's processors, in its order.
 
         They raise a ValueError for a bias of a token that the logits do not have.
         """
+        from mlx_lm.sample_utils import make_logits_processors
+
         made = make_logits_processors(  # type: ignore[no-untyped-call,unused-ignore]
             self.biases or None,
             None if self.repetition_penalty in (0, 1) else self.repetition_penalty,
@@ -147,7 +206,7 @@ class SamplingSettings:
 
     @property
     def changed(self) -> dict[str, Any]:
-        """What is not as it is by default, by name."""
+        """The settings that are not at their default, by name."""
         values = {each.name: (getattr(self, each.name), each.default) for each in fields(self)}
         return {name: value for name, (value, usual) in values.items() if value != usual}
 
@@ -158,9 +217,9 @@ class SamplingSettings:
 
     @classmethod
     def of_model(cls, generation_config: Mapping[str, Any]) -> SamplingSettings:
-        """What a model's generation_config.json asks for; what is no number, or out of bounds, is as if left out.
+        """The settings of a model's generation_config.json; values that are not numbers or out of bounds are ignored.
 
-        Without `do_sample`, it asks for the likeliest tokens, whatever else it says: that is how transformers reads it.
+        Without `do_sample` sampling is greedy, whatever its other values: transformers reads it so.
         """
         settings = cls()
         if generation_config.get("do_sample") is not True:
@@ -172,7 +231,7 @@ class SamplingSettings:
 
 
 def _within(token: int) -> LogitsProcessor:
-    """Changes nothing, and refuses logits that do not have this token: MLX would write beyond them."""
+    """A processor that changes nothing, but refuses logits without this token: MLX would write beyond them."""
 
     def look(tokens: mx.array, logits: mx.array) -> mx.array:
         if token >= logits.shape[-1]:
@@ -195,11 +254,13 @@ def _with(settings: SamplingSettings, name: str, value: Any) -> SamplingSettings
 
 @lru_cache(maxsize=4)
 def _never_excluded(tokenizer: Any) -> tuple[int, ...]:
-    """What mlx_lm.server spares from xtc. Asked once: in a server, another thread has the tokenizer, too."""
+    """Tokens that mlx_lm.server excludes from XTC. Cached: in a server, another thread uses the tokenizer, too."""
     return (*tokenizer.encode("\n"), *tokenizer.eos_token_ids)
 
 
 @lru_cache(maxsize=64)
 def _shared_rules(*arguments: Any) -> TemperatureSampler:
-    """Rows that sample alike share a sampler, and are then sampled in one call."""
+    """Rows with equal settings share a sampler, and are then sampled in one call."""
+    from mlx_kv.generation.sampling import TemperatureSampler
+
     return TemperatureSampler(*arguments)

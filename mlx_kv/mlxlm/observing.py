@@ -37,6 +37,7 @@ from mlx_kv.mlxlm.probe import (
 )
 from mlx_kv.mlxlm.rope import ropes
 from mlx_kv.mlxlm.traverse import leaves, mapped, parts_of
+from mlx_kv.settings import SettingError
 
 Sight = Literal["seen", "derived", "hidden"]
 WORST = ("hidden", "derived", "seen")
@@ -95,9 +96,10 @@ def show_attention(model: nn.Module, caches: Sequence[Any]) -> None:
     evictors = {i: [part.evictor for part in own if part.evictor is not None] for i, own in hooked.items()}
     wanting = {i: own for i, own in evictors.items() if any(evictor.wants_attention for evictor in own)}
     if any(evictor.own_lengths for own in wanting.values() for evictor in own) and not attends_by_class(model):
-        raise ValueError(
-            f"layers or heads of different lengths each need a mask of their own, and {architecture(model)} does not "
-            "attend with the mask that it is given: use layers='uniform', and not share='adaptive'"
+        raise SettingError(
+            "layers or heads of different lengths each need a mask of their own, and {} does not attend with the mask "
+            "that it is given: use {layers:='uniform'}, and not {share:='adaptive'}",
+            architecture(model),
         )
     sights = dict(enumerate(attention_seen(model)))
     hidden = [i for i in hooked if sights.get(i) not in ("seen", None)]
@@ -107,9 +109,10 @@ def show_attention(model: nn.Module, caches: Sequence[Any]) -> None:
             "choose another score, such as key_diff"
         )
     if blind := [str(i) for i in hidden if any(part.view.residual_length for part in hooked[i])]:
-        raise ValueError(
-            f"newest tokens as they came need attention that can be answered, and {architecture(model)} shows none of "
-            f"layer {', '.join(blind)}: leave out residual_length"
+        raise SettingError(
+            "unquantised newest tokens need attention that can be computed here, and {} shows none of layer {}: leave "
+            "out {residual_length}",
+            *(architecture(model), ", ".join(blind)),
         )
     for i, own in wanting.items():
         for seen in (evictor.observation for evictor in own):

@@ -75,7 +75,7 @@ def test_head_dims_that_no_group_divides_are_refused_with_the_mend() -> None:
         ({"reserve": -1}, "reserve is -1"),
         ({"reserve": 1.5}, "reserve is 1.5: give a whole number"),
         ({"reserve": None}, "reserve is None"),
-        ({"reserve": 3_000_000_000}, "reserve is 3000000000: give a number of tokens from 0 up to"),
+        ({"reserve": 3_000_000_000}, "reserve is 3000000000: give a whole number of tokens from 0 to 2,147,483,647"),
         ({"bits": "8"}, "bits is '8'"),
         ({"bits": 8.0}, "bits is 8.0"),
         ({"quantized_start": 5}, "quantized_start is 5, but bits is None"),

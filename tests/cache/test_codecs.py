@@ -227,13 +227,13 @@ def test_codecs_are_found_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (lambda: KVCache(codec="none"), "there is no codec 'none': choose one of affine, "),
         (lambda: Microscaled("mxfp3"), "there is no format 'mxfp3': choose one of mxfp4, mxfp8, nvfp4"),
-        (lambda: KVCache(8, codec="half"), "got bits=8 and codec='half', which both say"),
+        (lambda: KVCache(8, codec="half"), "got bits=8 and codec='half', which both describe"),
         (lambda: KVCache(codec=3), "codec is 3: give a codec such as"),
         (lambda: KVCache(codec=("half",) * 3), "give one, or two, of keys and of values"),
         (lambda: KVCache(codec="plain", quantized_start=5), "quantized_start is 5"),
         (lambda: register_codec("x", 3), "the codec x is 3: give what makes one"),
         (lambda: CachePolicy(codec="none"), "there is no codec 'none'"),
-        (lambda: CachePolicy(bits=4, codec="half"), "got bits=4 and codec='half', which both say"),
+        (lambda: CachePolicy(bits=4, codec="half"), "got bits=4 and codec='half', which both describe"),
         (lambda: mlx_kv.RingKVCache(8, codec="none"), "there is no codec 'none'"),
     ],
 )

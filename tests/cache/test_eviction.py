@@ -188,7 +188,7 @@ def test_recent_tokens_take_a_quarter_of_a_small_budget(budget: int, residual: i
     [
         ({"budget": 68, "keep_recent": 64}, "4 sinks and keep_recent=64 are kept: give a budget from 69 up"),
         ({"budget": 5}, "4 sinks and keep_recent=1 are kept: give a budget from 6 up"),
-        ({"budget": 0}, "budget is 0: give a number of tokens from 1 up"),
+        ({"budget": 0}, "budget is 0: give a whole number of tokens from 1 up"),
         ({"budget": -5}, "budget is -5"),
         ({"budget": 2.5}, "budget is 2.5"),
         ({"budget": 100, "keep_recent": -1}, "keep_recent is -1: give a whole number of tokens from 0 up"),

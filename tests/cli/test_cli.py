@@ -203,7 +203,7 @@ BAD = {
     ),
     "bits and a codec": (
         ["generate", "--prompt", "x", "--kv-bits", "8", "--kv-codec", "mxfp8"],
-        "got --kv-bits 8 and --kv-codec mxfp8, which both say how tensors are stored: give one of them, or "
+        "got --kv-bits 8 and --kv-codec mxfp8, which both describe how tensors are stored: give one of them, or "
         "--kv-codec rotated",
     ),
     "group": (

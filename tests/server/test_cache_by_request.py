@@ -181,7 +181,7 @@ def test_bits_of_keys_and_of_values_apart() -> None:
     own = AllowedCache.of(["bits=8/none"]).policy(CachePolicy(), cache_field({"cache": {"bits": [8, None]}}))
     assert own == CachePolicy(bits=(8, None))
     assert AllowedCache().policy(own, cache_field({"cache": {"bits": [8, None]}})) == own
-    with pytest.raises(ApiError, match="got bits=6 and codec='mxfp8', which both say"):
+    with pytest.raises(ApiError, match="got bits=6 and codec='mxfp8', which both describe"):
         allowed.policy(CachePolicy(codec="mxfp8"), cache_field({"cache": {"bits": 6}}))
 
 

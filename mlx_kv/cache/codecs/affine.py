@@ -13,6 +13,7 @@ import mlx.core as mx
 
 from mlx_kv.cache.codecs.base import Packing, Plane, Planes
 from mlx_kv.cache.codecs.rotation import check_rotation, rotated
+from mlx_kv.settings import SettingError
 
 BITS = (2, 3, 4, 5, 6, 8)
 GROUP_SIZES = (32, 64, 128)
@@ -37,9 +38,10 @@ class Affine:
 
     def __post_init__(self) -> None:
         if type(self.bits) is not int or self.bits not in BITS:
-            raise ValueError(f"bits is {self.bits!r}: a quantised cache has {', '.join(map(str, BITS))} bits")
+            raise SettingError("{bits:is}: a quantised cache has {} bits", ", ".join(map(str, BITS)), bits=self.bits)
         if type(self.group_size) is not int or self.group_size not in GROUP_SIZES:
-            raise ValueError(f"group_size is {self.group_size}: choose one of {', '.join(map(str, GROUP_SIZES))}")
+            sizes = ", ".join(map(str, GROUP_SIZES))
+            raise SettingError("{group_size:is}: choose one of {}", sizes, group_size=self.group_size)
 
     @property
     def name(self) -> str:
@@ -56,9 +58,13 @@ class Affine:
     def check(self, name: str, x: mx.array) -> None:
         dim = x.shape[-1]
         if dim % self.group_size:
-            fitting = [str(g) for g in GROUP_SIZES if dim % g == 0]
-            mend = f"use group_size={' or '.join(fitting)}" if fitting else "use bits=None: no group size divides it"
-            raise ValueError(f"{name} have head dim {dim}, not a multiple of group_size={self.group_size}; {mend}")
+            sizes = " or ".join(str(size) for size in GROUP_SIZES if dim % size == 0)
+            raise SettingError(
+                "{0} have head dim {1}, not a multiple of {group_size:=}; "
+                + ("use {group_size:={2}}" if sizes else "{bits:omit}: no group size divides it"),
+                *(name, dim, sizes),
+                group_size=self.group_size,
+            )
         if self.rotate:
             check_rotation(name, dim)
 

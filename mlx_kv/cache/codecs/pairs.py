@@ -15,6 +15,7 @@ from mlx_kv.cache.codecs.centred import Centred
 from mlx_kv.cache.codecs.microscaled import MICROSCALED
 from mlx_kv.cache.codecs.plain import Plain
 from mlx_kv.open_set import OpenSet
+from mlx_kv.settings import SettingError
 
 Codecs = tuple[Codec, Codec]  # of keys, of values
 Choice = str | Codec | tuple[str | Codec, str | Codec]
@@ -44,9 +45,11 @@ def _codec(kind: str | Codec | None, bits: int | None, group_size: int) -> Codec
     if bits is None:
         return Plain() if kind is None else find_codec(kind)
     if kind is not None and kind not in TAKE_BITS:
-        raise ValueError(
-            f"got bits={bits} and codec={kind if isinstance(kind, str) else kind.name!r}, which both say how tensors "
-            "are stored: give one of them, or codec='rotated' beside bits"
+        raise SettingError(
+            "got {bits:=} and {codec:=}, which both describe how tensors are stored: give one of them, or "
+            "{codec:='rotated'} beside {bits}",
+            bits=bits,
+            codec=kind if isinstance(kind, str) else kind.name,
         )
     return find_codec(kind or "affine", {"bits": bits, "group_size": group_size})
 
@@ -56,7 +59,7 @@ def keys_and_values(name: str, given: Any) -> tuple[Any, Any]:
     if not isinstance(given, (tuple, list)):
         return given, given
     if len(given) != 2:
-        raise ValueError(f"{name} is {given!r}: give one, or two, of keys and of values")
+        raise SettingError(f"{{{name}:is}}: give one, or two, of keys and of values", **{name: given})
     return given[0], given[1]
 
 
@@ -182,6 +185,6 @@ def find_codec(codec: str | Codec, parameters: Mapping[str, Any] | None = None) 
     """
     if not isinstance(codec, str):
         if not callable(getattr(codec, "encode", None)):
-            raise ValueError(f"codec is {codec!r}: give a codec such as Affine(8, 64), or a name")
+            raise SettingError("{codec:is}: give a codec such as Affine(8, 64), or a name", codec=codec)
         return codec
     return CODECS.find(codec)(**(parameters or {}))

@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Literal, get_args
 
+from mlx_kv.settings import SettingError
+
 # All layers keep the same tokens; each layer its own; each head its own, all the same number; or each head its own, by
 # one ranking of the tokens of all heads.
 Scope = Literal["layers", "layer", "head", "adaptive"]
@@ -24,6 +26,7 @@ BY_HEAD: tuple[Scope, ...] = ("head", "adaptive")
 LayerBudgets = Literal["uniform", "pyramid", "global"]
 HeadBudgets = tuple[tuple[float, ...], ...]  # (L, H) or (L, 1), multiples of the mean, which is 1
 Allocation = LayerBudgets | HeadBudgets
+LayerAllocation = Allocation | Literal["calibrated"]  # of a policy, before the calibration of a model is known
 
 DIGITS = 6  # that a share is rounded to, so that a table read from a file is the same
 STEEPNESS = 20  # of a pyramid: the mean, divided by the budget of the last layer; the number of the paper
@@ -36,23 +39,25 @@ def checked_allocation(share: object, layers: LayerBudgets | Sequence[Sequence[f
         ValueError: unknown values of the options `share` or `layers`, or two that cannot be combined.
     """
     if not isinstance(share, str) or share not in get_args(Scope):
-        raise ValueError(f"share is {share!r}: choose one of {', '.join(get_args(Scope))}")
+        raise SettingError("{share:is}: choose one of {}", ", ".join(get_args(Scope)), share=share)
     if isinstance(layers, str):
         if layers not in get_args(LayerBudgets):
-            raise ValueError(
-                f"layers is {layers!r}: choose one of {', '.join(get_args(LayerBudgets))}, or give a table"
-            )
+            names = ", ".join(get_args(LayerBudgets))
+            raise SettingError("{layers:is}: choose one of {}, or give a table", names, layers=layers)
         allocation: Allocation = layers
     else:
         allocation = head_budgets(layers)
     if layers != "uniform" and share == "layers":
-        name = repr(layers) if isinstance(layers, str) else "a table"
-        raise ValueError(
-            f"layers is {name}, but share='layers' keeps the same tokens in all of them: use share='layer', 'head' "
-            "or 'adaptive'"
+        raise SettingError(
+            ("{layers:is}" if isinstance(layers, str) else "{layers} is a table")
+            + ", but {share:='layers'} keeps the same tokens in all of them: use {share:='layer'}, 'head' or "
+            "'adaptive'",
+            layers=layers,
         )
     if layers == "global" and share != "adaptive":
-        raise ValueError("layers is 'global', one ranking of the tokens of all heads: use share='adaptive' with it")
+        raise SettingError(
+            "{layers:is}, one ranking of the tokens of all heads: use {share:='adaptive'} with it", layers=layers
+        )
     return allocation
 
 

@@ -17,6 +17,7 @@ from mlx_kv.cache.checks import check_type
 from mlx_kv.cache.eviction.allocation import HeadBudgets, head_budgets
 from mlx_kv.cache.eviction.scores import MEASURED, Score
 from mlx_kv.cache.eviction.scores.fitted import FittedLayer, fitted_score
+from mlx_kv.settings import SettingError
 
 FITTED = "fitted"
 SCORE_PREFIX = f"{FITTED}:"
@@ -75,9 +76,9 @@ class Calibration:
             ValueError: only budgets were measured.
         """
         if not self.layers:
-            raise ValueError(
-                "this calibration has budgets of heads alone, and no weights for score='fitted': run mlx-kv calibrate "
-                "without --budgets-only"
+            raise SettingError(
+                "this calibration has budgets of heads alone, and no weights for {score:='fitted'}: run mlx-kv "
+                "calibrate without --budgets-only"
             )
         return Score(SCORE_PREFIX + self.name, fitted_score(self.layers), per_token=True)
 

@@ -28,6 +28,7 @@ from mlx_kv.cache.eviction.two_pass import SecondPass
 from mlx_kv.cache.eviction.weights import Keys, keys_of
 from mlx_kv.cache.layout import Budget, Plan, Row
 from mlx_kv.cache.protocol import Call
+from mlx_kv.settings import SettingError
 
 
 class Owner(Protocol):
@@ -237,9 +238,10 @@ class Evictor:
         if all(row.evicted <= 0 for row in plan.rows):
             return None
         if self.scope != "layers":
-            raise ValueError(
-                f"this model asks for a window in a layer with a budget and share={self.scope!r}, and shares the "
-                "mask among layers and heads: use share='layers'"
+            raise SettingError(
+                "this model requests a window in a layer with a budget and {share:=}, and shares the mask among layers "
+                "and heads: use {share:='layers'}",
+                share=self.scope,
             )
         return self.metadata.kept.key_positions(self.layout, plan)
 

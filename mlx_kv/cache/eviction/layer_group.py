@@ -28,6 +28,7 @@ from mlx_kv.cache.eviction.compaction import RowPlan, lowest_ranks
 from mlx_kv.cache.eviction.peers import ALONE, Peers
 from mlx_kv.cache.eviction.step import CompactionStep
 from mlx_kv.cache.layout import Row
+from mlx_kv.settings import SettingError
 
 TOGETHER_BYTES = 2**22  # of the layers whose scores are evaluated at once
 T = TypeVar("T")
@@ -203,9 +204,10 @@ class LayerGroup:
         """Raises ValueError if layers of the sequence that this is a copy of were not copied into it."""
         if missing := self._required - self._members.keys():
             here, lacking = (", ".join(map(str, sorted(layers))) for layers in (self._members, missing))
-            raise ValueError(
-                f"layer {here} of a sequence was copied without layer {lacking}, and they must evict the same tokens: "
-                "copy all layers in their order, one copy after the other, or use share='layer'"
+            raise SettingError(
+                "layer {} of a sequence was copied without layer {}, and they must evict the same tokens: copy all "
+                "layers in their order, one copy after the other, or use {share:='layer'}",
+                *(here, lacking),
             )
 
 

@@ -7,6 +7,8 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+from mlx_kv.settings import SettingError
+
 L = TypeVar("L")
 
 
@@ -197,7 +199,11 @@ def check_room(room: int, max_write: int, max_rollback: int = 0) -> int:
         ValueError: more than is planned for, or less than what can be taken back in any case.
     """
     if max_rollback < 0 or max_rollback > max_write:
-        raise ValueError(f"max_rollback is {max_rollback}: give a number of tokens from 0 to max_write={max_write}")
+        raise SettingError(
+            "{max_rollback:is}: give a number of tokens from 0 to {max_write:=}",
+            max_rollback=max_rollback,
+            max_write=max_write,
+        )
     if room and not max(1, max_rollback) <= room <= max_write:
         raise ValueError(
             f"there is room for writes of {room}, but {max_write} are planned for, {max_rollback} at least"

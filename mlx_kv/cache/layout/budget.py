@@ -10,6 +10,7 @@ from typing import ClassVar, Self
 
 from mlx_kv.cache.layout.append import InOrder
 from mlx_kv.cache.layout.base import Row, check_room, room_parameters, with_room
+from mlx_kv.settings import SettingError
 
 KEEP_RECENT = 64
 
@@ -49,12 +50,15 @@ class Budget(InOrder):
         for name, least in (("budget", 1), ("keep_recent", 0), ("sinks", 0), ("margin", 0), ("max_write", 1)):
             value = getattr(self, name)
             if (value is not None or name != "margin") and (type(value) is not int or value < least):
-                raise ValueError(f"{name} is {value!r}: give a whole number of tokens from {least} up")
+                raise SettingError(f"{{{name}:is}}: give a whole number of tokens from {least} up", **{name: value})
         object.__setattr__(self, "room", check_room(self.room, self.max_write))
         if self.budget <= self.sinks + self.keep_recent:
-            raise ValueError(
-                f"budget is {self.budget}, but {self.sinks} sinks and keep_recent={self.keep_recent} are kept: "
-                f"give a budget from {self.sinks + self.keep_recent + 1} up, or keep fewer of them"
+            raise SettingError(
+                "{budget:is}, but {} sinks and {keep_recent:=} are kept: give a budget from {} up, or keep fewer of "
+                "them",
+                *(self.sinks, self.sinks + self.keep_recent + 1),
+                budget=self.budget,
+                keep_recent=self.keep_recent,
             )
 
     @property

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from mlx_kv.cache.layout.base import Ranges, Row, check_room, room_parameters
 from mlx_kv.cache.layout.ring import WrittenOver
+from mlx_kv.settings import SettingError
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,7 @@ class Chunks(WrittenOver):
     def __post_init__(self) -> None:
         for name, value in (("chunk_size", self.chunk_size), ("max_write", self.max_write)):
             if value < 1:
-                raise ValueError(f"{name} is {value}: give a number of tokens from 1 up")
+                raise SettingError(f"{{{name}:is}}: give a number of tokens from 1 up", **{name: value})
         object.__setattr__(self, "room", check_room(self.room, self.max_write, self.max_rollback))
 
     @property

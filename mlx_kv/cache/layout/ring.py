@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Self
 
 from mlx_kv.cache.layout.base import Ranges, Row, check_room, count_slots, room_parameters, with_room
+from mlx_kv.settings import SettingError
 
 # Reading two ranges as one takes a copy: each slot is read, written and read again. Up to so many times the slots that
 # are seen, it costs less to read the dead ones between them, too (measured on a CPU: from 2.2).
@@ -99,11 +100,13 @@ class Ring(WrittenOver):
     def __post_init__(self) -> None:
         for name, value in (("window", self.window), ("max_write", self.max_write)):
             if value < 1:
-                raise ValueError(f"{name} is {value}: give a number of tokens from 1 up")
+                raise SettingError(f"{{{name}:is}}: give a number of tokens from 1 up", **{name: value})
         object.__setattr__(self, "room", check_room(self.room, self.max_write, self.max_rollback))
         if not 0 <= self.sinks < self.window:
-            raise ValueError(
-                f"sinks is {self.sinks}: a window of {self.window} tokens has room for 0 to {self.window - 1}"
+            raise SettingError(
+                "{sinks:is}: a window of {} tokens has room for 0 to {}",
+                *(self.window, self.window - 1),
+                sinks=self.sinks,
             )
 
     @property
