@@ -25,8 +25,7 @@ from mlx_kv.cli.loading import Loading
 from mlx_kv.cli.options import Command, FiniteRange, applied
 from mlx_kv.cli.split_options import split_options
 from mlx_kv.ranks.environment import launched
-from mlx_kv.ranks.signals import leave_signals_to_leader
-from mlx_kv.ranks.watchdog import STEP_SECONDS
+from mlx_kv.ranks.watchdog import STEP_SECONDS, leave_signals_to_leader
 
 if TYPE_CHECKING:
     import mlx.nn as nn
@@ -69,14 +68,14 @@ class Machine:
         """The model of the command and its tokenizer; of several ranks, each its part."""
         if self.group is None:
             return self._loading.load(self._model)
-        from mlx_kv.ranks.model_files import marks_of
+        from mlx_kv.ranks.group import model_fingerprint
         from mlx_kv.ranks.splitting import check_split, load_part
 
         config = find_config(self._model)
-        self.group.compare(model=marks_of([config]))
+        self.group.compare(model=model_fingerprint([config]))
         self.group.split = check_split(read_config(config), self.group.size, self.group.split, self._layers)
         model, tokenizer = load_part(model_path(self._model), self.group, self._layers)
-        self.group.compare(model=marks_of(config.parent.iterdir()))
+        self.group.compare(model=model_fingerprint(config.parent.iterdir()))
         return model, self._loading.told(tokenizer)
 
     def lead_or_follow(self, make: Callable[..., Engine]) -> Engine:
@@ -234,7 +233,7 @@ def quiet(group: RankGroup) -> Iterator[None]:
         yield
         return
     if threading.current_thread() is threading.main_thread():
-        leave_signals_to_leader(group)
+        leave_signals_to_leader(group.rank, group.fail)
     with open(os.devnull, "w", encoding="utf-8") as nowhere:
         out, err = sys.stdout, sys.stderr
         sys.stdout = sys.stderr = nowhere

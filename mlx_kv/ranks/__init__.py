@@ -6,8 +6,8 @@ How they come together, and end:
     joining.py      how ranks find each other
     channel.py      connections between ranks: who is let in, and when one counts as broken
     link.py         what the leader tells, what the others answer, and the news that somebody is gone
-    group.py        all ranks of one run, started alike (model_files.py: with the same model)
-    watchdog.py     steps that never end
+    group.py        all ranks of one run, started alike
+    watchdog.py     ends ranks that hang, and signals to followers
 
 What they do together:
 
@@ -18,5 +18,4 @@ What they do together:
     following.py    what the others do
     totals.py       what all of them hold
     collectives.py  what goes by MLX's own collectives beside the model
-    signals.py      Ctrl-C and SIGTERM at a rank that follows
 """

@@ -1,7 +1,7 @@
-"""Connections between ranks: JSON in frames, length first, after each side has shown that it knows the key.
+"""TCP connections between ranks: JSON in length-prefixed frames, once both sides have proved that they have the key.
 
-Decides who is let in, and when a connection counts as broken. Framing and the challenge (an HMAC, both ways) are those
-of Python's `multiprocessing.connection`; nothing is pickled. Knows nothing about what is said.
+Framing and authentication (an HMAC challenge in both directions) are those of `multiprocessing.connection`. Nothing is
+pickled.
 """
 
 from __future__ import annotations
@@ -14,174 +14,173 @@ import socket
 import struct
 import sys
 import threading
-import time
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from socketserver import BaseRequestHandler, ThreadingTCPServer
 from typing import Any
 
-HELLO_WITHIN = 10.0  # seconds that a connection has to show who it is
-MOST_OF_HELLO = 2**20  # bytes, from somebody who has shown no more than that he knows the key
-# A machine that is switched off says nothing: after so many seconds of silence it is asked, so often, at this interval.
-QUIET, ASKED, INTERVAL = 2, 3, 1
-_IDLE = "TCP_KEEPALIVE" if sys.platform == "darwin" else "TCP_KEEPIDLE"
+HELLO_SECONDS = 10.0  # within which a new connection must authenticate itself
+MAX_HELLO_BYTES = 64
+# A machine that is switched off sends nothing. After 2 s of silence it is probed three times, one second apart.
+IDLE_SECONDS, PROBES, PROBE_SECONDS = 2, 3, 1
+GIVE_UP_SECONDS = IDLE_SECONDS + PROBES * PROBE_SECONDS
+_MACOS = sys.platform == "darwin"
 _TCP_RXT_CONNDROPTIME = 0x80  # macOS's TCP_USER_TIMEOUT, in seconds; Python has no name for it
-_OPTIONS = {
-    _IDLE: QUIET,
-    "TCP_KEEPINTVL": INTERVAL,
-    "TCP_KEEPCNT": ASKED,
-    "TCP_USER_TIMEOUT": 1000 * (QUIET + ASKED * INTERVAL),  # milliseconds; of what was sent and nobody confirms
+_TCP_OPTIONS = {
+    "TCP_KEEPALIVE" if _MACOS else "TCP_KEEPIDLE": IDLE_SECONDS,
+    "TCP_KEEPINTVL": PROBE_SECONDS,
+    "TCP_KEEPCNT": PROBES,
+    "TCP_USER_TIMEOUT": 1000 * GIVE_UP_SECONDS,  # milliseconds without an acknowledgement of sent data
     "TCP_NODELAY": 1,
 }
 
 
-def framed(message: Any) -> bytes:
-    """A message as it is sent.
+def encode(message: Any) -> bytes:
+    """A message as `Channel.write` takes it.
 
     Raises:
-        TypeError: JSON has no words for it.
+        TypeError: JSON cannot express it.
     """
     return json.dumps(message, separators=(",", ":")).encode()
 
 
 class Channel:
-    """One connection, from which one thread reads and to which one thread at a time writes.
+    """A connection that one thread reads, and to which one thread at a time writes.
 
     Attributes:
-        sent: bytes, without what TCP adds.
+        bytes_sent: without the overhead of TCP.
     """
 
     def __init__(self, sock: socket.socket) -> None:
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            for name, value in _OPTIONS.items():
+            for name, value in _TCP_OPTIONS.items():
                 if hasattr(socket, name):
                     sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-            if sys.platform == "darwin":
-                sock.setsockopt(socket.IPPROTO_TCP, _TCP_RXT_CONNDROPTIME, QUIET + ASKED * INTERVAL)
+            if _MACOS:
+                sock.setsockopt(socket.IPPROTO_TCP, _TCP_RXT_CONNDROPTIME, GIVE_UP_SECONDS)
         self._socket = sock
         self._connection = Connection(os.dup(sock.fileno()))
-        self.sent = 0
+        self.bytes_sent = 0
 
     def authenticate(self, key: bytes, first: bool) -> None:
-        """Shows that it knows the key, and asks for the same; one of the sides is the first.
+        """Proves that this side has the key and verifies that the other side has it; exactly one side is `first`.
 
         Raises:
-            AuthenticationError: the other side knows another one.
-            OSError: it has gone, or says nothing.
+            AuthenticationError: the other side has another key.
+            OSError: the other side has closed the connection, sent something else, or sent nothing in time.
         """
-        sides = (deliver_challenge, answer_challenge)
+        challenges = (deliver_challenge, answer_challenge)
         try:
-            for side in sides if first else sides[::-1]:
-                side(self._connection, key)
-        except AssertionError as error:  # of Python 3.11, where the other side speaks of something else
-            raise ConnectionError("the other side is no rank") from error
+            for challenge in challenges if first else challenges[::-1]:
+                challenge(self._connection, key)
+        except AssertionError as error:  # Python 3.11 asserts that the other side speaks this protocol
+            raise ConnectionError("the other side is not a rank") from error
         except EOFError as error:
-            raise ConnectionError("the other side is gone") from error
+            raise ConnectionError("the other side has closed the connection") from error
 
     def write(self, data: bytes) -> None:
-        """Sends what `framed` has made. Raises OSError: the other side has gone."""
+        """Sends an encoded message. Raises OSError if the connection is closed."""
         self._connection.send_bytes(data)
-        self.sent += len(data) + 4
+        self.bytes_sent += len(data) + 4
 
-    def read(self, most: int | None = None) -> Any:
-        """Waits for a message of at most so many bytes.
+    def read(self, max_bytes: int | None = None) -> Any:
+        """Waits for the next message.
 
         Raises:
-            OSError: the other side has gone, or what came is no message.
+            OSError: the connection is closed, or the data is not a message of at most this size.
         """
         try:
-            return json.loads(self._connection.recv_bytes(most))
+            return json.loads(self._connection.recv_bytes(max_bytes))
         except (EOFError, ValueError) as error:
-            raise ConnectionError("the other side is gone") from error
+            raise ConnectionError("the other side has closed the connection") from error
 
-    def limit(self, seconds: float) -> None:
-        """Reading and writing fail after so many seconds; 0 is never."""
+    def set_timeout(self, seconds: float) -> None:
+        """Reads and writes fail after this many seconds; 0 is no limit."""
+        whole, fraction = divmod(seconds, 1)
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-            whole, rest = divmod(seconds, 1)
-            self._socket.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(whole), int(rest * 1e6)))
+            self._socket.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(whole), int(fraction * 1e6)))
 
     def close(self) -> None:
-        """The other side reads what was written, and then that nothing more comes."""
+        """The other side still reads what was sent before, then the end of the connection."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
 
-def connect(address: tuple[str, int], key: bytes) -> Channel:
-    """A connection to whoever listens there and knows the key.
+def connect(address: tuple[str, int], key: bytes, rank: int) -> Channel:
+    """A connection from this rank to the leader's `Reception`.
 
     Raises:
-        AuthenticationError: it knows another one.
-        OSError: nobody listens there.
+        AuthenticationError: the leader has another key.
+        OSError: the leader cannot be reached.
     """
-    sock = socket.create_connection(address, HELLO_WITHIN)
+    sock = socket.create_connection(address, HELLO_SECONDS)
     sock.settimeout(None)
     channel = Channel(sock)
-    channel.limit(HELLO_WITHIN)
+    channel.set_timeout(HELLO_SECONDS)
     channel.authenticate(key, first=False)
-    channel.limit(0)
+    channel.write(encode(rank))
+    channel.set_timeout(0)
     return channel
 
 
-class Reception:
-    """Lets in whoever knows the key. Each is asked in a thread of its own: one that says nothing holds up nobody.
+class Reception(ThreadingTCPServer):
+    """Accepts connections of ranks that have the key.
+
+    Each connection is authenticated in its own thread, so that a silent one delays no other.
 
     Args:
         host: the address to listen on; the system chooses the port.
 
     Raises:
-        OSError: it is no address of this machine.
+        OSError: the address does not belong to this machine.
     """
 
-    def __init__(self, host: str, key: bytes) -> None:
-        family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
-        self._listening = socket.create_server((host, 0), family=family)
-        self._key = key
-        self._came: queue.SimpleQueue[tuple[Channel, Any] | str] = queue.SimpleQueue()
-        self.port: int = self._listening.getsockname()[1]
-        threading.Thread(target=self._accept, name="mlx-kv reception", daemon=True).start()
+    daemon_threads = True
+    request_queue_size = 128
 
-    def next(self, seconds: float) -> tuple[Channel, Any]:
-        """The next connection, and what it said first.
+    def __init__(self, host: str, key: bytes) -> None:
+        self.address_family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+        self._key = key
+        self._results: queue.SimpleQueue[tuple[int, Channel] | AuthenticationError] = queue.SimpleQueue()
+        super().__init__((host, 0), BaseRequestHandler)
+        self.port: int = self.socket.getsockname()[1]
+        threading.Thread(target=self.serve_forever, args=(0.05,), name="mlx-kv reception", daemon=True).start()
+
+    def next(self, seconds: float) -> tuple[int, Channel]:
+        """The next rank that has connected.
 
         Raises:
-            TimeoutError: nobody came.
-            AuthenticationError: somebody came with another key; the message says from where.
+            TimeoutError: no connection in this time.
+            AuthenticationError: a connection with another key.
         """
         try:
-            came = self._came.get(timeout=max(0.0, seconds))
+            result = self._results.get(timeout=max(0.0, seconds))
         except queue.Empty:
             raise TimeoutError from None
-        if isinstance(came, str):
-            raise AuthenticationError(came)
-        return came
+        if isinstance(result, AuthenticationError):
+            raise result
+        return result
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self._listening.shutdown(socket.SHUT_RDWR)
-        self._listening.close()
+        self.shutdown()
+        self.server_close()
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                sock, where = self._listening.accept()
-            except OSError:
-                if self._listening.fileno() < 0:
-                    return
-                time.sleep(0.05)  # no more files can be had: somebody may close one
-                continue
-            threading.Thread(target=self._ask, args=(sock, str(where[0])), daemon=True).start()
-
-    def _ask(self, sock: socket.socket, where: str) -> None:
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        """Authenticates a connection. Called in its own thread, for each connection."""
         try:
-            channel = Channel(sock)
-            channel.limit(HELLO_WITHIN)
+            channel = Channel(request)
+            channel.set_timeout(HELLO_SECONDS)
             channel.authenticate(self._key, first=True)
-            said = channel.read(MOST_OF_HELLO)
-            channel.limit(0)
-        except AuthenticationError:
-            self._came.put(where)
-            sock.close()
-        except OSError:  # a stranger
-            sock.close()
+            rank = int(channel.read(MAX_HELLO_BYTES))
+            channel.set_timeout(0)
+        except AuthenticationError as error:
+            self._results.put(error)
+            request.close()
+        except (OSError, TypeError):  # not a rank
+            request.close()
         else:
-            self._came.put((channel, said))
+            self._results.put((rank, channel))
+
+    def shutdown_request(self, request: Any) -> None:
+        """Connections outlast the request: their `Channel` closes them."""

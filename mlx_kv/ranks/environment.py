@@ -1,8 +1,4 @@
-"""What the environment says of the ranks of a run, as `mlx.launch`, `mpirun` or whoever started them has set it.
-
-Decides which of MLX's backends is meant and where the first rank can be reached. Knows nothing about options, models or
-connections; MLX is not imported.
-"""
+"""The environment variables that launchers of ranks set (`mlx.launch`, `mpirun`). MLX is not imported."""
 
 from __future__ import annotations
 
@@ -14,8 +10,8 @@ from ipaddress import ip_address
 from typing import Any
 
 LOOPBACK = "127.0.0.1"
-ALONE = ""  # where the first of several would be: MLX's ring of one cannot reach itself
-BACKENDS = {  # by what only this backend needs, in the order in which they are looked for
+SINGLE = ""  # address of the leader if there is one rank only: MLX's ring of one cannot connect to itself
+BACKENDS = {  # by a variable that only this backend needs, in the order in which they are tried
     "MLX_HOSTFILE": "ring",
     "MLX_IBV_DEVICES": "jaccl",
     "NCCL_HOST_IP": "nccl",
@@ -23,7 +19,7 @@ BACKENDS = {  # by what only this backend needs, in the order in which they are 
     "PMI_RANK": "mpi",
 }
 RANKS = ("MLX_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
-# Ranks on the machine of a rank, and all of them, as MPI's launchers say it.
+# Number of ranks on this machine, and of all ranks, by MPI's launchers.
 LOCAL_SIZES = (("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_SIZE"), ("MPI_LOCALNRANKS", "PMI_SIZE"))
 
 
@@ -33,7 +29,7 @@ class Launch:
 
     Attributes:
         backend: MLX's name for what connects the ranks.
-        leader: the address of rank 0 for the others; None where the environment does not say.
+        leader: the address at which other ranks reach rank 0; None if the environment does not contain it.
     """
 
     backend: str
@@ -41,20 +37,20 @@ class Launch:
 
 
 def launched(environment: Mapping[str, str] = os.environ) -> Launch | None:
-    """What the environment says; None where it knows of no ranks.
+    """How this process was started; None if it is the only one.
 
     Raises:
-        ValueError: a file that it names cannot be read.
+        ValueError: a file that a variable names cannot be read.
     """
     for name, backend in BACKENDS.items():
         if name in environment and ("MLX_RANK" in environment or backend == "mpi"):
             leader = _leader(backend, environment)
-            return None if leader == ALONE else Launch(backend, leader)
+            return None if leader == SINGLE else Launch(backend, leader)
     return None
 
 
 def follows(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether this is another rank than the first, as far as the environment says."""
+    """Whether this is a rank other than 0."""
     if launched(environment) is None:
         return False
     return next((environment[name] for name in RANKS if name in environment), "0") != "0"
@@ -67,16 +63,18 @@ def _leader(backend: str, environment: Mapping[str, str]) -> str | None:
         return _host(environment.get("MLX_JACCL_COORDINATOR", "")) or None
     if backend == "nccl":
         return environment["NCCL_HOST_IP"] or None
-    one_machine = any(here in environment and environment[here] == environment.get(all_) for here, all_ in LOCAL_SIZES)
+    one_machine = any(
+        local in environment and environment[local] == environment.get(total) for local, total in LOCAL_SIZES
+    )
     return LOOPBACK if one_machine else None
 
 
 def _first_host(path: str) -> str | None:
-    """Where the file of MLX's ring says that rank 0 is."""
+    """The address of rank 0 in the host file of MLX's ring."""
     try:
         with open(path, encoding="utf-8") as file:
             hosts: Any = json.load(file)
-        return ALONE if len(hosts) == 1 else _host(str(hosts[0][0])) or None
+        return SINGLE if len(hosts) == 1 else _host(str(hosts[0][0])) or None
     except OSError as error:
         raise ValueError(f"cannot read MLX_HOSTFILE {path}: {error.strerror}") from error
     except (ValueError, LookupError, TypeError) as error:
@@ -89,7 +87,7 @@ def _host(address: str) -> str:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an address is of this machine alone."""
+    """Whether an address can be reached from this machine only."""
     try:
         return ip_address(address).is_loopback
     except ValueError:

@@ -1,19 +1,17 @@
-"""Joining: all ranks of one run, started alike, with a link between the first and each of the others.
-
-Decides where the leader listens and who may come, what must be the same on every rank, and what becomes of the others
-when one fails. Knows nothing about models, caches or what the ranks do together.
-"""
+"""All ranks of one run: joining them, comparing how they were started, and ending together."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import hashlib
 import importlib.metadata
 import json
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, get_args
 
@@ -27,15 +25,17 @@ from mlx_kv.ranks.splitting import Split
 from mlx_kv.ranks.watchdog import STEP_SECONDS, Watchdog
 
 JOIN_SECONDS = 60.0
+SAMPLE_BYTES = 2**16  # of the start, the middle and the end of a file; smaller files are read as a whole
+MODEL_FILES = {".json", ".safetensors", ".jinja", ".txt", ".model"}  # suffixes of the files that mlx-lm reads
 
 
 class RankGroup:
-    """All ranks of one run, seen from one of them. Used as a context, it is closed at its end.
+    """All ranks of one run, on one of them. As a context manager it is closed at the end.
 
     Attributes:
-        raw: MLX's own group, for collectives; all of them belong on mlx-lm's `generation_stream`.
-        split: what of the model each rank has: some heads of every layer, or some layers; None until that is known.
-        link: the `Leader`, or a `Follower`.
+        raw: MLX's own group, for collectives, all of which must run on mlx-lm's `generation_stream`.
+        split: the part of the model that each rank has: some heads of every layer, or some layers; None while unknown.
+        link: a `Leader` on rank 0, a `Follower` on any other rank.
     """
 
     def __init__(self, raw: mx.distributed.Group, split: Split | None, link: Leader | Follower, step: float) -> None:
@@ -45,7 +45,7 @@ class RankGroup:
 
     @property
     def leads(self) -> bool:
-        """Whether this is the rank that decides."""
+        """Whether this is rank 0, which reads prompts and decides."""
         return self.rank == 0
 
     @cached_property
@@ -55,70 +55,73 @@ class RankGroup:
 
     @property
     def leader(self) -> Leader:
-        """The link, on the rank that leads."""
+        """The link of rank 0."""
         assert isinstance(self.link, Leader), "only rank 0 leads"
         return self.link
 
     @property
     def follower(self) -> Follower:
-        """The link, on any other rank."""
-        assert isinstance(self.link, Follower), "rank 0 follows nobody"
+        """The link of any other rank."""
+        assert isinstance(self.link, Follower), "rank 0 leads"
         return self.link
 
     def gathered(self, value: Any) -> list[Any]:
-        """What each rank has called this with, in the order of ranks; JSON's terms. All ranks must call it.
+        """The values of all ranks, in the order of ranks. All ranks must call this, with values that JSON can express.
 
         Raises:
-            RanksError: somebody is gone.
+            RanksError: the group is broken, or has been closed.
         """
         if isinstance(self.link, Leader):
             values = json.loads(json.dumps([value, *self.link.answers()]))
             self.link.tell("gathered", values)
             return list(values)
         self.link.answer(value)
-        told = self.link.next()
-        if told is None:
+        message = self.link.next()
+        if message is None:
             raise LeaderEndedError("the leader has ended")
-        if told[0] != "gathered":
+        if message[0] != "gathered":
             raise RanksError(f"the leader does something else than this rank: {ALIKE}")
-        return list(told[1])
+        return list(message[1])
 
     def compare(self, **what: Any) -> None:
-        """Refuses, on every rank in the same words, what is not the same on all of them. All ranks must call it.
+        """Checks that the values are the same on all ranks. All ranks must call this.
 
         Raises:
-            ValueError: what differs, and where.
+            ValueError: the first difference: the same line on all ranks.
         """
         first, *others = self.gathered(what)
         for rank, other in enumerate(others, 1):
             for name in [*first, *(name for name in other if name not in first)]:
-                here, there = first.get(name), other.get(name)
-                if here != there:
-                    words = name.replace("_", " ")
+                expected, value = first.get(name), other.get(name)
+                if value != expected:
                     raise ValueError(
-                        f"rank {rank} has another {words} than rank 0 ({_short(there)}, not {_short(here)}): {ALIKE}"
+                        f"rank {rank} has another {name.replace('_', ' ')} than rank 0 "
+                        f"({_short(value)}, not {_short(expected)}): {ALIKE}"
                     )
 
     def watch(self, step: str = "a step") -> contextlib.AbstractContextManager[None]:
-        """For the time of a step: if that takes far longer than any before it, the group ends with a message."""
+        """Limits the time of a step: the group ends with a message if it takes far longer than any before it."""
         return self._watchdog.watch(step)
 
     def progress(self) -> None:
-        """A part of the step that is watched is done, such as a chunk of a long prompt: the time begins anew."""
+        """A part of a watched step is done, such as a chunk of a long prompt: its time starts again."""
         self._watchdog.progress()
 
     def when_gone(self, gone: Gone | None) -> None:
-        """Who is called, once and in another thread, when a rank is gone; None ends the process, with one line."""
+        """Replaces the callback for a broken group (see `join_ranks`); None ends the process with one line."""
         self.link.when_gone(gone)
 
     def gone_within(self, seconds: float) -> str | None:
-        """Why the group is broken, if that is known in so many seconds: collectives fail first, and say no reason."""
+        """The reason for which the group is broken, if it is known within this time.
+
+        Collectives fail first, without a reason.
+        """
         return self.link.gone_within(seconds)
 
     def finish(self) -> None:
-        """Waits for what is on its way between ranks: loops are a step ahead of what they tell.
+        """Waits for collectives that still run: generation loops are one step ahead.
 
-        Streams are a thread's own: whoever runs the model calls this.
+        Streams belong to a thread: call this in the one that runs the model.
         """
         from mlx_lm.generate import generation_stream
 
@@ -126,18 +129,18 @@ class RankGroup:
             mx.synchronize(generation_stream)
 
     def fail(self, reason: str) -> None:
-        """This rank cannot go on: all others end, with this reason."""
+        """This rank cannot go on: all ranks end, with this reason."""
         self.link.break_up(f"rank {self.rank}: {reason}")
 
     def close(self, code: int = 0, reason: str = "") -> None:
-        """The end: in peace, or with a reason that the others are told, who then end at once with the same code."""
+        """Ends the group. With a code or a reason all others end at once, with that code; else once they are done."""
         atexit.unregister(self._exit)
         self.link.close(code, reason)
 
     def _exit(self) -> None:
-        """At the end of a process that has not closed it."""
+        """Closes the group at the end of a process that has not done so."""
         error = getattr(sys, "last_value", None)
-        self.close(0 if error is None else 1, "" if error is None else _said(error))
+        self.close(0 if error is None else 1, "" if error is None else _message(error))
 
     def __enter__(self) -> Self:
         return self
@@ -145,14 +148,13 @@ class RankGroup:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         code = _exit_code(error)
         if code and not isinstance(error, (KeyboardInterrupt, ValueError)):
-            time.sleep(
-                1
-            )  # a collective has failed, perhaps since a rank is gone: the link knows which, and ends this one
-        self.close(code, "" if error is None or not code else _said(error))
+            # A collective has failed, perhaps since a rank is gone. Then the link ends this process, with the reason.
+            time.sleep(1)
+        self.close(code, "" if error is None or not code else _message(error))
 
 
 def _exit_code(error: BaseException | None) -> int:
-    """What the others end with where one ends with this. Whoever calls `sys.exit` has done what was to be done."""
+    """The exit code of the other ranks where one ends with this error. `sys.exit` is a normal end."""
     if error is None or isinstance(error, SystemExit):
         return 0
     if isinstance(error, KeyboardInterrupt):
@@ -160,7 +162,7 @@ def _exit_code(error: BaseException | None) -> int:
     return REFUSED if isinstance(error, ValueError) else 1
 
 
-def _said(error: BaseException) -> str:
+def _message(error: BaseException) -> str:
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
     return " ".join(str(error).split()) or type(error).__name__
@@ -181,24 +183,24 @@ def join_ranks(
     join_seconds: float = JOIN_SECONDS,
     gone: Gone | None = None,
 ) -> RankGroup | None:
-    """Joins the ranks that were started with this one, by `mlx.launch`, `mpirun` or the environment.
+    """Joins the ranks that were started with this one, by `mlx.launch`, `mpirun` or environment variables.
 
     Args:
-        split: what of the model each rank gets; None leaves that to what loads it.
-        settings: what else must be the same on all ranks, by name, in JSON's terms.
-        address: where the leader listens, and all others reach it. None is what the environment says: this machine
-            where all ranks are on it, else the leader's address there.
-        secret: the same on all ranks; needed where the leader listens to other machines.
-        step_seconds: that a step may take before the group ends; later ones get more if steps take long.
+        split: the part of the model that each rank gets; None leaves it to `load_part`.
+        settings: other values that must be the same on all ranks, by name; JSON must be able to express them.
+        address: of the leader, where it listens and all others reach it. None is the address in the launcher's
+            environment variables: this machine if all ranks run on it.
+        secret: the same on all ranks; required if the leader listens on an address that other machines can reach.
+        step_seconds: that a step may take before the group ends. It is more once steps have taken long.
         join_seconds: for which ranks wait for each other.
-        gone: called once with the reason when a rank is gone, in another thread; None prints it and ends the process
-            with exit code 70.
+        gone: called once, in another thread, with the reason when a rank is gone; None prints the reason and ends the
+            process with exit code 70.
 
     Returns:
-        None where this process is alone.
+        None if this process is the only one.
 
     Raises:
-        ValueError: ranks that were not started alike, or have not come.
+        ValueError: the ranks were not started alike, or did not all come.
     """
     launch = launched()
     if launch is None:
@@ -210,7 +212,7 @@ def join_ranks(
         if raw.size() == 1:
             return None
         meeting = announced(raw, launch, address, secret)
-    link = linked(raw, meeting, secret, join_seconds, gone)
+    link = linked(raw, meeting, join_seconds, gone)
     group = RankGroup(raw, split, link, step_seconds)
     with _closed_on_error(group):
         group.compare(**_versions(), **(settings or {}), split=split)
@@ -219,7 +221,7 @@ def join_ranks(
 
 
 def _versions() -> dict[str, str]:
-    """Of what decides how a model is computed, and how ranks speak; and on what: a CPU computes in other numbers."""
+    """The versions that results and control messages depend on, and the kind of device: a CPU rounds differently."""
     installed = {f"version of {name}": importlib.metadata.version(name) for name in ("mlx-kv", "mlx", "mlx-lm")}
     return {**installed, "kind of device": mx.default_device().type.name}
 
@@ -229,5 +231,23 @@ def _closed_on_error(group: RankGroup) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        group.close(_exit_code(error), _said(error))
+        group.close(_exit_code(error), _message(error))
         raise
+
+
+def model_fingerprint(files: Iterable[Path]) -> str:
+    """16 hex digits that identify a model, fast even for large ones.
+
+    They depend on the names and sizes of its files, and on samples of their content: the start, which lists all tensors
+    of a file of weights, a part of the middle, and the end.
+    """
+    digest = hashlib.blake2b(digest_size=8)
+    for path in sorted(file for file in files if file.suffix in MODEL_FILES and file.is_file()):
+        size = path.stat().st_size
+        whole = size <= 3 * SAMPLE_BYTES
+        digest.update(f"{path.name} {size} ".encode())
+        with path.open("rb") as file:
+            for start in (0,) if whole else (0, size // 2, size - SAMPLE_BYTES):
+                file.seek(start)
+                digest.update(file.read(size if whole else SAMPLE_BYTES))
+    return digest.hexdigest()

@@ -18,8 +18,8 @@ import pytest
 from launching import MLX_KV, Finished, Ranks, run_ranks, started_ranks, succeeded
 
 from mlx_kv.cli.options import LeadersFile
+from mlx_kv.ranks.group import SAMPLE_BYTES, model_fingerprint
 from mlx_kv.ranks.link import EXIT_CODE
-from mlx_kv.ranks.model_files import SAMPLE, marks_of
 
 PROMPT = "def fibonacci(n):\n    "
 
@@ -140,20 +140,20 @@ def test_files_of_the_leader_need_not_be_elsewhere(monkeypatch: pytest.MonkeyPat
 
 def test_models_are_told_apart_by_their_files(tmp_path: Path) -> None:
     weights, config = tmp_path / "model.safetensors", tmp_path / "config.json"
-    weights.write_bytes(bytes(5 * SAMPLE))
+    weights.write_bytes(bytes(5 * SAMPLE_BYTES))
     config.write_text("{}")
     (tmp_path / "README.md").write_text("not read")
-    seen = {marks_of(tmp_path.iterdir())}
-    for place in (0, 5 * SAMPLE // 2 + 1, 5 * SAMPLE - 1):
-        content = bytearray(5 * SAMPLE)
+    seen = {model_fingerprint(tmp_path.iterdir())}
+    for place in (0, 5 * SAMPLE_BYTES // 2 + 1, 5 * SAMPLE_BYTES - 1):
+        content = bytearray(5 * SAMPLE_BYTES)
         content[place] = 1
         weights.write_bytes(content)
-        seen.add(marks_of(tmp_path.iterdir()))
+        seen.add(model_fingerprint(tmp_path.iterdir()))
     config.write_text("{ }")
-    seen.add(marks_of(tmp_path.iterdir()))
+    seen.add(model_fingerprint(tmp_path.iterdir()))
     assert len(seen) == 5
     (tmp_path / "README.md").write_text("still not read")
-    assert marks_of(tmp_path.iterdir()) in seen
+    assert model_fingerprint(tmp_path.iterdir()) in seen
 
 
 # --- serve --------------------------------------------------------------------------------------------------------

@@ -50,7 +50,9 @@ def test_a_rank_with_another_secret_does_not_come_in() -> None:
 def test_other_machines_need_a_secret() -> None:
     for each in run_ranks(2, programs.nowhere, "0.0.0.0"):
         assert each.code == 2
-        line = "the leader listens on 0.0.0.0, where others could come: give all ranks the same secret (--secret-file)"
+        line = (
+            "the leader listens on 0.0.0.0, where others could connect: give all ranks the same secret (--secret-file)"
+        )
         assert each.stderr == f"refused: {line}\n"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import queue
 import socket
 import threading
 import time
@@ -15,12 +16,11 @@ from typing import Any
 import pytest
 
 from mlx_kv.ranks import channel, group, joining, link
-from mlx_kv.ranks.channel import Channel, Reception, connect, framed
-from mlx_kv.ranks.environment import Launch, launched
+from mlx_kv.ranks.channel import Channel, Reception, connect, encode
+from mlx_kv.ranks.environment import Launch
 from mlx_kv.ranks.group import RankGroup
-from mlx_kv.ranks.joining import received
+from mlx_kv.ranks.joining import receive_ranks
 from mlx_kv.ranks.link import EXIT_CODE, Follower, Leader, RanksError
-from mlx_kv.ranks.watchdog import Watchdog
 
 
 class Rank:
@@ -142,7 +142,7 @@ def test_a_good_end_is_none() -> None:
     [
         (2, lambda group: group.close(2, "no such model"), "rank 2 has ended: no such model"),
         (0, lambda group: group.close(2, "no such model"), "the leader has ended: no such model"),
-        (2, lambda group: group.fail("out of step"), "rank 2 has ended: rank 2: out of step"),
+        (2, lambda group: group.fail("out of step"), "rank 2: out of step"),
         (0, lambda group: group.fail("out of step"), "rank 0: out of step"),
     ],
 )
@@ -155,7 +155,7 @@ def test_everybody_hears_the_reason_once(who: int, how: Callable[[RankGroup], No
                 with pytest.raises(RanksError, match=reason):
                     group.leader.answers() if group.leads else group.follower.next()
         time.sleep(0.1)
-    assert [each for each in heard if each == reason] == [reason] * 2 + [reason] * (reason == "rank 0: out of step")
+    assert [each for each in heard if each == reason] == [reason] * (3 if "out of step" in reason else 2)
 
 
 def test_a_rank_that_has_left_in_peace_is_missed_when_it_is_asked() -> None:
@@ -209,75 +209,105 @@ def test_who_asks_later_is_called_at_once() -> None:
         assert heard == ["rank 1 has ended: no more memory"]
 
 
-# --- who comes in -------------------------------------------------------------------------------------------------
+# --- connections --------------------------------------------------------------------------------------------------
 
 
-def test_strangers_do_not_come_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that says nothing, one that speaks of something else, one that leaves; a rank comes in past them."""
-    monkeypatch.setattr(channel, "HELLO_WITHIN", 0.5)
+def test_strangers_are_not_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A silent one, one that uses another protocol, one that disconnects; a rank is accepted meanwhile."""
+    monkeypatch.setattr(channel, "HELLO_SECONDS", 0.5)
     reception = Reception("127.0.0.1", b"key")
     address = ("127.0.0.1", reception.port)
-    with socket.create_connection(address), socket.create_connection(address) as speaks:
-        speaks.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    with socket.create_connection(address), socket.create_connection(address) as other_protocol:
+        other_protocol.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
         socket.create_connection(address).close()
         with pytest.raises(TimeoutError):
             reception.next(0.1)
-        came = connect(address, b"key")
-        came.write(framed({"rank": 1}))
-        (other, said) = reception.next(5)
-        assert said == {"rank": 1}
-        other.write(framed(["tell", 1]))
-        assert came.read() == ["tell", 1]
+        follower = connect(address, b"key", 1)
+        rank, leader = reception.next(5)
+        assert rank == 1
+        leader.write(encode(["tell", 1]))
+        assert follower.read() == ["tell", 1]
     with pytest.raises(AuthenticationError):
-        connect(address, b"another")
-    with pytest.raises(AuthenticationError, match=r"127\.0\.0\.1"):
+        connect(address, b"another", 1)
+    with pytest.raises(AuthenticationError):
         reception.next(5)
     reception.close()
-    with pytest.raises(OSError):  # noqa: PT011, whatever the system says
-        connect(address, b"key")
+    with pytest.raises(OSError):  # noqa: PT011, the message is the system's
+        connect(address, b"key", 1)
+
+
+@pytest.mark.parametrize("hello", [b"null", b'{"rank": 1}', b"[1]", b"x", b"1" * 65, b"9" * 2**20])
+def test_a_hello_that_is_no_number_of_a_rank_does_no_harm(
+    hello: bytes, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Also a long one, which is not read, of a side that has the key."""
+    monkeypatch.setattr(channel, "encode", lambda rank: hello)
+    with contextlib.closing(Reception("127.0.0.1", b"key")) as reception:
+        address = ("127.0.0.1", reception.port)
+        strange = connect(address, b"key", 1)
+        strange.set_timeout(5)
+        with pytest.raises(OSError):  # noqa: PT011, the message is the system's
+            strange.read()
+        monkeypatch.undo()
+        rank = connect(address, b"key", 1)
+        assert reception.next(5)[0] == 1
+        rank.close()
+    assert capfd.readouterr().err == ""
 
 
 @pytest.mark.parametrize(("keys", "line"), [([b"key", b"other"], "has another secret"), ([b"key"], "has not come")])
-def test_who_has_come_hears_that_another_has_not(keys: list[bytes], line: str) -> None:
+def test_ranks_that_have_connected_end_when_another_one_has_not(keys: list[bytes], line: str) -> None:
     reception = Reception("127.0.0.1", b"key")
-    heard: list[str] = []
+    reasons: list[str] = []
 
-    def come(rank: int, key: bytes) -> None:
+    def join(rank: int, key: bytes) -> None:
         with contextlib.suppress(AuthenticationError):
-            came = connect(("127.0.0.1", reception.port), key)
-            came.write(framed({"rank": rank}))
+            follower = Follower(connect(("127.0.0.1", reception.port), key, rank), reasons.append)
             with pytest.raises(RanksError):
-                Follower(came, heard.append).next()
+                follower.next()
 
-    threads = [threading.Thread(target=come, args=item, daemon=True) for item in enumerate(keys, 1)]
+    threads = [threading.Thread(target=join, args=item, daemon=True) for item in enumerate(keys, 1)]
     for thread in threads:
         thread.start()
     with pytest.raises(ValueError, match=f"rank 2 {line}"):
-        received(reception, 3, 0.5, None)
+        receive_ranks(reception, 3, 0.5, None)
     for thread in threads:
         thread.join(5)
-    assert len(heard) == 1
-    assert heard[0].startswith(f"the leader has ended: rank 2 {line}")
+    assert len(reasons) == 1
+    assert reasons[0].startswith(f"the leader has ended: rank 2 {line}")
 
 
 def test_a_stranger_with_another_secret_is_no_rank() -> None:
     reception = Reception("127.0.0.1", b"key")
     with pytest.raises(AuthenticationError):
-        connect(("127.0.0.1", reception.port), b"guessed")
+        connect(("127.0.0.1", reception.port), b"guessed", 1)
 
-    def come() -> None:
+    def join() -> None:
         time.sleep(0.2)
-        came.append(connect(("127.0.0.1", reception.port), b"key"))
-        came[0].write(framed({"rank": 1}))
+        joined.append(connect(("127.0.0.1", reception.port), b"key", 1))
 
-    came: list[Channel] = []
-    thread = threading.Thread(target=come, daemon=True)
+    joined: list[Channel] = []
+    thread = threading.Thread(target=join, daemon=True)
     thread.start()
-    leader = received(reception, 2, 10, lambda reason: None)
+    leader = receive_ranks(reception, 2, 10, lambda reason: None)
     thread.join(5)
     leader.tell("hello")
-    assert came[0].read() == ["tell", "hello"]
+    assert joined[0].read() == ["tell", "hello"]
     leader.close(1, "over")
+
+
+@pytest.mark.parametrize("data", [b"no JSON", b"{}", b"[]", b"7", b'["bye"]', b'["broken", 1, 2, 3]'])
+@pytest.mark.parametrize("leads", [False, True])
+def test_what_is_no_message_breaks_the_group(data: bytes, leads: bool) -> None:
+    here, there = socket.socketpair()
+    reasons: queue.SimpleQueue[str] = queue.SimpleQueue()
+    link = Leader({1: Channel(here)}, reasons.put) if leads else Follower(Channel(here), reasons.put)
+    Channel(there).write(data)
+    who = "rank 1" if leads else "the leader"
+    problem = "is gone" if data == b"no JSON" else "sent what is no message"
+    assert reasons.get(timeout=5).startswith(f"{who} {problem}")
+    there.close()
+    link.close(1, "over")
 
 
 def test_a_rank_that_has_met_the_others_and_does_not_come_is_named(
@@ -287,85 +317,7 @@ def test_a_rank_that_has_met_the_others_and_does_not_come_is_named(
     monkeypatch.setattr(joining, "_GUARD", joining._GUARD.replace("os.kill(os.getppid(), signal.SIGKILL)", "pass"))
     monkeypatch.setattr(group, "launched", lambda: Launch("ring", "127.0.0.1"))
     monkeypatch.setattr(group, "connected", lambda launch: time.sleep(0.3) or Rank(0, 2))
-    monkeypatch.setattr(joining, "_told_by_first", lambda raw, told: json.loads(told))
+    monkeypatch.setattr(joining, "_from_leader", lambda raw, announcement: json.loads(announcement))
     with pytest.raises(ValueError, match="rank 1 has not come within 1 s: start all ranks again"):
         group.join_ranks(join_seconds=1.0)
     assert capfd.readouterr().err == ""
-
-
-# --- the environment ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("environment", "expected"),
-    [
-        ({}, None),
-        ({"MLX_RANK": "0"}, None),
-        ({"MLX_HOSTFILE": "hosts"}, None),
-        (
-            {"MLX_RANK": "1", "MLX_IBV_DEVICES": "f", "MLX_JACCL_COORDINATOR": "10.0.0.1:5000"},
-            Launch("jaccl", "10.0.0.1"),
-        ),
-        ({"MLX_RANK": "1", "NCCL_HOST_IP": "10.0.0.1", "NCCL_PORT": "5000"}, Launch("nccl", "10.0.0.1")),
-        (
-            {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_SIZE": "4"},
-            Launch("mpi", None),
-        ),
-        (
-            {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "4", "OMPI_COMM_WORLD_SIZE": "4"},
-            Launch("mpi", "127.0.0.1"),
-        ),
-        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, Launch("mpi", None)),
-    ],
-)
-def test_what_launchers_say(environment: dict[str, str], expected: Launch | None) -> None:
-    assert launched(environment) == expected
-
-
-@pytest.mark.parametrize(
-    ("content", "leader"),
-    [
-        ('[["127.0.0.1:5000"], ["127.0.0.1:5001"]]', "127.0.0.1"),
-        ('[["10.0.0.1:5000", "10.0.1.1:5000"], ["10.0.0.2:5000"]]', "10.0.0.1"),
-        ('[["[fe80::1]:5000"], ["[fe80::2]:5000"]]', "fe80::1"),
-        ('[["127.0.0.1:5000"]]', None),
-    ],
-)
-def test_the_first_host_of_a_ring_leads(content: str, leader: str | None, tmp_path: Any) -> None:
-    hosts = tmp_path / "hosts.json"
-    hosts.write_text(content)
-    expected = None if leader is None else Launch("ring", leader)
-    assert launched({"MLX_RANK": "0", "MLX_HOSTFILE": str(hosts)}) == expected
-
-
-@pytest.mark.parametrize("content", [None, "", "[]", "{}", "[[], []]"])
-def test_files_of_hosts_that_are_none(content: str | None, tmp_path: Any) -> None:
-    hosts = tmp_path / "hosts.json"
-    if content is not None:
-        hosts.write_text(content)
-    with pytest.raises(ValueError, match=r"MLX_HOSTFILE .*hosts\.json"):
-        launched({"MLX_RANK": "0", "MLX_HOSTFILE": str(hosts)})
-
-
-# --- the watchdog -------------------------------------------------------------------------------------------------
-
-
-def test_a_step_may_take_as_long_as_those_before_it_and_more() -> None:
-    late: list[str] = []
-    watchdog = Watchdog(late.append, 0.2)
-    with watchdog.watch("step"), watchdog.watch("inner"):
-        time.sleep(0.05)
-    assert watchdog.limit("step") > 0.9  # twenty times as long
-    assert watchdog.limit("inner") == 0.2  # it was part of the other
-    with watchdog.watch("step"):
-        time.sleep(0.3)
-    with watchdog.watch("prompt"):
-        for _ in range(3):  # chunks
-            time.sleep(0.12)
-            watchdog.progress()
-    watchdog.progress()  # of nothing
-    assert late == []
-    with watchdog.watch("other"):
-        time.sleep(0.6)
-    assert len(late) == 1
-    assert late[0].startswith("other has taken 0 s")
