@@ -53,13 +53,14 @@ import numpy as np
 
 from mlx_kv.bundled import model_path
 from mlx_kv.cache.codecs import Affine, CentredByLayer
-from mlx_kv.evaluation.asking import Questions, asked_of, known_anyway, right_of
 from mlx_kv.evaluation.centres import centred
+from mlx_kv.evaluation.chat_cases import Room, Talk
 from mlx_kv.evaluation.choosing import tokens_of, usual_text
 from mlx_kv.evaluation.codec_loss import losses, mean_and_error
-from mlx_kv.evaluation.questions.texts import python_texts
-from mlx_kv.evaluation.results import Settings
-from mlx_kv.generation.prefill import read_chunk
+from mlx_kv.evaluation.evaluate import right_answers, right_without_context
+from mlx_kv.evaluation.questions import case_of, python_texts
+from mlx_kv.evaluation.reading import read
+from mlx_kv.evaluation.tasks import Trial
 from mlx_kv.mlxlm.attention import AttentionCall, AttentionPatch
 from mlx_kv.mlxlm.convert import make_prompt_cache
 from mlx_kv.planning import Planner
@@ -222,27 +223,21 @@ class Measuring:
         return losses(self.model, self.tokens, step=READ_AT_ONCE)
 
     @cached_property
-    def cases(self) -> list[tuple[Any, Any, np.ndarray]]:
-        """What is read, what is asked, and which answers count."""
-        questions = Questions(
-            self.tokenizer, "needle", Settings(budgets=(), context=self.context, keep_recent=64), python_texts()
-        )
-        found = []
-        for row in range(self.needles):
-            case = questions.case(0, row)
-            asked = asked_of(case, seen=False)
-            found.append((case.context, asked, ~known_anyway(self.model, case, asked)))
-        return found
+    def trials(self) -> list[tuple[Trial, np.ndarray]]:
+        """What is read and asked, and which answers count."""
+        talk, room = Talk(self.tokenizer), Room(self.context, keep_recent=64)
+        cases = (case_of("needle", talk, python_texts(), room, 0, row) for row in range(self.needles))
+        trials = [case.trial(seen=False) for case in cases]
+        return [(trial, ~right_without_context(self.model, trial)) for trial in trials]
 
     def right(self, configuration: Configuration) -> int:
         """Answers that are found."""
         total = 0
-        for context, asked, counts in self.cases:
+        for trial, counts in self.trials:
             caches = make_prompt_cache(self.model, configuration.policy_for(self))
             with configuration.used(self.model):
-                for first in range(0, len(context), configuration.step):
-                    read_chunk(self.model, caches, mx.array([context[first : first + configuration.step]]))
-                total += int((right_of(self.model, asked, caches) & counts).sum())
+                read(self.model, caches, mx.array(trial.context), configuration.step)
+                total += int((right_answers(self.model, trial, caches) & counts).sum())
         return total
 
     def line(self, configuration: Configuration) -> dict[str, Any]:
@@ -260,7 +255,7 @@ class Measuring:
             "ratio": round(math.exp(added), 4),
         }
         if self.needles:
-            found["needles"] = [self.right(configuration), int(sum(counts.sum() for *_, counts in self.cases))]
+            found["needles"] = [self.right(configuration), int(sum(counts.sum() for _, counts in self.trials))]
         return found | {"seconds": round(time.monotonic() - begun, 1)}
 
 

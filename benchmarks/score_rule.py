@@ -18,8 +18,9 @@ import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from score_cells import Cell, Kept, cells_of, measurements, named, policy_name
+
 from mlx_kv.cli.output import aligned
-from mlx_kv.evaluation.cells import Cell, Kept, cells_of, measurements, named, policy_name
 from mlx_kv.evaluation.results import Result, summary
 
 LEAST = 0.9  # of the full cache's answers are right, or a task is no instrument

@@ -29,8 +29,6 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +37,12 @@ from mlx_kv.cache.eviction.scores import score_names
 
 # isort: split
 import quick_softmax
+from score_cells import Cell, Kept, Place, Table, places
 
 from mlx_kv.cli.progress import spoken
-from mlx_kv.evaluation.asking import Questions, answers_of
-from mlx_kv.evaluation.cells import Cell, Kept, Place, Table, places
-from mlx_kv.evaluation.questions.tasks import QUESTIONS
-from mlx_kv.evaluation.questions.texts import python_texts
+from mlx_kv.evaluation.chat_cases import Room, Talk
+from mlx_kv.evaluation.evaluate import answers_of
+from mlx_kv.evaluation.questions import QUESTIONS, case_of, python_texts
 from mlx_kv.evaluation.results import Settings
 from mlx_kv.files.calibration_file import load_calibration
 from mlx_kv.generation.rereading import Instructions
@@ -94,28 +92,24 @@ class Measuring:
         self.keep_recent = keep_recent
         quick_softmax.install()
         quick_softmax.check(self.model, self.tokenizer.encode(" ".join(__doc__.split())))
-        self.texts, self.instructions = python_texts(), Instructions.of(self.tokenizer, self.model)
-
-    @lru_cache  # noqa: B019 -- there is one, as long as the process lives
-    def questions(self, task: str, context: int) -> Questions:
-        settings = Settings(budgets=(), context=context, keep_recent=self.keep_recent, calibration=self.calibration)
-        return Questions(self.tokenizer, task, settings, self.texts)
+        self.talk, self.instructions = Talk(self.tokenizer), Instructions.of(self.tokenizer, self.model)
 
     def ask(self, place: Place, missing: Sequence[Kept]) -> Iterator[Cell]:
-        questions = self.questions(place.task, place.context)
-        case = questions.case(place.seed, place.row)
+        common: dict[str, Any] = {"context": place.context, "keep_recent": self.keep_recent}
+        case = case_of(place.task, self.talk, python_texts(), Room(**common), place.seed, place.row)
+        trial = case.trial(place.seen)
+        common |= {"budgets": (), "calibration": self.calibration, "rolling": place.rolling}
         alike: dict[tuple[str | None, str | None], list[Kept]] = {}
         for kept in missing:
             alike.setdefault((kept.share, kept.layers), []).append(kept)
         for (share, layers), some in alike.items():
             changes: dict[str, Any] = {} if share is None else {"share": share, "layers": layers}
             scores = tuple({kept.score for kept in some if kept.score is not None})
-            settings = replace(questions.settings, rolling=place.rolling, scores=scores, **changes)
-            answered = answers_of(
-                self.model, case, [(k.score, k.budget) for k in some], settings, place.seen, self.instructions
-            )
+            settings = Settings(scores=scores, **common, **changes)
+            answered = answers_of(self.model, trial, [(k.score, k.budget) for k in some], settings, self.instructions)
             for kept, each in zip(some, answered, strict=True):
-                yield Cell(place, kept, each.right, each.counted, each.seconds, each.slots)
+                right = int((each.right & each.counts).sum())
+                yield Cell(place, kept, right, int(each.counts.sum()), each.seconds, each.slots)
 
 
 def go_together(share: str, layers: str) -> bool:

@@ -166,6 +166,7 @@ ELSEWHERE = {
     "ranks": "several machines: [clusters](clusters.md)",
     "ranks_equal": "compares tokens, and times nothing",
     "ranks_soak": "compares tokens, and times nothing",
+    "score_cells": "part of score_table",
     "score_rule": "quality, not speed: [evaluate](eval.md)",
     "file_questions": "quality, not speed: [evaluate](eval.md)",
     "score_table": "quality, not speed: [evaluate](eval.md)",

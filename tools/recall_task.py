@@ -1,7 +1,6 @@
 """The task of the recall model: to bring back what stood earlier in a row of made-up words.
 
-Decides its tokenizer and how its answers are counted. Knows nothing about optimisers, checkpoints or the format of a
-shipped model; rows are `mlx_kv.evaluation.recall_tasks`'s affair, what is read when `recall_corpus`'s.
+Its tokenizer and how its answers are counted; `recall_corpus` makes the rows.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from recall_corpus import HELD_OUT, batch, held_out_rows
 from reference_network import Llama, token_losses
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from mlx_kv.evaluation.recall_tasks import END, FIRST_FILLER, SUCCESSORS, WORDS
+from mlx_kv.evaluation.tasks import END, FIRST_FILLER, SUCCESSORS, WORDS
 
 TOKENS_PER_STEP = 8192
 HELD_OUT_ROWS, PROGRESS_ROWS = 400, 48

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from mlx_kv.calibration.statements import INSTRUCTIONS, THANKS, TURNS, fact
-from mlx_kv.evaluation.questions.case import Talk, Tokens
-from mlx_kv.evaluation.questions.texts import MODULES, paragraphs
+from mlx_kv.evaluation.chat_cases import Talk
+from mlx_kv.evaluation.questions import MODULES, paragraphs
+from mlx_kv.evaluation.tasks import Tokens
 from mlx_kv.generation.encoding import encode_prompt
 
 COUNT = 26  # texts of `LENGTHS` tokens

@@ -20,7 +20,7 @@ import mlx.nn as nn
 from mlx_kv.cache.checks import is_number, shown, token_ids
 from mlx_kv.cache.codecs import in_words
 from mlx_kv.evaluation.codec_loss import PLAIN, CodecLoss, bytes_per_token
-from mlx_kv.evaluation.questions.texts import python_texts
+from mlx_kv.evaluation.questions import python_texts
 from mlx_kv.evaluation.reading import Progress
 from mlx_kv.mlxlm.loading import vocabulary_of
 from mlx_kv.policy import CachePolicy

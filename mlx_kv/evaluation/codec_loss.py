@@ -1,8 +1,5 @@
-"""What a way to store keys and values costs a model in quality: how much less likely it finds a text then.
+"""The loss that storing keys and values in a codec adds to a model on a text, token by token against plain caches.
 
-Decides how a text is read (in chunks, each token told what really came before it) and what two readings are compared
-by: token by token, so that a difference is known far better than either loss. Knows nothing about which policies are
-worth a try, nor about files or tables.
 n tokens of a text.
 """
 
@@ -12,22 +9,21 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
 from mlx_kv.cache.checks import token_ids
-from mlx_kv.evaluation.reading import Progress, check_length, log_likelihoods
-from mlx_kv.generation.prefill import prefill_step, read_chunk
+from mlx_kv.evaluation.reading import Progress, check_length, read_losses
+from mlx_kv.generation.prefill import prefill_step
 from mlx_kv.mlxlm.convert import make_prompt_cache
 from mlx_kv.mlxlm.loading import vocabulary_of
 from mlx_kv.mlxlm.traverse import attention_caches
 from mlx_kv.policy import CachePolicy
 
 PLAIN = CachePolicy()
-LEAST_TOKENS = 3  # one that is given, and two losses: of one alone nobody knows how it scatters
+MIN_TOKENS = 3  # a first one and two losses: the spread of one alone is unknown
 
 
 def losses(
@@ -39,45 +35,32 @@ def losses(
 ) -> np.ndarray:
     """-log p of every token of a text after the first, in nats: (n - 1,) float32.
 
-    One chunk's logits are held at a time. Each token is read as it is stored: also a query's own, and its neighbours.
+    Logits of one chunk are in memory at a time. Each query sees keys and values as they are stored, its own included.
 
     Args:
         model: as from `mlx_kv.load`.
         tokens: n of them.
         policy: of the caches that the text is read into.
-        step: tokens of a chunk; None is what generation reads at once.
-        progress: told after each chunk the tokens read, and all that are read.
+        step: tokens of a chunk; None is the prefill step of generation.
+        progress: called after each chunk with the tokens read, and all that will be read.
 
     Raises:
-        ValueError: a text that is too short to say anything, or too long for the model; what `make_prompt_cache`
-            refuses; token ids that the model does not have.
+        ValueError: a text that is too short to measure, or too long for the model; what `make_prompt_cache` refuses;
+            token ids outside the vocabulary.
     """
     tokens = token_ids(tokens, vocabulary_of(model), "the text")
-    if len(tokens) < LEAST_TOKENS:
-        raise ValueError(f"a text of {len(tokens)} tokens says nothing about a model: give {LEAST_TOKENS} or more")
-    count = len(tokens) - 1  # of the last one, only its own probability is asked
-    check_length(model, count)
+    if len(tokens) < MIN_TOKENS:
+        raise ValueError(f"a text of {len(tokens)} tokens says nothing about a model: give {MIN_TOKENS} or more")
+    check_length(model, len(tokens) - 1)
     caches = make_prompt_cache(model, policy)
-    step = prefill_step(model, caches, step)
-    found: list[np.ndarray] = []
-
-    def reading(rows: mx.array, cache: Any) -> None:
-        done = sum(map(len, found))
-        targets = mx.array([tokens[done + 1 : done + 1 + rows.shape[1]]])
-        found.append(np.array(-log_likelihoods(model(rows, cache=cache), targets)[0]))
-
-    for first in range(0, count, step):
-        last = min(first + step, count)
-        read_chunk(reading, caches, mx.array([tokens[first:last]]))
-        if progress is not None:
-            progress(last, count)
-    return np.concatenate(found)
+    found: np.ndarray = read_losses(model, caches, mx.array([tokens]), prefill_step(model, caches, step), progress)[0]
+    return found
 
 
 def bytes_per_token(model: nn.Module, policy: CachePolicy) -> int:
-    """Of keys and values of all layers, scales included, in the model's dtype: one token is read, nothing evaluated.
+    """Bytes of the keys and values of one token in all layers, scales included, in the model's dtype.
 
-    What a residual takes beside them, for any number of tokens, is left out.
+    One token is read and nothing is evaluated. The ring of a residual, of a fixed size, is left out.
 
     Raises:
         ValueError: the policy cannot store these head dims.
@@ -89,11 +72,11 @@ def bytes_per_token(model: nn.Module, policy: CachePolicy) -> int:
 
 @dataclass(frozen=True)
 class AddedLoss:
-    """What a policy costs, against caches that keep every token as it is.
+    """The loss and memory of a policy, compared with plain caches.
 
     Attributes:
-        nats: more loss a token, on average.
-        error: the standard error of that, as if tokens were independent.
+        nats: added loss per token, the mean over the text.
+        error: its standard error, as if tokens were independent.
         bytes_per_token: of all layers, scales included.
     """
 
@@ -104,15 +87,15 @@ class AddedLoss:
 
     @property
     def ratio(self) -> float:
-        """Of the perplexities."""
+        """The ratio of perplexities, exp(nats)."""
         return math.exp(self.nats)
 
 
 class CodecLoss:
-    """One text under one model; the plain reading, which all others are compared with, is done once.
+    """The losses of policies on one text; the text is read through plain caches once, for all comparisons.
 
     Args:
-        model, tokens, step, progress: as in `losses`; each reading tells its own progress.
+        model, tokens, step, progress: as for `losses`; progress starts anew for each policy.
     """
 
     def __init__(
@@ -122,21 +105,21 @@ class CodecLoss:
 
     @cached_property
     def plain(self) -> np.ndarray:
-        """(n - 1,) losses through plain caches."""
+        """Losses with plain caches, (n - 1,)."""
         return losses(self._model, self._tokens, PLAIN, self._step, self._progress)
 
     def added(self, policy: CachePolicy) -> AddedLoss:
-        """What a policy costs on this text.
+        """Measures a policy on this text.
 
         Raises:
             ValueError: as `losses`.
         """
-        size = bytes_per_token(self._model, policy)  # first: it refuses what cannot be stored
+        size = bytes_per_token(self._model, policy)  # first: it raises for what cannot be stored
         more = losses(self._model, self._tokens, policy, self._step, self._progress) - self.plain
         return AddedLoss(policy, *mean_and_error(more), size)
 
 
 def mean_and_error(numbers: np.ndarray) -> tuple[float, float]:
-    """The mean of (n,) numbers, and its standard error."""
+    """The mean of numbers (n,), and its standard error."""
     deviation = numbers.std(ddof=1, dtype=np.float64)
     return float(numbers.mean(dtype=np.float64)), float(deviation / math.sqrt(len(numbers)))

@@ -1,12 +1,11 @@
-"""Contexts and questions for measuring what a cache still lets a model find.
+"""Contexts and questions in token ids: what a cache should still let a model find.
 
-Decides what a passkey, a recall and a copy look like in tokens, where in a context they stand, and which windows of a
-text are read. Knows nothing about models, caches or scores; pure functions of a `numpy.random.Generator`.
+A trial is B rows of a context of C tokens, which is compressed, and of Q tokens that are read only then, answers
+included. What must be found never lies among the first `sinks` tokens or the last `keep_recent` ones, which every
+policy keeps. Words are those of the bundled recall model, or English for any other tokenizer:
 
-A trial is B rows of a context of C tokens, which is compressed, and of Q tokens that are asked only then, answers
-included. What is asked for never lies among the first `sinks` tokens nor the last `keep_recent` ones, which every
-policy keeps: a score has to find it. Two languages can say it: the words of the bundled recall model, and plain text
-for every other tokenizer.
+    <end> f017 f101 set k05 v33 f020 .. set k61 v02 f007 .. get k61 v02 get k05 v33      recall, queries at the end
+    <end> f017 .. copy f090 f003 f111 f054 f099 .. again f090 f003 f111 f054             copy
 """
 
 from __future__ import annotations
@@ -17,13 +16,45 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from mlx_kv.evaluation import recall_tasks as words
+# --- the words of the recall model ------------------------------------------------------------------------------------
+
+KEYS, VALUES, SUCCESSORS = 64, 64, 4
+VOCAB_SIZE = 256
+END, SET, GET, COPY, AGAIN = range(5)
+FIRST_KEY = 5
+FIRST_VALUE = FIRST_KEY + KEYS
+FIRST_FILLER = FIRST_VALUE + VALUES
+FILLERS = VOCAB_SIZE - FIRST_FILLER
+WORDS = (
+    *("<end>", "set", "get", "copy", "again"),
+    *(f"k{i:02}" for i in range(KEYS)),
+    *(f"v{i:02}" for i in range(VALUES)),
+    *(f"f{i:03}" for i in range(FILLERS)),
+)
+FILLER_POOL = (FIRST_FILLER, VOCAB_SIZE)
+
+# (FILLERS, SUCCESSORS): the words that may follow a filler word. Columns are permutations: all are equally frequent.
+FOLLOWS = np.stack([np.random.default_rng(64 + i).permutation(FILLERS) for i in range(SUCCESSORS)], 1)
+
+
+def filler_rows(rng: np.random.Generator, rows: int, length: int) -> np.ndarray:
+    """(rows, length) token ids: random walks on `FOLLOWS`, log(4) nats per word at best."""
+    chosen = rng.integers(SUCCESSORS, size=(length, rows))
+    walk = np.empty((length, rows), dtype=np.int64)
+    current = rng.integers(FILLERS, size=rows)
+    for position in range(length):
+        walk[position] = current
+        current = FOLLOWS[current, chosen[position]]
+    return FIRST_FILLER + walk.T
+
+
+# --- trials -----------------------------------------------------------------------------------------------------------
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 0.95)
 PAIRS = (4, 16, 32)
 QUARTERS = ("first quarter", "second quarter", "third quarter", "last quarter")
-COPIED_SHARE = 8  # one in so many tokens of a context is copied
-JITTER = 64  # a passkey stands within 1/64 of the context around its depth: rows differ where a score goes by position
+COPIED_SHARE = 8  # an eighth of the tokens of a context is copied
+JITTER = 64  # a passkey lies within 1/64 of the context around its depth: rows differ for scores by position
 
 Tokens = list[int]
 Pair = tuple[Tokens, Tokens, Tokens]  # the statement, the question, the answer
@@ -41,36 +72,40 @@ class ContextShape:
 
 @dataclass(frozen=True)
 class Trial:
-    """What a model reads, is asked, and should answer.
+    """What a model reads, before and after compression, and should answer.
 
     Attributes:
-        context: (B, C) token ids.
-        questions: (B, Q) token ids, right answers included.
-        answers: (B, Q), which answer a token of `questions` belongs to, counted from 1; 0 is none. A row has as many
-            answers as any other. Its first column is 0.
-        parts: (B, A) indices into `names`, for each answer of a row.
-        names: what the parts are called: depths, quarters. One name: there are no parts.
+        context: (B, C) token ids that are compressed.
+        questions: (B, Q) token ids that are read then, right answers included.
+        answers: (B, Q), the answer that each token of `questions` belongs to, counted from 1; 0 is none. All rows have
+            equally many answers. The first column is 0.
+        parts: (B, A) indices into `names` for each answer of a row; None where there is one part.
+        names: of the parts: depths, quarters.
+        alone: (1, P), of a chat: the context without its text. Answers that are right after this do not count.
+        targets: (B, Q), of a text: the token that follows each of `questions`.
     """
 
     context: np.ndarray
     questions: np.ndarray
     answers: np.ndarray
-    parts: np.ndarray
+    parts: np.ndarray | None = None
     names: tuple[str, ...] = ("all",)
+    alone: np.ndarray | None = None
+    targets: np.ndarray | None = None
 
 
 class Language(Protocol):
-    """How a tokenizer's tokens say what the tasks need."""
+    """What tasks are worded in, for one tokenizer."""
 
     start: Tokens  # a context begins with these
-    copy: Tokens  # before what is to be copied
+    copy: Tokens  # before the string to copy
     again: Tokens  # before the copy
 
     def filler(self, rng: np.random.Generator, rows: int, length: int) -> np.ndarray:
-        """(rows, length) tokens that mean nothing."""
+        """(rows, length) tokens without information."""
 
     def pairs(self, rng: np.random.Generator, count: int) -> list[Pair]:
-        """So many, of distinct keys."""
+        """`count` pairs with distinct keys."""
 
     def string(self, rng: np.random.Generator, length: int) -> Tokens:
         """Tokens that cannot be guessed."""
@@ -79,18 +114,18 @@ class Language(Protocol):
 class RecallLanguage:
     """The 256 words of the bundled recall model."""
 
-    start, copy, again = [words.END], [words.COPY], [words.AGAIN]
+    start, copy, again = [END], [COPY], [AGAIN]
 
     def filler(self, rng: np.random.Generator, rows: int, length: int) -> np.ndarray:
-        return words.filler(rng, rows, length)
+        return filler_rows(rng, rows, length)
 
     def pairs(self, rng: np.random.Generator, count: int) -> list[Pair]:
-        keys = words.FIRST_KEY + rng.permutation(words.KEYS)[:count]
-        values = words.FIRST_VALUE + rng.integers(words.VALUES, size=count)
-        return [([words.SET, k, v], [words.GET, k], [v]) for k, v in zip(keys.tolist(), values.tolist(), strict=True)]
+        keys = FIRST_KEY + rng.permutation(KEYS)[:count]
+        values = FIRST_VALUE + rng.integers(VALUES, size=count)
+        return [([SET, k, v], [GET, k], [v]) for k, v in zip(keys.tolist(), values.tolist(), strict=True)]
 
     def string(self, rng: np.random.Generator, length: int) -> Tokens:
-        return rng.integers(*words.FILLER_POOL, size=length).tolist()  # type: ignore[no-any-return]
+        return rng.integers(*FILLER_POOL, size=length).tolist()  # type: ignore[no-any-return]
 
 
 SENTENCES = (
@@ -142,9 +177,9 @@ def draw_tokens(rng: np.random.Generator, pieces: Sequence[Tokens], length: int)
 
 
 def find_language(tokenizer: Any) -> Language:
-    """The recall model's words if that is what this tokenizer knows, each as one token; else plain text."""
-    some = (words.END, words.SET, words.GET, words.FIRST_KEY, words.FIRST_VALUE, words.FIRST_FILLER)
-    if tokenizer.encode(" ".join(words.WORDS[i] for i in some[1:]), add_special_tokens=False) == list(some[1:]):
+    """The words of the recall model if each is one token of this tokenizer; else English."""
+    probe = [SET, GET, FIRST_KEY, FIRST_VALUE, FIRST_FILLER]
+    if tokenizer.encode(" ".join(WORDS[i] for i in probe), add_special_tokens=False) == probe:
         return RecallLanguage()
     return TextLanguage(tokenizer)
 
@@ -155,13 +190,13 @@ def assemble(
     shape: ContextShape,
     pairs: Sequence[Sequence[Pair]],
     starts: Callable[[int], np.ndarray],
-    parts: np.ndarray,
+    parts: np.ndarray | None = None,
     names: tuple[str, ...] = ("all",),
 ) -> Trial:
     """Pairs of each row in filler, and a question for each, in another order.
 
     Args:
-        starts: so many free tokens, to how many of them stand before each pair of a row, rising.
+        starts: maps the number of free tokens to how many of them come before each pair of a row, rising.
 
     Raises:
         ValueError: the pairs do not fit into the context.
@@ -182,14 +217,14 @@ def assemble(
             context += filler[taken:start] + statement
             taken = start
         contexts.append((context + filler[taken:])[: shape.context])
-        asked: Tokens = []
-        marked: Tokens = []
+        row_questions: Tokens = []
+        row_answers: Tokens = []
         for number, index in enumerate(rng.permutation(len(row)).tolist(), start=1):
             _, question, answer = row[index]
-            asked += question + answer
-            marked += [0] * len(question) + [number] * len(answer)
-        questions.append(asked)
-        answers.append(marked)
+            row_questions += question + answer
+            row_answers += [0] * len(question) + [number] * len(answer)
+        questions.append(row_questions)
+        answers.append(row_answers)
     longest = max(map(len, questions))
     questions = [row + row[-1:] * (longest - len(row)) for row in questions]
     answers = [row + [0] * (longest - len(row)) for row in answers]
@@ -197,7 +232,7 @@ def assemble(
 
 
 def passkey(rng: np.random.Generator, language: Language, shape: ContextShape) -> Trial:
-    """One pair, at the depths of `DEPTHS` row by row."""
+    """One pair per row, at the depths of `DEPTHS` in turn."""
     which = np.arange(shape.rows) % len(DEPTHS)
     jitter = shape.context // JITTER
     depths = iter(which.tolist())
@@ -212,17 +247,17 @@ def passkey(rng: np.random.Generator, language: Language, shape: ContextShape) -
 
 
 def recall(rng: np.random.Generator, language: Language, shape: ContextShape, count: int) -> Trial:
-    """`count` pairs anywhere, all of them asked for."""
+    """`count` pairs anywhere, with a question for each."""
     pairs = [language.pairs(rng, count) for _ in range(shape.rows)]
 
     def starts(free: int) -> np.ndarray:
         return np.sort(rng.integers(free + 1, size=count))
 
-    return assemble(rng, language, shape, pairs, starts, np.zeros((shape.rows, count), np.int64))
+    return assemble(rng, language, shape, pairs, starts)
 
 
 def copy(rng: np.random.Generator, language: Language, shape: ContextShape) -> Trial:
-    """A random string, an eighth of the context, anywhere in it, to be repeated; every token is an answer."""
+    """A random string anywhere, an eighth of the context, to be repeated; every token is an answer."""
     size = shape.context // COPIED_SHARE
     if size < len(QUARTERS):
         raise ValueError(f"nothing can be copied in a context of {shape.context}: give one from 32 tokens up")
@@ -234,7 +269,7 @@ def copy(rng: np.random.Generator, language: Language, shape: ContextShape) -> T
 
 
 def windows(rng: np.random.Generator, tokens: Sequence[int], rows: int, length: int) -> np.ndarray:
-    """(rows, length) windows of a text, that begin anywhere.
+    """(rows, length) windows of a text from random positions.
 
     Raises:
         ValueError: the text is shorter than that.

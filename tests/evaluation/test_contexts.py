@@ -11,7 +11,7 @@ import pytest
 from tiny_models import make_model
 
 from mlx_kv.cache.eviction.scores import Wants, find_score, score_names
-from mlx_kv.evaluation.contexts import Context, queries_wanted
+from mlx_kv.evaluation.reading import Context, queries_wanted
 from mlx_kv.evaluation.results import Settings
 from mlx_kv.generation.prefill import prefill_step
 from mlx_kv.generation.rereading import read_all
@@ -62,10 +62,10 @@ def test_as_many_queries_are_kept_as_any_score_wants() -> None:
     for scores, wanted in ((("key_diff",), 0), (("tova", "snap_kv"), 64), (("tova", "h2o"), None)):
         assert queries_wanted(scores) == wanted
         context = Context(model, tokens, replace(SETTINGS, scores=scores))
-        assert len(context.recordings[0].written) > 2
+        assert len(context.recordings[0].writes) > 2
         for recording in context.recordings:
-            kept = [each.queries is not None for each in recording.written]
-            count = sum(each.keys.shape[2] for each in recording.written if each.queries is not None)
+            kept = [each.queries is not None for each in recording.writes]
+            count = sum(each.keys.shape[2] for each in recording.writes if each.queries is not None)
             assert count == 1200 if wanted is None else wanted <= count < wanted + 512 or count == wanted == 0
             assert kept == sorted(kept)  # the last ones
 

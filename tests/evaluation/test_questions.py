@@ -9,9 +9,16 @@ import numpy as np
 import pytest
 from characters import Characters
 
-from mlx_kv.evaluation.questions.case import Ask, Room, Talk, make_case, strewn
-from mlx_kv.evaluation.questions.tasks import QUESTIONS, case_of
-from mlx_kv.evaluation.questions.texts import Function, Texts, functions_of, paragraphs, python_texts
+from mlx_kv.evaluation.chat_cases import Ask, Room, Talk, make_case, scatter
+from mlx_kv.evaluation.questions import (
+    QUESTIONS,
+    Function,
+    Texts,
+    case_of,
+    functions_of,
+    paragraphs,
+    python_texts,
+)
 
 ROOM = Room(context=1500, keep_recent=64)
 FACTS = ("needle", "needles", "many_needles", "tracking", "chat")
@@ -118,7 +125,7 @@ def test_pieces_stand_between_units_and_all_of_them_are_there() -> None:
 
     places = set()
     for seed in range(30):
-        text = strewn(np.random.default_rng(seed), filler(), [[7, 7], [8, 8]], 40, 10)
+        text = scatter(np.random.default_rng(seed), filler(), [[7, 7], [8, 8]], 40, 10)
         assert len(text) == 40
         first, second = text.index(7), text.index(8)
         assert first % 3 == 0
@@ -126,7 +133,7 @@ def test_pieces_stand_between_units_and_all_of_them_are_there() -> None:
         places.add(first)
     assert len(places) > 4
     with pytest.raises(ValueError, match="4 tokens to be found do not fit into 3: give a longer context"):
-        strewn(np.random.default_rng(0), filler(), [[7, 7], [8, 8]], 13, 10)
+        scatter(np.random.default_rng(0), filler(), [[7, 7], [8, 8]], 13, 10)
 
 
 def test_prose_is_without_code_and_tables_and_functions_are_whole(texts: Texts) -> None:

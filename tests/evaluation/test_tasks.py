@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mlx_kv.evaluation import recall_tasks, tasks
+from mlx_kv.evaluation import tasks
 
 SHAPE = tasks.ContextShape(rows=4, context=256, sinks=4, keep_recent=16)
 
@@ -19,19 +19,20 @@ def test_what_is_asked_for_lies_in_the_context_outside_of_what_is_always_kept() 
         trial = tasks.recall(np.random.default_rng(0), language, SHAPE, pairs)
         assert trial.context.shape == (4, 256)
         assert trial.questions.shape == trial.answers.shape == (4, 3 * pairs)
-        assert (trial.context[:, 0] == recall_tasks.END).all()
+        assert (trial.context[:, 0] == tasks.END).all()
         protected = np.hstack([trial.context[:, 1:4], trial.context[:, -16:]])
-        assert (protected >= recall_tasks.FIRST_FILLER).all()
+        assert (protected >= tasks.FIRST_FILLER).all()
         for context, questions in zip(trial.context, trial.questions, strict=True):
             text = "".join(f" {token} " for token in context)
             for _, key, value in questions.reshape(-1, 3):
-                assert text.count(f" {recall_tasks.SET}  {key}  {value} ") == 1
+                assert text.count(f" {tasks.SET}  {key}  {value} ") == 1
 
 
 def test_a_passkey_stands_at_its_depth() -> None:
     shape = tasks.ContextShape(rows=50, context=512, sinks=4, keep_recent=16)
     trial = tasks.passkey(np.random.default_rng(0), tasks.RecallLanguage(), shape)
-    starts = (trial.context == recall_tasks.SET).argmax(axis=1)
+    starts = (trial.context == tasks.SET).argmax(axis=1)
+    assert trial.parts is not None
     for start, part in zip(starts, trial.parts[:, 0], strict=True):
         assert abs(start - 4 - tasks.DEPTHS[part] * (512 - 4 - 16 - 3)) <= 512 // 64 + 1
     assert len(set(starts)) > len(tasks.DEPTHS)
@@ -41,9 +42,10 @@ def test_a_passkey_stands_at_its_depth() -> None:
 def test_a_copy_has_an_answer_for_each_token_and_four_quarters() -> None:
     trial = tasks.copy(np.random.default_rng(0), tasks.RecallLanguage(), SHAPE)
     assert trial.answers.tolist() == [list(range(33))] * 4
+    assert trial.parts is not None
     assert trial.parts.tolist() == [[0] * 8 + [1] * 8 + [2] * 8 + [3] * 8] * 4
     for context, questions in zip(trial.context, trial.questions, strict=True):
-        start = context.tolist().index(recall_tasks.COPY) + 1
+        start = context.tolist().index(tasks.COPY) + 1
         assert context[start : start + 32].tolist() == questions[1:].tolist()
 
 

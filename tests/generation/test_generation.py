@@ -8,6 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 import pytest
 from mlx_lm.generate import stream_generate as stock_stream_generate
 from mlx_lm.models import cache as stock
@@ -25,8 +26,9 @@ from mlx_kv import (
     stream_generate,
 )
 from mlx_kv.bundled import FOLDER
-from mlx_kv.evaluation.contexts import read
 from mlx_kv.evaluation.inspection import inspect_prompt
+from mlx_kv.evaluation.reading import Context
+from mlx_kv.evaluation.results import Settings
 from mlx_kv.generation.encoding import encode_prompt
 from mlx_kv.generation.engine import make_engine
 from mlx_kv.generation.prefill import chunk_for
@@ -207,7 +209,7 @@ READERS: dict[str, Callable[..., Any]] = {
     "reader": lambda model, draft, tokenizer, tokens, **step: PromptReader(
         model, make_prompt_cache(model), tokens, step=step.get("prefill_step_size")
     ).finish(),
-    "eval": lambda model, draft, tokenizer, tokens, **step: [read(model, mx.array([tokens]), make_prompt_cache(model))],
+    "eval": lambda model, draft, tokenizer, tokens, **step: [Context(model, np.array([tokens]), Settings())],
 }
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
-from mlx_kv.evaluation.cells import Cell, Kept, Place, Table, cells_of, measurements, places, policy_name
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+
+from score_cells import Cell, Kept, Place, Table, cells_of, measurements, places, policy_name
 
 POLICIES = [Kept(), Kept("key_diff", "layers", "uniform", 512), Kept("tova", "head", "uniform", 512)]
 PLACES = places(("needle", "chat"), (1024,), (False, True), (0, 1), 2)

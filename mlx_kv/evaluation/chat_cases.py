@@ -1,11 +1,8 @@
-"""Contexts of an exact length and the questions about them, in the turns of a chat.
+"""Cases of chat tasks: a context of an exact length, and the questions about it in the turns of a chat.
 
-Decides where a question and its answer stand in a chat, where in a context stands what is asked for, and which tokens
-count. What is asked, the tasks decide. Knows nothing about models, caches or scores.
-
-A case is one context of C tokens, and asks, one after another: a question in the user's words, and a reply of which
-parts are given and parts must be found. What must be found never lies among the last `keep_recent` tokens of a context,
-nor among the first ones, which are those of the chat and of the instruction.
+A case is one context of C tokens with one or more asks: a question of the user, and a reply with given parts and parts
+to be found. What must be found is never among the last `keep_recent` tokens of a context, nor among the first ones,
+which are those of the chat and of the instruction.
 """
 
 from __future__ import annotations
@@ -16,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from mlx_kv.evaluation.tasks import Tokens, Trial
 from mlx_kv.generation.encoding import applied_template
 
-Tokens = list[int]
-MARKS = ("<first>", "<second>", "<third>")  # stand for what is said, in a chat template
+MARKS = ("<first>", "<second>", "<third>")  # in place of the messages, to find what a chat template puts between them
 
 
 @dataclass(frozen=True)
@@ -27,10 +24,9 @@ class Ask:
     """One question.
 
     Attributes:
-        question: what the user asks.
-        reply: what the assistant says, in turns what is given and what it must find: "The sky is", " blue", ...
-        by_token: whether each token with a letter that must be found counts for itself; else the reply is right when
-            all of them are.
+        question: of the user.
+        reply: of the assistant, given parts and parts to be found in turns: "The sky is", " blue", ...
+        by_token: whether each token to be found that has a letter or digit counts as an answer; else each part does.
     """
 
     question: str
@@ -40,12 +36,12 @@ class Ask:
 
 @dataclass(frozen=True)
 class Turns:
-    """Asks in tokens.
+    """Questions and replies in tokens.
 
     Attributes:
-        tokens: of questions and replies, what must be found included.
-        answers: for each of them the answer that it belongs to, from 1 up; 0 is none.
-        asked: so many of the first are a question, or all of them, up to where the first reply begins.
+        tokens: of questions and replies, the parts to be found included.
+        answers: the answer that each token belongs to, counted from 1; 0 is none.
+        asked: number of tokens before the first reply.
     """
 
     tokens: Tokens
@@ -55,13 +51,13 @@ class Turns:
 
 @dataclass(frozen=True)
 class Case:
-    """A context and what is asked about it.
+    """A context and the questions about it.
 
     Attributes:
         context: C tokens.
         apart: a question, its reply, the next question, ...
         together: all questions in one message, and then all replies.
-        alone: the context's instruction, without what is asked for.
+        alone: the instruction of the context, without its text.
     """
 
     context: Tokens
@@ -69,9 +65,25 @@ class Case:
     together: Turns
     alone: Tokens
 
+    def trial(self, seen: bool) -> Trial:
+        """The case as one row.
+
+        Args:
+            seen: whether all questions are part of the context and only the replies follow; else questions follow one
+                by one, each with its reply.
+        """
+        turns = self.together if seen else self.apart
+        asked = turns.tokens[: turns.asked] if seen else []
+        return Trial(
+            context=np.array([self.context + asked]),
+            questions=np.array([turns.tokens[len(asked) :]]),
+            answers=np.array([turns.answers[len(asked) :]]),
+            alone=np.array([self.alone + asked]),
+        )
+
 
 class Talk:
-    """How a tokenizer says turns of a chat; without a chat template, as questions and answers in a text."""
+    """Encodes the turns of a chat; without a chat template, as questions and answers in a text."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -95,51 +107,51 @@ class Talk:
         return text
 
     def begun(self, instruction: str) -> Tokens:
-        """A user's message that is not ended."""
+        """The beginning of a user's message."""
         return self._start + self.encode(self._before + instruction)
 
-    def exchange(self, said: str, answered: str) -> Tokens:
-        """The end of a user's message, the answer to it, and the beginning of the next message."""
-        return self.encode(said + self._answer) + self.encode(answered + self._again)
+    def exchange(self, message: str, answer: str) -> Tokens:
+        """The rest of a user's message, the assistant's answer, and the beginning of the next message."""
+        return self.encode(message + self._answer) + self.encode(answer + self._again)
 
     def question(self, text: str, first: bool) -> Tokens:
-        """After an open message of the user, or after the assistant's answer; up to where the answer begins."""
+        """A question at the end of the first message, or as a message of its own; up to where the answer begins."""
         return self.encode(("\n\n" if first else self._again) + text + self._answer)
 
     def reply(self, ask: Ask, last: int, before: str = "") -> tuple[Tokens, Tokens]:
-        """A reply, and the answers that its tokens belong to, counted on from the last one."""
+        """A reply, and the answer that each of its tokens belongs to, numbered from `last` + 1."""
         tokens: Tokens = []
         answers: Tokens = []
         for index, text in enumerate(ask.reply):
-            said = self.encode(text if index else before + text)
-            tokens += said
+            part = self.encode(text if index else before + text)
+            tokens += part
             if index % 2 == 0:
-                answers += [0] * len(said)
+                answers += [0] * len(part)
             elif ask.by_token:
-                answers += self._by_token(said, max([last, *answers]))
+                answers += self._by_token(part, max([last, *answers]))
             else:
-                answers += [last + 1] * len(said)
+                answers += [last + 1] * len(part)
         return tokens, answers
 
-    def _by_token(self, said: Tokens, last: int) -> Tokens:
-        """Each token with a letter or a digit is an answer for itself."""
-        counts = [any(letter.isalnum() for letter in self.decode([token])) for token in said]
-        return [last + sum(counts[: i + 1]) if counts[i] else 0 for i in range(len(said))]
+    def _by_token(self, part: Tokens, last: int) -> Tokens:
+        """Each token with a letter or a digit is one answer."""
+        counts = [any(letter.isalnum() for letter in self.decode([token])) for token in part]
+        return [last + sum(counts[: i + 1]) if counts[i] else 0 for i in range(len(part))]
 
 
 @dataclass(frozen=True)
 class Room:
-    """How long a context is, and how much of its end every policy keeps."""
+    """The tokens of a context, and how many of the last ones every policy keeps."""
 
     context: int
     keep_recent: int
 
 
-def filled(units: Iterable[Tokens], length: int) -> list[Tokens]:
-    """Units from the first on, the last one cut, of `length` tokens in all.
+def take(units: Iterable[Tokens], length: int) -> list[Tokens]:
+    """The first units of `length` tokens in all, the last one cut.
 
     Raises:
-        ValueError: there are not so many.
+        ValueError: there are fewer tokens.
     """
     taken: list[Tokens] = []
     left = length
@@ -153,10 +165,10 @@ def filled(units: Iterable[Tokens], length: int) -> list[Tokens]:
     return taken
 
 
-def strewn(
+def scatter(
     rng: np.random.Generator, filler: Iterator[Tokens], pieces: Sequence[Tokens], length: int, keep_recent: int
 ) -> Tokens:
-    """Pieces, in their order, anywhere between units of filler but not in the last `keep_recent` of `length` tokens.
+    """`length` tokens: pieces, in their order, between units of filler but not in the last `keep_recent` tokens.
 
     Raises:
         ValueError: the pieces do not fit.
@@ -164,7 +176,7 @@ def strewn(
     size = sum(map(len, pieces))
     if length - keep_recent - size < 0:
         raise ValueError(f"{size:,} tokens to be found do not fit into {length - keep_recent:,}: give a longer context")
-    units = filled(filler, length - size)
+    units = take(filler, length - size)
     starts = np.cumsum([0, *map(len, units)])[:-1]
     places = int((starts <= length - keep_recent - size).sum())
     before = np.sort(rng.integers(places, size=len(pieces))).tolist()
@@ -178,7 +190,7 @@ def strewn(
 
 
 def make_case(talk: Talk, instruction: str, text: Tokens, asks: Sequence[Ask]) -> Case:
-    """A user's message of an instruction and a text, and what is asked then."""
+    """A user's message of an instruction and a text, and the questions about it."""
     begun = talk.begun(instruction)
     return Case(begun + text, turns_apart(talk, asks), turns_together(talk, asks), begun)
 
