@@ -119,10 +119,10 @@ def work(name: str, split: str, tokens: int, rounds: int) -> None:
         return measured(stock_stream_generate(model, tokenizer, ids, max_tokens=tokens))
 
     def ours(policy: CachePolicy | None = None) -> dict[str, Any]:
-        from mlx_kv.generation.agreement import agreement_of
+        from mlx_kv.communicator import LOCAL
         from mlx_kv.generation.distributed_caches import make_distributed_caches
 
-        caches = make_distributed_caches(model, policy or CachePolicy(), agreement_of(group))
+        caches = make_distributed_caches(model, policy or CachePolicy(), group or LOCAL)
         got = measured(stream_generate(model, tokenizer, ids, max_tokens=tokens, prompt_cache=caches, group=group))
         held = cache_statistics([cache for cache in caches if is_ours(cache)])
         return got | {"compactions": held.compactions, "compaction": held.compaction_seconds}

@@ -36,11 +36,11 @@ from mlx_kv.cache.eviction.allocation import LayerAllocation as LayerAllocation
 from mlx_kv.cache.eviction.calibration import FITTED, Calibration
 from mlx_kv.cache.eviction.evictor import Evictor
 from mlx_kv.cache.eviction.layer_group import LayerGroup
-from mlx_kv.cache.eviction.peers import ALONE, Peers
 from mlx_kv.cache.eviction.scores import Score, find_score
 from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.cache.layout import KEEP_RECENT, Append, Budget, Chunks, Layout, Ring, default_keep_recent
 from mlx_kv.cache.residual import Residual
+from mlx_kv.communicator import LOCAL, CacheCommunicator
 from mlx_kv.policy_settings import SINKS as SINKS
 from mlx_kv.policy_settings import PolicySettings
 from mlx_kv.settings import SettingError, check_settings, shown
@@ -349,7 +349,7 @@ def _names(settings: Sequence[str]) -> str:
 
 
 def make_layer_caches(
-    policy: CachePolicy, specs: Sequence[CacheSpec], packed_decode: bool, peers: Peers = ALONE
+    policy: CachePolicy, specs: Sequence[CacheSpec], packed_decode: bool, peers: CacheCommunicator = LOCAL
 ) -> list[KVCache]:
     """The attention caches of one sequence, one for each spec.
 
@@ -367,9 +367,9 @@ def make_layer_caches(
                 raise ValueError(why)
         measured = None if policy.calibration is None else policy.calibration.heads
         for what, table in (("table of budgets", policy.table), ("calibration", measured)):
-            if table is not None and len(table) != peers.all_layers(full):
+            if table is not None and len(table) != peers.total_layers(full):
                 raise ValueError(
-                    f"the {what} has {len(table)} rows, and this model has {peers.all_layers(full)} layers of full "
+                    f"the {what} has {len(table)} rows, and this model has {peers.total_layers(full)} layers of full "
                     "attention: give a row for each of them, or run mlx-kv calibrate MODEL for this one"
                 )
     layer_group, layer, caches = LayerGroup(peers), peers.first_layer, []

@@ -224,7 +224,7 @@ class CacheInfo:
         self._data = state.data_of(value, before.growth, before.reserved)
         self._data.growths, self._data.seam = before.growths, before.seam
         if before.evictor is not None and self._data.evictor is not None:
-            self._data.evictor.hear_from(before.evictor.peers)
+            self._data.evictor.set_communicator(before.evictor.communicator)
 
     @classmethod
     def from_state(cls, value: tuple[Any, ...], **settings: Any) -> Self:

@@ -72,7 +72,7 @@ def converse(machine: Machine, model: str, chat: Chat, max_tokens: int, decoding
     cache_policy = asked.for_model(network, tokenizer, model)
     draft = drafting.load_model() if machine.leads else None
 
-    def engine(**agreement: Any) -> Engine:
+    def engine(**communicator: Any) -> Engine:
         return make_engine(
             network,
             set(tokenizer.eos_token_ids),
@@ -83,7 +83,7 @@ def converse(machine: Machine, model: str, chat: Chat, max_tokens: int, decoding
             **vars(drafts),
             return_caches=True,
             instructions=Instructions.for_policy(cache_policy, tokenizer, network),
-            **agreement,
+            **communicator,
         )
 
     sampler = decoding.sampler(tokenizer)

@@ -116,7 +116,7 @@ def continue_prompt(
     text = read_prompt(prompt, prompt_file, source) if machine.leads else ""
     asked, drafts = asked_policy(**policy), drafting.settings  # refuses bad settings before anything is loaded
 
-    from mlx_kv.generation.agreement import agreement_of
+    from mlx_kv.communicator import LOCAL
     from mlx_kv.generation.distributed_caches import make_distributed_caches
     from mlx_kv.generation.encoding import encode_ending, encode_text, speaks_chat
     from mlx_kv.generation.prefill import prefill_step
@@ -150,8 +150,7 @@ def continue_prompt(
     speculation = SpeculationStatistics()
     pieces, ids, response = [], [], None
     if prompt_cache_file is None:
-        agreement = agreement_of(machine.group)
-        caches = make_distributed_caches(network, cache_policy, agreement, strict=not drafting.asked)
+        caches = make_distributed_caches(network, cache_policy, machine.group or LOCAL, strict=not drafting.asked)
     step = prefill_step(network, caches, decoding.prefill_step_size)
     draft = drafting.load_model() if machine.leads else None
     if draft is not None:

@@ -30,7 +30,7 @@ from mlx_kv.ranks.watchdog import STEP_SECONDS, leave_signals_to_leader
 if TYPE_CHECKING:
     import mlx.nn as nn
 
-    from mlx_kv.generation.agreement import Agreement
+    from mlx_kv.communicator import Communicator
     from mlx_kv.generation.engine import Engine
     from mlx_kv.generation.statistics import CacheStatistics
     from mlx_kv.ranks.group import RankGroup
@@ -82,7 +82,7 @@ class Machine:
         """The engine that leads on all ranks; on another one it does what that one does until it ends, and then ends.
 
         Args:
-            make: called with the `agreement` of the ranks.
+            make: called with the `communicator` of the ranks.
 
         Raises:
             LeaderEndedError: this rank has followed to the end.
@@ -93,8 +93,8 @@ class Machine:
         from mlx_kv.ranks.following import follow
         from mlx_kv.ranks.link import LeaderEndedError
 
-        def make_for(agreement: Agreement) -> Engine:
-            return make(agreement=agreement)
+        def make_for(communicator: Communicator) -> Engine:
+            return make(communicator=communicator)
 
         if self.group.leads:
             return lead(make_for, self.group)

@@ -13,7 +13,7 @@ from typing import Any
 import mlx.nn as nn
 
 from mlx_kv.cache.checks import check_type, whole_number, whole_numbers
-from mlx_kv.generation.agreement import Agreement, Group, Rounds, agreement_of, in_step
+from mlx_kv.communicator import LOCAL, Communicator, Steps
 from mlx_kv.generation.encoding import tokens_of_prompt, wrapped
 from mlx_kv.generation.engine import Engine, make_engine
 from mlx_kv.generation.rereading import Instructions
@@ -45,7 +45,7 @@ def batch_generate(
     prompt_lookup_min: int = LOOKUP_MIN,
     prompt_lookup_max: int = LOOKUP_MAX,
     draft_length: DraftLength = "chosen",
-    group: Group | None = None,
+    group: Communicator | None = None,
     logits_processors: Sequence[LogitsProcessor] | None = None,
 ) -> Iterator[BatchToken]:
     """Continues many prompts at once; each gets the tokens that it would get alone.
@@ -82,21 +82,22 @@ def batch_generate(
     policy, processors = given_policy(policy), given_processors(logits_processors)
     check_type("statistics", statistics, SpeculationStatistics | None, "give SpeculationStatistics(), or None")
     tokenizer = None if tokenizer is None else wrapped(tokenizer)
-    agreement = agreement_of(group)
+    check_type("group", group, Communicator | None, "give what mlx_kv.join_ranks() returns")
+    communicator = group or LOCAL
     sequences: list[TokenSequence] = []  # with the leader's samplers
 
-    def told() -> tuple[int, int | None, list[tuple[list[int], int]]]:
+    def asked() -> tuple[int, int | None, list[tuple[list[int], int]]]:
         whole_number("max_batch_size", max_batch_size, least=1)
         sequences.extend(_sequences(model, tokenizer, prompts, max_tokens, sampler, seed))
         for sequence in sequences:
             sequence.processors = processors
         return max_batch_size, prefill_step_size, [(own.tokens, own.max_tokens) for own in sequences]
 
-    max_batch_size, prefill_step_size, asked = agreement.told(told)
-    if not agreement.leads:
+    max_batch_size, prefill_step_size, prompts_and_limits = communicator.broadcast(asked)
+    if not communicator.leads:
         sequences = [
             TokenSequence(index, tokens, limit, None if tokenizer is None else tokenizer.detokenizer)
-            for index, (tokens, limit) in enumerate(asked)
+            for index, (tokens, limit) in enumerate(prompts_and_limits)
         ]
     ends = set() if tokenizer is None else set(tokenizer.eos_token_ids)
     engine = make_engine(
@@ -112,21 +113,21 @@ def batch_generate(
         prompt_lookup_min=prompt_lookup_min,
         prompt_lookup_max=prompt_lookup_max,
         draft_length=draft_length,
-        agreement=agreement,
+        communicator=communicator,
         instructions=Instructions.for_policy(policy, tokenizer, model),
     )
-    return _tokens(engine, sequences, agreement)
+    return _tokens(engine, sequences, communicator)
 
 
-def _tokens(engine: Engine, sequences: Sequence[TokenSequence], agreement: Agreement) -> Iterator[BatchToken]:
-    def steps() -> Rounds[list[BatchToken]]:
+def _tokens(engine: Engine, sequences: Sequence[TokenSequence], communicator: Communicator) -> Iterator[BatchToken]:
+    def steps() -> Steps[list[BatchToken]]:
         while engine.busy:
             yield engine.step()
 
     try:
         for sequence in sequences:
             engine.submit(sequence)
-        rounds = in_step(agreement, steps(), lambda tokens: [(own.index, own.token) for own in tokens])
+        rounds = communicator.sync_steps(steps(), lambda tokens: [(own.index, own.token) for own in tokens])
         with contextlib.closing(rounds):
             for tokens in rounds:
                 yield from tokens

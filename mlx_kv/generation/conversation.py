@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
 
-from mlx_kv.generation.agreement import Rounds
+from mlx_kv.communicator import Steps
 from mlx_kv.generation.encoding import (
     JUST_ASKED,
     ChatSettings,
@@ -172,7 +172,7 @@ class Conversation:
         draws: Draws = lambda position: None,
         processors: Sequence[LogitsProcessor] = (),
         ended: Callable[[], bool] = lambda: False,
-    ) -> Rounds[BatchToken]:
+    ) -> Steps[BatchToken]:
         """The tokens of an answer as they come; where the caller stops asking for them, the answer ends.
 
         A turn that ends before its first token is none: then all is as before, but may have to be read again.

@@ -13,14 +13,14 @@ from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache
 
 from mlx_kv.cache.checks import cache_list
 from mlx_kv.cache.eviction.calibration import Calibration
-from mlx_kv.generation.agreement import ALONE, Agreement, anywhere
+from mlx_kv.communicator import LOCAL, Communicator
 from mlx_kv.mlxlm.batching import only_attention, padding_is_read, rows_must_be_equal
 from mlx_kv.mlxlm.convert import converted_caches
 from mlx_kv.policy import CachePolicy
 
 
 def make_distributed_caches(
-    model: nn.Module, policy: CachePolicy, agreement: Agreement = ALONE, *, strict: bool = True
+    model: nn.Module, policy: CachePolicy, communicator: Communicator = LOCAL, *, strict: bool = True
 ) -> list[Any]:
     """New caches of the layers of this process, whose budgets keep the same tokens on all ranks.
 
@@ -30,10 +30,10 @@ def make_distributed_caches(
     Raises:
         ValueError: another policy than the leader's, or what `make_prompt_cache` refuses.
     """
-    _check_same(policy, agreement)
+    _check_same(policy, communicator)
     if policy.reads_twice:
-        check_alone(agreement)
-    return converted_caches(model, policy, strict, agreement.peers(model))
+        check_local(communicator)
+    return converted_caches(model, policy, strict, communicator.for_caches(model))
 
 
 def given_caches(name: str, model: nn.Module, given: Any) -> list[Any]:
@@ -49,19 +49,19 @@ def given_caches(name: str, model: nn.Module, given: Any) -> list[Any]:
     return caches
 
 
-def check_alone(agreement: Agreement) -> None:
+def check_local(communicator: Communicator) -> None:
     """Raises ValueError for several processes: prompts are read twice by one alone."""
-    if agreement is not ALONE:
+    if communicator.distributed:
         raise ValueError(
             "a score such as kvzip has prompts read twice, which one process does alone: choose another score for "
             "several, such as key_diff"
         )
 
 
-def _check_same(policy: CachePolicy, agreement: Agreement) -> None:
+def _check_same(policy: CachePolicy, communicator: Communicator) -> None:
     """Raises ValueError where a policy is not the leader's, as far as its settings are plain values."""
     own = {each.name: _plain(getattr(policy, each.name)) for each in fields(policy)}
-    leaders = agreement.told(lambda: own)
+    leaders = communicator.broadcast(lambda: own)
     if leaders != own:
         names = [name for name in own if leaders[name] != own[name]]
         theirs, here = (", ".join(f"{name}={each[name]!r}" for name in names) for each in (leaders, own))
@@ -80,9 +80,9 @@ def _plain(value: Any) -> Any:
     return listed if isinstance(value, tuple) else value
 
 
-def equal_lengths(model: nn.Module, agreement: Agreement) -> tuple[bool, bool]:
+def equal_lengths(model: nn.Module, communicator: Communicator) -> tuple[bool, bool]:
     """Whether rows of a batch must always have the same length; and if not, whether prompts read together must."""
-    rows, others = anywhere(agreement, rows_must_be_equal(model), not only_attention(model))
+    rows, others = communicator.all_any(rows_must_be_equal(model), not only_attention(model))
     with mx.stream(generation_stream):  # a probe runs on all ranks or on none
-        (prompts,) = anywhere(agreement, others and not rows and padding_is_read(model))
+        (prompts,) = communicator.all_any(others and not rows and padding_is_read(model))
     return rows, prompts

@@ -12,7 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_kv.cache.checks import whole_number
-from mlx_kv.generation.agreement import ALONE, Agreement, leaders
+from mlx_kv.communicator import LOCAL, Communicator
 from mlx_kv.generation.distributed_caches import equal_lengths
 from mlx_kv.generation.plain import PlainEngine
 from mlx_kv.generation.progress import SequenceProgress
@@ -120,7 +120,7 @@ def make_engine(
     prompt_lookup_min: int = LOOKUP_MIN,
     prompt_lookup_max: int = LOOKUP_MAX,
     draft_length: DraftLength = "chosen",
-    agreement: Agreement = ALONE,
+    communicator: Communicator = LOCAL,
     instructions: Instructions = NOTHING_ASKED,
     most_wait: float | None = None,
 ) -> Engine:
@@ -131,8 +131,8 @@ def make_engine(
         return_caches: whether the last token of a sequence brings its caches.
         drafter: as in `speculative_generate`; with it or a draft model, the engine speculates.
         num_draft_tokens, prompt_lookup_min, prompt_lookup_max, draft_length: the same.
-        agreement: with the other ranks of the model, which all make an engine now. Whether it speculates, who drafts,
-            and whether caches are returned the leader says.
+        communicator: with the other processes of the model, which all make an engine now. The leader decides whether it
+            drafts, by which drafter, and whether caches are returned.
         instructions: before the second reading of a prompt, where the policy wants one.
         most_wait: seconds that rows wait for their next token while prompts are read, as far as the least chunk allows;
             None reads all chunks whole. Not with drafts, several ranks, budgets or a quantized_start, where chunks have
@@ -143,17 +143,19 @@ def make_engine(
     """
     whole_number("max_batch_size", max_batch_size, least=1)
     lookup = prompt_lookup_min, prompt_lookup_max
-    drafting = leaders(agreement, lambda: DraftSettings(drafter, num_draft_tokens, *lookup, draft_length))
+    drafting = communicator.on_leader(lambda: DraftSettings(drafter, num_draft_tokens, *lookup, draft_length))
     if prefill_step_size is not None:
         whole_number("prefill_step_size", prefill_step_size, least=1)
     check_batches(model)
     policy = given_policy(policy)
-    drafts, return_caches = agreement.told(lambda: (draft_model is not None or drafter is not None, return_caches))
+    drafts, return_caches = communicator.broadcast(
+        lambda: (draft_model is not None or drafter is not None, return_caches)
+    )
     if not drafts:
         return PlainEngine(
-            model, ends, policy, max_batch_size, prefill_step_size, return_caches, agreement, instructions, most_wait
+            model, ends, policy, max_batch_size, prefill_step_size, return_caches, communicator, instructions, most_wait
         )
-    decoder = make_decoder(model, policy, draft_model, drafting or DraftSettings(), agreement)
-    if max_batch_size > 1 and (any(equal_lengths(model, agreement)) or decoder.drafter.equal_rows):
+    decoder = make_decoder(model, policy, draft_model, drafting or DraftSettings(), communicator)
+    if max_batch_size > 1 and (any(equal_lengths(model, communicator)) or decoder.drafter.equal_rows):
         max_batch_size = 1  # of a round, each row accepts a number of tokens of its own
     return SpeculativeEngine(decoder, ends, max_batch_size, prefill_step_size, statistics, return_caches, instructions)

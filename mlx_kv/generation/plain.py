@@ -14,7 +14,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_kv.generation.agreement import ALONE, Agreement
+from mlx_kv.communicator import LOCAL, Communicator
 from mlx_kv.generation.distributed_caches import equal_lengths, make_distributed_caches
 from mlx_kv.generation.logprobs import scored
 from mlx_kv.generation.prefill import CHUNKS_AT_ONCE, MOST_PROMPTS_AT_ONCE, chunk_for, prefill_step, reserve_for
@@ -45,21 +45,21 @@ class PlainEngine:
         max_batch_size: int,
         prefill_step_size: int | None,
         return_caches: bool = False,
-        agreement: Agreement = ALONE,
+        communicator: Communicator = LOCAL,
         instructions: Instructions = NOTHING_ASKED,
         most_wait: float | None = None,
     ) -> None:
         self.model, self._return_caches = model, return_caches
-        self._empty = make_distributed_caches(model, policy, agreement)  # refuses what no layer can honour
+        self._empty = make_distributed_caches(model, policy, communicator)  # refuses what no layer can honour
         step, chunk = prefill_step(model, self._empty, prefill_step_size), chunk_for(model)
-        self.step_size, chunk = agreement.least([step, chunk])
+        self.step_size, chunk = communicator.all_min([step, chunk])
         together = min(MOST_PROMPTS_AT_ONCE, max_batch_size)
-        agreed = None if agreement is ALONE else agreement.tokens
+        agreed = communicator.leader_tokens if communicator.distributed else None
         self._generator = WatchedBatchGenerator(model, ends, max_batch_size, together, self.step_size, agreed)
         self._max_batch_size = max_batch_size
         self._by_class = RowsByClass(model, max_batch_size)
         # Asked here, where an error is that of the model alone: in a step it would end all rows.
-        alike = equal_lengths(model, agreement) if max_batch_size > 1 else (False, False)
+        alike = equal_lengths(model, communicator) if max_batch_size > 1 else (False, False)
         self._equal_rows, self._equal_prompts = alike
         self._waiting = Waiting(lambda: self._empty)
         self._twice = ReadingTwice(self.read, self.make_caches, self.step_size, instructions)
@@ -67,7 +67,7 @@ class PlainEngine:
         self._reading: dict[int, int] = {}  # by the same, those that have prompt tokens left to read, and how many
         self._most_tokens = min(MOST_TOKENS_AT_ONCE[mx.default_device().type], 2 * chunk)
         by_chunk = policy.quantized_start or any(own.evictor is not None for own in attention_caches(self._empty))
-        paced = most_wait is not None and agreement is ALONE and not by_chunk
+        paced = most_wait is not None and not communicator.distributed and not by_chunk
         self._pace = PrefillPace(most_wait or 0.0, self.step_size) if paced else None
         self._most_long = max(2, CHUNKS_AT_ONCE * chunk // self.step_size)
 

@@ -19,8 +19,8 @@ from mlx_lm.generate import stream_generate as stock_stream_generate
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_kv.cache.checks import check_type, shown
-from mlx_kv.generation.agreement import Group, agreed_sampler, agreement_of, in_step, most
-from mlx_kv.generation.distributed_caches import check_alone, given_caches, make_distributed_caches
+from mlx_kv.communicator import LOCAL, Communicator
+from mlx_kv.generation.distributed_caches import check_local, given_caches, make_distributed_caches
 from mlx_kv.generation.encoding import tokens_of_prompt, wrapped
 from mlx_kv.generation.prefill import prefill_step, reserve_for
 from mlx_kv.generation.rereading import Instructions, Rereading, wants_rereading
@@ -51,7 +51,7 @@ def stream_generate(
     sampler: Sampler | None = None,
     prompt_cache: list[Any] | None = None,
     seed: int | None = None,
-    group: Group | None = None,
+    group: Communicator | None = None,
     **options: Any,
 ) -> Iterator[GenerationResponse]:
     """Generates text with mlx-lm's loop, keys and values living in our caches.
@@ -78,6 +78,7 @@ def stream_generate(
         TypeError: an argument of another type, or an option that there is none of.
     """
     check_model("model", model)
+    check_type("group", group, Communicator | None, "give what mlx_kv.join_ranks() returns")
     _check_options(options)
     if policy is not None and prompt_cache is not None:
         raise ValueError("got a policy and a prompt_cache, which was made with its own: give one of them")
@@ -88,15 +89,15 @@ def stream_generate(
         show_attention(model, prompt_cache)
     tokenizer = wrapped(tokenizer)
     options["logits_processors"] = list(given_processors(options.get("logits_processors")))
-    agreement, step = agreement_of(group), options.get("prefill_step_size")
-    told, max_tokens, step = agreement.told(
+    communicator, step = group or LOCAL, options.get("prefill_step_size")
+    told, max_tokens, step = communicator.broadcast(
         lambda: (tokens_of_prompt(tokenizer, prompt, vocabulary_of(model)), _limit(max_tokens), step)
     )
     tokens = mx.array(told)
     _check_embeddings(options.get("input_embeddings"), len(told))
-    caches = make_distributed_caches(model, policy, agreement) if prompt_cache is None else prompt_cache
-    before = most(agreement, max((int(cache.offset) for cache in attention_caches(caches)), default=0))
-    if agreement.leads:
+    caches = make_distributed_caches(model, policy, communicator) if prompt_cache is None else prompt_cache
+    before = communicator.all_max(max((int(cache.offset) for cache in attention_caches(caches)), default=0))
+    if communicator.leads:
         sampler = sampler_of_sequence(sampler, seed, before + tokens.size)
     else:
         sampler = options["logits_processors"] = None
@@ -105,25 +106,25 @@ def stream_generate(
     check_type("prompt_progress_callback", report, Callable | None, "give a function (read, total), or None")
 
     def progress(done: int, total: int) -> None:
-        agreement.progress()
+        communicator.progress()
         if report is not None:
             report(done, total)
 
     options["prompt_progress_callback"] = progress
-    (options["prefill_step_size"],) = agreement.least([prefill_step(model, caches, step)])
+    (options["prefill_step_size"],) = communicator.all_min([prefill_step(model, caches, step)])
     if wants_rereading(caches) and tokens.size > 1:
-        check_alone(agreement)
+        check_local(communicator)
         return _read_twice(model, tokenizer, tokens, caches, max_tokens, sampler, progress, options)
     responses = stock_stream_generate(
         model,
         tokenizer,
         tokens,
         max_tokens=max_tokens,
-        sampler=agreed_sampler(agreement, sampler),
+        sampler=_leader_sampler(communicator, sampler),
         prompt_cache=caches,
         **options,
     )
-    return in_step(agreement, responses, lambda response: response.token)
+    return communicator.sync_steps(responses, lambda response: response.token)
 
 
 def _read_twice(
@@ -151,6 +152,17 @@ def _read_twice(
     ):
         speed = len(told) / (seconds + 1 / max(response.prompt_tps, 1e-9))
         yield replace(response, prompt_tokens=len(told), prompt_tps=speed)
+
+
+def _leader_sampler(communicator: Communicator, sampler: Sampler | None) -> Sampler | None:
+    """A sampler whose tokens are the leader's, in all processes."""
+    if not communicator.distributed:
+        return sampler
+
+    def draw(logprobs: mx.array) -> mx.array:
+        return communicator.leader_tokens(mx.argmax(logprobs, axis=-1) if sampler is None else sampler(logprobs))
+
+    return draw
 
 
 def shown_before(processor: LogitsProcessor, before: Sequence[int]) -> LogitsProcessor:

@@ -11,8 +11,8 @@ from typing import Any
 import mlx.nn as nn
 from mlx_lm.models import cache as stock
 
-from mlx_kv.cache.eviction.peers import ALONE, Peers
 from mlx_kv.cache.kv_cache import KVCache
+from mlx_kv.communicator import LOCAL, CacheCommunicator
 from mlx_kv.files.fingerprint import model_fingerprint
 from mlx_kv.mlxlm.loading import architecture, check_model
 from mlx_kv.mlxlm.observing import reads_packed, show_attention
@@ -33,7 +33,7 @@ KINDS = {
 
 
 def make_prompt_cache(
-    model: nn.Module, policy: CachePolicy | None = None, *, strict: bool = True, peers: Peers = ALONE
+    model: nn.Module, policy: CachePolicy | None = None, *, strict: bool = True, peers: CacheCommunicator = LOCAL
 ) -> list[Any]:
     """One cache for each layer that wants one, in the order of the model's own list.
 
@@ -54,13 +54,13 @@ def make_prompt_cache(
     return converted_caches(model, given_policy(policy), strict, peers)
 
 
-def converted_caches(model: nn.Module, policy: CachePolicy, strict: bool, peers: Peers) -> list[Any]:
+def converted_caches(model: nn.Module, policy: CachePolicy, strict: bool, peers: CacheCommunicator) -> list[Any]:
     """As `make_prompt_cache`, of arguments that were checked."""
     traits, packed_decode = _traits(model, policy)
     fitting = fit_policy(policy, traits, strict)
     if strict:
         check_readable(model)
-        whole = peers is ALONE  # a part of a model has no fingerprint of the whole
+        whole = peers is LOCAL  # a part of a model has no fingerprint of the whole
         if whole and policy.calibration is not None and policy.calibration.fingerprint != _fingerprint(model):
             raise ValueError("this calibration is of another model: run mlx-kv calibrate MODEL for this one")
     own = stock.make_prompt_cache(model)

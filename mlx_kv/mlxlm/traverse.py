@@ -13,8 +13,8 @@ from mlx_lm.models import cache as stock
 
 from mlx_kv.cache.checks import cache_list, check_type
 from mlx_kv.cache.classes import RowClasses
-from mlx_kv.cache.eviction.peers import Peers
 from mlx_kv.cache.kv_cache import KVCache
+from mlx_kv.communicator import CacheCommunicator
 
 Places = list[tuple[KVCache, int]]
 
@@ -66,11 +66,11 @@ def attention_caches(caches: Iterable[Any]) -> list[KVCache]:
     return [part for cache in leaves(caches) for part in parts_of(cache)]
 
 
-def hear_from(caches: Iterable[Any], peers: Peers) -> None:
+def set_communicator(caches: Iterable[Any], communicator: CacheCommunicator) -> None:
     """Connects caches to the other parts of their model, after they were loaded or received."""
     for cache in attention_caches(caches):
         if cache.evictor is not None:
-            cache.evictor.hear_from(peers)
+            cache.evictor.set_communicator(communicator)
 
 
 def in_use(caches: Iterable[Any]) -> list[Any]:

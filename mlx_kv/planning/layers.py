@@ -18,13 +18,13 @@ from mlx_kv.cache.eviction.allocation import BY_HEAD, by_layer, max_head_tokens,
 from mlx_kv.cache.eviction.compaction import SAFEGUARD
 from mlx_kv.cache.eviction.evictor import Evictor
 from mlx_kv.cache.eviction.observed_queries import ObservedBytes
-from mlx_kv.cache.eviction.peers import Peers
 from mlx_kv.cache.growth import DEFAULT
 from mlx_kv.cache.layout import NO_LIMIT
+from mlx_kv.communicator import CacheCommunicator
 from mlx_kv.mlxlm.convert import kind_and_window, make_prompt_cache
 from mlx_kv.mlxlm.traverse import leaves
 from mlx_kv.policy import CachePolicy
-from mlx_kv.ranks.peers import peers_of
+from mlx_kv.ranks.communicator import cache_communicator_of
 
 
 @dataclass(frozen=True)
@@ -112,30 +112,30 @@ def as_laid_out(layer: Layer, context: int) -> int:
 
 
 def layers_of(
-    model: nn.Module, policy: CachePolicy, step: int = 1, chunk: int = 0, peers: Peers | None = None
+    model: nn.Module, policy: CachePolicy, step: int = 1, chunk: int = 0, communicator: CacheCommunicator | None = None
 ) -> list[Layer]:
     """The caches of a model in order, as a policy stores them once it quantises.
 
     Args:
         step: tokens of a step of decoding: more than one with drafts.
         chunk: prompt tokens read at once, where that may be more than the max_write of the policy: budgets grow for it.
-        peers: the ranks that have the other parts of the model; None finds those of a model that was split.
+        communicator: the ranks that have the other parts of the model; None finds those of a model that was split.
 
     Raises:
         ValueError: the policy cannot store these head dims, or the model cannot read a token.
     """
     policy = replace(policy, quantized_start=0, growth=DEFAULT)
-    peers = peers_of(model) if peers is None else peers
-    stored = _read_one_token(model, policy, peers)
+    communicator = cache_communicator_of(model) if communicator is None else communicator
+    stored = _read_one_token(model, policy, communicator)
     own = leaves(stock.make_prompt_cache(model))
-    plain = stored if policy.stores_plain else _read_one_token(model, policy.plain(), peers)
+    plain = stored if policy.stores_plain else _read_one_token(model, policy.plain(), communicator)
     return [_describe(*caches, step=step, chunk=chunk) for caches in zip(own, plain, stored, strict=True)]
 
 
-def _read_one_token(model: nn.Module, policy: CachePolicy, peers: Peers) -> list[Any]:
+def _read_one_token(model: nn.Module, policy: CachePolicy, communicator: CacheCommunicator) -> list[Any]:
     """The caches of a model, all leaves, after a token that is never computed."""
     try:
-        caches = make_prompt_cache(model, policy, strict=False, peers=peers)
+        caches = make_prompt_cache(model, policy, strict=False, peers=communicator)
         model(mx.array([[0]]), cache=caches)
     except ValueError:
         raise

@@ -14,15 +14,15 @@ import mlx.nn as nn
 from mlx_lm.models import cache as stock
 
 from mlx_kv.cache.codecs import Bits
-from mlx_kv.cache.eviction.peers import Peers
 from mlx_kv.cache.growth import DEFAULT
+from mlx_kv.communicator import CacheCommunicator
 from mlx_kv.generation.rereading import Instructions
 from mlx_kv.mlxlm.convert import FULL
 from mlx_kv.mlxlm.traverse import leaves
 from mlx_kv.planning.layers import Layer, Slots, as_laid_out, double_window, every_token, layers_of
 from mlx_kv.planning.row_memory import RowMemory
 from mlx_kv.policy import CachePolicy
-from mlx_kv.ranks.peers import Layers
+from mlx_kv.ranks.communicator import SplitLayers
 from mlx_kv.ranks.splitting import PlannedRank, check_split, planned_part, weights_of
 
 BITS: dict[str, Bits] = {"8 bits": 8, "K8V4": (8, 4), "4 bits": 4}  # that are compared
@@ -81,11 +81,13 @@ class Planner:
         model: any model of mlx-lm; its weights are never evaluated.
         instructions: what comes before the repetition of a prompt, for scores that read prompts twice. None counts no
             tokens for it, which a tokenizer would make: some tens (`Instructions.of`).
-        peers: as of `layers_of`.
+        communicator: as of `layers_of`.
     """
 
-    def __init__(self, model: nn.Module, instructions: Instructions | None = None, peers: Peers | None = None) -> None:
-        self.model, self._peers = model, peers
+    def __init__(
+        self, model: nn.Module, instructions: Instructions | None = None, communicator: CacheCommunicator | None = None
+    ) -> None:
+        self.model, self._communicator = model, communicator
         self.instructions = Instructions.of(None, model) if instructions is None else instructions
         self._layers: dict[tuple[CachePolicy, int, int], list[Layer]] = {}
 
@@ -101,7 +103,7 @@ class Planner:
         """
         policy = replace(policy, quantized_start=0, growth=DEFAULT)  # which change nothing here
         if (policy, step, chunk) not in self._layers:
-            self._layers[policy, step, chunk] = layers_of(self.model, policy, step, chunk, self._peers)
+            self._layers[policy, step, chunk] = layers_of(self.model, policy, step, chunk, self._communicator)
         return self._layers[policy, step, chunk]
 
     def row(self, policy: CachePolicy, step: int = 1, chunk: int = 0) -> RowMemory:
@@ -190,8 +192,8 @@ def of_ranks(
     full = [sum(type(cache) in FULL for cache in leaves(stock.make_prompt_cache(model))) for model in models]
     parts = []
     for rank, (place, model) in enumerate(zip(places, models, strict=True)):
-        peers = Layers(place, full) if split == "layers" else None
-        planner, weights = Planner(model, peers=peers), sum(weight.nbytes for weight in weights_of(model))
+        communicator = SplitLayers(place, full) if split == "layers" else None
+        planner, weights = Planner(model, communicator=communicator), sum(weight.nbytes for weight in weights_of(model))
         held = tuple(planner.bytes_held(strategy, context, batch_size) for context in contexts)
         parts.append(RankMemory(rank, len(stock.make_prompt_cache(model)), weights, held))
     return split, parts

@@ -20,10 +20,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from typing import Any
 
-from mlx_kv.cache.eviction.peers import Peers
+from mlx_kv.communicator import CacheCommunicator
 from mlx_kv.files.serialization import ReadFile
 from mlx_kv.generation.statistics import cache_statistics
-from mlx_kv.mlxlm.traverse import hear_from, trim_prompt_cache
+from mlx_kv.mlxlm.traverse import set_communicator, trim_prompt_cache
 from mlx_kv.prefixes.index import EntryTable
 from mlx_kv.prefixes.memory import BlockCaches, MemoryEntry, kept_bytes
 from mlx_kv.prefixes.prefix_cache import Measure, Shards, min_tokens
@@ -41,7 +41,7 @@ class RankShards(Shards):
     """The shards of the other ranks, for the leader.
 
     Args:
-        peers: for caches with a budget that are read from files.
+        communicator: for caches with a budget that are read from files.
         numbers: returns those of the caches of the leader's current engine.
         call: runs a function in the thread that talks to the other ranks; None runs it at once.
     """
@@ -49,12 +49,12 @@ class RankShards(Shards):
     def __init__(
         self,
         group: RankGroup,
-        peers: Peers,
+        communicator: CacheCommunicator,
         numbers: Callable[[], Numbers],
         call: Callable[[Callable[[], None]], None] | None = None,
     ) -> None:
         super().__init__(f"{group.size} ranks, of which each has some {group.split}")
-        self._link, self._peers, self._numbers, self._call = group.leader, peers, numbers, call
+        self._link, self._communicator, self._numbers, self._call = group.leader, communicator, numbers, call
         self._others = group.size - 1
         self._cleared = False  # whether the others have dropped entries of an earlier PromptMemory
         self._to_send: deque[tuple[Any, ...]] = deque()
@@ -105,7 +105,7 @@ class RankShards(Shards):
         self._numbers().tell("pack_part", name, self._numbers().of(caches), list(tokens), fingerprint)
 
     def restore(self, name: str, own: list[Any], excess: int) -> list[Any]:
-        hear_from(own, self._peers)
+        set_communicator(own, self._communicator)
         caches = self._numbers().named(own)
         self._raise_first(self._request("restore_part", name, excess, caches.number))
         return caches
@@ -181,15 +181,19 @@ class ShardFollower:
     """Handlers of the leader's messages, on a following rank.
 
     Args:
-        peers: for caches with a budget that are read from files.
+        communicator: for caches with a budget that are read from files.
         fingerprint: returns that of this rank's part of the model, and of its policy.
         caches: this rank's shards of the caches that have numbers.
     """
 
     def __init__(
-        self, group: RankGroup, peers: Peers, fingerprint: Callable[[], str], caches: dict[int, list[Any]]
+        self,
+        group: RankGroup,
+        communicator: CacheCommunicator,
+        fingerprint: Callable[[], str],
+        caches: dict[int, list[Any]],
     ) -> None:
-        self._group, self._link, self._peers = group, group.follower, peers
+        self._group, self._link, self._communicator = group, group.follower, communicator
         self._fingerprint, self._caches = fingerprint, caches
         self._memory: EntryTable[MemoryEntry] = EntryTable()  # without tokens: the leader finds entries
         self._store: PromptStore | None = None
@@ -273,7 +277,7 @@ class ShardFollower:
                 raise ValueError("it was not read")
             caches = read[1].restore().caches
             trim_prompt_cache(caches, excess, strict=True)
-            hear_from(caches, self._peers)
+            set_communicator(caches, self._communicator)
         except ValueError as error:
             self._link.answer(f"rank {self._group.rank}: {error}")
         else:

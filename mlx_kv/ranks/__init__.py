@@ -12,8 +12,7 @@ How they come together, and end:
 What they do together:
 
     splitting.py    models in parts, and the part of each rank
-    agreed.py       how ranks agree on tokens while they generate
-    peers.py        what they tell each other before they evict
+    communicator.py what loops and budgets send to other ranks
     engine.py       the leader's engine (numbered.py: caches of which every rank has its part)
     following.py    what the others do
     totals.py       what all of them hold

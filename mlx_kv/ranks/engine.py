@@ -13,26 +13,27 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
-from mlx_kv.generation.agreement import ALONE, Agreement, checksum
+from mlx_kv.communicator import LOCAL, Communicator
 from mlx_kv.generation.engine import Engine
 from mlx_kv.generation.progress import SequenceProgress
 from mlx_kv.generation.sequence import BatchToken, TokenSequence
 from mlx_kv.generation.speculation.statistics import SpeculationStatistics
 from mlx_kv.mlxlm.traverse import can_trim
+from mlx_kv.ranks.communicator import checksum
 from mlx_kv.ranks.group import RankGroup
 from mlx_kv.ranks.numbered import Numbers, RankCaches
 
-MakeEngine = Callable[[Agreement], Engine]
+MakeEngine = Callable[[Communicator], Engine]
 FAILED = -1  # no checksum of tokens: a step that raised
 
 
 def lead(make_engine: MakeEngine, group: RankGroup | None) -> Engine:
     """An engine on all ranks; the others make one like it, and let go of the one that they had. None is alone."""
     if group is None:
-        return make_engine(ALONE)
+        return make_engine(LOCAL)
     group.leader.tell("engine")
     with group.watch("beginning"):
-        return LedEngine(make_engine(group.agreement), group)
+        return LedEngine(make_engine(group), group)
 
 
 class LedEngine:
@@ -112,7 +113,7 @@ class LedEngine:
     def trim(self, caches: list[Any], n: int) -> bool:
         self.numbers.tell("trim", self.numbers.of(caches), n)
         with self._group.watch():
-            return trim_everywhere(self._group.agreement, self._engine, caches, n)
+            return trim_everywhere(self._group, self._engine, caches, n)
 
     def extract(self, index: int) -> list[Any] | None:
         extracted = self.numbers.named([])
@@ -127,9 +128,9 @@ class LedEngine:
         self._engine.close()
 
 
-def trim_everywhere(agreement: Agreement, engine: Engine, caches: list[Any], n: int) -> bool:
+def trim_everywhere(communicator: Communicator, engine: Engine, caches: list[Any], n: int) -> bool:
     """Trims the caches of all ranks, or of none."""
-    (everywhere,) = agreement.least([int(n == 0 or can_trim(caches, n))])
+    (everywhere,) = communicator.all_min([int(n == 0 or can_trim(caches, n))])
     return bool(everywhere) and engine.trim(caches, n)
 
 

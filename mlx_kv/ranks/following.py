@@ -44,7 +44,7 @@ def follow(make_engine: MakeEngine, group: RankGroup, more: More | None = None) 
         kind, *content = message
         done = others.get(kind) or getattr(following, f"do_{kind}", None)
         if done is None:
-            group.agreement.part(f"the leader says {kind!r}, which it does not know")
+            group.abort(f"the leader says {kind!r}, which it does not know")
         done(*content)
     group.finish()
 
@@ -85,7 +85,7 @@ class Following:
         self._ended, self._seen = {}, 0
         mx.clear_cache()
         with self._group.watch("beginning"):
-            self._engine = self._make_engine(self._group.agreement)
+            self._engine = self._make_engine(self._group)
 
     def do_submit(self, index: int, tokens: list[int], max_tokens: int, number: int | None, before: int) -> None:
         caches = None if number is None else list(self.caches[number])
@@ -97,9 +97,9 @@ class Following:
 
     def do_step(self, seen: int) -> None:
         if self._seen == FAILED:
-            self._group.agreement.part(self._error)
+            self._group.abort(self._error)
         if seen != standing(self.engine, self._seen):
-            self._group.agreement.part("it has other tokens, or other rows, than the leader")
+            self._group.abort("it has other tokens, or other rows, than the leader")
         self._ended, self._seen = {}, FAILED
         try:
             with self._group.watch():
@@ -114,7 +114,7 @@ class Following:
 
     def do_held(self, numbers: list[tuple[int, int]]) -> None:
         if self._seen == FAILED:
-            self._group.agreement.part(self._error)
+            self._group.abort(self._error)
         for index, number in numbers:
             self.caches[number] = self._ended.pop(index)
 
@@ -135,7 +135,7 @@ class Following:
 
     def do_trim(self, number: int, n: int) -> None:
         with self._group.watch():
-            trim_everywhere(self._group.agreement, self.engine, self.caches[number], n)
+            trim_everywhere(self._group, self.engine, self.caches[number], n)
 
     def do_extract(self, index: int, number: int) -> None:
         with self._group.watch():

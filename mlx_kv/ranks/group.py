@@ -10,14 +10,13 @@ import json
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, get_args
 
 import mlx.core as mx
 
-from mlx_kv.ranks.agreed import Agreed
+from mlx_kv.ranks.communicator import RankCommunicator
 from mlx_kv.ranks.environment import launched
 from mlx_kv.ranks.joining import announced, connected, guarded, linked
 from mlx_kv.ranks.link import ALIKE, REFUSED, Follower, Gone, Leader, LeaderEndedError, RanksError
@@ -29,7 +28,7 @@ SAMPLE_BYTES = 2**16  # of the start, the middle and the end of a file; smaller 
 MODEL_FILES = {".json", ".safetensors", ".jinja", ".txt", ".model"}  # suffixes of the files that mlx-lm reads
 
 
-class RankGroup:
+class RankGroup(RankCommunicator):
     """All ranks of one run, on one of them. As a context manager it is closed at the end.
 
     Attributes:
@@ -39,19 +38,9 @@ class RankGroup:
     """
 
     def __init__(self, raw: mx.distributed.Group, split: Split | None, link: Leader | Follower, step: float) -> None:
-        self.raw, self.split, self.link = raw, split, link
-        self.rank, self.size = raw.rank(), raw.size()
+        super().__init__(raw, link)
+        self.split, self.size = split, raw.size()
         self._watchdog = Watchdog(link.break_up, step)
-
-    @property
-    def leads(self) -> bool:
-        """Whether this is rank 0, which reads prompts and decides."""
-        return self.rank == 0
-
-    @cached_property
-    def agreement(self) -> Agreed:
-        """How the ranks agree while they generate."""
-        return Agreed(self)
 
     @property
     def leader(self) -> Leader:

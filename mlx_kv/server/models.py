@@ -10,7 +10,7 @@ from typing import Any
 
 import mlx.nn as nn
 
-from mlx_kv.generation.agreement import ALONE, Agreement
+from mlx_kv.communicator import LOCAL, Communicator
 from mlx_kv.generation.engine import Engine, make_engine
 from mlx_kv.generation.rereading import Instructions
 from mlx_kv.generation.settings import SamplingSettings
@@ -52,7 +52,7 @@ class EngineSettings:
     most_wait: float | None = None
 
     def engine(
-        self, models: Models, policy: CachePolicy, instructions: Instructions, agreement: Agreement = ALONE
+        self, models: Models, policy: CachePolicy, instructions: Instructions, communicator: Communicator = LOCAL
     ) -> Engine:
         """An engine for a policy.
 
@@ -68,7 +68,7 @@ class EngineSettings:
             models.draft,
             **vars(self.drafting),
             return_caches=self.keeps or policy.budget is not None,  # also to see what was evicted last
-            agreement=agreement,
+            communicator=communicator,
             instructions=instructions,
             most_wait=self.most_wait,
         )

@@ -14,7 +14,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_kv.generation.agreement import Agreement
+from mlx_kv.communicator import Communicator
 from mlx_kv.generation.engine import Engine
 from mlx_kv.generation.rereading import Instructions
 from mlx_kv.generation.sequence import BatchToken, TokenSequence
@@ -89,8 +89,8 @@ class PolicyRows:
             self.engine.close()
             raise
 
-    def engine_for(self, agreement: Agreement) -> Engine:
-        return self._served.settings.engine(self._served.models, self.policy, self._asked, agreement)
+    def engine_for(self, communicator: Communicator) -> Engine:
+        return self._served.settings.engine(self._served.models, self.policy, self._asked, communicator)
 
     def try_out(self) -> None:
         """Raises ValueError for what the model or the policy refuses."""

@@ -112,12 +112,12 @@ class Worker:
         group = self._group
         assert group is not None, "who is alone follows nobody"
         self._load_models()
-        memory, peers = MemoryOfAll(self.models.model, group), group.agreement.peers(self.models.model)
+        memory, for_caches = MemoryOfAll(self.models.model, group), group.for_caches(self.models.model)
         whose = f"{model_fingerprint(self.models.model)} {self.policy}"
         instructions = Instructions.for_policy(self.policy, self.models.tokenizer, self.models.model)
 
         def more(caches: Caches) -> dict[str, Callable[..., object]]:
-            return {**memory.handlers, **ShardFollower(group, peers, lambda: whose, caches).handlers}
+            return {**memory.handlers, **ShardFollower(group, for_caches, lambda: whose, caches).handlers}
 
         follow(partial(self._settings.engine, self.models, self.policy, instructions), group, more)
 
@@ -125,7 +125,7 @@ class Worker:
         self.models: Models = self._load()
         self.policy = self.models.policy or self.policy
         if self._group is not None:  # the rank that keeps least decides what all keep
-            (self._prompt_memory_bytes,) = self._group.agreement.least([self._prompt_memory_bytes])
+            (self._prompt_memory_bytes,) = self._group.all_min([self._prompt_memory_bytes])
 
     @property
     def _settings(self) -> EngineSettings:
@@ -136,8 +136,8 @@ class Worker:
         """Of prompts that are kept, those that the other ranks have; None where there is no other."""
         if self._group is None:
             return None
-        peers = self._group.agreement.peers(self.models.model)
-        return RankShards(self._group, peers, lambda: self._rows.engine.numbers, self._inbox.put)  # type: ignore[attr-defined]
+        for_caches = self._group.for_caches(self.models.model)
+        return RankShards(self._group, for_caches, lambda: self._rows.engine.numbers, self._inbox.put)  # type: ignore[attr-defined]
 
     # --- called from other threads ------------------------------------------------------------------------------
 

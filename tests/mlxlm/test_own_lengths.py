@@ -17,7 +17,7 @@ from mlx_kv.cache.eviction.scores import Score, find_score
 from mlx_kv.mlxlm.attention import AttentionCall, attention_hooked
 from mlx_kv.mlxlm.traverse import attention_caches
 from mlx_kv.policy import CacheSpec, make_layer_caches
-from mlx_kv.ranks.peers import Heads, Layers
+from mlx_kv.ranks.communicator import SplitHeads, SplitLayers
 from mlx_kv.ranks.splitting import PlannedRank
 from tests.tiny_models import VOCAB, make_model
 
@@ -173,8 +173,8 @@ def test_what_no_model_can_do_is_refused_in_one_line() -> None:
 
 def test_ranks_refuse_what_they_could_not_compare() -> None:
     alone: Any = PlannedRank(1, 2)  # nothing is sent
-    model, layers = make_model("qwen3", num_hidden_layers=2), Layers(alone, (1, 1))
-    apart, copies = Heads(alone, copies=False), Heads(alone, copies=True)
+    model, layers = make_model("qwen3", num_hidden_layers=2), SplitLayers(alone, (1, 1))
+    apart, copies = SplitHeads(alone, copies=False), SplitHeads(alone, copies=True)
 
     def check(peers: Any, **settings: Any) -> None:
         mlx_kv.make_prompt_cache(model, CachePolicy(budget=80, keep_recent=8, **settings), peers=peers)
@@ -187,8 +187,8 @@ def test_ranks_refuse_what_they_could_not_compare() -> None:
         check(layers, share="head", layers="pyramid")
     check(layers, share="adaptive")
     with pytest.raises(ValueError, match="use share='layer', or give each rank such a layer"):
-        check(Layers(alone, (0, 2)))
-    check(Layers(alone, (0, 2)), share="layer")
+        check(SplitLayers(alone, (0, 2)))
+    check(SplitLayers(alone, (0, 2)), share="layer")
     for peers in (apart, layers):
         with pytest.raises(ValueError, match=r"layers='global'.* use layers='uniform' or 'calibrated'"):
             check(peers, share="adaptive", layers="global")
@@ -201,13 +201,13 @@ def test_ranks_refuse_what_they_could_not_compare() -> None:
 
 
 def test_ranks_find_their_place_in_a_table() -> None:
-    heads, copies = ([Heads(PlannedRank(rank, 3), same) for rank in range(3)] for same in (False, True))
+    heads, copies = ([SplitHeads(PlannedRank(rank, 3), same) for rank in range(3)] for same in (False, True))
     assert [peers.first_head(2) for peers in heads] == [0, 2, 4]
-    assert {peers.all_heads(2) for peers in heads} == {6}
-    assert {(peers.first_head(2), peers.all_heads(2)) for peers in copies} == {(0, 2)}
-    layers = [Layers(PlannedRank(rank, 3), (4, 2, 1)) for rank in range(3)]  # the last rank has the first layers
+    assert {peers.total_heads(2) for peers in heads} == {6}
+    assert {(peers.first_head(2), peers.total_heads(2)) for peers in copies} == {(0, 2)}
+    layers = [SplitLayers(PlannedRank(rank, 3), (4, 2, 1)) for rank in range(3)]  # the last rank has the first layers
     assert [peers.first_layer for peers in layers] == [3, 1, 0]
-    assert {peers.all_layers(own) for peers, own in zip(layers, (4, 2, 1), strict=True)} == {7}
+    assert {peers.total_layers(own) for peers, own in zip(layers, (4, 2, 1), strict=True)} == {7}
 
 
 @pytest.mark.parametrize("means", [(100, 30), (1024, 8), (70, 61), (90, 1), (90, 2), (90, 7)])

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from mlx_kv import PromptMemory, PromptStore
-from mlx_kv.cache.eviction.peers import ALONE
+from mlx_kv.communicator import LOCAL
 from mlx_kv.prefixes.rank_shards import RankShards, ShardFollower
 from mlx_kv.ranks.numbered import Numbers
 
@@ -52,9 +52,9 @@ class TwoRanks:
         group: Any = SimpleNamespace(size=2, split="layers", leader=self.link, follower=self.link, rank=1)
         self.numbers = Numbers(self.link)
         self.theirs: dict[int, list[Any]] = {}
-        self.keeper = ShardFollower(group, ALONE, lambda: "the second layer", self.theirs)
+        self.keeper = ShardFollower(group, LOCAL, lambda: "the second layer", self.theirs)
         self.link.handlers = {**self.keeper.handlers, "drop": self._drop, "copy": lambda *numbers: None}
-        self.parts = RankShards(group, ALONE, lambda: self.numbers)
+        self.parts = RankShards(group, LOCAL, lambda: self.numbers)
 
     def _drop(self, numbers: list[int]) -> None:
         for number in numbers:

@@ -20,7 +20,7 @@ from generating import BUDGET, PENALTIES, PLAIN, POLICIES, PROMPT, TEMPERATURE, 
 
 from mlx_kv import CachePolicy, ScoredTokens, register_score
 from mlx_kv.cache.eviction.scores import SCORES
-from mlx_kv.generation.agreement import ALONE, Agreement
+from mlx_kv.communicator import LOCAL, Communicator
 from mlx_kv.generation.engine import Engine, make_engine
 from mlx_kv.generation.plain import PlainEngine
 from mlx_kv.generation.prefill import read_chunk
@@ -213,12 +213,12 @@ CASES: dict[str, Case] = {
 }
 
 
-def maker(family: str, model: Any, agreement: Agreement = ALONE) -> Make:
+def maker(family: str, model: Any, communicator: Communicator = LOCAL) -> Make:
     """Makes engines of a model; a draft model is the leader's alone."""
 
     def make(policy: CachePolicy, draft: bool = False, **settings: Any) -> Engine:
-        drafts = nearly(family) if draft and agreement.leads else None
-        return make_engine(model, set(), policy, draft_model=drafts, agreement=agreement, **settings)
+        drafts = nearly(family) if draft and communicator.leads else None
+        return make_engine(model, set(), policy, draft_model=drafts, communicator=communicator, **settings)
 
     return make
 
@@ -239,12 +239,12 @@ def ranked(family: str, split: str, *names: str) -> None:
     with joined(family, split) as (model, group):
         asked: list[tuple[CachePolicy, dict[str, Any]]] = []
 
-        def engine_of_last(agreement: Agreement) -> Engine:
+        def engine_of_last(communicator: Communicator) -> Engine:
             """Like the leader's: of the same settings, which the command would have."""
-            how = agreement.told(lambda: [changes(asked[-1][0]), {**asked[-1][1], "drafter": None}])
-            if agreement.leads:
-                return maker(family, model, agreement)(asked[-1][0], **asked[-1][1])
-            return maker(family, model, agreement)(CachePolicy(**how[0]), **how[1])
+            how = communicator.broadcast(lambda: [changes(asked[-1][0]), {**asked[-1][1], "drafter": None}])
+            if communicator.leads:
+                return maker(family, model, communicator)(asked[-1][0], **asked[-1][1])
+            return maker(family, model, communicator)(CachePolicy(**how[0]), **how[1])
 
         if not group.leads:
             register_score("failing", failing)
@@ -265,8 +265,8 @@ def astray(family: str, split: str) -> None:
     """A rank that lets go of no row when it is told to: its next step is not the leader's."""
     with joined(family, split) as (model, group):
 
-        def make(agreement: Agreement) -> Engine:
-            return make_engine(model, set(), PLAIN, agreement=agreement)
+        def make(communicator: Communicator) -> Engine:
+            return make_engine(model, set(), PLAIN, communicator=communicator)
 
         if not group.leads:
             PlainEngine.cancel = lambda engine, index: None  # type: ignore[method-assign]

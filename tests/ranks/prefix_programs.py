@@ -25,8 +25,8 @@ import mlx.nn as nn
 from families import make_family
 
 from mlx_kv import CachePolicy, PromptMemory, PromptStore
+from mlx_kv.communicator import LOCAL, Communicator
 from mlx_kv.files.fingerprint import model_fingerprint
-from mlx_kv.generation.agreement import ALONE, Agreement
 from mlx_kv.generation.engine import Engine, make_engine
 from mlx_kv.generation.sequence import TokenSequence
 from mlx_kv.prefixes.rank_shards import RankShards, ShardFollower
@@ -66,16 +66,14 @@ class Run:
         if group is None or group.leads:
             self.engine = self.make() if group is None else lead(self.make, group)
 
-    def make(self, agreement: Agreement = ALONE) -> Engine:
-        return make_engine(self.model, {VOCAB}, self.policy, 2, STEP, return_caches=True, agreement=agreement)
+    def make(self, communicator: Communicator = LOCAL) -> Engine:
+        return make_engine(self.model, {VOCAB}, self.policy, 2, STEP, return_caches=True, communicator=communicator)
 
     def parts(self) -> Any:
         return (
             None
             if self.group is None
-            else RankShards(
-                self.group, self.group.agreement.peers(self.model), lambda: self.engine.numbers, self.inbox.put
-            )
+            else RankShards(self.group, self.group.for_caches(self.model), lambda: self.engine.numbers, self.inbox.put)
         )
 
     def whose(self) -> str:
@@ -187,7 +185,7 @@ def follow_one(run: Run) -> None:
         raise NextCaseError
 
     def more(caches: Any) -> dict[str, Any]:
-        follower = ShardFollower(run.group, run.group.agreement.peers(run.model), run.whose, caches)
+        follower = ShardFollower(run.group, run.group.for_caches(run.model), run.whose, caches)
         return {**follower.handlers, "next": end}
 
     with contextlib.suppress(NextCaseError):

@@ -15,9 +15,9 @@ from classes import attend
 
 from mlx_kv import CachePolicy, KVCache
 from mlx_kv.cache.eviction.layer_group import LayerGroup
-from mlx_kv.cache.eviction.peers import Peers
-from mlx_kv.mlxlm.traverse import hear_from
-from mlx_kv.ranks.peers import Heads, Layers
+from mlx_kv.communicator import CacheCommunicator
+from mlx_kv.mlxlm.traverse import set_communicator
+from mlx_kv.ranks.communicator import SplitHeads, SplitLayers
 
 LAYERS, HEADS, DIM = 5, 6, 32
 SHARES = ("layer", "head")
@@ -50,11 +50,11 @@ def part_of(split: str, group: mx.distributed.Group) -> Has:
     return Has(range(first, first + counts[rank]), slice(None))
 
 
-def peers(split: str, group: mx.distributed.Group) -> Peers:
-    return Layers(group, SPLITS[group.size()]) if split == "layers" else Heads(group, split == "copies")
+def communicator(split: str, group: mx.distributed.Group) -> CacheCommunicator:
+    return SplitLayers(group, SPLITS[group.size()]) if split == "layers" else SplitHeads(group, split == "copies")
 
 
-def played(seed: int, has: Has, peers: Peers) -> Life:
+def played(seed: int, has: Has, communicator: CacheCommunicator) -> Life:
     """A life to its end."""
     draw = random.Random(seed)
     share, allocated = draw.choice([*[("layers", {})] * 2, *[(share, own) for share in SHARES for own in TABLES]])
@@ -69,15 +69,15 @@ def played(seed: int, has: Has, peers: Peers) -> Life:
         **allocated,
         **quantised,
     )
-    life = Life(draw, policy, has, peers)
+    life = Life(draw, policy, has, communicator)
     for _ in range(30):
         draw.choice(life.acts)()
     return life
 
 
-def alike(count: int, has: Has, peers: Peers) -> None:
+def alike(count: int, has: Has, communicator: CacheCommunicator) -> None:
     """Rows that stand alike, compacted once."""
-    life = Life(random.Random(0), CachePolicy(budget=20, keep_recent=4), has, peers)
+    life = Life(random.Random(0), CachePolicy(budget=20, keep_recent=4), has, communicator)
     life.batch = life.sequence(count, 40)
     life.compact()
 
@@ -85,8 +85,8 @@ def alike(count: int, has: Has, peers: Peers) -> None:
 class Life:
     """A batch of sequences, and one that was kept aside."""
 
-    def __init__(self, draw: random.Random, policy: CachePolicy, has: Has, peers: Peers) -> None:
-        self.draw, self.policy, self.has, self.peers = draw, policy, has, peers
+    def __init__(self, draw: random.Random, policy: CachePolicy, has: Has, communicator: CacheCommunicator) -> None:
+        self.draw, self.policy, self.has, self.communicator = draw, policy, has, communicator
         rows, tokens = draw.choice([1, 1, 2, 3]), draw.randint(1, 40)
         self.batch, self.kept_aside = self.sequence(rows, tokens), self.sequence()
         self.acts: list[Callable[[], None]] = [
@@ -96,7 +96,7 @@ class Life:
         ]
 
     def sequence(self, rows: int = 1, tokens: int = 30) -> list[KVCache]:
-        group = LayerGroup(self.peers)
+        group = LayerGroup(self.communicator)
         caches = [self.policy.make_cache(layer_group=group, layer=layer) for layer in self.has.layers]
         self.update(caches, [tokens] * rows)
         return caches
@@ -158,7 +158,7 @@ class Life:
 
     def load(self) -> None:
         self.batch = [KVCache.from_state(cache.state) for cache in self.batch]
-        hear_from(self.batch, self.peers)
+        set_communicator(self.batch, self.communicator)
 
     def compact(self) -> None:
         for cache in self.batch:

@@ -24,11 +24,11 @@ from mlx_lm.generate import generation_stream
 from tiny_models import make_model
 
 from mlx_kv import CachePolicy, make_prompt_cache
-from mlx_kv.cache.eviction.peers import ALONE, Peers
+from mlx_kv.communicator import LOCAL, CacheCommunicator
 from mlx_kv.files.fingerprint import model_fingerprint
 from mlx_kv.mlxlm.traverse import attention_caches
-from mlx_kv.ranks import peers as exchange
-from mlx_kv.ranks.peers import peers_of
+from mlx_kv.ranks import communicator as exchange
+from mlx_kv.ranks.communicator import cache_communicator_of
 from mlx_kv.ranks.splitting import Split, load_part, part_of, split_model, weights_of
 
 T = TypeVar("T")
@@ -83,9 +83,11 @@ def kept(caches: list[Any]) -> list[list[list[int]]]:
     return [[sorted(p for p in head if p >= 0) for head in cache.positions[0].tolist()] for cache in budgeted]
 
 
-def run(model: nn.Module, settings: dict[str, Any], peers: Peers | None = None) -> dict[str, Any]:
+def run(model: nn.Module, settings: dict[str, Any], communicator: CacheCommunicator | None = None) -> dict[str, Any]:
     try:
-        caches = make_prompt_cache(model, CachePolicy(**settings), peers=peers_of(model) if peers is None else peers)
+        caches = make_prompt_cache(
+            model, CachePolicy(**settings), peers=cache_communicator_of(model) if communicator is None else communicator
+        )
     except ValueError as error:
         return {"refused": str(error)}
     done, calls = counted(lambda: decode(model, caches))
@@ -159,7 +161,7 @@ def unheard(split: str) -> None:
     split_model(model, ranks)
     for share, whole in alone.items():
         tell(policy=share, alone=whole, part=run(model, POLICIES[share]))
-    tell(policy="unheard", alone=alone["layers"], part=run(model, POLICIES["layers"], ALONE))
+    tell(policy="unheard", alone=alone["layers"], part=run(model, POLICIES["layers"], LOCAL))
 
 
 def three_heads() -> None:
@@ -204,10 +206,10 @@ def loading(path: str, split: str, layers: str) -> None:
 def random_rows(split: str, first: str, last: str) -> None:
     """Caches of random keys and values: what is written, taken back, copied, merged, filtered and loaded at random."""
     ranks = join(split)
-    has, peers = rows.part_of(split, ranks.raw), rows.peers(split, ranks.raw)
+    has, communicator = rows.part_of(split, ranks.raw), rows.communicator(split, ranks.raw)
     for seed in range(int(first), int(last)):
-        alone = rows.played(seed, rows.ALL, ALONE)
-        kept = rows.played(seed, has, peers).kept()
+        alone = rows.played(seed, rows.ALL, LOCAL)
+        kept = rows.played(seed, has, communicator).kept()
         tell(alone=alone.part(has), kept=kept, share=alone.policy.share, compactions=alone.compactions())
 
 
@@ -217,7 +219,7 @@ def order() -> None:
     numbers = mx.arange(rows.LAYERS * 2 * rows.HEADS * 4).reshape(rows.LAYERS, 2, rows.HEADS, 4).astype(mx.float32)
     heads = [layer[:, rows.part_of("heads", raw).heads] for layer in numbers]
     layers = [numbers[layer, 0, :1] for layer in rows.part_of("layers", raw).layers]
-    tell(heads=[layer.tolist() for layer in rows.peers("heads", raw).with_heads(heads)] == numbers.tolist())
-    tell(rows=counted(lambda: rows.alike(3, rows.part_of("heads", raw), rows.peers("heads", raw)))[1])
-    heard = [layer.tolist() for layer in rows.peers("layers", raw).with_layers(layers)]
+    tell(heads=[layer.tolist() for layer in rows.communicator("heads", raw).gather_heads(heads)] == numbers.tolist())
+    tell(rows=counted(lambda: rows.alike(3, rows.part_of("heads", raw), rows.communicator("heads", raw)))[1])
+    heard = [layer.tolist() for layer in rows.communicator("layers", raw).gather_layers(layers)]
     tell(layers=[layer for layer in heard if any(layer[0])] == [layer[0, :1].tolist() for layer in numbers])

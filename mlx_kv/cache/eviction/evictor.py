@@ -19,7 +19,6 @@ from mlx_kv.cache.eviction.compaction import RowPlan
 from mlx_kv.cache.eviction.kept_tokens import OwnMasks
 from mlx_kv.cache.eviction.layer_group import LayerGroup, LayerStep
 from mlx_kv.cache.eviction.observation import Observation
-from mlx_kv.cache.eviction.peers import Peers
 from mlx_kv.cache.eviction.row_metadata import EvictorState, RowMetadata
 from mlx_kv.cache.eviction.scores import Function, Score, find_score
 from mlx_kv.cache.eviction.scoring import Scoring
@@ -28,6 +27,7 @@ from mlx_kv.cache.eviction.two_pass import SecondPass
 from mlx_kv.cache.eviction.weights import Keys, keys_of
 from mlx_kv.cache.layout import Budget, Plan, Row
 from mlx_kv.cache.protocol import Call
+from mlx_kv.communicator import CacheCommunicator
 from mlx_kv.settings import SettingError
 
 
@@ -175,14 +175,14 @@ class Evictor:
             group.forget()
 
     @property
-    def peers(self) -> Peers:
+    def communicator(self) -> CacheCommunicator:
         """The processes that hold other parts of the same sequences."""
-        return self.metadata.groups[0].peers
+        return self.metadata.groups[0].communicator
 
-    def hear_from(self, peers: Peers) -> None:
-        """Sets the peers of all rows."""
+    def set_communicator(self, communicator: CacheCommunicator) -> None:
+        """Sets the communicator of all rows."""
         for group in self.metadata.groups:
-            group.peers = peers
+            group.communicator = communicator
 
     # --- statistics and tokens --------------------------------------------------------------------------------------
 
@@ -249,7 +249,7 @@ class Evictor:
         """Evictable tokens that each head of this layer keeps by the table, of `most` that were read."""
         assert self._table is not None, "counts are fixed where there is a table"
         mean = self.layout.budget - self.layout.sinks - self.layout.keep_recent
-        first, every = self.peers.first_head(heads), self.peers.all_heads(heads)
+        first, every = self.communicator.first_head(heads), self.communicator.total_heads(heads)
         return layer_counts(self._table, self.layer, mean, most, range(first, first + heads), every)
 
     def _keys_for(self, rows: tuple[Row, ...], call: Call | None = None) -> Keys:

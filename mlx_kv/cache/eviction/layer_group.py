@@ -25,9 +25,9 @@ import mlx.core as mx
 
 from mlx_kv.cache.eviction.allocation import Allocation, Scope
 from mlx_kv.cache.eviction.compaction import RowPlan, lowest_ranks
-from mlx_kv.cache.eviction.peers import ALONE, Peers
 from mlx_kv.cache.eviction.step import CompactionStep
 from mlx_kv.cache.layout import Row
+from mlx_kv.communicator import LOCAL, CacheCommunicator
 from mlx_kv.settings import SettingError
 
 TOGETHER_BYTES = 2**22  # of the layers whose scores are evaluated at once
@@ -72,16 +72,16 @@ class LayerGroup:
 
     Attributes:
         name: unique; copies and files refer to the sequence by it.
-        peers: the processes that hold other parts of the sequence; copies have the same.
+        communicator: with the processes that hold other parts of the sequence; copies have the same.
     """
 
-    def __init__(self, peers: Peers = ALONE, source: Copies | None = None) -> None:
+    def __init__(self, communicator: CacheCommunicator = LOCAL, source: Copies | None = None) -> None:
         """
         Args:
-            peers: as the attribute.
+            communicator: as the attribute.
             source: the copies of which this is one, if it is a copy.
         """
-        self.name, self.peers = uuid.uuid4().hex, peers
+        self.name, self.communicator = uuid.uuid4().hex, communicator
         # Weak: evictors reference their groups, and the memory of a cache is to be freed without a garbage collection.
         self._members: dict[int, weakref.ref[Any]] = {}  # by layer, also of caches that were deleted
         self._required = frozenset() if source is None else frozenset(source.layers)
@@ -107,7 +107,7 @@ class LayerGroup:
         """The group of another row of a new batch that has this group in its first row; the same in every layer."""
         if index == 0:
             return self
-        group = self._of_rows.get(index) or LayerGroup(self.peers)
+        group = self._of_rows.get(index) or LayerGroup(self.communicator)
         self._of_rows[index] = group
         return group
 
@@ -115,14 +115,19 @@ class LayerGroup:
 
     @classmethod
     def of_copy(
-        cls, name: str, layer: int, member: Regrouped, memo: dict[Any, Any] | None = None, peers: Peers = ALONE
+        cls,
+        name: str,
+        layer: int,
+        member: Regrouped,
+        memo: dict[Any, Any] | None = None,
+        communicator: CacheCommunicator = LOCAL,
     ) -> LayerGroup:
         """The group for a copy of one layer of the sequence `name`, by the rule at the top of this module.
 
         Args:
             memo: deepcopy's, which is the same for all layers that one call copies: such layers stay together. If
                 the copy already has one of them, all of them move to a new copy.
-            peers: of the sequence.
+            communicator: of the sequence.
         """
         copies = Copies.named(name)
         together: dict[int, Regrouped] = {}  # the layers that this deepcopy has copied so far
@@ -130,9 +135,9 @@ class LayerGroup:
             group: LayerGroup
             group, together = memo[name]
         else:
-            group = copies.completed_by(layer, member, peers)
+            group = copies.completed_by(layer, member, communicator)
         if layer in group._members:
-            taken, group = group, copies.begin(peers)
+            taken, group = group, copies.begin(communicator)
             for other, copied in together.items():
                 del taken._members[other]
                 group.join(other, copied)
@@ -183,12 +188,12 @@ class LayerGroup:
 
     def _gather_heads(self, scope: Scope, layers: Sequence[LayerStep]) -> None:
         """Replaces the scores of the heads here by those of all heads, where other processes have some."""
-        if not self.peers.have_heads(scope):
+        if not self.communicator.needs_all_heads(scope):
             return
         asked = [(each, each.step.scoring.of_heads(each.row_index)) for each in layers]
         missing = [(each, scores) for each, scores in asked if scores is not None]
         own = list(_few_at_once((scores for _, scores in missing), layers[0].step.nbytes))
-        for (each, _), scores in zip(missing, self.peers.with_heads(own) if own else [], strict=True):
+        for (each, _), scores in zip(missing, self.communicator.gather_heads(own) if own else [], strict=True):
             each.step.scoring.set_heads(each.row_index, scores)
 
     def _sum_of_layers(self, layers: Sequence[LayerStep]) -> mx.array:
@@ -196,7 +201,7 @@ class LayerGroup:
         each_layer = (each.step.scoring.standardised(each.row_index) for each in layers)
         here = _few_at_once(each_layer, layers[0].step.nbytes)
         total = mx.zeros(1)
-        for scores in self.peers.with_layers(list(here)) if self.peers.have_layers else here:
+        for scores in self.communicator.gather_layers(list(here)) if self.communicator.splits_layers else here:
             total = total + scores
         return total
 
@@ -294,15 +299,15 @@ class Copies:
         """The copies of a sequence, which may have been in another process."""
         return cls._by_name.get(name) or cls(name)
 
-    def completed_by(self, layer: int, member: Regrouped, peers: Peers) -> LayerGroup:
+    def completed_by(self, layer: int, member: Regrouped, communicator: CacheCommunicator) -> LayerGroup:
         """The copy that a layer completes, or a new one."""
         self._number = self._number + 1 if self._last() is member else 0
         self._last = weakref.ref(member)
         group = self._groups[self._number]() if self._number < len(self._groups) else None
-        return group if group is not None and layer > max(group._members) else self.begin(peers)
+        return group if group is not None and layer > max(group._members) else self.begin(communicator)
 
-    def begin(self, peers: Peers) -> LayerGroup:
+    def begin(self, communicator: CacheCommunicator) -> LayerGroup:
         """A new copy, which the layers that follow join."""
-        group = LayerGroup(peers, self)
+        group = LayerGroup(communicator, self)
         self._groups[self._number :] = [weakref.ref(group)]
         return group

@@ -102,7 +102,7 @@ class RowMetadata(NamedTuple):
             layer, member: the evictor that gets them, and its layer.
             memo: deepcopy's.
         """
-        copies = [LayerGroup.of_copy(group.name, layer, member, memo, group.peers) for group in self.groups]
+        copies = [LayerGroup.of_copy(group.name, layer, member, memo, group.communicator) for group in self.groups]
         return self._replace(groups=tuple(copies))
 
     def state(
@@ -154,8 +154,8 @@ class RowMetadata(NamedTuple):
 
     def joined(self, other: RowMetadata, layer: int, member: Regrouped) -> RowMetadata:
         """These rows, and after them copies of others."""
-        peers, rows, more = self.groups[0].peers, len(self.groups), len(other.groups)
-        copies = [LayerGroup.of_copy(group.name, layer, member, peers=peers) for group in other.groups]
+        communicator, rows, more = self.groups[0].communicator, len(self.groups), len(other.groups)
+        copies = [LayerGroup.of_copy(group.name, layer, member, communicator=communicator) for group in other.groups]
         reread = self._reread_by_row + other._reread_by_row if self.reread or other.reread else ()
         kept = self.kept.joined(rows, other.kept, more)
         return RowMetadata((*self.groups, *copies), self.work + other.work, kept, reread)

@@ -18,7 +18,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_kv.generation.agreement import ALONE, Agreement, leaders
+from mlx_kv.communicator import LOCAL, Communicator
 from mlx_kv.generation.prefill import reserve_for
 from mlx_kv.generation.sampling import Sampler, SeededSampler, TemperatureSampler
 from mlx_kv.generation.speculation.acceptance import Choice, normalized
@@ -53,8 +53,8 @@ class Decoder:
         drafter: as for `find_drafter`.
         policy: how the model's keys and values are kept.
         fixed: as many tokens are drafted as may be, always; else as many as have paid (`pacing`).
-        agreement: with the other ranks of the model, if there are any. The drafter is the leader's alone, and so is the
-            pace; what is drafted is told, and what the model chooses is agreed on in its pass.
+        communicator: with the other processes of the model. Drafter and pace are the leader's alone: it broadcasts the
+            drafts, and the model's tokens in its pass.
 
     Raises:
         ValueError: a policy that the model refuses, caches that cannot take back tokens, or what the drafter refuses.
@@ -66,12 +66,12 @@ class Decoder:
         drafter: str | Factory | Drafter | None,
         policy: CachePolicy,
         fixed: bool = False,
-        agreement: Agreement = ALONE,
+        communicator: Communicator = LOCAL,
     ) -> None:
         check_policy(context.model, policy)
-        self._agreement, self._vocabulary = agreement, context.vocabulary
-        self.drafter, self.draft_tokens = _drafter(drafter, context, agreement)
-        self.target = ModelRows(context.model, policy, self.draft_tokens, agreement=agreement)
+        self._communicator, self._vocabulary = communicator, context.vocabulary
+        self.drafter, self.draft_tokens = _drafter(drafter, context, communicator)
+        self.target = ModelRows(context.model, policy, self.draft_tokens, communicator=communicator)
         steps = (self.target.step_size, self.drafter.step_size)
         self.step_size = min(step for step in steps if step is not None)
         self.samplers: list[Sampler | None] = []  # by row; None is greedy
@@ -151,10 +151,10 @@ class Decoder:
         """
         own = len(self.target.pending[row])
         # One is trimmed, or the other reads on.
-        tried = self._agreement.told(lambda: sorted({own, self.drafter.behind(row) or own}, reverse=True))
+        tried = self._communicator.broadcast(lambda: sorted({own, self.drafter.behind(row) or own}, reverse=True))
         for behind in tried:
             caches, others = self.target.extract(row, behind), self.drafter.extract(row, behind)
-            everywhere = self._agreement.least([int(caches is not None and others is not None)])
+            everywhere = self._communicator.all_min([int(caches is not None and others is not None)])
             if caches is not None and others is not None and everywhere[0]:
                 return [*caches, *others]
         return None
@@ -175,9 +175,11 @@ class Decoder:
             return emitted
         started = time.perf_counter()
         count = min(self.draft_tokens, most - 1)
-        choice = Choice(self.samplers, self._vocabulary, max(count, 1), self._agreement.tokens, self._contexts)
+        choice = Choice(
+            self.samplers, self._vocabulary, max(count, 1), self._communicator.leader_tokens, self._contexts
+        )
         room, waiting = self.target.most_drafts(count), self.target.waiting
-        drafted, verifies, goes_on = self._agreement.told(lambda: self._planned(most, room, waiting, choice))
+        drafted, verifies, goes_on = self._communicator.broadcast(lambda: self._planned(most, room, waiting, choice))
         drafting, was_ahead = time.perf_counter() - started, self._ahead is not None
         if verifies:
             logprobs = normalized(self._contexts.along(self.target.verify(drafted), drafted))  # (B, L + 1, V)
@@ -311,12 +313,12 @@ def _emitted(got: Sequence[Sequence[int]], logprobs: mx.array) -> list[list[Emit
 
 
 def _drafter(
-    drafter: str | Factory | Drafter | None, context: DrafterContext, agreement: Agreement
+    drafter: str | Factory | Drafter | None, context: DrafterContext, communicator: Communicator
 ) -> tuple[Drafter, int]:
     """The leader's drafter, or what stands for it, and how many tokens it drafts at the most."""
-    found = leaders(agreement, lambda: find_drafter(drafter, context))
+    found = communicator.on_leader(lambda: find_drafter(drafter, context))
     own = (1, None, False) if found is None else (context.draft_tokens, found.step_size, found.equal_rows)
-    draft_tokens, step_size, equal_rows = agreement.told(lambda: own)
+    draft_tokens, step_size, equal_rows = communicator.broadcast(lambda: own)
     return found or Elsewhere(step_size, equal_rows), draft_tokens
 
 
@@ -325,7 +327,7 @@ def make_decoder(
     policy: CachePolicy,
     draft_model: nn.Module | None,
     drafting: DraftSettings,
-    agreement: Agreement = ALONE,
+    communicator: Communicator = LOCAL,
 ) -> Decoder:
     """A decoder for one model and policy.
 
@@ -337,4 +339,4 @@ def make_decoder(
         check_model("draft_model", draft_model)
     least, most = drafting.prompt_lookup_min, drafting.prompt_lookup_max
     context = DrafterContext(model, vocabulary_of(model), drafting.draft_tokens, draft_model, least, most)
-    return Decoder(context, drafting.drafter, policy, drafting.draft_length == "fixed", agreement)
+    return Decoder(context, drafting.drafter, policy, drafting.draft_length == "fixed", communicator)

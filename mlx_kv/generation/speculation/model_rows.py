@@ -17,7 +17,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_kv.cache.layout import NO_LIMIT, Budget
-from mlx_kv.generation.agreement import ALONE, Agreement, anywhere
+from mlx_kv.communicator import LOCAL, Communicator
 from mlx_kv.generation.distributed_caches import make_distributed_caches
 from mlx_kv.generation.prefill import prefill_step, read_ragged
 from mlx_kv.mlxlm.recurrent import announce, is_recurrent, mark_last, with_checkpoints
@@ -31,7 +31,7 @@ class ModelRows:
     Args:
         draft_tokens: the most that are drafted for a row at once.
         checkpoints: how many passes can be taken back one by one, where it is recurrent.
-        agreement: with those who have other layers of the model: what those need, all rows do.
+        communicator: with the processes that have other layers of the model: what those need, all rows do.
 
     Attributes:
         caches: of all rows, one for each layer; empty where there are no rows.
@@ -50,17 +50,19 @@ class ModelRows:
         policy: CachePolicy,
         draft_tokens: int,
         checkpoints: int = 1,
-        agreement: Agreement = ALONE,
+        communicator: Communicator = LOCAL,
     ) -> None:
-        self.model, self._most_waiting, self._agreement = model, draft_tokens + 1, agreement
-        (self.replays,) = anywhere(agreement, is_recurrent(model))
+        self.model, self._most_waiting, self._communicator = model, draft_tokens + 1, communicator
+        (self.replays,) = communicator.all_any(is_recurrent(model))
         # Of a pass all but one of its tokens may be taken back. Where they are read again they may all be, and beside
         # the drafts as many as may wait for them.
         longest = draft_tokens + 1 + (draft_tokens if self.replays else 0)
         policy = replace(policy, max_rollback=max(policy.max_rollback, longest))
         self._limits = longest, checkpoints
         # Making caches may try out what a model's attention can read: it is done once, rows get copies.
-        self._empty = with_checkpoints(make_distributed_caches(model, policy, agreement, strict=False), *self._limits)
+        self._empty = with_checkpoints(
+            make_distributed_caches(model, policy, communicator, strict=False), *self._limits
+        )
         self.caches: list[Any] = []
         self.pending: list[list[int]] = []
         self._drafted: list[int] = []  # of each row, how many in the pass that is to be accepted
@@ -68,9 +70,9 @@ class ModelRows:
         mark_last(model, self._empty)
         probe = self.make_caches()
         here = any(isinstance(cache.view.layout, Budget) for cache in attention_caches(probe))
-        self._evicts, elsewhere, fixed = anywhere(agreement, here, not here, not can_trim(probe, 0))
+        self._evicts, elsewhere, fixed = communicator.all_any(here, not here, not can_trim(probe, 0))
         self._asks = self._evicts and elsewhere  # layers that evict and layers that don't are not together
-        (self.step_size,) = agreement.least([prefill_step(model, self._empty, None)])
+        (self.step_size,) = communicator.all_min([prefill_step(model, self._empty, None)])
         if fixed:
             kinds = ", ".join(sorted({type(cache).__name__ for cache in leaves(probe) if not can_trim([cache], 0)}))
             kinds = kinds or "a layer of another rank"
@@ -146,7 +148,7 @@ class ModelRows:
                 if isinstance(own.view.layout, Budget):
                     most[row].append(own.view.layout.before_due(own.view.rows[index]))
         least = [min(own, default=NO_LIMIT) for own in most]
-        least = self._agreement.least(least) if self._asks else least
+        least = self._communicator.all_min(least) if self._asks else least
         return None if NO_LIMIT in least else least
 
     def most_drafts(self, most: int) -> list[int]:

@@ -16,8 +16,8 @@ import mlx.nn as nn
 from mlx_lm.generate import GenerationResponse, generation_stream
 
 from mlx_kv.cache.checks import cache_list, check_type, token_ids, whole_number
-from mlx_kv.generation.agreement import Group, Rounds, agreement_of, in_step, leaders, most
-from mlx_kv.generation.distributed_caches import check_alone
+from mlx_kv.communicator import LOCAL, Communicator, Steps
+from mlx_kv.generation.distributed_caches import check_local
 from mlx_kv.generation.encoding import tokens_of_prompt, wrapped
 from mlx_kv.generation.prefill import prefill_step, reserve_for
 from mlx_kv.generation.rereading import Instructions, Rereading, wants_rereading
@@ -55,7 +55,7 @@ def speculative_generate(
     draft_length: DraftLength = "chosen",
     prompt_cache: list[Any] | None = None,
     before: Sequence[int] = (),
-    group: Group | None = None,
+    group: Communicator | None = None,
     logits_processors: Sequence[LogitsProcessor] | None = None,
 ) -> Iterator[GenerationResponse]:
     """Generates what `stream_generate` would, in fewer passes of the model where the draft is right.
@@ -105,39 +105,40 @@ def speculative_generate(
     check_type(
         "prompt_progress_callback", prompt_progress_callback, Callable | None, "give a function (read, total), or None"
     )
+    check_type("group", group, Communicator | None, "give what mlx_kv.join_ranks() returns")
     tokenizer = None if tokenizer is None else wrapped(tokenizer)
-    agreement, drafting = agreement_of(group), (drafter, num_draft_tokens, prompt_lookup_min, prompt_lookup_max)
-    settings = leaders(agreement, lambda: DraftSettings(*drafting, draft_length))
+    communicator, drafting = group or LOCAL, (drafter, num_draft_tokens, prompt_lookup_min, prompt_lookup_max)
+    settings = communicator.on_leader(lambda: DraftSettings(*drafting, draft_length))
     vocabulary = vocabulary_of(model)
     before = token_ids(before, vocabulary, "before")
-    tokens, max_tokens, prefill_step_size = agreement.told(
+    tokens, max_tokens, prefill_step_size = communicator.broadcast(
         lambda: _asked(tokens_of_prompt(tokenizer, prompt, vocabulary), max_tokens, prefill_step_size)
     )
-    decoder = make_decoder(model, policy, draft_model, settings or DraftSettings(), agreement)
+    decoder = make_decoder(model, policy, draft_model, settings or DraftSettings(), communicator)
     statistics = statistics or SpeculationStatistics()
     read = 0
     if prompt_cache is not None:
         prompt_cache = cache_list("prompt_cache", prompt_cache)
-        read = most(agreement, _check_cache(model, decoder, prompt_cache))
-        (prefill_step_size,) = agreement.least([prefill_step(model, prompt_cache, prefill_step_size)])
-    drawing = sampler_of_sequence(sampler, seed, read + len(tokens)) if agreement.leads else None
-    processors = given if agreement.leads else ()
+        read = communicator.all_max(_check_cache(model, decoder, prompt_cache))
+        (prefill_step_size,) = communicator.all_min([prefill_step(model, prompt_cache, prefill_step_size)])
+    drawing = sampler_of_sequence(sampler, seed, read + len(tokens)) if communicator.leads else None
+    processors = given if communicator.leads else ()
     progress = prompt_progress_callback or (lambda done, total: None)
 
     def prefill() -> None:
         row = NewRow(tokens, max_tokens, drawing, prompt_cache, before, processors)
         if policy.reads_twice if prompt_cache is None else wants_rereading(prompt_cache):
-            check_alone(agreement)
+            check_local(communicator)
             row = _read_twice(decoder, row, prefill_step_size, Instructions.of(tokenizer, model), progress)
         joining = decoder.begin([row], prefill_step_size)
         while not decoder.read_on(joining):
-            agreement.progress()
+            communicator.progress()
             progress(joining.read, joining.longest)
         progress(joining.longest, joining.longest)
         statistics.caches[:] = decoder.target.caches
 
     responses = _responses(decoder, tokenizer, len(tokens), max_tokens, prefill, statistics)
-    return in_step(agreement, responses, lambda response: response.token)
+    return communicator.sync_steps(responses, lambda response: response.token)
 
 
 def _read_twice(
@@ -194,7 +195,7 @@ def _responses(
     max_tokens: int,
     prefill: Callable[[], None],
     statistics: SpeculationStatistics,
-) -> Rounds[GenerationResponse]:
+) -> Steps[GenerationResponse]:
     detokenizer = None if tokenizer is None else tokenizer.detokenizer
     ends = set() if tokenizer is None else set(tokenizer.eos_token_ids)
     count, started = 0, time.perf_counter()

@@ -1,10 +1,9 @@
-"""How often ranks agree, in which order, and that what they agree on stays what it is: seen in one process."""
+"""What generation loops send to other processes, seen in one process."""
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import mlx.core as mx
@@ -13,8 +12,8 @@ from calibrations import random_calibration
 from tiny_models import VOCAB, make_model
 
 from mlx_kv import CachePolicy, TemperatureSampler
+from mlx_kv.communicator import LOCAL, Communicator, LocalCommunicator
 from mlx_kv.files.fingerprint import model_fingerprint
-from mlx_kv.generation.agreement import ALONE, Agreement, Alone, in_step
 from mlx_kv.generation.distributed_caches import make_distributed_caches
 from mlx_kv.generation.engine import make_engine
 from mlx_kv.generation.sampling import SeededSampler
@@ -23,22 +22,24 @@ from mlx_kv.generation.sequence import TokenSequence
 PROMPT = mx.random.randint(1, VOCAB, (60,), key=mx.random.key(1)).tolist()
 
 
-class Witness(Alone):
-    """Agrees with itself, and counts how often."""
+class Witness(LocalCommunicator):
+    """One of several processes that is alone, and counts its collectives."""
+
+    distributed = True
 
     def __init__(self) -> None:
         self.asked: list[tuple[int, ...]] = []  # the shapes of tokens
 
-    def tokens(self, own: mx.array) -> mx.array:
-        self.asked.append(own.shape)
-        return own
+    def all_reduce_sum(self, x: mx.array) -> mx.array:
+        self.asked.append(x.shape)
+        return x
 
 
 @pytest.mark.parametrize("settings", [{}, {"drafter": "suffix", "num_draft_tokens": 3}], ids=["plain", "suffix"])
 @pytest.mark.parametrize("seed", range(3))
 def test_rows_with_samplers_of_their_own_agree_in_one_collective_a_pass(settings: dict[str, Any], seed: int) -> None:
-    def lived(agreement: Agreement) -> tuple[dict[int, list[int]], int]:
-        engine = make_engine(make_model("llama"), set(), None, 4, 8, agreement=agreement, **settings)
+    def lived(communicator: Communicator) -> tuple[dict[int, list[int]], int]:
+        engine = make_engine(make_model("llama"), set(), None, 4, 8, communicator=communicator, **settings)
         chance, told, steps = random.Random(seed), dict[int, list[int]](), 0
         for index in range(12):
             prompt = PROMPT[index : index + chance.choice((1, 4, 9, 30))]
@@ -55,7 +56,7 @@ def test_rows_with_samplers_of_their_own_agree_in_one_collective_a_pass(settings
         return told, steps
 
     witness = Witness()
-    wanted, _ = lived(ALONE)
+    wanted, _ = lived(LOCAL)
     got, steps = lived(witness)
     assert got == wanted
     # Rows that begin to decode have a pass of their own, in a step in which the others have theirs.
@@ -63,79 +64,24 @@ def test_rows_with_samplers_of_their_own_agree_in_one_collective_a_pass(settings
     assert max(shape[0] for shape in witness.asked) > 1
 
 
-def rounds(count: int, closed: list[bool]) -> Iterator[int]:
-    try:
-        yield from range(count)
-    finally:
-        closed.append(True)
-
-
-class Words(Alone):
-    """A rank that writes down what is said, or follows what was written."""
-
-    def __init__(self, said: list[Any], leads: bool) -> None:
-        self.said, self.leads = said, leads
-
-    def goes_on(self, seen: int) -> bool:
-        if self.leads:
-            self.said.append(seen)
-            return True
-        word = self.said.pop(0)
-        assert word in ("end", seen)
-        return word != "end"
-
-    def ends(self) -> None:
-        self.said.append("end")
-
-
-@pytest.mark.parametrize(("leaders", "others"), [(9, 9), (3, 9), (3, 1), (9, 1), (1, 1), (5, 5)])
-def test_all_ranks_go_as_many_rounds_as_the_leader_asks_for(leaders: int, others: int) -> None:
-    said: list[Any] = []
-    taken, closed = [], list[bool]()
-    for leads, wanted in ((True, leaders), (False, others)):
-        done: list[int] = []
-        agreed = in_step(Words(said, leads), counted(rounds(5, closed), done), lambda given: given)
-        for number, _ in enumerate(agreed, 1):
-            if number == wanted:
-                break
-        agreed.close()
-        taken.append(done)
-    assert said == []
-    assert taken[0] == taken[1] == list(range(min(5, leaders)))
-    assert closed == [True, True]
-
-
-def counted(given: Iterator[int], done: list[int]) -> Any:
-    for each in given:
-        done.append(each)
-        yield each
-
-
-def test_a_rank_that_has_seen_other_tokens_is_found_out() -> None:
-    said: list[Any] = []
-    list(in_step(Words(said, True), counted(iter((1, 2, 3)), []), lambda given: given))
-    with pytest.raises(AssertionError):
-        list(in_step(Words(said, False), counted(iter((1, 5, 3)), []), lambda given: given))
-
-
-class Leads(Alone):
+class Leads(LocalCommunicator):
     """Keeps what it sent, as the link sends it."""
 
     def __init__(self) -> None:
         self.sent: list[Any] = []
 
-    def told(self, say: Any) -> Any:
-        self.sent.append(json.loads(json.dumps(say())))
+    def broadcast(self, make: Any) -> Any:
+        self.sent.append(json.loads(json.dumps(make())))
         return self.sent[-1]
 
 
-class Follows(Alone):
+class Follows(LocalCommunicator):
     leads = False
 
     def __init__(self, leader: Leads) -> None:
         self._leader = leader
 
-    def told(self, say: Any) -> Any:
+    def broadcast(self, make: Any) -> Any:
         return self._leader.sent[-1]
 
 
