@@ -124,10 +124,10 @@ def kept_here(model: Any, ids: list[int], run: Run, ratio: float, instructions: 
     )
     caches = make_prompt_cache(model, policy)
     if run.score == "kvzip":
-        from mlx_kv.generation.rereading import Instructions, Rereading
+        from mlx_kv.generation.two_pass_prefill import Instructions, TwoPassPrefill
 
         asked = Instructions(tuple(instructions[FIRST]), tuple(instructions[LATER]), tuple(instructions["\n"]))
-        Rereading(model, caches, [ids], len(ids), asked, chunk=CHUNK).finish()
+        TwoPassPrefill(model, caches, [ids], len(ids), asked, chunk=CHUNK).finish()
     else:
         model(mx.array([ids]), cache=caches)
         mx.eval([cache.state for cache in caches])

@@ -45,7 +45,7 @@ from mlx_kv.evaluation.evaluate import answers_of
 from mlx_kv.evaluation.questions import QUESTIONS, case_of, python_texts
 from mlx_kv.evaluation.results import Settings
 from mlx_kv.files.calibration_file import load_calibration
-from mlx_kv.generation.rereading import Instructions
+from mlx_kv.generation.two_pass_prefill import Instructions
 from mlx_kv.mlxlm.loading import load
 
 KEEP_RECENT = 64

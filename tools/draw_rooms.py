@@ -35,8 +35,9 @@ COLUMNS = {
     "policy": (0, 2.2),
     "cache": (0, 6),
     "policy_settings": (0, 2.2),
-    "open_set": (0, 3),
-    "settings": (3, 3),
+    "open_set": (0, 2),
+    "settings": (2, 2),
+    "communicator": (4, 2),
 }
 COLUMN, GAP, MARGIN, ROOF, LINE = 172, 36, 22, 92, 16  # pixels
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"

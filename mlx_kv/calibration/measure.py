@@ -16,7 +16,7 @@ from mlx_kv.cache.checks import MOST_TOKENS
 from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.cache.layout import Row
 from mlx_kv.generation.prefill import prefill_step
-from mlx_kv.generation.rereading import Instructions, Rereading
+from mlx_kv.generation.two_pass_prefill import Instructions, TwoPassPrefill
 from mlx_kv.mlxlm.convert import make_prompt_cache
 from mlx_kv.mlxlm.loading import architecture
 from mlx_kv.mlxlm.rope import Ropes, cache_ropes
@@ -47,7 +47,7 @@ def read_twice(model: nn.Module, tokens: Sequence[int], instructions: Instructio
         ValueError: the model has no such layer, or one that hides its attention.
     """
     caches = _empty_caches(model)
-    Rereading(model, caches, [tokens], prefill_step(model, caches, None), instructions).finish()
+    TwoPassPrefill(model, caches, [tokens], prefill_step(model, caches, None), instructions).finish()
     readings = []
     for _, cache in budgeted(caches):
         evictor, buffers, row = cache.evictor, cache.view.buffers, cache.view.rows[0]

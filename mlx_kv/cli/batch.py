@@ -106,8 +106,8 @@ def batch(
     def start(machine: Machine) -> Started:
         """Loads the model, and makes an engine; of the others, each does as the first one's until that ends."""
         from mlx_kv.generation.engine import make_engine
-        from mlx_kv.generation.rereading import Instructions
         from mlx_kv.generation.speculation.statistics import SpeculationStatistics
+        from mlx_kv.generation.two_pass_prefill import Instructions
 
         network, tokenizer = machine.load()
         policy = asked.for_model(network, tokenizer, model)

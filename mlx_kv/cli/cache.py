@@ -109,8 +109,8 @@ def cache(
     from mlx_kv.files.fingerprint import model_fingerprint
     from mlx_kv.generation.encoding import encode_beginning, speaks_chat
     from mlx_kv.generation.prefill import prefill_step, reserve_for
-    from mlx_kv.generation.rereading import Instructions, read_all
     from mlx_kv.generation.statistics import cache_statistics
+    from mlx_kv.generation.two_pass_prefill import Instructions, prefill_all
     from mlx_kv.mlxlm.convert import make_prompt_cache
     from mlx_kv.mlxlm.traverse import compact
 
@@ -124,7 +124,7 @@ def cache(
     started = time.perf_counter()
     with prefill_bar(len(tokens), step) as advance:
         asked = Instructions.for_policy(cache_policy, tokenizer, network)
-        read_all(network, caches, tokens, step, asked, advance)
+        prefill_all(network, caches, tokens, step, asked, advance)
         if cache_policy.reads_twice:
             compact(caches)
     read = time.perf_counter()

@@ -63,8 +63,8 @@ def converse(machine: Machine, model: str, chat: Chat, max_tokens: int, decoding
     from mlx_kv.cli.typed_lines import lines_typed
     from mlx_kv.generation.conversation import Conversation
     from mlx_kv.generation.engine import Engine, make_engine
-    from mlx_kv.generation.rereading import Instructions
     from mlx_kv.generation.sampling import Sampler, sampler_of_sequence
+    from mlx_kv.generation.two_pass_prefill import Instructions
     from mlx_kv.mlxlm.loading import context_length
 
     network, tokenizer = machine.load()

@@ -26,7 +26,7 @@ from mlx_kv.evaluation.reading import Context, check_length, log_likelihoods, re
 from mlx_kv.evaluation.results import Measurement, Settings
 from mlx_kv.evaluation.tasks import Trial
 from mlx_kv.generation.prefill import prefill_step
-from mlx_kv.generation.rereading import NOTHING_ASKED, Instructions
+from mlx_kv.generation.two_pass_prefill import NO_INSTRUCTIONS, Instructions
 from mlx_kv.mlxlm.convert import make_prompt_cache
 from mlx_kv.mlxlm.loading import vocabulary_of
 from mlx_kv.mlxlm.traverse import attention_caches, compact
@@ -157,7 +157,7 @@ def answers_of(
     trial: Trial,
     policies: Iterable[Policy],
     settings: Settings,
-    instructions: Instructions = NOTHING_ASKED,
+    instructions: Instructions = NO_INSTRUCTIONS,
 ) -> Iterator[Answered]:
     """The answers of one trial under each policy; the context is read once for all of them.
 
@@ -191,7 +191,7 @@ def accuracies(
     found: dict[Policy, list[Answered]] = {policy: [] for policy in settings.policies()}
     for number, trial in enumerate(all_trials, start=1):
         chat = trial.alone is not None
-        instructions = Instructions.of(material.tokenizer, model) if chat else NOTHING_ASKED
+        instructions = Instructions.of(material.tokenizer, model) if chat else NO_INSTRUCTIONS
         rolling = replace(settings, rolling=settings.rolling and chat)
         for each in answers_of(model, trial, [*found], rolling, instructions):
             answered = found[each.score, each.budget]

@@ -23,8 +23,8 @@ from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.evaluation.attention import attention_of_last, check_attention
 from mlx_kv.generation.encoding import tokens_of_prompt
 from mlx_kv.generation.prefill import prefill_step
-from mlx_kv.generation.rereading import NOTHING_ASKED, Instructions, read_all
 from mlx_kv.generation.statistics import cache_statistics
+from mlx_kv.generation.two_pass_prefill import NO_INSTRUCTIONS, Instructions, prefill_all
 from mlx_kv.mlxlm.convert import make_prompt_cache
 from mlx_kv.mlxlm.loading import vocabulary_of
 from mlx_kv.mlxlm.traverse import attention_caches, compact, leaves
@@ -136,7 +136,7 @@ def inspect_prompt(
     prefill_step_size: int | None = None,
     progress: Callable[[int, int], None] | None = None,
     attention_of: int = 0,
-    instructions: Instructions = NOTHING_ASKED,
+    instructions: Instructions = NO_INSTRUCTIONS,
 ) -> Inspection:
     """Reads a prompt as generation does, evicts down to the budget, and says what is left; as `inspect_policies`."""
     options: Any = {"prefill_step_size": prefill_step_size, "progress": progress, "attention_of": attention_of}
@@ -187,7 +187,7 @@ def inspect_policies(
     return [
         _inspected(model, tokens, policy, received, prefill_step_size, reading(number), instructions)
         for number, (policy, instructions) in enumerate(
-            zip(policies, asked or [NOTHING_ASKED] * len(policies), strict=True), start=bool(attention_of)
+            zip(policies, asked or [NO_INSTRUCTIONS] * len(policies), strict=True), start=bool(attention_of)
         )
     ]
 
@@ -204,7 +204,7 @@ def _inspected(
     """What one policy leaves; `received` has the attention of some layers, by number among the attention caches."""
     caches, total = make_prompt_cache(model, policy), len(tokens)
     step = prefill_step(model, caches, prefill_step_size)
-    read_all(model, caches, tokens, step, instructions, lambda done, of: progress(done * total // of, total))
+    prefill_all(model, caches, tokens, step, instructions, lambda done, of: progress(done * total // of, total))
     compact(caches)
     layers: list[KeptLayer] = []
     allowed: list[int] = []

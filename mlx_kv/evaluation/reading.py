@@ -21,7 +21,7 @@ from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.cache.protocol import Call, Hook
 from mlx_kv.evaluation.results import Settings, score_of
 from mlx_kv.generation.prefill import prefill_step, read_chunk
-from mlx_kv.generation.rereading import NOTHING_ASKED, Instructions, Rereading, hold, wants_rereading
+from mlx_kv.generation.two_pass_prefill import NO_INSTRUCTIONS, Instructions, TwoPassPrefill, hold, needs_second_pass
 from mlx_kv.mlxlm.attention import AttentionPatch
 from mlx_kv.mlxlm.convert import make_prompt_cache
 from mlx_kv.mlxlm.loading import context_length
@@ -192,7 +192,7 @@ class Context:
     """
 
     def __init__(
-        self, model: nn.Module, tokens: np.ndarray, settings: Settings, instructions: Instructions = NOTHING_ASKED
+        self, model: nn.Module, tokens: np.ndarray, settings: Settings, instructions: Instructions = NO_INSTRUCTIONS
     ) -> None:
         self.model, self.tokens = model, mx.array(tokens)
         self.recordings: list[RecordingCache] = []
@@ -232,10 +232,10 @@ class Context:
             self._read(caches)
         for recording, cache in zip(self.recordings, caches, strict=False):
             recording.write_into(cache)
-        if wants_rereading(caches):
+        if needs_second_pass(caches):
             texts: Any = self.tokens.tolist()
             step = prefill_step(self.model, caches, None)
-            Rereading(self.model, caches, texts, step, self._instructions, read=self.tokens.shape[1]).finish()
+            TwoPassPrefill(self.model, caches, texts, step, self._instructions, read=self.tokens.shape[1]).finish()
         return caches
 
     def _read(self, caches: Sequence[Any]) -> None:

@@ -16,7 +16,6 @@ from mlx_kv.cache.checks import check_type, whole_number, whole_numbers
 from mlx_kv.communicator import LOCAL, Communicator, Steps
 from mlx_kv.generation.encoding import tokens_of_prompt, wrapped
 from mlx_kv.generation.engine import Engine, make_engine
-from mlx_kv.generation.rereading import Instructions
 from mlx_kv.generation.sampling import Sampler, check_seed, derived_seed, sampler_of_sequence
 from mlx_kv.generation.sequence import BatchToken, TokenSequence
 from mlx_kv.generation.settings import LogitsProcessor, given_processors
@@ -24,6 +23,7 @@ from mlx_kv.generation.speculation import LOOKUP_MAX, LOOKUP_MIN
 from mlx_kv.generation.speculation.drafters import Drafter, Factory
 from mlx_kv.generation.speculation.settings import DraftLength
 from mlx_kv.generation.speculation.statistics import SpeculationStatistics
+from mlx_kv.generation.two_pass_prefill import Instructions
 from mlx_kv.mlxlm.loading import check_model, context_length, vocabulary_of
 from mlx_kv.policy import CachePolicy, given_policy
 

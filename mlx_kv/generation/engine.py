@@ -16,7 +16,6 @@ from mlx_kv.communicator import LOCAL, Communicator
 from mlx_kv.generation.distributed_caches import equal_lengths
 from mlx_kv.generation.plain import PlainEngine
 from mlx_kv.generation.progress import SequenceProgress
-from mlx_kv.generation.rereading import NOTHING_ASKED, Instructions
 from mlx_kv.generation.sequence import BatchToken, TokenSequence
 from mlx_kv.generation.speculation import LOOKUP_MAX, LOOKUP_MIN
 from mlx_kv.generation.speculation.decoder import make_decoder
@@ -24,6 +23,7 @@ from mlx_kv.generation.speculation.drafters import Drafter, Factory
 from mlx_kv.generation.speculation.settings import DraftLength, DraftSettings
 from mlx_kv.generation.speculation.statistics import SpeculationStatistics
 from mlx_kv.generation.speculative import SpeculativeEngine
+from mlx_kv.generation.two_pass_prefill import NO_INSTRUCTIONS, Instructions
 from mlx_kv.mlxlm.batching import check_batches
 from mlx_kv.policy import CachePolicy, given_policy
 
@@ -121,7 +121,7 @@ def make_engine(
     prompt_lookup_max: int = LOOKUP_MAX,
     draft_length: DraftLength = "chosen",
     communicator: Communicator = LOCAL,
-    instructions: Instructions = NOTHING_ASKED,
+    instructions: Instructions = NO_INSTRUCTIONS,
     most_wait: float | None = None,
 ) -> Engine:
     """An engine for one model and policy.

@@ -20,9 +20,8 @@ from mlx_kv.generation.logprobs import scored
 from mlx_kv.generation.prefill import CHUNKS_AT_ONCE, MOST_PROMPTS_AT_ONCE, chunk_for, prefill_step, reserve_for
 from mlx_kv.generation.prefill_pacing import PrefillPace
 from mlx_kv.generation.progress import SequenceProgress
-from mlx_kv.generation.reading_twice import ReadingTwice
-from mlx_kv.generation.rereading import NOTHING_ASKED, Instructions
 from mlx_kv.generation.sequence import BatchToken, TokenSequence, Waiting
+from mlx_kv.generation.two_pass_prefill import NO_INSTRUCTIONS, Instructions, TwoPassQueue
 from mlx_kv.mlxlm.batching import RowsByClass, WatchedBatchGenerator, evaluated
 from mlx_kv.mlxlm.observing import show_attention
 from mlx_kv.mlxlm.traverse import attention_caches, trim_all
@@ -46,7 +45,7 @@ class PlainEngine:
         prefill_step_size: int | None,
         return_caches: bool = False,
         communicator: Communicator = LOCAL,
-        instructions: Instructions = NOTHING_ASKED,
+        instructions: Instructions = NO_INSTRUCTIONS,
         most_wait: float | None = None,
     ) -> None:
         self.model, self._return_caches = model, return_caches
@@ -62,7 +61,7 @@ class PlainEngine:
         alike = equal_lengths(model, communicator) if max_batch_size > 1 else (False, False)
         self._equal_rows, self._equal_prompts = alike
         self._waiting = Waiting(lambda: self._empty)
-        self._twice = ReadingTwice(self.read, self.make_caches, self.step_size, instructions)
+        self._twice = TwoPassQueue(self.read, self.make_caches, self.step_size, instructions)
         self._active: dict[int, TokenSequence] = {}  # by mlx-lm's number for it
         self._reading: dict[int, int] = {}  # by the same, those that have prompt tokens left to read, and how many
         self._most_tokens = min(MOST_TOKENS_AT_ONCE[mx.default_device().type], 2 * chunk)

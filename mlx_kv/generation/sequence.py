@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from mlx_kv.cache.checks import whole_number
 from mlx_kv.generation.logprobs import TokenScore
@@ -111,14 +111,6 @@ def common_prefix(some: list[int], others: list[int]) -> int:
     return next(place for place in range(most) if some[place] != others[place])
 
 
-class Elsewhere(Protocol):
-    """Where something is done to a sequence before it waits for a row."""
-
-    def wants(self, sequence: TokenSequence) -> bool: ...
-
-    def add(self, sequence: TokenSequence) -> None: ...
-
-
 class Waiting:
     """Sequences that have no row yet: first come, first served.
 
@@ -130,7 +122,7 @@ class Waiting:
         self._caches = caches
         self._queue: deque[TokenSequence] = deque()
 
-    def submit(self, sequence: TokenSequence, first: Elsewhere) -> None:
+    def submit(self, sequence: TokenSequence, first: Any) -> None:
         """Raises ValueError for what could not be continued, before it joins others.
 
         Args:
@@ -139,7 +131,7 @@ class Waiting:
         check(sequence)
         if sequence.caches is not None:
             check_alike(self._caches(), sequence.caches)
-        if first.wants(sequence):
+        if first.accepts(sequence):
             first.add(sequence)
         else:
             self._queue.append(sequence)

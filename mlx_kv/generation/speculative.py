@@ -15,12 +15,11 @@ from mlx_lm.generate import generation_stream
 from mlx_kv.generation.logprobs import scored
 from mlx_kv.generation.prefill import CHUNKS_AT_ONCE, MOST_PROMPTS_AT_ONCE
 from mlx_kv.generation.progress import SequenceProgress
-from mlx_kv.generation.reading_twice import ReadingTwice
-from mlx_kv.generation.rereading import NOTHING_ASKED, Instructions
 from mlx_kv.generation.sequence import BatchToken, TokenSequence, Waiting
 from mlx_kv.generation.speculation.decoder import Decoder
 from mlx_kv.generation.speculation.joining import Joining, NewRow
 from mlx_kv.generation.speculation.statistics import SpeculationStatistics
+from mlx_kv.generation.two_pass_prefill import NO_INSTRUCTIONS, Instructions, TwoPassQueue
 from mlx_kv.mlxlm.batching import RowsByClass, evaluated
 from mlx_kv.mlxlm.observing import show_attention
 from mlx_kv.mlxlm.traverse import trim_all
@@ -37,7 +36,7 @@ class SpeculativeEngine:
         prefill_step_size: int | None,
         statistics: SpeculationStatistics | None = None,
         return_caches: bool = False,
-        instructions: Instructions = NOTHING_ASKED,
+        instructions: Instructions = NO_INSTRUCTIONS,
     ) -> None:
         self._decoder, self._ends, self._return_caches = decoder, ends, return_caches
         # Only statistics that somebody asked for keep the caches of the last batch.
@@ -51,7 +50,7 @@ class SpeculativeEngine:
         self._reading: list[TokenSequence] = []  # the rows that join
         self.step_size = decoder.step_size if prefill_step_size is None else prefill_step_size
         self._most_tokens = CHUNKS_AT_ONCE * decoder.step_size
-        self._twice = ReadingTwice(decoder.read, decoder.make_caches, self.step_size, instructions)
+        self._twice = TwoPassQueue(decoder.read, decoder.make_caches, self.step_size, instructions)
 
     def submit(self, sequence: TokenSequence) -> None:
         self._waiting.submit(sequence, self._twice)

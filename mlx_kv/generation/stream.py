@@ -23,9 +23,9 @@ from mlx_kv.communicator import LOCAL, Communicator
 from mlx_kv.generation.distributed_caches import check_local, given_caches, make_distributed_caches
 from mlx_kv.generation.encoding import tokens_of_prompt, wrapped
 from mlx_kv.generation.prefill import prefill_step, reserve_for
-from mlx_kv.generation.rereading import Instructions, Rereading, wants_rereading
 from mlx_kv.generation.sampling import Sampler, sampler_of_sequence
 from mlx_kv.generation.settings import LogitsProcessor, given_processors
+from mlx_kv.generation.two_pass_prefill import Instructions, TwoPassPrefill, needs_second_pass
 from mlx_kv.mlxlm.convert import check_windows
 from mlx_kv.mlxlm.loading import check_model, vocabulary_of
 from mlx_kv.mlxlm.observing import show_attention
@@ -112,7 +112,7 @@ def stream_generate(
 
     options["prompt_progress_callback"] = progress
     (options["prefill_step_size"],) = communicator.all_min([prefill_step(model, caches, step)])
-    if wants_rereading(caches) and tokens.size > 1:
+    if needs_second_pass(caches) and tokens.size > 1:
         check_local(communicator)
         return _read_twice(model, tokenizer, tokens, caches, max_tokens, sampler, progress, options)
     responses = stock_stream_generate(
@@ -142,7 +142,7 @@ def _read_twice(
     started = time.perf_counter()
     step = options["prefill_step_size"]
     with mx.stream(generation_stream):
-        reading = Rereading(model, caches, [told[:-1]], step, Instructions.of(tokenizer, model))
+        reading = TwoPassPrefill(model, caches, [told[:-1]], step, Instructions.of(tokenizer, model))
         reading.finish(lambda done, _: progress(done, len(told)))
     seconds = time.perf_counter() - started
     rest = options | {"prompt_progress_callback": lambda done, total: progress(len(told) - total + done, len(told))}

@@ -16,7 +16,7 @@ from mlx_lm.models import cache as stock
 from mlx_kv.cache.codecs import Bits
 from mlx_kv.cache.growth import DEFAULT
 from mlx_kv.communicator import CacheCommunicator
-from mlx_kv.generation.rereading import Instructions
+from mlx_kv.generation.two_pass_prefill import Instructions
 from mlx_kv.mlxlm.convert import FULL
 from mlx_kv.mlxlm.traverse import leaves
 from mlx_kv.planning.layers import Layer, Slots, as_laid_out, double_window, every_token, layers_of
@@ -81,13 +81,13 @@ class Planner:
         model: any model of mlx-lm; its weights are never evaluated.
         instructions: what comes before the repetition of a prompt, for scores that read prompts twice. None counts no
             tokens for it, which a tokenizer would make: some tens (`Instructions.of`).
-        communicator: as of `layers_of`.
+        peers: the communicator with the other ranks, as for `make_prompt_cache`.
     """
 
     def __init__(
-        self, model: nn.Module, instructions: Instructions | None = None, communicator: CacheCommunicator | None = None
+        self, model: nn.Module, instructions: Instructions | None = None, peers: CacheCommunicator | None = None
     ) -> None:
-        self.model, self._communicator = model, communicator
+        self.model, self._communicator = model, peers
         self.instructions = Instructions.of(None, model) if instructions is None else instructions
         self._layers: dict[tuple[CachePolicy, int, int], list[Layer]] = {}
 
@@ -193,7 +193,7 @@ def of_ranks(
     parts = []
     for rank, (place, model) in enumerate(zip(places, models, strict=True)):
         communicator = SplitLayers(place, full) if split == "layers" else None
-        planner, weights = Planner(model, communicator=communicator), sum(weight.nbytes for weight in weights_of(model))
+        planner, weights = Planner(model, peers=communicator), sum(weight.nbytes for weight in weights_of(model))
         held = tuple(planner.bytes_held(strategy, context, batch_size) for context in contexts)
         parts.append(RankMemory(rank, len(stock.make_prompt_cache(model)), weights, held))
     return split, parts

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from mlx_kv.cache.growth import DEFAULT, Growth, round_up
-from mlx_kv.generation.rereading import BEFORE, NOTHING_ASKED, Instructions
+from mlx_kv.generation.two_pass_prefill import NO_INSTRUCTIONS, OVERLAP, Instructions
 from mlx_kv.planning.layers import Layer, Slots, as_laid_out
 from mlx_kv.policy import CachePolicy
 
@@ -37,7 +37,9 @@ class RowMemory:
     instructions: Instructions | None = None
 
     @classmethod
-    def of(cls, layers: Iterable[Layer], policy: CachePolicy, instructions: Instructions = NOTHING_ASKED) -> RowMemory:
+    def of(
+        cls, layers: Iterable[Layer], policy: CachePolicy, instructions: Instructions = NO_INSTRUCTIONS
+    ) -> RowMemory:
         alike = Counter(layers)
         twice = instructions if any(layer.read_twice for layer in alike) else None
         return cls(tuple(alike.items()), policy.quantized_start, policy.growth, twice)
@@ -73,7 +75,7 @@ class RowMemory:
         """The most bytes while a prompt is read for the second time; 0 where it is read once.
 
         Layers whose score wants it hold the prompt and the part that is repeated, in slots that are allocated at the
-        first token; all others are copied for the repetition (`generation.rereading`).
+        first token; all others are copied for the repetition (`generation.two_pass_prefill`).
         """
         if self.instructions is None:
             return 0
@@ -90,8 +92,8 @@ class RowMemory:
         """Slots for a prompt and the longest part that is repeated: as reserved, or grown where that is too few."""
         chunk = asked.chunk_after(prompt)
         first = len(asked.first) + len(asked.answer) + min(chunk, prompt)
-        later = 0 if prompt <= chunk else len(asked.later) + BEFORE + len(asked.answer) + min(chunk, prompt - chunk)
-        reserved, needed = round_up(max(tokens, prompt + first + BEFORE), multiple), prompt + max(first, later)
+        later = 0 if prompt <= chunk else len(asked.later) + OVERLAP + len(asked.answer) + min(chunk, prompt - chunk)
+        reserved, needed = round_up(max(tokens, prompt + first + OVERLAP), multiple), prompt + max(first, later)
         if needed <= reserved:
             return reserved
         return needed if multiple == 1 else self.growth.capacity(needed, reserved)

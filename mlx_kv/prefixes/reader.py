@@ -13,7 +13,7 @@ from mlx_kv.cache.checks import MOST_TOKENS, cache_list, check_type, shown, toke
 from mlx_kv.files.fingerprint import model_fingerprint
 from mlx_kv.generation.distributed_caches import given_caches
 from mlx_kv.generation.prefill import chunk_end, prefill_step, read_chunk
-from mlx_kv.generation.rereading import NOTHING_ASKED, Instructions, Rereading, wants_rereading
+from mlx_kv.generation.two_pass_prefill import NO_INSTRUCTIONS, Instructions, TwoPassPrefill, needs_second_pass
 from mlx_kv.mlxlm.loading import vocabulary_of
 from mlx_kv.mlxlm.observing import show_attention
 from mlx_kv.mlxlm.traverse import attention_caches, compact
@@ -51,7 +51,7 @@ class PromptReader:
         tokens: Sequence[int],
         store: Prefixes | None = None,
         step: int | None = None,
-        instructions: Instructions = NOTHING_ASKED,
+        instructions: Instructions = NO_INSTRUCTIONS,
     ) -> None:
         check_type("model", model, Callable, "give a model, or what reads tokens (1, n) into caches")
         check_type("instructions", instructions, Instructions, "give Instructions.of(tokenizer, model)")
@@ -82,10 +82,10 @@ class PromptReader:
         self.read = self._kept = self.reused
         self.step_size = prefill_step(model, self.caches, step)
         self._checkpoints = needs_checkpoints(self.caches)
-        self._twice: Rereading | None = None
-        if wants_rereading(self.caches) and not self.done:
+        self._twice: TwoPassPrefill | None = None
+        if needs_second_pass(self.caches) and not self.done:
             rest = self.tokens[self.read : -1]
-            self._twice = Rereading(model, self.caches, [rest], self.step_size, instructions)
+            self._twice = TwoPassPrefill(model, self.caches, [rest], self.step_size, instructions)
 
     @property
     def done(self) -> bool:
@@ -107,7 +107,7 @@ class PromptReader:
                 self._kept = self.read
         return len(chunk)
 
-    def _step_twice(self, reading: Rereading) -> int:
+    def _step_twice(self, reading: TwoPassPrefill) -> int:
         before = reading.read
         reading.step()
         self.read += reading.read - before

@@ -43,6 +43,11 @@ class RankGroup(RankCommunicator):
         self._watchdog = Watchdog(link.break_up, step)
 
     @property
+    def agreement(self) -> Self:
+        """The group itself: the name of its communicator until 0.2."""
+        return self
+
+    @property
     def leader(self) -> Leader:
         """The link of rank 0."""
         assert isinstance(self.link, Leader), "only rank 0 leads"

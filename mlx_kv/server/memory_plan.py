@@ -20,7 +20,7 @@ from mlx_kv.cache.classes.moving import LEAST_SAVED
 from mlx_kv.cache.classes.rule import KEPT
 from mlx_kv.cache.growth import SLOT_MULTIPLE, round_up
 from mlx_kv.generation.prefill import MOST_TOKENS_AHEAD
-from mlx_kv.generation.rereading import Instructions
+from mlx_kv.generation.two_pass_prefill import Instructions
 from mlx_kv.mlxlm.observing import attends_by_class
 from mlx_kv.planning import Planner, RowMemory
 from mlx_kv.policy import CachePolicy

@@ -12,9 +12,9 @@ import mlx.nn as nn
 
 from mlx_kv.communicator import LOCAL, Communicator
 from mlx_kv.generation.engine import Engine, make_engine
-from mlx_kv.generation.rereading import Instructions
 from mlx_kv.generation.settings import SamplingSettings
 from mlx_kv.generation.speculation.settings import DraftSettings
+from mlx_kv.generation.two_pass_prefill import Instructions
 from mlx_kv.policy import CachePolicy
 
 

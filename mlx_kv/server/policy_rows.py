@@ -16,8 +16,8 @@ import mlx.core as mx
 
 from mlx_kv.communicator import Communicator
 from mlx_kv.generation.engine import Engine
-from mlx_kv.generation.rereading import Instructions
 from mlx_kv.generation.sequence import BatchToken, TokenSequence
+from mlx_kv.generation.two_pass_prefill import Instructions
 from mlx_kv.mlxlm.observing import show_attention
 from mlx_kv.policy import CachePolicy
 from mlx_kv.prefixes.reader import PromptReader

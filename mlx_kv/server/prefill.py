@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from mlx_kv.generation.engine import Engine
-from mlx_kv.generation.rereading import NOTHING_ASKED, Instructions
+from mlx_kv.generation.two_pass_prefill import NO_INSTRUCTIONS, Instructions
 from mlx_kv.mlxlm.traverse import attention_caches
 from mlx_kv.prefixes.index import MIN_SHARED, packed, shared
 from mlx_kv.prefixes.prefix_cache import needs_checkpoints
@@ -41,7 +41,7 @@ class PrefillScheduler:
         step: int | None,
         reading: Callable[[], Iterable[Job]],
         decoding: Callable[[], Iterable[Job]],
-        instructions: Instructions = NOTHING_ASKED,
+        instructions: Instructions = NO_INSTRUCTIONS,
     ) -> None:
         self._engine, self._prefixes = engine, prefixes
         self._step = engine.step_size if step is None else step

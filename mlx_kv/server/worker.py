@@ -20,8 +20,8 @@ from typing import Literal, TypeVar
 import mlx.core as mx
 
 from mlx_kv.files.fingerprint import model_fingerprint
-from mlx_kv.generation.rereading import Instructions
 from mlx_kv.generation.speculation.settings import DraftSettings
+from mlx_kv.generation.two_pass_prefill import Instructions
 from mlx_kv.mlxlm.loading import context_length, vocabulary_of
 from mlx_kv.policy import CachePolicy
 from mlx_kv.prefixes.memory import PromptMemory

@@ -18,7 +18,7 @@ from mlx_kv.calibration.fit import head_parts
 from mlx_kv.calibration.measure import read_twice
 from mlx_kv.calibration.texts import default_texts, single_text, texts_in
 from mlx_kv.evaluation.questions import MODULES
-from mlx_kv.generation.rereading import NOTHING_ASKED, Instructions, read_all
+from mlx_kv.generation.two_pass_prefill import NO_INSTRUCTIONS, Instructions, prefill_all
 from mlx_kv.mlxlm.traverse import attention_caches
 
 Texts = list[list[int]]
@@ -31,7 +31,7 @@ def whole(tiny: nn.Module, texts: Texts) -> Calibration:
 
 def test_shares_are_those_of_kvzip(tiny: nn.Module, texts: Texts) -> None:
     caches = make_prompt_cache(tiny, CachePolicy(budget=5000, score="kvzip", share="head", keep_recent=1))
-    read_all(tiny, caches, texts[0], 16, Instructions.of(None, tiny))
+    prefill_all(tiny, caches, texts[0], 16, Instructions.of(None, tiny))
     for reading, cache in zip(read_twice(tiny, texts[0], Instructions.of(None, tiny)), caches, strict=True):
         received = cache.evictor.metadata.reread[0].received
         assert mx.allclose(reading.shares, received, rtol=1e-3, atol=1e-6)
@@ -42,7 +42,7 @@ def test_keys_and_values_are_those_that_the_model_caches(tiny: nn.Module, texts:
 
     caches = stock(tiny)
     tiny(mx.array([texts[0]]), cache=caches)
-    for reading, cache in zip(read_twice(tiny, texts[0], NOTHING_ASKED), caches, strict=True):
+    for reading, cache in zip(read_twice(tiny, texts[0], NO_INSTRUCTIONS), caches, strict=True):
         assert mx.allclose(reading.keys, cache.keys[:, :, : cache.offset], atol=1e-4)
         assert mx.allclose(reading.values, cache.values[:, :, : cache.offset], atol=1e-4)
 

@@ -23,7 +23,7 @@ from mlx_kv.cache.eviction.calibration import Calibration
 from mlx_kv.cache.eviction.scores import Score, score_names
 from mlx_kv.files.fingerprint import model_fingerprint
 from mlx_kv.generation.prefill import read_chunk, reserve_for
-from mlx_kv.generation.rereading import Instructions, read_all
+from mlx_kv.generation.two_pass_prefill import Instructions, prefill_all
 from mlx_kv.mlxlm.convert import make_prompt_cache
 from mlx_kv.mlxlm.traverse import leaves
 from mlx_kv.planning import Planner, Strategy
@@ -76,7 +76,7 @@ def held_at_peak(
     caches = make_prompt_cache(model, policy)
     reserve_for(caches, len(tokens), answer)
     watched = Watched(model, caches)
-    read_all(watched, caches, tokens, chunk, instructions)
+    prefill_all(watched, caches, tokens, chunk, instructions)
     for token in range(1, answer):
         read_chunk(watched, caches, mx.array([[token]]))
     return watched.most
@@ -237,7 +237,7 @@ def test_chunks_that_are_longer_than_max_write_are_planned() -> None:
 @pytest.mark.parametrize("score", ["snap_kv", "h2o", "expected_attention"])
 def test_sizes_of_observations_are_exact(score: str) -> None:
     caches = make_prompt_cache(models().model, CachePolicy(budget=192, keep_recent=64, score=score, max_write=CHUNK))
-    read_all(models().model, caches, [3 + number * 7919 % 4000 for number in range(PROMPT)], CHUNK)
+    prefill_all(models().model, caches, [3 + number * 7919 % 4000 for number in range(PROMPT)], CHUNK)
     for each in caches:
         seen = each.evictor.observation
         sizes = seen.max_bytes(heads=each.keys.shape[1])

@@ -14,7 +14,7 @@ from mlx_kv.cache.eviction.scores import Wants, find_score, score_names
 from mlx_kv.evaluation.reading import Context, queries_wanted
 from mlx_kv.evaluation.results import Settings
 from mlx_kv.generation.prefill import prefill_step
-from mlx_kv.generation.rereading import read_all
+from mlx_kv.generation.two_pass_prefill import prefill_all
 from mlx_kv.mlxlm.convert import make_prompt_cache
 from mlx_kv.mlxlm.traverse import compact
 
@@ -39,7 +39,7 @@ def test_every_score_keeps_what_it_keeps_where_it_reads_for_itself(score: str, f
     tokens = np.random.default_rng(0).integers(2, 90, size=(1, 300))
     policy, context = settings.policy(score, 60), Context(model, tokens, settings)
     direct = make_prompt_cache(model, policy)
-    read_all(model, direct, tokens[0].tolist(), prefill_step(model, direct, None))
+    prefill_all(model, direct, tokens[0].tolist(), prefill_step(model, direct, None))
     assert kept(context.caches(settings.policy(score, 90)))[0].shape[-1] == 90  # of which nothing is left
     again, once_more, own = kept(context.caches(policy)), kept(context.caches(policy)), kept(direct)
     assert own[0].shape[-1] == 60

@@ -23,7 +23,7 @@ from mlx_kv.cache.eviction.scores.fitted import FittedLayer, Rotation
 from mlx_kv.cache.eviction.scores.tokens import ScoredTokens
 from mlx_kv.cache.layout import Budget
 from mlx_kv.files.fingerprint import model_fingerprint
-from mlx_kv.generation.rereading import Instructions, read_all
+from mlx_kv.generation.two_pass_prefill import Instructions, prefill_all
 from tests.tiny_models import VOCAB, make_model
 
 LAYERS, HEADS = 3, 3
@@ -171,7 +171,7 @@ def test_a_prompt_that_is_read_twice(allocated: str, tmp_path: Path) -> None:
     model = llama()
     settings = policy(allocated, "kvzip")
     caches = mlx_kv.make_prompt_cache(model, settings)
-    read_all(model, caches, [1 + n * 7 % (VOCAB - 1) for n in range(40)], 16, Instructions.of(None, model))
+    prefill_all(model, caches, [1 + n * 7 % (VOCAB - 1) for n in range(40)], 16, Instructions.of(None, model))
     own = Watched(model, settings, caches, HEADS, VOCAB)
     (sequence,) = own.sequences
     sequence.length = 40

@@ -11,8 +11,8 @@ import pytest
 from serving import LONG, check_error, running
 
 from mlx_kv import CachePolicy
-from mlx_kv.generation.rereading import Rereading
 from mlx_kv.generation.statistics import cache_statistics
+from mlx_kv.generation.two_pass_prefill import TwoPassPrefill
 from mlx_kv.planning import Layer, RowMemory
 from mlx_kv.server.api import Limits
 from mlx_kv.server.memory_plan import MemoryLimit, RowPlan, RowSlots, default_limit
@@ -70,13 +70,13 @@ def test_a_row_whose_prompt_is_read_twice_is_planned_at_its_peak(
     stored: dict[str, int], prompt_memory_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The whole prompt and its repetition are held until it has been read twice."""
-    held, step = [], Rereading.step
+    held, step = [], TwoPassPrefill.step
 
-    def watched(reading: Rereading) -> None:
+    def watched(reading: TwoPassPrefill) -> None:
         step(reading)
         held.append(cache_statistics(reading._caches).bytes_allocated)
 
-    monkeypatch.setattr(Rereading, "step", watched)
+    monkeypatch.setattr(TwoPassPrefill, "step", watched)
     policy = CachePolicy(budget=128, score="kvzip", **stored)
     with running(policy, prompt_memory_bytes=prompt_memory_bytes) as server:
         usage = server.post(prompt=LONG, max_tokens=24).json()["usage"]

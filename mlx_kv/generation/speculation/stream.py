@@ -20,7 +20,6 @@ from mlx_kv.communicator import LOCAL, Communicator, Steps
 from mlx_kv.generation.distributed_caches import check_local
 from mlx_kv.generation.encoding import tokens_of_prompt, wrapped
 from mlx_kv.generation.prefill import prefill_step, reserve_for
-from mlx_kv.generation.rereading import Instructions, Rereading, wants_rereading
 from mlx_kv.generation.sampling import Sampler, sampler_of_sequence
 from mlx_kv.generation.settings import LogitsProcessor, given_processors
 from mlx_kv.generation.speculation import LOOKUP_MAX, LOOKUP_MIN
@@ -29,6 +28,7 @@ from mlx_kv.generation.speculation.drafters import Drafter, Factory
 from mlx_kv.generation.speculation.joining import NewRow
 from mlx_kv.generation.speculation.settings import DraftLength, DraftSettings
 from mlx_kv.generation.speculation.statistics import SpeculationStatistics
+from mlx_kv.generation.two_pass_prefill import Instructions, TwoPassPrefill, needs_second_pass
 from mlx_kv.mlxlm.convert import check_windows
 from mlx_kv.mlxlm.loading import check_model, vocabulary_of
 from mlx_kv.mlxlm.observing import show_attention
@@ -127,7 +127,7 @@ def speculative_generate(
 
     def prefill() -> None:
         row = NewRow(tokens, max_tokens, drawing, prompt_cache, before, processors)
-        if policy.reads_twice if prompt_cache is None else wants_rereading(prompt_cache):
+        if policy.reads_twice if prompt_cache is None else needs_second_pass(prompt_cache):
             check_local(communicator)
             row = _read_twice(decoder, row, prefill_step_size, Instructions.of(tokenizer, model), progress)
         joining = decoder.begin([row], prefill_step_size)
@@ -153,7 +153,7 @@ def _read_twice(
         return row
     caches, told = row.caches or decoder.make_caches(), row.prompt[:-1]
     reserve_for(caches, len(row.prompt), row.max_tokens)
-    reading = Rereading(decoder.read, caches, [told], step or decoder.step_size, instructions)
+    reading = TwoPassPrefill(decoder.read, caches, [told], step or decoder.step_size, instructions)
     reading.finish(lambda done, _: progress(done, len(row.prompt)))
     return replace(row, prompt=row.prompt[-1:], caches=caches, before=[*row.before, *told])
 

@@ -19,7 +19,7 @@ from mlx_kv import CachePolicy, compact, make_prompt_cache
 from mlx_kv.cache.eviction.scores.attention import SCORE_OF_UNREAD
 from mlx_kv.generation.distributed_caches import make_distributed_caches
 from mlx_kv.generation.prefill import read_chunk
-from mlx_kv.generation.rereading import BEFORE, NOTHING_ASKED, Instructions, Rereading, hold, read_all
+from mlx_kv.generation.two_pass_prefill import NO_INSTRUCTIONS, OVERLAP, Instructions, TwoPassPrefill, hold, prefill_all
 from mlx_kv.mlxlm.attention import AttentionCall, attention_hooked
 from mlx_kv.mlxlm.traverse import attention_caches
 from tests.tiny_models import VOCAB, make_model
@@ -60,7 +60,7 @@ def slow_scores(model: Any, told: list[int], chunk: int, before: int = 0) -> lis
     found: list[np.ndarray] = []
     for start in range(before, len(told), chunk):
         part = told[start : start + chunk]
-        asked = [*ASKED.later, *told[max(before, start - BEFORE) : start]] if start > before else list(ASKED.first)
+        asked = [*ASKED.later, *told[max(before, start - OVERLAP) : start]] if start > before else list(ASKED.first)
         again = [*asked, *ASKED.answer, *part]
         watcher, caches = Watcher(), stock.make_prompt_cache(model)
         with attention_hooked(model, caches, watcher):
@@ -93,7 +93,7 @@ def slow_scores(model: Any, told: list[int], chunk: int, before: int = 0) -> lis
 def test_tokens_are_worth_the_most_that_they_receive(count: int, chunk: int, step: int, bits: Any, seed: int) -> None:
     model, told = make_model("llama"), text(count, seed)
     caches = make_prompt_cache(model, policy(share="head", bits=bits, group_size=32))
-    Rereading(model, caches, [told], step, ASKED, chunk=chunk).finish()
+    TwoPassPrefill(model, caches, [told], step, ASKED, chunk=chunk).finish()
     wanted = slow_scores(model, told, chunk)
     for cache, scores in zip(caches, wanted, strict=True):
         got = np.array(cache.evictor.live_scores(0))
@@ -111,11 +111,11 @@ def test_tokens_are_worth_the_most_that_they_receive(count: int, chunk: int, ste
 def test_a_second_turn_is_repeated_alone_and_the_first_keeps_its_scores() -> None:
     model, told = make_model("llama"), text(40)
     caches = make_prompt_cache(model, policy(share="head"))
-    Rereading(model, caches, [told[:22]], 9, ASKED).finish()
+    TwoPassPrefill(model, caches, [told[:22]], 9, ASKED).finish()
     first = [np.array(cache.evictor.live_scores(0)) for cache in caches]
     compact(caches)
     kept = [np.array(cache.positions[0]) for cache in caches]
-    Rereading(model, caches, [told[22:]], 9, ASKED).finish()
+    TwoPassPrefill(model, caches, [told[22:]], 9, ASKED).finish()
     for cache, before, positions in zip(caches, first, kept, strict=True):
         scores = np.array(cache.evictor.live_scores(0))
         assert scores.shape == (2, BUDGET + 18)
@@ -130,10 +130,10 @@ def test_an_answer_between_two_prompts_does_not_make_the_first_forgotten() -> No
     """Nothing was evicted yet: all of the first keep what they received, and go in its order."""
     model, told = make_model("llama"), text(40)
     caches = make_prompt_cache(model, policy(share="head", budget=64))
-    Rereading(model, caches, [told[:20]], 9, ASKED).finish()
+    TwoPassPrefill(model, caches, [told[:20]], 9, ASKED).finish()
     first = [np.array(cache.evictor.live_scores(0)) for cache in caches]
     model(mx.array([told[20:25]]), cache=caches)
-    Rereading(model, caches, [told[25:]], 9, ASKED).finish()
+    TwoPassPrefill(model, caches, [told[25:]], 9, ASKED).finish()
     for cache, before in zip(caches, first, strict=True):
         scores = np.array(cache.evictor.live_scores(0))
         np.testing.assert_array_equal(scores[:, :20], before)
@@ -144,10 +144,10 @@ def test_an_answer_between_two_prompts_does_not_make_the_first_forgotten() -> No
 def test_rows_that_stand_alike_are_read_together() -> None:
     model, texts = make_model("llama"), [text(30, 1), text(30, 2)]
     together = make_prompt_cache(model, policy(share="head"))
-    Rereading(model, together, texts, 11, ASKED, chunk=13).finish()
+    TwoPassPrefill(model, together, texts, 11, ASKED, chunk=13).finish()
     for row, told in enumerate(texts):
         alone = make_prompt_cache(model, policy(share="head"))
-        Rereading(model, alone, [told], 11, ASKED, chunk=13).finish()
+        TwoPassPrefill(model, alone, [told], 11, ASKED, chunk=13).finish()
         for one, other in zip(together, alone, strict=True):
             got, wanted = one.evictor.live_scores(row), other.evictor.live_scores(0)
             np.testing.assert_allclose(np.array(got), np.array(wanted), atol=1e-5)
@@ -166,10 +166,10 @@ def test_the_words_are_the_tokenizers() -> None:
     assert bytes(asked.before([1, 2, 3], 0)) == b"\n\nRepeat the previous context exactly.</user><assistant>"
     later = asked.before(list(range(20)), 10)
     assert bytes(later[: -len(asked.answer)]).endswith(b"starting with" + bytes(range(2, 10)))
-    assert asked.chunk_after(100) == 600 - 100 - len(asked.later) - BEFORE - len(asked.answer)
+    assert asked.chunk_after(100) == 600 - 100 - len(asked.later) - OVERLAP - len(asked.answer)
     assert asked.chunk_after(590) == 256
     assert Instructions.of(None, model).before([1, 2, 3], 0) == []
-    assert NOTHING_ASKED.chunk_after(10**6) == 2048
+    assert NO_INSTRUCTIONS.chunk_after(10**6) == 2048
 
 
 # --- what is left of it -----------------------------------------------------------------------------------------------
@@ -181,7 +181,7 @@ def test_nothing_is_left_but_what_tokens_received(family: str, bits: int | None)
     model, told = make_model(family), text(40)
     settings = {"bits": bits, "group_size": 32, "max_rollback": 0 if family == "llama" else 4}
     twice, once = (make_prompt_cache(model, policy(**settings)) for _ in range(2))
-    Rereading(model, twice, [told], 7, ASKED, chunk=15).finish()
+    TwoPassPrefill(model, twice, [told], 7, ASKED, chunk=15).finish()
     hold(once)
     for start in range(0, 40, 7):
         read_chunk(model, once, [told[start : start + 7]])
@@ -207,7 +207,7 @@ def test_newest_tokens_as_they_came_are_put_back() -> None:
     model, prompt = make_model("llama"), text(250)
     own = policy(budget=300, bits=4, group_size=32, residual_length=RECENT)
     caches = make_prompt_cache(model, own)
-    read_all(model, caches, prompt, 60, ASKED)
+    prefill_all(model, caches, prompt, 60, ASKED)
     assert [cache.offset for cache in caches] == [250] * 3
     logits = [model(mx.array([prompt[i : i + 3]]), cache=caches) for i in (0, 3)]
     other = make_prompt_cache(model, policy(budget=300, bits=4, group_size=32, residual_length=RECENT, score="recent"))
@@ -230,7 +230,7 @@ def test_a_pass_that_fails_leaves_nothing_behind() -> None:
         return logits
 
     with pytest.raises((IndexError, AttributeError, ValueError, TypeError)):
-        Rereading(failing, caches, [told], 20, ASKED, chunk=30).finish()
+        TwoPassPrefill(failing, caches, [told], 20, ASKED, chunk=30).finish()
     assert calls[0] == 5
     model.model.layers = layers
     assert [cache.offset for cache in caches] == [40] * 3
@@ -266,7 +266,7 @@ def test_nothing_is_evicted_while_it_is_held_and_files_do_not_know_it(tmp_path: 
 def scored() -> tuple[Any, list[Any]]:
     model = make_model("llama")
     caches = make_prompt_cache(model, policy(share="head"))
-    Rereading(model, caches, [text(40)], 40, ASKED).finish()
+    TwoPassPrefill(model, caches, [text(40)], 40, ASKED).finish()
     return model, caches
 
 
@@ -331,7 +331,7 @@ def test_every_way_of_reading_a_prompt_reads_it_twice() -> None:
     model, told = make_model("llama"), text(90)
     kept_by: dict[str, Any] = {}
     own = policy(share="layer")
-    read_all(model, caches := make_prompt_cache(model, own), told[:-1], 20, NOTHING_ASKED)
+    prefill_all(model, caches := make_prompt_cache(model, own), told[:-1], 20, NO_INSTRUCTIONS)
     compact(caches)
     wanted = [mx.sort(cache.positions).tolist() for cache in caches]
     memory = mlx_kv.PromptMemory()

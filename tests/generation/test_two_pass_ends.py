@@ -12,9 +12,8 @@ import pytest
 
 from mlx_kv import CachePolicy, PromptReader, make_prompt_cache
 from mlx_kv.cache.eviction.two_pass import largest_shares
-from mlx_kv.generation.reading_twice import ReadingTwice
-from mlx_kv.generation.rereading import Instructions, hold
 from mlx_kv.generation.sequence import TokenSequence
+from mlx_kv.generation.two_pass_prefill import Instructions, TwoPassQueue, hold
 from tests.tiny_models import VOCAB, make_model
 
 BUDGET = 16
@@ -46,7 +45,7 @@ def test_what_is_broken_off_leaves_caches_that_evict(passes: int) -> None:
             assert cache.layout.held(cache.view.rows[0]) == BUDGET + 1
 
     caches = make_prompt_cache(model, policy())
-    twice = ReadingTwice(model, lambda: make_prompt_cache(model, policy()), 20, ASKED)
+    twice = TwoPassQueue(model, lambda: make_prompt_cache(model, policy()), 20, ASKED)
     twice.add(TokenSequence(0, text(60), 5, caches=caches))
     for _ in range(passes):
         assert twice.step() is None
