@@ -1,16 +1,11 @@
-"""`mlx-kv eval`: how well a model still answers when its cache keeps only part of a context.
-
-Decides what its options mean, and which text is read unless told otherwise. Knows nothing about how measurements are
-made, nor how they line up (`evaluate_tables`).
-"""
+"""`mlx-kv eval`: measures how well a model still answers when its cache keeps only part of a context."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +15,8 @@ from mlx_kv.bundled import model_path
 from mlx_kv.cli.calibrations import calibration_for
 from mlx_kv.cli.codec_options import codec_options, codec_settings, in_words
 from mlx_kv.cli.config import short_name
-from mlx_kv.cli.evaluate_tables import by_budget, by_layer, by_part, draw
 from mlx_kv.cli.options import model_option
-from mlx_kv.cli.output import check_plot
+from mlx_kv.cli.output import aligned, check_plot, save_figure
 from mlx_kv.cli.progress import Progress
 
 if TYPE_CHECKING:
@@ -38,7 +32,7 @@ Examples:
   mlx-kv eval --model mlx-community/Qwen3-0.6B-4bit --rows 8 --seeds 1
   mlx-kv eval --model build/smollm2 --tasks needle,chat --question both --context 1024 --rows 2 --keep-recent 64
 """
-# The bundled reference model has read none of these: tools/reference_corpus.py held them out, by a hash of their paths.
+# The bundled reference model was not trained on these: tools/reference_corpus.py holds them out.
 HELD_OUT = ("concurrent.futures.process", "multiprocessing.connection")
 BUNDLED = "recall model, and reference model for perplexity"
 SEEN = {"unseen": (False,), "seen": (True,), "both": (False, True)}
@@ -66,17 +60,17 @@ def read_names(ctx: click.Context, param: click.Parameter, value: str) -> tuple[
 
 
 def read_text(file: Path | None) -> str:
-    """The text that is predicted.
+    """The text for perplexity.
 
     Raises:
-        click.UsageError: it is not there, or no text.
+        click.UsageError: it cannot be read, or is no UTF-8 text.
     """
-    places = [file] if file is not None else []
+    paths = [file] if file is not None else []
     if file is None:
         specs = [importlib.util.find_spec(name) for name in HELD_OUT]
-        places = [Path(spec.origin) for spec in specs if spec is not None and spec.has_location and spec.origin]
+        paths = [Path(spec.origin) for spec in specs if spec is not None and spec.has_location and spec.origin]
     try:
-        texts = [place.read_text(encoding="utf-8") for place in places]
+        texts = [path.read_text(encoding="utf-8") for path in paths]
     except UnicodeError as error:
         raise click.UsageError(f"{file or 'Python itself'} is not UTF-8 text: give another file with --text") from error
     except OSError as error:
@@ -86,61 +80,44 @@ def read_text(file: Path | None) -> str:
     return "\n".join(texts)
 
 
-class Runs:
-    """What is to be measured, and what was: all tasks, each on the model that it is for.
+Runs = dict[str, Iterator["Measurement"]]  # by task
 
-    Attributes:
-        work: tokens that are read for each measurement.
-        found: measurements, by task.
-        unfinished: the task that is being measured, if any.
+
+def prepare(
+    model: str | None, tasks: Sequence[str], settings: Settings, text: str, calibration: str | None
+) -> tuple[Runs, list[int]]:
+    """Loads the models and checks all tasks before the first is measured.
+
+    Returns:
+        The measurements of each task, made as they are iterated over, and for each measurement the tokens that are
+        read for it.
 
     Raises:
-        ValueError: as `evaluate`; all tasks are checked before the first begins.
+        ValueError: as `evaluate`.
+        click.UsageError: a score that needs a calibration, and none was found.
     """
+    from mlx_kv.evaluation.evaluate import evaluate, tokens_read
+    from mlx_kv.mlxlm.loading import load
 
-    def __init__(
-        self, model: str | None, tasks: Sequence[str], settings: Settings, text: str, calibration: str | None
-    ) -> None:
-        from mlx_kv.evaluation.evaluate import evaluate, tokens_read
-        from mlx_kv.mlxlm.loading import load
-
-        loaded: dict[str, Any] = {}
-        self.work: list[int] = []
-        self.found: dict[str, list[Measurement]] = {}
-        self.unfinished: str | None = None
-        self._runs = {}
-        for task in tasks:
-            name = model or ("reference" if task == "perplexity" else "recall")
-            if name not in loaded:
-                loaded[name] = load(model_path(name))
-            network, tokenizer = loaded[name]
-            if any(settings.needs_calibration(score) for score in settings.scores):
-                found = calibration_for(network, name, {"kv_calibration": calibration}, recommend=False)
-                if found is None:
-                    raise click.UsageError(
-                        f"fitted and calibrated need a calibration of {name}: run mlx-kv calibrate {name}, or give "
-                        "--kv-calibration FILE"
-                    )
-                settings = replace(settings, calibration=found)
-            self._runs[task] = evaluate(network, tokenizer, task, settings, text)
-            self.work += tokens_read(tokenizer, task, settings)
-
-    def measure(self, progress: Progress) -> Iterator[str]:
-        """The name of each task when all of it is measured."""
-        for task, run in self._runs.items():
-            self.unfinished, found = task, self.found.setdefault(task, [])
-            for each in run:
-                found.append(each)
-                progress.step(each.task)
-            self.unfinished = None
-            yield task
-
-    def results(self, task: str | None = None) -> list[Result]:
-        """Of one task, or of all, as far as it was measured."""
-        from mlx_kv.evaluation.results import summary
-
-        found = self.found.values() if task is None else [self.found[task]]
-        return summary(list(chain.from_iterable(found)))
+    loaded: dict[str, Any] = {}
+    runs: Runs = {}
+    work: list[int] = []
+    for task in tasks:
+        name = model or ("reference" if task == "perplexity" else "recall")
+        if name not in loaded:
+            loaded[name] = load(model_path(name))
+        network, tokenizer = loaded[name]
+        if any(settings.needs_calibration(score) for score in settings.scores):
+            found = calibration_for(network, name, {"kv_calibration": calibration}, recommend=False)
+            if found is None:
+                raise click.UsageError(
+                    f"fitted and calibrated need a calibration of {name}: run mlx-kv calibrate {name}, or give "
+                    "--kv-calibration FILE"
+                )
+            settings = replace(settings, calibration=found)
+        runs[task] = evaluate(network, tokenizer, task, settings, text)
+        work += tokens_read(tokenizer, task, settings)
+    return runs, work
 
 
 @click.command("eval", epilog=EXAMPLES)
@@ -271,30 +248,39 @@ def evaluate_command(
     if plot is not None and set(tasks) == {"correlation"}:
         raise click.UsageError("--plot draws against budgets, which correlation has none of: add a task")
     text = read_text(text_file) if "perplexity" in tasks else ""
-    runs, name = Runs(model, tasks, settings, text, calibration), short_name(model) if model else BUNDLED
+    from mlx_kv.evaluation.results import summary
+
+    runs, work = prepare(model, tasks, settings, text, calibration)
+    name = short_name(model) if model else BUNDLED
+    measured: list[Measurement] = []
     interrupted = False
-    with Progress(runs.work, "run") as progress:
+    with Progress(work, "run") as progress:
 
         def show(text: str) -> None:
             if not as_json:
                 progress.say(text)
 
         show(f"{name}: {settings_in_words(settings)}")
+        first = 0  # of the measurements of a task
         try:
-            for task in runs.measure(progress):
-                show(tables(runs.results(task), settings))
-        except KeyboardInterrupt:  # what was measured is not lost
+            for run in runs.values():
+                for measurement in run:
+                    measured.append(measurement)
+                    progress.step(measurement.task)
+                show(tables(summary(measured[first:]), settings))
+                first = len(measured)
+        except KeyboardInterrupt:
             interrupted = True
-            if runs.unfinished is not None and runs.found[runs.unfinished]:
-                show(tables(runs.results(runs.unfinished), settings))
-            show(f"\nInterrupted: {progress.done} of {len(runs.work)} runs were measured.")
+            if measured[first:]:
+                show(tables(summary(measured[first:]), settings))
+            show(f"\nInterrupted: {progress.done} of {len(work)} runs were measured.")
+    results = summary(measured)
     if as_json:
-        results = [asdict(result) for result in runs.results()]
         answer = {
             "model": model,
             "settings": asdict(replace(settings, calibration=None)),
             "complete": not interrupted,
-            "results": results,
+            "results": [asdict(result) for result in results],
         }
         click.echo(json.dumps(answer, allow_nan=False))
     else:
@@ -302,18 +288,10 @@ def evaluate_command(
     if interrupted:
         raise KeyboardInterrupt
     if plot is not None:
-        with_budgets = [result for result in runs.results() if result.unit != "rank correlation"]
-        draw(f"{name}, contexts of {settings.context:,} tokens", with_budgets, settings, plot)
+        draw(f"{name}, contexts of {settings.context:,} tokens", results, settings, plot)
 
 
-def tables(results: Sequence[Result], settings: Settings) -> str:
-    """Of one task, an empty line before each."""
-    with_budgets = [result for result in results if result.unit != "rank correlation"]
-    of_attention = [result for result in results if result.unit == "rank correlation"]
-    lines = ["", *by_budget(with_budgets, settings.budgets, settings.seeds > 1)] if with_budgets else []
-    lines += by_part(with_budgets, settings.budgets[len(settings.budgets) // 2])
-    lines += by_layer(of_attention)
-    return "\n".join(f"  {line}".rstrip() for line in lines)
+# --- what it shows ----------------------------------------------------------------------------------------------------
 
 
 def settings_in_words(settings: Settings) -> str:
@@ -323,3 +301,97 @@ def settings_in_words(settings: Settings) -> str:
     bits += f", the newest {settings.residual_length} as they came" if settings.residual_length else ""
     layers = "" if settings.layers == "uniform" else f", layers={settings.layers}"
     return f"contexts of {settings.context:,} tokens, {rows}, share={settings.share}{layers}{bits}"
+
+
+def tables(results: Sequence[Result], settings: Settings) -> str:
+    """The tables of one task, with an empty line before each."""
+    tasks = by_task(result for result in results if result.unit != "rank correlation")
+    lines = ["", *by_budget(tasks, settings.budgets, settings.seeds > 1)] if tasks else []
+    lines += by_part(tasks, settings.budgets[len(settings.budgets) // 2])
+    lines += by_layer(by_task(result for result in results if result.unit == "rank correlation"))
+    return "\n".join(f"  {line}".rstrip() for line in lines)
+
+
+def by_task(results: Iterable[Result]) -> dict[str, list[Result]]:
+    groups: dict[str, list[Result]] = {}
+    for result in results:
+        groups.setdefault(result.task, []).append(result)
+    return groups
+
+
+def value_cell(unit: str, mean: float, deviation: float | None = None) -> str:
+    """A value and its deviation; accuracies in percent."""
+    scale, digits = (100, 1) if unit == "accuracy" else (1, 3)
+    spread = "" if deviation is None else f" ± {scale * deviation:.{digits}f}"
+    return f"{scale * mean:.{digits}f}{spread}"
+
+
+def cell(result: Result) -> str:
+    """Accuracy, or nats per token: of the full cache, and what others add to them."""
+    if result.unit == "accuracy" or result.score is None:
+        return value_cell(result.unit, result.mean, result.deviation)
+    sign = "+" if result.difference >= 0 else ""
+    return sign + value_cell(result.unit, result.difference, result.difference_deviation)
+
+
+def by_budget(tasks: Mapping[str, Sequence[Result]], budgets: Sequence[int], several_seeds: bool) -> list[str]:
+    """A block per task: rows of scores, columns of budgets; "-" where nothing was measured."""
+    # Tasks are printed one after another; this row, which is not printed, gives them all the same widths.
+    widest = "+0.000" + " ± 0.000" * several_seeds
+    lines = [["perplexity, one-shot, nats per token", *[widest] * len(budgets)]]
+    for task, results in tasks.items():
+        found = {(result.score, result.budget): cell(result) for result in results}
+        title = f"{task}, {results[0].unit.replace('accuracy', 'accuracy in %')}"
+        lines.append([title, *(f"{budget:,}" for budget in budgets)])
+        for score in dict.fromkeys(score for score, _ in found):
+            cells = [found.get((score, budget if score else None), "-") for budget in budgets]
+            lines.append([f"  {score or 'full cache'}", *cells])
+    return aligned(lines)[1:]
+
+
+def by_part(tasks: Mapping[str, Sequence[Result]], budget: int) -> list[str]:
+    """A block per task with parts, at one budget: rows of scores, columns of depths or quarters."""
+    lines = []
+    for task, results in tasks.items():
+        rows = [result for result in results if result.parts and result.budget in (budget, None)]
+        if rows:
+            cells = [[f"{task} at {budget:,}, accuracy in %", *rows[0].parts]]
+            cells += [
+                [f"  {r.score or 'full cache'}", *(value_cell(r.unit, v) for v in r.parts.values())] for r in rows
+            ]
+            lines += ["", *aligned(cells)]
+    return lines
+
+
+def by_layer(tasks: Mapping[str, Sequence[Result]]) -> list[str]:
+    """A block per kind of attention: rows of scores, columns of layers."""
+    lines = []
+    for task, results in tasks.items():
+        cells = [[f"{task}, rank correlation", "all layers", *results[0].parts]]
+        for result in results:
+            parts = [value_cell(result.unit, value) for value in result.parts.values()]
+            cells.append([f"  {result.score}", value_cell(result.unit, result.mean, result.deviation), *parts])
+        lines += ["", *aligned(cells)]
+    return lines
+
+
+def draw(title: str, results: Sequence[Result], settings: Settings, file: Path) -> None:
+    """Draws the tasks with budgets.
+
+    Raises:
+        click.UsageError, ValueError: the file cannot be written.
+    """
+    from mlx_kv.plots.quality import Panel, quality_against_budget
+
+    panels = []
+    for task, rows in by_task(result for result in results if result.unit != "rank correlation").items():
+        full = next(r for r in rows if r.score is None)
+        share = full.unit == "accuracy"
+        lines: dict[str, list[tuple[int, float, float]]] = {}
+        for r in rows:
+            if r.score is not None and r.budget is not None:
+                mean, deviation = (r.mean, r.deviation) if share else (r.difference, r.difference_deviation)
+                lines.setdefault(r.score, []).append((r.budget, mean, deviation or 0.0))
+        name = task if share else f"{task} (full: {full.mean:.2f})"
+        panels.append(Panel(name, "accuracy, %" if share else "added nats per token", full.mean * share, lines, share))
+    save_figure(quality_against_budget(title, settings.context, panels), file)
