@@ -85,14 +85,14 @@ def serve_and_fail() -> None:
     from mlx_kv.server.policy_rows import PolicyRows
 
     wanted: list[BaseException] = []
-    deliver = PolicyRows._hand_on
+    deliver = PolicyRows._deliver
 
     def fails(self: PolicyRows, tokens: Any) -> None:
         deliver(self, tokens)
         if wanted and len(self.active) > 1:
             raise wanted.pop()
 
-    PolicyRows._hand_on = fails  # type: ignore[method-assign]
+    PolicyRows._deliver = fails  # type: ignore[method-assign]
     signal.signal(signal.SIGUSR1, lambda number, frame: wanted.append(RuntimeError("made to fail")))
     signal.signal(signal.SIGUSR2, lambda number, frame: wanted.append(SystemExit("killed")))
     sys.argv.remove("--serve")

@@ -17,8 +17,7 @@ import click
 from mlx_kv.cli.options import Command, LeadersFile, applied
 
 if TYPE_CHECKING:
-    from mlx_kv.server.access import AccessRules
-    from mlx_kv.server.tls import Certificates
+    from mlx_kv.server.access import AccessRules, Certificates
 
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 QUIET = "WARNING"  # what is said of a server that was not asked to say more
@@ -66,16 +65,16 @@ class Operating:
         """What the server encrypts with; None is not at all."""
         if self.ssl_certfile is None:
             return None
-        from mlx_kv.server.tls import Certificates
+        from mlx_kv.server.access import Certificates
 
         return Certificates(self.ssl_certfile, self.ssl_keyfile, self.ssl_keyfile_password, self.ssl_ca_certs)
 
     def begin_log(self) -> None:
         """From here on, what the level lets through is said on stderr."""
-        from mlx_kv.server.access_log import log_from
+        from mlx_kv.server.access import configure_logging
 
         if self.log_level != QUIET:
-            log_from(self.log_level)
+            configure_logging(self.log_level)
 
 
 def operating_options(function: Command) -> Command:

@@ -31,6 +31,7 @@ from mlx_kv.cli.ranks import Machine, RankOptions, rank_options
 from mlx_kv.cli.sampling_defaults import SamplingDefaults, sampling_defaults_options
 
 if TYPE_CHECKING:
+    from mlx_kv.prefixes.rank_shards import RankShards
     from mlx_kv.prefixes.store import PromptStore
     from mlx_kv.server.models import Models
 
@@ -186,10 +187,13 @@ def serve_on(
     keys = operating.keys if machine.leads else []
     asked, drafts = asked_policy(**policy), drafting.settings  # refuses bad settings before anything is loaded
     try:
-        from mlx_kv.server import api, metrics, models, run, worker
         from mlx_kv.server.access import is_loopback
+        from mlx_kv.server.api import HttpSettings, Limits
         from mlx_kv.server.cache_requests import AllowedCache
-        from mlx_kv.server.rest import Rest
+        from mlx_kv.server.models import IdleUnload, Models, WorkerSettings
+        from mlx_kv.server.run import WorkerError
+        from mlx_kv.server.run import serve as serve_http
+        from mlx_kv.server.worker import Worker
     except ImportError as error:
         if error.name not in EXTRA:
             raise
@@ -202,18 +206,18 @@ def serve_on(
     def load() -> Models:
         network, tokenizer = machine.load()
         if not machine.leads:
-            return models.Models(network, tokenizer)
+            return Models(network, tokenizer)
         cache_policy = asked.for_model(network, tokenizer, model)
-        return models.Models(network, tokenizer, drafting.load_model(), sampling.of(model), cache_policy)
+        return Models(network, tokenizer, drafting.load_model(), sampling.of(model), cache_policy)
 
-    def let_go(loaded: Models) -> None:
+    def unload(loaded: Models) -> None:
         loading.let_go(loaded.model, model)
         drafting.let_go(loaded.draft)
 
-    def open_store(loaded: Models) -> PromptStore:
+    def open_store(loaded: Models, shards: RankShards | None) -> PromptStore:
         from mlx_kv.prefixes.store import PromptStore
 
-        store = PromptStore(str(prompt_store), prompt_store_bytes, deadline=prompt_store_deadline, parts=works.parts())
+        store = PromptStore(str(prompt_store), prompt_store_bytes, deadline=prompt_store_deadline, parts=shards)
         try:
             with store.within():
                 store.refresh()
@@ -229,27 +233,22 @@ def serve_on(
         if not keys:
             say(f"note: whoever reaches {host} can use this server: consider --api-key-file")
     operating.begin_log()
-    counters = metrics.Metrics()
-    works = worker.Worker(
-        load,
-        lambda chunks: None,
-        counters,
+    settings = WorkerSettings(
         asked.policy,
         max_batch_size,
-        drafts,
         prefill_step_size,
+        max_token_wait,
+        drafts,
         prompt_memory_bytes,
         None if prompt_store is None else open_store,
-        machine.group,
         "device" if memory_limit is None else memory_limit,
         MOST_POLICIES if allowed.any else 1,
-        max_token_wait,
-        Rest(unload_after, let_go, loading.lazy_load),
     )
+    worker = Worker(load, settings, machine.group, IdleUnload(unload_after, unload, loading.lazy_load))
     if not machine.leads:
-        works.follow()
+        worker.follow()
         return 0
-    limits = api.Limits(
+    limits = Limits(
         body_bytes=max_body_bytes,
         prompt_tokens=max_prompt_tokens,
         queue=max_queue,
@@ -259,23 +258,9 @@ def serve_on(
         slot_folder=slot_save_path,
         template=chat_template_args or {},
     )
+    http = HttpSettings(host, port, limits, keys, access, certificates, listed(alias), drain_seconds)
     try:
-        return run.serve(
-            works,
-            counters,
-            model,
-            host,
-            port,
-            limits,
-            keys,
-            access,
-            drain_seconds,
-            ready=lambda url: say(f"{model} at {url}/v1, its memory at {url}/"),
-            say=say,
-            group=machine.group,
-            certificates=certificates,
-            aliases=listed(alias),
-        )
-    except run.WorkerError as error:
+        return serve_http(worker, model, http, lambda url: say(f"{model} at {url}/v1, its memory at {url}/"), say)
+    except WorkerError as error:
         say(f"error: {error}")
         return 1

@@ -1,38 +1,51 @@
-"""Who may use the server: by which names it is reached, from pages of which sites, with which keys.
+"""Access to the server: host names, origins, API keys, TLS certificates, and the access log.
 
-A page of any site can have a browser send requests to this machine: under a name of its own that it has point here
-(DNS rebinding), or, where no answer is needed, straight away. So the Host header must be a name of this server, and an
-Origin that of its own page or of a site that was let in. Programs send no Origin. Decides that; Starlette answers
-preflights (CORS). A key, where any is asked for, is compared in a time that tells nothing. Knows nothing about routes.
+A page of any site can make a browser send requests to this machine: under a host name of its own that it points here
+(DNS rebinding), or directly where the page needs no answer. So the Host header must name this server, and an Origin
+header must be the server's own or an allowed one. Programs send no Origin.
 
-Starlette's TrustedHostMiddleware knows fixed names alone: not "any address" for a server that listens on all of them,
-no origins, and its refusal is a line of text with status 400, no error object.
+Starlette's CORSMiddleware answers preflights. Its TrustedHostMiddleware is not used: it has no rule for "any IP
+address", which a server that listens on 0.0.0.0 needs, no origins, and refuses with plain text and status 400.
 """
 
 from __future__ import annotations
 
 import hmac
 import ipaddress
+import logging
 import socket
+import ssl
+import time
 from collections.abc import Awaitable, Callable, Sequence
-from urllib.parse import urlsplit
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlsplit
 
 from starlette.datastructures import Headers
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlx_kv.server.errors import ApiError
+from mlx_kv.server.job import Job
 
 ANY = "*"
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
+JOBS = "mlx_kv.jobs"  # key of a request's scope: its jobs
+HUNG_UP = 499
+MAX_PATH = 200  # characters of a path in the access log
+access_log = logging.getLogger("mlx_kv.access")
 Refused = Callable[[Request, ApiError], Awaitable[Response]]
 
 
+# --- host names and origins -------------------------------------------------------------------------------------------
+
+
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach the address."""
+    """Whether an address can be reached from this machine only."""
     address = _address(host)
     return host == "localhost" if address is None else address.is_loopback
 
@@ -45,13 +58,13 @@ def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 
 class AccessRules:
-    """By which names, and from pages of which sites, requests may come.
+    """Allowed host names and origins.
 
     Args:
-        host: where the server listens. Its name is let in, and where it is all addresses of this machine (0.0.0.0 or
-            ::), so is any address (no site can call itself that), and the name of the machine.
-        hosts: names that are let in besides that and those of loopback; "*" lets all in, "*.example.com" many.
-        origins: of sites whose pages may use the server, as "https://example.com"; "*" lets all in.
+        host: the address to listen on, which is an allowed name. Where it is all addresses of this machine (0.0.0.0 or
+            ::), any IP address is allowed (no site can have one as its name), and the name of this machine.
+        hosts: names allowed besides that and the loopback names; "*" allows all, "*.example.com" its subdomains.
+        origins: sites with access, as "https://example.com"; "*" allows all.
 
     Raises:
         ValueError: a name or origin that no browser could send.
@@ -74,53 +87,47 @@ class AccessRules:
 
     @property
     def allowed_names(self) -> str:
-        """Which names are let in."""
+        """The allowed host names, for messages."""
         if ANY in self._hosts:
             return "any name"
         return ", ".join((["any IP address"] if self._any_address else []) + self._hosts)
 
     def middleware(self, refused: Refused) -> list[Middleware]:
-        """For a Starlette application, from outside to inside.
+        """Middleware of a Starlette application, outermost first.
 
         Args:
-            refused: makes the answer for those who may not come in.
+            refused: makes the response to a request without access.
         """
-        made = [Middleware(AccessMiddleware, rules=self, refused=refused)]
-        if self._origins:
-            made.append(
-                Middleware(
-                    CORSMiddleware,
-                    allow_origins=self._origins,
-                    allow_methods=["GET", "POST", "DELETE"],
-                    allow_headers=["*"],
-                )
-            )
-        return made
+        check = Middleware(AccessMiddleware, rules=self, refused=refused)
+        if not self._origins:
+            return [check]
+        methods = ["GET", "POST", "DELETE"]
+        cors = Middleware(CORSMiddleware, allow_origins=self._origins, allow_methods=methods, allow_headers=["*"])
+        return [check, cors]
 
     def check(self, headers: Headers) -> None:
-        """Raises ApiError, 403, for a request that comes under another name or from a page of another site."""
+        """Raises ApiError, 403, for another host name or a page of another site."""
         host, origin = headers.get("host", ""), headers.get("origin")
-        name = _name(host)
-        if not self._has(name):
+        if not self._allows(_name(host)):
             raise ApiError(
-                403, f"{host[:200]!r} is no name of this server: start it with --allowed-hosts NAME, or come by one of "
+                403, f"{host[:200]!r} is no name of this server: start it with --allowed-hosts NAME, or use one of "
                 f"these: {self.allowed_names}", None, "host_not_allowed",
             )  # fmt: skip
-        own = origin is not None and _netloc(origin) == host.lower()
-        if origin is not None and not own and not {ANY, origin.lower()} & set(self._origins):
+        same_site = origin is not None and _netloc(origin) == host.lower()
+        if origin is not None and not same_site and not {ANY, origin.lower()} & set(self._origins):
             raise ApiError(
                 403, f"pages of {origin[:200]!r} may not use this server: start it with --allowed-origins ORIGIN", None,
                 "origin_not_allowed",
             )  # fmt: skip
 
-    def _has(self, name: str) -> bool:
+    def _allows(self, name: str) -> bool:
         if ANY in self._hosts or name in self._hosts or (self._any_address and _address(name) is not None):
             return True
         return any(host.startswith("*.") and name.endswith(host[1:]) for host in self._hosts)
 
 
 def _name(host: str) -> str:
-    """The name of a Host header, without port and brackets; empty if it has none."""
+    """The name in a Host header, without port and brackets; empty if it has none."""
     try:
         return urlsplit(f"//{host}").hostname or "" if not set(host) & set("/?#@\\ ") else ""
     except ValueError:
@@ -128,7 +135,7 @@ def _name(host: str) -> str:
 
 
 def _netloc(origin: str) -> str:
-    """Host and port of an origin; empty for what is none."""
+    """Host and port of an origin; empty if it is no URL."""
     try:
         return urlsplit(origin).netloc.lower()
     except ValueError:
@@ -136,7 +143,7 @@ def _netloc(origin: str) -> str:
 
 
 class AccessMiddleware:
-    """Lets requests in that the rules let in; others get an error object."""
+    """Answers requests without access with an error object."""
 
     def __init__(self, app: ASGIApp, rules: AccessRules, refused: Refused) -> None:
         self._app, self._rules, self._refused = app, rules, refused
@@ -146,28 +153,122 @@ class AccessMiddleware:
             try:
                 self._rules.check(Headers(scope=scope))
             except ApiError as error:
-                answer = await self._refused(Request(scope), error)
-                await answer(scope, receive, send)
+                response = await self._refused(Request(scope), error)
+                await response(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
 
+# --- API keys and certificates ----------------------------------------------------------------------------------------
+
+
 class ApiKeys:
-    """The keys of which a client must send one; where there are none, all are let in."""
+    """The API keys, one of which each request must carry; an empty list disables the check."""
 
     def __init__(self, keys: Sequence[str]) -> None:
         self._keys = [key.encode() for key in keys]
 
     def check(self, headers: Headers) -> None:
-        """Raises ApiError, 401, for a request without a valid key."""
+        """Raises ApiError, 401, for a request without a valid key. The comparison takes constant time."""
         if not self._keys:
             return
         kind, _, bearer = headers.get("authorization", "").partition(" ")
-        given = [bearer if kind.lower() == "bearer" else "", headers.get("x-api-key", "")]  # Anthropic's clients
-        sent = [each.strip().encode("latin-1") for each in given]
-        found = [hmac.compare_digest(each, key) for each in sent for key in self._keys]
+        values = (bearer if kind.lower() == "bearer" else "", headers.get("x-api-key", ""))  # the second: Anthropic's
+        sent = [value.strip().encode("latin-1") for value in values]
+        found = [hmac.compare_digest(value, key) for value in sent for key in self._keys]
         if not any(found):
             raise ApiError(
                 401, "no valid API key: send one as Authorization: Bearer KEY", None, "invalid_api_key",
                 {"WWW-Authenticate": "Bearer"},
             )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Certificates:
+    """PEM files for TLS, named as uvicorn's settings. Checked when made, so that errors come before a model is loaded.
+
+    Attributes:
+        ssl_certfile: the server's certificate, and intermediate ones.
+        ssl_keyfile: its private key; None if it is in the same file.
+        ssl_keyfile_password: of the private key, if it is encrypted.
+        ssl_ca_certs: authorities, one of which must have signed the clients' certificates; None requires none.
+
+    Raises:
+        ValueError: a file can't be read, or certificate and key don't match.
+    """
+
+    ssl_certfile: Path
+    ssl_keyfile: Path | None = None
+    ssl_keyfile_password: str | None = None
+    ssl_ca_certs: Path | None = None
+
+    def __post_init__(self) -> None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        try:
+            # Without a password OpenSSL would read one from the terminal.
+            context.load_cert_chain(self.ssl_certfile, self.ssl_keyfile, lambda: self.ssl_keyfile_password or "")
+        except (OSError, ValueError) as error:
+            key = self.ssl_keyfile or self.ssl_certfile
+            reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
+            raise ValueError(
+                f"cannot use the certificate {self.ssl_certfile} with the key in {key}: {reason}; both are PEM files"
+            ) from error
+        if self.ssl_ca_certs is not None:
+            try:
+                context.load_verify_locations(self.ssl_ca_certs)
+            except OSError as error:
+                raise ValueError(f"cannot use the certificates in {self.ssl_ca_certs}: they are no PEM file") from error
+
+    @property
+    def uvicorn_options(self) -> dict[str, Any]:
+        """Keyword arguments of `uvicorn.Config`."""
+        options: dict[str, Any] = {name: str(value) for name, value in vars(self).items() if value is not None}
+        return options | ({"ssl_cert_reqs": ssl.CERT_REQUIRED} if self.ssl_ca_certs is not None else {})
+
+
+# --- logging ----------------------------------------------------------------------------------------------------------
+
+
+def configure_logging(level: str) -> None:
+    """Logs messages of this level and above to stderr, with the time; of other libraries warnings and errors only."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    root = logging.getLogger()
+    root.handlers = [handler]  # without one, `logging.warning` of any library would add its own
+    root.setLevel("WARNING" if level in ("DEBUG", "INFO") else level)
+    logging.getLogger("mlx_kv").setLevel(level)
+    logging.getLogger("uvicorn").setLevel("WARNING" if level == "INFO" else level)
+
+
+class AccessLog:
+    """Logs one line per request: client, path, status, duration and token counts; no text, and no query string."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not access_log.isEnabledFor(logging.INFO):
+            await self._app(scope, receive, send)
+            return
+        started, status, complete = time.monotonic(), 0, False
+
+        async def observed(message: Message) -> None:
+            nonlocal status, complete
+            await send(message)
+            status = message.get("status", status)
+            complete = complete or (message["type"] == "http.response.body" and not message.get("more_body", False))
+
+        try:
+            await self._app(scope, receive, observed)
+        finally:
+            client = scope["client"][0] if scope.get("client") else "-"
+            path, seconds = quote(scope["path"])[:MAX_PATH], time.monotonic() - started
+            tokens, code = _token_counts(scope.get(JOBS, ())), status if complete else HUNG_UP
+            access_log.info("%s %s %s %d %.3f s%s", client, scope["method"], path, code, seconds, tokens)
+
+
+def _token_counts(jobs: Sequence[Job]) -> str:
+    if not jobs:
+        return ""
+    prompt, cached = sum(len(job.tokens) for job in jobs), sum(job.cached for job in jobs)
+    return f", {prompt} prompt, {cached} known, {sum(len(job.answer) for job in jobs)} generated"

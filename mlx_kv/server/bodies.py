@@ -10,7 +10,7 @@ import asyncio
 import json
 from typing import Any
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
 from mlx_kv.files.decoding import read_json
 from mlx_kv.server.errors import ApiError
@@ -24,8 +24,7 @@ async def read_body(request: Request, limit: int, seconds: float) -> Any:
         seconds: in which all of it must arrive.
 
     Raises:
-        ApiError: it is too large, too slow, of another type or no JSON.
-        ClientDisconnect: the client hung up.
+        ApiError: it is too large, too slow, of another type or no JSON; 499 if the client hung up.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":  # which a page of another site cannot send unasked
@@ -45,6 +44,8 @@ async def read_body(request: Request, limit: int, seconds: float) -> Any:
                         body += chunk
                     elif read > 8 * limit:
                         break
+    except ClientDisconnect:
+        raise ApiError(499, "the client hung up") from None
     except TimeoutError:
         raise ApiError(408, f"the body took more than {seconds:g} seconds") from None
     if read > limit:

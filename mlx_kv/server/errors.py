@@ -5,9 +5,11 @@ Decides their form, and which type of error a status is. Knows nothing about wha
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 MESSAGES = "/v1/messages"
+T = TypeVar("T")
 SHUTTING_DOWN = "the server is shutting down"
 ANTHROPIC_TYPES = {
     401: "authentication_error",
@@ -41,6 +43,20 @@ class ApiError(Exception):
         kinds = {401: "authentication_error", 429: "rate_limit_error"}
         kind = kinds.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def without_panic(task: str, function: Callable[[], T]) -> T:
+    """Returns what a function returns, for functions that run in a thread for the event loop.
+
+    Raises:
+        ApiError: for an error that is no Exception, such as a panic in Rust: it would end the event loop.
+    """
+    try:
+        return function()
+    except Exception:
+        raise
+    except BaseException as error:
+        raise ApiError(500, f"the server failed: {task} ended with {type(error).__name__}: {error}") from error
 
 
 def error_body(error: ApiError, path: str) -> dict[str, Any]:

@@ -7,6 +7,7 @@ functions is made to write one. Knows nothing about the fields of requests, nor 
 from __future__ import annotations
 
 import asyncio
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from mlx_lm.tool_parsers import json_tools
@@ -15,9 +16,8 @@ from mlx_kv.generation.grammar.compiled import Grammar, GrammarCompiler
 from mlx_kv.generation.grammar.constraint import CallMarks, GrammarError
 from mlx_kv.generation.grammar.lead_in import LeadIn
 from mlx_kv.generation.grammar.processor import GrammarProcessor
-from mlx_kv.server.errors import ApiError
+from mlx_kv.server.errors import ApiError, without_panic
 from mlx_kv.server.requests import CompletionRequest
-from mlx_kv.server.task_thread import TaskThread, TaskThreadError
 from mlx_kv.server.unknown_fields import UnknownFields
 
 COMPILE_SECONDS = 10.0
@@ -34,7 +34,7 @@ class Grammars:
     def __init__(self, tokenizer: Any, unknown: UnknownFields) -> None:
         self._unknown = unknown
         self._tokenizer, self._compiler = tokenizer, GrammarCompiler(tokenizer)
-        self._thread = TaskThread("mlx-kv grammar")  # of its own: no prompt waits for a grammar that takes long
+        self._thread = ThreadPoolExecutor(1, "mlx-kv grammar")  # so that no prompt waits for a slow grammar
 
     async def of(self, request: CompletionRequest) -> Grammar | None:
         """The grammar of a request's answers; None where it asks for none.
@@ -45,7 +45,10 @@ class Grammars:
         constraint = request.constraint
         if constraint is None:
             return None
-        compiling = self._thread.submit(lambda: self._compiler.compile(constraint, marks_of(self._tokenizer)))
+        marks = marks_of(self._tokenizer)
+        compiling = self._thread.submit(
+            without_panic, "the grammar compiler", lambda: self._compiler.compile(constraint, marks)
+        )
         param = request.constraint_field
         try:
             grammar = await asyncio.wait_for(asyncio.wrap_future(compiling), COMPILE_SECONDS)
@@ -57,13 +60,15 @@ class Grammars:
             raise ApiError(400, f"{param} cannot be followed: {message}", param) from None
         except GrammarError as error:
             raise ApiError(400, f"{param} cannot be followed: {error}", param) from None
-        except TaskThreadError as error:
-            raise ApiError(500, f"the server failed: {error}") from error
         for unenforced in grammar.unenforced:
             if self._unknown.strict:
                 raise ApiError(400, f"{param} cannot be followed: {unenforced}", param)
             self._unknown.note(unenforced, f"schemas say what is not enforced, since they are not strict: {unenforced}")
         return grammar
+
+    def close(self) -> None:
+        """Ends the thread after the grammar that it compiles."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
     def processor(
         self, grammar: Grammar | None, request: CompletionRequest, prompt: list[int]

@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 
 from mlx_kv.cache.checks import token_ids
@@ -20,20 +21,18 @@ from mlx_kv.generation.stop_strings import StopStrings
 from mlx_kv.policy import CachePolicy
 from mlx_kv.server.admission import AdmissionController
 from mlx_kv.server.answers import AnswerWriter, Choice
-from mlx_kv.server.asking import told_by
 from mlx_kv.server.bodies import read_body
 from mlx_kv.server.chat import encode_chat
 from mlx_kv.server.chat_output import ChatOutputParser
-from mlx_kv.server.errors import ApiError
+from mlx_kv.server.errors import ApiError, without_panic
 from mlx_kv.server.grammars import Grammars, marks_of
 from mlx_kv.server.job import Job
 from mlx_kv.server.limits import Limits
-from mlx_kv.server.memory_plan import RowPlan
-from mlx_kv.server.names import ModelNames
+from mlx_kv.server.memory import RowPlan
+from mlx_kv.server.models import ModelNames
 from mlx_kv.server.requests import CompletionRequest, Prompt, RequestRules
 from mlx_kv.server.responses import CompletionResponse
 from mlx_kv.server.sampling_fields import check_biases
-from mlx_kv.server.task_thread import TaskThread, TaskThreadError
 from mlx_kv.server.token_texts import TokenTexts
 from mlx_kv.server.unknown_fields import UnknownFields
 from mlx_kv.server.worker import Worker
@@ -65,11 +64,11 @@ class Intake:
 
     def __init__(self, worker: Worker, admission: AdmissionController, limits: Limits, names: ModelNames) -> None:
         self._worker, self._admission, self._limits, self._names = worker, admission, limits, names
-        self._rules = RequestRules(worker.models.sampling, UnknownFields(limits.strict), worker.max_batch_size)
+        self._rules = RequestRules(worker.models.sampling, UnknownFields(limits.strict), worker.settings.max_batch_size)
         self._texts = TokenTexts(worker.models.tokenizer)
         self._grammars = Grammars(worker.models.tokenizer, self._rules.unknown)
-        # One thread for tokenizers: they are fast, but a long prompt would hold up everybody else's tokens.
-        self._tokenizing = TaskThread("mlx-kv tokenizer")
+        # Tokenizers are fast, but a long prompt in the event loop would delay the tokens of other requests.
+        self._tokenizing = ThreadPoolExecutor(1, "mlx-kv tokenizer")
 
     async def answer(self, http: Request, dialect: Dialect) -> Response:
         """The answer to a request, whole or streamed."""
@@ -102,19 +101,19 @@ class Intake:
         finally:
             self._admission.leave()
 
+    def close(self) -> None:
+        """Ends the threads of tokenizers and grammars after their current task."""
+        self._tokenizing.shutdown(wait=False, cancel_futures=True)
+        self._grammars.close()
+
     async def json(self, http: Request) -> Any:
         """The JSON of a request's body."""
-        try:
-            return await read_body(http, self._limits.body_bytes, self._limits.body_seconds)
-        except ClientDisconnect:
-            raise ApiError(499, "the client hung up") from None
+        return await read_body(http, self._limits.body_bytes, self._limits.body_seconds)
 
     async def _tokens(self, request: CompletionRequest) -> list[list[int]]:
         """Of each of its prompts, of which a chat is one."""
-        try:
-            return await asyncio.wrap_future(self._tokenizing.submit(lambda: self._encode(request)))
-        except TaskThreadError as error:
-            raise ApiError(500, f"the server failed: {error}") from error
+        encoding = self._tokenizing.submit(without_panic, "the tokenizer", lambda: self._encode(request))
+        return await asyncio.wrap_future(encoding)
 
     def _encode(self, request: CompletionRequest) -> list[list[int]]:
         if request.chat:
@@ -135,9 +134,9 @@ class Intake:
         worker = self._worker
         policy = self._limits.cache.policy(worker.policy, request.cache)
         if policy == worker.policy:
-            return RowCache(policy, worker.own_plan)
+            return RowCache(policy, worker.default_plan)
         try:
-            return RowCache(policy, await told_by(worker, worker.plan(policy)))
+            return RowCache(policy, await asyncio.wrap_future(worker.call(lambda: worker.policies.plan(policy))))
         except ApiError:
             raise
         except ValueError as error:

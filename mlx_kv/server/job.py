@@ -1,7 +1,4 @@
-"""What is passed between requests and the worker: a job, the chunks of its output, and a snapshot of memory.
-
-Decides nothing. Knows nothing about threads or HTTP.
-"""
+"""Data passed between the event loop and the worker: jobs, chunks of their output, snapshots of memory."""
 
 from __future__ import annotations
 
@@ -17,32 +14,32 @@ from mlx_kv.generation.speculation.statistics import SpeculationStatistics
 from mlx_kv.generation.stop_strings import StopStrings
 from mlx_kv.policy import CachePolicy
 from mlx_kv.prefixes.index import packed
-from mlx_kv.server.occupancy import BatchOccupancy
+from mlx_kv.server.memory import BatchOccupancy
 
 _numbers = count(1)
 
 
 @dataclass(eq=False)
 class Job:
-    """A prompt to be continued for one request.
+    """A prompt to be continued, for one choice of a request.
 
-    The worker writes the fields that have a default, others only read them.
+    Fields from `joined` on are written by the worker.
 
     Attributes:
         tokens: of the prompt.
-        sampling: how its tokens are chosen; without a seed by the random numbers of the thread.
-        top_logprobs: how many likeliest tokens are told with each; None tells no log-probabilities at all.
-        policy: how its keys and values are kept; None is as the server's.
-        keep: whether what is read and said is kept for others.
-        slot: in which it is to be shown; None is any.
-        grammar: what keeps its answer to a form; None lets it be any.
-        joined: whether it has a place among the rows: its prompt is being read, or it decodes.
-        cached: tokens of the prompt that had been read before.
-        read: tokens of the prompt that have been read, those among them.
-        drafted, accepted: tokens that were drafted in the last pass, and those that were right so far.
-        evicted: tokens that are no longer in its caches, those that were evicted for others before among them.
+        sampling: without a seed, the thread's random numbers are used.
+        top_logprobs: number of likeliest tokens reported with each token; None reports no log-probabilities.
+        policy: of the caches; None is the server's.
+        keep: whether prompt and answer are added to the prefix cache.
+        grammar: constrains the answer; None is unconstrained.
+        slot: requested slot; None is any.
+        joined: whether it has a row: in prefill, or decoding.
+        cached: prompt tokens found in the prefix cache.
+        read: prompt tokens read so far, cached ones included.
+        drafted, accepted: draft tokens of the last pass, and accepted ones so far.
+        evicted: tokens no longer in its caches, those evicted before they were cached included.
         answer: tokens so far.
-        resumed: of them, those that are read with the prompt: its row was lost, and begins anew after them.
+        resumed: tokens of the answer that are read with the prompt, since the row was lost and starts again.
     """
 
     tokens: list[int]
@@ -67,36 +64,36 @@ class Job:
 
     @property
     def to_read(self) -> list[int]:
-        """What a row reads before it goes on: the prompt, and what is resumed."""
+        """Tokens that a row reads before it decodes: the prompt, and the resumed part of the answer."""
         return [*self.tokens, *self.answer[: self.resumed]] if self.resumed else self.tokens
 
     @cached_property
     def prompt(self) -> bytes:
-        """That, packed: who waits is compared with others at every step."""
+        """`to_read`, packed: waiting jobs are compared with others at every step."""
         return packed(self.to_read)
 
     def resume(self) -> None:
-        """Its row is lost: the next one reads all that is known, and goes on from there."""
+        """Called when the row is lost: the next one reads all tokens so far, and continues from there."""
         self.resumed = len(self.answer)
         self.__dict__.pop("prompt", None)
 
     @property
     def known(self) -> list[int]:
-        """All tokens so far."""
+        """All tokens so far: prompt and answer."""
         return [*self.tokens, *self.answer]
 
 
 @dataclass(frozen=True)
 class OutputChunk:
-    """What is new of one job.
+    """New output of one job.
 
     Attributes:
         text: may be empty.
-        tokens: generated since the last chunk.
-        scores: of those that have a text, by id, where the job wants them.
-        finish_reason: with the last chunk: "stop" or "length", or "error".
-        error: in words, for the client.
-        status: of HTTP, that goes with an error.
+        tokens: number of tokens since the last chunk.
+        scores: (token id, score) of the tokens that have a text, if the job has `top_logprobs`.
+        finish_reason: in the last chunk: "stop" or "length", or "error".
+        error: message for the client.
+        status: HTTP status of the error.
     """
 
     job: Job
@@ -108,7 +105,7 @@ class OutputChunk:
     scores: tuple[tuple[int, TokenScore], ...] = ()
 
     def joined(self, following: OutputChunk) -> OutputChunk:
-        """This chunk and the one after it as one."""
+        """This chunk and the following one as one."""
         text, tokens = self.text + following.text, self.tokens + following.tokens
         scores = self.scores + following.scores
         return OutputChunk(self.job, text, tokens, following.finish_reason, scores=scores)
@@ -116,14 +113,15 @@ class OutputChunk:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What was in memory a moment ago.
+    """Memory of the worker at one moment.
 
     Attributes:
-        decoding: jobs that decode, in the order of the rows of `occupancy`.
+        decoding: jobs in the order of the rows of `occupancy`.
         generated: tokens of each of them.
-        active_memory, prompt_memory: bytes of all arrays, and of prompts that are kept.
-        speculation: what was drafted since the engine was made; None where nothing is.
-        planned: bytes that the rows will take at the most.
+        active_memory, prompt_memory: bytes of all arrays, and of cached prefixes.
+        speculation: statistics of drafts since the engine was made; None without drafts.
+        planned: maximum bytes of the current rows.
+        policies: name and number of rows of each policy with an engine.
     """
 
     occupancy: BatchOccupancy = field(default_factory=BatchOccupancy)
@@ -134,3 +132,4 @@ class Snapshot:
     prompt_memory: int = 0
     speculation: SpeculationStatistics | None = None
     planned: int = 0
+    policies: tuple[tuple[str, int], ...] = ()

@@ -1,8 +1,4 @@
-"""What the worker lets others see: a snapshot of memory now and then, tokens per second, and how many were evicted.
-
-Decides how often the caches are looked at, and over which time a rate is told. Knows nothing about which rows there
-should be. All but `watch` is called in the thread that owns the caches.
-"""
+"""Measurements of a server: Prometheus metrics, tokens per second over time, and snapshots of memory."""
 
 from __future__ import annotations
 
@@ -12,62 +8,208 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
 from mlx_kv.generation.speculation.statistics import SpeculationStatistics
 from mlx_kv.ranks.totals import MemoryOfAll
-from mlx_kv.server.history import TokenHistory
 from mlx_kv.server.job import Job, Snapshot
-from mlx_kv.server.metrics import Metrics
-from mlx_kv.server.occupancy import BatchOccupancy, occupancy_of, tokens_evicted
+from mlx_kv.server.memory import BatchOccupancy, occupancy_of, tokens_evicted
 
 ALONE = MemoryOfAll()
 BYTES = ("bytes_live", "bytes_allocated", "bytes_full")
 UPDATE_EVERY = 0.25  # seconds between two snapshots
-WATCHED_FOR = 3.0  # seconds for which a page that asked counts as watching
-RATE_OVER = 10.0  # seconds over which tokens per second are told
-Batch = tuple[Sequence[Job], Sequence[Any]]  # the jobs that are rows of caches, in their order, and these
+WATCHED_SECONDS = 3.0  # after a request for /memory, in which snapshots contain positions
+RATE_SECONDS = 10.0  # over which tokens per second are averaged
+SLOTS, RECENT_SLOTS = 240, 120  # of a history: since the start, and of one second each
+Batch = tuple[Sequence[Job], Sequence[Any]]  # jobs, in the order of the rows of the caches; one cache for each layer
+
+FIRST_TOKEN = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+DURATION = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+
+
+class Metrics:
+    """The Prometheus metrics of one server, in their own registry."""
+
+    def __init__(self) -> None:
+        self.registry = registry = CollectorRegistry()
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"mlx_kv_{name}", text, labels, registry=registry)
+
+        def gauge(name: str, text: str) -> Gauge:
+            return Gauge(f"mlx_kv_{name}", text, registry=registry)
+
+        def histogram(name: str, text: str, buckets: Sequence[float], *labels: str) -> Histogram:
+            return Histogram(f"mlx_kv_{name}", text, labels, buckets=buckets, registry=registry)
+
+        self.requests = counter(
+            "requests", "Requests by endpoint and HTTP status; 499: the client hung up.", "endpoint", "status"
+        )
+        self.finished = counter("finished", "Finished rows by finish reason.", "reason")
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens, cached ones included.")
+        self.cached_tokens = counter("prompt_tokens_cached", "Prompt tokens found in the prefix cache.")
+        self.generated_tokens = counter("generated_tokens", "Tokens generated.")
+        self.prefix_hits = counter("prefix_hits", "Prompts with a cached prefix.")
+        self.prefix_misses = counter("prefix_misses", "Prompts without a cached prefix.")
+        self.evicted = counter("tokens_evicted", "Tokens evicted by budgets, in the busiest layer of each row.")
+        self.drafted = counter("draft_tokens", "Draft tokens proposed.")
+        self.accepted = counter("draft_tokens_accepted", "Draft tokens accepted.")
+        self.draft_passes = counter("draft_passes", "Forward passes with drafts, each of all rows.")
+        self.engine_failures = counter("engine_failures", "Errors that ended all rows of an engine, which restarted.")
+        self.first_token = histogram(
+            "time_to_first_token_seconds", "Seconds from a request to its first token.", FIRST_TOKEN
+        )
+        self.duration = histogram(
+            "request_duration_seconds", "Seconds from a request to the end of its response.", DURATION, "endpoint"
+        )
+        self.out_of_memory = counter("out_of_memory", "Requests ended because memory had run out.")
+        self.rows = gauge("rows", "Requests in prefill or decoding.")
+        self.waiting = gauge("requests_waiting", "Requests waiting for a row.")
+        self.tokens_per_second = gauge("tokens_per_second", "Tokens generated per second, over the last 10 seconds.")
+        self.draft_length = gauge("draft_length", "Maximum draft tokens of a row in the last pass.")
+        self.draft_tokens_per_pass = gauge("draft_tokens_per_pass", "Average tokens of a row per pass.")
+        self.draft_gain = gauge("draft_gain", "Speed relative to decoding without drafts; 0 if unknown.")
+        self.bytes_live = gauge("kv_bytes_live", "Bytes of visible keys and values of decoding rows.")
+        self.bytes_allocated = gauge("kv_bytes_allocated", "Bytes allocated for keys and values, dead slots included.")
+        self.bytes_full = gauge("kv_bytes_full", "Bytes of all tokens' keys and values, without eviction.")
+        self.prompt_memory = gauge("prompt_memory_bytes", "Bytes of cached prefixes in memory.")
+        self.planned = gauge("kv_bytes_planned", "Maximum bytes of the current rows, prompts and answers.")
+        self.memory_limit = gauge("memory_limit_bytes", "Limit for weights, rows and cached prefixes; 0: none.")
+        self.policies = gauge("cache_policies", "Cache policies with an engine.")
+        self.active_memory = gauge("active_memory_bytes", "Bytes of all MLX arrays: weights, caches, and others.")
+
+    def total(self, name: str) -> int:
+        """The value of a counter without labels, by its name without mlx_kv_."""
+        return int(self.registry.get_sample_value(f"mlx_kv_{name}_total") or 0)
+
+    def text(self) -> bytes:
+        """All metrics in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+
+class CountsSinceStart:
+    """Counts since the start in slots of equal length; once there are too many, pairs of slots are merged.
+
+    Attributes:
+        seconds: of a slot.
+    """
+
+    def __init__(self, slots: int = SLOTS) -> None:
+        self._slots, self.seconds = slots, 1
+        self._counts = [0]
+
+    def add(self, since_start: float, count: int) -> None:
+        """Adds to the slot of a time in seconds; times must not decrease."""
+        while since_start >= self._slots * self.seconds:
+            pairs = self._counts + [0] * (len(self._counts) % 2)
+            self._counts = [pairs[i] + pairs[i + 1] for i in range(0, len(pairs), 2)]
+            self.seconds *= 2
+        slot = int(since_start // self.seconds)
+        self._counts += [0] * (slot + 1 - len(self._counts))
+        self._counts[slot] += count
+
+    def counts(self, since_start: float) -> list[int]:
+        """Counts of all slots up to a time, oldest first; the last slot is incomplete."""
+        counts = list(self._counts)
+        return counts + [0] * (min(self._slots, int(since_start // self.seconds) + 1) - len(counts))
+
+
+class RecentCounts:
+    """Counts of the newest slots.
+
+    Attributes:
+        seconds: of a slot.
+    """
+
+    def __init__(self, slots: int = RECENT_SLOTS, seconds: int = 1) -> None:
+        self._slots, self.seconds = slots, seconds
+        self._counts: dict[int, int] = {}  # by slot, where above 0
+
+    def add(self, since_start: float, count: int) -> None:
+        """Adds to the slot of a time in seconds."""
+        slot = int(since_start // self.seconds)
+        self._counts = {old: value for old, value in self._counts.items() if old > slot - self._slots}
+        self._counts[slot] = self._counts.get(slot, 0) + count
+
+    def counts(self, since_start: float) -> list[int]:
+        """Counts of the newest slots up to a time, oldest first; the last slot is incomplete."""
+        last, counts = int(since_start // self.seconds), self._counts
+        return [counts.get(slot, 0) for slot in range(max(0, last + 1 - self._slots), last + 1)]
+
+
+class TokenHistory:
+    """Generated tokens over time, in constant memory: the last minutes by second, and since the start ever coarser.
+
+    One thread adds, others may read.
+
+    Args:
+        started: time of the start, on the clock of the other times.
+    """
+
+    def __init__(self, started: float) -> None:
+        self._started = started
+        self._scales: dict[str, RecentCounts | CountsSinceStart] = {
+            "recent": RecentCounts(),
+            "since_start": CountsSinceStart(),
+        }
+
+    def add(self, now: float, tokens: int) -> None:
+        """Counts tokens at a time."""
+        for scale in self._scales.values():
+            scale.add(now - self._started, tokens)
+
+    def figures(self, now: float) -> dict[str, Any]:
+        """For each scale, the seconds of a slot and the tokens of all slots, oldest first."""
+        since = now - self._started
+        return {name: {"seconds": scale.seconds, "tokens": scale.counts(since)} for name, scale in self._scales.items()}
 
 
 class Monitor:
-    """Counts, and keeps the newest snapshot."""
+    """Counts tokens and makes snapshots of memory. All but `watch` is called in the worker's thread.
 
-    def __init__(self, metrics: Metrics) -> None:
-        self._metrics = metrics
-        self._updated, self._watched = 0.0, -WATCHED_FOR
-        self._generated: deque[tuple[float, int]] = deque()  # when, and how many tokens
-        # Of each engine that drafts: what it has drafted, and how much of that was counted.
+    Attributes:
+        snapshot: the newest one.
+    """
+
+    def __init__(self) -> None:
+        self.metrics = Metrics()
+        self._updated, self._watched = 0.0, -WATCHED_SECONDS
+        self._generated: deque[tuple[float, int]] = deque()  # (time, tokens)
+        # Of each engine that drafts: its statistics, and a copy of them as of the last update.
         self._drafted: list[tuple[SpeculationStatistics, SpeculationStatistics]] = []
         self.snapshot, self.history = Snapshot(), TokenHistory(time.monotonic())
 
     def watch(self) -> Snapshot:
-        """What is in memory. For some seconds from now, positions of rows are looked at, too."""
+        """The newest snapshot. Snapshots of the next seconds contain positions of rows."""
         self._watched = time.monotonic()
         return self.snapshot
 
     @property
     def rate_falls(self) -> bool:
-        """Whether nothing but time makes tokens per second go back to 0: that must be told, too."""
+        """Whether tokens per second are above 0, so that updates are needed without new tokens, too."""
         return bool(self._generated)
 
     def count_generated(self, tokens: int) -> None:
-        self._metrics.generated_tokens.inc(tokens)
+        """Counts new tokens."""
+        self.metrics.generated_tokens.inc(tokens)
         now = time.monotonic()
         self._generated.append((now, tokens))
         self.history.add(now, tokens)
 
     def count_evicted(self, jobs: Iterable[Job], caches: Sequence[Any] | None) -> None:
-        """Counts what budgets have evicted of these jobs, the rows of caches, since they were last counted."""
+        """Counts tokens that budgets have evicted of jobs, the rows of caches, since the last count."""
         if caches is None:
             return
         for job, tokens in zip(jobs, tokens_evicted(caches), strict=False):
-            self._metrics.evicted.inc(max(0, tokens - job.evicted))
+            self.metrics.evicted.inc(max(0, tokens - job.evicted))
             job.evicted = max(tokens, job.evicted)
 
     def expire(self) -> None:
-        """What is shown is no longer so: the next update is due."""
+        """Makes an update due: the snapshot is outdated."""
         self._updated = 0.0
 
     def due(self, idle: bool) -> bool:
-        """Whether it is time for a snapshot; it is, at once, when the last row has ended."""
+        """Whether it is time for an update: regularly, and at once when the last row has ended."""
         return time.monotonic() - self._updated >= UPDATE_EVERY or (idle and bool(self.snapshot.decoding))
 
     def update(
@@ -77,18 +219,20 @@ class Monitor:
         speculation: Sequence[SpeculationStatistics] = (),
         ranks: MemoryOfAll = ALONE,
         planned: int = 0,
+        policies: Sequence[tuple[str, int]] = (),
     ) -> None:
         """Makes a snapshot.
 
         Args:
-            batches: of each engine whose rows decode.
-            prompt_memory: bytes of prompts that are kept; of several ranks, on the one that has most.
+            batches: of each engine with decoding rows.
+            prompt_memory: bytes of cached prefixes; with several ranks, of the rank with most.
             speculation: of each engine that drafts; the first is shown.
-            ranks: who have parts of the model, and of all that is kept.
-            planned: bytes that rows will take at the most.
+            ranks: adds up the memory of all ranks.
+            planned: maximum bytes of the current rows.
+            policies: name and number of rows of each policy with an engine.
         """
         self._updated = now = time.monotonic()
-        while self._generated and now - self._generated[0][0] > RATE_OVER:
+        while self._generated and now - self._generated[0][0] > RATE_SECONDS:
             self._generated.popleft()
         rate = 0.0
         if self._generated:
@@ -98,28 +242,28 @@ class Monitor:
         for jobs, caches in batches:
             if caches:
                 decoding += jobs
-                occupancy = occupancy.beside(occupancy_of(caches, now - self._watched < WATCHED_FOR))
-        of_all: dict[str, Any] = {name: ranks.of_all(getattr(occupancy, name)) for name in BYTES}
-        generated = tuple(len(job.answer) for job in decoding)
+                occupancy = occupancy.beside(occupancy_of(caches, now - self._watched < WATCHED_SECONDS))
+        totals: dict[str, Any] = {name: ranks.of_all(getattr(occupancy, name)) for name in BYTES}
         self._count_drafted(speculation)
         self.snapshot = Snapshot(
-            replace(occupancy, **of_all),
+            replace(occupancy, **totals),
             tuple(decoding),
-            generated,
+            tuple(len(job.answer) for job in decoding),
             rate,
             ranks.active(),
             prompt_memory,
             self._drafted[0][1] if self._drafted else None,
             planned,
+            tuple(policies),
         )
 
     def _count_drafted(self, speculation: Iterable[SpeculationStatistics]) -> None:
-        """Counts what is new: it goes on in the thread of the engines."""
+        """Counts drafts since the last update; copies the statistics, which change in the worker's thread."""
         known, self._drafted = self._drafted, []
-        for own in speculation:
-            now = replace(own, caches=[])
-            counted = next((before for other, before in known if other is own), SpeculationStatistics())
-            self._metrics.drafted.inc(now.drafted - counted.drafted)
-            self._metrics.accepted.inc(now.accepted - counted.accepted)
-            self._metrics.draft_passes.inc(now.rounds - counted.rounds)
-            self._drafted.append((own, now))
+        for current in speculation:
+            now = replace(current, caches=[])
+            counted = next((before for other, before in known if other is current), SpeculationStatistics())
+            self.metrics.drafted.inc(now.drafted - counted.drafted)
+            self.metrics.accepted.inc(now.accepted - counted.accepted)
+            self.metrics.draft_passes.inc(now.rounds - counted.rounds)
+            self._drafted.append((current, now))

@@ -1,14 +1,13 @@
-"""The jobs of one cache policy: an engine, the prompts on their way to it, and what was read for others before.
+"""Rows by cache policy: for each policy an engine, the prompts before it, and its cached prefixes.
 
-Decides what is done with a job from when it gets a row to its last token, and what becomes of all of them when a step
-fails. Knows nothing about who else is served, nor about threads: all is called in the worker's.
+Everything runs in the worker's thread. The engines share the weights.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,161 +18,165 @@ from mlx_kv.generation.engine import Engine
 from mlx_kv.generation.sequence import BatchToken, TokenSequence
 from mlx_kv.generation.two_pass_prefill import Instructions
 from mlx_kv.mlxlm.observing import show_attention
+from mlx_kv.mlxlm.traverse import leaves
 from mlx_kv.policy import CachePolicy
 from mlx_kv.prefixes.reader import PromptReader
 from mlx_kv.ranks.engine import LedEngine, lead
 from mlx_kv.ranks.group import RankGroup
 from mlx_kv.ranks.link import RanksError
-from mlx_kv.server.fingerprint import serving_fingerprint
+from mlx_kv.server.cache_requests import in_words
 from mlx_kv.server.job import Job, OutputChunk
-from mlx_kv.server.metrics import Metrics
-from mlx_kv.server.models import EngineSettings, Models
+from mlx_kv.server.memory import RowPlan, plan_rows
+from mlx_kv.server.models import Models, WorkerSettings
 from mlx_kv.server.monitor import Monitor
 from mlx_kv.server.prefill import PrefillScheduler
 from mlx_kv.server.row_output import output_of
-from mlx_kv.server.tiered_prefixes import TieredPrefixes
+from mlx_kv.server.tiered_prefixes import PolicyPrefixes
 
-ENGINE_TRIES, ENGINE_PAUSE = 3, 0.5  # how often an engine is made anew before the worker gives up; seconds in between
+ENGINE_TRIES, ENGINE_PAUSE = 3, 0.5  # attempts to restart an engine; seconds in between
+MAX_PLANS = 256  # policies with a remembered plan
 NO_MEMORY = ("unable to allocate", "attempting to allocate", "out of memory", "insufficient memory")
 log = logging.getLogger("mlx_kv.server")
 
 
+def policy_name(policy: CachePolicy) -> str:
+    """A policy in words."""
+    settings = [name for name in policy.changed() if name != "growth"]
+    return ", ".join(f"{name} {in_words(getattr(policy, name))}" for name in settings) or "all tokens as they are"
+
+
+def out_of_memory(error: Exception) -> bool:
+    """Whether an error means that memory has run out: MLX's messages on a CPU, with Metal, and with CUDA."""
+    message = str(error).lower()
+    return isinstance(error, MemoryError) or any(words in message for words in NO_MEMORY)
+
+
 @dataclass(frozen=True)
-class Served:
-    """What the rows of all policies have in common.
+class RowContext:
+    """What the rows of all policies share.
 
     Attributes:
-        settings: of engines.
         deliver: called with the output of each step.
-        group: the ranks of which this is the first.
+        group: the ranks of which this is the first; None is a single machine.
     """
 
     models: Models
-    settings: EngineSettings
-    metrics: Metrics
+    settings: WorkerSettings
     monitor: Monitor
+    prefixes: PolicyPrefixes
     deliver: Callable[[list[OutputChunk]], None]
     group: RankGroup | None = None
 
 
 class PolicyRows:
-    """Continues jobs under one policy.
-
-    Args:
-        open_prefixes: makes the place where what was read is kept, given what tells whose it is.
+    """The jobs of one policy, from when they get a row to their last token.
 
     Attributes:
-        active: its jobs by number, from when they have a row to their end.
+        active: jobs with a row, by number.
     """
 
-    def __init__(
-        self, served: Served, policy: CachePolicy, open_prefixes: Callable[[Callable[[], str]], TieredPrefixes]
-    ) -> None:
-        self._served, self.policy = served, policy
-        self._metrics, self._monitor, self._keeps = served.metrics, served.monitor, served.settings.keeps
-        self._asked = Instructions.for_policy(policy, served.models.tokenizer, served.models.model)
-        self._open_prefixes = open_prefixes
+    def __init__(self, context: RowContext, policy: CachePolicy) -> None:
+        self._context, self.policy = context, policy
+        self._metrics, self._monitor = context.monitor.metrics, context.monitor
+        models = context.models
+        self._instructions = Instructions.for_policy(policy, models.tokenizer, models.model)
         self.active: dict[int, Job] = {}
 
     def begin(self) -> None:
-        """Makes the engine, and what goes with it.
+        """Makes the engine, and opens the cached prefixes.
 
         Raises:
-            ValueError: what the model or the policy refuses.
+            ValueError: the model does not support the policy.
         """
         self._make_engine()
         try:
-            self.prefixes = self._open_prefixes(self._fingerprint)
+            self.prefixes = self._context.prefixes.open(self.policy, self._fingerprint)
             self._make_prefill()
         except BaseException:
             self.engine.close()
             raise
 
-    def engine_for(self, communicator: Communicator) -> Engine:
-        return self._served.settings.engine(self._served.models, self.policy, self._asked, communicator)
-
-    def try_out(self) -> None:
-        """Raises ValueError for what the model or the policy refuses."""
-        engine = lead(self.engine_for, self._served.group)
+    def check(self) -> None:
+        """Raises ValueError if the model does not support the policy."""
+        engine = lead(self._engine_for, self._context.group)
         try:
-            show_attention(self._served.models.model, engine.make_caches())
+            show_attention(self._context.models.model, engine.make_caches())
         finally:
             engine.close()
 
+    def _engine_for(self, communicator: Communicator) -> Engine:
+        context = self._context
+        return context.settings.engine(context.models, self.policy, self._instructions, communicator)
+
     def _make_engine(self) -> None:
-        self.engine = lead(self.engine_for, self._served.group)
+        self.engine = lead(self._engine_for, self._context.group)
 
     def _make_prefill(self) -> None:
-        self.prefill = PrefillScheduler(
-            self.engine,
-            self.prefixes,
-            self._served.settings.prefill_step_size,
-            instructions=self._asked,
-            reading=lambda: [self.active[number] for number in self.engine.pending],
-            decoding=lambda: self.decoding,
-        )
+        step_size = self._context.settings.prefill_step_size
+        self.prefill = PrefillScheduler(self.engine, self.prefixes, step_size, self._instructions)
 
     def _fingerprint(self) -> str:
-        """What tells the caches of this model, draft model and policy from those of others."""
-        models = self._served.models
-        return serving_fingerprint(models.model, models.draft, self.policy, self._served.settings.drafting, self.engine)
+        return self._context.settings.fingerprint(self._context.models, self.policy, self.engine)
+
+    def _jobs(self, numbers: list[int]) -> list[Job]:
+        return [self.active[number] for number in numbers]
 
     @property
     def decoding(self) -> list[Job]:
         """The jobs that decode, in the order of the rows of the engine's caches."""
-        return [self.active[number] for number in self.engine.rows]
+        return self._jobs(self.engine.rows)
 
     @property
     def waits(self) -> bool:
-        """Whether `step` has nothing to do, until a job joins or the disk has answered."""
+        """Whether `step` has nothing to do until a job is added or the store has answered."""
         return not self.engine.busy and self.prefill.waits
 
-    def note_progress(self) -> None:
-        """Says in its jobs how far each is, for those who watch."""
-        read = self.prefill.read
+    def update_progress(self) -> None:
+        """Copies the progress of each job into its fields."""
         for number, progress in self.engine.progress.items():
             if (job := self.active.get(number)) is not None:
                 job.read = len(job.tokens) - progress.left
                 job.drafted, job.accepted = progress.drafted, progress.accepted
-        for job, tokens in read.items():
+        for job, tokens in self.prefill.read.items():
             job.read = tokens
 
-    def tell_dropped(self) -> None:
-        """Nothing is left to be done for long: other ranks hear which caches are gone."""
+    def release_dropped(self) -> None:
+        """Called when idle: other ranks drop caches that are no longer used."""
         if isinstance(self.engine, LedEngine):
             self.engine.numbers.tell_dropped()
 
     # --- jobs -----------------------------------------------------------------------------------------------------
 
     def add(self, job: Job) -> None:
-        """It has a row."""
-        self.active[job.number], job.joined = job, True  # from here on, whatever fails ends it
+        """Gives a job a row."""
+        self.active[job.number], job.joined = job, True  # from here on, a failure ends it
         self._begin(job)
 
     def _begin(self, job: Job) -> None:
-        if self._keeps:
+        if self._context.settings.keeps_prompts:
             self.prefill.add(job)
         else:
             self._submit(job)
 
     def step(self) -> None:
-        """Some work, and what came of it is handed on."""
-        for job, reader in self.prefill.step():
-            if not job.resumed:  # else that was said before
+        """Makes one step, and delivers its output."""
+        ready = self.prefill.step(self._jobs(self.engine.pending), self.decoding) if self.prefill.jobs else []
+        for job, reader in ready:
+            if not job.resumed:  # else counted before
                 job.cached = reader.reused
                 (self._metrics.prefix_hits if reader.reused else self._metrics.prefix_misses).inc()
                 self._metrics.cached_tokens.inc(job.cached)
             self._count_evicted([job], reader.caches)
             self._submit(job, reader)
         if self.engine.busy:
-            self._hand_on(self.engine.step())
+            self._deliver(self.engine.step())
 
     def _submit(self, job: Job, reader: PromptReader | None = None) -> None:
-        """Gives a job to the engine, with caches if any of its prompt has been read."""
-        sampler = job.sampling.sampler(len(job.to_read), self._served.models.tokenizer)
+        """Submits a job to the engine, with caches if a part of its prompt has been read."""
+        sampler = job.sampling.sampler(len(job.to_read), self._context.models.tokenizer)
         read, caches = (0, None) if reader is None else (reader.read, reader.caches)
-        before, rest, most = job.to_read[:read], job.to_read[read:], job.max_tokens - job.resumed
-        sequence = TokenSequence(job.number, rest, most, self._detokenizer(job), sampler, caches, before)
+        before, tokens, max_tokens = job.to_read[:read], job.to_read[read:], job.max_tokens - job.resumed
+        sequence = TokenSequence(job.number, tokens, max_tokens, self._detokenizer(job), sampler, caches, before)
         grammar = () if job.grammar is None else (job.grammar,)
         sequence.processors, sequence.top_logprobs = (*job.sampling.processors(), *grammar), job.top_logprobs
         sequence.private = not job.keep
@@ -186,16 +189,16 @@ class PolicyRows:
             self._metrics.prompt_tokens.inc(len(job.tokens))
 
     def _detokenizer(self, job: Job) -> Any:
-        """Makes text of the tokens that come, after those that a client has."""
-        detokenizer: Any = self._served.models.tokenizer.detokenizer
+        """A detokenizer for the tokens after those that were delivered before the row was lost."""
+        detokenizer: Any = self._context.models.tokenizer.detokenizer
         for token in job.answer[: job.resumed]:
             detokenizer.add_token(token)
         if job.resumed:
-            _ = detokenizer.last_segment  # told before, but for what was held back
+            _ = detokenizer.last_segment  # delivered before, but for an incomplete character
         return detokenizer
 
-    def _hand_on(self, tokens: list[BatchToken]) -> None:
-        """Passes on what a step gave."""
+    def _deliver(self, tokens: list[BatchToken]) -> None:
+        """Delivers the tokens of a step, and ends jobs."""
         if self.policy.budget is not None:
             self._count_evicted(self.decoding, self.engine.caches)
         chunks, ended = output_of(tokens, self.active)
@@ -204,13 +207,13 @@ class PolicyRows:
                 self._finish(chunk.job, chunk.finish_reason)
         if chunks:
             self._monitor.count_generated(sum(chunk.tokens for chunk in chunks))
-            self._served.deliver(chunks)
+            self._context.deliver(chunks)
             if any(len(chunk.job.answer) == chunk.tokens for chunk in chunks):
-                time.sleep(5e-5)  # a first token is waited for: let it out before the next step is built
-        for job, token in ended:  # when the clients know
-            stopped = token.finish_reason is None  # by a text: the engine would go on
+                time.sleep(5e-5)  # a first token: let the event loop send it before the next step is built
+        for job, token in ended:  # after delivery
+            stopped = token.finish_reason is None  # by a stop string, so that the engine would go on
             self._count_evicted([job], token.caches)
-            if self._keeps and job.keep:
+            if self._context.settings.keeps_prompts and job.keep:
                 self.prefill.keep(job, self.engine.extract(job.number) if stopped else token.caches)
             if stopped:
                 self.engine.cancel(job.number)
@@ -220,7 +223,7 @@ class PolicyRows:
             self._monitor.count_evicted(jobs, caches)
 
     def cancel(self, job: Job) -> bool:
-        """Lets a job go, wherever it stands; says whether it was here."""
+        """Ends a job at any stage; returns whether it had a row here."""
         if job.number not in self.active:
             return False
         reader = self.prefill.remove(job)
@@ -235,46 +238,47 @@ class PolicyRows:
         self._metrics.finished.labels(reason).inc()
 
     def fail(self, jobs: list[Job], error: str, status: int = 500) -> None:
-        """These jobs end with an error."""
+        """Ends jobs with an error."""
         for job in jobs:
             self._finish(job, "error")
         if jobs:
-            self._served.deliver([OutputChunk(job, finish_reason="error", error=error, status=status) for job in jobs])
+            chunks = [OutputChunk(job, finish_reason="error", error=error, status=status) for job in jobs]
+            self._context.deliver(chunks)
 
     # --- when a step fails, and at the end ------------------------------------------------------------------------
 
     def recover(self, out_of_memory: bool) -> None:
-        """A step has failed: its rows are lost, but not the server.
+        """Restarts the engine after a step failed. All jobs end with an error.
 
-        Where memory has run out, the job that wants most of it ends, and the others begin anew with what they know.
+        If memory has run out, only the job that needs most of it ends, and the others continue where they were.
 
         Raises:
-            Exception: the engine cannot be made anew; there is nothing more to be done then.
+            Exception: the engine cannot be restarted.
         """
         self._metrics.engine_failures.inc()
         if out_of_memory:
             self._end_one()
         else:
             self.fail(list(self.active.values()), "the server failed while it generated: see its log")
-        self._make_anew()
+        self._restart()
         for job in self.active.values():
             job.resume()
             self._begin(job)
 
     def _end_one(self) -> None:
-        """Memory has run out: the job ends that came last of those without an answer, else the longest."""
+        """Ends the newest job without an answer, else the longest, since memory has run out."""
         jobs = list(self.active.values())
         unanswered = [job for job in jobs if not job.answer]
         for job in unanswered[-1:] or sorted(jobs, key=lambda job: len(job.known))[-1:]:
             self._metrics.out_of_memory.inc()
-            why = "the server ran out of memory at this request: try again later, or send a shorter prompt"
-            self.fail([job], why, 503)
+            error = "the server ran out of memory at this request: try again later, or send a shorter prompt"
+            self.fail([job], error, 503)
         self.prefixes.memory.shrink(0)
 
-    def _make_anew(self) -> None:
-        del self.engine, self.prefill  # and with them what may be too much for two
+    def _restart(self) -> None:
+        del self.engine, self.prefill  # first: memory may not suffice for two
         mx.clear_cache()
-        for tried in range(1, ENGINE_TRIES + 1):
+        for attempt in range(1, ENGINE_TRIES + 1):
             try:
                 self._make_engine()
                 self._make_prefill()
@@ -282,17 +286,98 @@ class PolicyRows:
             except RanksError:
                 raise
             except Exception as error:
-                if tried == ENGINE_TRIES:
+                if attempt == ENGINE_TRIES:
                     raise
-                log.warning("the engine could not be made anew: %s; trying once more", error)
+                log.warning("the engine could not be restarted: %s; trying again", error)
             time.sleep(ENGINE_PAUSE)
 
-    def close(self) -> None:
-        """Lets the engine go; what was read of prompts stays."""
-        self.engine.close()
 
+class RowsByPolicy:
+    """The rows of the server's policy, which always has an engine, and of others while requests use them."""
 
-def out_of_memory(error: Exception) -> bool:
-    """Whether an error says that memory has run out, as MLX says it on a CPU, with Metal, and with CUDA."""
-    said = str(error).lower()
-    return isinstance(error, MemoryError) or any(words in said for words in NO_MEMORY)
+    def __init__(self, context: RowContext, policy: CachePolicy) -> None:
+        self._context = context
+        self._plans: dict[CachePolicy, RowPlan] = {}
+        self.main = PolicyRows(context, policy)
+        self._all: dict[CachePolicy, PolicyRows] = {policy: self.main}  # least recently used first
+
+    def __iter__(self) -> Iterator[PolicyRows]:
+        return iter(self._all.values())
+
+    @property
+    def active(self) -> list[Job]:
+        """The jobs with a row."""
+        return [job for rows in self for job in rows.active.values()]
+
+    @property
+    def waits(self) -> bool:
+        """Whether no rows have anything to do."""
+        return all(rows.waits for rows in self)
+
+    def of(self, policy: CachePolicy) -> PolicyRows | None:
+        """The rows of a policy, with an engine; None while all possible engines are used by other policies.
+
+        Raises:
+            ValueError: the model does not support the policy.
+        """
+        if policy not in self._all:
+            max_policies = self._context.settings.max_policies
+            if max_policies == 1:
+                raise ValueError("this server has one engine: leave cache out")
+            if len(self._all) >= max_policies:
+                idle = next((rows for rows in self if rows is not self.main and not rows.active), None)
+                if idle is None:
+                    return None
+                del self._all[idle.policy]
+                idle.engine.close()
+                self._context.prefixes.forget_unused(set(self._all))
+            rows = PolicyRows(self._context, policy)
+            rows.begin()
+            self._all[policy] = rows
+        elif policy != self.main.policy:
+            self._all[policy] = self._all.pop(policy)
+        return self._all[policy]
+
+    def plan(self, policy: CachePolicy) -> RowPlan:
+        """The memory plan of rows of a policy.
+
+        Raises:
+            ValueError: the model does not support the policy.
+        """
+        if policy not in self._plans:
+            settings, models = self._context.settings, self._context.models
+            if policy not in self._all:
+                PolicyRows(self._context, policy).check()
+            drafts = models.draft is not None or settings.drafting.drafter is not None
+            drafted = settings.drafting.draft_tokens if drafts else 0
+            if len(self._plans) >= MAX_PLANS:
+                del self._plans[next(iter(self._plans))]
+            self._plans[policy] = plan_rows(
+                models, policy, drafted, settings.max_batch_size, settings.prefill_step_size
+            )
+        return self._plans[policy]
+
+    def planned(self, coming: Job | None = None) -> int:
+        """Maximum bytes of all rows, and of one job that may get a row.
+
+        A batch that has just lost its longest row may hold more than the others need: then what it holds counts.
+        """
+        by_policy = {policy: list(rows.active.values()) for policy, rows in self._all.items()}
+        if coming is not None:
+            by_policy.setdefault(coming.policy or self.main.policy, []).append(coming)
+        return sum(self._bytes(policy, jobs) for policy, jobs in by_policy.items() if jobs)
+
+    def _bytes(self, policy: CachePolicy, jobs: list[Job]) -> int:
+        plan, rows = self.plan(policy), self._all.get(policy)
+        needed = plan.together([plan.slots(len(job.tokens), job.max_tokens) for job in jobs])
+        decoding = 0 if rows is None else len(rows.engine.rows)
+        if rows is None or not decoding:
+            return needed
+        allocated = sum(int(cache.nbytes) for cache in leaves(rows.engine.caches))
+        return max(needed, allocated * len(jobs) // decoding)
+
+    def close(self) -> bool:
+        """Closes all engines and prefixes; returns whether all prefixes are written."""
+        for rows in self:
+            rows.engine.close()
+        return self._context.prefixes.close()

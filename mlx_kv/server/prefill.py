@@ -1,15 +1,14 @@
-"""Prompts on their way to a row: what was read before is found, what cannot be found later is read in small steps.
+"""Prompts before their row decodes: cached prefixes are found, and prompts that need checkpoints are read in chunks.
 
-Decides where a prompt goes on from: from memory, from the disk, or from a row that still decodes. Caches that cannot be
-trimmed back to any prefix are read here, a chunk between two steps of the engine, prompts in turn, and kept on the way;
-the others go to the engine at once, which reads many prompts together. Knows nothing about queues, text or how a row
-ends.
+A prompt continues from memory, from the store, or from a row that still decodes. Caches that can't be trimmed to any
+prefix are read here, one chunk between two steps of the engine, with prompts in turn and checkpoints cached on the way.
+Other prompts go to the engine at once, which reads many together.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Sequence
 from typing import Any
 
 from mlx_kv.generation.engine import Engine
@@ -19,82 +18,82 @@ from mlx_kv.prefixes.index import MIN_SHARED, packed, shared
 from mlx_kv.prefixes.prefix_cache import needs_checkpoints
 from mlx_kv.prefixes.reader import PromptReader
 from mlx_kv.server.job import Job
-from mlx_kv.server.occupancy import tokens_evicted
-from mlx_kv.server.tiered_prefixes import FoundOnly, TieredPrefixes
+from mlx_kv.server.memory import tokens_evicted
+from mlx_kv.server.tiered_prefixes import ReadOnlyPrefixes, TieredPrefixes
 
-WORTH_WAITING = 256  # tokens that need not be read if all of another prompt, which has them too, is read first
+WORTH_WAITING = 256  # tokens saved by waiting until another prompt that shares them has been read
 
 
 class PrefillScheduler:
-    """Jobs whose prompt is not with the engine yet.
+    """Jobs of which the engine does not have the prompt yet.
 
     Args:
-        step: tokens read at once; None is what the engine reads.
-        reading, decoding: the jobs that the engine has, on their way to a row, and in one.
-        instructions: before the second reading of a prompt, where caches want one.
+        step_size: prompt tokens per chunk; None is the engine's.
+        instructions: for a two-pass prefill.
     """
 
     def __init__(
         self,
         engine: Engine,
         prefixes: TieredPrefixes,
-        step: int | None,
-        reading: Callable[[], Iterable[Job]],
-        decoding: Callable[[], Iterable[Job]],
+        step_size: int | None,
         instructions: Instructions = NO_INSTRUCTIONS,
     ) -> None:
-        self._engine, self._prefixes = engine, prefixes
-        self._step = engine.step_size if step is None else step
-        self._in_engine, self._decoding, self._instructions = reading, decoding, instructions
-        self._jobs: list[Job] = []  # whose turn it is comes first
-        self._readers: dict[Job, PromptReader] = {}  # of those that are read here
-        self._waits: dict[Job, float] = {}  # since when, for the disk
+        self._engine, self._prefixes, self._instructions = engine, prefixes, instructions
+        self._step_size = engine.step_size if step_size is None else step_size
+        self.jobs: list[Job] = []  # in turn
+        self._readers: dict[Job, PromptReader] = {}  # of prompts that are read here
+        self._waiting_since: dict[Job, float] = {}  # for the store
         self._fetching: Job | None = None
         self._fetched: Job | None = None
         self._stalled = False
         self._checkpoints = needs_checkpoints(engine.make_caches())
 
     def add(self, job: Job) -> None:
-        self._jobs.append(job)
+        """Adds a job."""
+        self.jobs.append(job)
         self._stalled = False
 
     def remove(self, job: Job) -> PromptReader | None:
-        """Returns how far it was read here, if at all; it need not be there."""
-        if job in self._jobs:
-            self._jobs.remove(job)
-        self._waits.pop(job, None)
+        """Removes a job, if present; returns its reader, if its prompt was read here."""
+        if job in self.jobs:
+            self.jobs.remove(job)
+        self._waiting_since.pop(job, None)
         return self._readers.pop(job, None)
 
     def wake(self) -> None:
-        """A job has ended: another may have waited for it."""
+        """Called when a job has ended: others may have waited for it."""
         self._stalled = False
-
-    def __contains__(self, job: object) -> bool:
-        return job in self._jobs
 
     @property
     def read(self) -> dict[Job, int]:
-        """Tokens that were read of prompts on their way."""
+        """Tokens read of each prompt that is read here."""
         return {job: reader.read for job, reader in self._readers.items()}
 
     @property
     def waits(self) -> bool:
-        """Whether `step` has nothing to do, until the disk has answered or the engine has done something."""
-        return not self._jobs or self._stalled
+        """Whether `step` has nothing to do until the store has answered or the engine has made a step."""
+        return not self.jobs or self._stalled
 
-    def step(self) -> list[tuple[Job, PromptReader]]:
-        """Some work: one chunk at the most. Returns jobs that are ready for the engine, and how far they are read."""
+    def step(self, pending: Sequence[Job], decoding: Sequence[Job]) -> list[tuple[Job, PromptReader]]:
+        """Reads at most one chunk. Returns jobs that are ready for the engine, with their readers.
+
+        Args:
+            pending: jobs of which the engine reads the prompt, or will.
+            decoding: jobs that decode.
+        """
         ready: list[tuple[Job, PromptReader]] = []
-        for job in list(self._jobs):
-            reader = self._readers.get(job) or self._begin(job, [other for other, _ in ready])
+        for job in list(self.jobs):
+            others = [*pending, *(other for other, _ in ready)]
+            reader = self._readers.get(job) or self._begin(job, others, decoding)
             if reader is None:
                 continue
-            self._jobs.remove(job)
+            self.jobs.remove(job)
             if self._checkpoints:
                 self._readers[job] = reader
                 reader.step()
                 if not reader.done:
-                    self._jobs.append(job)
+                    self.jobs.append(job)
                     return []
                 del self._readers[job]
                 return [(job, reader)]
@@ -102,58 +101,62 @@ class PrefillScheduler:
         self._stalled = not ready
         return ready
 
-    def _begin(self, job: Job, ready: list[Job]) -> PromptReader | None:
-        """A reader that stands where reading goes on; None if that cannot be said yet."""
+    def _begin(self, job: Job, pending: Sequence[Job], decoding: Sequence[Job]) -> PromptReader | None:
+        """A reader that starts after the longest cached prefix; None if the job has to wait for that."""
         if self._fetched is not job and self._has_patience(job) and self._prefixes.on_disk(job.prompt):
-            waits_since = self._waits.setdefault(job, time.monotonic())
-            if self._fetching is None:  # else perhaps that comes with what this one needs
+            since = self._waiting_since.setdefault(job, time.monotonic())
+            if self._fetching is None:  # else that fetch may bring what this job needs
                 self._fetching = job
-                left = self._prefixes.patience - (time.monotonic() - waits_since)
-                self._prefixes.fetch(job.to_read, self._arrived, left)
+                left = self._prefixes.patience - (time.monotonic() - since)
+                self._prefixes.fetch(job.to_read, self._fetch_ended, left)
             return None
-        self._waits.pop(job, None)
+        self._waiting_since.pop(job, None)
         if self._fetched is not job:
-            there, wanted = self._prefixes.serves(job.prompt), job.prompt
-            if self._worth_waiting(wanted, there, ready):
+            cached = self._prefixes.serves(job.prompt)
+            if self._worth_waiting(job.prompt, cached, pending):
                 return None
             if not self._checkpoints:
-                self._take_from_rows(wanted, there)
+                self._keep_row_like(job.prompt, cached, decoding)
+        prefixes = self._prefixes if job.keep else ReadOnlyPrefixes(self._prefixes)
         caches = self._engine.make_caches()
-        kept = self._prefixes if job.keep else FoundOnly(self._prefixes)
-        reader = PromptReader(self._engine.read, caches, job.to_read, kept, self._step, self._instructions)
-        job.evicted = max(tokens_evicted(reader.caches), default=0)  # by others, who have counted it
+        reader = PromptReader(self._engine.read, caches, job.to_read, prefixes, self._step_size, self._instructions)
+        job.evicted = max(tokens_evicted(reader.caches), default=0)  # counted with the job that cached them
         return reader
 
     def _has_patience(self, job: Job) -> bool:
-        """Whether a job has not waited for the disk, its turn included, as long as any may."""
-        return job not in self._waits or time.monotonic() - self._waits[job] < self._prefixes.patience
+        """Whether a job has waited for the store less than the limit, time in the queue included."""
+        since = self._waiting_since.get(job)
+        return since is None or time.monotonic() - since < self._prefixes.patience
 
-    def _worth_waiting(self, wanted: bytes, there: int, ready: list[Job]) -> bool:
-        """Whether another prompt will soon have been read as far as it has this one's tokens, and that is much."""
+    def _worth_waiting(self, prompt: bytes, cached: int, pending: Sequence[Job]) -> bool:
+        """Whether another prompt, soon to be read, shares many more tokens with this one than are cached."""
         for other, reader in self._readers.items():
-            same = shared(other.prompt, wanted) if other.keep else 0
-            if same >= there + MIN_SHARED and reader.read < same:  # it reads what would else be read twice
+            common = shared(other.prompt, prompt) if other.keep else 0
+            if common >= cached + MIN_SHARED and reader.read < common:
                 return True
-        for other in () if self._checkpoints else (*self._in_engine(), *ready):
-            # A row to take it from is there when all of the other prompt is read.
-            gain = shared(other.prompt, wanted) - there
+        for other in () if self._checkpoints else pending:
+            # Its caches can be copied once all of its prompt is read.
+            gain = shared(other.prompt, prompt) - cached
             if other.keep and gain >= max(WORTH_WAITING, (len(other.to_read) - other.cached) // 2):
                 return True
         return False
 
-    def _arrived(self) -> None:
+    def _fetch_ended(self) -> None:
         self._fetching, self._fetched, self._stalled = None, self._fetching, False
 
-    def _take_from_rows(self, wanted: bytes, there: int) -> None:
-        """Keeps a copy of the row that has most of a prompt, if it has much more than memory, and much at all."""
-        decoding = [job for job in self._decoding() if job.keep]
-        rows = [(shared(job.prompt + packed(job.answer[job.resumed :]), wanted), job.number, job) for job in decoding]
+    def _keep_row_like(self, prompt: bytes, cached: int, decoding: Sequence[Job]) -> None:
+        """Caches a copy of the decoding row that shares most of a prompt, if that is much more than is cached."""
+        rows = [
+            (shared(job.prompt + packed(job.answer[job.resumed :]), prompt), job.number, job)
+            for job in decoding
+            if job.keep
+        ]
         most, _, job = max(rows, default=(0, 0, None))
-        if job is not None and most >= there + max(MIN_SHARED, len(job.known) // 8):
+        if job is not None and most >= cached + max(MIN_SHARED, len(job.known) // 8):
             self.keep(job, self._engine.extract(job.number))
 
     def keep(self, job: Job, caches: list[Any] | None) -> None:
-        """Keeps what was read of a job, by evaluated copies of its row's caches."""
+        """Caches the tokens of a job, given evaluated copies of its row's caches."""
         if caches is None:
             return
         known, read = job.known, max((int(cache.offset) for cache in attention_caches(caches)), default=0)

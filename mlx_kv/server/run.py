@@ -1,8 +1,7 @@
-"""From start to end: models, sockets, signals.
+"""The server process: its socket, uvicorn, signals, and the order of start and end.
 
-Decides the order: a port that is taken is an error before a model is loaded, and nobody can connect before it is; a
-signal ends first what is accepted, then waits for what is being answered, then ends the worker; and when the worker
-ends, all ends. Knows nothing about requests.
+A taken port is an error before the model is loaded, and clients can connect only once it is. A signal first stops new
+connections, then waits for the responses in progress, then ends the worker. If the worker ends, the server ends.
 """
 
 from __future__ import annotations
@@ -10,39 +9,98 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
+import signal
 import socket
+import sys
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn, Protocol
 
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
-from mlx_kv.ranks.group import RankGroup
 from mlx_kv.ranks.link import leave
-from mlx_kv.server.access import AccessRules
-from mlx_kv.server.access_log import AccessLog, log_from
-from mlx_kv.server.api import Api, Limits
-from mlx_kv.server.half_close import HalfCloseProtocol
-from mlx_kv.server.metrics import Metrics
-from mlx_kv.server.shutdown import ShutdownSignals
-from mlx_kv.server.tls import Certificates
+from mlx_kv.server.access import AccessLog, Certificates, configure_logging
+from mlx_kv.server.api import Api, HttpSettings
+from mlx_kv.server.responses import STREAMED
 from mlx_kv.server.worker import Worker
 
 BACKLOG = 2048
-TOLD_WITHIN = 1.0  # seconds in which clients hear why there will be no answer, before they are cut off
-LOOKED = 0.1  # seconds between two looks at whether the group of ranks is broken, while answers end
-LAST_WORDS = 10.0  # seconds in which the worker ends, when nobody is served any longer
+FLUSH_SECONDS = 1.0  # for clients to receive an error before their connections are closed
+POLL_SECONDS = 0.1  # between two checks of whether the group of ranks is broken, while responses end
+WORKER_SECONDS = 10.0  # for the worker to end after the last response
+THREAD_SECONDS = 1.0  # for other threads to end after the worker
+LEAVE_SECONDS = 1.0  # for other ranks to be notified before this process ends
+
+
+class WorkerError(Exception):
+    """The server has ended because its worker failed."""
+
+
+def serve(
+    worker: Worker,
+    name: str,
+    settings: HttpSettings,
+    ready: Callable[[str], None] = lambda url: None,
+    say: Callable[[str], None] = lambda line: None,
+) -> int:
+    """Serves until SIGTERM or SIGINT, then finishes the responses in progress within `settings.drain_seconds`.
+
+    With a group of ranks, of which this is the first, clients get an error and the process ends when a rank is gone.
+
+    Args:
+        worker: not started yet.
+        name: of the model, for clients.
+        ready: called with the URL once requests are accepted.
+        say: called with one line for each signal that has an effect.
+
+    Returns:
+        The exit code: 0, or 130 after SIGINT.
+
+    Raises:
+        ValueError: the address can't be used, or the model or policy is refused.
+        WorkerError: the worker failed.
+    """
+    if not logging.getLogger().handlers:  # no --log-level
+        configure_logging("WARNING")
+    host, group = settings.host, worker.group
+    with bound(host, settings.port) as listening:
+        signals = ShutdownSignals(say, settings.drain_seconds, None if group is None else group.close)
+        worker.start()
+        server = Server(Api(worker, name, settings), settings.drain_seconds, settings.certificates)
+        listening.listen(BACKLOG)
+        signals.attach(server)
+        if group is not None:
+            group.when_gone(server.end)
+        scheme, shown = "http" if settings.certificates is None else "https", f"[{host}]" if ":" in host else host
+        ready(f"{scheme}://{shown}:{listening.getsockname()[1]}")
+        server.run([listening])
+        if server.broken is not None:
+            leave(f"the server has ended: {server.broken}")  # the worker may wait in a collective for good
+        if group is not None:
+            group.when_gone(None)
+        signals.attach(None)
+        if worker.failure is not None:
+            raise WorkerError(f"the server has ended: {worker.failure}")
+        if not worker.stop(1.0 if signals.hurried else settings.drain_seconds + WORKER_SECONDS):
+            signals.leave("stopped before the last step, or the last write to the prompt store, was done")
+        if not _threads_ended():
+            signals.leave("stopped before the last grammar was compiled, or the last slot was saved")
+        return signals.code
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """A socket with an address, that does not listen yet.
+    """A socket with an address, not listening yet.
 
     Raises:
         ValueError: the address is taken, or not one of this machine.
     """
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        # asyncio turns Nagle's algorithm off only where it is told that this is TCP; with it on, every answer waits
-        # 40 ms for the client's acknowledgement of its own headers.
+        # asyncio disables Nagle's algorithm only if the protocol is explicitly TCP; otherwise each response would wait
+        # 40 ms for the client to acknowledge its headers.
         listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         try:
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -55,19 +113,29 @@ def bound(host: str, port: int) -> socket.socket:
     return listening
 
 
+def _threads_ended() -> bool:
+    """Whether the server's executors have ended, for which Python would wait at its exit; they have a second."""
+    deadline = time.monotonic() + THREAD_SECONDS
+    for thread in [each for each in threading.enumerate() if each.name.startswith("mlx-kv ") and not each.daemon]:
+        thread.join(max(0.0, deadline - time.monotonic()))
+        if thread.is_alive():
+            return False
+    return True
+
+
 class Server(uvicorn.Server):
-    """uvicorn around the application. It logs nothing: what went wrong is logged where it is known.
+    """uvicorn with the application. It logs nothing itself.
 
     Args:
-        drain_seconds: from a signal until answers that have not ended yet are ended with an error.
+        drain_seconds: from a signal until responses in progress are ended with an error.
         certificates: for TLS; None is without.
     """
 
     def __init__(self, api: Api, drain_seconds: float = 30.0, certificates: Certificates | None = None) -> None:
         self.api, self._drain_seconds = api, drain_seconds
-        self._at_once = asyncio.Event()
-        self._died: float | None = None  # when the worker was found to have
-        self.broken: str | None = None  # why there is no whole model any longer
+        self._hurry = asyncio.Event()
+        self._worker_ended: float | None = None  # when that was noticed
+        self.broken: str | None = None  # why the group of ranks is broken
         config = uvicorn.Config(
             AccessLog(api.app),
             log_config=None,
@@ -76,113 +144,207 @@ class Server(uvicorn.Server):
             ws="none",
             lifespan="on",
             http=HalfCloseProtocol,
-            **({} if certificates is None else certificates.of_uvicorn),
+            **({} if certificates is None else certificates.uvicorn_options),
         )
         super().__init__(config)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """`serve` does that: uvicorn would, at a second Ctrl-C, drop all connections in the middle of a word."""
+        """Does nothing: `ShutdownSignals` handles signals. uvicorn would drop all connections at a second Ctrl-C."""
         yield
 
     @property
     def unanswered(self) -> int:
-        """Requests that were let in and are not answered yet."""
+        """Number of admitted requests without a complete response."""
         return self.api.admission.admitted
 
     def hurry(self) -> None:
-        """Ends all answers with an error, now. Called in the thread of the event loop, or in a signal handler there."""
-        self._at_once.set()
+        """Ends all responses with an error now. Called in the event loop's thread, or in a signal handler there."""
+        self._hurry.set()
 
     def end(self, reason: str) -> None:
-        """Ends all answers with an error, soon, and then the server. Called in any thread."""
+        """Ends all responses with an error soon, then the server. Called from any thread."""
         self.broken = reason
 
     async def on_tick(self, counter: int) -> bool:
-        if self.broken is not None:  # the worker may be waiting for another rank for good
+        if self.broken is not None:  # the worker may wait for another rank for good
             self._give_up()
             self.hurry()
-        if self._died is None and not self.api.worker.alive:
-            self._died = time.monotonic()
-        clients_know = self._died is not None and time.monotonic() - self._died > TOLD_WITHIN
-        return await super().on_tick(counter) or clients_know or self.broken is not None
+        if self._worker_ended is None and not self.api.worker.alive:
+            self._worker_ended = time.monotonic()
+        flushed = self._worker_ended is not None and time.monotonic() - self._worker_ended > FLUSH_SECONDS
+        return await super().on_tick(counter) or flushed or self.broken is not None
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        ending = asyncio.create_task(self._end_answers())
+        ending = asyncio.create_task(self._end_responses())
         await super().shutdown(sockets)
         ending.cancel()
 
     def _give_up(self) -> None:
         self.api.admission.give_up(*(() if self.broken is None else (f"the server ends: {self.broken}",)))
 
-    async def _end_answers(self) -> None:
+    async def _end_responses(self) -> None:
         deadline = time.monotonic() + self._drain_seconds
-        while self.broken is None and not self._at_once.is_set() and time.monotonic() < deadline:
-            with contextlib.suppress(TimeoutError):  # in small pieces: `on_tick` looks for a broken group no longer
-                await asyncio.wait_for(self._at_once.wait(), min(LOOKED, max(0.0, deadline - time.monotonic())))
+        while self.broken is None and not self._hurry.is_set() and time.monotonic() < deadline:
+            with contextlib.suppress(TimeoutError):  # `on_tick` no longer runs, so `broken` is checked here
+                await asyncio.wait_for(self._hurry.wait(), min(POLL_SECONDS, max(0.0, deadline - time.monotonic())))
         self._give_up()
-        await asyncio.sleep(TOLD_WITHIN)
-        for connection in list(self.server_state.connections):  # of clients that do not listen, or still send
+        await asyncio.sleep(FLUSH_SECONDS)
+        for connection in list(self.server_state.connections):  # of clients that don't read, or still send
             connection.transport.abort()
 
 
-class WorkerError(Exception):
-    """The server has ended because its worker had, which nobody had asked it to."""
+# --- signals ----------------------------------------------------------------------------------------------------------
 
 
-def serve(
-    worker: Worker,
-    metrics: Metrics,
-    name: str,
-    host: str,
-    port: int,
-    limits: Limits,
-    keys: Sequence[str] = (),
-    access: AccessRules | None = None,
-    drain_seconds: float = 30.0,
-    ready: Callable[[str], None] = lambda url: None,
-    say: Callable[[str], None] = lambda line: None,
-    group: RankGroup | None = None,
-    aliases: Sequence[str] = (),
-    certificates: Certificates | None = None,
-) -> int:
-    """Serves until SIGTERM or SIGINT; then finishes what is being answered, for so many seconds at the most.
+class Stoppable(Protocol):
+    """A running server.
+
+    Attributes:
+        should_exit: if set, the server accepts nothing more and ends after the last response.
+    """
+
+    should_exit: bool
+
+    @property
+    def unanswered(self) -> int:
+        """Number of admitted requests without a complete response."""
+
+    def hurry(self) -> None:
+        """Ends all responses with an error now."""
+
+
+class ShutdownSignals:
+    """Handles SIGTERM and SIGINT (Ctrl-C) from start to end of the process.
+
+    The first lets responses finish; a later SIGINT ends them at once. A later SIGTERM has no effect, since some
+    supervisors send several. Before the server runs, and after it, a signal ends the process.
 
     Args:
-        ready: called with the address as soon as requests are taken.
-        aliases: other names of the model; "*" are all.
-        certificates: for TLS; None is without.
-        say: called with one line for each signal that changes something.
-        group: the ranks of which this is the first. When one is gone, clients get an error, and the process ends.
+        say: called with one line for the terminal.
+        before_leaving: called with the exit code and a reason before the process ends while threads still work, to
+            notify other ranks; it has a second.
 
-    Returns:
-        What the process is to end with: 0, or 130 after SIGINT.
-
-    Raises:
-        ValueError: what `bound` or the worker's models refuse.
-        WorkerError: why it ended without a signal.
+    Attributes:
+        code: exit code: 130 after SIGINT, else 0.
+        hurried: whether responses were ended at once.
     """
-    if not logging.getLogger().handlers:  # no --log-level
-        log_from("WARNING")
-    listening = bound(host, port)
-    with listening:
-        signals = ShutdownSignals(say, drain_seconds, None if group is None else group.close)
-        worker.start()
-        server = Server(Api(worker, metrics, name, limits, keys, access, aliases), drain_seconds, certificates)
-        listening.listen(BACKLOG)
-        signals.attach(server)
-        if group is not None:
-            group.when_gone(server.end)
-        shown = f"[{host}]" if ":" in host else host
-        ready(f"http{'' if certificates is None else 's'}://{shown}:{listening.getsockname()[1]}")
-        server.run([listening])
-        if server.broken is not None:
-            leave(f"the server has ended: {server.broken}")  # whatever its worker waits for
-        if group is not None:
-            group.when_gone(None)
-        signals.attach(None)
-        if worker.failure is not None:
-            raise WorkerError(f"the server has ended: {worker.failure}")
-        if not worker.stop(1.0 if signals.hurried else drain_seconds + LAST_WORDS):
-            signals.leave("stopped before the last step, or what the disk was to keep, was done")
-        return signals.code
+
+    def __init__(
+        self,
+        say: Callable[[str], None],
+        drain_seconds: float,
+        before_leaving: Callable[[int, str], None] | None = None,
+    ) -> None:
+        self._say, self._drain_seconds, self._before_leaving = say, drain_seconds, before_leaving
+        self._server: Stoppable | None = None
+        self._stopping, self.code, self.hurried = False, 0, False
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._handle)
+
+    def attach(self, server: Stoppable | None) -> None:
+        """Sets the server that signals stop; None is for before and after."""
+        self._server = server
+
+    def _handle(self, number: int, frame: object) -> None:
+        self.code = 130 if number == signal.SIGINT else self.code
+        if self._server is None:
+            if not self._stopping or number == signal.SIGINT:
+                self.leave("stopped")
+        elif not self._stopping:
+            self._stopping, self._server.should_exit = True, True
+            self._print(
+                f"stopping: {_requests(self._server)} to be finished within {self._drain_seconds:g} s; "
+                "another Ctrl-C (SIGINT) ends at once"
+            )
+        elif number == signal.SIGINT and not self.hurried:
+            self.hurried = True
+            self._print(f"stopping at once: {_requests(self._server)} to be ended with an error")
+            self._server.hurry()
+
+    def leave(self, reason: str) -> NoReturn:
+        """Ends the process now, whatever its threads are doing, such as loading a model or writing to a disk."""
+        self._print(reason)
+        if self._before_leaving is not None:  # in a thread: the signal may have interrupted a holder of its locks
+            thread = threading.Thread(target=self._before_leaving, args=(self.code, reason), daemon=True)
+            thread.start()
+            thread.join(LEAVE_SECONDS)
+        os._exit(self.code)
+
+    def _print(self, line: str) -> None:
+        """Errors are ignored: the terminal may be gone, or the signal have come in the middle of a write."""
+        with contextlib.suppress(OSError, RuntimeError, ValueError):
+            self._say(line)
+            sys.stdout.flush()
+            sys.stderr.flush()
+
+
+def _requests(server: Stoppable) -> str:
+    return f"{server.unanswered} request{'' if server.unanswered == 1 else 's'}"
+
+
+# --- half-closed connections ------------------------------------------------------------------------------------------
+
+STATUS_LINE = b"HTTP/1.1 "
+FIRST_WAIT = 0.2  # seconds between the first two bytes sent ahead; doubles with each, up to 51 s after the first
+
+
+class HalfCloseProtocol(H11Protocol):
+    """uvicorn's HTTP/1.1 protocol; also answers clients that shut down their sending side after a request.
+
+    In TCP such a client looks like one that has closed its connection. But a closed connection answers data with a
+    reset, so single bytes of the response are sent ahead: of its status line, which begins alike whatever the response
+    is, or leading zeros of the size of its next chunk. asyncio has no half-closed TLS connections: there, the client
+    counts as gone.
+    """
+
+    _half_closed = False
+
+    @property
+    def _answering(self) -> bool:
+        """Whether a request has arrived completely, and its response isn't complete."""
+        return self.cycle is not None and not self.cycle.more_body and not self.cycle.response_complete
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """The client sends nothing more. Returns whether the connection stays open."""
+        self._half_closed = self._answering and self.scheme == "http"
+        if self._half_closed:
+            self._send_ahead(self.cycle, 0)
+        return self._half_closed
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()  # starts the next request, if that has arrived
+        if self._half_closed and self._answering:
+            self._send_ahead(self.cycle, 0)
+        elif self._half_closed:
+            self.transport.close()
+
+    def _send_ahead(self, cycle: RequestResponseCycle, sent: int) -> None:
+        """Sends one byte of the response now, and the next one after a wait; a reset ends the request.
+
+        Args:
+            sent: number of bytes sent ahead so far.
+        """
+        if cycle.response_complete or self.transport.is_closing():
+            return
+        if not cycle.response_started:
+            self.transport.write(STATUS_LINE[sent : sent + 1])
+            cycle.transport = _BegunTransport(self.transport, sent + 1)  # type: ignore[assignment]
+        elif cycle.scope.get(STREAMED) and cycle.scope["http_version"] == "1.1":
+            self.transport.write(b"0")
+        if sent + 1 < len(STATUS_LINE):
+            self.loop.call_later(FIRST_WAIT * 2**sent, self._send_ahead, cycle, sent + 1)
+
+
+class _BegunTransport:
+    """A transport that leaves out the first bytes of the next write, which were sent ahead."""
+
+    def __init__(self, transport: Any, sent: int) -> None:
+        self._transport, self._sent = transport, sent
+
+    def write(self, data: bytes) -> None:
+        self._transport.write(data[self._sent :])
+        self._sent = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)

@@ -1,9 +1,8 @@
-"""Processed prompts for the worker: in memory, and behind it in a store, whose disk nobody waits for.
+"""Cached prefixes of the worker, by cache policy: in memory, and in a store on a disk or elsewhere.
 
-Decides when the disk is asked, for how long a prompt waits for it, and what is too much for it. What takes the disk's
-time runs in a thread of its own, one thing after the other, and only with bytes: arrays are made and read in the
-worker's thread. Whatever fails here costs a prompt the time to be read, and no row its end. A store that has failed is
-asked again, but no prompt waits for it before it has answered. Knows nothing about jobs or rows.
+Work of the disk runs one task after the other in its own thread, on bytes only: arrays are made and read in the
+worker's thread. A failure costs a prompt the time to be read again, and never ends a row. While a store fails, no
+prompt waits for it; it is only checked whether it works again.
 """
 
 from __future__ import annotations
@@ -12,42 +11,44 @@ import errno
 import logging
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from functools import partial
 from typing import Any, TypeVar
 
+from mlx_kv.policy import CachePolicy
 from mlx_kv.prefixes.index import MIN_SHARED, packed
 from mlx_kv.prefixes.memory import PromptMemory
 from mlx_kv.prefixes.store import PromptStore, StoredPrompt
 from mlx_kv.prefixes.store_index import PackedEntry
-from mlx_kv.server.task_thread import TaskThread
 
-MOST_PENDING = 256 * 2**20  # bytes that wait for the disk; what comes on top is not stored
-REFUSED_FOR = 10.0  # seconds for which a disk that could not be written is not tried again
+MAX_PENDING = 256 * 2**20  # bytes waiting to be written; further entries are dropped
+RETRY_SECONDS = 10.0  # for which a disk that refused an entry gets no other
 FULL = (errno.ENOSPC, errno.EDQUOT)
-REFRESH_EVERY = 1.0  # seconds after which entries of other processes are looked for
+REFRESH_EVERY = 1.0  # seconds between two looks at entries of other processes
+MAX_POLICIES = 16  # with cached prefixes
 T = TypeVar("T")
 log = logging.getLogger("mlx_kv.server")
 
 
-class FoundOnly:
-    """A `Prefixes` of which prompts go on, and that keeps nothing of them."""
+class ReadOnlyPrefixes:
+    """`Prefixes` for jobs that must not be cached: `find` only."""
 
     def __init__(self, prefixes: TieredPrefixes) -> None:
         self.bind, self.find = prefixes.bind, prefixes.find
 
     def keep(self, tokens: Sequence[int], caches: Sequence[Any]) -> None:
-        """Nothing: whoever asked wanted that."""
+        """Does nothing."""
 
 
 class TieredPrefixes:
-    """A `Prefixes` for one thread.
+    """`Prefixes` for one thread and one policy.
 
     Args:
-        store: None keeps prompts in memory alone.
-        call: runs something in that thread, soon; called from another.
-        whose: what tells its model and policy from others; asked for a place that was given no fingerprint.
+        store: None keeps prefixes in memory only.
+        call: schedules a function in that thread; called from others.
+        fingerprint: identifies model and policy; used if memory or store were made without a fingerprint.
     """
 
     def __init__(
@@ -55,127 +56,134 @@ class TieredPrefixes:
         memory: PromptMemory,
         store: PromptStore | None,
         call: Callable[[Callable[[], None]], None],
-        whose: Callable[[], str],
+        fingerprint: Callable[[], str],
     ) -> None:
-        memory.bind(whose)
+        memory.bind(fingerprint)
         if store is not None:
-            store.bind(whose)
+            store.bind(fingerprint)
             if store.other_versions:
                 log.warning("the prompt store has %d entries of other versions: left alone", store.other_versions)
         self.memory, self.store, self._call = memory, store, call
-        self._disk = TaskThread("mlx-kv disk")
-        self._pending = 0  # bytes
-        self._refreshed = -REFRESH_EVERY  # when somebody last began to look for entries
-        self._looking = False  # somebody does so now
-        self._failing = False  # the last look has failed
+        self._disk = ThreadPoolExecutor(1, "mlx-kv disk")
+        self._tasks: set[Future[Any]] = set()  # of the disk, not done
+        self._pending = 0  # bytes waiting to be written
+        self._refreshed = -REFRESH_EVERY  # time of the last look at entries of other processes
+        self._refreshing = False
+        self._failing = False  # the last look failed
         self._refused = False  # the last entry could not be written
-        self._refused_until = 0.0  # until when none is tried
-        self._late = False  # the disk owes an answer that nobody waits for any longer
-        self._fetched: tuple[list[int], list[Any], int] | None = None  # for the prompt that was asked for last
+        self._retry_at = 0.0  # time of the next attempt
+        self._late = False  # a fetch has timed out, and is still running
+        self._fetched: tuple[list[int], list[Any], int] | None = None  # for the prompt of the last `fetch`
 
     def bind(self, find: Callable[[], str]) -> None:
-        """Nothing to say: all that reads here is one worker's."""
+        """Does nothing: there is one fingerprint for all."""
 
     def serves(self, tokens: Sequence[int]) -> int:
-        """How many tokens of a prompt are in memory."""
+        """Number of tokens of a prompt found in memory."""
         return self._attempt(lambda: self.memory.serves(tokens)) or 0
+
+    # --- reading ------------------------------------------------------------------------------------------------------
 
     @property
     def patience(self) -> float:
-        """Seconds that a prompt may wait for the disk."""
+        """Seconds that a prompt may wait for the store."""
         return 0.0 if self.store is None else self.store.deadline
 
     def on_disk(self, tokens: Sequence[int]) -> bool:
-        """Whether the store may have much more of a prompt than memory has: then `fetch` it first.
+        """Whether the store may have much more of a prompt than memory has, so that `fetch` should be called first.
 
-        It may where its entries have not been looked at for a while: others may have stored some.
+        True if it has not been looked at for a while: other processes may have added entries.
         """
         store = self.store
         if store is None or self._late:
             return False
         if self._failing:
-            if not self._looking:
-                self._on_disk(self._look(lambda: None, anew=True), self._looked)
+            if not self._refreshing:
+                self._on_disk(self._refresh_and(lambda: None, force=True), self._refresh_ended)
             return False
         wanted = self.serves(tokens) + MIN_SHARED
         if len(packed(tokens)) // 4 <= wanted:
             return False
-        return self._looking or self._stale or (self._attempt(lambda: store.serves(tokens)) or 0) >= wanted
+        return self._refreshing or self._stale or (self._attempt(lambda: store.serves(tokens)) or 0) >= wanted
 
     @property
     def _stale(self) -> bool:
         return time.monotonic() - self._refreshed > REFRESH_EVERY
 
-    def _look(self, then: Callable[[], T], anew: bool = False) -> Callable[[], T]:
-        """What looks for entries of others, if nobody did so a moment ago, and then does something with the disk."""
-        store, refresh = self.store, anew or self._stale
+    def _refresh_and(self, work: Callable[[], T], force: bool = False) -> Callable[[], T]:
+        """A task of the disk that looks at entries of other processes, unless just done, and then does other work."""
+        store, refresh = self.store, force or self._stale
         assert store is not None
-        self._looking = True
+        self._refreshing = True
         if refresh:
             self._refreshed = time.monotonic()
 
-        def look() -> T:
+        def task() -> T:
             try:
                 with store.within():
                     if refresh:
                         store.refresh()
-                    found = then()
+                    result = work()
             except BaseException:
                 self._failing = True
                 raise
             self._failing = False
-            return found
+            return result
 
-        return look
+        return task
 
-    def _looked(self, found: object) -> None:
-        self._looking = False
+    def _refresh_ended(self, result: object) -> None:
+        self._refreshing = False
 
     def fetch(self, tokens: list[int], done: Callable[[], None], seconds: float | None = None) -> None:
-        """Reads what the store has of a prompt. When `done` is called, the next `find` comes with it.
+        """Reads a prompt's prefix from the store. After `done` is called, the next `find` returns it.
 
         Args:
-            seconds: after which it has nothing; None is its deadline.
+            seconds: timeout, after which nothing is found; None is the store's deadline.
         """
         assert self.store is not None
         store, patience = self.store, self.patience if seconds is None else seconds
 
         def arrived(fetched: StoredPrompt | None) -> None:
-            self._looked(fetched)
+            self._refreshing = False
             late, self._late = self._late, False
             if late:
                 return
             timer.cancel()
             if fetched is not None:
-                self._attempt(lambda: self._restored(tokens, fetched))
+                self._attempt(lambda: self._restore(tokens, fetched))
             done()
 
-        def waited() -> None:
+        def timed_out() -> None:
             if not work.done():
                 log.warning("the prompt store has not answered for %.3g seconds", patience)
                 self._late = True
                 done()
 
-        work = self._on_disk(self._look(lambda: store.fetch(tokens)), arrived)
-        timer = threading.Timer(patience, self._call, [waited])
+        work = self._on_disk(self._refresh_and(lambda: store.fetch(tokens)), arrived)
+        timer = threading.Timer(patience, self._call, [timed_out])
         timer.daemon = True
         timer.start()
 
-    def _restored(self, tokens: list[int], fetched: StoredPrompt) -> None:
+    def _restore(self, tokens: list[int], fetched: StoredPrompt) -> None:
         caches = None if self.store is None else self.store.restore(fetched)
         if caches is not None:
             self._fetched = tokens, caches, fetched.count
             self.memory.keep(tokens[: fetched.count], caches)
 
     def find(self, tokens: Sequence[int]) -> tuple[list[Any], int] | None:
+        """Caches of the longest cached prefix of a prompt, and its length; None if there is none."""
         fetched, self._fetched = self._fetched, None
         if fetched is not None and fetched[0] == tokens:
             return fetched[1:]
         return self._attempt(lambda: self.memory.find(tokens))
 
+    # --- writing ------------------------------------------------------------------------------------------------------
+
     def keep(self, tokens: Sequence[int], caches: Sequence[Any]) -> None:
+        """Caches a prefix in memory, and in the store unless that has just refused an entry."""
         self._attempt(lambda: self.memory.keep(tokens, caches))
-        if self.store is not None and time.monotonic() >= self._refused_until:
+        if self.store is not None and time.monotonic() >= self._retry_at:
             self._attempt(lambda: self._store(tokens, caches))
 
     def _store(self, tokens: Sequence[int], caches: Sequence[Any]) -> None:
@@ -184,7 +192,7 @@ class TieredPrefixes:
         new = store.pack(tokens, caches)
         if new is None:
             return
-        if self._pending and self._pending + new.caches.nbytes > MOST_PENDING:
+        if self._pending and self._pending + new.caches.nbytes > MAX_PENDING:
             log.warning("the prompt store is slower than prompts come: one was not stored")
             store.discard(new)
             return
@@ -192,11 +200,11 @@ class TieredPrefixes:
         self._on_disk(lambda: self._write(store, new), lambda stored: self._written(new))
 
     def _write(self, store: PromptStore, new: PackedEntry) -> None:
-        """Writes an entry. A local disk that refuses one is left alone for a while, and logged once until it takes one.
+        """Writes an entry. If a local disk refuses it, none is written for a while, and that is logged once.
 
         A long prompt has an entry for each of many chunks, each of which would fail alike.
         """
-        if time.monotonic() < self._refused_until:  # it was packed before
+        if time.monotonic() < self._retry_at:  # packed before the failure
             store.discard(new)
             return
         try:
@@ -206,7 +214,7 @@ class TieredPrefixes:
         except OSError as error:
             if store.far:
                 raise
-            self._refused_until = time.monotonic() + REFUSED_FOR
+            self._retry_at = time.monotonic() + RETRY_SECONDS
             if not self._refused:
                 self._refused = True
                 fix = ": free space, or start with fewer --prompt-store-bytes" if error.errno in FULL else ""
@@ -219,30 +227,87 @@ class TieredPrefixes:
     def _written(self, new: PackedEntry) -> None:
         self._pending -= new.caches.nbytes
 
-    def _on_disk(self, what: Callable[[], T], then: Callable[[T | None], None]) -> Future[T | None]:
-        """Does something in the thread of the disk, and then, whatever came of it, something in the worker's."""
+    # --- the disk's thread --------------------------------------------------------------------------------------------
+
+    def _on_disk(self, task: Callable[[], T], then: Callable[[T | None], None]) -> Future[T | None]:
+        """Runs a task in the disk's thread, then `then` in the worker's; with None if the task failed."""
 
         def ended(work: Future[T | None]) -> None:
-            dead = work.exception()  # of the thread, over it or before
-            if dead is not None:
-                log.warning("the prompt store could not be used: %s", dead)
-            came = None if dead is not None else work.result()
-            self._call(lambda: then(came))
+            self._tasks.discard(work)
+            error = work.exception()  # such as SystemExit: `_attempt` catches the others
+            if error is not None:
+                log.warning("the prompt store could not be used: %r", error)
+            result = None if error is not None else work.result()
+            self._call(lambda: then(result))
 
-        work = self._disk.submit(partial(self._attempt, what))
+        work = self._disk.submit(partial(self._attempt, task))
+        self._tasks.add(work)
         work.add_done_callback(ended)
         return work
 
-    def _attempt(self, what: Callable[[], T]) -> T | None:
-        """A full disk costs later requests time, and this one nothing."""
+    def _attempt(self, function: Callable[[], T]) -> T | None:
+        """The result of a function; None, and a warning, if it fails."""
         try:
-            return what()
-        except Exception as error:  # every file system has errors of its own, and memory may be full
+            return function()
+        except Exception as error:  # file systems raise errors of their own, and memory may be full
             log.warning("the prompt store could not be used: %s", " ".join(str(error).split()) or type(error).__name__)
             return None
 
-    def close(self) -> None:
-        """Ends when all is written; a store elsewhere that does not answer is not waited for."""
+    def close(self) -> bool:
+        """Waits until all is written; returns whether it is. A remote store that does not answer is not waited for."""
         if self.store is not None:
             self.store.by_themselves()
-        self._disk.close(self.store.deadline if self.store is not None and self.store.far else None)
+        patience = self.store.deadline if self.store is not None and self.store.far else None
+        left = set(self._tasks)
+        while left:
+            done, left = wait(left, patience, FIRST_COMPLETED)
+            if not done:
+                break
+        self._disk.shutdown(wait=False, cancel_futures=True)
+        return not left
+
+
+class PolicyPrefixes:
+    """A `TieredPrefixes` for each policy, also of policies without an engine, with one limit for all.
+
+    Args:
+        max_bytes: in memory.
+        make: makes one, given a function that returns the fingerprint of its caches.
+    """
+
+    def __init__(self, max_bytes: int, make: Callable[[Callable[[], str]], TieredPrefixes]) -> None:
+        self.max_bytes, self._make = max_bytes, make
+        self._by_policy: OrderedDict[CachePolicy, TieredPrefixes] = OrderedDict()  # least recently used first
+
+    def open(self, policy: CachePolicy, fingerprint: Callable[[], str]) -> TieredPrefixes:
+        """The prefixes of a policy; the earlier ones if there are any."""
+        if policy not in self._by_policy:
+            self._by_policy[policy] = self._make(fingerprint)
+        self._by_policy.move_to_end(policy)
+        return self._by_policy[policy]
+
+    def forget_unused(self, used: set[CachePolicy]) -> None:
+        """Drops prefixes of policies not in use, if there are too many."""
+        unused = [policy for policy in self._by_policy if policy not in used]
+        for policy in unused[: max(0, len(self._by_policy) - MAX_POLICIES)]:
+            threading.Thread(target=self._by_policy.pop(policy).close, daemon=True).start()  # the disk may take long
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory, of all policies."""
+        return sum(prefixes.memory.nbytes for prefixes in self._by_policy.values())
+
+    def fit(self, max_bytes: int | None = None) -> None:
+        """Drops entries beyond the limit, or `max_bytes` if lower; first of the least recently used policies."""
+        excess = self.nbytes - (self.max_bytes if max_bytes is None else max(0, min(self.max_bytes, max_bytes)))
+        for prefixes in self._by_policy.values():
+            if excess <= 0:
+                return
+            before = prefixes.memory.nbytes
+            prefixes.memory.shrink(max(0, before - excess))
+            excess -= before - prefixes.memory.nbytes
+
+    def close(self) -> bool:
+        """Closes all; returns whether all is written."""
+        closed = [prefixes.close() for prefixes in self._by_policy.values()]
+        return all(closed)

@@ -1,151 +1,113 @@
-"""The one thread that owns MLX, the models and the engine.
-
-Decides when a request gets a row, when one is let go, and what ends the thread. Requests come through a queue; what
-becomes of them is handed back in batches, one for each step. Knows nothing about HTTP, JSON or asyncio, nor what is
-done with a row (`policy_rows`) and shown of its memory (`monitor`).
-"""
+"""The worker: one thread that owns MLX, the models and the engines. It gives rows to jobs, and makes steps."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from functools import partial
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import mlx.core as mx
 
 from mlx_kv.files.fingerprint import model_fingerprint
-from mlx_kv.generation.speculation.settings import DraftSettings
 from mlx_kv.generation.two_pass_prefill import Instructions
 from mlx_kv.mlxlm.loading import context_length, vocabulary_of
-from mlx_kv.policy import CachePolicy
 from mlx_kv.prefixes.memory import PromptMemory
 from mlx_kv.prefixes.rank_shards import RankShards, ShardFollower
-from mlx_kv.prefixes.store import PromptStore
 from mlx_kv.ranks.following import Caches, follow
 from mlx_kv.ranks.group import RankGroup
 from mlx_kv.ranks.link import RanksError
 from mlx_kv.ranks.totals import MemoryOfAll
-from mlx_kv.server.errors import SHUTTING_DOWN
-from mlx_kv.server.history import TokenHistory
+from mlx_kv.server.errors import SHUTTING_DOWN, ApiError
 from mlx_kv.server.job import Job, OutputChunk, Snapshot
-from mlx_kv.server.kept_prompts import KeptPrompts
-from mlx_kv.server.memory_plan import MemoryLimit, RowPlan, limited
-from mlx_kv.server.metrics import Metrics
-from mlx_kv.server.models import EngineSettings, Models
+from mlx_kv.server.memory import MemoryLimit, memory_limit
+from mlx_kv.server.models import IdleUnload, Models, WorkerSettings
 from mlx_kv.server.monitor import UPDATE_EVERY, Monitor
-from mlx_kv.server.policies import RowsByPolicy, policy_name
-from mlx_kv.server.policy_rows import PolicyRows, Served, out_of_memory
-from mlx_kv.server.rest import Rest
-from mlx_kv.server.tiered_prefixes import TieredPrefixes
+from mlx_kv.server.policy_rows import PolicyRows, RowContext, RowsByPolicy, out_of_memory, policy_name
+from mlx_kv.server.tiered_prefixes import PolicyPrefixes, TieredPrefixes
 
 log = logging.getLogger("mlx_kv.server")
 T = TypeVar("T")
-PASSED_BY = 5.0  # seconds since its request in which others pass one for which there is no engine
+OVERTAKEN_SECONDS = 5.0  # after its request, for which others may overtake a job that waits for an engine
 
 
 class Worker:
-    """Continues jobs, at most so many at once.
+    """Runs jobs, up to a number at a time.
 
     Args:
-        load: called once, in the thread, so that all arrays are made there.
+        load: loads the models; called once, in the thread, where all arrays are made.
+        group: the ranks, each of which loads a part of the model; jobs are for the worker of the first one.
+        unload: frees idle weights.
+
+    Attributes:
         deliver: called in the thread with the output of each step.
-        policy, max_batch_size, prefill_step_size: as in `make_engine`.
-        drafting: what is drafted; None is nothing, or by the draft model if there is one.
-        prompt_memory_bytes: of processed prompts that are kept in memory; 0 keeps none.
-        open_store: makes the store behind them, if there is to be one.
-        group: the ranks of which each loads a part of the model; the worker of the first one has the jobs.
-        memory_limit: bytes of weights, keys and values of rows, and prompts that are kept; "device" is what the device
-            can bear, None is no limit.
-        most_policies: cache policies for which there is an engine at once.
-        most_wait: seconds that rows wait for their next token while prompts are read, as in `make_engine`.
-        rest: when weights leave memory; None is never.
+        failure: why the thread has ended, if not by `stop`.
+        policy: of jobs that choose none.
+        limit: of memory.
+        context: length in tokens; None if unknown.
+        vocabulary: number of token ids.
     """
 
     def __init__(
         self,
         load: Callable[[], Models],
-        deliver: Callable[[list[OutputChunk]], None],
-        metrics: Metrics,
-        policy: CachePolicy | None = None,
-        max_batch_size: int = 8,
-        drafting: DraftSettings | None = None,
-        prefill_step_size: int | None = None,
-        prompt_memory_bytes: int = 2**30,
-        open_store: Callable[[Models], PromptStore] | None = None,
+        settings: WorkerSettings | None = None,
         group: RankGroup | None = None,
-        memory_limit: int | Literal["device"] | None = None,
-        most_policies: int = 1,
-        most_wait: float | None = None,
-        rest: Rest | None = None,
+        unload: IdleUnload | None = None,
     ) -> None:
-        self._group = group
-        self._load, self.deliver, self._metrics = load, deliver, metrics
-        self.policy, self.max_batch_size = policy or CachePolicy(), max_batch_size
-        self._drafting, self._prefill_step_size = drafting or DraftSettings(), prefill_step_size
-        self._prompt_memory_bytes, self._open_store = prompt_memory_bytes, open_store
-        self._memory_limit, self._most_policies, self._rest = memory_limit, most_policies, rest or Rest()
-        self.limit, self._most_wait = MemoryLimit(), most_wait
+        self._load, self.settings, self.group = load, settings or WorkerSettings(), group
+        self._unload = unload or IdleUnload()
+        self.deliver: Callable[[list[OutputChunk]], None] = lambda chunks: None
+        self.monitor = Monitor()
+        self.metrics = self.monitor.metrics
+        self.policy, self.limit = self.settings.policy, MemoryLimit()
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._calls: set[Future[object]] = set()  # not done
         self._waiting: deque[Job] = deque()
-        self._monitor = Monitor(metrics)
-        self._too_large: tuple[Job, int] | None = None  # who has found no room, beside how many
-        self._stuck_beside: int | None = None  # how many have a row, beside whom nobody who waits has found room
-        self._told_policies: list[tuple[str, int]] = []
-        self._stopping, self._started = False, threading.Event()
-        self._load_error: Exception | None = None  # what loading raised
-        self.failure: str | None = None  # why the thread has ended, if nobody asked it to
+        self._too_large: tuple[Job, int] | None = None  # a job that did not fit, and the number of rows then
+        self._stuck_beside: int | None = None  # number of rows when no waiting job could get one
+        self._stopping, self._started, self._all_stored = False, threading.Event(), True
+        self._load_error: Exception | None = None
+        self.failure: str | None = None
         self._thread = threading.Thread(target=self._run, name="mlx-kv worker", daemon=True)
 
     def follow(self) -> None:
-        """On another rank than the first: does as the worker there, until that ends. This one takes no jobs.
+        """On ranks other than the first: follows the first rank's worker until that ends. Takes no jobs.
 
         Raises:
-            ValueError: what loading the models, or making an engine, refuses.
+            ValueError: the model does not support the settings.
             RanksError: a rank is gone.
         """
-        group = self._group
-        assert group is not None, "who is alone follows nobody"
+        group = self.group
+        assert group is not None
         self._load_models()
-        memory, for_caches = MemoryOfAll(self.models.model, group), group.for_caches(self.models.model)
-        whose = f"{model_fingerprint(self.models.model)} {self.policy}"
-        instructions = Instructions.for_policy(self.policy, self.models.tokenizer, self.models.model)
+        models, memory = self.models, MemoryOfAll(self.models.model, group)
+        caches_communicator = group.for_caches(models.model)
+        fingerprint = f"{model_fingerprint(models.model)} {self.policy}"
+        instructions = Instructions.for_policy(self.policy, models.tokenizer, models.model)
 
         def more(caches: Caches) -> dict[str, Callable[..., object]]:
-            return {**memory.handlers, **ShardFollower(group, for_caches, lambda: whose, caches).handlers}
+            return {
+                **memory.handlers,
+                **ShardFollower(group, caches_communicator, lambda: fingerprint, caches).handlers,
+            }
 
-        follow(partial(self._settings.engine, self.models, self.policy, instructions), group, more)
-
-    def _load_models(self) -> None:
-        self.models: Models = self._load()
-        self.policy = self.models.policy or self.policy
-        if self._group is not None:  # the rank that keeps least decides what all keep
-            (self._prompt_memory_bytes,) = self._group.all_min([self._prompt_memory_bytes])
-
-    @property
-    def _settings(self) -> EngineSettings:
-        step, wait = self._prefill_step_size, self._most_wait
-        return EngineSettings(self.max_batch_size, step, self._drafting, self.keeps_prompts, wait)
-
-    def parts(self) -> RankShards | None:
-        """Of prompts that are kept, those that the other ranks have; None where there is no other."""
-        if self._group is None:
-            return None
-        for_caches = self._group.for_caches(self.models.model)
-        return RankShards(self._group, for_caches, lambda: self._rows.engine.numbers, self._inbox.put)  # type: ignore[attr-defined]
+        follow(partial(self.settings.engine, models, self.policy, instructions), group, more)
 
     # --- called from other threads ------------------------------------------------------------------------------
 
     def start(self) -> Models:
-        """Loads the models; returns them when jobs can be submitted.
+        """Starts the thread; returns the models once jobs can be submitted.
 
         Raises:
-            Exception: whatever loading them raised, or the ValueError with which `make_engine` refuses a policy.
+            Exception: loading failed.
+            ValueError: the model does not support the policy.
         """
         self._thread.start()
         self._started.wait()
@@ -154,83 +116,81 @@ class Worker:
             raise self._load_error
         return self.models
 
-    def plan(self, policy: CachePolicy | None = None) -> Future[RowPlan]:
-        """What rows of a policy take; None is the policy of the server. A ValueError says what is refused.
-
-        Nobody answers once `alive` is False.
-        """
-        return self.ask(lambda: self._policies.plan(self.policy if policy is None else policy))
-
     def submit(self, job: Job) -> None:
+        """Adds a job."""
         job.policy = job.policy or self.policy
         self._inbox.put(partial(self._waiting.append, job))
 
     def cancel(self, job: Job) -> None:
-        """Lets a job go, wherever it stands; one that has ended is no error."""
+        """Ends a job at any stage; does nothing if it has ended."""
         self._inbox.put(partial(self._cancel, job))
 
-    def ask(self, what: Callable[[], T]) -> Future[T]:
-        """Does something in the thread, between two steps; its future has what it returns or raises."""
-        asked: Future[T] = Future()
-        self._inbox.put(partial(_do, what, asked))
-        return asked
+    def call(self, function: Callable[[], T]) -> Future[T]:
+        """Runs a function in the thread, between two steps.
+
+        The future fails with an ApiError, 503, if the thread has ended; if it ends meanwhile, by `fail_calls`.
+        """
+        future: Future[T] = Future()
+        self._calls.add(future)  # type: ignore[arg-type]
+        future.add_done_callback(self._calls.discard)
+        self._inbox.put(partial(_complete, future, function))
+        if not self.alive:
+            self.fail_calls(ApiError(503, self.end_reason))
+        return future
+
+    def fail_calls(self, error: ApiError) -> None:
+        """Fails the futures of all calls that are not done."""
+        for future in list(self._calls):
+            with contextlib.suppress(InvalidStateError):  # it has just been completed
+                future.set_exception(error)
 
     @property
     def prefixes(self) -> TieredPrefixes:
-        """What was read of prompts; only for what is asked of the thread."""
+        """The cached prefixes of the server's policy; for functions passed to `call`."""
         return self._rows.prefixes
 
     @property
+    def policies(self) -> RowsByPolicy:
+        """The rows of all policies; for functions passed to `call`."""
+        return self._policies
+
+    @property
     def ranks(self) -> int:
-        """How many machines have a part of the model."""
-        return 1 if self._group is None else self._group.size
+        """Number of machines with a part of the model."""
+        return 1 if self.group is None else self.group.size
 
     @property
     def speculates(self) -> bool:
         """Whether tokens are drafted."""
-        return self._drafting.drafter is not None or self.models.draft is not None
+        return self.settings.drafting.drafter is not None or self.models.draft is not None
 
     @property
     def snapshot(self) -> Snapshot:
-        """What was in memory a moment ago."""
-        return self._monitor.snapshot
-
-    @property
-    def history(self) -> TokenHistory:
-        """How many tokens came when."""
-        return self._monitor.history
-
-    def watch(self) -> Snapshot:
-        """The same. For some seconds from now, positions of rows are looked at, too."""
-        return self._monitor.watch()
+        """The newest snapshot of memory."""
+        return self.monitor.snapshot
 
     def stop(self, seconds: float | None = None) -> bool:
-        """Ends the thread; jobs that are left get an error.
+        """Ends the thread; unfinished jobs get an error.
 
         Args:
-            seconds: to wait for that; None waits for ever.
+            seconds: to wait; None waits for good.
 
         Returns:
-            Whether it has ended.
+            Whether it has ended, with all cached prefixes written to the store.
         """
         self._inbox.put(partial(setattr, self, "_stopping", True))
         self._thread.join(seconds)
-        return not self.alive
+        return not self.alive and self._all_stored
 
     @property
     def alive(self) -> bool:
-        """Whether jobs can be submitted. Once False, nothing more is delivered: whoever waits must look for himself."""
+        """Whether jobs can be submitted. Once False, nothing more is delivered."""
         return self._thread.is_alive()
 
     @property
-    def rows_by_policy(self) -> list[tuple[str, int]]:
-        """Each policy that has an engine now, in words, and how many rows it has."""
-        return self._told_policies
-
-    @property
-    def keeps_prompts(self) -> bool:
-        """Whether what was read of prompts is kept for others."""
-        return self._open_store is not None or self._prompt_memory_bytes > 0
+    def end_reason(self) -> str:
+        """A message for clients once the thread has ended."""
+        return f"the server ends: {self.failure or 'its worker has ended'}"
 
     # --- the thread -----------------------------------------------------------------------------------------------
 
@@ -238,144 +198,162 @@ class Worker:
         try:
             self._serve()
         except BaseException as error:
-            gone = None if self._group is None else self._group.gone_within(0.0)
+            gone = None if self.group is None else self.group.gone_within(0.0)
             if gone is None:
                 log.exception("the worker has died")
             self.failure = gone or " ".join(f"its worker died of {type(error).__name__}: {error}".split())[:300]
         finally:
             self._started.set()
-            mx.clear_streams()  # MLX wants this of a thread that ends, or it ends the process with an abort
+            mx.clear_streams()  # a thread that ends without this makes MLX abort the process
+
+    def _load_models(self) -> None:
+        self.models: Models = self._load()
+        self.policy = self.models.policy or self.policy
+        self._prompt_memory_bytes = self.settings.prompt_memory_bytes
+        if self.group is not None:  # all ranks keep as much as the one that keeps least
+            (self._prompt_memory_bytes,) = self.group.all_min([self._prompt_memory_bytes])
+
+    def _begin(self) -> None:
+        """Loads the models, and makes all that needs them."""
+        self._load_models()
+        models, settings = self.models, self.settings
+        self._memory = MemoryOfAll(models.model, self.group)
+        self._kept = PolicyPrefixes(self._prompt_memory_bytes, self._open_prefixes)
+        context = RowContext(
+            models, settings, self.monitor, self._kept, lambda chunks: self.deliver(chunks), self.group
+        )
+        self._policies = RowsByPolicy(context, self.policy)
+        self._rows = self._policies.main
+        self._rows.begin()
+        self.default_plan = self._policies.plan(self.policy)
+        self.limit = memory_limit(settings.memory_limit, models)
+        self.context, self.vocabulary = context_length(models.model), vocabulary_of(models.model)
+        self._unload.begin(models)
 
     def _serve(self) -> None:
         try:
-            self._load_models()
-            self._memory = MemoryOfAll(self.models.model, self._group)
-            served = Served(
-                self.models,
-                self._settings,
-                self._metrics,
-                self._monitor,
-                lambda chunks: self.deliver(chunks),
-                self._group,
-            )
-            self._kept = KeptPrompts(self._prompt_memory_bytes, self._open_prefixes)
-            self._policies = RowsByPolicy(served, self.policy, self._kept, self._most_policies)
-            self._rows = self._policies.main
-            self._rows.begin()
-            self.own_plan = self._policies.plan(self.policy)
-            self.limit = limited(self._memory_limit, self.models)
-            self.context, self.vocabulary = context_length(self.models.model), vocabulary_of(self.models.model)
-            self._rest.begin(self.models)
+            self._begin()
         except BaseException as error:
             self._load_error = error if isinstance(error, Exception) else RuntimeError(f"loading ended with {error!r}")
             return
         self._update_monitor()
         self._started.set()
         while not self._stopping:
-            at_fault: list[PolicyRows] = list(self._policies)  # whose rows end if something fails now
+            stepping: list[PolicyRows] = list(self._policies)  # the rows to restart if something fails now
             try:
                 self._read_inbox()
                 self._admit_waiting()
                 for rows in self._policies:
-                    at_fault = [rows]
+                    stepping = [rows]
                     rows.step()
-                at_fault = list(self._policies)
+                stepping = list(self._policies)
                 self._update_monitor()
                 continue
             except Exception as error:
                 ran_out = out_of_memory(error)
-                if isinstance(error, RanksError) or (self._group is not None and self._group.gone_within(1.0)):
-                    raise  # there is nobody to go on with
-                count = sum(len(rows.active) for rows in at_fault)
-                what = "one row ends" if ran_out else f"all {count} rows end"
-                log.exception("a step failed: %s, and the engine is made anew", what)
-            for rows in at_fault:
-                rows.recover(ran_out)  # out here, where no traceback holds the arrays of that step any longer
+                if isinstance(error, RanksError) or (self.group is not None and self.group.gone_within(1.0)):
+                    raise  # without all ranks there is no model
+                count = sum(len(rows.active) for rows in stepping)
+                ending = "one row ends" if ran_out else f"all {count} rows end"
+                log.exception("a step failed: %s, and the engine restarts", ending)
+            for rows in stepping:
+                rows.recover(ran_out)  # outside of `except`, where the traceback would hold the arrays of that step
         self._rows.fail([*self._policies.active, *self._waiting], SHUTTING_DOWN)
-        if self._group is not None:
-            self._group.finish()  # here, since streams are a thread's own: others must not be left in a pass
-        self._policies.close()
+        if self.group is not None:
+            self.group.finish()  # in this thread, since it owns its streams: others must not be left in a pass
+        self._all_stored = self._policies.close()
 
-    def _open_prefixes(self, whose: Callable[[], str]) -> TieredPrefixes:
-        memory = PromptMemory(self._prompt_memory_bytes, parts=self.parts())
+    def _open_prefixes(self, fingerprint: Callable[[], str]) -> TieredPrefixes:
+        memory = PromptMemory(self._prompt_memory_bytes, parts=self._shards())
+        open_store, store = self.settings.open_store, None
         try:
-            store = None if self._open_store is None else self._open_store(self.models)
+            store = None if open_store is None else open_store(self.models, self._shards())
         except Exception as error:
             if not self._started.is_set():
-                raise  # who starts a server hears of it
+                raise  # an error of the start
             log.warning("the prompt store cannot be opened for another policy, whose prompts stay in memory: %s", error)
-            store = None
-        return TieredPrefixes(memory, store, self._inbox.put, whose)
+        return TieredPrefixes(memory, store, self._inbox.put, fingerprint)
+
+    def _shards(self) -> RankShards | None:
+        """The parts of cached prefixes on other ranks; None on a single machine."""
+        if self.group is None:
+            return None
+        communicator = self.group.for_caches(self.models.model)
+        return RankShards(self.group, communicator, lambda: self._rows.engine.numbers, self._inbox.put)  # type: ignore[attr-defined]
 
     @property
-    def _room(self) -> bool:
-        """Whether one more job can have a row."""
-        return self._at_once < self.max_batch_size
-
-    @property
-    def _at_once(self) -> int:
-        """How many jobs have a row."""
+    def _row_count(self) -> int:
+        """Number of jobs with a row."""
         return sum(len(rows.active) for rows in self._policies)
+
+    @property
+    def _has_free_row(self) -> bool:
+        return self._row_count < self.settings.max_batch_size
 
     def _update_monitor(self) -> None:
         policies = self._policies
         idle = not self._waiting and not any(rows.active for rows in policies)
         if idle:
-            self._rows.tell_dropped()
-        if self._rest.look(idle, self.models):
-            self._monitor.expire()
-        if self._monitor.due(idle):
+            self._rows.release_dropped()
+        if self._unload.update(idle, self.models):
+            self.monitor.expire()
+        if self.monitor.due(idle):
             for rows in policies:
-                rows.note_progress()
-            self._told_policies = [(policy_name(rows.policy), len(rows.active)) for rows in policies]
+                rows.update_progress()
             batches = [] if idle else [(rows.decoding, rows.engine.caches) for rows in policies]
             drafts = [rows.engine.speculation for rows in policies if rows.engine.speculation is not None]
-            self._kept.fit(self.limit.left(policies.planned()))
-            self._monitor.update(batches, self._kept.nbytes, drafts, self._memory, policies.planned())
+            by_policy = [(policy_name(rows.policy), len(rows.active)) for rows in policies]
+            planned = policies.planned()
+            self._kept.fit(self.limit.left(planned))
+            self.monitor.update(batches, self._kept.nbytes, drafts, self._memory, planned, by_policy)
 
     def _read_inbox(self) -> None:
-        """Does what was asked for; waits for it where there is nothing else to do."""
+        """Handles messages; waits for one if there is nothing else to do."""
+        admits = self._waiting and self._has_free_row and self._stuck_beside != self._row_count
         try:
-            if self._policies.waits and not (self._waiting and self._room and self._stuck_beside != self._at_once):
-                self._inbox.get(timeout=UPDATE_EVERY if self._monitor.rate_falls else self._rest.wait())()
+            if self._policies.waits and not admits:
+                timeout = UPDATE_EVERY if self.monitor.rate_falls else self._unload.seconds_left()
+                self._inbox.get(timeout=timeout)()
             while True:
                 self._inbox.get_nowait()()
         except queue.Empty:
             pass
 
     def _admit_waiting(self) -> None:
-        """Gives rows to those who wait, in their order, as far as there is room.
+        """Gives rows to waiting jobs in their order, as far as there is room.
 
-        Those whose policy has no engine are passed by others for a while, so that engines are at work until one can be
-        let go.
+        Jobs of a policy without an engine are overtaken for a while, so that engines work until one can be replaced.
         """
-        if not self._waiting or not self._room:
+        if not self._waiting or not self._has_free_row:
             return
         for job in list(self._waiting):
-            if not self._room or not self._admit(job):
+            if not self._has_free_row or not self._admit(job):
                 break
-        self._stuck_beside = self._at_once if self._waiting else None
+        self._stuck_beside = self._row_count if self._waiting else None
 
     def _admit(self, job: Job) -> bool:
-        """Gives a job a row, if there is one; says whether others may have one."""
-        policies, policy, standing = self._policies, job.policy or self.policy, (job, self._at_once)
-        if self._too_large == standing or (self._at_once and not self.limit.fits(policies.planned(job))):
-            self._too_large = standing  # until a row has ended
+        """Gives a job a row if possible; returns whether the next job may have one."""
+        policies, policy = self._policies, job.policy or self.policy
+        attempt = job, self._row_count
+        if self._too_large == attempt or (self._row_count and not self.limit.fits(policies.planned(job))):
+            self._too_large = attempt  # until a row has ended
             return False
         try:
             rows = policies.of(policy)
-        except Exception as error:  # of an engine that is begun for it alone: others have no part in that
+        except Exception as error:  # of a new engine for this job, which affects no others
             refused = isinstance(error, ValueError)
-            if not refused and self._group is not None:
-                raise  # other ranks may have begun one
+            if not refused and self.group is not None:
+                raise  # other ranks may have made one
             if not refused:
                 log.exception("no engine could be made for %s: one request ends", policy_name(policy))
             self._waiting.remove(job)
-            why = str(error) if refused else f"no engine could be made for this cache: {type(error).__name__}: {error}"
-            self._rows.fail([job], why, 400 if refused else 503)
+            reason = str(error)
+            if not refused:
+                reason = f"no engine could be made for this cache: {type(error).__name__}: {error}"
+            self._rows.fail([job], reason, 400 if refused else 503)
             return True
         if rows is None:
-            return time.monotonic() - job.since < PASSED_BY
+            return time.monotonic() - job.since < OVERTAKEN_SECONDS
         self._kept.fit(self.limit.left(policies.planned(job)))
         self._waiting.remove(job)
         rows.add(job)
@@ -384,15 +362,21 @@ class Worker:
     def _cancel(self, job: Job) -> None:
         if job in self._waiting:
             self._waiting.remove(job)
-            self._metrics.finished.labels("cancelled").inc()
+            self.metrics.finished.labels("cancelled").inc()
         elif not any(rows.cancel(job) for rows in self._policies):
             return
-        self._monitor.expire()
+        self.monitor.expire()
 
 
-def _do(what: Callable[[], T], asked: Future[T]) -> None:
-    if asked.set_running_or_notify_cancel():
-        try:
-            asked.set_result(what())
-        except Exception as error:
-            asked.set_exception(error)
+def _complete(future: Future[T], function: Callable[[], T]) -> None:
+    """Completes a future with what a function returns or raises, unless `fail_calls` has completed it."""
+    if future.done() or not future.set_running_or_notify_cancel():
+        return
+    try:
+        result = function()
+    except Exception as error:
+        with contextlib.suppress(InvalidStateError):
+            future.set_exception(error)
+    else:
+        with contextlib.suppress(InvalidStateError):
+            future.set_result(result)

@@ -27,7 +27,7 @@ from mlx_kv.generation.two_pass_prefill import Instructions, prefill_all
 from mlx_kv.mlxlm.convert import make_prompt_cache
 from mlx_kv.mlxlm.traverse import leaves
 from mlx_kv.planning import Planner, Strategy
-from mlx_kv.server.memory_plan import plan_rows
+from mlx_kv.server.memory import plan_rows
 from mlx_kv.server.models import Models
 
 PROMPT, ANSWER, CHUNK = 1100, 60, 128

@@ -26,10 +26,9 @@ from mlx_kv.generation.settings import SamplingSettings
 from mlx_kv.generation.speculation.settings import DraftSettings
 from mlx_kv.mlxlm.loading import load
 from mlx_kv.server.access import AccessRules
-from mlx_kv.server.api import Api, Limits
-from mlx_kv.server.metrics import Metrics
-from mlx_kv.server.models import Models
-from mlx_kv.server.rest import Rest
+from mlx_kv.server.api import Api, HttpSettings, Limits
+from mlx_kv.server.models import IdleUnload, Models, WorkerSettings
+from mlx_kv.server.monitor import Metrics
 from mlx_kv.server.run import Server, bound
 from mlx_kv.server.worker import Worker
 
@@ -103,8 +102,8 @@ def running(
     drafting: DraftSettings | None = None,
     sampling: SamplingSettings | None = None,
     memory_limit: int | None = None,
-    most_policies: int = 1,
-    rest: Rest | None = None,
+    max_policies: int = 1,
+    unload: IdleUnload | None = None,
     chosen: Callable[[nn.Module], CachePolicy | None] = lambda model: None,
 ) -> Iterator[Running]:
     def models() -> Models:
@@ -112,29 +111,25 @@ def running(
         drafts = load(model_path("draft"))[0] if draft else None
         return Models(model, change(tokenizer), drafts, sampling or SamplingSettings(), chosen(model))
 
-    metrics = Metrics()
-    worker = Worker(
-        models,
-        lambda chunks: None,
-        metrics,
-        policy,
+    settings = WorkerSettings(
+        policy or CachePolicy(),
         max_batch_size,
-        drafting,
+        drafting=drafting or DraftSettings(),
         prompt_memory_bytes=prompt_memory_bytes,
-        open_store=open_store,
+        open_store=open_store and (lambda models, shards: open_store(models)),
         memory_limit=memory_limit,
-        most_policies=most_policies,
-        rest=rest,
+        max_policies=max_policies,
     )
+    worker = Worker(models, settings, unload=unload)
     worker.start()
-    api = Api(worker, metrics, "reference", limits, keys, access)
+    api = Api(worker, "reference", HttpSettings(limits=limits or Limits(), keys=keys, access=access))
     server = Server(api, drain_seconds=5)
     with bound("127.0.0.1", 0) as listening:
         listening.listen()
         thread = threading.Thread(target=server.run, args=([listening],))
         thread.start()
         try:
-            yield Running(f"http://127.0.0.1:{listening.getsockname()[1]}", worker, api, metrics)
+            yield Running(f"http://127.0.0.1:{listening.getsockname()[1]}", worker, api, worker.metrics)
         finally:
             server.should_exit = True
             thread.join()

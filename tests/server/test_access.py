@@ -13,8 +13,8 @@ from starlette.datastructures import Headers
 from starlette.routing import Route
 
 from mlx_kv.server.access import AccessRules
-from mlx_kv.server.api import PAGE
 from mlx_kv.server.errors import ApiError
+from mlx_kv.server.status import PAGE
 
 
 def test_keys() -> None:

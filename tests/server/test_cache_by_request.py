@@ -26,7 +26,7 @@ POLICIES: list[dict[str, Any]] = [{}, {"bits": 8}, {"budget": 128}, {"budget": 1
 @pytest.fixture(scope="module")
 def server() -> Any:
     with running(
-        limits=Limits(cache=ALLOWED, max_tokens=32), prompt_memory_bytes=2**28, most_policies=len(POLICIES)
+        limits=Limits(cache=ALLOWED, max_tokens=32), prompt_memory_bytes=2**28, max_policies=len(POLICIES)
     ) as one:
         yield one
 
@@ -36,12 +36,12 @@ def server() -> Any:
 def test_rows_of_different_policies_are_served_side_by_side_as_each_would_be_alone(draft: bool) -> None:
     prompts = [LONG[start : start + 700] for start in (0, 900)]
     with (
-        running(limits=Limits(cache=ALLOWED), most_policies=len(POLICIES), draft=draft) as server,
+        running(limits=Limits(cache=ALLOWED), max_policies=len(POLICIES), draft=draft) as server,
         ThreadPoolExecutor(8) as pool,
     ):
         asked = [pool.submit(server.complete, prompt, 24, cache=cache) for cache in POLICIES for prompt in prompts]
         told = [each.result() for each in asked]
-        server.wait_until(lambda: len(server.worker.rows_by_policy) == len(POLICIES))
+        server.wait_until(lambda: len(server.worker.snapshot.policies) == len(POLICIES))
     for number, cache in enumerate(POLICIES):
         with running(CachePolicy(**cache), draft=draft) as alone:
             for index, prompt in enumerate(prompts):
@@ -60,7 +60,7 @@ def test_a_prompt_that_is_read_again_for_its_score_is_found_by_the_next_request(
     with running(CachePolicy(**cache)) as own:
         wanted = own.complete(LONG[:900], 6)
     limits = Limits(cache=AllowedCache.of(["budget=96-512", "score=kvzip"]))
-    with running(limits=limits, prompt_memory_bytes=2**28, most_policies=2) as server:
+    with running(limits=limits, prompt_memory_bytes=2**28, max_policies=2) as server:
         answers = [server.post(prompt=LONG[:900], max_tokens=6, cache=cache).json() for _ in range(2)]
         assert [answer["choices"][0]["text"] for answer in answers] == [wanted, wanted]
         assert [cached(answer) > 0 for answer in answers] == [False, True]
@@ -78,7 +78,7 @@ def test_what_is_not_to_be_kept_is_not(cache: dict[str, Any], server: Running) -
 
 
 def test_an_engine_that_nobody_needs_makes_room_for_another() -> None:
-    with running(limits=Limits(cache=ALLOWED), most_policies=2, prompt_memory_bytes=2**28) as server:
+    with running(limits=Limits(cache=ALLOWED), max_policies=2, prompt_memory_bytes=2**28) as server:
         for budget in (100, 200, 300, 100):
             answer = server.post(prompt=LONG[:500], max_tokens=2, cache={"budget": budget}).json()
             assert len(list(server.worker._policies)) == 2
@@ -99,7 +99,7 @@ def test_a_store_that_opens_once_only_is_none_for_other_policies(tmp_path: Path,
         return opened[0]
 
     limits = Limits(cache=ALLOWED)
-    with running(limits=limits, most_policies=2, prompt_memory_bytes=2**28, open_store=open_store) as one:
+    with running(limits=limits, max_policies=2, prompt_memory_bytes=2**28, open_store=open_store) as one:
         plain = one.complete(LONG[:500], 4)
         for again in (False, True):
             answer = one.post(prompt=LONG[:500], max_tokens=4, cache={"bits": 8}).json()
@@ -111,7 +111,7 @@ def test_a_store_that_opens_once_only_is_none_for_other_policies(tmp_path: Path,
 def test_an_engine_that_cannot_be_made_ends_the_request_that_wanted_it_alone(monkeypatch: Any) -> None:
     prompts = [LONG[:400], LONG[900:1300]]
     with (
-        running(limits=Limits(cache=ALLOWED), most_policies=2) as server,
+        running(limits=Limits(cache=ALLOWED), max_policies=2) as server,
         ThreadPoolExecutor(2) as pool,
     ):
         wanted = [server.complete(prompt, 32) for prompt in prompts]
@@ -238,7 +238,7 @@ def test_one_engine_serves_one_policy() -> None:
 
 
 def test_what_is_kept_of_all_policies_has_one_limit() -> None:
-    with running(limits=Limits(cache=ALLOWED), most_policies=3, prompt_memory_bytes=2_000_000) as server:
+    with running(limits=Limits(cache=ALLOWED), max_policies=3, prompt_memory_bytes=2_000_000) as server:
         for cache in ({}, {"bits": 8}, {"budget": 400}):
             for start in range(0, 1500, 500):
                 server.complete(LONG[start : start + 1000], 2, cache=cache)

@@ -267,7 +267,7 @@ def half_closed(url: str, version: str = "1.1", times: int = 1, **body: Any) -> 
 def test_a_client_that_stops_sending_gets_its_answer(
     server: Running, version: str, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mlx_kv.server.half_close.FIRST_WAIT", 0.0005)  # all bytes ahead come before the answer ends
+    monkeypatch.setattr("mlx_kv.server.run.FIRST_WAIT", 0.0005)  # all bytes ahead come before the answer ends
     for count in (1, 150):
         with half_closed(server.url, version, stream=stream, max_tokens=count) as raw:
             answer = http.client.HTTPResponse(raw)

@@ -13,9 +13,8 @@ from serving import ENDS, LONG, PLENTY, SOURCE, Running, cached, running
 from mlx_kv import CachePolicy, PromptStore, SpeculationStatistics
 from mlx_kv.generation.speculation.drafters.suffix import SuffixDrafter
 from mlx_kv.generation.speculation.settings import DraftSettings
-from mlx_kv.server.metrics import Metrics
 from mlx_kv.server.models import Models
-from mlx_kv.server.monitor import Monitor
+from mlx_kv.server.monitor import Metrics, Monitor
 
 
 class Watched(SuffixDrafter):

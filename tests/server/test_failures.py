@@ -17,8 +17,9 @@ import pytest
 from serving import ENDS, LONG, SERVE, Running, Troubled, cached, check_error, command, deaf, running
 
 from mlx_kv.server.api import Limits
+from mlx_kv.server.cache_requests import AllowedCache
+from mlx_kv.server.errors import ApiError
 from mlx_kv.server.response_objects import ResponseBuilder
-from mlx_kv.server.task_thread import TaskThread, TaskThreadError
 
 
 def kill(thread: threading.Thread | None) -> None:
@@ -99,11 +100,31 @@ def test_whatever_the_worker_dies_of_every_request_ends(
         server.wait_until(lambda: server.api.admission.admitted == 0 and not server.api.admission.jobs)
 
 
+@pytest.mark.parametrize("ending", ["dies", "gives up"])
+def test_a_call_that_waits_for_the_worker_ends_with_it(ending: str) -> None:
+    """A plan for a policy of a request's own, before the request is a job; also where the worker is stuck for good."""
+    with running(limits=Limits(cache=AllowedCache(bits=(8,))), max_policies=2) as server, ThreadPoolExecutor(1) as pool:
+        with held(server):
+            asked = pool.submit(server.post, prompt="import os", cache={"bits": 8})
+            server.wait_until(lambda: bool(server.worker._calls))
+            if ending == "dies":
+                kill(server.worker._thread)
+            else:
+                server.api.admission.give_up("the server ends: rank 1 is gone")
+                assert "rank 1 is gone" in check_error(asked.result(2), 503)["message"]
+        message = check_error(asked.result(20), 503)["message"]
+        assert message.startswith("the server ends: ")
+        if ending == "dies":
+            assert "its worker died of SystemExit" in message
+            assert isinstance(server.worker.call(int).exception(2), ApiError)  # and later ones at once
+        server.wait_until(lambda: server.api.admission.admitted == 0 and not server.worker._calls)
+
+
 def test_later_requests_hear_why_there_is_no_worker() -> None:
     with running() as server:
         kill(server.worker._thread)
         server.worker.cancel(server.worker.snapshot)  # type: ignore[arg-type]  # which wakes it
-        server.wait_until(lambda: server.api.admission._closing is not None)
+        server.wait_until(lambda: server.api.admission.closing is not None)
 
         async def ask() -> list[httpx.Response]:
             transport = httpx.ASGITransport(app=server.api.app)
@@ -137,7 +158,7 @@ def test_an_engine_that_can_be_made_at_the_second_try_is_used(monkeypatch: pytes
 
 DIES = SERVE + (
     "from mlx_kv.server import policy_rows as rows; "
-    "rows.PolicyRows._hand_on = lambda self, tokens: sys.exit('gone'); main()"
+    "rows.PolicyRows._deliver = lambda self, tokens: sys.exit('gone'); main()"
 )
 
 
@@ -156,40 +177,11 @@ def test_the_command_ends_with_its_worker() -> None:
 # --- its other threads ------------------------------------------------------------------------------------------------
 
 
-def test_a_clerk_does_one_thing_after_the_other() -> None:
-    clerk, done = TaskThread("clerk"), list[int]()
-    futures = [clerk.submit(lambda n=n: done.append(n) or n) for n in range(50)]  # type: ignore[misc]
-    assert [future.result(20) for future in futures] == done == list(range(50))
-    assert isinstance(clerk.submit(broken).exception(20), RuntimeError)
-    assert clerk.submit(lambda: 7).result(20) == 7
-    clerk.close()
-    with pytest.raises(TaskThreadError, match="closed"):
-        clerk.submit(lambda: 7).result(20)
-
-
-@pytest.mark.parametrize("busy", [True, False])
-def test_who_waits_for_a_clerk_that_dies_is_told(busy: bool) -> None:
-    clerk, holds, go_on = TaskThread("clerk"), threading.Event(), threading.Event()
-    assert clerk.submit(lambda: 7).result(20) == 7
-    first = None
-    if busy:
-        first = clerk.submit(lambda: (holds.set(), go_on.wait(20)))
-        assert holds.wait(20)
-    kill(clerk._thread)
-    waiting = clerk.submit(lambda: 7)
-    go_on.set()
-    for future in filter(None, (first, waiting)):
-        with pytest.raises(TaskThreadError, match="'clerk' has died"):
-            future.result(20)
-    assert clerk.submit(lambda: 8).result(20) == 8
-    clerk.close()
-
-
 def test_a_tokenizer_that_dies_ends_its_requests_only(monkeypatch: pytest.MonkeyPatch) -> None:
     with running() as server:
         monkeypatch.setattr(server.api._intake, "_encode", lambda asked: sys.exit("panic"))
         message = check_error(server.post(prompt="import"), 500)["message"]
-        assert message == "the server failed: the thread 'mlx-kv tokenizer' has died"
+        assert message == "the server failed: the tokenizer ended with SystemExit: panic"
         monkeypatch.undo()
         assert server.complete("import", 3)
         server.wait_until_empty()
@@ -218,7 +210,7 @@ def test_a_disk_that_never_answers_costs_only_time(
         )
         if trouble == "dies":
             assert stores[-1].asked.wait(20)  # else it might die with a lock in its hand, as no thread does by itself
-            kill(server.worker._rows.prefixes._disk._thread)
+            kill(next(iter(server.worker._rows.prefixes._disk._threads)))
             stores[-1].go_on.set()
         answer = slow.result(20).json()
         assert answer["choices"][0]["text"] == wanted

@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_kv.server.history import RECENT_SLOTS, SLOTS, Recent, SinceStart, TokenHistory
+from mlx_kv.server.monitor import RECENT_SLOTS, SLOTS, CountsSinceStart, RecentCounts, TokenHistory
 
 TIMES = st.lists(st.tuples(st.floats(0, 5000), st.integers(1, 99)), max_size=40)
 
 
 @given(TIMES)
 def test_since_the_start_each_slot_has_what_came_in_it(times: list[tuple[float, int]]) -> None:
-    history, now = SinceStart(slots=8), 5000.0
+    history, now = CountsSinceStart(slots=8), 5000.0
     for since_start, count in sorted(times):
         history.add(since_start, count)
     found = history.counts(now)
@@ -25,7 +25,7 @@ def test_since_the_start_each_slot_has_what_came_in_it(times: list[tuple[float, 
 
 @given(TIMES)
 def test_the_newest_seconds_are_told_one_by_one(times: list[tuple[float, int]]) -> None:
-    history, now = Recent(slots=60), 5000.0
+    history, now = RecentCounts(slots=60), 5000.0
     for since_start, count in sorted(times):
         history.add(since_start, count)
     seconds = range(4941, 5001)

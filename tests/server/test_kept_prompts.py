@@ -175,7 +175,7 @@ def test_a_full_disk_is_logged_once_and_used_again_when_there_is_room(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Under a budget a prompt is stored after each of many chunks."""
-    monkeypatch.setattr(tiered_prefixes, "REFUSED_FOR", 0.1)
+    monkeypatch.setattr(tiered_prefixes, "RETRY_SECONDS", 0.1)
     stores: list[Troubled] = []
 
     def open_store(models: Models) -> PromptStore:

@@ -18,8 +18,7 @@ from mlx_kv.ranks.channel import Channel
 from mlx_kv.ranks.group import RankGroup
 from mlx_kv.ranks.link import Follower, Leader, RanksError
 from mlx_kv.server.job import Job
-from mlx_kv.server.metrics import Metrics
-from mlx_kv.server.models import Models
+from mlx_kv.server.models import Models, WorkerSettings
 from mlx_kv.server.worker import Worker
 
 
@@ -58,11 +57,8 @@ def leading(reference: Any, policy: CachePolicy) -> Iterator[tuple[Worker, RankG
     listener = Listener(follower)
     worker = Worker(
         lambda: Models(make_model("llama", max_position_embeddings=8192), reference[1]),
-        lambda chunks: None,
-        Metrics(),
-        policy,
-        prompt_memory_bytes=0,
-        group=group,
+        WorkerSettings(policy, prompt_memory_bytes=0),
+        group,
     )
     try:
         worker.start()

@@ -15,7 +15,7 @@ from mlx_kv.generation.statistics import cache_statistics
 from mlx_kv.generation.two_pass_prefill import TwoPassPrefill
 from mlx_kv.planning import Layer, RowMemory
 from mlx_kv.server.api import Limits
-from mlx_kv.server.memory_plan import MemoryLimit, RowPlan, RowSlots, default_limit
+from mlx_kv.server.memory import MemoryLimit, RowPlan, RowSlots, default_limit
 from mlx_kv.server.worker import Worker
 
 
@@ -80,7 +80,7 @@ def test_a_row_whose_prompt_is_read_twice_is_planned_at_its_peak(
     policy = CachePolicy(budget=128, score="kvzip", **stored)
     with running(policy, prompt_memory_bytes=prompt_memory_bytes) as server:
         usage = server.post(prompt=LONG, max_tokens=24).json()["usage"]
-        plan = server.worker.own_plan
+        plan = server.worker.default_plan
         planned = plan.together([plan.slots(usage["prompt_tokens"], 24)])
     assert usage["prompt_tokens"] > 1000
     assert max(held) <= planned <= 1.15 * max(held)
@@ -90,7 +90,7 @@ def test_a_row_whose_prompt_is_read_twice_is_planned_at_its_peak(
 @pytest.mark.slow
 def test_a_limit_of_three_rows_serves_sixteen_clients_without_an_error() -> None:
     with running(max_batch_size=16) as free:
-        plan, weights = free.worker.own_plan, free.worker.limit.weights
+        plan, weights = free.worker.default_plan, free.worker.limit.weights
         prompts = [f"def number_{index}(n):\n" + LONG[index : index + 400] for index in range(16)]
         wanted = [free.complete(prompt, 24) for prompt in prompts]
     room = 3 * plan.nbytes(256)
@@ -107,7 +107,7 @@ def test_a_limit_of_three_rows_serves_sixteen_clients_without_an_error() -> None
 
 def test_what_never_fits_is_refused_with_the_figure() -> None:
     with running(max_batch_size=4) as free:
-        plan, weights = free.worker.own_plan, free.worker.limit.weights
+        plan, weights = free.worker.default_plan, free.worker.limit.weights
     with running(memory_limit=weights + plan.nbytes(512), limits=Limits(max_tokens=16)) as server:
         assert server.complete(LONG[:400], 16)
         for stream in (False, True):
@@ -120,7 +120,7 @@ def test_what_never_fits_is_refused_with_the_figure() -> None:
 
 def test_kept_prompts_make_room_for_rows() -> None:
     with running() as free:
-        plan, weights = free.worker.own_plan, free.worker.limit.weights
+        plan, weights = free.worker.default_plan, free.worker.limit.weights
     room = plan.nbytes(1280)
     with running(memory_limit=weights + room, prompt_memory_bytes=2**28) as server:
         for start in range(0, 2000, 250):  # each is kept, all together are too many

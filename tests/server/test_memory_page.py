@@ -20,7 +20,7 @@ from mlx_kv.cache.classes import moving
 from mlx_kv.cache.eviction.evictor import Evictor
 from mlx_kv.generation.prefill import read_ragged
 from mlx_kv.mlxlm.batching import RowsByClass
-from mlx_kv.server.occupancy import occupancy_of, position_ranges, tokens_evicted
+from mlx_kv.server.memory import occupancy_of, position_ranges, tokens_evicted
 
 # --- what it shows of itself ------------------------------------------------------------------------------------------
 

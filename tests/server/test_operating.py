@@ -18,9 +18,8 @@ from serving import Running, deaf
 
 from mlx_kv.cli.operating import Operating
 from mlx_kv.cli.options import ByteCount
-from mlx_kv.server.access_log import log_from
+from mlx_kv.server.access import Certificates, configure_logging
 from mlx_kv.server.run import Server, bound
-from mlx_kv.server.tls import Certificates
 
 NEEDS_OPENSSL = pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl to make certificates with")
 DAY = ("-days", "1", "-nodes", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1")
@@ -93,7 +92,7 @@ def test_clients_must_show_a_certificate(encrypted: str, pem: Path) -> None:
 def test_certificates_that_cannot_be_used_are_refused_before_anything(pem: Path, tmp_path: Path) -> None:
     no_pem = tmp_path / "no.pem"
     no_pem.write_text("nothing")
-    assert Certificates(pem / "both.pem").of_uvicorn == {"ssl_certfile": str(pem / "both.pem")}
+    assert Certificates(pem / "both.pem").uvicorn_options == {"ssl_certfile": str(pem / "both.pem")}
     for files in (
         (pem / "cert.pem",),
         (pem / "cert.pem", pem / "closed.pem"),
@@ -182,7 +181,7 @@ def test_a_client_that_hung_up_is_a_line_too(server: Running, lines: list[str]) 
 def test_all_libraries_have_one_form_of_log_and_ours_has_levels(capsys: pytest.CaptureFixture[str]) -> None:
     before = {log: (log.handlers, log.level) for log in map(logging.getLogger, (None, "mlx_kv", "uvicorn"))}
     try:
-        log_from("INFO")
+        configure_logging("INFO")
         logging.getLogger("mlx_kv.access").info("seen")
         logging.getLogger("mlx_kv.access").debug("unseen")
         logging.getLogger("somebody").info("unseen")

@@ -269,7 +269,7 @@ def test_unknown_paths_and_methods(server: Running) -> None:
 def test_a_full_queue_turns_away() -> None:
     with running(max_batch_size=1, limits=Limits(queue=1)) as server, ThreadPoolExecutor(2) as pool:
         waiting = [pool.submit(server.complete, "import", 300) for _ in range(2)]
-        server.wait_until(lambda: server.api.admission._admitted == 2)
+        server.wait_until(lambda: server.api.admission.admitted == 2)
         answer = server.post(prompt="x")
         assert check_error(answer, 429)["type"] == "rate_limit_error"
         assert int(answer.headers["Retry-After"]) >= 1

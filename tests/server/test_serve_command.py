@@ -18,7 +18,7 @@ import httpx
 import pytest
 from serving import SERVE, Running, command, deaf
 
-from mlx_kv.server.shutdown import ShutdownSignals
+from mlx_kv.server.run import ShutdownSignals
 
 
 @contextlib.contextmanager

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from mlx_kv.server import run, shutdown
+from mlx_kv.server import run
 
 
 @pytest.fixture(autouse=True)
 def _told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "TOLD_WITHIN", 0.0)
+    monkeypatch.setattr(run, "FLUSH_SECONDS", 0.0)
 
 
 def ending(drain_seconds: float, then: Any) -> tuple[list[str], float]:
@@ -28,7 +28,7 @@ def ending(drain_seconds: float, then: Any) -> tuple[list[str], float]:
     timer = threading.Timer(0.1, then, [server])
     timer.start()
     began = time.monotonic()
-    asyncio.run(server._end_answers())
+    asyncio.run(server._end_responses())
     timer.join()
     return told, time.monotonic() - began
 
@@ -56,10 +56,10 @@ def test_other_ranks_hear_that_a_signal_ends_the_process(monkeypatch: pytest.Mon
         raise LeftError(code)
 
     monkeypatch.setattr(signal, "signal", lambda number, handler: None)
-    monkeypatch.setattr(shutdown, "PART_WITHIN", 0.2)
-    monkeypatch.setattr(shutdown.os, "_exit", left)
+    monkeypatch.setattr(run, "LEAVE_SECONDS", 0.2)
+    monkeypatch.setattr(run.os, "_exit", left)
     for part in (lambda code, why: heard.append((code, why)), lambda code, why: time.sleep(5)):
-        signals = shutdown.ShutdownSignals(lambda line: None, 1.0, part)
+        signals = run.ShutdownSignals(lambda line: None, 1.0, part)
         with pytest.raises(LeftError):
-            signals._signal(signal.SIGTERM, None)
+            signals._handle(signal.SIGTERM, None)
     assert heard == [(0, "stopped")]

@@ -45,11 +45,11 @@ def act(server: Running, number: object, action: str, name: Any = "talk.safetens
 
 def test_slots_of_jobs() -> None:
     slots, one, two = Slots(2), Job(list(range(100)), 5), Job(list(range(200, 300)), 5)
-    slots.look([one, two])
+    slots.update([one, two])
     assert [slot.job for slot in slots.all] == [None, None]  # they have no row yet
     one.joined = two.joined = True
-    slots.look([one, two])
-    slots.look([two, one])
+    slots.update([one, two])
+    slots.update([two, one])
     assert [slot.job for slot in slots.all] == [one, two]
     one.answer += [7, 8]
     slots.leave(one)
@@ -58,13 +58,13 @@ def test_slots_of_jobs() -> None:
     again, third, asked = Job(list(range(90)), 5), Job([1] * 9, 5), Job(list(range(200, 290)), 5, slot=0)
     for job in (again, third, asked):
         job.joined = True
-    slots.look([again])
+    slots.update([again])
     assert slots.all[0].job is again  # which has most of its prompt
     slots.leave(again)
-    slots.look([third])
+    slots.update([third])
     assert slots.all[1].job is third  # the other was used later
     slots.leave(third)
-    slots.look([asked])
+    slots.update([asked])
     assert slots.all[0].job is asked
     unseen = Job([5] * 9, 5)
     unseen.joined = True
@@ -186,6 +186,6 @@ def test_what_cannot_be_done_with_a_slot(slotted: Running, server: Running) -> N
         assert "--slot-save-path" in check_error(act(one, 0, "save"), 400)["message"]
         assert act(one, 0, "erase").json() == {"id_slot": 0, "n_erased": 0}
         one.api._slots._folder = Path("/nowhere")
-        assert "has nothing that is kept" in check_error(act(one, 0, "save"), 400)["message"]
+        assert "has nothing in the prefix cache" in check_error(act(one, 0, "save"), 400)["message"]
         one.complete("x", 1)
         assert "it read too little" in check_error(act(one, 0, "save"), 400)["message"]

@@ -15,7 +15,7 @@ from serving import SOURCE, Running, check_error, running
 
 from mlx_kv.server.api import Limits
 from mlx_kv.server.chat_output import ChatOutputParser, Delta
-from mlx_kv.server.names import ModelNames
+from mlx_kv.server.models import ModelNames
 from mlx_kv.server.unknown_fields import MOST_NAMES, UnknownFields
 
 

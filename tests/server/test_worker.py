@@ -6,7 +6,7 @@ import contextlib
 import random
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,7 @@ from tiny_models import make_model
 
 from mlx_kv import CachePolicy, PromptStore
 from mlx_kv.server.job import Job, OutputChunk
-from mlx_kv.server.metrics import Metrics
-from mlx_kv.server.models import Models
+from mlx_kv.server.models import Models, WorkerSettings
 from mlx_kv.server.worker import Worker
 
 PROMPT = [(7 * i * i + 3 * i) % 90 for i in range(700)]
@@ -67,13 +66,18 @@ def worker_at_work(
     policy: CachePolicy | None = None,
     prompt_memory_bytes: int = 2**28,
     draft: bool = False,
+    open_store: Callable[[Models], PromptStore] | None = None,
     **options: Any,
 ) -> Iterator[WorkerClient]:
     def models() -> Models:
         model = make_model(family, max_position_embeddings=8192)
         return Models(model, reference[1], model if draft else None)  # a draft that is always right
 
-    worker = Worker(models, lambda chunks: None, Metrics(), policy, prompt_memory_bytes=prompt_memory_bytes, **options)
+    store = None if open_store is None else lambda models, shards: open_store(models)
+    settings = WorkerSettings(
+        policy or CachePolicy(), prompt_memory_bytes=prompt_memory_bytes, open_store=store, **options
+    )
+    worker = Worker(models, settings)
     worker.start()
     try:
         yield WorkerClient(worker)
@@ -107,7 +111,7 @@ def test_prompts_of_other_families_are_found_again(
             asked = kept.ask(tokens)
             assert asked.wait() == anew.ask(tokens).wait()
             assert asked.job.cached >= 576  # the chunk before 640 at the least
-        assert kept.worker._metrics.total("engine_failures") == 0
+        assert kept.worker.metrics.total("engine_failures") == 0
 
 
 def test_who_waited_for_a_prompt_goes_on_when_that_ends_with_its_first_token(reference: Any) -> None:
@@ -243,4 +247,4 @@ def test_jobs_that_come_and_go_at_any_time(
         assert not worker._rows.active
         assert not worker._rows.prefill._jobs
         assert not worker._rows.prefill._readers
-        assert worker._metrics.total("engine_failures") == 0
+        assert worker.metrics.total("engine_failures") == 0

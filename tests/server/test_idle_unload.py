@@ -11,8 +11,7 @@ from serving import SOURCE, running
 from mlx_kv.bundled import draft_path
 from mlx_kv.cli.decoding import Drafting
 from mlx_kv.cli.loading import Loading
-from mlx_kv.server.models import Models
-from mlx_kv.server.rest import Rest
+from mlx_kv.server.models import IdleUnload, Models
 
 WEIGHTS = 15_000_000  # bytes of the reference model, and some less
 
@@ -26,20 +25,20 @@ class Clock:
 
 def test_weights_are_let_go_once_after_so_long_without_a_request() -> None:
     clock, gone, models = Clock(), list[Any](), Models(None, None)  # type: ignore[arg-type]
-    rest = Rest(10.0, gone.append, clock=clock)
-    assert (rest.look(True, models), rest.wait()) == (False, None)  # nothing was asked yet
+    unload = IdleUnload(10.0, gone.append, clock=clock)
+    assert (unload.update(True, models), unload.seconds_left()) == (False, None)  # nothing was asked yet
     for _ in range(2):
-        assert not rest.look(False, models)
-        assert rest.wait() is None
+        assert not unload.update(False, models)
+        assert unload.seconds_left() is None
         clock.now += 100
-        assert not rest.look(True, models)
-        assert rest.wait() == 10
+        assert not unload.update(True, models)
+        assert unload.seconds_left() == 10
         clock.now += 7
-        assert not rest.look(True, models)
-        assert rest.wait() == 3
+        assert not unload.update(True, models)
+        assert unload.seconds_left() == 3
         clock.now += 3
-        assert rest.look(True, models)
-        assert (rest.look(True, models), rest.wait()) == (False, None)
+        assert unload.update(True, models)
+        assert (unload.update(True, models), unload.seconds_left()) == (False, None)
     assert gone == [models, models]
 
 
@@ -48,31 +47,31 @@ def test_weights_that_cannot_be_let_go_stay(caplog: pytest.LogCaptureFixture) ->
         raise OSError("the disk is gone")
 
     clock, models = Clock(), Models(None, None)  # type: ignore[arg-type]
-    rest = Rest(1.0, broken, clock=clock)
-    rest.look(False, models)
-    rest.look(True, models)
+    unload = IdleUnload(1.0, broken, clock=clock)
+    unload.update(False, models)
+    unload.update(True, models)
     clock.now = 5
-    assert not rest.look(True, models)
-    assert "the weights could not be let go" in caplog.text
+    assert not unload.update(True, models)
+    assert "the weights could not be unloaded" in caplog.text
 
 
 def test_nobody_who_does_not_ask_for_it_is_woken() -> None:
-    rest = Rest()
-    rest.look(False, Models(None, None))  # type: ignore[arg-type]
-    assert not rest.look(True, Models(None, None))  # type: ignore[arg-type]
-    assert rest.wait() is None
+    unload = IdleUnload()
+    unload.update(False, Models(None, None))  # type: ignore[arg-type]
+    assert not unload.update(True, Models(None, None))  # type: ignore[arg-type]
+    assert unload.seconds_left() is None
 
 
 @pytest.mark.parametrize("draft", [False, True], ids=["plain", "draft model"])
 def test_a_server_lets_go_and_goes_on(draft: bool) -> None:
     loading, drafting = Loading(), Drafting(None, "reference" if draft else None, None, None, None, "chosen")
 
-    def let_go(models: Models) -> None:
+    def unload(models: Models) -> None:
         loading.let_go(models.model, "reference")
         drafting.let_go(models.draft)
 
     assert draft_path("reference").endswith("draft")
-    with running(draft=draft, rest=Rest(0.3, let_go), prompt_memory_bytes=2**24) as server:
+    with running(draft=draft, unload=IdleUnload(0.3, unload), prompt_memory_bytes=2**24) as server:
         wanted = server.complete(SOURCE[:400], 30)
         held = mx.get_active_memory()
         server.wait_until(lambda: mx.get_active_memory() < held - WEIGHTS)
@@ -84,8 +83,8 @@ def test_a_server_lets_go_and_goes_on(draft: bool) -> None:
 
 def test_no_weights_are_held_before_the_first_request() -> None:
     before, loading = mx.get_active_memory(), Loading(lazy_load=True)
-    rest = Rest(None, lambda models: loading.let_go(models.model, "reference"), lazy=True)
-    with running(rest=rest) as server:
+    unload = IdleUnload(None, lambda models: loading.let_go(models.model, "reference"), lazy=True)
+    with running(unload=unload) as server:
         assert mx.get_active_memory() < before + 1_000_000
         assert server.worker.snapshot.active_memory < before + 1_000_000
         with running() as other:

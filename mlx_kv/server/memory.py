@@ -1,0 +1,326 @@
+"""Memory of rows: the maximum that they will need, the limit, and what is held now.
+
+A plan is made from a model and a policy, without evaluating anything; then it is integers only. The bytes of a row at
+its peak come from `planning.RowMemory`. In a batch, rows are as long as the longest one, as far as `cache.classes` does
+not separate them.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_kv.cache.classes.moving import LEAST_SAVED
+from mlx_kv.cache.classes.rule import KEPT
+from mlx_kv.cache.growth import SLOT_MULTIPLE, round_up
+from mlx_kv.cache.kv_cache import KVCache
+from mlx_kv.cache.layout import Layout, Row
+from mlx_kv.generation.prefill import MOST_TOKENS_AHEAD
+from mlx_kv.generation.statistics import cache_statistics
+from mlx_kv.generation.two_pass_prefill import Instructions
+from mlx_kv.mlxlm.observing import attends_by_class
+from mlx_kv.mlxlm.traverse import Places, leaves, places_of
+from mlx_kv.planning import Planner, RowMemory
+from mlx_kv.policy import CachePolicy
+from mlx_kv.ranks.splitting import weights_of
+from mlx_kv.server.models import Models
+
+MAX_SLACK = 8192  # slots that a growing cache allocates beyond need
+DEVICE_SHARE = 0.8  # of the device's memory, as the default limit; activations and copies need some, too
+RESOLUTION = 1000  # gaps between positions below this fraction of a row are closed
+log = logging.getLogger("mlx_kv.server")
+
+
+# --- planned ----------------------------------------------------------------------------------------------------------
+
+
+class RowSlots(NamedTuple):
+    """Slots of one row.
+
+    Attributes:
+        prompt: tokens of the prompt.
+        slots: for prompt and answer, if no token is evicted.
+    """
+
+    prompt: int
+    slots: int
+
+
+@dataclass(frozen=True)
+class RowPlan:
+    """Memory of rows of one policy.
+
+    Attributes:
+        memory: sizes of a row.
+        draft: those in the caches of a draft model.
+        drafted: maximum draft tokens per pass.
+        class_slots: slots that the rows of a batch may hold beyond need before they are separated into classes; None
+            if they never are, so that each row is as long as the longest.
+    """
+
+    memory: RowMemory
+    draft: RowMemory = field(default_factory=RowMemory)
+    drafted: int = 0
+    class_slots: int | None = None
+
+    def slots(self, prompt: int, answer: int) -> RowSlots:
+        """Slots for a prompt and an answer of so many tokens, if none is evicted."""
+        slots = prompt + answer + self.drafted
+        grows = answer > MOST_TOKENS_AHEAD  # slots are reserved for so many tokens; later, more than needed
+        return RowSlots(prompt, round_up(slots + (min(slots // 2, MAX_SLACK) if grows else 0)))
+
+    def nbytes(self, slots: int) -> int:
+        """Bytes of one row in a batch of which the longest row has so many slots."""
+        return self.memory.read_once(slots, SLOT_MULTIPLE) + self.draft.read_once(slots, SLOT_MULTIPLE)
+
+    def two_pass_bytes(self, row: RowSlots) -> int:
+        """Bytes of one row during a two-pass prefill, outside of the batch; 0 if the prefill has one pass."""
+        if self.memory.instructions is None:
+            return 0
+        return self.memory.read_twice(*row, SLOT_MULTIPLE) + self.draft.read_once(row.slots, SLOT_MULTIPLE)
+
+    def together(self, rows: Sequence[RowSlots]) -> int:
+        """Maximum bytes of several rows: all in one batch, or all in a two-pass prefill."""
+        if not rows:
+            return 0
+        longest = self.nbytes(max(row.slots for row in rows))
+        in_one_batch = sum(max(longest, self.two_pass_bytes(row)) for row in rows)
+        if self.class_slots is None or self.memory.instructions is not None:
+            return in_one_batch
+        bytes_per_slot = self.memory.bytes_per_slot + self.draft.bytes_per_slot
+        in_classes = int(KEPT * sum(self.nbytes(row.slots) for row in rows)) + self.class_slots * bytes_per_slot
+        return min(in_one_batch, in_classes)
+
+
+def plan_rows(models: Models, policy: CachePolicy, drafted: int, batch: int, chunk: int | None = None) -> RowPlan:
+    """The plan of a policy. Builds a graph of the model, and evaluates nothing.
+
+    Args:
+        drafted: maximum draft tokens per pass.
+        batch: maximum rows.
+        chunk: prompt tokens per prefill chunk; None is at most the policy's max_write.
+
+    Raises:
+        ValueError: the model does not support the policy.
+    """
+    planner = Planner(models.model, Instructions.for_policy(policy, models.tokenizer, models.model))
+    in_classes = batch > 1 and attends_by_class(models.model)
+    return RowPlan(
+        planner.row(policy, step=1 + drafted, chunk=chunk or 0),
+        RowMemory() if models.draft is None else Planner(models.draft).row(CachePolicy()),
+        drafted,
+        2 * LEAST_SAVED[mx.default_device().type] if in_classes else None,
+    )
+
+
+@dataclass(frozen=True)
+class MemoryLimit:
+    """Limit for weights, rows and cached prefixes.
+
+    Attributes:
+        limit: bytes; None is no limit.
+        weights: bytes of weights, which are held in any case.
+    """
+
+    limit: int | None = None
+    weights: int = 0
+
+    @property
+    def for_rows(self) -> int | None:
+        """Bytes for rows, and for cached prefixes in what rows leave; None is no limit."""
+        return None if self.limit is None else self.limit - self.weights
+
+    def fits(self, planned: int) -> bool:
+        """Whether rows of so many bytes fit."""
+        return self.for_rows is None or planned <= self.for_rows
+
+    def left(self, planned: int) -> int | None:
+        """Bytes left for cached prefixes beside rows of so many bytes; None is no limit."""
+        return None if self.for_rows is None else max(0, self.for_rows - planned)
+
+    def refusal(self, plan: RowPlan, prompt: int, answer: int) -> str | None:
+        """An error message if a prompt and an answer of so many tokens never fit, else None."""
+        needed = plan.together([plan.slots(prompt, answer)])
+        if self.fits(needed):
+            return None
+        return (
+            f"a prompt of {prompt:,} tokens and an answer of up to {answer:,} take {needed / 1e6:,.1f} MB, and this "
+            f"server has {max(0, self.for_rows or 0) / 1e6:,.1f} MB for keys and values: shorten the prompt, or lower "
+            "max_tokens"
+        )
+
+
+def memory_limit(limit: int | Literal["device"] | None, models: Models) -> MemoryLimit:
+    """The limit of a server with these models.
+
+    Args:
+        limit: "device" is a share of the device's memory, or no limit where the weights need more.
+
+    Raises:
+        ValueError: the weights alone exceed the limit.
+    """
+    networks = [network for network in (models.model, models.draft) if network is not None]
+    weights = sum(weight.nbytes for network in networks for weight in weights_of(network))
+    if limit == "device":
+        limit = default_limit()
+        if limit is not None and limit <= weights:
+            log.warning("weights of %.1f MB leave nothing of this device's memory: there is no limit", weights / 1e6)
+            limit = None
+    if limit is not None and limit <= weights:
+        raise ValueError(
+            f"a memory limit of {limit / 1e6:,.1f} MB leaves nothing for rows: the weights take {weights / 1e6:,.1f} MB"
+        )
+    return MemoryLimit(limit, weights)
+
+
+def default_limit() -> int | None:
+    """A share of the device's memory in bytes; None if its size is unknown."""
+    info: dict[str, Any] = mx.device_info()
+    if mx.default_device().type == mx.DeviceType.cpu:
+        memory = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+        container = Path("/sys/fs/cgroup/memory.max")
+        if container.exists() and (text := container.read_text().strip()).isdigit():
+            memory.append(int(text))
+        return int(DEVICE_SHARE * min(memory))
+    for name in ("max_recommended_working_set_size", "total_memory", "memory_size"):
+        if info.get(name):
+            return int(DEVICE_SHARE * int(info[name]))
+    return None
+
+
+# --- held now: in the thread of the caches ----------------------------------------------------------------------------
+
+PositionRanges = list[tuple[int, int]]  # [first, last)
+
+
+@dataclass(frozen=True)
+class RowOccupancy:
+    """One row, in the layers that share a layout.
+
+    Attributes:
+        rule: name of the layout.
+        layers: number of layers with this layout.
+        offset: the next position.
+        live, capacity: slots that hold a token of this row, and all its slots.
+        kept: positions held by the first of the layers (and its first head), as ranges [first, last); None where not
+            requested. Gaps below a thousandth of the row are closed.
+        heads: tokens held by each head of each layer; one number if all heads of a layer hold the same tokens. None if
+            all hold equally many, or where not requested.
+    """
+
+    rule: str
+    layers: int
+    offset: int
+    live: int
+    capacity: int
+    kept: PositionRanges | None
+    heads: list[list[int]] | None = None
+
+    @property
+    def evicted(self) -> int:
+        """Tokens no longer held: evicted, or overwritten in a ring."""
+        return self.offset - self.live
+
+
+@dataclass(frozen=True)
+class BatchOccupancy:
+    """All decoding rows, in the order of the batch, and the bytes of their caches."""
+
+    rows: tuple[tuple[RowOccupancy, ...], ...] = ()
+    bytes_live: int = 0
+    bytes_allocated: int = 0
+    bytes_full: int = 0
+
+    def beside(self, other: BatchOccupancy) -> BatchOccupancy:
+        """This batch, followed by the rows of another."""
+        live, allocated = self.bytes_live + other.bytes_live, self.bytes_allocated + other.bytes_allocated
+        return BatchOccupancy(self.rows + other.rows, live, allocated, self.bytes_full + other.bytes_full)
+
+
+def occupancy_of(caches: Sequence[Any], positions: bool) -> BatchOccupancy:
+    """What the caches of one batch hold.
+
+    Args:
+        caches: one for each layer.
+        positions: whether to read which positions are kept, which may have to wait for the device.
+    """
+    totals = cache_statistics(caches)
+    by_layout: dict[tuple[Any, ...], list[Places]] = {}
+    for cache in leaves(caches):
+        if places := places_of(cache):
+            by_layout.setdefault(places[0][0].layout.parameters, []).append(places)
+    columns = [_rows_of(layers, positions) for layers in by_layout.values()]
+    rows = tuple(zip(*columns, strict=True)) if columns else ()
+    return BatchOccupancy(rows, totals.bytes_live, totals.bytes_allocated, totals.bytes_full)
+
+
+def tokens_evicted(caches: Iterable[Any]) -> list[int]:
+    """Tokens evicted by a budget from each row, in the busiest layer."""
+    counts = [
+        [max(0, cache.view.rows[index].evicted) for cache, index in places]
+        for places in map(places_of, leaves(caches))
+        if places and places[0][0].evictor is not None
+    ]
+    return [max(layers) for layers in zip(*counts, strict=True)]
+
+
+def _rows_of(layers: Sequence[Places], positions: bool) -> list[RowOccupancy]:
+    """The rows in layers that share a layout."""
+    name = layout_name(layers[0][0][0].layout)
+    rows = []
+    for number, (cache, index) in enumerate(layers[0]):
+        row = cache.view.rows[index]
+        kept = _kept(cache, row, index) if positions else None
+        heads = _heads(layers, number) if positions else None
+        live = max(0, cache.layout.held(row))
+        rows.append(RowOccupancy(name, len(layers), max(0, row.offset), live, cache.capacity, kept, heads))
+    return rows
+
+
+def _heads(layers: Sequence[Places], number: int) -> list[list[int]] | None:
+    """Tokens held by each head of each layer, of one row; None if all hold equally many."""
+    counts = []
+    for places in layers:
+        cache, index = places[number]
+        if cache.evictor is None or not cache.evictor.own_lengths:
+            return None
+        counts.append(cache.evictor.tokens_by_head(cache.view.rows[index], index))
+    return counts
+
+
+def _kept(cache: KVCache, row: Row, index: int) -> PositionRanges:
+    offset, live = max(0, row.offset), max(0, cache.layout.held(row))
+    if cache.evictor is not None and row.evicted > 0:
+        positions = np.sort(np.array(cache.evictor.live_positions(row, index)[0]))
+        positions = positions[positions >= 0]  # of the first head, where heads keep different numbers of tokens
+        return position_ranges(positions, offset // RESOLUTION)
+    sinks = min(cache.layout.sinks, live)  # a ring: its first tokens, and its newest
+    return [(0, offset)] if live == offset else [(0, sinks), (offset - live + sinks, offset)][sinks == 0 :]
+
+
+def position_ranges(positions: Any, gap: int = 0) -> PositionRanges:
+    """Rising positions as ranges [first, last); ranges at most `gap` positions apart are merged."""
+    if len(positions) == 0:
+        return []
+    breaks = np.flatnonzero(np.diff(positions) > gap + 1)
+    firsts, lasts = np.append(0, breaks + 1), np.append(breaks, len(positions) - 1)
+    return [(int(positions[a]), int(positions[b]) + 1) for a, b in zip(firsts, lasts, strict=True)]
+
+
+def layout_name(layout: Layout) -> str:
+    """A layout in words."""
+    name, *numbers = layout.parameters
+    if name == "append":
+        return "all tokens"
+    if name == "budget":
+        return f"a budget of {numbers[0]:,} tokens"
+    if layout.chunk_size is not None:
+        return f"chunks of {layout.chunk_size:,} tokens"
+    return f"a window of {layout.window:,} tokens"
