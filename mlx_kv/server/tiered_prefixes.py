@@ -240,7 +240,11 @@ class TieredPrefixes:
             result = None if error is not None else work.result()
             self._call(lambda: then(result))
 
-        work = self._disk.submit(partial(self._attempt, task))
+        try:
+            work = self._disk.submit(partial(self._attempt, task))
+        except RuntimeError as error:  # closed, or no thread could be started
+            work = Future()
+            work.set_exception(error)
         self._tasks.add(work)
         work.add_done_callback(ended)
         return work

@@ -126,7 +126,7 @@ def test_an_engine_that_cannot_be_made_ends_the_request_that_wanted_it_alone(mon
         assert "no more of that" in refused["message"]
         monkeypatch.setattr(PolicyRows, "begin", begin)
         with monkeypatch.context() as broken:
-            broken.setattr(PolicyRows, "try_out", fails)
+            broken.setattr(PolicyRows, "check", fails)
             refused = check_error(server.post(prompt=LONG[:300], max_tokens=2, cache={"bits": 4}), 503)
             assert "cannot be tried out: OSError: no more of that" in refused["message"]
         assert [each.result() for each in asked] == wanted

@@ -14,7 +14,7 @@ from mlx_kv import CachePolicy, PromptStore, SpeculationStatistics
 from mlx_kv.generation.speculation.drafters.suffix import SuffixDrafter
 from mlx_kv.generation.speculation.settings import DraftSettings
 from mlx_kv.server.models import Models
-from mlx_kv.server.monitor import Metrics, Monitor
+from mlx_kv.server.monitor import Monitor
 
 
 class Watched(SuffixDrafter):
@@ -120,8 +120,8 @@ def drafts(server: Running) -> Any:
 
 
 def test_an_engine_that_is_made_anew_counts_on() -> None:
-    metrics = Metrics()
-    monitor = Monitor(metrics)
+    monitor = Monitor()
+    metrics = monitor.metrics
     for statistics in (SpeculationStatistics(rounds=3, drafted=9, accepted=4), SpeculationStatistics(rounds=1)):
         for _ in range(2):
             monitor.update([], 0, [statistics])

@@ -129,7 +129,7 @@ def test_paths_without_a_version_and_what_is_not_offered(server: Running) -> Non
 
 def test_whether_requests_are_taken(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     assert server.http.get("/ready").json() == {"status": "ready"}
-    monkeypatch.setattr(server.api.admission, "_closing", "the server is shutting down")
+    monkeypatch.setattr(server.api.admission, "closing", "the server is shutting down")
     answer = server.http.get("/ready")
     assert (answer.status_code, answer.json()["reason"]) == (503, "the server is shutting down")
     assert server.http.get("/health").status_code == 200
