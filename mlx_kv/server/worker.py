@@ -88,14 +88,14 @@ class Worker:
         assert group is not None
         self._load_models()
         models, memory = self.models, MemoryOfAll(self.models.model, group)
-        caches_communicator = group.for_caches(models.model)
+        communicator = group.for_caches(models.model)
         fingerprint = f"{model_fingerprint(models.model)} {self.policy}"
         instructions = Instructions.for_policy(self.policy, models.tokenizer, models.model)
 
         def more(caches: Caches) -> dict[str, Callable[..., object]]:
             return {
                 **memory.handlers,
-                **ShardFollower(group, caches_communicator, lambda: fingerprint, caches).handlers,
+                **ShardFollower(group, communicator, lambda: fingerprint, caches).handlers,
             }
 
         follow(partial(self.settings.engine, models, self.policy, instructions), group, more)
