@@ -70,7 +70,7 @@ def after(model: nn.Module, tokens: mx.array, policy: CachePolicy, context: int)
 def stretch(caches: list[Any]) -> float:
     """Slots of the longest head over tokens of all heads, the mean over layers."""
     rows = [cache.view.rows[0] for cache in caches]
-    return sum(row.end for row in rows) / sum(row.end - row.longer for row in rows)
+    return sum(row.end for row in rows) / sum(row.end - row.extra_slots for row in rows)
 
 
 def decode(model: nn.Module, caches: list[Any]) -> float:

@@ -13,7 +13,7 @@ from mlx_kv.cache.eviction.evictor import Evictor
 from mlx_kv.cache.growth import SLOT_MULTIPLE
 from mlx_kv.cache.layout import NO_LIMIT, Layout
 from mlx_kv.cache.residual import Residual
-from mlx_kv.cache.state import CacheData, CacheState, CacheView
+from mlx_kv.cache.state import CacheData, CacheState
 
 
 class CacheInfo:
@@ -33,9 +33,9 @@ class CacheInfo:
         return self._data.evictor
 
     @property
-    def view(self) -> CacheView:
-        """A read-only snapshot of the cache's fields."""
-        return self._data.view
+    def view(self) -> CacheData:
+        """The cache's fields, to read; only methods of the cache change them."""
+        return self._data
 
     # --- patched attention ------------------------------------------------------------------------------------------
 

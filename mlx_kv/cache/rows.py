@@ -7,35 +7,19 @@ realigning them. Only the slots of rings of different room are rearranged first.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 from mlx_kv.cache.buffers import Buffers, SlotBuffer
 from mlx_kv.cache.codecs import affine_of, are_plain, in_words
-from mlx_kv.cache.eviction.evictor import Evictor
 from mlx_kv.cache.growth import round_up
 from mlx_kv.cache.layout import Layout, enough_slots, moves_between, planned, reshaped, stay
 from mlx_kv.cache.residual import Residual
-from mlx_kv.cache.state import CacheData, CacheView
+from mlx_kv.cache.state import CacheData
 
 
-class Joinable(Protocol):
-    """A cache that can be compared with another."""
-
-    @property
-    def view(self) -> CacheView: ...
-
-    @property
-    def evictor(self) -> Evictor | None: ...
-
-
-def check_joinable(index: int, first: Joinable, other: Joinable) -> None:
+def check_joinable(index: int, first: CacheData, other: CacheData) -> None:
     """Raises ValueError unless `other`, number `index` of those to join, stores its tokens as `first` does."""
-    if type(other) is not type(first):
-        raise ValueError(
-            f"cache {index} is a {type(other).__name__}: only caches of this library can be merged with one"
-        )
     kept, wanted = _how(other), _how(first)
-    if first.view.buffers is None or other.view.buffers is None:  # a cache without tokens takes any shape
+    if first.buffers is None or other.buffers is None:  # a cache without tokens takes any shape
         kept, wanted = kept[:-2], wanted[:-2]
     for (what, own), (_, theirs) in zip(wanted, kept, strict=True):
         if own != theirs:
@@ -44,17 +28,17 @@ def check_joinable(index: int, first: Joinable, other: Joinable) -> None:
             )
 
 
-def _how(cache: Joinable) -> list[tuple[str, object]]:
+def _how(data: CacheData) -> list[tuple[str, object]]:
     """Names and values of all that must be equal in the rows of a batch."""
-    view, evictor = cache.view, cache.evictor
-    affine = affine_of(view.codecs)
-    keys, values = (None, None) if view.buffers is None else (buffer.signature[1:] for buffer in view.buffers)
-    other = None if affine is not None or are_plain(view.codecs) else in_words(view.codecs)
+    evictor = data.evictor
+    affine = affine_of(data.codecs)
+    keys, values = (None, None) if data.buffers is None else (buffer.signature[1:] for buffer in data.buffers)
+    other = None if affine is not None or are_plain(data.codecs) else in_words(data.codecs)
     return [
-        ("layout", planned(view.layout).parameters),
+        ("layout", planned(data.layout).parameters),
         ("bits and group size", None if affine is None else (affine.bits, affine.group_size)),
-        ("a residual of", view.residual_length),
-        ("codecs", (other, None if other is None else tuple(map(type, view.codecs)))),
+        ("a residual of", data.residual_length),
+        ("codecs", (other, None if other is None else tuple(map(type, data.codecs)))),
         ("score and share", None if evictor is None else (evictor.score.name, evictor.scope)),
         ("budgets of layers", None if evictor is None else evictor.layer_allocation),
         # Names are not enough: all lambdas have the same, and functions can be registered again under one name.
@@ -110,13 +94,13 @@ def _in_shape(data: CacheData, layout: Layout) -> CacheData:
         return copied
     moves = [moves_between(data.layout, layout, row) for row in data.rows]
     for buffer in copied.buffers or ():
-        buffer.rearrange(moves, round_up(copied.view.used))
+        buffer.rearrange(moves, round_up(copied.used))
     return copied
 
 
 def _joint_capacity(filled: Sequence[CacheData]) -> int:
     """Slots for all rows: at most what they hold now, or can ever need."""
-    used = max(each.view.used for each in filled)
+    used = max(each.used for each in filled)
     enough = max(enough_slots(filled[0].layout, each.rows) for each in filled)
     return min(max(each.capacity for each in filled), round_up(max(used, enough)))
 
@@ -135,7 +119,7 @@ def joined_buffers(everyone: Sequence[CacheData], capacity: int, encoded: bool) 
             if encoded:
                 buffer = buffer.copied()
                 buffer.recode(everyone[0].codecs[which])
-            parts.append((buffer, len(each.rows), each.view.used))
+            parts.append((buffer, len(each.rows), each.used))
         return SlotBuffer.stacked(parts, capacity)
 
     return joined(0), joined(1)
@@ -171,7 +155,7 @@ def select(data: CacheData, chosen: Sequence[int], shrink: bool = False) -> None
     data.rows = tuple([data.rows[index] for index in chosen])
     data.announced = tuple([data.announced[index] for index in chosen])
     if data.buffers is not None:
-        used = data.view.used
+        used = data.used
         capacity = min(data.capacity, round_up(max(data.reserved, *data.announced, 2 * used, 1)))
         capacity = round_up(used + 1) if shrink else capacity
         keys, values = (buffer.selected(chosen, capacity) for buffer in data.buffers)

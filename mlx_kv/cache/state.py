@@ -1,4 +1,4 @@
-"""The data of one cache: all its fields, a read-only view of them, and its state as a pytree.
+"""The data of one cache: all its fields, and its state as a pytree.
 
 `CacheData` has the settings, buffers and counters; `update` and `rows` change them. `CacheState` is what another cache
 needs to continue from here, without announced room, announced padding and the growth rule, which a cache made from a
@@ -40,44 +40,6 @@ DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32,
 Tensors = list[tuple[int, str]]  # head dim and name of the dtype, of keys and of values
 
 
-# --- the read-only view -----------------------------------------------------------------------------------------------
-
-
-class CacheView(NamedTuple):
-    """A read-only snapshot of a cache's fields.
-
-    Attributes:
-        layout: which slot holds which position.
-        rows: the position of each row in its slots.
-        codecs: how keys and how values are stored from `quantized_start` on.
-        buffers: of keys and of values; None before the first update. Before `quantized_start` they are plain.
-        quantized_start: offset from which on the codecs are used.
-        packed_decode: whether attention may get packed planes.
-        reserved: tokens allocated at the first update, in any row.
-        announced: tokens that each row will hold, from `reserve`.
-        lengths: announced tokens of each row, followed by padding; None without padding.
-        growth: rule for the next capacity.
-        residual_length: newest tokens that a query sees in full precision.
-    """
-
-    layout: Layout
-    rows: tuple[Row, ...]
-    codecs: Codecs
-    buffers: Buffers | None
-    quantized_start: int
-    packed_decode: bool
-    reserved: int
-    announced: tuple[int, ...]
-    lengths: tuple[int, ...] | None
-    growth: Growth
-    residual_length: int = 0
-
-    @property
-    def used(self) -> int:
-        """Number of first slots that contain all tokens of all rows."""
-        return min(max(0, *(row.end for row in self.rows)), self.layout.most_slots)
-
-
 # --- data -------------------------------------------------------------------------------------------------------------
 
 
@@ -86,7 +48,14 @@ class CacheData:
     """All fields of a cache.
 
     Attributes:
-        codecs, layout, growth, reserved, quantized_start, packed_decode, announced, lengths: as in `CacheView`.
+        codecs: how keys and how values are stored from `quantized_start` on.
+        layout: which slot holds which position.
+        growth: rule for the next capacity.
+        reserved: tokens allocated at the first update, in any row.
+        quantized_start: offset from which on the codecs are used.
+        packed_decode: whether attention may get packed planes.
+        announced: tokens that each row will hold, from `reserve`.
+        lengths: announced tokens of each row, followed by padding; None without padding.
         last, alike: the plan of the last update and its signature (`update.StepSignature`) where the next update may
             take the fast path; else None. Code that changes the data but not `rows` sets `last` to None.
         following: the layout with less room that the next short write will use; None where nothing changes.
@@ -176,21 +145,14 @@ class CacheData:
         return not any(row.offset > 0 for row in self.rows)
 
     @property
-    def view(self) -> CacheView:
-        """A snapshot of the fields, read-only."""
-        return CacheView(
-            self.layout,
-            self.rows,
-            self.codecs,
-            self.buffers,
-            self.quantized_start,
-            self.packed_decode,
-            self.reserved,
-            self.announced,
-            self.lengths,
-            self.growth,
-            0 if self.residual is None else self.residual.length,
-        )
+    def used(self) -> int:
+        """Number of first slots that contain all tokens of all rows."""
+        return min(max(0, *(row.end for row in self.rows)), self.layout.most_slots)
+
+    @property
+    def residual_length(self) -> int:
+        """Newest tokens that a query sees in full precision; 0 without a residual."""
+        return 0 if self.residual is None else self.residual.length
 
     def copied(self, memo: dict[int, Any]) -> CacheData:
         """A deep copy that shares the memory of the buffers until one of the two writes.
@@ -323,7 +285,7 @@ def data_of(
 
     Args:
         state: a `CacheState`, or an older tuple.
-        growth, reserved, announced, lengths: as in `CacheView`; they are not part of a state.
+        growth, reserved, announced, lengths: as in `CacheData`; they are not part of a state.
 
     Raises:
         ValueError: a codec or a score that is not registered in this process.

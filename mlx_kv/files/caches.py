@@ -93,7 +93,7 @@ def _describe_own(cache: KVCache, name: str, arrays: dict[str, mx.array]) -> dic
 
 def _short_row(row: Row) -> list[int]:
     """Four numbers, as in 0.1.0, where all heads hold as many tokens."""
-    return list(row) if row.longer else list(row)[:4]
+    return list(row) if row.extra_slots else list(row)[:4]
 
 
 def _live_slots(row: Row, layout: Layout) -> int:

@@ -180,7 +180,7 @@ class Eviction(Listed):
         uneven = uneven_heads(self.share, allocation)
         exact = allocation in ("uniform", "pyramid")  # the heads of each layer hold its budget on average
         if self.dead is None:
-            lost = any(row.longer if exact else row.evicted > 0 for row in rows)
+            lost = any(row.extra_slots if exact else row.evicted > 0 for row in rows)
             if lost and (exact or uneven):
                 raise ValueError("heads of different lengths without their lengths")
             return
@@ -190,7 +190,7 @@ class Eviction(Listed):
         gaps: list[list[int]] = self.dead.tolist()  # type: ignore[assignment]
         for row, own in zip(rows, gaps, strict=True):
             fits = 0 == min(own) <= max(own) <= layout.cut_of(row) - layout.sinks
-            if row.evicted > 0 and not (fits and (not exact or sum(own) == heads * row.longer)):
+            if row.evicted > 0 and not (fits and (not exact or sum(own) == heads * row.extra_slots)):
                 raise ValueError("heads that do not hold their share of a budget")
 
 
@@ -324,7 +324,7 @@ class OwnCache(Part, tag_field="kind", tag="mlx-kv"):
         live: of each row, the slots n that are stored.
         capacity: slots to allocate.
         growth: None for a rule of another package; the loaded cache then has the default.
-        reserve, lengths, announced: as in `CacheView`.
+        reserve, lengths, announced: as in `CacheData`.
     """
 
     name: str

@@ -54,7 +54,7 @@ def cases(draw: st.DrawFn) -> tuple[Budget, Row, np.ndarray, np.ndarray, np.ndar
     if dead.max() > cut - sinks:
         longer, dead, cut = 0, np.zeros(heads, int), layout.cut
         end = max(end, layout.budget + 1)
-    row = Row(start=-longer or -1, offset=end + (longer or 1), longer=longer)
+    row = Row(start=-longer or -1, offset=end + (longer or 1), extra_slots=longer)
     slots = np.arange(row.end)[None]
     alive = (slots < cut - dead[:, None]) | (slots >= cut)
     positions = np.stack([rng.permutation(row.end) for _ in range(heads)])

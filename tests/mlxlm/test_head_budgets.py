@@ -116,7 +116,7 @@ def test_a_short_layer_beside_a_row_that_evicted_nothing_is_loaded(allocated: st
     own, other = (watched(llama(), allocated, PLACED_ONCE) for _ in range(2))
     for new in (40, 1):
         own.read(new)
-    shortest = min(row.longer for cache in own.budgets for row in cache.view.rows)
+    shortest = min(row.extra_slots for cache in own.budgets for row in cache.view.rows)
     assert shortest < 0 or allocated == "adaptive x global"
     other.read(3)
     own.join(other)

@@ -61,7 +61,7 @@ class Watched:
                     wanted = (weights / weights.sum())[: len(seen)] @ values[of, seen]
                     np.testing.assert_allclose(np.array(out[i, head, j]), wanted, atol=2e-5)
         self.checked += 1
-        self.uneven += any(row.longer for row in rows)
+        self.uneven += any(row.extra_slots for row in rows)
         return out
 
 
@@ -136,7 +136,7 @@ def test_trims_and_drafts_leave_no_trace() -> None:
         for cache in caches:
             cache.trim(3)
         tokens = ids(1, 1, step)
-        if max(row.end - row.longer for cache in caches for row in cache.view.rows) + 3 > 12 + 4:
+        if max(row.end - row.extra_slots for cache in caches for row in cache.view.rows) + 3 > 12 + 4:
             for each in (caches, other):
                 mlx_kv.compact(each)
         got, wanted = (model(tokens, cache=each) for each in (caches, other))
@@ -151,7 +151,7 @@ def test_a_loaded_file_goes_on(tmp_path: Any) -> None:
     mlx_kv.save_prompt_cache(tmp_path / "kept.safetensors", caches)
     loaded = mlx_kv.load_prompt_cache(tmp_path / "kept.safetensors")
     mlx_kv.mlxlm.observing.show_attention(model, loaded)
-    assert any(row.longer for cache in loaded for row in cache.view.rows)
+    assert any(row.extra_slots for cache in loaded for row in cache.view.rows)
     for step in range(9):
         tokens = ids(1, 1, step)
         got, wanted = (model(tokens, cache=each) for each in (loaded, caches))

@@ -23,7 +23,7 @@ from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.cache.layout import Layout
 from mlx_kv.cache.mask import Mask
 from mlx_kv.cache.protocol import Call, Fetched, Hook
-from mlx_kv.cache.rows import check_joinable, check_padding, check_rows
+from mlx_kv.cache.rows import check_padding, check_rows
 
 
 class RowClasses:
@@ -161,7 +161,7 @@ class RowClasses:
             if not isinstance(other, RowClasses):
                 raise ValueError(f"cache {index} is a {type(other).__name__}: only caches of one kind can be one batch")
             for cache, rows, _ in other._parts:
-                check_joinable(index, parts[0].cache if parts else cache, cache)
+                (parts[0].cache if parts else cache).check_joinable(index, cache)
                 parts.append(part_of(cache, [first + row for row in rows]))
         self._settled(moved_to_classes(parts, held))
 

@@ -49,7 +49,7 @@ class RowPlan(NamedTuple):
 
     Attributes:
         moves: into holes, (H, m).
-        extra_slots: `Row.longer` after it: tokens of the longest head of the layer minus the budget.
+        extra_slots: `Row.extra_slots` after it: tokens of the longest head of the layer minus the budget.
         dead: slots before the recent block that hold no token then, (H,) of int32; None where all heads hold as many.
     """
 

@@ -148,7 +148,7 @@ class OwnMasks:
     def _alive_slots(self, call: Call, rows: tuple[Row, ...], kept: KeptTokens, read: int) -> mx.array:
         """Which slots each head may read, (B, Hq or H, 1, at least `read`); made again after a compaction."""
         packed, query_heads = not isinstance(call.keys, mx.array), call.queries.shape[1]
-        good_for = kept.dead, packed, query_heads, tuple([row.longer for row in rows])
+        good_for = kept.dead, packed, query_heads, tuple([row.extra_slots for row in rows])
         known = self._alive
         same = len(self._alive_of) == len(good_for) and self._alive_of[0] is kept.dead
         if known is None or known.shape[3] < read or not same or self._alive_of[1:] != good_for[1:]:

@@ -22,15 +22,15 @@ class Row(NamedTuple):
         high: one past the highest position ever written, trimmed tokens included. A change of room shifts it, so that
             as many tokens can be trimmed as before (`reshaped`).
         front: the first position after the sinks that attention reads.
-        longer: tokens of the longest head of this layer minus the mean over all heads of all layers: below 0 in a layer
-            of few tokens, 0 where all heads hold the same number.
+        extra_slots: tokens of the longest head of this layer minus the mean over all heads of all layers: below 0 in a
+            layer of few tokens, 0 where all heads hold the same number.
     """
 
     start: int = 0
     offset: int = 0
     high: int = 0
     front: int = 0
-    longer: int = 0
+    extra_slots: int = 0
 
     @property
     def end(self) -> int:
@@ -40,7 +40,7 @@ class Row(NamedTuple):
     @property
     def evicted(self) -> int:
         """Tokens that are gone, of all heads on average."""
-        return self.longer - self.start
+        return self.extra_slots - self.start
 
 
 Ranges = tuple[tuple[int, int], ...]
@@ -142,13 +142,13 @@ class Layout(Protocol):
         ...
 
     def compacted_if_due(self, row: Row) -> Row:
-        """The row after the compaction before its next write, with `longer` 0; the same object if none is due."""
+        """The row after the compaction before its next write, with `extra_slots` 0; the same object if none is due."""
         ...
 
 
 def enough_slots(layout: Layout, rows: Iterable[Row]) -> int:
     """Slots that suffice for these rows as long as no write is longer than there is room for."""
-    return layout.enough_slots + max([row.longer for row in rows])
+    return layout.enough_slots + max([row.extra_slots for row in rows])
 
 
 def count_slots(ranges: Ranges) -> int:
@@ -183,7 +183,7 @@ def trim_rows(layout: Layout, rows: tuple[Row, ...], counts: tuple[int, ...]) ->
 def trimmed(layout: Layout, row: Row, count: int) -> Row:
     """A row without its last `count` tokens."""
     offset = row.offset - count
-    return Row(row.start, offset, row.high, min(row.front, layout.first_seen(offset)), row.longer)
+    return Row(row.start, offset, row.high, min(row.front, layout.first_seen(offset)), row.extra_slots)
 
 
 # --- write capacity ---------------------------------------------------------------------------------------------------

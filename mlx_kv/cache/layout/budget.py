@@ -85,7 +85,7 @@ class Budget(InOrder):
 
     def cut_of(self, row: Row) -> int:
         """The cut of a row, in which one head may hold more than the budget, and others less."""
-        return self.cut + row.longer
+        return self.cut + row.extra_slots
 
     def due(self, row: Row) -> bool:
         """Whether a row is to be compacted before its next write."""
@@ -95,13 +95,13 @@ class Budget(InOrder):
         """The longest next write that delays no compaction, compared to the same tokens written one by one."""
         return self.budget + self.slack + 1 - self.held(self.compacted_if_due(row))
 
-    def compacted(self, row: Row, longer: int = 0) -> Row:
+    def compacted(self, row: Row, extra_slots: int = 0) -> Row:
         """The row after a compaction to exactly the budget.
 
         Args:
-            longer: `Row.longer` after the compaction.
+            extra_slots: `Row.extra_slots` after the compaction.
         """
-        return row._replace(start=self.budget + longer - row.offset, longer=longer)
+        return row._replace(start=self.budget + extra_slots - row.offset, extra_slots=extra_slots)
 
     def compacted_if_due(self, row: Row) -> Row:
         return self.compacted(row) if self.due(row) else row
@@ -120,4 +120,4 @@ class Budget(InOrder):
 
     def held(self, row: Row) -> int:
         """The mean over all heads of all layers, a whole number."""
-        return row.end - row.longer
+        return row.end - row.extra_slots

@@ -68,7 +68,7 @@ class Plan:
         self.counts = (new,) * len(rows) if counts is None else counts
         self.filled = first.end if alone else max([row.end for row in rows])
         self.uniform = not self.padded and (
-            alone or len({(row.start, row.offset, row.front, row.longer) for row in rows}) == 1
+            alone or len({(row.start, row.offset, row.front, row.extra_slots) for row in rows}) == 1
         )
         end = self.filled + new
         if self.padded:
@@ -82,11 +82,10 @@ class Plan:
         self.bounded = layout.room != NO_LIMIT
         due = [row for row in self.distinct if layout.compacted_if_due(row) is not row]
         self.steady = not (self.padded or self.transient or due)
-        front = layout.front
         self.after = tuple(
             [
-                Row(row.start, row.offset + count, max(row.high, row.offset + count), front(row, count), row.longer)
-                for row, count in zip(rows, self.counts, strict=True)
+                row._replace(offset=row.offset + n, high=max(row.high, row.offset + n), front=layout.front(row, n))
+                for row, n in zip(rows, self.counts, strict=True)
             ]
         )
         self.written: Index | None = None
