@@ -280,17 +280,10 @@ class KVCache(CacheInfo):
 
     def _join(self, others: Sequence[KVCache]) -> None:
         for index, other in enumerate(others, 1):
-            self.check_joinable(index, other)
+            check_joinable(index, self, other)
         if self.seam is None:
             self.carry(next((other.seam for other in others if other.seam is not None), None))
         rows.join(self._data, [other._data for other in others])
-
-    def check_joinable(self, index: int, other: object) -> None:
-        """Raises ValueError unless `other`, number `index` of those to join, stores its tokens as this cache does."""
-        if type(other) is not type(self):
-            kind = type(other).__name__
-            raise ValueError(f"cache {index} is a {kind}: only caches of this library can be merged with one")
-        rows.check_joinable(index, self._data, other._data)
 
     def extract(self, index: int) -> KVCache:
         """A copy of one row as a cache of its own, without reserved slots.
@@ -394,3 +387,11 @@ def _check_parts(layout: object, evictor: object) -> None:
     if isinstance(layout, type) or not hasattr(layout, "with_room"):
         raise ValueError(f"layout is {shown(layout)}: leave it out, or call RingKVCache or CompressedKVCache")
     check_type("evictor", evictor, Evictor | None, "leave it out, or use CachePolicy(budget=...)")
+
+
+def check_joinable(index: int, first: KVCache, other: object) -> None:
+    """Raises ValueError unless `other`, number `index` of those to join, stores its tokens as `first` does."""
+    if type(other) is not type(first):
+        kind = type(other).__name__
+        raise ValueError(f"cache {index} is a {kind}: only caches of this library can be merged with one")
+    rows.check_joinable(index, first.view, other.view)

@@ -20,7 +20,7 @@ from mlx_lm.generate import BatchGenerator
 from mlx_lm.models import cache as stock
 
 from mlx_kv.cache.classes import RowClasses
-from mlx_kv.cache.kv_cache import KVCache
+from mlx_kv.cache.kv_cache import KVCache, check_joinable
 from mlx_kv.mlxlm.attention import AttentionPatch
 from mlx_kv.mlxlm.convert import make_prompt_cache
 from mlx_kv.mlxlm.loading import architecture
@@ -46,7 +46,7 @@ def check_alike(first: Sequence[Any], others: Sequence[Any]) -> None:
         raise ValueError(f"got {len(others)} caches for a model that has {len(first)}: use make_prompt_cache")
     for own, other in pairs:
         if isinstance(own, KVCache):
-            own.check_joinable(1, other)
+            check_joinable(1, own, other)
         elif kind_of(own) is not kind_of(other):
             raise ValueError(f"got a {kind_of(other).__name__} where the model has a {kind_of(own).__name__}")
 

@@ -19,7 +19,7 @@ import mlx.core as mx
 
 from mlx_kv.cache.checks import whole_numbers
 from mlx_kv.cache.classes.moving import Moved, Part, Parts, moved_to_classes, moved_where_they_grow, part_of, room_in
-from mlx_kv.cache.kv_cache import KVCache
+from mlx_kv.cache.kv_cache import KVCache, check_joinable
 from mlx_kv.cache.layout import Layout
 from mlx_kv.cache.mask import Mask
 from mlx_kv.cache.protocol import Call, Fetched, Hook
@@ -161,7 +161,7 @@ class RowClasses:
             if not isinstance(other, RowClasses):
                 raise ValueError(f"cache {index} is a {type(other).__name__}: only caches of one kind can be one batch")
             for cache, rows, _ in other._parts:
-                (parts[0].cache if parts else cache).check_joinable(index, cache)
+                check_joinable(index, parts[0].cache if parts else cache, cache)
                 parts.append(part_of(cache, [first + row for row in rows]))
         self._settled(moved_to_classes(parts, held))
 
