@@ -41,11 +41,11 @@ def check_plot(path: Path) -> None:
         click.UsageError, ValueError: another suffix, no such directory, or no file.
     """
     try:
-        from mlx_kv import plots
+        from mlx_kv.plots.style import SUFFIXES
     except ImportError as error:
         raise click.UsageError('--plot needs matplotlib: pip install "mlx-kv[plot]"') from error
-    if path.suffix.lower() not in plots.SUFFIXES:
-        raise click.UsageError(f"--plot {path}: give a file that ends in {', '.join(plots.SUFFIXES)}")
+    if path.suffix.lower() not in SUFFIXES:
+        raise click.UsageError(f"--plot {path}: give a file that ends in {', '.join(SUFFIXES)}")
     check_folder("--plot", path)
     with file_errors(f"write {path}"):
         existing_file(path)

@@ -126,12 +126,12 @@ def draw(
     Raises:
         click.UsageError, ValueError: nothing is held that could be drawn, or the file cannot be written.
     """
-    from mlx_kv import plots
+    from mlx_kv.plots.memory import memory_against_context
 
     held = {row.name: row.bytes_held for row in rows if any(row.bytes_held)}
     if not held:
         raise click.UsageError("nothing to draw: none of this model's caches is planned; leave out --plot")
-    save_figure(plots.memory_against_context(title, contexts, held, marked), file)
+    save_figure(memory_against_context(title, contexts, held, marked), file)
 
 
 @click.command(epilog=EXAMPLES)

@@ -1,4 +1,4 @@
-"""The figure of how many tokens each head holds: a cell for each head, a column for each layer."""
+"""Figure: tokens held by each head, a column for each layer."""
 
 from __future__ import annotations
 
@@ -8,27 +8,26 @@ import numpy as np
 from matplotlib import colormaps
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import MaxNLocator
 
-from mlx_kv.plots import GREY, axis_label
+from mlx_kv.plots.style import GREY, colour_bar, count_labels
 
 COLOURS = ListedColormap(colormaps["viridis_r"](np.linspace(0.02, 1, 256)), "held")
-MOST_WRITTEN = 40  # cells in a row, up to which each has its number
+MAX_NUMBERED = 40  # layers, up to which each cell shows its number
 
 
 def tokens_by_head(title: str, held: Sequence[Sequence[int]], budget: int) -> Figure:
-    """Tokens that each head holds.
+    """Draws the tokens that each head holds.
 
     Args:
-        title: what the figure is of.
-        held: by layer and head; a layer whose heads keep the same tokens has one number.
-        budget: the mean.
+        title: the model and its policy.
+        held: tokens by layer and head; one number for a layer in which all heads keep the same tokens.
+        budget: their mean.
     """
     layers, heads = len(held), max(map(len, held))
     cells = np.full((heads, layers), np.nan)
-    for layer, own in enumerate(held):
-        cells[: len(own), layer] = own
-    written = layers <= MOST_WRITTEN
+    for layer, counts in enumerate(held):
+        cells[: len(counts), layer] = counts
     figure = Figure(figsize=(max(5.0, 1.6 + 0.42 * layers), 1.7 + 0.32 * heads), dpi=110, layout="constrained")
     axes = figure.add_subplot()
     axes.set_title(f"Tokens held by each head: {title}", loc="left", fontsize=12)
@@ -40,13 +39,10 @@ def tokens_by_head(title: str, held: Sequence[Sequence[int]], budget: int) -> Fi
     axes.yaxis.set_major_locator(MaxNLocator(8, integer=True))
     axes.tick_params(length=0, labelcolor=GREY)
     axes.spines[:].set_visible(False)
-    for layer, own in enumerate(held if written else ()):
-        for head, count in enumerate(own):
+    for layer, counts in enumerate(held if layers <= MAX_NUMBERED else ()):
+        for head, count in enumerate(counts):
             colour = "white" if count > 0.55 * top else "black"
             axes.text(layer, head, f"{count:,}", ha="center", va="center", fontsize=6.5, color=colour)
-    bar = figure.colorbar(image, ax=axes, fraction=0.04, pad=0.015)
-    bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: axis_label(value) if value else "0"))
-    bar.set_label(f"tokens; the mean is {budget:,}")
-    bar.ax.tick_params(length=0, labelcolor=GREY)
-    bar.outline.set_visible(False)
+    bar = colour_bar(figure, image, axes, f"tokens; the mean is {budget:,}", fraction=0.04)
+    count_labels(bar.ax.yaxis)
     return figure

@@ -1,34 +1,31 @@
-"""The figure of what several scores keep of one text: a row for each score, darker where more layers and heads kept.
+"""Figure: positions that several scores keep of one text, a row for each score, darker where more heads keep them.
 
-Decides how positions share columns of pixels, and what is written beside the rows. Knows nothing about models or
-scores; it is given numbers, and draws what is around the rows as `plots.kept` does.
-S scores, W columns.
+W columns.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import LinearSegmentedColormap, Normalize
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedFormatter, FixedLocator, FuncFormatter, MaxNLocator
+from matplotlib.ticker import FixedFormatter, FixedLocator
 
-from mlx_kv.plots import GREY, axis_label
 from mlx_kv.plots.kept import DPI, draw_attention, mark_protected, name_shares
+from mlx_kv.plots.style import colour_bar, plain_axes, position_axis
 
 ROW_INCHES = 0.42
-# White is kept by none, and each step as dark again as it looks.
+# White is kept by no head; darkness rises evenly.
 COLOURS = LinearSegmentedColormap.from_list("kept", ["#ffffff", "#9ecae1", "#2171b5", "#08306b"])
 
 
 def columns_of(shares: Sequence[float], columns: int) -> np.ndarray:
-    """(W,) the mean of the positions that share each column."""
-    places = np.arange(len(shares)) * columns // len(shares)
-    totals = np.bincount(places, weights=np.asarray(shares, np.float64), minlength=columns)
-    means: np.ndarray = totals / np.bincount(places, minlength=columns)
+    """The mean of the positions that share each column, (W,)."""
+    column = np.arange(len(shares)) * columns // len(shares)
+    totals = np.bincount(column, weights=np.asarray(shares, np.float64), minlength=columns)
+    means: np.ndarray = totals / np.bincount(column, minlength=columns)
     return means
 
 
@@ -40,14 +37,14 @@ def kept_by_score(
     attention: Sequence[float] | None = None,
     attention_kept: Sequence[float | None] | None = None,
 ) -> Figure:
-    """Where in a text each score keeps tokens.
+    """Draws where in a text each score keeps tokens.
 
     Args:
-        title: what the figure is of.
-        kept: for each score, the share of layers and heads that kept each position, at least one position.
-        sinks, recent: so many first and last tokens that are never evicted, to be marked.
-        attention: that each token of the text receives, to be drawn above.
-        attention_kept: of each score, the share of it that goes to what is kept.
+        title: the model and its policy.
+        kept: for each score, the share of layers and heads that kept each position; at least one position.
+        sinks, recent: numbers of first and last tokens that are never evicted; they are marked.
+        attention: the attention that each token receives, for a panel above the rows.
+        attention_kept: for each score the share of the attention that goes to kept tokens.
     """
     tokens = len(next(iter(kept.values())))
     inches = ROW_INCHES * len(kept)
@@ -59,25 +56,19 @@ def kept_by_score(
     for axes in above:
         draw_attention(axes, attention or (), tokens)
     mark_protected(everything, tokens, sinks, recent)
-    cells.set_xlim(0, tokens)
     cells.set_ylim(len(kept), 0)
-    cells.set_xlabel("position in the text, tokens")
-    cells.xaxis.set_major_locator(MaxNLocator(8, integer=True))
-    cells.xaxis.set_major_formatter(FuncFormatter(lambda value, _: axis_label(value) if value else "0"))
-    cells.yaxis.set_major_locator(FixedLocator([place + 0.5 for place in range(len(kept))]))
+    position_axis(cells, tokens)
+    cells.yaxis.set_major_locator(FixedLocator([row + 0.5 for row in range(len(kept))]))
     cells.yaxis.set_major_formatter(FixedFormatter(list(kept)))
     cells.hlines(range(1, len(kept)), 0, 1, transform=cells.get_yaxis_transform(), color="#cccccc", linewidth=0.5)
-    cells.spines[["top", "right"]].set_visible(False)
     for axes in everything:
-        axes.tick_params(length=0, labelcolor=GREY)
+        plain_axes(axes)
     cells.tick_params(axis="y", labelcolor="black")
     if attention_kept is not None:
         name_shares(cells, attention_kept)
-    bar: Any = figure.colorbar(ScalarMappable(Normalize(0, 100), COLOURS), ax=everything, fraction=0.03, pad=0.015)
-    bar.set_label("of layers and heads, kept by, %")
-    bar.ax.tick_params(length=0, labelcolor=GREY)
-    bar.outline.set_visible(False)
-    figure.draw_without_rendering()  # places everything: now a pixel's width is known
+    label = "of layers and heads, kept by, %"
+    colour_bar(figure, ScalarMappable(Normalize(0, 100), COLOURS), everything, label, fraction=0.03)
+    figure.draw_without_rendering()  # the layout, and so the width in pixels, is known after this
     columns = min(tokens, int(cells.get_window_extent().width))
     image = np.stack([columns_of(shares, columns) for shares in kept.values()])
     extent = (0, tokens, len(kept), 0)

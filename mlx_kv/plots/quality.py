@@ -1,8 +1,4 @@
-"""The figure of what a budget costs: a panel for each task, a line for each score, the full cache as a dashed line.
-
-Decides how panels are laid out, which colour and mark a score has in all of them, and where lines are moved apart.
-Knows nothing about models, caches or tasks; it is given numbers.
-"""
+"""Figure: quality against budget, a panel for each task, a line for each score, the full cache as a dashed line."""
 
 from __future__ import annotations
 
@@ -14,20 +10,23 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from mlx_kv.plots import COLOURS, DASHES, GREY, apart, axis_label
+from mlx_kv.plots.style import COLOURS, DASHES, GREY, LIGHT_GREY, apart, axis_label, plain_axes
 
 COLUMNS = 4
 MARKS = "osD^vPX"
-DODGE = 0.035  # in octaves: error bars of scores that coincide stand side by side
-WIDEST = 0.25  # octaves that they take in all, however many scores there are
+DODGE = 0.035  # octaves between the error bars of scores at one budget
+MAX_DODGE = 0.25  # octaves in all
 Point = tuple[int, float, float]  # budget, mean, standard deviation
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One task: its unit, the full cache's mean, and for each score its points, budgets rising.
+    """One task.
 
-    Shares are drawn from 0 to 100%; anything else on an axis that fits it.
+    Attributes:
+        full: mean of the full cache.
+        lines: for each score its points, budgets rising.
+        is_share: whether values are shares, drawn from 0 to 100%.
     """
 
     title: str
@@ -38,17 +37,17 @@ class Panel:
 
 
 def quality_against_budget(title: str, context: int, panels: Sequence[Panel]) -> Figure:
-    """Accuracy, or another measure, against the tokens kept of a context.
+    """Draws accuracy, or another measure, against the tokens kept of a context.
 
     Args:
-        title: what the figure is of.
-        context: tokens before anything was evicted.
+        title: the model and its contexts.
+        context: tokens of the full cache.
         panels: at least one, of the same scores.
     """
     scores = list(dict.fromkeys(score for panel in panels for score in panel.lines))
     columns = min(COLUMNS, len(panels))
     rows = math.ceil(len(panels) / columns)
-    beside = rows * columns == len(panels)  # no place is left for the legend
+    beside = rows * columns == len(panels)  # no empty panel is left for the legend
     figure = Figure(figsize=(3 * columns + (1.8 if beside else 0.2), 2.7 * rows + 0.5), dpi=110)
     figure.set_layout_engine("constrained", w_pad=0.08, h_pad=0.08)
     figure.suptitle(f"What a budget costs: {title}", x=0.01, ha="left", fontsize=12)
@@ -61,7 +60,7 @@ def quality_against_budget(title: str, context: int, panels: Sequence[Panel]) ->
     for axes in grid[len(panels) :]:
         axes.set_axis_off()
     handles, labels = grid[0].get_legend_handles_labels()
-    if len(grid) > len(panels):
+    if not beside:
         grid[len(panels)].legend(handles, labels, loc="center left", frameon=False, fontsize=9)
     else:
         figure.legend(handles, labels, loc="outside right center", frameon=False, fontsize=9)
@@ -69,7 +68,6 @@ def quality_against_budget(title: str, context: int, panels: Sequence[Panel]) ->
 
 
 def draw_panel(axes: Axes, panel: Panel, scores: Sequence[str], context: int) -> None:
-    """One task."""
     scale = 100 if panel.is_share else 1
     axes.set_title(panel.title, loc="left", fontsize=10)
     axes.axhline(scale * panel.full, color=GREY, linewidth=1.2, linestyle=(0, (4, 3)), label="full cache", zorder=1)
@@ -78,7 +76,7 @@ def draw_panel(axes: Axes, panel: Panel, scores: Sequence[str], context: int) ->
     for name, points in panel.lines.items():
         index = scores.index(name)
         colour, mark = COLOURS[index % len(COLOURS)], MARKS[(index + index // len(COLOURS)) % len(MARKS)]
-        shift = 2 ** (min(DODGE, WIDEST / len(scores)) * (index - (len(scores) - 1) / 2))
+        shift = 2 ** (min(DODGE, MAX_DODGE / len(scores)) * (index - (len(scores) - 1) / 2))
         axes.errorbar(
             [budget * shift for budget, _, _ in points],
             [scale * mean for _, mean, _ in points],
@@ -99,7 +97,6 @@ def draw_panel(axes: Axes, panel: Panel, scores: Sequence[str], context: int) ->
     if panel.is_share:
         axes.set_ylim(-4, 104)
         axes.yaxis.set_major_locator(FixedLocator([0, 25, 50, 75, 100]))
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(color="#dddddd", linewidth=0.6)
+    axes.grid(color=LIGHT_GREY, linewidth=0.6)
     axes.set_axisbelow(True)
-    axes.tick_params(length=0, labelcolor=GREY, labelsize=9)
+    plain_axes(axes, labelsize=9)

@@ -224,7 +224,7 @@ BAD: dict[str, tuple[list[str], str]] = {
     "scores": ([*GOOD, "--scores", "recent,nonsense"], "there is no score 'nonsense': choose one of"),
     "text of scores": ([*GOOD, "--scores", "recent,random", "--text"], "--text shows what one score keeps"),
     "budget": (["--prompt", "x", "--kv-budget", "5"], "--kv-budget 5, but 4 sinks and --kv-keep-recent 1 are kept"),
-    "bound": ([*GOOD, "--max-kv-size", "99"], "got a budget and --max-kv-size"),
+    "bound": ([*GOOD, "--max-kv-size", "99"], "got a --kv-budget and --max-kv-size"),
     "layer without text": ([*GOOD, "--layer", "1"], "--layer needs --text"),
     "no such layer": ([*GOOD, "--text", "--layer", "4"], "there is no layer 4 with a budget: give one from 0 to 3"),
     "negative layer": ([*GOOD, "--text", "--layer", "-1"], "there is no layer -1 with a budget"),

@@ -15,12 +15,12 @@ from mlx_lm.models import cache as stock
 from tiny_models import FAMILIES, VOCAB, make_model
 
 import mlx_kv
-from mlx_kv import plots
 from mlx_kv.cli import generate as generate_command
 from mlx_kv.mlxlm.convert import make_prompt_cache
 from mlx_kv.mlxlm.loading import model_from_config
 from mlx_kv.mlxlm.traverse import leaves
 from mlx_kv.planning import Planner, Strategy, config_dtype, strategies
+from mlx_kv.plots.memory import memory_against_context
 from mlx_kv.policy import CachePolicy
 
 # The shape that is published for the model of 31 billion weights: 50 layers of 16 KV heads x 256 with a window of
@@ -356,7 +356,7 @@ def test_a_figure_is_written(command: Any, tmp_path: Path) -> None:
 
 def test_lines_that_coincide_are_drawn_once_and_named_together() -> None:
     held = {"full": [1 << 30, 4 << 30], "ring": [1 << 30, 2 << 30], "same": [1 << 30, 2 << 30]}
-    figure = plots.memory_against_context("a model", [1000, 4000], held, marked=[1000, 4000])
+    figure = memory_against_context("a model", [1000, 4000], held, marked=[1000, 4000])
     (axes,) = figure.axes
     assert {text.get_text() for text in axes.texts} == {"full", "ring,\nsame"}
     assert axes.get_xlabel() == "tokens in the context"
