@@ -162,6 +162,7 @@ ELSEWHERE = {
     "growth_rules": "chose the default growth: [caches](caches.md)",
     "kvpress_equality": "compares what is kept, and times nothing",
     "observing": "what scores that look at attention cost: [budgets](budgets.md)",
+    "parsing": "latency of parsing requests, against an older checkout: printed, not kept",
     "quick_softmax": "part of score_table",
     "ranks": "several machines: [clusters](clusters.md)",
     "ranks_equal": "compares tokens, and times nothing",

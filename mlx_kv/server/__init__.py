@@ -6,18 +6,16 @@ HTTP, in the event loop:
     access.py            host names, origins, API keys, certificates, the access log
     api.py               routes and errors
     intake.py            from a request's body to its jobs (limits.py: limits of requests)
-    bodies.py            the JSON of a request
-    requests.py          fields of requests (chat_requests.py: messages and tools; fields.py: single fields;
-                         sampling_fields.py: sampling; unknown_fields.py: unknown fields)
-    constraint_fields.py constraints on the answer (grammars.py: their grammars)
+    json_http.py         strict JSON of bodies, responses and events
+    requests.py          the request that every API's bodies become, and the fields that all of them share
+    fields.py            base of the pydantic models of bodies, their types and errors; unknown fields
+    constraint_fields.py fields for structured output and tools (grammars.py: their grammars)
     cache_requests.py    cache settings of requests, and which are allowed
     errors.py            error objects
-    chat.py              a chat as tokens
-    dialects/            other APIs: OpenAI's responses, Anthropic's messages
+    dialects/            APIs: OpenAI's completions, chat completions and responses, Anthropic's messages
     admission.py         how many requests are admitted; delivery of output to responses
-    responses.py         from jobs to a response, whole or streamed; clients that hang up (answers.py: its parts)
-    response_objects.py  objects of responses (chat_output.py: reasoning and tool calls; token_texts.py: single tokens;
-                         rendering.py: JSON)
+    responses.py         from jobs to a response, whole or streamed; clients that hang up
+    answers.py           an answer as it comes (chat_output.py: reasoning and tool calls; token_texts.py: single tokens)
     slots.py             slots: list, save, restore, erase
     status.py            models, health, metrics, the page of memory
 

@@ -16,15 +16,15 @@ from starlette.routing import Route
 
 from mlx_kv.server.access import AccessRules, ApiKeys, Certificates
 from mlx_kv.server.admission import CHATS, COMPLETIONS, MESSAGES, RESPONSES, AdmissionController
-from mlx_kv.server.dialects.conversations import Conversations
-from mlx_kv.server.dialects.message_requests import counted, messages
-from mlx_kv.server.dialects.response_requests import ResponsesDialect
+from mlx_kv.server.dialects.completions import chats, completions
+from mlx_kv.server.dialects.messages import counted, messages
+from mlx_kv.server.dialects.response_writer import Conversations
+from mlx_kv.server.dialects.responses import ResponsesDialect
 from mlx_kv.server.errors import ApiError, error_body
 from mlx_kv.server.intake import Dialect, Intake
+from mlx_kv.server.json_http import JsonResponse
 from mlx_kv.server.limits import Limits as Limits
 from mlx_kv.server.models import ModelNames
-from mlx_kv.server.rendering import JsonResponse
-from mlx_kv.server.response_objects import chats, completions
 from mlx_kv.server.slots import SlotRoutes
 from mlx_kv.server.status import StatusRoutes
 from mlx_kv.server.worker import Worker

@@ -6,7 +6,7 @@ call and is none stays text. Knows nothing about HTTP, nor about the objects tha
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,7 @@ from mlx_lm.server import ToolCallFormatter
 from mlx_lm.tool_parsers import json_tools
 
 from mlx_kv.files.decoding import read_json
-from mlx_kv.server.rendering import json_bytes
+from mlx_kv.server.json_http import json_bytes
 from mlx_kv.server.token_texts import TokenText
 
 
@@ -62,7 +62,7 @@ class ChatOutputParser:
         self,
         tokenizer: Any,
         prompt: list[int],
-        tools: list[dict[str, Any]],
+        tools: Sequence[Any],
         stream: bool,
         one_call: bool = False,
         bare_call: bool = False,

@@ -1,12 +1,15 @@
-"""Fields of a request that say what form its answer has: OpenAI's, and those of other servers that say the same.
+"""Request fields for structured output: OpenAI's, and those of llama-server and vLLM with the same meaning.
 
-Decides which field is which constraint, and that there is one at the most. Knows nothing about tokens, nor whether a
-schema or a grammar is a good one: that is found where it is compiled.
+Whether a schema or a grammar is valid is found when it is compiled, in `grammars.py`.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Annotated, Any, NamedTuple, Required
+
+from pydantic import PlainValidator
+from typing_extensions import TypedDict
 
 from mlx_kv.files.decoding import read_json
 from mlx_kv.generation.grammar.constraint import (
@@ -20,128 +23,182 @@ from mlx_kv.generation.grammar.constraint import (
     regex,
 )
 from mlx_kv.server.errors import ApiError
-from mlx_kv.server.fields import boolean, json_kind, typed, unicode
+from mlx_kv.server.fields import Body, FieldError, NonEmptyText, UnknownFields, json_kind, unicode_text
 
-# llama-server's names, and vLLM's, old and new.
-SCHEMAS, PATTERNS = ("json_schema", "guided_json"), ("regex", "guided_regex")
-GRAMMARS, CHOICES = ("grammar", "guided_grammar"), ("guided_choice",)
-FIELDS = {"response_format", "structured_outputs", *SCHEMAS, *PATTERNS, *GRAMMARS, *CHOICES}
-OF_STRUCTURED_OUTPUTS = {"json": "guided_json", "regex": "regex", "choice": "guided_choice", "grammar": "grammar"}
+NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
-def constraint_of(fields: dict[str, Any]) -> tuple[str, Constraint | None]:
-    """What the fields of a request ask of its answer, after the name of the one that does; None is nothing.
+class ConstraintField(NamedTuple):
+    """The constraint on the answers of a request, and the field that has it."""
 
-    Raises:
-        ApiError: 400, for what is no constraint, or more than one.
-    """
-    asked = {name: fields[name] for name in sorted(FIELDS) if name in fields}
-    found = [(name, one) for name, value in asked.items() if (one := _constraint(name, value)) is not None]
-    if len(found) > 1:
-        raise ApiError(400, f"{found[0][0]} and {found[1][0]} both say what the answer is to be: send one", found[1][0])
-    return found[0] if found else ("", None)
+    name: str = ""
+    constraint: Constraint | None = None
 
 
-def forced_call(tools: list[dict[str, Any]], chosen: Any) -> Constraint | None:
-    """What `tool_choice` asks of the answer to a chat with these tools; None is nothing.
-
-    Raises:
-        ApiError: 400, for one that is none, or a function that is not there.
-    """
-    if chosen in ("auto", "none"):
-        return None
-    functions = [tool["function"] for tool in tools]
-    if chosen != "required":
-        names = _names(chosen)
-        functions = [function for function in functions if function["name"] in names]
-        if missing := sorted(names - {function["name"] for function in functions}):
-            raise ApiError(400, f"tool_choice names {missing[0][:80]!r}, which is not among tools", "tool_choice")
-    if not functions:
-        raise ApiError(400, "tool_choice asks for a call, and there are no tools: send some", "tool_choice")
-    return calls(
-        [
-            Function(
-                unicode(function["name"], "tools"),
-                function.get("parameters") or {"type": "object", "properties": {}, "additionalProperties": False},
-                function.get("strict") is not True,
-            )
-            for function in functions
-        ]
-    )
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise FieldError(f"is a JSON {json_kind(value)}: send a string")
+    return unicode_text(value)
 
 
-def _names(chosen: Any) -> set[str]:
-    """The functions that `tool_choice` allows, where a call is asked for."""
-    if isinstance(chosen, dict) and chosen.get("type") == "function":
-        function = chosen.get("function", chosen)
-        name = function.get("name") if isinstance(function, dict) else None
-        if isinstance(name, str):
-            return {name}
-    raise ApiError(
-        400,
-        'tool_choice is none of "auto", "none", "required" and {"type": "function", "function": {"name": ...}}',
-        "tool_choice",
-    )
+def _regex(value: Any) -> Constraint:
+    if not (pattern := _text(value)):
+        raise FieldError("is empty: send a pattern, or leave it out")
+    return regex(pattern)
 
 
-def _constraint(name: str, value: Any) -> Constraint | None:
-    if name == "response_format":
-        return _response_format(value)
-    if name == "structured_outputs":
-        return _structured_outputs(value)
-    if name in SCHEMAS:
-        return json_schema(_schema(value, name))
-    if name in CHOICES:
-        if not isinstance(value, list) or not value or not all(isinstance(text, str) for text in value):
-            raise ApiError(400, f"{name} is no list of texts, or has none", name)
-        return choice([unicode(text, name) for text in value])
-    text = unicode(typed({name: value}, name, str, ""), name)
-    if name in PATTERNS:
-        if not text:
-            raise ApiError(400, f"{name} is empty: send a pattern, or leave it out", name)
-        return regex(text)
+def _grammar(value: Any) -> Constraint | None:
+    text = _text(value)
     return grammar(text) if text else None  # clients of llama-server send an empty one where they have none
 
 
-def _response_format(value: Any) -> Constraint | None:
-    where = "response_format"
-    kind = value.get("type") if isinstance(value, dict) else None
-    if kind == "text":
-        return None
-    if kind == "json_object":  # llama-server's may have a schema of its own
-        return json_schema(_schema(value["schema"], where)) if value.get("schema") else json_object()
-    if kind == "json_schema":
-        given = value.get("json_schema", value)  # the second is how the Responses API has it
-        if not isinstance(given, dict) or given.get("schema") is None:
-            raise ApiError(400, f"{where}.json_schema has no schema: send one", where)
-        return json_schema(_schema(given["schema"], where), lenient=not boolean(_given(given), "strict"))
-    if kind in ("regex", "grammar") and isinstance(value.get(kind), str):
-        return _constraint(kind, value[kind])
-    raise ApiError(400, f"{where} is no object with a type of text, json_object or json_schema", where)
+def _choice(value: Any) -> Constraint:
+    if not isinstance(value, list) or not value or not all(isinstance(text, str) for text in value):
+        raise FieldError("is not a list of texts, or is empty: send the texts to choose from")
+    return choice([unicode_text(text) for text in value])
 
 
-def _structured_outputs(value: Any) -> Constraint | None:
-    if not isinstance(value, dict):
-        raise ApiError(400, f"structured_outputs is a JSON {json_kind(value)}: send an object", "structured_outputs")
-    asked = _given(value)
-    if unknown := asked.keys() - OF_STRUCTURED_OUTPUTS.keys():
-        raise ApiError(
-            400, f"structured_outputs has {min(unknown)[:80]!r}, which is not supported", "structured_outputs"
-        )
-    return constraint_of({OF_STRUCTURED_OUTPUTS[name]: one for name, one in asked.items()})[1]
+def _schema(value: Any) -> Constraint:
+    return json_schema(_parsed_schema(value))
 
 
-def _given(fields: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in fields.items() if value is not None}
-
-
-def _schema(value: Any, where: str) -> Any:
-    """A JSON schema, which some send as a text."""
+def _parsed_schema(value: Any) -> Any:
+    """A JSON schema, which some clients send as a string."""
     if isinstance(value, str):
         try:
             value = read_json(value)
         except ValueError as error:
-            raise ApiError(400, f"{where} is no JSON: {error}"[:300], where) from None
+            raise FieldError(f"is no JSON: {error}"[:300]) from None
     if not isinstance(value, dict):
-        raise ApiError(400, f"{where} is a JSON {json_kind(value)}: send a schema, which is an object", where)
+        raise FieldError(f"is a JSON {json_kind(value)}: send a schema, which is an object")
     return value
+
+
+def parse_response_format(value: Any) -> Constraint | None:
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind == "text":
+        return None
+    if kind == "json_object":  # llama-server's may have a schema
+        return _schema(value["schema"]) if value.get("schema") else json_object()
+    if kind == "json_schema":
+        given = value.get("json_schema", value)  # the second is the form of the Responses API
+        if not isinstance(given, dict) or given.get("schema") is None:
+            raise FieldError("has no schema in json_schema: send one")
+        strict = given.get("strict")
+        if strict is not None and not isinstance(strict, bool):
+            raise FieldError(f"has a JSON {json_kind(strict)} as json_schema.strict: send true or false")
+        return json_schema(_parsed_schema(given["schema"]), lenient=not strict)
+    if kind in ("regex", "grammar") and isinstance(value.get(kind), str):
+        return FORMATS[kind](value[kind])
+    raise FieldError("is not an object with a type of text, json_object or json_schema: send one")
+
+
+def _structured_outputs(value: Any) -> Constraint | None:
+    """vLLM's field: other constraint fields in one object, with errors of those fields."""
+    if not isinstance(value, dict):
+        raise FieldError(f"is a JSON {json_kind(value)}: send an object")
+    given = {name: each for name, each in value.items() if each is not None}
+    if unknown := given.keys() - IN_STRUCTURED_OUTPUTS.keys():
+        raise FieldError(f"has {min(unknown)[:80]!r}, which is not supported: leave it out")
+    fields = {IN_STRUCTURED_OUTPUTS[name]: each for name, each in given.items()}
+    return ConstraintFields.parse(fields, UnknownFields()).constraint_field().constraint
+
+
+IN_STRUCTURED_OUTPUTS = {"json": "guided_json", "regex": "regex", "choice": "guided_choice", "grammar": "grammar"}
+FORMATS = {"regex": _regex, "grammar": _grammar}  # of response_format, besides OpenAI's
+Schema = Annotated[Constraint | None, PlainValidator(_schema)]
+Regex = Annotated[Constraint | None, PlainValidator(_regex)]
+Grammar = Annotated[Constraint | None, PlainValidator(_grammar)]
+
+
+class ConstraintFields(Body):
+    """The fields, as constraints on the answer."""
+
+    structured_outputs: Annotated[Constraint | None, PlainValidator(_structured_outputs)] = None
+    json_schema: Schema = None  # llama-server's
+    regex: Regex = None
+    grammar: Grammar = None
+    guided_json: Schema = None  # vLLM's before structured_outputs
+    guided_regex: Regex = None
+    guided_grammar: Grammar = None
+    guided_choice: Annotated[Constraint | None, PlainValidator(_choice)] = None
+
+    def constraint_field(self, response_format: ConstraintField | None = None) -> ConstraintField:
+        """The field that has a constraint.
+
+        Args:
+            response_format: a further field, with a name that depends on the API.
+
+        Raises:
+            ApiError: 400, for more than one.
+        """
+        fields = [ConstraintField(name, getattr(self, name)) for name in ConstraintFields.model_fields]
+        found = sorted(each for each in (*fields, response_format) if each is not None and each.constraint is not None)
+        if len(found) > 1:
+            first, second = found[0].name, found[1].name
+            raise ApiError(400, f"{first} and {second} both constrain the answer: send one", second)
+        return found[0] if found else ConstraintField()
+
+
+# --- calls of tools ---------------------------------------------------------------------------------------------------
+
+
+class ToolFunction(TypedDict, total=False):
+    """A function that a model may call."""
+
+    name: Required[NonEmptyText]
+    description: Any
+    parameters: Any
+    strict: Any
+
+
+class Tool(TypedDict, total=False):
+    """A tool of a chat."""
+
+    type: Any
+    function: Required[ToolFunction]
+
+
+class ToolChoice(NamedTuple):
+    """Which tools an answer calls: "auto", "none", "required", or "function" for the one with this name."""
+
+    kind: str = "auto"
+    name: str = ""
+
+    def constraint(self, tools: Sequence[Tool]) -> Constraint | None:
+        """The constraint on the answer to a chat with these tools.
+
+        Raises:
+            ApiError: 400, the function is not among the tools.
+        """
+        if self.kind in ("auto", "none"):
+            return None
+        functions = [tool["function"] for tool in tools]
+        if self.kind == "function":
+            functions = [function for function in functions if function["name"] == self.name]
+            if not functions:
+                message = f"tool_choice names {self.name[:80]!r}, which is not among tools: add it to them"
+                raise ApiError(400, message, "tool_choice")
+        if not functions:
+            raise ApiError(400, "tool_choice requires a call, and there are no tools: send some", "tool_choice")
+        return calls(
+            [
+                Function(
+                    function["name"], function.get("parameters") or NO_ARGUMENTS, function.get("strict") is not True
+                )
+                for function in functions
+            ]
+        )
+
+
+def parse_tool_choice(value: Any) -> ToolChoice:
+    """OpenAI's field, of chats or of responses. Raises `FieldError`."""
+    if value in ("auto", "none", "required"):
+        return ToolChoice(value)
+    if isinstance(value, dict) and value.get("type") == "function":
+        function = value.get("function", value)
+        name = function.get("name") if isinstance(function, dict) else None
+        if isinstance(name, str):
+            return ToolChoice("function", name)
+    named = '{"type": "function", "function": {"name": ...}}'
+    raise FieldError(f'is none of "auto", "none", "required" and {named}: send one')

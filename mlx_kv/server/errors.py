@@ -1,7 +1,4 @@
-"""Errors that clients get: OpenAI's error objects, or Anthropic's, with their HTTP status.
-
-Decides their form, and which type of error a status is. Knows nothing about what went wrong.
-"""
+"""Errors that clients get: OpenAI's error objects, or Anthropic's, with their HTTP status."""
 
 from __future__ import annotations
 
@@ -22,7 +19,12 @@ ANTHROPIC_TYPES = {
 
 
 class ApiError(Exception):
-    """An answer that is an error object."""
+    """An error that is sent to the client.
+
+    Args:
+        param: the field of the request that is wrong.
+        code: OpenAI's error code.
+    """
 
     def __init__(
         self,
@@ -34,8 +36,8 @@ class ApiError(Exception):
     ) -> None:
         super().__init__(message)
         self.status, self.code, self.headers = status, code, headers or {}
-        # They may quote what a client sent, of which not everything is Unicode that can be sent back.
-        self.message, self.param = _sendable(message), None if param is None else _sendable(param)
+        # They may quote the request, and JSON can have half a surrogate pair, which UTF-8 cannot.
+        self.message, self.param = sendable(message), None if param is None else sendable(param)
 
     @property
     def body(self) -> dict[str, Any]:
@@ -60,7 +62,7 @@ def without_panic(task: str, function: Callable[[], T]) -> T:
 
 
 def error_body(error: ApiError, path: str) -> dict[str, Any]:
-    """The error object that clients of a path read."""
+    """The error object in the form of the API that a path belongs to."""
     if path == MESSAGES or path.startswith(f"{MESSAGES}/"):
         return anthropic_error(error)
     return error.body
@@ -72,5 +74,6 @@ def anthropic_error(error: ApiError) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": error.message}}
 
 
-def _sendable(text: str) -> str:
+def sendable(text: str) -> str:
+    """A text with question marks in place of halves of surrogate pairs."""
     return text.encode("utf-8", "replace").decode()

@@ -17,8 +17,8 @@ from mlx_kv.generation.grammar.constraint import CallMarks, GrammarError
 from mlx_kv.generation.grammar.lead_in import LeadIn
 from mlx_kv.generation.grammar.processor import GrammarProcessor
 from mlx_kv.server.errors import ApiError, without_panic
+from mlx_kv.server.fields import UnknownFields
 from mlx_kv.server.requests import CompletionRequest
-from mlx_kv.server.unknown_fields import UnknownFields
 
 COMPILE_SECONDS = 10.0
 
@@ -63,7 +63,7 @@ class Grammars:
         for unenforced in grammar.unenforced:
             if self._unknown.strict:
                 raise ApiError(400, f"{param} cannot be followed: {unenforced}", param)
-            self._unknown.note(unenforced, f"schemas say what is not enforced, since they are not strict: {unenforced}")
+            self._unknown.log_once(unenforced, f"schemas that are not strict are not fully enforced: {unenforced}")
         return grammar
 
     def close(self) -> None:

@@ -1,40 +1,40 @@
-"""From a request's body to the answers that it asked for: read, checked, let in, made tokens.
+"""From an HTTP request to its answer: body, dialect, admission, tokens, jobs.
 
-Decides the order, so that whatever is wrong is said before anything is let in or computed. Knows nothing about routes,
-nor about the fields of any API: a dialect translates them.
+The order makes that an invalid request is refused before anything is admitted or computed.
 """
 
 from __future__ import annotations
 
 import asyncio
+import copy
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
+from mlx_lm.server import convert_chat, process_message_content
 from starlette.requests import Request
 from starlette.responses import Response
 
 from mlx_kv.cache.checks import token_ids
-from mlx_kv.generation.encoding import encode_prompt
+from mlx_kv.generation.encoding import TemplateError, encode_messages, encode_prompt
+from mlx_kv.generation.settings import SamplingSettings
 from mlx_kv.generation.stop_strings import StopStrings
 from mlx_kv.policy import CachePolicy
 from mlx_kv.server.admission import AdmissionController
 from mlx_kv.server.answers import AnswerWriter, Choice
-from mlx_kv.server.bodies import read_body
-from mlx_kv.server.chat import encode_chat
 from mlx_kv.server.chat_output import ChatOutputParser
 from mlx_kv.server.errors import ApiError, without_panic
+from mlx_kv.server.fields import UnknownFields
 from mlx_kv.server.grammars import Grammars, marks_of
 from mlx_kv.server.job import Job
+from mlx_kv.server.json_http import read_body
 from mlx_kv.server.limits import Limits
 from mlx_kv.server.memory import RowPlan
 from mlx_kv.server.models import ModelNames
 from mlx_kv.server.requests import CompletionRequest, Prompt, RequestRules
 from mlx_kv.server.responses import CompletionResponse
-from mlx_kv.server.sampling_fields import check_biases
 from mlx_kv.server.token_texts import TokenTexts
-from mlx_kv.server.unknown_fields import UnknownFields
 from mlx_kv.server.worker import Worker
 
 
@@ -82,7 +82,7 @@ class Intake:
             choices = [
                 self._choice(request, place, number, prompts[place], since, cache)
                 for place in range(len(prompts))
-                for number in range(request.wanted.n)
+                for number in range(request.n)
             ]
             for choice in choices:
                 choice.job.grammar = self._grammars.processor(grammar, request, choice.job.tokens)
@@ -149,7 +149,7 @@ class Intake:
     ) -> Choice:
         """One of the answers to the prompt at some place, both counted from 0."""
         job, tokenizer = self._job(request, number, tokens, since, cache), self._worker.models.tokenizer
-        texts, index = None if request.wanted.top_logprobs is None else self._texts, place * request.wanted.n + number
+        texts, index = None if request.top_logprobs is None else self._texts, place * request.n + number
         if request.chat:
             bare = request.forces_call and marks_of(tokenizer) is None
             parser = ChatOutputParser(tokenizer, tokens, request.tools, request.stream, request.one_call, bare)
@@ -172,16 +172,70 @@ class Intake:
         max_tokens = max_tokens if context is None else min(max_tokens, context - len(tokens))
         if refusal := self._worker.limit.refusal(cache.plan, len(tokens), max_tokens):
             raise ApiError(400, refusal, param, "memory_limit_exceeded")
-        wanted = request.wanted
-        check_biases(wanted.sampling, self._worker.vocabulary)
+        _check_biases(request.sampling, self._worker.vocabulary)
         return Job(
             tokens,
             max_tokens,
-            wanted.sampling_of(number),
-            wanted.top_logprobs,
+            request.sampling_of(number),
+            request.top_logprobs,
             StopStrings(request.stop_strings),
             cache.policy,
             request.cache.keep,
             since=since,
             slot=request.slot,
         )
+
+
+def _check_biases(sampling: SamplingSettings, vocabulary: int) -> None:
+    for token in sampling.biases:
+        if token >= vocabulary:
+            message = f"logit_bias has the token {token}: send ids below {vocabulary:,}"
+            raise ApiError(400, message, "logit_bias")
+
+
+def encode_chat(
+    tokenizer: Any, request: CompletionRequest, unknown: UnknownFields, template: Mapping[str, Any]
+) -> list[int]:
+    """The tokens of a chat, up to the beginning of the answer.
+
+    Without a chat template, the tokens are those of `mlx_lm.server`.
+
+    Args:
+        unknown: for tools that the model cannot call in a form that mlx-lm can parse.
+        template: settings of the chat template that the request leaves out.
+
+    Raises:
+        ApiError: 400, for messages that the template refuses, or tools where they are refused.
+    """
+    if request.tools and not tokenizer.has_tool_calling and not request.forces_call:
+        if unknown.strict:
+            raise ApiError(400, "this model cannot call tools: leave them out", "tools", "unsupported_parameter")
+        unknown.log_once(
+            "tools", "requests have tools, but this model writes no calls that mlx-lm can parse: it may not call"
+        )
+    try:
+        messages = copy.deepcopy(request.messages)
+        for function in (call["function"] for message in messages for call in message.get("tool_calls") or ()):
+            function["arguments"] = function["arguments"] or "{}"
+        for message in messages:
+            _name_reasoning_twice(message)
+        process_message_content(messages)
+        if not tokenizer.has_chat_template:
+            if request.template:
+                raise ValueError("this model has no chat template, so it takes no chat_template_kwargs")
+            begun = f" {messages.pop()['content']}" if request.continues else ""
+            return [int(token) for token in tokenizer.encode(convert_chat(messages, request.roles or None) + begun)]
+        settings = {**template, **request.hints, **request.template}
+        return encode_messages(tokenizer, messages, request.continues, tools=request.tools or None, **settings)
+    except TemplateError as error:
+        raise ApiError(400, str(error), "messages") from error
+    except Exception as error:  # chat templates are programs, and raise any error
+        problem = " ".join(f"the chat template refuses these messages: {type(error).__name__}: {error}".split())
+        raise ApiError(400, problem[:500], "messages") from error
+
+
+def _name_reasoning_twice(message: dict[str, Any]) -> None:
+    """Adds reasoning under both names: answers have `reasoning`, as mlx_lm.server's do, and templates read either."""
+    reasoning = message.get("reasoning") or message.get("reasoning_content")
+    if isinstance(reasoning, str):
+        message["reasoning"] = message["reasoning_content"] = reasoning

@@ -1,90 +1,70 @@
-"""What a client may ask for: OpenAI's fields, checked one by one.
+"""The request that every API's bodies become, and the model of the fields that all of them share.
 
-Decides what is honoured, what is ignored because it changes no token, and what is refused: a field that is known and
-cannot be honoured. One that nobody knows is left to `UnknownFields`. Every API's requests become one of these. Knows
-nothing about models, tokens or HTTP beyond status codes.
+A field is honoured, ignored because it has no effect on the tokens, or refused: a known field that cannot be honoured.
+Unknown fields are left to `UnknownFields`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, ClassVar, Literal
 
+from pydantic import AfterValidator, Field
+
+from mlx_kv.generation.encoding import NOT_FOR_TEMPLATES
 from mlx_kv.generation.grammar.constraint import Constraint
-from mlx_kv.generation.settings import SamplingSettings
-from mlx_kv.server import sampling_fields
-from mlx_kv.server.cache_requests import AS_SERVED, CacheRequest, cache_field
-from mlx_kv.server.chat_requests import chat_fields
-from mlx_kv.server.constraint_fields import FIELDS, constraint_of
+from mlx_kv.generation.sampling import derived_seed
+from mlx_kv.generation.settings import LEAST_PENALTY, SamplingSettings
+from mlx_kv.server.cache_requests import AS_SERVED, CacheRequest
+from mlx_kv.server.constraint_fields import ConstraintField, ConstraintFields, Tool, ToolChoice
 from mlx_kv.server.errors import ApiError
-from mlx_kv.server.fields import boolean, integer, json_kind, typed, unicode
-from mlx_kv.server.sampling_fields import Answers, answers_of
-from mlx_kv.server.unknown_fields import UnknownFields
+from mlx_kv.server.fields import FieldError, NonEmptyText, OneOrMore, UnknownFields, unsupported
+from mlx_kv.settings import settings_of
 
-MOST_STOPS = 16
-MOST_PROMPTS = 1024
-Prompt = str | tuple[int, ...]
-MOST_TOKENS = 1 << 24
-# They change no token, so nothing is lost when they are not looked at.
-IGNORED = {
-    "metadata",
-    "prompt_cache_key",
-    "prompt_cache_retention",
-    "safety_identifier",
-    "service_tier",
-    "store",
-    "user",
-    "verbosity",
-}
-COMMON = {"cache", "id_slot", "max_tokens", "model", "stop", "stream", "stream_options", *sampling_fields.FIELDS}
-FOR_COMPLETIONS = {"echo", "prompt"}
-FOR_CHAT = {
-    "chat_template_kwargs",
-    "continue_final_message",
-    "enable_thinking",
-    "max_completion_tokens",
-    "messages",
-    "parallel_tool_calls",
-    "reasoning_effort",
-    "role_mapping",
-    "tool_choice",
-    "tools",
-}
-# Not supported; these values of them say the same as nothing.
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "adapters": (),
-    "function_call": ("none", "auto"),
-    "functions": ([],),
-    "modalities": (["text"],),
-    "suffix": ("",),
-}
+MAX_STOPS = 16
+MAX_TOKENS = 1 << 24
+MAX_BIASES, MAX_BIAS = 1024, 100.0
+MAX_TOP_LOGPROBS = 20
+Prompt = str | list[int]
+Messages = list[dict[str, Any]]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+StopList = Annotated[
+    list[NonEmptyText],
+    Field(max_length=MAX_STOPS, fail_fast=True, description=f"at most {MAX_STOPS} texts that are not empty"),
+]
+TokenLimit = Annotated[int | None, Field(ge=1, le=MAX_TOKENS)]
+
+
+SAMPLING = tuple(settings_of(SamplingSettings))
 
 
 @dataclass(frozen=True)
 class CompletionRequest:
-    """One request, checked.
+    """A validated request.
 
     Attributes:
-        prompts: texts or token ids, each of which gets answers of its own; none for a chat.
+        prompts: texts or token ids, each of which gets answers; none for a chat.
         messages, tools, template: of a chat; template are arguments for the chat template.
-        hints: arguments for a chat template, where there is one.
-        roles: what comes before messages of each role where a model has no chat template; empty is mlx-lm's.
-        continues: whether the answer goes on from the last message, which is the assistant's.
-        one_call: whether an answer has one tool call at the most.
+        hints: arguments for the chat template, where the model has one.
+        roles: prefixes of messages by role, for a model without a chat template; empty is mlx-lm's.
+        continues: whether the answer continues the last message, which is the assistant's.
+        one_call: whether an answer has at most one tool call.
         echo: whether an answer begins with its prompt.
-        max_tokens: None leaves it to the server.
-        wanted: how many answers a prompt gets, and how their tokens are chosen and told.
-        slot: in which it is to be shown; None is any.
+        max_tokens: None is the server's.
+        n: answers to each prompt.
+        top_logprobs: how many likeliest tokens are reported with each token; None reports no log-probabilities at all.
         stop_strings: strings at which the answer ends.
-        cache: how its keys and values are to be kept.
-        constraint: what form the answer has; None is any.
-        constraint_field: the field that says so.
+        slot: where the request is shown; None is any.
+        constraint: structured output; None is none.
+        constraint_field: the field that has it.
+        cache: how its keys and values are stored.
     """
 
     model: str | None = None
-    prompts: tuple[Prompt, ...] = ()
-    messages: list[dict[str, Any]] = field(default_factory=list)
-    tools: list[dict[str, Any]] = field(default_factory=list)
+    prompts: Sequence[Prompt] = ()
+    messages: Messages = field(default_factory=list)
+    tools: Sequence[Any] = ()
     template: dict[str, Any] = field(default_factory=dict)
     hints: dict[str, Any] = field(default_factory=dict)
     roles: dict[str, str] = field(default_factory=dict)
@@ -92,7 +72,9 @@ class CompletionRequest:
     continues: bool = False
     echo: bool = False
     max_tokens: int | None = None
-    wanted: Answers = field(default_factory=Answers)
+    sampling: SamplingSettings = field(default_factory=SamplingSettings)
+    n: int = 1
+    top_logprobs: int | None = None
     stop_strings: tuple[str, ...] = ()
     slot: int | None = None
     constraint: Constraint | None = None
@@ -107,100 +89,172 @@ class CompletionRequest:
 
     @property
     def forces_call(self) -> bool:
-        """Whether the answer is to be a call of a tool."""
+        """Whether the answer has to be a tool call."""
         return self.constraint is not None and self.constraint.kind == "calls"
 
     @property
     def answers(self) -> int:
-        """How many it asks for."""
-        return max(1, len(self.prompts)) * self.wanted.n
+        """The number of answers."""
+        return max(1, len(self.prompts)) * self.n
 
-    @property
-    def sampling(self) -> SamplingSettings:
-        """How tokens are chosen."""
-        return self.wanted.sampling
+    def sampling_of(self, index: int) -> SamplingSettings:
+        """The settings of one of the answers to a prompt; each has a seed derived from the request's."""
+        seed = self.sampling.seed
+        return self.sampling if seed is None or index == 0 else replace(self.sampling, seed=derived_seed(seed, index))
 
 
 @dataclass(frozen=True)
 class RequestRules:
-    """What holds where a request does not say, what becomes of unknown fields, and how many slots there are."""
+    """The server's settings for requests: sampling by default, unknown fields, and the number of slots."""
 
     sampling: SamplingSettings = field(default_factory=SamplingSettings)
     unknown: UnknownFields = field(default_factory=UnknownFields)
     slots: int = 16
 
 
-def parse(body: Any, chat: bool, rules: RequestRules) -> CompletionRequest:
-    """A request from the JSON of its body.
+def _penalty(value: float | None) -> float | None:
+    if value is not None and 0 < value < LEAST_PENALTY:
+        raise FieldError(f"is {value}: send 0, or at least {LEAST_PENALTY}")
+    return value
 
-    Raises:
-        ApiError: 400, for what it lacks, or what cannot be honoured.
-    """
-    if not isinstance(body, dict):
-        raise ApiError(400, f"the body is a JSON {json_kind(body)}: send an object")
-    fields = {name: value for name, value in body.items() if value is not None}
-    known = IGNORED | NEUTRAL.keys() | COMMON | FIELDS | (FOR_CHAT if chat else FOR_COMPLETIONS)
-    rules.unknown.check(fields.keys() - known)
-    for name, neutral in NEUTRAL.items():
-        if name in fields and not any(type(fields[name]) is type(value) and fields[name] == value for value in neutral):
-            raise ApiError(400, f"{name} is not supported by this server: leave it out", name, "unsupported_parameter")
-    limits = [integer(fields, name, 1, MOST_TOKENS) for name in ("max_completion_tokens", "max_tokens")]
-    stream = boolean(fields, "stream")
-    stream_options = typed(fields, "stream_options", dict, {})
-    if stream_options and not stream:
-        raise ApiError(400, "stream_options is only for stream=true: leave it out", "stream_options")
-    checked: dict[str, Any] = {
-        "model": typed(fields, "model", str, None),
-        "max_tokens": next((limit for limit in limits if limit is not None), None),
-        "wanted": answers_of(fields, rules.sampling, chat),
-        "stop_strings": _stop_strings(fields),
-        "slot": _slot(fields, rules.slots),
-        "stream": stream,
-        "include_usage": boolean(stream_options, "include_usage"),
-        "cache": cache_field(fields),
-    }
-    checked["constraint_field"], checked["constraint"] = constraint_of(fields)
-    own: dict[str, Any] = (
-        chat_fields(fields) if chat else {"prompts": _prompts(fields), "echo": boolean(fields, "echo")}
+
+def _biases(given: dict[str, Any] | None) -> tuple[tuple[int, float], ...] | None:
+    """Pairs of a token id and its bias."""
+    if given and len(given) > MAX_BIASES:
+        raise FieldError(f"has {len(given):,} tokens: send at most {MAX_BIASES:,}")
+    pairs = []
+    for name, value in (given or {}).items():
+        if not (name.isascii() and name.isdecimal() and len(name) < 10):
+            raise FieldError(f"has the key {name[:80]!r}: send ids of tokens")
+        if type(value) not in (int, float) or not -MAX_BIAS <= value <= MAX_BIAS:
+            raise FieldError(f"is not a number from {-MAX_BIAS:g} to {MAX_BIAS:g}: send one", f"[{name}]")
+        pairs.append((int(name), float(value)))
+    return tuple(pairs) or None
+
+
+def served(name: str) -> Any:
+    """A field with the bounds that a sampling setting has in requests."""
+    bounds = settings_of(SamplingSettings)[name].served
+    assert bounds is not None, name
+    return Field(default=None, ge=bounds[0], le=bounds[1])
+
+
+class GenerationBody(ConstraintFields):
+    """The fields that all APIs share, most of them OpenAI's, mlx_lm.server's and llama-server's."""
+
+    ignored: ClassVar[frozenset[str]] = frozenset(
+        {
+            *("metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier", "store"),
+            *("user", "verbosity"),
+        }
     )
-    form = checked["constraint_field"]
-    if "constraint" in own and form not in ("", "response_format"):  # which says how texts are, and a call is none
-        raise ApiError(400, f"tool_choice and {form} both say what the answer is to be: send one", form)
-    checked |= own
-    return CompletionRequest(**checked)
+    model: str | None = None
+    stream: bool = False
+    stop: Annotated[StopList, OneOrMore] = Field(default_factory=list)
+    id_slot: int | None = None
+    cache: CacheRequest = AS_SERVED
+    adapters: Annotated[Any, unsupported()] = None
+    suffix: Annotated[Any, unsupported("")] = None
 
+    temperature: float | None = served("temperature")
+    top_p: float | None = served("top_p")
+    top_k: int | None = served("top_k")
+    min_p: float | None = served("min_p")
+    xtc_probability: float | None = served("xtc_probability")
+    xtc_threshold: float | None = served("xtc_threshold")
+    repetition_penalty: Annotated[float | None, AfterValidator(_penalty)] = served("repetition_penalty")
+    repetition_context_size: int | None = served("repetition_context_size")
+    presence_penalty: float | None = served("presence_penalty")
+    presence_context_size: int | None = served("presence_context_size")
+    frequency_penalty: float | None = served("frequency_penalty")
+    frequency_context_size: int | None = served("frequency_context_size")
+    logit_bias: Annotated[dict[str, Any] | None, AfterValidator(_biases)] = None
+    seed: int | None = served("seed")
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
 
-def _slot(fields: dict[str, Any], slots: int) -> int | None:
-    slot = fields.get("id_slot")
-    if slot is not None and (type(slot) is not int or not -1 <= slot < slots):
-        raise ApiError(
-            400, f"id_slot is no slot here: send a whole number from 0 to {slots - 1}, or -1 for any", "id_slot"
+    def request(self, rules: RequestRules, response_format: ConstraintField | None = None) -> CompletionRequest:
+        """These fields, as a request without a prompt.
+
+        Args:
+            response_format: the constraint of a field that only some APIs have.
+        """
+        slot = self.id_slot
+        if slot is not None and not -1 <= slot < rules.slots:
+            wanted = f"send a whole number from 0 to {rules.slots - 1}, or -1 for any"
+            raise ApiError(400, f"id_slot is no slot here: {wanted}", "id_slot")
+        changes = {name: value for name in SAMPLING if (value := getattr(self, name)) is not None}
+        if self.top_k == -1:  # as some clients write "all"
+            changes["top_k"] = 0
+        if self.seed is not None:
+            changes["seed"] = self.seed % 2**64
+        constraint = self.constraint_field(response_format)
+        return CompletionRequest(
+            model=self.model,
+            stream=self.stream,
+            stop_strings=tuple(self.stop),
+            slot=slot,
+            cache=self.cache,
+            sampling=replace(rules.sampling, **changes) if changes else rules.sampling,
+            constraint=constraint.constraint,
+            constraint_field=constraint.name,
         )
-    return slot
+
+    def reported_logprobs(self, logprobs: bool) -> int | None:
+        """How many likeliest tokens are reported with each token; None reports no log-probabilities.
+
+        Args:
+            logprobs: whether they are asked for, besides by `top_logprobs`.
+        """
+        if self.top_logprobs and not logprobs:
+            raise ApiError(400, "top_logprobs is only for logprobs=true: send both, or none", "top_logprobs")
+        return (self.top_logprobs or 0) if logprobs else None
 
 
-def _prompts(fields: dict[str, Any]) -> tuple[Prompt, ...]:
-    given = fields.get("prompt")
-    several = isinstance(given, list) and given and isinstance(given[0], str | list)
-    prompts = given if several and isinstance(given, list) else [given]
-    if len(prompts) > MOST_PROMPTS:
-        raise ApiError(400, f"got {len(prompts):,} prompts: send at most {MOST_PROMPTS:,} in one request", "prompt")
-    return tuple(_prompt(prompt) for prompt in prompts)
+def _template_settings(given: dict[str, Any]) -> dict[str, Any]:
+    if taken := given.keys() & (NOT_FOR_TEMPLATES | {"tools"}):
+        raise FieldError(f"cannot set {min(taken)}: leave it out")
+    return given
 
 
-def _prompt(prompt: Any) -> Prompt:
-    if isinstance(prompt, str):
-        return unicode(prompt, "prompt")
-    if isinstance(prompt, list) and prompt and all(type(token) is int and token >= 0 for token in prompt):
-        return tuple(prompt)
-    raise ApiError(400, "prompt is missing, or neither a text nor token ids, nor a list of those", "prompt")
+class ChatFields(GenerationBody):
+    """The fields that all APIs of chats share."""
 
+    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_template_settings)] = Field(default_factory=dict)
+    continue_final_message: bool = False
+    enable_thinking: bool | None = None
 
-def _stop_strings(fields: dict[str, Any]) -> tuple[str, ...]:
-    stops = fields.get("stop", [])
-    stops = [stops] if isinstance(stops, str) else stops
-    if not isinstance(stops, list) or not all(isinstance(stop, str) and stop for stop in stops):
-        raise ApiError(400, "stop is neither a text nor a list of texts, or one is empty", "stop")
-    if len(stops) > MOST_STOPS:
-        raise ApiError(400, f"got {len(stops)} stop strings: send at most {MOST_STOPS}", "stop")
-    return tuple(unicode(stop, "stop") for stop in stops)
+    def chat_request(
+        self,
+        rules: RequestRules,
+        messages: Messages,
+        tools: Sequence[Tool],
+        tool_choice: ToolChoice,
+        response_format: ConstraintField,
+        effort: Effort | None,
+    ) -> CompletionRequest:
+        """A request with these fields.
+
+        Args:
+            tools, tool_choice, response_format, effort: as fields of OpenAI's chats.
+        """
+        request = self.request(rules, response_format)
+        call = tool_choice.constraint(tools)
+        if call is not None:
+            # A response_format is the form of texts, and a call is none.
+            if request.constraint_field not in ("", response_format.name):
+                other = request.constraint_field
+                raise ApiError(400, f"tool_choice and {other} both constrain the answer: send one", other)
+            request = replace(request, constraint=call, constraint_field="tools")
+        if self.continue_final_message and (messages[-1]["role"] != "assistant" or messages[-1].get("tool_calls")):
+            needed = "a last message of the assistant without tool calls"
+            raise ApiError(400, f"continue_final_message needs {needed}: send one", "continue_final_message")
+        thinks = False if effort == "none" and self.enable_thinking is None else self.enable_thinking
+        return replace(
+            request,
+            messages=messages,
+            tools=[] if tool_choice.kind == "none" else tools,
+            template=self.chat_template_kwargs,
+            hints=({} if thinks is None else {"enable_thinking": thinks})
+            | ({} if effort in (None, "none") else {"reasoning_effort": effort}),
+            continues=self.continue_final_message,
+        )

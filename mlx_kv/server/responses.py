@@ -19,7 +19,7 @@ from mlx_kv.server.admission import ENDPOINTS, AdmissionController
 from mlx_kv.server.answers import AnswerWriter, Choice
 from mlx_kv.server.chat_output import Delta
 from mlx_kv.server.errors import ApiError, error_body
-from mlx_kv.server.rendering import JsonResponse
+from mlx_kv.server.json_http import JsonResponse
 
 STREAMED = "mlx_kv.streamed"  # key of a request's scope: its response is sent in chunks, unless to HTTP/1.0
 STALLED = 60.0  # seconds after which a client that takes nothing of its answer has hung up

@@ -18,8 +18,8 @@ from serving import ENDS, LONG, SERVE, Running, Troubled, cached, check_error, c
 
 from mlx_kv.server.api import Limits
 from mlx_kv.server.cache_requests import AllowedCache
+from mlx_kv.server.dialects.completions import CompletionWriter
 from mlx_kv.server.errors import ApiError
-from mlx_kv.server.response_objects import ResponseBuilder
 
 
 def kill(thread: threading.Thread | None) -> None:
@@ -229,7 +229,7 @@ def test_a_disk_that_never_answers_costs_only_time(
 def test_a_client_that_takes_nothing_loses_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """With events so large that no buffer takes many of them."""
     monkeypatch.setattr("mlx_kv.server.responses.STALLED", 0.2)
-    monkeypatch.setattr("mlx_kv.server.response_objects.event", lambda data: b": " + b"x" * 500_000 + b"\n\n")
+    monkeypatch.setattr("mlx_kv.server.dialects.completions.event", lambda data: b": " + b"x" * 500_000 + b"\n\n")
     with running(max_batch_size=1, limits=Limits(queue=0)) as server, deaf(server.url):
         server.wait_until(lambda: server.api.admission.admitted == 1)
         server.wait_until_empty()
@@ -239,9 +239,9 @@ def test_a_client_that_takes_nothing_loses_its_place(monkeypatch: pytest.MonkeyP
 def test_nor_does_one_hold_it_that_takes_no_whole_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first of two is written at once, whoever takes it; then the connection has no room for another."""
     monkeypatch.setattr("mlx_kv.server.responses.STALLED", 0.2)
-    whole = ResponseBuilder.whole
+    whole = CompletionWriter.whole
     monkeypatch.setattr(
-        ResponseBuilder, "whole", lambda self, choices: whole(self, choices) | {"more": "x" * 20_000_000}
+        CompletionWriter, "whole", lambda self, choices: whole(self, choices) | {"more": "x" * 20_000_000}
     )
     with running(max_batch_size=1, limits=Limits(queue=1)) as server:
         with deaf(server.url, 2, max_tokens=3, stream=False):

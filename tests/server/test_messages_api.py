@@ -13,10 +13,10 @@ from mlx_kv.generation.stop_strings import StopStrings
 from mlx_kv.server.access import ApiKeys
 from mlx_kv.server.chat_output import Delta
 from mlx_kv.server.dialects.blocks import Blocks, Event, Kind
-from mlx_kv.server.dialects.message_requests import messages
+from mlx_kv.server.dialects.messages import messages
+from mlx_kv.server.fields import UnknownFields
 from mlx_kv.server.job import Job
 from mlx_kv.server.requests import RequestRules
-from mlx_kv.server.unknown_fields import UnknownFields
 
 
 def test_a_message_is_what_a_chat_says(reasoner: Running, claude: anthropic.Anthropic) -> None:
@@ -150,22 +150,22 @@ def test_fields_of_messages_are_honoured() -> None:
 
 BAD_MESSAGES: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": None}, "max_tokens is missing"),
-    ({"max_tokens": 0}, "max_tokens is no whole number"),
-    ({"messages": []}, "messages is missing"),
-    ({"messages": [7]}, "no array of objects"),
-    ({"messages": [{"role": "wizard", "content": "x"}]}, "has the role 'wizard'"),
-    ({"messages": [{"role": "user", "content": []}]}, "messages[0] has no content"),
+    ({"max_tokens": 0}, "max_tokens is 0: send the maximum number of tokens of the answer, at least 1"),
+    ({"messages": []}, "messages is empty"),
+    ({"messages": [7]}, "messages[0] is 7: send an object"),
+    ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role is 'wizard': send"),
+    ({"messages": [{"role": "user", "content": []}]}, "messages[0].content is missing or empty"),
     ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "of the type 'image'"),
     ({"messages": [{"role": "user", "content": [{"type": "tool_use", "id": "1", "name": "f"}]}]}, "'tool_use'"),
     (
         {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "f"}]}]},
-        "input is a JSON",
+        "input is missing",
     ),
     ({"system": 7}, "system is a JSON number"),
-    ({"temperature": 1.5}, "temperature is no number from 0 to 1"),
+    ({"temperature": 1.5}, "temperature is 1.5: send at most 1"),
     ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "only tools that clients run"),
-    ({"tool_choice": {"type": "some"}}, "tool_choice.type can be"),
-    ({"thinking": {"type": "hard"}}, "thinking.type can be"),
+    ({"tool_choice": {"type": "some"}}, "tool_choice.type is 'some': send one of auto, any, tool, none"),
+    ({"thinking": {"type": "hard"}}, "thinking.type is 'hard': send one of"),
     ({"stop_sequences": [""]}, "stop"),
     ({"stop_sequences": ["a"], "stop": "b"}, "send one"),
     ({"output_config": {"format": {"type": "xml"}}}, "json_schema"),

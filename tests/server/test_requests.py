@@ -146,7 +146,8 @@ def test_what_is_refused_says_what_to_send(server: Running) -> None:
     for path, body in bodies.items():
         answer = server.post(path, **body)
         assert answer.status_code == 400
-        assert answer.json()["error"]["message"] == "tools[0] has an empty name: send the name of a function"
+        where = "tools[0].function.name" if "chat" in path else "tools[0].name"
+        assert answer.json()["error"]["message"] == f"{where} is empty: send a text"
 
 
 TEMPLATE = """{%- for message in messages %}<{{ message.role }}>{{ message.content | trim }}

@@ -14,14 +14,13 @@ from serving import SOURCE, Running
 from mlx_kv.generation.logprobs import TokenScore
 from mlx_kv.server.answers import Choice
 from mlx_kv.server.chat_output import ChatOutputParser, Delta
-from mlx_kv.server.dialects.conversations import Conversations
-from mlx_kv.server.dialects.response_items import as_messages
-from mlx_kv.server.dialects.response_requests import ResponsesDialect
+from mlx_kv.server.dialects.response_writer import Conversations
+from mlx_kv.server.dialects.responses import ResponsesDialect
 from mlx_kv.server.errors import ApiError
+from mlx_kv.server.fields import UnknownFields
 from mlx_kv.server.job import Job, OutputChunk
 from mlx_kv.server.requests import RequestRules
 from mlx_kv.server.token_texts import TokenTexts
-from mlx_kv.server.unknown_fields import UnknownFields
 
 
 def test_a_response_is_what_a_chat_says(reasoner: Running) -> None:
@@ -112,7 +111,7 @@ def test_log_probabilities_of_a_response_are_those_of_its_text(tokens: int, stre
     ids = tokenizer.encode(THOUGHT, add_special_tokens=False)
     body = {"input": "x", "top_logprobs": 1, "stream": stream}  # which asks for them, without include, too
     asked = ResponsesDialect(Conversations())(body, RequestRules())
-    assert asked.request.wanted.top_logprobs == 1
+    assert asked.request.top_logprobs == 1
     job, writer = Job([1], 99), asked.writer("reference")
     choice = Choice(0, 0, job, ChatOutputParser(tokenizer, [1], [], stream), texts=TokenTexts(tokenizer))
     writer.begin([choice])
@@ -161,7 +160,7 @@ def test_responses_that_are_kept(reasoner: Running) -> None:
 
 
 def test_the_oldest_responses_are_let_go() -> None:
-    kept = Conversations(most_bytes=250)
+    kept = Conversations(max_bytes=250)
     for number in range(3):
         kept.keep({"id": str(number), "output": "x" * 60}, [])
     with pytest.raises(ApiError, match="no longer"):
@@ -186,7 +185,7 @@ def test_items_become_messages_of_a_chat() -> None:
         {"type": "message", "role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
     ]
     called = [{"id": str(n), "type": "function", "function": {"name": "look", "arguments": "{}"}} for n in (1, 2)]
-    assert as_messages(items) == [
+    assert ResponsesDialect(Conversations())({"input": items}, RequestRules()).request.messages == [
         {"role": "developer", "content": "A"},
         {"role": "user", "content": "look"},
         {"role": "assistant", "content": "Well.", "reasoning": "hm", "tool_calls": called},
@@ -216,18 +215,18 @@ def test_fields_of_a_response_become_those_of_a_chat() -> None:
 
 BAD_RESPONSES: list[tuple[dict[str, Any], str]] = [
     ({"input": None}, "input is missing"),
-    ({"input": []}, "input is missing"),
+    ({"input": []}, "input is empty"),
     ({"input": [7]}, "input[0] is a JSON number"),
     ({"input": [{"type": "item_reference", "id": "x"}]}, "'item_reference'"),
-    ({"input": [{"role": "wizard", "content": "x"}]}, "input[0] has the role"),
+    ({"input": [{"role": "wizard", "content": "x"}]}, "input[0].role is"),
     ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0] is not text"),
-    ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "call_id is a JSON null"),
-    ({"max_output_tokens": 0}, "max_output_tokens is no whole number"),
+    ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[0].call_id is missing"),
+    ({"max_output_tokens": 0}, "max_output_tokens is 0: send at least 1"),
     ({"background": True}, "background is not supported"),
     ({"conversation": "c"}, "conversation is not supported"),
     ({"tools": [{"type": "web_search"}]}, "only tools that clients run"),
     ({"text": {"format": {"type": "grammar"}}}, "text.format"),
-    ({"reasoning": {"effort": "hard"}}, "reasoning_effort can be"),
+    ({"reasoning": {"effort": "hard"}}, "reasoning.effort is 'hard': send one of none, minimal"),
 ]
 
 

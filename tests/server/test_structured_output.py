@@ -23,9 +23,10 @@ from mlx_kv.generation.grammar import compiled
 from mlx_kv.generation.grammar.compiled import GrammarCompiler
 from mlx_kv.generation.speculation.settings import DraftSettings
 from mlx_kv.server import grammars
+from mlx_kv.server.dialects.completions import chats
 from mlx_kv.server.errors import ApiError
-from mlx_kv.server.requests import RequestRules, parse
-from mlx_kv.server.unknown_fields import UnknownFields
+from mlx_kv.server.fields import UnknownFields
+from mlx_kv.server.requests import RequestRules
 
 SCHEMA = {
     "type": "object",
@@ -200,7 +201,7 @@ def test_where_tools_are_free_an_answer_has_its_form_or_is_a_call(reference: Any
     mark = tokenizer.tool_call_start_tokens[0]
 
     def may_call(**options: Any) -> bool:
-        request = parse(CHAT | {"response_format": STRICT} | options, True, rules)
+        request = chats(CHAT | {"response_format": STRICT} | options, rules).request
         processor = made.processor(asyncio.run(made.of(request)), request, [1, 2])
         assert processor is not None
         return bool(processor(mx.array([1, 2]), mx.zeros((1, 4096)))[0, mark] == 0)
@@ -217,7 +218,7 @@ def test_schemas_that_are_not_enforced_to_the_letter_are_for_servers_that_are_no
 
     def ask(form: Any, refuses: bool) -> Any:
         made = grammars.Grammars(reference[1], UnknownFields(refuses))
-        return asyncio.run(made.of(parse(CHAT | {"response_format": form}, True, RequestRules())))
+        return asyncio.run(made.of(chats(CHAT | {"response_format": form}, RequestRules()).request))
 
     assert ask(form, False) is not None
     for refused in ((form, True), (strict, False), (strict, True)):

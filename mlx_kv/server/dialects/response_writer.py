@@ -1,24 +1,23 @@
-"""Answers as OpenAI's responses: whole, or as events.
-
-Decides which items and events they have, and keeps what a later request may go on from. Knows nothing about how
-requests are read.
-"""
+"""Answers as OpenAI's responses, whole or as events, and the conversations that a later request can continue."""
 
 from __future__ import annotations
 
+import json
 import time
 import uuid
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from mlx_kv.server.answers import Choice, Usage
 from mlx_kv.server.chat_output import Delta
 from mlx_kv.server.dialects.blocks import Block, Blocks, Change, Event, Kind
-from mlx_kv.server.dialects.conversations import Conversations
+from mlx_kv.server.dialects.completions import chat_logprob
 from mlx_kv.server.errors import ApiError
-from mlx_kv.server.response_objects import event, of_chat
+from mlx_kv.server.json_http import event
 
-# What a response says again of its request, and what it says where that does not.
+# Fields of the request that a response repeats, and their values where the request leaves them out.
 ECHOED: dict[str, Any] = {
     "background": False,
     "instructions": None,
@@ -39,6 +38,57 @@ ECHOED: dict[str, Any] = {
     "user": None,
 }
 PREFIXES = {Kind.REASONING: "rs", Kind.TEXT: "msg", Kind.CALL: "fc"}
+MAX_BYTES = 32 * 2**20  # of JSON
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A response, and the messages of the chat up to its end."""
+
+    response: dict[str, Any]
+    messages: list[dict[str, Any]]
+    nbytes: int
+
+
+class Conversations:
+    """Responses in memory, which later requests can continue or read; the least recently used is dropped first.
+
+    Args:
+        max_bytes: of all of them.
+    """
+
+    def __init__(self, max_bytes: int = MAX_BYTES) -> None:
+        self._max_bytes, self._nbytes = max_bytes, 0
+        self._by_id: OrderedDict[str, Conversation] = OrderedDict()
+
+    def keep(self, response: dict[str, Any], messages: list[dict[str, Any]]) -> None:
+        """Stores a response, unless it is larger than the limit."""
+        nbytes = len(json.dumps(response)) + len(json.dumps(messages))
+        if nbytes > self._max_bytes:
+            return
+        self._by_id[response["id"]] = Conversation(response, messages, nbytes)
+        self._nbytes += nbytes
+        while self._nbytes > self._max_bytes:
+            self._nbytes -= self._by_id.popitem(last=False)[1].nbytes
+
+    def find(self, name: str, param: str | None = None) -> Conversation:
+        """A response by its id.
+
+        Raises:
+            ApiError: 404, it is not stored, or no longer.
+        """
+        if name not in self._by_id:
+            raise ApiError(
+                404, f"there is no response {name[:80]!r} here, or no longer: send the whole conversation", param,
+                "previous_response_not_found" if param else None,
+            )  # fmt: skip
+        self._by_id.move_to_end(name)
+        return self._by_id[name]
+
+    def remove(self, name: str) -> None:
+        """Raises ApiError, 404, where it is not stored."""
+        self._nbytes -= self.find(name).nbytes
+        del self._by_id[name]
 
 
 class ResponseWriter:
@@ -47,7 +97,7 @@ class ResponseWriter:
     Args:
         fields: of the request.
         messages: of the chat so far, without instructions.
-        conversations: where it is kept; None keeps it nowhere.
+        conversations: where it is stored; None stores it nowhere.
     """
 
     waiting = b": still there\n\n"
@@ -65,8 +115,8 @@ class ResponseWriter:
         self._number = 0  # of events
         self._logprobs: dict[int, list[dict[str, Any]]] = {}  # of texts, by their index
         self._statuses: dict[int, str] = {}  # of items that have ended
-        self._cut = False  # what ends now does so because there may be no more
-        self._untold: list[dict[str, Any]] = []  # of tokens whose text is still to come
+        self._cut = False  # whether the item that ends now is cut at the token limit
+        self._pending_logprobs: list[dict[str, Any]] = []  # of tokens with text to come
         self._response: dict[str, Any] = {
             "id": f"resp_{uuid.uuid4().hex}",
             "object": "response",
@@ -84,21 +134,21 @@ class ResponseWriter:
         return self._event("response.created", response=begun) + self._event("response.in_progress", response=begun)
 
     def part(self, choice: Choice, delta: Delta) -> bytes:
-        # Log-probabilities of a text that is told now or later: a token may be there before its text.
-        self._untold = [] if delta.reasoning else self._untold
-        self._untold += [of_chat(token) for token in delta.spoken]
-        said = self._events(self._blocks.add(delta))
-        self._untold = [] if delta.tool_calls else self._untold
+        # Log-probabilities of text that is sent now or later: a token may come before its text.
+        self._pending_logprobs = [] if delta.reasoning else self._pending_logprobs
+        self._pending_logprobs += [chat_logprob(token) for token in delta.spoken]
+        data = self._events(self._blocks.add(delta))
+        self._pending_logprobs = [] if delta.tool_calls else self._pending_logprobs
         self._cut = choice.finish_reason == "length"
-        return said + self._events(self._blocks.finish()) if choice.finish_reason else said
+        return data + self._events(self._blocks.finish()) if choice.finish_reason else data
 
     def end(self, choices: Sequence[Choice]) -> bytes:
         response = self._ended(choices)
         return self._event(f"response.{response['status']}", response=response)
 
     def failed(self, error: ApiError) -> bytes:
-        told = {"code": error.code or "server_error", "message": error.message}
-        return self._event("response.failed", response=self._status("failed") | {"error": told})
+        fields = {"code": error.code or "server_error", "message": error.message}
+        return self._event("response.failed", response=self._status("failed") | {"error": fields})
 
     def _ended(self, choices: Sequence[Choice]) -> dict[str, Any]:
         cut = choices[0].finish_reason == "length"
@@ -109,21 +159,21 @@ class ResponseWriter:
             "usage": _usage(Usage.of(choices)),
         }
         if self._conversations is not None:
-            self._conversations.keep(response, [*self._messages, self._said])
+            self._conversations.keep(response, [*self._messages, self._message])
         return response
 
     @property
-    def _said(self) -> dict[str, Any]:
+    def _message(self) -> dict[str, Any]:
         """The answer as a message of the chat."""
         blocks = self._blocks.all
-        said: dict[str, Any] = {"role": "assistant", "content": _texts(blocks, Kind.TEXT)}
+        message: dict[str, Any] = {"role": "assistant", "content": _texts(blocks, Kind.TEXT)}
         calls = [
             {"id": block.call_id, "type": "function", "function": {"name": block.name, "arguments": block.text}}
             for block in blocks
             if block.kind is Kind.CALL
         ]
         named = {"reasoning": _texts(blocks, Kind.REASONING), "tool_calls": calls}
-        return said | {name: value for name, value in named.items() if value}
+        return message | {name: value for name, value in named.items() if value}
 
     def _status(self, status: str) -> dict[str, Any]:
         empty: dict[str, Any] = {
@@ -136,7 +186,7 @@ class ResponseWriter:
         return self._response | empty
 
     def _item(self, block: Block, status: str, text: str | None) -> dict[str, Any]:
-        """An item with a text; None has no part yet."""
+        """An item with a text; without one it has no parts yet."""
         name = self._ids.setdefault(block.index, f"{PREFIXES[block.kind]}_{uuid.uuid4().hex}")
         item = {"id": name, "status": status}
         if block.kind is Kind.CALL:
@@ -148,11 +198,11 @@ class ResponseWriter:
             return item | {"type": "reasoning", "summary": [], "content": content}
         return item | {"type": "message", "role": "assistant", "content": content}
 
-    def _told(self, block: Block) -> list[dict[str, Any]]:
-        """Log-probabilities of what a text grows by."""
-        told, self._untold = self._untold, []
-        self._logprobs.setdefault(block.index, []).extend(told)
-        return told
+    def _new_logprobs(self, block: Block) -> list[dict[str, Any]]:
+        """Log-probabilities of new text."""
+        logprobs, self._pending_logprobs = self._pending_logprobs, []
+        self._logprobs.setdefault(block.index, []).extend(logprobs)
+        return logprobs
 
     def _events(self, changes: Iterable[Change]) -> bytes:
         return b"".join(self._change(*change) for change in changes)
@@ -164,21 +214,21 @@ class ResponseWriter:
         if block.kind is not Kind.CALL:
             of["content_index"] = 0
         if what is Event.BEGINS:
-            said = self._event("response.output_item.added", **at, item=begun)
+            data = self._event("response.output_item.added", **at, item=begun)
             if block.kind is not Kind.CALL:
-                said += self._event("response.content_part.added", **of, part=self._part(block, ""))
-            return said
+                data += self._event("response.content_part.added", **of, part=self._part(block, ""))
+            return data
         if what is Event.GROWS:
-            logprobs: dict[str, Any] = {"logprobs": self._told(block)} if block.kind is Kind.TEXT else {}
+            logprobs: dict[str, Any] = {"logprobs": self._new_logprobs(block)} if block.kind is Kind.TEXT else {}
             return self._event(f"{_name(block)}.delta", **of, delta=text, **logprobs)
         self._statuses[block.index] = status = "incomplete" if self._cut else "completed"
         if block.kind is Kind.CALL:
-            said = self._event(f"{_name(block)}.done", **of, name=block.name, arguments=block.text)
+            data = self._event(f"{_name(block)}.done", **of, name=block.name, arguments=block.text)
         else:
             logprobs = {"logprobs": self._logprobs.get(block.index, [])} if block.kind is Kind.TEXT else {}
-            said = self._event(f"{_name(block)}.done", **of, text=block.text, **logprobs)
-            said += self._event("response.content_part.done", **of, part=self._part(block, block.text))
-        return said + self._event("response.output_item.done", **at, item=self._item(block, status, block.text))
+            data = self._event(f"{_name(block)}.done", **of, text=block.text, **logprobs)
+            data += self._event("response.content_part.done", **of, part=self._part(block, block.text))
+        return data + self._event("response.output_item.done", **at, item=self._item(block, status, block.text))
 
     def _part(self, block: Block, text: str) -> dict[str, Any]:
         if block.kind is Kind.REASONING:
@@ -187,9 +237,8 @@ class ResponseWriter:
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
     def _event(self, kind: str, **data: Any) -> bytes:
-        said = event({"type": kind, "sequence_number": self._number, **data}, kind)
-        self._number += 1
-        return said
+        number, self._number = self._number, self._number + 1
+        return event({"type": kind, "sequence_number": number, **data}, kind)
 
 
 def _name(block: Block) -> str:

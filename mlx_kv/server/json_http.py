@@ -1,8 +1,4 @@
-"""The body of a request: read up to a limit, within a time, as strict JSON.
-
-Decides how much of a body that is too large is still taken, so that its client hears the answer. Knows nothing about
-what is asked for.
-"""
+"""JSON over HTTP: strict JSON of request bodies, answers, and server-sent events."""
 
 from __future__ import annotations
 
@@ -11,9 +7,34 @@ import json
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 
 from mlx_kv.files.decoding import read_json
 from mlx_kv.server.errors import ApiError
+
+
+def json_bytes(data: Any) -> bytes:
+    """JSON in UTF-8, with a question mark for each half of a surrogate pair, which requests can have.
+
+    Raises:
+        ValueError: a number that JSON does not have.
+    """
+    return json.dumps(data, ensure_ascii=False, allow_nan=False).encode("utf-8", "replace")
+
+
+class JsonResponse(Response):
+    """A whole answer, rendered when it is made: a failure to do so happens before anything is sent."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return json_bytes(content)
+
+
+def event(data: dict[str, Any], name: str = "") -> bytes:
+    """A server-sent event."""
+    head = f"event: {name}\n".encode() if name else b""
+    return head + b"data: " + json_bytes(data) + b"\n\n"
 
 
 async def read_body(request: Request, limit: int, seconds: float) -> Any:
@@ -27,17 +48,17 @@ async def read_body(request: Request, limit: int, seconds: float) -> Any:
         ApiError: it is too large, too slow, of another type or no JSON; 499 if the client hung up.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":  # which a page of another site cannot send unasked
+    if kind != "application/json":  # pages of other sites cannot send it without a preflight
         raise ApiError(415, "send the body as Content-Type: application/json")
     body = bytearray()
     length = request.headers.get("content-length", "")
     read = int(length) if length.isdecimal() and len(length) < 20 else 0
-    read = 0 if read <= 8 * limit else read  # hopeless: not even listened to
+    read = 0 if read <= 8 * limit else read  # much too large: not read at all
     try:
         async with asyncio.timeout(seconds):
             if read == 0:
-                # A client that still sends does not hear the answer, so some of what is too much is taken, and
-                # thrown away.
+                # A client reads the answer when it has sent its body, so some of a body that is too large is
+                # received and dropped.
                 async for chunk in request.stream():
                     read += len(chunk)
                     if read <= limit:

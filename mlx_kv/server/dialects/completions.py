@@ -1,0 +1,328 @@
+"""OpenAI's completions and chat completions: models of their bodies, and their answers."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+from typing import Annotated, Any, cast
+
+from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
+from typing_extensions import TypedDict
+
+from mlx_kv.generation.grammar.constraint import Constraint
+from mlx_kv.server.answers import Choice, Usage
+from mlx_kv.server.chat_output import Delta
+from mlx_kv.server.constraint_fields import (
+    ConstraintField,
+    Tool,
+    ToolChoice,
+    parse_response_format,
+    parse_tool_choice,
+)
+from mlx_kv.server.errors import ApiError
+from mlx_kv.server.fields import Body, FieldError, Text, Unchanged, json_kind, unicode_text, unsupported
+from mlx_kv.server.intake import Asked
+from mlx_kv.server.json_http import event
+from mlx_kv.server.requests import (
+    ChatFields,
+    CompletionRequest,
+    Effort,
+    GenerationBody,
+    Messages,
+    RequestRules,
+    TokenLimit,
+)
+from mlx_kv.server.token_texts import TokenText
+
+MAX_PROMPTS, MAX_ANSWERS = 1024, 128
+ROLES = ("assistant", "developer", "function", "system", "tool", "user")
+# Fields of an assistant's message that may take the place of its content.
+INSTEAD = ("reasoning", "reasoning_content", "tool_calls")
+
+Tokens = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1, fail_fast=True)]
+TopLogprobs = Annotated[int, Field(ge=0, le=20)]
+
+# --- requests ---------------------------------------------------------------------------------------------------------
+
+
+class StreamOptions(Body):
+    """OpenAI's `stream_options`."""
+
+    include_usage: bool = False
+
+
+class OpenAIFields(GenerationBody):
+    """The fields that completions and chat completions share."""
+
+    max_tokens: TokenLimit = None
+    stream_options: StreamOptions | None = None
+    response_format: Annotated[Constraint | None, PlainValidator(parse_response_format)] = None
+    n: int = Field(1, ge=1, le=MAX_ANSWERS)
+    best_of: int | None = Field(None, ge=1, le=MAX_ANSWERS)
+    function_call: Annotated[Any, unsupported("none", "auto")] = None
+    functions: Annotated[Any, unsupported([])] = None
+    modalities: Annotated[Any, unsupported(["text"])] = None
+
+    def openai_fields(self, request: CompletionRequest, top_logprobs: int | None) -> CompletionRequest:
+        """A request with these fields."""
+        if self.best_of not in (None, self.n):
+            raise ApiError(400, "best_of differs from n: send the same number, since all answers are sent", "best_of")
+        if self.stream_options is not None and self.stream_options != StreamOptions() and not self.stream:
+            raise ApiError(400, "stream_options is only for stream=true: leave it out", "stream_options")
+        include_usage = self.stream_options is not None and self.stream_options.include_usage
+        return replace(request, n=self.n, top_logprobs=top_logprobs, include_usage=include_usage)
+
+
+def _prompt_list(value: Any) -> Any:
+    several = isinstance(value, list) and value and isinstance(value[0], str | list)
+    return value if several else [value]
+
+
+class CompletionBody(OpenAIFields):
+    """A request for completions."""
+
+    prompt: Annotated[
+        list[Annotated[Text | Tokens, Field(union_mode="left_to_right")]],
+        Field(max_length=MAX_PROMPTS, fail_fast=True, description="a text, token ids, or up to 1,024 of these"),
+        BeforeValidator(_prompt_list),
+    ]
+    echo: bool = False
+    # The number of likeliest tokens, or a boolean as in a chat.
+    logprobs: Annotated[bool | TopLogprobs | None, Field(description="a whole number from 0 to 20, or a boolean")] = (
+        None
+    )
+
+    def completion_request(self, rules: RequestRules) -> CompletionRequest:
+        """The request of this body."""
+        if self.logprobs is None or isinstance(self.logprobs, bool):
+            top_logprobs = self.reported_logprobs(bool(self.logprobs))
+        else:
+            top_logprobs = self.logprobs
+            if self.echo:
+                raise ApiError(400, "an echoed prompt has no log-probabilities: leave out echo or logprobs", "echo")
+        request = self.request(rules, ConstraintField("response_format", self.response_format))
+        request = replace(request, prompts=self.prompt, echo=self.echo, max_tokens=self.max_tokens)
+        return self.openai_fields(request, top_logprobs)
+
+
+def check_arguments(value: Any) -> Any:
+    """Checks arguments of a call: an object, or JSON of one."""
+    if value is None:
+        raise FieldError('is missing: send them as a JSON object in a string, "{}" if there are none')
+    parsed = value
+    if isinstance(value, str):
+        try:
+            parsed = json.loads(value or "{}")  # some clients send an empty string where there are no arguments
+        except (ValueError, RecursionError) as error:
+            raise FieldError(f"is no JSON: {error}"[:300]) from None
+    if not isinstance(parsed, dict):
+        raise FieldError(f"is a JSON {json_kind(parsed)}: send an object")
+    return value
+
+
+class CalledFunction(TypedDict):
+    """The function of a call, and its arguments."""
+
+    name: str
+    arguments: Annotated[Any, AfterValidator(check_arguments)]
+
+
+class Call(TypedDict):
+    """A call in a message of the assistant."""
+
+    function: CalledFunction
+
+
+class Message(TypedDict, total=False):
+    """A message of a chat, of which a chat template may read more fields than these."""
+
+    role: Any
+    content: Any
+    reasoning: Any
+    reasoning_content: Any
+    tool_calls: list[Annotated[Call, BeforeValidator(lambda call: call if isinstance(call, dict) else {})]] | None
+
+
+def check_role(role: Any) -> None:
+    """Checks the role of a message."""
+    if not isinstance(role, str):
+        raise FieldError("has no role: send one")
+    if role not in ROLES:
+        raise FieldError(f"is {role[:80]!r}: send one of {', '.join(ROLES)}", ".role")
+
+
+def _check_message(message: Message) -> Message:
+    role, content = message.get("role"), message.get("content")
+    check_role(role)
+    if content is None or content == []:
+        if role != "assistant" or not any(message.get(name) for name in INSTEAD):
+            raise FieldError("is missing: send a text", ".content")
+        content = ""
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    for part in parts:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise FieldError("has a content that is not text: only text is supported")
+        unicode_text(part["text"])
+    return message
+
+
+def _roles(given: dict[str, Any]) -> dict[str, str]:
+    for role, prefix in given.items():
+        if not isinstance(prefix, str):
+            raise FieldError(f"has a JSON {json_kind(prefix)} for {role[:80]!r}: send texts")
+        unicode_text(prefix)
+    return given
+
+
+class ChatBody(ChatFields, OpenAIFields):
+    """A request for chat completions."""
+
+    messages: Annotated[
+        list[Annotated[Message, AfterValidator(_check_message)]], Field(min_length=1, fail_fast=True), Unchanged
+    ]
+    tools: Annotated[list[Tool], Field(fail_fast=True), Unchanged] = Field(default_factory=list)
+    tool_choice: Annotated[ToolChoice, PlainValidator(parse_tool_choice)] = ToolChoice()
+    parallel_tool_calls: bool = True
+    max_completion_tokens: TokenLimit = None
+    reasoning_effort: Effort | None = None
+    role_mapping: Annotated[dict[str, Any], AfterValidator(_roles)] = Field(default_factory=dict)
+    logprobs: bool = False
+
+    def completion_request(self, rules: RequestRules) -> CompletionRequest:
+        """The request of this body."""
+        response_format = ConstraintField("response_format", self.response_format)
+        request = self.chat_request(
+            rules, cast(Messages, self.messages), self.tools, self.tool_choice, response_format, self.reasoning_effort
+        )
+        limits = [limit for limit in (self.max_completion_tokens, self.max_tokens) if limit is not None]
+        request = replace(
+            request,
+            max_tokens=limits[0] if limits else None,
+            roles=self.role_mapping,
+            one_call=not self.parallel_tool_calls,
+        )
+        return self.openai_fields(request, self.reported_logprobs(self.logprobs))
+
+
+def completions(body: Any, rules: RequestRules) -> Asked:
+    """A `Dialect`: OpenAI's completions."""
+    return _asked(CompletionBody.parse(body, rules.unknown).completion_request(rules))
+
+
+def chats(body: Any, rules: RequestRules) -> Asked:
+    """A `Dialect`: OpenAI's chat completions."""
+    return _asked(ChatBody.parse(body, rules.unknown).completion_request(rules))
+
+
+def _asked(request: CompletionRequest) -> Asked:
+    return Asked(request, lambda model: CompletionWriter(request, model))
+
+
+# --- answers ----------------------------------------------------------------------------------------------------------
+
+
+class CompletionWriter:
+    """The objects of one answer, which share an id, a time and a model: an `AnswerWriter`."""
+
+    waiting = b": still there\n\n"
+    last = b"data: [DONE]\n\n"
+
+    def __init__(self, request: CompletionRequest, model: str) -> None:
+        self._request = request
+        self._begun: set[int] = set()  # choices for which a role was sent
+        self._offsets: Counter[int] = Counter()  # characters of each choice's tokens with log-probabilities
+        self._common = {
+            "id": f"{'chatcmpl' if request.chat else 'cmpl'}-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": model,
+        }
+
+    def whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
+        kind = "chat.completion" if self._request.chat else "text_completion"
+        answers = [self._choice(choice) for choice in choices]
+        return self._common | {"object": kind, "choices": answers, "usage": usage_of(Usage.of(choices))}
+
+    def _choice(self, choice: Choice) -> dict[str, Any]:
+        answer, logprobs = choice.answer, self._logprobs(choice, choice.answer)
+        fields: dict[str, Any] = {"index": choice.index, "logprobs": logprobs, "finish_reason": choice.finish_reason}
+        if self._request.chat:
+            content = answer.content or (None if answer.tool_calls or answer.reasoning else "")
+            fields["message"] = {"role": "assistant"} | answer.fields | {"content": content, "refusal": None}
+        else:
+            fields["text"] = answer.content
+        return fields
+
+    def _logprobs(self, choice: Choice, delta: Delta) -> dict[str, Any] | None:
+        """Log-probabilities of the tokens of an answer, or of a part of it; None where they are not requested."""
+        if choice.texts is None:
+            return None
+        if self._request.chat:
+            return {"content": [chat_logprob(token) for token in delta.logprobs], "refusal": None}
+        offsets = list(accumulate((len(token.text) for token in delta.logprobs), initial=self._offsets[choice.index]))
+        self._offsets[choice.index] = offsets.pop()
+        tops = [{other.text: other.logprob for other in reversed(token.top)} for token in delta.logprobs]
+        return {
+            "tokens": [token.text for token in delta.logprobs],
+            "token_logprobs": [token.logprob for token in delta.logprobs],
+            "top_logprobs": tops if self._request.top_logprobs else None,
+            "text_offset": offsets,
+        }
+
+    def begin(self, choices: Sequence[Choice]) -> bytes:
+        return b""
+
+    def part(self, choice: Choice, delta: Delta) -> bytes:
+        data = b""
+        if delta.fields or delta.logprobs or (choice.finish_reason and not self._request.chat):
+            data = event(self.chunk(choice, delta))
+        if choice.finish_reason:
+            data += event(self.chunk(choice, Delta(), choice.finish_reason))
+        return data
+
+    def chunk(self, choice: Choice, delta: Delta, finish_reason: str | None = None) -> dict[str, Any]:
+        """A part of a streamed answer."""
+        logprobs = self._logprobs(choice, delta) if delta.logprobs else None
+        fields: dict[str, Any] = {"index": choice.index, "logprobs": logprobs, "finish_reason": finish_reason}
+        if self._request.chat:
+            first = {} if choice.index in self._begun else {"role": "assistant", "content": ""}
+            fields["delta"] = first | delta.fields
+            self._begun.add(choice.index)
+        else:
+            fields["text"] = delta.content
+        return self._chunk([fields]) | ({"usage": None} if self._request.include_usage else {})
+
+    def end(self, choices: Sequence[Choice]) -> bytes:
+        if not self._request.include_usage:
+            return b""
+        return event(self._chunk([]) | {"usage": usage_of(Usage.of(choices))})
+
+    def failed(self, error: ApiError) -> bytes:
+        return event(error.body)
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        kind = "chat.completion.chunk" if self._request.chat else "text_completion"
+        return self._common | {"object": kind, "choices": choices}
+
+
+def chat_logprob(token: TokenText, is_top: bool = False) -> dict[str, Any]:
+    """A token with its log-probability, and those of the likeliest tokens unless it is one of those."""
+    fields = {"id": token.token, "token": token.text, "bytes": list(token.data), "logprob": token.logprob}
+    return fields if is_top else fields | {"top_logprobs": [chat_logprob(other, is_top=True) for other in token.top]}
+
+
+def usage_of(usage: Usage) -> dict[str, Any]:
+    """Token counts, those of cached prefixes among them."""
+    fields: dict[str, Any] = {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.generated,
+        "total_tokens": usage.prompt_tokens + usage.generated,
+        "prompt_tokens_details": {"cached_tokens": usage.cached},
+    }
+    if usage.reasoning:
+        fields["completion_tokens_details"] = {"reasoning_tokens": usage.reasoning}
+    return fields

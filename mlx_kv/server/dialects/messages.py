@@ -1,0 +1,339 @@
+"""Anthropic's messages: the model of their bodies, its translation into a chat, and their answers."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Discriminator, Field, PlainValidator, Tag, model_validator
+
+from mlx_kv.generation.grammar.constraint import Constraint
+from mlx_kv.server.answers import Choice, Usage
+from mlx_kv.server.chat_output import Delta
+from mlx_kv.server.constraint_fields import ConstraintField, Tool, ToolChoice, parse_response_format
+from mlx_kv.server.dialects.blocks import Block, Blocks, Change, Event, Kind
+from mlx_kv.server.errors import ApiError, anthropic_error
+from mlx_kv.server.fields import TAG, Body, FieldError, NonEmptyText, Text, joined_text
+from mlx_kv.server.intake import Asked
+from mlx_kv.server.json_http import event
+from mlx_kv.server.requests import (
+    MAX_TOKENS,
+    ChatFields,
+    CompletionRequest,
+    Effort,
+    Messages,
+    RequestRules,
+    StopList,
+    TokenLimit,
+)
+
+REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
+BLOCKS = {  # by the role of the message
+    "user": ("text", "tool_result", "redacted_thinking"),
+    "assistant": ("text", "tool_use", "thinking", "redacted_thinking"),
+    "system": ("text", "redacted_thinking"),
+}
+
+# --- blocks of messages -----------------------------------------------------------------------------------------------
+
+
+class TextBlock(Body):
+    """Text."""
+
+    text: Text
+
+
+class ThinkingBlock(Body):
+    """Reasoning of the assistant."""
+
+    thinking: Text
+
+
+class RedactedBlock(Body):
+    """Encrypted reasoning of another model, which is ignored."""
+
+
+class ToolUseBlock(Body):
+    """A call of the assistant."""
+
+    id: Text
+    name: Text
+    input: dict[str, Any]
+
+
+class ToolResultBlock(Body):
+    """The result of a call."""
+
+    tool_use_id: Text
+    content: Annotated[str, joined_text(("text",))] = ""
+    is_error: bool = False
+
+
+class Message(Body):
+    """A message of a conversation."""
+
+    role: str
+    content: list[
+        Annotated[
+            Annotated[TextBlock, Tag(f"{TAG}text")]
+            | Annotated[ThinkingBlock, Tag(f"{TAG}thinking")]
+            | Annotated[RedactedBlock, Tag(f"{TAG}redacted_thinking")]
+            | Annotated[ToolUseBlock, Tag(f"{TAG}tool_use")]
+            | Annotated[ToolResultBlock, Tag(f"{TAG}tool_result")],
+            Discriminator(lambda block: f"{TAG}{block['type']}"),
+        ]
+    ]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_blocks(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        role, content = value.get("role"), value.get("content")
+        if not isinstance(role, str) or role not in BLOCKS:
+            raise FieldError(f"is {str(role)[:80]!r}: send user or assistant", ".role")
+        if isinstance(content, str):
+            return {"role": role, "content": [{"type": "text", "text": content}]}
+        if not isinstance(content, list) or not content:
+            raise FieldError("is missing or empty: send a text, or blocks", ".content")
+        for index, block in enumerate(content):
+            kind = block.get("type") if isinstance(block, dict) else None
+            if kind not in BLOCKS[role]:
+                raise FieldError(
+                    f"is a block of the type {str(kind)[:80]!r}, which messages of {role} cannot have: leave it out",
+                    f".content[{index}]",
+                )
+        return value
+
+    def chat_messages(self) -> Messages:
+        """The messages of a chat with this content: there, results of tools are messages of their own."""
+        message: dict[str, Any] = {"role": self.role, "content": "", "reasoning": "", "tool_calls": []}
+        results: Messages = []
+        for block in self.content:
+            if isinstance(block, TextBlock):
+                message["content"] += block.text
+            elif isinstance(block, ThinkingBlock):
+                message["reasoning"] += block.thinking
+            elif isinstance(block, ToolUseBlock):
+                function = {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}
+                message["tool_calls"].append({"id": block.id, "type": "function", "function": function})
+            elif isinstance(block, ToolResultBlock):
+                text = f"error: {block.content}" if block.is_error else block.content
+                results.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": text})
+        message = {name: value for name, value in message.items() if value or name in ("role", "content")}
+        return results if results and len(message) == 2 and not message["content"] else [*results, message]
+
+
+# --- requests ---------------------------------------------------------------------------------------------------------
+
+
+class FunctionTool(Body):
+    """A tool that the client runs."""
+
+    name: NonEmptyText
+    input_schema: dict[str, Any]
+    description: str = ""
+    strict: bool | None = None
+
+    def chat_tool(self) -> Tool:
+        """This tool in a chat."""
+        function: Any = {"name": self.name, "description": self.description, "parameters": self.input_schema}
+        return {"type": "function", "function": function | ({} if self.strict is None else {"strict": self.strict})}
+
+
+def _check_tool(tool: Any) -> Any:
+    if not isinstance(tool, dict) or not isinstance(tool.get("name"), str) or "input_schema" not in tool:
+        raise FieldError("has no name and input_schema: only tools that clients run are supported")
+    return tool
+
+
+class Choose(Body):
+    """The field `tool_choice`."""
+
+    type: Literal["auto", "any", "tool", "none"] = "auto"
+    name: str | None = None
+    disable_parallel_tool_use: bool = False
+
+    def chat_choice(self) -> ToolChoice:
+        """This choice in a chat."""
+        if self.type != "tool":
+            return ToolChoice("required" if self.type == "any" else self.type)
+        if self.name is None:
+            raise ApiError(400, "tool_choice.name is missing: send the name of a tool", "tool_choice")
+        return ToolChoice("function", self.name)
+
+
+class Thinking(Body):
+    """The field `thinking`."""
+
+    type: Literal["enabled", "adaptive", "disabled"] = "adaptive"
+
+
+def _output_format(value: Any) -> Constraint | None:
+    if not isinstance(value, dict) or value.get("type") != "json_schema":
+        raise FieldError("is not of the type json_schema: send one")
+    return parse_response_format(value)
+
+
+class OutputConfig(Body):
+    """The field `output_config`."""
+
+    format: Annotated[Constraint | None, PlainValidator(_output_format)] = None
+    effort: Effort | None = None
+
+
+class CountBody(ChatFields):
+    """A request to count the tokens of a message's prompt."""
+
+    ignored: ClassVar[frozenset[str]] = ChatFields.ignored | {
+        *("betas", "cache_control", "container", "context_management", "diagnostics", "inference_geo", "speed")
+    }
+    max_tokens: TokenLimit = None
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+    system: Annotated[str, joined_text(("text",))] = ""
+    temperature: float | None = Field(None, ge=0, le=1)
+    stop_sequences: StopList = Field(default_factory=list)
+    tools: list[Annotated[FunctionTool, BeforeValidator(_check_tool)]] = Field(default_factory=list, fail_fast=True)
+    tool_choice: Choose = Choose()
+    thinking: Thinking = Thinking()
+    output_config: OutputConfig = OutputConfig()
+
+    def completion_request(self, rules: RequestRules) -> CompletionRequest:
+        """The chat of this body."""
+        if {"stop", "stop_sequences"} <= self.model_fields_set:
+            raise ApiError(400, "stop and stop_sequences both end an answer: send one", "stop")
+        messages = [{"role": "system", "content": self.system}] if self.system else []
+        for message in self.messages:
+            messages += message.chat_messages()
+        thinks = self.enable_thinking if self.thinking.type == "adaptive" else self.thinking.type == "enabled"
+        continues = self.messages[-1].role == "assistant" and not messages[-1].get("tool_calls")
+        chat = self.model_copy(update={"enable_thinking": thinks, "continue_final_message": continues})
+        request = chat.chat_request(
+            rules,
+            messages,
+            [tool.chat_tool() for tool in self.tools],
+            self.tool_choice.chat_choice(),
+            ConstraintField("output_config.format", self.output_config.format),
+            self.output_config.effort,
+        )
+        return replace(
+            request,
+            max_tokens=self.max_tokens,
+            one_call=self.tool_choice.disable_parallel_tool_use,
+            stop_strings=tuple(self.stop_sequences or self.stop),
+            top_logprobs=self.reported_logprobs(False),
+        )
+
+
+class MessagesBody(CountBody):
+    """A request for a message."""
+
+    max_tokens: int = Field(ge=1, le=MAX_TOKENS, description="the maximum number of tokens of the answer, at least 1")
+
+
+def messages(body: Any, rules: RequestRules) -> Asked:
+    """A `Dialect`: Anthropic's messages."""
+    return Asked(MessagesBody.parse(body, rules.unknown).completion_request(rules), MessageWriter)
+
+
+def counted(body: Any, rules: RequestRules) -> CompletionRequest:
+    """The request of which the prompt's tokens are counted."""
+    return CountBody.parse(body, rules.unknown).completion_request(rules)
+
+
+# --- answers ----------------------------------------------------------------------------------------------------------
+
+
+class MessageWriter:
+    """The objects of one message: an `AnswerWriter`."""
+
+    last = b""
+
+    def __init__(self, model: str) -> None:
+        self._blocks = Blocks()
+        self._message: dict[str, Any] = {
+            "id": f"msg_{uuid.uuid4().hex}",
+            "type": "message",
+            "role": "assistant",
+            "model": model,
+        }
+        self.waiting = _event({"type": "ping"})
+
+    def whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
+        (choice,) = choices
+        for _ in (*self._blocks.add(choice.answer), *self._blocks.finish()):
+            pass
+        content = [_block(block, block.text) for block in self._blocks.all]
+        return self._message | {"content": content, **_end(choice), "usage": _usage(Usage.of(choices))}
+
+    def begin(self, choices: Sequence[Choice]) -> bytes:
+        empty: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
+        empty["usage"] = _usage(Usage.of(choices))
+        return _event({"type": "message_start", "message": self._message | empty}) + self.waiting
+
+    def part(self, choice: Choice, delta: Delta) -> bytes:
+        data = _events(self._blocks.add(delta))
+        return data + _events(self._blocks.finish()) if choice.finish_reason else data
+
+    def end(self, choices: Sequence[Choice]) -> bytes:
+        (choice,) = choices
+        end = {"type": "message_delta", "delta": _end(choice), "usage": _usage(Usage.of(choices))}
+        return _event(end) + _event({"type": "message_stop"})
+
+    def failed(self, error: ApiError) -> bytes:
+        return _event(anthropic_error(error))
+
+
+def _events(changes: Iterable[Change]) -> bytes:
+    return b"".join(_change(*change) for change in changes)
+
+
+def _change(what: Event, block: Block, text: str) -> bytes:
+    at = {"index": block.index}
+    if what is Event.BEGINS:
+        return _event({"type": "content_block_start", **at, "content_block": _block(block, "")})
+    if what is Event.ENDS:
+        return _event({"type": "content_block_stop", **at})
+    kind, name = {
+        Kind.TEXT: ("text_delta", "text"),
+        Kind.REASONING: ("thinking_delta", "thinking"),
+        Kind.CALL: ("input_json_delta", "partial_json"),
+    }[block.kind]
+    return _event({"type": "content_block_delta", **at, "delta": {"type": kind, name: text}})
+
+
+def _block(block: Block, text: str) -> dict[str, Any]:
+    """A block with a text; a call with its arguments, parsed from the text."""
+    if block.kind is Kind.TEXT:
+        return {"type": "text", "text": text}
+    if block.kind is Kind.REASONING:
+        return {"type": "thinking", "thinking": text, "signature": ""}
+    arguments = json.loads(text or "{}")
+    return {
+        "type": "tool_use", "id": block.call_id, "name": block.name,
+        "input": arguments if isinstance(arguments, dict) else {"arguments": arguments},
+    }  # fmt: skip
+
+
+def _end(choice: Choice) -> dict[str, Any]:
+    matched = choice.job.stop_strings.matched
+    if choice.finish_reason == "stop" and matched is not None:
+        return {"stop_reason": "stop_sequence", "stop_sequence": matched}
+    return {"stop_reason": REASONS.get(choice.finish_reason, "end_turn"), "stop_sequence": None}
+
+
+def _usage(usage: Usage) -> dict[str, int]:
+    """Token counts, with those of cached prefixes counted apart."""
+    return {
+        "input_tokens": usage.prompt_tokens - usage.cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": usage.cached,
+        "output_tokens": usage.generated,
+    }
+
+
+def _event(data: dict[str, Any]) -> bytes:
+    return event(data, data["type"])

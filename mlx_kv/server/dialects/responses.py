@@ -1,0 +1,234 @@
+"""OpenAI's responses: the model of their bodies, and its translation into a chat."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar
+
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, PlainValidator, Tag, model_validator
+
+from mlx_kv.generation.grammar.constraint import Constraint
+from mlx_kv.server.constraint_fields import (
+    ConstraintField,
+    Tool,
+    ToolChoice,
+    parse_response_format,
+    parse_tool_choice,
+)
+from mlx_kv.server.dialects.completions import check_arguments, check_role
+from mlx_kv.server.dialects.response_writer import Conversations, ResponseWriter
+from mlx_kv.server.fields import TAG, Body, FieldError, NonEmptyText, Text, joined_text, json_kind, unsupported
+from mlx_kv.server.intake import Asked
+from mlx_kv.server.requests import ChatFields, CompletionRequest, Effort, Messages, RequestRules, TokenLimit
+
+TEXTS = ("input_text", "output_text", "text", "refusal")
+REASONING_TEXTS = ("reasoning_text", "summary_text")
+LOGPROBS = "message.output_text.logprobs"
+
+# --- items of the input -----------------------------------------------------------------------------------------------
+
+
+class MessageItem(Body):
+    """What a user, the assistant or an operator has written."""
+
+    role: Any = None
+    content: Annotated[str, joined_text(TEXTS)]
+
+    def add_to(self, messages: Messages) -> None:
+        last = messages[-1] if messages else {}
+        if self.role == last.get("role") == "assistant" and "tool_calls" not in last:
+            last["content"] = f"{last['content']}{self.content}"
+        else:
+            messages.append({"role": self.role, "content": self.content})
+
+
+class ReasoningItem(Body):
+    """What the assistant thought before its next message: in full, or a summary."""
+
+    content: Annotated[str, joined_text(REASONING_TEXTS)] = ""
+    summary: Annotated[str, joined_text(REASONING_TEXTS)] = ""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _content_or_summary(cls, value: dict[str, Any]) -> dict[str, Any]:
+        name = "content" if value.get("content") else "summary"
+        return {name: value.get(name) or ""}
+
+    def add_to(self, messages: Messages) -> None:
+        _assistant(messages)["reasoning"] = self.content or self.summary
+
+
+class CallItem(Body):
+    """A call of the assistant."""
+
+    call_id: Text
+    name: Text
+    arguments: Annotated[Text, AfterValidator(check_arguments)]
+
+    def add_to(self, messages: Messages) -> None:
+        function = {"name": self.name, "arguments": self.arguments}
+        call = {"id": self.call_id, "type": "function", "function": function}
+        _assistant(messages).setdefault("tool_calls", []).append(call)
+
+
+class CallOutputItem(Body):
+    """The result of a call."""
+
+    call_id: Text
+    output: Annotated[str, joined_text(TEXTS)]
+
+    def add_to(self, messages: Messages) -> None:
+        messages.append({"role": "tool", "tool_call_id": self.call_id, "content": self.output})
+
+
+def _assistant(messages: Messages) -> dict[str, Any]:
+    """The last message, if it is the assistant's, or a new one."""
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": ""})
+    return messages[-1]
+
+
+def _kind(item: Any) -> str:
+    return f"{TAG}{item.get('type', 'message')}"
+
+
+def _check_item(item: Any) -> Any:
+    if not isinstance(item, dict):
+        raise FieldError(f"is a JSON {json_kind(item)}: send an object")
+    kind = item.get("type", "message")
+    if kind not in ("message", "reasoning", "function_call", "function_call_output"):
+        supported = "only messages, reasoning, function_call and function_call_output are supported"
+        raise FieldError(f"is of the type {str(kind)[:80]!r}: {supported}")
+    if kind == "message":
+        check_role(item.get("role"))
+    return item
+
+
+Item = Annotated[
+    Annotated[MessageItem, Tag(f"{TAG}message")]
+    | Annotated[ReasoningItem, Tag(f"{TAG}reasoning")]
+    | Annotated[CallItem, Tag(f"{TAG}function_call")]
+    | Annotated[CallOutputItem, Tag(f"{TAG}function_call_output")],
+    Discriminator(_kind),
+    BeforeValidator(_check_item),
+]
+
+# --- requests ---------------------------------------------------------------------------------------------------------
+
+
+class FunctionTool(Body):
+    """A tool that the client runs."""
+
+    name: NonEmptyText
+    description: Any = None
+    parameters: Any = None
+    strict: Any = None
+
+    def chat_tool(self) -> Tool:
+        """This tool in a chat."""
+        function: Any = {name: value for name, value in self if value is not None}
+        return {"type": "function", "function": function}
+
+
+def _check_tool(tool: Any) -> Any:
+    if not isinstance(tool, dict) or tool.get("type") != "function" or not isinstance(tool.get("name"), str):
+        raise FieldError("is not a function with a name: only tools that clients run are supported")
+    return tool
+
+
+class Reasoning(Body):
+    """The field `reasoning`."""
+
+    effort: Effort | None = None
+
+
+class TextSettings(Body):
+    """The field `text`."""
+
+    format: Annotated[Constraint | None, PlainValidator(parse_response_format)] = None
+
+
+class StreamOptions(Body):
+    """The field `stream_options`, which has no effect."""
+
+    include_obfuscation: bool = False
+
+
+class ResponseBody(ChatFields):
+    """A request for a response."""
+
+    ignored: ClassVar[frozenset[str]] = ChatFields.ignored | {
+        *("context_management", "max_tool_calls", "prompt_cache_options")
+    }
+    input: Annotated[
+        list[Item],
+        Field(min_length=1, fail_fast=True, description="a text, or items"),
+        BeforeValidator(lambda value: [{"role": "user", "content": value}] if isinstance(value, str) else value),
+    ]
+    instructions: Text | None = None
+    previous_response_id: str | None = None
+    store: bool = True
+    max_output_tokens: TokenLimit = None
+    parallel_tool_calls: bool = True
+    tools: list[Annotated[FunctionTool, BeforeValidator(_check_tool)]] = Field(default_factory=list, fail_fast=True)
+    tool_choice: Annotated[ToolChoice, PlainValidator(parse_tool_choice)] = ToolChoice()
+    reasoning: Reasoning = Reasoning()
+    text: TextSettings = TextSettings()
+    include: list[Any] = Field(default_factory=list)
+    stream_options: StreamOptions = StreamOptions()
+    truncation: Any = "disabled"
+    background: Annotated[Any, unsupported(False)] = None
+    conversation: Annotated[Any, unsupported()] = None
+    moderation: Annotated[Any, unsupported()] = None
+    prompt: Annotated[Any, unsupported()] = None
+
+    def completion_request(self, rules: RequestRules, messages: Messages) -> CompletionRequest:
+        """The chat of this body.
+
+        Args:
+            messages: of the conversation, without instructions.
+        """
+        if self.truncation != "disabled":
+            rules.unknown.no_effect("truncation", "a conversation that is too long is refused, not cut")
+        system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
+        tools = [tool.chat_tool() for tool in self.tools]
+        response_format = ConstraintField("text.format", self.text.format)
+        request = self.chat_request(
+            rules, system + messages, tools, self.tool_choice, response_format, self.reasoning.effort
+        )
+        logprobs = bool(LOGPROBS in self.include or self.top_logprobs)
+        return replace(
+            request,
+            max_tokens=self.max_output_tokens,
+            one_call=not self.parallel_tool_calls,
+            top_logprobs=self.reported_logprobs(logprobs),
+        )
+
+
+class ResponsesDialect:
+    """A `Dialect`: OpenAI's responses.
+
+    Args:
+        conversations: those that requests can continue.
+    """
+
+    def __init__(self, conversations: Conversations) -> None:
+        self._conversations = conversations
+
+    def __call__(self, body: Any, rules: RequestRules) -> Asked:
+        parsed = ResponseBody.parse(body, rules.unknown)
+        before = parsed.previous_response_id
+        messages = [] if before is None else self._conversations.find(before, "previous_response_id").messages
+        messages = messages + as_messages(parsed.input)
+        request = parsed.completion_request(rules, messages)
+        conversations = self._conversations if parsed.store else None
+        echoed = {name: value for name, value in body.items() if value is not None and name != "truncation"}
+        return Asked(request, lambda model: ResponseWriter(echoed, messages, model, conversations))
+
+
+def as_messages(items: list[Item]) -> Messages:
+    """The messages of a chat that the items of an input are."""
+    messages: Messages = []
+    for item in items:
+        item.add_to(messages)
+    return messages
