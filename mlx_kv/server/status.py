@@ -17,10 +17,10 @@ from mlx_kv.policy import CachePolicy
 from mlx_kv.server.admission import AdmissionController
 from mlx_kv.server.errors import ApiError
 from mlx_kv.server.job import Job
+from mlx_kv.server.json_http import JsonResponse
 from mlx_kv.server.memory import RowOccupancy
 from mlx_kv.server.models import ModelNames
 from mlx_kv.server.policy_rows import policy_name
-from mlx_kv.server.rendering import JsonResponse
 from mlx_kv.server.worker import Worker
 
 PAGE = Path(__file__).with_name("page.html")
