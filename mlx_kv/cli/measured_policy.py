@@ -243,7 +243,7 @@ def say_chosen(chosen: CachePolicy, tried: list[Tried], max_loss: float, tokens:
         since += ", and cannot be remembered"
     on = f"on {tokens:,} tokens ({since})"
     if chosen.stores_plain:
-        least = f", {min(each.most for each in tried):.4f} at the least" if tried else ""
+        least = f", {min(each.upper_bound for each in tried):.4f} at the least" if tried else ""
         say(f"--kv-bits {AUTO}: no bits are within {max_loss:g} nats a token{least}, {on}: all stays plain")
         return
     cost = tried[-1]

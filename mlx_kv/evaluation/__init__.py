@@ -1,1 +1,1 @@
-"""What a policy costs: recall, copying, perplexity and attention, measured; which tokens it kept."""
+"""Measures what a policy costs in recall, copying, perplexity and attention, and shows which tokens it keeps."""

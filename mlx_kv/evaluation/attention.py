@@ -1,7 +1,5 @@
-"""The attention that tokens of a context receive, and how alike two rankings of them are.
+"""The attention that tokens of a context receive, and the rank correlation of two rankings of them.
 
-Decides what counts of attention weights, which mlx-lm shows to nobody; where they can be seen, `mlxlm.attention` knows.
-Knows nothing about scores or budgets.
 B rows, Hq query heads, H KV heads, S queries, N tokens, C tokens of context, L layers.
 """
 
@@ -16,7 +14,7 @@ import mlx.nn as nn
 import numpy as np
 
 from mlx_kv.cache.checks import token_ids
-from mlx_kv.evaluation.reading import Progress
+from mlx_kv.evaluation.reading import Progress, read
 from mlx_kv.generation.prefill import read_chunk
 from mlx_kv.mlxlm.attention import AttentionCall, attention_hooked, attention_modules
 from mlx_kv.mlxlm.convert import make_prompt_cache
@@ -41,14 +39,14 @@ def attention_weights(queries: mx.array, keys: mx.array, scale: float, mask: Any
 
 
 class _Watcher:
-    """Writes down what each call of attention gives to each token of its cache, (B, H, N): the mean over the query
-    heads of a KV head, the sum over queries."""
+    """Records the attention that each call gives to the tokens of its cache, (B, H, N): the mean over the query heads
+    of a KV head, the sum over queries."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[Any, mx.array]] = []
 
     def attend(self, call: AttentionCall) -> mx.array:
-        if isinstance(call.keys, mx.array):  # packed planes have no keys to look at
+        if isinstance(call.keys, mx.array):  # not packed
             weights = attention_weights(call.queries, call.keys, call.scale, call.mask).sum(axis=2)  # (B, Hq, N)
             received = weights.reshape(weights.shape[0], call.keys.shape[1], -1, weights.shape[2]).mean(axis=2)
             mx.eval(received)
@@ -58,38 +56,38 @@ class _Watcher:
 
 @contextlib.contextmanager
 def watched_attention(
-    model: nn.Module, caches: Sequence[Any], asked_by: str = "the task correlation"
+    model: nn.Module, caches: Sequence[Any], needed_for: str = "the task correlation"
 ) -> Iterator[list[tuple[Any, mx.array]]]:
-    """What each call of attention over these caches gives to each token, while this is open: the cache, and (B, H, N).
+    """Records, while it is open, each attention call over these caches: the cache and the attention received (B, H, N).
 
     The mean over the query heads of a KV head and the sum over queries, so a row sums to the number of queries.
 
     Args:
-        asked_by: what to leave out where nothing can be seen.
+        needed_for: what to leave out, for the error message.
 
     Raises:
-        ValueError: no layer of the model has attention that can be seen.
+        ValueError: no layer of the model exposes its attention.
     """
-    check_attention(model, asked_by)
+    check_attention(model, needed_for)
     watcher = _Watcher()
     with attention_hooked(model, caches, watcher):
         yield watcher.seen
 
 
-def check_attention(model: nn.Module, asked_by: str = "the task correlation") -> None:
-    """Raises ValueError where no layer of a model has attention that can be seen."""
+def check_attention(model: nn.Module, needed_for: str = "the task correlation") -> None:
+    """Raises ValueError where no layer of a model exposes its attention."""
     if not attention_modules(model):
-        raise ValueError(f"{type(model).__module__} hides its attention: leave out {asked_by}")
+        raise ValueError(f"{type(model).__module__} hides its attention: leave out {needed_for}")
 
 
 def attention_received(model: nn.Module, contexts: np.ndarray, questions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """What tokens of contexts (B, C) receive with a full cache, (L, B, C) each.
+    """The attention that tokens of contexts (B, C) receive with a full cache, two arrays (L, B, C).
 
-    Sums over queries: of all tokens that follow and the token itself, and of the questions (B, Q) alone. The first
-    favours early tokens, which more tokens follow. Rows are read one after another: weights take Hq x C x C numbers.
+    Sums over queries: over the token itself and all that follow, which favours early tokens, and over the questions
+    (B, Q) alone. Rows are read one at a time: weights take Hq x C x C numbers.
 
     Raises:
-        ValueError: a layer's attention cannot be seen.
+        ValueError: a layer does not expose its attention.
     """
     length, rows = contexts.shape[1], []
     for parts in zip(contexts, questions, strict=True):
@@ -111,29 +109,26 @@ def attention_received(model: nn.Module, contexts: np.ndarray, questions: np.nda
 def attention_of_last(
     model: nn.Module, tokens: Sequence[int], queries: int = 64, step: int = 512, progress: Progress | None = None
 ) -> dict[int, np.ndarray]:
-    """What the last tokens of a text look at with a full cache, (H, n) for each of the model's attention caches.
-
-    The mean over queries, so that a row sums to 1. Caches are counted as `attention_caches` counts them; those with a
-    window are left out, and those whose attention cannot be seen.
+    """The attention from the last tokens of a text to all of its tokens, with a full cache.
 
     Args:
-        tokens: ids of one sequence.
-        queries: so many last tokens look.
+        tokens: n ids of one sequence.
+        queries: number of last tokens.
         step: tokens read at once.
         progress: called with the tokens read and the tokens in all.
 
+    Returns:
+        (H, n) by the index of each cache in `attention_caches`: the mean over queries, so a row sums to 1. Caches with
+        a window are left out, and those whose layer does not expose its attention.
+
     Raises:
-        ValueError: no layer of the model has attention that can be seen; token ids that the model does not have.
+        ValueError: no layer of the model exposes its attention; token ids outside the vocabulary.
     """
     check_attention(model, "--attention")
     tokens = token_ids(tokens, vocabulary_of(model), "the text")
     caches, total = make_prompt_cache(model), len(tokens)
     first = max(0, total - queries)
-    for read in range(0, first, step):
-        last = min(read + step, first)
-        read_chunk(model, caches, mx.array([tokens[read:last]]))
-        if progress is not None:
-            progress(last, total)
+    read(model, caches, mx.array([tokens[:first]]), step, None if progress is None else lambda n, _: progress(n, total))
     with watched_attention(model, caches, "--attention") as seen:
         read_chunk(model, caches, mx.array([tokens[first:]]))
     if progress is not None:
@@ -144,14 +139,14 @@ def attention_of_last(
 
 
 def ranks(x: np.ndarray) -> np.ndarray:
-    """(n,) ranks from 0, the mean of them where values are equal."""
-    _, which, counts = np.unique(x, return_inverse=True, return_counts=True)
-    mean: np.ndarray = (np.cumsum(counts) - (counts + 1) / 2)[which]
+    """Ranks from 0, (n,); equal values share the mean of their ranks."""
+    _, index, counts = np.unique(x, return_inverse=True, return_counts=True)
+    mean: np.ndarray = (np.cumsum(counts) - (counts + 1) / 2)[index]
     return mean
 
 
 def rank_correlation(a: np.ndarray, b: np.ndarray) -> float:
-    """Spearman's: Pearson's correlation of the ranks of (n,) and (n,); 0 where one of them is constant."""
+    """Spearman's correlation of (n,) and (n,): Pearson's of their ranks; 0 where one of them is constant."""
     a, b = ranks(a) - (len(a) - 1) / 2, ranks(b) - (len(b) - 1) / 2
     size = np.sqrt((a @ a) * (b @ b))
     return float(a @ b / size) if size else 0.0

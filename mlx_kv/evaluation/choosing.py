@@ -1,8 +1,4 @@
-"""Which way to store keys and values is the smallest that a model bears: measured on a text, not believed.
-
-Decides what is tried, in which order, on which text unless another is given, and by what a measurement is found
-again. Knows nothing about how a loss is measured, nor about files.
-"""
+"""Chooses the smallest codec whose added loss, measured on a text, is within a bound."""
 
 from __future__ import annotations
 
@@ -12,7 +8,7 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -22,13 +18,14 @@ from mlx_kv.cache.codecs import in_words
 from mlx_kv.evaluation.codec_loss import PLAIN, CodecLoss, bytes_per_token
 from mlx_kv.evaluation.questions import python_texts
 from mlx_kv.evaluation.reading import Progress
+from mlx_kv.files.measurement_cache import MeasurementCache
 from mlx_kv.mlxlm.loading import vocabulary_of
 from mlx_kv.policy import CachePolicy
 
 MAX_LOSS = 0.01  # nats a token: a perplexity one percent higher
 TOKENS = 2048  # of a text
-CHARACTERS = 16  # and more make no token of a text, on average
-STORING = {"bits", "group_size", "codec", "residual_length"}  # what a candidate may say
+MAX_CHARACTERS = 16  # per token of a text, on average
+STORAGE_FIELDS = {"bits", "group_size", "codec", "residual_length"}  # all that a candidate may set
 PAIRS = ((4, 4), (5, 4), (6, 4), (8, 4), (6, 6), (8, 8))  # bits of keys and of values
 CANDIDATES = tuple(
     CachePolicy(bits=pair, group_size=group, codec=codec)
@@ -39,14 +36,14 @@ Measure = Callable[[CachePolicy], tuple[float, float]]
 
 @dataclass(frozen=True)
 class Tried:
-    """What a candidate costs.
+    """The cost of a candidate.
 
     Attributes:
-        nats: a token, more than plain.
-        error: the standard error of that.
+        nats: added loss per token, compared with plain caches.
+        error: its standard error.
         bytes_per_token: of all layers, scales included.
-        measured: now; what is not was remembered.
-        remembered: whether it will be the next time.
+        measured: whether it was measured now and not read from stored measurements.
+        remembered: whether the measurement is stored.
     """
 
     policy: CachePolicy
@@ -57,17 +54,9 @@ class Tried:
     remembered: bool
 
     @property
-    def most(self) -> float:
-        """Nats that it adds at the most, by one standard error; a gain is luck, and counts as nothing."""
+    def upper_bound(self) -> float:
+        """Upper bound of the added loss: one standard error above it; a gain counts as 0."""
         return max(self.nats, 0.0) + self.error
-
-
-class Numbers(Protocol):
-    """Stored measurements by subject and name, such as `files.measurement_cache.MeasurementCache`."""
-
-    def numbers(self, subject: str, name: str) -> Sequence[float] | None: ...
-
-    def remember(self, subject: str, name: str, numbers: Sequence[float]) -> bool: ...
 
 
 def choose_bits(
@@ -77,30 +66,29 @@ def choose_bits(
     *,
     candidates: Iterable[CachePolicy] = CANDIDATES,
     measure: Measure | None = None,
-    remembered: Numbers | None = None,
+    remembered: MeasurementCache | None = None,
     fingerprint: str = "",
     progress: Progress | None = None,
     tell: Callable[[Tried], None] | None = None,
 ) -> CachePolicy:
-    """The policy with the fewest bytes a token that a model bears; a plain one where it bears none.
+    """The policy with the fewest bytes per token whose added loss is within `max_loss`; plain if there is none.
 
-    Candidates are tried from the smallest up, those that are as small as others in the order in which they are given;
-    the first that a model bears is taken: `Tried.most` is within max_loss. So a text that is too short to tell what a
-    candidate costs chooses plain, and so does a max_loss of 0. What cannot store its head dims, or is not smaller than
-    plain, is not tried.
+    Candidates are measured from the smallest up, equally small ones in the order given, and the first whose loss plus
+    one standard error is within the bound is taken. A text too short for a small standard error chooses plain, and so
+    does a max_loss of 0. Candidates that cannot store the head dims, or that are not smaller than plain, are skipped.
 
     Args:
-        tokens: of a text such as the model is to read; some thousands say more than a hundredth of a nat.
-        max_loss: nats a token that may be added.
-        candidates: policies that say nothing but how tensors are stored.
-        measure: the nats that a policy adds on this text, and their standard error; None measures them, by `CodecLoss`.
-        remembered: where measurements are looked up, and put; None is nowhere.
-        fingerprint: of the model, by which they are found again: `files.fingerprint.model_fingerprint`.
-        progress: as in `losses`, of each reading.
-        tell: told of each candidate that was tried; the last is the one that is taken, if any is.
+        tokens: of a text like those that the model reads; with a few thousand the standard error is below 0.01 nats.
+        max_loss: bound of the added loss, in nats per token.
+        candidates: policies that set only how tensors are stored.
+        measure: returns the nats that a policy adds on this text, and their standard error; None uses `CodecLoss`.
+        remembered: stored measurements, read and added to; None stores none.
+        fingerprint: of the model, the key of stored measurements: `files.fingerprint.model_fingerprint`.
+        progress: as for `losses`; it starts anew for each policy.
+        tell: called with each candidate that was measured; the last one is the chosen one, if any is.
 
     Raises:
-        ValueError: a max_loss that is no loss, a candidate that says more, or what `losses` refuses of a text.
+        ValueError: a negative max_loss, a candidate that sets anything else, or a text that `losses` refuses.
     """
     if not (is_number(max_loss) and max_loss >= 0):
         raise ValueError(f"max_loss is {shown(max_loss)}: give nats a token, 0 or more")
@@ -112,13 +100,13 @@ def choose_bits(
         tried = _try(policy, size, added, subject, remembered)
         if tell is not None:
             tell(tried)
-        if tried.most <= max_loss:
+        if tried.upper_bound <= max_loss:
             return policy
     return PLAIN
 
 
 def usual_text() -> list[str]:
-    """What is read unless a text is given: English prose and code, Python's own reference and library.
+    """The default text: English prose and code, the reference and the library of this Python.
 
     Raises:
         ValueError: this Python comes without them.
@@ -128,30 +116,30 @@ def usual_text() -> list[str]:
 
 
 def tokens_of(tokenizer: Any, parts: Sequence[str], count: int = TOKENS) -> list[int]:
-    """So many tokens of a text at the most, as many of each of its parts; special tokens only where the first begins.
+    """At most `count` tokens of a text, equally many of each of its parts; special tokens only at the beginning.
 
     Args:
         tokenizer: as from `mlx_kv.load`.
     """
     share = count // len(parts)
-    beginnings = enumerate(part[: CHARACTERS * share] for part in parts)
+    beginnings = enumerate(part[: MAX_CHARACTERS * share] for part in parts)
     each = [tokenizer.encode(text, add_special_tokens=not number)[:share] for number, text in beginnings]
     return [int(token) for part in each for token in part]
 
 
 def by_size(model: nn.Module, candidates: Iterable[CachePolicy]) -> list[tuple[int, CachePolicy]]:
-    """The candidates that store a token of this model in fewer bytes than plain, with these bytes, smallest first.
+    """The candidates that take fewer bytes per token of this model than plain, with their bytes, smallest first.
 
     Raises:
-        ValueError: a candidate that says more than how tensors are stored.
+        ValueError: a candidate that sets more than how tensors are stored.
     """
     plain, found = bytes_per_token(model, PLAIN), []
     for policy in candidates:
-        if more := sorted({*policy.changed()} - STORING):
-            raise ValueError(f"a candidate says {', '.join(more)}: give {', '.join(sorted(STORING))} alone")
+        if more := sorted({*policy.changed()} - STORAGE_FIELDS):
+            raise ValueError(f"a candidate says {', '.join(more)}: give {', '.join(sorted(STORAGE_FIELDS))} alone")
         try:
             size = bytes_per_token(model, policy)
-        except ValueError:  # these head dims
+        except ValueError:  # it cannot store these head dims
             continue
         if size < plain:
             found.append((size, policy))
@@ -159,10 +147,10 @@ def by_size(model: nn.Module, candidates: Iterable[CachePolicy]) -> list[tuple[i
 
 
 def subject_of(fingerprint: str, tokens: Sequence[int]) -> str:
-    """A short text for all that a measurement depends on but the policy: model, text, device and versions."""
+    """A digest of all that a measurement depends on besides the policy: model, text, device and versions."""
     versions = [importlib.metadata.version(name) for name in ("mlx-kv", "mlx", "mlx-lm")]
-    told = [fingerprint, mx.default_device().type.name, versions, list(map(int, tokens))]
-    return hashlib.blake2b(json.dumps(told).encode(), digest_size=16).hexdigest()
+    subject = [fingerprint, mx.default_device().type.name, versions, list(map(int, tokens))]
+    return hashlib.blake2b(json.dumps(subject).encode(), digest_size=16).hexdigest()
 
 
 def _measuring(model: nn.Module, tokens: Sequence[int], progress: Progress | None) -> Measure:
@@ -175,12 +163,12 @@ def _measuring(model: nn.Module, tokens: Sequence[int], progress: Progress | Non
     return measure
 
 
-def _try(policy: CachePolicy, size: int, measure: Measure, subject: str, remembered: Numbers | None) -> Tried:
+def _try(policy: CachePolicy, size: int, measure: Measure, subject: str, remembered: MeasurementCache | None) -> Tried:
     name = in_words(policy.codecs) + (f" but the newest {policy.residual_length}" if policy.residual_length else "")
     known = None if remembered is None else remembered.numbers(subject, name)
     if known is not None and len(known) == 2:
         nats, error = known
         return Tried(policy, nats, error, size, measured=False, remembered=True)
     nats, error = measure(policy)
-    kept = remembered is not None and remembered.remember(subject, name, (nats, error))
-    return Tried(policy, nats, error, size, measured=True, remembered=kept)
+    stored = remembered is not None and remembered.remember(subject, name, (nats, error))
+    return Tried(policy, nats, error, size, measured=True, remembered=stored)

@@ -1,9 +1,6 @@
-"""What a budget leaves of a prompt: which positions each layer keeps, and what the score says of them.
+"""Which positions of a prompt each layer keeps under a budget, with their scores and the attention that they receive.
 
-Decides how a prompt is read (as mlx-lm's loop reads it: in chunks, the last token alone, so that compactions fall where
-they fall in generation) and compacts at the end, so that exactly the budget is left. Knows nothing about text, tables,
-files or figures: it is given token ids and gives back plain integers and floats. How attention is counted, `attention`
-knows.
+A prompt is read as in generation, so that compactions fall at the same tokens, and then compacted to the budget.
 H' is the number of KV heads where each keeps its own tokens (share="head"), else 1.
 """
 
@@ -33,14 +30,14 @@ from mlx_kv.policy import CachePolicy
 
 @dataclass(frozen=True)
 class KeptTokens:
-    """The tokens that are left in one layer, or in one head of it.
+    """The tokens kept in one layer, or in one head of it.
 
     Attributes:
         positions: in the text, rising.
-        scores: of each of them, higher is kept, as `Evictor.live_scores` gives them: asked for the tokens that are
-            left, which for scores that compare tokens is not what they had among all.
-        attention: of what the last tokens of the text look at with a full cache, the share that these tokens get, of
-            this head or of all heads; None where it was not asked for, or cannot be seen in this layer.
+        scores: of each token, higher is kept. From `Evictor.live_scores`, computed among the kept tokens; scores that
+            compare tokens differ from those among all tokens.
+        attention: the share of the attention of the last tokens of the text that these tokens receive with a full
+            cache, in this head or over all heads; None where it was not measured or the layer does not expose it.
     """
 
     positions: tuple[int, ...]
@@ -54,9 +51,9 @@ class KeptLayer:
 
     Attributes:
         index: among the layers with a budget.
-        cache: which entry of the model's list of caches it is, or is in.
+        cache: index in the model's list of caches.
         heads: H' of them.
-        attention: what each token of the text gets of it, the mean of all heads; as in `KeptTokens`.
+        attention: the share that each token of the text receives, the mean of all heads; as for `KeptTokens`.
     """
 
     index: int
@@ -66,27 +63,27 @@ class KeptLayer:
 
     @property
     def kept(self) -> float:
-        """Tokens that are left, the mean of heads."""
+        """Kept tokens, the mean of heads."""
         return sum(len(head.positions) for head in self.heads) / len(self.heads)
 
     @property
     def attention_kept(self) -> float | None:
-        """The share of the last tokens' attention that goes to what is kept, the mean of heads."""
+        """The share of attention that kept tokens receive, the mean of heads."""
         shares = [head.attention for head in self.heads if head.attention is not None]
         return sum(shares) / len(shares) if shares else None
 
 
 @dataclass(frozen=True)
 class Inspection:
-    """What a budget left of one prompt.
+    """What a budget keeps of one prompt.
 
     Attributes:
         tokens: of the prompt.
-        kept, evicted: tokens of a layer and head, on average where they differ (by `share` and `layers`);
-            their sum is `tokens`.
-        compactions: of the busiest layer, with the one at the end.
-        without_budget: caches that are rings, chunks or recurrent state, and are not listed.
-        layers: those with a budget, in the order of the model.
+        kept, evicted: tokens of a layer and head, the mean where they differ (by `share` and `layers`); their sum is
+            `tokens`.
+        compactions: the maximum over layers, including the last compaction.
+        without_budget: number of caches that are rings, chunks or recurrent state; they are not listed.
+        layers: with a budget, in the order of the model.
     """
 
     tokens: int
@@ -97,7 +94,7 @@ class Inspection:
     layers: tuple[KeptLayer, ...]
 
     def share_evicted(self, layer: int | None = None) -> list[float]:
-        """For each position, the share of layers and heads that evicted it: 0 is kept by all, 1 by none.
+        """For each position, the share of layers and heads that evicted it: 0 is kept by all, 1 is kept by none.
 
         Args:
             layer: only the heads of this one, by its index.
@@ -116,14 +113,14 @@ class Inspection:
 
     @property
     def attention_kept(self) -> float | None:
-        """The mean over layers of what `KeptLayer.attention_kept` says; None where no layer shows its attention."""
+        """The mean over layers of `KeptLayer.attention_kept`; None where no layer exposes its attention."""
         shares = [layer.attention_kept for layer in self.layers]
         known = [share for share in shares if share is not None]
         return sum(known) / len(known) if known else None
 
     @property
     def attention(self) -> list[float] | None:
-        """What each token of the text gets of the attention, the mean of the layers that show it; None: none does."""
+        """The share that each token receives, the mean of the layers that expose their attention; None without any."""
         known = [layer.attention for layer in self.layers if layer.attention is not None]
         return [sum(each) / len(known) for each in zip(*known, strict=True)] if known else None
 
@@ -138,7 +135,7 @@ def inspect_prompt(
     attention_of: int = 0,
     instructions: Instructions = NO_INSTRUCTIONS,
 ) -> Inspection:
-    """Reads a prompt as generation does, evicts down to the budget, and says what is left; as `inspect_policies`."""
+    """What one policy keeps of a prompt; arguments as for `inspect_policies`."""
     options: Any = {"prefill_step_size": prefill_step_size, "progress": progress, "attention_of": attention_of}
     (found,) = inspect_policies(model, tokens, [policy], asked=[instructions], **options)
     return found
@@ -154,19 +151,20 @@ def inspect_policies(
     attention_of: int = 0,
     asked: Sequence[Instructions] | None = None,
 ) -> list[Inspection]:
-    """Reads a prompt under each policy as generation does, evicts down to its budget, and says what is left.
+    """Reads a prompt under each policy as generation does, and evicts down to its budget.
 
     Args:
         model: any model of mlx-lm with layers of full attention.
         tokens: ids of one sequence.
         policies: with budgets.
-        prefill_step_size: tokens read at once; None is what generation takes.
-        progress: called after each chunk with the tokens read and the tokens in all, of all readings.
-        attention_of: the prompt is read once more with all of its tokens kept, to see what so many last tokens look at.
-        asked: for each policy, what comes before the second reading, where its score wants one; None is nothing.
+        prefill_step_size: tokens read at once; None is the prefill step of generation.
+        progress: called after each chunk with the tokens read and the tokens in all, over all policies.
+        attention_of: number of last tokens whose attention is measured, for which the prompt is read once more with a
+            full cache; 0 measures none.
+        asked: for each policy, the instructions before the second pass of its score; None is none.
 
     Raises:
-        ValueError: no tokens, a policy without a budget, attention that cannot be seen, or what `make_prompt_cache` and
+        ValueError: no tokens, a policy without a budget, attention that is not exposed, or what `make_prompt_cache` and
             a score refuse.
     """
     if any(policy.budget is None for policy in policies):
@@ -201,7 +199,7 @@ def _inspected(
     progress: Callable[[int, int], None],
     instructions: Instructions,
 ) -> Inspection:
-    """What one policy leaves; `received` has the attention of some layers, by number among the attention caches."""
+    """What one policy keeps; `received` has the attention of some layers, by index in `attention_caches`."""
     caches, total = make_prompt_cache(model, policy), len(tokens)
     step = prefill_step(model, caches, prefill_step_size)
     prefill_all(model, caches, tokens, step, instructions, lambda done, of: progress(done * total // of, total))
@@ -230,7 +228,7 @@ def _inspected(
 
 
 def with_attention(layer: KeptLayer, received: np.ndarray | None) -> KeptLayer:
-    """The same layer, with what its tokens receive, (H, n); None is not known."""
+    """The layer with the attention (H, n) that its tokens receive; None is unknown."""
     if received is None:
         return layer
     of_heads = received if len(layer.heads) == len(received) else received.mean(axis=0, keepdims=True)
@@ -242,15 +240,16 @@ def with_attention(layer: KeptLayer, received: np.ndarray | None) -> KeptLayer:
 
 
 def kept_in(cache: KVCache) -> tuple[KeptTokens, ...]:
-    """What is left in the first row of a cache with a budget, one `KeptTokens` for each of H' heads."""
-    assert cache.evictor is not None, "only asked of caches with a budget"
+    """The kept tokens of the first row of a cache with a budget, for each of H' heads."""
+    assert cache.evictor is not None, "a cache with a budget"
     scores = cache.evictor.live_scores(0)
     scores = scores.reshape(-1, scores.shape[-1])  # (H', n), of one row
-    positions = mx.broadcast_to(cache.positions[0], scores.shape)  # one row for all heads as long as none was evicted
+    positions = mx.broadcast_to(cache.positions[0], scores.shape)  # heads share a row until a token is evicted
     order = mx.argsort(positions, axis=1)
-    places: Any = mx.take_along_axis(positions, order, axis=1).tolist()
-    values: Any = mx.take_along_axis(scores, order, axis=1).tolist()
-    none = [own.count(-1) for own in places]  # slots that hold no token of this head come first
-    return tuple(
-        KeptTokens(tuple(own[gap:]), tuple(theirs[gap:])) for own, theirs, gap in zip(places, values, none, strict=True)
-    )
+    sorted_positions: Any = mx.take_along_axis(positions, order, axis=1).tolist()
+    sorted_scores: Any = mx.take_along_axis(scores, order, axis=1).tolist()
+    heads = []
+    for head, values in zip(sorted_positions, sorted_scores, strict=True):
+        dead = head.count(-1)  # slots without a token of this head come first
+        heads.append(KeptTokens(tuple(head[dead:]), tuple(values[dead:])))
+    return tuple(heads)

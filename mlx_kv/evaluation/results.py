@@ -1,7 +1,4 @@
-"""What is measured, and what came out: settings, measurements, and their summary over seeds.
-
-Decides which policies are compared, and what is said of several seeds. Knows nothing about models, tasks or arrays.
-"""
+"""Settings of an evaluation, its measurements, and their summary over seeds."""
 
 from __future__ import annotations
 
@@ -18,25 +15,25 @@ from mlx_kv.policy import CALIBRATED, SINKS, CachePolicy, LayerAllocation
 
 ALLOCATED = "@"  # between a score and its allocation
 SHARES: dict[str, Scope] = {"pyramid": "layer", "calibrated": "head", "global": "adaptive"}
-FEWER_ROWS = 8  # one in so many rows for a text and for attention: they answer at every token
+FEWER_ROWS = 8  # an eighth of the rows for texts and for attention, which have a value for every token
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What is measured.
+    """The policies and contexts to measure.
 
     Args:
-        budgets: tokens to keep. One of the context or more keeps everything.
-        scores: names of scores, controls among them; NAME@LAYERS is one with another allocation than `layers`.
-        rows: contexts of each seed; texts and attention take an eighth of them.
+        budgets: tokens to keep; one of at least `context` tokens keeps everything.
+        scores: names of scores, including controls; NAME@LAYERS sets another allocation than `layers`.
+        rows: contexts per seed; an eighth of them for texts and attention.
         context: tokens that are compressed.
-        seeds: repetitions with other contexts, from seed 0 up.
-        keep_recent, share, layers, bits, codec, residual_length, calibration: as in `CachePolicy`.
-        seen: whether questions of a language model are seen when a context is compressed: one, or both in turns.
-        rolling: whether caches of such tasks compact while a context is read, step by step, as they do in decoding.
+        seeds: repetitions with other contexts, from seed 0.
+        keep_recent, share, layers, bits, codec, residual_length, calibration: as for `CachePolicy`.
+        seen: whether questions of chat tasks are part of the compressed context: one of both, or both in turn.
+        rolling: whether caches of chat tasks compact while the context is read, as in decoding.
 
     Raises:
-        ValueError: an unknown score, a number below its least, and what `CachePolicy` refuses.
+        ValueError: an unknown score, a number below its minimum, and what `CachePolicy` refuses.
     """
 
     budgets: tuple[int, ...] = (64, 128, 256)
@@ -45,7 +42,7 @@ class Settings:
     context: int = 512
     seeds: int = 3
     keep_recent: int = 16
-    share: Scope = None  # type: ignore[assignment]  # None is "layers", or what `layers` needs
+    share: Scope = None  # type: ignore[assignment]  # None: "layers", or what `layers` requires
     layers: LayerAllocation = "uniform"
     bits: Bits | None = None
     codec: Choice | None = None
@@ -55,9 +52,9 @@ class Settings:
     calibration: Calibration | None = None
 
     def __post_init__(self) -> None:
-        for name, least in (("rows", 1), ("context", 1), ("seeds", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} is {getattr(self, name)}: give a number from {least} up")
+        for name in ("rows", "context", "seeds"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}: give a number from 1 up")
         if self.share is None:
             object.__setattr__(self, "share", SHARES.get(str(self.layers), "layers"))
         for name in map(score_of, self.scores):
@@ -74,7 +71,7 @@ class Settings:
                     self.policy(name, budget)
 
     def policy(self, score: str | None, budget: int | None, margin: int | None = None) -> CachePolicy:
-        """What keeps `budget` tokens by a score, or everything. Without a margin, no context makes it evict."""
+        """The policy of a score and a budget, or of the full cache; by default with a margin as long as the context."""
         if score is None or budget is None:
             return CachePolicy(bits=self.bits, codec=self.codec, residual_length=self.residual_length)
         _, at, layers = score.partition(ALLOCATED)
@@ -92,12 +89,12 @@ class Settings:
         )
 
     def needs_calibration(self, score: str) -> bool:
-        """Whether a score of `scores` is measured for each model, or its allocation is."""
+        """Whether a score, or its allocation, needs a calibration of the model."""
         name, at, layers = score.partition(ALLOCATED)
         return name == FITTED or (layers if at else self.layers) == CALIBRATED
 
     def policies(self) -> list[tuple[str | None, int | None]]:
-        """Each score at each budget, the full cache first."""
+        """The full cache, and each score at each budget."""
         return [(None, None), *((score, budget) for score in self.scores for budget in self.budgets)]
 
     @property
@@ -106,7 +103,7 @@ class Settings:
 
 
 def score_of(label: str) -> str:
-    """The name of the score in NAME or NAME@LAYERS."""
+    """The score of NAME or NAME@LAYERS."""
     return label.partition(ALLOCATED)[0]
 
 
@@ -116,9 +113,9 @@ class Measurement:
 
     Attributes:
         task: "passkey", "recall 16", "perplexity, rolling", "attention of questions".
-        unit: of the value: "accuracy", "nats per token" or "rank correlation".
-        score, budget: None is the full cache; attention is measured without a budget.
-        parts: the same for depths, quarters or layers, where a task has them.
+        unit: "accuracy", "nats per token" or "rank correlation".
+        score, budget: None is the full cache; correlations have no budget.
+        parts: values for depths, quarters or layers, where a task has them.
     """
 
     task: str
@@ -132,11 +129,11 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Result:
-    """All seeds of one task under one policy: mean and standard deviation (of a sample; None for one seed).
+    """All seeds of one task under one policy: mean and sample standard deviation (None for one seed).
 
     Attributes:
-        difference, difference_deviation: the same of what is left when the full cache's value is taken away, seed by
-            seed. Texts differ more from seed to seed than policies do. 0 where there is no full cache to compare with.
+        difference, difference_deviation: of the differences to the full cache, seed by seed, since texts differ more
+            between seeds than between policies. 0 without a full cache.
         parts: means.
     """
 
@@ -156,15 +153,15 @@ def mean_and_deviation(values: Sequence[float]) -> tuple[float, float | None]:
 
 
 def summary(measurements: Sequence[Measurement]) -> list[Result]:
-    """Over the seeds, in the order of what came first."""
+    """Results over the seeds, in the order of the first measurement of each."""
     groups: dict[tuple[str, str, str | None, int | None], list[Measurement]] = {}
     full = {(each.task, each.seed): each.value for each in measurements if each.score is None}
     for each in measurements:
         groups.setdefault((each.task, each.unit, each.score, each.budget), []).append(each)
     results = []
-    for what, group in groups.items():
-        lost = [each.value - full.get((each.task, each.seed), each.value) for each in group]
+    for key, group in groups.items():
+        differences = [each.value - full.get((each.task, each.seed), each.value) for each in group]
         parts = {name: statistics.fmean(each.parts[name] for each in group) for name in group[0].parts}
         spread = mean_and_deviation([each.value for each in group])
-        results.append(Result(*what, *spread, *mean_and_deviation(lost), parts))
+        results.append(Result(*key, *spread, *mean_and_deviation(differences), parts))
     return results
