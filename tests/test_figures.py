@@ -2,10 +2,11 @@
 
     <!-- figures: benchmarks/growth.py; mlx-kv plan --context -->
 
-covers the tables and paragraphs below it, up to the next such comment or heading. A source is a benchmark, a tool or a
-test of this checkout, with options that it has; a command `mlx-kv` with options that it has; a file of the package for
-a figure that is a setting (`mlx_kv/server/limits.py`); `reckoned`, what the text itself works out; or `once: WHY`, for
-a figure that no command here makes again. Of those there are as many as `ONCE` says, and there shall be fewer.
+covers the tables and paragraphs below it, up to the next such comment or heading. A source is a benchmark, a tool or
+a test of this checkout, with options that it has; a command `mlx-kv` with options that it has; a file of the package
+for a figure that is a setting (`mlx_kv/server/requests.py`); `reckoned`, what the text itself works out; or `once:
+WHY`, for a figure that no command here makes again. Of those there are as many as `ONCE` says, and there shall be
+fewer.
 
 What counts as a measured figure: a number with a unit of time, memory, rate or share, or a table of decimals. Whether a
 figure is still what its command gives, nobody can say without running it.

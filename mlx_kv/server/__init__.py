@@ -5,17 +5,17 @@ HTTP, in the event loop:
     run.py               the process: socket, uvicorn, signals, start and end
     access.py            host names, origins, API keys, certificates, the access log
     api.py               routes and errors
-    intake.py            from a request's body to its jobs (limits.py: limits of requests)
+    intake.py            from a request's body to its jobs
     json_http.py         strict JSON of bodies, responses and events
-    requests.py          the request that every API's bodies become, and the fields that all of them share
+    requests.py          the request that every API's bodies become, the fields that all of them share, limits
     fields.py            base of the pydantic models of bodies, their types and errors; unknown fields
-    constraint_fields.py fields for structured output and tools (grammars.py: their grammars)
+    structured_output.py fields for structured output and tools, and their grammars
     cache_requests.py    cache settings of requests, and which are allowed
     errors.py            error objects
     dialects/            APIs: OpenAI's completions, chat completions and responses, Anthropic's messages
     admission.py         how many requests are admitted; delivery of output to responses
     responses.py         from jobs to a response, whole or streamed; clients that hang up
-    answers.py           an answer as it comes (chat_output.py: reasoning and tool calls; token_texts.py: single tokens)
+    answers.py           an answer as it comes: content, reasoning, tool calls, tokens
     slots.py             slots: list, save, restore, erase
     status.py            models, health, metrics, the page of memory
 
@@ -25,7 +25,6 @@ The worker, one thread that owns MLX, the models and the engines:
     policy_rows.py       for each cache policy an engine and its jobs
     prefill.py           prompts before their row decodes
     tiered_prefixes.py   cached prefixes, in memory and in a store
-    row_output.py        from the tokens of a step to the output of jobs
     memory.py            memory of rows: planned, limited, held
     monitor.py           metrics, rates, snapshots of memory
     models.py            models, settings and engines; idle unloading

@@ -1,19 +1,214 @@
-"""An answer as it comes, and what every API must say of it.
+"""An answer as it comes: its text split into content, reasoning and tool calls, its tokens, and its usage.
 
-Decides what counts as used, and which text belongs to which choice of a request. Knows nothing about HTTP, nor about
-the objects of any API: each has an `AnswerWriter`.
+mlx-lm's state machine and tool parsers parse chats. A call that cannot be parsed stays text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from mlx_kv.server.chat_output import ChatOutputParser, Delta
+from mlx_lm.generate import TextStateMachine, make_text_state_machine
+from mlx_lm.server import ToolCallFormatter
+from mlx_lm.tool_parsers import json_tools
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from mlx_kv.files.decoding import read_json
+from mlx_kv.generation.logprobs import TokenScore
 from mlx_kv.server.errors import ApiError
 from mlx_kv.server.job import Job, OutputChunk
-from mlx_kv.server.token_texts import TokenText, TokenTexts
+from mlx_kv.server.json_http import json_bytes
+
+ONE_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+SPACE = "\u2581"
+MIN_LOGPROB = -9999.0  # OpenAI's number for probability 0; JSON has no infinity
+
+
+# --- tokens -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TokenText:
+    """A token with its text, its bytes and its log-probability.
+
+    The bytes of a token that is a part of a character are exact; its text has U+FFFD there.
+
+    Attributes:
+        top: the likeliest tokens at its place.
+    """
+
+    token: int
+    text: str
+    data: bytes
+    logprob: float
+    top: tuple[TokenText, ...] = ()
+
+
+class TokenTexts:
+    """Texts of the tokens of a tokenizer, cached.
+
+    Tokenizers write tokens that are parts of characters as characters that represent a byte each (GPT-2's table), or
+    as <0xE4>; and a space before a word as a character that decoding a single token drops.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._bytes = {char: value for value, char in bytes_to_unicode().items()}  # type: ignore[no-untyped-call]
+        self._cache: dict[int, tuple[str, bytes]] = {}
+
+    def of(self, scores: Sequence[tuple[int, TokenScore]]) -> list[TokenText]:
+        """Tokens with their scores."""
+        return [
+            self._one(token, score.logprob, tuple(self._one(other, value) for other, value in score.top))
+            for token, score in scores
+        ]
+
+    def _one(self, token: int, logprob: float, top: tuple[TokenText, ...] = ()) -> TokenText:
+        if token not in self._cache:
+            self._cache[token] = self._look_up(token)
+        text, data = self._cache[token]
+        finite = logprob if logprob >= MIN_LOGPROB else MIN_LOGPROB  # also for NaN
+        return TokenText(token, text, data, finite, top)
+
+    def _look_up(self, token: int) -> tuple[str, bytes]:
+        written = self._tokenizer.convert_ids_to_tokens(token)
+        written = written if isinstance(written, str) else ""  # models may have more tokens than their tokenizer
+        text: str = self._tokenizer.decode([token])
+        if byte := ONE_BYTE.fullmatch(written):
+            return text, bytes([int(byte[1], 16)])
+        if written.startswith(SPACE) and not text.startswith(" "):
+            text = " " + text
+        if "\ufffd" in text and all(char in self._bytes for char in written):
+            return text, bytes(self._bytes[char] for char in written)
+        return text, text.encode("utf-8", "replace")
+
+
+# --- text of chats ----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Delta:
+    """A part of an answer.
+
+    Attributes:
+        logprobs: of its tokens, if requested. Text may come later than its tokens.
+        spoken: those of them that belong to content.
+    """
+
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: list[dict[str, Any]] = field(default_factory=list)
+    logprobs: list[TokenText] = field(default_factory=list)
+    spoken: list[TokenText] = field(default_factory=list)
+
+    def add(self, other: Delta) -> None:
+        self.logprobs += other.logprobs
+        self.spoken += other.spoken
+        self.content += other.content
+        self.reasoning += other.reasoning
+        self.tool_calls += other.tool_calls
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The fields that are not empty, by name."""
+        named = {"content": self.content, "reasoning": self.reasoning, "tool_calls": self.tool_calls}
+        return {name: value for name, value in named.items() if value}
+
+
+class ChatOutputParser:
+    """Splits the text of a chat's answer, as it comes.
+
+    Args:
+        tokenizer: mlx-lm's, with the marks of reasoning and tool calls.
+        prompt: token ids, which may end within reasoning.
+        one_call: whether calls after the first are dropped.
+        bare_call: whether the answer after its reasoning is one call, as JSON.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        prompt: list[int],
+        tools: Sequence[Any],
+        stream: bool,
+        one_call: bool = False,
+        bare_call: bool = False,
+    ) -> None:
+        tool_parser = json_tools.parse_tool_call if bare_call else tokenizer.tool_parser
+        self._format = ToolCallFormatter(_checked_parser(tool_parser), tools, stream)  # type: ignore[no-untyped-call]
+        initial = "normal"
+        if tokenizer.has_thinking and tokenizer.rfind_think_start(prompt) > tokenizer.rfind_think_end(prompt):
+            initial = "reasoning"
+        machine = make_text_state_machine(tokenizer)  # type: ignore[no-untyped-call]
+        self._state = machine.make_state(tokenizer.response_initial_state or initial)
+        self._previous, self._call, self.called = self._state[0], "", False
+        self._one_call, self._bare_call = one_call, bare_call
+
+    @property
+    def reasons(self) -> bool:
+        """Whether the last text was reasoning."""
+        return bool(self._previous == "reasoning")
+
+    @property
+    def speaks(self) -> bool:
+        """Whether the last text was content, or may become content."""
+        return self._previous not in ("reasoning", "tool") and not self._bare_call
+
+    def feed(self, text: str) -> Delta:
+        self._state, segments = TextStateMachine.split(self._state, text)  # type: ignore[no-untyped-call]
+        return self._split(segments)
+
+    def finish(self) -> Delta:
+        """The text that was held back, at the end of the answer."""
+        self._state, rest, state = TextStateMachine.flush(self._state)  # type: ignore[no-untyped-call]
+        delta = self._split([(state, rest)])
+        if (self._previous == "tool" or self._bare_call) and self._call:
+            delta.add(self._tool_call())
+        return delta
+
+    def _split(self, segments: list[tuple[str | None, str]]) -> Delta:
+        delta = Delta()
+        for state, text in segments:
+            if self._previous == "tool" and state != "tool":
+                delta.add(self._tool_call())
+            if state == "tool" or (self._bare_call and state != "reasoning"):
+                self._call += text
+            elif state == "reasoning":
+                delta.reasoning += text
+            else:
+                delta.content += text
+            self._previous = state
+        return delta
+
+    def _tool_call(self) -> Delta:
+        """The call that has ended; its text, where it cannot be parsed."""
+        text, self._call = self._call, ""
+        calls: list[dict[str, Any]] = self._format([text])
+        if not calls:
+            return Delta(text)
+        kept = calls if not self._one_call else calls[: 0 if self.called else 1]
+        self.called = True
+        return Delta(tool_calls=kept)
+
+
+def _checked_parser(parser: Callable[..., Any]) -> Callable[..., Any]:
+    """A tool parser that raises ValueError for any text that is not a call, as mlx-lm's formatter expects."""
+
+    def parse(text: str, tools: Any) -> list[dict[str, Any]]:
+        try:
+            parsed = parser(text, tools)
+            calls = [dict(call) for call in (parsed if isinstance(parsed, list) else [parsed])]
+            named = [call | {"name": str(call["name"]), "arguments": call.get("arguments", {})} for call in calls]
+            return list(read_json(json_bytes(named)))  # NaN and the like are not JSON, so they are not a call
+        except Exception as error:  # of any kind: the text is a model's
+            raise ValueError(f"no tool call: {type(error).__name__}") from error
+
+    return parse
+
+
+# --- answers ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -22,11 +217,11 @@ class Choice:
 
     Attributes:
         index: among the answers; those to the first prompt come first.
-        prompt: which of the request's prompts it continues.
-        parser: of a chat; None leaves a text as it is.
-        echo: what is said before the first token.
-        texts: of tokens whose log-probabilities are told; None where they are not.
-        answer: so far, where somebody adds it up.
+        prompt: index of the prompt that it continues.
+        parser: of a chat; None leaves the text as it is.
+        echo: text before the first token.
+        texts: for log-probabilities; None where they are not requested.
+        answer: all of it so far, for an answer that is sent as a whole.
         finish_reason: empty until it has ended.
     """
 
@@ -40,10 +235,10 @@ class Choice:
     generated: int = 0
     reasoning_tokens: int = 0
     finish_reason: str = ""
-    _held: list[TokenText] = field(default_factory=list)  # whose text is still to come, unless it is that of a mark
+    _pending: list[TokenText] = field(default_factory=list)  # with text to come, unless they are marks
 
     def take(self, chunk: OutputChunk) -> Delta:
-        """What a chunk of the worker's output adds."""
+        """The part of the answer that a chunk of the worker's output adds."""
         self.generated += chunk.tokens
         spoke = self.parser is None or self.parser.speaks
         if self.parser is None:
@@ -54,22 +249,22 @@ class Choice:
             self.reasoning_tokens += chunk.tokens if self.parser.reasons else 0
         if self.texts is not None:
             delta.logprobs = self.texts.of(chunk.scores)
-            speaks, held = self.parser is None or self.parser.speaks, self._held + delta.logprobs
+            speaks, pending = self.parser is None or self.parser.speaks, self._pending + delta.logprobs
             if spoke and speaks and not (delta.reasoning or delta.tool_calls):
-                delta.spoken, self._held = (held, []) if delta.content else ([], held)
+                delta.spoken, self._pending = (pending, []) if delta.content else ([], pending)
             else:
-                delta.spoken, self._held = _made_of(delta.content, held, speaks), []
+                delta.spoken, self._pending = _made_of(delta.content, pending, speaks), []
         self.finish_reason = chunk.finish_reason or ""
         if self.finish_reason and self.parser is not None:
             delta.add(self.parser.finish())
-            delta.spoken += self._held
+            delta.spoken += self._pending
             if self.parser.called and self.finish_reason == "stop":
                 self.finish_reason = "tool_calls"
         return delta
 
 
 def _made_of(text: str, tokens: list[TokenText], last: bool) -> list[TokenText]:
-    """The last of some tokens that have a text, or the first: a mark before or after it is none of it."""
+    """The last tokens that make up a text, or the first; marks before or after it are not part of it."""
     taken: list[TokenText] = []
     for token in reversed(tokens) if last else tokens:
         if sum(len(each.text) for each in taken) >= len(text):
@@ -80,7 +275,7 @@ def _made_of(text: str, tokens: list[TokenText], last: bool) -> list[TokenText]:
 
 @dataclass(frozen=True)
 class Usage:
-    """Tokens of a request: each prompt once, all answers, and which of the prompts had been read before."""
+    """Token counts of a request: each prompt once, all answers, and cached prefixes of the prompts."""
 
     prompt_tokens: int
     generated: int
@@ -99,11 +294,11 @@ class Usage:
 
 
 class AnswerWriter(Protocol):
-    """The objects of one answer, as an API has them.
+    """The objects of an answer in the form of one API.
 
     Attributes:
-        waiting: what a stream says when there is nothing to say.
-        last: what a stream ends with, whatever became of it.
+        waiting: what a stream sends when nothing came for some seconds.
+        last: what a stream ends with, after an error too.
     """
 
     waiting: bytes
@@ -113,13 +308,13 @@ class AnswerWriter(Protocol):
         """All answers, which have ended, in one object."""
 
     def begin(self, choices: Sequence[Choice]) -> bytes:
-        """What a stream begins with."""
+        """The beginning of a stream."""
 
     def part(self, choice: Choice, delta: Delta) -> bytes:
-        """More of an answer; its end where it has a `finish_reason`."""
+        """A part of an answer; its end if it has a `finish_reason`."""
 
     def end(self, choices: Sequence[Choice]) -> bytes:
-        """All answers have ended."""
+        """The end of a stream, after all answers."""
 
     def failed(self, error: ApiError) -> bytes:
-        """Nothing more will come of a stream."""
+        """The end of a stream that failed."""

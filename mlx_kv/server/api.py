@@ -23,8 +23,8 @@ from mlx_kv.server.dialects.responses import ResponsesDialect
 from mlx_kv.server.errors import ApiError, error_body
 from mlx_kv.server.intake import Dialect, Intake
 from mlx_kv.server.json_http import JsonResponse
-from mlx_kv.server.limits import Limits as Limits
 from mlx_kv.server.models import ModelNames
+from mlx_kv.server.requests import Limits as Limits
 from mlx_kv.server.slots import SlotRoutes
 from mlx_kv.server.status import StatusRoutes
 from mlx_kv.server.worker import Worker

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
-from pydantic import ConfigDict, Field, PlainValidator
+from pydantic import Field, PlainValidator, model_validator
 
 from mlx_kv.cache.codecs import Bits, one_or_two
 from mlx_kv.policy import CachePolicy
@@ -42,12 +42,19 @@ class CacheRequest(Body):
         keep: whether its keys and values are cached for other requests.
     """
 
-    model_config = ConfigDict(extra="forbid")
-
     budget: int | None = Field(default=None, ge=1, le=MAX_BUDGET)
     score: str | None = None
     bits: Annotated[Bits | None, PlainValidator(_bits)] = None
     keep: bool = True
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_known(cls, value: Any) -> Any:
+        if isinstance(value, dict):
+            unknown = {name for name in value.keys() - cls.model_fields.keys() if value[name] is not None}
+            if unknown:
+                raise FieldError("is unknown: leave it out", f".{min(unknown)[:80]}", "unknown_parameter")
+        return value
 
 
 AS_SERVED = CacheRequest()

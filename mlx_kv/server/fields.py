@@ -140,8 +140,6 @@ def _api_error(error: ValidationError, model: type[BaseModel]) -> ApiError:
         refused: FieldError = context["error"]
         where, code = where + refused.at, refused.code
         message = f"{where} {refused}"
-    elif kind == "extra_forbidden":
-        message, code = f"unknown field {where[:80]!r}: leave it out", "unknown_parameter"
     elif kind == "missing":
         message = f"{where} is missing: send {wanted or 'it'}"
     else:

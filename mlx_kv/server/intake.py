@@ -1,6 +1,6 @@
-"""From an HTTP request to its answer: body, dialect, admission, tokens, jobs.
+"""From an HTTP request to its response: body, dialect, admission, tokens, jobs.
 
-The order makes that an invalid request is refused before anything is admitted or computed.
+An invalid request is refused before anything is computed for it.
 """
 
 from __future__ import annotations
@@ -18,45 +18,34 @@ from starlette.responses import Response
 
 from mlx_kv.cache.checks import token_ids
 from mlx_kv.generation.encoding import TemplateError, encode_messages, encode_prompt
-from mlx_kv.generation.settings import SamplingSettings
 from mlx_kv.generation.stop_strings import StopStrings
 from mlx_kv.policy import CachePolicy
 from mlx_kv.server.admission import AdmissionController
-from mlx_kv.server.answers import AnswerWriter, Choice
-from mlx_kv.server.chat_output import ChatOutputParser
+from mlx_kv.server.answers import AnswerWriter, ChatOutputParser, Choice, TokenTexts
 from mlx_kv.server.errors import ApiError, without_panic
 from mlx_kv.server.fields import UnknownFields
-from mlx_kv.server.grammars import Grammars, marks_of
 from mlx_kv.server.job import Job
 from mlx_kv.server.json_http import read_body
-from mlx_kv.server.limits import Limits
 from mlx_kv.server.memory import RowPlan
 from mlx_kv.server.models import ModelNames
-from mlx_kv.server.requests import CompletionRequest, Prompt, RequestRules
+from mlx_kv.server.requests import CompletionRequest, Limits, Prompt, RequestRules
 from mlx_kv.server.responses import CompletionResponse
-from mlx_kv.server.token_texts import TokenTexts
+from mlx_kv.server.structured_output import Grammars, marks_of
 from mlx_kv.server.worker import Worker
 
 
-class Asked(NamedTuple):
-    """What a body asks for, and who writes the answer, given the model's name."""
+class ParsedRequest(NamedTuple):
+    """A request, and the writer of its answer, given the model's name."""
 
     request: CompletionRequest
     writer: Callable[[str], AnswerWriter]
 
 
-class RowCache(NamedTuple):
-    """The policy that a request gets, and what a row takes under it."""
-
-    policy: CachePolicy
-    plan: RowPlan
-
-
-Dialect = Callable[[Any, RequestRules], Asked]  # of the JSON of a body; raises ApiError for what it refuses
+Dialect = Callable[[Any, RequestRules], ParsedRequest]  # from the JSON of a body; raises ApiError
 
 
 class Intake:
-    """Takes requests in.
+    """Makes the responses to completion requests.
 
     Args:
         names: of the model.
@@ -71,31 +60,43 @@ class Intake:
         self._tokenizing = ThreadPoolExecutor(1, "mlx-kv tokenizer")
 
     async def answer(self, http: Request, dialect: Dialect) -> Response:
-        """The answer to a request, whole or streamed."""
+        """The response to a request, whole or streamed."""
         since = time.monotonic()
-        request, writer = dialect(await self.json(http), self._rules)
+        request, writer = dialect(await self._json(http), self._rules)
         self._names.check(request.model)
         self._admission.admit(request.answers)
         try:
             prompts = await self._tokens(request)
-            cache, grammar = await self._cache_of(request), await self._grammars.of(request)
-            choices = [
-                self._choice(request, place, number, prompts[place], since, cache)
-                for place in range(len(prompts))
-                for number in range(request.n)
-            ]
-            for choice in choices:
-                choice.job.grammar = self._grammars.processor(grammar, request, choice.job.tokens)
+            policy, plan = await self._policy(request)
+            grammar = await self._grammars.compile(request.constraint, request.constraint_field)
+            choices: list[Choice] = []
+            for place, tokens in enumerate(prompts):
+                max_tokens = self._max_tokens(request, tokens, plan)
+                for number in range(request.n):
+                    job = Job(
+                        tokens,
+                        max_tokens,
+                        request.sampling_of(number),
+                        request.top_logprobs,
+                        StopStrings(request.stop_strings),
+                        policy,
+                        request.cache.keep,
+                        since=since,
+                        slot=request.slot,
+                    )
+                    if grammar is not None:
+                        job.grammar = self._grammars.processor(grammar, tokens, request.chat, request.may_call)
+                    choices.append(self._choice(request, len(choices), place, job))
             return CompletionResponse(self._admission, choices, writer(self._names.name), request.stream)
         except BaseException:
             self._admission.leave(request.answers)
             raise
 
-    async def count(self, http: Request, reading: Callable[[Any, RequestRules], CompletionRequest]) -> int:
-        """How many tokens a request's prompt has, where `reading` makes a request of the JSON of a body."""
-        request = reading(await self.json(http), self._rules)
+    async def count(self, http: Request, parse: Callable[[Any, RequestRules], CompletionRequest]) -> int:
+        """The number of tokens of a request's prompt."""
+        request = parse(await self._json(http), self._rules)
         self._names.check(request.model)
-        self._admission.admit()  # a tokenizer has only so much time
+        self._admission.admit()  # since the tokenizer is shared
         try:
             return sum(len(tokens) for tokens in await self._tokens(request))
         finally:
@@ -106,19 +107,18 @@ class Intake:
         self._tokenizing.shutdown(wait=False, cancel_futures=True)
         self._grammars.close()
 
-    async def json(self, http: Request) -> Any:
-        """The JSON of a request's body."""
+    async def _json(self, http: Request) -> Any:
         return await read_body(http, self._limits.body_bytes, self._limits.body_seconds)
 
     async def _tokens(self, request: CompletionRequest) -> list[list[int]]:
-        """Of each of its prompts, of which a chat is one."""
+        """Token ids of each prompt; a chat is one prompt."""
         encoding = self._tokenizing.submit(without_panic, "the tokenizer", lambda: self._encode(request))
         return await asyncio.wrap_future(encoding)
 
     def _encode(self, request: CompletionRequest) -> list[list[int]]:
         if request.chat:
-            told = self._limits.template
-            return [encode_chat(self._worker.models.tokenizer, request, self._rules.unknown, told)]
+            template = self._limits.template
+            return [encode_chat(self._worker.models.tokenizer, request, self._rules.unknown, template)]
         return [self._encode_prompt(prompt) for prompt in request.prompts]
 
     def _encode_prompt(self, prompt: Prompt) -> list[int]:
@@ -129,68 +129,52 @@ class Intake:
         except ValueError as error:
             raise ApiError(400, str(error), "prompt") from None
 
-    async def _cache_of(self, request: CompletionRequest) -> RowCache:
-        """The policy that a request gets, and what a row takes under it."""
+    async def _policy(self, request: CompletionRequest) -> tuple[CachePolicy, RowPlan]:
+        """The cache policy of a request, and the memory of a row with it."""
         worker = self._worker
         policy = self._limits.cache.policy(worker.policy, request.cache)
         if policy == worker.policy:
-            return RowCache(policy, worker.default_plan)
+            return policy, worker.default_plan
         try:
-            return RowCache(policy, await asyncio.wrap_future(worker.call(lambda: worker.policies.plan(policy))))
+            return policy, await asyncio.wrap_future(worker.call(lambda: worker.policies.plan(policy)))
         except ApiError:
             raise
         except ValueError as error:
             raise ApiError(400, f"cache: {error}", "cache") from error
-        except Exception as error:  # of an engine that was tried out, as where memory has run out
+        except Exception as error:  # of the engine that is tried out, such as one without memory
             raise ApiError(503, f"cache: it cannot be tried out: {type(error).__name__}: {error}"[:300]) from error
 
-    def _choice(
-        self, request: CompletionRequest, place: int, number: int, tokens: list[int], since: float, cache: RowCache
-    ) -> Choice:
-        """One of the answers to the prompt at some place, both counted from 0."""
-        job, tokenizer = self._job(request, number, tokens, since, cache), self._worker.models.tokenizer
-        texts, index = None if request.top_logprobs is None else self._texts, place * request.n + number
-        if request.chat:
-            bare = request.forces_call and marks_of(tokenizer) is None
-            parser = ChatOutputParser(tokenizer, tokens, request.tools, request.stream, request.one_call, bare)
-            return Choice(index, place, job, parser, texts=texts)
-        prompt = request.prompts[place]
-        echo = prompt if isinstance(prompt, str) else tokenizer.decode(tokens)
-        return Choice(index, place, job, echo=echo if request.echo else "", texts=texts)
-
-    def _job(self, request: CompletionRequest, number: int, tokens: list[int], since: float, cache: RowCache) -> Job:
+    def _max_tokens(self, request: CompletionRequest, tokens: list[int], plan: RowPlan) -> int:
+        """The maximum number of tokens of an answer. Raises ApiError for a prompt that does not fit."""
         param, context = "messages" if request.chat else "prompt", self._worker.context
         if not tokens:
             raise ApiError(400, "the prompt is empty: send at least one token", param)
-        most = min((n for n in (self._limits.prompt_tokens, context and context - 1) if n is not None), default=None)
-        if most is not None and len(tokens) > most:
+        limits = [limit for limit in (self._limits.prompt_tokens, context and context - 1) if limit is not None]
+        if limits and len(tokens) > min(limits):
             raise ApiError(
-                400, f"the prompt has {len(tokens):,} tokens, and {most:,} are the most here: shorten it", param,
+                400, f"the prompt has {len(tokens):,} tokens, and {min(limits):,} are the most here: shorten it", param,
                 "context_length_exceeded",
             )  # fmt: skip
         max_tokens = self._limits.max_tokens if request.max_tokens is None else request.max_tokens
         max_tokens = max_tokens if context is None else min(max_tokens, context - len(tokens))
-        if refusal := self._worker.limit.refusal(cache.plan, len(tokens), max_tokens):
+        if refusal := self._worker.limit.refusal(plan, len(tokens), max_tokens):
             raise ApiError(400, refusal, param, "memory_limit_exceeded")
-        _check_biases(request.sampling, self._worker.vocabulary)
-        return Job(
-            tokens,
-            max_tokens,
-            request.sampling_of(number),
-            request.top_logprobs,
-            StopStrings(request.stop_strings),
-            cache.policy,
-            request.cache.keep,
-            since=since,
-            slot=request.slot,
-        )
+        vocabulary = self._worker.vocabulary
+        if request.sampling.logit_bias and (largest := max(request.sampling.biases)) >= vocabulary:
+            raise ApiError(400, f"logit_bias has the token {largest}: send ids below {vocabulary:,}", "logit_bias")
+        return max_tokens
 
-
-def _check_biases(sampling: SamplingSettings, vocabulary: int) -> None:
-    for token in sampling.biases:
-        if token >= vocabulary:
-            message = f"logit_bias has the token {token}: send ids below {vocabulary:,}"
-            raise ApiError(400, message, "logit_bias")
+    def _choice(self, request: CompletionRequest, index: int, place: int, job: Job) -> Choice:
+        """One of the answers to the prompt at a place."""
+        tokenizer = self._worker.models.tokenizer
+        texts = None if request.top_logprobs is None else self._texts
+        if request.chat:
+            bare = request.forces_call and marks_of(tokenizer) is None
+            parser = ChatOutputParser(tokenizer, job.tokens, request.tools, request.stream, request.one_call, bare)
+            return Choice(index, place, job, parser, texts=texts)
+        prompt = request.prompts[place]
+        echo = prompt if isinstance(prompt, str) else tokenizer.decode(job.tokens)
+        return Choice(index, place, job, echo=echo if request.echo else "", texts=texts)
 
 
 def encode_chat(

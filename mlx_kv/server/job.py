@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count
 
 from mlx_kv.generation.grammar.processor import GrammarProcessor
 from mlx_kv.generation.logprobs import TokenScore
+from mlx_kv.generation.sequence import BatchToken
 from mlx_kv.generation.settings import SamplingSettings
 from mlx_kv.generation.speculation.statistics import SpeculationStatistics
 from mlx_kv.generation.stop_strings import StopStrings
@@ -133,3 +135,38 @@ class Snapshot:
     speculation: SpeculationStatistics | None = None
     planned: int = 0
     policies: tuple[tuple[str, int], ...] = ()
+
+
+def output_of(
+    tokens: Iterable[BatchToken], active: Mapping[int, Job]
+) -> tuple[list[OutputChunk], list[tuple[Job, BatchToken]]]:
+    """The output of each job that has tokens in a step, and the jobs that end in it, with their last tokens.
+
+    A token that ends a job by a stop string has no finish_reason: the engine would continue.
+
+    Args:
+        active: jobs of the engine, by number. Others have ended before.
+    """
+    chunks: dict[int, OutputChunk] = {}
+    ended: dict[int, tuple[Job, BatchToken]] = {}
+    for token in tokens:
+        job = active.get(token.index)
+        if job is None or token.index in ended:
+            continue  # ended by a stop string earlier in this step
+        job.answer.append(token.token)
+        text, finish = job.stop_strings.feed(token.text), token.finish_reason
+        if job.stop_strings.stopped:
+            finish = "stop"
+        elif finish is not None:
+            text += job.stop_strings.finish()
+        ends = token.finish_reason == "stop"  # with a token that has no text
+        scores = () if token.score is None or ends else ((token.token, token.score),)
+        chunk = OutputChunk(job, text, 1, finish, scores=scores)
+        chunks[job.number] = chunks[job.number].joined(chunk) if job.number in chunks else chunk
+        grammar = None if job.stop_strings.stopped or finish != "stop" else job.grammar
+        if grammar is not None and (why := grammar.error_in(job.answer)):
+            error = f"the grammar could not be followed any longer: {why}"
+            chunks[job.number] = OutputChunk(job, finish_reason="error", error=error, status=400)
+        if finish is not None:
+            ended[job.number] = job, token
+    return list(chunks.values()), list(ended.values())

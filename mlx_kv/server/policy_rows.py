@@ -25,12 +25,11 @@ from mlx_kv.ranks.engine import LedEngine, lead
 from mlx_kv.ranks.group import RankGroup
 from mlx_kv.ranks.link import RanksError
 from mlx_kv.server.cache_requests import in_words
-from mlx_kv.server.job import Job, OutputChunk
+from mlx_kv.server.job import Job, OutputChunk, output_of
 from mlx_kv.server.memory import RowPlan, plan_rows
 from mlx_kv.server.models import Models, WorkerSettings
 from mlx_kv.server.monitor import Monitor
 from mlx_kv.server.prefill import PrefillScheduler
-from mlx_kv.server.row_output import output_of
 from mlx_kv.server.tiered_prefixes import PolicyPrefixes
 
 ENGINE_TRIES, ENGINE_PAUSE = 3, 0.5  # attempts to restart an engine; seconds in between

@@ -6,8 +6,9 @@ Unknown fields are left to `UnknownFields`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field
@@ -16,10 +17,10 @@ from mlx_kv.generation.encoding import NOT_FOR_TEMPLATES
 from mlx_kv.generation.grammar.constraint import Constraint
 from mlx_kv.generation.sampling import derived_seed
 from mlx_kv.generation.settings import LEAST_PENALTY, SamplingSettings
-from mlx_kv.server.cache_requests import AS_SERVED, CacheRequest
-from mlx_kv.server.constraint_fields import ConstraintField, ConstraintFields, Tool, ToolChoice
+from mlx_kv.server.cache_requests import AS_SERVED, AllowedCache, CacheRequest
 from mlx_kv.server.errors import ApiError
 from mlx_kv.server.fields import FieldError, NonEmptyText, OneOrMore, UnknownFields, unsupported
+from mlx_kv.server.structured_output import ConstraintField, ConstraintFields, Tool, ToolChoice
 from mlx_kv.settings import settings_of
 
 MAX_STOPS = 16
@@ -39,9 +40,9 @@ TokenLimit = Annotated[int | None, Field(ge=1, le=MAX_TOKENS)]
 SAMPLING = tuple(settings_of(SamplingSettings))
 
 
-@dataclass(frozen=True)
+@dataclass
 class CompletionRequest:
-    """A validated request.
+    """A validated request. The model of its body makes it, and nothing changes it afterwards.
 
     Attributes:
         prompts: texts or token ids, each of which gets answers; none for a chat.
@@ -93,6 +94,11 @@ class CompletionRequest:
         return self.constraint is not None and self.constraint.kind == "calls"
 
     @property
+    def may_call(self) -> bool:
+        """Whether an answer may be a tool call or follow the constraint."""
+        return bool(self.tools) and not self.forces_call
+
+    @property
     def answers(self) -> int:
         """The number of answers."""
         return max(1, len(self.prompts)) * self.n
@@ -101,6 +107,33 @@ class CompletionRequest:
         """The settings of one of the answers to a prompt; each has a seed derived from the request's."""
         seed = self.sampling.seed
         return self.sampling if seed is None or index == 0 else replace(self.sampling, seed=derived_seed(seed, index))
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of requests, and the operator's settings for them.
+
+    Attributes:
+        body_bytes: maximum size of a body.
+        body_seconds: time for a body to arrive.
+        prompt_tokens: maximum length of a prompt; None is the context of the model, less one.
+        queue: answers that wait for a row; further requests are refused.
+        max_tokens: for requests that leave it out.
+        slot_folder: where slots are saved; None saves none.
+        strict: whether requests with unknown fields are refused.
+        cache: cache settings that requests may choose.
+        template: settings of the chat template, for requests that leave them out.
+    """
+
+    body_bytes: int = 4 * 2**20
+    body_seconds: float = 60.0
+    prompt_tokens: int | None = None
+    queue: int = 64
+    max_tokens: int = 512
+    strict: bool = False
+    cache: AllowedCache = field(default_factory=AllowedCache)
+    slot_folder: Path | None = None
+    template: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -244,17 +277,17 @@ class ChatFields(GenerationBody):
             if request.constraint_field not in ("", response_format.name):
                 other = request.constraint_field
                 raise ApiError(400, f"tool_choice and {other} both constrain the answer: send one", other)
-            request = replace(request, constraint=call, constraint_field="tools")
+            request.constraint, request.constraint_field = call, "tools"
         if self.continue_final_message and (messages[-1]["role"] != "assistant" or messages[-1].get("tool_calls")):
             needed = "a last message of the assistant without tool calls"
             raise ApiError(400, f"continue_final_message needs {needed}: send one", "continue_final_message")
         thinks = False if effort == "none" and self.enable_thinking is None else self.enable_thinking
-        return replace(
-            request,
-            messages=messages,
-            tools=[] if tool_choice.kind == "none" else tools,
-            template=self.chat_template_kwargs,
-            hints=({} if thinks is None else {"enable_thinking": thinks})
-            | ({} if effort in (None, "none") else {"reasoning_effort": effort}),
-            continues=self.continue_final_message,
-        )
+        request.messages = messages
+        request.tools = [] if tool_choice.kind == "none" else tools
+        request.template = self.chat_template_kwargs
+        if thinks is not None:
+            request.hints["enable_thinking"] = thinks
+        if effort not in (None, "none"):
+            request.hints["reasoning_effort"] = effort
+        request.continues = self.continue_final_message
+        return request

@@ -1,8 +1,4 @@
-"""The answer to one request that was let in: whole or streamed, until it ends or the client hangs up.
-
-Decides how an answer is sent as it comes, and gives its places back as soon as nobody takes it. Knows nothing about
-routes, keys, how a request is read, or the objects of an API.
-"""
+"""The HTTP response to an admitted request: whole or streamed, until it ends or the client hangs up."""
 
 from __future__ import annotations
 
@@ -16,21 +12,20 @@ from starlette.types import Message, Receive, Scope, Send
 
 from mlx_kv.server.access import JOBS
 from mlx_kv.server.admission import ENDPOINTS, AdmissionController
-from mlx_kv.server.answers import AnswerWriter, Choice
-from mlx_kv.server.chat_output import Delta
+from mlx_kv.server.answers import AnswerWriter, Choice, Delta
 from mlx_kv.server.errors import ApiError, error_body
 from mlx_kv.server.json_http import JsonResponse
 
 STREAMED = "mlx_kv.streamed"  # key of a request's scope: its response is sent in chunks, unless to HTTP/1.0
-STALLED = 60.0  # seconds after which a client that takes nothing of its answer has hung up
+STALLED = 60.0  # seconds after which a client that stops reading counts as hung up
 log = logging.getLogger("mlx_kv.server")
 
 
 class CompletionResponse(Response):
-    """One request that was let in, while it is being answered.
+    """The response to one admitted request.
 
     Args:
-        choices: the answers that it asked for.
+        choices: its answers, with jobs that are submitted when the response begins.
         stream: whether they are sent as they come.
     """
 
@@ -48,16 +43,16 @@ class CompletionResponse(Response):
         self._collector = admission.submit([choice.job for choice in self._choices])
         gone = asyncio.create_task(self._hung_up(receive))
 
-        async def taken(message: Message) -> None:
+        async def send_in_time(message: Message) -> None:
             async with asyncio.timeout(STALLED):
                 await send(message)
 
-        work = asyncio.create_task((self._stream if self._streams else self._whole)(scope, receive, taken))
+        work = asyncio.create_task((self._stream if self._streams else self._whole)(scope, receive, send_in_time))
         try:
             await asyncio.wait({gone, work}, return_when=asyncio.FIRST_COMPLETED)
             if work.done():
                 status = work.result()
-        except TimeoutError:  # its place is wanted by others
+        except TimeoutError:  # the client has stopped reading
             status = 499
         finally:
             gone.cancel()
@@ -74,10 +69,10 @@ class CompletionResponse(Response):
             pass
 
     async def _deltas(self) -> AsyncIterator[tuple[Choice, Delta] | None]:
-        """The parts of the answers as they come; None where nothing came for long.
+        """The parts of the answers as they come; None after some seconds without any.
 
         Raises:
-            ApiError: the worker gave up, or the server.
+            ApiError: the job failed, or the server ends.
         """
         while not all(choice.finish_reason for choice in self._choices):
             chunks = await self._collector.get()
@@ -129,7 +124,7 @@ class CompletionResponse(Response):
 
 
 def _as_api_error(raised: Exception) -> ApiError:
-    """What a client is told of what went wrong; an answer always comes to a proper end."""
+    """The error for the client: every response ends properly."""
     if isinstance(raised, ApiError):
         return raised
     log.error("an answer could not be given", exc_info=raised)

@@ -24,7 +24,7 @@ from mlx_kv.server.errors import ApiError
 from mlx_kv.server.fields import json_kind
 from mlx_kv.server.job import Job
 from mlx_kv.server.json_http import read_body
-from mlx_kv.server.limits import Limits
+from mlx_kv.server.requests import Limits
 from mlx_kv.server.worker import Worker
 
 ACTIONS = ("save", "restore", "erase")

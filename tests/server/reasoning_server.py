@@ -11,8 +11,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tool_parsers import json_tools
 from serving import Running, running
 
-from mlx_kv.server.answers import Choice
-from mlx_kv.server.chat_output import Delta
+from mlx_kv.server.answers import Choice, Delta
 
 TEMPLATE = r"""{%- for message in messages %}{{ message.role }}: {{ message.reasoning }}{{ message.content }}
 {%- for call in message.tool_calls or [] %} {{ call.function.name }}({{ call.function.arguments | tojson }}){% endfor %}

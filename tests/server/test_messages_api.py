@@ -11,7 +11,7 @@ from serving import SOURCE, Running
 
 from mlx_kv.generation.stop_strings import StopStrings
 from mlx_kv.server.access import ApiKeys
-from mlx_kv.server.chat_output import Delta
+from mlx_kv.server.answers import Delta
 from mlx_kv.server.dialects.blocks import Blocks, Event, Kind
 from mlx_kv.server.dialects.messages import messages
 from mlx_kv.server.fields import UnknownFields

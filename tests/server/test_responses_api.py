@@ -12,15 +12,13 @@ from reasoning_server import ANSWER, TOOL
 from serving import SOURCE, Running
 
 from mlx_kv.generation.logprobs import TokenScore
-from mlx_kv.server.answers import Choice
-from mlx_kv.server.chat_output import ChatOutputParser, Delta
+from mlx_kv.server.answers import ChatOutputParser, Choice, Delta, TokenTexts
 from mlx_kv.server.dialects.response_writer import Conversations
 from mlx_kv.server.dialects.responses import ResponsesDialect
 from mlx_kv.server.errors import ApiError
 from mlx_kv.server.fields import UnknownFields
 from mlx_kv.server.job import Job, OutputChunk
 from mlx_kv.server.requests import RequestRules
-from mlx_kv.server.token_texts import TokenTexts
 
 
 def test_a_response_is_what_a_chat_says(reasoner: Running) -> None:

@@ -1,8 +1,4 @@
-"""An answer in the order of its parts: what a model thought, what it said, what it called.
-
-Decides where one part ends and the next begins. White space alone between two parts is none. Knows nothing about the
-objects of any API.
-"""
+"""An answer as a sequence of blocks: reasoning, text, calls. White space between two blocks is dropped."""
 
 from __future__ import annotations
 
@@ -11,11 +7,11 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from mlx_kv.server.chat_output import Delta
+from mlx_kv.server.answers import Delta
 
 
 class Kind(Enum):
-    """What a part is."""
+    """The kind of a block."""
 
     REASONING = "reasoning"
     TEXT = "text"
@@ -23,7 +19,7 @@ class Kind(Enum):
 
 
 class Event(Enum):
-    """What happens to a part."""
+    """A change of a block."""
 
     BEGINS = "begins"
     GROWS = "grows"
@@ -32,11 +28,11 @@ class Event(Enum):
 
 @dataclass
 class Block:
-    """A part of an answer.
+    """A block of an answer.
 
     Attributes:
-        index: among the parts.
-        text: so far; of a call, its arguments in JSON.
+        index: among the blocks.
+        text: so far; of a call, its arguments as JSON.
         name, call_id: of a call.
     """
 
@@ -47,19 +43,19 @@ class Block:
     call_id: str = ""
 
 
-Change = tuple[Event, Block, str]  # the text that a part grows by, or nothing
+Change = tuple[Event, Block, str]  # with the new text of a block that grows
 
 
 class Blocks:
-    """The parts of one answer, as it comes."""
+    """The blocks of one answer, as it comes."""
 
     def __init__(self) -> None:
         self.all: list[Block] = []
         self._open: Block | None = None
-        self._held = ""  # white space, which may be between two parts
+        self._space = ""  # white space that may be between two blocks
 
     def add(self, delta: Delta) -> Iterator[Change]:
-        """What a part of the answer changes."""
+        """The changes that a part of the answer makes."""
         if delta.reasoning:
             yield from self._grow(Kind.REASONING, delta.reasoning)
         if delta.content:
@@ -68,18 +64,18 @@ class Blocks:
             yield from self._call(call)
 
     def finish(self) -> Iterator[Change]:
-        """The answer has ended."""
-        if not self.all and self._held:
-            held = self._held
+        """The changes at the end of the answer."""
+        if not self.all and self._space:
+            space = self._space
             yield from self._begin(Block(0, Kind.TEXT))
-            yield from self._more(held)
+            yield from self._more(space)
         yield from self._end()
 
     def _grow(self, kind: Kind, text: str) -> Iterator[Change]:
         if self._open is None or self._open.kind is not kind:
-            text = self._held + text
+            text = self._space + text
             if not text.strip():
-                self._held = text
+                self._space = text
                 return
             yield from self._begin(Block(len(self.all), kind))
         yield from self._more(text)
@@ -92,12 +88,12 @@ class Blocks:
 
     def _begin(self, block: Block) -> Iterator[Change]:
         yield from self._end()
-        self._held, self._open = "", block
+        self._space, self._open = "", block
         self.all.append(block)
         yield Event.BEGINS, block, ""
 
     def _more(self, text: str) -> Iterator[Change]:
-        assert self._open is not None, "a part grows that has not begun"
+        assert self._open is not None, "a block grows that has not begun"
         self._open.text += text
         yield Event.GROWS, self._open, text
 

@@ -7,7 +7,6 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import accumulate
 from typing import Annotated, Any, cast
 
@@ -15,18 +14,10 @@ from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
 from typing_extensions import TypedDict
 
 from mlx_kv.generation.grammar.constraint import Constraint
-from mlx_kv.server.answers import Choice, Usage
-from mlx_kv.server.chat_output import Delta
-from mlx_kv.server.constraint_fields import (
-    ConstraintField,
-    Tool,
-    ToolChoice,
-    parse_response_format,
-    parse_tool_choice,
-)
+from mlx_kv.server.answers import Choice, Delta, TokenText, Usage
 from mlx_kv.server.errors import ApiError
 from mlx_kv.server.fields import Body, FieldError, Text, Unchanged, json_kind, unicode_text, unsupported
-from mlx_kv.server.intake import Asked
+from mlx_kv.server.intake import ParsedRequest
 from mlx_kv.server.json_http import event
 from mlx_kv.server.requests import (
     ChatFields,
@@ -37,7 +28,13 @@ from mlx_kv.server.requests import (
     RequestRules,
     TokenLimit,
 )
-from mlx_kv.server.token_texts import TokenText
+from mlx_kv.server.structured_output import (
+    ConstraintField,
+    Tool,
+    ToolChoice,
+    parse_response_format,
+    parse_tool_choice,
+)
 
 MAX_PROMPTS, MAX_ANSWERS = 1024, 128
 ROLES = ("assistant", "developer", "function", "system", "tool", "user")
@@ -68,14 +65,15 @@ class OpenAIFields(GenerationBody):
     functions: Annotated[Any, unsupported([])] = None
     modalities: Annotated[Any, unsupported(["text"])] = None
 
-    def openai_fields(self, request: CompletionRequest, top_logprobs: int | None) -> CompletionRequest:
-        """A request with these fields."""
+    def add_openai_fields(self, request: CompletionRequest) -> CompletionRequest:
+        """Adds these fields to a request."""
         if self.best_of not in (None, self.n):
             raise ApiError(400, "best_of differs from n: send the same number, since all answers are sent", "best_of")
         if self.stream_options is not None and self.stream_options != StreamOptions() and not self.stream:
             raise ApiError(400, "stream_options is only for stream=true: leave it out", "stream_options")
-        include_usage = self.stream_options is not None and self.stream_options.include_usage
-        return replace(request, n=self.n, top_logprobs=top_logprobs, include_usage=include_usage)
+        request.include_usage = self.stream_options is not None and self.stream_options.include_usage
+        request.n = self.n
+        return request
 
 
 def _prompt_list(value: Any) -> Any:
@@ -99,15 +97,15 @@ class CompletionBody(OpenAIFields):
 
     def completion_request(self, rules: RequestRules) -> CompletionRequest:
         """The request of this body."""
-        if self.logprobs is None or isinstance(self.logprobs, bool):
-            top_logprobs = self.reported_logprobs(bool(self.logprobs))
-        else:
-            top_logprobs = self.logprobs
-            if self.echo:
-                raise ApiError(400, "an echoed prompt has no log-probabilities: leave out echo or logprobs", "echo")
         request = self.request(rules, ConstraintField("response_format", self.response_format))
-        request = replace(request, prompts=self.prompt, echo=self.echo, max_tokens=self.max_tokens)
-        return self.openai_fields(request, top_logprobs)
+        request.prompts, request.echo, request.max_tokens = self.prompt, self.echo, self.max_tokens
+        if self.logprobs is None or isinstance(self.logprobs, bool):
+            request.top_logprobs = self.reported_logprobs(bool(self.logprobs))
+        elif self.echo:
+            raise ApiError(400, "an echoed prompt has no log-probabilities: leave out echo or logprobs", "echo")
+        else:
+            request.top_logprobs = self.logprobs
+        return self.add_openai_fields(request)
 
 
 def check_arguments(value: Any) -> Any:
@@ -145,7 +143,13 @@ class Message(TypedDict, total=False):
     content: Any
     reasoning: Any
     reasoning_content: Any
-    tool_calls: list[Annotated[Call, BeforeValidator(lambda call: call if isinstance(call, dict) else {})]] | None
+    tool_calls: (
+        Annotated[
+            list[Annotated[Call, BeforeValidator(lambda call: call if isinstance(call, dict) else {})]],
+            Field(fail_fast=True),
+        ]
+        | None
+    )
 
 
 def check_role(role: Any) -> None:
@@ -199,28 +203,25 @@ class ChatBody(ChatFields, OpenAIFields):
         request = self.chat_request(
             rules, cast(Messages, self.messages), self.tools, self.tool_choice, response_format, self.reasoning_effort
         )
-        limits = [limit for limit in (self.max_completion_tokens, self.max_tokens) if limit is not None]
-        request = replace(
-            request,
-            max_tokens=limits[0] if limits else None,
-            roles=self.role_mapping,
-            one_call=not self.parallel_tool_calls,
-        )
-        return self.openai_fields(request, self.reported_logprobs(self.logprobs))
+        request.max_tokens = self.max_completion_tokens or self.max_tokens
+        request.roles = self.role_mapping
+        request.one_call = not self.parallel_tool_calls
+        request.top_logprobs = self.reported_logprobs(self.logprobs)
+        return self.add_openai_fields(request)
 
 
-def completions(body: Any, rules: RequestRules) -> Asked:
+def completions(body: Any, rules: RequestRules) -> ParsedRequest:
     """A `Dialect`: OpenAI's completions."""
-    return _asked(CompletionBody.parse(body, rules.unknown).completion_request(rules))
+    return _parsed(CompletionBody.parse(body, rules.unknown).completion_request(rules))
 
 
-def chats(body: Any, rules: RequestRules) -> Asked:
+def chats(body: Any, rules: RequestRules) -> ParsedRequest:
     """A `Dialect`: OpenAI's chat completions."""
-    return _asked(ChatBody.parse(body, rules.unknown).completion_request(rules))
+    return _parsed(ChatBody.parse(body, rules.unknown).completion_request(rules))
 
 
-def _asked(request: CompletionRequest) -> Asked:
-    return Asked(request, lambda model: CompletionWriter(request, model))
+def _parsed(request: CompletionRequest) -> ParsedRequest:
+    return ParsedRequest(request, lambda model: CompletionWriter(request, model))
 
 
 # --- answers ----------------------------------------------------------------------------------------------------------

@@ -5,19 +5,16 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, PlainValidator, Tag, model_validator
 
 from mlx_kv.generation.grammar.constraint import Constraint
-from mlx_kv.server.answers import Choice, Usage
-from mlx_kv.server.chat_output import Delta
-from mlx_kv.server.constraint_fields import ConstraintField, Tool, ToolChoice, parse_response_format
+from mlx_kv.server.answers import Choice, Delta, Usage
 from mlx_kv.server.dialects.blocks import Block, Blocks, Change, Event, Kind
 from mlx_kv.server.errors import ApiError, anthropic_error
 from mlx_kv.server.fields import TAG, Body, FieldError, NonEmptyText, Text, joined_text
-from mlx_kv.server.intake import Asked
+from mlx_kv.server.intake import ParsedRequest
 from mlx_kv.server.json_http import event
 from mlx_kv.server.requests import (
     MAX_TOKENS,
@@ -29,6 +26,7 @@ from mlx_kv.server.requests import (
     StopList,
     TokenLimit,
 )
+from mlx_kv.server.structured_output import ConstraintField, Tool, ToolChoice, parse_response_format
 
 REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 BLOCKS = {  # by the role of the message
@@ -72,20 +70,21 @@ class ToolResultBlock(Body):
     is_error: bool = False
 
 
+MessageBlock = Annotated[
+    Annotated[TextBlock, Tag(f"{TAG}text")]
+    | Annotated[ThinkingBlock, Tag(f"{TAG}thinking")]
+    | Annotated[RedactedBlock, Tag(f"{TAG}redacted_thinking")]
+    | Annotated[ToolUseBlock, Tag(f"{TAG}tool_use")]
+    | Annotated[ToolResultBlock, Tag(f"{TAG}tool_result")],
+    Discriminator(lambda block: f"{TAG}{block['type']}"),
+]
+
+
 class Message(Body):
     """A message of a conversation."""
 
     role: str
-    content: list[
-        Annotated[
-            Annotated[TextBlock, Tag(f"{TAG}text")]
-            | Annotated[ThinkingBlock, Tag(f"{TAG}thinking")]
-            | Annotated[RedactedBlock, Tag(f"{TAG}redacted_thinking")]
-            | Annotated[ToolUseBlock, Tag(f"{TAG}tool_use")]
-            | Annotated[ToolResultBlock, Tag(f"{TAG}tool_result")],
-            Discriminator(lambda block: f"{TAG}{block['type']}"),
-        ]
-    ]
+    content: Annotated[list[MessageBlock], Field(fail_fast=True)]
 
     @model_validator(mode="before")
     @classmethod
@@ -219,13 +218,11 @@ class CountBody(ChatFields):
             ConstraintField("output_config.format", self.output_config.format),
             self.output_config.effort,
         )
-        return replace(
-            request,
-            max_tokens=self.max_tokens,
-            one_call=self.tool_choice.disable_parallel_tool_use,
-            stop_strings=tuple(self.stop_sequences or self.stop),
-            top_logprobs=self.reported_logprobs(False),
-        )
+        request.max_tokens = self.max_tokens
+        request.one_call = self.tool_choice.disable_parallel_tool_use
+        request.stop_strings = tuple(self.stop_sequences or self.stop)
+        request.top_logprobs = self.reported_logprobs(False)
+        return request
 
 
 class MessagesBody(CountBody):
@@ -234,9 +231,9 @@ class MessagesBody(CountBody):
     max_tokens: int = Field(ge=1, le=MAX_TOKENS, description="the maximum number of tokens of the answer, at least 1")
 
 
-def messages(body: Any, rules: RequestRules) -> Asked:
+def messages(body: Any, rules: RequestRules) -> ParsedRequest:
     """A `Dialect`: Anthropic's messages."""
-    return Asked(MessagesBody.parse(body, rules.unknown).completion_request(rules), MessageWriter)
+    return ParsedRequest(MessagesBody.parse(body, rules.unknown).completion_request(rules), MessageWriter)
 
 
 def counted(body: Any, rules: RequestRules) -> CompletionRequest:

@@ -10,8 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_kv.server.answers import Choice, Usage
-from mlx_kv.server.chat_output import Delta
+from mlx_kv.server.answers import Choice, Delta, Usage
 from mlx_kv.server.dialects.blocks import Block, Blocks, Change, Event, Kind
 from mlx_kv.server.dialects.completions import chat_logprob
 from mlx_kv.server.errors import ApiError

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, PlainValidator, Tag, model_validator
 
 from mlx_kv.generation.grammar.constraint import Constraint
-from mlx_kv.server.constraint_fields import (
+from mlx_kv.server.dialects.completions import check_arguments, check_role
+from mlx_kv.server.dialects.response_writer import Conversations, ResponseWriter
+from mlx_kv.server.fields import TAG, Body, FieldError, NonEmptyText, Text, joined_text, json_kind, unsupported
+from mlx_kv.server.intake import ParsedRequest
+from mlx_kv.server.requests import ChatFields, CompletionRequest, Effort, Messages, RequestRules, TokenLimit
+from mlx_kv.server.structured_output import (
     ConstraintField,
     Tool,
     ToolChoice,
     parse_response_format,
     parse_tool_choice,
 )
-from mlx_kv.server.dialects.completions import check_arguments, check_role
-from mlx_kv.server.dialects.response_writer import Conversations, ResponseWriter
-from mlx_kv.server.fields import TAG, Body, FieldError, NonEmptyText, Text, joined_text, json_kind, unsupported
-from mlx_kv.server.intake import Asked
-from mlx_kv.server.requests import ChatFields, CompletionRequest, Effort, Messages, RequestRules, TokenLimit
 
 TEXTS = ("input_text", "output_text", "text", "refusal")
 REASONING_TEXTS = ("reasoning_text", "summary_text")
@@ -196,13 +195,10 @@ class ResponseBody(ChatFields):
         request = self.chat_request(
             rules, system + messages, tools, self.tool_choice, response_format, self.reasoning.effort
         )
-        logprobs = bool(LOGPROBS in self.include or self.top_logprobs)
-        return replace(
-            request,
-            max_tokens=self.max_output_tokens,
-            one_call=not self.parallel_tool_calls,
-            top_logprobs=self.reported_logprobs(logprobs),
-        )
+        request.max_tokens = self.max_output_tokens
+        request.one_call = not self.parallel_tool_calls
+        request.top_logprobs = self.reported_logprobs(bool(LOGPROBS in self.include or self.top_logprobs))
+        return request
 
 
 class ResponsesDialect:
@@ -215,7 +211,7 @@ class ResponsesDialect:
     def __init__(self, conversations: Conversations) -> None:
         self._conversations = conversations
 
-    def __call__(self, body: Any, rules: RequestRules) -> Asked:
+    def __call__(self, body: Any, rules: RequestRules) -> ParsedRequest:
         parsed = ResponseBody.parse(body, rules.unknown)
         before = parsed.previous_response_id
         messages = [] if before is None else self._conversations.find(before, "previous_response_id").messages
@@ -223,7 +219,7 @@ class ResponsesDialect:
         request = parsed.completion_request(rules, messages)
         conversations = self._conversations if parsed.store else None
         echoed = {name: value for name, value in body.items() if value is not None and name != "truncation"}
-        return Asked(request, lambda model: ResponseWriter(echoed, messages, model, conversations))
+        return ParsedRequest(request, lambda model: ResponseWriter(echoed, messages, model, conversations))
 
 
 def as_messages(items: list[Item]) -> Messages:

@@ -1,20 +1,27 @@
-"""Request fields for structured output: OpenAI's, and those of llama-server and vLLM with the same meaning.
+"""Structured output: its request fields, tools that an answer has to call, and their grammars.
 
-Whether a schema or a grammar is valid is found when it is compiled, in `grammars.py`.
+The fields are OpenAI's, and those of llama-server and vLLM with the same meaning. Invalid schemas and grammars are
+found when they are compiled.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any, NamedTuple, Required
 
+from mlx_lm.tool_parsers import json_tools
 from pydantic import PlainValidator
 from typing_extensions import TypedDict
 
 from mlx_kv.files.decoding import read_json
+from mlx_kv.generation.grammar.compiled import Grammar, GrammarCompiler
 from mlx_kv.generation.grammar.constraint import (
+    CallMarks,
     Constraint,
     Function,
+    GrammarError,
     calls,
     choice,
     grammar,
@@ -22,9 +29,12 @@ from mlx_kv.generation.grammar.constraint import (
     json_schema,
     regex,
 )
-from mlx_kv.server.errors import ApiError
+from mlx_kv.generation.grammar.lead_in import LeadIn
+from mlx_kv.generation.grammar.processor import GrammarProcessor
+from mlx_kv.server.errors import ApiError, without_panic
 from mlx_kv.server.fields import Body, FieldError, NonEmptyText, UnknownFields, json_kind, unicode_text
 
+COMPILE_SECONDS = 10.0
 NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -108,7 +118,7 @@ IN_STRUCTURED_OUTPUTS = {"json": "guided_json", "regex": "regex", "choice": "gui
 FORMATS = {"regex": _regex, "grammar": _grammar}  # of response_format, besides OpenAI's
 Schema = Annotated[Constraint | None, PlainValidator(_schema)]
 Regex = Annotated[Constraint | None, PlainValidator(_regex)]
-Grammar = Annotated[Constraint | None, PlainValidator(_grammar)]
+GrammarText = Annotated[Constraint | None, PlainValidator(_grammar)]
 
 
 class ConstraintFields(Body):
@@ -117,10 +127,10 @@ class ConstraintFields(Body):
     structured_outputs: Annotated[Constraint | None, PlainValidator(_structured_outputs)] = None
     json_schema: Schema = None  # llama-server's
     regex: Regex = None
-    grammar: Grammar = None
+    grammar: GrammarText = None
     guided_json: Schema = None  # vLLM's before structured_outputs
     guided_regex: Regex = None
-    guided_grammar: Grammar = None
+    guided_grammar: GrammarText = None
     guided_choice: Annotated[Constraint | None, PlainValidator(_choice)] = None
 
     def constraint_field(self, response_format: ConstraintField | None = None) -> ConstraintField:
@@ -202,3 +212,72 @@ def parse_tool_choice(value: Any) -> ToolChoice:
             return ToolChoice("function", name)
     named = '{"type": "function", "function": {"name": ...}}'
     raise FieldError(f'is none of "auto", "none", "required" and {named}: send one')
+
+
+# --- grammars ---------------------------------------------------------------------------------------------------------
+
+
+class Grammars:
+    """Compiles the constraints of all requests to a server, in a thread.
+
+    Args:
+        tokenizer: mlx-lm's.
+        unknown: for schemas that are not fully enforced.
+    """
+
+    def __init__(self, tokenizer: Any, unknown: UnknownFields) -> None:
+        self._unknown = unknown
+        self._tokenizer, self._compiler = tokenizer, GrammarCompiler(tokenizer)
+        self._thread = ThreadPoolExecutor(1, "mlx-kv grammar")  # so that no prompt waits for a slow grammar
+
+    async def compile(self, constraint: Constraint | None, param: str) -> Grammar | None:
+        """The grammar of a constraint; None for none.
+
+        Args:
+            param: the field that has the constraint.
+
+        Raises:
+            ApiError: 400 for one that is refused or takes too long, 429 where others take too long.
+        """
+        if constraint is None:
+            return None
+        marks = marks_of(self._tokenizer)
+        compiling = self._thread.submit(
+            without_panic, "the grammar compiler", lambda: self._compiler.compile(constraint, marks)
+        )
+        try:
+            grammar = await asyncio.wait_for(asyncio.wrap_future(compiling), COMPILE_SECONDS)
+        except TimeoutError:
+            if compiling.cancelled():  # before its turn came
+                message = "grammars of other requests are being compiled: try again later"
+                raise ApiError(429, message, param, headers={"Retry-After": "5"}) from None
+            message = f"it took more than {COMPILE_SECONDS:g} seconds to compile: send a smaller one"
+            raise ApiError(400, f"{param} cannot be followed: {message}", param) from None
+        except GrammarError as error:
+            raise ApiError(400, f"{param} cannot be followed: {error}", param) from None
+        for unenforced in grammar.unenforced:
+            if self._unknown.strict:
+                raise ApiError(400, f"{param} cannot be followed: {unenforced}", param)
+            self._unknown.log_once(unenforced, f"schemas that are not strict are not fully enforced: {unenforced}")
+        return grammar
+
+    def close(self) -> None:
+        """Ends the thread after the grammar that it compiles."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def processor(self, grammar: Grammar, prompt: list[int], chat: bool, may_call: bool) -> GrammarProcessor:
+        """The logits processor that makes one answer follow a grammar.
+
+        Args:
+            prompt: the tokens before the answer.
+            chat: whether reasoning may precede the answer.
+            may_call: whether the answer may be a tool call instead.
+        """
+        return grammar.processor(len(prompt), LeadIn.after(self._tokenizer, prompt, may_call) if chat else None)
+
+
+def marks_of(tokenizer: Any) -> CallMarks | None:
+    """The tokens around a call, for models that write calls as JSON; None for other models."""
+    if not tokenizer.has_tool_calling or tokenizer.tool_parser is not json_tools.parse_tool_call:
+        return None
+    return CallMarks(tuple(tokenizer.tool_call_start_tokens), tuple(tokenizer.tool_call_end_tokens or ()))

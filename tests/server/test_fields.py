@@ -1,0 +1,141 @@
+"""Models of request bodies, without a server: their errors, the values that they accept, and what they pass on."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from pydantic import BaseModel, ValidationError
+
+from mlx_kv.generation.settings import SamplingSettings
+from mlx_kv.server.dialects.completions import ChatBody, CompletionBody, chats, completions
+from mlx_kv.server.dialects.messages import MessagesBody, messages
+from mlx_kv.server.dialects.response_writer import Conversations
+from mlx_kv.server.dialects.responses import ResponseBody, ResponsesDialect
+from mlx_kv.server.errors import ApiError
+from mlx_kv.server.requests import RequestRules
+from mlx_kv.settings import settings_of
+
+USER = {"role": "user", "content": "x"}
+Dialect = Callable[[Any, RequestRules], Any]
+responses = ResponsesDialect(Conversations())
+LEAST: dict[str, tuple[Dialect, dict[str, Any]]] = {
+    "completions": (completions, {"prompt": "x"}),
+    "chat": (chats, {"messages": [USER]}),
+    "responses": (responses, {"input": "x"}),
+    "messages": (messages, {"messages": [USER], "max_tokens": 9}),
+}
+
+
+def refusal(api: str, **fields: Any) -> ApiError:
+    dialect, least = LEAST[api]
+    with pytest.raises(ApiError) as error:
+        dialect(least | fields, RequestRules())
+    assert error.value.status == 400
+    assert "\n" not in error.value.message
+    return error.value
+
+
+CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}
+ERRORS: list[tuple[str, dict[str, Any], str, str]] = [
+    ("completions", {"prompt": None}, "prompt", "prompt is missing: send a text, token ids, or up to 1,024 of these"),
+    ("completions", {"temperature": "hot"}, "temperature", "temperature is a JSON string: send a number"),
+    ("completions", {"temperature": 3}, "temperature", "temperature is 3: send at most 2"),
+    ("completions", {"max_tokens": 0}, "max_tokens", "max_tokens is 0: send at least 1"),
+    ("completions", {"max_tokens": 1.5}, "max_tokens", "max_tokens is 1.5: send a whole number"),
+    ("completions", {"seed": 10**30}, "seed", f"seed is {10**30}: send at most 18,446,744,073,709,551,615"),
+    ("completions", {"temperature": 10**400}, "temperature", f"temperature is 1{'0' * 39}: send a number"),
+    ("completions", {"stop": ["a", ""]}, "stop", "stop[1] is empty: send at most 16 texts that are not empty"),
+    ("completions", {"logprobs": 21}, "logprobs", "logprobs is 21: send a whole number from 0 to 20, or a boolean"),
+    ("completions", {"cache": {"slots": 1}}, "cache.slots", "cache.slots is unknown: leave it out"),
+    ("completions", {"cache": {"budget": 0}}, "cache.budget", "cache.budget is 0: send at least 1"),
+    ("completions", {"repetition_penalty": 0.001}, "repetition_penalty", "is 0.001: send 0, or at least 0.01"),
+    ("chat", {"messages": [{"role": 1}]}, "messages[0]", "messages[0] has no role: send one"),
+    ("chat", {"messages": [USER, 1]}, "messages[1]", "messages[1] is 1: send an object"),
+    ("chat", {"messages": [CALL]}, "messages[0].tool_calls[0].function.arguments", "is missing: send"),
+    ("chat", {"reasoning_effort": "hard"}, "reasoning_effort", "is 'hard': send one of none, minimal, low, medium"),
+    ("chat", {"tools": [{"function": {"name": ""}}]}, "tools", "tools[0].function.name is empty: send a text"),
+    ("chat", {"tools": [{"function": {"name": "\ud800"}}]}, "tools", "tools[0].function.name is not valid Unicode"),
+    ("responses", {"instructions": "a", "input": [USER, {"role": "x"}]}, "input[1].role", "role is 'x': send one"),
+    ("responses", {"input": [{"type": "function_call", "name": "f"}]}, "input[0].call_id", "call_id is missing"),
+    ("responses", {"reasoning": {"effort": 1}}, "reasoning.effort", "reasoning.effort is 1: send one of none"),
+    ("responses", {"text": {"format": 1}}, "text.format", "text.format is not an object with a type"),
+    ("messages", {"messages": [USER | {"content": [{"type": "text"}]}]}, "messages[0].content[0].text", "is missing"),
+    ("messages", {"temperature": 1.5}, "temperature", "temperature is 1.5: send at most 1"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("api", "fields", "param", "message"), ERRORS, ids=[f"{each[0]} {each[3]}" for each in ERRORS])
+def test_an_error_names_the_place_the_problem_and_the_fix(
+    api: str, fields: dict[str, Any], param: str, message: str
+) -> None:
+    error = refusal(api, **fields)
+    assert error.param == param
+    assert message in error.message
+
+
+@pytest.mark.parametrize("api", LEAST)
+def test_sampling_fields_have_the_served_bounds_of_their_settings(api: str) -> None:
+    dialect, least = LEAST[api]
+    for name, setting in settings_of(SamplingSettings).items():
+        if setting.served is None:
+            continue
+        low, high = setting.served
+        high = 1 if (api, name) == ("messages", "temperature") else high
+        for value in (low, high):
+            request = dialect(least | {name: value}, RequestRules()).request
+            used = {"top_k": max(value, 0), "seed": value % 2**64}.get(name, value)
+            assert getattr(request.sampling, name) == used
+        step = 1 if setting.kind is int else 1e-9 * max(1, abs(high))
+        for value in (low - step, high + step, True, "1", [], math.inf):
+            assert refusal(api, **{name: value}).param == name
+
+
+@pytest.mark.parametrize("api", LEAST)
+def test_null_is_the_same_as_a_field_that_is_left_out(api: str) -> None:
+    dialect, least = LEAST[api]
+    models: dict[str, type[BaseModel]] = {
+        "completions": CompletionBody, "chat": ChatBody, "responses": ResponseBody, "messages": MessagesBody
+    }  # fmt: skip
+    names = models[api].model_fields.keys() - least.keys()
+    assert len(names) > 30
+    plain = dialect(least, RequestRules()).request
+    assert dialect(least | dict.fromkeys(names), RequestRules()).request == plain
+    assert dialect(least | {"cache": {"budget": None, "keep": None, "unknown": None}}, RequestRules()).request == plain
+
+
+def test_messages_and_tools_reach_the_template_as_they_were_sent() -> None:
+    """With fields that no model here has, in the order of the client: templates may print them."""
+    sent = [{"name": "n", "content": [{"text": "x", "type": "text", "more": 1}], "role": "user", "\ud800": [None]}]
+    tools = [{"more": {"b": 1, "a": None}, "function": {"strict": None, "parameters": {"z": 1, "a": 2}, "name": "f"}}]
+    request = chats({"messages": sent, "tools": tools}, RequestRules()).request
+    assert json.dumps(request.messages) == json.dumps(sent)
+    assert json.dumps(request.tools) == json.dumps(tools)
+
+
+MANY = 1000
+LISTS: list[tuple[type[BaseModel], dict[str, Any]]] = [
+    (CompletionBody, {"prompt": [[-1] * MANY]}),
+    (CompletionBody, {"prompt": "x", "stop": [1] * MANY}),
+    (CompletionBody, {"prompt": "x", "cache": dict.fromkeys(map(str, range(MANY)), 1)}),
+    (CompletionBody, {"prompt": "x", "logit_bias": dict.fromkeys(map(str, range(MANY)), "a")}),
+    (ChatBody, {"messages": [1] * MANY}),
+    (ChatBody, {"messages": [{"role": "assistant", "tool_calls": [1] * MANY}]}),
+    (ChatBody, {"messages": [USER], "tools": [1] * MANY}),
+    (ResponseBody, {"input": [1] * MANY}),
+    (ResponseBody, {"input": "x", "tools": [1] * MANY}),
+    (MessagesBody, {"messages": [1] * MANY, "max_tokens": 1}),
+    (MessagesBody, {"messages": [USER | {"content": [{"type": "text"}] * MANY}], "max_tokens": 1}),
+    (MessagesBody, {"messages": [USER], "tools": [1] * MANY, "max_tokens": 1}),
+]
+
+
+@pytest.mark.parametrize(("model", "body"), LISTS, ids=[f"{model.__name__} {list(body)[-1]}" for model, body in LISTS])
+def test_a_long_list_is_refused_at_its_first_error(model: type[BaseModel], body: dict[str, Any]) -> None:
+    """A body of 4 MiB has room for a million wrong elements, and an error of each would take seconds."""
+    with pytest.raises(ValidationError) as error:
+        model.model_validate(body)
+    assert error.value.error_count() <= 2  # one for each alternative of a union
