@@ -73,7 +73,7 @@ class Metrics:
         self.bytes_allocated = gauge("kv_bytes_allocated", "Bytes allocated for keys and values, dead slots included.")
         self.bytes_full = gauge("kv_bytes_full", "Bytes of all tokens' keys and values, without eviction.")
         self.prompt_memory = gauge("prompt_memory_bytes", "Bytes of cached prefixes in memory.")
-        self.planned = gauge("kv_bytes_planned", "Maximum bytes of the current rows, prompts and answers.")
+        self.bytes_planned = gauge("kv_bytes_planned", "Maximum bytes of the current rows, prompts and answers.")
         self.memory_limit = gauge("memory_limit_bytes", "Limit for weights, rows and cached prefixes; 0: none.")
         self.policies = gauge("cache_policies", "Cache policies with an engine.")
         self.active_memory = gauge("active_memory_bytes", "Bytes of all MLX arrays: weights, caches, and others.")

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
@@ -197,23 +197,6 @@ class Server(uvicorn.Server):
 # --- signals ----------------------------------------------------------------------------------------------------------
 
 
-class Stoppable(Protocol):
-    """A running server.
-
-    Attributes:
-        should_exit: if set, the server accepts nothing more and ends after the last response.
-    """
-
-    should_exit: bool
-
-    @property
-    def unanswered(self) -> int:
-        """Number of admitted requests without a complete response."""
-
-    def hurry(self) -> None:
-        """Ends all responses with an error now."""
-
-
 class ShutdownSignals:
     """Handles SIGTERM and SIGINT (Ctrl-C) from start to end of the process.
 
@@ -237,12 +220,12 @@ class ShutdownSignals:
         before_leaving: Callable[[int, str], None] | None = None,
     ) -> None:
         self._say, self._drain_seconds, self._before_leaving = say, drain_seconds, before_leaving
-        self._server: Stoppable | None = None
+        self._server: Server | None = None
         self._stopping, self.code, self.hurried = False, 0, False
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._handle)
 
-    def attach(self, server: Stoppable | None) -> None:
+    def attach(self, server: Server | None) -> None:
         """Sets the server that signals stop; None is for before and after."""
         self._server = server
 
@@ -279,7 +262,7 @@ class ShutdownSignals:
             sys.stderr.flush()
 
 
-def _requests(server: Stoppable) -> str:
+def _requests(server: Server) -> str:
     return f"{server.unanswered} request{'' if server.unanswered == 1 else 's'}"
 
 

@@ -16,7 +16,7 @@ from mlx_kv.generation.speculation.statistics import SpeculationStatistics
 from mlx_kv.policy import CachePolicy
 from mlx_kv.server.admission import AdmissionController
 from mlx_kv.server.errors import ApiError
-from mlx_kv.server.job import Job
+from mlx_kv.server.job import Job, Snapshot
 from mlx_kv.server.json_http import JsonResponse
 from mlx_kv.server.memory import RowOccupancy
 from mlx_kv.server.models import ModelNames
@@ -78,20 +78,27 @@ class StatusRoutes:
 
     # --- memory ---------------------------------------------------------------------------------------------------
 
+    def _gauges(self, snapshot: Snapshot) -> dict[str, float]:
+        """The gauges of /memory and /metrics, by their names in both."""
+        occupancy = snapshot.occupancy
+        return {
+            "waiting": self._admission.admitted - sum(job.joined for job in self._admission.jobs),
+            "tokens_per_second": round(snapshot.tokens_per_second, 1),
+            "bytes_live": occupancy.bytes_live,
+            "bytes_allocated": occupancy.bytes_allocated,
+            "bytes_full": occupancy.bytes_full,
+            "bytes_planned": snapshot.planned,
+            "active_memory": snapshot.active_memory,
+            "prompt_memory": snapshot.prompt_memory,
+        }
+
     async def metrics(self, request: Request) -> Response:
         """Prometheus metrics; the gauges are set from the newest snapshot."""
-        worker, snapshot, metrics = self._worker, self._worker.snapshot, self._worker.metrics
-        occupancy, rows = snapshot.occupancy, sum(job.joined for job in self._admission.jobs)
-        metrics.rows.set(rows)
-        metrics.waiting.set(self._admission.admitted - rows)
-        metrics.tokens_per_second.set(snapshot.tokens_per_second)
-        metrics.bytes_live.set(occupancy.bytes_live)
-        metrics.bytes_allocated.set(occupancy.bytes_allocated)
-        metrics.bytes_full.set(occupancy.bytes_full)
-        metrics.active_memory.set(snapshot.active_memory)
-        metrics.prompt_memory.set(snapshot.prompt_memory)
-        metrics.planned.set(snapshot.planned)
-        metrics.memory_limit.set(worker.limit.limit or 0)
+        snapshot, metrics = self._worker.snapshot, self._worker.metrics
+        for name, value in self._gauges(snapshot).items():
+            getattr(metrics, name).set(value)
+        metrics.rows.set(sum(job.joined for job in self._admission.jobs))
+        metrics.memory_limit.set(self._worker.limit.limit or 0)
         metrics.policies.set(len(snapshot.policies))
         if snapshot.speculation is not None:
             metrics.draft_length.set(snapshot.speculation.length)
@@ -119,18 +126,11 @@ class StatusRoutes:
             "model": self._names.name,
             "max_batch_size": worker.settings.max_batch_size,
             "rows": [_row(job, worker.policy, drafts, *decoding.get(job, (len(job.answer), ()))) for job in jobs],
-            "waiting": admission.admitted - sum(job.joined for job in jobs),
+            **self._gauges(snapshot),
             "in_flight": admission.admitted,
             "history": worker.monitor.history.figures(time.monotonic()),
-            "tokens_per_second": round(snapshot.tokens_per_second, 1),
-            "bytes_live": occupancy.bytes_live,
-            "bytes_allocated": occupancy.bytes_allocated,
-            "bytes_full": occupancy.bytes_full,
-            "active_memory": snapshot.active_memory,
-            "prompt_memory": snapshot.prompt_memory,
             "memory_limit": worker.limit.limit,
             "weights": worker.limit.weights,
-            "bytes_planned": snapshot.planned,
             "policies": [{"policy": name, "rows": rows} for name, rows in snapshot.policies],
             "keeps_prompts": worker.settings.keeps_prompts,
             "drafts": None if drafts is None else drafts.figures(),

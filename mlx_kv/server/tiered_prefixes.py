@@ -234,6 +234,8 @@ class TieredPrefixes:
 
         def ended(work: Future[T | None]) -> None:
             self._tasks.discard(work)
+            if work.cancelled():  # by `close`
+                return
             error = work.exception()  # such as SystemExit: `_attempt` catches the others
             if error is not None:
                 log.warning("the prompt store could not be used: %r", error)

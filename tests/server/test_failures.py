@@ -187,6 +187,22 @@ def test_a_tokenizer_that_dies_ends_its_requests_only(monkeypatch: pytest.Monkey
         server.wait_until_empty()
 
 
+STUCK = SERVE + (
+    "import time; from mlx_kv.server import grammars; grammars.COMPILE_SECONDS = 0.2; "
+    "grammars.GrammarCompiler.compile = lambda *arguments: time.sleep(1000); main()"
+)
+
+
+@pytest.mark.slow
+def test_the_command_ends_while_a_grammar_is_compiled_for_good() -> None:
+    """Python waits for threads of executors at its exit, for as long as they run."""
+    with command(program=["-c", STUCK]) as (process, url):
+        answer = httpx.post(f"{url}/v1/completions", json={"prompt": "import", "regex": "a+"}, timeout=60)
+        assert "to compile" in check_error(answer, 400)["message"]
+        process.terminate()
+        assert process.wait(20) == 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("trouble", ["dies", "hangs"])
 def test_a_disk_that_never_answers_costs_only_time(

@@ -9,12 +9,14 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
+import mlx.core as mx
 import pytest
 from serving import ENDS, LONG, PLENTY, SOURCE, Troubled, cached, running
 
-from mlx_kv import CachePolicy, PromptStore
+from mlx_kv import CachePolicy, KVCache, PromptMemory, PromptStore
 from mlx_kv.server import tiered_prefixes
 from mlx_kv.server.models import Models
 
@@ -169,6 +171,37 @@ def test_nobody_waits_for_a_disk(trouble: str, tmp_path: Path) -> None:
         assert (cached(answer) > 0) == (trouble in ("slow", "cancelled"))
         assert stores[-1].damaged == (trouble == "damaged")
         server.wait_until_empty()
+
+
+@pytest.mark.parametrize("far", [False, True])
+def test_a_disk_is_waited_for_at_the_end_but_no_silent_store_elsewhere(
+    far: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    writes, go_on = threading.Event(), threading.Event()
+
+    class Slow(PromptStore):
+        def write(self, new: Any) -> bool:
+            writes.set()
+            assert go_on.wait(20)
+            return super().write(new)
+
+    store = Slow(tmp_path, fingerprint="mine")
+    store.far, store.deadline = far, 0.2
+    prefixes = tiered_prefixes.TieredPrefixes(
+        PromptMemory(fingerprint="mine"), store, lambda call: None, lambda: "mine"
+    )
+    caches = [KVCache()]
+    caches[0].update_and_fetch(mx.zeros((1, 1, 99, 32)), mx.zeros((1, 1, 99, 32)))
+    for tokens in (range(99), range(1, 100)):
+        prefixes.keep(list(tokens), caches)
+    assert writes.wait(20)
+    timer = threading.Timer(1.0, go_on.set)
+    timer.start()
+    assert prefixes.close() == (not far)
+    assert go_on.is_set() == (not far)  # the second write never begins, or both are done
+    prefixes._disk.shutdown()
+    assert len(PromptStore(tmp_path, fingerprint="mine").entries()) == (1 if far else 2)
+    assert not caplog.records
 
 
 def test_a_full_disk_is_logged_once_and_used_again_when_there_is_room(
