@@ -28,7 +28,7 @@ The worker, one thread that owns MLX, the models and the engines:
     memory.py            memory of rows: planned, limited, held
     monitor.py           metrics, rates, snapshots of memory
     models.py            models, settings and engines; idle unloading
-    job.py               data passed between event loop and worker
+    job.py               jobs and their output, passed between event loop and worker
 
 Needs the extra: pip install "mlx-kv[server]".
 """
