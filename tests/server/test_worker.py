@@ -245,6 +245,6 @@ def test_jobs_that_come_and_go_at_any_time(
         assert sum(asked.job.cached for asked in left) > 1000
         worker = one.worker
         assert not worker._rows.active
-        assert not worker._rows.prefill._jobs
+        assert not worker._rows.prefill.jobs
         assert not worker._rows.prefill._readers
         assert worker.metrics.total("engine_failures") == 0
