@@ -19,7 +19,6 @@ from mlx_kv.prefixes.index import packed
 from mlx_kv.server.memory import BatchOccupancy
 
 _numbers = count(1)
-Ended = list[tuple["Job", BatchToken]]
 
 
 @dataclass(eq=False)
@@ -112,39 +111,6 @@ class OutputChunk:
         text, tokens = self.text + following.text, self.tokens + following.tokens
         scores = self.scores + following.scores
         return OutputChunk(self.job, text, tokens, following.finish_reason, scores=scores)
-
-
-def output_of(tokens: Iterable[BatchToken], active: Mapping[int, Job]) -> tuple[list[OutputChunk], Ended]:
-    """The output of each job in a step, and the jobs that end with it, with their last token.
-
-    Adds the tokens to the jobs. A token that ends a job by its text has no finish_reason: the engine would go on.
-
-    Args:
-        active: jobs of the engine by number; tokens of others are dropped.
-    """
-    chunks: dict[int, OutputChunk] = {}
-    ended: dict[int, tuple[Job, BatchToken]] = {}
-    for token in tokens:
-        job = active.get(token.index)
-        if job is None or token.index in ended:
-            continue  # it met a stop string earlier in this step
-        job.answer.append(token.token)
-        text, finish = job.stop_strings.feed(token.text), token.finish_reason
-        if job.stop_strings.stopped:
-            finish = "stop"
-        elif finish is not None:
-            text += job.stop_strings.finish()
-        ends = token.finish_reason == "stop"  # with a token that has no text
-        scores = () if token.score is None or ends else ((token.token, token.score),)
-        chunk = OutputChunk(job, text, 1, finish, scores=scores)
-        chunks[job.number] = chunks[job.number].joined(chunk) if job.number in chunks else chunk
-        grammar = None if job.stop_strings.stopped or finish != "stop" else job.grammar
-        if grammar is not None and (why := grammar.error_in(job.answer)):
-            error = f"the grammar could not be followed any longer: {why}"
-            chunks[job.number] = OutputChunk(job, finish_reason="error", error=error, status=400)
-        if finish is not None:
-            ended[job.number] = job, token
-    return list(chunks.values()), list(ended.values())
 
 
 @dataclass(frozen=True)
