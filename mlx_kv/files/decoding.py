@@ -140,8 +140,10 @@ def read_json(raw: bytes | str) -> Any:
 
 
 def _is_deeper(value: Any, depth: int) -> bool:
-    level = [value]
+    level = [value] if isinstance(value, dict | list) else []
     for _ in range(depth):
-        inner = (each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list))
-        level = [one for each in inner for one in each if isinstance(one, dict | list)]
+        if not level:
+            break
+        inner = (each.values() if isinstance(each, dict) else each for each in level)
+        level = [one for each in inner for one in each if isinstance(one, (dict, list))]  # a tuple is faster here
     return bool(level)

@@ -163,7 +163,8 @@ def _wanted(kind: str, context: dict[str, Any]) -> str:
             limit = context[bound]
             return f"{words} {limit:,}" if isinstance(limit, int) else f"{words} {limit:g}"
     if kind == "literal_error":
-        return f"one of {context['expected']}".replace(" or ", ", ").replace("'", "")
+        expected = context["expected"].replace("'", "")
+        return f"one of {expected}".replace(" or ", ", ") if " or " in expected else str(expected)
     return WANTED.get(kind, "another value")
 
 

@@ -142,10 +142,12 @@ class ConstraintFields(Body):
         Raises:
             ApiError: 400, for more than one.
         """
-        fields = [ConstraintField(name, getattr(self, name)) for name in ConstraintFields.model_fields]
-        found = sorted(each for each in (*fields, response_format) if each is not None and each.constraint is not None)
+        given = ((name, getattr(self, name)) for name in ConstraintFields.model_fields)
+        found = [ConstraintField(name, constraint) for name, constraint in given if constraint is not None]
+        if response_format is not None and response_format.constraint is not None:
+            found.append(response_format)
         if len(found) > 1:
-            first, second = found[0].name, found[1].name
+            first, second, *_ = sorted(each.name for each in found)
             raise ApiError(400, f"{first} and {second} both constrain the answer: send one", second)
         return found[0] if found else ConstraintField()
 

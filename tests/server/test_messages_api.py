@@ -163,7 +163,7 @@ BAD_MESSAGES: list[tuple[dict[str, Any], str]] = [
     ),
     ({"system": 7}, "system is a JSON number"),
     ({"temperature": 1.5}, "temperature is 1.5: send at most 1"),
-    ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "only tools that clients run"),
+    ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].input_schema is missing"),
     ({"tool_choice": {"type": "some"}}, "tool_choice.type is 'some': send one of auto, any, tool, none"),
     ({"thinking": {"type": "hard"}}, "thinking.type is 'hard': send one of"),
     ({"stop_sequences": [""]}, "stop"),

@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, PlainValidator, Tag, model_validator
+from pydantic import Discriminator, Field, PlainValidator, Tag, model_validator
 
 from mlx_kv.generation.grammar.constraint import Constraint
 from mlx_kv.server.answers import Choice, Delta, Usage
@@ -61,6 +61,11 @@ class ToolUseBlock(Body):
     name: Text
     input: dict[str, Any]
 
+    def chat_call(self) -> dict[str, Any]:
+        """This call in a message of a chat."""
+        function = {"name": self.name, "arguments": json.dumps(self.input, ensure_ascii=False)}
+        return {"id": self.id, "type": "function", "function": function}
+
 
 class ToolResultBlock(Body):
     """The result of a call."""
@@ -68,6 +73,11 @@ class ToolResultBlock(Body):
     tool_use_id: Text
     content: Annotated[str, joined_text(("text",))] = ""
     is_error: bool = False
+
+    def chat_message(self) -> dict[str, Any]:
+        """This result as a message of a chat."""
+        text = f"error: {self.content}" if self.is_error else self.content
+        return {"role": "tool", "tool_call_id": self.tool_use_id, "content": text}
 
 
 MessageBlock = Annotated[
@@ -109,21 +119,16 @@ class Message(Body):
 
     def chat_messages(self) -> Messages:
         """The messages of a chat with this content: there, results of tools are messages of their own."""
-        message: dict[str, Any] = {"role": self.role, "content": "", "reasoning": "", "tool_calls": []}
-        results: Messages = []
-        for block in self.content:
-            if isinstance(block, TextBlock):
-                message["content"] += block.text
-            elif isinstance(block, ThinkingBlock):
-                message["reasoning"] += block.thinking
-            elif isinstance(block, ToolUseBlock):
-                function = {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}
-                message["tool_calls"].append({"id": block.id, "type": "function", "function": function})
-            elif isinstance(block, ToolResultBlock):
-                text = f"error: {block.content}" if block.is_error else block.content
-                results.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": text})
-        message = {name: value for name, value in message.items() if value or name in ("role", "content")}
-        return results if results and len(message) == 2 and not message["content"] else [*results, message]
+        content = "".join(block.text for block in self.content if isinstance(block, TextBlock))
+        reasoning = "".join(block.thinking for block in self.content if isinstance(block, ThinkingBlock))
+        calls = [block.chat_call() for block in self.content if isinstance(block, ToolUseBlock)]
+        results = [block.chat_message() for block in self.content if isinstance(block, ToolResultBlock)]
+        if results and not content:
+            return results
+        message: dict[str, Any] = {"role": self.role, "content": content}
+        message |= {"reasoning": reasoning} if reasoning else {}
+        message |= {"tool_calls": calls} if calls else {}
+        return [*results, message]
 
 
 # --- requests ---------------------------------------------------------------------------------------------------------
@@ -141,12 +146,6 @@ class FunctionTool(Body):
         """This tool in a chat."""
         function: Any = {"name": self.name, "description": self.description, "parameters": self.input_schema}
         return {"type": "function", "function": function | ({} if self.strict is None else {"strict": self.strict})}
-
-
-def _check_tool(tool: Any) -> Any:
-    if not isinstance(tool, dict) or not isinstance(tool.get("name"), str) or "input_schema" not in tool:
-        raise FieldError("has no name and input_schema: only tools that clients run are supported")
-    return tool
 
 
 class Choose(Body):
@@ -195,7 +194,7 @@ class CountBody(ChatFields):
     system: Annotated[str, joined_text(("text",))] = ""
     temperature: float | None = Field(None, ge=0, le=1)
     stop_sequences: StopList = Field(default_factory=list)
-    tools: list[Annotated[FunctionTool, BeforeValidator(_check_tool)]] = Field(default_factory=list, fail_fast=True)
+    tools: list[FunctionTool] = Field(default_factory=list, fail_fast=True)
     tool_choice: Choose = Choose()
     thinking: Thinking = Thinking()
     output_config: OutputConfig = OutputConfig()

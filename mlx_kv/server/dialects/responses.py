@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, PlainValidator, Tag, model_validator
 
@@ -118,6 +118,7 @@ Item = Annotated[
 class FunctionTool(Body):
     """A tool that the client runs."""
 
+    type: Literal["function"]
     name: NonEmptyText
     description: Any = None
     parameters: Any = None
@@ -125,14 +126,8 @@ class FunctionTool(Body):
 
     def chat_tool(self) -> Tool:
         """This tool in a chat."""
-        function: Any = {name: value for name, value in self if value is not None}
+        function: Any = {name: value for name, value in self if value is not None and name != "type"}
         return {"type": "function", "function": function}
-
-
-def _check_tool(tool: Any) -> Any:
-    if not isinstance(tool, dict) or tool.get("type") != "function" or not isinstance(tool.get("name"), str):
-        raise FieldError("is not a function with a name: only tools that clients run are supported")
-    return tool
 
 
 class Reasoning(Body):
@@ -169,7 +164,7 @@ class ResponseBody(ChatFields):
     store: bool = True
     max_output_tokens: TokenLimit = None
     parallel_tool_calls: bool = True
-    tools: list[Annotated[FunctionTool, BeforeValidator(_check_tool)]] = Field(default_factory=list, fail_fast=True)
+    tools: list[FunctionTool] = Field(default_factory=list, fail_fast=True)
     tool_choice: Annotated[ToolChoice, PlainValidator(parse_tool_choice)] = ToolChoice()
     reasoning: Reasoning = Reasoning()
     text: TextSettings = TextSettings()
