@@ -70,8 +70,7 @@ class Worker:
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._calls: set[Future[object]] = set()  # not done
         self._waiting: deque[Job] = deque()
-        self._too_large: tuple[Job, int] | None = None  # a job that did not fit, and the number of rows then
-        self._stuck_beside: int | None = None  # number of rows when no waiting job could get one
+        self._blocked_at: int | None = None  # number of rows beside which no waiting job can get one
         self._stopping, self._started, self._all_stored = False, threading.Event(), True
         self._load_error: Exception | None = None
         self.failure: str | None = None
@@ -119,7 +118,7 @@ class Worker:
     def submit(self, job: Job) -> None:
         """Adds a job."""
         job.policy = job.policy or self.policy
-        self._inbox.put(partial(self._waiting.append, job))
+        self._inbox.put(partial(self._add, job))
 
     def cancel(self, job: Job) -> None:
         """Ends a job at any stage; does nothing if it has ended."""
@@ -290,6 +289,11 @@ class Worker:
     def _has_free_row(self) -> bool:
         return self._row_count < self.settings.max_batch_size
 
+    @property
+    def _may_admit(self) -> bool:
+        """Whether a waiting job may get a row."""
+        return bool(self._waiting) and self._has_free_row and self._blocked_at != self._row_count
+
     def _update_monitor(self) -> None:
         policies = self._policies
         idle = not self._waiting and not any(rows.active for rows in policies)
@@ -309,9 +313,8 @@ class Worker:
 
     def _read_inbox(self) -> None:
         """Handles messages; waits for one if there is nothing else to do."""
-        admits = self._waiting and self._has_free_row and self._stuck_beside != self._row_count
         try:
-            if self._policies.waits and not admits:
+            if self._policies.waits and not self._may_admit:
                 timeout = UPDATE_EVERY if self.monitor.rate_falls else self._unload.seconds_left()
                 self._inbox.get(timeout=timeout)()
             while True:
@@ -324,19 +327,17 @@ class Worker:
 
         Jobs of a policy without an engine are overtaken for a while, so that engines work until one can be replaced.
         """
-        if not self._waiting or not self._has_free_row:
+        if not self._may_admit:
             return
         for job in list(self._waiting):
             if not self._has_free_row or not self._admit(job):
                 break
-        self._stuck_beside = self._row_count if self._waiting else None
+        self._blocked_at = self._row_count  # until a row ends, or a job comes or goes
 
     def _admit(self, job: Job) -> bool:
         """Gives a job a row if possible; returns whether the next job may have one."""
         policies, policy = self._policies, job.policy or self.policy
-        attempt = job, self._row_count
-        if self._too_large == attempt or (self._row_count and not self.limit.fits(policies.planned(job))):
-            self._too_large = attempt  # until a row has ended
+        if self._row_count and not self.limit.fits(policies.planned(job)):
             return False
         try:
             rows = policies.of(policy)
@@ -359,7 +360,12 @@ class Worker:
         rows.add(job)
         return True
 
+    def _add(self, job: Job) -> None:
+        self._waiting.append(job)
+        self._blocked_at = None
+
     def _cancel(self, job: Job) -> None:
+        self._blocked_at = None
         if job in self._waiting:
             self._waiting.remove(job)
             self.metrics.finished.labels("cancelled").inc()
