@@ -73,7 +73,7 @@ class AccessRules:
     def __init__(self, host: str = "127.0.0.1", hosts: Sequence[str] = (), origins: Sequence[str] = ()) -> None:
         address = _address(host)
         self._any_address = address is not None and address.is_unspecified
-        own = [socket.gethostname(), f"{socket.gethostname()}.local"] if self._any_address else [host]
+        server_names = [socket.gethostname(), f"{socket.gethostname()}.local"] if self._any_address else [host]
         names = [name.lower() if _address(name.strip("[]")) is None else name.strip("[]") for name in hosts]
         for name in names:
             plain = name.removeprefix("*.")
@@ -82,7 +82,7 @@ class AccessRules:
         for origin in origins:
             if origin not in (ANY, "null") and (not _netloc(origin) or urlsplit(origin).path):
                 raise ValueError(f"{origin!r} is no origin: write scheme and host, as in https://example.com")
-        self._hosts = list(dict.fromkeys((*LOOPBACK, *[name.lower() for name in own], *names)))
+        self._hosts = list(dict.fromkeys((*LOOPBACK, *[name.lower() for name in server_names], *names)))
         self._origins = [origin.lower() for origin in origins]
 
     @property

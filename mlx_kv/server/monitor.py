@@ -242,7 +242,7 @@ class Monitor:
         for jobs, caches in batches:
             if caches:
                 decoding += jobs
-                occupancy = occupancy.beside(occupancy_of(caches, now - self._watched < WATCHED_SECONDS))
+                occupancy = occupancy.followed_by(occupancy_of(caches, now - self._watched < WATCHED_SECONDS))
         totals: dict[str, Any] = {name: ranks.of_all(getattr(occupancy, name)) for name in BYTES}
         self._count_drafted(speculation)
         self.snapshot = Snapshot(

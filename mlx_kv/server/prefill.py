@@ -151,8 +151,8 @@ class PrefillScheduler:
             for job in decoding
             if job.keep
         ]
-        most, _, job = max(rows, default=(0, 0, None))
-        if job is not None and most >= cached + max(MIN_SHARED, len(job.known) // 8):
+        common, _, job = max(rows, default=(0, 0, None))
+        if job is not None and common >= cached + max(MIN_SHARED, len(job.known) // 8):
             self.keep(job, self._engine.extract(job.number))
 
     def keep(self, job: Job, caches: list[Any] | None) -> None:

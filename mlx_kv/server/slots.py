@@ -91,8 +91,8 @@ class Slots:
             return  # `leave` of a job that has ended is still to come
         slot = next((slot for slot in free if slot.number == job.slot), None)
         if slot is None:
-            most, _, slot = max((shared(slot.packed, job.prompt), slot.number, slot) for slot in free)
-            if most < MIN_SHARED:
+            common, _, slot = max((shared(slot.packed, job.prompt), slot.number, slot) for slot in free)
+            if common < MIN_SHARED:
                 slot = min(free, key=lambda slot: slot.used)
         slot.job, slot.used = job, next(self._order)
 

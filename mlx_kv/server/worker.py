@@ -375,8 +375,8 @@ class Worker:
 
 
 def _complete(future: Future[T], function: Callable[[], T]) -> None:
-    """Completes a future with what a function returns or raises, unless `fail_calls` has completed it."""
-    if future.done() or not future.set_running_or_notify_cancel():
+    """Completes a future with what a function returns or raises, unless it is cancelled or failed meanwhile."""
+    if future.done():
         return
     try:
         result = function()

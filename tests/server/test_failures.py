@@ -120,6 +120,22 @@ def test_a_call_that_waits_for_the_worker_ends_with_it(ending: str) -> None:
         server.wait_until(lambda: server.api.admission.admitted == 0 and not server.worker._calls)
 
 
+@pytest.mark.parametrize("ending", ["cancelled", "failed"])
+def test_a_call_that_ends_while_the_worker_is_at_it_disturbs_no_row(ending: str, server: Running) -> None:
+    starts, go_on = threading.Event(), threading.Event()
+    failures = server.metrics.total("engine_failures")
+    call = server.worker.call(lambda: (starts.set(), go_on.wait(20)))
+    assert starts.wait(20)
+    if ending == "cancelled":
+        assert call.cancel()
+    else:
+        server.worker.fail_calls(ApiError(503, "the server ends"))
+    go_on.set()
+    assert server.worker.call(lambda: 7).result(20) == 7
+    assert server.metrics.total("engine_failures") == failures
+    assert not server.worker._calls
+
+
 def test_later_requests_hear_why_there_is_no_worker() -> None:
     with running() as server:
         kill(server.worker._thread)
