@@ -363,13 +363,15 @@ genuine_of_rows, genuine_join, genuine_trim = (
     mlx_kv.cache.kv_cache.trim_rows,
 )
 RING = Kind(CachePolicy(max_write=5), window=9)
-BUDGET = Kind(CachePolicy(budget=12, keep_recent=4, sinks=2, margin=3, score="key_norm"), layers=2)
+# A small budget: rows soon hold tokens of different positions.
+BUDGET = Kind(CachePolicy(budget=6, keep_recent=2, sinks=1, margin=1, score="key_norm"), layers=2)
 PLANTED = {
     "padding is stored": (Plan, "is_padding", padding_is_stored, RING),
     "positions go to other rows": (KeptTokens, "of_rows", mixes_up_rows, BUDGET),
     "slots shift when rows join": (mlx_kv.cache.rows, "joined_buffers", loses_a_slot, RING),
     "rows trim together": (mlx_kv.cache.kv_cache, "trim_rows", trims_all_rows_alike, RING),
 }
+passed_without_bugs: list[Kind] = []
 
 
 @pytest.mark.slow
@@ -378,7 +380,9 @@ def test_a_planted_bug_is_caught(bug: str, monkeypatch: pytest.MonkeyPatch) -> N
     where, name, broken, kind = PLANTED[bug]
     monkeypatch.setattr(Batches, "only", kind)
     quick = settings(max_examples=40, stateful_step_count=25, phases=[Phase.generate], report_multiple_bugs=False)
-    run_state_machine_as_test(Batches, settings=quick)
+    if kind not in passed_without_bugs:
+        run_state_machine_as_test(Batches, settings=quick)
+        passed_without_bugs.append(kind)
     monkeypatch.setattr(where, name, broken)
     # What is drawn depends on the constants of the whole package: a bug may take more histories, and ends them.
     with pytest.raises(BaseException):  # noqa: B017, PT011, the first rule that sees it fails in its own way
