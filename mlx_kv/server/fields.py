@@ -172,6 +172,7 @@ def _wanted(kind: str, context: dict[str, Any]) -> str:
 
 
 def unicode_text(value: str) -> str:
+    """The text. Raises `FieldError` for one that UTF-8 cannot represent."""
     try:
         value.encode("utf-8")
     except UnicodeError:

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any, NamedTuple, Required
 
 from mlx_lm.tool_parsers import json_tools
-from pydantic import PlainValidator
+from pydantic import AfterValidator, Field, PlainValidator
 from typing_extensions import TypedDict
 
 from mlx_kv.files.decoding import read_json
@@ -32,7 +32,7 @@ from mlx_kv.generation.grammar.constraint import (
 from mlx_kv.generation.grammar.lead_in import LeadIn
 from mlx_kv.generation.grammar.processor import GrammarProcessor
 from mlx_kv.server.errors import ApiError, without_panic
-from mlx_kv.server.fields import Body, FieldError, NonEmptyText, UnknownFields, json_kind, unicode_text
+from mlx_kv.server.fields import Body, FieldError, NonEmptyText, Text, UnknownFields, json_kind
 
 COMPILE_SECONDS = 10.0
 NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -43,29 +43,6 @@ class ConstraintField(NamedTuple):
 
     name: str = ""
     constraint: Constraint | None = None
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise FieldError(f"is a JSON {json_kind(value)}: send a string")
-    return unicode_text(value)
-
-
-def _regex(value: Any) -> Constraint:
-    if not (pattern := _text(value)):
-        raise FieldError("is empty: send a pattern, or leave it out")
-    return regex(pattern)
-
-
-def _grammar(value: Any) -> Constraint | None:
-    text = _text(value)
-    return grammar(text) if text else None  # clients of llama-server send an empty one where they have none
-
-
-def _choice(value: Any) -> Constraint:
-    if not isinstance(value, list) or not value or not all(isinstance(text, str) for text in value):
-        raise FieldError("is not a list of texts, or is empty: send the texts to choose from")
-    return choice([unicode_text(text) for text in value])
 
 
 def _schema(value: Any) -> Constraint:
@@ -85,6 +62,7 @@ def _parsed_schema(value: Any) -> Any:
 
 
 def parse_response_format(value: Any) -> Constraint | None:
+    """OpenAI's field, of chats or of responses, and llama-server's. Raises `FieldError`."""
     kind = value.get("type") if isinstance(value, dict) else None
     if kind == "text":
         return None
@@ -99,7 +77,7 @@ def parse_response_format(value: Any) -> Constraint | None:
             raise FieldError(f"has a JSON {json_kind(strict)} as json_schema.strict: send true or false")
         return json_schema(_parsed_schema(given["schema"]), lenient=not strict)
     if kind in ("regex", "grammar") and isinstance(value.get(kind), str):
-        return FORMATS[kind](value[kind])
+        return ConstraintFields.parse({kind: value[kind]}, UnknownFields()).constraint_field().constraint
     raise FieldError("is not an object with a type of text, json_object or json_schema: send one")
 
 
@@ -115,23 +93,25 @@ def _structured_outputs(value: Any) -> Constraint | None:
 
 
 IN_STRUCTURED_OUTPUTS = {"json": "guided_json", "regex": "regex", "choice": "guided_choice", "grammar": "grammar"}
-FORMATS = {"regex": _regex, "grammar": _grammar}  # of response_format, besides OpenAI's
-Schema = Annotated[Constraint | None, PlainValidator(_schema)]
-Regex = Annotated[Constraint | None, PlainValidator(_regex)]
-GrammarText = Annotated[Constraint | None, PlainValidator(_grammar)]
+# A schema, pattern, grammar or list of texts in a request, as a constraint.
+Schema = Annotated[Any, PlainValidator(_schema)]
+Regex = Annotated[NonEmptyText, AfterValidator(regex)]
+# Clients of llama-server send an empty grammar for none.
+GrammarText = Annotated[Text, AfterValidator(lambda text: grammar(text) if text else None)]
+Choice = Annotated[list[Text], Field(min_length=1, fail_fast=True), AfterValidator(choice)]
 
 
 class ConstraintFields(Body):
     """The fields, as constraints on the answer."""
 
-    structured_outputs: Annotated[Constraint | None, PlainValidator(_structured_outputs)] = None
+    structured_outputs: Annotated[Any, PlainValidator(_structured_outputs)] = None
     json_schema: Schema = None  # llama-server's
-    regex: Regex = None
-    grammar: GrammarText = None
+    regex: Regex | None = None
+    grammar: GrammarText | None = None
     guided_json: Schema = None  # vLLM's before structured_outputs
-    guided_regex: Regex = None
-    guided_grammar: GrammarText = None
-    guided_choice: Annotated[Constraint | None, PlainValidator(_choice)] = None
+    guided_regex: Regex | None = None
+    guided_grammar: GrammarText | None = None
+    guided_choice: Choice | None = None
 
     def constraint_field(self, response_format: ConstraintField | None = None) -> ConstraintField:
         """The field that has a constraint.

@@ -53,6 +53,7 @@ ERRORS: list[tuple[str, dict[str, Any], str, str]] = [
     ("completions", {"cache": {"slots": 1}}, "cache.slots", "cache.slots is unknown: leave it out"),
     ("completions", {"cache": {"budget": 0}}, "cache.budget", "cache.budget is 0: send at least 1"),
     ("completions", {"repetition_penalty": 0.001}, "repetition_penalty", "is 0.001: send 0, or at least 0.01"),
+    ("chat", {"stream_options": {"include_usage": False}}, "stream_options", "only for stream=true: leave it out"),
     ("chat", {"messages": [{"role": 1}]}, "messages[0]", "messages[0] has no role: send one"),
     ("chat", {"messages": [USER, 1]}, "messages[1]", "messages[1] is 1: send an object"),
     ("chat", {"messages": [CALL]}, "messages[0].tool_calls[0].function.arguments", "is missing: send"),

@@ -57,7 +57,7 @@ class OpenAIFields(GenerationBody):
     """The fields that completions and chat completions share."""
 
     max_tokens: TokenLimit = None
-    stream_options: StreamOptions | None = None
+    stream_options: StreamOptions = StreamOptions()
     response_format: Annotated[Constraint | None, PlainValidator(parse_response_format)] = None
     n: int = Field(1, ge=1, le=MAX_ANSWERS)
     best_of: int | None = Field(None, ge=1, le=MAX_ANSWERS)
@@ -69,9 +69,9 @@ class OpenAIFields(GenerationBody):
         """Adds these fields to a request."""
         if self.best_of not in (None, self.n):
             raise ApiError(400, "best_of differs from n: send the same number, since all answers are sent", "best_of")
-        if self.stream_options is not None and self.stream_options != StreamOptions() and not self.stream:
+        if self.stream_options.model_fields_set and not self.stream:
             raise ApiError(400, "stream_options is only for stream=true: leave it out", "stream_options")
-        request.include_usage = self.stream_options is not None and self.stream_options.include_usage
+        request.include_usage = self.stream_options.include_usage
         request.n = self.n
         return request
 
