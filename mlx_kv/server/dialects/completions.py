@@ -20,6 +20,7 @@ from mlx_kv.server.fields import Body, FieldError, Text, Unchanged, json_kind, u
 from mlx_kv.server.intake import ParsedRequest
 from mlx_kv.server.json_http import event
 from mlx_kv.server.requests import (
+    MAX_TOP_LOGPROBS,
     ChatFields,
     CompletionRequest,
     Effort,
@@ -42,7 +43,7 @@ ROLES = ("assistant", "developer", "function", "system", "tool", "user")
 INSTEAD = ("reasoning", "reasoning_content", "tool_calls")
 
 Tokens = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1, fail_fast=True)]
-TopLogprobs = Annotated[int, Field(ge=0, le=20)]
+TopLogprobs = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
 
 # --- requests ---------------------------------------------------------------------------------------------------------
 
