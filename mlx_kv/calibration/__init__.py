@@ -1,7 +1,7 @@
 """Calibration of a model for its budgets: how many tokens each head needs, and a score fitted to the model.
 
-Each text is read twice through caches of ours, as `kvzip` does. From what the tokens receive follow the budgets of
-heads; a ridge regression of that on keys and values is the score "fitted".
+Each text is read twice, as for the score `kvzip`. The attention that tokens receive gives the budgets of heads; a ridge
+regression of it on keys and values gives the score "fitted".
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 from mlx_kv import __version__
 from mlx_kv.cache.checks import check_type
 from mlx_kv.cache.eviction.calibration import Calibration
-from mlx_kv.calibration.texts import LEAST, default_texts, single_text
+from mlx_kv.calibration.texts import MIN_TOKENS, default_texts, single_text
 from mlx_kv.calibration.work import Work
 from mlx_kv.files.fingerprint import model_fingerprint
 from mlx_kv.generation.encoding import tokens_of_prompt, wrapped
@@ -29,7 +29,7 @@ from mlx_kv.mlxlm.loading import architecture, check_model, context_length, voca
 
 __all__ = ["calibrate"]
 
-HELD_OUT = 6  # every sixth text measures the fit, and is no part of it
+HELD_OUT = 6  # every sixth text is held out to measure the fit
 PACKAGES = ("mlx", "mlx-lm")
 
 
@@ -113,17 +113,17 @@ def calibrate(
 
 def check_texts(texts: Sequence[Sequence[int]], budgets_only: bool = False) -> None:
     """Raises ValueError for texts, as token ids, that cannot be calibrated on."""
-    least = 1 if budgets_only else HELD_OUT
-    if len(texts) < least:
+    min_texts = 1 if budgets_only else HELD_OUT
+    if len(texts) < min_texts:
         raise ValueError(
-            f"got {len(texts)} text{'' if len(texts) == 1 else 's'}, and a calibration takes {least} or more: give "
+            f"got {len(texts)} text{'' if len(texts) == 1 else 's'}, and a calibration takes {min_texts} or more: give "
             "more texts" + ("" if budgets_only else ", or measure budgets only")
         )
     for index, text in enumerate(texts):
-        if len(text) < LEAST:
-            raise ValueError(f"text {index} has {len(text)} tokens, of at least {LEAST}: give longer texts")
+        if len(text) < MIN_TOKENS:
+            raise ValueError(f"text {index} has {len(text)} tokens, of at least {MIN_TOKENS}: give longer texts")
 
 
 def texts_digest(texts: Sequence[Sequence[int]]) -> str:
-    """32 hex digits that tell texts apart."""
+    """A digest of texts, 32 hex digits."""
     return hashlib.blake2b(json.dumps([list(map(int, text)) for text in texts]).encode(), digest_size=16).hexdigest()

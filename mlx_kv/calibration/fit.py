@@ -1,4 +1,4 @@
-"""Ridge regressions of log shares of attention on what a cache holds, and how many tokens each head needs.
+"""Ridge regressions of log shares of attention on keys and values, and how many tokens each head needs.
 
 n tokens, F features, H KV heads, L layers. Sums are of float64.
 """
@@ -14,9 +14,9 @@ import numpy as np
 from mlx_kv.cache.eviction.scores.fitted import TINY_SHARE, FittedLayer, features
 
 LAMBDA = 1e-2  # of the penalty, per token; 1e-3 to 5e-2 give the same
-KEPT = 0.25  # of the tokens, for the ranking that budgets of heads are counted in
-SINKS, RECENT = 4, 64  # tokens that every head keeps and that are not ranked
-LEAST_SPREAD = 1e-6  # of a feature, relative to its mean: below it is a constant
+KEPT = 0.25  # share of tokens kept by the ranking from which budgets of heads are counted
+SINKS, RECENT = 4, 64  # first and last tokens that every head keeps; they are not ranked
+MIN_SPREAD = 1e-6  # of a feature relative to its mean; a feature below it is constant
 
 
 def inputs(layer: FittedLayer, keys: mx.array, values: mx.array) -> np.ndarray:
@@ -31,7 +31,7 @@ def targets(shares: np.ndarray) -> np.ndarray:
 
 
 class Moments:
-    """Sums over tokens from which a ridge regression follows, so that no features need to be kept.
+    """Sums over tokens for a ridge regression, so that features need not be stored.
 
     Attributes:
         count: tokens.
@@ -63,7 +63,7 @@ class Moments:
         centred = second - np.outer(first[:size], means)  # (F, F + H)
         mean = shift + means[:size]
         std = np.sqrt(np.maximum(np.diag(centred[:, :size]), 0) / n)
-        varies = std > LEAST_SPREAD * np.maximum(np.abs(mean), LEAST_SPREAD)
+        varies = std > MIN_SPREAD * np.maximum(np.abs(mean), MIN_SPREAD)
         std = np.where(varies, std, 1.0)
         gram = np.where(np.outer(varies, varies), centred[:, :size] / np.outer(std, std), 0.0)
         product = np.where(varies[:, None], centred[:, size:] / std[:, None], 0.0)
@@ -72,12 +72,12 @@ class Moments:
 
 
 class Quality(NamedTuple):
-    """How well held-out texts are predicted, in the mean over heads.
+    """How well held-out texts are predicted, the mean over heads.
 
     Attributes:
         r2: explained variance of the log shares.
         spearman: correlation of ranks within a text.
-        top_quarter: of the quarter of a text with the largest shares, the part that is found.
+        top_quarter: share of the quarter of a text with the largest shares that is found.
     """
 
     r2: float
@@ -87,13 +87,13 @@ class Quality(NamedTuple):
 
 def quality(predicted: Sequence[np.ndarray], actual: Sequence[np.ndarray]) -> Quality:
     """Of held-out texts, (n, H) each."""
-    said, true = np.concatenate(predicted), np.concatenate(actual)
+    all_predicted, true = np.concatenate(predicted), np.concatenate(actual)
     spread = np.maximum(((true - true.mean(axis=0)) ** 2).sum(axis=0), 1e-12)
-    r2 = 1 - ((said - true) ** 2).sum(axis=0) / spread
+    r2 = 1 - ((all_predicted - true) ** 2).sum(axis=0) / spread
     ranks, found = [], []
-    for text, own in zip(predicted, actual, strict=True):
+    for text, shares in zip(predicted, actual, strict=True):
         quarter = max(1, len(text) // 4)
-        for p, t in zip(text.T, own.T, strict=True):
+        for p, t in zip(text.T, shares.T, strict=True):
             ranks.append(np.corrcoef(_ranks(p), _ranks(t))[0, 1] if len(p) > 1 else 0.0)
             found.append(len({*np.argsort(-p)[:quarter]} & {*np.argsort(-t)[:quarter]}) / quarter)
     return Quality(float(r2.mean()), float(np.mean(ranks)), float(np.mean(found)))
@@ -104,26 +104,26 @@ def _ranks(x: np.ndarray) -> np.ndarray:
 
 
 def head_parts(shares: Sequence[np.ndarray], kept: float = KEPT) -> list[np.ndarray]:
-    """What part of the tokens that one ranking of all heads and layers keeps each head has: (H,) by layer; sums to 1.
+    """The share of each head in the tokens that one ranking of all heads and layers keeps: (H,) by layer, of sum 1.
 
     Args:
         shares: (H, n) of each layer, of one text.
-        kept: of all tokens. `SINKS` and `RECENT` of them are kept by every head and are not counted.
+        kept: share of all tokens. `SINKS` and `RECENT` tokens are kept by every head and not counted.
     """
     n = shares[0].shape[1]
-    sinks, recent = (SINKS, RECENT) if kept * n >= 2 * (SINKS + RECENT) else (0, 0)  # all of a short text is ranked
-    ranked = [own[:, sinks : n - recent] for own in shares]
-    heads = sum(len(own) for own in ranked)
+    sinks, recent = (SINKS, RECENT) if kept * n >= 2 * (SINKS + RECENT) else (0, 0)  # a short text is ranked whole
+    ranked = [layer[:, sinks : n - recent] for layer in shares]
+    heads = sum(len(layer) for layer in ranked)
     count = max(1, round(kept * n) - sinks - recent) * heads
     best = np.argsort(-np.concatenate(ranked).reshape(-1), kind="stable")[:count]
     counts = np.bincount(best // ranked[0].shape[1], minlength=heads) / len(best)
-    ends = np.cumsum([len(own) for own in ranked])
+    ends = np.cumsum([len(layer) for layer in ranked])
     return np.split(counts, ends[:-1])
 
 
 def head_table(parts: Sequence[list[np.ndarray]]) -> list[list[float]]:
     """(L, H), the mean over texts of `head_parts`; (L, 1) where layers differ in their heads."""
-    layers = [np.mean(own, axis=0) for own in zip(*parts, strict=True)]
-    if len({len(own) for own in layers}) > 1:
-        return [[float(own.mean())] for own in layers]
-    return [[float(part) for part in own] for own in layers]
+    layers = [np.mean(texts, axis=0) for texts in zip(*parts, strict=True)]
+    if len({len(layer) for layer in layers}) > 1:
+        return [[float(layer.mean())] for layer in layers]
+    return [[float(part) for part in layer] for layer in layers]

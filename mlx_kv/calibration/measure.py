@@ -1,4 +1,4 @@
-"""What a model caches of a text, and the attention that each token receives when the text is read again (KVzip).
+"""The keys and values of a text, and the attention that each token receives when the text is read again (KVzip).
 
 H KV heads, n tokens, Dk and Dv head dims of keys and values, L layers of full attention.
 """

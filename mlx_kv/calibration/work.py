@@ -1,7 +1,7 @@
-"""What has been measured so far, in memory and, to continue later, in a directory.
+"""The measurements of a calibration in progress, in memory and, to continue later, in a directory.
 
 The directory has `state.safetensors` (the texts read, the parts of heads, the sums of the regressions) and a file for
-each held-out text. Files of others in it are left as they are.
+each held-out text. Other files in it are left alone.
 L layers, H KV heads, F features.
 """
 
@@ -33,12 +33,12 @@ class Work:
     """The measurements of one model on given texts.
 
     Args:
-        model: that is measured.
-        subject: of what: a directory with anything else is begun anew.
-        folder: where it is kept; None keeps nothing.
+        model: to measure.
+        subject: identifies the calibration; measurements of another one are discarded.
+        folder: where to store measurements; None stores none.
 
     Raises:
-        ValueError: the folder is no directory, or has a file of others in the place of one of these.
+        ValueError: the folder is no directory, or has another file under one of these names.
     """
 
     def __init__(self, model: nn.Module, subject: str, folder: Path | None) -> None:
@@ -46,21 +46,21 @@ class Work:
         self._parts: dict[int, list[np.ndarray]] = {}  # (H,) by layer, of each text
         self._moments: list[Moments] = []
         self._held_out: dict[int, list[LayerReading]] = {}
-        self._plain_layers: list[FittedLayer] = []  # of each layer its RoPE
+        self._plain_layers: list[FittedLayer] = []  # with the RoPE of each layer
         if folder is not None:
             self._check_folder(folder)
             self._load(folder)
 
     def has(self, index: int, held_out: bool) -> bool:
-        """Whether a text has been read; of one that is held out the file must be there, too."""
+        """Whether a text has been read; for a held-out one, its file must exist too."""
         return index in self._parts and (not held_out or index in self._held_out)
 
     def read(self, index: int, text: Sequence[int], instructions: Instructions, fits: bool, held_out: bool) -> None:
         """Reads a text twice.
 
         Args:
-            fits: it is for a regression, too.
-            held_out: it measures the fit, and is no part of it.
+            fits: whether a score is fitted.
+            held_out: whether the text measures the fit and is no part of it.
         """
         layers = self._with_ropes() if fits and not held_out else []
         readings = read_twice(self._model, text, instructions)
@@ -76,18 +76,18 @@ class Work:
         self._save()
 
     def _with_ropes(self) -> list[FittedLayer]:
-        """Layers with the RoPE of what they cache, and no weights yet."""
+        """Layers with the RoPE of their cached keys, without weights."""
         if not self._plain_layers:
             nothing = mx.zeros((0,))
             self._plain_layers = [FittedLayer(nothing, nothing, *ropes) for ropes in ropes_of(self._model)]
         return self._plain_layers
 
     def head_table(self) -> list[list[float]]:
-        """(L, H): of what one ranking keeps, the part of each head, in the mean over texts."""
+        """(L, H): the share of each head in the tokens that one ranking keeps, the mean over texts."""
         return head_table([self._parts[index] for index in sorted(self._parts)])
 
     def fitted(self) -> tuple[list[FittedLayer], list[Quality]]:
-        """The weights of each layer, and how well they predict the texts that were held out."""
+        """The weights of each layer, and how well they predict held-out texts."""
         layers, found = [], []
         for i, (plain, moments) in enumerate(zip(self._with_ropes(), self._moments, strict=True)):
             weights, bias = (mx.array(x.astype(np.float32)) for x in moments.ridge())
@@ -102,7 +102,7 @@ class Work:
         return layers, found
 
     def remove(self) -> None:
-        """Removes what was kept; a directory that has files of others stays with them."""
+        """Removes the stored measurements, and the directory unless it has other files."""
         if self._folder is None or not self._folder.is_dir():
             return
         for path in [self._folder / STATE, *self._folder.glob(HELD_OUT.format(0).replace("000", "*"))]:
@@ -139,7 +139,7 @@ class Work:
         tensor_files.write(self._folder / name, arrays, {"format": FORMAT, "subject": self._subject, **words})
 
     def _read(self, path: Path) -> tensor_files.TensorFile | None:
-        """A file of this very calibration; None if there is none, or it was damaged."""
+        """A file of this calibration; None if there is none, or it is damaged."""
         try:
             file = tensor_files.read(path)
         except (OSError, ValueError):
@@ -148,7 +148,7 @@ class Work:
         return file if same else None
 
     def _load(self, folder: Path) -> None:
-        """What is there of this calibration; what cannot be used is measured again."""
+        """Loads the measurements of this calibration; unusable ones are made again."""
         file = self._read(folder / STATE)
         if file is None:
             return
@@ -173,7 +173,7 @@ class Work:
 
 
 def reading_arrays(readings: Sequence[LayerReading]) -> Arrays:
-    """What was read of a text, by name."""
+    """The arrays of a text, by name."""
     return {f"{name}.{i}": x for i, own in enumerate(readings) for name, x in own._asdict().items()}
 
 
@@ -196,7 +196,7 @@ def numbers_of(words: mx.array) -> np.ndarray:
 
 
 def _numbers(name: str) -> tuple[int, ...]:
-    """Those in the name of an array."""
+    """The numbers in the name of an array."""
     return tuple(int(word) for word in name.split(".") if word.isdigit())
 
 

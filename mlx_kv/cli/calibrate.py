@@ -1,7 +1,4 @@
-"""`mlx-kv calibrate`: measures a model once, so that budgets keep the tokens that its heads need.
-
-Imports neither MLX nor what needs it before the command runs.
-"""
+"""`mlx-kv calibrate`: measures a model once, so that budgets keep the tokens that its heads need."""
 
 from __future__ import annotations
 
@@ -33,18 +30,18 @@ Examples:
   mlx-kv calibrate models/smollm2 --texts notes/ --output smollm2.kvcal.safetensors
   mlx-kv generate --model models/smollm2 --prompt-file notes.txt --kv-budget 512
 """
-MOST_SKIPPED = 5  # files that are named
+MAX_SKIPPED = 5  # files that are listed
 TOP_HEADS = 5
 SUFFIX, PARTIAL = ".safetensors", ".partial"
 
 
 def work_folder(output: Path) -> Path:
-    """Where measurements are kept until the calibration is complete."""
+    """The directory of measurements until the calibration is complete."""
     return output.with_name(output.name.removesuffix(SUFFIX) + PARTIAL)
 
 
 def head_lines(calibration: Calibration) -> list[str]:
-    """How the budgets of heads differ, in words."""
+    """Lines on how the budgets of heads differ."""
     heads = [(x, i, j) for i, row in enumerate(calibration.heads) for j, x in enumerate(row)]
     heads.sort(key=lambda head: (-head[0], head[1:]))
     total, half, summed = sum(x for x, _, _ in heads), 0, 0.0
@@ -119,10 +116,10 @@ def calibrate_command(
     positions = context_length(network)
     if folder is not None:
         texts, skipped = texts_in(folder, tokenizer, positions)
-        for line in skipped[:MOST_SKIPPED]:
+        for line in skipped[:MAX_SKIPPED]:
             say(f"note: left out: {line}")
-        if len(skipped) > MOST_SKIPPED:
-            say(f"note: left out: {len(skipped) - MOST_SKIPPED} more files")
+        if len(skipped) > MAX_SKIPPED:
+            say(f"note: left out: {len(skipped) - MAX_SKIPPED} more files")
         texts = texts[:1] if budgets_only else texts
     else:
         texts = (single_text if budgets_only else default_texts)(tokenizer, positions)
@@ -147,14 +144,14 @@ def calibrate_command(
     if as_json:
         click.echo(json.dumps(as_object(chosen, output, calibration, seconds, peak), allow_nan=False))
         return
-    say_summary(output, calibration, seconds, peak)
+    print_summary(output, calibration, seconds, peak)
 
 
 def check_output(output: Path, force: bool) -> None:
-    """Refuses a file that could not be written.
+    """Checks that the calibration can be written to a file.
 
     Raises:
-        click.UsageError, ValueError: it has no place.
+        click.UsageError, ValueError: it cannot.
     """
     from mlx_kv.files.atomic_write import check_replaceable
     from mlx_kv.files.calibration_file import is_calibration
@@ -164,10 +161,10 @@ def check_output(output: Path, force: bool) -> None:
 
 
 def check_weights_kept(output: Path, model: nn.Module) -> None:
-    """Refuses to replace a calibration that has a fitted score by budgets alone.
+    """Checks that budgets alone do not replace a calibration with a fitted score.
 
     Raises:
-        click.UsageError: there is one.
+        click.UsageError: they would.
     """
     from mlx_kv.files.calibration_file import load_calibration
 
@@ -181,8 +178,8 @@ def check_weights_kept(output: Path, model: nn.Module) -> None:
         )
 
 
-def say_summary(output: Path, calibration: Calibration, seconds: float, peak: int) -> None:
-    """On stderr, what was measured, what it took, and where it is."""
+def print_summary(output: Path, calibration: Calibration, seconds: float, peak: int) -> None:
+    """Prints on stderr what was measured, its cost, and the file."""
     details = calibration.details
     took = f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.1f} min"
     lines = [f"texts       {details['texts']}, {details['tokens']:,} tokens, in {took}"]
@@ -199,7 +196,7 @@ def say_summary(output: Path, calibration: Calibration, seconds: float, peak: in
 
 
 def as_object(model: str, output: Path, calibration: Calibration, seconds: float, peak: int) -> dict[str, Any]:
-    """The same for programs."""
+    """The summary as JSON."""
     return {
         "model": model,
         "file": str(output),
