@@ -5,7 +5,7 @@ HTTP, in the event loop:
     run.py               the process: socket, uvicorn, signals, start and end
     access.py            host names, origins, API keys, certificates, the access log
     api.py               routes and errors
-    intake.py            from a request's body to its jobs
+    handler.py           from a request's body to its jobs, and from their output to a response
     json_http.py         strict JSON of bodies, responses and events
     requests.py          the request that every API's bodies become, the fields that all of them share, limits
     fields.py            base of the pydantic models of bodies, their types and errors; unknown fields
@@ -14,7 +14,6 @@ HTTP, in the event loop:
     errors.py            error objects
     dialects/            APIs: OpenAI's completions, chat completions and responses, Anthropic's messages
     admission.py         how many requests are admitted; delivery of output to responses
-    responses.py         from jobs to a response, whole or streamed; clients that hang up
     answers.py           an answer as it comes: content, reasoning, tool calls, tokens
     slots.py             slots: list, save, restore, erase
     status.py            models, health, metrics, the page of memory

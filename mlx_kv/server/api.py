@@ -21,7 +21,7 @@ from mlx_kv.server.dialects.messages import counted, messages
 from mlx_kv.server.dialects.response_writer import Conversations
 from mlx_kv.server.dialects.responses import ResponsesDialect
 from mlx_kv.server.errors import ApiError, error_body
-from mlx_kv.server.intake import Dialect, Intake
+from mlx_kv.server.handler import Dialect, RequestHandler
 from mlx_kv.server.json_http import JsonResponse
 from mlx_kv.server.models import ModelNames
 from mlx_kv.server.requests import Limits as Limits
@@ -70,7 +70,7 @@ class Api:
         self.worker, self.metrics, self.limits = worker, worker.metrics, settings.limits
         self._keys, self.names = ApiKeys(settings.keys), ModelNames(name, settings.aliases)
         self.admission = AdmissionController(worker, worker.settings.max_batch_size + self.limits.queue)
-        self._intake = Intake(worker, self.admission, self.limits, self.names)
+        self._handler = RequestHandler(worker, self.admission, self.limits, self.names)
         self._slots = SlotRoutes(worker, self.admission.slots, lambda: self.admission.jobs, self.limits)
         self._status, self._conversations = StatusRoutes(worker, self.admission, self.names), Conversations()
         guarded, status = self._guarded, self._status
@@ -105,7 +105,7 @@ class Api:
         watching = asyncio.create_task(self.admission.watch())
         yield
         watching.cancel()
-        self._intake.close()
+        self._handler.close()
         self._slots.close()
 
     # --- endpoints ------------------------------------------------------------------------------------------------
@@ -123,7 +123,7 @@ class Api:
         """Routes to generated answers, for the requests of a dialect."""
 
         async def answer(request: Request) -> Response:
-            return await self._intake.answer(request, dialect)
+            return await self._handler.answer(request, dialect)
 
         return [Route(path, self._guarded(answer), methods=["POST"]) for path in paths]
 
@@ -136,7 +136,7 @@ class Api:
         return JsonResponse(self._conversations.find(name).response)
 
     async def _count(self, request: Request) -> Response:
-        return JsonResponse({"input_tokens": await self._intake.count(request, counted)})
+        return JsonResponse({"input_tokens": await self._handler.count(request, counted)})
 
     async def _embeddings(self, request: Request) -> Response:
         message = f"{self.names.name!r} generates text and has no embeddings: use a server of an embedding model"

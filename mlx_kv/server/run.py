@@ -24,7 +24,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 from mlx_kv.ranks.link import leave
 from mlx_kv.server.access import AccessLog, Certificates, configure_logging
 from mlx_kv.server.api import Api, HttpSettings
-from mlx_kv.server.responses import STREAMED
+from mlx_kv.server.handler import STREAMED
 from mlx_kv.server.worker import Worker
 
 BACKLOG = 2048

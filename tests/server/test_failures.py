@@ -195,7 +195,7 @@ def test_the_command_ends_with_its_worker() -> None:
 
 def test_a_tokenizer_that_dies_ends_its_requests_only(monkeypatch: pytest.MonkeyPatch) -> None:
     with running() as server:
-        monkeypatch.setattr(server.api._intake, "_encode", lambda asked: sys.exit("panic"))
+        monkeypatch.setattr(server.api._handler, "_encode", lambda asked: sys.exit("panic"))
         message = check_error(server.post(prompt="import"), 500)["message"]
         assert message == "the server failed: the tokenizer ended with SystemExit: panic"
         monkeypatch.undo()
@@ -260,7 +260,7 @@ def test_a_disk_that_never_answers_costs_only_time(
 
 def test_a_client_that_takes_nothing_loses_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """With events so large that no buffer takes many of them."""
-    monkeypatch.setattr("mlx_kv.server.responses.STALLED", 0.2)
+    monkeypatch.setattr("mlx_kv.server.handler.STALLED", 0.2)
     monkeypatch.setattr("mlx_kv.server.dialects.completions.event", lambda data: b": " + b"x" * 500_000 + b"\n\n")
     with running(max_batch_size=1, limits=Limits(queue=0)) as server, deaf(server.url):
         server.wait_until(lambda: server.api.admission.admitted == 1)
@@ -270,7 +270,7 @@ def test_a_client_that_takes_nothing_loses_its_place(monkeypatch: pytest.MonkeyP
 
 def test_nor_does_one_hold_it_that_takes_no_whole_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first of two is written at once, whoever takes it; then the connection has no room for another."""
-    monkeypatch.setattr("mlx_kv.server.responses.STALLED", 0.2)
+    monkeypatch.setattr("mlx_kv.server.handler.STALLED", 0.2)
     whole = CompletionWriter.whole
     monkeypatch.setattr(
         CompletionWriter, "whole", lambda self, choices: whole(self, choices) | {"more": "x" * 20_000_000}

@@ -94,7 +94,7 @@ def test_all_that_was_let_in_is_shown() -> None:
             server.worker._inbox.put(lambda: go_on.wait(20) and None)
             asked += [pool.submit(server.complete, "import os", 4)]
             server.wait_until(lambda: len(server.api.admission.jobs) == 6)
-            server.api._intake._tokenizing.submit(lambda: encoding.wait(20))
+            server.api._handler._tokenizing.submit(lambda: encoding.wait(20))
             asked += [pool.submit(server.complete, "import os", 4)]
             server.wait_until(lambda: server.api.admission.admitted == 7)
             seen = server.http.get("/memory").json()

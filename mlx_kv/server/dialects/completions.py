@@ -17,7 +17,7 @@ from mlx_kv.generation.grammar.constraint import Constraint
 from mlx_kv.server.answers import Choice, Delta, TokenText, Usage
 from mlx_kv.server.errors import ApiError
 from mlx_kv.server.fields import Body, FieldError, Text, Unchanged, json_kind, unicode_text, unsupported
-from mlx_kv.server.intake import ParsedRequest
+from mlx_kv.server.handler import ParsedRequest
 from mlx_kv.server.json_http import event
 from mlx_kv.server.requests import (
     MAX_TOP_LOGPROBS,

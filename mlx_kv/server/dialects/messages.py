@@ -14,7 +14,7 @@ from mlx_kv.server.answers import Choice, Delta, Usage
 from mlx_kv.server.dialects.blocks import Block, Blocks, Change, Event, Kind
 from mlx_kv.server.errors import ApiError, anthropic_error
 from mlx_kv.server.fields import TAG, Body, FieldError, NonEmptyText, Text, joined_text
-from mlx_kv.server.intake import ParsedRequest
+from mlx_kv.server.handler import ParsedRequest
 from mlx_kv.server.json_http import event
 from mlx_kv.server.requests import (
     MAX_TOKENS,

@@ -10,7 +10,7 @@ from mlx_kv.generation.grammar.constraint import Constraint
 from mlx_kv.server.dialects.completions import check_arguments, check_role
 from mlx_kv.server.dialects.response_writer import Conversations, ResponseWriter
 from mlx_kv.server.fields import TAG, Body, FieldError, NonEmptyText, Text, joined_text, json_kind, unsupported
-from mlx_kv.server.intake import ParsedRequest
+from mlx_kv.server.handler import ParsedRequest
 from mlx_kv.server.requests import ChatFields, CompletionRequest, Effort, Messages, RequestRules, TokenLimit
 from mlx_kv.server.structured_output import (
     ConstraintField,
