@@ -266,8 +266,8 @@ def measure_recurrent(tokens: int, rounds: int) -> dict[str, Any]:
 
 def measure_change(figure: Path | None, part: int = 240) -> dict[str, Any]:
     """Predictable, random and predictable again: what is chosen, and what it gains."""
-    from mlx_kv.generation.speculation.decoder import make_decoder
-    from mlx_kv.generation.speculation.joining import NewRow
+    from mlx_kv.generation.decoder import make_decoder
+    from mlx_kv.generation.sequence import TokenSequence
     from mlx_kv.generation.speculation.settings import DraftSettings
 
     model, _ = load(model_path("reference"))
@@ -298,9 +298,11 @@ def measure_change(figure: Path | None, part: int = 240) -> dict[str, Any]:
         if drafter is None:
             decoder.pace.choose = lambda *arguments: 0  # type: ignore[method-assign]
         scripted = True
-        joining = decoder.begin([NewRow(prompt, len(script))])
-        while not decoder.read_on(joining):
+        admission = decoder.admission(batched=False)
+        admission.add([decoder.pending(TokenSequence(0, prompt, len(script)))])
+        while admission.read(decoder.step_size):
             pass
+        decoder.join(*admission.take_finished())
         counts, told, times, lengths = SpeculationStatistics(), list[int](), list[float](), list[int]()
         text: list[int] = []
         started = time.perf_counter()

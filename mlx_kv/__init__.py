@@ -39,9 +39,8 @@ if TYPE_CHECKING:
     from mlx_kv.generation.settings import SamplingSettings
     from mlx_kv.generation.speculation.drafters import Drafter, drafter_names, register_drafter
     from mlx_kv.generation.speculation.statistics import SpeculationStatistics
-    from mlx_kv.generation.speculation.stream import speculative_generate
     from mlx_kv.generation.statistics import CacheStatistics, cache_statistics
-    from mlx_kv.generation.stream import stream_generate
+    from mlx_kv.generation.stream import speculative_generate, stream_generate
     from mlx_kv.generation.text import generate
     from mlx_kv.mlxlm.convert import make_prompt_cache
     from mlx_kv.mlxlm.loading import load
@@ -110,7 +109,7 @@ _HOMES = {
     "save_prompt_cache": "files.serialization",
     "score_names": "cache.eviction.scores",
     "show_attention": "mlxlm.observing",
-    "speculative_generate": "generation.speculation.stream",
+    "speculative_generate": "generation.stream",
     "stream_generate": "generation.stream",
     "trim_prompt_cache": "mlxlm.traverse",
 }

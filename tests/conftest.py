@@ -55,7 +55,8 @@ def reference() -> tuple[nn.Module, Any]:
 def _all_that_may_be_is_drafted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """How many tokens are drafted would follow from how busy the machine is; `chosen_length` marks tests of that."""
     if request.node.get_closest_marker("chosen_length") is None:
-        from mlx_kv.generation.speculation import decoder, pacing
+        from mlx_kv.generation import decoder
+        from mlx_kv.generation.speculation import pacing
 
         monkeypatch.setattr(decoder, "Pace", lambda most, free, fixed, replays: pacing.Pace(most, free, True))
 

@@ -1,7 +1,7 @@
-"""Rows that come and go: one engine for batches that are known beforehand, and for requests that arrive at any time.
+"""Engines: what generates for every front end.
 
-Decides what an engine is asked, and which one serves a model: mlx-lm's loop, or one that speculates. Knows nothing
-about files, requests or the command line. Engines are not thread-safe: all calls come from one thread.
+One engine serves prompts that are known in advance and requests that arrive at any time, with or without drafts.
+Engines are not thread-safe: all calls come from one thread.
 """
 
 from __future__ import annotations
@@ -13,18 +13,17 @@ import mlx.nn as nn
 
 from mlx_kv.cache.checks import whole_number
 from mlx_kv.communicator import LOCAL, Communicator
+from mlx_kv.generation.batch_engine import BatchEngine
+from mlx_kv.generation.decoder import make_decoder
 from mlx_kv.generation.distributed_caches import equal_lengths
-from mlx_kv.generation.plain import PlainEngine
-from mlx_kv.generation.progress import SequenceProgress
-from mlx_kv.generation.sequence import BatchToken, TokenSequence
+from mlx_kv.generation.sequence import BatchToken, SequenceProgress, TokenSequence
 from mlx_kv.generation.speculation import LOOKUP_MAX, LOOKUP_MIN
-from mlx_kv.generation.speculation.decoder import make_decoder
 from mlx_kv.generation.speculation.drafters import Drafter, Factory
 from mlx_kv.generation.speculation.settings import DraftLength, DraftSettings
 from mlx_kv.generation.speculation.statistics import SpeculationStatistics
-from mlx_kv.generation.speculative import SpeculativeEngine
 from mlx_kv.generation.two_pass_prefill import NO_INSTRUCTIONS, Instructions
 from mlx_kv.mlxlm.batching import check_batches
+from mlx_kv.mlxlm.traverse import attention_caches
 from mlx_kv.policy import CachePolicy, given_policy
 
 
@@ -146,16 +145,19 @@ def make_engine(
     drafting = communicator.on_leader(lambda: DraftSettings(drafter, num_draft_tokens, *lookup, draft_length))
     if prefill_step_size is not None:
         whole_number("prefill_step_size", prefill_step_size, least=1)
-    check_batches(model)
+    if max_batch_size > 1 or return_caches:
+        check_batches(model)
     policy = given_policy(policy)
-    drafts, return_caches = communicator.broadcast(
-        lambda: (draft_model is not None or drafter is not None, return_caches)
+    wanted = draft_model is not None or drafter is not None, return_caches
+    drafts, return_caches = communicator.broadcast(lambda: wanted)
+    settings = (drafting or DraftSettings()) if drafts else None
+    decoder = make_decoder(model, policy, draft_model, settings, communicator)
+    alike = equal_lengths(model, communicator) if max_batch_size > 1 else (False, False)
+    if decoder.drafter is not None and (any(alike) or decoder.drafter.equal_rows):
+        max_batch_size, alike = 1, (False, False)  # in a round, rows accept different numbers of tokens
+    by_chunk = policy.quantized_start or any(own.evictor is not None for own in attention_caches(decoder.make_caches()))
+    if drafts or communicator.distributed or by_chunk:
+        most_wait = None
+    return BatchEngine(
+        decoder, ends, max_batch_size, prefill_step_size, statistics, return_caches, instructions, most_wait, alike
     )
-    if not drafts:
-        return PlainEngine(
-            model, ends, policy, max_batch_size, prefill_step_size, return_caches, communicator, instructions, most_wait
-        )
-    decoder = make_decoder(model, policy, draft_model, drafting or DraftSettings(), communicator)
-    if max_batch_size > 1 and (any(equal_lengths(model, communicator)) or decoder.drafter.equal_rows):
-        max_batch_size = 1  # of a round, each row accepts a number of tokens of its own
-    return SpeculativeEngine(decoder, ends, max_batch_size, prefill_step_size, statistics, return_caches, instructions)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from types import FunctionType
@@ -148,6 +148,18 @@ class SeededSampler:
         token = mx.argmax(scaled + gumbel_noise([self.key()], logprobs.shape[-1]), axis=-1)
         self.position += 1
         return token
+
+
+def draw(samplers: Sequence[Sampler | None], logprobs: mx.array) -> mx.array:
+    """Tokens (B,) for log-probabilities (B, V) of rows with these samplers; a sampler that all share is called once."""
+    if all(sampler is samplers[0] for sampler in samplers):
+        return _drawn(samplers[0], logprobs)
+    each = [_drawn(sampler, logprobs[row : row + 1]) for row, sampler in enumerate(samplers)]
+    return mx.concatenate([tokens.reshape(1).astype(mx.uint32) for tokens in each])
+
+
+def _drawn(sampler: Sampler | None, logprobs: mx.array) -> mx.array:
+    return mx.argmax(logprobs, axis=-1) if sampler is None else sampler(logprobs)
 
 
 def gumbel_noise(keys: list[mx.array], vocabulary: int) -> mx.array:

@@ -1,21 +1,33 @@
-"""Sequences that are continued, and what is told of each of their tokens.
-
-Decides what could not be continued, and what text comes with a token. Knows nothing about models, batches, or what a
-cache is. Arrays appear only inside caches that are passed on.
-"""
+"""Sequences to be continued, their progress, and the tokens that they get."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import mlx.core as mx
 
 from mlx_kv.cache.checks import whole_number
 from mlx_kv.generation.logprobs import TokenScore
 from mlx_kv.generation.sampling import Sampler
 from mlx_kv.generation.settings import LogitsProcessor
-from mlx_kv.mlxlm.batching import check_alike
+
+UNLIMITED = 2**62  # max_tokens of a sequence that only its caller ends
+
+
+@dataclass(frozen=True)
+class Emitted:
+    """One token of a row.
+
+    Attributes:
+        logprobs: the model's log-probabilities (V,) at its place.
+        from_draft: whether it was drafted.
+    """
+
+    token: int
+    logprobs: mx.array
+    from_draft: bool = False
 
 
 @dataclass(frozen=True)
@@ -41,6 +53,21 @@ class BatchToken:
     from_draft: bool = False
     caches: list[Any] | None = None
     score: TokenScore | None = None
+
+
+@dataclass(frozen=True)
+class SequenceProgress:
+    """How far a sequence is.
+
+    Attributes:
+        left: prompt tokens still to be read.
+        drafted: tokens drafted for it in the last pass.
+        accepted: drafted tokens that were right, so far.
+    """
+
+    left: int = 0
+    drafted: int = 0
+    accepted: int = 0
 
 
 @dataclass
@@ -76,6 +103,11 @@ class TokenSequence:
     accepted: int = 0
     emitted: int = 0
 
+    @property
+    def answer_room(self) -> int:
+        """Tokens of the answer for which room is reserved."""
+        return 0 if self.max_tokens == UNLIMITED else self.max_tokens
+
     def emit(
         self,
         token: int,
@@ -109,55 +141,3 @@ def common_prefix(some: list[int], others: list[int]) -> int:
     if some[:most] == others[:most]:
         return most
     return next(place for place in range(most) if some[place] != others[place])
-
-
-class Waiting:
-    """Sequences that have no row yet: first come, first served.
-
-    Args:
-        caches: gives the caches that those which a sequence brings must be like.
-    """
-
-    def __init__(self, caches: Callable[[], list[Any]]) -> None:
-        self._caches = caches
-        self._queue: deque[TokenSequence] = deque()
-
-    def submit(self, sequence: TokenSequence, first: Any) -> None:
-        """Raises ValueError for what could not be continued, before it joins others.
-
-        Args:
-            first: where it goes before it waits here, if it is wanted there.
-        """
-        check(sequence)
-        if sequence.caches is not None:
-            check_alike(self._caches(), sequence.caches)
-        if first.accepts(sequence):
-            first.add(sequence)
-        else:
-            self._queue.append(sequence)
-
-    def take(self, sequence: TokenSequence | None) -> None:
-        """Where there is one that has been elsewhere, it waits here now."""
-        if sequence is not None:
-            self._queue.append(sequence)
-
-    def cancel(self, index: int) -> None:
-        """One that is not there is no error."""
-        self._queue = deque(sequence for sequence in self._queue if sequence.index != index)
-
-    def next(self) -> TokenSequence:
-        """The first of them has a row now."""
-        return self._queue.popleft()
-
-    def clear(self) -> None:
-        self._queue.clear()
-
-    @property
-    def first(self) -> TokenSequence:
-        return self._queue[0]
-
-    def __iter__(self) -> Iterator[TokenSequence]:
-        return iter(self._queue)
-
-    def __len__(self) -> int:
-        return len(self._queue)

@@ -1,35 +1,35 @@
-"""Text from a prompt: mlx-lm's own loop and samplers over our caches.
-
-Decides what is refused and what is reserved before the loop starts. Knows nothing about the command line; the loop
-itself is mlx-lm's.
-"""
+"""Text from one prompt, as a stream: a batch of one, with or without drafts."""
 
 from __future__ import annotations
 
-import inspect
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.generate import GenerationResponse, generate_step, generation_stream
-from mlx_lm.generate import stream_generate as stock_stream_generate
-from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.generate import GenerationResponse
 
-from mlx_kv.cache.checks import check_type, shown
-from mlx_kv.communicator import LOCAL, Communicator
-from mlx_kv.generation.distributed_caches import check_local, given_caches, make_distributed_caches
+from mlx_kv.cache.checks import cache_list, check_type, shown, token_ids, whole_number
+from mlx_kv.communicator import LOCAL, Communicator, Steps
+from mlx_kv.generation.batch_engine import BatchEngine
+from mlx_kv.generation.decoder import Decoder, make_decoder
+from mlx_kv.generation.distributed_caches import check_local
 from mlx_kv.generation.encoding import tokens_of_prompt, wrapped
-from mlx_kv.generation.prefill import prefill_step, reserve_for
+from mlx_kv.generation.prefill import prefill_step
 from mlx_kv.generation.sampling import Sampler, sampler_of_sequence
+from mlx_kv.generation.sequence import UNLIMITED, TokenSequence
 from mlx_kv.generation.settings import LogitsProcessor, given_processors
-from mlx_kv.generation.two_pass_prefill import Instructions, TwoPassPrefill, needs_second_pass
+from mlx_kv.generation.speculation import LOOKUP_MAX, LOOKUP_MIN
+from mlx_kv.generation.speculation.drafters import Drafter, Factory
+from mlx_kv.generation.speculation.settings import DraftLength, DraftSettings
+from mlx_kv.generation.speculation.statistics import SpeculationStatistics
+from mlx_kv.generation.two_pass_prefill import NO_INSTRUCTIONS, Instructions, needs_second_pass
 from mlx_kv.mlxlm.convert import check_windows
 from mlx_kv.mlxlm.loading import check_model, vocabulary_of
 from mlx_kv.mlxlm.observing import show_attention
-from mlx_kv.mlxlm.traverse import attention_caches
+from mlx_kv.mlxlm.traverse import attention_caches, can_trim
 from mlx_kv.policy import CachePolicy, given_policy
 
 FOR_THE_POLICY = {field.name: field.name for field in fields(CachePolicy)} | {
@@ -37,9 +37,11 @@ FOR_THE_POLICY = {field.name: field.name for field in fields(CachePolicy)} | {
     "kv_group_size": "group_size",
     "quantized_kv_start": "quantized_start",
 }
-ARGUMENTS = {"prompt", "model", "max_tokens", "sampler", "prompt_cache"}
-# mlx-lm takes num_draft_tokens without a draft, too.
-OPTIONS = {*inspect.signature(generate_step).parameters, "num_draft_tokens"} - ARGUMENTS - FOR_THE_POLICY.keys()
+# Of mlx-lm's stream_generate, which takes num_draft_tokens without a draft, too.
+OPTIONS = (
+    *("input_embeddings", "logits_processors", "num_draft_tokens", "prefill_step_size", "prompt_progress_callback"),
+    "stream",
+)
 
 
 def stream_generate(
@@ -54,7 +56,7 @@ def stream_generate(
     group: Communicator | None = None,
     **options: Any,
 ) -> Iterator[GenerationResponse]:
-    """Generates text with mlx-lm's loop, keys and values living in our caches.
+    """Generates text, keys and values living in our caches.
 
     Args:
         model, tokenizer: as from `mlx_lm.load`.
@@ -67,7 +69,8 @@ def stream_generate(
             the caches have read, has random numbers of its own.
         group: the ranks of which each has a part of the model, and calls this alike. The leader's prompt, limits and
             sampler count, and where it stops asking for tokens, all end.
-        options: the other options of mlx-lm's `generate_step`, such as prefill_step_size and logits_processors.
+        options: those of mlx-lm's `generate_step`: prefill_step_size, logits_processors, prompt_progress_callback,
+            input_embeddings and stream.
 
     Returns:
         An iterator of mlx-lm's `GenerationResponse`, one for each token.
@@ -78,95 +81,259 @@ def stream_generate(
         TypeError: an argument of another type, or an option that there is none of.
     """
     check_model("model", model)
-    check_type("group", group, Communicator | None, "give what mlx_kv.join_ranks() returns")
     _check_options(options)
+    embeddings = options.get("input_embeddings")
+    check_type("input_embeddings", embeddings, mx.array | None, "give an mx.array (tokens, hidden size), or None")
+
+    def limit() -> int:
+        if not isinstance(max_tokens, int) or max_tokens == 0 or max_tokens < -1:
+            raise ValueError(f"max_tokens is {shown(max_tokens)}: give a number from 1 up, or -1 for no limit")
+        return max_tokens
+
+    return _stream(
+        model,
+        wrapped(tokenizer),
+        prompt,
+        policy,
+        limit,
+        sampler=sampler,
+        seed=seed,
+        prompt_cache=prompt_cache,
+        prefill_step_size=options.get("prefill_step_size"),
+        progress=options.get("prompt_progress_callback"),
+        group=group,
+        processors=options.get("logits_processors"),
+        embeddings=embeddings,
+        device_stream=options.get("stream"),
+    )
+
+
+def speculative_generate(
+    model: nn.Module,
+    draft_model: nn.Module | None,
+    tokenizer: Any,
+    prompt: str | Sequence[int] | mx.array,
+    max_tokens: int = 256,
+    num_draft_tokens: int | None = None,
+    policy: CachePolicy | None = None,
+    sampler: Sampler | None = None,
+    prefill_step_size: int | None = None,
+    statistics: SpeculationStatistics | None = None,
+    prompt_progress_callback: Callable[[int, int], None] | None = None,
+    seed: int | None = None,
+    drafter: str | Factory | Drafter | None = None,
+    prompt_lookup_min: int = LOOKUP_MIN,
+    prompt_lookup_max: int = LOOKUP_MAX,
+    draft_length: DraftLength = "chosen",
+    prompt_cache: list[Any] | None = None,
+    before: Sequence[int] = (),
+    group: Communicator | None = None,
+    logits_processors: Sequence[LogitsProcessor] | None = None,
+) -> Iterator[GenerationResponse]:
+    """Generates what `stream_generate` would, in fewer passes of the model where the draft is right.
+
+    Args:
+        model, draft_model: models with the same tokenizer; no draft model where the drafter needs none.
+        tokenizer: as from `mlx_lm.load`; None with a prompt of token ids, for responses without text.
+        prompt: a text, or token ids.
+        max_tokens: tokens to generate, from 1 up.
+        num_draft_tokens: K, tokens drafted for each pass of the model, from 1 up; None is 3, and 10 for `ngram`,
+            `suffix` and `auto`.
+        policy: how the model's keys and values are kept; rings get room to take back K + 1 tokens.
+        sampler: None is greedy, token for token as without a draft. With a `TemperatureSampler` the draft guesses by
+            the same random keys, with any other (log-probabilities to tokens) the likeliest. All three are exact.
+        prefill_step_size: prompt tokens read at once; by default what `stream_generate` would read.
+        statistics: filled in as tokens come.
+        prompt_progress_callback: called with the prompt tokens that the model has read, and their number.
+        seed: as in `stream_generate`, which gives the same tokens.
+        drafter: who proposes tokens instead of the draft model: a name of `drafter_names()`, a factory as
+            `register_drafter` takes it, or a `Drafter`, which is for this call alone. `ngram`, `suffix` and `auto` need
+            no model.
+        prompt_lookup_min, prompt_lookup_max: how many last tokens must have been there before for `ngram` and `suffix`
+            to propose what followed them, and how many `ngram` looks for at the most.
+        draft_length: "chosen" drafts as many of the K tokens as have paid so far on this machine, or none; "fixed"
+            always all of them.
+        prompt_cache: caches to go on from, made by `make_prompt_cache`; they are updated in place, and may have read
+            more than was told if a token ends the sequence. Instead of a policy; not with a draft model.
+        before: the tokens that they have read, as far as they are known, for processors and drafters that look at them.
+        group: as in `stream_generate`. Drafts are the leader's: the others need no draft model and no drafter.
+        logits_processors: mlx-lm's, such as `make_logits_processors` gives: of tokens (n,) so far and logits (1, V) of
+            the next one they make other logits. Each place of a draft is shown the tokens before it.
+
+    Returns:
+        An iterator of mlx-lm's `GenerationResponse`, one for each token.
+
+    Raises:
+        ValueError: K or max_tokens below 1, an empty prompt, vocabularies that differ, caches that cannot roll back, a
+            seed for a sampler that is no `TemperatureSampler`, neither a draft model nor a drafter, a policy beside a
+            prompt_cache, token ids that the model does not have.
+        TypeError: an argument of another type.
+    """
+    check_model("model", model)
+    check_type("statistics", statistics, SpeculationStatistics | None, "give SpeculationStatistics(), or None")
+    return _stream(
+        model,
+        None if tokenizer is None else wrapped(tokenizer),
+        prompt,
+        policy,
+        lambda: whole_number("max_tokens", max_tokens, least=1),
+        sampler=sampler,
+        seed=seed,
+        prompt_cache=prompt_cache,
+        before=before,
+        prefill_step_size=prefill_step_size,
+        progress=prompt_progress_callback,
+        group=group,
+        processors=logits_processors,
+        statistics=statistics or SpeculationStatistics(),
+        draft_model=draft_model,
+        drafting=lambda: DraftSettings(drafter, num_draft_tokens, prompt_lookup_min, prompt_lookup_max, draft_length),
+    )
+
+
+def _stream(
+    model: nn.Module,
+    tokenizer: Any,
+    prompt: Any,
+    policy: CachePolicy | None,
+    limit: Callable[[], int],
+    *,
+    sampler: Sampler | None,
+    seed: int | None,
+    prompt_cache: list[Any] | None,
+    prefill_step_size: int | None,
+    progress: Callable[[int, int], None] | None,
+    group: Communicator | None,
+    processors: Sequence[LogitsProcessor] | None,
+    before: Sequence[int] = (),
+    embeddings: mx.array | None = None,
+    device_stream: Any = None,
+    statistics: SpeculationStatistics | None = None,
+    draft_model: nn.Module | None = None,
+    drafting: Callable[[], DraftSettings] | None = None,
+) -> Steps[GenerationResponse]:
+    """What both functions have in common.
+
+    Args:
+        limit: checks and returns max_tokens, on the leader.
+        drafting: the same of the drafts; None for none.
+    """
     if policy is not None and prompt_cache is not None:
         raise ValueError("got a policy and a prompt_cache, which was made with its own: give one of them")
-    policy = given_policy(policy)
+    check_type("group", group, Communicator | None, "give what mlx_kv.join_ranks() returns")
+    check_type("prompt_progress_callback", progress, Callable | None, "give a function (read, total), or None")
+    communicator, given = group or LOCAL, given_processors(processors)
+    policy, vocabulary = given_policy(policy), vocabulary_of(model)
+    settings = None if drafting is None else communicator.on_leader(drafting) or DraftSettings()
+    before = token_ids(before, vocabulary, "before")
+
+    def asked() -> tuple[list[int], int, int | None]:
+        if prefill_step_size is not None:
+            whole_number("prefill_step_size", prefill_step_size, least=1)
+        return tokens_of_prompt(tokenizer, prompt, vocabulary), limit(), prefill_step_size
+
+    tokens, max_tokens, step = communicator.broadcast(asked)
+    if embeddings is not None and (embeddings.ndim != 2 or embeddings.shape[0] != len(tokens)):
+        raise ValueError(f"input_embeddings have shape {embeddings.shape}: give ({len(tokens)} tokens, hidden size)")
+    decoder = make_decoder(model, policy, draft_model, settings, communicator)
+    read = 0
     if prompt_cache is not None:
-        prompt_cache = given_caches("prompt_cache", model, prompt_cache)
-        check_windows(model, prompt_cache)
-        show_attention(model, prompt_cache)
-    tokenizer = wrapped(tokenizer)
-    options["logits_processors"] = list(given_processors(options.get("logits_processors")))
-    communicator, step = group or LOCAL, options.get("prefill_step_size")
-    told, max_tokens, step = communicator.broadcast(
-        lambda: (tokens_of_prompt(tokenizer, prompt, vocabulary_of(model)), _limit(max_tokens), step)
-    )
-    tokens = mx.array(told)
-    _check_embeddings(options.get("input_embeddings"), len(told))
-    caches = make_distributed_caches(model, policy, communicator) if prompt_cache is None else prompt_cache
-    before = communicator.all_max(max((int(cache.offset) for cache in attention_caches(caches)), default=0))
-    if communicator.leads:
-        sampler = sampler_of_sequence(sampler, seed, before + tokens.size)
-    else:
-        sampler = options["logits_processors"] = None
-    reserve_for(caches, tokens.size, max_tokens)
-    report = options.get("prompt_progress_callback")
-    check_type("prompt_progress_callback", report, Callable | None, "give a function (read, total), or None")
-
-    def progress(done: int, total: int) -> None:
-        communicator.progress()
-        if report is not None:
-            report(done, total)
-
-    options["prompt_progress_callback"] = progress
-    (options["prefill_step_size"],) = communicator.all_min([prefill_step(model, caches, step)])
-    if needs_second_pass(caches) and tokens.size > 1:
+        _check_cache(model, decoder, prompt_cache)
+        offsets = [int(cache.offset) for cache in attention_caches(prompt_cache)]
+        read = communicator.all_max(max(offsets, default=0))
+        (step,) = communicator.all_min([prefill_step(model, prompt_cache, step)])
+    if needs_second_pass(decoder.make_caches() if prompt_cache is None else prompt_cache):
         check_local(communicator)
-        return _read_twice(model, tokenizer, tokens, caches, max_tokens, sampler, progress, options)
-    responses = stock_stream_generate(
-        model,
-        tokenizer,
-        tokens,
-        max_tokens=max_tokens,
-        sampler=_leader_sampler(communicator, sampler),
-        prompt_cache=caches,
-        **options,
+        instructions = Instructions.of(tokenizer, model)
+    else:
+        instructions = NO_INSTRUCTIONS
+    sampler = sampler_of_sequence(sampler, seed, read + len(tokens)) if communicator.leads else None
+    sequence = TokenSequence(
+        0, tokens, UNLIMITED if max_tokens == -1 else max_tokens, None, sampler, prompt_cache, before
     )
+    sequence.processors = given if communicator.leads else ()
+    decoder.target.embeddings = embeddings
+    ends = set() if tokenizer is None else set(tokenizer.eos_token_ids)
+    engine = BatchEngine(decoder, ends, 1, step, statistics, instructions=instructions)
+    if device_stream is not None:
+        engine.stream = device_stream
+    responses = _responses(engine, sequence, tokenizer, communicator, progress)
     return communicator.sync_steps(responses, lambda response: response.token)
 
 
-def _read_twice(
-    model: nn.Module,
-    tokenizer: TokenizerWrapper,
-    tokens: mx.array,
-    caches: list[Any],
-    max_tokens: int,
-    sampler: Any,
-    progress: Callable[[int, int], None],
-    options: dict[str, Any],
-) -> Iterator[GenerationResponse]:
-    """All of the prompt but its last token is read twice, the rest is as ever."""
-    told: Any = tokens.tolist()
-    started = time.perf_counter()
-    step = options["prefill_step_size"]
-    with mx.stream(generation_stream):
-        reading = TwoPassPrefill(model, caches, [told[:-1]], step, Instructions.of(tokenizer, model))
-        reading.finish(lambda done, _: progress(done, len(told)))
-    seconds = time.perf_counter() - started
-    rest = options | {"prompt_progress_callback": lambda done, total: progress(len(told) - total + done, len(told))}
-    rest["logits_processors"] = [shown_before(own, told[:-1]) for own in options.get("logits_processors") or ()]
-    for response in stock_stream_generate(
-        model, tokenizer, tokens[-1:], max_tokens=max_tokens, sampler=sampler, prompt_cache=caches, **rest
-    ):
-        speed = len(told) / (seconds + 1 / max(response.prompt_tps, 1e-9))
-        yield replace(response, prompt_tokens=len(told), prompt_tps=speed)
+def _responses(
+    engine: BatchEngine,
+    sequence: TokenSequence,
+    tokenizer: Any,
+    communicator: Communicator,
+    report: Callable[[int, int], None] | None,
+) -> Steps[GenerationResponse]:
+    detokenizer = None if tokenizer is None else tokenizer.detokenizer
+    sequence.detokenizer = detokenizer
+    prompt_tokens, prompt_tps, count, started = len(sequence.tokens), 0.0, 0, time.perf_counter()
+
+    def progress(read: int) -> None:
+        communicator.progress()
+        if report is not None:
+            report(read, prompt_tokens)
+
+    engine.submit(sequence)
+    try:
+        progress(0)
+        last = 0
+        while engine.busy:
+            emitted = engine.step_scored()
+            if count == 0:
+                left = engine.progress[0].left if engine.busy else 0
+                read = prompt_tokens - 1 if emitted else prompt_tokens - left - 1
+                if read > last:
+                    progress(read)
+                last = read
+            for _, item, finish, _ in emitted:
+                if count == 0:
+                    progress(prompt_tokens)
+                    prompt_tps, started = prompt_tokens / (time.perf_counter() - started), time.perf_counter()
+                count += 1
+                token = sequence.emit(item.token, finish, item.from_draft)
+                yield GenerationResponse(
+                    text=token.text,
+                    token=item.token,
+                    logprobs=item.logprobs,
+                    from_draft=item.from_draft,
+                    prompt_tokens=prompt_tokens,
+                    prompt_tps=prompt_tps,
+                    generation_tokens=count,
+                    generation_tps=count / (time.perf_counter() - started),
+                    peak_memory=mx.get_peak_memory() / 1e9,
+                    finish_reason=finish,
+                )
+    finally:
+        engine.close()
 
 
-def _leader_sampler(communicator: Communicator, sampler: Sampler | None) -> Sampler | None:
-    """A sampler whose tokens are the leader's, in all processes."""
-    if not communicator.distributed:
-        return sampler
-
-    def draw(logprobs: mx.array) -> mx.array:
-        return communicator.leader_tokens(mx.argmax(logprobs, axis=-1) if sampler is None else sampler(logprobs))
-
-    return draw
+def _check_cache(model: nn.Module, decoder: Decoder, caches: list[Any]) -> None:
+    """Raises ValueError for a prompt_cache that the model, or its drafts, cannot continue."""
+    caches, wanted = cache_list("prompt_cache", caches), len(decoder.make_caches())
+    if len(caches) != wanted:
+        owner = "the model" if decoder.drafter is None else "the model and what drafts for it"
+        fix = "use make_prompt_cache" + ("" if decoder.drafter is None else ", and a drafter without a model")
+        raise ValueError(f"the prompt_cache has {len(caches)} layers, {owner} {wanted}: {fix}")
+    check_windows(model, caches)
+    show_attention(model, caches)
+    if decoder.drafter is None:
+        return
+    if not can_trim(caches, 0):
+        raise ValueError("the prompt_cache cannot take back tokens: generate without a draft")
+    planned = [cache.max_write for cache in attention_caches(caches) if cache.max_write is not None]
+    if planned and min(planned) <= decoder.draft_tokens:
+        raise ValueError(
+            f"the prompt_cache plans for writes of {min(planned)} tokens, and so can take back no draft of "
+            f"{decoder.draft_tokens}: use num_draft_tokens={max(1, min(planned) - 1)}, or caches of a larger max_write"
+        )
 
 
 def shown_before(processor: LogitsProcessor, before: Sequence[int]) -> LogitsProcessor:
-    """The processor for a loop that knows nothing of the tokens that come before its own."""
+    """The processor for a loop that is given only its own tokens, not those before."""
     if not before:
         return processor
     known = mx.array(list(before))
@@ -188,17 +355,5 @@ def _check_options(options: Mapping[str, Any]) -> None:
     check_policy_options(options)
     if "draft_model" in options:
         raise ValueError("draft_model is for speculative_generate: call that")
-    if unknown := sorted(set(options) - OPTIONS):
-        raise TypeError(f"there is no option {unknown[0]}: leave it out, or give one of {', '.join(sorted(OPTIONS))}")
-
-
-def _check_embeddings(embeddings: Any, tokens: int) -> None:
-    check_type("input_embeddings", embeddings, mx.array | None, "give an mx.array (tokens, hidden size), or None")
-    if embeddings is not None and (embeddings.ndim != 2 or embeddings.shape[0] != tokens):
-        raise ValueError(f"input_embeddings have shape {embeddings.shape}: give ({tokens} tokens, hidden size)")
-
-
-def _limit(max_tokens: int) -> int:
-    if not isinstance(max_tokens, int) or max_tokens == 0 or max_tokens < -1:
-        raise ValueError(f"max_tokens is {shown(max_tokens)}: give a number from 1 up, or -1 for no limit")
-    return max_tokens
+    if unknown := sorted(set(options) - set(OPTIONS)):
+        raise TypeError(f"there is no option {unknown[0]}: leave it out, or give one of {', '.join(OPTIONS)}")

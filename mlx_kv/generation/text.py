@@ -17,9 +17,8 @@ from mlx_kv.cache.checks import check_type, shown
 from mlx_kv.generation.encoding import encode_messages, has_chats, wrapped
 from mlx_kv.generation.settings import SamplingSettings
 from mlx_kv.generation.speculation.drafters import Drafter, Factory
-from mlx_kv.generation.speculation.stream import speculative_generate
 from mlx_kv.generation.stop_strings import StopStrings
-from mlx_kv.generation.stream import check_policy_options, stream_generate
+from mlx_kv.generation.stream import check_policy_options, speculative_generate, stream_generate
 from mlx_kv.policy import CachePolicy
 
 

@@ -255,9 +255,10 @@ class TwoPassQueue:
 
     def accepts(self, sequence: TokenSequence) -> bool:
         """Whether a sequence belongs here first. Its last token is left to be read in the batch."""
-        return self._needed and len(sequence.tokens) > 1
+        needed = self._needed if sequence.caches is None else needs_second_pass(sequence.caches)
+        return needed and len(sequence.tokens) > 1
 
-    def add(self, sequence: TokenSequence) -> None:
+    def append(self, sequence: TokenSequence) -> None:
         self._queue.append(sequence)
 
     def step(self) -> TokenSequence | None:
@@ -268,7 +269,7 @@ class TwoPassQueue:
         with mx.stream(generation_stream):
             if self._current is None:
                 caches = sequence.caches = sequence.caches or self._make_caches()
-                reserve_for(caches, len(sequence.tokens), sequence.max_tokens)
+                reserve_for(caches, len(sequence.tokens), sequence.answer_room)
                 texts = [sequence.tokens[:-1]]
                 self._current = TwoPassPrefill(self._read, caches, texts, self._step, self._instructions)
             self._current.step()

@@ -385,6 +385,12 @@ def mark_last(model: nn.Module, caches: Sequence[Any]) -> None:
         caches[-1].sends_on = True
 
 
+def unread(caches: Iterable[Any]) -> bool:
+    """Whether any recurrent layer has no state yet."""
+    layers = [cache for cache in leaves(caches) if isinstance(cache, stock.ArraysCache)]
+    return any(array is None for layer in layers for array in layer.cache)
+
+
 def announce(caches: Iterable[Any], lengths: Sequence[int]) -> None:
     """Announces to all layers how many tokens of each row the next pass reads, without padding."""
     for state in recurrent_states(caches):

@@ -13,7 +13,7 @@ from batch_runs import GOOD, PROMPTS, Files, alone
 
 from mlx_kv.cli import main as cli
 from mlx_kv.cli.batch_input import InputFile
-from mlx_kv.generation.plain import PlainEngine
+from mlx_kv.generation.batch_engine import BatchEngine
 
 # --- answers ----------------------------------------------------------------------------------------------------------
 
@@ -79,14 +79,14 @@ def test_settings_of_the_policy_and_the_sampler_arrive(call: Any, files: Files) 
 def test_no_more_than_a_few_batches_are_submitted_ahead(
     call: Any, files: Files, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    most, submit = 0, PlainEngine.submit
+    most, submit = 0, BatchEngine.submit
 
-    def counting(self: PlainEngine, sequence: Any) -> None:
+    def counting(self: BatchEngine, sequence: Any) -> None:
         nonlocal most
         submit(self, sequence)
-        most = max(most, len(self._waiting) + len(self._active))
+        most = max(most, len(self.pending) + len(self.rows))
 
-    monkeypatch.setattr(PlainEngine, "submit", counting)
+    monkeypatch.setattr(BatchEngine, "submit", counting)
     files.ask(*({"prompt": [5], "max_tokens": 2} for _ in range(40)))
     assert call("--max-batch-size", 2).code == 0
     assert len(files.by_id()) == 40

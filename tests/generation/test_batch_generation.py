@@ -15,11 +15,11 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tiny_models import FAMILIES, VOCAB, make_model
 
 from mlx_kv import CachePolicy, SpeculationStatistics, batch_generate, cache_statistics, make_prompt_cache
+from mlx_kv.generation.decoder import Decoder, make_decoder
 from mlx_kv.generation.sampling import TemperatureSampler
-from mlx_kv.generation.speculation.decoder import make_decoder
+from mlx_kv.generation.sequence import TokenSequence
 from mlx_kv.generation.speculation.drafters import DrafterContext
 from mlx_kv.generation.speculation.drafters.model import ModelDrafter
-from mlx_kv.generation.speculation.joining import NewRow
 from mlx_kv.generation.speculation.settings import DraftSettings
 
 UNBATCHED = ("gemma2", "llama4")  # mlx-lm's models are not made for rows of different lengths
@@ -234,17 +234,25 @@ def test_sampling_follows_the_models_distribution() -> None:
     assert 0 < counts.accepted < counts.drafted
 
 
+def join(decoder: Decoder, sequences: list[TokenSequence]) -> None:
+    admission = decoder.admission(batched=True)
+    admission.add([decoder.pending(sequence) for sequence in sequences])
+    while admission.read(512):
+        pass
+    decoder.join(*admission.take_finished())
+
+
 def test_memory_of_rows_that_have_left_is_given_back() -> None:
     model = make_model("llama")
     drafter = ModelDrafter(DrafterContext(model, VOCAB, 2, make_model("llama", seed=1)))
     decoder = make_decoder(model, CachePolicy(), None, DraftSettings(drafter, 2))
-    assert decoder.read_on(decoder.begin([NewRow(PROMPTS[0], 10)] * 8))
+    join(decoder, [TokenSequence(index, PROMPTS[0], 10) for index in range(8)])
     whole = cache_statistics(decoder.target.caches).bytes_allocated
     decoder.keep([3])
     assert cache_statistics(decoder.target.caches).bytes_allocated == whole // 8
     decoder.keep([])
     assert decoder.target.caches == drafter.caches == []
-    assert decoder.read_on(decoder.begin([NewRow(PROMPTS[1], 10)]))
+    join(decoder, [TokenSequence(8, PROMPTS[1], 10)])
     assert len(decoder.round(5, SpeculationStatistics())) == 1
 
 

@@ -20,8 +20,8 @@ from mlx_kv import (
     make_prompt_cache,
     trim_prompt_cache,
 )
+from mlx_kv.generation.batch_engine import BatchEngine
 from mlx_kv.generation.engine import Engine, make_engine
-from mlx_kv.generation.plain import PlainEngine
 from mlx_kv.generation.sequence import TokenSequence
 
 PROMPT = mx.random.randint(1, VOCAB, (20,), key=mx.random.key(1)).tolist()
@@ -237,11 +237,11 @@ def test_state_that_was_taken_out_holds_no_other_row() -> None:
 
 def test_prompts_are_read_together_as_far_as_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "mlx_kv.generation.plain.MOST_TOKENS_AT_ONCE", dict.fromkeys(mx.DeviceType.__members__.values(), 30)
+        "mlx_kv.generation.batch_engine.MOST_TOKENS_AT_ONCE", dict.fromkeys(mx.DeviceType.__members__.values(), 30)
     )
     model = make_model("llama")
     made = make_engine(model, set())
-    assert isinstance(made, PlainEngine)
+    assert isinstance(made, BatchEngine)
     prompts = [PROMPT, PROMPT[:12], PROMPT[:9], PROMPT[:8], [5], PROMPT[:19]]
     for index, prompt in enumerate(prompts):
         made.submit(TokenSequence(index, prompt, 6))
@@ -256,12 +256,12 @@ def test_prompts_are_read_together_as_far_as_they_fit(monkeypatch: pytest.Monkey
     assert tokens == {index: alone(model, prompt, 6) for index, prompt in enumerate(prompts)}
     joined = [{index for index in read_at if read_at[index] == step} for step in sorted(set(read_at.values()))]
     assert joined == [{0}, {1, 2, 3, 4}, {5}]
-    assert made._reading == {}
+    assert made._admission.rows == []
 
 
 def test_a_prompt_of_several_passes_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "mlx_kv.generation.plain.MOST_TOKENS_AT_ONCE", dict.fromkeys(mx.DeviceType.__members__.values(), 16)
+        "mlx_kv.generation.batch_engine.MOST_TOKENS_AT_ONCE", dict.fromkeys(mx.DeviceType.__members__.values(), 16)
     )
     model = make_model("llama")
     made = make_engine(model, set(), prefill_step_size=8)

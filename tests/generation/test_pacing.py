@@ -14,10 +14,10 @@ from test_drafters import LENGTH, MODELS, PROMPTS, Prophet, gathered, prophet
 from tiny_models import make_model
 
 from mlx_kv import CachePolicy, SpeculationStatistics, TemperatureSampler, batch_generate
+from mlx_kv.generation import decoder
 from mlx_kv.generation.engine import make_engine
 from mlx_kv.generation.sampling import derived_seed, sampler_of_sequence
 from mlx_kv.generation.sequence import TokenSequence
-from mlx_kv.generation.speculation import decoder
 from mlx_kv.generation.speculation.costs import Costs
 from mlx_kv.generation.speculation.drafters.model import ModelDrafter
 from mlx_kv.generation.speculation.pacing import MEASURED_FIRST, MOST_WAIT, TRUSTED, Acceptance, Pace
@@ -349,5 +349,5 @@ def test_a_busy_machine_is_told_from_passes_that_cost_more() -> None:
 
 
 def test_a_length_that_nobody_knows_is_refused() -> None:
-    with pytest.raises(ValueError, match="give 'chosen'"):
+    with pytest.raises(ValueError, match="choose one of chosen, fixed"):
         DraftSettings("suffix", draft_length="long")  # type: ignore[arg-type]

@@ -8,8 +8,8 @@ import mlx.core as mx
 import pytest
 
 from mlx_kv import CachePolicy
+from mlx_kv.generation.admission import FIRST_CHUNK, MIN_CHUNK, PrefillPace
 from mlx_kv.generation.engine import make_engine
-from mlx_kv.generation.prefill_pacing import FIRST_CHUNK, LEAST_CHUNK, PrefillPace
 from mlx_kv.generation.sequence import TokenSequence
 
 PROMPTS = {0: [(5 * i + 3) % 90 for i in range(30)], 1: [(7 * i * i + 3 * i) % 90 for i in range(900)]}
@@ -24,7 +24,7 @@ def test_a_chunk_has_as_many_tokens_as_fit_into_a_wait() -> None:
     pace.took(10, 5.0)  # a pass of so few says nothing
     assert pace.chunk(1) == 960
     pace.took(1000, 100.0)
-    assert pace.chunk(1) == LEAST_CHUNK
+    assert pace.chunk(1) == MIN_CHUNK
     pace.took(1000, 1e-9)
     assert pace.chunk(3) == 2048
 
@@ -35,14 +35,16 @@ def run(model: Any, policy: CachePolicy, most_wait: float | None) -> tuple[dict[
     engine = make_engine(model, {-1}, policy, prefill_step_size=512, most_wait=most_wait)
     answers: dict[int, list[int]] = {0: [], 1: []}
 
+    def left() -> int:
+        return engine.progress[1].left if 1 in engine.progress else 0
+
     def step() -> None:
-        before = engine._reading.get(1, 0) if hasattr(engine, "_reading") else 0  # by mlx-lm's number, from 0 up
+        before = left()
         decodes = bool(engine.rows)
         for token in engine.step():
             answers[token.index].append(token.token)
-        after = engine._reading.get(1, 0) if hasattr(engine, "_reading") else 0
-        if decodes and before > after:
-            read.append(before - after)
+        if decodes and before > left():
+            read.append(before - left())
 
     engine.submit(TokenSequence(0, PROMPTS[0], 60))
     while not answers[0]:
@@ -60,7 +62,7 @@ def test_small_chunks_change_no_token(policy: CachePolicy, reference: Any) -> No
     wanted, whole = run(model, policy, None)
     paced, small = run(model, policy, 1e-9)
     assert paced == wanted
-    assert max(whole) > LEAST_CHUNK >= max(small[1:])  # nobody knows how fast the first of them is
+    assert max(whole) > MIN_CHUNK >= max(small[1:])  # nobody knows how fast the first of them is
     mx.clear_cache()
 
 

@@ -17,10 +17,11 @@ from test_drafters import PROMPTS, Prophet, gathered, prophet
 
 import mlx_kv
 from mlx_kv import CachePolicy, SpeculationStatistics, TemperatureSampler, batch_generate, speculative_generate
+from mlx_kv.generation import decode_batch
+from mlx_kv.generation.decode_batch import DecodeBatch
 from mlx_kv.generation.engine import make_engine
 from mlx_kv.generation.sequence import TokenSequence
-from mlx_kv.generation.speculation import drafters, model_rows
-from mlx_kv.generation.speculation.model_rows import ModelRows
+from mlx_kv.generation.speculation import drafters
 from mlx_kv.mlxlm import recurrent
 from mlx_kv.mlxlm.recurrent import RecurrentState, recurrent_states, with_checkpoints
 from mlx_kv.mlxlm.traverse import attention_caches
@@ -74,7 +75,7 @@ def test_greedy_is_plain_decoding(family: str, policy: str, rows: int, monkeypat
     """Under a drafter that is right now and then, known by its name."""
     wanted = plain(family, policy)
     monkeypatch.setattr(drafters.DRAFTERS, "registered", dict(drafters.DRAFTERS.registered))
-    mlx_kv.register_drafter("now and then", lambda context: prophet(wanted, seed=rows))
+    mlx_kv.register_drafter("now and then", lambda context: prophet(wanted, seed=2))
     got, counts = drafted(family, "now and then", policy, rows)
     assert got == wanted
     assert counts.drafted > counts.accepted > 0.3 * counts.drafted
@@ -119,14 +120,14 @@ def test_a_drafter_that_is_always_wrong_costs_no_more_than_its_passes(
 ) -> None:
     """What was right waits for the next drafts, but not for ever: at most K + 1 tokens wait where any is drafted."""
     wanted, passes = plain(family), []
-    read = ModelRows.read
+    read = DecodeBatch.read
 
-    def watched(self: ModelRows, rows: Sequence[Sequence[int]]) -> mx.array:
+    def watched(self: DecodeBatch, rows: Sequence[Sequence[int]]) -> mx.array:
         passes.extend(len(row) for row in rows)
         assert all(len(held) <= 1 for state in recurrent_states(self.caches) for held in state._checkpoints)
         return read(self, rows)
 
-    monkeypatch.setattr(ModelRows, "read", watched)
+    monkeypatch.setattr(DecodeBatch, "read", watched)
 
     oracle = Wrong({tuple(prompt): answer for prompt, answer in zip(PROMPTS, wanted, strict=True)})
     got, counts = drafted(family, oracle, rows=1)
@@ -238,7 +239,7 @@ def test_one_sequence_and_its_ends() -> None:
 def test_one_token_less_of_rollback_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = plain("qwen3_next")
     monkeypatch.setattr(
-        model_rows, "with_checkpoints", lambda caches, most, *rest: with_checkpoints(caches, most - 1, *rest)
+        decode_batch, "with_checkpoints", lambda caches, most, *rest: with_checkpoints(caches, most - 1, *rest)
     )
     wrong = Wrong({tuple(prompt): answer for prompt, answer in zip(PROMPTS, wanted, strict=True)})
     with pytest.raises(ValueError, match=f"cannot trim {2 * K + 1} tokens: .* with max_rollback={2 * K + 1}"):
@@ -248,7 +249,7 @@ def test_one_token_less_of_rollback_fails(monkeypatch: pytest.MonkeyPatch) -> No
 def test_one_checkpoint_less_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted, less = plain("lfm2"), 0
     monkeypatch.setattr(
-        model_rows, "with_checkpoints", lambda caches, most, held: with_checkpoints(caches, most, held - less)
+        decode_batch, "with_checkpoints", lambda caches, most, held: with_checkpoints(caches, most, held - less)
     )
     options: dict[str, Any] = {"draft_model": shared_family("mamba2"), "rows": 1}
     assert drafted("lfm2", None, **options)[0] == wanted
@@ -275,13 +276,13 @@ def of_another_row(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = ModelRows.accepted
+    right = DecodeBatch.accepted
 
-    def accepted(self: ModelRows, tokens: Any) -> None:
+    def accepted(self: DecodeBatch, tokens: Any) -> None:
         right(self, tokens)
         self.pending = [own[-1:] for own in self.pending]
 
-    monkeypatch.setattr(ModelRows, "accepted", accepted)
+    monkeypatch.setattr(DecodeBatch, "accepted", accepted)
 
 
 def of_the_pass_before(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,14 +296,14 @@ def of_the_pass_before(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def looked_at_one_place_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = ModelRows.verify
+    right = DecodeBatch.verify
 
-    def verify(self: ModelRows, drafted: Any) -> mx.array:
+    def verify(self: DecodeBatch, drafted: Any) -> mx.array:
         logits = right(self, drafted)
         waits = mx.array([len(own) > 1 for own in self.pending])[:, None, None]
         return mx.where(waits, mx.roll(logits, 1, axis=1), logits)
 
-    monkeypatch.setattr(ModelRows, "verify", verify)
+    monkeypatch.setattr(DecodeBatch, "verify", verify)
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def test_what_is_broken_off_leaves_caches_that_evict(passes: int) -> None:
 
     caches = make_prompt_cache(model, policy())
     twice = TwoPassQueue(model, lambda: make_prompt_cache(model, policy()), 20, ASKED)
-    twice.add(TokenSequence(0, text(60), 5, caches=caches))
+    twice.append(TokenSequence(0, text(60), 5, caches=caches))
     for _ in range(passes):
         assert twice.step() is None
     check(caches, lambda: twice.cancel(0))

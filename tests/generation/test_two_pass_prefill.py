@@ -17,6 +17,7 @@ from mlx_lm.models import cache as stock
 import mlx_kv
 from mlx_kv import CachePolicy, compact, make_prompt_cache
 from mlx_kv.cache.eviction.scores.attention import SCORE_OF_UNREAD
+from mlx_kv.communicator import LocalCommunicator
 from mlx_kv.generation.distributed_caches import make_distributed_caches
 from mlx_kv.generation.prefill import read_chunk
 from mlx_kv.generation.two_pass_prefill import NO_INSTRUCTIONS, OVERLAP, Instructions, TwoPassPrefill, hold, prefill_all
@@ -378,9 +379,8 @@ def test_a_sequence_that_is_cancelled_is_read_no_further() -> None:
 
 
 def test_several_processes_do_not_read_twice() -> None:
-    class Several:
-        def told(self, make: Any) -> Any:
-            return make()
+    class Several(LocalCommunicator):
+        distributed = True
 
     with pytest.raises(ValueError, match="has prompts read twice, which one process does alone"):
-        make_distributed_caches(make_model("llama"), policy(), Several())  # type: ignore[arg-type]
+        make_distributed_caches(make_model("llama"), policy(), Several())

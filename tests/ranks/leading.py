@@ -21,8 +21,8 @@ from generating import BUDGET, PENALTIES, PLAIN, POLICIES, PROMPT, TEMPERATURE, 
 from mlx_kv import CachePolicy, ScoredTokens, register_score
 from mlx_kv.cache.eviction.scores import SCORES
 from mlx_kv.communicator import LOCAL, Communicator
+from mlx_kv.generation.batch_engine import BatchEngine
 from mlx_kv.generation.engine import Engine, make_engine
-from mlx_kv.generation.plain import PlainEngine
 from mlx_kv.generation.prefill import read_chunk
 from mlx_kv.generation.sampling import SeededSampler
 from mlx_kv.generation.sequence import TokenSequence
@@ -269,7 +269,7 @@ def astray(family: str, split: str) -> None:
             return make_engine(model, set(), PLAIN, communicator=communicator)
 
         if not group.leads:
-            PlainEngine.cancel = lambda engine, index: None  # type: ignore[method-assign]
+            BatchEngine.cancel = lambda engine, index: None  # type: ignore[method-assign]
             follow(make, group)
         engine = lead(make, group)
         for index in (0, 1):

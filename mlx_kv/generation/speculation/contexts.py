@@ -6,7 +6,7 @@ samplers or what a processor does. B rows, V the vocabulary, L the most tokens d
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -28,6 +28,9 @@ class RowContext:
         self._tokens = mx.array(list(tokens) if self.processors else [], dtype=mx.int32)
 
     def add(self, tokens: Sequence[int]) -> None:
+        """Adds tokens that the row got."""
+        if not (self.processors and tokens):
+            return
         self._tokens = self.followed([mx.array(list(tokens))])
         mx.async_eval(self._tokens)  # type: ignore[no-untyped-call]  # a processor that never looks would chain them
 
@@ -48,8 +51,8 @@ class RowContext:
 class RowContexts:
     """Those of all rows, in their order."""
 
-    def __init__(self) -> None:
-        self._rows: list[RowContext] = []
+    def __init__(self, rows: Iterable[RowContext] = ()) -> None:
+        self._rows = list(rows)
 
     def join(self, rows: Sequence[RowContext]) -> None:
         self._rows += rows
@@ -60,8 +63,7 @@ class RowContexts:
     def took(self, tokens: Sequence[Sequence[int]]) -> None:
         """What each row got."""
         for row, got in zip(self._rows, tokens, strict=True):
-            if row.processors:
-                row.add(got)
+            row.add(got)
 
     @property
     def any(self) -> bool:

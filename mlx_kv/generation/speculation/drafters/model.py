@@ -11,10 +11,10 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlx_kv.generation.decode_batch import DecodeBatch
 from mlx_kv.generation.prefill import read_chunk
 from mlx_kv.generation.speculation.acceptance import Choice
 from mlx_kv.generation.speculation.drafters.protocol import Drafter, DrafterContext
-from mlx_kv.generation.speculation.model_rows import ModelRows
 from mlx_kv.mlxlm.batching import rows_are_alone
 from mlx_kv.policy import CachePolicy
 
@@ -31,7 +31,7 @@ class ModelDrafter(Drafter):
             raise ValueError("the drafter model drafts with a model of its own: give a draft_model")
         check_vocabulary(context)
         # It reads all drafts but the last one by one, and goes back to before any of them.
-        self._rows = ModelRows(context.draft_model, CachePolicy(), context.draft_tokens, context.draft_tokens - 1)
+        self._rows = DecodeBatch(context.draft_model, CachePolicy(), context.draft_tokens, context.draft_tokens - 1)
         self.step_size = self._rows.step_size
         self._drafted: list[list[int]] = []  # of each row, in this round
         self._draft_tokens = context.draft_tokens

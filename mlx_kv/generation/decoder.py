@@ -1,143 +1,167 @@
-"""Rounds: a drafter guesses how several sequences go on, the model decides, the caches take back what was wrong.
+"""Rounds of a batch: a drafter proposes tokens, one pass of the model decides, and wrong drafts are trimmed.
 
-Decides what one pass of the model reads, what each row trims afterwards, and when a pass begins before the last one's
-tokens are known. How many tokens are drafted is the pace's affair. The result is the model's own, token for
-token, for any drafter, and nobody can tell how many tokens were drafted, or for whom else. Every trim is checked first;
-rings are made with the slack that it needs. Knows nothing about text, ends of sequences or when rows come and go, nor
-how a cache trims or how guesses are made.
-B rows, V the vocabulary, L the most tokens that were drafted for a row.
+The tokens are the model's own for any drafter, and do not depend on how many tokens are drafted, or for which other
+rows. Without a drafter, each round yields one token of each row, and the next pass begins before its tokens are known.
+B rows, V the vocabulary, L the most tokens drafted for a row.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_kv.communicator import LOCAL, Communicator
-from mlx_kv.generation.prefill import reserve_for
-from mlx_kv.generation.sampling import Sampler, SeededSampler, TemperatureSampler
+from mlx_kv.generation.admission import Admission, PendingRow
+from mlx_kv.generation.decode_batch import DecodeBatch
+from mlx_kv.generation.prefill import chunk_for, reserve_for
+from mlx_kv.generation.sampling import Sampler, SeededSampler, TemperatureSampler, draw
+from mlx_kv.generation.sequence import Emitted, TokenSequence
 from mlx_kv.generation.speculation.acceptance import Choice, normalized
 from mlx_kv.generation.speculation.contexts import RowContext, RowContexts
-from mlx_kv.generation.speculation.drafters import Drafter, DrafterContext, Factory, find_drafter
+from mlx_kv.generation.speculation.drafters import Drafter, DrafterContext, find_drafter
 from mlx_kv.generation.speculation.drafters.elsewhere import Elsewhere
-from mlx_kv.generation.speculation.joining import Joining, NewRow
-from mlx_kv.generation.speculation.model_rows import ModelRows, merged
 from mlx_kv.generation.speculation.pacing import Pace
 from mlx_kv.generation.speculation.settings import DraftSettings
 from mlx_kv.generation.speculation.statistics import SpeculationStatistics
+from mlx_kv.mlxlm.batching import RowsByClass
 from mlx_kv.mlxlm.convert import check_policy
 from mlx_kv.mlxlm.loading import check_model, vocabulary_of
 from mlx_kv.mlxlm.observing import show_attention
+from mlx_kv.mlxlm.recurrent import announce, unread
 from mlx_kv.policy import CachePolicy
 
-
-@dataclass(frozen=True)
-class Emitted:
-    """One token of the result, the model's log-probabilities (V,) at its place, and whether the draft had it."""
-
-    token: int
-    logprobs: mx.array
-    from_draft: bool
+Chooser: TypeAlias = Callable[[mx.array, int], mx.array]  # of log-probabilities (B, V) and places ahead, tokens (B,)
 
 
 class Decoder:
     """The model that decides, and a drafter, with the same rows in the same order.
 
     Args:
-        context: of the drafter, with the model.
-        drafter: as for `find_drafter`.
+        model: of mlx-lm.
         policy: how the model's keys and values are kept.
-        fixed: as many tokens are drafted as may be, always; else as many as have paid (`pacing`).
-        communicator: with the other processes of the model. Drafter and pace are the leader's alone: it broadcasts the
-            drafts, and the model's tokens in its pass.
+        drafter: None for no drafts. It is the leader's alone, and so is the pace.
+        draft_tokens: maximum tokens drafted for a row in a round; 0 without a drafter.
+        fixed: whether that many are always drafted; else as many as have paid (`pacing`).
+        communicator: with the other processes of the model.
 
     Raises:
-        ValueError: a policy that the model refuses, caches that cannot take back tokens, or what the drafter refuses.
+        ValueError: a policy that the model refuses, or with a drafter, caches that cannot take back tokens.
     """
 
     def __init__(
         self,
-        context: DrafterContext,
-        drafter: str | Factory | Drafter | None,
+        model: nn.Module,
         policy: CachePolicy,
+        drafter: Drafter | None = None,
+        draft_tokens: int = 0,
         fixed: bool = False,
         communicator: Communicator = LOCAL,
     ) -> None:
-        check_policy(context.model, policy)
-        self._communicator, self._vocabulary = communicator, context.vocabulary
-        self.drafter, self.draft_tokens = _drafter(drafter, context, communicator)
-        self.target = ModelRows(context.model, policy, self.draft_tokens, communicator=communicator)
-        steps = (self.target.step_size, self.drafter.step_size)
-        self.step_size = min(step for step in steps if step is not None)
+        check_policy(model, policy)
+        self._communicator, self.drafter, self.draft_tokens = communicator, drafter, draft_tokens
+        self.target = DecodeBatch(model, policy, draft_tokens, communicator=communicator)
+        self.step_size, self.chunk = communicator.all_min([self.target.step_size, chunk_for(model)])
+        if drafter is not None:
+            self._vocabulary = vocabulary_of(model)
+            self.step_size = min(self.step_size, drafter.step_size or self.step_size)
+            self.pace = Pace(draft_tokens, not drafter.proposals_cost, fixed, self.target.replays)
         self.samplers: list[Sampler | None] = []  # by row; None is greedy
         self._contexts = RowContexts()
-        self.pace = Pace(self.draft_tokens, not self.drafter.proposals_cost, fixed, self.target.replays)
         # Of all rows, tokens (B,) and log-probabilities (B, V) of a pass that is on its way: nothing is pending then.
         self._ahead: tuple[mx.array, mx.array] | None = None
         self._known: list[list[Emitted]] | None = None  # to be emitted next, without a pass
         self.drafted: list[int] = []  # tokens of each row in the last round
         self._two_began: float | None = None  # seconds of the last round, if it began a pass and the next one ahead
-        self.by_class: Callable[[list[Any]], list[Any]] = list  # what is done to the model's caches of a row that joins
 
     # --- rows that come and go ------------------------------------------------------------------------------------
 
     def make_caches(self) -> list[Any]:
         """New caches of a row: the model's, and then the drafter's."""
-        return [*self.target.make_caches(), *self.drafter.make_caches()]
+        return [*self.target.make_caches(), *([] if self.drafter is None else self.drafter.make_caches())]
 
     def read(self, tokens: mx.array, cache: list[Any]) -> None:
         """The model and the drafter read tokens (1, n) into such caches."""
-        show_attention(self.target.model, cache[: self.target.layers])
-        self.target.model(tokens, cache=cache[: self.target.layers])
-        if own := cache[self.target.layers :]:
+        layers = self.target.layers
+        show_attention(self.target.model, cache[:layers])
+        self.target.model(tokens, cache=cache[:layers])
+        if self.drafter is not None and cache[layers:]:
             rows: Any = tokens.tolist()
-            self.drafter.read(rows, own)
+            self.drafter.read(rows, cache[layers:])
 
-    def begin(self, rows: Sequence[NewRow], step: int | None = None) -> Joining:
-        """New rows, to come after those that there are. Nothing is read yet: `read_on` does that.
+    def admission(self, batched: bool, classes: RowsByClass | None = None) -> Admission:
+        """Reads the prompts of rows to come.
 
         Args:
-            step: tokens of each prompt read at once; None is what the model and the drafter would read.
+            batched, classes: as of `Admission`.
         """
-        each = [self.make_caches() if row.caches is None else row.caches for row in rows]
-        for row, own in zip(rows, each, strict=True):
-            reserve_for(own, len(row.prompt), row.max_tokens + self.draft_tokens)
-        caches = merged([self.by_class(own[: self.target.layers]) for own in each])
-        drafters = merged([own[self.target.layers :] for own in each])
-        step = self.step_size if step is None else step
-        return Joining(list(rows), self.target.model, self.drafter, caches, drafters, step)
+        by_class = list if classes is None else classes.of
+        return Admission(self.target.forward, self.target.layers, self.drafter, batched, by_class)
 
-    def read_on(self, joining: Joining) -> bool:
-        """Reads a chunk of their prompts; True when the rows have joined, after those that there are."""
-        if not joining.read_on():
-            return False
+    def pending(self, sequence: TokenSequence) -> PendingRow:
+        """A row to come, with caches that have room for its prompt and answer."""
+        caches = self.make_caches() if sequence.caches is None else sequence.caches
+        reserve_for(caches, len(sequence.tokens), sequence.answer_room + self.draft_tokens)
+        return PendingRow(sequence, caches)
+
+    def join(self, sequences: Sequence[TokenSequence], caches: list[Any], drafter_caches: list[Any]) -> None:
+        """Adds rows after those that there are; their caches have read all but the last token of their prompts."""
+        if not sequences:
+            return
         self._land()
-        self.target.join(joining.caches, [[row.prompt[-1]] for row in joining.rows])
-        self.drafter.join([[*row.before, *row.prompt] for row in joining.rows], joining.drafter_caches)
-        if private := [row for row, new in enumerate(joining.rows, len(self.samplers)) if new.private]:
-            self.drafter.keep_private(private)
-        self.samplers.extend(
-            SeededSampler(row.sampler, None, 0) if isinstance(row.sampler, TemperatureSampler) else row.sampler
-            for row in joining.rows
-        )
-        self._contexts.join([RowContext(row.processors, [*row.before, *row.prompt]) for row in joining.rows])
-        self.pace.join(len(joining.rows))
+        texts = [[*row.before, *row.tokens] for row in sequences]
+        samplers = [self._sampler_of(row) for row in sequences]
+        contexts = [RowContext(row.processors, text) for row, text in zip(sequences, texts, strict=True)]
+        first: list[list[Emitted]] = [[] for _ in sequences]
+        if self.drafter is None and self.target.caches and unread(caches):
+            # A batch holds zeros for missing recurrent state, from which some layers do not begin: a pass without it.
+            first = self._first_tokens(sequences, caches, samplers, contexts)
+            self._known = [[] for _ in self.samplers] if self._known is None else self._known
+        pending = [got[-1].token if got else row.tokens[-1] for got, row in zip(first, sequences, strict=True)]
+        self.target.join(caches, [[token] for token in pending])
+        if self.drafter is not None:
+            self.drafter.join(texts, drafter_caches)
+            if private := [number for number, row in enumerate(sequences, len(self.samplers)) if row.private]:
+                self.drafter.keep_private(private)
+            self.pace.join(len(sequences))
+        for context, got in zip(contexts, first, strict=True):
+            context.add([item.token for item in got])
+        self.samplers += samplers
+        self._contexts.join(contexts)
         if self._known is not None:
-            self._known += [[] for _ in joining.rows]
-        return True
+            self._known += first
+
+    def _first_tokens(
+        self,
+        sequences: Sequence[TokenSequence],
+        caches: list[Any],
+        samplers: Sequence[Sampler | None],
+        contexts: Sequence[RowContext],
+    ) -> list[list[Emitted]]:
+        """One token of each new row, by a pass over the last tokens of their prompts."""
+        announce(caches, [1] * len(sequences))
+        logits = self.target.forward(mx.array([row.tokens[-1:] for row in sequences]), caches)[:, -1]
+        logprobs = normalized(RowContexts(contexts).after(logits, []))
+        tokens: Any = self._communicator.leader_tokens(draw(samplers, logprobs)).tolist()
+        return _emitted([[token] for token in tokens], logprobs[:, None])
+
+    def _sampler_of(self, sequence: TokenSequence) -> Sampler | None:
+        """A draft guesses by the random keys of the places that it guesses."""
+        if self.drafter is not None and isinstance(sequence.sampler, TemperatureSampler):
+            return SeededSampler(sequence.sampler, None, 0)
+        return sequence.sampler
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Lets all other rows go."""
+        """Removes all other rows."""
         self.target.keep(rows)
-        self.drafter.keep(rows)
+        if self.drafter is not None:
+            self.drafter.keep(rows)
+            self.pace.keep(rows)
         self.samplers = [self.samplers[row] for row in rows]
         self._contexts.keep(rows)
-        self.pace.keep(rows)
         if self._known is not None:
             self._known = [self._known[row] for row in rows]
         if self._ahead is not None and list(rows) != list(range(self._ahead[0].size)):
@@ -149,11 +173,14 @@ class Decoder:
 
         None where they cannot be trimmed to that.
         """
-        own = len(self.target.pending[row])
+        pending = len(self.target.pending[row])
+        if self.drafter is None:
+            return self.target.extract(row, pending)
+        drafter = self.drafter
         # One is trimmed, or the other reads on.
-        tried = self._communicator.broadcast(lambda: sorted({own, self.drafter.behind(row) or own}, reverse=True))
+        tried = self._communicator.broadcast(lambda: sorted({pending, drafter.behind(row) or pending}, reverse=True))
         for behind in tried:
-            caches, others = self.target.extract(row, behind), self.drafter.extract(row, behind)
+            caches, others = self.target.extract(row, behind), drafter.extract(row, behind)
             everywhere = self._communicator.all_min([int(caches is not None and others is not None)])
             if caches is not None and others is not None and everywhere[0]:
                 return [*caches, *others]
@@ -164,9 +191,11 @@ class Decoder:
     def round(self, most: int, statistics: SpeculationStatistics) -> list[list[Emitted]]:
         """Up to `most` tokens of each row: one at least, but for rows that joined while the others were a step ahead.
 
-        Drafts, verifies, and takes back. Where nothing is drafted, the next step begins before this one's tokens are
-        known, as in mlx-lm's loop.
+        With a drafter: drafts, verifies, and takes back. Where nothing is drafted, the next pass begins before this
+        one's tokens are known.
         """
+        if self.drafter is None:
+            return self._round_without_drafts()
         if self._known is not None:
             emitted, self._known = self._known, None
             self.drafted = [0] * len(emitted)
@@ -175,9 +204,8 @@ class Decoder:
             return emitted
         started = time.perf_counter()
         count = min(self.draft_tokens, most - 1)
-        choice = Choice(
-            self.samplers, self._vocabulary, max(count, 1), self._communicator.leader_tokens, self._contexts
-        )
+        agreed = self._communicator.leader_tokens
+        choice = Choice(self.samplers, self._vocabulary, max(count, 1), agreed, self._contexts)
         room, waiting = self.target.most_drafts(count), self.target.waiting
         drafted, verifies, goes_on = self._communicator.broadcast(lambda: self._planned(most, room, waiting, choice))
         drafting, was_ahead = time.perf_counter() - started, self._ahead is not None
@@ -190,7 +218,7 @@ class Decoder:
             self.pace.judged([len(row) for row in drafted], right)
         else:
             right = [0] * len(drafted)
-            got, logprobs = self._followed(choice, goes_on)
+            got, logprobs = self._followed(choice.follow, goes_on)
         self._take(got)
         self.drafted = [len(row) for row in drafted]
         longest = max(self.drafted)
@@ -198,6 +226,21 @@ class Decoder:
         self.pace.passed(longest, waiting, self._seconds_a_pass(was_ahead, seconds - drafting), drafting)
         statistics.note(drafted, right, seconds, self.pace.seconds_without(len(got)))
         return _emitted(got, logprobs)
+
+    def _round_without_drafts(self) -> list[list[Emitted]]:
+        """One token of each row; none of rows that joined while a pass was on its way."""
+        self.drafted = [0] * len(self.samplers)
+        if self._known is not None:
+            emitted, self._known = self._known, None
+            self._ahead = self._begun(self._draw, self.target.follow(), [])
+            return emitted
+        got, logprobs = self._followed(self._draw, go_on=True)
+        self._take(got)
+        return _emitted(got, logprobs)
+
+    def _draw(self, logprobs: mx.array, ahead: int) -> mx.array:
+        """Tokens (B,) of log-probabilities (B, V)."""
+        return self._communicator.leader_tokens(draw(self.samplers, logprobs))
 
     def _seconds_a_pass(self, was_ahead: bool, seconds: float) -> float | None:
         """What one pass took, by what a round took; None where that does not tell.
@@ -229,6 +272,7 @@ class Decoder:
         A drafter whose proposals cost nothing is asked in any case. Where a budget evicts, no pass goes beyond the next
         compaction: what is kept then, and so the text, does not depend on how many tokens were drafted.
         """
+        assert self.drafter is not None
         most = max(room)
         if not self.drafter.proposals_cost:
             proposed = [row[:count] for row, count in zip(self._drafted(most, choice), room, strict=True)]
@@ -242,14 +286,14 @@ class Decoder:
             drafted = [row[:count] for row, count in zip(drafted, room, strict=True)]
         return drafted, length > 0
 
-    def _followed(self, choice: Choice, go_on: bool) -> tuple[list[list[int]], mx.array]:
+    def _followed(self, choose: Chooser, go_on: bool) -> tuple[list[list[int]], mx.array]:
         """The next token of each row, and log-probabilities (B, 1, V), by a pass that was begun a round ago, or now.
 
         Args:
             go_on: whether to begin the next one before.
         """
-        tokens, logprobs = self._ahead or self._begun(choice, self.target.follow(), [])
-        self._ahead = self._begun(choice, self.target.follow(tokens), [tokens]) if go_on else None
+        tokens, logprobs = self._ahead or self._begun(choose, self.target.follow(), [])
+        self._ahead = self._begun(choose, self.target.follow(tokens), [tokens]) if go_on else None
         return self._arrived(tokens, logprobs)
 
     def _arrived(self, tokens: mx.array, logprobs: mx.array) -> tuple[list[list[int]], mx.array]:
@@ -259,28 +303,30 @@ class Decoder:
             self.target.pending = [[token] for token in known]
         return [[token] for token in known], logprobs[:, None]
 
-    def _begun(self, choice: Choice, logits: mx.array, unknown: list[mx.array]) -> tuple[mx.array, mx.array]:
+    def _begun(self, choose: Chooser, logits: mx.array, unknown: list[mx.array]) -> tuple[mx.array, mx.array]:
         """The tokens (B,) and log-probabilities (B, V) that a pass gives, which is under way when this returns.
 
         Args:
             unknown: tokens (B,) of passes before it that are on their way.
         """
         logprobs = normalized(self._contexts.after(logits, unknown))
-        tokens = choice.follow(logprobs, len(unknown))
+        tokens = choose(logprobs, len(unknown))
         mx.async_eval(tokens, logprobs)  # type: ignore[no-untyped-call]
         return tokens, logprobs
 
     def _take(self, got: list[list[int]]) -> None:
-        """Tells everybody what the rows got."""
-        self.drafter.accepted(got)
+        """Records what the rows got."""
         self._contexts.took(got)
+        if self.drafter is None:
+            return
+        self.drafter.accepted(got)
         self.pace.told(got)
         for sampler, tokens in zip(self.samplers, got, strict=True):
             if isinstance(sampler, SeededSampler):
                 sampler.position += len(tokens)
 
     def _land(self) -> None:
-        """What is on its way is waited for, and emitted next: the rows are about to change."""
+        """Waits for the pass that is on its way, and emits its tokens next: the rows are about to change."""
         if self._ahead is None:
             return
         arriving, self._ahead, self._two_began = self._ahead, None, None
@@ -289,7 +335,8 @@ class Decoder:
         self._known = _emitted(got, logprobs)
 
     def _drafted(self, most: int, choice: Choice) -> list[list[int]]:
-        """What the drafter proposes for each row, checked: a drafter may be anybody's. Some of it may not stand."""
+        """What the drafter proposes for each row, checked, and cut where grammars exclude it."""
+        assert self.drafter is not None
         drafted = [[int(token) for token in row] for row in self.drafter.propose(most, choice)]
         if len(drafted) != len(self.samplers):
             raise ValueError(f"the drafter proposed for {len(drafted)} rows, but there are {len(self.samplers)}")
@@ -312,31 +359,31 @@ def _emitted(got: Sequence[Sequence[int]], logprobs: mx.array) -> list[list[Emit
     ]
 
 
-def _drafter(
-    drafter: str | Factory | Drafter | None, context: DrafterContext, communicator: Communicator
-) -> tuple[Drafter, int]:
-    """The leader's drafter, or what stands for it, and how many tokens it drafts at the most."""
-    found = communicator.on_leader(lambda: find_drafter(drafter, context))
-    own = (1, None, False) if found is None else (context.draft_tokens, found.step_size, found.equal_rows)
-    draft_tokens, step_size, equal_rows = communicator.broadcast(lambda: own)
-    return found or Elsewhere(step_size, equal_rows), draft_tokens
-
-
 def make_decoder(
     model: nn.Module,
     policy: CachePolicy,
-    draft_model: nn.Module | None,
-    drafting: DraftSettings,
+    draft_model: nn.Module | None = None,
+    drafting: DraftSettings | None = None,
     communicator: Communicator = LOCAL,
 ) -> Decoder:
     """A decoder for one model and policy.
+
+    Args:
+        drafting: how tokens are drafted; None for no drafts. The leader's counts.
 
     Raises:
         TypeError: a draft model that is no model.
         ValueError: what the drafter refuses.
     """
+    if drafting is None:
+        return Decoder(model, policy, communicator=communicator)
     if draft_model is not None:
         check_model("draft_model", draft_model)
-    least, most = drafting.prompt_lookup_min, drafting.prompt_lookup_max
-    context = DrafterContext(model, vocabulary_of(model), drafting.draft_tokens, draft_model, least, most)
-    return Decoder(context, drafting.drafter, policy, drafting.draft_length == "fixed", communicator)
+    lowest, highest = drafting.prompt_lookup_min, drafting.prompt_lookup_max
+    check_policy(model, policy)
+    context = DrafterContext(model, vocabulary_of(model), drafting.draft_tokens, draft_model, lowest, highest)
+    found = communicator.on_leader(lambda: find_drafter(drafting.drafter, context))
+    traits = (1, None, False) if found is None else (context.draft_tokens, found.step_size, found.equal_rows)
+    draft_tokens, step_size, equal_rows = communicator.broadcast(lambda: traits)
+    drafter = found or Elsewhere(step_size, equal_rows)
+    return Decoder(model, policy, drafter, draft_tokens, drafting.draft_length == "fixed", communicator)

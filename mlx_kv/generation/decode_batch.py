@@ -1,9 +1,8 @@
-"""One model, the caches of all its rows, and what it has yet to read of each: the model that decides, or a draft model.
+"""The rows of one model that decode: their caches, and the tokens that the model has yet to read of each.
 
-Decides how caches of single rows become those of a batch, what is taken back after a pass, and what is read again.
-Recurrent state goes back only to where it was kept: before the pass. Then all layers of a row go there, and what was
-right is read again in front of the drafts of the next pass; where too much waits for that, in a pass without drafts.
-Knows nothing about samplers or the other model. B rows, V the vocabulary, L the most tokens drafted for a row.
+After a pass, wrong drafts are trimmed. Recurrent state can only return to before the pass: then all layers of a row do,
+and the accepted tokens are read again before the drafts of the next pass, or in a pass of their own if they are many.
+B rows, V the vocabulary, L the most tokens drafted for a row.
 """
 
 from __future__ import annotations
@@ -25,19 +24,20 @@ from mlx_kv.mlxlm.traverse import attention_caches, can_trim, leaves, places_of,
 from mlx_kv.policy import CachePolicy
 
 
-class ModelRows:
-    """Rows of one model.
+class DecodeBatch:
+    """Rows of one model: the model that decides, or a draft model.
 
     Args:
-        draft_tokens: the most that are drafted for a row at once.
-        checkpoints: how many passes can be taken back one by one, where it is recurrent.
+        draft_tokens: maximum tokens drafted for a row at once; 0 for a batch without drafts, whose caches need not be
+            able to take back tokens.
+        checkpoints: passes that can be taken back one by one, if the model is recurrent.
         communicator: with the processes that have other layers of the model: what those need, all rows do.
 
     Attributes:
         caches: of all rows, one for each layer; empty where there are no rows.
         layers: how many caches a row has.
         pending: of each row, the tokens that the model has yet to read.
-        step_size: tokens of a prompt that are read at once.
+        embeddings: (n, hidden size) of the next n tokens that a single row reads; None for the model's own.
         replays: whether a row of which a token was wrong reads the pass again: a layer is recurrent.
 
     Raises:
@@ -48,35 +48,47 @@ class ModelRows:
         self,
         model: nn.Module,
         policy: CachePolicy,
-        draft_tokens: int,
+        draft_tokens: int = 0,
         checkpoints: int = 1,
         communicator: Communicator = LOCAL,
     ) -> None:
-        self.model, self._most_waiting, self._communicator = model, draft_tokens + 1, communicator
-        (self.replays,) = communicator.all_any(is_recurrent(model))
-        # Of a pass all but one of its tokens may be taken back. Where they are read again they may all be, and beside
-        # the drafts as many as may wait for them.
+        self.model, self._drafts, self._communicator = model, draft_tokens > 0, communicator
+        self._max_waiting = draft_tokens + 1
+        (self.replays,) = communicator.all_any(self._drafts and is_recurrent(model))
+        # Of a pass all but one of its tokens may be trimmed. Where they are read again they may all be, and beside the
+        # drafts as many as may wait for them.
         longest = draft_tokens + 1 + (draft_tokens if self.replays else 0)
-        policy = replace(policy, max_rollback=max(policy.max_rollback, longest))
         self._limits = longest, checkpoints
-        # Making caches may try out what a model's attention can read: it is done once, rows get copies.
-        self._empty = with_checkpoints(
-            make_distributed_caches(model, policy, communicator, strict=False), *self._limits
-        )
+        if self._drafts:
+            policy = replace(policy, max_rollback=max(policy.max_rollback, longest))
+        # Making caches may probe what a model's attention can read: it is done once, rows get copies.
+        self._empty = make_distributed_caches(model, policy, communicator, strict=not self._drafts)
         self.caches: list[Any] = []
         self.pending: list[list[int]] = []
         self._drafted: list[int] = []  # of each row, how many in the pass that is to be accepted
         self.layers = len(self._empty)
-        mark_last(model, self._empty)
+        self.embeddings: mx.array | None = None
+        self._evicts = self._gathers = False
+        if self._drafts:
+            self._empty = with_checkpoints(self._empty, *self._limits)
+            mark_last(model, self._empty)
+            self._check_rollback()
+
+    def _check_rollback(self) -> None:
+        """Raises ValueError if a layer cannot take back tokens."""
         probe = self.make_caches()
         here = any(isinstance(cache.view.layout, Budget) for cache in attention_caches(probe))
-        self._evicts, elsewhere, fixed = communicator.all_any(here, not here, not can_trim(probe, 0))
-        self._asks = self._evicts and elsewhere  # layers that evict and layers that don't are not together
-        (self.step_size,) = communicator.all_min([prefill_step(model, self._empty, None)])
+        self._evicts, elsewhere, fixed = self._communicator.all_any(here, not here, not can_trim(probe, 0))
+        self._gathers = self._evicts and elsewhere  # layers that evict and layers that don't are not together
         if fixed:
             kinds = ", ".join(sorted({type(cache).__name__ for cache in leaves(probe) if not can_trim([cache], 0)}))
             kinds = kinds or "a layer of another rank"
             raise ValueError(f"{kinds} cannot take back tokens: generate without a draft model")
+
+    @property
+    def step_size(self) -> int:
+        """Tokens of a prompt that are read at once in this process."""
+        return prefill_step(self.model, self._empty, None)
 
     def make_caches(self) -> list[Any]:
         """New caches of one row."""
@@ -84,8 +96,9 @@ class ModelRows:
 
     def join(self, caches: list[Any], pending: Sequence[list[int]]) -> None:
         """Rows that come after those that there are, with what is yet to be read of them."""
-        caches = with_checkpoints(caches, *self._limits)  # what comes from a file cannot go back yet
-        mark_last(self.model, caches)
+        if self._drafts:
+            caches = with_checkpoints(caches, *self._limits)  # those from a file have none
+            mark_last(self.model, caches)
         for own, other in zip(self.caches, caches, strict=False):
             own.extend(other)
         self.caches = self.caches or caches
@@ -100,15 +113,24 @@ class ModelRows:
                 cache.filter(list(rows))
         self.pending = [self.pending[row] for row in rows]
 
+    def forward(self, tokens: mx.array, cache: list[Any]) -> mx.array:
+        """One pass over tokens (B, n): logits (B, n, V)."""
+        logits: mx.array
+        if self.embeddings is None or self.embeddings.shape[0] == 0:
+            logits = self.model(tokens, cache=cache)
+            return logits
+        own, self.embeddings = self.embeddings[: tokens.shape[1]], self.embeddings[tokens.shape[1] :]
+        logits = self.model(tokens, cache=cache, input_embeddings=own[None])
+        return logits
+
     def read(self, rows: Sequence[Sequence[int]]) -> mx.array:
         """One pass over some tokens of each row, any number from 1 up: logits (B, longest, V)."""
-        return read_ragged(self.model, self.caches, rows)
+        return read_ragged(self.forward, self.caches, rows)
 
     def step(self, tokens: mx.array) -> mx.array:
         """One pass over one token of each row, (B,): logits (B, V)."""
         announce(self.caches, [1] * len(self.pending))
-        logits: mx.array = self.model(tokens[:, None], cache=self.caches)
-        return logits[:, -1]
+        return self.forward(tokens[:, None], self.caches)[:, -1]
 
     @property
     def waiting(self) -> int:
@@ -148,7 +170,7 @@ class ModelRows:
                 if isinstance(own.view.layout, Budget):
                     most[row].append(own.view.layout.before_due(own.view.rows[index]))
         least = [min(own, default=NO_LIMIT) for own in most]
-        least = self._communicator.all_min(least) if self._asks else least
+        least = self._communicator.all_min(least) if self._gathers else least
         return None if NO_LIMIT in least else least
 
     def most_drafts(self, most: int) -> list[int]:
@@ -156,7 +178,7 @@ class ModelRows:
 
         None where too many tokens wait: after a pass over those alone, none do.
         """
-        room = [most if len(own) <= self._most_waiting else 0 for own in self.pending]
+        room = [most if len(own) <= self._max_waiting else 0 for own in self.pending]
         if (readable := self._most_to_read()) is not None:
             pairs = zip(readable, self.pending, strict=True)
             room = [min(most, max(0, count - len(own))) for most, (count, own) in zip(room, pairs, strict=True)]
@@ -204,13 +226,9 @@ class ModelRows:
         beyond = behind - len(self.pending[row])
         if beyond < 0:
             read_ragged(self.model, each, [self.pending[row][:-beyond]])
+        if beyond <= 0:
             return each
         if not can_trim(each, beyond):
             return None
         trim_prompt_cache(each, beyond, strict=True)
         return each
-
-
-def merged(caches: Sequence[list[Any]]) -> list[Any]:
-    """Caches of single rows as those of one batch; one row alone stays what it is."""
-    return caches[0] if len(caches) == 1 else [same[0].merge(list(same)) for same in zip(*caches, strict=True)]

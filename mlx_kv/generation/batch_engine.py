@@ -1,0 +1,256 @@
+"""Continuous batching: sequences join a batch when there is room, and leave it when they are done."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.generate import generation_stream
+from mlx_lm.utils import maybe_set_recommended_wired_limit
+
+from mlx_kv.generation.admission import PrefillPace
+from mlx_kv.generation.decoder import Decoder
+from mlx_kv.generation.logprobs import scored
+from mlx_kv.generation.prefill import CHUNKS_AT_ONCE, MOST_PROMPTS_AT_ONCE
+from mlx_kv.generation.sequence import BatchToken, Emitted, SequenceProgress, TokenSequence, check
+from mlx_kv.generation.speculation.statistics import SpeculationStatistics
+from mlx_kv.generation.two_pass_prefill import NO_INSTRUCTIONS, Instructions, TwoPassQueue
+from mlx_kv.mlxlm.batching import RowsByClass, check_alike, evaluated
+from mlx_kv.mlxlm.observing import show_attention
+from mlx_kv.mlxlm.traverse import attention_caches, trim_all
+
+# Tokens of prompts read together, and no more than two chunks. More would keep the device no busier, but all rows
+# waiting: those that decode for their next token, and the first of the prompts for the last. mlx-lm reads up to 2,048
+# tokens of one prompt in one pass, which is what is let through elsewhere.
+MOST_TOKENS_AT_ONCE = {mx.DeviceType.cpu: 1024, mx.DeviceType.gpu: 2048}
+CLEAR_EVERY = 512  # steps between two calls of mx.clear_cache
+
+
+class BatchEngine:
+    """An `Engine` over a `Decoder`."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        ends: set[int],
+        max_batch_size: int,
+        prefill_step_size: int | None,
+        statistics: SpeculationStatistics | None = None,
+        return_caches: bool = False,
+        instructions: Instructions = NO_INSTRUCTIONS,
+        max_wait: float | None = None,
+        equal_lengths: tuple[bool, bool] = (False, False),
+    ) -> None:
+        """
+        Args:
+            decoder: of this engine alone.
+            max_wait: as of `make_engine`.
+            equal_lengths: as of `distributed_caches.equal_lengths`.
+
+        The other arguments are those of `make_engine`.
+        """
+        self._decoder, self._ends, self._return_caches = decoder, ends, return_caches
+        # The caches of the last batch are kept only in statistics that the caller passed.
+        self._statistics, self._watched = (
+            statistics or SpeculationStatistics(),
+            statistics is not None and decoder.drafter is not None,
+        )
+        self._max_batch_size, (self._equal_rows, self._equal_prompts) = max_batch_size, equal_lengths
+        self._classes = RowsByClass(decoder.target.model, max_batch_size)
+        self._waiting: deque[TokenSequence] = deque()
+        self._batched = max_batch_size > 1 or return_caches
+        self._admission, self._empty = decoder.admission(self._batched, self._classes), decoder.make_caches()
+        self._active: list[TokenSequence] = []
+        self.stream = generation_stream
+        self.step_size = decoder.step_size if prefill_step_size is None else prefill_step_size
+        chunk = decoder.chunk
+        self._most_tokens = min(MOST_TOKENS_AT_ONCE[mx.default_device().type], 2 * chunk)
+        self._most_long = max(2, CHUNKS_AT_ONCE * chunk // self.step_size)
+        self._two_pass = TwoPassQueue(decoder.read, decoder.make_caches, self.step_size, instructions)
+        self._pace = None if max_wait is None else PrefillPace(max_wait, self.step_size)
+        self._steps = 0
+        self._old_wired_limit: int | None = None
+
+    def submit(self, sequence: TokenSequence) -> None:
+        check(sequence)
+        if sequence.caches is not None and self._batched:
+            check_alike(self._empty, sequence.caches)
+        (self._two_pass if self._two_pass.accepts(sequence) else self._waiting).append(sequence)
+        target = self._decoder.target
+        show_attention(target.model, (sequence.caches or [])[: target.layers])
+
+    def cancel(self, index: int) -> None:
+        self._waiting = deque(sequence for sequence in self._waiting if sequence.index != index)
+        self._two_pass.cancel(index)
+        reading = self._admission.rows
+        self._admission.keep([row for row, pending in enumerate(reading) if pending.sequence.index != index])
+        self._keep([row for row, sequence in enumerate(self._active) if sequence.index != index])
+
+    def _keep(self, rows: Sequence[int]) -> None:
+        if len(rows) < len(self._active):
+            self._decoder.keep(rows)
+            self._active = [self._active[row] for row in rows]
+
+    # --- steps ----------------------------------------------------------------------------------------------------
+
+    def step(self) -> list[BatchToken]:
+        emitted = self.step_scored()
+        drawn = [(item.logprobs, item.token, sequence.top_logprobs) for sequence, item, _, _ in emitted]
+        return [
+            sequence.emit(item.token, finish, item.from_draft, caches, score)
+            for (sequence, item, finish, caches), score in zip(emitted, scored(drawn), strict=True)
+        ]
+
+    def step_scored(self) -> list[tuple[TokenSequence, Emitted, str | None, list[Any] | None]]:
+        """The same, with the log-probabilities of each token instead of its text."""
+        if (sequence := self._two_pass.step()) is not None:
+            self._waiting.append(sequence)
+        self._steps += 1
+        if self._steps % CLEAR_EVERY == 0:
+            mx.clear_cache()
+        if self._old_wired_limit is None:
+            self._old_wired_limit = maybe_set_recommended_wired_limit()
+        with mx.stream(self.stream):
+            self._read_prompts()
+            if not self._active:
+                return []
+            left = max(sequence.max_tokens - sequence.emitted for sequence in self._active)
+            return self._finish_rows(self._decoder.round(left, self._statistics))
+
+    def _finish_rows(
+        self, emitted: list[list[Emitted]]
+    ) -> list[tuple[TokenSequence, Emitted, str | None, list[Any] | None]]:
+        """The tokens of a round up to the end of each row; rows that have ended leave the batch."""
+        tokens, staying = [], []
+        for row, (sequence, items) in enumerate(zip(self._active, emitted, strict=True)):
+            sequence.drafted, finish = self._decoder.drafted[row], None
+            for number, item in enumerate(items, sequence.emitted + 1):
+                last = number == sequence.max_tokens
+                finish = "stop" if item.token in self._ends else "length" if last else None
+                caches = self._extracted(row) if finish is not None and self._return_caches else None
+                tokens.append((sequence, item, finish, caches))
+                if finish is not None:
+                    break
+            if finish is None:
+                staying.append(row)
+        self._keep(staying)
+        return tokens
+
+    def _read_prompts(self) -> None:
+        """Admits sequences, and reads a chunk of each prompt; those that are read become rows."""
+        self._admit()
+        if not self._admission.rows:
+            return
+        self._join()
+        step, started = self.step_size, time.perf_counter()
+        if self._pace is not None and self._active:
+            step = self._pace.chunk(len(self._admission.rows))
+        tokens = self._admission.read(step)
+        if self._pace is not None:
+            self._pace.took(tokens, time.perf_counter() - started)
+        self._join()
+
+    def _join(self) -> None:
+        sequences, caches, drafter_caches = self._admission.take_finished()
+        self._decoder.join(sequences, caches, drafter_caches)
+        self._active += sequences
+        if sequences and self._watched:
+            self._statistics.caches[:] = self._decoder.target.caches
+
+    def _admit(self) -> None:
+        """Moves waiting sequences to those that are read, as many as may be read together."""
+        admitted: list[TokenSequence] = []
+        reading = [row.left for row in self._admission.rows]
+        while self._waiting and len(self._active) + len(reading) < self._max_batch_size:
+            first = self._waiting[0]
+            if len(reading) >= MOST_PROMPTS_AT_ONCE or not self._fits(first, admitted, len(reading)):
+                break
+            # A prompt that takes several passes does not keep others from joining in them. Each has rows as long as it.
+            several = reading and max(reading) > self.step_size
+            too_many = (
+                len(reading) >= self._most_long if several else sum(reading) + len(first.tokens) > self._most_tokens
+            )
+            if reading and too_many:
+                break
+            admitted.append(self._waiting.popleft())
+            reading.append(len(first.tokens))
+        self._admission.add([self._decoder.pending(sequence) for sequence in admitted])
+
+    def _fits(self, sequence: TokenSequence, admitted: Sequence[TokenSequence], reading: int) -> bool:
+        """Whether the model supports a sequence beside the others; `admitted` are those of this step."""
+        alike = all(_lengths(other) == _lengths(sequence) for other in admitted)
+        if self._equal_rows:  # all rows that decode together were admitted in one step, and read as one batch
+            return alike and not self._active and len(admitted) == reading
+        return not self._equal_prompts or not reading or (alike and len(admitted) == reading)
+
+    # --- state ----------------------------------------------------------------------------------------------------
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._waiting or self._two_pass or self._admission.rows or self._active)
+
+    @property
+    def caches(self) -> list[Any]:
+        return list(self._decoder.target.caches)
+
+    @property
+    def rows(self) -> list[int]:
+        return [sequence.index for sequence in self._active]
+
+    @property
+    def pending(self) -> list[int]:
+        reading = [row.sequence.index for row in self._admission.rows]
+        return [*reading, *(sequence.index for sequence in self._queued())]
+
+    @property
+    def progress(self) -> dict[int, SequenceProgress]:
+        progress = {own.index: SequenceProgress(len(own.tokens)) for own in self._queued()}
+        progress |= {row.sequence.index: SequenceProgress(max(0, row.left)) for row in self._admission.rows}
+        return progress | {own.index: SequenceProgress(0, own.drafted, own.accepted) for own in self._active}
+
+    def _queued(self) -> Iterator[TokenSequence]:
+        yield from self._waiting
+        yield from self._two_pass
+
+    @property
+    def speculation(self) -> SpeculationStatistics | None:
+        return None if self._decoder.drafter is None else self._statistics
+
+    def make_caches(self) -> list[Any]:
+        return self._decoder.make_caches()
+
+    def read(self, tokens: mx.array, cache: list[Any]) -> Any:
+        return self._decoder.read(tokens, cache)
+
+    def trim(self, caches: list[Any], n: int) -> bool:
+        return trim_all(caches, n)
+
+    def extract(self, index: int) -> list[Any] | None:
+        rows = self.rows
+        return self._extracted(rows.index(index)) if index in rows else None
+
+    def _extracted(self, row: int) -> list[Any] | None:
+        with mx.stream(generation_stream):  # what was accepted may have to be read first
+            caches = self._decoder.extract(row)
+        return caches and evaluated(caches)
+
+    def close(self) -> None:
+        self._decoder.keep([])
+        self._admission.keep([])
+        self._active.clear()
+        self._waiting.clear()
+        self._two_pass.clear()
+        self._classes.close()
+        if self._old_wired_limit is not None:
+            mx.synchronize(generation_stream)
+            mx.set_wired_limit(self._old_wired_limit)
+            self._old_wired_limit = None
+
+
+def _lengths(sequence: TokenSequence) -> tuple[int, int]:
+    """Tokens of a sequence in its caches, and those to be read."""
+    held = max((int(cache.offset) for cache in attention_caches(sequence.caches or [])), default=0)
+    return len(sequence.before) or held, len(sequence.tokens)
