@@ -1,8 +1,6 @@
-"""A table of scores, budgets and tasks, cell by cell, in a file that a run goes on with where the last one ended.
+"""The cells of score_table.py, a JSON line for each case under each policy; a later run measures what is missing.
 
-Decides what a cell is, in which order cells are measured (seeds outermost, so that a run that is ended early has some
-of everything), and what is written: a JSON line for each case under each policy, as soon as it is known. One case is in
-memory at a time. Knows nothing about models: it is given a function that asks.
+Seeds are outermost, so that an interrupted run has some cells of every task. One case is in memory at a time.
 """
 
 from __future__ import annotations
@@ -47,7 +45,7 @@ class Kept:
 
 @dataclass(frozen=True)
 class Cell:
-    """What came of a case under a policy, as `Answered` says."""
+    """The answers of a case under a policy; seconds and slots as for `Answered`."""
 
     place: Place
     kept: Kept
@@ -63,22 +61,22 @@ class Cell:
 
     @classmethod
     def of_line(cls, line: str) -> Cell:
-        """The cell of a line.
+        """Reads a line.
 
         Raises:
-            ValueError: it is none.
+            ValueError: it is no cell.
         """
-        told: dict[str, Any] = json.loads(line)
+        found: dict[str, Any] = json.loads(line)
         try:
-            place = Place(**{name: told[name] for name in Place.__dataclass_fields__})
-            kept = Kept(**{name: told[name] for name in Kept.__dataclass_fields__})
-            return cls(place, kept, told["right"], told["counted"], tuple(told["seconds"]), told.get("slots"))
+            place = Place(**{name: found[name] for name in Place.__dataclass_fields__})
+            kept = Kept(**{name: found[name] for name in Kept.__dataclass_fields__})
+            return cls(place, kept, found["right"], found["counted"], tuple(found["seconds"]), found.get("slots"))
         except (KeyError, TypeError) as error:
             raise ValueError(f"not a cell of a table: {line[:80]!r}") from error
 
 
 def cells_of(file: Path) -> list[Cell]:
-    """What a file holds; a last line that was not written to its end is left out.
+    """The cells of a file; an incomplete last line is left out.
 
     Raises:
         ValueError: another line that is no cell.
@@ -99,7 +97,7 @@ class Table:
     def __init__(self, file: Path) -> None:
         self._file = file
         self.cells = {(cell.place, cell.kept): cell for cell in cells_of(file)}
-        if file.exists() and not file.read_bytes().endswith(b"\n"):  # somebody was interrupted
+        if file.exists() and not file.read_bytes().endswith(b"\n"):  # a run was interrupted while it wrote
             file.write_text("".join(cell.line() + "\n" for cell in self.cells.values()), encoding="utf-8")
 
     def missing(self, place: Place, policies: Sequence[Kept]) -> list[Kept]:
@@ -116,7 +114,7 @@ class Table:
         policies: Callable[[Place], Sequence[Kept]],
         ask: Callable[[Place, Sequence[Kept]], Iterator[Cell]],
     ) -> Iterator[Cell]:
-        """Measures what is missing, and says each cell once it is in the file.
+        """Measures the missing cells, and yields each once it is in the file.
 
         Args:
             policies: of a case.
@@ -145,9 +143,9 @@ def places(
 
 
 def measurements(cells: Sequence[Cell]) -> list[Measurement]:
-    """Accuracies of all rows of a seed together; contexts and questions seen or not are tasks of their own.
+    """Accuracies of all rows of a seed together; contexts and questions seen or not are separate tasks.
 
-    Budgets are said as shares of the context, in thousandths.
+    Budgets are shares of the context in thousandths.
     """
     groups: dict[tuple[str, str | None, int | None, int], list[Cell]] = {}
     for cell in cells:

@@ -1,6 +1,6 @@
 """Where a config.json comes from: a directory, a bundled model, the hub.
 
-Decides which file is meant, and refuses what is none. Knows nothing about what is in it; fetches nothing else.
+Only the config.json is fetched.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`mlx-kv info`: what is installed here, and how fast it multiplies. Knows nothing about caches."""
+"""`mlx-kv info`: installed versions, and the speed of matrix products."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ class AskedPolicy:
             name: of the model, as the user gave it.
 
         Raises:
-            ValueError: a text that says nothing about a model, or a calibration that cannot be used.
+            ValueError: a text that is too short to measure, or a calibration that cannot be used.
         """
         if self.policy.budget is not None:
             calibrated = make_policy(calibration_for(model, name, self.options), **self.options)

@@ -53,12 +53,12 @@ def read_contexts(ctx: click.Context, param: click.Parameter, value: str) -> tup
 
 
 def dense(contexts: Sequence[int]) -> list[int]:
-    """The contexts, and enough others between the least and the greatest to draw a line through."""
-    least, most = min(contexts), max(contexts)
-    if least == most:
-        least = max(1, most // 64)
+    """The contexts, and enough others between the smallest and the largest to draw a line."""
+    low, high = min(contexts), max(contexts)
+    if low == high:
+        low = max(1, high // 64)
     steps = 96
-    between = (round(least * (most / least) ** (step / steps)) for step in range(steps + 1))
+    between = (round(low * (high / low) ** (step / steps)) for step in range(steps + 1))
     return sorted({*between, *contexts})
 
 
@@ -70,8 +70,8 @@ def describe_layer(layer: Layer, count: int) -> str:
     if not layer.bytes_per_slot:
         return f"{count} {layer.kind}"
     heads = f"{layer.heads} head{'s' if layer.heads > 1 else ''} x {layer.key_dim} + {layer.value_dim}"
-    whose = "" if layer.ours else ", in mlx-lm's own cache, never quantised"
-    return f"{count} {layer.kind}{window}: {heads}, {layer.bytes_per_slot:,} bytes a token{whose}"
+    owner = "" if layer.ours else ", in mlx-lm's own cache, never quantised"
+    return f"{count} {layer.kind}{window}: {heads}, {layer.bytes_per_slot:,} bytes a token{owner}"
 
 
 def unit_of(counts: Sequence[int]) -> tuple[str, int]:
@@ -105,7 +105,7 @@ def ranks_table(split: str, name: str, parts: Sequence[RankMemory], contexts: Se
 
 
 def layer_json(layer: Layer, count: int) -> dict[str, Any]:
-    """What a plan says of `count` caches that are alike; bytes are of one sequence, unquantised."""
+    """JSON of `count` equal caches; bytes are of one sequence, unquantised."""
     return {
         "kind": layer.kind,
         "caches": count,
@@ -189,15 +189,15 @@ def plan(
     planner = Planner(model_from_config(config, DTYPES[dtype]))
     caches = Counter(planner.layers(CachePolicy()))
     if policy.changed():
-        check_policy(planner.model, policy)  # refuses what generate would refuse, but for weights, which are not read
+        check_policy(planner.model, policy)  # as in generate, except for weights, which are not read
         make_prompt_cache(planner.model, policy, strict=False)
     compared = strategies(policy)
     rows = planner.compare(compared, contexts, batch_size)
-    usual = compared[-1] if policy.changed() else compared[2]
+    planned = compared[-1] if policy.changed() else compared[2]
     parts = None
     if ranks is not None:
         wanted = Ranks(ranks, split, layers)
-        parts = of_ranks(config, DTYPES[dtype], wanted, usual, contexts, batch_size)
+        parts = of_ranks(config, DTYPES[dtype], wanted, planned, contexts, batch_size)
     if plot is not None:
         title = f"{short_name(model)}, {dtype}, batch of {batch_size}"
         line = dense(contexts)
@@ -219,5 +219,5 @@ def plan(
     lines.append(NOT_INCLUDED)
     if parts is not None:
         how, each = parts
-        lines += ["", *ranks_table(how, usual.name, each, contexts), "", ABOUT_RANKS]
+        lines += ["", *ranks_table(how, planned.name, each, contexts), "", ABOUT_RANKS]
     click.echo("\n".join(lines))

@@ -1,6 +1,6 @@
 """How far a long command is: a bar on a terminal, a line now and then anywhere else; both with an estimate.
 
-Decides how often, and how time is told. Knows nothing about what is done.
+Prints at most one line every ten seconds where stderr is no terminal.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Progress:
     """Steps of a known number, on stderr.
 
     Args:
-        work: what each step takes, in any unit: how much is left is told from it.
+        work: cost of each step, in any unit; the time left is estimated from it.
         unit: what a step is called.
     """
 

@@ -42,7 +42,7 @@ def centred(
     """
     tokens = token_ids(tokens, vocabulary_of(model), "the text")
     if len(tokens) < MIN_TOKENS:
-        raise ValueError(f"a text of {len(tokens)} tokens says nothing about keys: give {MIN_TOKENS} or more")
+        raise ValueError(f"a text of {len(tokens)} tokens is too short to measure keys: give {MIN_TOKENS} or more")
     check_length(model, len(tokens))
     caches = make_prompt_cache(model, PLAIN)
     read(model, caches, mx.array([tokens]), prefill_step(model, caches, None), progress)

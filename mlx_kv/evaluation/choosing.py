@@ -136,7 +136,7 @@ def by_size(model: nn.Module, candidates: Iterable[CachePolicy]) -> list[tuple[i
     plain, found = bytes_per_token(model, PLAIN), []
     for policy in candidates:
         if more := sorted({*policy.changed()} - STORAGE_FIELDS):
-            raise ValueError(f"a candidate says {', '.join(more)}: give {', '.join(sorted(STORAGE_FIELDS))} alone")
+            raise ValueError(f"a candidate sets {', '.join(more)}: give only {', '.join(sorted(STORAGE_FIELDS))}")
         try:
             size = bytes_per_token(model, policy)
         except ValueError:  # it cannot store these head dims

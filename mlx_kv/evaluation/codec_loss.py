@@ -50,7 +50,7 @@ def losses(
     """
     tokens = token_ids(tokens, vocabulary_of(model), "the text")
     if len(tokens) < MIN_TOKENS:
-        raise ValueError(f"a text of {len(tokens)} tokens says nothing about a model: give {MIN_TOKENS} or more")
+        raise ValueError(f"a text of {len(tokens)} tokens is too short to measure a loss: give {MIN_TOKENS} or more")
     check_length(model, len(tokens) - 1)
     caches = make_prompt_cache(model, policy)
     found: np.ndarray = read_losses(model, caches, mx.array([tokens]), prefill_step(model, caches, step), progress)[0]

@@ -1,7 +1,6 @@
-"""What each cache of a model stores of one sequence: bytes of a slot, how many slots, and what does not depend on them.
+"""What each cache of a model stores of one sequence: bytes per slot, the number of slots, and state of a fixed size.
 
-It is read from caches: one token goes through the model, the graph is built and dropped, nothing is evaluated, no
-weight is read. H KV heads.
+Sizes are read from caches after one token: the graph is built and dropped, nothing is evaluated, no weight is read.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from mlx_kv.ranks.communicator import cache_communicator_of
 
 @dataclass(frozen=True)
 class TokenRecords:
-    """What a budget records of the tokens of one sequence in one layer, beside their keys and values.
+    """What a budget records of the tokens of one sequence in one layer, besides keys and values.
 
     Attributes:
         cut: slots before the recent block.
@@ -47,7 +46,7 @@ class TokenRecords:
     observed: ObservedBytes
 
     def nbytes(self, slots: int) -> int:
-        """Of a sequence with so many slots in use."""
+        """Bytes of a sequence that uses `slots` slots."""
         kept = min(self.cut, slots) * self.per_kept + self.dead
         return kept + slots * self.per_reread + self.observed.nbytes(slots)
 
@@ -58,16 +57,16 @@ class Layer:
 
     Attributes:
         kind: "full", "sliding", "chunked" (a window that starts anew every `window` tokens), "recurrent", or
-            "not planned: " and the class of a cache that this module does not know; such a one counts nothing.
-        window: tokens that a query sees, at the most; None is all, or a recurrent layer.
-        heads, key_dim, value_dim: what is stored of each token, before any quantisation.
+            "not planned: " and the class of an unsupported cache, which counts as 0 bytes.
+        window: maximum tokens that a query sees; None is all, or a recurrent layer.
+        heads, key_dim, value_dim: of each token, before any quantisation.
         bytes_per_slot: of one sequence, all heads, keys and values, as a policy stores them.
         plain_bytes_per_slot: the same before they are quantised.
-        most_slots: slots that a sequence ever fills under a policy, but while its prompt is read twice.
-        state_bytes: of one sequence, the same at any context: recurrent state, with those that it can go back to while
-            it decodes, or the ring of a residual, which is allocated at the first token.
+        most_slots: maximum slots of a sequence under a policy, except during a second pass over its prompt.
+        state_bytes: of one sequence at any context: recurrent state, including the states for rollback while it
+            decodes, or the ring of a residual, which is allocated at the first token.
         records: what a budget records of tokens; None without one.
-        ours: whether the cache becomes one of this library, which the policy can quantise, or stays mlx-lm's.
+        ours: whether the cache is converted to one of this library, which the policy can quantise, or stays mlx-lm's.
     """
 
     kind: str
@@ -84,11 +83,11 @@ class Layer:
 
     @property
     def read_twice(self) -> bool:
-        """Whether it holds a whole prompt, and its repetition, until the prompt has been read twice."""
+        """Whether it holds a whole prompt and its repetition until the second pass is complete."""
         return self.records is not None and self.records.per_reread > 0
 
     def nbytes(self, slots: int, plain: bool = False) -> int:
-        """Bytes of one sequence with so many slots in use, stored as the policy says, or before that is so."""
+        """Bytes of one sequence that uses `slots` slots, as the policy stores them or, if `plain`, unquantised."""
         of_slots = slots * (self.plain_bytes_per_slot if plain else self.bytes_per_slot)
         return self.state_bytes + of_slots + (0 if self.records is None else self.records.nbytes(slots))
 
@@ -97,7 +96,7 @@ Slots = Callable[[Layer, int], int]
 
 
 def every_token(layer: Layer, context: int) -> int:
-    """Windows are ignored."""
+    """All tokens: windows are ignored."""
     return context
 
 
@@ -107,7 +106,7 @@ def double_window(layer: Layer, context: int) -> int:
 
 
 def as_laid_out(layer: Layer, context: int) -> int:
-    """What the layout of the policy uses: window + max_write - 1 where there is a window."""
+    """The slots of the policy's layout: window + max_write - 1 where there is a window."""
     return min(context, layer.most_slots)
 
 
@@ -118,7 +117,7 @@ def layers_of(
 
     Args:
         step: tokens of a step of decoding: more than one with drafts.
-        chunk: prompt tokens read at once, where that may be more than the max_write of the policy: budgets grow for it.
+        chunk: prompt tokens read at once, if more than the max_write of the policy: budgets grow for it.
         communicator: the ranks that have the other parts of the model; None finds those of a model that was split.
 
     Raises:
@@ -133,7 +132,7 @@ def layers_of(
 
 
 def _read_one_token(model: nn.Module, policy: CachePolicy, communicator: CacheCommunicator) -> list[Any]:
-    """The caches of a model, all leaves, after a token that is never computed."""
+    """All leaf caches of a model after one token that is not evaluated."""
     try:
         caches = make_prompt_cache(model, policy, strict=False, peers=communicator)
         model(mx.array([[0]]), cache=caches)
@@ -145,7 +144,7 @@ def _read_one_token(model: nn.Module, policy: CachePolicy, communicator: CacheCo
 
 
 def _describe(own: Any, plain: Any, stored: Any, step: int, chunk: int) -> Layer:
-    """One layer, from mlx-lm's own unused cache and from two that have seen a token: one plain, one as it is stored."""
+    """One layer, from mlx-lm's unused cache and from two that have seen a token, plain and as the policy stores it."""
     kind, window = kind_and_window(own)
     if kind == "recurrent":
         state = sum(array.nbytes for array in stored.cache if array is not None)
@@ -172,7 +171,7 @@ def _describe(own: Any, plain: Any, stored: Any, step: int, chunk: int) -> Layer
 
 
 def _longer(evictor: Evictor, heads: int) -> int:
-    """Tokens that the longest head of a budget may hold beyond it, below 0 where it always holds fewer."""
+    """Maximum tokens of the longest head beyond the budget; negative where it always holds fewer."""
     layout, layers = evictor.layout, evictor.layer_allocation
     protected = layout.sinks + layout.keep_recent
     free = layout.budget - protected
@@ -191,7 +190,7 @@ def _longer(evictor: Evictor, heads: int) -> int:
 
 
 def _records(evictor: Evictor, heads: int, step: int) -> TokenRecords:
-    """What an evictor that has seen a token records of the tokens of a sequence."""
+    """The records of an evictor that has seen a token."""
     own = heads if evictor.scope in BY_HEAD else 1
     return TokenRecords(
         cut=evictor.layout.cut + _longer(evictor, heads),

@@ -1,4 +1,4 @@
-"""Strategies to keep the tokens of a context, and the bytes that each takes of a model.
+"""Compares strategies for the tokens of a context by the bytes that they take, also over several ranks.
 
 Slots are counted as they fill: neither rounded up to 256, nor grown ahead.
 """
@@ -25,7 +25,7 @@ from mlx_kv.policy import CachePolicy
 from mlx_kv.ranks.communicator import SplitLayers
 from mlx_kv.ranks.splitting import PlannedRank, check_split, planned_part, weights_of
 
-BITS: dict[str, Bits] = {"8 bits": 8, "K8V4": (8, 4), "4 bits": 4}  # that are compared
+BITS: dict[str, Bits] = {"8 bits": 8, "K8V4": (8, 4), "4 bits": 4}
 DTYPES = {"bfloat16": mx.bfloat16, "float16": mx.float16, "float32": mx.float32}
 
 
@@ -45,10 +45,7 @@ class Strategy:
 
 
 def strategies(policy: CachePolicy) -> list[Strategy]:
-    """What to compare: the usual ways, ours with this max_write and group size, and the policy where it sets anything.
-
-    A strategy that depends on more than the window of a layer (a budget, say) is one more line here.
-    """
+    """Common strategies, rings with the max_write and group size of the policy, and the policy unless it is plain."""
     ring = CachePolicy(max_write=policy.max_write, group_size=policy.group_size)
     name = "window + max_write - 1"
     compared = [
@@ -62,10 +59,10 @@ def strategies(policy: CachePolicy) -> list[Strategy]:
 
 @dataclass(frozen=True)
 class StrategyMemory:
-    """A strategy at several contexts: the most bytes held until each, and those held from then on.
+    """A strategy at several contexts: the peak of bytes until each, and the bytes after it.
 
     Attributes:
-        refused: why this model cannot be kept so; then there are no bytes.
+        refused: why the model does not support the strategy; there are no bytes then.
     """
 
     name: str
@@ -136,7 +133,7 @@ class Planner:
     def compare(
         self, strategies: Iterable[Strategy], contexts: Iterable[int], batch_size: int = 1
     ) -> list[StrategyMemory]:
-        """Every strategy at every context, in bytes; one that the head dims refuse says so in its row."""
+        """The bytes of every strategy at every context; an unsupported strategy has the reason in its row."""
         contexts, rows = list(contexts), []
         for strategy in strategies:
             try:
@@ -150,12 +147,12 @@ class Planner:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """What one rank of a model in parts has.
+    """The part of a model on one rank.
 
     Attributes:
-        layers: of the model, of which it has some heads or all.
-        weights: bytes; each is read whole before it is cut, so that while they are loaded there is one more.
-        bytes_held: of its caches, at each context.
+        layers: number of layers, with some or all of their heads.
+        weights: bytes; while they are loaded, one tensor of the whole model is in memory besides them.
+        bytes_held: bytes of its caches at each context.
     """
 
     rank: int
@@ -166,7 +163,7 @@ class RankMemory:
 
 @dataclass(frozen=True)
 class Ranks:
-    """So many ranks, and how a model is split over them; None as in `check_split`."""
+    """The number of ranks, and how a model is split over them; None as for `check_split`."""
 
     size: int
     split: str | None = None
@@ -181,7 +178,7 @@ def of_ranks(
     contexts: Sequence[int],
     batch_size: int = 1,
 ) -> tuple[str, list[RankMemory]]:
-    """How the model of a config.json is split over ranks, and what each of them has of it.
+    """How the model of a config.json is split over ranks, and the part of each.
 
     Raises:
         ValueError: it cannot be split so; as `Planner.layers`.
@@ -200,7 +197,7 @@ def of_ranks(
 
 
 def config_dtype(config: dict[str, Any]) -> str:
-    """The name of the dtype that a configuration gives its weights: one of `DTYPES`, bfloat16 where it says nothing."""
+    """The name of the dtype that a configuration gives its weights: one of `DTYPES`, bfloat16 by default."""
     text = config.get("text_config")
     for part in (config, text if isinstance(text, dict) else {}):
         for key in ("dtype", "torch_dtype"):

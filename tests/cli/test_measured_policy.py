@@ -122,10 +122,10 @@ def test_answers_of_a_file_are_of_what_was_asked_for(text: Path, command: Any, t
         (("--kv-codec", "centred"), "--kv-codec centred needs --kv-bits: say how many, such as 4"),
         (("--kv-codec", "centred", "--kv-bits", "none,4"), "--kv-codec centred needs --kv-bits"),
         (("--kv-codec", "plain,centred", "--kv-bits", "4"), "keys are centred, values are not"),
-        (("--kv-bits", "auto", "--loss-text", "EMPTY"), "a text of 0 tokens says nothing about a model"),
+        (("--kv-bits", "auto", "--loss-text", "EMPTY"), "a text of 0 tokens is too short to measure a loss"),
         (
             ("--kv-codec", "centred", "--kv-bits", "4", "--loss-text", "EMPTY"),
-            "says nothing about keys: give 64 or more",
+            "is too short to measure keys: give 64 or more",
         ),
         (("--kv-bits", "auto", "--loss-text", "BYTES"), "is not UTF-8 text: give another file with --loss-text"),
         (("--kv-bits", "auto,4"), "'auto' is no number of bits"),

@@ -94,7 +94,7 @@ def test_what_says_nothing_is_refused() -> None:
     model = make_model("llama")
     for wrong in (TEXT[:63], []):
         with pytest.raises(
-            ValueError, match=rf"a text of {len(wrong)} tokens says nothing about keys: give 64 or more"
+            ValueError, match=rf"a text of {len(wrong)} tokens is too short to measure keys: give 64 or more"
         ):
             centred(model, wrong)
     assert "centred" in codec_names()

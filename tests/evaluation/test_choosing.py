@@ -76,7 +76,7 @@ def test_what_is_no_loss_or_says_more_is_refused() -> None:
     for wrong in (-0.1, float("nan"), float("inf")):
         with pytest.raises(ValueError, match="give nats a token, 0 or more"):
             choose_bits(make_model("llama"), TEXT, wrong, measure=Fake())
-    with pytest.raises(ValueError, match="a candidate says budget, score"):
+    with pytest.raises(ValueError, match="a candidate sets budget, score"):
         choose_bits(make_model("llama"), TEXT, candidates=[CachePolicy(budget=90, score="tova")], measure=Fake())
 
 
