@@ -10,13 +10,15 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
+from mlx_kv.generation.grammar.constraint import regex
 from mlx_kv.generation.settings import SamplingSettings
+from mlx_kv.server.cache_requests import CacheRequest
 from mlx_kv.server.dialects.completions import ChatBody, CompletionBody, chats, completions
 from mlx_kv.server.dialects.messages import MessagesBody, messages
 from mlx_kv.server.dialects.response_writer import Conversations
 from mlx_kv.server.dialects.responses import ResponseBody, ResponsesDialect
 from mlx_kv.server.errors import ApiError
-from mlx_kv.server.requests import RequestRules
+from mlx_kv.server.requests import CompletionRequest, RequestRules
 from mlx_kv.settings import settings_of
 
 USER = {"role": "user", "content": "x"}
@@ -115,6 +117,58 @@ def test_messages_and_tools_reach_the_template_as_they_were_sent() -> None:
     request = chats({"messages": sent, "tools": tools}, RequestRules()).request
     assert json.dumps(request.messages) == json.dumps(sent)
     assert json.dumps(request.tools) == json.dumps(tools)
+
+
+SHARED = {"model": "m", "stream": True, "stop": "a", "id_slot": 3, "cache": {"budget": 9, "keep": False}, "top_k": -1}
+SHARED |= {"seed": -1, "logit_bias": {"5": 1}, "regex": "a+", "response_format": {"type": "text"}}
+WANTED: dict[str, Any] = {
+    "model": "m",
+    "stream": True,
+    "stop_strings": ("a",),
+    "slot": 3,
+    "cache": CacheRequest(budget=9, keep=False),
+    "sampling": SamplingSettings(top_k=0, seed=2**64 - 1, logit_bias={5: 1}),
+    "constraint": regex("a+"),
+    "constraint_field": "regex",
+}
+
+
+def test_every_field_of_a_completion_is_in_its_request() -> None:
+    own = {"prompt": [[1, 2], "x"], "echo": True, "max_tokens": 7, "n": 2, "stream_options": {"include_usage": True}}
+    wanted = CompletionRequest(prompts=[[1, 2], "x"], echo=True, max_tokens=7, n=2, include_usage=True, **WANTED)
+    assert completions(SHARED | own, RequestRules()).request == wanted
+    wanted.echo, wanted.top_logprobs = False, 3
+    assert completions(SHARED | own | {"echo": False, "logprobs": 3}, RequestRules()).request == wanted
+
+
+def test_every_field_of_a_chat_is_in_its_request() -> None:
+    begun = {"role": "assistant", "content": "y"}
+    tools = [{"function": {"name": "f"}}]
+    own = {"messages": [USER, begun], "tools": tools, "max_completion_tokens": 7, "max_tokens": 8, "n": 2}
+    own |= {"continue_final_message": True, "parallel_tool_calls": False, "role_mapping": {"user": "U"}}
+    own |= {"chat_template_kwargs": {"a": 1}, "reasoning_effort": "low", "enable_thinking": True}
+    wanted = CompletionRequest(
+        messages=[USER, begun],
+        tools=tools,
+        template={"a": 1},
+        hints={"enable_thinking": True, "reasoning_effort": "low"},
+        roles={"user": "U"},
+        one_call=True,
+        continues=True,
+        max_tokens=7,
+        n=2,
+        top_logprobs=2,
+        **WANTED,
+    )
+    assert chats(SHARED | own | {"logprobs": True, "top_logprobs": 2}, RequestRules()).request == wanted
+    refused = refusal("chat", tools=tools, tool_choice="required", regex="a+")
+    assert (refused.param, refused.message) == ("regex", "tool_choice and regex both constrain the answer: send one")
+    forced = chats({"messages": [USER], "tools": tools, "tool_choice": "required"}, RequestRules()).request
+    assert (forced.forces_call, forced.may_call, forced.constraint_field) == (True, False, "tools")
+    hidden = chats({"messages": [USER], "tools": tools, "tool_choice": "none"}, RequestRules()).request
+    assert (hidden.tools, hidden.may_call) == ([], False)
+    quiet = chats({"messages": [USER], "max_tokens": 8, "reasoning_effort": "none"}, RequestRules()).request
+    assert (quiet.hints, quiet.max_tokens) == ({"enable_thinking": False}, 8)
 
 
 MANY = 1000
