@@ -38,8 +38,7 @@ if TYPE_CHECKING:
     from mlx_kv.generation.sequence import BatchToken
     from mlx_kv.generation.settings import SamplingSettings
     from mlx_kv.generation.speculation.drafters import Drafter, drafter_names, register_drafter
-    from mlx_kv.generation.speculation.statistics import SpeculationStatistics
-    from mlx_kv.generation.statistics import CacheStatistics, cache_statistics
+    from mlx_kv.generation.statistics import CacheStatistics, SpeculationStatistics, cache_statistics
     from mlx_kv.generation.stream import speculative_generate, stream_generate
     from mlx_kv.generation.text import generate
     from mlx_kv.mlxlm.convert import make_prompt_cache
@@ -82,7 +81,7 @@ _HOMES = {
     "RankGroup": "ranks.group",
     "SamplingSettings": "generation.settings",
     "ScoredTokens": "cache.eviction.scores.tokens",
-    "SpeculationStatistics": "generation.speculation.statistics",
+    "SpeculationStatistics": "generation.statistics",
     "Tapered": "cache.growth",
     "TemperatureSampler": "generation.sampling",
     "Wants": "cache.eviction.scores.tokens",

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from mlx_kv.cli.batch_input import InputScan
     from mlx_kv.generation.engine import Engine
-    from mlx_kv.generation.speculation.statistics import SpeculationStatistics
+    from mlx_kv.generation.statistics import SpeculationStatistics
     from mlx_kv.policy import CachePolicy
 
 EXAMPLES = """
@@ -106,7 +106,7 @@ def batch(
     def start(machine: Machine) -> Started:
         """Loads the model, and makes an engine; of the others, each does as the first one's until that ends."""
         from mlx_kv.generation.engine import make_engine
-        from mlx_kv.generation.speculation.statistics import SpeculationStatistics
+        from mlx_kv.generation.statistics import SpeculationStatistics
         from mlx_kv.generation.two_pass_prefill import Instructions
 
         network, tokenizer = machine.load()

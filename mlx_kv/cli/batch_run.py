@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from mlx_kv.cli.batch_input import BatchRequest, InputFile, RequestLine
     from mlx_kv.generation.engine import Engine
     from mlx_kv.generation.sequence import BatchToken, TokenSequence
-    from mlx_kv.generation.speculation.statistics import SpeculationStatistics
+    from mlx_kv.generation.statistics import SpeculationStatistics
 
 
 class PromptEncoder:

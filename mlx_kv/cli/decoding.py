@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from mlx_kv.generation.sampling import Sampler
     from mlx_kv.generation.settings import LogitsProcessor, SamplingSettings
     from mlx_kv.generation.speculation.settings import DraftSettings
-    from mlx_kv.generation.speculation.statistics import SpeculationStatistics
+    from mlx_kv.generation.statistics import SpeculationStatistics
 
 
 PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}  # that change nothing

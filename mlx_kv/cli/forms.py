@@ -69,7 +69,7 @@ class Form:
         if constraint is None:
             return ()
         from mlx_kv.generation.grammar.compiled import GrammarCompiler
-        from mlx_kv.generation.grammar.lead_in import LeadIn
+        from mlx_kv.generation.grammar.processor import LeadIn
 
         lead_in = LeadIn.after(tokenizer, prompt) if chat else None
         return (GrammarCompiler(tokenizer).compile(constraint).processor(before + len(prompt), lead_in),)

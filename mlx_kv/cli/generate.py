@@ -120,8 +120,7 @@ def continue_prompt(
     from mlx_kv.generation.distributed_caches import make_distributed_caches
     from mlx_kv.generation.encoding import encode_ending, encode_text, speaks_chat
     from mlx_kv.generation.prefill import prefill_step
-    from mlx_kv.generation.speculation.statistics import SpeculationStatistics
-    from mlx_kv.generation.statistics import cache_statistics
+    from mlx_kv.generation.statistics import SpeculationStatistics, cache_statistics
     from mlx_kv.generation.stream import shown_before, speculative_generate, stream_generate
     from mlx_kv.mlxlm.convert import make_prompt_cache
 

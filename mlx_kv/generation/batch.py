@@ -22,7 +22,7 @@ from mlx_kv.generation.settings import LogitsProcessor, given_processors
 from mlx_kv.generation.speculation import LOOKUP_MAX, LOOKUP_MIN
 from mlx_kv.generation.speculation.drafters import Drafter, Factory
 from mlx_kv.generation.speculation.settings import DraftLength
-from mlx_kv.generation.speculation.statistics import SpeculationStatistics
+from mlx_kv.generation.statistics import SpeculationStatistics
 from mlx_kv.generation.two_pass_prefill import Instructions
 from mlx_kv.mlxlm.loading import check_model, context_length, vocabulary_of
 from mlx_kv.policy import CachePolicy, given_policy

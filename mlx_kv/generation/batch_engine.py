@@ -13,10 +13,9 @@ from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from mlx_kv.generation.admission import PrefillPace
 from mlx_kv.generation.decoder import Decoder
-from mlx_kv.generation.logprobs import scored
 from mlx_kv.generation.prefill import CHUNKS_AT_ONCE, MOST_PROMPTS_AT_ONCE
-from mlx_kv.generation.sequence import BatchToken, Emitted, SequenceProgress, TokenSequence, check
-from mlx_kv.generation.speculation.statistics import SpeculationStatistics
+from mlx_kv.generation.sequence import BatchToken, Emitted, SequenceProgress, TokenSequence, check, scored
+from mlx_kv.generation.statistics import SpeculationStatistics
 from mlx_kv.generation.two_pass_prefill import NO_INSTRUCTIONS, Instructions, TwoPassQueue
 from mlx_kv.mlxlm.batching import RowsByClass, check_alike, evaluated
 from mlx_kv.mlxlm.observing import show_attention

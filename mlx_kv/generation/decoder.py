@@ -23,10 +23,10 @@ from mlx_kv.generation.sequence import Emitted, TokenSequence
 from mlx_kv.generation.speculation.acceptance import Choice, normalized
 from mlx_kv.generation.speculation.contexts import RowContext, RowContexts
 from mlx_kv.generation.speculation.drafters import Drafter, DrafterContext, find_drafter
-from mlx_kv.generation.speculation.drafters.elsewhere import Elsewhere
+from mlx_kv.generation.speculation.drafters.protocol import RemoteDrafter
 from mlx_kv.generation.speculation.pacing import Pace
 from mlx_kv.generation.speculation.settings import DraftSettings
-from mlx_kv.generation.speculation.statistics import SpeculationStatistics
+from mlx_kv.generation.statistics import SpeculationStatistics
 from mlx_kv.mlxlm.batching import RowsByClass
 from mlx_kv.mlxlm.convert import check_policy
 from mlx_kv.mlxlm.loading import check_model, vocabulary_of
@@ -385,5 +385,5 @@ def make_decoder(
     found = communicator.on_leader(lambda: find_drafter(drafting.drafter, context))
     traits = (1, None, False) if found is None else (context.draft_tokens, found.step_size, found.equal_rows)
     draft_tokens, step_size, equal_rows = communicator.broadcast(lambda: traits)
-    drafter = found or Elsewhere(step_size, equal_rows)
+    drafter = found or RemoteDrafter(step_size, equal_rows)
     return Decoder(model, policy, drafter, draft_tokens, drafting.draft_length == "fixed", communicator)

@@ -20,7 +20,7 @@ from mlx_kv.generation.sequence import BatchToken, SequenceProgress, TokenSequen
 from mlx_kv.generation.speculation import LOOKUP_MAX, LOOKUP_MIN
 from mlx_kv.generation.speculation.drafters import Drafter, Factory
 from mlx_kv.generation.speculation.settings import DraftLength, DraftSettings
-from mlx_kv.generation.speculation.statistics import SpeculationStatistics
+from mlx_kv.generation.statistics import SpeculationStatistics
 from mlx_kv.generation.two_pass_prefill import NO_INSTRUCTIONS, Instructions
 from mlx_kv.mlxlm.batching import check_batches
 from mlx_kv.mlxlm.traverse import attention_caches
@@ -28,21 +28,22 @@ from mlx_kv.policy import CachePolicy, given_policy
 
 
 class Engine(Protocol):
-    """Continues any number of sequences, at most so many at once."""
+    """Continues any number of sequences, up to a maximum at once."""
 
     def submit(self, sequence: TokenSequence) -> None:
-        """It joins as soon as there is room."""
+        """Adds a sequence, which joins the batch as soon as there is room.
+
+        Raises:
+            ValueError: it cannot be continued.
+        """
         ...
 
     def cancel(self, index: int) -> None:
-        """Lets a sequence go, wherever it stands; one that is not there is no error."""
+        """Removes a sequence at any stage; an unknown index is ignored."""
         ...
 
     def step(self) -> list[BatchToken]:
-        """Some work: tokens of rows that decode, in the order of rows, and prompts that are read.
-
-        Nothing where nothing is to be done.
-        """
+        """Reads a chunk of prompts, and decodes; returns the new tokens in the order of rows, possibly none."""
         ...
 
     @property
@@ -52,36 +53,36 @@ class Engine(Protocol):
 
     @property
     def caches(self) -> list[Any]:
-        """Those of the rows that decode now, one for each layer, for statistics; empty where there are none."""
+        """The caches of the rows that decode, one for each layer, for statistics; empty without rows."""
         ...
 
     @property
     def step_size(self) -> int:
-        """Tokens of a prompt that are read at once."""
+        """Prompt tokens read at once."""
         ...
 
     @property
     def rows(self) -> list[int]:
-        """The index of each sequence that decodes now, in the order of the rows of `caches`."""
+        """The indices of the sequences that decode, in the order of the rows of `caches`."""
         ...
 
     @property
     def pending(self) -> list[int]:
-        """The index of each sequence that does not decode yet: those whose prompts are read, then those that wait."""
+        """The indices of the other sequences: those whose prompts are being read, then those that wait."""
         ...
 
     @property
     def progress(self) -> dict[int, SequenceProgress]:
-        """How far each sequence is, by its index."""
+        """The progress of each sequence, by its index."""
         ...
 
     @property
     def speculation(self) -> SpeculationStatistics | None:
-        """What it has drafted so far, filled in as it goes; None where it never drafts."""
+        """Statistics of its drafts, updated by each step; None without a drafter."""
         ...
 
     def make_caches(self) -> list[Any]:
-        """New caches for a sequence to bring: of all layers, and then those of the drafter, if it has any."""
+        """New caches for a `TokenSequence`: of all layers, then those of the drafter."""
         ...
 
     def read(self, tokens: mx.array, cache: list[Any]) -> Any:
@@ -89,19 +90,19 @@ class Engine(Protocol):
         ...
 
     def trim(self, caches: list[Any], n: int) -> bool:
-        """Takes the last n tokens out of such caches; says whether it could, and changes nothing where not."""
+        """Trims the last n tokens of such caches; returns False, with nothing changed, if it cannot."""
         ...
 
     def extract(self, index: int) -> list[Any] | None:
-        """Copies of the caches of a sequence that decodes, evaluated; None if it does not, or they cannot be had.
+        """Evaluated copies of the caches of a sequence that decodes; None for others, or if they cannot be trimmed.
 
-        Their offset says what they have read. That may be more than what was told: mlx-lm's loop is a step ahead, and
-        a draft may have been right beyond the end.
+        They may hold more tokens than were returned (see their offset): a pass may be on its way, and a draft may have
+        been right beyond the end.
         """
         ...
 
     def close(self) -> None:
-        """Lets all sequences go."""
+        """Removes all sequences."""
         ...
 
 
@@ -127,15 +128,15 @@ def make_engine(
 
     Args:
         ends: ids of tokens that end a sequence.
-        return_caches: whether the last token of a sequence brings its caches.
-        drafter: as in `speculative_generate`; with it or a draft model, the engine speculates.
+        return_caches: whether the last token of a sequence carries its caches.
+        draft_model, drafter: as in `speculative_generate`; without both, nothing is drafted.
         num_draft_tokens, prompt_lookup_min, prompt_lookup_max, draft_length: the same.
         communicator: with the other processes of the model, which all make an engine now. The leader decides whether it
             drafts, by which drafter, and whether caches are returned.
-        instructions: before the second reading of a prompt, where the policy wants one.
-        most_wait: seconds that rows wait for their next token while prompts are read, as far as the least chunk allows;
-            None reads all chunks whole. Not with drafts, several ranks, budgets or a quantized_start, where chunks have
-            their size.
+        instructions: for policies that read prompts in two passes.
+        most_wait: maximum seconds between two tokens of a row while prompts are read, as far as the smallest chunk
+            allows; None reads whole chunks. Ignored with drafts, several processes, budgets or a quantized_start, which
+            need whole chunks.
 
     Raises:
         ValueError: what the model or the policy refuses.

@@ -24,7 +24,7 @@ from mlx_kv.generation.settings import LogitsProcessor, given_processors
 from mlx_kv.generation.speculation import LOOKUP_MAX, LOOKUP_MIN
 from mlx_kv.generation.speculation.drafters import Drafter, Factory
 from mlx_kv.generation.speculation.settings import DraftLength, DraftSettings
-from mlx_kv.generation.speculation.statistics import SpeculationStatistics
+from mlx_kv.generation.statistics import SpeculationStatistics
 from mlx_kv.generation.two_pass_prefill import NO_INSTRUCTIONS, Instructions, needs_second_pass
 from mlx_kv.mlxlm.convert import check_windows
 from mlx_kv.mlxlm.loading import check_model, vocabulary_of

@@ -16,7 +16,7 @@ from mlx_lm.generate import generation_stream
 from mlx_kv.communicator import LOCAL, Communicator
 from mlx_kv.generation.engine import Engine
 from mlx_kv.generation.sequence import BatchToken, SequenceProgress, TokenSequence
-from mlx_kv.generation.speculation.statistics import SpeculationStatistics
+from mlx_kv.generation.statistics import SpeculationStatistics
 from mlx_kv.mlxlm.traverse import can_trim
 from mlx_kv.ranks.communicator import checksum
 from mlx_kv.ranks.group import RankGroup

@@ -16,7 +16,7 @@ from mlx_lm.tool_parsers import json_tools
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from mlx_kv.files.decoding import read_json
-from mlx_kv.generation.logprobs import TokenScore
+from mlx_kv.generation.sequence import TokenScore
 from mlx_kv.server.errors import ApiError
 from mlx_kv.server.job import Job, OutputChunk
 from mlx_kv.server.json_http import json_bytes

@@ -9,10 +9,9 @@ from functools import cached_property
 from itertools import count
 
 from mlx_kv.generation.grammar.processor import GrammarProcessor
-from mlx_kv.generation.logprobs import TokenScore
-from mlx_kv.generation.sequence import BatchToken
+from mlx_kv.generation.sequence import BatchToken, TokenScore
 from mlx_kv.generation.settings import SamplingSettings
-from mlx_kv.generation.speculation.statistics import SpeculationStatistics
+from mlx_kv.generation.statistics import SpeculationStatistics
 from mlx_kv.generation.stop_strings import StopStrings
 from mlx_kv.policy import CachePolicy
 from mlx_kv.prefixes.index import packed

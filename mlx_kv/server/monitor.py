@@ -10,7 +10,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from mlx_kv.generation.speculation.statistics import SpeculationStatistics
+from mlx_kv.generation.statistics import SpeculationStatistics
 from mlx_kv.ranks.totals import MemoryOfAll
 from mlx_kv.server.job import Job, Snapshot
 from mlx_kv.server.memory import BatchOccupancy, occupancy_of, tokens_evicted

@@ -12,7 +12,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mlx_kv.generation.speculation.statistics import SpeculationStatistics
+from mlx_kv.generation.statistics import SpeculationStatistics
 from mlx_kv.policy import CachePolicy
 from mlx_kv.server.admission import AdmissionController
 from mlx_kv.server.errors import ApiError

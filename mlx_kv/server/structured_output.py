@@ -29,8 +29,7 @@ from mlx_kv.generation.grammar.constraint import (
     json_schema,
     regex,
 )
-from mlx_kv.generation.grammar.lead_in import LeadIn
-from mlx_kv.generation.grammar.processor import GrammarProcessor
+from mlx_kv.generation.grammar.processor import GrammarProcessor, LeadIn
 from mlx_kv.server.errors import ApiError, without_panic
 from mlx_kv.server.fields import Body, FieldError, NonEmptyText, Text, UnknownFields, json_kind
 

@@ -17,8 +17,7 @@ from mlx_kv.generation.engine import make_engine
 from mlx_kv.generation.grammar import constraint as constraints
 from mlx_kv.generation.grammar.compiled import Grammar, GrammarCompiler
 from mlx_kv.generation.grammar.constraint import Constraint, GrammarError
-from mlx_kv.generation.grammar.lead_in import LeadIn
-from mlx_kv.generation.grammar.processor import GrammarProcessor
+from mlx_kv.generation.grammar.processor import GrammarProcessor, LeadIn
 from mlx_kv.generation.sampling import SeededSampler, TemperatureSampler
 from mlx_kv.generation.sequence import TokenSequence
 from mlx_kv.generation.settings import SamplingSettings

@@ -11,7 +11,7 @@ import pytest
 from reasoning_server import ANSWER, TOOL
 from serving import SOURCE, Running
 
-from mlx_kv.generation.logprobs import TokenScore
+from mlx_kv.generation.sequence import TokenScore
 from mlx_kv.server.answers import ChatOutputParser, Choice, Delta, TokenTexts
 from mlx_kv.server.dialects.response_writer import Conversations
 from mlx_kv.server.dialects.responses import ResponsesDialect

@@ -13,8 +13,8 @@ import pytest
 from serving import LONG, SOURCE, Running, check_error, running
 
 from mlx_kv import stream_generate
-from mlx_kv.generation.logprobs import TokenScore
 from mlx_kv.generation.sampling import SeededSampler
+from mlx_kv.generation.sequence import TokenScore
 from mlx_kv.generation.settings import SamplingSettings
 from mlx_kv.server.answers import TokenTexts
 

@@ -20,8 +20,7 @@ from mlx_kv.generation.grammar.constraint import (
     found_library,
     grammar_source,
 )
-from mlx_kv.generation.grammar.lead_in import LeadIn
-from mlx_kv.generation.grammar.processor import GrammarProcessor
+from mlx_kv.generation.grammar.processor import GrammarProcessor, LeadIn
 
 KEPT = 32  # grammars: clients send the same again and again
 # The library's own measure of work: 50,000 of it are about a millisecond. Regular expressions that are more than this

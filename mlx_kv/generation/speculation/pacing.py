@@ -1,25 +1,22 @@
-"""How many tokens are drafted for a round: as many as have paid so far, on this machine, for these rows; or none.
+"""The number of tokens drafted for a round: as many as have paid so far on this machine, for these rows, or none.
 
-A round that reads L drafted tokens of each row takes cost(L + 1), and gives each row one token and those of its draft
-that were right. What it costs and what was right is what rounds have shown, so
+A round that reads L drafted tokens of each row takes cost(L + 1), and gives each row one token and the accepted ones of
+its draft. Costs and acceptance are measured, so
 
-    tokens per second = sum over rows of (1 + expected right of L) / (cost(L + 1) + cost of drafting L)
+    tokens per second = sum over rows of (1 + expected accepted of L) / (cost(L + 1) + cost of drafting L)
 
-is known for every L, and the best one is taken. Where that is none, nothing is drafted, and it is tried again later:
-at once when drafts cost nothing and would have been right, else now and then, and ever more seldom.
-
-Decides nothing but that number. Knows nothing about models, caches or where drafts come from.
+is known for every L, and the best L is taken. Where that is 0, drafts are tried again later: at once if they cost
+nothing and would have been accepted, else at growing intervals.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 from operator import mul
 from statistics import median
-
-from mlx_kv.generation.speculation.costs import MORE, REMEMBERED, Costs
 
 FADE = 0.98  # of what was seen, with each round that says more about a row
 FIRST_RIGHT = 0.7  # a guess, as long as nothing is known
@@ -30,6 +27,82 @@ TRIALS = 2  # rounds that are drafted to see whether it pays again
 LEAST_WAIT, MOST_WAIT = 32, 1024  # rounds without drafts between trials
 LEAST_USE, MOST_USE = 32, 256  # rounds with drafts before it is seen again what one without takes
 AS_BEFORE = 0.2  # a change of what it takes, as a part, that changes nothing
+
+MORE = 0.1  # of the cost of a token alone, for each further one in a pass, as long as nothing is known
+REMEMBERED = 15  # passes of one size: their median is what such a pass costs
+SWIFTNESS = 0.5  # with which a pass that takes longer than others of its size tells of a busy machine
+MOST_AT_ONCE = 2.0  # times longer or shorter, that a single pass is believed
+
+
+class Costs:
+    """Seconds of a pass on an idle machine, by the rows and tokens that it reads.
+
+    The load of the machine and longer texts are separated from the cost of more tokens, so that a pass can be compared
+    to an earlier one. Sizes that were not measured are interpolated; new numbers of rows follow the nearest ones.
+
+    Attributes:
+        load: current time of passes, as a multiple of the idle machine's.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[int, int], deque[float]] = {}
+        self.load = 1.0
+
+    def note(self, rows: int, tokens: int, seconds: float) -> None:
+        """A pass over so many tokens of each row took so many seconds."""
+        own = self._seen.setdefault((rows, tokens), deque(maxlen=REMEMBERED))
+        if own:
+            times = seconds / (median(own) * self.load)
+            self.load *= min(max(times, 1 / MOST_AT_ONCE), MOST_AT_ONCE) ** SWIFTNESS
+        own.append(seconds / self.load)
+
+    def times(self, rows: int, tokens: int) -> int:
+        """How often such a pass was seen, of late."""
+        return len(self._seen.get((rows, tokens), ()))
+
+    def times_longer(self, rows: int) -> int:
+        """How often a pass of more than one token was seen, of so many rows."""
+        return sum(len(own) for (of, tokens), own in self._seen.items() if of == rows and tokens > 1)
+
+    def like(self, rows: int, times: int) -> bool:
+        """Whether passes of one token were seen so often, of about so many rows: half to twice."""
+        return any(
+            size == 1 and len(own) >= times and of <= 2 * rows <= 4 * of for (of, size), own in self._seen.items()
+        )
+
+    def of(self, rows: int, tokens: int) -> float:
+        """Of a pass of that many rows and tokens; where nothing was seen, 1 is one of a single token."""
+        known = self._known(rows)
+        return _worked_out(known, tokens, partial(self._shape, rows)) if known else self._shape(rows, tokens)
+
+    def _shape(self, rows: int, tokens: int) -> float:
+        """What another number of rows would make of it: the next one that was seen."""
+        others = {of for of, _ in self._seen} - {rows}
+        if not others:
+            return _as_guessed(tokens)
+        nearest = min(others, key=lambda of: (abs(of - rows), -of))
+        return _worked_out(self._known(nearest), tokens, _as_guessed)
+
+    def _known(self, rows: int) -> dict[int, float]:
+        return {tokens: median(own) for (of, tokens), own in self._seen.items() if of == rows}
+
+
+def _as_guessed(tokens: int) -> float:
+    return 1 + MORE * (tokens - 1)
+
+
+def _worked_out(known: Mapping[int, float], tokens: int, shape: Callable[[int], float]) -> float:
+    """Between what is known by a straight line, and beyond it in the proportions of another shape."""
+    if tokens in known:
+        return known[tokens]
+    below = max((size for size in known if size < tokens), default=None)
+    above = min((size for size in known if size > tokens), default=None)
+    if below is not None and above is not None:
+        share = (tokens - below) / (above - below)
+        return known[below] + share * (known[above] - known[below])
+    nearest = below or above
+    assert nearest is not None, "something is known"
+    return known[nearest] * shape(tokens) / shape(nearest)
 
 
 class Acceptance:

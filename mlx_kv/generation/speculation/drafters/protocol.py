@@ -1,7 +1,4 @@
-"""What a drafter is asked, and what it is told.
-
-Decides nothing. B rows, V the vocabulary.
-"""
+"""The interface of drafters. B rows, V the vocabulary."""
 
 from __future__ import annotations
 
@@ -97,3 +94,25 @@ class Drafter(Protocol):
     def extract(self, row: int, behind: int) -> list[Any] | None:
         """Copies of a row's caches, without its last `behind` tokens; None where they cannot be had."""
         return []
+
+
+class RemoteDrafter(Drafter):
+    """Replaces the leader's drafter in the other processes, where it is never called to propose.
+
+    Args:
+        step_size, equal_rows: of the leader's drafter.
+    """
+
+    def __init__(self, step_size: int | None, equal_rows: bool) -> None:
+        self.step_size, self.equal_rows = step_size, equal_rows
+
+    def join(self, prompts: Sequence[Sequence[int]], caches: list[Any]) -> None: ...
+
+    def keep(self, rows: Sequence[int]) -> None: ...
+
+    def propose(self, most: int, choice: Choice) -> Sequence[Sequence[int]]:
+        raise AssertionError("the leader drafts")
+
+    def read(self, rows: Sequence[Sequence[int]], caches: list[Any]) -> None: ...
+
+    def accepted(self, tokens: Sequence[Sequence[int]]) -> None: ...
