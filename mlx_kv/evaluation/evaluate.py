@@ -35,7 +35,7 @@ from mlx_kv.policy import SINKS
 JUDGED = 256  # tokens of a text that are predicted after the compressed context
 CORRELATED_PAIRS = 16
 ROLLING_STEP = 32  # tokens read at once where caches compact while they read; also the margin of their budget
-Policy = tuple[str | None, int | None]  # a score and a budget; the full cache has neither
+ScoreAndBudget = tuple[str | None, int | None]  # the full cache has neither
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ def fill(context: Context, score: str | None, budget: int | None, settings: Sett
 def answers_of(
     model: nn.Module,
     trial: Trial,
-    policies: Iterable[Policy],
+    policies: Iterable[ScoreAndBudget],
     settings: Settings,
     instructions: Instructions = NO_INSTRUCTIONS,
 ) -> Iterator[Answered]:
@@ -188,7 +188,7 @@ def accuracies(
 ) -> Iterator[Measurement]:
     """The share of right answers of all trials together; a single trial may have parts."""
     all_trials, settings = list(trials), material.settings
-    found: dict[Policy, list[Answered]] = {policy: [] for policy in settings.policies()}
+    found: dict[ScoreAndBudget, list[Answered]] = {policy: [] for policy in settings.policies()}
     for number, trial in enumerate(all_trials, start=1):
         chat = trial.alone is not None
         instructions = Instructions.of(material.tokenizer, model) if chat else NO_INSTRUCTIONS

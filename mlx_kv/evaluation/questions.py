@@ -297,9 +297,9 @@ def chat(rng: np.random.Generator, talk: Talk, texts: Texts, room: Room) -> Case
 
 # --- all of them ------------------------------------------------------------------------------------------------------
 
-Task = Callable[[np.random.Generator, Talk, Texts, Room], Case]
+CaseMaker = Callable[[np.random.Generator, Talk, Texts, Room], Case]
 
-QUESTIONS: dict[str, Task] = {
+QUESTIONS: dict[str, CaseMaker] = {
     "needle": needle,
     "needles": needles,
     "many_needles": many_needles,

@@ -99,6 +99,21 @@ def test_answers_that_are_right_without_the_context_do_not_count(model: Any, mon
     assert alone.tolist() == by_hand.tolist()
 
 
+def test_accuracy_is_the_share_of_the_answers_that_count(model: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(reading, "context_length", lambda model: None)
+    monkeypatch.setattr(evaluation, "right_answers", lambda *_: np.array([[False, True, False, True]]))
+    for known, value in (([True, False, True, False], 1.0), ([False] * 4, 0.5), ([True, False, False, True], 0.5)):
+        monkeypatch.setattr(evaluation, "right_without_context", lambda *_, known=known: np.array([known]))
+        found = list(evaluate(model, Characters(), "needles", replace(SETTINGS, rows=2)))
+        assert {(each.task, each.score) for each in found} == {
+            (task, score) for task in ("needles", "needles, question seen") for score in (None, "key_norm")
+        }
+        assert {each.value for each in found} == {value}
+    monkeypatch.setattr(evaluation, "right_without_context", lambda *_: np.array([[True] * 4]))
+    with pytest.raises(ValueError, match="no answer of the task needles needs its context: ask for more rows"):
+        list(evaluate(model, Characters(), "needles", SETTINGS))
+
+
 @pytest.mark.parametrize("task", QUESTIONS)
 def test_every_task_is_measured(task: str, model: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(reading, "context_length", lambda model: None)
