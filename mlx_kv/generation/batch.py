@@ -1,8 +1,4 @@
-"""Text from many prompts at once.
-
-Decides what is refused before anything is read, and in which order prompts are handed to the engine. Knows nothing
-about files or the command line, nor which sequences share a batch.
-"""
+"""`batch_generate`: text from many prompts at once."""
 
 from __future__ import annotations
 

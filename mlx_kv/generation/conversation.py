@@ -1,8 +1,7 @@
-"""A conversation: what was said, and what caches have read of it.
+"""A conversation: its turns, and the tokens that its caches have read.
 
-Decides what of the caches serves the next turn: all of it where the chat template goes on from what was said, else as
-much as is the same, and nothing where caches cannot go back that far. Whatever serves, the model has read the tokens of
-the whole conversation, no others. Knows nothing about terminals or files.
+The next turn reuses all of the caches if the chat template continues the text so far, else the common prefix, and
+nothing if the caches cannot be trimmed to it. The model has always read the tokens of the whole conversation.
 """
 
 from __future__ import annotations

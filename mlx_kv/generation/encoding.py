@@ -1,8 +1,4 @@
-"""Texts and chats as the token ids of a prompt.
-
-Decides where special tokens are added, when a text becomes a message of a chat, and what becomes of a message that is
-read in two parts. The tokenizer and its chat template are mlx-lm's. Knows nothing about models, caches or requests.
-"""
+"""Token ids of prompts: of texts, and of chats by mlx-lm's tokenizer and its chat template."""
 
 from __future__ import annotations
 

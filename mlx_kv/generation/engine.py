@@ -146,8 +146,7 @@ def make_engine(
     drafting = communicator.on_leader(lambda: DraftSettings(drafter, num_draft_tokens, *lookup, draft_length))
     if prefill_step_size is not None:
         whole_number("prefill_step_size", prefill_step_size, least=1)
-    if max_batch_size > 1 or return_caches:
-        check_batches(model)
+    check_batches(model)
     policy = given_policy(policy)
     wanted = draft_model is not None or drafter is not None, return_caches
     drafts, return_caches = communicator.broadcast(lambda: wanted)

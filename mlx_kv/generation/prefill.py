@@ -1,7 +1,5 @@
-"""How a prompt gets into caches: in chunks of a size that is decided here, with room made for all of it.
+"""Prefill: chunk sizes, room for prompts and answers, and passes over rows of unequal length.
 
-Decides how many tokens are read at once, and what is reserved for a prompt and its answer. Knows nothing about text,
-samplers or who asks: every loop of the package that reads a prompt reads it by what is in this file.
 B rows, V the vocabulary.
 """
 

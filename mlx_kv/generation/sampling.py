@@ -1,9 +1,8 @@
-"""How tokens are drawn: from which distribution, and by which random numbers.
+"""Sampling: distributions by temperature and filters, and random numbers by position.
 
-Decides what a temperature and filters make of log-probabilities, and that each position of a sequence has random
-numbers of its own. A token is the likeliest after Gumbel noise was added to the log-probabilities, which draws from
-exactly their distribution. So it depends on seed, position and distribution alone: not on other rows, nor on who
-guessed what before. The filters are mlx-lm's, in mlx-lm's order. Knows nothing about models or caches. V is the
+A token is the likeliest after Gumbel noise was added to the log-probabilities, which draws from exactly their
+distribution. Each position of a sequence has its own random numbers, so a token depends on seed, position and
+distribution alone, not on other rows or earlier drafts. The filters are mlx-lm's, in mlx-lm's order. V is the
 vocabulary.
 """
 

@@ -1,7 +1,4 @@
-"""Stop strings, cut exactly, also where one spans several tokens.
-
-Decides what of a text can be said already. Knows nothing about tokens or requests.
-"""
+"""Stop strings, matched exactly, also across several tokens."""
 
 from __future__ import annotations
 

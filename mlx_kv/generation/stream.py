@@ -15,7 +15,7 @@ from mlx_kv.cache.checks import cache_list, check_type, shown, token_ids, whole_
 from mlx_kv.communicator import LOCAL, Communicator, Steps
 from mlx_kv.generation.batch_engine import BatchEngine
 from mlx_kv.generation.decoder import Decoder, make_decoder
-from mlx_kv.generation.distributed_caches import check_local
+from mlx_kv.generation.distributed_caches import check_local, given_caches
 from mlx_kv.generation.encoding import tokens_of_prompt, wrapped
 from mlx_kv.generation.prefill import prefill_step
 from mlx_kv.generation.sampling import Sampler, sampler_of_sequence
@@ -84,6 +84,8 @@ def stream_generate(
     _check_options(options)
     embeddings = options.get("input_embeddings")
     check_type("input_embeddings", embeddings, mx.array | None, "give an mx.array (tokens, hidden size), or None")
+    if prompt_cache is not None and policy is None:
+        check_windows(model, given_caches("prompt_cache", model, prompt_cache))
 
     def limit() -> int:
         if not isinstance(max_tokens, int) or max_tokens == 0 or max_tokens < -1:
@@ -315,9 +317,10 @@ def _check_cache(model: nn.Module, decoder: Decoder, caches: list[Any]) -> None:
     """Raises ValueError for a prompt_cache that the model, or its drafts, cannot continue."""
     caches, wanted = cache_list("prompt_cache", caches), len(decoder.make_caches())
     if len(caches) != wanted:
-        owner = "the model" if decoder.drafter is None else "the model and what drafts for it"
-        fix = "use make_prompt_cache" + ("" if decoder.drafter is None else ", and a drafter without a model")
-        raise ValueError(f"the prompt_cache has {len(caches)} layers, {owner} {wanted}: {fix}")
+        raise ValueError(
+            f"the prompt_cache has {len(caches)} layers, the model and its drafter {wanted}: use make_prompt_cache, "
+            "and a drafter without a model"
+        )
     check_windows(model, caches)
     show_attention(model, caches)
     if decoder.drafter is None:

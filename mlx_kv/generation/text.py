@@ -1,8 +1,4 @@
-"""The text that a model answers with, in one call.
-
-Decides what a prompt may be, and which loop runs. Knows nothing about the command line, nor how tokens are chosen or
-kept.
-"""
+"""`generate`: the text that follows a prompt, in one call."""
 
 from __future__ import annotations
 

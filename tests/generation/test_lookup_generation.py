@@ -166,7 +166,7 @@ def test_caches_that_do_not_fit_are_refused() -> None:
     caches, narrow = make_prompt_cache(model), make_prompt_cache(model, CachePolicy(max_kv_size=20, max_write=4))
     for options, message in (
         ({"policy": CachePolicy(), "prompt_cache": caches, "drafter": "ngram"}, "got a policy and a prompt_cache"),
-        ({"prompt_cache": caches[1:], "drafter": "ngram"}, "the prompt_cache has 2 layers, the model and what drafts"),
+        ({"prompt_cache": caches[1:], "drafter": "ngram"}, "the prompt_cache has 2 layers, the model and its drafter"),
         ({"prompt_cache": narrow, "drafter": "ngram"}, "plans for writes of 4 tokens, .*: use num_draft_tokens=3"),
         ({"prompt_cache": caches, "drafter": "model", "draft_model": model}, "the prompt_cache has 3 layers"),
     ):

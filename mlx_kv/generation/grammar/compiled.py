@@ -1,7 +1,6 @@
-"""Constraints compiled for a tokenizer: once for each constraint, whoever asks for it next.
+"""Compiled constraints: each is compiled once for a tokenizer, and cached.
 
-Decides how much work one may be, and how many are kept. Compiling takes milliseconds to seconds and lets other threads
-go on meanwhile, but calls of one compiler come from one thread. Knows nothing about rows or requests.
+Compiling takes milliseconds to seconds and releases the GIL. All calls of one compiler must come from one thread.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""What an answer is to be, as it was asked for, and in the words of the library that enforces it.
+"""Constraints of an answer, as requested and as grammars of llguidance.
 
-Decides which white space JSON may have, and how calls of functions are written. llguidance, which is asked for nothing
-but texts here, reads JSON schemas, regular expressions, and grammars in the manner of Lark or of llama.cpp (GBNF).
-Knows nothing about tokens, models or requests.
+llguidance reads JSON schemas, regular expressions, and grammars in the notation of Lark or of llama.cpp (GBNF).
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Which tokens are chosen, and so which drafted ones are right: the rows' samplers, with the random numbers of a place.
+"""Acceptance of drafts: the tokens that the samplers of rows choose, by the random numbers of each position.
 
-What a sequence gets at a position follows from the model's distribution there and that position's random key. So a
-drafter may guess it, drawing from a distribution of its own with the same key, and a drafted token is accepted where
-the model chose the same. That is exact for any draft. Knows nothing about models, caches or where drafts come from.
-B rows, V the vocabulary, L the most tokens that were drafted for a row.
+The token at a position follows from the model's distribution there and that position's random key. So a drafter may
+guess it, drawing from its own distribution with the same key, and a drafted token is accepted where the model chose the
+same. That is exact for any draft. B rows, V the vocabulary, L the most tokens drafted for a row.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Logits processors of rows, in rounds that decide several places at once: each place is shown what comes before it.
+"""Logits processors of rows, in rounds that decide several places at once: each place gets the tokens before it.
 
-Decides which tokens a processor is shown. Only rows that have processors cost anything. Knows nothing about models,
-samplers or what a processor does. B rows, V the vocabulary, L the most tokens drafted for a row.
+Rows without processors cost nothing. B rows, V the vocabulary, L the most tokens drafted for a row.
 """
 
 from __future__ import annotations

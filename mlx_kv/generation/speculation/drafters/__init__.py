@@ -1,7 +1,4 @@
-"""Drafters, and the names under which they are found. A drafter of one's own is a class that inherits from `Drafter`.
-
-Decides nothing about which drafted tokens are accepted, nor how many are asked for.
-"""
+"""Drafters by name. Other packages add classes that inherit from `Drafter`."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Every substring of a text that grows, in a few numbers for each of its tokens: a suffix automaton, built online.
+"""A suffix automaton: every substring of a growing text, in a few numbers for each token, built online.
 
-A state stands for substrings that end at the same places of the text, each a suffix of the longest of them; its link
-goes to the longest suffix that ends at more places. So the link of the state of the whole text is the longest suffix
-that was there before, and a token is added in constant time on average (Blumer et al. 1985, "The smallest automaton
-recognizing the subwords of a text"). Most states go on with one token only, which lies in flat arrays. Decides at which
-place such a suffix is found: where its state was met most recently. Knows nothing about rows or drafts.
+A state represents substrings that end at the same places of the text, each a suffix of the longest of them; its link
+leads to the longest suffix that ends at more places. So the link of the state of the whole text is the longest suffix
+that occurred before, and a token is added in constant time on average (Blumer et al. 1985, "The smallest automaton
+recognizing the subwords of a text"). Most states continue with one token only, stored in flat arrays. A suffix is found
+where its state occurred most recently.
 """
 
 from __future__ import annotations

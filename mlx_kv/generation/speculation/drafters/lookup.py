@@ -1,8 +1,4 @@
-"""Drafters that look into text: what followed the same words before may follow them again.
-
-Decides how a drafter of rows becomes one of single texts, and what a continuation says beyond the end of what is known.
-Knows nothing about how the same words are found, models or caches: proposals cost no pass of any model.
-"""
+"""Drafters that look up text: what followed the same tokens before is proposed again, without a pass of any model."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""The draft model: a small one with the same tokenizer, which reads what the rows got and says what would come next.
+"""The draft model: a small model with the same tokenizer, which reads the accepted tokens and proposes the next ones.
 
-Decides when its caches read what was accepted. Knows nothing about the model that decides but the size of its
-vocabulary. B rows, V the vocabulary.
+B rows, V the vocabulary.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Prompt lookup: the last n tokens of a row were said before, and what followed them then is proposed.
+"""Prompt lookup: the last n tokens of a row occurred before, and what followed them then is proposed.
 
-Decides where they are found: at their most recent place before, the longest n first. Every n-gram is noted as its last
-token comes, so a token takes the same time in a text of any length. Up to 400 bytes are kept for each.
+They are found at their most recent place, the longest n first. Every n-gram is recorded when its last token comes, so a
+token takes the same time in a text of any length, and up to 400 bytes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Drafts from the longest suffix that was said before: in the row's own text, or in recent answers of other rows.
+"""Drafts from the longest suffix that occurred before: in the row's own text, or in recent answers of other rows.
 
-Decides how much is proposed: as many tokens as were matched, at the most. A draft changes no token, whoever said what
-it is made of; but who measures how fast an answer comes may tell that its very text was said to somebody a while ago.
-Knows nothing about models or requests.
+A draft has as many tokens as were matched, at most. It changes no token; but the speed of an answer can reveal that the
+same text was generated for another client recently.
 """
 
 from __future__ import annotations
