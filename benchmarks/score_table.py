@@ -39,7 +39,7 @@ from mlx_kv.cache.eviction.scores import score_names
 import quick_softmax
 from score_cells import Cell, Kept, Place, Table, places
 
-from mlx_kv.cli.progress import spoken
+from mlx_kv.cli.output import duration
 from mlx_kv.evaluation.chat_cases import Room, Talk
 from mlx_kv.evaluation.evaluate import answers_of
 from mlx_kv.evaluation.questions import QUESTIONS, case_of, python_texts
@@ -151,7 +151,7 @@ def main() -> None:
             by_score[name] = by_score.get(name, 0.0) + sum(cell.seconds)
             if time.monotonic() - said >= SECONDS_BETWEEN:
                 said = time.monotonic()
-                spent = spoken((said - begun) * (left - through) / through)
+                spent = duration((said - begun) * (left - through) / through)
                 print(f"{cell.place.task}: {done} of {total} cells, {spent} left", file=sys.stderr)
     except KeyboardInterrupt:
         print(f"interrupted: {done} of {total} cells; call it again to go on", file=sys.stderr)

@@ -24,7 +24,7 @@ class CacheCommunicator:
     Attributes:
         splits_layers: whether other processes hold layers that are not here.
         first_layer: full-attention layers before those of this process.
-        unsupported: budget settings that do not work in this split, as (name, value): the reason and the fix.
+        unsupported: budget settings that do not work in this split, as (name, value): the template of a `SettingError`.
     """
 
     splits_layers = False

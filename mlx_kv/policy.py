@@ -364,7 +364,7 @@ def make_layer_caches(
         settings = {"share": policy.share, "layers": policy.layers, "score": policy._score.name.partition(":")[0]}
         for (name, value), why in peers.unsupported.items():
             if settings[name] == value:
-                raise ValueError(why)
+                raise SettingError(why)
         measured = None if policy.calibration is None else policy.calibration.heads
         for what, table in (("table of budgets", policy.table), ("calibration", measured)):
             if table is not None and len(table) != peers.total_layers(full):

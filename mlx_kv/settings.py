@@ -45,6 +45,9 @@ class SettingError(ValueError):
         self.template, self.parts, self.settings = template, parts, settings
         super().__init__(self.render())
 
+    def __reduce__(self) -> tuple[Any, ...]:  # the arguments of a ValueError are its message alone
+        return _again, (self.template, self.parts, self.settings)
+
     def render(self, names: Mapping[str, str] | None = None) -> str:
         """The message with the caller's names for settings.
 
@@ -52,6 +55,10 @@ class SettingError(ValueError):
             names: by Python name; names that begin with a dash are options. Other settings keep their Python names.
         """
         return _Template(names or {}).vformat(self.template, self.parts, self.settings)
+
+
+def _again(template: str, parts: tuple[object, ...], settings: dict[str, object]) -> SettingError:
+    return SettingError(template, *parts, **settings)
 
 
 class _Template(string.Formatter):
@@ -119,8 +126,9 @@ class Setting:
         served: narrower bounds, inclusive, for requests to a server.
         unit: what a number counts, such as "tokens".
         default_text: the default in `--help`, where it depends on something.
-        kind: `int`, `float`, `bool`, `str`, `Path`, a function from text, or a type of click; None: something else,
-            which the dataclass checks itself. By default from the annotation.
+        default: of the field.
+        kind: `int`, `float`, `bool`, `str`, a function from text, or a type of click; None: something else, which the
+            dataclass checks itself. By default from the annotation.
         optional: whether None is allowed.
         multiple: whether the option may be repeated.
         environment: a variable with the value.
@@ -136,6 +144,7 @@ class Setting:
     words: Mapping[str, Any] | None = None
     served: tuple[float, float] | None = None
     unit: str = ""
+    default: Any = None
     default_text: str | None = None
     kind: Any = None
     optional: bool = False
@@ -214,7 +223,7 @@ def settings_of(kind: type) -> dict[str, Setting]:
             annotation = field.type if isinstance(field.type, str) else getattr(field.type, "__name__", "")
             known = described.kind or _KINDS.get(annotation.removesuffix(" | None"))
             optional = field.default is None or annotation.endswith("| None")
-            found[field.name] = dataclasses.replace(described, kind=known, optional=optional)
+            found[field.name] = dataclasses.replace(described, kind=known, optional=optional, default=field.default)
     return found
 
 

@@ -1,8 +1,4 @@
-"""`mlx-kv batch`: a file of prompts in, a file of answers out, and what is missing when it is started again.
-
-Decides the order of a run, and what its options mean. Knows nothing about how lines are read and written
-(`batch_input`, `batch_output`), nor how tokens are chosen or kept.
-"""
+"""`mlx-kv batch`: a file of prompts in, a file of answers out; started again, it does the lines that are missing."""
 
 from __future__ import annotations
 
@@ -19,11 +15,14 @@ from typing import IO, TYPE_CHECKING, Any, BinaryIO, Literal
 
 import click
 
-from mlx_kv.cli.decoding import Decoding, decoding_options
-from mlx_kv.cli.measured_policy import asked_policy, measured_policy_options
-from mlx_kv.cli.notices import say
-from mlx_kv.cli.options import LeadersFile, model_option
+from mlx_kv.cli.auto_policy import AutoPolicyOptions, auto_policy_options
+from mlx_kv.cli.decoding import DraftOptions, draft_options, sampling_options
+from mlx_kv.cli.model import ModelOptions
+from mlx_kv.cli.options import LeadersFile, options
+from mlx_kv.cli.output import say
+from mlx_kv.cli.prompt import prefill_option
 from mlx_kv.cli.ranks import Machine, RankOptions, rank_options
+from mlx_kv.generation.settings import SamplingSettings
 
 if TYPE_CHECKING:
     import mlx.nn as nn
@@ -49,14 +48,14 @@ JSONL = LeadersFile(exists=True, dir_okay=False, allow_dash=True)
 
 
 @click.command(epilog=EXAMPLES)
-@model_option()
+@options(ModelOptions, "model", "name")
 @click.option(
     "--prompts",
     "prompts_file",
     type=JSONL,
     required=True,
     metavar="FILE",
-    help="A JSON object on each line; - is stdin.",
+    help="File with a JSON object per line; - is stdin.",
 )
 @click.option(
     "--output",
@@ -64,11 +63,16 @@ JSONL = LeadersFile(exists=True, dir_okay=False, allow_dash=True)
     type=LeadersFile(dir_okay=False, allow_dash=True),
     required=True,
     metavar="FILE",
-    help="Gets a line for each that is finished; what it already has is not done again. - is stdout, where nothing is.",
+    help="File for the answers, a line each; answers that it has are not made again. - is stdout.",
 )
-@click.option("--overwrite", is_flag=True, help="Do lines again that were done with another prompt or other settings.")
+@click.option("--overwrite", is_flag=True, help="Replace answers to another prompt or of other settings.")
 @click.option(
-    "--max-batch-size", type=click.IntRange(1), default=8, show_default=True, metavar="N", help="Prompts at once."
+    "--max-batch-size",
+    type=click.IntRange(1),
+    default=8,
+    show_default=True,
+    metavar="N",
+    help="Maximum prompts in a batch.",
 )
 @click.option("--ignore-chat-template", is_flag=True, help="Continue texts as plain text.")
 @click.option(
@@ -77,22 +81,26 @@ JSONL = LeadersFile(exists=True, dir_okay=False, allow_dash=True)
     default=256,
     show_default=True,
     metavar="N",
-    help="Of lines that don't say.",
+    help="Maximum tokens of an answer, for lines that don't set it.",
 )
-@decoding_options
-@measured_policy_options
+@sampling_options
+@prefill_option()
+@draft_options
+@auto_policy_options
 @rank_options
 def batch(
-    model: str,
+    model: ModelOptions,
     prompts_file: str,
     output_file: str,
     overwrite: bool,
     max_batch_size: int,
     ignore_chat_template: bool,
     max_tokens: int,
-    decoding: Decoding,
+    sampling: SamplingSettings,
+    prefill_step_size: int | None,
+    drafts: DraftOptions,
+    policy: AutoPolicyOptions,
     ranks: RankOptions,
-    **settings: Any,
 ) -> None:
     """Continue many prompts at once, from a file into a file.
 
@@ -100,40 +108,39 @@ def batch(
     the prompt must be there, and the id is else the line's number. Killed and started again, it does the lines that
     are missing. Bad lines are reported and passed over: the exit code is then 1.
     """
-    asked, drafting = asked_policy(**settings), decoding.drafting
-    drafts = drafting.settings  # refuses bad ones before anything is loaded
+    before_loading = policy.before_loading  # bad settings are refused before anything is loaded
 
     def start(machine: Machine) -> Started:
-        """Loads the model, and makes an engine; of the others, each does as the first one's until that ends."""
+        """Loads the model and makes an engine; ranks but the first follow it to its end."""
         from mlx_kv.generation.engine import make_engine
         from mlx_kv.generation.statistics import SpeculationStatistics
         from mlx_kv.generation.two_pass_prefill import Instructions
 
         network, tokenizer = machine.load()
-        policy = asked.for_model(network, tokenizer, model)
-        speculation = SpeculationStatistics() if drafting.asked else None
+        cache_policy = policy.for_model(network, tokenizer, model.name)
+        speculation = SpeculationStatistics() if drafts.enabled else None
         engine = machine.lead_or_follow(
             partial(
                 make_engine,
                 network,
                 set(tokenizer.eos_token_ids),
-                policy,
+                cache_policy,
                 max_batch_size,
-                decoding.prefill_step_size,
-                drafting.load_model() if machine.leads else None,
+                prefill_step_size,
+                drafts.load_model() if machine.leads else None,
                 statistics=speculation,
-                instructions=Instructions.for_policy(policy, tokenizer, network),
-                **vars(drafts),
+                instructions=Instructions.for_policy(cache_policy, tokenizer, network),
+                **vars(drafts.settings),
             )
         )
         return Started(engine, network, tokenizer, speculation)
 
     answer_settings: dict[str, Any] = {
-        "model": model,
+        "model": model.name,
         "plain": ignore_chat_template,
-        "policy": answer_policy(asked.policy) | asked.measured,
-    }  # an answer's digest
-    answer_settings |= decoding.changed
+        "policy": answer_policy(before_loading) | policy.measured,
+    }  # for the digest of an answer
+    answer_settings |= answer_sampling(sampling)
     ahead, code = (1 + BATCHES_AHEAD) * max_batch_size, 0
     with ranks.joined(model) as machine:
         if machine.leads:
@@ -147,7 +154,7 @@ def batch(
                 ahead,
                 ignore_chat_template,
                 max_tokens,
-                decoding,
+                sampling,
             )
         else:
             start(machine)
@@ -182,7 +189,7 @@ def run_file(
     ahead: int,
     ignore_chat_template: bool,
     max_tokens: int,
-    decoding: Decoding,
+    sampling: SamplingSettings,
 ) -> int:
     """From one file into the other; the exit code. The engine is started when there is something to do."""
     from mlx_kv.cli.batch_input import InputFile
@@ -212,7 +219,7 @@ def run_file(
         if scan.changed:
             with written(where):
                 answers.drop({name for _, name in scan.changed})
-        encoder = PromptEncoder(at.model, at.tokenizer, ignore_chat_template, decoding)
+        encoder = PromptEncoder(at.model, at.tokenizer, ignore_chat_template, sampling)
         progress.begin(len(scan.todo))
         try:
             for request, prompt_tokens, tokens in run(at.engine, prompts, scan.todo, encoder, ahead, progress):
@@ -259,8 +266,21 @@ def written(where: str) -> Iterator[None]:
 
 
 def answer_policy(policy: CachePolicy) -> dict[str, Any]:
-    """What of a policy an answer depends on; how memory grows is none of it."""
+    """The settings of a policy that an answer depends on: all but the growth of memory."""
     return {name: value for name, value in policy.settings().items() if name != "growth"}
+
+
+def answer_sampling(sampling: SamplingSettings) -> dict[str, Any]:
+    """The sampling settings that an answer depends on, by option; those at their default are left out."""
+    changed = sampling.changed
+    names = ["repetition_penalty", "presence_penalty", "frequency_penalty"]
+    if sampling.temperature > 0:
+        names += ["top_k", "min_p", "xtc_probability"]
+        drawn = {"temp": sampling.temperature, "top_p": sampling.top_p, "seed": sampling.seed}
+        drawn |= {"xtc_threshold": sampling.xtc_threshold} if sampling.xtc_probability else {}
+    else:
+        drawn = {}
+    return drawn | {name: changed[name] for name in names if name in changed}
 
 
 def say_changed(scan: InputScan, output: str) -> str:

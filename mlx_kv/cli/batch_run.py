@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mlx_kv.cli.decoding import Decoding, said_of_drafts
-from mlx_kv.cli.notices import say
+from mlx_kv.cli.decoding import draft_lines, unseeded_sampler
+from mlx_kv.cli.output import say
+from mlx_kv.generation.settings import SamplingSettings
 
 if TYPE_CHECKING:
     import mlx.nn as nn
@@ -33,11 +34,11 @@ class PromptEncoder:
         past: numbers of lines that may go past the context of the model.
     """
 
-    def __init__(self, model: nn.Module, tokenizer: Any, plain: bool, decoding: Decoding) -> None:
+    def __init__(self, model: nn.Module, tokenizer: Any, plain: bool, sampling: SamplingSettings) -> None:
         from mlx_kv.mlxlm.loading import context_length, vocabulary_of
 
-        self._tokenizer, self._sampler, self._seed = tokenizer, decoding.sampler(tokenizer), decoding.seed
-        self._processors = decoding.processors
+        self._tokenizer, self._sampler, self._seed = tokenizer, unseeded_sampler(sampling, tokenizer), sampling.seed
+        self._processors = sampling.processors()
         self._plain = plain
         self._vocabulary = vocabulary_of(model)
         self.context = context_length(model)
@@ -122,7 +123,7 @@ class Progress:
         click.echo(f"lines       {self.done:,} done, {self.skipped:,} skipped, {self.bad:,} bad", err=True)
         click.echo(f"generation  {self.tokens:7,} tokens  {rate:10,.1f} tokens/s", err=True)
         if speculation is not None:
-            click.echo(said_of_drafts(speculation), err=True)
+            click.echo(draft_lines(speculation), err=True)
 
     def _rate(self) -> float:
         return self.tokens / max(time.perf_counter() - self._begun, 1e-9)

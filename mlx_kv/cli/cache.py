@@ -1,8 +1,4 @@
-"""`mlx-kv cache`: reads a prompt once and keeps its keys and values in a file; `generate` goes on from there.
-
-Decides what is written beside the caches, and which files a model can go on from. Knows nothing about files or how
-tokens are kept.
-"""
+"""`mlx-kv cache`: reads a prompt and stores its keys and values in a file; `generate` continues from there."""
 
 from __future__ import annotations
 
@@ -13,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mlx_kv.cli.loading import Loading, loading_options
-from mlx_kv.cli.measured_policy import asked_policy, measured_policy_options
-from mlx_kv.cli.options import human_bytes, model_option, tokens_line
-from mlx_kv.cli.output import file_errors
-from mlx_kv.cli.prompt import note_context, prefill_bar, prefill_option, prompt_options, read_prompt
+from mlx_kv.cli.auto_policy import AutoPolicyOptions, auto_policy_options
+from mlx_kv.cli.model import ModelOptions
+from mlx_kv.cli.options import options
+from mlx_kv.cli.output import file_errors, human_bytes, prefill_bar, tokens_line
+from mlx_kv.cli.prompt import PromptOptions, note_context, prefill_option
 
 if TYPE_CHECKING:
     from mlx_kv.files.serialization import PromptFile
@@ -67,39 +63,35 @@ def tokens_read(file: PromptFile) -> int:
 
 
 @click.command(epilog=EXAMPLES)
-@model_option()
-@loading_options("adapter_path", "trust_remote_code")
-@prompt_options
+@options(ModelOptions, "model", "name", "adapter_path", "trust_remote_code")
+@options(PromptOptions, "prompt")
 @click.option(
     "--output",
     required=True,
     metavar="FILE",
-    help="Where to keep it; an older prompt cache is replaced when the new one is complete.",
+    help="File for the prompt cache; an older prompt cache is replaced when the new one is complete.",
 )
 @click.option("--force", is_flag=True, help="Replace a file that is no prompt cache, too.")
 @click.option("--ignore-chat-template", is_flag=True, help="Read the prompt as plain text.")
 @prefill_option()
-@measured_policy_options
+@auto_policy_options
 def cache(
-    source: str | None,
-    model: str,
-    loading: Loading,
-    prompt: str | None,
-    prompt_file: Path | None,
+    model: ModelOptions,
+    prompt: PromptOptions,
     output: str,
     force: bool,
     ignore_chat_template: bool,
     prefill_step_size: int | None,
-    **policy: Any,
+    policy: AutoPolicyOptions,
 ) -> None:
-    """Read a prompt and keep its keys and values in a file, for `generate --prompt-cache-file`.
+    """Read a prompt and store its keys and values in a file, for `generate --prompt-cache-file`.
 
     The prompt is --prompt, the content of --prompt-file, or stdin for a lone -.
     """
     if output == "-":
         raise click.UsageError("--output -: a prompt cache is no text for stdout; give the name of a file (./- for -)")
-    text = read_prompt(prompt, prompt_file, source)
-    asked_for = asked_policy(**policy)
+    text = prompt.read()
+    _ = policy.before_loading  # bad settings are refused before anything is loaded
 
     from mlx_kv.files.serialization import check_output, save_prompt_cache
 
@@ -114,8 +106,8 @@ def cache(
     from mlx_kv.mlxlm.convert import make_prompt_cache
     from mlx_kv.mlxlm.traverse import compact
 
-    network, tokenizer = loading.load(model)
-    cache_policy = asked_for.for_model(network, tokenizer, model)
+    network, tokenizer = model.load()
+    cache_policy = policy.for_model(network, tokenizer, model.name)
     tokens = encode_beginning(tokenizer, text, speaks_chat(tokenizer, ignore_chat_template))
     note_context(network, len(tokens))
     caches = make_prompt_cache(network, cache_policy)
@@ -131,7 +123,7 @@ def cache(
     with file_errors(f"write {output}"):
         check_output(output, force, "--force")
         own = model_fingerprint(network, tokenizer)
-        save_prompt_cache(output, caches, {"model": model}, tokens=tokens, fingerprint=own, force=force)
+        save_prompt_cache(output, caches, {"model": model.name}, tokens=tokens, fingerprint=own, force=force)
     saved = time.perf_counter()
     held = cache_statistics(caches)
     lines = (

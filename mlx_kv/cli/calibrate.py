@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from mlx_kv.bundled import model_path
-from mlx_kv.cli.config import short_name
-from mlx_kv.cli.loading import Loading, loading_options
-from mlx_kv.cli.notices import say
-from mlx_kv.cli.options import human_bytes, model_option
-from mlx_kv.cli.output import file_errors
-from mlx_kv.cli.progress import Progress
+from mlx_kv.cli.model import ModelOptions, short_name
+from mlx_kv.cli.options import options
+from mlx_kv.cli.output import Progress, file_errors, human_bytes, say
 
 if TYPE_CHECKING:
     import mlx.nn as nn
@@ -57,28 +55,28 @@ def head_lines(calibration: Calibration) -> list[str]:
 
 @click.command("calibrate", epilog=EXAMPLES)
 @click.argument("name", metavar="[MODEL]", required=False)
-@model_option(metavar="PATH_OR_HUB_ID", help="The model, instead of the argument.")
-@loading_options("adapter_path", "trust_remote_code")
+@click.option("--model", metavar="PATH_OR_HUB_ID", help="Model, instead of the argument.")
+@options(ModelOptions, "loading", "adapter_path", "trust_remote_code")
 @click.option(
     "--texts",
     "folder",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
     metavar="DIR",
-    help="Measure on the text files in this directory.  [default: texts of Python's and of this package]",
+    help="Directory of text files to measure on.  [default: texts of Python's and of this package]",
 )
 @click.option("--budgets-only", is_flag=True, help="Measure the budgets of heads on one text, and fit no score.")
 @click.option(
     "--output",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="Where it is written.  [default: MODEL.kvcal.safetensors beside the model, else in the cache folder]",
+    help="File for the calibration.  [default: MODEL.kvcal.safetensors beside the model, else in the cache folder]",
 )
 @click.option("--force", is_flag=True, help="Replace a file that is no calibration, too.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def calibrate_command(
     name: str | None,
     model: str | None,
-    loading: Loading,
+    loading: ModelOptions,
     folder: Path | None,
     budgets_only: bool,
     output: Path | None,
@@ -105,7 +103,7 @@ def calibrate_command(
     from mlx_kv.files.fingerprint import model_fingerprint
     from mlx_kv.mlxlm.loading import context_length
 
-    network, tokenizer = loading.load(chosen)
+    network, tokenizer = replace(loading, name=chosen).load()
     if output is None:
         with file_errors("make the cache folder; give --output FILE"):
             place = chosen if loading.adapter_path else model_path(chosen)

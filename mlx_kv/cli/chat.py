@@ -1,8 +1,4 @@
-"""`mlx-kv chat`: a conversation in the terminal, whose history costs nothing to go on with.
-
-Decides the order of a session: words into settings, models, an engine, the loop. Knows nothing about what is typed
-(`chat_session`), nor what caches have read (`generation.conversation`).
-"""
+"""`mlx-kv chat`: a conversation in the terminal that never reads its history again."""
 
 from __future__ import annotations
 
@@ -11,12 +7,13 @@ from typing import Any
 
 import click
 
-from mlx_kv.cli.decoding import Decoding, decoding_options
-from mlx_kv.cli.loading import Loading, loading_options
-from mlx_kv.cli.measured_policy import asked_policy, measured_policy_options
-from mlx_kv.cli.options import model_option
-from mlx_kv.cli.prompt import Chat, chat_options
+from mlx_kv.cli.auto_policy import AutoPolicyOptions, auto_policy_options
+from mlx_kv.cli.decoding import DraftOptions, draft_options, sampling_options, unseeded_sampler
+from mlx_kv.cli.model import ModelOptions
+from mlx_kv.cli.options import options
+from mlx_kv.cli.prompt import ChatOptions, max_tokens_option, prefill_option
 from mlx_kv.cli.ranks import Machine, RankOptions, rank_options
+from mlx_kv.generation.settings import SamplingSettings
 
 EXAMPLES = """
 \b
@@ -35,29 +32,45 @@ While it runs:
 
 
 @click.command(epilog=EXAMPLES)
-@model_option()
-@loading_options("adapter_path", "trust_remote_code")
-@chat_options("system_prompt", "chat_template_config")
-@click.option("--max-tokens", "-m", type=click.IntRange(1), default=256, show_default=True, metavar="N")
-@decoding_options
-@measured_policy_options
+@options(ModelOptions, "model", "name", "adapter_path", "trust_remote_code")
+@options(ChatOptions, "chat", "system_prompt", "chat_template_config")
+@max_tokens_option
+@sampling_options
+@prefill_option()
+@draft_options
+@auto_policy_options
 @rank_options
 def chat(
-    model: str, loading: Loading, chat: Chat, max_tokens: int, decoding: Decoding, ranks: RankOptions, **policy: Any
+    model: ModelOptions,
+    chat: ChatOptions,
+    max_tokens: int,
+    sampling: SamplingSettings,
+    prefill_step_size: int | None,
+    drafts: DraftOptions,
+    policy: AutoPolicyOptions,
+    ranks: RankOptions,
 ) -> None:
-    """Talk with a model: answers stream to stdout, all else goes to stderr.
+    """Chat with a model: answers stream to stdout, all else goes to stderr.
 
     Each line is a question; three quotation marks begin and end one of several lines. Ctrl-C ends an answer, which
-    stays as far as it came. Questions that are longer than the model's context are refused.
+    is kept as far as it came. Questions that are longer than the model's context are refused.
     """
-    with ranks.joined(model, loading) as machine:
-        converse(machine, model, chat, max_tokens, decoding, **policy)
+    with ranks.joined(model) as machine:
+        converse(machine, model, chat, max_tokens, sampling, prefill_step_size, drafts, policy)
 
 
-def converse(machine: Machine, model: str, chat: Chat, max_tokens: int, decoding: Decoding, **policy: Any) -> None:
-    """What `chat` does, on each rank; what is typed and said is of the one that leads."""
-    drafting = decoding.drafting
-    asked, drafts = asked_policy(**policy), drafting.settings  # refuses bad settings before anything is loaded
+def converse(
+    machine: Machine,
+    model: ModelOptions,
+    chat: ChatOptions,
+    max_tokens: int,
+    sampling: SamplingSettings,
+    prefill_step_size: int | None,
+    drafts: DraftOptions,
+    policy: AutoPolicyOptions,
+) -> None:
+    """Runs `chat` on each rank; the first reads questions and prints."""
+    _ = policy.before_loading  # bad settings are refused before anything is loaded
 
     from mlx_kv.cli.chat_session import ChatFiles, ChatSession
     from mlx_kv.cli.typed_lines import lines_typed
@@ -68,9 +81,9 @@ def converse(machine: Machine, model: str, chat: Chat, max_tokens: int, decoding
     from mlx_kv.mlxlm.loading import context_length
 
     network, tokenizer = machine.load()
-    logging.getLogger("transformers").setLevel(logging.ERROR)  # it warns of long prompts, which the session refuses
-    cache_policy = asked.for_model(network, tokenizer, model)
-    draft = drafting.load_model() if machine.leads else None
+    logging.getLogger("transformers").setLevel(logging.ERROR)  # its warnings of long prompts, which the session refuses
+    cache_policy = policy.for_model(network, tokenizer, model.name)
+    draft = drafts.load_model() if machine.leads else None
 
     def engine(**communicator: Any) -> Engine:
         return make_engine(
@@ -78,22 +91,22 @@ def converse(machine: Machine, model: str, chat: Chat, max_tokens: int, decoding
             set(tokenizer.eos_token_ids),
             cache_policy,
             1,
-            decoding.prefill_step_size,
+            prefill_step_size,
             draft,
-            **vars(drafts),
+            **vars(drafts.settings),
             return_caches=True,
             instructions=Instructions.for_policy(cache_policy, tokenizer, network),
             **communicator,
         )
 
-    sampler = decoding.sampler(tokenizer)
+    sampler = unseeded_sampler(sampling, tokenizer)
 
     def draws(position: int) -> Sampler | None:
-        return sampler_of_sequence(sampler, decoding.seed, position)
+        return sampler_of_sequence(sampler, sampling.seed, position)
 
     conversation = Conversation(machine.lead_or_follow(engine), tokenizer, chat.settings)
-    files = ChatFiles(model, network, tokenizer, cache_policy, whole=machine.group is None)
-    session = ChatSession(conversation, files, max_tokens, draws, decoding.processors, context_length(network))
+    files = ChatFiles(model.name, network, tokenizer, cache_policy, whole=machine.group is None)
+    session = ChatSession(conversation, files, max_tokens, draws, sampling.processors(), context_length(network))
     try:
         session.run(lines_typed(session.how_to_leave))
     finally:

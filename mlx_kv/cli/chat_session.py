@@ -19,12 +19,10 @@ import click
 import mlx.nn as nn
 
 from mlx_kv.cli.cache import load_for
-from mlx_kv.cli.decoding import said_of_drafts
-from mlx_kv.cli.notices import say
-from mlx_kv.cli.options import human_bytes, tokens_line
-from mlx_kv.cli.output import file_errors
+from mlx_kv.cli.decoding import draft_lines
+from mlx_kv.cli.options import message_of
+from mlx_kv.cli.output import file_errors, human_bytes, say, tokens_line
 from mlx_kv.cli.typed_lines import LEAVE, QUOTES, check_utf8, interrupts, on_terminal, stops
-from mlx_kv.cli.wording import in_options
 from mlx_kv.files.fingerprint import model_fingerprint
 from mlx_kv.files.serialization import check_output, save_prompt_cache
 from mlx_kv.generation.conversation import Conversation, Draws, Turn
@@ -170,7 +168,7 @@ class ChatSession:
             except click.ClickException as error:
                 say(" ".join(error.format_message().split()))
             except ValueError as error:
-                say(" ".join(in_options(error, click.get_current_context().command).split()))
+                say(" ".join(message_of(error, click.get_current_context().command).split()))
         if on_terminal() and self._unsaved:
             say("this conversation was not saved: next time, type /save FILE before you leave")
 
@@ -264,7 +262,7 @@ class ChatSession:
             click.echo(f"evicted     {held.tokens_evicted:,} tokens in {held.compactions:,} compactions", err=True)
         speculation = conversation.engine.speculation
         if speculation is not None and speculation.rounds:
-            click.echo(said_of_drafts(speculation), err=True)
+            click.echo(draft_lines(speculation), err=True)
 
     def _path(self, command: str, rest: str) -> Path:
         """The file that a command names: quoted as in a shell, or as it stands, spaces included."""

@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mlx_kv.bundled import model_path
-from mlx_kv.cli.calibrations import calibration_for
-from mlx_kv.cli.codec_options import codec_options, codec_settings, in_words
-from mlx_kv.cli.config import short_name
-from mlx_kv.cli.options import model_option
-from mlx_kv.cli.output import aligned, check_plot, save_figure
-from mlx_kv.cli.progress import Progress
+from mlx_kv.cli.model import short_name
+from mlx_kv.cli.options import EXISTING_FILE
+from mlx_kv.cli.output import Progress, aligned, check_plot, save_figure
+from mlx_kv.cli.policy import STORAGE, PolicyOptions, policy_options
+from mlx_kv.settings import option_value
 
 if TYPE_CHECKING:
     from mlx_kv.evaluation.results import Measurement, Result, Settings
@@ -108,7 +107,7 @@ def prepare(
             loaded[name] = load(model_path(name))
         network, tokenizer = loaded[name]
         if any(settings.needs_calibration(score) for score in settings.scores):
-            found = calibration_for(network, name, {"kv_calibration": calibration}, recommend=False)
+            found = PolicyOptions(calibration_file=calibration).calibration_for(network, name, recommend=False)
             if found is None:
                 raise click.UsageError(
                     f"fitted and calibrated need a calibration of {name}: run mlx-kv calibrate {name}, or give "
@@ -121,9 +120,10 @@ def prepare(
 
 
 @click.command("eval", epilog=EXAMPLES)
-@model_option(
+@click.option(
+    "--model",
     metavar="PATH_OR_HUB_ID",
-    help="A bundled model, a directory or a hub id, for all tasks.  [default: reference for perplexity, recall for the "
+    help="Bundled model, directory or hub id, for all tasks.  [default: reference for perplexity, recall for the "
     "others]",
 )
 @click.option(
@@ -200,11 +200,11 @@ def prepare(
     is_flag=True,
     help="Have caches of needle, chat and their like compact while the context is read, as they do in decoding.",
 )
-@codec_options
+@policy_options(PolicyOptions, "storage", *STORAGE)
 @click.option(
     "--text",
     "text_file",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    type=EXISTING_FILE,
     metavar="FILE",
     help="What perplexity is measured on.  [default: two modules of Python's library that the reference model has not "
     "read; another model may have]",
@@ -216,10 +216,7 @@ def prepare(
 def evaluate_command(
     model: str | None,
     tasks: tuple[str, ...],
-    kv_bits: Any,
-    kv_codec: Any,
-    kv_rotate: bool,
-    kv_residual: int,
+    storage: PolicyOptions,
     text_file: Path | None,
     plot: Path | None,
     as_json: bool,
@@ -238,8 +235,9 @@ def evaluate_command(
     from mlx_kv.evaluation.evaluate import TASKS
     from mlx_kv.evaluation.results import Settings
 
-    stored = codec_settings(kv_bits, kv_codec, kv_rotate, kv_residual)
-    settings = Settings(**stored, seen=SEEN[question], **options)  # refuses bad settings before anything is loaded
+    settings = Settings(
+        **storage.stored(), seen=SEEN[question], **options
+    )  # refuses bad settings before anything is loaded
     for task in tasks:
         if task not in TASKS:
             raise click.UsageError(f"there is no task {task!r}: choose of {', '.join(TASKS)}")
@@ -260,7 +258,7 @@ def evaluate_command(
             if not as_json:
                 progress.say(text)
 
-        show(f"{name}: {settings_in_words(settings)}")
+        show(f"{name}: {settings_option_value(settings)}")
         first = 0  # of the measurements of a task
         try:
             for run in runs.values():
@@ -294,10 +292,10 @@ def evaluate_command(
 # --- what it shows ----------------------------------------------------------------------------------------------------
 
 
-def settings_in_words(settings: Settings) -> str:
+def settings_option_value(settings: Settings) -> str:
     rows = f"{settings.rows} rows, {settings.seeds} seed{'s' if settings.seeds > 1 else ''}"
-    bits = "" if settings.bits is None else f", {in_words(settings.bits)} bits"
-    bits += "" if settings.codec is None else f", codec={in_words(settings.codec)}"
+    bits = "" if settings.bits is None else f", {option_value(settings.bits)} bits"
+    bits += "" if settings.codec is None else f", codec={option_value(settings.codec)}"
     bits += f", the newest {settings.residual_length} as they came" if settings.residual_length else ""
     layers = "" if settings.layers == "uniform" else f", layers={settings.layers}"
     return f"contexts of {settings.context:,} tokens, {rows}, share={settings.share}{layers}{bits}"

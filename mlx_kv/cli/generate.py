@@ -1,8 +1,4 @@
-"""`mlx-kv generate`: continues a prompt, and says what the caches did.
-
-Decides the order of a run: words into settings, models, the loop, the statistics. Knows nothing about how tokens are
-chosen or kept.
-"""
+"""`mlx-kv generate`: continues a prompt, and reports what the caches hold."""
 
 from __future__ import annotations
 
@@ -12,14 +8,22 @@ from typing import Any
 
 import click
 
+from mlx_kv.cli.auto_policy import AutoPolicyOptions, auto_policy_options
 from mlx_kv.cli.cache import load_for, tokens_read
-from mlx_kv.cli.decoding import Decoding, decoding_options, said_of_drafts
-from mlx_kv.cli.forms import Form, form_options
-from mlx_kv.cli.loading import Loading, loading_options
-from mlx_kv.cli.measured_policy import asked_policy, measured_policy_options
-from mlx_kv.cli.options import human_bytes, model_option, tokens_line
-from mlx_kv.cli.prompt import Chat, chat_options, note_context, prefill_bar, prompt_options, read_prompt
+from mlx_kv.cli.decoding import (
+    DraftOptions,
+    FormatOptions,
+    draft_lines,
+    draft_options,
+    sampling_options,
+    unseeded_sampler,
+)
+from mlx_kv.cli.model import ModelOptions
+from mlx_kv.cli.options import EXISTING_FILE, given_options, options
+from mlx_kv.cli.output import human_bytes, prefill_bar, tokens_line
+from mlx_kv.cli.prompt import ChatOptions, PromptOptions, max_tokens_option, note_context, prefill_option
 from mlx_kv.cli.ranks import Machine, RankOptions, rank_options
+from mlx_kv.generation.settings import SamplingSettings
 
 EXAMPLES = """
 \b
@@ -39,82 +43,102 @@ Examples:
 """
 
 
-def check_cache_file(policy: dict[str, Any], draft_model: str | None) -> None:
-    """Refuses what cannot go with --prompt-cache-file."""
+def check_cache_file(draft_model: str | None) -> None:
+    """Raises click.UsageError for options that cannot be combined with --prompt-cache-file."""
     if draft_model is not None:
         raise click.UsageError(
             "--prompt-cache-file has no caches of a draft model: leave out --draft-model, or give --draft suffix"
         )
-    ctx = click.get_current_context()
-    given = [name for name in policy if ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE]
+    given = given_options(AutoPolicyOptions).values()
     if given:
-        options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
         raise click.UsageError(
-            f"the caches of --prompt-cache-file keep the policy they were made with: leave out {options}"
+            f"the caches of --prompt-cache-file keep the policy they were made with: leave out {', '.join(given)}"
         )
 
 
 @click.command(epilog=EXAMPLES)
-@model_option()
-@loading_options("adapter_path", "trust_remote_code", "extra_eos_token", "quantize_activations")
-@prompt_options
+@options(ModelOptions, "model", "name", "adapter_path", "trust_remote_code", "extra_eos_token", "quantize_activations")
+@options(PromptOptions, "prompt")
 @click.option(
     "--prompt-cache-file",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    type=EXISTING_FILE,
     metavar="FILE",
-    help="Go on from a prompt that `mlx-kv cache` kept: this one follows it.",
+    help="Prompt cache of `mlx-kv cache` to continue from: the prompt follows its prompt.",
 )
 @click.option("--ignore-chat-template", is_flag=True, help="Continue the prompt as plain text.")
-@chat_options("system_prompt", "chat_template_config", "prefill_response")
-@click.option("--max-tokens", "-m", type=click.IntRange(1), default=256, show_default=True, metavar="N")
-@decoding_options
-@form_options
-@measured_policy_options
+@options(ChatOptions, "chat")
+@max_tokens_option
+@sampling_options
+@prefill_option()
+@draft_options
+@options(FormatOptions, "answer_format")
+@auto_policy_options
 @rank_options
-@click.option("--verbose", type=bool, default=True, show_default=True, help="Statistics follow; false leaves them out.")
+@click.option("--verbose", type=bool, default=True, show_default=True, help="Print statistics after the answer.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of streaming.")
 def generate(
-    model: str,
-    loading: Loading,
+    model: ModelOptions,
+    prompt: PromptOptions,
     prompt_cache_file: Path | None,
-    decoding: Decoding,
-    form: Form,
+    ignore_chat_template: bool,
+    chat: ChatOptions,
+    max_tokens: int,
+    sampling: SamplingSettings,
+    prefill_step_size: int | None,
+    drafts: DraftOptions,
+    answer_format: FormatOptions,
+    policy: AutoPolicyOptions,
     ranks: RankOptions,
-    **given: Any,
+    verbose: bool,
+    as_json: bool,
 ) -> None:
     """Continue a prompt: text streams to stdout, statistics follow on stderr.
 
     The prompt is --prompt, the content of --prompt-file, or stdin for a lone -. With --prompt-cache-file it follows
-    the one that was kept.
+    the prompt in that file.
     """
-    with ranks.joined(model, loading) as machine:
-        continue_prompt(machine, model, prompt_cache_file, decoding, form, **given)
+    with ranks.joined(model) as machine:
+        continue_prompt(
+            machine,
+            model,
+            prompt,
+            prompt_cache_file,
+            ignore_chat_template,
+            chat,
+            max_tokens,
+            sampling,
+            prefill_step_size,
+            drafts,
+            answer_format,
+            policy,
+            verbose,
+            as_json,
+        )
 
 
 def continue_prompt(
     machine: Machine,
-    model: str,
+    model: ModelOptions,
+    prompt: PromptOptions,
     prompt_cache_file: Path | None,
-    decoding: Decoding,
-    form: Form,
-    source: str | None,
-    prompt: str | None,
-    prompt_file: Path | None,
     ignore_chat_template: bool,
-    chat: Chat,
+    chat: ChatOptions,
     max_tokens: int,
+    sampling: SamplingSettings,
+    prefill_step_size: int | None,
+    drafts: DraftOptions,
+    answer_format: FormatOptions,
+    policy: AutoPolicyOptions,
     verbose: bool,
     as_json: bool,
-    **policy: Any,
 ) -> None:
-    """What `generate` does, on each rank; the prompt and what is printed are those of the one that leads."""
-    drafting = decoding.drafting
+    """Runs `generate` on each rank; the first reads the prompt and prints."""
     if prompt_cache_file is not None:
-        check_cache_file(policy, drafting.draft_model)
+        check_cache_file(drafts.draft_model)
         if machine.group is not None:
             raise click.UsageError("--prompt-cache-file has all of each layer, and a rank only a part: leave it out")
-    text = read_prompt(prompt, prompt_file, source) if machine.leads else ""
-    asked, drafts = asked_policy(**policy), drafting.settings  # refuses bad settings before anything is loaded
+    text = prompt.read() if machine.leads else ""
+    _ = policy.before_loading  # bad settings are refused before anything is loaded
 
     from mlx_kv.communicator import LOCAL
     from mlx_kv.generation.distributed_caches import make_distributed_caches
@@ -125,11 +149,11 @@ def continue_prompt(
     from mlx_kv.mlxlm.convert import make_prompt_cache
 
     network, tokenizer = machine.load()
-    cache_policy = asked.for_model(network, tokenizer, model)
+    cache_policy = policy.for_model(network, tokenizer, model.name)
     chats = speaks_chat(tokenizer, ignore_chat_template)
-    already, before = 0, list[int]()  # tokens that the caches have read, and which, as far as they are known
+    already, before = 0, list[int]()  # tokens that the caches have read, and their ids, if known
     if prompt_cache_file is not None:
-        file = load_for(prompt_cache_file, network, tokenizer, model)
+        file = load_for(prompt_cache_file, network, tokenizer, model.name)
         caches, already, before = file.caches, tokens_read(file), file.tokens or []
         tokens = encode_ending(tokenizer, text, chats, chat.settings)
     else:
@@ -137,28 +161,30 @@ def continue_prompt(
     note_context(network, already + len(tokens), max_tokens)
     options: dict[str, Any] = {
         "max_tokens": max_tokens,
-        "sampler": decoding.sampler(tokenizer),
-        "prefill_step_size": decoding.prefill_step_size,
-        "seed": decoding.seed,
+        "sampler": unseeded_sampler(sampling, tokenizer),
+        "prefill_step_size": prefill_step_size,
+        "seed": sampling.seed,
         "group": machine.group,
     }
-    if machine.leads and (made := (*decoding.processors, *form.processors(tokenizer, tokens, len(before), chats))):
-        # mlx-lm's loop knows only what it reads itself.
-        options["logits_processors"] = made if drafting.asked else [shown_before(each, before) for each in made]
+    if machine.leads and (
+        made := (*sampling.processors(), *answer_format.processors(tokenizer, tokens, len(before), chats))
+    ):
+        # mlx-lm's loop passes only the tokens that it reads itself.
+        options["logits_processors"] = made if drafts.enabled else [shown_before(each, before) for each in made]
     speculation = SpeculationStatistics()
     pieces, ids, response = [], [], None
     if prompt_cache_file is None:
-        caches = make_distributed_caches(network, cache_policy, machine.group or LOCAL, strict=not drafting.asked)
-    step = prefill_step(network, caches, decoding.prefill_step_size)
-    draft = drafting.load_model() if machine.leads else None
+        caches = make_distributed_caches(network, cache_policy, machine.group or LOCAL, strict=not drafts.enabled)
+    step = prefill_step(network, caches, prefill_step_size)
+    draft = drafts.load_model() if machine.leads else None
     if draft is not None:
-        step = min(step, prefill_step(draft, make_prompt_cache(draft), decoding.prefill_step_size))
+        step = min(step, prefill_step(draft, make_prompt_cache(draft), prefill_step_size))
     with prefill_bar(len(tokens), step) as advance:
         options["prompt_progress_callback"] = advance
-        if not drafting.asked:
+        if not drafts.enabled:
             responses = stream_generate(network, tokenizer, tokens, prompt_cache=caches, **options)
         else:
-            options |= vars(drafts) | {"statistics": speculation}
+            options |= vars(drafts.settings) | {"statistics": speculation}
             options |= (
                 {"policy": cache_policy} if prompt_cache_file is None else {"prompt_cache": caches, "before": before}
             )
@@ -172,7 +198,7 @@ def continue_prompt(
     assert response is not None, "mlx-lm's loop ends with a response"
     held, peak = machine.totals(cache_statistics(caches), round(response.peak_memory * 1e9))
     # The clock of generation starts when the first tokens are there: these alone are no rate.
-    first = speculation.rounds <= 1 if drafting.asked else response.generation_tokens == 1
+    first = speculation.rounds <= 1 if drafts.enabled else response.generation_tokens == 1
     generation_tps = None if first else response.generation_tps
     if as_json:
         answer = {
@@ -195,7 +221,7 @@ def continue_prompt(
         }
         if machine.group is not None:
             answer["ranks"] = machine.group.size
-        if drafting.asked:
+        if drafts.enabled:
             answer |= speculation.figures()
         click.echo(json.dumps(answer))
         return
@@ -216,5 +242,5 @@ def continue_prompt(
         of_full = f"{held.bytes_live / max(held.bytes_full, 1):.0%} of {human_bytes(held.bytes_full)} for all tokens"
         work = f"{held.tokens_evicted:,} tokens in {held.compactions:,} compactions, {held.compaction_seconds:.3f} s"
         click.echo(f"evicted     {work}; KV cache is {of_full}", err=True)
-    if drafting.asked:
-        click.echo(said_of_drafts(speculation), err=True)
+    if drafts.enabled:
+        click.echo(draft_lines(speculation), err=True)

@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mlx_kv.bundled import model_path
-from mlx_kv.cli.calibrations import calibration_for, checked_policy
-from mlx_kv.cli.config import short_name
-from mlx_kv.cli.notices import say
-from mlx_kv.cli.options import make_policy, model_option, policy_options
-from mlx_kv.cli.output import aligned, check_json, check_plot, save_figure, save_json
-from mlx_kv.cli.prompt import note_context, prefill_bar, prefill_option, prompt_options, read_prompt
+from mlx_kv.cli.model import ModelOptions, short_name
+from mlx_kv.cli.options import options
+from mlx_kv.cli.output import aligned, check_json, check_plot, prefill_bar, save_figure, save_json, say
+from mlx_kv.cli.policy import PolicyOptions, policy_options
+from mlx_kv.cli.prompt import PromptOptions, note_context, prefill_option
 
 if TYPE_CHECKING:
     from mlx_kv.evaluation.inspection import Inspection, KeptLayer
@@ -214,11 +213,11 @@ def read_scores(ctx: click.Context, param: click.Parameter, value: str | None) -
 
 
 @click.command("inspect", epilog=EXAMPLES)
-@model_option()
-@prompt_options
+@options(ModelOptions, "chosen", "name")
+@options(PromptOptions, "prompt")
 @click.option("--ignore-chat-template", is_flag=True, help="Read the prompt as plain text.")
-@prefill_option("Prompt tokens read at once.  [default: as generate, at most max-write]")
-@policy_options
+@prefill_option("Prompt tokens per pass of the model.  [default: as generate, at most max-write]")
+@policy_options(PolicyOptions, "settings")
 @click.option(
     "--plot", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Draw it: .png, .svg or .pdf."
 )
@@ -259,10 +258,8 @@ def read_scores(ctx: click.Context, param: click.Parameter, value: str | None) -
     "--layer", type=int, metavar="N", help="The layer for --text.  [default: what most layers and heads evicted]"
 )
 def inspect_command(
-    source: str | None,
-    model: str,
-    prompt: str | None,
-    prompt_file: Path | None,
+    chosen: ModelOptions,
+    prompt: PromptOptions,
     ignore_chat_template: bool,
     prefill_step_size: int | None,
     plot: Path | None,
@@ -273,15 +270,15 @@ def inspect_command(
     force: bool,
     as_text: bool,
     layer: int | None,
-    **settings: Any,
+    settings: PolicyOptions,
 ) -> None:
     """Show which tokens of a prompt a budget keeps: a table, the text itself, JSON, or a figure.
 
     Reads the prompt as `generate` does, then evicts down to --kv-budget, which must be given. Layers are counted among
     those with a budget, those of full attention.
     """
-    if settings["kv_budget"] is None:
-        raise click.UsageError("inspect needs --kv-budget: say how many tokens to keep")
+    if settings.budget is None:
+        raise click.UsageError("inspect needs --kv-budget: give the number of tokens to keep")
     if layer is not None and not as_text:
         raise click.UsageError("--layer needs --text")
     if json_file == "-" and as_text:
@@ -296,9 +293,9 @@ def inspect_command(
             check_plot(figure)
     if scores and plot_heads is not None:
         raise click.UsageError("--plot-heads shows what one score keeps: leave out --scores")
-    text = read_prompt(prompt, prompt_file, source)
-    for score in scores or [settings["kv_score"]]:  # refuses bad settings before anything is loaded
-        checked_policy(**settings | {"kv_score": score})
+    text = prompt.read()
+    for score in scores or [settings.score]:  # bad settings are refused before anything is loaded
+        replace(settings, score=score).checked()
 
     from mlx_kv.evaluation.inspection import inspect_policies
     from mlx_kv.generation.encoding import encode_text
@@ -307,8 +304,9 @@ def inspect_command(
     from mlx_kv.mlxlm.convert import make_prompt_cache
     from mlx_kv.mlxlm.loading import load
 
+    model = chosen.name
     network, tokenizer = load(model_path(model))
-    policy = make_policy(calibration_for(network, model, settings, recommend=False), **settings)
+    policy = settings.policy(settings.calibration_for(network, model, recommend=False))
     policies = {score: replace(policy, score=score) for score in scores} or {str(policy.score): policy}
     tokens = encode_text(tokenizer, text, plain=ignore_chat_template)
     note_context(network, len(tokens))

@@ -1,8 +1,6 @@
-"""The command `mlx-kv`.
+"""The command `mlx-kv`: answers go to stdout, everything else to stderr.
 
-Turns words on a command line into calls of the library and prints what came back: answers to stdout, everything else
-to stderr. Decides nothing about caches. Each command has a file of its own in `mlx_kv.cli`; MLX is imported when
-one of them runs.
+Each command has a file in `mlx_kv.cli`; MLX is imported when one of them runs.
 """
 
 from __future__ import annotations
@@ -18,20 +16,21 @@ from mlx_kv.cli.batch import batch
 from mlx_kv.cli.cache import cache
 from mlx_kv.cli.calibrate import calibrate_command
 from mlx_kv.cli.chat import chat
+from mlx_kv.cli.config_file import add_config_option
 from mlx_kv.cli.evaluate import evaluate_command
 from mlx_kv.cli.generate import generate
 from mlx_kv.cli.info import info
 from mlx_kv.cli.inspect import inspect_command
-from mlx_kv.cli.notices import say
+from mlx_kv.cli.options import Commands
+from mlx_kv.cli.output import say
 from mlx_kv.cli.plan import plan
 from mlx_kv.cli.serve import serve
-from mlx_kv.cli.wording import Commands
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="mlx-kv")
 def command() -> None:
-    """KV caches for language models on MLX: generate text with them, and see what they cost.
+    """KV caches for language models on MLX: generate text, serve it, and measure what caches cost.
 
     \b
     Examples:
@@ -41,14 +40,16 @@ def command() -> None:
     """
 
 
-for each in (generate, chat, batch, cache, serve, plan, calibrate_command, inspect_command, evaluate_command, info):
+for each in (generate, chat, batch, cache, serve, plan, calibrate_command, inspect_command, evaluate_command):
+    add_config_option(each)
     command.add_command(each)
+command.add_command(info)
 
 
 def main() -> None:
-    """The command: bad input is one line on stderr and exit code 2, never a traceback.
+    """Runs the command: bad input is one line on stderr and exit code 2, never a traceback.
 
-    `mlx_kv_command` starts it, and knows what an interrupt means before all of this is imported.
+    `mlx_kv_command` calls it, and handles interrupts before all of this is imported.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:

@@ -1,61 +1,155 @@
-"""What commands share: options of models and policies, sizes in words.
+"""Options of commands, made from dataclasses whose fields describe themselves (`mlx_kv.settings`).
 
-Decides how words on a command line become arguments of the library. Knows nothing about models or caches, and imports
-neither MLX nor what needs it before a command runs.
+Neither MLX nor what needs it is imported before a command runs.
 """
 
 from __future__ import annotations
 
-import math
+import contextlib
+import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from decimal import Decimal
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import click
 
-from mlx_kv.cli.codec_options import codec_options, codec_settings
-from mlx_kv.cli.notices import say
-from mlx_kv.cli.wording import SETTINGS
-
-if TYPE_CHECKING:
-    from mlx_kv.cache.eviction.calibration import Calibration
-    from mlx_kv.policy import CachePolicy
+from mlx_kv.cli.output import say
+from mlx_kv.settings import Setting, SettingError, check_setting, settings_of
 
 Command = Callable[..., None]
 
 
-class FiniteFloat(click.types.FloatParamType):
-    """Any number but nan and infinity, which click's own type accepts."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        number: float = super().convert(value, param, ctx)
-        if not math.isfinite(number):
-            self.fail(f"{value} is no finite number.", param, ctx)
-        return number
+# --- options of a dataclass -------------------------------------------------------------------------------------------
 
 
-class FiniteRange(click.FloatRange):
-    """A range of numbers with at least one bound; click's own accepts nan, and infinity where it has no bound."""
+def options(group: type, parameter: str, *names: str, **changes: Mapping[str, Any]) -> Callable[[Command], Command]:
+    """Adds the options of a dataclass to a command, which receives an instance of it.
+
+    Options that are not given keep the default of their field.
+
+    Args:
+        group: the dataclass.
+        parameter: of the command, for the instance.
+        names: fields that are options here, in the order of `--help`; none: all fields that have an option.
+        changes: other attributes of `Setting` for a field.
+    """
+    described = {name: each for name, each in settings_of(group).items() if each.options}
+    chosen = {name: replace(described[name], **changes.get(name, {})) for name in names or described}
+
+    def decorate(function: Command) -> Command:
+        @functools.wraps(function)
+        def command(**values: Any) -> None:
+            given = {name: value_of(each, values.pop(parameter_name(each))) for name, each in chosen.items()}
+            instance = group(**{name: value for name, value in given.items() if value is not None})
+            function(**{parameter: instance}, **values)
+
+        decorated: Command = command
+        for name, each in reversed(chosen.items()):
+            decorated = _parameter(group, name, each)(decorated)
+        return decorated
+
+    return decorate
+
+
+class SettingOption(click.Option):
+    """An option of a field.
+
+    Attributes:
+        group, field: the dataclass and the name of its field.
+        described: the description of the field.
+    """
+
+    def __init__(self, *arguments: Any, group: type, field: str, described: Setting, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        self.group, self.field, self.described = group, field, described
+
+
+def _parameter(group: type, name: str, described: Setting) -> Callable[[Command], Command]:
+    if not described.options[0].startswith("-"):
+        return click.argument(described.options[0], required=False, metavar=described.metavar)
+    text, default = described.help, described.default
+    if described.default_text is not None:
+        text, default = f"{text}  [default: {described.default_text}]", None
+    more: dict[str, Any] = {"envvar": described.environment, "multiple": described.multiple}
+    if described.kind is bool:
+        more = {"is_flag": True}
+    else:
+        more |= {"type": type_of(name, described), "metavar": described.metavar}
+        if default not in (None, ()):
+            words = described.words or {}
+            more |= {"default": next((word for word, value in words.items() if value == default), default)}
+            more |= {"show_default": True}
+    named: dict[str, Any] = {"group": group, "field": name, "described": described}
+    return click.option(*described.options, cls=SettingOption, help=text, **named, **more)
+
+
+def parameter_name(described: Setting) -> str:
+    """The name that click gives to a parameter: its first long option."""
+    long = next((each for each in described.options if each.startswith("--")), described.options[0])
+    return long.lstrip("-").replace("-", "_")
+
+
+def value_of(described: Setting, value: Any) -> Any:
+    """The value of a field from that of its option; None if it was not given."""
+    return described.words[value] if described.words is not None and value is not None else value
+
+
+def type_of(name: str, described: Setting) -> click.ParamType[Any]:
+    """How click reads an option."""
+    if described.words is not None or described.choices:
+        return click.Choice(list(described.words or described.choices))
+    if described.kind in (int, float):
+        return Number(name, described)
+    if isinstance(described.kind, click.ParamType):
+        return described.kind
+    return Parsed(described.kind) if callable(described.kind) and described.kind is not str else click.STRING
+
+
+class Number(click.ParamType[Any]):
+    """A number within the bounds of a setting."""
+
+    name = "number"
+
+    def __init__(self, field: str, described: Setting) -> None:
+        self._field, self._described = field, described
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        return super().convert(FiniteFloat().convert(value, param, ctx), param, ctx)
+        if isinstance(value, str):
+            with contextlib.suppress(ValueError):  # refused below
+                value = self._described.kind(value)
+        try:
+            check_setting(self._field, value, self._described)
+        except SettingError as error:
+            option = self._field if param is None else param.opts[0]
+            raise click.UsageError(error.render({self._field: option}), ctx) from None
+        return value
 
 
-class ByteCount(click.types.IntParamType):
-    """A number of bytes from 0 up, or as mlx-lm writes it, of megabytes or gigabytes: 512MB, 1.5G."""
+class Parsed(click.ParamType[Any]):
+    """A text that a function reads, which raises ValueError for what it refuses."""
 
-    name = "bytes"
+    name = "text"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([MG]?)B?", str(value).strip(), re.IGNORECASE | re.ASCII)
-        if found is None or (not found[2] and "." in found[1]):
-            self.fail(f"{value!r} is no number of bytes: write one, or as in 512MB or 1.5GB.", param, ctx)
-        return int(Decimal(found[1]) * {"": 1, "M": 10**6, "G": 10**9}[found[2].upper()])
+    def __init__(self, read: Callable[[str], Any]) -> None:
+        self._read = read
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not isinstance(value, str):
+            return value
+        try:
+            return self._read(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+# --- types ------------------------------------------------------------------------------------------------------------
 
 
 class LeadersFile(click.Path):
-    """A path on the first of several machines: the others need not have it."""
+    """A path on the first of several ranks; it need not exist on the others."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         from mlx_kv.ranks.environment import follows
@@ -63,23 +157,29 @@ class LeadersFile(click.Path):
         return self.coerce_path_result(value) if follows() else super().convert(value, param, ctx)
 
 
-def applied(options: tuple[Callable[[Command], Command], ...], function: Command) -> Command:
-    """The function with these options, listed in this order by --help."""
-    for option in reversed(options):
-        function = option(function)
-    return function
+EXISTING_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+LEADERS_FILE = LeadersFile(exists=True, dir_okay=False, path_type=Path)
 
 
-def number_option(
-    name: str, kind: click.ParamType[Any], default: float, text: str, metavar: str = "N", also: str | None = None
-) -> Callable[[Command], Command]:
-    """An option that is a number, with a default that --help shows; `also` is another name for it."""
-    names = [name] if also is None else [name, also]
-    return click.option(*names, type=kind, default=default, show_default=True, metavar=metavar, help=text)
+def read_bytes(text: str) -> int:
+    """A number of bytes, or as mlx-lm writes it, of megabytes or gigabytes: 512MB, 1.5G.
+
+    Raises:
+        ValueError: another text.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([MG]?)B?", text.strip(), re.IGNORECASE | re.ASCII)
+    if found is None or (not found[2] and "." in found[1]):
+        raise ValueError(f"{text!r} is no number of bytes: write one, or as in 512MB or 1.5GB.")
+    return int(Decimal(found[1]) * {"": 1, "M": 10**6, "G": 10**9}[found[2].upper()])
+
+
+def listed(values: tuple[str, ...]) -> list[str]:
+    """The values of an option that may be repeated and takes several, separated by commas."""
+    return [each.strip() for value in values for each in value.split(",") if each.strip()]
 
 
 def not_needed(option: str, why: str) -> Callable[[Command], Command]:
-    """An option of mlx-lm's whose number changes nothing here: it is taken, and said so."""
+    """An option of mlx-lm's that changes nothing here: it is accepted with a note."""
 
     def note(ctx: click.Context, param: click.Parameter, value: int | None) -> None:
         if value is not None:
@@ -88,105 +188,45 @@ def not_needed(option: str, why: str) -> Callable[[Command], Command]:
     return click.option(option, type=int, expose_value=False, callback=note, hidden=True)
 
 
-def model_option(**settings: Any) -> Callable[[Command], Command]:
-    """--model, the same word in every command; a command for which it means something else says all of it."""
-    usual = {
-        "default": "reference",
-        "show_default": True,
-        "metavar": "PATH_OR_HUB_ID",
-        "help": "A bundled model, a directory or a hub id.",
+# --- errors and sources -----------------------------------------------------------------------------------------------
+
+
+def option_names(command: click.Command) -> dict[str, str]:
+    """The options of a command by the settings that they set."""
+    named = {}
+    for param in command.params:
+        if isinstance(param, click.Option) and param.name and not (param.is_flag and not param.is_bool_flag):
+            named[param.field if isinstance(param, SettingOption) else param.name] = param.opts[0]
+    return named
+
+
+def message_of(error: ValueError, command: click.Command) -> str:
+    """The message of an error, with the options of a command for the names of settings."""
+    return error.render(option_names(command)) if isinstance(error, SettingError) else str(error)
+
+
+def given_options(group: type) -> dict[str, str]:
+    """The options of a group, by field, that the command line or a configuration file gives to the running command."""
+    context = click.get_current_context(silent=True)
+    if context is None:
+        return {}
+    sources = (click.core.ParameterSource.COMMANDLINE, click.core.ParameterSource.DEFAULT_MAP)
+    return {
+        param.field: param.opts[0]
+        for param in context.command.params
+        if isinstance(param, SettingOption) and param.group is group
+        if context.get_parameter_source(str(param.name)) in sources
     }
-    return click.option("--model", **(settings or usual))
 
 
-_NUMBER: dict[str, Any] = {"type": int, "metavar": "N", "show_default": True}
-BUDGET_OPTIONS = (
-    click.option(
-        "--kv-budget",
-        "--compact-kv-budget",
-        **_NUMBER,
-        help="Full-attention layers evict all but the N tokens that matter most, whenever they hold a margin more. "
-        "Memory peaks at the budget, the margin and one prefill chunk.",
-    ),
-    click.option(
-        "--kv-score",
-        metavar="NAME",
-        help="What matters: fitted, key_diff, key_norm, recent, …  [default: fitted with a calibration, else key_diff]",
-    ),
-    click.option(
-        "--kv-keep-recent", **_NUMBER, help="So many newest tokens are never evicted.  [default: 64; at most N/4]"
-    ),
-    click.option("--kv-sinks", **_NUMBER, default=4, help="So many first tokens are never evicted."),
-    click.option(
-        "--kv-share",
-        type=click.Choice(["layers", "layer", "head", "adaptive"]),
-        help="Keep the same tokens in all layers, in all heads of a layer, or each head its own; adaptive: heads of "
-        "a layer compete.  [default: layers, or what --kv-layers needs]",
-    ),
-    click.option(
-        "--kv-layers",
-        type=click.Choice(["uniform", "pyramid", "calibrated", "global"]),
-        help="How the budget is allocated: alike; lower layers more; each head as measured; or by one ranking of all "
-        "heads (with --kv-share adaptive).  [default: calibrated with a calibration, else uniform]",
-    ),
-    click.option(
-        "--kv-calibration",
-        metavar="FILE|none",
-        help="What mlx-kv calibrate measured of this model.  [default: found beside the model or in the cache folder]",
-    ),
-    click.option("--kv-margin", **_NUMBER, help="Tokens above the budget before it evicts.  [default: max(64, N/16)]"),
-)
+class Commands(click.Group):
+    """A group of commands with errors of the library as usage errors that name options."""
 
-
-def policy_options(function: Command) -> Command:
-    """The options that make a CachePolicy, for every command that makes caches or plans them."""
-    number = _NUMBER
-    options = (
-        codec_options,
-        click.option("--kv-group-size", **number, default=64, help="Elements that share a scale: 32, 64 or 128."),
-        click.option("--quantized-kv-start", **number, default=0, help="Quantise once this many tokens are held."),
-        click.option(
-            "--kv-growth",
-            type=click.Choice(["tapered", "geometric", "step"]),
-            default="tapered",
-            show_default=True,
-            help="Grow by half of the slots and at most 8,192, to twice as many, or by 256 as mlx-lm does.",
-        ),
-        click.option(
-            "--max-kv-size", **number, help="Full-attention layers keep the first 4 and the newest of N tokens."
-        ),
-        click.option(
-            "--max-write", **number, default=512, help="The longest write that windows and budgets of layers plan for."
-        ),
-        *BUDGET_OPTIONS,
-    )
-    return applied(options, function)
-
-
-def make_policy(calibration: Calibration | None = None, **options: Any) -> CachePolicy:
-    """The policy that `policy_options` say.
-
-    Args:
-        calibration: of the model, in the place of what --kv-calibration says.
-
-    Raises:
-        ValueError: settings that don't exist or don't go together.
-    """
-    from mlx_kv.cache.growth import FixedStep, Geometric, Tapered
-    from mlx_kv.policy import CachePolicy
-
-    stored = codec_settings(**{name: options.pop(name) for name in ("kv_bits", "kv_codec", "kv_rotate", "kv_residual")})
-    options["kv_growth"] = {"tapered": Tapered, "geometric": Geometric, "step": FixedStep}[options["kv_growth"]]()
-    options.pop("kv_calibration", None)
-    settings = {SETTINGS.get(name, name): value for name, value in options.items()}
-    return CachePolicy(**stored, **settings, calibration=calibration)
-
-
-def tokens_line(name: str, tokens: int, per_second: float | None) -> str:
-    """A line of statistics; no rate where it was not measured."""
-    rate = "" if per_second is None else f"  {per_second:10,.1f} tokens/s"
-    return f"{name:<11} {tokens:7,} token{' ' if tokens == 1 and rate else '' if tokens == 1 else 's'}{rate}"
-
-
-def human_bytes(count: int) -> str:
-    return f"{count / 1e6:,.2f} MB"
+    def invoke(self, ctx: click.Context) -> object:
+        try:
+            return super().invoke(ctx)
+        except ValueError as error:
+            command = self.get_command(ctx, ctx.invoked_subcommand or "")
+            if command is None:
+                raise
+            raise click.UsageError(message_of(error, command)) from error

@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mlx_kv.cli.calibrations import calibration_of_file
-from mlx_kv.cli.config import find_config, read_config, short_name
-from mlx_kv.cli.options import make_policy, model_option, policy_options
+from mlx_kv.cli.model import find_config, read_config, short_name
+from mlx_kv.cli.options import message_of
 from mlx_kv.cli.output import aligned, check_plot, save_figure
-from mlx_kv.cli.split_options import split_options
-from mlx_kv.cli.wording import in_options
+from mlx_kv.cli.policy import PolicyOptions, policy_options
+from mlx_kv.cli.ranks import SplitOptions, split_options
 
 if TYPE_CHECKING:
     from mlx_kv.planning import Layer, RankMemory, StrategyMemory
@@ -118,6 +117,10 @@ def layer_json(layer: Layer, count: int) -> dict[str, Any]:
     }
 
 
+def strategy_json(row: StrategyMemory) -> dict[str, Any]:
+    return asdict(row) | {"refused": None if row.refused is None else str(row.refused)}
+
+
 def draw(
     title: str, contexts: Sequence[int], rows: Sequence[StrategyMemory], marked: Sequence[int], file: Path
 ) -> None:
@@ -135,8 +138,11 @@ def draw(
 
 
 @click.command(epilog=EXAMPLES)
-@model_option(
-    required=True, metavar="PATH_OR_NAME", help="A directory, a config.json, a bundled model or a hub id (config only)."
+@click.option(
+    "--model",
+    required=True,
+    metavar="PATH_OR_NAME",
+    help="Directory, config.json, bundled model or hub id (config only).",
 )
 @click.option(
     "--context",
@@ -145,16 +151,18 @@ def draw(
     show_default=True,
     metavar="N,N",
     callback=read_contexts,
-    help="Tokens that each sequence holds.",
+    help="Tokens of each sequence.",
 )
-@policy_options
-@click.option("--batch-size", type=click.IntRange(1), default=1, show_default=True, metavar="B", help="Sequences.")
-@click.option("--ranks", type=click.IntRange(2), metavar="R", help="Also what each of R ranks has of the model.")
-@split_options
+@policy_options(PolicyOptions, "options")
+@click.option(
+    "--batch-size", type=click.IntRange(1), default=1, show_default=True, metavar="B", help="Number of sequences."
+)
+@click.option("--ranks", type=click.IntRange(2), metavar="R", help="Show the share of each of R ranks, too.")
+@split_options()
 @click.option(
     "--dtype",
     type=click.Choice(["bfloat16", "float16", "float32"]),
-    help="Of keys and values.  [default: what the config says, else bfloat16]",
+    help="Type of keys and values.  [default: that of the config, else bfloat16]",
 )
 @click.option(
     "--plot", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Draw it: .png, .svg or .pdf."
@@ -165,19 +173,18 @@ def plan(
     contexts: tuple[int, ...],
     batch_size: int,
     ranks: int | None,
-    split: str | None,
-    layers: tuple[int, ...] | None,
+    split: SplitOptions,
     dtype: str | None,
     plot: Path | None,
     as_json: bool,
-    **settings: Any,
+    options: PolicyOptions,
 ) -> None:
-    """How much memory the keys and values of a model will take. Reads its config.json, and no weights."""
-    if ranks is None and (split is not None or layers is not None):
-        raise click.UsageError("--split and --layers are for several ranks: say how many with --ranks")
+    """Plan the memory for the keys and values of a model. Reads its config.json, and no weights."""
+    if ranks is None and split != SplitOptions():
+        raise click.UsageError("--split and --layers are for several ranks: give their number with --ranks")
     if plot is not None:
         check_plot(plot)
-    policy = make_policy(calibration_of_file(settings), **settings)
+    policy = options.policy(options.calibration_of_file())
     config = read_config(find_config(model))
 
     from mlx_kv.mlxlm.convert import check_policy, make_prompt_cache
@@ -196,7 +203,7 @@ def plan(
     planned = compared[-1] if policy.changed() else compared[2]
     parts = None
     if ranks is not None:
-        wanted = Ranks(ranks, split, layers)
+        wanted = Ranks(ranks, split.split, split.layers_by_rank)
         parts = of_ranks(config, DTYPES[dtype], wanted, planned, contexts, batch_size)
     if plot is not None:
         title = f"{short_name(model)}, {dtype}, batch of {batch_size}"
@@ -204,7 +211,10 @@ def plan(
         draw(title, line, planner.compare(compared, line, batch_size), contexts, plot)
     facts = {"model": model, "model_type": config["model_type"], "dtype": dtype, "batch_size": batch_size}
     if as_json:
-        answer = {"layers": [layer_json(*each) for each in caches.items()], "strategies": [asdict(row) for row in rows]}
+        answer = {
+            "layers": [layer_json(*each) for each in caches.items()],
+            "strategies": [strategy_json(row) for row in rows],
+        }
         of_each = {} if parts is None else {"ranks": {"split": parts[0], "parts": [asdict(part) for part in parts[1]]}}
         click.echo(json.dumps({**facts, "contexts": contexts, **answer, **of_each}))
         return
@@ -212,7 +222,7 @@ def plan(
     lines += [f"  {describe_layer(*each)}" for each in caches.items()]
     lines += ["", *(f"  {line}" for line in table(rows, contexts)), ""]
     command = click.get_current_context().command
-    lines += [f"{row.name}: {in_options(ValueError(row.refused), command)}." for row in rows if row.refused]
+    lines += [f"{row.name}: {message_of(row.refused, command)}." for row in rows if row.refused]
     if policy.changed():
         changes = ", ".join(f"{name}={value!r}" for name, value in policy.settings().items())
         lines.append(f"this policy: CachePolicy({changes})")

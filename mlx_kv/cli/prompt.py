@@ -1,188 +1,164 @@
-"""A prompt on the command line: where it comes from, how it is read, and how long it may be.
-
-Knows nothing about what is done with it. Imports neither MLX nor what needs it before a command runs.
-"""
+"""Options of a prompt and of the chat around it."""
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from mlx_kv.cli.notices import say
-from mlx_kv.cli.options import Command, LeadersFile, applied
+from mlx_kv.cli.options import LEADERS_FILE, Command
+from mlx_kv.cli.output import say
+from mlx_kv.settings import setting
 
 if TYPE_CHECKING:
     import mlx.nn as nn
 
     from mlx_kv.generation.encoding import ChatSettings
 
-SOON_READ = 128  # tokens for which nobody waits
+EXAMPLE = "'{\"enable_thinking\": false}'"
 
 
 def prefill_option(
-    text: str = "Prompt tokens read at once.  [default: 2048; on a CPU 512 to 64, by the size of the model; at most "
-    "max-write in models with windows]",
+    text: str = "Prompt tokens per pass of the model.  [default: 2048; on a CPU 512 to 64, by the size of the model; "
+    "at most max-write in models with windows]",
 ) -> Callable[[Command], Command]:
     """--prefill-step-size, for the commands that read prompts."""
     return click.option("--prefill-step-size", type=click.IntRange(1), metavar="N", help=text)
 
 
-def prompt_options(function: Command) -> Command:
-    """The three places that a prompt comes from, for `read_prompt`."""
-    options = (
-        click.argument("source", required=False, metavar="[-]"),
-        click.option("--prompt", "-p", metavar="TEXT"),
-        click.option("--prompt-file", type=LeadersFile(exists=True, dir_okay=False, path_type=Path), metavar="FILE"),
-    )
-    return applied(options, function)
+max_tokens_option = click.option(
+    "--max-tokens",
+    "-m",
+    type=click.IntRange(1),
+    default=256,
+    show_default=True,
+    metavar="N",
+    help="Maximum tokens of an answer.",
+)
+
+
+# --- the prompt -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Chat:
-    """What options say of a chat around a prompt; each attribute is an option."""
+class PromptOptions:
+    """The three places that a prompt comes from: a text, a file, or stdin for a lone -."""
 
-    system_prompt: str | None = None
-    chat_template_config: dict[str, Any] | None = None
-    prefill_response: str | None = None
+    source: str | None = setting(None, option="source", metavar="[-]", help="A lone - reads the prompt from stdin.")
+    prompt: str | None = setting(None, option=("--prompt", "-p"), metavar="TEXT", help="Prompt.")
+    prompt_file: Path | None = setting(
+        None, option="--prompt-file", kind=LEADERS_FILE, metavar="FILE", help="File with the prompt."
+    )
 
-    @property
-    def settings(self) -> ChatSettings:
-        """The same, in terms of the library."""
-        from mlx_kv.generation.encoding import ChatSettings
+    def read(self) -> str:
+        """The one prompt of the three places.
 
-        return ChatSettings(self.system_prompt, self.prefill_response, self.chat_template_config or {})
-
-
-def read_utf8(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
-    """A text without lone surrogates, which Python makes of bytes on the command line that are not UTF-8."""
-    try:
-        (value or "").encode("utf-8")
-    except UnicodeEncodeError:
-        raise click.BadParameter("it is not UTF-8 text: write it in UTF-8") from None
-    return value
-
-
-def read_template_settings(ctx: click.Context, param: click.Parameter, value: str | None) -> dict[str, Any] | None:
-    """A JSON object of what a chat template may be told."""
-    read_utf8(ctx, param, value)
-    if value is None:
-        return None
-    try:
-        found = json.loads(value)
-    except (ValueError, RecursionError) as error:
-        raise click.BadParameter(
-            f"it is no JSON ({error}): write an object, such as '{{\"enable_thinking\": false}}'"
-        ) from None
-    if not isinstance(found, dict):
-        raise click.BadParameter("it is no JSON object: write one, such as '{\"enable_thinking\": false}'")
-    from mlx_kv.generation.encoding import check_template_settings  # it imports MLX, which help does without
-
-    try:
-        check_template_settings(found)
-    except ValueError as error:
-        raise click.BadParameter(str(error)) from None
-    return found
+        Raises:
+            click.UsageError: none or more than one was given, or it is empty or no text.
+        """
+        if self.source not in (None, "-"):
+            raise click.UsageError(
+                f"unexpected argument {self.source!r}: a prompt comes from --prompt, --prompt-file or - for stdin"
+            )
+        given = [place for place in (self.prompt, self.prompt_file, self.source) if place is not None]
+        if len(given) != 1:
+            raise click.UsageError(
+                f"{'no prompt' if not given else 'more than one prompt'}: give --prompt, --prompt-file or -"
+            )
+        try:
+            if self.prompt_file is not None:
+                text = self.prompt_file.read_text(encoding="utf-8")
+            else:
+                text = self.prompt if self.prompt is not None else _read_stdin()
+            text.encode("utf-8")
+        except UnicodeError as error:
+            raise click.UsageError(
+                f"the prompt is not UTF-8 text ({getattr(error, 'reason', error)}): give a text file"
+            ) from error
+        except OSError as error:
+            raise click.UsageError(f"cannot read {self.prompt_file}: {error.strerror}") from error
+        if not text.strip():
+            raise click.UsageError("the prompt is empty: give at least one word")
+        return text
 
 
-def chat_options(*names: str) -> Callable[[Command], Command]:
-    """Some of the options of a `Chat`, for a command that gets one."""
-    options = {
-        "system_prompt": click.option(
-            "--system-prompt", callback=read_utf8, metavar="TEXT", help="Comes before all else in a chat."
-        ),
-        "chat_template_config": click.option(
-            "--chat-template-config",
-            callback=read_template_settings,
-            metavar="JSON",
-            help="An object of settings for the chat template, such as '{\"enable_thinking\": false}'.",
-        ),
-        "prefill_response": click.option(
-            "--prefill-response",
-            callback=read_utf8,
-            metavar="TEXT",
-            help="The answer goes on from this beginning, which is not repeated.",
-        ),
-    }
-
-    def add(function: Command) -> Command:
-        @functools.wraps(function)
-        def command(**given: Any) -> None:
-            function(chat=Chat(**{name: given.pop(name) for name in names}), **given)
-
-        return applied(tuple(options[name] for name in names), command)
-
-    return add
-
-
-def read_stdin() -> str:
+def _read_stdin() -> str:
     if sys.stdin is None:
         raise click.UsageError("stdin is closed: give --prompt or --prompt-file")
     return sys.stdin.buffer.read().decode("utf-8")
 
 
-def read_prompt(prompt: str | None, prompt_file: Path | None, source: str | None) -> str:
-    """The one prompt of three possible places.
-
-    Raises:
-        click.UsageError: none or more than one was given, or it is empty or no text.
-    """
-    if source not in (None, "-"):
-        raise click.UsageError(
-            f"unexpected argument {source!r}: a prompt comes from --prompt, --prompt-file or - for stdin"
-        )
-    given = [place for place in (prompt, prompt_file, source) if place is not None]
-    if len(given) != 1:
-        raise click.UsageError(
-            f"{'no prompt' if not given else 'more than one prompt'}: give --prompt, --prompt-file or -"
-        )
-    try:
-        if prompt_file is not None:
-            text = prompt_file.read_text(encoding="utf-8")
-        else:
-            text = prompt if prompt is not None else read_stdin()
-        text.encode("utf-8")
-    except UnicodeError as error:
-        raise click.UsageError(
-            f"the prompt is not UTF-8 text ({getattr(error, 'reason', error)}): give a text file"
-        ) from error
-    except OSError as error:
-        raise click.UsageError(f"cannot read {prompt_file}: {error.strerror}") from error
-    if not text.strip():
-        raise click.UsageError("the prompt is empty: give at least one word")
-    return text
-
-
 def note_context(model: nn.Module, prompt_tokens: int, max_tokens: int = 0) -> None:
-    """Says on stderr where a prompt and its answer go past the positions that a model was made for."""
+    """Notes on stderr that a prompt and its answer exceed the context of a model."""
     from mlx_kv.mlxlm.loading import context_length
 
     length = context_length(model)
     if length is not None and prompt_tokens + max_tokens > length:
-        asked = f"{prompt_tokens} + {max_tokens} tokens" if max_tokens else f"{prompt_tokens} tokens"
-        say(f"note: {asked}, but this model was made for {length}")
+        count = f"{prompt_tokens} + {max_tokens} tokens" if max_tokens else f"{prompt_tokens} tokens"
+        say(f"note: {count}, but this model was made for {length}")
 
 
-@contextlib.contextmanager
-def prefill_bar(prompt_tokens: int, step: int, name: str = "prompt") -> Iterator[Callable[[int, int], None] | None]:
-    """A progress bar for a prompt of several chunks or of a long one, on a terminal only; mlx-lm's callback."""
-    if not sys.stderr.isatty() or prompt_tokens <= min(step, SOON_READ):
-        yield None
-        return
-    from tqdm import tqdm
+# --- the chat ---------------------------------------------------------------------------------------------------------
 
-    with tqdm(total=prompt_tokens, desc=name, unit="tok", leave=False, file=sys.stderr) as bar:
 
-        def advance(done: int, total: int) -> None:
-            bar.update(done - bar.n)
-            if done == total:
-                bar.close()
+def read_utf8(text: str) -> str:
+    """The text; ValueError for lone surrogates, which Python makes of bytes that are not UTF-8."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise ValueError("it is not UTF-8 text: write it in UTF-8") from None
+    return text
 
-        yield advance
+
+def read_template_settings(text: str) -> dict[str, Any]:
+    """The settings of a chat template from a JSON object.
+
+    Raises:
+        ValueError: no JSON object, or settings that a template cannot take.
+    """
+    read_utf8(text)
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"it is no JSON ({error}): write an object, such as {EXAMPLE}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"it is no JSON object: write one, such as {EXAMPLE}")
+    from mlx_kv.generation.encoding import check_template_settings  # it imports MLX, which help does without
+
+    check_template_settings(found)
+    return found
+
+
+@dataclass(frozen=True)
+class ChatOptions:
+    """The chat around a prompt."""
+
+    system_prompt: str | None = setting(
+        None, option="--system-prompt", kind=read_utf8, metavar="TEXT", help="System prompt of a chat."
+    )
+    chat_template_config: dict[str, Any] | None = setting(
+        None,
+        option="--chat-template-config",
+        kind=read_template_settings,
+        metavar="JSON",
+        help=f"Settings for the chat template, an object such as {EXAMPLE}.",
+    )
+    prefill_response: str | None = setting(
+        None,
+        option="--prefill-response",
+        kind=read_utf8,
+        metavar="TEXT",
+        help="Beginning of the answer; it is not printed again.",
+    )
+
+    @property
+    def settings(self) -> ChatSettings:
+        """The settings of the library."""
+        from mlx_kv.generation.encoding import ChatSettings
+
+        return ChatSettings(self.system_prompt, self.prefill_response, self.chat_template_config or {})

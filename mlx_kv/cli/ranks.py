@@ -1,31 +1,28 @@
-"""Commands on several machines: who this process is among those that were started alike.
+"""Commands on several ranks: their options, and this process as one of the ranks.
 
-Decides what must be the same on all of them and what only the first one reads, and that the others print nothing. Knows
-nothing about what a command does; imports neither MLX nor what needs it before there are ranks.
+The first rank reads prompts and prints; the others print nothing. MLX is not imported before there are ranks.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from mlx_kv.bundled import model_path
-from mlx_kv.cli.config import find_config, read_config
-from mlx_kv.cli.decoding import asks_for_drafts
-from mlx_kv.cli.loading import Loading
-from mlx_kv.cli.options import Command, FiniteRange, applied
-from mlx_kv.cli.split_options import split_options
+from mlx_kv.cli.decoding import drafts_enabled
+from mlx_kv.cli.model import ModelOptions, find_config, read_config
+from mlx_kv.cli.options import EXISTING_FILE, Command, options
 from mlx_kv.ranks.environment import launched
 from mlx_kv.ranks.watchdog import STEP_SECONDS, leave_signals_to_leader
+from mlx_kv.settings import setting
 
 if TYPE_CHECKING:
     import mlx.nn as nn
@@ -35,48 +32,47 @@ if TYPE_CHECKING:
     from mlx_kv.generation.statistics import CacheStatistics
     from mlx_kv.ranks.group import RankGroup
 
-# Words that may differ: places on one machine, and what the first rank alone reads. Models are compared by content.
+# Parameters that may differ between ranks: paths on one machine, and what the first rank alone reads. Models are
+# compared by content.
 MAY_DIFFER = {
     *("adapter_path", "api_key", "log_level", "ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_keyfile_password"),
     *("model", "draft_model", "secret_file", "api_key_file", "prompt_memory_bytes", "link_address"),
     *("source", "prompt", "prompt_file", "prompts_file", "output_file", "host", "port", "prompt_store"),
     *("json_schema", "grammar"),
 }
-WHOLE = Loading()  # nothing was asked for
 NEEDS_RANKS = "several ranks: start them with mlx.launch -n 2 mlx-kv …"
 
 
 @dataclass(frozen=True)
 class Machine:
-    """This process among those that run the command.
+    """This process as one of the ranks that run a command.
 
     Attributes:
-        group: all of them; None where it is alone.
+        group: all of them; None for a single process.
     """
 
     group: RankGroup | None
-    _model: str
+    _model: ModelOptions
     _layers: Sequence[int] | None
-    _loading: Loading = WHOLE
 
     @property
     def leads(self) -> bool:
-        """Whether it reads prompts, writes answers and decides."""
+        """Whether this is the rank that reads prompts and writes answers."""
         return self.group is None or self.group.leads
 
     def load(self) -> tuple[nn.Module, Any]:
-        """The model of the command and its tokenizer; of several ranks, each its part."""
+        """The model of the command, of several ranks each its part, and its tokenizer."""
         if self.group is None:
-            return self._loading.load(self._model)
-        from mlx_kv.ranks.group import files_fingerprint
+            return self._model.load()
+        from mlx_kv.ranks.group import model_fingerprint
         from mlx_kv.ranks.splitting import check_split, load_part
 
-        config = find_config(self._model)
-        self.group.compare(model=files_fingerprint([config]))
+        config = find_config(self._model.name)
+        self.group.compare(model=model_fingerprint([config]))
         self.group.split = check_split(read_config(config), self.group.size, self.group.split, self._layers)
-        model, tokenizer = load_part(model_path(self._model), self.group, self._layers)
-        self.group.compare(model=files_fingerprint(config.parent.iterdir()))
-        return model, self._loading.told(tokenizer)
+        model, tokenizer = load_part(model_path(self._model.name), self.group, self._layers)
+        self.group.compare(model=model_fingerprint(config.parent.iterdir()))
+        return model, self._model.with_eos_tokens(tokenizer)
 
     def lead_or_follow(self, make: Callable[..., Engine]) -> Engine:
         """The engine that leads on all ranks; on another one it does what that one does until it ends, and then ends.
@@ -89,7 +85,8 @@ class Machine:
         """
         if self.group is None:
             return make()
-        from mlx_kv.ranks.engine import follow, lead
+        from mlx_kv.ranks.engine import lead
+        from mlx_kv.ranks.following import follow
         from mlx_kv.ranks.link import LeaderEndedError
 
         def make_for(communicator: Communicator) -> Engine:
@@ -104,51 +101,98 @@ class Machine:
         """What the caches of all ranks hold, and the largest peak; each rank gives its own."""
         if self.group is None:
             return held, peak
-        from mlx_kv.ranks.group import total_statistics
+        from mlx_kv.ranks.totals import statistics_of_all
 
-        return total_statistics(self.group, held), max(self.group.gathered(peak))
+        return statistics_of_all(self.group, held), max(self.group.gathered(peak))
 
     @property
     def of_each(self) -> str:
-        """What is said behind a figure that is the largest of all ranks."""
+        """The words after a figure that is the largest of all ranks."""
         return "" if self.group is None else f", the largest of {self.group.size} ranks"
 
 
-@dataclass(frozen=True)
-class RankOptions:
-    """What `rank_options` say; each attribute is an option."""
+def read_layers(text: str) -> tuple[int, ...]:
+    """Layers of each rank, separated by commas.
 
-    split: str | None
-    layers: Sequence[int] | None
-    link_address: str | None
-    secret_file: Path | None
-    step_timeout: float
+    Raises:
+        ValueError: other than numbers from 1 up.
+    """
+    words = [word.strip() for word in text.split(",")]
+    for word in words:
+        if not (word.isascii() and word.isdecimal() and len(word) <= 6 and int(word) >= 1):
+            raise ValueError(f"{word!r} is no number of layers: give one for each rank, such as 20,12")
+    return tuple(map(int, words))
+
+
+@dataclass(frozen=True)
+class SplitOptions:
+    """How a model is split over ranks."""
+
+    split: str | None = setting(
+        None,
+        option="--split",
+        choices=("heads", "layers"),
+        default_text="heads where they divide",
+        help="Part of each rank: some heads of all layers, or some layers.",
+    )
+    layers_by_rank: tuple[int, ...] | None = setting(
+        None,
+        option="--layers",
+        kind=read_layers,
+        metavar="N,N",
+        help="Layers of each rank, for machines of different sizes; the first rank has the last layers.",
+    )
+
+
+@dataclass(frozen=True)
+class RankOptions(SplitOptions):
+    """Options of commands that run on several ranks."""
+
+    link_address: str | None = setting(
+        None,
+        option="--link-address",
+        metavar="ADDRESS",
+        default_text="that of the launcher",
+        help="Address where the first rank listens for the others.",
+    )
+    secret_file: Path | None = setting(
+        None,
+        option="--secret-file",
+        kind=EXISTING_FILE,
+        metavar="FILE",
+        help="File with a secret in one line, the same on all ranks; needed on several machines.",
+    )
+    step_timeout: float = setting(
+        STEP_SECONDS,
+        option="--step-timeout",
+        above=0,
+        metavar="SECONDS",
+        help="Longest step of a rank, and at least 20 times its longest so far, before the ranks end.",
+    )
 
     def __post_init__(self) -> None:
         if launched() is not None:
             return
-        for name in ("split", "layers", "link_address", "secret_file"):
+        for name, value in (("split", self.split), ("layers", self.layers_by_rank)):
+            if value is not None:
+                raise click.UsageError(f"--{name} is for {NEEDS_RANKS}")
+        for name in ("link_address", "secret_file"):
             if getattr(self, name) is not None:
                 raise click.UsageError(f"--{name.replace('_', '-')} is for {NEEDS_RANKS}")
 
     @contextlib.contextmanager
-    def joined(self, model: str, loading: Loading = WHOLE) -> Iterator[Machine]:
-        """This process and all that were started with it; what one of them ends with, all end with.
-
-        Args:
-            model: as the option says it.
-            loading: how it is loaded.
-        """
+    def joined(self, model: ModelOptions) -> Iterator[Machine]:
+        """This process and all ranks that were started with it; all end as one of them does."""
         group = None if launched() is None else self._join()
         if group is None:
-            yield Machine(None, model, self.layers, loading)
+            yield Machine(None, model, self.layers_by_rank)
             return
         from mlx_kv.ranks.link import LeaderEndedError
 
         with group, quiet(group):
             try:
-                loading.check_parts()
-                yield Machine(group, model, self.layers, loading)
+                model.check_parts()
+                yield Machine(group, model, self.layers_by_rank)
             except click.ClickException as error:
                 group.close(2, error.format_message())
                 raise
@@ -166,7 +210,7 @@ class RankOptions:
             if name not in MAY_DIFFER
         }
         # Ranks may have another draft model, or none, but all know whether there are drafts.
-        drafts = asks_for_drafts(context.params.get("draft"), context.params.get("draft_model"))
+        drafts = drafts_enabled(context.params.get("draft"), context.params.get("draft_model"))
         split: Any = self.split
         return join_ranks(
             split,
@@ -177,41 +221,23 @@ class RankOptions:
         )
 
 
+def split_options(group: type = SplitOptions, parameter: str = "split") -> Callable[[Command], Command]:
+    """--split, --layers and mlx-lm's --pipeline, and the other options of a group that has them."""
+
+    def decorate(function: Command) -> Command:
+        pipeline = click.option("--pipeline", "split", flag_value="layers", help="mlx-lm's name of --split layers.")
+        return options(group, parameter)(pipeline(function))
+
+    return decorate
+
+
 def rank_options(function: Command) -> Command:
-    """Options of commands that run on several machines: they get `RankOptions`."""
-
-    @functools.wraps(function)
-    def command(**given: Any) -> None:
-        ranks = RankOptions(**{each.name: given.pop(each.name) for each in fields(RankOptions)})
-        function(ranks=ranks, **given)
-
-    options = (
-        split_options,
-        click.option(
-            "--link-address",
-            metavar="ADDRESS",
-            help="Of the first rank, where it listens for the others.  [default: as the launcher says]",
-        ),
-        click.option(
-            "--secret-file",
-            type=click.Path(exists=True, dir_okay=False, path_type=Path),
-            metavar="FILE",
-            help="One line that all ranks know; needed where they are on several machines.",
-        ),
-        click.option(
-            "--step-timeout",
-            type=FiniteRange(0, min_open=True),
-            default=STEP_SECONDS,
-            show_default=True,
-            metavar="SECONDS",
-            help="Ranks whose steps take longer, and 20 times as long as any before, end.",
-        ),
-    )
-    return applied(options, command)
+    """The options of commands that run on several ranks: they receive `ranks`, a `RankOptions`."""
+    return split_options(RankOptions, "ranks")(function)
 
 
 def read_secret(path: Path) -> bytes:
-    """What is in a file, without white space around it.
+    """The content of a file, without white space around it.
 
     Raises:
         click.UsageError: it cannot be read, or is empty.

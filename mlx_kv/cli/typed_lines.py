@@ -12,7 +12,7 @@ from types import FrameType
 
 import click
 
-from mlx_kv.cli.notices import say
+from mlx_kv.cli.output import say
 
 QUOTES = '"""'
 LEAVE = "press Ctrl-C again or Ctrl-D to leave"

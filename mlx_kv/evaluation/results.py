@@ -12,6 +12,7 @@ from mlx_kv.cache.eviction.allocation import Scope
 from mlx_kv.cache.eviction.calibration import FITTED, Calibration
 from mlx_kv.cache.eviction.scores import find_score
 from mlx_kv.policy import CALIBRATED, SINKS, CachePolicy, LayerAllocation
+from mlx_kv.settings import SettingError
 
 ALLOCATED = "@"  # between a score and its allocation
 SHARES: dict[str, Scope] = {"pyramid": "layer", "calibrated": "head", "global": "adaptive"}
@@ -54,16 +55,18 @@ class Settings:
     def __post_init__(self) -> None:
         for name in ("rows", "context", "seeds"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}: give a number from 1 up")
+                raise SettingError(f"{{{name}:is}}: give a number from 1 up", **{name: getattr(self, name)})
         if self.share is None:
             object.__setattr__(self, "share", SHARES.get(str(self.layers), "layers"))
         for name in map(score_of, self.scores):
             if name != FITTED:
                 find_score(name)
         if self.context <= SINKS + self.keep_recent:
-            raise ValueError(
-                f"context is {self.context}, but {SINKS} sinks and keep_recent={self.keep_recent} are kept anyway: "
-                f"give a context from {SINKS + self.keep_recent + 1} up"
+            raise SettingError(
+                "{context:is}, but {} sinks and {keep_recent:=} are kept anyway: give a context from {} up",
+                *(SINKS, SINKS + self.keep_recent + 1),
+                context=self.context,
+                keep_recent=self.keep_recent,
             )
         for budget in self.budgets:
             for name in ("recent@uniform", *self.scores):

@@ -68,7 +68,7 @@ class StrategyMemory:
     name: str
     bytes_held: tuple[int, ...] = ()
     bytes_after: tuple[int, ...] = ()
-    refused: str | None = None
+    refused: ValueError | None = None
 
 
 class Planner:
@@ -141,7 +141,7 @@ class Planner:
                 after = tuple(self.bytes_after(strategy, context, batch_size) for context in contexts)
                 rows.append(StrategyMemory(strategy.name, held, after))
             except ValueError as error:
-                rows.append(StrategyMemory(strategy.name, refused=str(error)))
+                rows.append(StrategyMemory(strategy.name, refused=error))
         return rows
 
 

@@ -17,8 +17,9 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_kv.communicator import LOCAL, CacheCommunicator, Communicator, Steps
+from mlx_kv.ranks.collectives import gathered
 from mlx_kv.ranks.link import Follower, Leader, RanksError
-from mlx_kv.ranks.splitting import all_gather, part_of
+from mlx_kv.ranks.splitting import part_of
 
 T = TypeVar("T")
 
@@ -169,14 +170,23 @@ class SplitHeads(CacheCommunicator):
         self._group, self._copies = group, copies
         split = "heads are split over ranks, and"
         self.unsupported = {
-            ("layers", "global"): f"{split} layers='global' ranks the tokens of all of them: use layers='uniform' or "
+            (
+                "layers",
+                "global",
+            ): f"{split} {{layers:='global'}} ranks the tokens of all of them: use {{layers:='uniform'}} or "
             "'calibrated'"
         }
         if not copies:  # other heads' tokens lie in other slots
             self.unsupported |= {
-                ("score", "fitted"): f"{split} score='fitted' reads the keys and values of all of them: use another "
-                "score, such as 'key_diff', or split='layers'",
-                ("share", "adaptive"): f"{split} share='adaptive' compares the tokens of all of them: use share='head'",
+                (
+                    "score",
+                    "fitted",
+                ): f"{split} {{score:='fitted'}} reads the keys and values of all of them: use another "
+                "score, such as 'key_diff', or {split:='layers'}",
+                (
+                    "share",
+                    "adaptive",
+                ): f"{split} {{share:='adaptive'}} compares the tokens of all of them: use {{share:='head'}}",
             }
 
     def first_head(self, heads: int) -> int:
@@ -190,7 +200,7 @@ class SplitHeads(CacheCommunicator):
 
     def gather_heads(self, scores: Sequence[mx.array]) -> list[mx.array]:
         flat = mx.concatenate([each.reshape(-1) for each in scores])
-        every = all_gather(flat, self._group).reshape(self._group.size(), -1)  # (R, sum of B * H * n)
+        every = gathered(flat, self._group).reshape(self._group.size(), -1)  # (R, sum of B * H * n)
         sizes = [math.prod(each.shape) for each in scores]
         ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
         return [
@@ -217,14 +227,17 @@ class SplitLayers(CacheCommunicator):
         self._group, self._max_layers = group, max(full_layers)
         self.first_layer, self._total = sum(full_layers[group.rank() + 1 :]), sum(full_layers)
         self.unsupported = {
-            ("layers", name): f"layers are split over ranks, and layers={name!r} needs all of them in one process: use "
-            "layers='uniform' or 'calibrated'"
+            (
+                "layers",
+                name,
+            ): f"layers are split over ranks, and {{layers:={name!r}}} needs all of them in one process: "
+            "use {layers:='uniform'} or 'calibrated'"
             for name in ("pyramid", "global")
         }
         if min(full_layers) == 0:  # such a rank cannot take part when the others decide
             self.unsupported["share", "layers"] = (
                 "a rank has no layer of full attention, and cannot decide with the others what a budget keeps: use "
-                "share='layer', or give each rank such a layer"
+                "{share:='layer'}, or give each rank such a layer"
             )
 
     def total_layers(self, layers: int) -> int:
@@ -233,5 +246,5 @@ class SplitLayers(CacheCommunicator):
     def gather_layers(self, scores: Sequence[mx.array]) -> list[mx.array]:
         padding = mx.zeros((self._max_layers - len(scores), scores[0].shape[1]))
         padded = mx.concatenate([*scores, padding])  # (L, n); to add zeros changes nothing
-        every = all_gather(padded, self._group).reshape(self._group.size(), self._max_layers, 1, -1)
+        every = gathered(padded, self._group).reshape(self._group.size(), self._max_layers, 1, -1)
         return [each for rank in reversed(range(self._group.size())) for each in every[rank]]

@@ -19,7 +19,6 @@ from typing import Any, Literal, Protocol, get_args, runtime_checkable
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
-from mlx_lm.generate import generation_stream
 from mlx_lm.models import cache as stock
 
 from mlx_kv.cache.checks import check_type
@@ -35,6 +34,8 @@ from mlx_kv.mlxlm.loading import (
 from mlx_kv.mlxlm.observing import attends_by_class
 from mlx_kv.mlxlm.probe import copy_results, counts_slots, refuses_ragged
 from mlx_kv.mlxlm.traverse import leaves
+from mlx_kv.ranks.collectives import gathered
+from mlx_kv.settings import SettingError
 
 Split = Literal["heads", "layers"]
 
@@ -137,7 +138,7 @@ def _try(config: dict[str, Any], size: int, split: Split, layers: Sequence[int] 
 
 def _known(split: str) -> Split:
     if split not in get_args(Split):
-        raise ValueError(f"split is {split!r}: choose one of {', '.join(get_args(Split))}")
+        raise SettingError("{split:is}: choose one of {}", ", ".join(get_args(Split)), split=split)
     return split  # type: ignore[return-value]
 
 
@@ -159,12 +160,12 @@ def cut(model: nn.Module, place: Place, split: Split, layers: Sequence[int] | No
 def _cut_heads(model: nn.Module, place: Place, layers: Sequence[int] | None) -> None:
     size, name = place.size(), architecture(model)
     if layers is not None:
-        raise ValueError(
-            "layers say how many each rank has, but heads are split: use split='layers', or leave them out"
+        raise SettingError(
+            "layers are those of each rank, but heads are split: use {split:='layers'}, or leave them out"
         )
     if not hasattr(model, "shard"):
-        mend = "use split='layers'" if _pipeline(model) is not None else "run it on one machine"
-        raise ValueError(f"mlx-lm cannot split the heads of {name}: {mend}")
+        fix = "use {split:='layers'}" if _pipeline(model) is not None else "run it on one machine"
+        raise SettingError(f"mlx-lm cannot split the heads of {{}}: {fix}", name)
     before = _numbers(model)
     try:
         model.shard(place)
@@ -182,9 +183,10 @@ def _check_shares(before: dict[str, int], after: dict[str, int], size: int, name
             continue
         what = path.rpartition(".")[2]
         kind = "key/value heads" if "kv" in what or "key_value" in what else "heads"
-        raise ValueError(
-            f"{whole} {kind if 'head' in what else what} of {name} cannot be shared by {size} ranks: use a number of "
-            "ranks that divides them, or split='layers' where the model offers it"
+        raise SettingError(
+            "{} {} of {} cannot be shared by {} ranks: use a number of ranks that divides them, or {split:='layers'} "
+            "where the model offers it",
+            *(whole, kind if "head" in what else what, name, size),
         )
 
 
@@ -201,8 +203,8 @@ def _numbers(model: nn.Module) -> dict[str, int]:
 def _cut_layers(model: nn.Module, place: Place, layers: Sequence[int] | None) -> None:
     name, size, staged = architecture(model), place.size(), _pipeline(model)
     if staged is None:
-        mend = "use split='heads'" if hasattr(model, "shard") else "run it on one machine"
-        raise ValueError(f"mlx-lm cannot split the layers of {name}: {mend}")
+        fix = "use {split:='heads'}" if hasattr(model, "shard") else "run it on one machine"
+        raise SettingError(f"mlx-lm cannot split the layers of {{}}: {fix}", name)
     count = len(staged.layers)
     if count < size:
         raise ValueError(f"{count} layers of {name} cannot be shared by {size} ranks: use {count} ranks at the most")
@@ -307,22 +309,10 @@ def split_model(
     heads = _heads(whole)
     cut(model, raw, split, layers)
     full = sum(type(cache) in FULL for cache in leaves(stock.make_prompt_cache(model)))
-    told: Any = all_gather(mx.array([full]), raw).tolist()
+    told: Any = gathered(mx.array([full]), raw).tolist()
     copies = split == "heads" and bool(heads) and _heads(model) == heads
     _parts[id(model)] = Part(raw, split, copies, tuple(told))
     weakref.finalize(model, _parts.pop, id(model), None)
-
-
-def all_gather(x: mx.array, group: mx.distributed.Group) -> mx.array:
-    """The arrays of all ranks, one after the other on axis 0, evaluated.
-
-    All collectives run on the stream of mlx-lm's loop: on different streams, two could be matched wrongly.
-    """
-    mx.eval(x)
-    with mx.stream(generation_stream):
-        arrays = mx.distributed.all_gather(x, group=group)
-        mx.eval(arrays)
-    return arrays
 
 
 def weights_of(model: nn.Module) -> list[mx.array]:

@@ -53,7 +53,7 @@ def test_budgets_only_in_json(command: Command, model: Path, texts: Path, tmp_pa
 def test_an_interrupted_run_continues(
     command: Command, model: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from mlx_kv.cli.progress import Progress
+    from mlx_kv.cli.output import Progress
 
     step = Progress.step
 

@@ -18,6 +18,7 @@ import mlx_kv
 from mlx_kv.cli.typed_lines import lines_typed
 from mlx_kv.files.serialization import load_prompt_file, save_prompt_cache
 from mlx_kv.mlxlm.loading import load
+from mlx_kv.settings import SettingError
 
 Called = Any
 
@@ -282,7 +283,7 @@ def test_names_of_files_may_be_quoted(chat: Any, tmp_path: Path, monkeypatch: py
 
 def test_advice_is_of_the_command_line_and_not_of_python(chat: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuses(*arguments: Any) -> Any:
-        raise ValueError("it cannot be trimmed: use max_write=9")
+        raise SettingError("it cannot be trimmed: use {max_write:=9}")
 
     monkeypatch.setattr("mlx_kv.generation.conversation.Conversation.ask", refuses)
     assert chat("x").err == "mlx-kv: it cannot be trimmed: use --max-write 9\n"

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from mlx_kv.cli import progress
-from mlx_kv.cli.progress import Progress
+from mlx_kv.cli import output
+from mlx_kv.cli.output import Progress
 from mlx_kv.plots.quality import Panel, quality_against_budget
 
 
 @pytest.fixture
 def call(command: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(progress, "SECONDS_BETWEEN", 3600.0)  # however slow the machine is
+    monkeypatch.setattr(output, "LINE_SECONDS", 3600.0)  # however slow the machine is
     return lambda *arguments: command("eval", *arguments)
 
 
@@ -169,7 +169,7 @@ def test_each_table_is_shown_when_its_task_is_done_and_an_interrupt_keeps_what_w
 def test_where_there_is_no_terminal_a_line_says_now_and_then_how_much_is_left(
     call: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(progress, "SECONDS_BETWEEN", 0.0)
+    monkeypatch.setattr(output, "LINE_SECONDS", 0.0)
     said = call(*FAST, "--tasks", "copy").err.splitlines()
     assert len(said) == 4  # of five runs; with the last, all is said
     assert said[1].startswith("mlx-kv: copy, 2 of 5 runs, about ")
@@ -180,4 +180,4 @@ def test_where_there_is_no_terminal_a_line_says_now_and_then_how_much_is_left(
     ("seconds", "words"), [(0.4, "about 0 s"), (89, "about 89 s"), (90, "about 2 min"), (7000, "about 1.9 h")]
 )
 def test_time_is_told_in_round_numbers(seconds: float, words: str) -> None:
-    assert progress.spoken(seconds) == words
+    assert output.duration(seconds) == words

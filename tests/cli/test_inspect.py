@@ -217,7 +217,7 @@ def test_a_large_figure_has_one_raster_and_few_artists() -> None:
 
 GOOD = ["--prompt", PROMPT, *SMALL]
 BAD: dict[str, tuple[list[str], str]] = {
-    "no budget": (["--prompt", "x"], "inspect needs --kv-budget: say how many tokens to keep"),
+    "no budget": (["--prompt", "x"], "inspect needs --kv-budget: give the number of tokens to keep"),
     "no budget, a score": (["--prompt", "x", "--kv-score", "recent"], "inspect needs --kv-budget"),
     "no prompt": (["--kv-budget", "100"], "no prompt: give --prompt"),
     "score": ([*GOOD, "--kv-score", "nonsense"], "there is no score 'nonsense': choose one of"),

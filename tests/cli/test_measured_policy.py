@@ -11,9 +11,9 @@ import pytest
 
 import mlx_kv
 from mlx_kv.bundled import model_path
-from mlx_kv.cli.codec_options import in_words
 from mlx_kv.evaluation.choosing import choose_bits, tokens_of
 from mlx_kv.evaluation.codec_loss import bytes_per_token
+from mlx_kv.settings import option_value
 
 ASKED = ("generate", "--prompt", "import os\n", "--max-tokens", "3", "--json")
 TEXT = "\n".join(Path(mlx_kv.__file__).read_text(encoding="utf-8").splitlines()[20:45])
@@ -37,7 +37,7 @@ def test_what_is_chosen_is_what_the_library_chooses(max_loss: float, text: Path,
     assert answer["kv_bytes_live"] == (answer["prompt_tokens"] + 3) * bytes_per_token(model, policy)
     measuring, chosen = done.err.splitlines()[:2]
     assert measuring.endswith(f"measuring what bits cost on {len(tokens)} tokens of a text, once for this model")
-    assert f"--kv-bits auto is --kv-bits {in_words(policy.bits)}" in chosen
+    assert f"--kv-bits auto is --kv-bits {option_value(policy.bits)}" in chosen
     assert re.search(
         rf" \+?-?[\d.]+ ± [\d.]+ nats a token on {len(tokens)} tokens \(measured now\), [\d,]+ bytes a token instead",
         chosen,
@@ -56,7 +56,7 @@ def test_a_second_run_remembers(text: Path, command: Any, tmp_path: Path) -> Non
     folder = tmp_path / "remembered" / "mlx-kv"
     (file,) = folder.iterdir()
     file.write_text("somebody else's")
-    assert "(measured now, and cannot be remembered)" in command(*ASKED, *again).err
+    assert "(measured now, and cannot be stored)" in command(*ASKED, *again).err
     assert file.read_text() == "somebody else's"
 
 
@@ -115,11 +115,11 @@ def test_answers_of_a_file_are_of_what_was_asked_for(text: Path, command: Any, t
     [
         (("--max-loss", "1"), "--max-loss is for --kv-bits auto: give that, too, or leave out --max-loss"),
         (("--kv-bits", "8", "--loss-text", "TEXT"), "--loss-text is for --kv-bits auto, or --kv-codec centred"),
-        (("--kv-bits", "auto", "--kv-rotate"), "--kv-bits auto chooses what --kv-rotate says, too"),
+        (("--kv-bits", "auto", "--kv-rotate"), "--kv-bits auto chooses the value of --kv-rotate, too"),
         (("--kv-bits", "auto", "--kv-group-size", "32"), "leave out --kv-group-size"),
         (("--kv-bits", "auto", "--kv-codec", "centred"), "leave out --kv-codec"),
         (("--kv-bits", "auto", "--max-loss", "-1"), "--max-loss"),
-        (("--kv-codec", "centred"), "--kv-codec centred needs --kv-bits: say how many, such as 4"),
+        (("--kv-codec", "centred"), "--kv-codec centred needs --kv-bits: give a number, such as 4"),
         (("--kv-codec", "centred", "--kv-bits", "none,4"), "--kv-codec centred needs --kv-bits"),
         (("--kv-codec", "plain,centred", "--kv-bits", "4"), "keys are centred, values are not"),
         (("--kv-bits", "auto", "--loss-text", "EMPTY"), "a text of 0 tokens is too short to measure a loss"),
@@ -145,8 +145,8 @@ def test_what_does_not_go_together_is_refused(
 
 def test_commands_without_weights_say_so(command: Any) -> None:
     for options, says in (
-        (("--kv-bits", "auto"), "--kv-bits auto is measured by commands that generate: say how many here"),
-        (("--kv-bits", "4", "--kv-codec", "centred"), "say rotated here, which takes as many bytes"),
+        (("--kv-bits", "auto"), "--kv-bits auto is measured by commands that generate: give a number, such as 8"),
+        (("--kv-bits", "4", "--kv-codec", "centred"), "give rotated, which takes as many bytes"),
     ):
         done = command("plan", "--model", "examples/gemma-4-31b", *options)
         assert (done.code, says in done.err) == (2, True)

@@ -10,12 +10,12 @@ import pytest
 from click.testing import CliRunner
 
 from mlx_kv.cli import serve as command
-from mlx_kv.cli.sampling_defaults import SamplingDefaults
+from mlx_kv.cli.decoding import SamplingDefaults
 from mlx_kv.generation.settings import SamplingSettings
 from mlx_kv.mlxlm.loading import generation_config
 
 OWN = {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.8, "bos_token_id": 1}
-NOTHING = SamplingDefaults("auto", None, None, None, None)
+NOTHING = SamplingDefaults()
 
 
 @pytest.fixture
@@ -27,8 +27,8 @@ def folder(tmp_path: Path) -> Path:
 def test_what_is_given_goes_before_what_the_model_brings(folder: Path) -> None:
     own = SamplingSettings(temperature=0.7, top_k=20, top_p=0.8)
     assert NOTHING.of(str(folder)) == own
-    assert SamplingDefaults("auto", 0.0, None, 5, 0.1).of(str(folder)) == SamplingSettings(0.0, 0.8, 5, 0.1)
-    assert SamplingDefaults("none", None, 0.9, None, None).of(str(folder)) == SamplingSettings(top_p=0.9)
+    assert SamplingDefaults(temperature=0.0, top_k=5, min_p=0.1).of(str(folder)) == SamplingSettings(0.0, 0.8, 5, 0.1)
+    assert SamplingDefaults(top_p=0.9, generation_config="none").of(str(folder)) == SamplingSettings(top_p=0.9)
     assert NOTHING.of("reference") == SamplingSettings(), "the bundled model asks for nothing"
 
 
@@ -44,11 +44,13 @@ def test_a_model_that_says_nothing_of_use(content: str | None, tmp_path: Path) -
 
 def test_options_of_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, Any] = {}
-    monkeypatch.setattr(command, "serve_on", lambda *given, **options: seen.update(options) or 0)
+    monkeypatch.setattr(
+        command, "serve_on", lambda machine, model, server, sampling, *more: seen.update(sampling=sampling) or 0
+    )
     runner = CliRunner()
     assert runner.invoke(command.serve, []).exit_code == 0
     assert seen["sampling"] == NOTHING
     told = ["--temp", "0.5", "--top-p", "0.9", "--top-k", "3", "--min-p", "0.1", "--generation-config", "none"]
     assert runner.invoke(command.serve, told).exit_code == 0
-    assert seen["sampling"] == SamplingDefaults("none", 0.5, 0.9, 3, 0.1)
+    assert seen["sampling"] == SamplingDefaults(0.5, 0.9, 3, 0.1, "none")
     assert runner.invoke(command.serve, ["--temp", "2.5"]).exit_code == 2

@@ -97,19 +97,19 @@ def run(model: nn.Module, settings: dict[str, Any], communicator: CacheCommunica
 
 def counted(act: Callable[[], T]) -> tuple[T, int]:
     """What is done, and how often the ranks had to tell each other their scores."""
-    calls, all_gather = 0, exchange.all_gather
+    calls, gathered = 0, exchange.gathered
 
     def one_more(x: mx.array, group: mx.distributed.Group) -> mx.array:
         nonlocal calls
         calls += 1
-        return all_gather(x, group)
+        return gathered(x, group)
 
-    exchange.all_gather = one_more
+    exchange.gathered = one_more
     try:
         done = act()
         return done, calls
     finally:
-        exchange.all_gather = all_gather
+        exchange.gathered = gathered
 
 
 def families(split: str, layers: str, *cases: str) -> None:

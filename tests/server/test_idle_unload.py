@@ -9,8 +9,8 @@ import pytest
 from serving import SOURCE, running
 
 from mlx_kv.bundled import draft_path
-from mlx_kv.cli.decoding import Drafting
-from mlx_kv.cli.loading import Loading
+from mlx_kv.cli.decoding import DraftOptions
+from mlx_kv.cli.model import ModelOptions
 from mlx_kv.server.models import IdleUnload, Models
 
 WEIGHTS = 15_000_000  # bytes of the reference model, and some less
@@ -64,11 +64,11 @@ def test_nobody_who_does_not_ask_for_it_is_woken() -> None:
 
 @pytest.mark.parametrize("draft", [False, True], ids=["plain", "draft model"])
 def test_a_server_lets_go_and_goes_on(draft: bool) -> None:
-    loading, drafting = Loading(), Drafting(None, "reference" if draft else None, None, None, None, "chosen")
+    options, drafts = ModelOptions(), DraftOptions(draft_model="reference" if draft else None)
 
     def unload(models: Models) -> None:
-        loading.let_go(models.model, "reference")
-        drafting.let_go(models.draft)
+        options.release(models.model)
+        drafts.release(models.draft)
 
     assert draft_path("reference").endswith("draft")
     with running(draft=draft, unload=IdleUnload(0.3, unload), prompt_memory_bytes=2**24) as server:
@@ -82,8 +82,8 @@ def test_a_server_lets_go_and_goes_on(draft: bool) -> None:
 
 
 def test_no_weights_are_held_before_the_first_request() -> None:
-    before, loading = mx.get_active_memory(), Loading(lazy_load=True)
-    unload = IdleUnload(None, lambda models: loading.let_go(models.model, "reference"), lazy=True)
+    before, options = mx.get_active_memory(), ModelOptions(lazy_load=True)
+    unload = IdleUnload(None, lambda models: options.release(models.model), lazy=True)
     with running(unload=unload) as server:
         assert mx.get_active_memory() < before + 1_000_000
         assert server.worker.snapshot.active_memory < before + 1_000_000

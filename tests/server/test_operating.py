@@ -9,25 +9,19 @@ import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import click
 import httpx
 import pytest
 from serving import Running, deaf
 
-from mlx_kv.cli.operating import Operating
-from mlx_kv.cli.options import ByteCount
+from mlx_kv.cli.options import read_bytes
+from mlx_kv.cli.server_options import ServerSettings
 from mlx_kv.server.access import Certificates, configure_logging
 from mlx_kv.server.run import Server, bound
 
 NEEDS_OPENSSL = pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl to make certificates with")
 DAY = ("-days", "1", "-nodes", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1")
-
-
-def operating(**given: Any) -> Operating:
-    nothing: dict[str, Any] = dict.fromkeys(Operating.__dataclass_fields__)
-    return Operating(**nothing | {"api_key": (), "allowed_hosts": (), "allowed_origins": (), **given})
 
 
 # --- certificates -----------------------------------------------------------------------------------------------------
@@ -105,7 +99,7 @@ def test_certificates_that_cannot_be_used_are_refused_before_anything(pem: Path,
     with pytest.raises(ValueError, match="they are no PEM file"):
         Certificates(pem / "both.pem", ssl_ca_certs=no_pem)
     with pytest.raises(click.UsageError, match="--ssl-keyfile needs --ssl-certfile"):
-        operating(ssl_keyfile=pem / "key.pem")
+        ServerSettings(ssl_keyfile=pem / "key.pem")
 
 
 # --- keys and words ---------------------------------------------------------------------------------------------------
@@ -114,11 +108,11 @@ def test_certificates_that_cannot_be_used_are_refused_before_anything(pem: Path,
 def test_keys_come_from_everywhere(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("one\n\ntwo\n")
-    assert operating(api_key=("three", "four"), api_key_file=file).keys == ["three", "four", "one", "two"]
-    assert operating().keys == []
+    assert ServerSettings(api_key=("three", "four"), api_key_file=file).keys == ["three", "four", "one", "two"]
+    assert ServerSettings().keys == []
     for bad in ("with space", "", "umlaut-ä"):
         with pytest.raises(click.UsageError, match=r"key 1 in --api-key or MLX_KV_API_KEY is not plain ASCII"):
-            _ = operating(api_key=(bad,)).keys
+            _ = ServerSettings(api_key=(bad,)).keys
 
 
 @pytest.mark.parametrize(
@@ -126,13 +120,13 @@ def test_keys_come_from_everywhere(tmp_path: Path) -> None:
     [("0", 0), ("1073741824", 2**30), ("512MB", 512_000_000), ("1.5 g", 1_500_000_000), ("2M", 2 * 10**6)],
 )
 def test_bytes_are_said_as_in_mlx_lm(said: str, bytes_: int) -> None:
-    assert ByteCount().convert(said, None, None) == bytes_
+    assert read_bytes(said) == bytes_
 
 
 @pytest.mark.parametrize("said", ["", "-1", "1.5", "12KB", "1e9", "GB", "\u0661"])
 def test_what_is_no_number_of_bytes(said: str) -> None:
-    with pytest.raises(click.BadParameter, match="is no number of bytes"):
-        ByteCount().convert(said, None, None)
+    with pytest.raises(ValueError, match="is no number of bytes"):
+        read_bytes(said)
 
 
 # --- the log ----------------------------------------------------------------------------------------------------------
