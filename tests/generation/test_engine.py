@@ -259,12 +259,13 @@ def test_prompts_are_read_together_as_far_as_they_fit(monkeypatch: pytest.Monkey
     assert made._admission.rows == []
 
 
-def test_a_prompt_of_several_passes_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ENGINES)
+def test_a_prompt_of_several_passes_delays_no_other(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "mlx_kv.generation.batch_engine.MOST_TOKENS_AT_ONCE", dict.fromkeys(mx.DeviceType.__members__.values(), 16)
     )
     model = make_model("llama")
-    made = make_engine(model, set(), prefill_step_size=8)
+    made = engine(kind, model, prefill_step_size=8)
     made.submit(TokenSequence(0, PROMPT * 4, 3))
     made.submit(TokenSequence(1, PROMPT[:7], 3))
     order = []
