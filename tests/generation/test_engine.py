@@ -18,6 +18,7 @@ from mlx_kv import (
     batch_generate,
     cache_statistics,
     make_prompt_cache,
+    stream_generate,
     trim_prompt_cache,
 )
 from mlx_kv.generation.batch_engine import BatchEngine
@@ -301,3 +302,15 @@ def test_a_prefill_step_that_reads_nothing_is_refused(step: int, draft: str | No
         list(batch_generate(model, None, [PROMPT], draft_model=drafting, prefill_step_size=step))
     with pytest.raises(ValueError, match="max_batch_size is 0"):
         make_engine(model, set(), max_batch_size=0)
+
+
+@pytest.mark.parametrize("step", [4, 512])
+def test_embeddings_in_place_of_tokens(step: int, reference: Any) -> None:
+    """What mlx-lm's own loop gives, in one chunk and in several."""
+    model, tokenizer = reference
+    embeddings = model.model.embed_tokens(mx.array(PROMPT[::-1]))  # other than those of the tokens
+    options: dict[str, Any] = {"max_tokens": 8, "input_embeddings": embeddings, "prefill_step_size": step}
+    wanted = [int(token) for token, _ in generate_step(mx.array(PROMPT), model, **options)]
+    got = [response.token for response in stream_generate(model, tokenizer, PROMPT, **options)]
+    assert got == wanted[: len(got)]
+    assert got != alone(model, PROMPT, 8)[: len(got)]
