@@ -64,14 +64,14 @@ class Machine:
         """The model of the command, of several ranks each its part, and its tokenizer."""
         if self.group is None:
             return self._model.load()
-        from mlx_kv.ranks.group import model_fingerprint
+        from mlx_kv.ranks.group import files_fingerprint
         from mlx_kv.ranks.splitting import check_split, load_part
 
         config = find_config(self._model.name)
-        self.group.compare(model=model_fingerprint([config]))
+        self.group.compare(model=files_fingerprint([config]))
         self.group.split = check_split(read_config(config), self.group.size, self.group.split, self._layers)
         model, tokenizer = load_part(model_path(self._model.name), self.group, self._layers)
-        self.group.compare(model=model_fingerprint(config.parent.iterdir()))
+        self.group.compare(model=files_fingerprint(config.parent.iterdir()))
         return model, self._model.with_eos_tokens(tokenizer)
 
     def lead_or_follow(self, make: Callable[..., Engine]) -> Engine:
@@ -85,8 +85,7 @@ class Machine:
         """
         if self.group is None:
             return make()
-        from mlx_kv.ranks.engine import lead
-        from mlx_kv.ranks.following import follow
+        from mlx_kv.ranks.engine import follow, lead
         from mlx_kv.ranks.link import LeaderEndedError
 
         def make_for(communicator: Communicator) -> Engine:
@@ -101,9 +100,9 @@ class Machine:
         """What the caches of all ranks hold, and the largest peak; each rank gives its own."""
         if self.group is None:
             return held, peak
-        from mlx_kv.ranks.totals import statistics_of_all
+        from mlx_kv.ranks.group import total_statistics
 
-        return statistics_of_all(self.group, held), max(self.group.gathered(peak))
+        return total_statistics(self.group, held), max(self.group.gathered(peak))
 
     @property
     def of_each(self) -> str:

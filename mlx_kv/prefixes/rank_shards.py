@@ -29,8 +29,8 @@ from mlx_kv.prefixes.memory import BlockCaches, MemoryEntry, kept_bytes
 from mlx_kv.prefixes.prefix_cache import Measure, Shards, min_tokens
 from mlx_kv.prefixes.store import PromptStore
 from mlx_kv.prefixes.store_index import PackedEntry
+from mlx_kv.ranks.engine import CacheNumbers
 from mlx_kv.ranks.group import RankGroup
-from mlx_kv.ranks.numbered import Numbers
 
 WRITE_SECONDS = 60.0  # for the other ranks to write their shards
 NO_LIMIT = 2**62  # bytes: the leader's store has the limit
@@ -50,7 +50,7 @@ class RankShards(Shards):
         self,
         group: RankGroup,
         communicator: CacheCommunicator,
-        numbers: Callable[[], Numbers],
+        numbers: Callable[[], CacheNumbers],
         call: Callable[[Callable[[], None]], None] | None = None,
     ) -> None:
         super().__init__(f"{group.size} ranks, of which each has some {group.split}")

@@ -17,9 +17,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_kv.communicator import LOCAL, CacheCommunicator, Communicator, Steps
-from mlx_kv.ranks.collectives import gathered
 from mlx_kv.ranks.link import Follower, Leader, RanksError
-from mlx_kv.ranks.splitting import part_of
+from mlx_kv.ranks.splitting import all_gather, part_of
 
 T = TypeVar("T")
 
@@ -200,7 +199,7 @@ class SplitHeads(CacheCommunicator):
 
     def gather_heads(self, scores: Sequence[mx.array]) -> list[mx.array]:
         flat = mx.concatenate([each.reshape(-1) for each in scores])
-        every = gathered(flat, self._group).reshape(self._group.size(), -1)  # (R, sum of B * H * n)
+        every = all_gather(flat, self._group).reshape(self._group.size(), -1)  # (R, sum of B * H * n)
         sizes = [math.prod(each.shape) for each in scores]
         ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
         return [
@@ -246,5 +245,5 @@ class SplitLayers(CacheCommunicator):
     def gather_layers(self, scores: Sequence[mx.array]) -> list[mx.array]:
         padding = mx.zeros((self._max_layers - len(scores), scores[0].shape[1]))
         padded = mx.concatenate([*scores, padding])  # (L, n); to add zeros changes nothing
-        every = gathered(padded, self._group).reshape(self._group.size(), self._max_layers, 1, -1)
+        every = all_gather(padded, self._group).reshape(self._group.size(), self._max_layers, 1, -1)
         return [each for rank in reversed(range(self._group.size())) for each in every[rank]]

@@ -1,4 +1,4 @@
-"""All ranks of one run: joining them, comparing how they were started, and ending together."""
+"""All ranks of one run: joining them, comparing how they were started, their totals, and ending together."""
 
 from __future__ import annotations
 
@@ -9,13 +9,20 @@ import importlib.metadata
 import json
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, fields
+from fractions import Fraction
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, get_args
 
 import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import make_prompt_cache
 
+from mlx_kv.generation.statistics import CacheStatistics
+from mlx_kv.mlxlm.traverse import leaves
 from mlx_kv.ranks.communicator import RankCommunicator
 from mlx_kv.ranks.environment import launched
 from mlx_kv.ranks.joining import announced, connected, guarded, linked
@@ -229,7 +236,7 @@ def _closed_on_error(group: RankGroup) -> Iterator[None]:
         raise
 
 
-def model_fingerprint(files: Iterable[Path]) -> str:
+def files_fingerprint(files: Iterable[Path]) -> str:
     """16 hex digits that identify a model, fast even for large ones.
 
     They depend on the names and sizes of its files, and on samples of their content: the start, which lists all tensors
@@ -245,3 +252,60 @@ def model_fingerprint(files: Iterable[Path]) -> str:
                 file.seek(start)
                 digest.update(file.read(size if whole else SAMPLE_BYTES))
     return digest.hexdigest()
+
+
+# --- totals -----------------------------------------------------------------------------------------------------------
+
+
+def total_statistics(group: RankGroup, statistics: CacheStatistics) -> CacheStatistics:
+    """Statistics of the caches of all ranks: sums of bytes, and maxima of all else. All ranks must call this."""
+    every = [CacheStatistics(**each) for each in group.gathered(asdict(statistics))]
+    return CacheStatistics(
+        **{
+            field.name: (sum if field.name.startswith("bytes") else max)(getattr(each, field.name) for each in every)
+            for field in fields(CacheStatistics)
+        }
+    )
+
+
+class TotalMemory:
+    """Bytes on all ranks; without a group, on this one.
+
+    Bytes of keys and values follow from those of this rank, as their ratio is the same for all tokens.
+
+    Args:
+        model: this rank's part. All ranks must make one of these at once.
+    """
+
+    def __init__(self, model: nn.Module | None = None, group: RankGroup | None = None) -> None:
+        self._group, self._ratio = group, Fraction(1)
+        if group is not None and model is not None:
+            sizes = group.gathered(max(1, token_bytes(model)))
+            self._ratio = Fraction(sum(sizes), sizes[group.rank])
+
+    def of_caches(self, nbytes: int) -> int:
+        """Bytes of keys and values on all ranks, for those of this rank."""
+        return round(nbytes * self._ratio)
+
+    def active(self) -> int:
+        """Bytes of all arrays on all ranks. The leader requests those of the others."""
+        active = mx.get_active_memory()
+        if self._group is None:
+            return active
+        self._group.leader.tell("memory")
+        return int(active + sum(self._group.leader.answers()))
+
+    @property
+    def handlers(self) -> dict[str, Callable[..., object]]:
+        """A follower's handlers of messages, by name."""
+        group = self._group
+        assert group is not None, "handlers are for the followers of a group"
+        return {"memory": lambda: group.follower.answer(mx.get_active_memory())}
+
+
+def token_bytes(model: nn.Module) -> int:
+    """Bytes of keys, values and states after one token, in mlx-lm's caches; nothing is evaluated."""
+    caches: list[Any] = make_prompt_cache(model)
+    model(mx.array([[0]]), cache=caches)
+    arrays = tree_flatten([cache.state for cache in leaves(caches)])
+    return sum(array.nbytes for _, array in arrays if isinstance(array, mx.array))  # type: ignore[str-unpack,misc]

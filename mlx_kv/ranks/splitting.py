@@ -19,6 +19,7 @@ from typing import Any, Literal, Protocol, get_args, runtime_checkable
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
+from mlx_lm.generate import generation_stream
 from mlx_lm.models import cache as stock
 
 from mlx_kv.cache.checks import check_type
@@ -34,7 +35,6 @@ from mlx_kv.mlxlm.loading import (
 from mlx_kv.mlxlm.observing import attends_by_class
 from mlx_kv.mlxlm.probe import copy_results, counts_slots, refuses_ragged
 from mlx_kv.mlxlm.traverse import leaves
-from mlx_kv.ranks.collectives import gathered
 from mlx_kv.settings import SettingError
 
 Split = Literal["heads", "layers"]
@@ -309,10 +309,22 @@ def split_model(
     heads = _heads(whole)
     cut(model, raw, split, layers)
     full = sum(type(cache) in FULL for cache in leaves(stock.make_prompt_cache(model)))
-    told: Any = gathered(mx.array([full]), raw).tolist()
+    told: Any = all_gather(mx.array([full]), raw).tolist()
     copies = split == "heads" and bool(heads) and _heads(model) == heads
     _parts[id(model)] = Part(raw, split, copies, tuple(told))
     weakref.finalize(model, _parts.pop, id(model), None)
+
+
+def all_gather(x: mx.array, group: mx.distributed.Group) -> mx.array:
+    """The arrays of all ranks, one after the other on axis 0, evaluated.
+
+    All collectives run on the stream of mlx-lm's loop: on different streams, two could be matched wrongly.
+    """
+    mx.eval(x)
+    with mx.stream(generation_stream):
+        arrays = mx.distributed.all_gather(x, group=group)
+        mx.eval(arrays)
+    return arrays
 
 
 def weights_of(model: nn.Module) -> list[mx.array]:

@@ -11,11 +11,11 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from mlx_kv.generation.statistics import SpeculationStatistics
-from mlx_kv.ranks.totals import MemoryOfAll
+from mlx_kv.ranks.group import TotalMemory
 from mlx_kv.server.job import Job, Snapshot
 from mlx_kv.server.memory import BatchOccupancy, occupancy_of, tokens_evicted
 
-ALONE = MemoryOfAll()
+ALONE = TotalMemory()
 BYTES = ("bytes_live", "bytes_allocated", "bytes_full")
 UPDATE_EVERY = 0.25  # seconds between two snapshots
 WATCHED_SECONDS = 3.0  # after a request for /memory, in which snapshots contain positions
@@ -217,7 +217,7 @@ class Monitor:
         batches: Iterable[Batch],
         prompt_memory: int,
         speculation: Sequence[SpeculationStatistics] = (),
-        ranks: MemoryOfAll = ALONE,
+        ranks: TotalMemory = ALONE,
         planned: int = 0,
         policies: Sequence[tuple[str, int]] = (),
     ) -> None:
@@ -243,7 +243,7 @@ class Monitor:
             if caches:
                 decoding += jobs
                 occupancy = occupancy.followed_by(occupancy_of(caches, now - self._watched < WATCHED_SECONDS))
-        totals: dict[str, Any] = {name: ranks.of_all(getattr(occupancy, name)) for name in BYTES}
+        totals: dict[str, Any] = {name: ranks.of_caches(getattr(occupancy, name)) for name in BYTES}
         self._count_drafted(speculation)
         self.snapshot = Snapshot(
             replace(occupancy, **totals),

@@ -20,10 +20,9 @@ from mlx_kv.generation.two_pass_prefill import Instructions
 from mlx_kv.mlxlm.loading import context_length, vocabulary_of
 from mlx_kv.prefixes.memory import PromptMemory
 from mlx_kv.prefixes.rank_shards import RankShards, ShardFollower
-from mlx_kv.ranks.following import Caches, follow
-from mlx_kv.ranks.group import RankGroup
+from mlx_kv.ranks.engine import Caches, follow
+from mlx_kv.ranks.group import RankGroup, TotalMemory
 from mlx_kv.ranks.link import RanksError
-from mlx_kv.ranks.totals import MemoryOfAll
 from mlx_kv.server.errors import SHUTTING_DOWN, ApiError
 from mlx_kv.server.job import Job, OutputChunk, Snapshot
 from mlx_kv.server.memory import MemoryLimit, memory_limit
@@ -86,7 +85,7 @@ class Worker:
         group = self.group
         assert group is not None
         self._load_models()
-        models, memory = self.models, MemoryOfAll(self.models.model, group)
+        models, memory = self.models, TotalMemory(self.models.model, group)
         communicator = group.for_caches(models.model)
         fingerprint = f"{model_fingerprint(models.model)} {self.policy}"
         instructions = Instructions.for_policy(self.policy, models.tokenizer, models.model)
@@ -216,7 +215,7 @@ class Worker:
         """Loads the models, and makes all that needs them."""
         self._load_models()
         models, settings = self.models, self.settings
-        self._memory = MemoryOfAll(models.model, self.group)
+        self._memory = TotalMemory(models.model, self.group)
         self._kept = PolicyPrefixes(self._prompt_memory_bytes, self._open_prefixes)
         context = RowContext(
             models, settings, self.monitor, self._kept, lambda chunks: self.deliver(chunks), self.group

@@ -13,7 +13,7 @@ from typing import Any
 from mlx_kv import PromptMemory, PromptStore
 from mlx_kv.communicator import LOCAL
 from mlx_kv.prefixes.rank_shards import RankShards, ShardFollower
-from mlx_kv.ranks.numbered import Numbers
+from mlx_kv.ranks.engine import CacheNumbers
 
 
 class Link:
@@ -50,7 +50,7 @@ class TwoRanks:
     def __init__(self) -> None:
         self.link: Any = Link()
         group: Any = SimpleNamespace(size=2, split="layers", leader=self.link, follower=self.link, rank=1)
-        self.numbers = Numbers(self.link)
+        self.numbers = CacheNumbers(self.link)
         self.theirs: dict[int, list[Any]] = {}
         self.keeper = ShardFollower(group, LOCAL, lambda: "the second layer", self.theirs)
         self.link.handlers = {**self.keeper.handlers, "drop": self._drop, "copy": lambda *numbers: None}

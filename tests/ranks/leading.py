@@ -28,8 +28,7 @@ from mlx_kv.generation.sampling import SeededSampler
 from mlx_kv.generation.sequence import TokenSequence
 from mlx_kv.mlxlm.traverse import attention_caches
 from mlx_kv.prefixes.reader import PromptReader
-from mlx_kv.ranks.engine import lead
-from mlx_kv.ranks.following import follow
+from mlx_kv.ranks.engine import follow, lead
 
 Make = Callable[..., Engine]
 Case = Callable[[Make], Any]

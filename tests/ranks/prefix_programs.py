@@ -31,8 +31,7 @@ from mlx_kv.generation.engine import Engine, make_engine
 from mlx_kv.generation.sequence import TokenSequence
 from mlx_kv.prefixes.rank_shards import RankShards, ShardFollower
 from mlx_kv.prefixes.reader import PromptReader
-from mlx_kv.ranks.engine import lead
-from mlx_kv.ranks.following import follow
+from mlx_kv.ranks.engine import follow, lead
 from mlx_kv.ranks.splitting import split_model
 from mlx_kv.server.tiered_prefixes import TieredPrefixes
 

@@ -97,19 +97,19 @@ def run(model: nn.Module, settings: dict[str, Any], communicator: CacheCommunica
 
 def counted(act: Callable[[], T]) -> tuple[T, int]:
     """What is done, and how often the ranks had to tell each other their scores."""
-    calls, gathered = 0, exchange.gathered
+    calls, all_gather = 0, exchange.all_gather
 
     def one_more(x: mx.array, group: mx.distributed.Group) -> mx.array:
         nonlocal calls
         calls += 1
-        return gathered(x, group)
+        return all_gather(x, group)
 
-    exchange.gathered = one_more
+    exchange.all_gather = one_more
     try:
         done = act()
         return done, calls
     finally:
-        exchange.gathered = gathered
+        exchange.all_gather = all_gather
 
 
 def families(split: str, layers: str, *cases: str) -> None:

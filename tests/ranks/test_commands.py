@@ -18,7 +18,7 @@ import pytest
 from launching import MLX_KV, Finished, Ranks, run_ranks, started_ranks, succeeded
 
 from mlx_kv.cli.options import LeadersFile
-from mlx_kv.ranks.group import SAMPLE_BYTES, model_fingerprint
+from mlx_kv.ranks.group import SAMPLE_BYTES, files_fingerprint
 from mlx_kv.ranks.link import EXIT_CODE
 
 PROMPT = "def fibonacci(n):\n    "
@@ -143,17 +143,17 @@ def test_models_are_told_apart_by_their_files(tmp_path: Path) -> None:
     weights.write_bytes(bytes(5 * SAMPLE_BYTES))
     config.write_text("{}")
     (tmp_path / "README.md").write_text("not read")
-    seen = {model_fingerprint(tmp_path.iterdir())}
+    seen = {files_fingerprint(tmp_path.iterdir())}
     for place in (0, 5 * SAMPLE_BYTES // 2 + 1, 5 * SAMPLE_BYTES - 1):
         content = bytearray(5 * SAMPLE_BYTES)
         content[place] = 1
         weights.write_bytes(content)
-        seen.add(model_fingerprint(tmp_path.iterdir()))
+        seen.add(files_fingerprint(tmp_path.iterdir()))
     config.write_text("{ }")
-    seen.add(model_fingerprint(tmp_path.iterdir()))
+    seen.add(files_fingerprint(tmp_path.iterdir()))
     assert len(seen) == 5
     (tmp_path / "README.md").write_text("still not read")
-    assert model_fingerprint(tmp_path.iterdir()) in seen
+    assert files_fingerprint(tmp_path.iterdir()) in seen
 
 
 # --- serve --------------------------------------------------------------------------------------------------------

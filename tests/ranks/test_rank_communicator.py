@@ -14,9 +14,9 @@ from tiny_models import make_model
 
 from mlx_kv.communicator import LocalCommunicator
 from mlx_kv.generation.engine import make_engine
-from mlx_kv.ranks import following
+from mlx_kv.ranks import engine as rank_engine
 from mlx_kv.ranks.communicator import RankCommunicator
-from mlx_kv.ranks.following import follow
+from mlx_kv.ranks.engine import follow
 from mlx_kv.ranks.group import RankGroup
 from mlx_kv.ranks.link import RanksError
 
@@ -54,7 +54,7 @@ def test_whether_caches_are_returned_the_leader_says() -> None:
 
 def test_a_rank_that_fails_alone_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     """The leader waits for it in a collective, and says nothing; a leader that says something has failed, too."""
-    monkeypatch.setattr(following, "FAILED_ALONE_SECONDS", 0.2)
+    monkeypatch.setattr(rank_engine, "FAILED_ALONE_SECONDS", 0.2)
 
     class Fails:
         rows, pending = list[int](), list[int]()
@@ -72,7 +72,7 @@ def test_a_rank_that_fails_alone_says_why(monkeypatch: pytest.MonkeyPatch) -> No
             heard = pool.submit(followed, other)
             for number in range(1 if silent else 3):
                 first.leader.tell("engine")
-                first.leader.tell("step", following.standing(Fails(), 0))  # type: ignore[arg-type]
+                first.leader.tell("step", rank_engine.state_checksum(Fails(), 0))  # type: ignore[arg-type]
                 if not silent:
                     time.sleep(0.05)
                     assert first.gone_within(0.0) is None, number

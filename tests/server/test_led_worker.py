@@ -76,11 +76,11 @@ def test_followers_let_go_of_what_the_leader_has_dropped_while_all_are_idle(refe
 
         def kept() -> list[int]:
             dropped = [number for (numbers,) in listener.heard("drop") for number in numbers]
-            return [number for (held,) in listener.heard("held") for _, number in held if number not in dropped]
+            return [number for (held,) in listener.heard("ended") for _, number in held if number not in dropped]
 
-        while (not listener.heard("held") or kept()) and time.monotonic() < deadline:
+        while (not listener.heard("ended") or kept()) and time.monotonic() < deadline:
             time.sleep(0.02)
-        assert listener.heard("held")
+        assert listener.heard("ended")
         assert kept() == []
 
 
