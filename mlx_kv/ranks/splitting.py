@@ -1,10 +1,8 @@
-"""Models in parts: which can be split over ranks, how, and the part of each rank, loaded alone.
+"""Splits models over ranks by their own code in mlx-lm, and loads the part of each rank.
 
-A model is split by its own code in mlx-lm, by heads (`shard`: every rank has some heads of every layer) or by layers
-(`pipeline`: every rank has some of the layers, the last rank the first of them). Decides what is refused before it
-runs: mlx-lm itself splits heads that don't divide without a word, and such models fail later or, worse, say something
-else. What is refused follows from numbers alone, so every rank says the same line. Knows nothing about links, or what
-the ranks agree on.
+By heads (`shard`) each rank has some heads of every layer; by layers (`pipeline`) each rank has some of the layers, the
+last rank the first of them. What cannot be split is refused before it runs: mlx-lm splits heads that do not divide
+without an error, and such models fail later or give wrong results. All ranks refuse with the same line.
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ Split = Literal["heads", "layers"]
 
 
 class Place(Protocol):
-    """Which rank of how many: all that a model asks of an `mx.distributed.Group` when it is split."""
+    """The rank and the number of ranks: what splitting a model needs of an `mx.distributed.Group`."""
 
     def rank(self) -> int: ...
 
@@ -50,7 +48,7 @@ class Place(Protocol):
 
 @runtime_checkable
 class Group(Protocol):
-    """The ranks of one run, as far as a part of a model needs them."""
+    """What loading a part of a model needs of a `RankGroup`."""
 
     @property
     def raw(self) -> mx.distributed.Group: ...
@@ -60,7 +58,7 @@ class Group(Protocol):
 
 @dataclass(frozen=True)
 class PlannedRank:
-    """A rank that is not there: a model that is split for it tells shapes, and cannot run."""
+    """A rank of a planned run. A model that is split for it has the right shapes, and cannot run."""
 
     number: int
     of: int
@@ -74,12 +72,12 @@ class PlannedRank:
 
 @dataclass(frozen=True)
 class Part:
-    """What a model is a part of.
+    """How a model was split.
 
     Attributes:
-        raw: the ranks that have the others.
-        split: how the model was split.
-        copies: whether split heads share keys and values that every rank has whole, as latent attention does.
+        raw: the ranks that have the parts.
+        split: "heads" or "layers".
+        copies: whether every rank has the keys and values of all heads, as with latent attention.
         full_layers: layers of full attention of each rank; the last rank has the first of them, where layers are split.
     """
 
@@ -93,7 +91,7 @@ _parts: dict[int, Part] = {}
 
 
 def part_of(model: nn.Module) -> Part | None:
-    """What a model is a part of; None where it is whole."""
+    """How a model was split; None if it is whole."""
     return _parts.get(id(model))
 
 
@@ -106,11 +104,11 @@ def check_split(
     """How the model of a config.json is split over so many ranks.
 
     Args:
-        split: "heads" or "layers"; None is what the model offers: heads where they divide, else layers.
-        layers: of each rank, the first of which has the last layers.
+        split: "heads" or "layers"; None chooses heads if they divide, else layers.
+        layers: number of layers of each rank, the first of which has the last layers.
 
     Raises:
-        ValueError: it cannot be split so, in one line that is the same on every rank.
+        ValueError: the model cannot be split so; the same line on every rank.
     """
     if layers is not None and split is None:
         split = "layers"
@@ -132,7 +130,7 @@ def check_split(
 
 def _try(config: dict[str, Any], size: int, split: Split, layers: Sequence[int] | None) -> None:
     model = model_from_config(config, mx.bfloat16)
-    quantize_as_stored(model, config)  # groups that share a scale must not be parted either
+    quantize_as_stored(model, config)  # groups that share a scale cannot be split, either
     cut(model, PlannedRank(0, size), split, layers)
 
 
@@ -146,10 +144,10 @@ def _known(split: str) -> Split:
 
 
 def cut(model: nn.Module, place: Place, split: Split, layers: Sequence[int] | None = None) -> None:
-    """Leaves the part of one rank of a model; nothing is evaluated, and what goes is never read.
+    """Reduces a model to the part of one rank. Nothing is evaluated, and the weights of other parts are never read.
 
     Raises:
-        ValueError: it cannot be split so; it is of no use then.
+        ValueError: the model cannot be split so, and must not be used afterwards.
     """
     if split == "heads":
         _cut_heads(model, place, layers)
@@ -176,7 +174,7 @@ def _cut_heads(model: nn.Module, place: Place, layers: Sequence[int] | None) -> 
 
 
 def _check_shares(before: dict[str, int], after: dict[str, int], size: int, name: str) -> None:
-    """Raises ValueError where a number that was split is not the sum of its shares, or as many copies."""
+    """Raises ValueError if the ranks' shares of a number neither add up to it nor are copies of it."""
     for path, whole in before.items():
         share = after.get(path, whole)
         if share in (whole, whole / size) or (share == 1 and size % whole == 0):
@@ -191,7 +189,7 @@ def _check_shares(before: dict[str, int], after: dict[str, int], size: int, name
 
 
 def _numbers(model: nn.Module) -> dict[str, int]:
-    """The numbers that the layers of a model go by, such as those of heads, by their paths."""
+    """Integer attributes of a model's modules, such as numbers of heads, by their paths."""
     return {
         f"{path}.{name}": value
         for path, module in sorted(model.named_modules())  # type: ignore[no-untyped-call]
@@ -210,11 +208,11 @@ def _cut_layers(model: nn.Module, place: Place, layers: Sequence[int] | None) ->
         raise ValueError(f"{count} layers of {name} cannot be shared by {size} ranks: use {count} ranks at the most")
     options: dict[str, Any] = {}
     if layers is not None:
-        told = f"layers are {','.join(map(str, layers))}"
+        given = f"layers are {','.join(map(str, layers))}"
         if len(layers) != size:
-            raise ValueError(f"{told}, but there are {size} ranks: give a number for each")
+            raise ValueError(f"{given}, but there are {size} ranks: give a number for each")
         if min(layers) < 1 or sum(layers) != count:
-            raise ValueError(f"{told}, but {name} has {count}: give each rank one at least, and {count} in all")
+            raise ValueError(f"{given}, but {name} has {count}: give each rank one at least, and {count} in all")
         if "split" not in inspect.signature(staged.pipeline).parameters:
             raise ValueError(f"mlx-lm splits the layers of {name} evenly only: leave out layers")
         options["split"] = list(layers)
@@ -225,7 +223,7 @@ def _cut_layers(model: nn.Module, place: Place, layers: Sequence[int] | None) ->
 
 
 def _pipeline(model: nn.Module) -> Any | None:
-    """The module of a model that knows how to split its layers."""
+    """The module of a model that can split its layers."""
     inner = getattr(model, "model", None)
     for module in (inner, getattr(inner, "language_model", None)):
         if hasattr(module, "pipeline") and hasattr(module, "layers"):
@@ -241,9 +239,9 @@ def _words(error: Exception) -> str:
 def planned_part(
     config: dict[str, Any], dtype: mx.Dtype, place: PlannedRank, split: Split, layers: Sequence[int] | None = None
 ) -> nn.Module:
-    """The part of a rank that is not there, of a config.json: nothing is read, made or evaluated.
+    """The part of a planned rank, from a config.json. No weights are read, made or evaluated.
 
-    Where the rank would wait for others it does not, so that a token goes through it: its shapes are right.
+    It does not communicate, so that a token can be run through it to get shapes.
 
     Raises:
         ValueError: mlx-lm cannot build the model, or it cannot be split so.
@@ -267,17 +265,16 @@ def planned_part(
 
 
 def load_part(path_or_hub_id: str | Path, group: Group, layers: Sequence[int] | None = None) -> tuple[nn.Module, Any]:
-    """The part of a model that one rank has, and the tokenizer. All ranks call it at once, each with the whole model.
+    """Loads this rank's part of a model, and the tokenizer. All ranks must call this, each with all files of the model.
 
-    No more is ever in memory than the part and one tensor of the whole. Embeddings, the last norm and what makes logits
-    are in every part.
+    Memory holds the part and at most one other tensor. Embeddings, last norm and output layer are in every part.
 
     Args:
-        group: where it says no split yet, it is told what was found: heads where they divide, else layers.
-        layers: of each rank where layers are split, the first rank having the last; None is as many for each.
+        group: from `join_ranks`. If its `split` is None, it is set to heads if they divide, else to layers.
+        layers: number of layers of each rank, the first of which has the last layers; None splits evenly.
 
     Raises:
-        ValueError: the model cannot be loaded, or not be split so: the same line on every rank.
+        ValueError: the model cannot be loaded, or cannot be split so; the same line on every rank.
     """
     check_type("group", group, Group, "give what mlx_kv.join_ranks() returns")
     model, tokenizer, config = load_lazily(path_or_hub_id)
@@ -285,7 +282,7 @@ def load_part(path_or_hub_id: str | Path, group: Group, layers: Sequence[int] | 
     split_model(model, group, layers, model_from_config(config, mx.float32))
     fit_to_device(model)
     for weight in weights_of(model):
-        mx.eval(weight)  # one after the other: what each is cut from is let go
+        mx.eval(weight)  # one after the other, so that the tensor that each is cut from is freed
     mx.clear_cache()
     return model, tokenizer
 
@@ -293,25 +290,25 @@ def load_part(path_or_hub_id: str | Path, group: Group, layers: Sequence[int] | 
 def split_model(
     model: nn.Module, group: Group, layers: Sequence[int] | None = None, whole: nn.Module | None = None
 ) -> None:
-    """Leaves the part of this rank of a model that was loaded whole, as `load_part` does. All ranks call it at once.
+    """Reduces a model that was loaded whole to the part of this rank, as `load_part` does. All ranks must call this.
 
     Args:
-        whole: another model of the same configuration, which can be asked what lazily loaded weights cannot; None asks
-            the model itself.
+        whole: another model of the same configuration, for probes that must not read lazily loaded weights; None
+            probes the model itself.
 
     Raises:
-        ValueError: it cannot be split so; it is of no use then.
+        ValueError: the model cannot be split so, and must not be used afterwards.
     """
-    assert group.split is not None, "whoever splits a model knows how"
+    assert group.split is not None
     split, raw, whole = _known(group.split), group.raw, whole or model
-    # A part cannot say what the whole does: it may have other kinds of layers, and its graph has what no graph shows.
+    # Probed on the whole model: a part may lack kinds of layers, and its graph contains collectives.
     copy_results(model, whole, cache_kinds, counts_slots, number_of_weights, refuses_ragged, attends_by_class)
     heads = _heads(whole)
     cut(model, raw, split, layers)
     full = sum(type(cache) in FULL for cache in leaves(stock.make_prompt_cache(model)))
-    told: Any = all_gather(mx.array([full]), raw).tolist()
+    full_layers: Any = all_gather(mx.array([full]), raw).tolist()
     copies = split == "heads" and bool(heads) and _heads(model) == heads
-    _parts[id(model)] = Part(raw, split, copies, tuple(told))
+    _parts[id(model)] = Part(raw, split, copies, tuple(full_layers))
     weakref.finalize(model, _parts.pop, id(model), None)
 
 
@@ -334,7 +331,7 @@ def weights_of(model: nn.Module) -> list[mx.array]:
 
 
 def _heads(model: nn.Module) -> list[int]:
-    """The heads of which each layer of full attention keeps keys and values; nothing is evaluated."""
+    """The number of KV heads of each full-attention layer; nothing is evaluated."""
     caches = stock.make_prompt_cache(model)
     model(mx.array([[0]]), cache=caches)
     return [cache.keys.shape[1] for cache in leaves(caches) if type(cache) in FULL and cache.keys is not None]

@@ -45,7 +45,7 @@ def test_the_default_is_what_the_model_offers() -> None:
         ),
         (LLAMA, 2, {"split": "layers"}, "mlx-lm cannot split the layers of llama: use split='heads'"),
         (LLAMA, 2, {"layers": (1, 2)}, "mlx-lm cannot split the layers of llama: use split='heads'"),
-        (LLAMA, 2, {"split": "heads", "layers": (1, 2)}, "layers say how many each rank has, but heads are split"),
+        (LLAMA, 2, {"split": "heads", "layers": (1, 2)}, "layers are those of each rank, but heads are split"),
         (LLAMA, 2, {"split": "tokens"}, "split is 'tokens': choose one of heads, layers"),
         ({**COMMON, "model_type": "gemma2"}, 2, {}, "mlx-lm cannot split gemma2: run it on one machine"),
         ({**LLAMA, "intermediate_size": 33}, 2, {}, "llama cannot be split over 2 ranks: Cannot shard"),
