@@ -27,7 +27,7 @@ from mlx_kv.generation.settings import SamplingSettings
 if TYPE_CHECKING:
     import mlx.nn as nn
 
-    from mlx_kv.cli.batch_input import InputScan
+    from mlx_kv.cli.batch_files import InputScan
     from mlx_kv.generation.engine import Engine
     from mlx_kv.generation.statistics import SpeculationStatistics
     from mlx_kv.policy import CachePolicy
@@ -192,8 +192,7 @@ def run_file(
     sampling: SamplingSettings,
 ) -> int:
     """From one file into the other; the exit code. The engine is started when there is something to do."""
-    from mlx_kv.cli.batch_input import InputFile
-    from mlx_kv.cli.batch_output import OutputFile, OutputStream
+    from mlx_kv.cli.batch_files import InputFile, OutputFile, OutputStream
     from mlx_kv.cli.batch_run import Progress, PromptEncoder, run
 
     progress = Progress()

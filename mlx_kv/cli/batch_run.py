@@ -1,8 +1,4 @@
-"""A run of `mlx-kv batch`: from the lines that are left to their answers, and what is said of it meanwhile.
-
-Decides which prompts a model refuses, how many wait for a place in the batch, and what is counted. Knows nothing about
-how lines are read and written (`batch_input`, `batch_output`), nor how tokens are chosen or kept.
-"""
+"""A run of `mlx-kv batch`: from lines without answers to their answers, with progress on stderr."""
 
 from __future__ import annotations
 
@@ -21,7 +17,7 @@ from mlx_kv.generation.settings import SamplingSettings
 if TYPE_CHECKING:
     import mlx.nn as nn
 
-    from mlx_kv.cli.batch_input import BatchRequest, InputFile, RequestLine
+    from mlx_kv.cli.batch_files import BatchRequest, InputFile, RequestLine
     from mlx_kv.generation.engine import Engine
     from mlx_kv.generation.sequence import BatchToken, TokenSequence
     from mlx_kv.generation.statistics import SpeculationStatistics

@@ -12,7 +12,7 @@ import pytest
 from batch_runs import GOOD, PROMPTS, Files, alone
 
 from mlx_kv.cli import main as cli
-from mlx_kv.cli.batch_input import InputFile
+from mlx_kv.cli.batch_files import InputFile
 from mlx_kv.generation.batch_engine import BatchEngine
 
 # --- answers ----------------------------------------------------------------------------------------------------------

@@ -16,9 +16,8 @@ from typing import Any
 import pytest
 from batch_runs import GOOD, PROMPTS, Files, alone
 
-from mlx_kv.cli import batch_output
-from mlx_kv.cli.batch_input import BatchRequest
-from mlx_kv.cli.batch_output import OutputFile
+from mlx_kv.cli import batch_files
+from mlx_kv.cli.batch_files import BatchRequest, OutputFile
 
 MANY = [{"prompt": f"def function_{i}(a, b):\n    return a * {i}", "max_tokens": 30 + i % 7} for i in range(24)]
 
@@ -129,7 +128,7 @@ def test_a_line_that_does_not_fit_on_the_disk_is_taken_back(
                 return write(file, data[:20])
         return write(file, data)
 
-    monkeypatch.setattr(batch_output.os, "write", full)
+    monkeypatch.setattr(batch_files.os, "write", full)
     done = call("--max-tokens", 20)
     assert done.code == 2
     assert f"cannot write {files.output}: {os.strerror(errno.ENOSPC)}" in done.err
@@ -241,6 +240,6 @@ def test_a_file_that_is_replaced_while_it_is_opened_is_refused(files: Files, mon
         new.replace(files.output)
         flock(file, operation)
 
-    monkeypatch.setattr(batch_output.fcntl, "flock", late)
+    monkeypatch.setattr(batch_files.fcntl, "flock", late)
     with pytest.raises(ValueError, match="another run writes"):
         OutputFile(files.output)

@@ -18,8 +18,7 @@ import pytest
 from faults import ERRORS, Faults, everything
 
 from mlx_kv import KVCache, PromptStore, load_prompt_cache, save_prompt_cache
-from mlx_kv.cli.batch_input import BatchRequest
-from mlx_kv.cli.batch_output import OutputFile
+from mlx_kv.cli.batch_files import BatchRequest, OutputFile
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from mlx_lm.models import cache as stock
 
 import mlx_kv
 from mlx_kv import KVCache, load_prompt_cache, save_prompt_cache
-from mlx_kv.cli.batch_output import OutputFile
+from mlx_kv.cli.batch_files import OutputFile
 
 FOREIGN: dict[str, bytes] = {
     "text": b"precious\n",
