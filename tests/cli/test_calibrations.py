@@ -37,7 +37,7 @@ def calibration(model: Path) -> Calibration:
 
 @pytest.fixture
 def policies(monkeypatch: pytest.MonkeyPatch) -> list[mlx_kv.CachePolicy]:
-    """Of the caches that commands make."""
+    """Of the caches with a budget that commands make, one of each policy in a row."""
     from mlx_kv.generation import distributed_caches
 
     found: list[mlx_kv.CachePolicy] = []
@@ -45,7 +45,8 @@ def policies(monkeypatch: pytest.MonkeyPatch) -> list[mlx_kv.CachePolicy]:
     made = distributed_caches.converted_caches
 
     def make(model: Any, policy: Any, *more: Any) -> Any:
-        found.append(policy)
+        if policy.budget is not None and (not found or found[-1] != policy):
+            found.append(policy)
         return made(model, policy, *more)
 
     monkeypatch.setattr(distributed_caches, "converted_caches", make)
