@@ -16,6 +16,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from mlx_kv.settings import SettingError
+
 # --- the words of the recall model ------------------------------------------------------------------------------------
 
 KEYS, VALUES, SUCCESSORS = 64, 64, 4
@@ -207,9 +209,11 @@ def assemble(
         size = sum(len(statement) for statement, _, _ in row)
         free = shape.context - first - shape.keep_recent - size
         if free < 0:
-            raise ValueError(
-                f"{len(row)} pairs of {size} tokens in all do not fit into a context of {shape.context} with "
-                f"{shape.sinks} sinks and keep_recent={shape.keep_recent}: give a longer context"
+            raise SettingError(
+                "{} pairs of {} tokens in all do not fit into a context of {} with {} sinks and {keep_recent:=}: give "
+                "a longer context",
+                *(len(row), size, shape.context, shape.sinks),
+                keep_recent=shape.keep_recent,
             )
         filler = [*language.start, *language.filler(rng, 1, shape.context - size)[0].tolist()]
         context, taken = [], 0

@@ -35,6 +35,7 @@ class Group:
     quiet: bool = setting(False, option="--quiet", help="Print less.")
     names: tuple[str, ...] = setting((), option="--name", multiple=True, help="Names.")
     path: Path | None = setting(None, option="--path", kind=Path, help="A path.")
+    depth: int = setting(5, option="--depth", minimum=1, default_text="5, or less", help="Depth.")
     inner: int = setting(3, help="Not an option.")
 
 
