@@ -199,7 +199,7 @@ def test_a_command(
     example: Callable[[str], ModuleType], command: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(group, "commands", dict(group.commands))
-    example("A command")
+    group.add_command(example("A command").kinds)
     called = command("kinds")
     assert (called.code, called.out) == (0, "KVCache\n")
     assert command("kinds", "--model", "/nowhere").code == 2
