@@ -258,7 +258,7 @@ def evaluate_command(
             if not as_json:
                 progress.say(text)
 
-        show(f"{name}: {settings_option_value(settings)}")
+        show(f"{name}: {describe_settings(settings)}")
         first = 0  # of the measurements of a task
         try:
             for run in runs.values():
@@ -292,11 +292,11 @@ def evaluate_command(
 # --- what it shows ----------------------------------------------------------------------------------------------------
 
 
-def settings_option_value(settings: Settings) -> str:
+def describe_settings(settings: Settings) -> str:
     rows = f"{settings.rows} rows, {settings.seeds} seed{'s' if settings.seeds > 1 else ''}"
     bits = "" if settings.bits is None else f", {option_value(settings.bits)} bits"
     bits += "" if settings.codec is None else f", codec={option_value(settings.codec)}"
-    bits += f", the newest {settings.residual_length} as they came" if settings.residual_length else ""
+    bits += f", a residual of {settings.residual_length}" if settings.residual_length else ""
     layers = "" if settings.layers == "uniform" else f", layers={settings.layers}"
     return f"contexts of {settings.context:,} tokens, {rows}, share={settings.share}{layers}{bits}"
 

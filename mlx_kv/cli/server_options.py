@@ -53,7 +53,7 @@ class ServerSettings:
         option="--allowed-origins",
         multiple=True,
         metavar="ORIGIN,...",
-        help="Sites with pages that may use the server: https://example.com, or * for all.  [default: none]",
+        help="Sites with pages that may use the server: https://example.com, or * for all; by default no site may.",
     )
     ssl_certfile: Path | None = setting(
         None, option="--ssl-certfile", kind=LEADERS_FILE, metavar="FILE", help="Certificate for TLS (https)."

@@ -12,7 +12,7 @@ import pytest
 from tiny_models import make_model
 
 from mlx_kv.cache.eviction.scores import score_names
-from mlx_kv.cli.evaluate import settings_in_words
+from mlx_kv.cli.evaluate import describe_settings
 from mlx_kv.evaluation import evaluate as evaluation
 from mlx_kv.evaluation import tasks
 from mlx_kv.evaluation.evaluate import evaluate, right_answers, tokens_read
@@ -61,8 +61,8 @@ def test_policies_store_as_settings_say() -> None:
     settings = replace(SMALL, bits=(8, 4), codec="rotated")
     for policy in (settings.policy(None, None), settings.policy("recent", 64)):
         assert (policy.bits, policy.codec) == ((8, 4), "rotated")
-    assert settings_in_words(settings).endswith(", share=layers, 8,4 bits, codec=rotated")
-    assert settings_in_words(SMALL).endswith(", share=layers")
+    assert describe_settings(settings).endswith(", share=layers, 8,4 bits, codec=rotated")
+    assert describe_settings(SMALL).endswith(", share=layers")
 
 
 @pytest.mark.parametrize("bits", [None, 8])

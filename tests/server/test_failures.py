@@ -204,8 +204,8 @@ def test_a_tokenizer_that_dies_ends_its_requests_only(monkeypatch: pytest.Monkey
 
 
 STUCK = SERVE + (
-    "import time; from mlx_kv.server import grammars; grammars.COMPILE_SECONDS = 0.2; "
-    "grammars.GrammarCompiler.compile = lambda *arguments: time.sleep(1000); main()"
+    "import time; from mlx_kv.server import structured_output as grammars; "
+    "grammars.COMPILE_SECONDS = 0.2; grammars.GrammarCompiler.compile = lambda *arguments: time.sleep(1000); main()"
 )
 
 
