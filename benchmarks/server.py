@@ -17,7 +17,7 @@ those of all clients over the wall time, prompts included. Time to first token i
 piece of text, median and 99th percentile over requests.
 
 The physics. One decode step reads all weights once, however many rows it has: so throughput grows with clients until
-arithmetic or the loop around it is the limit. Both sides run the same model in mlx-lm's batching loop, so with one
+arithmetic or the loop around it is the limit. Both sides run the same model, so with one
 client, where prompt and steps are nine tenths of the time, nobody can be much faster. The difference is what is around
 it: caches (ours write in place and read ragged rows through one mask, mlx-lm's move rows when batches change), how many
 prompt tokens are read in one pass while others wait, HTTP and detokenising. With --kv-bits mlx_lm.server takes one

@@ -169,7 +169,7 @@ def continue_prompt(
     if machine.leads and (
         made := (*sampling.processors(), *answer_format.processors(tokenizer, tokens, len(before), chats))
     ):
-        # mlx-lm's loop passes only the tokens that it reads itself.
+        # Without drafts, processors see only the tokens that the engine reads itself.
         options["logits_processors"] = made if drafts.enabled else [shown_before(each, before) for each in made]
     speculation = SpeculationStatistics()
     pieces, ids, response = [], [], None
@@ -195,7 +195,7 @@ def continue_prompt(
             ids.append(response.token)
             if not as_json:
                 click.echo(response.text, nl=False)
-    assert response is not None, "mlx-lm's loop ends with a response"
+    assert response is not None, "generation ends with a response"
     held, peak = machine.totals(cache_statistics(caches), round(response.peak_memory * 1e9))
     # The clock of generation starts when the first tokens are there: these alone are no rate.
     first = speculation.rounds <= 1 if drafts.enabled else response.generation_tokens == 1

@@ -1,1 +1,1 @@
-"""Tokens out of a model: mlx-lm's loop over these caches, alone and in batches, and speculation."""
+"""Generation: the batch engine, sampling, prompts, speculation and grammars."""
