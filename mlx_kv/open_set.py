@@ -1,4 +1,4 @@
-"""Sets that others add to: ours by name, those that somebody registers, and those of packages with entry points.
+"""Sets that can be extended: built-in entries, registered ones, and those of packages with entry points.
 
 Scores, codecs and drafters are such sets. Knows nothing about what is in them.
 """

@@ -14,11 +14,7 @@ import mlx.core as mx
 
 from mlx_kv.cache.buffers import Buffers, SlotBuffer, signature_of
 from mlx_kv.cache.codecs import Codecs, are_plain
-from mlx_kv.settings import MOST_TOKENS as MOST_TOKENS
-from mlx_kv.settings import SettingError
-from mlx_kv.settings import is_number as is_number
-from mlx_kv.settings import shown as shown
-from mlx_kv.settings import whole_number as whole_number
+from mlx_kv.settings import MOST_TOKENS, SettingError, shown, whole_number
 
 
 def check_type(name: str, value: object, kinds: Any, fix: str) -> None:

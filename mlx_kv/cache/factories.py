@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Self, cast
 
-from mlx_kv.cache.checks import whole_number, whole_numbers
+from mlx_kv.cache.checks import whole_numbers
 from mlx_kv.cache.codecs import Bits, Choice, are_plain
 from mlx_kv.cache.eviction.allocation import Scope
 from mlx_kv.cache.eviction.evictor import Evictor
@@ -17,6 +17,7 @@ from mlx_kv.cache.eviction.scores import Function
 from mlx_kv.cache.growth import DEFAULT, Growth
 from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.cache.layout import Budget, Chunks, Ring, default_keep_recent
+from mlx_kv.settings import whole_number
 
 
 class Named(type):

@@ -20,7 +20,7 @@ import mlx.core as mx
 
 from mlx_kv.cache import rows, state, update
 from mlx_kv.cache.attention import PackedAnswer, ResidualAnswer
-from mlx_kv.cache.checks import check_storage, check_type, shown, whole_number, whole_numbers
+from mlx_kv.cache.checks import check_storage, check_type, whole_numbers
 from mlx_kv.cache.codecs import Bits, Choice, are_plain, find_codecs
 from mlx_kv.cache.eviction.evictor import Evictor
 from mlx_kv.cache.growth import DEFAULT, Growth
@@ -30,6 +30,7 @@ from mlx_kv.cache.mask import Mask, make_mask
 from mlx_kv.cache.protocol import Call, Fetched, Hook
 from mlx_kv.cache.residual import Residual
 from mlx_kv.cache.state import CacheData
+from mlx_kv.settings import shown, whole_number
 
 
 class KVCache(CacheInfo):

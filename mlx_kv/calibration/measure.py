@@ -12,7 +12,6 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_kv.cache.buffers import SlotBuffer
-from mlx_kv.cache.checks import MOST_TOKENS
 from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.cache.layout import Row
 from mlx_kv.generation.prefill import prefill_step
@@ -22,6 +21,7 @@ from mlx_kv.mlxlm.loading import architecture
 from mlx_kv.mlxlm.rope import Ropes, cache_ropes
 from mlx_kv.mlxlm.traverse import is_ours, leaves
 from mlx_kv.policy import CachePolicy
+from mlx_kv.settings import MOST_TOKENS
 
 POLICY = CachePolicy(budget=MOST_TOKENS, score="kvzip", share="head")  # a budget that evicts nothing
 

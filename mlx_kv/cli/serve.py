@@ -133,7 +133,7 @@ def serve_on(
     if not is_loopback(server.host):
         say(f"note: it answers to {access.allowed_names}; --allowed-hosts adds names")
         if not keys:
-            say(f"note: whoever reaches {server.host} can use this server: consider --api-key-file")
+            say(f"note: any client that reaches {server.host} can use this server: consider --api-key-file")
     server.start_log()
     settings = WorkerSettings(
         before_loading,

@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_kv.cache.checks import is_number, shown, token_ids
+from mlx_kv.cache.checks import token_ids
 from mlx_kv.cache.codecs import in_words
 from mlx_kv.evaluation.codec_loss import PLAIN, CodecLoss, bytes_per_token
 from mlx_kv.evaluation.questions import python_texts
@@ -21,6 +21,7 @@ from mlx_kv.evaluation.reading import Progress
 from mlx_kv.files.measurement_cache import MeasurementCache
 from mlx_kv.mlxlm.loading import vocabulary_of
 from mlx_kv.policy import CachePolicy
+from mlx_kv.settings import is_number, shown
 
 MAX_LOSS = 0.01  # nats a token: a perplexity one percent higher
 TOKENS = 2048  # of a text

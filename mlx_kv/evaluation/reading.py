@@ -14,7 +14,6 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mlx_kv.cache.checks import MOST_TOKENS
 from mlx_kv.cache.eviction.calibration import FITTED
 from mlx_kv.cache.eviction.scores import find_score
 from mlx_kv.cache.kv_cache import KVCache
@@ -28,6 +27,7 @@ from mlx_kv.mlxlm.loading import context_length
 from mlx_kv.mlxlm.observing import show_attention
 from mlx_kv.mlxlm.traverse import is_ours
 from mlx_kv.policy import CachePolicy
+from mlx_kv.settings import MOST_TOKENS
 
 Progress = Callable[[int, int], None]  # called with the tokens read, and all that will be
 

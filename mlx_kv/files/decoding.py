@@ -11,7 +11,7 @@ import mlx.core as mx
 import msgspec
 from msgspec import Meta, Struct
 
-from mlx_kv.cache.checks import MOST_TOKENS
+from mlx_kv.settings import MOST_TOKENS
 
 T = TypeVar("T")
 MAX_NESTED = 128  # arrays and objects within each other; Python's own bound depends on the depth of all calls

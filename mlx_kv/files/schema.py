@@ -18,7 +18,6 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 from msgspec.structs import asdict, astuple
 
-from mlx_kv.cache.checks import MOST_TOKENS
 from mlx_kv.cache.codecs import Codecs, affine_of, are_plain, find_codec, find_codecs, packing_of, packings_of
 from mlx_kv.cache.eviction.allocation import BY_HEAD, Allocation, LayerBudgets, Scope, checked_allocation, uneven_heads
 from mlx_kv.cache.eviction.row_metadata import EvictorState
@@ -29,6 +28,7 @@ from mlx_kv.cache.layout import Budget, Row
 from mlx_kv.cache.residual import ROOM
 from mlx_kv.cache.state import DTYPES, Tensors, tensor_of_planes
 from mlx_kv.files.decoding import Array, Count, Listed, Part, check_shape
+from mlx_kv.settings import MOST_TOKENS
 
 Signed = Annotated[int, Meta(ge=-MOST_TOKENS, le=MOST_TOKENS)]
 GROWTH_RULES: dict[str, type[Tapered | Geometric | FixedStep]] = {

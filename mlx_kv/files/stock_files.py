@@ -17,7 +17,6 @@ from mlx_lm.models import cache as stock
 from msgspec import Meta
 from msgspec.structs import astuple
 
-from mlx_kv.cache.checks import MOST_TOKENS
 from mlx_kv.cache.codecs import PLAIN, Codecs, affine_of, are_plain, find_codecs, in_words
 from mlx_kv.cache.growth import round_up
 from mlx_kv.cache.kv_cache import KVCache
@@ -27,6 +26,7 @@ from mlx_kv.files import tensor_files
 from mlx_kv.files.atomic_write import atomic_write
 from mlx_kv.files.decoding import INVALID, Array, Count, Listed, check_shape, decode, in_one_line
 from mlx_kv.files.schema import check_planes
+from mlx_kv.settings import MOST_TOKENS
 
 MAX_WRITE = 512  # of the rings that are made of mlx-lm's: the default of a policy
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import mlx.nn as nn
 
-from mlx_kv.cache.checks import check_type, whole_number, whole_numbers
+from mlx_kv.cache.checks import check_type, whole_numbers
 from mlx_kv.communicator import LOCAL, Communicator, Steps
 from mlx_kv.generation.encoding import tokens_of_prompt, wrapped
 from mlx_kv.generation.engine import Engine, make_engine
@@ -22,6 +22,7 @@ from mlx_kv.generation.statistics import SpeculationStatistics
 from mlx_kv.generation.two_pass_prefill import Instructions
 from mlx_kv.mlxlm.loading import check_model, context_length, vocabulary_of
 from mlx_kv.policy import CachePolicy, given_policy
+from mlx_kv.settings import whole_number
 
 
 def batch_generate(

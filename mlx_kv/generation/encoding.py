@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mlx_kv.cache.checks import shown, token_ids
+from mlx_kv.cache.checks import token_ids
+from mlx_kv.settings import shown
 
 NO_CHAT = (
     "this model has no chat template, so no place for a system prompt, the beginning of an answer, or settings "

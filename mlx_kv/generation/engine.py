@@ -11,7 +11,6 @@ from typing import Any, Protocol
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_kv.cache.checks import whole_number
 from mlx_kv.communicator import LOCAL, Communicator
 from mlx_kv.generation.batch_engine import BatchEngine
 from mlx_kv.generation.decoder import make_decoder
@@ -25,6 +24,7 @@ from mlx_kv.generation.two_pass_prefill import NO_INSTRUCTIONS, Instructions
 from mlx_kv.mlxlm.batching import check_batches
 from mlx_kv.mlxlm.traverse import attention_caches
 from mlx_kv.policy import CachePolicy, given_policy
+from mlx_kv.settings import whole_number
 
 
 class Engine(Protocol):

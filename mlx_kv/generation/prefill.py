@@ -11,10 +11,10 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_kv.cache.checks import whole_number
 from mlx_kv.mlxlm.loading import number_of_weights
 from mlx_kv.mlxlm.recurrent import announce
 from mlx_kv.mlxlm.traverse import attention_caches
+from mlx_kv.settings import whole_number
 
 # Room is made ahead for at most this many generated tokens: a high max_tokens is often only a safety limit, and slots
 # that are reserved are allocated at once. Longer answers grow from there.

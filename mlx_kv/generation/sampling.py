@@ -19,7 +19,8 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm import sample_utils
 
-from mlx_kv.cache.checks import check_type, is_number, shown
+from mlx_kv.cache.checks import check_type
+from mlx_kv.settings import is_number, shown
 
 Sampler = Callable[[mx.array], mx.array]
 Filter = Callable[..., mx.array]

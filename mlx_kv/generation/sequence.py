@@ -8,9 +8,9 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_kv.cache.checks import whole_number
 from mlx_kv.generation.sampling import Sampler
 from mlx_kv.generation.settings import LogitsProcessor
+from mlx_kv.settings import whole_number
 
 UNLIMITED = 2**62  # max_tokens of a sequence that only its caller ends
 

@@ -121,5 +121,5 @@ class SpeculationStatistics:
 
     @property
     def gain(self) -> float | None:
-        """How many times as fast as without drafts; None where nobody can tell."""
+        """How many times as fast as without drafts; None where it was not measured."""
         return self.without / self.seconds if self.without is not None and self.seconds else None

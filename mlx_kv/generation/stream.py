@@ -11,7 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import GenerationResponse
 
-from mlx_kv.cache.checks import cache_list, check_type, shown, token_ids, whole_number
+from mlx_kv.cache.checks import cache_list, check_type, token_ids
 from mlx_kv.communicator import LOCAL, Communicator, Steps
 from mlx_kv.generation.batch_engine import BatchEngine
 from mlx_kv.generation.decoder import Decoder, make_decoder
@@ -31,6 +31,7 @@ from mlx_kv.mlxlm.loading import check_model, vocabulary_of
 from mlx_kv.mlxlm.observing import show_attention
 from mlx_kv.mlxlm.traverse import attention_caches, can_trim
 from mlx_kv.policy import CachePolicy, given_policy
+from mlx_kv.settings import shown, whole_number
 
 FOR_THE_POLICY = {field.name: field.name for field in fields(CachePolicy)} | {
     "kv_bits": "bits",
@@ -156,7 +157,7 @@ def speculative_generate(
         draft_length: "chosen" drafts as many of the K tokens as have paid so far on this machine, or none; "fixed"
             always all of them.
         prompt_cache: caches to go on from, made by `make_prompt_cache`; they are updated in place, and may have read
-            more than was told if a token ends the sequence. Instead of a policy; not with a draft model.
+            more than was returned if a token ends the sequence. Instead of a policy; not with a draft model.
         before: the tokens that they have read, as far as they are known, for processors and drafters that look at them.
         group: as in `stream_generate`. Drafts are the leader's: the others need no draft model and no drafter.
         logits_processors: mlx-lm's, such as `make_logits_processors` gives: of tokens (n,) so far and logits (1, V) of

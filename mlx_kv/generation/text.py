@@ -9,13 +9,14 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_kv.cache.checks import check_type, shown
+from mlx_kv.cache.checks import check_type
 from mlx_kv.generation.encoding import encode_messages, has_chats, wrapped
 from mlx_kv.generation.settings import SamplingSettings
 from mlx_kv.generation.speculation.drafters import Drafter, Factory
 from mlx_kv.generation.stop_strings import StopStrings
 from mlx_kv.generation.stream import check_policy_options, speculative_generate, stream_generate
 from mlx_kv.policy import CachePolicy
+from mlx_kv.settings import shown
 
 
 def generate(

@@ -23,7 +23,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_kv.cache.buffers import as_words
-from mlx_kv.cache.checks import cache_list, shown
+from mlx_kv.cache.checks import cache_list
 from mlx_kv.cache.growth import round_up
 from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.generation.statistics import cache_statistics
@@ -31,6 +31,7 @@ from mlx_kv.mlxlm.recurrent import recurrent_states
 from mlx_kv.mlxlm.traverse import attention_caches, is_ours, leaves, trim_prompt_cache
 from mlx_kv.prefixes.index import Entry, packed
 from mlx_kv.prefixes.prefix_cache import PrefixCache, Shards
+from mlx_kv.settings import shown
 
 BLOCK_SLOTS = 256
 LEAST_SLOTS = 32  # of a shared piece; fewer are copied, as many short pieces are slow to restore

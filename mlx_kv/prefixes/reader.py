@@ -9,7 +9,7 @@ from typing import Any
 
 import mlx.nn as nn
 
-from mlx_kv.cache.checks import MOST_TOKENS, cache_list, check_type, shown, token_ids
+from mlx_kv.cache.checks import cache_list, check_type, token_ids
 from mlx_kv.files.fingerprint import model_fingerprint
 from mlx_kv.generation.distributed_caches import given_caches
 from mlx_kv.generation.prefill import chunk_end, prefill_step, read_chunk
@@ -18,6 +18,7 @@ from mlx_kv.mlxlm.loading import vocabulary_of
 from mlx_kv.mlxlm.observing import show_attention
 from mlx_kv.mlxlm.traverse import attention_caches, compact
 from mlx_kv.prefixes.prefix_cache import Prefixes, cache_format, needs_checkpoints
+from mlx_kv.settings import MOST_TOKENS, shown
 
 MAX_CHECKPOINTS = 32  # of one prompt, so that at most a 32nd of it is read again
 

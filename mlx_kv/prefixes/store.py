@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mlx_kv.cache.checks import cache_list, check_type, is_number, shown
+from mlx_kv.cache.checks import cache_list, check_type
 from mlx_kv.files import serialization
 from mlx_kv.generation.statistics import cache_statistics
 from mlx_kv.mlxlm.traverse import trim_prompt_cache
@@ -26,6 +26,7 @@ from mlx_kv.prefixes.index import Entry, packed
 from mlx_kv.prefixes.prefix_cache import PrefixCache, Shards, min_tokens
 from mlx_kv.prefixes.store_index import IndexedEntry, PackedEntry, cut, pack
 from mlx_kv.prefixes.store_layout import Listing, StoreLayout
+from mlx_kv.settings import is_number, shown
 
 DEADLINE, DISK_DEADLINE = 2.0, 10.0  # seconds
 TOUCH_EVERY = 60.0  # seconds between two records of a use on remote file systems

@@ -60,14 +60,14 @@ class RankCommunicator(Communicator):
         if isinstance(self.link, Leader):
             try:
                 value = make()
-                self.link.tell("told", value)
+                self.link.tell("value", value)
             except RanksError:
                 raise
             except Exception as error:  # of a drafter, or of anything else that the leader alone has
                 self.link.tell("refused", str(error) or type(error).__name__)
                 raise
             return value
-        kind, content = self._next("told", "refused")
+        kind, content = self._next("value", "refused")
         if kind == "refused":
             raise ValueError(content)
         received: T = content

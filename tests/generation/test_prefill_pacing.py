@@ -62,7 +62,7 @@ def test_small_chunks_change_no_token(policy: CachePolicy, reference: Any) -> No
     wanted, whole = run(model, policy, None)
     paced, small = run(model, policy, 1e-9)
     assert paced == wanted
-    assert max(whole) > MIN_CHUNK >= max(small[1:])  # nobody knows how fast the first of them is
+    assert max(whole) > MIN_CHUNK >= max(small[1:])  # the speed of the first is not known yet
     mx.clear_cache()
 
 

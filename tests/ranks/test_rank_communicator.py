@@ -29,7 +29,7 @@ def raises() -> None:
     ("say", "line"), [(raises, "the drafter is out of memory"), (lambda: {1, 2}, "set is not JSON serializable")]
 )
 def test_whatever_the_leader_alone_meets_all_hear_of(say: Any, line: str) -> None:
-    """And they go on: the next thing that is told is heard."""
+    """And they go on: the next message arrives."""
 
     def asked(group: RankGroup) -> list[Any]:
         with pytest.raises((RuntimeError, TypeError, ValueError), match=line):

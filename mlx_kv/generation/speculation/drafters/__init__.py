@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from mlx_kv.cache.checks import shown
 from mlx_kv.generation.speculation.drafters.model import ModelDrafter
 from mlx_kv.generation.speculation.drafters.ngram import NgramDrafter
 from mlx_kv.generation.speculation.drafters.protocol import Drafter as Drafter
 from mlx_kv.generation.speculation.drafters.protocol import DrafterContext as DrafterContext
 from mlx_kv.generation.speculation.drafters.suffix import SuffixDrafter
 from mlx_kv.open_set import OpenSet
+from mlx_kv.settings import shown
 
 Factory = Callable[[DrafterContext], Drafter]
 
