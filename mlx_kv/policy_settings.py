@@ -32,6 +32,7 @@ class PolicySettings:
     bits: Bits | None = setting(
         None,
         option="--kv-bits",
+        summary="Quantise: auto measures; else 8, 8,4 or 4.",
         metavar="N[,N]",
         help="Bits of quantised keys and values: 2, 3, 4, 5, 6 or 8; 8,4 is 8 for keys and 4 for values; auto is the "
         "fewest with little loss.",
@@ -54,6 +55,7 @@ class PolicySettings:
         None,
         "Maximum tokens in full-attention layers: the first 4 and the newest are kept.",
         option="--max-kv-size",
+        summary="Keep only the newest tokens, at most N.",
         least=1,
     )
     max_write: int = _tokens(
@@ -65,6 +67,7 @@ class PolicySettings:
         "Tokens that full-attention layers keep: the N that matter most. Memory peaks at the budget, the margin and "
         "one prefill chunk.",
         option=("--kv-budget", "--compact-kv-budget"),
+        summary="Keep the N tokens that matter most.",
         least=1,
     )
     keep_recent: int = _tokens(
@@ -111,7 +114,10 @@ class PolicySettings:
         "one ranking of all heads (with --kv-share adaptive).",
     )
     residual_length: int = _tokens(
-        0, "Number of newest tokens that attention sees unquantised, such as 64.", option="--kv-residual"
+        0,
+        "Number of newest tokens that attention sees unquantised, such as 64.",
+        option="--kv-residual",
+        summary="Newest tokens that are not quantised.",
     )
     calibration: Calibration | None = setting(None, help="Measurements of the model.")
     allocation: LayerAllocation | None = setting(None, repr=False, help="Another name for layers.")

@@ -118,6 +118,7 @@ class Setting:
     Attributes:
         help: one line, a noun or an imperative.
         options: its names on the command line, such as ("--max-tokens", "-m"); none: it is no option.
+        summary: one short line for `--help`; options without one are in `--help-all` only.
         metavar: of its value in `--help`.
         minimum, maximum: bounds of a number, inclusive.
         above: an exclusive lower bound.
@@ -136,6 +137,7 @@ class Setting:
 
     help: str
     options: tuple[str, ...] = ()
+    summary: str = ""
     metavar: str | None = None
     minimum: float | None = None
     maximum: float | None = None
@@ -171,6 +173,7 @@ def setting(
     *,
     help: str,
     option: str | tuple[str, ...] = (),
+    summary: str = "",
     metavar: str | None = None,
     minimum: float | None = None,
     maximum: float | None = None,
@@ -194,6 +197,7 @@ def setting(
     described = Setting(
         help=help,
         options=(option,) if isinstance(option, str) else tuple(option),
+        summary=summary,
         metavar=metavar,
         minimum=minimum,
         maximum=maximum,

@@ -17,6 +17,7 @@ import click
 
 from mlx_kv.cli.auto_policy import AutoPolicyOptions, auto_policy_options
 from mlx_kv.cli.decoding import DraftOptions, draft_options, sampling_options
+from mlx_kv.cli.help import command, option
 from mlx_kv.cli.model import ModelOptions
 from mlx_kv.cli.options import LeadersFile, options
 from mlx_kv.cli.output import say
@@ -47,40 +48,54 @@ BATCHES_AHEAD = 2  # of prompts that wait for a place: a batch of short answers 
 JSONL = LeadersFile(exists=True, dir_okay=False, allow_dash=True)
 
 
-@click.command(epilog=EXAMPLES)
+@command(epilog=EXAMPLES)
 @options(ModelOptions, "model", "name")
-@click.option(
+@option(
     "--prompts",
     "prompts_file",
     type=JSONL,
     required=True,
     metavar="FILE",
+    section="Files",
+    summary="JSON object per line; - is stdin.",
     help="File with a JSON object per line; - is stdin.",
 )
-@click.option(
+@option(
     "--output",
     "output_file",
     type=LeadersFile(dir_okay=False, allow_dash=True),
     required=True,
     metavar="FILE",
+    section="Files",
+    summary="File for the answers; - is stdout.",
     help="File for the answers, a line each; answers that it has are not made again. - is stdout.",
 )
-@click.option("--overwrite", is_flag=True, help="Replace answers to another prompt or of other settings.")
-@click.option(
+@option(
+    "--overwrite",
+    is_flag=True,
+    section="Files",
+    summary="Replace answers of other settings.",
+    help="Replace answers to another prompt or of other settings.",
+)
+@option(
     "--max-batch-size",
     type=click.IntRange(1),
     default=8,
     show_default=True,
     metavar="N",
+    section="Sampling",
+    summary="Maximum prompts in a batch.",
     help="Maximum prompts in a batch.",
 )
-@click.option("--ignore-chat-template", is_flag=True, help="Continue texts as plain text.")
-@click.option(
+@option("--ignore-chat-template", is_flag=True, section="Files", help="Continue texts as plain text.")
+@option(
     "--max-tokens",
     type=click.IntRange(1, 2**31 - 1),
     default=256,
     show_default=True,
     metavar="N",
+    section="Sampling",
+    summary="Maximum tokens of an answer.",
     help="Maximum tokens of an answer, for lines that don't set it.",
 )
 @sampling_options

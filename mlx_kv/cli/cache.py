@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mlx_kv.cli.auto_policy import AutoPolicyOptions, auto_policy_options
+from mlx_kv.cli.help import command, option
 from mlx_kv.cli.model import ModelOptions
 from mlx_kv.cli.options import options
 from mlx_kv.cli.output import file_errors, human_bytes, prefill_bar, tokens_line
@@ -62,17 +63,19 @@ def tokens_read(file: PromptFile) -> int:
     return max((row.offset for cache in attention_caches(file.caches) for row in cache.view.rows), default=0)
 
 
-@click.command(epilog=EXAMPLES)
+@command(epilog=EXAMPLES)
 @options(ModelOptions, "model", "name", "adapter_path", "trust_remote_code")
 @options(PromptOptions, "prompt")
-@click.option(
+@option(
     "--output",
     required=True,
     metavar="FILE",
+    section="Output",
+    summary="File for the prompt cache.",
     help="File for the prompt cache; an older prompt cache is replaced when the new one is complete.",
 )
-@click.option("--force", is_flag=True, help="Replace a file that is no prompt cache, too.")
-@click.option("--ignore-chat-template", is_flag=True, help="Read the prompt as plain text.")
+@option("--force", is_flag=True, section="Output", help="Replace a file that is no prompt cache, too.")
+@option("--ignore-chat-template", is_flag=True, section="Prompt", help="Read the prompt as plain text.")
 @prefill_option()
 @auto_policy_options
 def cache(

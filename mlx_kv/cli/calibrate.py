@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mlx_kv.bundled import model_path
+from mlx_kv.cli.help import command, option
 from mlx_kv.cli.model import ModelOptions, short_name
 from mlx_kv.cli.options import options
 from mlx_kv.cli.output import Progress, file_errors, human_bytes, say
@@ -53,26 +54,44 @@ def head_lines(calibration: Calibration) -> list[str]:
     ]
 
 
-@click.command("calibrate", epilog=EXAMPLES)
+@command("calibrate", epilog=EXAMPLES)
 @click.argument("name", metavar="[MODEL]", required=False)
-@click.option("--model", metavar="PATH_OR_HUB_ID", help="Model, instead of the argument.")
+@option(
+    "--model",
+    metavar="PATH_OR_HUB_ID",
+    section="Model",
+    summary="Model, instead of the argument.",
+    help="Model, instead of the argument.",
+)
 @options(ModelOptions, "loading", "adapter_path", "trust_remote_code")
-@click.option(
+@option(
     "--texts",
     "folder",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
     metavar="DIR",
+    section="Texts",
+    summary="Directory of text files to measure on.",
     help="Directory of text files to measure on.  [default: texts of Python's and of this package]",
 )
-@click.option("--budgets-only", is_flag=True, help="Measure the budgets of heads on one text, and fit no score.")
-@click.option(
+@option(
+    "--budgets-only",
+    is_flag=True,
+    section="Texts",
+    summary="Measure budgets alone: one text.",
+    help="Measure the budgets of heads on one text, and fit no score.",
+)
+@option(
     "--output",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
+    section="Output",
+    summary="File for the calibration.",
     help="File for the calibration.  [default: MODEL.kvcal.safetensors beside the model, else in the cache folder]",
 )
-@click.option("--force", is_flag=True, help="Replace a file that is no calibration, too.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@option("--force", is_flag=True, section="Output", help="Replace a file that is no calibration, too.")
+@option(
+    "--json", "as_json", is_flag=True, section="Output", summary="Print one JSON object.", help="Print one JSON object."
+)
 def calibrate_command(
     name: str | None,
     model: str | None,

@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-import click
-
 from mlx_kv.cli.auto_policy import AutoPolicyOptions, auto_policy_options
 from mlx_kv.cli.decoding import DraftOptions, draft_options, sampling_options, unseeded_sampler
+from mlx_kv.cli.help import command
 from mlx_kv.cli.model import ModelOptions
 from mlx_kv.cli.options import options
 from mlx_kv.cli.prompt import ChatOptions, max_tokens_option, prefill_option
@@ -31,7 +30,7 @@ While it runs:
 """
 
 
-@click.command(epilog=EXAMPLES)
+@command(epilog=EXAMPLES)
 @options(ModelOptions, "model", "name", "adapter_path", "trust_remote_code")
 @options(ChatOptions, "chat", "system_prompt", "chat_template_config")
 @max_tokens_option

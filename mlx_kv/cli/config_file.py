@@ -19,6 +19,7 @@ from typing import Any
 
 import click
 
+from mlx_kv.cli.help import Option
 from mlx_kv.cli.options import EXISTING_FILE, Number, SettingOption
 from mlx_kv.settings import SettingError, check_setting, shown
 
@@ -30,8 +31,9 @@ def add_config_option(command: click.Command) -> None:
         if path is not None:
             ctx.default_map = read_config_file(path, ctx)
 
-    option = click.Option(
+    option = Option(
         ["--config"],
+        summary="TOML file with options by name.",
         type=EXISTING_FILE,
         metavar="FILE",
         is_eager=True,
@@ -70,7 +72,7 @@ def read_config_file(path: Path, ctx: click.Context) -> dict[str, Any]:
 def _options(command: click.Command) -> Iterator[tuple[str, click.Option]]:
     """The options of a command that take a value of their own, by name without dashes."""
     for param in command.params:
-        if isinstance(param, click.Option) and param.name != "config" and (not param.is_flag or param.is_bool_flag):
+        if isinstance(param, click.Option) and not param.is_eager and (not param.is_flag or param.is_bool_flag):
             yield from ((name[2:], param) for name in param.opts if name.startswith("--"))
 
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import click
 
@@ -36,7 +36,7 @@ SAMPLING_BOUNDS: dict[str, Any] = {
 
 def sampling_options(function: Command) -> Command:
     """The options of sampling, for a command that receives `sampling`, a `SamplingSettings`."""
-    return options(SamplingSettings, "sampling", **SAMPLING_BOUNDS)(function)
+    return options(SamplingSettings, "sampling", section="Sampling", **SAMPLING_BOUNDS)(function)
 
 
 def _served(name: str, usual: str) -> Any:
@@ -46,6 +46,7 @@ def _served(name: str, usual: str) -> Any:
     return setting(
         None,
         option=described.options,
+        summary=described.summary,
         metavar=described.metavar,
         minimum=max(described.served[0], 0),
         maximum=described.served[1],
@@ -57,6 +58,8 @@ def _served(name: str, usual: str) -> Any:
 @dataclass(frozen=True)
 class SamplingDefaults:
     """How a server samples where a request does not decide; None is as the model's generation_config.json."""
+
+    SECTION: ClassVar = "Sampling"
 
     temperature: float | None = _served("temperature", "0")
     top_p: float | None = _served("top_p", "1")
@@ -90,9 +93,12 @@ def unseeded_sampler(sampling: SamplingSettings, tokenizer: Any) -> Sampler | No
 class DraftOptions(DraftSettings):
     """The settings of drafts, and the draft model."""
 
+    SECTION: ClassVar = "Speculation"
+
     draft_model: str | None = setting(
         None,
         option="--draft-model",
+        summary="Speculate with this model.",
         metavar="PATH_OR_HUB_ID",
         help="Speculate with this model; `reference` is the bundled draft model.",
     )
@@ -168,11 +174,22 @@ def draft_lines(speculation: SpeculationStatistics) -> str:
 class FormatOptions:
     """The format of an answer: a JSON schema, a regular expression, a grammar, or none of them."""
 
+    SECTION: ClassVar = "Sampling"
+
     json_schema: Path | None = setting(
-        None, option="--json-schema", kind=LEADERS_FILE, metavar="FILE", help="JSON schema that the answer follows."
+        None,
+        option="--json-schema",
+        summary="JSON schema that the answer follows.",
+        kind=LEADERS_FILE,
+        metavar="FILE",
+        help="JSON schema that the answer follows.",
     )
     regex: str | None = setting(
-        None, option="--regex", metavar="PATTERN", help="Regular expression that the whole answer matches."
+        None,
+        option="--regex",
+        summary="Pattern that the whole answer matches.",
+        metavar="PATTERN",
+        help="Regular expression that the whole answer matches.",
     )
     grammar: Path | None = setting(
         None,

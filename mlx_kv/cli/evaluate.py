@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mlx_kv.bundled import model_path
+from mlx_kv.cli.help import command, option
 from mlx_kv.cli.model import short_name
 from mlx_kv.cli.options import EXISTING_FILE
 from mlx_kv.cli.output import Progress, aligned, check_plot, save_figure
@@ -25,8 +26,8 @@ EXAMPLES = """
 \b
 Examples:
   mlx-kv eval
-  mlx-kv eval --budgets 128,256 --scores key_diff,random --tasks passkey,recall --json
   mlx-kv eval --tasks copy --share head --kv-bits 8,4 --seeds 5
+  mlx-kv eval --budgets 128,256 --scores key_diff,random --tasks passkey,recall --json
   mlx-kv eval --tasks perplexity --text notes.py --plot quality.png
   mlx-kv eval --model mlx-community/Qwen3-0.6B-4bit --rows 8 --seeds 1
   mlx-kv eval --model build/smollm2 --tasks needle,chat --question both --context 1024 --rows 2 --keep-recent 64
@@ -119,49 +120,54 @@ def prepare(
     return runs, work
 
 
-@click.command("eval", epilog=EXAMPLES)
-@click.option(
+@command("eval", epilog=EXAMPLES)
+@option(
     "--model",
     metavar="PATH_OR_HUB_ID",
+    summary="Bundled model, directory or hub id.",
     help="Bundled model, directory or hub id, for all tasks.  [default: reference for perplexity, recall for the "
     "others]",
 )
-@click.option(
+@option(
     "--budgets",
     default="64,128,256",
     show_default=True,
     metavar="N,N",
     callback=read_budgets,
+    summary="Tokens kept of each context.",
     help="Tokens that full-attention layers keep of each context.",
 )
-@click.option(
+@option(
     "--scores",
     default="key_diff,key_norm,recent,random,key_norm_high",
     show_default=True,
     metavar="NAME,NAME",
     callback=read_names,
+    summary="What decides which tokens matter.",
     help="What decides which tokens matter; NAME@ALLOCATION compares allocations: key_diff@calibrated, fitted@global.",
 )
-@click.option(
+@option(
     "--tasks",
     default="passkey,recall,copy,perplexity,correlation",
     show_default=True,
     metavar="NAME,NAME",
     callback=read_names,
+    summary="Tasks; --help-all lists them.",
     help="What is asked; correlation compares scores with attention. Of language models also needle, needles, "
     "many_needles, tracking, passages, code, editing, chat.",
 )
 @click.option("--seeds", type=int, default=3, show_default=True, metavar="N", help="Repetitions with other contexts.")
-@click.option(
+@option(
     "--rows",
     type=int,
     default=32,
     show_default=True,
     metavar="N",
+    summary="Contexts of each seed.",
     help="Contexts of each seed; an eighth of them for perplexity and correlation.",
 )
 @click.option("--context", type=int, default=512, show_default=True, metavar="N", help="Tokens of a context.")
-@click.option(
+@option(
     "--keep-recent",
     type=int,
     default=16,
@@ -169,43 +175,44 @@ def prepare(
     metavar="N",
     help="So many newest tokens are never evicted; nothing that is asked for lies there.",
 )
-@click.option(
+@option(
     "--share",
     type=click.Choice(["layers", "layer", "head", "adaptive"]),
     help="Keep the same tokens in all layers, in all heads of a layer, or each head its own; adaptive: heads of a "
     "layer compete.  [default: layers, or what --layers needs]",
 )
-@click.option(
+@option(
     "--layers",
     type=click.Choice(["uniform", "pyramid", "calibrated", "global"]),
     default="uniform",
     show_default=True,
     help="How a budget is allocated to layers and heads, for scores that name no other.",
 )
-@click.option(
+@option(
     "--kv-calibration",
     "calibration",
     metavar="FILE",
     help="What mlx-kv calibrate measured, for fitted and calibrated.  [default: found for the model]",
 )
-@click.option(
+@option(
     "--question",
     type=click.Choice(list(SEEN)),
     default="unseen",
     show_default=True,
     help="Whether questions of needle, chat and their like are seen before the context is compressed.",
 )
-@click.option(
+@option(
     "--rolling",
     is_flag=True,
     help="Have caches of needle, chat and their like compact while the context is read, as they do in decoding.",
 )
 @policy_options(PolicyOptions, "storage", *STORAGE)
-@click.option(
+@option(
     "--text",
     "text_file",
     type=EXISTING_FILE,
     metavar="FILE",
+    summary="What perplexity is measured on.",
     help="What perplexity is measured on.  [default: two modules of Python's library that the reference model has not "
     "read; another model may have]",
 )
@@ -233,11 +240,10 @@ def evaluate_command(
         check_plot(plot)
 
     from mlx_kv.evaluation.evaluate import TASKS
-    from mlx_kv.evaluation.results import Settings
+    from mlx_kv.evaluation.results import Settings, summary
 
-    settings = Settings(
-        **storage.stored(), seen=SEEN[question], **options
-    )  # refuses bad settings before anything is loaded
+    # Bad settings are refused before anything is loaded.
+    settings = Settings(**storage.stored(), seen=SEEN[question], **options)
     for task in tasks:
         if task not in TASKS:
             raise click.UsageError(f"there is no task {task!r}: choose of {', '.join(TASKS)}")
@@ -246,7 +252,6 @@ def evaluate_command(
     if plot is not None and set(tasks) == {"correlation"}:
         raise click.UsageError("--plot draws against budgets, which correlation has none of: add a task")
     text = read_text(text_file) if "perplexity" in tasks else ""
-    from mlx_kv.evaluation.results import summary
 
     runs, work = prepare(model, tasks, settings, text, calibration)
     name = short_name(model) if model else BUNDLED

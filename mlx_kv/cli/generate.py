@@ -18,6 +18,7 @@ from mlx_kv.cli.decoding import (
     sampling_options,
     unseeded_sampler,
 )
+from mlx_kv.cli.help import command, option
 from mlx_kv.cli.model import ModelOptions
 from mlx_kv.cli.options import EXISTING_FILE, given_options, options
 from mlx_kv.cli.output import human_bytes, prefill_bar, tokens_line
@@ -29,9 +30,10 @@ EXAMPLES = """
 \b
 Examples:
   mlx-kv generate --prompt "def fibonacci(n):"
-  mlx-kv generate --prompt-file notes.py --kv-bits 8 --max-tokens 400
-  mlx-kv generate --prompt-file notes.py --kv-bits 8,4 --kv-rotate
+  mlx-kv generate --prompt-file notes.py --kv-bits auto --max-tokens 400
   mlx-kv generate --prompt-file notes.py --kv-bits auto --max-loss 0.02
+  mlx-kv generate --prompt-file notes.py --kv-bits 8
+  mlx-kv generate --prompt-file notes.py --kv-bits 8,4 --kv-rotate --kv-residual 64
   mlx-kv generate --prompt "A person: " --json-schema person.json
   git show | mlx-kv generate - --temp 0.7 --top-p 0.9 --seed 1
   mlx-kv generate --prompt-file notes.py --kv-budget 256 --kv-score key_diff
@@ -56,16 +58,18 @@ def check_cache_file(draft_model: str | None) -> None:
         )
 
 
-@click.command(epilog=EXAMPLES)
+@command(epilog=EXAMPLES)
 @options(ModelOptions, "model", "name", "adapter_path", "trust_remote_code", "extra_eos_token", "quantize_activations")
 @options(PromptOptions, "prompt")
-@click.option(
+@option(
     "--prompt-cache-file",
     type=EXISTING_FILE,
     metavar="FILE",
+    section="Prompt",
+    summary="File of mlx-kv cache to continue from.",
     help="Prompt cache of `mlx-kv cache` to continue from: the prompt follows its prompt.",
 )
-@click.option("--ignore-chat-template", is_flag=True, help="Continue the prompt as plain text.")
+@option("--ignore-chat-template", is_flag=True, section="Prompt", help="Continue the prompt as plain text.")
 @options(ChatOptions, "chat")
 @max_tokens_option
 @sampling_options
@@ -74,8 +78,20 @@ def check_cache_file(draft_model: str | None) -> None:
 @options(FormatOptions, "answer_format")
 @auto_policy_options
 @rank_options
-@click.option("--verbose", type=bool, default=True, show_default=True, help="Print statistics after the answer.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of streaming.")
+@option(
+    "--verbose",
+    type=bool,
+    default=True,
+    show_default=True,
+    help="Print statistics after the answer.",
+)
+@option(
+    "--json",
+    "as_json",
+    is_flag=True,
+    summary="Print one JSON object.",
+    help="Print one JSON object instead of streaming.",
+)
 def generate(
     model: ModelOptions,
     prompt: PromptOptions,

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mlx_kv.bundled import model_path
+from mlx_kv.cli.help import command, option
 from mlx_kv.cli.model import ModelOptions, short_name
 from mlx_kv.cli.options import options
 from mlx_kv.cli.output import aligned, check_json, check_plot, prefill_bar, save_figure, save_json, say
@@ -212,50 +213,70 @@ def read_scores(ctx: click.Context, param: click.Parameter, value: str | None) -
     return () if value is None else tuple(dict.fromkeys(word.strip() for word in value.split(",")))
 
 
-@click.command("inspect", epilog=EXAMPLES)
+@command("inspect", epilog=EXAMPLES)
 @options(ModelOptions, "chosen", "name")
 @options(PromptOptions, "prompt")
-@click.option("--ignore-chat-template", is_flag=True, help="Read the prompt as plain text.")
+@option("--ignore-chat-template", is_flag=True, section="Prompt", help="Read the prompt as plain text.")
 @prefill_option("Prompt tokens per pass of the model.  [default: as generate, at most max-write]")
 @policy_options(PolicyOptions, "settings")
-@click.option(
-    "--plot", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Draw it: .png, .svg or .pdf."
+@option(
+    "--plot",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    section="Output",
+    summary="Draw it: .png, .svg or .pdf.",
+    help="Draw it: .png, .svg or .pdf.",
 )
-@click.option(
+@option(
     "--plot-heads",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
+    section="Output",
+    summary="Draw how many tokens each head holds.",
     help="Draw how many tokens each head holds: .png, .svg or .pdf.",
 )
-@click.option(
+@option(
     "--json",
     "json_file",
     type=click.Path(dir_okay=False, allow_dash=True),
     metavar="FILE",
+    section="Output",
+    summary="Write one JSON object; - is stdout.",
     help="Write positions and scores as one JSON object; - is stdout, instead of the table.",
 )
-@click.option(
+@option(
     "--attention",
     is_flag=True,
+    section="Output",
+    summary="Show how much attention is left.",
     help=f"Read the prompt once more with all of its tokens kept, and show how much of what its last {LOOKING} tokens "
     "look at is left.",
 )
-@click.option(
+@option(
     "--scores",
     callback=read_scores,
     metavar="NAME,NAME",
+    section="Output",
+    summary="Compare these scores.",
     help="Compare these scores: a row for each, in the table and in the figure.",
 )
-@click.option("--force", is_flag=True, help="Replace a file that --json did not write, too.")
-@click.option(
+@option("--force", is_flag=True, section="Output", help="Replace a file that --json did not write, too.")
+@option(
     "--text",
     "as_text",
     is_flag=True,
+    section="Output",
+    summary="Print the prompt, evicted tokens dimmed.",
     help="Print the prompt instead of the table, evicted tokens dimmed; where stdout is no terminal or NO_COLOR is "
     "set, as dots.",
 )
-@click.option(
-    "--layer", type=int, metavar="N", help="The layer for --text.  [default: what most layers and heads evicted]"
+@option(
+    "--layer",
+    type=int,
+    metavar="N",
+    section="Output",
+    summary="The layer for --text.",
+    help="The layer for --text.  [default: what most layers and heads evicted]",
 )
 def inspect_command(
     chosen: ModelOptions,

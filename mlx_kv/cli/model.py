@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import click
 
@@ -22,12 +22,19 @@ FOR_WHOLE_MODELS = ("adapter_path", "trust_remote_code", "quantize_activations",
 class ModelOptions:
     """A model and how it is loaded."""
 
+    SECTION: ClassVar = "Model"
+
     name: str = setting(
-        "reference", option="--model", metavar="PATH_OR_HUB_ID", help="Bundled model, directory or hub id."
+        "reference",
+        option="--model",
+        summary="Bundled model, directory or hub id.",
+        metavar="PATH_OR_HUB_ID",
+        help="Bundled model, directory or hub id.",
     )
     adapter_path: Path | None = setting(
         None,
         option="--adapter-path",
+        summary="Adapter weights, of mlx_lm.lora.",
         kind=click.Path(exists=True, file_okay=False, path_type=Path),
         metavar="DIR",
         help="Adapter weights, as mlx_lm.lora writes them.",

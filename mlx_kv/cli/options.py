@@ -16,6 +16,7 @@ from typing import Any
 
 import click
 
+from mlx_kv.cli.help import OPTIONS, Option
 from mlx_kv.cli.output import say
 from mlx_kv.settings import Setting, SettingError, check_setting, settings_of
 
@@ -25,7 +26,9 @@ Command = Callable[..., None]
 # --- options of a dataclass -------------------------------------------------------------------------------------------
 
 
-def options(group: type, parameter: str, *names: str, **changes: Mapping[str, Any]) -> Callable[[Command], Command]:
+def options(
+    group: type, parameter: str, *names: str, section: str = "", **changes: Mapping[str, Any]
+) -> Callable[[Command], Command]:
     """Adds the options of a dataclass to a command, which receives an instance of it.
 
     Options that are not given keep the default of their field.
@@ -34,6 +37,7 @@ def options(group: type, parameter: str, *names: str, **changes: Mapping[str, An
         group: the dataclass.
         parameter: of the command, for the instance.
         names: fields that are options here, in the order of `--help`; none: all fields that have an option.
+        section: of `--help`, instead of the `SECTION` of the dataclass.
         changes: other attributes of `Setting` for a field.
     """
     described = {name: each for name, each in settings_of(group).items() if each.options}
@@ -48,13 +52,13 @@ def options(group: type, parameter: str, *names: str, **changes: Mapping[str, An
 
         decorated: Command = command
         for name, each in reversed(chosen.items()):
-            decorated = _parameter(group, name, each)(decorated)
+            decorated = _parameter(group, name, each, section or getattr(group, "SECTION", OPTIONS))(decorated)
         return decorated
 
     return decorate
 
 
-class SettingOption(click.Option):
+class SettingOption(Option):
     """An option of a field.
 
     Attributes:
@@ -67,7 +71,7 @@ class SettingOption(click.Option):
         self.group, self.field, self.described = group, field, described
 
 
-def _parameter(group: type, name: str, described: Setting) -> Callable[[Command], Command]:
+def _parameter(group: type, name: str, described: Setting, section: str) -> Callable[[Command], Command]:
     if not described.options[0].startswith("-"):
         return click.argument(described.options[0], required=False, metavar=described.metavar)
     text, default = described.help, described.default
@@ -82,6 +86,7 @@ def _parameter(group: type, name: str, described: Setting) -> Callable[[Command]
             words = described.words or {}
             more |= {"default": next((word for word, value in words.items() if value == default), default)}
             more |= {"show_default": True}
+    more |= {"section": section, "summary": described.summary}
     named: dict[str, Any] = {"group": group, "field": name, "described": described}
     return click.option(*described.options, cls=SettingOption, help=text, **named, **more)
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from mlx_kv.cli.help import command, option
 from mlx_kv.cli.model import find_config, read_config, short_name
 from mlx_kv.cli.options import message_of
 from mlx_kv.cli.output import aligned, check_plot, save_figure
@@ -137,37 +138,68 @@ def draw(
     save_figure(memory_against_context(title, contexts, held, marked), file)
 
 
-@click.command(epilog=EXAMPLES)
-@click.option(
+@command(epilog=EXAMPLES)
+@option(
     "--model",
     required=True,
     metavar="PATH_OR_NAME",
+    section="Model",
+    summary="Directory, bundled model or hub id.",
     help="Directory, config.json, bundled model or hub id (config only).",
 )
-@click.option(
+@option(
     "--context",
     "contexts",
     default="4096,32768,131072",
     show_default=True,
     metavar="N,N",
     callback=read_contexts,
+    section="Sequences",
+    summary="Tokens of each sequence.",
     help="Tokens of each sequence.",
 )
 @policy_options(PolicyOptions, "options")
-@click.option(
-    "--batch-size", type=click.IntRange(1), default=1, show_default=True, metavar="B", help="Number of sequences."
+@option(
+    "--batch-size",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    metavar="B",
+    section="Sequences",
+    summary="Number of sequences.",
+    help="Number of sequences.",
 )
-@click.option("--ranks", type=click.IntRange(2), metavar="R", help="Show the share of each of R ranks, too.")
+@option(
+    "--ranks",
+    type=click.IntRange(2),
+    metavar="R",
+    section="Several machines",
+    summary="Show the share of each of R ranks, too.",
+    help="Show the share of each of R ranks, too.",
+)
 @split_options()
-@click.option(
+@option(
     "--dtype",
     type=click.Choice(["bfloat16", "float16", "float32"]),
+    section="Cache",
     help="Type of keys and values.  [default: that of the config, else bfloat16]",
 )
-@click.option(
-    "--plot", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Draw it: .png, .svg or .pdf."
+@option(
+    "--plot",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    section="Output",
+    summary="Draw it: .png, .svg or .pdf.",
+    help="Draw it: .png, .svg or .pdf.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object, sizes in bytes.")
+@option(
+    "--json",
+    "as_json",
+    is_flag=True,
+    section="Output",
+    summary="Print one JSON object, sizes in bytes.",
+    help="Print one JSON object, sizes in bytes.",
+)
 def plan(
     model: str,
     contexts: tuple[int, ...],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import click
 
@@ -82,8 +82,12 @@ class PolicyOptions(PolicySettings):
         calibration_file: a file, "none", or None: the one that is found for the model.
     """
 
+    SECTION: ClassVar = "Cache"
+
     rotate: bool = setting(
-        False, option="--kv-rotate", help="Rotate before quantising, for less loss: short for --kv-codec rotated."
+        False,
+        option="--kv-rotate",
+        help="Rotate before quantising, for less loss: short for --kv-codec rotated.",
     )
     calibration_file: str | None = setting(
         None,

@@ -7,10 +7,11 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import click
 
+from mlx_kv.cli.help import option
 from mlx_kv.cli.options import LEADERS_FILE, Command
 from mlx_kv.cli.output import say
 from mlx_kv.settings import setting
@@ -28,16 +29,18 @@ def prefill_option(
     "at most max-write in models with windows]",
 ) -> Callable[[Command], Command]:
     """--prefill-step-size, for the commands that read prompts."""
-    return click.option("--prefill-step-size", type=click.IntRange(1), metavar="N", help=text)
+    return option("--prefill-step-size", section="Model", type=click.IntRange(1), metavar="N", help=text)
 
 
-max_tokens_option = click.option(
+max_tokens_option = option(
     "--max-tokens",
     "-m",
     type=click.IntRange(1),
     default=256,
     show_default=True,
     metavar="N",
+    section="Sampling",
+    summary="Maximum tokens of an answer.",
     help="Maximum tokens of an answer.",
 )
 
@@ -49,10 +52,17 @@ max_tokens_option = click.option(
 class PromptOptions:
     """The three places that a prompt comes from: a text, a file, or stdin for a lone -."""
 
+    SECTION: ClassVar = "Prompt"
+
     source: str | None = setting(None, option="source", metavar="[-]", help="A lone - reads the prompt from stdin.")
-    prompt: str | None = setting(None, option=("--prompt", "-p"), metavar="TEXT", help="Prompt.")
+    prompt: str | None = setting(None, option=("--prompt", "-p"), summary="Prompt.", metavar="TEXT", help="Prompt.")
     prompt_file: Path | None = setting(
-        None, option="--prompt-file", kind=LEADERS_FILE, metavar="FILE", help="File with the prompt."
+        None,
+        option="--prompt-file",
+        summary="File with the prompt.",
+        kind=LEADERS_FILE,
+        metavar="FILE",
+        help="File with the prompt.",
     )
 
     def read(self) -> str:
@@ -138,8 +148,15 @@ def read_template_settings(text: str) -> dict[str, Any]:
 class ChatOptions:
     """The chat around a prompt."""
 
+    SECTION: ClassVar = "Prompt"
+
     system_prompt: str | None = setting(
-        None, option="--system-prompt", kind=read_utf8, metavar="TEXT", help="System prompt of a chat."
+        None,
+        option="--system-prompt",
+        summary="System prompt of a chat.",
+        kind=read_utf8,
+        metavar="TEXT",
+        help="System prompt of a chat.",
     )
     chat_template_config: dict[str, Any] | None = setting(
         None,

@@ -12,12 +12,13 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import click
 
 from mlx_kv.bundled import model_path
 from mlx_kv.cli.decoding import drafts_enabled
+from mlx_kv.cli.help import option
 from mlx_kv.cli.model import ModelOptions, find_config, read_config
 from mlx_kv.cli.options import EXISTING_FILE, Command, options
 from mlx_kv.ranks.environment import launched
@@ -127,9 +128,12 @@ def read_layers(text: str) -> tuple[int, ...]:
 class SplitOptions:
     """How a model is split over ranks."""
 
+    SECTION: ClassVar = "Several machines"
+
     split: str | None = setting(
         None,
         option="--split",
+        summary="Part of each rank: heads or layers.",
         choices=("heads", "layers"),
         default_text="heads where they divide",
         help="Part of each rank: some heads of all layers, or some layers.",
@@ -224,7 +228,13 @@ def split_options(group: type = SplitOptions, parameter: str = "split") -> Calla
     """--split, --layers and mlx-lm's --pipeline, and the other options of a group that has them."""
 
     def decorate(function: Command) -> Command:
-        pipeline = click.option("--pipeline", "split", flag_value="layers", help="mlx-lm's name of --split layers.")
+        pipeline = option(
+            "--pipeline",
+            "split",
+            flag_value="layers",
+            section=SplitOptions.SECTION,
+            help="mlx-lm's name of --split layers.",
+        )
         return options(group, parameter)(pipeline(function))
 
     return decorate

@@ -9,6 +9,7 @@ import click
 
 from mlx_kv.cli.auto_policy import AutoPolicyOptions, auto_policy_options
 from mlx_kv.cli.decoding import DraftOptions, SamplingDefaults, draft_options
+from mlx_kv.cli.help import command
 from mlx_kv.cli.model import ModelOptions
 from mlx_kv.cli.options import listed, not_needed, options
 from mlx_kv.cli.output import say
@@ -25,7 +26,7 @@ EXAMPLES = """
 \b
 Examples:
   mlx-kv serve
-  mlx-kv serve --model mlx-community/Qwen3-0.6B-4bit --kv-bits 8 --max-batch-size 16
+  mlx-kv serve --model mlx-community/Qwen3-0.6B-4bit --kv-bits auto --max-batch-size 16
   mlx-kv serve --draft auto
   mlx-kv serve --kv-budget 256 --draft-model reference --port 9000
   mlx-kv serve --config serve.toml
@@ -47,7 +48,7 @@ http://127.0.0.1:8080/ shows what is in memory, /metrics is for Prometheus.
 MOST_POLICIES = 4  # engines at once, where requests may choose
 
 
-@click.command(epilog=EXAMPLES)
+@command(epilog=EXAMPLES)
 @options(ModelOptions, "model", "name", "adapter_path", "trust_remote_code", "chat_template", "lazy_load")
 @options(ServerSettings, "server")
 @options(SamplingDefaults, "sampling")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import click
 
@@ -26,9 +26,21 @@ SAVED_SLOTS = LeadersFile(exists=True, file_okay=False, path_type=Path)
 class ServerSettings:
     """Settings of a server; each is an option of this name."""
 
+    SECTION: ClassVar = "Server"
+
     # --- network and access ---
-    host: str = setting("127.0.0.1", option="--host", metavar="ADDRESS", help="Address to listen on.")
-    port: int = setting(8080, option="--port", metavar="N", minimum=0, maximum=65535, help="Port; 0 is a free one.")
+    host: str = setting(
+        "127.0.0.1", option="--host", summary="Address to listen on.", metavar="ADDRESS", help="Address to listen on."
+    )
+    port: int = setting(
+        8080,
+        option="--port",
+        summary="Port; 0 is a free one.",
+        metavar="N",
+        minimum=0,
+        maximum=65535,
+        help="Port; 0 is a free one.",
+    )
     api_key: tuple[str, ...] = setting(
         (),
         option="--api-key",
@@ -39,7 +51,12 @@ class ServerSettings:
         "visible to other users.",
     )
     api_key_file: Path | None = setting(
-        None, option="--api-key-file", kind=LEADERS_FILE, metavar="FILE", help="File with one such key per line."
+        None,
+        option="--api-key-file",
+        summary="File with keys; clients must send one.",
+        kind=LEADERS_FILE,
+        metavar="FILE",
+        help="File with one such key per line.",
     )
     allowed_hosts: tuple[str, ...] = setting(
         (),
@@ -78,8 +95,10 @@ class ServerSettings:
     log_level: str = setting(
         QUIET,
         option="--log-level",
+        summary="DEBUG, INFO (each request), …",
         kind=click.Choice(LEVELS, case_sensitive=False),
-        help="Least level of messages in the log; INFO logs each request.",
+        metavar="LEVEL",
+        help="Least level of messages in the log: DEBUG, INFO (logs each request), WARNING, ERROR or CRITICAL.",
     )
 
     # --- requests ---
@@ -96,6 +115,7 @@ class ServerSettings:
     max_batch_size: int = setting(
         16,
         option=("--max-batch-size", "--decode-concurrency"),
+        summary="Maximum requests in a batch.",
         metavar="N",
         minimum=1,
         help="Maximum requests in a batch; more wait.",
@@ -106,6 +126,7 @@ class ServerSettings:
     max_tokens: int = setting(
         512,
         option="--max-tokens",
+        summary="Maximum tokens of an answer.",
         metavar="N",
         minimum=1,
         help="Maximum tokens of an answer, unless a request sets it.",
@@ -162,6 +183,7 @@ class ServerSettings:
     memory_limit: int | None = setting(
         None,
         option="--memory-limit",
+        summary="Memory to use at most, such as 12GB.",
         kind=read_bytes,
         metavar="BYTES",
         default_text="that of the device",
@@ -177,6 +199,7 @@ class ServerSettings:
     prompt_memory_bytes: int = setting(
         2**30,
         option=("--prompt-memory-bytes", "--prompt-cache-bytes"),
+        summary="Memory for cached prompts.",
         kind=read_bytes,
         metavar="BYTES",
         help="Memory for cached prompts, which speed up prompts with the same beginning; 0 caches none.",
@@ -191,6 +214,7 @@ class ServerSettings:
     prompt_store: str | None = setting(
         None,
         option="--prompt-store",
+        summary="Where cached prompts survive a restart.",
         metavar="DIR",
         help="Directory or URL where cached prompts are stored as well, for the next start.",
     )

@@ -64,11 +64,18 @@ class SamplingSettings:
     """
 
     temperature: float = setting(
-        0.0, option="--temp", metavar="T", minimum=0, served=(0, 2), help="Sampling temperature; 0 is greedy."
+        0.0,
+        option="--temp",
+        summary="Temperature; 0 is greedy.",
+        metavar="T",
+        minimum=0,
+        served=(0, 2),
+        help="Sampling temperature; 0 is greedy.",
     )
     top_p: float = setting(
         1.0,
         option="--top-p",
+        summary="Sample from the likeliest; P together.",
         metavar="P",
         minimum=0,
         maximum=1,
@@ -145,7 +152,12 @@ class SamplingSettings:
         (), help="Numbers added to the logits of tokens, by token id."
     )
     seed: int | None = setting(
-        None, option="--seed", metavar="N", served=(-(2**63), 2**64 - 1), help="Seed that makes sampling repeatable."
+        None,
+        option="--seed",
+        summary="Seed that makes sampling repeatable.",
+        metavar="N",
+        served=(-(2**63), 2**64 - 1),
+        help="Seed that makes sampling repeatable.",
     )
 
     def __post_init__(self) -> None:

@@ -35,6 +35,7 @@ class DraftSettings:
     drafter: str | Factory | Drafter | None = setting(
         None,
         option="--draft",
+        summary="Speculate: auto, suffix, ngram or model.",
         metavar="NAME",
         help="Speculate with this drafter: ngram and suffix look the last tokens up in the text, auto is suffix "
         "(fastest in measurements), model is --draft-model; packages add others. The text stays the same.",
