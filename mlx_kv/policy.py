@@ -47,6 +47,7 @@ from mlx_kv.settings import SettingError, check_settings, shown
 
 FOR_BUDGETS = ("keep_recent", "score", "share", "margin", "layers", "allocation", "calibration")
 BOUNDS = ("max_kv_size", "budget", "sinks", *FOR_BUDGETS)
+ALIASES = {"allocation": "layers", "residual": "residual_length"}  # for calls; stored under the second name
 CALIBRATED = "calibrated"
 
 
@@ -83,6 +84,7 @@ class CachePolicy(PolicySettings):
             budget, with "adaptive" the heads of a layer compete for the layer's, with "layer" they keep the same
             tokens; "global" needs "adaptive".
         allocation: another name for `layers`, for calls; it is stored as `layers`.
+        residual: another name for `residual_length`, for calls; it is stored as that.
         calibration: measurements of the model, for score="fitted" and layers="calibrated", and then their default.
 
     Raises:
@@ -97,9 +99,10 @@ class CachePolicy(PolicySettings):
         check_settings(self)
         if self.calibration is not None and not isinstance(self.calibration, Calibration):
             raise TypeError(f"calibration is {shown(self.calibration)}: give what mlx_kv.load_calibration returns")
-        if self.allocation is not None:
-            object.__setattr__(self, "layers", self.allocation)
-            object.__setattr__(self, "allocation", None)
+        for alias, name in ALIASES.items():
+            if getattr(self, alias) is not None:
+                object.__setattr__(self, name, getattr(self, alias))
+                object.__setattr__(self, alias, None)
         for name, default in self._budget_defaults().items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, default)

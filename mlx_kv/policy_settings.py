@@ -49,7 +49,9 @@ class PolicySettings:
     )
     reserve: int = _tokens(0, "Tokens for which memory is reserved at once.")
     quantized_start: int = _tokens(
-        0, "Number of tokens from which keys and values are quantised.", option="--quantized-kv-start"
+        0,
+        "Number of tokens from which keys and values are quantised.",
+        option=("--quantized-kv-start", "--kv-quantized-start"),
     )
     max_kv_size: int | None = _tokens(
         None,
@@ -116,8 +118,9 @@ class PolicySettings:
     residual_length: int = _tokens(
         0,
         "Number of newest tokens that attention sees unquantised, such as 64.",
-        option="--kv-residual",
+        option=("--kv-residual", "--kv-residual-length"),
         summary="Newest tokens that are not quantised.",
     )
     calibration: Calibration | None = setting(None, help="Measurements of the model.")
     allocation: LayerAllocation | None = setting(None, repr=False, help="Another name for layers.")
+    residual: int | None = setting(None, repr=False, help="Another name for residual_length.")

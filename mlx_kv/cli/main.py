@@ -16,6 +16,7 @@ from mlx_kv.cli.batch import batch
 from mlx_kv.cli.cache import cache
 from mlx_kv.cli.calibrate import calibrate_command
 from mlx_kv.cli.chat import chat
+from mlx_kv.cli.completion import completion
 from mlx_kv.cli.config_file import add_config_option
 from mlx_kv.cli.evaluate import evaluate_command
 from mlx_kv.cli.generate import generate
@@ -44,6 +45,7 @@ for each in (generate, chat, batch, cache, serve, plan, calibrate_command, inspe
     add_config_option(each)
     command.add_command(each)
 command.add_command(info)
+command.add_command(completion)
 
 
 def main() -> None:

@@ -65,7 +65,7 @@ class SamplingSettings:
 
     temperature: float = setting(
         0.0,
-        option="--temp",
+        option=("--temp", "--temperature"),
         summary="Temperature; 0 is greedy.",
         metavar="T",
         minimum=0,

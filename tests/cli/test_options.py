@@ -166,6 +166,41 @@ GROUPS = (
 )
 
 
+OTHER_NAMES = {"name", "source", "calibration_file", "layers_by_rank"}  # of dataclasses of the command line alone
+
+
+@pytest.mark.parametrize("kind", GROUPS)
+def test_an_option_has_the_name_that_python_uses(kind: type) -> None:
+    for name, described in settings_of(kind).items():
+        dashed = name.replace("_", "-")
+        if described.options and name not in OTHER_NAMES:
+            assert {f"--{dashed}", f"--kv-{dashed}"} & set(described.options), name
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "field"),
+    [
+        ("--kv-residual-length", "64", "residual_length"),
+        ("--kv-residual", "64", "residual_length"),
+        ("--kv-quantized-start", "64", "quantized_start"),
+    ],
+)
+def test_names_of_python_are_options(option: str, value: str, field: str) -> None:
+    @click.command()
+    @options(AutoPolicyOptions, "policy", field)
+    def one(policy: AutoPolicyOptions) -> None:
+        click.echo(getattr(policy, field))
+
+    assert CliRunner().invoke(one, [option, value]).output == f"{value}\n"
+
+
+def test_names_of_options_are_settings_of_python() -> None:
+    assert CachePolicy(bits=4, residual=64) == CachePolicy(bits=4, residual_length=64)
+    assert CachePolicy(bits=4, residual=64).settings() == {"bits": 4, "residual_length": 64}
+    with pytest.raises(ValueError, match="residual"):
+        CachePolicy(bits=4, residual=-1)
+
+
 @pytest.mark.parametrize("kind", GROUPS)
 def test_every_option_is_described_in_one_plain_sentence_or_two(kind: type) -> None:
     for name, described in settings_of(kind).items():

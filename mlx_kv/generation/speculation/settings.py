@@ -34,7 +34,7 @@ class DraftSettings:
 
     drafter: str | Factory | Drafter | None = setting(
         None,
-        option="--draft",
+        option=("--draft", "--drafter"),
         summary="Speculate: auto, suffix, ngram or model.",
         metavar="NAME",
         help="Speculate with this drafter: ngram and suffix look the last tokens up in the text, auto is suffix "
