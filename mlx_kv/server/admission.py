@@ -16,8 +16,10 @@ WATCH_EVERY = 0.1  # seconds between two checks of whether the worker is alive
 COMPLETIONS = ("/v1/completions", "/completions")
 CHATS = ("/v1/chat/completions", "/chat/completions")
 RESPONSES, MESSAGES = ("/v1/responses", "/responses"), ("/v1/messages",)
+OLLAMA_CHATS, OLLAMA_PROMPTS = ("/api/chat",), ("/api/generate",)
 ENDPOINTS = dict.fromkeys(COMPLETIONS, "completions") | dict.fromkeys(CHATS, "chat")
 ENDPOINTS |= dict.fromkeys(RESPONSES, "responses") | dict.fromkeys(MESSAGES, "messages")
+ENDPOINTS |= dict.fromkeys(OLLAMA_CHATS, "ollama chat") | dict.fromkeys(OLLAMA_PROMPTS, "ollama generate")
 
 
 class OutputCollector:

@@ -6,6 +6,7 @@ mlx-lm's state machine and tool parsers parse chats. A call that cannot be parse
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -223,6 +224,7 @@ class Choice:
         texts: for log-probabilities; None where they are not requested.
         answer: all of it so far, for an answer that is sent as a whole.
         finish_reason: empty until it has ended.
+        first_token: when its first token came, in seconds of the monotonic clock.
     """
 
     index: int
@@ -235,10 +237,13 @@ class Choice:
     generated: int = 0
     reasoning_tokens: int = 0
     finish_reason: str = ""
+    first_token: float | None = None
     _pending: list[TokenText] = field(default_factory=list)  # with text to come, unless they are marks
 
     def take(self, chunk: OutputChunk) -> Delta:
         """The part of the answer that a chunk of the worker's output adds."""
+        if chunk.tokens and self.first_token is None:
+            self.first_token = time.monotonic()
         self.generated += chunk.tokens
         spoke = self.parser is None or self.parser.speaks
         if self.parser is None:
@@ -297,10 +302,12 @@ class AnswerWriter(Protocol):
     """The objects of an answer in the form of one API.
 
     Attributes:
+        stream_type: media type of a stream.
         waiting: what a stream sends when nothing came for some seconds.
         last: what a stream ends with, after an error too.
     """
 
+    stream_type: bytes
     waiting: bytes
     last: bytes
 

@@ -15,9 +15,18 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from mlx_kv.server.access import AccessRules, ApiKeys, Certificates
-from mlx_kv.server.admission import CHATS, COMPLETIONS, MESSAGES, RESPONSES, AdmissionController
+from mlx_kv.server.admission import (
+    CHATS,
+    COMPLETIONS,
+    MESSAGES,
+    OLLAMA_CHATS,
+    OLLAMA_PROMPTS,
+    RESPONSES,
+    AdmissionController,
+)
 from mlx_kv.server.dialects.completions import chats, completions
 from mlx_kv.server.dialects.messages import counted, messages
+from mlx_kv.server.dialects.ollama import OllamaDialect, OllamaRoutes
 from mlx_kv.server.dialects.response_writer import Conversations
 from mlx_kv.server.dialects.responses import ResponsesDialect
 from mlx_kv.server.errors import ApiError, error_body
@@ -74,12 +83,21 @@ class Api:
         self._slots = SlotRoutes(worker, self.admission.slots, lambda: self.admission.jobs, self.limits)
         self._status, self._conversations = StatusRoutes(worker, self.admission, self.names), Conversations()
         guarded, status = self._guarded, self._status
+        ollama = OllamaDialect(self.names, worker.models.tokenizer.has_chat_template)
+        models = OllamaRoutes(worker, self.names, self.limits)
         self.app = Starlette(
             routes=[
                 *self._answers(COMPLETIONS, completions),
                 *self._answers(CHATS, chats),
                 *self._answers(RESPONSES, ResponsesDialect(self._conversations)),
                 *self._answers(MESSAGES, messages),
+                *self._answers(OLLAMA_CHATS, ollama.chat),
+                *self._answers(OLLAMA_PROMPTS, ollama.generate),
+                Route("/api/tags", guarded(models.tags)),
+                Route("/api/ps", guarded(models.running)),
+                Route("/api/show", guarded(models.show), methods=["POST"]),
+                Route("/api/version", guarded(models.version)),
+                Route("/api/embed", guarded(self._embeddings), methods=["POST"]),
                 Route("/v1/responses/{name}", guarded(self._response), methods=["GET", "DELETE"]),
                 Route("/v1/messages/count_tokens", guarded(self._count), methods=["POST"]),
                 Route("/v1/embeddings", guarded(self._embeddings), methods=["POST"]),

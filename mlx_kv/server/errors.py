@@ -1,11 +1,11 @@
-"""Errors that clients get: OpenAI's error objects, or Anthropic's, with their HTTP status."""
+"""Errors that clients get: OpenAI's error objects, Anthropic's or Ollama's, with their HTTP status."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-MESSAGES = "/v1/messages"
+MESSAGES, OLLAMA = "/v1/messages", "/api/"
 T = TypeVar("T")
 SHUTTING_DOWN = "the server is shutting down"
 ANTHROPIC_TYPES = {
@@ -65,6 +65,8 @@ def error_body(error: ApiError, path: str) -> dict[str, Any]:
     """The error object in the form of the API that a path belongs to."""
     if path == MESSAGES or path.startswith(f"{MESSAGES}/"):
         return anthropic_error(error)
+    if path.startswith(OLLAMA):
+        return {"error": error.message}
     return error.body
 
 

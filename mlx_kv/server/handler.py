@@ -49,7 +49,8 @@ class ParsedRequest(NamedTuple):
     writer: Callable[[str], AnswerWriter]
 
 
-Dialect = Callable[[Any, RequestRules], ParsedRequest]  # from the JSON of a body; raises ApiError
+# From the JSON of a body: a request, or a response for which nothing is generated. Raises ApiError.
+Dialect = Callable[[Any, RequestRules], ParsedRequest | Response]
 
 
 class RequestHandler:
@@ -70,7 +71,10 @@ class RequestHandler:
     async def answer(self, http: Request, dialect: Dialect) -> Response:
         """The response to a request, whole or streamed."""
         since = time.monotonic()
-        request, writer = dialect(await self._json(http), self._rules)
+        parsed = dialect(await self._json(http), self._rules)
+        if isinstance(parsed, Response):
+            return parsed
+        request, writer = parsed
         self._names.check(request.model)
         self._admission.admit(request.answers)
         try:
@@ -314,7 +318,7 @@ class CompletionResponse(Response):
         return 200
 
     async def _stream(self, scope: Scope, receive: Receive, send: Send) -> int:
-        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
+        headers = [(b"content-type", self._writer.stream_type), (b"cache-control", b"no-store")]
         scope[STREAMED] = True
         await send({"type": "http.response.start", "status": 200, "headers": headers})
 

@@ -12,6 +12,8 @@ from starlette.responses import Response
 from mlx_kv.files.decoding import read_json
 from mlx_kv.server.errors import ApiError
 
+EVENT_STREAM = b"text/event-stream; charset=utf-8"
+
 
 def json_bytes(data: Any) -> bytes:
     """JSON in UTF-8, with a question mark for each half of a surrogate pair, which requests can have.

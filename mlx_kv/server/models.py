@@ -25,6 +25,7 @@ from mlx_kv.prefixes.store import PromptStore
 from mlx_kv.server.errors import ApiError
 
 ANY = "*"
+LATEST = ":latest"  # the tag that clients of Ollama add to names without one
 DEFAULT = "default_model"  # the name that clients of mlx_lm.server send
 log = logging.getLogger("mlx_kv.server")
 
@@ -130,7 +131,7 @@ class ModelNames:
         self.all = tuple(dict.fromkeys((name, *others)))
 
     def __contains__(self, name: object) -> bool:
-        return self._any or name in self.all
+        return self._any or (isinstance(name, str) and name.removesuffix(LATEST) in self.all)
 
     def check(self, name: str | None) -> None:
         """Raises ApiError, 404, for the name of another model."""

@@ -108,6 +108,14 @@ COMMON: Outside = {
     **{"guided_grammar": 'root ::= "1"', "guided_choice": ["1", "2"], "modalities": ["text"], "suffix": ""},
     **{"function_call": "none", "functions": []},
 }
+OLLAMA: Outside = {
+    **{"model": "reference:latest", "keep_alive": "5m", "format": {"const": 1}, "think": False, "logprobs": True},
+    "options": {
+        **{"num_predict": 2, "temperature": 0.5, "top_p": 0.9, "top_k": 3, "min_p": 0.1, "seed": 3, "stop": ["zzz"]},
+        **{"repeat_penalty": 1.1, "repeat_last_n": 8, "presence_penalty": 0.1, "frequency_penalty": 0.1},
+        **{"num_ctx": 4096, "num_gpu": 1, "num_thread": 4, "num_keep": 4, "mirostat": 0, "tfs_z": 1.0},
+    },
+}
 # Of each endpoint: the least body, and fields with a value that is accepted beside it.
 FIELDS: dict[str, tuple[Outside, Outside]] = {
     "/v1/completions": (
@@ -136,14 +144,27 @@ FIELDS: dict[str, tuple[Outside, Outside]] = {
         | {"betas": [], "cache_control": {"type": "ephemeral"}, "container": "a", "context_management": {}}
         | {"inference_geo": "us", "speed": "fast", "metadata": {"user_id": "a"}, "model": "reference"},
     ),
+    "/api/chat": (
+        {"messages": CHAT, "stream": False, "options": {"num_predict": 2}},
+        OLLAMA | {"tools": []},
+    ),
+    "/api/generate": (
+        {"prompt": "def", "stream": False, "options": {"num_predict": 2}},
+        OLLAMA | {"system": "a", "raw": True, "context": [1], "images": [], "suffix": "", "template": ""},
+    ),
 }
 STREAMED = {
     "/v1/completions": {"stream": True, "stream_options": {"include_usage": True}},
     "/v1/chat/completions": {"stream": True, "stream_options": {"include_usage": True}},
     "/v1/responses": {"stream": True},
     "/v1/messages": {"stream": True},
+    "/api/chat": {"stream": True},
+    "/api/generate": {"stream": True},
 }
-READ = ("/v1/models", "/models", "/v1/models/reference", "/slots", "/memory", "/health", "/ready")
+READ = (
+    *("/v1/models", "/models", "/v1/models/reference", "/slots", "/memory", "/health", "/ready"),
+    *("/api/tags", "/api/ps", "/api/version"),
+)
 
 
 def shape(value: Any) -> Any:
@@ -173,13 +194,15 @@ def answers(server: Running) -> Outside:
         events: Outside = {}
         with server.http.stream("POST", path, json=least | STREAMED[path]) as answer:
             for line in answer.iter_lines():
-                if line.startswith("data: {"):
+                if line.startswith(("data: {", "{")):
                     event = json.loads(line.removeprefix("data: "))
-                    events.setdefault(event.get("type", event.get("object", "?")), shape(event))
+                    kind = f"done: {event['done']}" if "done" in event else event.get("object", "?")
+                    events.setdefault(event.get("type", kind), shape(event))
         found[f"{path}, streamed"] = events
         found[f"{path}, refused"] = shape(server.post(path, **least, unknown_field=1).json())
     for path in READ:
         found[path] = shape(server.http.get(path).json())
+    found["/api/show"] = shape(server.post("/api/show", model="reference").json())
     found["/v1/messages/count_tokens"] = shape(server.post("/v1/messages/count_tokens", messages=CHAT).json())
     return found
 

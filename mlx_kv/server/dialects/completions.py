@@ -18,7 +18,7 @@ from mlx_kv.server.answers import Choice, Delta, TokenText, Usage
 from mlx_kv.server.errors import ApiError
 from mlx_kv.server.fields import Body, FieldError, Text, Unchanged, json_kind, unicode_text, unsupported
 from mlx_kv.server.handler import ParsedRequest
-from mlx_kv.server.json_http import event
+from mlx_kv.server.json_http import EVENT_STREAM, event
 from mlx_kv.server.requests import (
     MAX_TOP_LOGPROBS,
     ChatFields,
@@ -231,6 +231,7 @@ def _parsed(request: CompletionRequest) -> ParsedRequest:
 class CompletionWriter:
     """The objects of one answer, which share an id, a time and a model: an `AnswerWriter`."""
 
+    stream_type = EVENT_STREAM
     waiting = b": still there\n\n"
     last = b"data: [DONE]\n\n"
 

@@ -15,7 +15,7 @@ from mlx_kv.server.dialects.blocks import Block, Blocks, Change, Event, Kind
 from mlx_kv.server.errors import ApiError, anthropic_error
 from mlx_kv.server.fields import TAG, Body, FieldError, NonEmptyText, Text, joined_text
 from mlx_kv.server.handler import ParsedRequest
-from mlx_kv.server.json_http import event
+from mlx_kv.server.json_http import EVENT_STREAM, event
 from mlx_kv.server.requests import (
     MAX_TOKENS,
     ChatFields,
@@ -246,6 +246,7 @@ def counted(body: Any, rules: RequestRules) -> CompletionRequest:
 class MessageWriter:
     """The objects of one message: an `AnswerWriter`."""
 
+    stream_type = EVENT_STREAM
     last = b""
 
     def __init__(self, model: str) -> None:

@@ -14,7 +14,7 @@ from mlx_kv.server.answers import Choice, Delta, Usage
 from mlx_kv.server.dialects.blocks import Block, Blocks, Change, Event, Kind
 from mlx_kv.server.dialects.completions import chat_logprob
 from mlx_kv.server.errors import ApiError
-from mlx_kv.server.json_http import event
+from mlx_kv.server.json_http import EVENT_STREAM, event
 
 # Fields of the request that a response repeats, and their values where the request leaves them out.
 ECHOED: dict[str, Any] = {
@@ -99,6 +99,7 @@ class ResponseWriter:
         conversations: where it is stored; None stores it nowhere.
     """
 
+    stream_type = EVENT_STREAM
     waiting = b": still there\n\n"
     last = b""
 

@@ -1,0 +1,396 @@
+"""Ollama's API: models of its bodies, which become OpenAI's, its answers in lines of JSON, and its lists of models."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Annotated, Any, ClassVar, Literal
+
+from mlx.utils import tree_flatten
+from mlx_lm.utils import get_total_parameters
+from pydantic import AfterValidator, Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mlx_kv.server.answers import Choice, Delta, Usage
+from mlx_kv.server.dialects.completions import ChatBody, CompletionBody, chat_logprob
+from mlx_kv.server.errors import ApiError
+from mlx_kv.server.fields import Body, FieldError, Text, Unchanged, UnknownFields, unsupported
+from mlx_kv.server.handler import ParsedRequest
+from mlx_kv.server.json_http import JsonResponse, json_bytes, read_body
+from mlx_kv.server.models import DEFAULT, ModelNames
+from mlx_kv.server.requests import MAX_TOKENS, Limits, RequestRules
+from mlx_kv.server.worker import Worker
+
+VERSION = "0.13.0"  # of Ollama, of which this is the API: clients check for a minimum
+SAME = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "seed", "stop")
+FAMILY = "general.architecture"
+
+
+# --- requests ---------------------------------------------------------------------------------------------------------
+
+
+def no_images(value: Any) -> Any:
+    """Refuses images."""
+    if value:
+        raise FieldError("has images, and this server's model reads text alone: leave them out")
+    return value
+
+
+NoImages = Annotated[Any, AfterValidator(no_images)]
+
+
+class Options(Body):
+    """The field `options`. Those of loading a model and of samplers that are not here have no effect."""
+
+    ignored: ClassVar[frozenset[str]] = frozenset(
+        {
+            *("num_ctx", "num_batch", "num_gpu", "num_keep", "num_thread", "numa", "main_gpu", "low_vram", "f16_kv"),
+            *("logits_all", "vocab_only", "use_mmap", "use_mlock", "embedding_only", "penalize_newline"),
+            *("tfs_z", "typical_p", "mirostat", "mirostat_eta", "mirostat_tau"),
+        }
+    )
+    temperature: Any = None
+    top_p: Any = None
+    top_k: Any = None
+    min_p: Any = None
+    presence_penalty: Any = None
+    frequency_penalty: Any = None
+    seed: Any = None
+    stop: Any = None
+    num_predict: int | None = Field(None, ge=-2, le=MAX_TOKENS)
+    repeat_penalty: float | None = Field(None, ge=0, le=100)
+    repeat_last_n: int | None = Field(None, ge=-1, le=MAX_TOKENS)
+
+    def fields(self) -> dict[str, Any]:
+        """These options as OpenAI's and mlx_lm.server's fields, which check the values of those with the same name."""
+        found = {name: value for name in SAME if (value := getattr(self, name)) is not None}
+        if self.num_predict:
+            found["max_tokens"] = self.num_predict if self.num_predict > 0 else MAX_TOKENS  # as the context allows
+        if self.repeat_penalty is not None and self.repeat_last_n != 0:
+            found["repetition_penalty"] = self.repeat_penalty
+        if self.repeat_last_n:
+            found["repetition_context_size"] = max(self.repeat_last_n, 0)  # 0 is all tokens
+        return found
+
+
+def _format(value: Any) -> Any:
+    if value not in ("", "json") and not isinstance(value, dict):
+        raise FieldError('is no format: send "json", or a JSON schema')
+    return value
+
+
+class OllamaBody(Body):
+    """The fields that both requests share."""
+
+    ignored: ClassVar[frozenset[str]] = frozenset({"keep_alive"})
+    model: str | None = None
+    stream: bool = True
+    format: Annotated[Any, AfterValidator(_format)] = ""
+    options: dict[str, Any] = Field(default_factory=dict)
+    think: bool | Literal["low", "medium", "high"] | None = None
+    logprobs: bool = False
+    top_logprobs: int | None = None
+    keep_alive: Any = None
+
+    def fields(self, unknown: UnknownFields) -> dict[str, Any]:
+        """These fields as OpenAI's."""
+        found = Options.parse(self.options, unknown).fields() | {"model": self.model, "stream": self.stream}
+        if self.format == "json":
+            found["response_format"] = {"type": "json_object"}
+        elif self.format:
+            found["response_format"] = {"type": "json_schema", "json_schema": {"schema": self.format}}
+        return found
+
+    def chat_fields(self, unknown: UnknownFields) -> dict[str, Any]:
+        """These fields as those of OpenAI's chats."""
+        found = self.fields(unknown) | {"logprobs": self.logprobs, "top_logprobs": self.top_logprobs}
+        if isinstance(self.think, bool):
+            return found | {"enable_thinking": self.think}
+        return found if self.think is None else found | {"reasoning_effort": self.think}
+
+    def without_prompt(self, name: str, empty: dict[str, Any]) -> Response:
+        """The answer to a request without a prompt, with which clients load a model, or with keep_alive=0 unload it."""
+        reason = "unload" if self.keep_alive in (0, "0", "0s") else "load"
+        return JsonResponse({"model": name, "created_at": now(), **empty, "done": True, "done_reason": reason})
+
+
+class CalledFunction(Body):
+    """The function of a call."""
+
+    name: Text
+    arguments: dict[str, Any] = Field(default_factory=dict)
+
+
+class Call(Body):
+    """A call in a message of the assistant."""
+
+    id: Text = ""
+    function: CalledFunction
+
+    def chat_call(self, call_id: str) -> dict[str, Any]:
+        """This call in OpenAI's chats, with this id unless it has one."""
+        arguments = json.dumps(self.function.arguments, ensure_ascii=False)
+        function = {"name": self.function.name, "arguments": arguments}
+        return {"id": self.id or call_id, "type": "function", "function": function}
+
+
+class Message(Body):
+    """A message of a chat."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: Text = ""
+    thinking: Text = ""
+    images: NoImages = None
+    tool_calls: list[Call] = Field(default_factory=list)
+    tool_name: Text = ""
+    tool_call_id: Text = ""
+
+
+class OllamaChatBody(OllamaBody):
+    """A request of /api/chat."""
+
+    messages: list[Message] = Field(default_factory=list, fail_fast=True)
+    tools: Annotated[list[dict[str, Any]], Unchanged] = Field(default_factory=list)
+
+    def chat_messages(self) -> list[dict[str, Any]]:
+        """The messages as OpenAI's, in which calls and their results have ids."""
+        found: list[dict[str, Any]] = []
+        open_calls: list[tuple[str, str]] = []  # ids and names of calls without a result
+        for place, message in enumerate(self.messages):
+            one: dict[str, Any] = {"role": message.role, "content": message.content}
+            if message.thinking:
+                one["reasoning"] = message.thinking
+            if message.tool_calls:
+                calls = [each.chat_call(f"call_{place}_{n}") for n, each in enumerate(message.tool_calls)]
+                open_calls = [(call["id"], call["function"]["name"]) for call in calls]
+                one["tool_calls"] = calls
+            if message.role == "tool":
+                call_id, name = message.tool_call_id, message.tool_name
+                first = next((call for call in open_calls if call_id in ("", call[0]) and name in ("", call[1])), None)
+                if first is not None:
+                    open_calls.remove(first)
+                    call_id, name = first
+                one |= {"tool_call_id": call_id or "call_0", "name": name}
+            found.append(one)
+        return found
+
+    def openai_body(self, unknown: UnknownFields) -> ChatBody:
+        """This request as OpenAI's."""
+        last = self.messages[-1]
+        body = self.chat_fields(unknown) | {"messages": self.chat_messages(), "tools": self.tools}
+        body["continue_final_message"] = last.role == "assistant" and not last.tool_calls
+        return ChatBody.parse(body, unknown)
+
+
+class GenerateBody(OllamaBody):
+    """A request of /api/generate."""
+
+    ignored: ClassVar[frozenset[str]] = OllamaBody.ignored | {"context"}
+    prompt: Text = ""
+    system: Text = ""
+    raw: bool = False
+    images: NoImages = None
+    suffix: Annotated[Any, unsupported("")] = None
+    template: Annotated[Any, unsupported("")] = None
+
+    def openai_body(self, unknown: UnknownFields, has_template: bool) -> ChatBody | CompletionBody:
+        """This request as OpenAI's: a chat of one prompt, or a text, if it is raw or the model has no template."""
+        if self.raw or not has_template:
+            text = self.prompt if self.raw or not self.system else f"{self.system}\n\n{self.prompt}"
+            logprobs = (self.top_logprobs or 0) if self.logprobs else None
+            return CompletionBody.parse(self.fields(unknown) | {"prompt": text, "logprobs": logprobs}, unknown)
+        messages = [{"role": "system", "content": self.system}] if self.system else []
+        messages.append({"role": "user", "content": self.prompt})
+        return ChatBody.parse(self.chat_fields(unknown) | {"messages": messages}, unknown)
+
+
+class OllamaDialect:
+    """The dialect of /api/chat and /api/generate.
+
+    Args:
+        has_template: whether the model has a chat template.
+    """
+
+    def __init__(self, names: ModelNames, has_template: bool) -> None:
+        self._names, self._has_template = names, has_template
+
+    def chat(self, body: Any, rules: RequestRules) -> ParsedRequest | Response:
+        """A `Dialect`: /api/chat."""
+        given = OllamaChatBody.parse(body, rules.unknown)
+        self._names.check(given.model)
+        if not given.messages:
+            return given.without_prompt(self._names.name, {"message": {"role": "assistant", "content": ""}})
+        request = given.openai_body(rules.unknown).completion_request(rules)
+        return ParsedRequest(request, lambda model: OllamaWriter(given.model or model, chat=True))
+
+    def generate(self, body: Any, rules: RequestRules) -> ParsedRequest | Response:
+        """A `Dialect`: /api/generate."""
+        given = GenerateBody.parse(body, rules.unknown)
+        self._names.check(given.model)
+        if not given.prompt:
+            return given.without_prompt(self._names.name, {"response": ""})
+        request = given.openai_body(rules.unknown, self._has_template).completion_request(rules)
+        return ParsedRequest(request, lambda model: OllamaWriter(given.model or model, chat=False))
+
+
+# --- answers ----------------------------------------------------------------------------------------------------------
+
+
+def now() -> str:
+    """The time, as in RFC 3339."""
+    return datetime.now(UTC).isoformat().replace("+00:00", "Z")
+
+
+def nanoseconds(seconds: float) -> int:
+    """A duration that is at least 0."""
+    return max(0, round(seconds * 1e9))
+
+
+class OllamaWriter:
+    """The lines of an answer: an `AnswerWriter`."""
+
+    stream_type = b"application/x-ndjson"
+    waiting = b""  # clients parse each line
+    last = b""
+
+    def __init__(self, model: str, chat: bool) -> None:
+        self._model, self._chat = model, chat
+
+    def whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
+        (choice,) = choices
+        return self._fields(choice.answer) | self._end(choice)
+
+    def begin(self, choices: Sequence[Choice]) -> bytes:
+        return b""
+
+    def part(self, choice: Choice, delta: Delta) -> bytes:
+        if not (delta.fields or delta.logprobs):
+            return b""
+        return _line(self._fields(delta) | {"done": False})
+
+    def end(self, choices: Sequence[Choice]) -> bytes:
+        (choice,) = choices
+        return _line(self._fields(Delta()) | self._end(choice))
+
+    def failed(self, error: ApiError) -> bytes:
+        return _line({"error": error.message})
+
+    def _fields(self, delta: Delta) -> dict[str, Any]:
+        common: dict[str, Any] = {"model": self._model, "created_at": now()}
+        if delta.logprobs:
+            common["logprobs"] = [chat_logprob(token) for token in delta.logprobs]
+        thinking = {"thinking": delta.reasoning} if delta.reasoning else {}
+        if not self._chat:
+            return common | {"response": delta.content} | thinking
+        calls = {"tool_calls": [_call(each) for each in delta.tool_calls]} if delta.tool_calls else {}
+        return common | {"message": {"role": "assistant", "content": delta.content} | thinking | calls}
+
+    def _end(self, choice: Choice) -> dict[str, Any]:
+        usage, ended = Usage.of([choice]), time.monotonic()
+        first = ended if choice.first_token is None else choice.first_token
+        return {
+            "done": True,
+            "done_reason": "length" if choice.finish_reason == "length" else "stop",
+            "total_duration": nanoseconds(ended - choice.job.since),
+            "load_duration": 0,
+            "prompt_eval_count": usage.prompt_tokens,
+            "prompt_eval_duration": nanoseconds(first - choice.job.since),
+            "eval_count": usage.generated,
+            "eval_duration": nanoseconds(ended - first),
+        }
+
+
+def _line(data: dict[str, Any]) -> bytes:
+    return json_bytes(data) + b"\n"
+
+
+def _call(call: dict[str, Any]) -> dict[str, Any]:
+    """A call, with its arguments as an object."""
+    arguments = json.loads(call["function"]["arguments"] or "{}")
+    arguments = arguments if isinstance(arguments, dict) else {"arguments": arguments}
+    return {"function": {"name": call["function"]["name"], "arguments": arguments}}
+
+
+# --- models -----------------------------------------------------------------------------------------------------------
+
+
+class ShowBody(Body):
+    """A request of /api/show, which once named the model `name`."""
+
+    model: str | None = None
+    name: str | None = None
+    verbose: bool = False
+
+
+class OllamaRoutes:
+    """/api/tags, /api/ps, /api/show and /api/version."""
+
+    def __init__(self, worker: Worker, names: ModelNames, limits: Limits) -> None:
+        self._worker, self._names, self._limits, self._since = worker, names, limits, now()
+        model = worker.models.model
+        self._family = str(getattr(getattr(model, "args", model), "model_type", "unknown"))
+        self._parameters = int(get_total_parameters(model))  # type: ignore[no-untyped-call]
+        leaves: Any = tree_flatten(model.parameters())  # type: ignore[no-untyped-call]
+        self._bytes = sum(array.nbytes for _, array in leaves)
+        bits = 8 * self._bytes / max(self._parameters, 1)
+        self._details = {
+            "parent_model": "",
+            "format": "mlx",
+            "family": self._family,
+            "families": [self._family],
+            "parameter_size": parameter_size(self._parameters),
+            "quantization_level": f"{bits:.3g} bits",
+        }
+
+    async def tags(self, request: Request) -> Response:
+        """The names of the model."""
+        return JsonResponse({"models": [self._entry(name) for name in self._names.all if name != DEFAULT]})
+
+    async def running(self, request: Request) -> Response:
+        """The model, which is loaded."""
+        loaded = {"size_vram": self._bytes, "expires_at": "2100-01-01T00:00:00Z"}
+        return JsonResponse({"models": [self._entry(self._names.name) | loaded]})
+
+    async def version(self, request: Request) -> Response:
+        """The version of Ollama's API."""
+        return JsonResponse({"version": VERSION})
+
+    async def show(self, request: Request) -> Response:
+        """What is known of the model."""
+        body = await read_body(request, self._limits.body_bytes, self._limits.body_seconds)
+        given = ShowBody.parse(body, UnknownFields(self._limits.strict))
+        self._names.check(given.model or given.name)
+        tokenizer = self._worker.models.tokenizer
+        template = getattr(tokenizer, "chat_template", None)
+        info: dict[str, Any] = {FAMILY: self._family, "general.parameter_count": self._parameters}
+        if self._worker.context is not None:
+            info[f"{self._family}.context_length"] = self._worker.context
+        capabilities = ["completion"]
+        capabilities += ["tools"] if tokenizer.has_tool_calling else []
+        capabilities += ["thinking"] if tokenizer.has_thinking else []
+        return JsonResponse(
+            {
+                "modelfile": f"FROM {self._names.name}",
+                "parameters": "",
+                "template": template if isinstance(template, str) else "",
+                "details": self._details,
+                "model_info": info,
+                "capabilities": capabilities,
+                "modified_at": self._since,
+            }
+        )
+
+    def _entry(self, name: str) -> dict[str, Any]:
+        digest = {"digest": "", "size": self._bytes, "modified_at": self._since}
+        return {"name": name, "model": name, **digest, "details": self._details}
+
+
+def parameter_size(count: int) -> str:
+    """A number of parameters in words: 1.7B."""
+    for size, letter in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if count >= size:
+            return f"{count / size:.3g}{letter}"
+    return str(count)
