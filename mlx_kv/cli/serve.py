@@ -166,7 +166,11 @@ def serve_on(
     )
     try:
         return serve_http(
-            worker, model.name, http, lambda url: say(f"{model.name} at {url}/v1, its memory at {url}/"), say
+            worker,
+            model.name,
+            http,
+            lambda url: say(f"{model.name} at {url}/v1, chat at {url}/chat, memory at {url}/"),
+            say,
         )
     except WorkerError as error:
         say(f"error: {error}")

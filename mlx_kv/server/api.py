@@ -111,6 +111,7 @@ class Api:
                 Route("/health", status.health),
                 Route("/ready", status.ready),
                 Route("/", status.page),
+                Route("/chat", status.chat_page),
             ],
             exception_handlers={ApiError: self._refused, HTTPException: self._not_found, Exception: self._failed},
             middleware=(settings.access or AccessRules(settings.host)).middleware(self._refused),

@@ -1,4 +1,4 @@
-"""Routes about the server: its models, health, metrics, and the page that shows what is in memory."""
+"""Routes about the server: its models, health, metrics, and its pages for browsers."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from mlx_kv.server.policy_rows import policy_name
 from mlx_kv.server.worker import Worker
 
 PAGE = Path(__file__).with_name("page.html")
+CHAT_PAGE = Path(__file__).with_name("chat.html")
 PAGE_POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 )
@@ -108,8 +109,11 @@ class StatusRoutes:
 
     async def page(self, request: Request) -> Response:
         """The page that shows `memory`."""
-        headers = {"Content-Security-Policy": PAGE_POLICY, "Cache-Control": "no-store", "X-Frame-Options": "DENY"}
-        return Response(PAGE.read_bytes(), media_type="text/html", headers=headers)
+        return _html(PAGE)
+
+    async def chat_page(self, request: Request) -> Response:
+        """A chat in the browser, through /v1/chat/completions."""
+        return _html(CHAT_PAGE)
 
     async def memory(self, request: Request) -> Response:
         """Memory by request and in total, as JSON.
@@ -137,6 +141,11 @@ class StatusRoutes:
             "seconds": round(time.time() - self._created, 1),
         }
         return JsonResponse(report, headers={"Cache-Control": "no-store"})
+
+
+def _html(page: Path) -> Response:
+    headers = {"Content-Security-Policy": PAGE_POLICY, "Cache-Control": "no-store", "X-Frame-Options": "DENY"}
+    return Response(page.read_bytes(), media_type="text/html", headers=headers)
 
 
 def _row(

@@ -165,6 +165,8 @@ READ = (
     *("/v1/models", "/models", "/v1/models/reference", "/slots", "/memory", "/health", "/ready"),
     *("/api/tags", "/api/ps", "/api/version"),
 )
+READ = ("/v1/models", "/models", "/v1/models/reference", "/slots", "/memory", "/health", "/ready")
+PAGES = ("/", "/chat")
 
 
 def shape(value: Any) -> Any:
@@ -203,6 +205,8 @@ def answers(server: Running) -> Outside:
     for path in READ:
         found[path] = shape(server.http.get(path).json())
     found["/api/show"] = shape(server.post("/api/show", model="reference").json())
+    for path in PAGES:
+        found[path] = server.http.get(path).headers["content-type"]
     found["/v1/messages/count_tokens"] = shape(server.post("/v1/messages/count_tokens", messages=CHAT).json())
     return found
 

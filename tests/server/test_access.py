@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import socket
+from pathlib import Path
 
 import openai
 import pytest
@@ -14,7 +15,7 @@ from starlette.routing import Route
 
 from mlx_kv.server.access import AccessRules
 from mlx_kv.server.errors import ApiError
-from mlx_kv.server.status import PAGE
+from mlx_kv.server.status import CHAT_PAGE, PAGE
 
 
 def test_keys() -> None:
@@ -33,7 +34,7 @@ def test_keys() -> None:
         assert server.http.get("/").status_code == 200
 
 
-def test_every_path_but_three_needs_a_key() -> None:
+def test_pages_and_health_need_no_key() -> None:
     with running(keys=("first-key",)) as server:
         answers = {
             (route.path, method): server.http.request(method, re.sub(r"\{.*?\}", "1", route.path)).status_code
@@ -42,14 +43,15 @@ def test_every_path_but_three_needs_a_key() -> None:
             for method in route.methods or ()
         }
     assert len(answers) > 20
-    assert {path for (path, _), status in answers.items() if status != 401} == {"/", "/health", "/ready"}
+    assert {path for (path, _), status in answers.items() if status != 401} == {"/", "/chat", "/health", "/ready"}
 
 
-def test_the_page_names_no_address() -> None:
-    assert re.findall(r"(?:https?:)?//[\w.-]+|@import|url\(", PAGE.read_text(encoding="utf-8")) == []
+@pytest.mark.parametrize("page", [PAGE, CHAT_PAGE], ids=lambda page: page.name)
+def test_the_pages_name_no_address(page: Path) -> None:
+    assert re.findall(r"(?:https?:)?//[\w.-]+|@import|url\(", page.read_text(encoding="utf-8")) == []
 
 
-@pytest.mark.parametrize("path", ["/", "/health", "/memory", "/metrics", "/v1/models"])
+@pytest.mark.parametrize("path", ["/", "/chat", "/health", "/memory", "/metrics", "/v1/models"])
 def test_it_answers_to_its_own_names_only(server: Running, path: str) -> None:
     port = server.url.rsplit(":", 1)[1]
     for host in ("localhost", f"LocalHost:{port}", f"127.0.0.1:{port}", f"[::1]:{port}", "localhost."):
