@@ -165,7 +165,6 @@ READ = (
     *("/v1/models", "/models", "/v1/models/reference", "/slots", "/memory", "/health", "/ready"),
     *("/api/tags", "/api/ps", "/api/version"),
 )
-READ = ("/v1/models", "/models", "/v1/models/reference", "/slots", "/memory", "/health", "/ready")
 PAGES = ("/", "/chat")
 
 
