@@ -10,8 +10,10 @@ from mlx_kv.cli.decoding import DraftOptions, draft_options, sampling_options, u
 from mlx_kv.cli.help import command
 from mlx_kv.cli.model import ModelOptions
 from mlx_kv.cli.options import options
+from mlx_kv.cli.output import say
 from mlx_kv.cli.prompt import ChatOptions, max_tokens_option, prefill_option
 from mlx_kv.cli.ranks import Machine, RankOptions, rank_options
+from mlx_kv.cli.typed_lines import on_terminal
 from mlx_kv.generation.settings import SamplingSettings
 
 EXAMPLES = """
@@ -25,7 +27,7 @@ Examples:
 While it runs:
   /undo takes the last turn back, /reset all of them
   /save FILE and /load FILE keep a conversation, with its keys and values
-  /stats says what is held, /help all of these; /exit, q or Ctrl-D ends
+  /stats shows what the caches hold, /help lists commands; /exit, q or Ctrl-D ends
   Ctrl-C ends an answer, or clears the line; twice on an empty line it ends the chat
 """
 
@@ -70,6 +72,9 @@ def converse(
 ) -> None:
     """Runs `chat` on each rank; the first reads questions and prints."""
     _ = policy.before_loading  # bad settings are refused before anything is loaded
+    on_screen = machine.leads and on_terminal()
+    if on_screen:
+        say(f"loading {model.name}")
 
     from mlx_kv.cli.chat_session import ChatFiles, ChatSession
     from mlx_kv.cli.typed_lines import lines_typed
@@ -106,7 +111,9 @@ def converse(
     conversation = Conversation(machine.lead_or_follow(engine), tokenizer, chat.settings)
     files = ChatFiles(model.name, network, tokenizer, cache_policy, whole=machine.group is None)
     session = ChatSession(conversation, files, max_tokens, draws, sampling.processors(), context_length(network))
+    if on_screen:
+        session.greet(model.name, cache_policy)
     try:
-        session.run(lines_typed(session.how_to_leave))
+        session.run(lines_typed(session.how_to_leave, session.commands))
     finally:
         conversation.engine.close()

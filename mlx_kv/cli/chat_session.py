@@ -1,7 +1,4 @@
-"""What is typed in `mlx-kv chat`, and what comes of it.
-
-Decides which lines are commands, what they say, and what Ctrl-C ends. Knows nothing about how answers come about.
-"""
+"""The loop of `mlx-kv chat`: questions and their answers, commands, and conversations in files."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ from mlx_kv.cli.cache import load_for
 from mlx_kv.cli.decoding import draft_lines
 from mlx_kv.cli.options import message_of
 from mlx_kv.cli.output import file_errors, human_bytes, say, tokens_line
-from mlx_kv.cli.typed_lines import LEAVE, QUOTES, check_utf8, interrupts, on_terminal, stops
+from mlx_kv.cli.typed_lines import LEAVE, QUOTES, check_utf8, interrupts, no_echo, on_terminal, stops
 from mlx_kv.files.fingerprint import model_fingerprint
 from mlx_kv.files.serialization import check_output, save_prompt_cache
 from mlx_kv.generation.conversation import Conversation, Draws, Turn
@@ -32,6 +29,7 @@ from mlx_kv.mlxlm.batching import check_alike
 from mlx_kv.mlxlm.convert import make_prompt_cache
 from mlx_kv.mlxlm.loading import vocabulary_of
 from mlx_kv.policy import CachePolicy
+from mlx_kv.settings import option_value
 
 OF_MLX_LM = {"q": "/exit", "r": "/reset", "h": "/help"}  # what mlx_lm.chat calls them
 
@@ -146,6 +144,22 @@ class ChatSession:
             "/exit": (self._help, "ends, as Ctrl-D does"),
         }
 
+    @property
+    def commands(self) -> list[str]:
+        """The names of all commands."""
+        return list(self._commands)
+
+    def greet(self, name: str, policy: CachePolicy) -> None:
+        """Prints the model, its context, the cache policy and the most important commands, in two lines."""
+        changed = {each: value for each, value in policy.settings().items() if each != "growth"}
+        plain = str | int | float | tuple  # other objects, such as a calibration, by the name of their setting
+        settings = [
+            f"{each} {option_value(value)}" if isinstance(value, plain) else each for each, value in changed.items()
+        ]
+        context = "" if self._context is None else f", context {self._context:,} tokens"
+        say(f"{name}{context}; cache: {', '.join(settings) or 'all tokens, not quantized'}")
+        say("/help lists commands, Ctrl-C ends an answer, Ctrl-D the chat")
+
     def how_to_leave(self) -> str:
         """What a first Ctrl-C on an empty line prints."""
         return LEAVE + ("; /save FILE keeps the conversation" if self._unsaved else "")
@@ -174,7 +188,7 @@ class ChatSession:
 
     def _answer(self, question: str) -> None:
         started, first = time.perf_counter(), None
-        with interrupts() as interrupted:
+        with no_echo(), interrupts() as interrupted:
             self._check_length(question)
             tokens = self._conversation.ask(question, self._max_tokens, self._draws, self._processors, interrupted)
             with contextlib.closing(tokens):

@@ -1,13 +1,16 @@
-"""Lines that are typed in a chat, and what Ctrl-C does while one is typed, or while something runs."""
+"""Lines typed in a chat: editing, history, completion, and Ctrl-C while a line is typed or an answer runs."""
 
 from __future__ import annotations
 
 import contextlib
+import glob
 import io
+import os
 import signal
 import sys
+import termios
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 
 import click
@@ -34,19 +37,22 @@ def on_terminal() -> bool:
     return sys.stdin is not None and sys.stdin.isatty()
 
 
-def lines_typed(how_to_leave: Callable[[], str] = lambda: LEAVE) -> Iterator[str]:
+def lines_typed(how_to_leave: Callable[[], str] = lambda: LEAVE, commands: Sequence[str] = ()) -> Iterator[str]:
     """Questions and commands from stdin, one at a time; three quotation marks begin and end one of several lines.
 
-    On a terminal Ctrl-C drops a question that is half typed.
+    On a terminal, Ctrl-C drops a half-typed question, and Tab completes commands and the names of files after them.
 
     Args:
         how_to_leave: the hint that a first Ctrl-C on an empty line prints.
+        commands: with their slash.
 
     Raises:
         KeyboardInterrupt: a second Ctrl-C in a row on an empty line.
     """
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")  # a line that is not UTF-8 is refused, and the next one read
+    if on_terminal():
+        _complete(commands)
     lines = iter(_typed_on_terminal, None) if on_terminal() else iter(sys.stdin or ())
     hinted = False
     while True:
@@ -83,9 +89,28 @@ def _question(lines: Iterator[str]) -> str | None:
     return text.rstrip().removesuffix(QUOTES).strip("\n")
 
 
+def _complete(commands: Sequence[str]) -> None:
+    """Gives `input` line editing with history, and completion at Tab, where Python has readline."""
+    try:
+        import readline
+    except ImportError:
+        return
+
+    def complete(word: str, number: int) -> str | None:
+        line = readline.get_line_buffer().lstrip()
+        matches = [f"{name} " for name in commands if name.startswith(word)] if line == word else []
+        if line != word and line.startswith("/"):
+            paths = sorted(glob.glob(glob.escape(os.path.expanduser(word)) + "*"))
+            matches = [path + "/" if os.path.isdir(path) else path for path in paths]
+        return matches[number] if number < len(matches) else None
+
+    readline.set_completer_delims(" ")
+    readline.set_completer(complete)
+    is_libedit = "libedit" in (readline.__doc__ or "")  # of macOS
+    readline.parse_and_bind("bind ^I rl_complete" if is_libedit else "tab: complete")
+
+
 def _typed_on_terminal() -> str | None:
-    with contextlib.suppress(ImportError):
-        import readline  # noqa: F401  lines can be edited, and called back
     try:
         with ctrl_c(_interrupt_line):
             return input("> ")
@@ -95,6 +120,23 @@ def _typed_on_terminal() -> str | None:
     except LineInterruptedError:
         click.echo()  # the next prompt begins a line
         raise
+
+
+@contextlib.contextmanager
+def no_echo() -> Iterator[None]:
+    """Typed characters are not printed meanwhile; the next prompt has them."""
+    try:
+        terminal = sys.stdin.fileno()
+        before = termios.tcgetattr(terminal)
+    except (AttributeError, OSError, ValueError, termios.error):  # no terminal
+        yield
+        return
+    silent = [*before[:3], before[3] & ~termios.ECHO, *before[4:]]
+    termios.tcsetattr(terminal, termios.TCSADRAIN, silent)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(terminal, termios.TCSADRAIN, before)
 
 
 def _interrupt_line(number: int, frame: FrameType | None) -> None:

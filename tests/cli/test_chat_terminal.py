@@ -1,4 +1,4 @@
-"""A chat at a terminal: what Ctrl-C does to a line, an answer and the chat, and what leaving prints."""
+"""A chat on a terminal: its first lines, editing and completion, typing during an answer, Ctrl-C, and leaving."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ def typing(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         terminal.isatty = lambda: True  # type: ignore[method-assign]
         monkeypatch.setattr("sys.stdin", terminal)
         monkeypatch.setattr("builtins.input", one)
-        monkeypatch.setitem(sys.modules, "readline", SimpleNamespace(get_line_buffer=lambda: str(typed)))
+        done = dict.fromkeys(("set_completer", "set_completer_delims", "parse_and_bind"), lambda argument: None)
+        monkeypatch.setitem(sys.modules, "readline", SimpleNamespace(get_line_buffer=lambda: str(typed), **done))
 
     return types
 
@@ -73,6 +74,11 @@ def test_leaving_says_how_a_conversation_is_kept(
     typing: Any, command: Any, reference: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("mlx_kv.mlxlm.loading.load", lambda path, **options: reference)
+    first = [
+        "mlx-kv: loading reference",
+        "mlx-kv: reference, context 4,096 tokens; cache: all tokens, not quantized",
+        "mlx-kv: /help lists commands, Ctrl-C ends an answer, Ctrl-D the chat",
+    ]
     hint, save = "mlx-kv: press Ctrl-C again or Ctrl-D to leave", f"/save {tmp_path / 'c'}"
     keeps, left = (
         "; /save FILE keeps the conversation",
@@ -91,19 +97,19 @@ def test_leaving_says_how_a_conversation_is_kept(
     ):
         typing(*lines)
         done = command("chat", "--max-tokens", "2")
-        others = ("tokens", "kept in", "turn", "forgotten")
+        others = (" read, ", "kept in", "turn", "forgotten")
         errors = [line for line in done.err.splitlines() if line and not any(word in line for word in others)]
-        assert (done.code, errors) == (code, said)
+        assert (done.code, errors[:3], errors[3:]) == (code, first, said)
 
 
 class Terminal:
     """`mlx-kv chat` on a terminal of its own."""
 
-    def __init__(self, max_tokens: int, **environment: str) -> None:
+    def __init__(self, max_tokens: int, *options: str, **environment: str) -> None:
         self._ours, theirs = pty.openpty()
         self.seen = b""
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "mlx_kv.cli", "chat", "--max-tokens", str(max_tokens)],
+            [sys.executable, "-m", "mlx_kv.cli", "chat", "--max-tokens", str(max_tokens), *options],
             stdin=theirs,
             stdout=theirs,
             stderr=theirs,
@@ -157,6 +163,47 @@ def test_ctrl_c_ends_an_answer_and_ctrl_d_all(terminal: Any) -> None:
     chat.type(b"\x04")  # Ctrl-D
     chat.wait_for(b"this conversation was not saved")
     assert chat.process.wait(30) == 0
+
+
+@pytest.mark.slow
+def test_first_lines_editing_and_completion(terminal: Any, tmp_path: Path) -> None:
+    chat = terminal(4, "--kv-bits", "8", "--kv-budget", "256")
+    before = chat.wait_for(b"> ").replace(b"\r\n", b"\n").decode()
+    assert before == (
+        "mlx-kv: loading reference\n"
+        "mlx-kv: reference, context 4,096 tokens; cache: bits 8, budget 256\n"
+        "mlx-kv: /help lists commands, Ctrl-C ends an answer, Ctrl-D the chat\n"
+    )
+    chat.type(b"import is\x7fo\x02\x7fo\x05s\n")  # backspace, and Ctrl-B and Ctrl-E within the line
+    chat.wait_for(b" read, 0 known")
+    chat.wait_for(b"> ")
+    chat.type(b"\x1b[A")  # the line before
+    chat.wait_for(b"import oos")
+    chat.type(b"\x15/st\t\n")  # Ctrl-U clears the line
+    chat.wait_for(b"/stats ")
+    chat.wait_for(b"turns             1")
+    chat.wait_for(b"> ")
+    chat.type(f"/sa\t{tmp_path}/talk\n".encode())
+    chat.wait_for(b"kept in")
+    chat.wait_for(b"> ")
+    chat.type(f"/lo\t{tmp_path}/ta\t\n".encode())
+    assert b"no file" not in chat.wait_for(b"talk: 1 turn")
+
+
+@pytest.mark.slow
+def test_typing_during_an_answer(terminal: Any) -> None:
+    """It is not mixed into the answer; the next prompt has it."""
+    chat = terminal(800)
+    chat.wait_for(b"> ")
+    chat.type(b"import os\n")
+    chat.wait_for(b"import os\r\n")
+    chat.wait_for(b"\n")
+    chat.type(b"/sqzx")
+    assert b"/sqzx" not in chat.wait_for(b"800 tokens, ")
+    chat.wait_for(b"> ")
+    chat.wait_for(b"/sqzx")
+    chat.type(b"\n")
+    chat.wait_for(b"there is no /sqzx")
 
 
 @pytest.mark.slow
