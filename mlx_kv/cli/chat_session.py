@@ -152,7 +152,7 @@ class ChatSession:
     def greet(self, name: str, policy: CachePolicy) -> None:
         """Prints the model, its context, the cache policy and the most important commands, in two lines."""
         changed = {each: value for each, value in policy.settings().items() if each != "growth"}
-        plain = str | int | float | tuple  # other objects, such as a calibration, by the name of their setting
+        plain = (str, int, float, tuple)  # other objects, such as a calibration, by the name of their setting
         settings = [
             f"{each} {option_value(value)}" if isinstance(value, plain) else each for each, value in changed.items()
         ]
