@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from serving import LONG, SOURCE, running
+from serving import LONG, SOURCE, Running, running
 
 from mlx_kv import CachePolicy
 from mlx_kv.generation.speculation.settings import DraftSettings
@@ -131,6 +131,54 @@ def test_the_page(browser: Any, width: int) -> None:
         told = script("[shown.generated_tokens, shown.history.since_start.tokens]")
         assert told[0] == sum(told[1]) == 1500
         quiet(browser)
+
+
+@pytest.mark.slow
+def test_tiles_fill_their_rows(browser: Any, server: Running) -> None:
+    """At every width, the last row of tiles ends where the first one does."""
+    for width in (340, 390, 600, 700, 820, 1000, 1090, 1100, 1200, 1600):
+        dress(browser, "light", width)
+        script = asking(browser)
+        browser.get(server.url)
+        server.wait_until(lambda script=script: script("shown !== null"))  # type: ignore[misc]
+        right = script("[...document.querySelectorAll('dl div')].map((tile) => tile.getBoundingClientRect().right)")
+        assert abs(right[-1] - max(right)) < 1, width
+        assert script("document.documentElement.scrollWidth <= innerWidth"), width
+        if width in (390, 820, 1200):
+            picture(browser, f"tiles-{width}")
+    quiet(browser)
+
+
+@pytest.mark.slow
+def test_axes_agree_with_their_captions(browser: Any, server: Running) -> None:
+    """Of a server that has run for so long: the left end of the axis is the start, and the middle half of it."""
+    script = asking(browser)
+    browser.get(server.url)
+    server.wait_until(lambda: script("shown !== null"))
+    for seconds, whole, half in (
+        (1, "1 s", "0.5 s"),
+        (7, "7 s", "3.5 s"),
+        (90, "1.5 min", "45 s"),
+        (300, "5 min", "2.5 min"),
+    ):
+        found = browser.execute_script(f"""
+            const drawn = [], pen = CanvasRenderingContext2D.prototype, fillText = pen.fillText;
+            pen.fillText = function (text, ...rest) {{ drawn.push(text); fillText.call(this, text, ...rest); }};
+            const tokens = Array({seconds} === 1 ? 1 : {seconds} + 1).fill(50), all = {{ seconds: 1, tokens }};
+            const history = {{ recent: {{ seconds: 1, tokens: tokens.slice(-120) }}, since_start: all }};
+            const generated_tokens = {seconds} * 50, tokens_per_second = 70;
+            showHistory({{ ...shown, seconds: {seconds}, generated_tokens, tokens_per_second, history }});
+            pen.fillText = fillText;
+            const captions = ["all-title", "recent-number", "all-number"];
+            return [drawn, ...captions.map((id) => document.getElementById(id).textContent)];
+        """)
+        assert found[0][3:6] == ["2 min ago", "1 min ago", "now"]
+        assert found[0][9:12] == [f"{whole} ago", f"{half} ago", "now"]
+        assert found[1] == f"since the start, {whole} ago"
+        assert found[2] == "70.0 now, 70.0 at most"
+        assert found[3] == f"50.0 on average, {seconds * 50:,} tokens"
+        assert (float(found[0][2]), float(found[0][8])) == (80, 60)  # the tops of the axes
+    quiet(browser)
 
 
 @pytest.mark.slow
