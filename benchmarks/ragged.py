@@ -32,7 +32,7 @@ from mlx_lm.models.base import scaled_dot_product_attention
 
 from mlx_kv import KVCache, cache_statistics, load
 from mlx_kv.bundled import model_path
-from mlx_kv.cache.classes import RowClasses
+from mlx_kv.cache.segments import SegmentedCache
 from mlx_kv.generation.engine import make_engine
 from mlx_kv.generation.sequence import TokenSequence
 from mlx_kv.mlxlm import batching
@@ -78,7 +78,7 @@ def measure_attention(rounds: int) -> dict[str, dict[str, float]]:
     by_length = [[row for row in rows if (row.size() == LONG) is long] for long in (True, False)]
     batches = {
         "one buffer": [KVCache.merge(rows)],
-        "by class": [RowClasses.merge([RowClasses(row) for row in rows])],
+        "by class": [SegmentedCache.merge([SegmentedCache(row) for row in rows])],
         "two batches": [KVCache.merge(alike) for alike in by_length],
     }
     del rows, by_length

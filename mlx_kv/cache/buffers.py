@@ -192,6 +192,23 @@ class SlotBuffer:
             planes.append(new)
         return like._with(tuple(planes))
 
+    @classmethod
+    def in_order(cls, parts: Sequence[tuple[SlotBuffer, int, int]], capacity: int) -> SlotBuffer:
+        """Copies of slots [first, last) of several buffers of the same rows and codec, one part after the other.
+
+        Args:
+            capacity: slots of the new buffer.
+        """
+        like = parts[0][0]
+        planes = []
+        for which, plane in enumerate(like.planes):
+            # Parts without slots are left out: a slice of a plane that is not computed yet would compute it.
+            copied = [buffer.planes[which][:, :, first:last] for buffer, first, last in parts if last > first]
+            missing = capacity - sum(part.shape[2] for part in copied)
+            empty = mx.zeros((*plane.shape[:2], missing, plane.shape[3]), plane.dtype)
+            planes.append(mx.concatenate([*copied, empty], axis=2))
+        return like._with(tuple(planes))
+
     def decode(self, planes: Planes, head: int | None = None) -> mx.array:
         """The tensor (B, H, n, D) decoded from some slots of the planes, or (B, 1, n, D) from those of one head."""
         codec = self.codec if head is None else of_head(self.codec, head)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 SLOT_MULTIPLE = 256
+TAIL_MULTIPLE = 32  # behind shared first tokens: tails are short, and there are many
 DOUBLED_TO = 1024  # below, fewer growths are worth the slack
 
 

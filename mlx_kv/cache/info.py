@@ -194,11 +194,11 @@ class CacheInfo:
 
     @property
     def nbytes_live(self) -> int:
-        """Bytes of the slots that hold a token, and of the residual."""
+        """Bytes of the slots that hold a token, and of the residual; without shared segments."""
         data = self._data
         if data.buffers is None:
             return 0
-        tokens = sum(max(0, data.layout.held(row)) for row in data.rows)
+        tokens = sum(max(0, data.layout.held(row) - row.shared) for row in data.rows)
         return tokens * self._bytes_per_slot + self.nbytes_residual
 
     @property

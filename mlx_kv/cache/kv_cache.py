@@ -29,7 +29,7 @@ from mlx_kv.cache.layout import Append, Layout, Row, trim_rows
 from mlx_kv.cache.mask import Mask, make_mask
 from mlx_kv.cache.protocol import Call, Fetched, Hook
 from mlx_kv.cache.residual import Residual
-from mlx_kv.cache.state import CacheData
+from mlx_kv.cache.state import CacheData, cut_chain
 from mlx_kv.settings import shown, whole_number
 
 
@@ -216,6 +216,7 @@ class KVCache(CacheInfo):
             data.residual.check_trim(counts, self.most_trims)
         data.rows = rows
         data.transient = None
+        data.chain = cut_chain(data.chain, rows[0].offset)
         update.note_trim(data, before)
         if data.evictor is not None:
             data.evictor.trimmed(data.rows)
@@ -226,7 +227,7 @@ class KVCache(CacheInfo):
         data.rows, data.announced = (Row(),), (0,)
         state.release(data)
         update.begin(data)
-        data.packed, data.transient, data.lengths = False, None, None
+        data.packed, data.transient, data.lengths, data.chain = False, None, None, ()
         if data.evictor is not None:
             data.evictor.reset()
         if data.residual is not None:
@@ -243,7 +244,8 @@ class KVCache(CacheInfo):
             ValueError: a negative number.
         """
         number = whole_number("reserve", tokens)
-        self._data.announced = tuple([max(announced, number) for announced in self._data.announced])
+        pairs = zip(self._data.announced, self._data.rows, strict=True)
+        self._data.announced = tuple([max(slots, number - row.shared) for slots, row in pairs])
 
     def maybe_trim_front(self) -> None:
         """Drops the tokens before the last chunk_size, if any; models with chunked attention call it in each step."""

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 from mlx_kv.cache.buffers import Buffers, SlotBuffer
 from mlx_kv.cache.codecs import affine_of, are_plain, in_words
-from mlx_kv.cache.growth import round_up
-from mlx_kv.cache.layout import Layout, enough_slots, moves_between, planned, reshaped, stay
+from mlx_kv.cache.growth import TAIL_MULTIPLE, round_up
+from mlx_kv.cache.layout import Layout, Row, enough_slots, moves_between, planned, reshaped, stay
 from mlx_kv.cache.residual import Residual
 from mlx_kv.cache.state import CacheData
 
@@ -78,6 +78,7 @@ def join(data: CacheData, others: Sequence[CacheData]) -> None:
     data.reserved = max(each.reserved for each in everyone)
     data.announced = tuple([announced for each in everyone for announced in each.announced])
     data.transient, data.ranges, data.packed, data.lengths, data.trimmed_at = None, (), False, None, ()
+    data.chain = ()
     if data.evictor is not None:
         for other in others:
             if other.evictor is not None:
@@ -94,7 +95,7 @@ def _in_shape(data: CacheData, layout: Layout) -> CacheData:
         return copied
     moves = [moves_between(data.layout, layout, row) for row in data.rows]
     for buffer in copied.buffers or ():
-        buffer.rearrange(moves, round_up(copied.used))
+        buffer.rearrange(moves, copied.round_up(copied.used))
     return copied
 
 
@@ -102,7 +103,7 @@ def _joint_capacity(filled: Sequence[CacheData]) -> int:
     """Slots for all rows: at most what they hold now, or can ever need."""
     used = max(each.used for each in filled)
     enough = max(enough_slots(filled[0].layout, each.rows) for each in filled)
-    return min(max(each.capacity for each in filled), round_up(max(used, enough)))
+    return min(max(each.capacity for each in filled), max(each.round_up(max(used, enough)) for each in filled))
 
 
 def joined_buffers(everyone: Sequence[CacheData], capacity: int, encoded: bool) -> Buffers:
@@ -146,6 +147,53 @@ def copied_rows(data: CacheData, chosen: Sequence[int], shrink: bool = False) ->
     return copied
 
 
+def without_first(data: CacheData, tokens: int) -> CacheData:
+    """A copy of the data of a single row, without slots for its first tokens, which are read from shared segments."""
+    row, keys, values = _single(data)
+    rest = data.without_evictor()
+    capacity = round_up(row.end - tokens + 1, TAIL_MULTIPLE)
+    rest.buffers = (
+        SlotBuffer.in_order([(keys, tokens, row.end)], capacity),
+        SlotBuffer.in_order([(values, tokens, row.end)], capacity),
+    )
+    return _with_shared(rest, tokens)
+
+
+def with_first(data: CacheData, parts: Sequence[tuple[Buffers, int, int]]) -> CacheData:
+    """A copy of the data of a single row, with slots for first tokens that were read from shared segments.
+
+    Args:
+        parts: buffers, and their slots [first, last) with these tokens.
+    """
+    row, keys, values = _single(data)
+    made = data.without_evictor()
+    tokens = sum(last - first for _, first, last in parts)
+    own_keys, own_values = (
+        SlotBuffer.in_order(
+            [*((buffers[which], first, last) for buffers, first, last in parts), (own, 0, row.end)],
+            round_up(tokens + row.end + 1),
+        )
+        for which, own in enumerate((keys, values))
+    )
+    made.buffers = own_keys, own_values
+    return _with_shared(made, -tokens)
+
+
+def _single(data: CacheData) -> tuple[Row, SlotBuffer, SlotBuffer]:
+    assert data.buffers is not None
+    (row,) = data.rows
+    return row, *data.buffers
+
+
+def _with_shared(data: CacheData, tokens: int) -> CacheData:
+    """The data after so many more tokens of its row are read from segments."""
+    (row,) = data.rows
+    data.rows = (row._replace(start=row.start - tokens, shared=row.shared + tokens),)
+    data.announced = tuple([count and max(0, count - tokens) for count in data.announced])
+    data.transient, data.ranges, data.packed, data.last = None, (), False, None
+    return data
+
+
 def select(data: CacheData, chosen: Sequence[int], shrink: bool = False) -> None:
     """Keeps only these rows, in this order.
 
@@ -156,13 +204,14 @@ def select(data: CacheData, chosen: Sequence[int], shrink: bool = False) -> None
     data.announced = tuple([data.announced[index] for index in chosen])
     if data.buffers is not None:
         used = data.used
-        capacity = min(data.capacity, round_up(max(data.reserved, *data.announced, 2 * used, 1)))
-        capacity = round_up(used + 1) if shrink else capacity
+        capacity = min(data.capacity, data.round_up(max(data.reserved, *data.announced, 2 * used, 1)))
+        capacity = data.round_up(used + 1) if shrink else capacity
         keys, values = (buffer.selected(chosen, capacity) for buffer in data.buffers)
         data.buffers = keys, values
     if data.residual is not None:
         data.residual = data.residual.selected(chosen)
     data.transient, data.ranges, data.packed, data.trimmed_at = None, (), False, ()
+    data.chain = data.chain if len(chosen) == 1 else ()
     if data.lengths is not None:
         data.lengths = tuple([data.lengths[index] for index in chosen])
     if data.evictor is not None:

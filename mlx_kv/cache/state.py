@@ -32,7 +32,7 @@ from mlx_kv.cache.codecs import (
     packings_of,
 )
 from mlx_kv.cache.eviction.evictor import Evictor
-from mlx_kv.cache.growth import DEFAULT, Growth
+from mlx_kv.cache.growth import DEFAULT, SLOT_MULTIPLE, TAIL_MULTIPLE, Growth, round_up
 from mlx_kv.cache.layout import NO_LIMIT, Append, Budget, Layout, Plan, Ranges, Row, make_layout
 from mlx_kv.cache.residual import Residual
 
@@ -75,6 +75,8 @@ class CacheData:
         packed: whether the last fetch returned packed planes.
         counts: tokens of each row in the last update, where some of it was padding; else None.
         growths: reallocations since the first allocation.
+        chain: segments (`cache.segments`) that hold the first tokens of a single row, too, and how many of the first
+            tokens of each; the row can read these in place of its own slots.
     """
 
     codecs: Codecs = PLAIN
@@ -104,6 +106,7 @@ class CacheData:
     trimmed_at: tuple[int, ...] = ()
     seam: object = None
     residual: Residual | None = None
+    chain: tuple[tuple[Any, int], ...] = ()
     packing: Packing | None = field(init=False)
     packings: tuple[Packing, Packing] | None = field(init=False)
 
@@ -149,6 +152,10 @@ class CacheData:
         """Number of first slots that contain all tokens of all rows."""
         return min(max(0, *(row.end for row in self.rows)), self.layout.most_slots)
 
+    def round_up(self, slots: int) -> int:
+        """The least capacity that holds so many slots."""
+        return round_up(slots, TAIL_MULTIPLE if any(row.shared for row in self.rows) else SLOT_MULTIPLE)
+
     @property
     def residual_length(self) -> int:
         """Newest tokens that a query sees in full precision; 0 without a residual."""
@@ -176,6 +183,16 @@ class CacheData:
         if self.residual is not None:
             copied.residual = self.residual.copied()
         return copied
+
+
+def cut_chain(chain: tuple[tuple[Any, int], ...], tokens: int) -> tuple[tuple[Any, int], ...]:
+    """The first tokens of a chain."""
+    kept = []
+    for segment, count in chain:
+        if tokens > 0:
+            kept.append((segment, min(count, tokens)))
+        tokens -= count
+    return tuple(kept)
 
 
 # --- pausing of eviction ----------------------------------------------------------------------------------------------

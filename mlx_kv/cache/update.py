@@ -26,7 +26,6 @@ import mlx.core as mx
 from mlx_kv.cache.buffers import Buffers, SlotBuffer, signature_of
 from mlx_kv.cache.checks import check_tokens, check_unchanged, continues
 from mlx_kv.cache.codecs import PLAIN, Codecs, Packing, are_plain
-from mlx_kv.cache.growth import round_up
 from mlx_kv.cache.layout import (
     NO_LIMIT,
     Layout,
@@ -151,11 +150,11 @@ def _reshape(buffers: Buffers, before: Layout, layout: Layout, rows: tuple[Row, 
 def _next_capacity(data: CacheData, layout: Layout, needed: int) -> int:
     enough = enough_slots(layout, data.rows)
     if needed <= data.capacity:  # frees slots beyond the new room
-        return min(data.capacity, round_up(max(needed, enough)))
+        return min(data.capacity, data.round_up(max(needed, enough)))
     reserve = max(data.reserved, *data.announced)
     # No slack where the length was announced, also when tokens were held or loaded before.
-    wanted = round_up(reserve if needed <= reserve else max(needed, data.growth.capacity(needed, data.capacity)))
-    return min(wanted, round_up(max(needed, enough)))
+    wanted = data.round_up(reserve if needed <= reserve else max(needed, data.growth.capacity(needed, data.capacity)))
+    return min(wanted, data.round_up(max(needed, enough)))
 
 
 def read_transient(plan: Plan, buffers: Buffers, tensors: tuple[mx.array, mx.array]) -> tuple[mx.array, mx.array]:
@@ -366,7 +365,7 @@ def _note(data: CacheData, tokens: int, writes: int) -> None:
     if data.short_writes >= PERIOD:
         narrower = layout.with_room(min(layout.room, _room_for(data.longest, layout)))
         data.short_writes, data.longest = 0, 0
-        if narrower is not layout or data.capacity > round_up(enough_slots(layout, data.rows)):
+        if narrower is not layout or data.capacity > data.round_up(enough_slots(layout, data.rows)):
             data.following, data.last = narrower, None
     data.steps, data.most_steps = 0, PERIOD - 1 - data.short_writes
 

@@ -93,7 +93,7 @@ def _describe_own(cache: KVCache, name: str, arrays: dict[str, mx.array]) -> dic
 
 def _short_row(row: Row) -> list[int]:
     """Four numbers, as in 0.1.0, where all heads hold as many tokens."""
-    return list(row) if row.extra_slots else list(row)[:4]
+    return list(row)[: 5 if row.extra_slots else 4]
 
 
 def _live_slots(row: Row, layout: Layout) -> int:
@@ -264,14 +264,14 @@ def _restore_residual(
 def _row(layout: Layout, numbers: list[int]) -> Row:
     """Raises ValueError for a row that this layout cannot have."""
     row = Row(*numbers)
-    start, offset, high, front, longer = row
+    start, offset, high, front, extra, shared = row
     fits = 0 <= front <= max(0, offset) <= high and (offset <= 0 or layout.most_trim(row) >= 0)
     if isinstance(layout, Budget):
         fits = fits and (row.evicted == 0 or (row.evicted > 0 and layout.cut_of(row) <= row.end and offset > 0))
-        fits = fits and start <= 0 and (row.evicted > 0 or longer == 0) and layout.cut_of(row) >= layout.sinks
+        fits = fits and start <= 0 and (row.evicted > 0 or extra == 0) and layout.cut_of(row) >= layout.sinks
     else:
-        fits = fits and start == longer == 0
-    if not fits or _short_row(row) != numbers:
+        fits = fits and start == extra == 0
+    if shared or not fits or _short_row(row) != numbers:
         raise ValueError(f"a row that cannot be: {numbers}")
     return row
 

@@ -56,7 +56,7 @@ class Admission:
         self._model, self._layers, self._drafter = model, layers, drafter
         self._batched, self._by_class = batched, by_class
         self.rows: list[PendingRow] = []
-        self._caches: list[Any] = []  # of all these rows
+        self.caches: list[Any] = []  # the model's, of all these rows
         self._drafter_caches: list[Any] = []
 
     def add(self, rows: Sequence[PendingRow]) -> None:
@@ -65,9 +65,9 @@ class Admission:
             return
         caches = self._merged([self._by_class(row.caches[: self._layers]) for row in rows])
         drafters = self._merged([row.caches[self._layers :] for row in rows])
-        for own, other in zip((*self._caches, *self._drafter_caches), (*caches, *drafters), strict=False):
+        for own, other in zip((*self.caches, *self._drafter_caches), (*caches, *drafters), strict=False):
             own.extend(other)
-        self._caches, self._drafter_caches = self._caches or caches, self._drafter_caches or drafters
+        self.caches, self._drafter_caches = self.caches or caches, self._drafter_caches or drafters
         for row in rows:
             row.caches, row.sequence.caches = [], None  # the batch has them now
         self.rows += rows
@@ -83,7 +83,7 @@ class Admission:
         pieces = [row.sequence.tokens[row.read : row.read + min(step, row.left)] for row in self.rows]
         if not any(pieces):
             return 0
-        read_chunk(self._model, self._caches, pieces)
+        read_chunk(self._model, self.caches, pieces)
         if self._drafter is not None and self._drafter_caches:
             self._drafter.read(pieces, self._drafter_caches)
         for row, piece in zip(self.rows, pieces, strict=True):
@@ -94,7 +94,7 @@ class Admission:
         """Removes the rows that can decode, with the model's caches and the drafter's, as a batch."""
         done = [index for index, row in enumerate(self.rows) if row.left <= 0]
         sequences = [self.rows[index].sequence for index in done]
-        caches, drafters = self._caches, self._drafter_caches
+        caches, drafters = self.caches, self._drafter_caches
         if not done:
             return [], [], []
         if len(done) < len(self.rows):
@@ -104,12 +104,16 @@ class Admission:
         self.keep([index for index in range(len(self.rows)) if index not in done])
         return sequences, caches, drafters
 
+    def extract(self, row: int) -> list[Any]:
+        """Copies of a row's caches, the model's and the drafter's."""
+        return [cache.extract(row) for cache in (*self.caches, *self._drafter_caches)]
+
     def keep(self, rows: Sequence[int]) -> None:
         """Removes all other rows."""
         if not rows:
-            self._caches, self._drafter_caches = [], []
+            self.caches, self._drafter_caches = [], []
         elif len(rows) < len(self.rows):
-            for cache in (*self._caches, *self._drafter_caches):
+            for cache in (*self.caches, *self._drafter_caches):
                 cache.filter(list(rows))
         self.rows = [self.rows[row] for row in rows]
 

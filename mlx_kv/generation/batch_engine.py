@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import mlx.core as mx
@@ -15,6 +16,15 @@ from mlx_kv.generation.admission import PrefillPace
 from mlx_kv.generation.decoder import Decoder
 from mlx_kv.generation.prefill import CHUNKS_AT_ONCE, MOST_PROMPTS_AT_ONCE
 from mlx_kv.generation.sequence import BatchToken, Emitted, SequenceProgress, TokenSequence, check, scored
+from mlx_kv.generation.shared_prefixes import (
+    MIN_SHARED,
+    Source,
+    common_tokens,
+    continue_from,
+    prompt_text,
+    share,
+    tokens_of,
+)
 from mlx_kv.generation.statistics import SpeculationStatistics
 from mlx_kv.generation.two_pass_prefill import NO_INSTRUCTIONS, Instructions, TwoPassQueue
 from mlx_kv.mlxlm.batching import RowsByClass, check_alike, evaluated
@@ -25,6 +35,7 @@ from mlx_kv.mlxlm.traverse import attention_caches, trim_all
 # waiting: those that decode for their next token, and the first of the prompts for the last. mlx-lm reads up to 2,048
 # tokens of one prompt in one pass, which is what is let through elsewhere.
 MOST_TOKENS_AT_ONCE = {mx.DeviceType.cpu: 1024, mx.DeviceType.gpu: 2048}
+MAX_SEARCHED = 16  # waiting sequences that are looked at for one that can be admitted
 CLEAR_EVERY = 512  # steps between two calls of mx.clear_cache
 
 
@@ -69,6 +80,7 @@ class BatchEngine:
         self._most_tokens = min(MOST_TOKENS_AT_ONCE[mx.default_device().type], 2 * chunk)
         self._most_long = max(2, CHUNKS_AT_ONCE * chunk // self.step_size)
         self._two_pass = TwoPassQueue(decoder.read, decoder.make_caches, self.step_size, instructions)
+        self._shares = decoder.can_share(self._classes)
         self._pace = None if max_wait is None else PrefillPace(max_wait, self.step_size)
         self._steps = 0
         self._old_wired_limit: int | None = None
@@ -77,6 +89,8 @@ class BatchEngine:
         check(sequence)
         if sequence.caches is not None and self._batched:
             check_alike(self._empty, sequence.caches)
+        if self._shares:
+            sequence.text = prompt_text(sequence, tokens_of(sequence.caches or []))
         (self._two_pass if self._two_pass.accepts(sequence) else self._waiting).append(sequence)
         target = self._decoder.target
         show_attention(target.model, (sequence.caches or [])[: target.layers])
@@ -84,9 +98,17 @@ class BatchEngine:
     def cancel(self, index: int) -> None:
         self._waiting = deque(sequence for sequence in self._waiting if sequence.index != index)
         self._two_pass.cancel(index)
+        self._hand_over(index)
         reading = self._admission.rows
         self._admission.keep([row for row, pending in enumerate(reading) if pending.sequence.index != index])
         self._keep([row for row, sequence in enumerate(self._active) if sequence.index != index])
+
+    def _hand_over(self, index: int) -> None:
+        """A waiting sequence continues from what was read of a prompt that is about to be removed."""
+        if cancelled := [row.sequence for row in self._admission.rows if row.sequence.index == index]:
+            heir = max(self._waiting, key=lambda sequence: common_tokens(sequence, cancelled[0]), default=None)
+            if heir is not None and common_tokens(heir, cancelled[0]) >= MIN_SHARED:
+                self._continue_from_row(heir)
 
     def _keep(self, rows: Sequence[int]) -> None:
         if len(rows) < len(self._active):
@@ -164,7 +186,10 @@ class BatchEngine:
         admitted: list[TokenSequence] = []
         reading = [row.left for row in self._admission.rows]
         while self._waiting and len(self._active) + len(reading) < self._max_batch_size:
-            first = self._waiting[0]
+            position = self._next_position(admitted)
+            if position is None:
+                break
+            first = self._waiting[position]
             if len(reading) >= MOST_PROMPTS_AT_ONCE or not self._fits(first, admitted, len(reading)):
                 break
             # A prompt that takes several passes does not keep others from joining in them. Each has rows as long as it.
@@ -174,9 +199,49 @@ class BatchEngine:
             )
             if reading and too_many:
                 break
-            admitted.append(self._waiting.popleft())
+            del self._waiting[position]
+            self._continue_from_row(first)
+            admitted.append(first)
             reading.append(len(first.tokens))
         self._admission.add([self._decoder.pending(sequence) for sequence in admitted])
+
+    def _next_position(self, admitted: Sequence[TokenSequence]) -> int | None:
+        """The place in the queue of the first sequence that can be admitted.
+
+        Others wait until a row that is being read has read the beginning that they share.
+        """
+        if not self._shares:
+            return 0
+        reading = [*(row.sequence for row in self._admission.rows), *admitted]
+        for position, sequence in enumerate(islice(self._waiting, MAX_SEARCHED)):
+            later = max([common_tokens(sequence, other) for other in reading], default=0)
+            if later < self._known_tokens(sequence) + MIN_SHARED:
+                return position
+        return None
+
+    def _known_tokens(self, sequence: TokenSequence) -> int:
+        """First tokens of a prompt that its own caches hold, or those of a row from which it can continue."""
+        source = self._source(sequence)
+        return max(len(sequence.before), 0 if source is None else source.tokens)
+
+    def _source(self, sequence: TokenSequence) -> Source | None:
+        """The row that has read the longest beginning of a prompt, if that is more than its own caches hold."""
+        target = self._decoder.target
+        sources = [Source(target.caches, row, common_tokens(sequence, own)) for row, own in enumerate(self._active)]
+        for row, pending in enumerate(self._admission.rows):
+            read = len(pending.sequence.before) + pending.read
+            sources.append(Source(self._admission.caches, row, min(read, common_tokens(sequence, pending.sequence))))
+        best = max(sources, key=lambda source: source.tokens, default=None)
+        return None if best is None or best.tokens < len(sequence.before) + MIN_SHARED else best
+
+    def _continue_from_row(self, sequence: TokenSequence) -> None:
+        """Gives a sequence copies of the caches of the row that has read the longest beginning of it, if any has."""
+        source = self._source(sequence) if self._shares else None
+        if source is None:
+            return
+        share(source)
+        batch = self._decoder if source.caches is self._decoder.target.caches else self._admission
+        continue_from(sequence, source, batch.extract(source.row))
 
     def _fits(self, sequence: TokenSequence, admitted: Sequence[TokenSequence], reading: int) -> bool:
         """Whether the model supports a sequence beside the others; `admitted` are those of this step."""

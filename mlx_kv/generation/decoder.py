@@ -20,6 +20,7 @@ from mlx_kv.generation.decode_batch import DecodeBatch
 from mlx_kv.generation.prefill import chunk_for, reserve_for
 from mlx_kv.generation.sampling import Sampler, SeededSampler, TemperatureSampler, draw
 from mlx_kv.generation.sequence import Emitted, TokenSequence
+from mlx_kv.generation.shared_prefixes import can_share
 from mlx_kv.generation.speculation.acceptance import Choice, normalized
 from mlx_kv.generation.speculation.contexts import RowContext, RowContexts
 from mlx_kv.generation.speculation.drafters import Drafter, DrafterContext, find_drafter
@@ -100,6 +101,11 @@ class Decoder:
         """
         by_class = list if classes is None else classes.of
         return Admission(self.target.forward, self.target.layers, self.drafter, batched, by_class)
+
+    def can_share(self, classes: RowsByClass) -> bool:
+        """Whether rows can continue from first tokens of other rows, in all processes of the model."""
+        here = classes.active and can_share(self.target.make_caches())
+        return bool(self._communicator.all_min([int(here)])[0])
 
     def pending(self, sequence: TokenSequence) -> PendingRow:
         """A row to come, with caches that have room for its prompt and answer."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from mlx_kv.generation.sampling import Sampler
 from mlx_kv.generation.settings import LogitsProcessor
@@ -86,6 +87,7 @@ class TokenSequence:
         top_logprobs: how many likeliest tokens are told with each token; None tells no log-probabilities at all.
         private: whether drafters are to keep its text from other rows.
         drafted, accepted: tokens that the engine drafted for it in the last pass, and those that were right so far.
+        text: all tokens of the prompt, for rows that begin alike; None if it is not to be shared.
     """
 
     index: int
@@ -101,6 +103,7 @@ class TokenSequence:
     drafted: int = 0
     accepted: int = 0
     emitted: int = 0
+    text: np.ndarray[Any, Any] | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def answer_room(self) -> int:

@@ -13,8 +13,8 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.models import cache as stock
 
-from mlx_kv.cache.classes import RowClasses
 from mlx_kv.cache.kv_cache import KVCache, check_joinable
+from mlx_kv.cache.segments import SegmentedCache
 from mlx_kv.mlxlm.attention import AttentionPatch
 from mlx_kv.mlxlm.convert import make_prompt_cache
 from mlx_kv.mlxlm.loading import architecture
@@ -106,7 +106,7 @@ def padding_is_read(model: nn.Module) -> bool:
 
 
 class RowsByClass:
-    """Makes caches whose batches keep rows by capacity class (`cache.classes`), and opens the patch that they need.
+    """Makes caches whose batches keep rows by capacity class (`cache.segments`), and opens the patch that they need.
 
     Args:
         model: of mlx-lm. Where it does not support such caches, they stay as they are.
@@ -116,11 +116,16 @@ class RowsByClass:
     def __init__(self, model: nn.Module, rows: int) -> None:
         self._patch = AttentionPatch(model) if rows > 1 and attends_by_class(model) else None
 
+    @property
+    def active(self) -> bool:
+        """Whether rows are in such caches."""
+        return self._patch is not None
+
     def of(self, caches: Sequence[Any]) -> list[Any]:
         """The caches of a sequence, ready to be joined with those of others."""
         if self._patch is None:
             return list(caches)
-        return mapped(caches, lambda cache: RowClasses(cache) if is_ours(cache) else cache)
+        return mapped(caches, lambda cache: SegmentedCache(cache) if is_ours(cache) else cache)
 
     def close(self) -> None:
         """Closes the patch: no batch keeps rows by class any more, and new sequences keep their caches."""

@@ -17,10 +17,10 @@ import mlx.nn as nn
 from mlx_lm.models import cache as stock
 
 from mlx_kv.cache.checks import cache_list
-from mlx_kv.cache.classes import DeferredMask
 from mlx_kv.cache.codecs import Codecs, Packing, packings_of
 from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.cache.protocol import Call
+from mlx_kv.cache.segments import DeferredMask
 from mlx_kv.mlxlm.attention import HOOK, AttentionCall, AttentionPatch
 from mlx_kv.mlxlm.loading import architecture, check_model
 from mlx_kv.mlxlm.probe import (
@@ -204,7 +204,7 @@ def attends_by_class(model: nn.Module) -> bool:
     """Whether a model calls all of its attention with exactly the keys, values and mask that its caches returned.
 
     Most do. Others make their own mask, call another function, compute keys from the cached ones, or read the tokens of
-    another layer. Rows in capacity classes (`cache.classes`), and heads or layers of different lengths need it.
+    another layer. Rows in capacity classes (`cache.segments`), and heads or layers of different lengths need it.
     """
     if refuses_ragged(model) is not None or indexers(model):
         return False

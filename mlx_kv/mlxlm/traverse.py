@@ -12,8 +12,8 @@ import mlx.core as mx
 from mlx_lm.models import cache as stock
 
 from mlx_kv.cache.checks import cache_list, check_type
-from mlx_kv.cache.classes import RowClasses
 from mlx_kv.cache.kv_cache import KVCache
+from mlx_kv.cache.segments import SegmentedCache
 from mlx_kv.communicator import CacheCommunicator
 
 Places = list[tuple[KVCache, int]]
@@ -51,12 +51,12 @@ def is_ours(cache: Any) -> TypeGuard[KVCache]:
 
 def parts_of(cache: Any) -> tuple[KVCache, ...]:
     """The `KVCache`s of one layer: one, or one for each class of rows; none where the cache is not ours."""
-    return cache.parts if isinstance(cache, RowClasses) else (cache,) if is_ours(cache) else ()
+    return cache.parts if isinstance(cache, SegmentedCache) else (cache,) if is_ours(cache) else ()
 
 
 def places_of(cache: Any) -> Places:
     """For each row of a batch, the `KVCache` that stores it, and its row there."""
-    if isinstance(cache, RowClasses):
+    if isinstance(cache, SegmentedCache):
         return cache.places
     return [(cache, index) for index in range(len(cache.view.rows))] if is_ours(cache) else []
 

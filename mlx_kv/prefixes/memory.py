@@ -22,18 +22,20 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_kv.cache.buffers import as_words
+from mlx_kv.cache.buffers import Buffers, SlotBuffer, as_words
 from mlx_kv.cache.checks import cache_list
 from mlx_kv.cache.growth import round_up
 from mlx_kv.cache.kv_cache import KVCache
+from mlx_kv.cache.segments import Segment, can_share, with_chain
+from mlx_kv.cache.state import cut_chain
 from mlx_kv.generation.statistics import cache_statistics
 from mlx_kv.mlxlm.recurrent import recurrent_states
-from mlx_kv.mlxlm.traverse import attention_caches, is_ours, leaves, trim_prompt_cache
+from mlx_kv.mlxlm.traverse import attention_caches, is_ours, leaves, mapped, trim_prompt_cache
 from mlx_kv.prefixes.index import Entry, packed
 from mlx_kv.prefixes.prefix_cache import PrefixCache, Shards
 from mlx_kv.settings import shown
 
-BLOCK_SLOTS = 256
+BLOCK_SLOTS = 1024
 LEAST_SLOTS = 32  # of a shared piece; fewer are copied, as many short pieces are slow to restore
 
 
@@ -43,13 +45,32 @@ class ArrayBlock:
 
     Attributes:
         planes: keys and values of each layer, each (B, H, slots, width); evaluated.
+        segments: of each layer, by its first plane; made when they are first shared.
     """
 
     planes: tuple[mx.array, ...]
+    segments: dict[int, Segment] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
         return sum(plane.nbytes for plane in self.planes)
+
+    def segment(self, first: int, like: Buffers) -> Segment:
+        """The slots of one layer as a segment; the same each time.
+
+        Args:
+            first: index of its first plane.
+            like: buffers of the layer.
+        """
+        if first not in self.segments:
+            counts = [len(buffer.planes) for buffer in like]
+            ends = [first, first + counts[0], first + sum(counts)]
+            keys, values = (
+                SlotBuffer(buffer.codec, self.planes[start:end], buffer.head_dim, buffer.dtype)
+                for buffer, start, end in zip(like, ends[:-1], ends[1:], strict=True)
+            )
+            self.segments[first] = Segment((keys, values))
+        return self.segments[first]
 
 
 Piece = tuple[ArrayBlock, int]  # the first slots of a block
@@ -153,7 +174,7 @@ class BlockCaches:
         """
         caches = copy.deepcopy(self._shells)
         trim_prompt_cache(caches, excess, strict=True)
-        ours = attention_caches(caches)
+        ours, shared = attention_caches(caches), dict[int, KVCache]()
         for strip in self._strips:
             layers = [ours[number] for number in strip.layers]
             used = max(cache.view.used for cache in layers)
@@ -161,7 +182,15 @@ class BlockCaches:
             for cache in layers:
                 counts = [len(buffer.planes) for buffer in cache.view.buffers or ()]
                 cache.replace_planes(*([next(planes) for _ in range(count)] for count in counts))
-        return caches
+            first = 0
+            for number, cache in zip(strip.layers, layers, strict=True):
+                buffers = cache.view.buffers
+                assert buffers is not None
+                if can_share(cache):
+                    chain = cut_chain(tuple((block.segment(first, buffers), n) for block, n in strip.pieces), used)
+                    shared[id(ours[number])] = with_chain(cache, chain)
+                first += sum(len(buffer.planes) for buffer in buffers)
+        return mapped(caches, lambda cache: shared.get(id(cache), cache))
 
 
 class StripCut:

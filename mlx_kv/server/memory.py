@@ -1,8 +1,8 @@
 """Memory of rows: the maximum that they will need, the limit, and what is held now.
 
 A plan is made from a model and a policy, without evaluating anything; then it is integers only. The bytes of a row at
-its peak come from `planning.RowMemory`. In a batch, rows are as long as the longest one, as far as `cache.classes` does
-not separate them.
+its peak come from `planning.RowMemory`. In a batch, rows are as long as the longest one, as far as `cache.segments`
+does not separate them.
 """
 
 from __future__ import annotations
@@ -11,24 +11,28 @@ import logging
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
-from mlx_kv.cache.classes.moving import LEAST_SAVED
-from mlx_kv.cache.classes.rule import KEPT
-from mlx_kv.cache.growth import SLOT_MULTIPLE, round_up
+from mlx_kv.cache.growth import SLOT_MULTIPLE, TAIL_MULTIPLE, round_up
 from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.cache.layout import Layout, Row
+from mlx_kv.cache.segments.moving import LEAST_SAVED
+from mlx_kv.cache.segments.rule import KEPT
 from mlx_kv.generation.prefill import MOST_TOKENS_AHEAD
+from mlx_kv.generation.shared_prefixes import can_share
 from mlx_kv.generation.statistics import cache_statistics
 from mlx_kv.generation.two_pass_prefill import Instructions
+from mlx_kv.mlxlm.convert import make_prompt_cache
 from mlx_kv.mlxlm.observing import attends_by_class
 from mlx_kv.mlxlm.traverse import Places, leaves, places_of
 from mlx_kv.planning import Planner, RowMemory
 from mlx_kv.policy import CachePolicy
+from mlx_kv.prefixes.index import shared
 from mlx_kv.ranks.splitting import weights_of
 from mlx_kv.server.models import Models
 
@@ -47,10 +51,28 @@ class RowSlots(NamedTuple):
     Attributes:
         prompt: tokens of the prompt.
         slots: for prompt and answer, if no token is evicted.
+        first: first tokens that this row has to itself; those before them are another row's, too.
+        shared: first tokens that another row has, too.
     """
 
     prompt: int
     slots: int
+    first: int = 0
+    shared: int = 0
+
+
+def with_shared(rows: Sequence[RowSlots], prompts: Sequence[bytes | None]) -> list[RowSlots]:
+    """Rows with the first tokens that they share, ordered by their prompts.
+
+    Args:
+        prompts: packed tokens of each row; None for a prompt that is not shared.
+    """
+    pairs = sorted(zip(rows, prompts, strict=True), key=lambda pair: pair[1] or b"")
+    common = [0] + [0 if a is None or b is None else shared(a, b) for (_, a), (_, b) in pairwise(pairs)] + [0]
+    return [
+        row._replace(first=before, shared=max(before, after))
+        for (row, _), (before, after) in zip(pairs, pairwise(common), strict=True)
+    ]
 
 
 @dataclass(frozen=True)
@@ -63,18 +85,20 @@ class RowPlan:
         drafted: maximum draft tokens per pass.
         class_slots: slots that the rows of a batch may hold beyond need before they are separated into classes; None
             if they never are, so that each row is as long as the longest.
+        shares: whether rows whose prompts begin alike hold the shared tokens once.
     """
 
     memory: RowMemory
     draft: RowMemory = field(default_factory=RowMemory)
     drafted: int = 0
     class_slots: int | None = None
+    shares: bool = False
 
     def slots(self, prompt: int, answer: int) -> RowSlots:
         """Slots for a prompt and an answer of so many tokens, if none is evicted."""
         slots = prompt + answer + self.drafted
         grows = answer > MOST_TOKENS_AHEAD  # slots are reserved for so many tokens; later, more than needed
-        return RowSlots(prompt, round_up(slots + (min(slots // 2, MAX_SLACK) if grows else 0)))
+        return RowSlots(prompt, slots + (min(slots // 2, MAX_SLACK) if grows else 0))
 
     def nbytes(self, slots: int) -> int:
         """Bytes of one row in a batch of which the longest row has so many slots."""
@@ -84,7 +108,9 @@ class RowPlan:
         """Bytes of one row during a two-pass prefill, outside of the batch; 0 if the prefill has one pass."""
         if self.memory.instructions is None:
             return 0
-        return self.memory.read_twice(*row, SLOT_MULTIPLE) + self.draft.read_once(row.slots, SLOT_MULTIPLE)
+        return self.memory.read_twice(row.prompt, row.slots, SLOT_MULTIPLE) + self.draft.read_once(
+            row.slots, SLOT_MULTIPLE
+        )
 
     def together(self, rows: Sequence[RowSlots]) -> int:
         """Maximum bytes of several rows: all in one batch, or all in a two-pass prefill."""
@@ -96,7 +122,23 @@ class RowPlan:
             return in_one_batch
         bytes_per_slot = self.memory.bytes_per_slot + self.draft.bytes_per_slot
         in_classes = int(KEPT * sum(self.nbytes(row.slots) for row in rows)) + self.class_slots * bytes_per_slot
-        return min(in_one_batch, in_classes)
+        needed = min(in_one_batch, in_classes)
+        return min(needed, self._sharing(rows, self.class_slots)) if self._share(rows, self.class_slots) else needed
+
+    def _share(self, rows: Sequence[RowSlots], class_slots: int) -> bool:
+        """Whether enough is shared, by twice what it takes for rows to share it."""
+        first = [row.first for row in rows if row.first]
+        return self.shares and bool(first) and sum(first) >= class_slots * len(set(first))
+
+    def _sharing(self, rows: Sequence[RowSlots], class_slots: int) -> int:
+        """Maximum bytes of rows that hold shared tokens once.
+
+        Two rows may have whole copies beside: the one that reads the shared tokens, and one that has not joined others.
+        """
+        tails = [round_up(row.slots - row.shared + 1, TAIL_MULTIPLE) for row in rows]
+        segments = sum(row.shared - row.first for row in rows)
+        most_tails = min(len(rows) * max(tails), int(KEPT * sum(tails)) + class_slots)
+        return (segments + most_tails) * self.memory.bytes_per_slot + 2 * self.nbytes(max(row.slots for row in rows))
 
 
 def plan_rows(models: Models, policy: CachePolicy, drafted: int, batch: int, chunk: int | None = None) -> RowPlan:
@@ -112,11 +154,13 @@ def plan_rows(models: Models, policy: CachePolicy, drafted: int, batch: int, chu
     """
     planner = Planner(models.model, Instructions.for_policy(policy, models.tokenizer, models.model))
     in_classes = batch > 1 and attends_by_class(models.model)
+    shares = in_classes and models.draft is None and can_share(make_prompt_cache(models.model, policy))
     return RowPlan(
         planner.row(policy, step=1 + drafted, chunk=chunk or 0),
         RowMemory() if models.draft is None else Planner(models.draft).row(CachePolicy()),
         drafted,
         2 * LEAST_SAVED[mx.default_device().type] if in_classes else None,
+        shares,
     )
 
 

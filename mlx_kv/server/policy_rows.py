@@ -26,7 +26,7 @@ from mlx_kv.ranks.group import RankGroup
 from mlx_kv.ranks.link import RanksError
 from mlx_kv.server.cache_requests import in_words
 from mlx_kv.server.job import Job, OutputChunk, output_of
-from mlx_kv.server.memory import RowPlan, plan_rows
+from mlx_kv.server.memory import RowPlan, plan_rows, with_shared
 from mlx_kv.server.models import Models, WorkerSettings
 from mlx_kv.server.monitor import Monitor
 from mlx_kv.server.prefill import PrefillScheduler
@@ -368,12 +368,15 @@ class RowsByPolicy:
 
     def _bytes(self, policy: CachePolicy, jobs: list[Job]) -> int:
         plan, rows = self.plan(policy), self._all.get(policy)
-        needed = plan.together([plan.slots(len(job.tokens), job.max_tokens) for job in jobs])
+        slots = [plan.slots(len(job.tokens), job.max_tokens) for job in jobs]
+        if plan.shares:
+            slots = with_shared(slots, [job.prompt if job.keep else None for job in jobs])
+        needed = plan.together(slots)
         decoding = 0 if rows is None else len(rows.engine.rows)
         if rows is None or not decoding:
             return needed
         allocated = sum(int(cache.nbytes) for cache in leaves(rows.engine.caches))
-        return max(needed, allocated * len(jobs) // decoding)
+        return max(needed, allocated if plan.shares else allocated * len(jobs) // decoding)
 
     def close(self) -> bool:
         """Closes all engines and prefixes; returns whether all prefixes are written."""

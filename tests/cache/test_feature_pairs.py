@@ -23,8 +23,8 @@ from test_observed import Rotation
 from test_observed_codecs import ObservedBatches, ObservedKind, TieError
 
 from mlx_kv import CachePolicy, PromptMemory, load_prompt_cache, save_prompt_cache
-from mlx_kv.cache.classes import moving
-from mlx_kv.cache.classes.row_classes import RowClasses
+from mlx_kv.cache.segments import moving
+from mlx_kv.cache.segments.segmented import SegmentedCache
 from mlx_kv.mlxlm.traverse import attention_caches
 from mlx_kv.prefixes import index, prefix_cache
 
@@ -120,14 +120,14 @@ class History(ObservedBatches):
         moving.settled = RULE
 
     def made(self, cache: Any) -> Any:
-        return RowClasses(cache) if "classes" in self.case.names else cache
+        return SegmentedCache(cache) if "classes" in self.case.names else cache
 
     def _new(self, rows: int) -> Any:
         if not self.observes:
             return Batches._new(self, rows)
         batches, singles = super()._new(rows)
         if "classes" in self.case.names:
-            batches = [RowClasses(cache) for cache in batches]
+            batches = [SegmentedCache(cache) for cache in batches]
         return batches, singles
 
     def _again(self, caches: list[Any]) -> None:

@@ -11,8 +11,8 @@ from classes import attend
 from oracle import HEADS, QUERY_HEADS
 
 from mlx_kv import Geometric, KVCache, RingKVCache
-from mlx_kv.cache.classes import RowClasses, moving
 from mlx_kv.cache.growth import DEFAULT, Growth
+from mlx_kv.cache.segments import SegmentedCache, moving
 
 DIM = 32
 
@@ -33,11 +33,13 @@ def row_of(tokens: int, announced: int = 0, growth: Growth = DEFAULT) -> KVCache
     return cache
 
 
-def batch_of(rows: list[KVCache]) -> RowClasses:
-    return RowClasses.merge([RowClasses(row) for row in rows])
+def batch_of(rows: list[KVCache]) -> SegmentedCache:
+    return SegmentedCache.merge([SegmentedCache(row) for row in rows])
 
 
-def check_steps(batch: RowClasses, alone: list[KVCache], steps: int, window: int | None = None, new: int = 1) -> None:
+def check_steps(
+    batch: SegmentedCache, alone: list[KVCache], steps: int, window: int | None = None, new: int = 1
+) -> None:
     """Writes of some tokens, each row as if it were alone."""
     for _ in range(steps):
         q, k, v = (random(len(alone), heads, new, DIM) for heads in (QUERY_HEADS, HEADS, HEADS))
@@ -47,7 +49,7 @@ def check_steps(batch: RowClasses, alone: list[KVCache], steps: int, window: int
             np.testing.assert_allclose(np.array(got[row]), np.array(wanted[0]), atol=2e-5, rtol=2e-5)
 
 
-def rows_by_capacity(batch: RowClasses) -> dict[int, int]:
+def rows_by_capacity(batch: SegmentedCache) -> dict[int, int]:
     """Rows of each capacity."""
     return {cache.capacity: len(cache.view.rows) for cache in batch.parts}
 
@@ -58,7 +60,7 @@ def test_who_comes_and_goes_leaves_other_classes_in_place() -> None:
     assert rows_by_capacity(batch) == {256: 2, 6144: 1}
     long = next(cache for cache in batch.parts if cache.size() == 6000)
     rows.append(row_of(50))
-    batch.extend(RowClasses(rows[3]))
+    batch.extend(SegmentedCache(rows[3]))
     assert rows_by_capacity(batch) == {256: 3, 6144: 1}
     assert any(cache is long for cache in batch.parts)
     check_steps(batch, rows, 3)
@@ -128,11 +130,11 @@ def test_layers_that_stand_alike_share_a_mask() -> None:
 def test_other_kinds_of_caches_are_refused() -> None:
     batch = batch_of([row_of(900), row_of(20)])
     with pytest.raises(ValueError, match="layout"):
-        batch.extend(RowClasses(RingKVCache(32)))
+        batch.extend(SegmentedCache(RingKVCache(32)))
     with pytest.raises(ValueError, match="one kind"):
         batch.extend(row_of(3))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="at least one"):
-        RowClasses.merge([])
+        SegmentedCache.merge([])
     with pytest.raises(ValueError, match="rows 3, but this batch has rows 2"):
         batch.update_and_fetch(random(3, HEADS, 1, DIM), random(3, HEADS, 1, DIM))
     with pytest.raises(ValueError, match="lengths is"):

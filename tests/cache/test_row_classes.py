@@ -14,8 +14,8 @@ from hypothesis.stateful import initialize, run_state_machine_as_test
 from test_batch_rows import Batches, Kind, kinds
 
 from mlx_kv import CachePolicy, KVCache
-from mlx_kv.cache.classes import DeferredMask, RowClasses, moving
-from mlx_kv.cache.classes.moving import Parts
+from mlx_kv.cache.segments import DeferredMask, SegmentedCache, moving
+from mlx_kv.cache.segments.moving import Parts
 
 RULE = moving.settled
 
@@ -24,7 +24,7 @@ class ClassedBatches(Batches):
     """The same histories, of batches whose rows go from class to class."""
 
     def made(self, cache: KVCache) -> Any:
-        return RowClasses(cache)
+        return SegmentedCache(cache)
 
     @initialize(kind=kinds(), rows=st.integers(1, 3), seed=st.integers(0, 999), period=st.sampled_from([1, 2, 3, 32]))
     def begin(self, kind: Kind, rows: int, seed: int, period: int) -> None:
@@ -51,7 +51,7 @@ def rows_stay_shuffled(self: Parts, outputs: Any) -> Any:
     return mx.concatenate(list(outputs))
 
 
-def forgets_copies_between(self: RowClasses, moved: moving.Moved) -> None:
+def forgets_copies_between(self: SegmentedCache, moved: moving.Moved) -> None:
     self._put(moved.parts)
 
 
@@ -64,7 +64,7 @@ BUDGET = Kind(CachePolicy(budget=12, keep_recent=4, sinks=2, margin=3, score="ke
 FULL = Kind(CachePolicy())
 PLANTED = {
     "rows come back in another order": (Parts, "joined", rows_stay_shuffled, FULL),
-    "layers of a sequence lose one another": (RowClasses, "_settled", forgets_copies_between, BUDGET),
+    "layers of a sequence lose one another": (SegmentedCache, "_settled", forgets_copies_between, BUDGET),
     "one mask serves all classes": (DeferredMask, "of", one_mask_for_all, FULL),
 }
 

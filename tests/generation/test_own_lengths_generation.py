@@ -11,7 +11,7 @@ from test_batch_generation import PROMPTS, alone, gathered
 from tiny_models import make_model
 
 from mlx_kv import CachePolicy, batch_generate
-from mlx_kv.cache.classes import moving
+from mlx_kv.cache.segments import moving
 
 SHAPE: dict[str, Any] = {"budget": 24, "keep_recent": 8, "sinks": 2, "margin": 9}
 TABLE = ((3.0, 0.1), (1.0, 0.3), (0.0, 1.2))  # of three layers of two heads

@@ -12,7 +12,7 @@ from test_batch_generation import POLICIES, PROMPTS, alone, gathered, shaken
 from tiny_models import VOCAB, make_model
 
 from mlx_kv import CachePolicy, batch_generate
-from mlx_kv.cache.classes import RowClasses, moving
+from mlx_kv.cache.segments import SegmentedCache, moving
 from mlx_kv.generation.engine import make_engine
 from mlx_kv.generation.sequence import TokenSequence
 from mlx_kv.mlxlm.traverse import leaves
@@ -62,7 +62,7 @@ def test_a_row_that_is_taken_out_goes_on(policy: str) -> None:
             counts[token.index] += 1
     for index, prompt in enumerate(PROMPTS[:5]):
         caches: Any = engine.extract(index)
-        assert not any(isinstance(cache, RowClasses) for cache in leaves(caches))
+        assert not any(isinstance(cache, SegmentedCache) for cache in leaves(caches))
         text, read = [*prompt, *alone("llama", settings, 24, step=8)[index]], int(caches[0].offset)
         steps = generate_step(mx.array(text[read : read + 1]), model, max_tokens=5, prompt_cache=caches)
         assert [int(token) for token, _ in steps] == text[read + 1 :][:5]

@@ -12,7 +12,7 @@ from family_columns import drafted, ragged
 from family_model import Family
 from test_visibility import NOT_JUST_SEEN, UNREADABLE
 
-from mlx_kv.cache.classes import RowClasses, moving
+from mlx_kv.cache.segments import SegmentedCache, moving
 from mlx_kv.generation.prefill import read_ragged
 from mlx_kv.mlxlm.batching import RowsByClass, rows_must_be_equal
 from mlx_kv.mlxlm.convert import make_prompt_cache
@@ -45,15 +45,15 @@ def test_a_model_that_takes_none_keeps_what_it_has() -> None:
     caches = make_prompt_cache(model)
     assert all(got is cache for got, cache in zip(RowsByClass(model, 8).of(caches), caches, strict=True))
     model = make_family("llama")
-    assert not any(isinstance(cache, RowClasses) for cache in RowsByClass(model, 1).of(make_prompt_cache(model)))
+    assert not any(isinstance(cache, SegmentedCache) for cache in RowsByClass(model, 1).of(make_prompt_cache(model)))
 
 
 def test_without_its_seam_no_batch_is_kept_by_class() -> None:
     model = make_family("llama")
     rows = RowsByClass(model, 2)
-    assert all(isinstance(cache, RowClasses) for cache in rows.of(make_prompt_cache(model)))
+    assert all(isinstance(cache, SegmentedCache) for cache in rows.of(make_prompt_cache(model)))
     rows.close()
-    assert not any(isinstance(cache, RowClasses) for cache in rows.of(make_prompt_cache(model)))
+    assert not any(isinstance(cache, SegmentedCache) for cache in rows.of(make_prompt_cache(model)))
 
 
 def test_rows_of_one_class_are_read_bit_for_bit_as_ever() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,8 +15,9 @@ from mlx_kv import CachePolicy
 from mlx_kv.generation.statistics import cache_statistics
 from mlx_kv.generation.two_pass_prefill import TwoPassPrefill
 from mlx_kv.planning import Layer, RowMemory
+from mlx_kv.prefixes.index import packed
 from mlx_kv.server.api import Limits
-from mlx_kv.server.memory import MemoryLimit, RowPlan, RowSlots, default_limit
+from mlx_kv.server.memory import MemoryLimit, RowPlan, RowSlots, default_limit, with_shared
 from mlx_kv.server.worker import Worker
 
 
@@ -105,6 +107,37 @@ def test_a_limit_of_three_rows_serves_sixteen_clients_without_an_error() -> None
     assert watched.rows == 3
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("prompt_memory_bytes", [2**28, 0], ids=["prompts are kept", "prompts are not kept"])
+def test_a_limit_of_four_copies_serves_sixteen_clients_that_share_a_prompt_at_once(prompt_memory_bytes: int) -> None:
+    with running(max_batch_size=16) as free:
+        plan, weights = free.worker.default_plan, free.worker.limit.weights
+        prompts = [LONG[:6000] + f"def number_{index}(n):\n" for index in range(16)]
+        wanted = [free.complete(prompt, 96) for prompt in prompts]
+        tokens = free.post(prompt=prompts[0], max_tokens=1).json()["usage"]["prompt_tokens"]
+    limit = weights + 4 * plan.nbytes(tokens + 96)
+    settings = {"max_batch_size": 16, "memory_limit": limit, "prompt_memory_bytes": prompt_memory_bytes}
+    with running(**settings) as server, ThreadPoolExecutor(16) as pool:
+        watched = Watched(server.worker)
+        assert list(pool.map(lambda prompt: server.complete(prompt, 96), prompts)) == wanted
+    assert watched.rows == 16
+    assert 0.2 < watched.most <= 1
+
+
+def test_rows_that_share_are_planned_with_what_they_share_once() -> None:
+    plan = RowPlan(RowMemory.of((Layer("full", bytes_per_slot=1),), CachePolicy()), class_slots=4096, shares=True)
+    common, rows = packed(range(2000)), [RowSlots(2010, 2064)] * 16
+    prompts: list[bytes | None] = [common + packed([5000 + row] * 10) for row in range(16)]
+    assert [(row.first, row.shared) for row in with_shared(rows, prompts)] == [(0, 2000), *[(2000, 2000)] * 15]
+    assert plan.together(with_shared(rows, prompts)) == 2000 + 16 * 96 + 2 * 2304
+    whole = plan.together(rows)
+    assert whole == 16 * 2304
+    assert plan.together(with_shared(rows, [None] * 16)) == whole
+    few = with_shared(rows[:3], prompts[:3])  # saves less than it takes to be sure that they share
+    assert plan.together(few) == plan.together(rows[:3])
+    assert replace(plan, shares=False).together(with_shared(rows, prompts)) == whole
+
+
 def test_what_never_fits_is_refused_with_the_figure() -> None:
     with running(max_batch_size=4) as free:
         plan, weights = free.worker.default_plan, free.worker.limit.weights
@@ -140,9 +173,9 @@ def test_a_limit_that_weights_alone_exceed_ends_the_start() -> None:
 def test_a_plan_counts_slots_as_caches_take_them() -> None:
     layers = Layer("sliding", bytes_per_slot=10, most_slots=512), Layer("full", bytes_per_slot=4, state_bytes=100)
     plan = RowPlan(RowMemory.of(layers, CachePolicy()))
-    assert plan.slots(200, 56) == (200, 256)
-    assert plan.slots(200, 57) == (200, 512)
-    assert plan.slots(1000, 20_000) == (1000, 29_440)  # which may grow to 8,192 more than needed, in multiples of 256
+    assert plan.slots(200, 56).slots == 256
+    assert plan.slots(1000, 20_000).slots == 1000 + 20_000 + 8192  # it may grow to 8,192 more than needed
+    assert plan.nbytes(257) == plan.nbytes(512)  # in multiples of 256
     assert plan.nbytes(256) == 100 + 256 * 14
     assert plan.nbytes(1024) == 100 + 5120 + 4096
     rows = [RowSlots(100, 256), RowSlots(900, 1024)]

@@ -16,8 +16,8 @@ from serving import PLENTY, SOURCE, Running, running
 from tiny_models import make_model
 
 from mlx_kv import CachePolicy, cache_statistics, make_prompt_cache
-from mlx_kv.cache.classes import moving
 from mlx_kv.cache.eviction.evictor import Evictor
+from mlx_kv.cache.segments import moving
 from mlx_kv.generation.prefill import read_ragged
 from mlx_kv.mlxlm.batching import RowsByClass
 from mlx_kv.server.memory import occupancy_of, position_ranges, tokens_evicted

@@ -3,7 +3,19 @@
 from __future__ import annotations
 
 from mlx_kv.cache.attention.answers import PackedAnswer, ResidualAnswer
-from mlx_kv.cache.attention.blocks import attend
-from mlx_kv.cache.attention.operands import Dense, Joined, Operand, Packed
+from mlx_kv.cache.attention.blocks import Partial, attend, attend_partly, merged
+from mlx_kv.cache.attention.operands import Dense, Joined, Operand, Packed, operand_of
 
-__all__ = ["Dense", "Joined", "Operand", "Packed", "PackedAnswer", "ResidualAnswer", "attend"]
+__all__ = [
+    "Dense",
+    "Joined",
+    "Operand",
+    "Packed",
+    "PackedAnswer",
+    "Partial",
+    "ResidualAnswer",
+    "attend",
+    "attend_partly",
+    "merged",
+    "operand_of",
+]

@@ -65,7 +65,7 @@ class ResidualAnswer:
         if slots == 0:
             return attend(call.queries, Dense(keys), Dense(values), call.scale, mask, call.sinks)
         both_keys, both_values = (
-            Joined(Packed(planes, packing), Dense(new), slots)
+            Joined([Packed(planes, packing), Dense(new)], [slots, int(new.shape[2])])
             for planes, packing, new in zip((call.keys, call.values), self._packings, (keys, values), strict=True)
         )
         return attend(call.queries, both_keys, both_values, call.scale, mask, call.sinks)

@@ -14,11 +14,12 @@ B rows, H KV heads, N slots, D head dim, G groups, m queries of all query heads 
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import mlx.core as mx
 
-from mlx_kv.cache.codecs import Packing, Planes
+from mlx_kv.cache.codecs import Codec, Packing, Planes
 from mlx_kv.cache.codecs.rotation import rotated
 
 BLOCK_ELEMENTS = 2**19  # converted to floats at a time, of all rows and heads: 2 MB
@@ -69,32 +70,47 @@ class Dense:
 
 
 class Joined:
-    """Two tensors, the slots of one after those of the other.
+    """Several tensors, the slots of one after those of the other.
 
     Args:
-        first, second: of the same B, H and D.
-        apart: slots of the first that are used.
+        parts: of the same B, H and D.
+        counts: first slots of each part that are used.
     """
 
-    def __init__(self, first: Operand, second: Operand, apart: int) -> None:
-        self._first, self._second, self._apart = first, second, apart
+    def __init__(self, parts: Sequence[Operand], counts: Sequence[int]) -> None:
+        self._parts, self._counts = parts, counts
+
+    @staticmethod
+    def of(parts: Sequence[Operand], counts: Sequence[int]) -> Operand:
+        """The same; one part alone stays what it is."""
+        return parts[0] if len(parts) == 1 else Joined(parts, counts)
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        rows, heads, slots, dim = self._second.shape
-        return rows, heads, self._apart + slots, dim
+        rows, heads, _, dim = self._parts[0].shape
+        return rows, heads, sum(self._counts), dim
 
     def scores(self, queries: mx.array, slots: int) -> mx.array:
-        if slots <= self._apart:
-            return self._first.scores(queries, slots)
-        beside = self._second.scores(queries, slots - self._apart)
-        return mx.concatenate([self._first.scores(queries, self._apart), beside], axis=-1)
+        each = [part.scores(queries, last - first) for part, first, last in self._used(slots)]
+        return each[0] if len(each) == 1 else mx.concatenate(each, axis=-1)
 
     def mixed(self, weights: mx.array, slots: int) -> mx.array:
-        if slots <= self._apart:
-            return self._first.mixed(weights, slots)
-        beside = self._second.mixed(weights[..., self._apart :], slots - self._apart)
-        return self._first.mixed(weights[..., : self._apart], self._apart) + beside
+        each = [part.mixed(weights[..., first:last], last - first) for part, first, last in self._used(slots)]
+        return sum(each[1:], each[0])
+
+    def _used(self, slots: int) -> Iterator[tuple[Operand, int, int]]:
+        """The parts that have the first slots, each with its range of them."""
+        first = 0
+        for part, count in zip(self._parts, self._counts, strict=True):
+            last = min(first + count, slots)
+            if last > first:
+                yield part, first, last
+            first = last
+
+
+def operand_of(codec: Codec, planes: Planes, dtype: mx.Dtype) -> Operand:
+    """A stored tensor as an operand: packed where its codec can be read so, else decoded."""
+    return Dense(codec.decode(planes, dtype)) if codec.packed is None else Packed(planes, codec.packed)
 
 
 class Packed:

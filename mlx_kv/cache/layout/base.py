@@ -24,6 +24,7 @@ class Row(NamedTuple):
         front: the first position after the sinks that attention reads.
         extra_slots: tokens of the longest head of this layer minus the mean over all heads of all layers: below 0 in a
             layer of few tokens, 0 where all heads hold the same number.
+        shared: first tokens that lie in shared segments (`cache.segments`), not in slots of this cache.
     """
 
     start: int = 0
@@ -31,6 +32,7 @@ class Row(NamedTuple):
     high: int = 0
     front: int = 0
     extra_slots: int = 0
+    shared: int = 0
 
     @property
     def end(self) -> int:
@@ -40,7 +42,7 @@ class Row(NamedTuple):
     @property
     def evicted(self) -> int:
         """Tokens that are gone, of all heads on average."""
-        return self.extra_slots - self.start
+        return self.extra_slots - self.start - self.shared
 
 
 Ranges = tuple[tuple[int, int], ...]
@@ -183,7 +185,10 @@ def trim_rows(layout: Layout, rows: tuple[Row, ...], counts: tuple[int, ...]) ->
 def trimmed(layout: Layout, row: Row, count: int) -> Row:
     """A row without its last `count` tokens."""
     offset = row.offset - count
-    return Row(row.start, offset, row.high, min(row.front, layout.first_seen(offset)), row.extra_slots)
+    row = row._replace(offset=offset, front=min(row.front, layout.first_seen(offset)))
+    if offset >= row.shared:
+        return row
+    return row._replace(start=row.start + row.shared - max(0, offset), shared=max(0, offset))
 
 
 # --- write capacity ---------------------------------------------------------------------------------------------------

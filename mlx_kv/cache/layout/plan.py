@@ -68,7 +68,7 @@ class Plan:
         self.counts = (new,) * len(rows) if counts is None else counts
         self.filled = first.end if alone else max([row.end for row in rows])
         self.uniform = not self.padded and (
-            alone or len({(row.start, row.offset, row.front, row.extra_slots) for row in rows}) == 1
+            alone or len({(row.start, row.offset, row.front, row.extra_slots, row.shared) for row in rows}) == 1
         )
         end = self.filled + new
         if self.padded:

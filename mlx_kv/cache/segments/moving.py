@@ -6,14 +6,15 @@ Rows that stay together stay in place: only caches that rows leave or join are m
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import mlx.core as mx
 
-from mlx_kv.cache.classes.rule import Group, Groups, settled
-from mlx_kv.cache.growth import round_up
 from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.cache.layout import NO_LIMIT, enough_slots
+from mlx_kv.cache.segments.rule import Group, Groups, settled
+from mlx_kv.cache.segments.segment import Chain, shared_tokens, with_shared
 
 # Slots that one class more has to save, for what it costs: some ten calls in each layer and step. On a CPU that is
 # the time in which attention reads a thousand slots or two; a GPU reads more of them meanwhile.
@@ -71,7 +72,35 @@ def moved_to_classes(parts: Sequence[Part], held: int, lengths: Sequence[int] | 
     together = Parts(parts)
     groups = [tuple(sorted(part.rows)) for part in parts]
     needs = _needs(together, lengths)
-    return Moved(parts, settled(needs, tuple(groups[:held]), tuple(groups[held:]), _least_saved()), held)
+    return Moved(parts, settled(needs, tuple(groups[:held]), tuple(groups[held:]), least_saved()), held)
+
+
+def sharing(parts: Sequence[Part], chains: Sequence[Chain], held: int) -> tuple[list[Part], int]:
+    """The parts after each row reads as many tokens from segments as pays.
+
+    Args:
+        parts: with every row once; the first `held` of them are the batch's own.
+        chains: of each row.
+
+    Returns:
+        The parts, and how many of them are the batch's own.
+    """
+    if not any(chains):
+        return list(parts), held
+    now = {row: own.shared for cache, rows, _ in parts for row, own in zip(rows, cache.view.rows, strict=True)}
+    wanted = shared_tokens(chains, [now[row] for row in range(len(now))], least_saved())
+    stay, changed, kept = list[Part](), list[Part](), 0
+    for number, part in enumerate(parts):
+        staying = [index for index, row in enumerate(part.rows) if wanted[row] == now[row]]
+        for index in sorted(set(range(len(part.rows))) - set(staying)):
+            row = part.rows[index]
+            changed.append(part_of(with_shared(chains[row], part.cache.select([index]), wanted[row]), [row]))
+        if staying and len(staying) < len(part.rows):
+            part = part_of(part.cache.select(staying), [part.rows[index] for index in staying])
+        if staying:
+            stay.append(part)
+            kept += number < held
+    return [*stay, *changed], kept
 
 
 def moved_where_they_grow(parts: Parts, new: int) -> Parts:
@@ -85,17 +114,19 @@ def moved_where_they_grow(parts: Parts, new: int) -> Parts:
         view, capacity = cache.view, cache.capacity
         ends = {row: own.end + new for row, own in zip(rows, view.rows, strict=True)}
         beyond = [row for row in sorted(rows) if ends[row] > capacity]
+        announced = dict(zip(rows, view.announced, strict=True))
         for row in beyond:
-            needs[row] = max(needs[row], round_up(view.growth.capacity(ends[row], capacity)))
+            if max(view.reserved, announced[row]) < ends[row]:
+                needs[row] = max(needs[row], view.round_up(view.growth.capacity(ends[row], capacity)))
         if len(beyond) < len(rows):
             growing.extend([tuple(beyond)] if beyond else [])
             staying.append(tuple([row for row in sorted(rows) if row not in beyond]))
         else:  # a class that grows as it is
             staying.append(tuple(beyond))
-    as_it_is = settled(tuple(needs), parts.groups, (), _least_saved())
+    as_it_is = settled(tuple(needs), parts.groups, (), least_saved())
     if not growing or as_it_is == parts.groups:
         return parts
-    return Moved(tuple(parts), settled(tuple(needs), tuple(staying), tuple(growing), _least_saved()), len(parts)).parts
+    return Moved(tuple(parts), settled(tuple(needs), tuple(staying), tuple(growing), least_saved()), len(parts)).parts
 
 
 def room_in(parts: Parts) -> int:
@@ -120,11 +151,12 @@ def _needs(parts: Parts, lengths: Sequence[int] | None = None) -> tuple[int, ...
         row = view.rows[index]
         end = row.end + (1 if lengths is None else lengths[number])
         announced = max(view.reserved, view.announced[index])
-        needs.append(round_up(max(1, min(max(end, announced), enough_slots(view.layout, [row])))))
+        needs.append(view.round_up(max(1, min(max(end, announced), enough_slots(view.layout, [row])))))
     return tuple(needs)
 
 
-def _least_saved() -> int:
+def least_saved() -> int:
+    """Slots that one class more has to save."""
     return LEAST_SAVED[mx.default_device().type]
 
 
@@ -182,7 +214,7 @@ class Parts:
         """The rows of each, in rising order."""
         return tuple(sorted([tuple(sorted(part.rows)) for part in self._parts]))
 
-    @property
+    @cached_property
     def places(self) -> list[tuple[KVCache, int]]:
         """Of each row of the batch, its cache and which row of that it is."""
         found = {row: (part.cache, index) for part in self._parts for index, row in enumerate(part.rows)}

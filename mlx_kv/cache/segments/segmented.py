@@ -1,12 +1,12 @@
-"""Rows of one layer in several caches, by the slots that they need, in the place of one cache for all of them.
+"""The keys and values of one layer of a batch: shared segments, and the rows' tails, grouped by length.
 
-Decides in which order the caches are asked, and hands on all else: rings, budgets and codecs are theirs, and which rows
-are together is decided in `moving`. While one cache has all rows, it is asked as if it stood here itself.
+Tails are rows of `KVCache`s, one for each capacity class (`rule`, `moving`): rings, budgets and codecs are theirs.
+While one cache has all rows, and no row has a segment, that cache serves the model as if it stood here itself.
 B rows, Hq query heads, H KV heads, S new tokens, Dk and Dv head dims.
 
-    make_mask(S)            -> a DeferredMask: each cache makes its own, when it is attended to
-    update_and_fetch(k, v)  -> the same k and v: what is read of several caches, no one pair of arrays could say
-    attend(call)            -> of each cache: make_mask -> update_and_fetch -> attention, of its rows
+    make_mask(S)            -> a DeferredMask: each tail makes its own mask in `attend`
+    update_and_fetch(k, v)  -> the same k and v, since no single pair of arrays holds what is read
+    attend(call)            -> of each tail: make_mask -> update_and_fetch -> attention; merged with that over segments
 """
 
 from __future__ import annotations
@@ -17,48 +17,80 @@ from typing import Any, Self
 
 import mlx.core as mx
 
+from mlx_kv.cache.attention import Partial, merged
 from mlx_kv.cache.checks import whole_numbers
-from mlx_kv.cache.classes.moving import Moved, Part, Parts, moved_to_classes, moved_where_they_grow, part_of, room_in
 from mlx_kv.cache.kv_cache import KVCache, check_joinable
 from mlx_kv.cache.layout import Layout
-from mlx_kv.cache.mask import Mask
 from mlx_kv.cache.protocol import Call, Fetched, Hook
 from mlx_kv.cache.rows import check_padding, check_rows
+from mlx_kv.cache.segments.deferred_mask import DeferredMask
+from mlx_kv.cache.segments.moving import (
+    Moved,
+    Part,
+    Parts,
+    moved_to_classes,
+    moved_where_they_grow,
+    part_of,
+    room_in,
+    sharing,
+)
+from mlx_kv.cache.segments.segment import (
+    Chain,
+    Reading,
+    Segment,
+    attend_tails,
+    of_all_rows,
+    readings_of,
+    segment_of,
+    with_chain,
+    with_shared,
+)
+from mlx_kv.cache.state import cut_chain
 
 
-class RowClasses:
-    """Keys and values of one layer for a batch whose rows differ in length, each held and read as long as it is.
+class SegmentedCache:
+    """Keys and values of one layer for a batch. It needs patched attention (`mlxlm.attention.AttentionPatch`).
 
-    It stands where a batched cache stands in mlx-lm's loops and ours, and needs attention to be asked for through a
-    seam (`mlxlm.attention.AttentionPatch`). What comes out of it again, by `extract`, is a `KVCache`.
+    Takes the place of a batched cache in generation loops. `extract` returns a `KVCache`. Methods and their errors are
+    those of `KVCache`; an error changes nothing.
 
     Args:
-        cache: which it goes on with; of one row, or of several in the order of the batch.
+        cache: of one row, or of several in the order of the batch. The chain of a single row is used as soon as other
+            rows have its segments, too.
     """
 
     def __init__(self, cache: KVCache) -> None:
-        self._begin([part_of(cache, range(len(cache.view.rows)))])
+        rows = range(len(cache.view.rows))
+        self._begin([part_of(cache, rows)], [cache.view.chain for _ in rows])
 
     @classmethod
-    def _of(cls, parts: Sequence[Part]) -> Self:
+    def _of(cls, parts: Sequence[Part], chains: Sequence[Chain]) -> Self:
         made = cls.__new__(cls)
-        made._begin(parts)
+        made._begin(parts, chains)
         return made
 
-    def _begin(self, parts: Sequence[Part]) -> None:
+    def _begin(self, parts: Sequence[Part], chains: Sequence[Chain]) -> None:
+        self._chains = list(chains)  # of each row of the batch
         self._put(Parts(parts))
         self._passing: list[object] = []
         self._pending: tuple[mx.array, mx.array] | None = None
 
     def _put(self, parts: Parts) -> None:
         self._parts = parts
-        self._only = parts.first if len(parts) == 1 else None  # the cache that has all rows, if one has
-        self._room = 0  # tokens that come before it must be looked whether a row outgrows its class
+        # The cache that serves the model alone, if there is one.
+        self._only = parts.first if len(parts) == 1 and not any(self._chains) else None
+        self._room = 0  # tokens until some row may outgrow its class
+        self._readings: list[Reading] | None = None  # None: to be found anew
 
     @property
     def parts(self) -> tuple[KVCache, ...]:
         """The caches, one for each class."""
         return self._parts.caches
+
+    @property
+    def segments(self) -> list[Segment]:
+        """The segments that rows refer to, each once."""
+        return list(dict.fromkeys(segment for chain in self._chains for segment, _ in chain))
 
     @property
     def places(self) -> list[tuple[KVCache, int]]:
@@ -102,25 +134,42 @@ class RowClasses:
         return self if self._only is None else self._only.attention_hook
 
     def attend(self, call: Call) -> mx.array:
-        """(B, Hq, S, Dv): of each cache the attention of its rows, after their update."""
+        """(B, Hq, S, Dv): attention of every row after its update."""
         mask = call.mask
         assert self._pending is not None, "attention comes once, after each update"
         assert isinstance(mask, DeferredMask), "models that do not hand on the mask are not asked by class"
         (keys, values), self._pending = self._pending, None
         self._make_room(keys.shape[2])
-        outputs = []
-        for number, (cache, _, take) in enumerate(self._parts):
+        readings = self._find_readings()
+        outputs: list[mx.array] = []
+        partials: list[tuple[tuple[int, ...], Partial]] = []
+        for number, (cache, rows, take) in enumerate(self._parts):
             queries, lengths = call.queries[take], cache.view.lengths
             if lengths is not None and not any(lengths) and cache.evictor is None:
-                # Nothing but padding, which nobody looks at: prompts of other classes are longer.
+                # Only padding, whose outputs are not used, but finite: prompts of other classes are longer.
                 outputs.append(mx.zeros((*queries.shape[:3], values.shape[3]), queries.dtype))
+                blank = mx.zeros((*queries.shape[:3], 1))
+                partials.append((rows, Partial(outputs[-1].astype(mx.float32), blank, blank + 1)))
                 continue
             made = mask.of(number, cache)
             read, read_values = cache.update_and_fetch(keys[take], values[take])
             own = call.changed(queries=queries, keys=read, values=read_values, cache=cache, mask=made)
-            hook = cache.attention_hook
-            outputs.append(own.forward() if hook is None else hook.attend(own))
-        return self._parts.joined(outputs)
+            if readings:
+                partials.append((rows, attend_tails(own, cache)))
+            else:
+                hook = cache.attention_hook
+                outputs.append(own.forward() if hook is None else hook.attend(own))
+        if not readings:
+            return self._parts.joined(outputs)
+        partials += [(reading.rows, reading.attend(call.queries, call.scale)) for reading in readings]
+        everyone = [of_all_rows(rows, partial, self._parts.rows) for rows, partial in partials]
+        return merged(everyone, call.sinks).astype(call.queries.dtype)
+
+    def _find_readings(self) -> list[Reading]:
+        if self._readings is None:
+            shared = [cache.view.rows[index].shared for cache, index in self._parts.places]
+            self._readings = readings_of(self._chains, shared)
+        return self._readings
 
     def _make_room(self, new: int) -> None:
         if self._room < new:
@@ -133,7 +182,7 @@ class RowClasses:
     # --- rows -----------------------------------------------------------------------------------------------------
 
     @classmethod
-    def merge(cls, caches: Sequence[RowClasses]) -> Self:
+    def merge(cls, caches: Sequence[SegmentedCache]) -> Self:
         """A batch of copies of the rows of several, in their order.
 
         Raises:
@@ -141,60 +190,63 @@ class RowClasses:
         """
         if not caches:
             raise ValueError("got no cache to merge: give at least one")
-        made = cls._of(())
+        made = cls._of((), ())
         made._join(caches)
         return made
 
-    def extend(self, other: RowClasses) -> None:
-        """Takes copies of another's rows, after its own. The rows of classes that none of them comes to stay in place.
-
-        Raises:
-            ValueError: it stores otherwise; nothing has changed then.
-        """
+    def extend(self, other: SegmentedCache) -> None:
+        """Adds copies of another's rows after its own. Rows of classes that none of them joins stay in place."""
         self._join([other])
 
-    def _join(self, others: Sequence[RowClasses]) -> None:
+    def _join(self, others: Sequence[SegmentedCache]) -> None:
         parts = list(self._parts)
         held = len(parts)
         for index, other in enumerate(others, min(held, 1)):
             first = sum(len(part.rows) for part in parts)
-            if not isinstance(other, RowClasses):
+            if not isinstance(other, SegmentedCache):
                 raise ValueError(f"cache {index} is a {type(other).__name__}: only caches of one kind can be one batch")
             for cache, rows, _ in other._parts:
                 check_joinable(index, parts[0].cache if parts else cache, cache)
                 parts.append(part_of(cache, [first + row for row in rows]))
-        self._settled(moved_to_classes(parts, held))
+        self._chains.extend(chain for other in others for chain in other._chains)
+        self._settled(moved_to_classes(*sharing(parts, self._chains, held)))
 
     def _settled(self, moved: Moved) -> None:
         self._put(moved.parts)
         self._passing = [*self._passing, *moved.passing]
 
-    def extract(self, index: int) -> KVCache:
-        """A copy of one row, as a cache of its own: see `KVCache.extract`.
+    def share(self, index: int, tokens: int) -> None:
+        """Makes the first tokens of a row segments, as far as they are not, so that copies of the row can share them.
 
-        Raises:
-            ValueError: there is no such row.
+        Args:
+            tokens: that the row holds, in a cache that keeps all of them.
         """
+        chain = self._chains[index]
+        known = sum(count for _, count in chain)
+        if known < tokens:
+            single = with_shared(chain, self.extract(index), 0)
+            segment = segment_of(single, known, tokens)
+            mx.eval([buffer.planes for buffer in segment.buffers])
+            self._chains[index] = (*chain, (segment, tokens - known))
+
+    def extract(self, index: int) -> KVCache:
+        """A copy of one row, as a cache of its own, with slots for all of its tokens."""
         check_rows([index], self._parts.rows)
         cache, row = self._parts.places[index]
-        return cache.extract(row)
+        return with_chain(with_shared(self._chains[index], cache.extract(row), 0), self._chains[index])
 
     def filter(self, batch_indices: Sequence[int] | mx.array) -> None:
-        """Keeps only these rows, in this order; the memory of the others is given back, and what only they needed.
-
-        Raises:
-            ValueError: no row, or one that is not there; nothing has changed then.
-        """
+        """Keeps only these rows, in this order; frees the others, and what only they needed."""
         chosen = list(whole_numbers(batch_indices, self._parts.rows))
         check_rows(chosen, self._parts.rows)
         if chosen == list(range(self._parts.rows)):
             return
-        parts = []
+        parts, self._chains = [], [self._chains[row] for row in chosen]
         for cache, rows, _ in self._parts:
             if kept := [row for row in chosen if row in rows]:
                 cache.filter([rows.index(row) for row in kept])
                 parts.append(part_of(cache, [chosen.index(row) for row in kept]))
-        self._settled(moved_to_classes(parts, len(parts)))
+        self._settled(moved_to_classes(*sharing(parts, self._chains, len(parts))))
 
     def prepare(
         self,
@@ -203,11 +255,7 @@ class RowClasses:
         right_padding: Sequence[int] | None = None,
         left_padding: Sequence[int] | None = None,
     ) -> None:
-        """Announces padding in the tokens that come: see `KVCache.prepare`.
-
-        Raises:
-            ValueError: as there; nothing has changed then.
-        """
+        """Announces padding in the tokens that come."""
         check_padding(self._parts.rows, self.empty(), lengths, left_padding)
         if lengths is not None and all(cache.view.lengths is None for cache in self.parts):
             self._settled(moved_to_classes(tuple(self._parts), len(self._parts), lengths))
@@ -243,26 +291,22 @@ class RowClasses:
         return all(cache.can_trim([counts[row] for row in rows]) for cache, rows, _ in self._parts)
 
     def trim(self, n: int) -> int:
-        """Drops the last n tokens of every row, without moving anything, and returns n.
-
-        Raises:
-            ValueError: as `trim_per_sequence`.
-        """
+        """Drops the last n tokens of every row, without moving anything, and returns n."""
         self.trim_per_sequence([n] * self._parts.rows)
         return n
 
     def trim_per_sequence(self, n: Sequence[int] | mx.array) -> None:
-        """Drops the last n[i] tokens of row i, without moving anything.
-
-        Raises:
-            ValueError: a wrong number of counts, or one that its row cannot give; nothing has changed then.
-        """
+        """Drops the last n[i] tokens of row i, without moving anything."""
         counts, rows = whole_numbers(n, self._parts.rows), self._parts.rows
         if len(counts) != rows:
             raise ValueError(f"got {len(counts)} counts to trim by, but this cache has {rows} rows: give one for each")
         own = [(part.cache, [counts[row] for row in part.rows]) for part in self._parts]
         for cache, each in sorted(own, key=lambda one: one[0].can_trim(one[1])):
-            cache.trim_per_sequence(each)  # those that cannot come first, and say why
+            cache.trim_per_sequence(each)  # those that cannot come first, and raise
+        if any(self._chains):
+            ends = [cache.view.rows[index].offset for cache, index in self._parts.places]
+            self._chains = [cut_chain(chain, end) for chain, end in zip(self._chains, ends, strict=True)]
+            self._readings = None
 
     def compact(self) -> None:
         """Evicts down to the budget now; caches without one do nothing."""
@@ -281,10 +325,7 @@ class RowClasses:
         """The next position: an int where all rows agree, an array (B,) of int32 where they differ."""
         if self._only is not None:
             return self._only.offset
-        offsets = [0] * self._parts.rows
-        for cache, rows, _ in self._parts:
-            for number, row in zip(rows, cache.view.rows, strict=True):
-                offsets[number] = row.offset
+        offsets = [cache.view.rows[index].offset for cache, index in self._parts.places]
         return offsets[0] if len(set(offsets)) == 1 else mx.array(offsets)
 
     @property
@@ -312,12 +353,12 @@ class RowClasses:
     @property
     def nbytes(self) -> int:
         """Bytes allocated, dead slots included."""
-        return sum(cache.nbytes for cache in self.parts)
+        return sum(cache.nbytes for cache in self.parts) + sum(segment.nbytes for segment in self.segments)
 
     @property
     def nbytes_live(self) -> int:
         """Bytes of the slots that hold a token, and of newest tokens as they came."""
-        return sum(cache.nbytes_live for cache in self.parts)
+        return sum(cache.nbytes_live for cache in self.parts) + sum(segment.nbytes for segment in self.segments)
 
     @property
     def nbytes_full(self) -> int:
@@ -345,38 +386,9 @@ class RowClasses:
         return self._only
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        made = memo[id(self)] = self._of([part._replace(cache=copy.deepcopy(part.cache, memo)) for part in self._parts])
+        parts = [part._replace(cache=copy.deepcopy(part.cache, memo)) for part in self._parts]
+        made = memo[id(self)] = self._of(parts, self._chains)
         return made
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(map(repr, self.parts))})"
-
-
-class DeferredMask:
-    """What the caches of one step make their masks of; models hand it on from the layer that was asked to all others.
-
-    Args:
-        new, return_array, window_size: what the model asked `make_mask` for.
-    """
-
-    def __init__(self, new: int, return_array: bool, window_size: int | None) -> None:
-        self._new, self._return_array, self._window = new, return_array, window_size
-        self._known: dict[Any, Mask] = {}  # layers whose caches stand alike share a mask
-
-    def of(self, number: int, cache: KVCache) -> Mask:
-        """The mask of a cache before its update.
-
-        Args:
-            number: of its class. Caches of two classes have histories of their own, and may come to stand alike in what
-                can be seen of them.
-        """
-        if cache.evictor is not None and self._window is not None:  # then integers alone do not say
-            return self._made_by(cache)
-        view = cache.view
-        key = number, view.layout, view.rows, view.lengths
-        if key not in self._known:
-            self._known[key] = self._made_by(cache)
-        return self._known[key]
-
-    def _made_by(self, cache: KVCache) -> Mask:
-        return cache.make_mask(self._new, self._return_array, self._window)
+        return f"{type(self).__name__}({', '.join(map(repr, (*self.parts, *self.segments)))})"

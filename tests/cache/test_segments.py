@@ -1,0 +1,94 @@
+"""Rows that share first tokens: whatever happens to a batch, each row is what it would be alone."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+from classes import anywhere
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, precondition, rule
+from test_batch_rows import MOST_BATCHES, Batches, Kind, Single, kinds
+
+from mlx_kv import KVCache
+from mlx_kv.cache.segments import SegmentedCache, can_share, moving, segment_of, with_chain, with_shared
+from mlx_kv.cache.segments.segment import Chain
+
+RULE, LEAST_SAVED = moving.settled, moving.least_saved
+CUTS = st.lists(st.floats(0, 1), min_size=1, max_size=3)
+
+
+class SharingBatches(Batches):
+    """The same histories, of batches whose rows fork and share what they have read."""
+
+    def made(self, cache: KVCache) -> Any:
+        return SegmentedCache(cache)
+
+    @initialize(
+        kind=kinds(),
+        rows=st.integers(1, 3),
+        seed=st.integers(0, 999),
+        period=st.sampled_from([1, 2, 3, 32]),
+        tokens=st.integers(1, 20),
+        cuts=CUTS,
+        more=st.integers(0, 2),
+    )
+    def begin(self, kind: Kind, rows: int, seed: int, period: int, tokens: int, cuts: list[float], more: int) -> None:
+        moving.settled = anywhere(seed)  # type: ignore[assignment]
+        moving.least_saved = lambda: seed % 30
+        super().begin(kind, 1, seed, period)
+        first = self.batches[0]
+        self._feed(first, tokens, [tokens])
+        if self._fork(first, 0, rows, cuts, more):
+            self.batches.remove(first)
+
+    @precondition(lambda self: len(self.batches) < MOST_BATCHES)
+    @rule(which=st.floats(0, 1), row=st.floats(0, 1), copies=st.integers(1, 3), cuts=CUTS, more=st.integers(0, 2))
+    def fork(self, which: float, row: float, copies: int, cuts: list[float], more: int) -> None:
+        batch = self._pick(which)
+        self._fork(batch, int(row * len(batch[1])) % len(batch[1]), copies, cuts, more)
+
+    def _fork(
+        self, batch: tuple[list[Any], list[Single]], index: int, copies: int, cuts: list[float], more: int
+    ) -> bool:
+        """A batch of copies of one row whose first tokens are segments, of which they may use only a beginning."""
+        caches, singles = batch
+        tails = [cache.extract(index) for cache in caches]
+        length = singles[index].length
+        if not all(map(can_share, tails)):
+            return False
+        chains: list[Chain] = [() for _ in tails]
+        done = 0
+        for end in sorted({int(share * length) for share in cuts} - {0}):
+            for layer, tail in enumerate(tails):
+                longer = segment_of(tail, 0, min(end - done + more, length - done))
+                chains[layer] = (*chains[layer], (longer, end - done))
+                tails[layer] = with_shared(chains[layer], tail, end)
+            done = end
+        pairs = zip(tails, chains, strict=True)
+        layers = [[SegmentedCache(with_chain(tail, chain)) for _ in range(copies)] for tail, chain in pairs]
+        rows = [singles[index].copied() for _ in range(copies)]
+        self.batches.append(([same[0].merge(same) for same in layers], rows))
+        return True
+
+    @rule(which=st.floats(0, 1))
+    def bytes_count_once(self, which: float) -> None:
+        caches, _ = self._pick(which)
+        for cache in caches:
+            assert len(set(cache.segments)) == len(cache.segments)
+            tails = sum(part.nbytes for part in cache.parts)
+            assert cache.nbytes == tails + sum(part.nbytes for part in cache.segments)
+
+    def teardown(self) -> None:
+        moving.settled, moving.least_saved = RULE, LEAST_SAVED
+        super().teardown()
+
+
+SharingBatches.TestCase.settings = settings(
+    max_examples=1000 if os.environ.get("HYPOTHESIS_PROFILE") == "thorough" else 100,
+    stateful_step_count=25,
+    suppress_health_check=list(HealthCheck),
+)
+TestSharingBatches = pytest.mark.slow(SharingBatches.TestCase)

@@ -1,0 +1,182 @@
+"""Prompts that begin alike: each gets what it gets alone, and what they share is held once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from tiny_models import VOCAB, make_model
+
+from mlx_kv import CachePolicy, KVCache, PromptMemory, PromptReader, batch_generate
+from mlx_kv.cache.segments import SegmentedCache, moving
+from mlx_kv.generation.engine import Engine, make_engine
+from mlx_kv.generation.sequence import TokenSequence
+from mlx_kv.mlxlm.traverse import leaves
+
+SHARED: Any = mx.random.randint(1, VOCAB, (300,), key=mx.random.key(1)).tolist()
+ENDINGS: Any = [mx.random.randint(1, VOCAB, (5 + 3 * i,), key=mx.random.key(9 + i)).tolist() for i in range(5)]
+PROMPTS = [[*SHARED, *ending] for ending in ENDINGS]
+PROMPTS.insert(2, ENDINGS[0] * 4)  # shares nothing
+PROMPTS.append([*PROMPTS[3], *ENDINGS[1]])  # shares more with one than with the others
+FAMILIES = ("llama", "qwen3", "gemma3_text", "gpt_oss", "lfm2", "deepseek_v3")
+SHARING = ("llama", "qwen3")  # all of whose layers keep all tokens in attention that can be patched
+PACKED = CachePolicy(bits=8, group_size=32)
+POLICIES = {"full": CachePolicy(), "8 bits": PACKED, "8, 4": CachePolicy(bits=(8, 4), group_size=32)}
+LENGTH = 20
+
+
+@pytest.fixture(autouse=True)
+def _sharing_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(moving.LEAST_SAVED, mx.DeviceType.cpu, 64)
+
+
+def made(family: str) -> Any:
+    return make_model(family, **({"max_position_embeddings": 4096} if family in SHARING else {}))
+
+
+def alone(model: Any, policy: CachePolicy, prompts: Sequence[list[int]] = PROMPTS) -> dict[int, list[int]]:
+    answers = {}
+    for index, prompt in enumerate(prompts):
+        engine = make_engine(model, set(), policy, 1)
+        engine.submit(TokenSequence(index, list(prompt), LENGTH))
+        answers |= finished(engine)[0]
+        engine.close()
+    return answers
+
+
+def segments(caches: Sequence[Any]) -> set[Any]:
+    return {segment for cache in leaves(caches) if isinstance(cache, SegmentedCache) for segment in cache.segments}
+
+
+def finished(engine: Engine) -> tuple[dict[int, list[int]], int, int]:
+    """The tokens of all rows; the most segments, and the most bytes on the way."""
+    answers: dict[int, list[int]] = {}
+    found = most = 0
+    while engine.busy:
+        for token in engine.step():
+            answers.setdefault(token.index, []).append(token.token)
+        found = max(found, len(segments(engine.caches)))
+        most = max(most, sum(cache.nbytes for cache in engine.caches))
+    return answers, found, most
+
+
+@pytest.mark.parametrize("drafter", [None, "suffix"])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_prompts_that_begin_alike(family: str, policy: str, drafter: str | None) -> None:
+    """One is read, and the others continue from it; families of which that is not known read each."""
+    model = made(family)
+    if family == "deepseek_v3" and policy != "full":
+        pytest.skip("its heads cannot be stored in groups of 32")
+    engine = make_engine(model, set(), POLICIES[policy], 8, drafter=drafter)
+    for index, prompt in enumerate(PROMPTS):
+        engine.submit(TokenSequence(index, list(prompt), LENGTH))
+    answers, found, _ = finished(engine)
+    assert answers == alone(model, POLICIES[policy])
+    assert (found > 0) == (family in SHARING)
+    engine.close()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_memory_shares_its_blocks(policy: str) -> None:
+    model, settings = made("llama"), POLICIES[policy]
+    engine, memory = make_engine(model, set(), settings, 8), PromptMemory(fingerprint="all")
+    PromptReader(engine.read, engine.make_caches(), [*SHARED, 1], memory).finish()
+    for index, prompt in enumerate(PROMPTS):
+        caches, read = memory.find(prompt) or (None, 0)
+        engine.submit(TokenSequence(index, prompt[read:], LENGTH, caches=caches, before=prompt[:read]))
+    engine.step()
+    blocks = {segment for block in memory._table.blocks for segment in block.segments.values()}
+    assert segments(engine.caches) >= blocks
+    assert len(blocks) == len(engine.caches)
+    assert finished(engine)[0].keys() == set(range(len(PROMPTS)))
+    engine.close()
+
+
+def test_a_prompt_is_read_once_and_held_once() -> None:
+    model, read = made("llama"), 0
+    call = type(model).__call__
+
+    def counted(self: Any, tokens: mx.array, *args: Any, **named: Any) -> Any:
+        nonlocal read
+        read += tokens.size
+        return call(self, tokens, *args, **named)
+
+    prompts = [[*SHARED, 5, index] for index in range(1, 9)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(model), "__call__", counted)
+        engine = make_engine(model, set(), CachePolicy(), 8)
+        for index, prompt in enumerate(prompts):
+            engine.submit(TokenSequence(index, prompt, LENGTH))
+        answers, _, most = finished(engine)
+    assert answers == alone(model, CachePolicy(), prompts)
+    assert read < 2 * len(SHARED) + len(prompts) * LENGTH  # with tiny inputs that probe the model
+    caches = make_engine(model, set(), CachePolicy(), 1).make_caches()
+    model(mx.array([[1]]), cache=caches)
+    per_token = sum(cache.nbytes // cache.capacity for cache in caches)
+    # One prefix, and tails whose capacities are multiples of 32 slots and have room for a token more.
+    assert most <= per_token * (len(SHARED) + len(prompts) * 64)
+
+
+def test_what_a_cancelled_prompt_has_read_is_not_read_again() -> None:
+    model = made("llama")
+    engine = make_engine(model, set(), CachePolicy(), 8, prefill_step_size=64)
+    for index, prompt in enumerate(PROMPTS):
+        engine.submit(TokenSequence(index, list(prompt), LENGTH))
+    early = [token for _ in range(3) for token in engine.step()]  # of the prompt that shares nothing
+    assert 0 in engine.pending
+    engine.cancel(0)
+    assert engine.progress[1].left < len(PROMPTS[1]) - 100
+    answers, found, _ = finished(engine)
+    for token in reversed(early):
+        answers[token.index].insert(0, token.token)
+    wanted = alone(model, CachePolicy())
+    del wanted[0]
+    assert answers == wanted
+    assert found
+    engine.close()
+
+
+def test_private_prompts_share_nothing() -> None:
+    model = made("llama")
+    engine = make_engine(model, set(), CachePolicy(), 8)
+    for index, prompt in enumerate(PROMPTS):
+        engine.submit(TokenSequence(index, list(prompt), LENGTH, private=True))
+    answers, found, _ = finished(engine)
+    assert answers == alone(model, CachePolicy())
+    assert not found
+    engine.close()
+
+
+def test_caches_that_leave_are_whole() -> None:
+    """They hold all tokens in slots of their own, and go on alone."""
+    model = made("llama")
+    engine = make_engine(model, set(), CachePolicy(), 8, return_caches=True)
+    for index, prompt in enumerate(PROMPTS):
+        engine.submit(TokenSequence(index, list(prompt), LENGTH))
+    texts, left = {index: list(prompt) for index, prompt in enumerate(PROMPTS)}, {}
+    while engine.busy:
+        for token in engine.step():
+            texts[token.index].append(token.token)
+            if token.caches is not None:
+                left[token.index] = token.caches
+    for index, caches in left.items():
+        whole = make_engine(model, set(), CachePolicy(), 1).make_caches()
+        tokens = texts[index][: int(caches[0].offset)]
+        model(mx.array([tokens]), cache=whole)
+        for cache, wanted in zip(caches, whole, strict=True):
+            assert type(cache) is KVCache
+            assert cache.capacity >= cache.offset
+            for got, plane in ((cache.keys, wanted.keys), (cache.values, wanted.values)):
+                assert mx.allclose(got[:, :, : len(tokens)], plane[:, :, : len(tokens)], atol=1e-4)
+    engine.close()
+
+
+def test_batches_of_prompts_that_begin_alike() -> None:
+    model = made("llama")
+    answers: dict[int, list[int]] = {}
+    for token in batch_generate(model, None, PROMPTS, CachePolicy(), LENGTH, max_batch_size=4):
+        answers.setdefault(token.index, []).append(token.token)
+    assert answers == alone(model, CachePolicy())
