@@ -30,6 +30,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ PARTS = 100
 KILLED = (PARTS // 10, PARTS - 1)  # parts in which the worker's thread is killed
 FAILING = range(PARTS // 4, PARTS - 1, PARTS // 10)  # in which a step fails
 PROMPT_MEMORY = 16 * 2**20  # bytes; full long before the warm-up has ended
+OPTIONS = ("--kv-budget", "128", "--max-batch-size", "8", "--prompt-memory-bytes", str(PROMPT_MEMORY))
 
 
 def request(client: httpx.Client, number: int) -> str:
@@ -101,11 +103,14 @@ def serve_and_fail() -> None:
 
 
 class Serving:
-    """The server, as a process; what it logs is thrown away but for the last line."""
+    """The server, as a process; what it logs is thrown away but for the last line.
 
-    def __init__(self) -> None:
-        words = [sys.executable, __file__, "--serve", "--port", "0", "--kv-budget", "128", "--max-batch-size", "8"]
-        words += ["--prompt-memory-bytes", str(PROMPT_MEMORY)]
+    Args:
+        options: of `mlx-kv serve`.
+    """
+
+    def __init__(self, options: Sequence[str] = OPTIONS) -> None:
+        words = [sys.executable, __file__, "--serve", "--port", "0", *options]
         self.process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
         assert self.process.stderr is not None
         self.url = self.process.stderr.readline().split(" at ")[1].split("/v1")[0]

@@ -252,11 +252,12 @@ class RowOccupancy:
         rule: name of the layout.
         layers: number of layers with this layout.
         offset: the next position.
-        live, capacity: slots that hold a token of this row, and all its slots.
+        live, capacity: slots that hold a token of this row, and all its slots, shared ones included.
         kept: positions held by the first of the layers (and its first head), as ranges [first, last); None where not
             requested. Gaps below a thousandth of the row are closed.
         heads: tokens held by each head of each layer; one number if all heads of a layer hold the same tokens. None if
             all hold equally many, or where not requested.
+        shared: first tokens that are in segments, which several rows may read.
     """
 
     rule: str
@@ -266,6 +267,7 @@ class RowOccupancy:
     capacity: int
     kept: PositionRanges | None
     heads: list[list[int]] | None = None
+    shared: int = 0
 
     @property
     def evicted(self) -> int:
@@ -324,7 +326,8 @@ def _rows_of(layers: Sequence[Places], positions: bool) -> list[RowOccupancy]:
         kept = _kept(cache, row, index) if positions else None
         heads = _heads(layers, number) if positions else None
         live = max(0, cache.layout.held(row))
-        rows.append(RowOccupancy(name, len(layers), max(0, row.offset), live, cache.capacity, kept, heads))
+        slots = cache.capacity + row.shared
+        rows.append(RowOccupancy(name, len(layers), max(0, row.offset), live, slots, kept, heads, row.shared))
     return rows
 
 

@@ -14,13 +14,25 @@ from mlx_kv.cache.segments import SegmentedCache, moving
 from mlx_kv.generation.engine import Engine, make_engine
 from mlx_kv.generation.sequence import TokenSequence
 from mlx_kv.mlxlm.traverse import leaves
+from mlx_kv.server.memory import occupancy_of
 
 SHARED: Any = mx.random.randint(1, VOCAB, (300,), key=mx.random.key(1)).tolist()
 ENDINGS: Any = [mx.random.randint(1, VOCAB, (5 + 3 * i,), key=mx.random.key(9 + i)).tolist() for i in range(5)]
 PROMPTS = [[*SHARED, *ending] for ending in ENDINGS]
 PROMPTS.insert(2, ENDINGS[0] * 4)  # shares nothing
 PROMPTS.append([*PROMPTS[3], *ENDINGS[1]])  # shares more with one than with the others
-FAMILIES = ("llama", "qwen3", "gemma3_text", "gpt_oss", "lfm2", "deepseek_v3")
+FAMILIES = (
+    "llama",
+    "qwen3",
+    "gemma2",
+    "gemma3_text",
+    "olmo3",
+    "mistral",
+    "gpt_oss",
+    "lfm2",
+    "deepseek_v3",
+    "falcon_h1",
+)
 SHARING = ("llama", "qwen3")  # all of whose layers keep all tokens in attention that can be patched
 PACKED = CachePolicy(bits=8, group_size=32)
 POLICIES = {"full": CachePolicy(), "8 bits": PACKED, "8, 4": CachePolicy(bits=(8, 4), group_size=32)}
@@ -91,6 +103,9 @@ def test_memory_shares_its_blocks(policy: str) -> None:
     blocks = {segment for block in memory._table.blocks for segment in block.segments.values()}
     assert segments(engine.caches) >= blocks
     assert len(blocks) == len(engine.caches)
+    occupied = occupancy_of(engine.caches, positions=True)
+    assert {row[0].shared for row in occupied.rows} == {0, len(SHARED)}
+    assert all(row[0].kept == [(0, row[0].offset)] and row[0].capacity >= row[0].live for row in occupied.rows)
     assert finished(engine)[0].keys() == set(range(len(PROMPTS)))
     engine.close()
 
