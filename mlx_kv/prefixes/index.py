@@ -160,10 +160,10 @@ class PrefixIndex:
                     break
         return None if found is None else (found, count)
 
-    def nearest(self, tokens: bytes) -> tuple[str, int] | None:
+    def nearest(self, tokens: bytes, min_shared: int = MIN_SHARED) -> tuple[str, int] | None:
         """The entry with the longest common prefix, and its length in tokens, even if it can't serve these tokens."""
         count, name = self._all.nearest(tokens) if self._all else (0, "")
-        return (name, count) if count >= MIN_SHARED else None
+        return (name, count) if count >= min_shared and name else None
 
     def covering(self, entry: Entry) -> str | None:
         """An entry that serves every prompt that this one serves."""
@@ -246,10 +246,10 @@ class EntryTable(Generic[E]):
         with self._lock:
             return self._indexes[fingerprint].best(tokens)
 
-    def nearest(self, entry: Entry) -> tuple[E, int] | None:
+    def nearest(self, tokens: bytes, fingerprint: str, min_shared: int = MIN_SHARED) -> tuple[E, int] | None:
         """The entry with the longest common prefix, and its length in tokens; see `PrefixIndex.nearest`."""
         with self._lock:
-            found = self._indexes[entry.fingerprint].nearest(entry.tokens)
+            found = self._indexes[fingerprint].nearest(tokens, min_shared)
             return None if found is None else (self._entries[found[0]], found[1])
 
     def covering(self, entry: Entry) -> str | None:

@@ -355,7 +355,7 @@ class PromptMemory(PrefixCache[MemoryEntry]):
         if covering is not None:
             self._table.touch(covering, now)
             return False
-        like, shared = self._table.nearest(plain) or (None, 0)
+        like, shared = self._table.nearest(plain.tokens, plain.fingerprint) or (None, 0)
         name, self._number = str(self._number), self._number + 1
         kept = BlockCaches.of(caches, len(plain), None if like is None else like.caches, shared)
         self._bytes_of_others = self._shards.keep(name, caches, len(plain), None if like is None else like.name, shared)

@@ -18,6 +18,7 @@ from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.cache.layout import NO_LIMIT, Row, planned
 from mlx_kv.mlxlm.traverse import is_ours, kind_of, leaves
 from mlx_kv.prefixes.index import MIN_SHARED, E, Entry, EntryTable, packed
+from mlx_kv.prefixes.prefix_match import EvictedPrefixes
 
 Measure = Literal["kept", "live"]  # bytes in a PromptMemory, or of live slots
 
@@ -125,6 +126,9 @@ class PrefixCache(ABC, Generic[E]):
         max_bytes: of all entries.
         fingerprint: of model and policy; None takes that of the first reader.
         shards: the other ranks, if they have parts of the caches.
+
+    Attributes:
+        evicted: digests of entries that were removed to make room.
     """
 
     def __init__(self, max_bytes: int, fingerprint: str | None, shards: Shards | None) -> None:
@@ -132,6 +136,7 @@ class PrefixCache(ABC, Generic[E]):
         self._given, self._fingerprint = fingerprint, fingerprint
         self._table: EntryTable[E] = EntryTable()
         self._bytes_of_others = 0  # of all entries, on the other rank with most
+        self.evicted = EvictedPrefixes()
 
     @property
     def fingerprint(self) -> str | None:
@@ -168,6 +173,10 @@ class PrefixCache(ABC, Generic[E]):
         best = self._best(tokens)
         return 0 if best is None else best[1]
 
+    def nearest(self, tokens: Sequence[int]) -> tuple[E, int] | None:
+        """The entry with the longest common prefix, and its length in tokens, even if it can't serve a prompt."""
+        return self._table.nearest(packed(tokens), self._bound(), min_shared=0)
+
     def _best(self, tokens: Sequence[int]) -> tuple[str, int] | None:
         """The entry that serves the longest prefix of a prompt, and its length."""
         return self._table.best(packed(tokens), self._bound())
@@ -192,7 +201,9 @@ class PrefixCache(ABC, Generic[E]):
 
     def _evict(self, max_bytes: float) -> None:
         while self._table and max(self._table.nbytes, self._bytes_of_others) > max_bytes:
-            self._remove(self._table.least_recent(self._last_used))
+            name = self._table.least_recent(self._last_used)
+            self.evicted.add(self._table[name].tokens)
+            self._remove(name)
 
     @abstractmethod
     def _remove(self, name: str) -> None:

@@ -266,7 +266,7 @@ class PromptStore(PrefixCache[IndexedEntry]):
         self._table.touch(name, now := time.time())
         if not self.far:
             self._layout.touch(name, now)  # other processes see that a writer is at work, and remove nothing
-        entry, caches = cut(new, self._table.nearest(new.entry))
+        entry, caches = cut(new, self._table.nearest(new.entry.tokens, new.entry.fingerprint))
         try:
             with self._shards.writing(name):
                 self._layout.write(name, caches, listing.blocks)

@@ -31,6 +31,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlx_kv.server.errors import ApiError
 from mlx_kv.server.job import Job
+from mlx_kv.server.prefix_report import HEADER
 
 ANY = "*"
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -102,7 +103,13 @@ class AccessRules:
         if not self._origins:
             return [check]
         methods = ["GET", "POST", "DELETE"]
-        cors = Middleware(CORSMiddleware, allow_origins=self._origins, allow_methods=methods, allow_headers=["*"])
+        cors = Middleware(
+            CORSMiddleware,
+            allow_origins=self._origins,
+            allow_methods=methods,
+            allow_headers=["*"],
+            expose_headers=[HEADER],
+        )
         return [check, cors]
 
     def check(self, headers: Headers) -> None:

@@ -30,6 +30,7 @@ class OutputCollector:
         self._chunks: dict[Job, OutputChunk] = {}
         self._error: ApiError | None = None
         self._ready, self._silent = asyncio.Event(), False
+        self._begun, self._unmatched = asyncio.Event(), len(jobs)
         self._tick()
 
     def _tick(self) -> None:
@@ -47,11 +48,13 @@ class OutputCollector:
         before = self._chunks.get(chunk.job)
         self._chunks[chunk.job] = chunk if before is None else before.joined(chunk)
         self._ready.set()
+        self._begun.set()
 
     def fail(self, error: ApiError) -> None:
         """Raises an error in `get`, after the chunks so far."""
         self._error = error
         self._ready.set()
+        self._begun.set()
 
     async def get(self) -> list[OutputChunk]:
         """Waits for new chunks; an empty list after a long silence.
@@ -67,6 +70,25 @@ class OutputCollector:
                 raise self._error
             self._ready.set()
         return chunks
+
+    async def begun(self, seconds: float) -> bool:
+        """Waits until all prompts have been looked up in the prefix cache, or output or an error has come.
+
+        Args:
+            seconds: to wait at most.
+
+        Returns:
+            Whether that happened in time.
+        """
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._begun.wait(), seconds)
+        return self._begun.is_set()
+
+    def matched(self) -> None:
+        """Called for each job when its prompt has been looked up."""
+        self._unmatched -= 1
+        if self._unmatched <= 0:
+            self._begun.set()
 
     def close(self) -> None:
         """Ends the timer."""
@@ -139,10 +161,16 @@ class AdmissionController:
     def submit(self, jobs: Sequence[Job]) -> OutputCollector:
         """Submits the jobs of a request to the worker; returns the collector of their output."""
         collector = OutputCollector(jobs)
+        loop = asyncio.get_running_loop()
+
+        def matched() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(collector.matched)
+
         if self.closing is not None:  # since it was admitted
             collector.fail(ApiError(503, self.closing))
         for job in jobs:
-            self._collectors[job] = collector
+            self._collectors[job], job.on_match = collector, matched
             self.worker.submit(job)
         return collector
 

@@ -77,6 +77,7 @@ class Api:
     def __init__(self, worker: Worker, name: str, settings: HttpSettings | None = None) -> None:
         settings = settings or HttpSettings()
         self.worker, self.metrics, self.limits = worker, worker.metrics, settings.limits
+        worker.monitor.prefixes.allows_text = len(settings.keys) <= 1  # else texts would reach users with other keys
         self._keys, self.names = ApiKeys(settings.keys), ModelNames(name, settings.aliases)
         self.admission = AdmissionController(worker, worker.settings.max_batch_size + self.limits.queue)
         self._handler = RequestHandler(worker, self.admission, self.limits, self.names)

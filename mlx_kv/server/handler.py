@@ -31,11 +31,13 @@ from mlx_kv.server.job import Job
 from mlx_kv.server.json_http import JsonResponse, read_body
 from mlx_kv.server.memory import RowPlan
 from mlx_kv.server.models import ModelNames
+from mlx_kv.server.prefix_report import HEADER, prefix_header
 from mlx_kv.server.requests import CompletionRequest, Limits, Prompt, RequestRules
 from mlx_kv.server.structured_output import Grammars, marks_of
 from mlx_kv.server.worker import Worker
 
 STREAMED = "mlx_kv.streamed"  # key of a request's scope: its response is sent in chunks, unless to HTTP/1.0
+MATCH_SECONDS = 1.0  # for which a stream waits until its header can report the reused tokens
 STALLED = 60.0  # seconds after which a client that stops reading counts as hung up
 log = logging.getLogger("mlx_kv.server")
 
@@ -303,13 +305,17 @@ class CompletionResponse(Response):
                     self._admission.metrics.first_token.observe(time.monotonic() - self._since)
                 yield choice, choice.take(chunk)
 
+    @property
+    def _prefix(self) -> str:
+        return prefix_header(choice.job for choice in self._choices)
+
     async def _whole(self, scope: Scope, receive: Receive, send: Send) -> int:
         try:
             async for part in self._deltas():
                 if part is not None:
                     choice, delta = part
                     choice.answer.add(delta)
-            answer = JsonResponse(self._writer.whole(self._choices))
+            answer = JsonResponse(self._writer.whole(self._choices), headers={HEADER: self._prefix})
         except Exception as raised:
             error = _as_api_error(raised)
             await JsonResponse(error_body(error, scope["path"]), error.status)(scope, receive, send)
@@ -319,6 +325,8 @@ class CompletionResponse(Response):
 
     async def _stream(self, scope: Scope, receive: Receive, send: Send) -> int:
         headers = [(b"content-type", self._writer.stream_type), (b"cache-control", b"no-store")]
+        if await self._collector.begun(MATCH_SECONDS):
+            headers.append((HEADER.lower().encode(), self._prefix.encode()))
         scope[STREAMED] = True
         await send({"type": "http.response.start", "status": 200, "headers": headers})
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count
@@ -34,6 +34,7 @@ class Job:
         keep: whether prompt and answer are added to the prefix cache.
         grammar: constrains the answer; None is unconstrained.
         slot: requested slot; None is any.
+        on_match: called in the worker's thread when `cached` is set.
         joined: whether it has a row: in prefill, or decoding.
         cached: prompt tokens found in the prefix cache.
         read: prompt tokens read so far, cached ones included.
@@ -54,6 +55,7 @@ class Job:
     number: int = field(default_factory=lambda: next(_numbers))
     since: float = field(default_factory=time.monotonic)
     slot: int | None = None
+    on_match: Callable[[], None] = lambda: None
     joined: bool = False
     cached: int = 0
     read: int = 0

@@ -14,6 +14,7 @@ from mlx_kv.generation.statistics import SpeculationStatistics
 from mlx_kv.ranks.group import TotalMemory
 from mlx_kv.server.job import Job, Snapshot
 from mlx_kv.server.memory import BatchOccupancy, occupancy_of, tokens_evicted
+from mlx_kv.server.prefix_report import PrefixReports
 
 ALONE = TotalMemory()
 BYTES = ("bytes_live", "bytes_allocated", "bytes_full")
@@ -51,6 +52,9 @@ class Metrics:
         self.generated_tokens = counter("generated_tokens", "Tokens generated.")
         self.prefix_hits = counter("prefix_hits", "Prompts with a cached prefix.")
         self.prefix_misses = counter("prefix_misses", "Prompts without a cached prefix.")
+        self.prefix_shortfalls = counter(
+            "prefix_shortfalls", "Prompts of which no or not all tokens could be reused, by reason.", "reason"
+        )
         self.evicted = counter("tokens_evicted", "Tokens evicted by budgets, in the busiest layer of each row.")
         self.drafted = counter("draft_tokens", "Draft tokens proposed.")
         self.accepted = counter("draft_tokens_accepted", "Draft tokens accepted.")
@@ -169,10 +173,12 @@ class Monitor:
 
     Attributes:
         snapshot: the newest one.
+        prefixes: reports how much of prompts was reused.
     """
 
     def __init__(self) -> None:
         self.metrics = Metrics()
+        self.prefixes = PrefixReports(self.metrics.prefix_shortfalls)
         self._updated, self._watched = 0.0, -WATCHED_SECONDS
         self._generated: deque[tuple[float, int]] = deque()  # (time, tokens)
         # Of each engine that drafts: its statistics, and a copy of them as of the last update.

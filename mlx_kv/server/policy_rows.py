@@ -20,6 +20,7 @@ from mlx_kv.generation.two_pass_prefill import Instructions
 from mlx_kv.mlxlm.observing import show_attention
 from mlx_kv.mlxlm.traverse import leaves
 from mlx_kv.policy import CachePolicy
+from mlx_kv.prefixes.prefix_match import match_prefix
 from mlx_kv.prefixes.reader import PromptReader
 from mlx_kv.ranks.engine import LedEngine, lead
 from mlx_kv.ranks.group import RankGroup
@@ -112,7 +113,7 @@ class PolicyRows:
 
     def _make_prefill(self) -> None:
         step_size = self._context.settings.prefill_step_size
-        self.prefill = PrefillScheduler(self.engine, self.prefixes, step_size, self._instructions)
+        self.prefill = PrefillScheduler(self.engine, self.prefixes, step_size, self._instructions, self._matched)
 
     def _fingerprint(self) -> str:
         return self._context.settings.fingerprint(self._context.models, self.policy, self.engine)
@@ -155,14 +156,23 @@ class PolicyRows:
         if self._context.settings.keeps_prompts:
             self.prefill.add(job)
         else:
+            job.on_match()
             self._submit(job)
+
+    def _matched(self, job: Job, reused: int) -> None:
+        """Reports how much of a prompt is reused, unless that was reported before the row was lost."""
+        if not job.resumed:
+            job.cached = reused
+            others = self._context.prefixes.other_memories(self.prefixes)
+            match = match_prefix(job.prompt, reused, self.prefixes.memory, others)
+            self._monitor.prefixes.add(job, match, self._context.models.tokenizer.decode)
+            job.on_match()
 
     def step(self) -> None:
         """Makes one step, and delivers its output."""
         ready = self.prefill.step(self._jobs(self.engine.pending), self.decoding) if self.prefill.jobs else []
         for job, reader in ready:
             if not job.resumed:  # else counted before
-                job.cached = reader.reused
                 (self._metrics.prefix_hits if reader.reused else self._metrics.prefix_misses).inc()
                 self._metrics.cached_tokens.inc(job.cached)
             self._count_evicted([job], reader.caches)

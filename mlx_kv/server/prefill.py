@@ -8,7 +8,7 @@ Other prompts go to the engine at once, which reads many together.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from mlx_kv.generation.engine import Engine
@@ -30,6 +30,7 @@ class PrefillScheduler:
     Args:
         step_size: prompt tokens per chunk; None is the engine's.
         instructions: for a two-pass prefill.
+        matched: called when the cached prefix of a job has been looked up, with the number of tokens found.
     """
 
     def __init__(
@@ -38,7 +39,9 @@ class PrefillScheduler:
         prefixes: TieredPrefixes,
         step_size: int | None,
         instructions: Instructions = NO_INSTRUCTIONS,
+        matched: Callable[[Job, int], None] = lambda job, reused: None,
     ) -> None:
+        self._matched = matched
         self._engine, self._prefixes, self._instructions = engine, prefixes, instructions
         self._step_size = engine.step_size if step_size is None else step_size
         self.jobs: list[Job] = []  # in turn
@@ -120,6 +123,7 @@ class PrefillScheduler:
         prefixes = self._prefixes if job.keep else ReadOnlyPrefixes(self._prefixes)
         caches = self._engine.make_caches()
         reader = PromptReader(self._engine.read, caches, job.to_read, prefixes, self._step_size, self._instructions)
+        self._matched(job, reader.reused)
         job.evicted = max(tokens_evicted(reader.caches), default=0)  # counted with the job that cached them
         return reader
 

@@ -137,6 +137,7 @@ class StatusRoutes:
             "weights": worker.limit.weights,
             "policies": [{"policy": name, "rows": rows} for name, rows in snapshot.policies],
             "keeps_prompts": worker.settings.keeps_prompts,
+            "prefixes": worker.monitor.prefixes.newest(),
             "drafts": None if drafts is None else drafts.figures(),
             "seconds": round(time.time() - self._created, 1),
         }

@@ -292,6 +292,10 @@ class PolicyPrefixes:
         self._by_policy.move_to_end(policy)
         return self._by_policy[policy]
 
+    def other_memories(self, own: TieredPrefixes) -> list[PromptMemory]:
+        """Cached prefixes in memory, of all policies but one."""
+        return [prefixes.memory for prefixes in self._by_policy.values() if prefixes is not own]
+
     def forget_unused(self, used: set[CachePolicy]) -> None:
         """Drops prefixes of policies not in use, if there are too many."""
         unused = [policy for policy in self._by_policy if policy not in used]

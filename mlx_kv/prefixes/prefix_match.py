@@ -1,0 +1,150 @@
+"""How much of a prompt was reused from cached prefixes, and if not all of it, why not."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mlx_kv.prefixes.index import MIN_SHARED, shared
+
+if TYPE_CHECKING:
+    from mlx_kv.prefixes.memory import PromptMemory
+
+MAX_EVICTED = 16_384  # digests of evicted prefixes: one for each MIN_SHARED tokens, 1 M tokens in all
+CONTEXT_TOKENS = 40  # on each side of a difference; a token has a character or more
+CONTEXT_CHARACTERS = 40
+
+
+class Reason(StrEnum):
+    """Why a prompt was not reused, or not as far as it could have been."""
+
+    NONE_KEPT = "none_kept"  # there are no cached prompts with this policy
+    BELOW_64_TOKENS = "below_64_tokens"  # the prompt is too short to be cached
+    DIFFERS = "differs"
+    OTHER_POLICY = "other_policy"
+    EVICTED = "evicted"
+    NOT_TRIMMABLE = "not_trimmable"  # the caches can't be trimmed back to the tokens in common
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first difference of two prompts, as token ids.
+
+    Attributes:
+        position: tokens in common.
+        before: the last of them.
+        first, second: the next tokens of each prompt; empty where it ends.
+    """
+
+    position: int
+    before: tuple[int, ...]
+    first: tuple[int, ...]
+    second: tuple[int, ...]
+
+    @classmethod
+    def of(cls, first: bytes, second: bytes) -> Difference:
+        """Of two packed prompts."""
+        position = shared(first, second)
+
+        def ids(tokens: bytes, start: int, stop: int) -> tuple[int, ...]:
+            return tuple(np.frombuffer(tokens[4 * max(0, start) : 4 * stop], ">u4").tolist())
+
+        end = position + CONTEXT_TOKENS
+        before = ids(first, position - CONTEXT_TOKENS, position)
+        return cls(position, before, ids(first, position, end), ids(second, position, end))
+
+    def texts(self, decode: Callable[[Sequence[int]], str]) -> tuple[str, str, str]:
+        """The texts of `before`, `first` and `second`, at most CONTEXT_CHARACTERS of each."""
+        before = decode(self.before) if self.before else ""
+
+        def after(tokens: tuple[int, ...]) -> str:
+            # Decoded with the tokens before: alone, some tokenizers drop a leading space.
+            text = decode([*self.before, *tokens]) if tokens else before
+            return (text[len(before) :] if text.startswith(before) else decode(tokens))[:CONTEXT_CHARACTERS]
+
+        return before[-CONTEXT_CHARACTERS:], after(self.first), after(self.second)
+
+
+@dataclass(frozen=True)
+class PrefixMatch:
+    """What the lookup of a prompt found.
+
+    Attributes:
+        tokens: of the prompt.
+        reused: tokens that are not read again.
+        reason: why a cached prompt was not reused, or only in part; None if it offers no more.
+        offered: tokens that the prompt has in common with a cached or evicted prompt.
+        difference: from the cached prompt, which is its second one; only with `Reason.DIFFERS`.
+    """
+
+    tokens: int
+    reused: int
+    reason: Reason | None = None
+    offered: int = 0
+    difference: Difference | None = None
+
+
+class EvictedPrefixes:
+    """Digests of the prefixes of evicted prompts, up to a number; the oldest are dropped."""
+
+    def __init__(self) -> None:
+        self._digests: OrderedDict[bytes, None] = OrderedDict()
+
+    def add(self, tokens: bytes) -> None:
+        """Records a packed prompt that is evicted."""
+        for digest in _digests(tokens):
+            self._digests[digest] = None
+            self._digests.move_to_end(digest)
+        while len(self._digests) > MAX_EVICTED:
+            self._digests.popitem(last=False)
+
+    def longest(self, tokens: bytes) -> int:
+        """Tokens of the longest prefix of a packed prompt that was evicted, a multiple of MIN_SHARED."""
+        count = 0
+        for digest in _digests(tokens) if self._digests else ():
+            if digest not in self._digests:
+                break
+            count += MIN_SHARED
+        return count
+
+
+def _digests(tokens: bytes) -> Iterator[bytes]:
+    """A digest of the first MIN_SHARED packed tokens, of twice as many, and so on."""
+    digest, step = hashlib.blake2b(digest_size=8), 4 * MIN_SHARED
+    for end in range(step, len(tokens) + 1, step):
+        digest.update(tokens[end - step : end])
+        yield digest.digest()
+
+
+def match_prefix(tokens: bytes, reused: int, memory: PromptMemory, others: Iterable[PromptMemory] = ()) -> PrefixMatch:
+    """Compares a packed prompt, of which some tokens are reused, with all cached prompts.
+
+    Args:
+        memory: with the same policy.
+        others: with other policies.
+    """
+    count = len(tokens) // 4
+    if reused >= count - 1:
+        return PrefixMatch(count, reused)
+    if count <= MIN_SHARED:  # the last token is always read
+        return PrefixMatch(count, reused, Reason.BELOW_64_TOKENS)
+    found = memory.nearest(tokens)
+    offered = reused if found is None else max(reused, found[1])
+    evicted = memory.evicted.longest(tokens)
+    elsewhere = max((near[1] for other in others if (near := other.nearest(tokens))), default=0)
+    if max(evicted, elsewhere) >= offered + MIN_SHARED or (offered < MIN_SHARED <= max(evicted, elsewhere)):
+        is_evicted = evicted + MIN_SHARED > elsewhere  # `evicted` is rounded down
+        reason = Reason.EVICTED if is_evicted else Reason.OTHER_POLICY
+        return PrefixMatch(count, reused, reason, max(evicted, elsewhere))
+    if found is None:
+        return PrefixMatch(count, reused, None if reused else Reason.NONE_KEPT)
+    entry, common = found
+    if common < min(len(entry), count):
+        return PrefixMatch(count, reused, Reason.DIFFERS, common, Difference.of(tokens, entry.tokens))
+    return PrefixMatch(count, reused, None if reused >= min(common, count - 1) else Reason.NOT_TRIMMABLE, common)
