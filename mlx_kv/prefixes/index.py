@@ -8,9 +8,10 @@ head first, and a lookup only searches heads that the prompt begins with.
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from bisect import bisect_left, bisect_right, insort
-from collections import Counter, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -20,6 +21,7 @@ import numpy as np
 from mlx_kv.cache.checks import token_ids
 
 MIN_SHARED = 64  # tokens; a shorter prefix is faster to read than to look up
+MAX_EVICTED = 16_384  # digests of evicted prefixes: one for each MIN_SHARED tokens, 1 M tokens in all
 MAX_STEPS = 64  # of a walk through sequences that turn out not to be prefixes
 _LAST = "\U0010ffff"  # sorts after every name
 
@@ -284,3 +286,38 @@ class EntryTable(Generic[E]):
             known, self._used[name] = self.touched(name), last_used(name)
             if self._used[name] <= known:
                 return name  # otherwise another process has used it since
+
+
+# --- evicted entries -------------------------------------------------------------------------------------------------
+
+
+class EvictedPrefixes:
+    """Digests of the prefixes of evicted prompts, up to a number; the oldest are dropped."""
+
+    def __init__(self) -> None:
+        self._digests: OrderedDict[bytes, None] = OrderedDict()
+
+    def add(self, tokens: bytes) -> None:
+        """Records a packed prompt that is evicted."""
+        for digest in _digests(tokens):
+            self._digests[digest] = None
+            self._digests.move_to_end(digest)
+        while len(self._digests) > MAX_EVICTED:
+            self._digests.popitem(last=False)
+
+    def longest(self, tokens: bytes) -> int:
+        """Tokens of the longest prefix of a packed prompt that was evicted, a multiple of MIN_SHARED."""
+        count = 0
+        for digest in _digests(tokens) if self._digests else ():
+            if digest not in self._digests:
+                break
+            count += MIN_SHARED
+        return count
+
+
+def _digests(tokens: bytes) -> Iterator[bytes]:
+    """A digest of the first MIN_SHARED packed tokens, of twice as many, and so on."""
+    digest, step = hashlib.blake2b(digest_size=8), 4 * MIN_SHARED
+    for end in range(step, len(tokens) + 1, step):
+        digest.update(tokens[end - step : end])
+        yield digest.digest()

@@ -17,8 +17,7 @@ from mlx_kv.cache.codecs import are_plain, in_words
 from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.cache.layout import NO_LIMIT, Row, planned
 from mlx_kv.mlxlm.traverse import is_ours, kind_of, leaves
-from mlx_kv.prefixes.index import MIN_SHARED, E, Entry, EntryTable, packed
-from mlx_kv.prefixes.prefix_match import EvictedPrefixes
+from mlx_kv.prefixes.index import MIN_SHARED, E, Entry, EntryTable, EvictedPrefixes, packed
 
 Measure = Literal["kept", "live"]  # bytes in a PromptMemory, or of live slots
 

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mlx_kv.prefixes.index import MIN_SHARED, shared
+from mlx_kv.prefixes.memory import PromptMemory
 
-if TYPE_CHECKING:
-    from mlx_kv.prefixes.memory import PromptMemory
-
-MAX_EVICTED = 16_384  # digests of evicted prefixes: one for each MIN_SHARED tokens, 1 M tokens in all
 CONTEXT_TOKENS = 40  # on each side of a difference; a token has a character or more
 CONTEXT_CHARACTERS = 40
 
@@ -88,38 +82,6 @@ class PrefixMatch:
     reason: Reason | None = None
     offered: int = 0
     difference: Difference | None = None
-
-
-class EvictedPrefixes:
-    """Digests of the prefixes of evicted prompts, up to a number; the oldest are dropped."""
-
-    def __init__(self) -> None:
-        self._digests: OrderedDict[bytes, None] = OrderedDict()
-
-    def add(self, tokens: bytes) -> None:
-        """Records a packed prompt that is evicted."""
-        for digest in _digests(tokens):
-            self._digests[digest] = None
-            self._digests.move_to_end(digest)
-        while len(self._digests) > MAX_EVICTED:
-            self._digests.popitem(last=False)
-
-    def longest(self, tokens: bytes) -> int:
-        """Tokens of the longest prefix of a packed prompt that was evicted, a multiple of MIN_SHARED."""
-        count = 0
-        for digest in _digests(tokens) if self._digests else ():
-            if digest not in self._digests:
-                break
-            count += MIN_SHARED
-        return count
-
-
-def _digests(tokens: bytes) -> Iterator[bytes]:
-    """A digest of the first MIN_SHARED packed tokens, of twice as many, and so on."""
-    digest, step = hashlib.blake2b(digest_size=8), 4 * MIN_SHARED
-    for end in range(step, len(tokens) + 1, step):
-        digest.update(tokens[end - step : end])
-        yield digest.digest()
 
 
 def match_prefix(tokens: bytes, reused: int, memory: PromptMemory, others: Iterable[PromptMemory] = ()) -> PrefixMatch:

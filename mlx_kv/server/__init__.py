@@ -26,6 +26,7 @@ The worker, one thread that owns MLX, the models and the engines:
     tiered_prefixes.py   cached prefixes, in memory and in a store
     memory.py            memory of rows: planned, limited, held
     monitor.py           metrics, rates, snapshots of memory
+    prefix_report.py     why a prompt was not reused: log, metric, report, header
     models.py            models, settings and engines; idle unloading
     job.py               jobs and their output, passed between event loop and worker
 

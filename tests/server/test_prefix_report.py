@@ -6,8 +6,9 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
-from serving import LONG, PLENTY, SOURCE, Running, running
+from serving import PLENTY, SOURCE, Running, running
 
 from mlx_kv import CachePolicy
 from mlx_kv.prefixes.prefix_match import Reason
@@ -216,11 +217,16 @@ def test_no_text_leaks(server: Running, caplog: pytest.LogCaptureFixture, case: 
 
 
 def test_caches_that_cannot_be_trimmed(caplog: pytest.LogCaptureFixture) -> None:
+    """A budget has evicted tokens of the answer, so the caches can't go back into it."""
     caplog.set_level(logging.INFO, "mlx_kv.server")
     with running(CachePolicy(budget=96), prompt_memory_bytes=PLENTY) as server:
-        server.post(prompt=LONG, max_tokens=2)
+        answer = server.post(prompt=SOURCE[:400], max_tokens=200)
         server.wait_until_kept()
-        server.post(prompt=LONG[:1200], max_tokens=2)
+        entries = server.worker.prefixes.memory._table.entries().values()
+        tokens = np.frombuffer(max(entries, key=len).tokens, ">u4").tolist()
+        assert len(tokens) > answer.json()["usage"]["prompt_tokens"] + 150
+        server.post(prompt=tokens[:-50], max_tokens=2)
         report = last(server)
-    assert report["reason"] == "differs"
-    assert report["offered_tokens"] > report["reused_tokens"]
+    assert report["reason"] == "not_trimmable"
+    assert report["offered_tokens"] == len(tokens) - 50 > report["reused_tokens"]
+    assert last_line(caplog).endswith("cached, but caches of this policy cannot be trimmed back to them")
