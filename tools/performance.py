@@ -162,6 +162,7 @@ ELSEWHERE = {
     "growth_rules": "chose the default growth: [caches](caches.md)",
     "kvpress_equality": "compares what is kept, and times nothing",
     "observing": "what scores that look at attention cost: [budgets](budgets.md)",
+    "partial_reads": "quality, not speed: [evaluate](eval.md#reading-a-part-of-the-cache)",
     "parsing": "latency of parsing requests, against an older checkout: printed, not kept",
     "prefix_soak": "compares answers, and times nothing",
     "quick_softmax": "part of score_table",
