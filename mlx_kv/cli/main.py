@@ -14,6 +14,7 @@ import click
 from mlx_kv import __version__
 from mlx_kv.cli.batch import batch
 from mlx_kv.cli.cache import cache
+from mlx_kv.cli.cache_diff import cache_diff
 from mlx_kv.cli.calibrate import calibrate_command
 from mlx_kv.cli.chat import chat
 from mlx_kv.cli.completion import completion
@@ -41,7 +42,18 @@ def command() -> None:
     """
 
 
-for each in (generate, chat, batch, cache, serve, plan, calibrate_command, inspect_command, evaluate_command):
+for each in (
+    generate,
+    chat,
+    batch,
+    cache,
+    cache_diff,
+    serve,
+    plan,
+    calibrate_command,
+    inspect_command,
+    evaluate_command,
+):
     add_config_option(each)
     command.add_command(each)
 command.add_command(info)

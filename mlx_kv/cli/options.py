@@ -225,7 +225,17 @@ def given_options(group: type) -> dict[str, str]:
 
 
 class Commands(click.Group):
-    """A group of commands with errors of the library as usage errors that name options."""
+    """A group of commands with errors of the library as usage errors that name options.
+
+    The name of a command may be two words.
+    """
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """The command that one or two arguments name."""
+        two_words = " ".join(args[:2])
+        return super().resolve_command(ctx, [two_words, *args[2:]] if two_words in self.commands else args)
 
     def invoke(self, ctx: click.Context) -> object:
         try:
