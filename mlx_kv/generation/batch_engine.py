@@ -261,6 +261,10 @@ class BatchEngine:
         return list(self._decoder.target.caches)
 
     @property
+    def reading(self) -> list[Any]:
+        return self._admission.caches
+
+    @property
     def rows(self) -> list[int]:
         return [sequence.index for sequence in self._active]
 

@@ -57,6 +57,11 @@ class Engine(Protocol):
         ...
 
     @property
+    def reading(self) -> list[Any]:
+        """The caches of the rows whose prompts are being read, one for each layer, for statistics; empty without."""
+        ...
+
+    @property
     def step_size(self) -> int:
         """Prompt tokens read at once."""
         ...

@@ -91,6 +91,10 @@ class LedEngine:
         return self._engine.caches
 
     @property
+    def reading(self) -> list[Any]:
+        return self._engine.reading
+
+    @property
     def step_size(self) -> int:
         return self._engine.step_size
 

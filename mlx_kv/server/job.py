@@ -119,7 +119,7 @@ class Snapshot:
     """Memory of the worker at one moment.
 
     Attributes:
-        decoding: jobs in the order of the rows of `occupancy`.
+        decoding, reading: jobs that decode and jobs in prefill, in the order of the rows of `occupancy`.
         generated: tokens of each of them.
         active_memory, prompt_memory: bytes of all arrays, and of cached prefixes.
         speculation: statistics of drafts since the engine was made; None without drafts.
@@ -136,6 +136,7 @@ class Snapshot:
     speculation: SpeculationStatistics | None = None
     planned: int = 0
     policies: tuple[tuple[str, int], ...] = ()
+    reading: tuple[Job, ...] = ()
 
 
 def output_of(

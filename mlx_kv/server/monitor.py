@@ -216,7 +216,9 @@ class Monitor:
 
     def due(self, idle: bool) -> bool:
         """Whether it is time for an update: regularly, and at once when the last row has ended."""
-        return time.monotonic() - self._updated >= UPDATE_EVERY or (idle and bool(self.snapshot.decoding))
+        return time.monotonic() - self._updated >= UPDATE_EVERY or (
+            idle and bool(self.snapshot.decoding or self.snapshot.reading)
+        )
 
     def update(
         self,
@@ -226,6 +228,7 @@ class Monitor:
         ranks: TotalMemory = ALONE,
         planned: int = 0,
         policies: Sequence[tuple[str, int]] = (),
+        reading: Iterable[Batch] = (),
     ) -> None:
         """Makes a snapshot.
 
@@ -236,6 +239,7 @@ class Monitor:
             ranks: adds up the memory of all ranks.
             planned: maximum bytes of the current rows.
             policies: name and number of rows of each policy with an engine.
+            reading: rows in prefill, as `batches`.
         """
         self._updated = now = time.monotonic()
         while self._generated and now - self._generated[0][0] > RATE_SECONDS:
@@ -243,12 +247,9 @@ class Monitor:
         rate = 0.0
         if self._generated:
             rate = sum(tokens for _, tokens in self._generated) / max(1.0, now - self._generated[0][0])
-        decoding: list[Job] = []
-        occupancy = BatchOccupancy()
-        for jobs, caches in batches:
-            if caches:
-                decoding += jobs
-                occupancy = occupancy.followed_by(occupancy_of(caches, now - self._watched < WATCHED_SECONDS))
+        decoding, occupancy = self._occupancy(batches)
+        in_prefill, more = self._occupancy(reading)
+        occupancy = occupancy.followed_by(more)
         totals: dict[str, Any] = {name: ranks.of_caches(getattr(occupancy, name)) for name in BYTES}
         self._count_drafted(speculation)
         self.snapshot = Snapshot(
@@ -261,7 +262,19 @@ class Monitor:
             self._drafted[0][1] if self._drafted else None,
             planned,
             tuple(policies),
+            tuple(in_prefill),
         )
+
+    def _occupancy(self, batches: Iterable[Batch]) -> tuple[list[Job], BatchOccupancy]:
+        """The jobs of batches, and the occupancy of their rows, in the same order."""
+        jobs: list[Job] = []
+        occupancy = BatchOccupancy()
+        for batch, caches in batches:
+            if caches:
+                rows = occupancy_of(caches, time.monotonic() - self._watched < WATCHED_SECONDS)
+                jobs += batch[: len(rows.rows) or len(batch)]  # without jobs that wait in the engine
+                occupancy = occupancy.followed_by(rows)
+        return jobs, occupancy
 
     def _count_drafted(self, speculation: Iterable[SpeculationStatistics]) -> None:
         """Counts drafts since the last update; copies the statistics, which change in the worker's thread."""

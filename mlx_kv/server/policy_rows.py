@@ -127,6 +127,11 @@ class PolicyRows:
         return self._jobs(self.engine.rows)
 
     @property
+    def reading(self) -> list[tuple[list[Job], list[Any]]]:
+        """The jobs whose prompts are being read, with their caches."""
+        return [(self._jobs(self.engine.pending), self.engine.reading), *self.prefill.caches]
+
+    @property
     def waits(self) -> bool:
         """Whether `step` has nothing to do until a job is added or the store has answered."""
         return not self.engine.busy and self.prefill.waits

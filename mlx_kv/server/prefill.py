@@ -74,6 +74,11 @@ class PrefillScheduler:
         return {job: reader.read for job, reader in self._readers.items()}
 
     @property
+    def caches(self) -> list[tuple[list[Job], list[Any]]]:
+        """Each job whose prompt is read here, with the caches of its row."""
+        return [([job], reader.caches) for job, reader in self._readers.items()]
+
+    @property
     def waits(self) -> bool:
         """Whether `step` has nothing to do until the store has answered or the engine has made a step."""
         return not self.jobs or self._stalled

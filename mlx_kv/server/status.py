@@ -124,12 +124,13 @@ class StatusRoutes:
         worker, admission = self._worker, self._admission
         snapshot, jobs, metrics = worker.monitor.watch(), admission.jobs, worker.metrics
         occupancy, drafts = snapshot.occupancy, snapshot.speculation
-        decoding = dict(zip(snapshot.decoding, zip(snapshot.generated, occupancy.rows, strict=False), strict=False))
+        counts = zip((*snapshot.generated, *[0] * len(snapshot.reading)), occupancy.rows, strict=False)
+        held = dict(zip((*snapshot.decoding, *snapshot.reading), counts, strict=False))
         report = {
             **{name: metrics.total(name) for name in COUNTERS},
             "model": self._names.name,
             "max_batch_size": worker.settings.max_batch_size,
-            "rows": [_row(job, worker.policy, drafts, *decoding.get(job, (len(job.answer), ()))) for job in jobs],
+            "rows": [_row(job, worker.policy, drafts, *held.get(job, (len(job.answer), ()))) for job in jobs],
             **self._gauges(snapshot),
             "in_flight": admission.admitted,
             "history": worker.monitor.history.figures(time.monotonic()),

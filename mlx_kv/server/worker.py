@@ -304,11 +304,12 @@ class Worker:
             for rows in policies:
                 rows.update_progress()
             batches = [] if idle else [(rows.decoding, rows.engine.caches) for rows in policies]
+            reading = [] if idle else [batch for rows in policies for batch in rows.reading]
             drafts = [rows.engine.speculation for rows in policies if rows.engine.speculation is not None]
             by_policy = [(policy_name(rows.policy), len(rows.active)) for rows in policies]
             planned = policies.planned()
             self._kept.fit(self.limit.left(planned))
-            self.monitor.update(batches, self._kept.nbytes, drafts, self._memory, planned, by_policy)
+            self.monitor.update(batches, self._kept.nbytes, drafts, self._memory, planned, by_policy, reading)
 
     def _read_inbox(self) -> None:
         """Handles messages; waits for one if there is nothing else to do."""

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from classes import anywhere
 from prometheus_client.parser import text_string_to_metric_families
-from serving import PLENTY, SOURCE, Running, running
+from serving import LONG, PLENTY, SOURCE, Running, running
 from tiny_models import make_model
 
 from mlx_kv import CachePolicy, cache_statistics, make_prompt_cache
@@ -21,6 +21,7 @@ from mlx_kv.cache.segments import moving
 from mlx_kv.generation.prefill import read_ragged
 from mlx_kv.mlxlm.batching import RowsByClass
 from mlx_kv.server.memory import occupancy_of, position_ranges, tokens_evicted
+from mlx_kv.server.policy_rows import PolicyRows
 
 # --- what it shows of itself ------------------------------------------------------------------------------------------
 
@@ -60,6 +61,39 @@ def test_rows_in_memory() -> None:
         assert most > 200
         server.wait_until_empty()
         assert server.http.get("/memory").json()["rows"] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kept", [0, PLENTY], ids=["read by the engine", "read with checkpoints"])
+@pytest.mark.parametrize("policy", [CachePolicy(), CachePolicy(bits=8), CachePolicy(budget=128, keep_recent=32)])
+def test_rows_in_prefill_are_counted(policy: CachePolicy, kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the tokens that they have read, and the bytes of these."""
+    step = PolicyRows.step
+
+    def slowly(rows: PolicyRows) -> None:
+        time.sleep(0.3)
+        step(rows)
+
+    with running(policy, prompt_memory_bytes=kept) as server, ThreadPoolExecutor(2) as pool:
+        monkeypatch.setattr(PolicyRows, "step", slowly)
+        asked = [pool.submit(server.complete, LONG[start:], 2) for start in (0, 1000)]
+        seen = []
+        while not all(each.done() for each in asked):
+            report = server.http.get("/memory").json()
+            rows = [row for row in report["rows"] if row["state"] == "reading" and row["layers"]]
+            if rows and not any(row["state"] == "decoding" for row in report["rows"]):
+                for row in rows:
+                    (layer,) = row["layers"]
+                    ahead = row["read_tokens"] - layer["offset"]  # at most the last token, or a chunk just read
+                    assert ahead >= 0
+                    assert layer["offset"] < row["prompt_tokens"]
+                    assert layer["live"] + layer["evicted"] == layer["offset"]
+                    if ahead <= 1:
+                        seen.append(layer["offset"])
+                assert (report["bytes_live"] > 0) == any(row["read_tokens"] for row in rows)
+                assert report["bytes_allocated"] >= report["bytes_live"]
+        assert len({each for each in seen if each}) > 1
+        server.wait_until_empty()
 
 
 @pytest.mark.parametrize("share", ["head", "layers"])
