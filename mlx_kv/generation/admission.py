@@ -72,11 +72,6 @@ class Admission:
             row.caches, row.sequence.caches = [], None  # the batch has them now
         self.rows += rows
 
-    @property
-    def caches(self) -> list[Any]:
-        """The model's caches of all these rows."""
-        return list(self._caches)
-
     def _merged(self, rows: Sequence[list[Any]]) -> list[Any]:
         """The caches of single rows as those of one batch."""
         if len(rows) == 1 and not self._batched:

@@ -262,7 +262,7 @@ class BatchEngine:
 
     @property
     def reading(self) -> list[Any]:
-        return self._admission.caches
+        return list(self._admission.caches)
 
     @property
     def rows(self) -> list[int]:
