@@ -59,7 +59,11 @@ def check_cache_file(draft_model: str | None) -> None:
 
 
 @command(epilog=EXAMPLES)
-@options(ModelOptions, "model", "name", "adapter_path", "trust_remote_code", "extra_eos_token", "quantize_activations")
+@options(
+    ModelOptions,
+    "model",
+    *("name", "adapter_path", "trust_remote_code", "extra_eos_token", "quantize_activations", "wired_limit"),
+)
 @options(PromptOptions, "prompt")
 @option(
     "--prompt-cache-file",
@@ -164,6 +168,7 @@ def continue_prompt(
     from mlx_kv.generation.stream import shown_before, speculative_generate, stream_generate
     from mlx_kv.mlxlm.convert import make_prompt_cache
 
+    model.set_wired_limit()
     network, tokenizer = machine.load()
     cache_policy = policy.for_model(network, tokenizer, model.name)
     chats = speaks_chat(tokenizer, ignore_chat_template)

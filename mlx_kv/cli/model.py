@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import click
 
 from mlx_kv.bundled import model_path
+from mlx_kv.cli.options import read_wired_limit
 from mlx_kv.settings import setting
 
 if TYPE_CHECKING:
@@ -56,6 +57,24 @@ class ModelOptions:
         None, option="--chat-template", metavar="JINJA", help="Chat template, instead of the model's own."
     )
     lazy_load: bool = setting(False, option="--lazy-load", help="Load the weights with the first request.")
+    wired_limit: Any = setting(
+        "auto",
+        option="--wired-limit",
+        kind=read_wired_limit,
+        metavar="BYTES|none|auto",
+        help="Memory that macOS must not page out, such as 12GB; auto: the recommended limit for models that need more "
+        "than half of it, else none.",
+    )
+
+    def set_wired_limit(self) -> None:
+        """Sets the wired limit of engines.
+
+        Raises:
+            ValueError: this device does not support it.
+        """
+        from mlx_kv.generation.wired_memory import wired_memory
+
+        wired_memory.choose(self.wired_limit)
 
     def load(self) -> tuple[nn.Module, Any]:
         """The model and its tokenizer."""

@@ -178,6 +178,20 @@ def read_bytes(text: str) -> int:
     return int(Decimal(found[1]) * {"": 1, "M": 10**6, "G": 10**9}[found[2].upper()])
 
 
+def read_wired_limit(text: str) -> int | str:
+    """A number of bytes as of `read_bytes`, or one of the words auto and none.
+
+    Raises:
+        ValueError: another text.
+    """
+    if text in ("auto", "none"):
+        return text
+    try:
+        return read_bytes(text)
+    except ValueError as error:
+        raise ValueError(f"{str(error).removesuffix('.')}, or auto or none.") from None
+
+
 def listed(values: tuple[str, ...]) -> list[str]:
     """The values of an option that may be repeated and takes several, separated by commas."""
     return [each.strip() for value in values for each in value.split(",") if each.strip()]

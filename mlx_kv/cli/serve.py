@@ -49,7 +49,11 @@ MOST_POLICIES = 4  # engines at once, where requests may choose
 
 
 @command(epilog=EXAMPLES)
-@options(ModelOptions, "model", "name", "adapter_path", "trust_remote_code", "chat_template", "lazy_load")
+@options(
+    ModelOptions,
+    "model",
+    *("name", "adapter_path", "trust_remote_code", "chat_template", "lazy_load", "wired_limit"),
+)
 @options(ServerSettings, "server")
 @options(SamplingDefaults, "sampling")
 @draft_options
@@ -100,6 +104,7 @@ def serve_on(
         if error.name not in EXTRA:
             raise
         raise click.ClickException(f'{error.name} is not installed: pip install "mlx-kv[server]"') from error
+    model.set_wired_limit()
 
     allowed = AllowedCache.of(server.allow_cache)
     if allowed.any and machine.group is not None:

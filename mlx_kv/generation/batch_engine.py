@@ -10,7 +10,6 @@ from typing import Any
 
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
-from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from mlx_kv.generation.admission import PrefillPace
 from mlx_kv.generation.decoder import Decoder
@@ -27,6 +26,7 @@ from mlx_kv.generation.shared_prefixes import (
 )
 from mlx_kv.generation.statistics import SpeculationStatistics
 from mlx_kv.generation.two_pass_prefill import NO_INSTRUCTIONS, Instructions, TwoPassQueue
+from mlx_kv.generation.wired_memory import wired_memory
 from mlx_kv.mlxlm.batching import RowsByClass, check_alike, evaluated
 from mlx_kv.mlxlm.observing import show_attention
 from mlx_kv.mlxlm.traverse import attention_caches, trim_all
@@ -83,7 +83,7 @@ class BatchEngine:
         self._shares = decoder.can_share(self._classes)
         self._pace = None if max_wait is None else PrefillPace(max_wait, self.step_size)
         self._steps = 0
-        self._old_wired_limit: int | None = None
+        self._wired = False  # whether the wired limit is set for this engine
 
     def submit(self, sequence: TokenSequence) -> None:
         check(sequence)
@@ -132,8 +132,9 @@ class BatchEngine:
         self._steps += 1
         if self._steps % CLEAR_EVERY == 0:
             mx.clear_cache()
-        if self._old_wired_limit is None:
-            self._old_wired_limit = maybe_set_recommended_wired_limit()
+        if not self._wired:
+            wired_memory.begin(self, self._decoder.target.model)
+            self._wired = True
         with mx.stream(self.stream):
             self._read_prompts()
             if not self._active:
@@ -312,10 +313,9 @@ class BatchEngine:
         self._waiting.clear()
         self._two_pass.clear()
         self._classes.close()
-        if self._old_wired_limit is not None:
-            mx.synchronize(generation_stream)
-            mx.set_wired_limit(self._old_wired_limit)
-            self._old_wired_limit = None
+        if self._wired:
+            wired_memory.end(self, generation_stream)
+            self._wired = False
 
 
 def _lengths(sequence: TokenSequence) -> tuple[int, int]:
