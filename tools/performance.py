@@ -164,6 +164,7 @@ ELSEWHERE = {
     "observing": "what scores that look at attention cost: [budgets](budgets.md)",
     "partial_reads": "quality, not speed: [evaluate](eval.md#reading-a-part-of-the-cache)",
     "parsing": "latency of parsing requests, against an older checkout: printed, not kept",
+    "peers": "three servers side by side: [batches](batches.md#prompts-that-begin-alike)",
     "prefix_soak": "compares answers, and times nothing",
     "quick_softmax": "part of score_table",
     "ranks": "several machines: [clusters](clusters.md)",
