@@ -188,6 +188,19 @@ def test_a_stream_has_the_header(server: Running) -> None:
     assert int(reused) == int(total) - 1 > 64
 
 
+def test_the_page_lists_what_was_not_reused(server: Running, browser: Any) -> None:
+    first, _, second, *_ = DRILL["a date in the system prompt"]
+    chat(server, first)
+    chat(server, [(second[0][0], "Today is <b>Friday</b>." + SYSTEM[16:]), *second[1:]])
+    browser.get(server.url)
+    server.wait_until(lambda: "Friday" in browser.find_element("id", "prefixes").text)
+    newest = browser.find_element("id", "prefixes").find_elements("tag name", "li")[0].text
+    assert f"#{last(server)['number']}: 0 of " in newest
+    assert "differs from a cached prompt at token " in newest
+    assert "<b>Friday</b>" in newest
+    assert "Monday" in newest
+
+
 # --- privacy ----------------------------------------------------------------------------------------------------------
 
 
