@@ -16,6 +16,7 @@ from mlx_kv.cache.attention.operands import Operand
 
 BLOCK_SCORES = 2**18  # of a block, of all rows and heads: 1 MB
 LEAST_QUERIES = 32  # of a block: fewer make poor products
+LEAST_ROWS = 96  # of a product, where many query heads have their queries in it
 # Of the exponential.
 LOG2_E = 1.4426950408889634
 LN_2 = (0.693359375, -2.12194440e-4)  # its first 9 bits, and the rest
@@ -89,7 +90,9 @@ def attend_partly(
     (rows, query_heads, new, dim), heads = queries.shape, keys.shape[1]
     slots = keys.shape[2] if slots is None else slots
     queries = queries * scale
-    block = max(LEAST_QUERIES, BLOCK_SCORES // (rows * query_heads * slots))
+    # Queries of all query heads of a KV head are one product: with many of them, few queries make a good one.
+    least = max(1, LEAST_ROWS * heads // query_heads)
+    block = max(least, BLOCK_SCORES // (rows * query_heads * slots))
     found = []
     for first in range(0, new, block):
         last = min(first + block, new)
