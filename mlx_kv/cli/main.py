@@ -23,6 +23,7 @@ from mlx_kv.cli.evaluate import evaluate_command
 from mlx_kv.cli.generate import generate
 from mlx_kv.cli.info import info
 from mlx_kv.cli.inspect import inspect_command
+from mlx_kv.cli.models import models_command
 from mlx_kv.cli.options import Commands
 from mlx_kv.cli.output import say
 from mlx_kv.cli.plan import plan
@@ -56,6 +57,7 @@ for each in (
 ):
     add_config_option(each)
     command.add_command(each)
+command.add_command(models_command)
 command.add_command(info)
 command.add_command(completion)
 

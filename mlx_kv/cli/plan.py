@@ -36,8 +36,8 @@ UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 NOT_INCLUDED = """\
 Not included: weights, activations, logits, the copy that a growth makes. Slots are counted as they fill: caches
 allocate them in multiples of 256, and where nothing was reserved up to half as many more (twice, below 1,024).
-Layers that share keys and values are counted once. mlx-kv computes in float32 on a CPU: plan for that with
---dtype float32."""
+Layers that share keys and values are counted once. The type is what this device computes in, float32 on a CPU; plan
+for a GPU with --dtype bfloat16."""
 ABOUT_RANKS = """\
 Weights are as stored; while they are loaded, one tensor of the whole model is there beside them. Every rank has the
 embeddings and what makes logits. The rank that has the least room decides how much all of them can hold."""
@@ -182,7 +182,7 @@ def draw(
     "--dtype",
     type=click.Choice(["bfloat16", "float16", "float32"]),
     section="Cache",
-    help="Type of keys and values.  [default: that of the config, else bfloat16]",
+    help="Type of keys and values.  [default: what this device computes in: float32 on a CPU, else that of the config]",
 )
 @option(
     "--plot",
@@ -221,18 +221,20 @@ def plan(
 
     from mlx_kv.mlxlm.convert import check_policy, make_prompt_cache
     from mlx_kv.mlxlm.loading import model_from_config
-    from mlx_kv.planning import DTYPES, Planner, Ranks, config_dtype, of_ranks, strategies
+    from mlx_kv.planning import DTYPES, Planner, Ranks, of_ranks, strategies
+    from mlx_kv.planning.device import device_dtype
     from mlx_kv.policy import CachePolicy
 
-    dtype = dtype or config_dtype(config)
+    dtype = dtype or device_dtype(config)
     planner = Planner(model_from_config(config, DTYPES[dtype]))
     caches = Counter(planner.layers(CachePolicy()))
     if policy.changed():
         check_policy(planner.model, policy)  # as in generate, except for weights, which are not read
         make_prompt_cache(planner.model, policy, strict=False)
-    compared = strategies(policy)
+    windows = any(layer.window is not None for layer in caches)
+    compared = strategies(policy, windows)
     rows = planner.compare(compared, contexts, batch_size)
-    planned = compared[-1] if policy.changed() else compared[2]
+    planned = compared[-1] if policy.changed() else compared[2 if windows else 0]
     parts = None
     if ranks is not None:
         wanted = Ranks(ranks, split.split, split.layers_by_rank)

@@ -3,6 +3,7 @@
     layers.py      what each cache of a model stores: read from caches, nothing is evaluated
     row_memory.py  bytes of one sequence in all layers, at its peak and after that
     planner.py     strategies compared at several contexts, and over several ranks
+    device.py      the dtype and the memory of this device
 
 The server's admission uses the same `RowMemory` as the planner.
 """

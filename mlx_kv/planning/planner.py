@@ -44,16 +44,17 @@ class Strategy:
     slots: Slots = as_laid_out
 
 
-def strategies(policy: CachePolicy) -> list[Strategy]:
-    """Common strategies, rings with the max_write and group size of the policy, and the policy unless it is plain."""
+def strategies(policy: CachePolicy, windows: bool = True) -> list[Strategy]:
+    """Common strategies, rings with the max_write and group size of the policy, and the policy unless it is plain.
+
+    Args:
+        windows: whether any layer of the model has a window; else there are no rows for windows.
+    """
     ring = CachePolicy(max_write=policy.max_write, group_size=policy.group_size)
-    name = "window + max_write - 1"
-    compared = [
-        Strategy("full", ring, every_token),
-        Strategy("double window", ring, double_window),
-        Strategy(name, ring),
-        *(Strategy(f"{name}, {how}", replace(ring, bits=bits)) for how, bits in BITS.items()),
-    ]
+    name = "window + max_write - 1" if windows else "full"
+    compared = [Strategy("full", ring, every_token), Strategy("double window", ring, double_window)] if windows else []
+    compared.append(Strategy(name, ring))
+    compared += [Strategy(f"{name}, {how}", replace(ring, bits=bits)) for how, bits in BITS.items()]
     return [*compared, Strategy("this policy", policy)] if policy.changed() else compared
 
 

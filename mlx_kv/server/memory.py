@@ -8,11 +8,9 @@ does not separate them.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import mlx.core as mx
@@ -31,13 +29,13 @@ from mlx_kv.mlxlm.convert import make_prompt_cache
 from mlx_kv.mlxlm.observing import attends_by_class
 from mlx_kv.mlxlm.traverse import Places, leaves, places_of
 from mlx_kv.planning import Planner, RowMemory
+from mlx_kv.planning.device import default_limit as default_limit
 from mlx_kv.policy import CachePolicy
 from mlx_kv.prefixes.index import shared
 from mlx_kv.ranks.splitting import weights_of
 from mlx_kv.server.models import Models
 
 MAX_SLACK = 8192  # slots that a growing cache allocates beyond need
-DEVICE_SHARE = 0.8  # of the device's memory, as the default limit; activations and copies need some, too
 RESOLUTION = 1000  # gaps between positions below this fraction of a row are closed
 log = logging.getLogger("mlx_kv.server")
 
@@ -222,21 +220,6 @@ def memory_limit(limit: int | Literal["device"] | None, models: Models) -> Memor
             f"a memory limit of {limit / 1e6:,.1f} MB leaves nothing for rows: the weights take {weights / 1e6:,.1f} MB"
         )
     return MemoryLimit(limit, weights)
-
-
-def default_limit() -> int | None:
-    """A share of the device's memory in bytes; None if its size is unknown."""
-    info: dict[str, Any] = mx.device_info()
-    if mx.default_device().type == mx.DeviceType.cpu:
-        memory = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-        container = Path("/sys/fs/cgroup/memory.max")
-        if container.exists() and (text := container.read_text().strip()).isdigit():
-            memory.append(int(text))
-        return int(DEVICE_SHARE * min(memory))
-    for name in ("max_recommended_working_set_size", "total_memory", "memory_size"):
-        if info.get(name):
-            return int(DEVICE_SHARE * int(info[name]))
-    return None
 
 
 # --- held now: in the thread of the caches ----------------------------------------------------------------------------

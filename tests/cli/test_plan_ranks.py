@@ -57,7 +57,7 @@ def test_budgets_by_a_table_are_planned_for_each_rank(split: str, layers: tuple[
 
 def test_a_table_of_ranks(command: Any, tmp_path: Path) -> None:
     said = command("plan", "--model", str(written(tmp_path)), "--context", "4096", "--ranks", "2").out
-    assert "Over 2 ranks, heads split, caches by 'window + max_write - 1':" in said
+    assert "Over 2 ranks, heads split, caches by 'full':" in said
     rows = [line.split() for line in said.splitlines() if line.strip().startswith("rank ")]
     assert [row[1:3] for row in rows] == [["0", "4"], ["1", "4"]]
     assert "embeddings" in said
