@@ -27,6 +27,7 @@ Examples:
   mlx-kv plan --model mlx-community/Qwen3-0.6B-4bit
   mlx-kv plan --model models/gemma/config.json --context 8192,65536 --max-write 256
   mlx-kv plan --model models/gemma --kv-bits 8 --max-kv-size 16384 --batch-size 4
+  mlx-kv plan --model reference --batch-size 16 --shared-prefix 4000
   mlx-kv plan --model models/gemma --plot memory.png
   mlx-kv plan --model reference --json
   mlx-kv plan --model mlx-community/Llama-3.3-70B-Instruct-4bit --ranks 2
@@ -104,6 +105,20 @@ def ranks_table(split: str, name: str, parts: Sequence[RankMemory], contexts: Se
     return [f"Over {len(parts)} ranks, {split} split, caches by {name!r}:", "", *(f"  {row}" for row in aligned(lines))]
 
 
+def shared_lines(shares: bool, tokens: int, copies: StrategyMemory, contexts: Sequence[int]) -> list[str]:
+    """What is counted of first tokens that all sequences share.
+
+    Args:
+        copies: the strategy with whole copies of them in each sequence.
+    """
+    if not shares:
+        return [f"The {tokens:,} shared tokens are held by each sequence: this model or policy cannot hold them once."]
+    unit, size = unit_of(copies.bytes_held)
+    held = ", ".join(f"{count / size:,.2f}" for count in copies.bytes_held)
+    of = ", ".join(f"{context:,}" for context in contexts)
+    return [f"The {tokens:,} shared tokens are held once. With copies in each sequence: {held} {unit} at {of} tokens."]
+
+
 def layer_json(layer: Layer, count: int) -> dict[str, Any]:
     """JSON of `count` equal caches; bytes are of one sequence, unquantised."""
     return {
@@ -170,6 +185,15 @@ def draw(
     help="Number of sequences.",
 )
 @option(
+    "--shared-prefix",
+    type=click.IntRange(0, MAX_TOKENS),
+    default=0,
+    metavar="N",
+    section="Sequences",
+    summary="First tokens that all have in common.",
+    help="First tokens that all sequences have in common: held once, where the model and the policy allow it.",
+)
+@option(
     "--ranks",
     type=click.IntRange(2),
     metavar="R",
@@ -204,6 +228,7 @@ def plan(
     model: str,
     contexts: tuple[int, ...],
     batch_size: int,
+    shared_prefix: int,
     ranks: int | None,
     split: SplitOptions,
     dtype: str | None,
@@ -233,7 +258,7 @@ def plan(
         make_prompt_cache(planner.model, policy, strict=False)
     windows = any(layer.window is not None for layer in caches)
     compared = strategies(policy, windows)
-    rows = planner.compare(compared, contexts, batch_size)
+    rows = planner.compare(compared, contexts, batch_size, shared_prefix)
     planned = compared[-1] if policy.changed() else compared[2 if windows else 0]
     parts = None
     if ranks is not None:
@@ -242,8 +267,9 @@ def plan(
     if plot is not None:
         title = f"{short_name(model)}, {dtype}, batch of {batch_size}"
         line = dense(contexts)
-        draw(title, line, planner.compare(compared, line, batch_size), contexts, plot)
+        draw(title, line, planner.compare(compared, line, batch_size, shared_prefix), contexts, plot)
     facts = {"model": model, "model_type": config["model_type"], "dtype": dtype, "batch_size": batch_size}
+    facts |= {"shared_prefix": shared_prefix} if shared_prefix else {}
     if as_json:
         answer = {
             "layers": [layer_json(*each) for each in caches.items()],
@@ -260,6 +286,9 @@ def plan(
     if policy.changed():
         changes = ", ".join(f"{name}={value!r}" for name, value in policy.settings().items())
         lines.append(f"this policy: CachePolicy({changes})")
+    if shared_prefix:
+        copies = planner.compare([planned], contexts, batch_size)[0]
+        lines += shared_lines(planner.shares(planned.policy), shared_prefix, copies, contexts)
     lines.append(NOT_INCLUDED)
     if parts is not None:
         how, each = parts

@@ -16,8 +16,10 @@ from mlx_lm.models import cache as stock
 from mlx_kv.cache.codecs import Bits
 from mlx_kv.cache.growth import DEFAULT
 from mlx_kv.communicator import CacheCommunicator
+from mlx_kv.generation.shared_prefixes import can_share
 from mlx_kv.generation.two_pass_prefill import Instructions
-from mlx_kv.mlxlm.convert import FULL
+from mlx_kv.mlxlm.convert import FULL, make_prompt_cache
+from mlx_kv.mlxlm.observing import attends_by_class
 from mlx_kv.mlxlm.traverse import leaves
 from mlx_kv.planning.layers import Layer, Slots, as_laid_out, double_window, every_token, layers_of
 from mlx_kv.planning.row_memory import RowMemory
@@ -112,34 +114,58 @@ class Planner:
         """
         return RowMemory.of(self.layers(policy, step, chunk), policy, self.instructions)
 
-    def bytes_held(self, strategy: Strategy, context: int, batch_size: int = 1) -> int:
+    def shares(self, policy: CachePolicy) -> bool:
+        """Whether sequences of one batch hold first tokens that they have in common once (`cache.segments`)."""
+        return attends_by_class(self.model) and can_share(make_prompt_cache(self.model, policy, strict=False))
+
+    def bytes_held(self, strategy: Strategy, context: int, batch_size: int = 1, shared: int = 0) -> int:
         """The most bytes that all caches hold until each of `batch_size` sequences has read `context` tokens.
 
         With quantized_start that is before they are quantised; with a score that reads a prompt twice, during the
         second reading.
 
+        Args:
+            shared: first tokens that all sequences have in common.
+
         Raises:
             ValueError: as `layers`.
         """
-        return batch_size * self.row(strategy.policy).at_peak(context, context, slots=strategy.slots)
+        row = self.row(strategy.policy)
+        whole = batch_size * row.at_peak(context, context, slots=strategy.slots)
+        return whole - self._shared_bytes(strategy, row, context, batch_size, shared)
 
-    def bytes_after(self, strategy: Strategy, context: int, batch_size: int = 1) -> int:
+    def bytes_after(self, strategy: Strategy, context: int, batch_size: int = 1, shared: int = 0) -> int:
         """Bytes that all caches hold when each of `batch_size` sequences has read `context` tokens as a prompt.
 
+        Args:
+            shared: as of `bytes_held`.
+
         Raises:
             ValueError: as `layers`.
         """
-        return batch_size * self.row(strategy.policy).after(context, slots=strategy.slots)
+        row = self.row(strategy.policy)
+        whole = batch_size * row.after(context, slots=strategy.slots)
+        return whole - self._shared_bytes(strategy, row, context, batch_size, shared)
+
+    def _shared_bytes(self, strategy: Strategy, row: RowMemory, context: int, batch_size: int, shared: int) -> int:
+        """Bytes that sequences do not hold because they share first tokens."""
+        if shared == 0 or batch_size == 1 or not self.shares(strategy.policy):
+            return 0
+        return (batch_size - 1) * row.after(min(shared, context), slots=strategy.slots)
 
     def compare(
-        self, strategies: Iterable[Strategy], contexts: Iterable[int], batch_size: int = 1
+        self, strategies: Iterable[Strategy], contexts: Iterable[int], batch_size: int = 1, shared: int = 0
     ) -> list[StrategyMemory]:
-        """The bytes of every strategy at every context; an unsupported strategy has the reason in its row."""
+        """The bytes of every strategy at every context; an unsupported strategy has the reason in its row.
+
+        Args:
+            shared: as of `bytes_held`.
+        """
         contexts, rows = list(contexts), []
         for strategy in strategies:
             try:
-                held = tuple(self.bytes_held(strategy, context, batch_size) for context in contexts)
-                after = tuple(self.bytes_after(strategy, context, batch_size) for context in contexts)
+                held = tuple(self.bytes_held(strategy, context, batch_size, shared) for context in contexts)
+                after = tuple(self.bytes_after(strategy, context, batch_size, shared) for context in contexts)
                 rows.append(StrategyMemory(strategy.name, held, after))
             except ValueError as error:
                 rows.append(StrategyMemory(strategy.name, refused=error))
