@@ -7,6 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from test_batch_generation import shaken
 from tiny_models import VOCAB, make_model
 
 from mlx_kv import CachePolicy, KVCache, PromptMemory, PromptReader, batch_generate
@@ -193,5 +194,16 @@ def test_batches_of_prompts_that_begin_alike() -> None:
     model = made("llama")
     answers: dict[int, list[int]] = {}
     for token in batch_generate(model, None, PROMPTS, CachePolicy(), LENGTH, max_batch_size=4):
+        answers.setdefault(token.index, []).append(token.token)
+    assert answers == alone(model, CachePolicy())
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.05])
+def test_a_draft_model_continues_from_the_same_tokens(noise: float) -> None:
+    """Caches of the draft model are copied with those of the model, and wrong drafts trim rows that share."""
+    model = made("llama")
+    draft = shaken(model, noise, "llama", max_position_embeddings=4096)
+    answers: dict[int, list[int]] = {}
+    for token in batch_generate(model, None, PROMPTS, CachePolicy(), LENGTH, draft, 3, max_batch_size=8):
         answers.setdefault(token.index, []).append(token.token)
     assert answers == alone(model, CachePolicy())
