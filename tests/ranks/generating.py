@@ -36,6 +36,7 @@ from mlx_kv import (
     speculative_generate,
     stream_generate,
 )
+from mlx_kv.cache.segments import moving
 from mlx_kv.generation.grammar.compiled import Grammar, GrammarCompiler
 from mlx_kv.generation.grammar.constraint import regex
 from mlx_kv.mlxlm.loading import number_of_weights
@@ -167,6 +168,30 @@ def batched(policy: CachePolicy = PLAIN, **options: Any) -> Case:
     return case
 
 
+def alike(policy: CachePolicy) -> Case:
+    """Prompts that begin alike: one is read, and the others continue from it in shared segments."""
+
+    def case(model: nn.Module, group: Any) -> dict[str, Any]:
+        prompts = [[*PROMPT * 3, 5 + row, *PROMPT[:row]] for row in range(4)] if leads(group) else []
+        before, sharing = moving.LEAST_SAVED[mx.DeviceType.cpu], list[int]()
+        moving.LEAST_SAVED[mx.DeviceType.cpu] = 16
+        found, moving.shared_tokens = (
+            moving.shared_tokens,
+            lambda *args: sharing.append(max(found(*args))) or found(*args),
+        )
+        told: dict[str, Any] = {}
+        try:
+            options = {"max_batch_size": 4, "prefill_step_size": 32}
+            for token in batch_generate(model, None, prompts, policy, 8, group=group, **options):
+                told.setdefault(str(token.index), []).append(token.token)
+        finally:
+            moving.LEAST_SAVED[mx.DeviceType.cpu], moving.shared_tokens = before, found
+        assert max(sharing) > 0, "no rows shared tokens"
+        return {**told, "shared": max(sharing)}
+
+    return case
+
+
 # --- drafts -----------------------------------------------------------------------------------------------------------
 
 
@@ -214,6 +239,8 @@ CASES: dict[str, Case] = {
     "refused": refused,
     **{f"batch, {name}": batched(policy) for name, policy in POLICIES.items()},
     "batch, seeded": batched(sampler=TEMPERATURE, seed=4),
+    "batch, prompts that begin alike": alike(PLAIN),
+    "batch, prompts that begin alike, 8 bits": alike(EIGHT_BITS),
     **{f"suffix, {name}": speculated(policy, drafter="suffix") for name, policy in POLICIES.items()},
     "a draft model": speculated(draft=True),
     "a draft model, seeded": speculated(draft=True, sampler=TEMPERATURE, seed=2),

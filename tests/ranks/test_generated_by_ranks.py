@@ -19,6 +19,7 @@ FEW = (
     "stream, formed",
     "stream, seeded",
     "batch, seeded",
+    "batch, prompts that begin alike",
     *(f"batch, {name}" for name in BUDGETS),
     "suffix, 8 bits",
     "suffix, budget, share=layers",
