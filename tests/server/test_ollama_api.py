@@ -268,9 +268,9 @@ def test_a_request_without_a_prompt_loads_or_unloads(client: ollama.Client) -> N
 
 # --- a desktop client -------------------------------------------------------------------------------------------------
 
-# Requests in the form of Open WebUI's to a connection of the kind "Ollama", written by hand, not captured: it lists and
-# checks when it starts, loads nothing itself, adds ":latest" to names, sends its parameters as options, and makes titles
-# by a second chat that is not streamed.
+# Requests in the form of Open WebUI's to a connection of the kind "Ollama", written by hand, not captured: it lists
+# and checks when it starts, loads nothing itself, adds ":latest" to names, sends its parameters as options, and makes
+# titles by a second chat that is not streamed.
 HEADERS = {"Content-Type": "application/json", "Authorization": "Bearer none", "X-OpenWebUI-User-Name": "A"}
 OPEN_WEBUI: list[tuple[str, str, dict[str, Any] | None]] = [
     ("GET", "/api/version", None),
