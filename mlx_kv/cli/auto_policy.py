@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import click
 
+from mlx_kv.bundled import bundled_models
 from mlx_kv.cli.options import EXISTING_FILE, Command, given_options
 from mlx_kv.cli.output import prefill_bar, say
 from mlx_kv.cli.policy import AUTO, CENTRED, POLICY, PolicyOptions, as_options, policy_options
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from mlx_kv.policy import CachePolicy
 
 ANY_BITS = 8  # instead of those to be chosen, while all else is checked
+COARSE_BITS, SMALL_MODEL = 4, 10**9  # bits of which a warning is given, for models of fewer weights
 CHOSEN = ("codec", "rotate", "group_size")  # settings that --kv-bits auto chooses as well
 
 
@@ -110,6 +112,11 @@ class AutoPolicyOptions(PolicyOptions):
         if policy.budget is not None:
             policy = self._fixed.policy(self.calibration_for(model, name))
         if self.measures is None:
+            if name not in bundled_models() and _too_coarse(policy, model):
+                say(
+                    "keys of 4 bits or fewer often change the answers of models below a billion weights: give "
+                    f"--kv-bits {AUTO} instead, or --kv-residual 64, too"
+                )
             return policy
         import mlx.core as mx
 
@@ -183,6 +190,15 @@ class AutoPolicyOptions(PolicyOptions):
         if chosen.stores_plain:
             return policy.plain()
         return replace(policy, bits=chosen.bits, group_size=chosen.group_size, codec=chosen.codec)
+
+
+def _too_coarse(policy: CachePolicy, model: nn.Module) -> bool:
+    """Whether keys, which lose more than values, have so few bits that a small model often answers differently."""
+    from mlx_kv.mlxlm.loading import number_of_weights
+
+    keys = policy.bits[0] if isinstance(policy.bits, tuple) else policy.bits
+    few = keys is not None and keys <= COARSE_BITS
+    return few and policy.residual_length == 0 and number_of_weights(model) < SMALL_MODEL
 
 
 def _centred(policy: CachePolicy, model: nn.Module, tokens: list[int]) -> CachePolicy:

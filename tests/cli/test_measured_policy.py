@@ -150,3 +150,18 @@ def test_commands_without_weights_say_so(command: Any) -> None:
     ):
         done = command("plan", "--model", "examples/gemma-4-31b", *options)
         assert (done.code, says in done.err) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("options", "warned"),
+    [
+        (("--kv-bits", "4"), True),
+        (("--kv-bits", "8,4"), False),
+        (("--kv-bits", "4", "--kv-residual", "64"), False),
+        ((), False),
+    ],
+)
+def test_few_bits_for_keys_of_a_small_model_are_warned_of(options: tuple[str, ...], warned: bool, command: Any) -> None:
+    done = command(*ASKED, "--model", model_path("reference"), *options)
+    assert ("often change the answers of models below a billion weights" in done.err) == warned
+    assert "often change" not in command(*ASKED, *options).err  # the bundled model was measured
