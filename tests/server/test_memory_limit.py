@@ -112,15 +112,25 @@ def test_a_limit_of_three_rows_serves_sixteen_clients_without_an_error() -> None
 def test_a_limit_of_four_copies_serves_sixteen_clients_that_share_a_prompt_at_once(prompt_memory_bytes: int) -> None:
     with running(max_batch_size=16) as free:
         plan, weights = free.worker.default_plan, free.worker.limit.weights
-        prompts = [LONG[:6000] + f"def number_{index}(n):\n" for index in range(16)]
+        prompts = [LONG[:6000] + f"\n{letter} = {letter}" for letter in "abcdefghijklmnop"]  # they part at one place
         wanted = [free.complete(prompt, 96) for prompt in prompts]
         tokens = free.post(prompt=prompts[0], max_tokens=1).json()["usage"]["prompt_tokens"]
     limit = weights + 4 * plan.nbytes(tokens + 96)
     settings = {"max_batch_size": 16, "memory_limit": limit, "prompt_memory_bytes": prompt_memory_bytes}
+    refused: list[int] = []
+
+    class Recorded(MemoryLimit):
+        def fits(self, planned: int) -> bool:
+            fits = super().fits(planned)
+            refused.extend([] if fits else [planned])
+            return fits
+
     with running(**settings) as server, ThreadPoolExecutor(16) as pool:
         watched = Watched(server.worker)
+        server.worker.limit = Recorded(**vars(server.worker.limit))
         assert list(pool.map(lambda prompt: server.complete(prompt, 96), prompts)) == wanted
-    assert watched.rows == 16
+    assert refused == []  # no request waited for memory
+    assert watched.rows > 4
     assert 0.2 < watched.most <= 1
 
 
