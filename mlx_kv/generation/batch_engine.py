@@ -29,7 +29,7 @@ from mlx_kv.generation.two_pass_prefill import NO_INSTRUCTIONS, Instructions, Tw
 from mlx_kv.generation.wired_memory import wired_memory
 from mlx_kv.mlxlm.batching import RowsByClass, check_alike, evaluated
 from mlx_kv.mlxlm.observing import show_attention
-from mlx_kv.mlxlm.traverse import attention_caches, trim_all
+from mlx_kv.mlxlm.traverse import trim_all
 
 # Tokens of prompts read together, and no more than two chunks. More would keep the device no busier, but all rows
 # waiting: those that decode for their next token, and the first of the prompts for the last. mlx-lm reads up to 2,048
@@ -108,7 +108,7 @@ class BatchEngine:
         if cancelled := [row.sequence for row in self._admission.rows if row.sequence.index == index]:
             heir = max(self._waiting, key=lambda sequence: common_tokens(sequence, cancelled[0]), default=None)
             if heir is not None and common_tokens(heir, cancelled[0]) >= MIN_SHARED:
-                self._continue_from_row(heir)
+                self._continue_from(heir, self._source(heir))
 
     def _keep(self, rows: Sequence[int]) -> None:
         if len(rows) < len(self._active):
@@ -187,43 +187,39 @@ class BatchEngine:
         admitted: list[TokenSequence] = []
         reading = [row.left for row in self._admission.rows]
         while self._waiting and len(self._active) + len(reading) < self._max_batch_size:
-            position = self._next_position(admitted)
-            if position is None:
+            found = self._next(admitted)
+            if found is None:
                 break
+            position, source = found
             first = self._waiting[position]
+            left = len(first.tokens) if source is None else len(first.before) + len(first.tokens) - source.tokens
             if len(reading) >= MOST_PROMPTS_AT_ONCE or not self._fits(first, admitted, len(reading)):
                 break
             # A prompt that takes several passes does not keep others from joining in them. Each has rows as long as it.
             several = reading and max(reading) > self.step_size
-            too_many = (
-                len(reading) >= self._most_long if several else sum(reading) + len(first.tokens) > self._most_tokens
-            )
+            too_many = len(reading) >= self._most_long if several else sum(reading) + left > self._most_tokens
             if reading and too_many:
                 break
             del self._waiting[position]
-            self._continue_from_row(first)
+            self._continue_from(first, source)
             admitted.append(first)
             reading.append(len(first.tokens))
         self._admission.add([self._decoder.pending(sequence) for sequence in admitted])
 
-    def _next_position(self, admitted: Sequence[TokenSequence]) -> int | None:
-        """The place in the queue of the first sequence that can be admitted.
+    def _next(self, admitted: Sequence[TokenSequence]) -> tuple[int, Source | None] | None:
+        """The first waiting sequence that can be admitted: its place in the queue, and the row it continues from.
 
         Others wait until a row that is being read has read the beginning that they share.
         """
         if not self._shares:
-            return 0
+            return 0, None
         reading = [*(row.sequence for row in self._admission.rows), *admitted]
         for position, sequence in enumerate(islice(self._waiting, MAX_SEARCHED)):
-            later = max([common_tokens(sequence, other) for other in reading], default=0)
-            if later < self._known_tokens(sequence) + MIN_SHARED:
-                return position
+            source = self._source(sequence)
+            known = len(sequence.before) if source is None else source.tokens
+            if max([common_tokens(sequence, other) for other in reading], default=0) < known + MIN_SHARED:
+                return position, source
         return None
-
-    def _known_tokens(self, sequence: TokenSequence) -> int:
-        """First tokens of a prompt that its own caches hold, or those of a row from which it can continue."""
-        source = self._source(sequence)
-        return max(len(sequence.before), 0 if source is None else source.tokens)
 
     def _source(self, sequence: TokenSequence) -> Source | None:
         """The row that has read the longest beginning of a prompt, if that is more than its own caches hold."""
@@ -235,9 +231,8 @@ class BatchEngine:
         best = max(sources, key=lambda source: source.tokens, default=None)
         return None if best is None or best.tokens < len(sequence.before) + MIN_SHARED else best
 
-    def _continue_from_row(self, sequence: TokenSequence) -> None:
-        """Gives a sequence copies of the caches of the row that has read the longest beginning of it, if any has."""
-        source = self._source(sequence) if self._shares else None
+    def _continue_from(self, sequence: TokenSequence, source: Source | None) -> None:
+        """Gives a sequence copies of the caches of a row that has read the first tokens of its prompt."""
         if source is None:
             return
         share(source)
@@ -320,5 +315,5 @@ class BatchEngine:
 
 def _lengths(sequence: TokenSequence) -> tuple[int, int]:
     """Tokens of a sequence in its caches, and those to be read."""
-    held = max((int(cache.offset) for cache in attention_caches(sequence.caches or [])), default=0)
+    held = tokens_of(sequence.caches or [])
     return len(sequence.before) or held, len(sequence.tokens)

@@ -136,6 +136,19 @@ def test_a_prompt_is_read_once_and_held_once() -> None:
     assert most <= per_token * (len(SHARED) + len(prompts) * 64)
 
 
+def test_all_that_wait_for_a_prompt_are_read_together() -> None:
+    """Long prompts of which little is left to be read after the shared tokens take no steps one by one."""
+    model = made("llama")
+    engine = make_engine(model, set(), CachePolicy(), 8)
+    for index in range(8):
+        engine.submit(TokenSequence(index, [*SHARED * 4, 5, index, 7], LENGTH))
+    while not engine.rows:
+        engine.step()
+    engine.step()
+    assert len(engine.rows) == 8
+    engine.close()
+
+
 def test_what_a_cancelled_prompt_has_read_is_not_read_again() -> None:
     model = made("llama")
     engine = make_engine(model, set(), CachePolicy(), 8, prefill_step_size=64)
