@@ -174,7 +174,7 @@ ELSEWHERE = {
     "score_rule": "quality, not speed: [evaluate](eval.md)",
     "file_questions": "quality, not speed: [evaluate](eval.md)",
     "score_table": "quality, not speed: [evaluate](eval.md)",
-    "server_drafts": "told with [drafts](speculative.md#what-it-gains)",
+    "server_drafts": "in [speculative decoding](speculative.md#speedup)",
     "shared_prefix": "prompts that begin alike: [batches](batches.md#shared-prefixes)",
     "shared_store": "a store in a bucket: [clusters](clusters.md#several-servers-one-store)",
     "soak": "looks for what breaks, and times nothing",
