@@ -2,7 +2,8 @@
 
 An entry shares a block of another one if all bytes are equal, whatever layout, codec or score put the tokens there.
 Blocks are compared, not hashed as those of files are: a digest would take several times as long. Blocks are never
-written to; restored caches have memory of their own.
+written to. A restored full cache refers to them as segments (`mlx_kv.cache.segments`), without a copy; slots of other
+caches are copied.
 
 An entry has *shells*, copies of its caches without slots, and a *strip* of slots for all layers of one layout. A strip
 is a list of pieces, each the first slots of a block: an entry that diverges from another one in the middle of a block
@@ -327,8 +328,9 @@ class PromptMemory(PrefixCache[MemoryEntry]):
         """New caches for the longest prefix of a prompt, all but its last token at most.
 
         Returns:
-            The caches, which share no memory with the entry, and the number of tokens they have read; None if no entry
-            serves.
+            The caches and the number of tokens they have read; None if no entry serves. Full caches refer to the
+            entry's blocks as segments, other caches are copies. The caller may change either: blocks are never
+            written to.
         """
         best = self._best(tokens)
         if best is None:
