@@ -72,8 +72,9 @@ class Listed(Shell):
         return subprocess.CompletedProcess(line, 0, "", "")
 
 
-def test_all_commands_of_the_readme_run(tmp_path: Path) -> None:
-    lines = commands((ROOT / "README.md").read_text(encoding="utf-8"))
+def test_all_commands_of_the_first_pages_run(tmp_path: Path) -> None:
+    assert fresh.PAGES[:2] == ("README.md", "docs/generate.md")
+    lines = [line for page in fresh.PAGES[:2] for line in commands((ROOT / page).read_text(encoding="utf-8"))]
     shell = Listed(tmp_path, {})
     fresh.run_block(Block("", "commands", "\n".join(lines)), shell)
     run = shell.said.splitlines()

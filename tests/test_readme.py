@@ -1,4 +1,4 @@
-"""What README.md shows works: its commands run as they are written, in a fresh copy of the checkout with an empty home.
+"""README.md and docs/generate.md work: commands run as they are written, in a fresh checkout with an empty home.
 
 What stands in where a command cannot run here as it is:
   git clone     the copy itself
@@ -23,12 +23,14 @@ import pytest
 from pages import ADDRESS, ROOT, Shell, commands, empty_environment, fresh_checkout, without_times
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+GENERATE = (ROOT / "docs" / "generate.md").read_text(encoding="utf-8")
+SHOWN = f"{README}\n{GENERATE}"  # one example of each command, in one of the two
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
 NEEDS = {"--plot": "plot", "mlx-kv serve": "server"}
 
 
 def starting(*words: str) -> list[str]:
-    return [line for line in commands(README) if line.startswith(words)]
+    return [line for line in commands(SHOWN) if line.startswith(words)]
 
 
 @pytest.fixture(scope="module")
@@ -53,10 +55,14 @@ def test_every_command_is_found() -> None:
         ["make", "generate"],
         ["make", "test"],
     ]
-    shown = set(re.findall(r"^    (?:.*\| )?mlx-kv .*$", README, re.M))
+    shown = set(re.findall(r"^    (?:.*\| )?mlx-kv .*$", SHOWN, re.M))
     assert shown == {
-        f"    {line}" for line in commands(README) if "mlx-kv " in line and line.startswith(("mlx-kv", "echo"))
+        f"    {line}" for line in commands(SHOWN) if "mlx-kv " in line and line.startswith(("mlx-kv", "echo"))
     }
+
+
+def test_the_readme_fits_a_short_reading() -> None:
+    assert len(README.splitlines()) <= 110
 
 
 @pytest.mark.slow
@@ -84,7 +90,7 @@ def test_the_picture_is_of_a_run_that_prints_what_is_shown() -> None:
 
 
 def test_the_set_up_installs_what_the_readme_shows(shell: Shell) -> None:
-    needed = {extra for words, extra in NEEDS.items() if any(words in line for line in commands(README))}
+    needed = {extra for words, extra in NEEDS.items() if any(words in line for line in commands(SHOWN))}
     assert needed == {"plot", "server"}
     for line in starting("make"):
         lines = dry_run(line, shell)
@@ -132,12 +138,17 @@ def test_the_server_answers_as_it_is_started(shell: Shell) -> None:
 
 
 @pytest.mark.slow
-def test_the_program_runs(checkout: Path, shell: Shell) -> None:
+def test_the_programs_run(checkout: Path, shell: Shell) -> None:
     (program,) = re.findall(r"```python\n(.*?)```", README, re.S)
-    (checkout / "program.py").write_text(program)
-    done = shell.run(f"PYTHONWARNINGS=error::RuntimeWarning {sys.executable} program.py")
-    assert done.stdout.startswith('garnet"\nassert settings[')
-    assert done.stderr == ""
+    others = re.findall(r"```python\n(.*?)```", GENERATE, re.S)
+    assert len(others) == 2
+    said = []
+    for text in (program, *others):
+        (checkout / "program.py").write_text(text)
+        done = shell.run(f"PYTHONWARNINGS=error::RuntimeWarning {sys.executable} program.py")
+        assert done.stderr == ""
+        said.append(done.stdout)
+    assert all(said[at].startswith('garnet"\nassert settings[') for at in (0, 2))
 
 
 def test_files_that_docs_and_commands_name_are_there() -> None:
@@ -148,6 +159,6 @@ def test_files_that_docs_and_commands_name_are_there() -> None:
 
 
 def test_links_lead_somewhere() -> None:
-    links = re.findall(r"\]\((?!http)([^)#]+)\)", README)
+    links = re.findall(r"\]\((?!http)([^)#]+)(?:#[^)]*)?\)", README)
     assert links
     assert [link for link in links if not (ROOT / link).exists()] == []

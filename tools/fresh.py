@@ -1,8 +1,8 @@
-"""README.md and docs/recipes.md as a newcomer has them: a clone, an empty home, and nothing but Python, git and make.
+"""README.md, docs/generate.md and docs/recipes.md as a newcomer has them: a clone, an empty home, Python, git and make.
 
     python tools/fresh.py [--all]
 
-Clones what this checkout has committed, and runs there what the two pages show, in their order: `make generate` and
+Clones what this checkout has committed, and runs there what the pages show, in their order: `make generate` and
 `make test` set themselves up from a package index, the rest runs in the environment that they made. What is not as it
 stands: PYTEST_ADDOPTS tells `make test` a few files (all of them are `make test` itself), `pip install` only looks what
 it would do, and S3 is a folder. Ends in one JSON line: seconds for each part. Without a package index nothing can be
@@ -48,6 +48,7 @@ SYSTEM = (
     "mktemp",
 )
 OF_THE_INDEX = ("PIP_", "SSL_CERT", "REQUESTS_CA", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")  # where packages come from
+PAGES = ("README.md", "docs/generate.md", "docs/recipes.md")
 SHORT_TEST = "--quick tests/cache/test_rings.py tests/files/test_serialization.py"
 LONGEST = 900.0  # seconds of one command: packages of some hundred MB are fetched
 ASKED = "click"  # any package that we need
@@ -107,9 +108,9 @@ def try_pages(folder: Path, told: dict[str, str]) -> dict[str, float]:
     clone = folder / "mlx-kv"
     binaries = {**told, "PATH": f"{clone / '.venv' / 'bin'}{os.pathsep}{told['PATH']}", "PYTEST_ADDOPTS": SHORT_TEST}
     seconds: dict[str, float] = {}
-    for page in ("README.md", "docs/recipes.md"):
-        # What README shows comes before the clone, or of two parts of it: tests/test_readme.py looks at it.
-        left_out = "shown" if page == "README.md" else ""
+    for page in PAGES:
+        # What the others show is not the output of the commands above it: tests/test_readme.py compares it.
+        left_out = "" if page == "docs/recipes.md" else "shown"
         found = [block for block in blocks((clone / page).read_text(encoding="utf-8")) if block.kind != left_out]
         for heading, parts in itertools.groupby(found, lambda block: block.heading):
             instead, begin = recipes.stand_ins() | {"s3://prompts": (folder / "prompts").as_uri()}, time.perf_counter()
