@@ -8,12 +8,16 @@ from __future__ import annotations
 import ast
 import importlib
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
+from pages import blocks
 
 import mlx_kv
+from mlx_kv.cli.main import command as group
 
 ROOT = Path(__file__).parent.parent
 REFERENCE = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
@@ -71,6 +75,34 @@ def test_names_and_tests_that_a_page_speaks_of_exist(page: Path) -> None:
         exists(name)
     for path in re.findall(r"\btests/[\w/]+\.py", text):
         assert (ROOT / path).is_file(), path
+
+
+def parsed(line: str) -> str | None:
+    """The command that a line calls; its parser raises UsageError for options that the command does not have."""
+    words = shlex.split(line, comments=True)
+    if words[:1] != ["mlx-kv"] or "[" in line:  # a synopsis
+        return None
+    with click.Context(group) as context:
+        name = " ".join(words[1:3]) if group.get_command(context, " ".join(words[1:3])) else words[1]
+        found = group.get_command(context, name)
+        assert found is not None, line
+        found.make_parser(click.Context(found)).parse_args(words[1 + len(name.split()) :])
+    return name
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_of_a_page_have_the_options_that_it_uses(page: Path) -> None:
+    lines = [line for block in blocks(page.read_text()) for line in block.commands]
+    used = {name for line in lines if line.startswith("mlx-kv ") for name in [parsed(line)] if name}
+    if page.name == "settings.md":
+        assert used >= {"plan", "calibrate", "eval", "chat", "serve", "cache", "generate", "batch"}
+
+
+def test_a_command_that_does_not_exist_is_seen() -> None:
+    with pytest.raises(click.UsageError):
+        parsed("mlx-kv chat --no-such-option 3")
+    with pytest.raises(AssertionError):
+        parsed("mlx-kv nothing --kv-bits 8")
 
 
 def test_modules_that_moved_are_where_the_page_says() -> None:
