@@ -1,4 +1,4 @@
-"""What the rule of docs/eval.md says of the cells that score_table.py measured: tables, a figure, and the verdict.
+"""The rule of docs/eval-results.md applied to the cells that score_table.py measured: tables, a figure, the verdict.
 
     python benchmarks/score_rule.py build/scores.jsonl [--plot build/scores.png] [--draw NAME,NAME] [--rolling]
 

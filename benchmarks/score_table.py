@@ -1,4 +1,4 @@
-"""Which score keeps what is asked for: scores x budgets x tasks on an instruct model, as docs/eval.md says.
+"""Which score keeps what is asked for: scores x budgets x tasks on an instruct model, as docs/eval-results.md says.
 
     python tools/smollm2.py build/smollm2
     python benchmarks/score_table.py --model build/smollm2 --out build/scores.jsonl [--seeds 0,1,2] [--rows 1] ...

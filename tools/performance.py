@@ -162,7 +162,7 @@ ELSEWHERE = {
     "growth_rules": "chose the default growth: [caches](caches.md)",
     "kvpress_equality": "compares what is kept, and times nothing",
     "observing": "what scores that look at attention cost: [budgets](budgets.md)",
-    "partial_reads": "quality, not speed: [evaluate](eval.md#reading-a-part-of-the-cache)",
+    "partial_reads": "quality, not speed: [evaluate](eval-results.md#reading-a-part-of-the-cache)",
     "parsing": "latency of parsing requests, against an older checkout: printed, not kept",
     "peers": "three servers side by side: [batches](batches.md#shared-prefixes)",
     "prefix_soak": "compares answers, and times nothing",
