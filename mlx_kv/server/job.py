@@ -125,6 +125,7 @@ class Snapshot:
         speculation: statistics of drafts since the engine was made; None without drafts.
         planned: maximum bytes of the current rows.
         policies: name and number of rows of each policy with an engine.
+        freed_memory: bytes of freed buffers that MLX keeps for reuse, of this process.
     """
 
     occupancy: BatchOccupancy = field(default_factory=BatchOccupancy)
@@ -137,6 +138,7 @@ class Snapshot:
     planned: int = 0
     policies: tuple[tuple[str, int], ...] = ()
     reading: tuple[Job, ...] = ()
+    freed_memory: int = 0
 
 
 def output_of(

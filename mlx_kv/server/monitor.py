@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import mlx.core as mx
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from mlx_kv.generation.statistics import SpeculationStatistics
@@ -81,6 +82,7 @@ class Metrics:
         self.memory_limit = gauge("memory_limit_bytes", "Limit for weights, rows and cached prefixes; 0: none.")
         self.policies = gauge("cache_policies", "Cache policies with an engine.")
         self.active_memory = gauge("active_memory_bytes", "Bytes of all MLX arrays: weights, caches, and others.")
+        self.freed_memory = gauge("freed_memory_bytes", "Bytes of freed buffers that MLX keeps for reuse.")
 
     def total(self, name: str) -> int:
         """The value of a counter without labels, by its name without mlx_kv_."""
@@ -263,6 +265,7 @@ class Monitor:
             planned,
             tuple(policies),
             tuple(in_prefill),
+            mx.get_cache_memory(),
         )
 
     def _occupancy(self, batches: Iterable[Batch]) -> tuple[list[Job], BatchOccupancy]:

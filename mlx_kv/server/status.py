@@ -91,6 +91,7 @@ class StatusRoutes:
             "bytes_planned": snapshot.planned,
             "active_memory": snapshot.active_memory,
             "prompt_memory": snapshot.prompt_memory,
+            "freed_memory": snapshot.freed_memory,
         }
 
     async def metrics(self, request: Request) -> Response:
@@ -135,6 +136,7 @@ class StatusRoutes:
             "in_flight": admission.admitted,
             "history": worker.monitor.history.figures(time.monotonic()),
             "memory_limit": worker.limit.limit,
+            "freed_memory_limit": worker.freed_limit,
             "weights": worker.limit.weights,
             "policies": [{"policy": name, "rows": rows} for name, rows in snapshot.policies],
             "keeps_prompts": worker.settings.keeps_prompts,

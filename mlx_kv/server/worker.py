@@ -24,6 +24,7 @@ from mlx_kv.ranks.engine import Caches, follow
 from mlx_kv.ranks.group import RankGroup, TotalMemory
 from mlx_kv.ranks.link import RanksError
 from mlx_kv.server.errors import SHUTTING_DOWN, ApiError
+from mlx_kv.server.freed_memory import freed_memory
 from mlx_kv.server.job import Job, OutputChunk, Snapshot
 from mlx_kv.server.memory import MemoryLimit, memory_limit
 from mlx_kv.server.models import IdleUnload, Models, WorkerSettings
@@ -49,6 +50,7 @@ class Worker:
         failure: why the thread has ended, if not by `stop`.
         policy: of jobs that choose none.
         limit: of memory.
+        freed_limit: bytes of freed buffers that MLX keeps; None is MLX's own limit.
         context: length in tokens; None if unknown.
         vocabulary: number of token ids.
     """
@@ -66,6 +68,7 @@ class Worker:
         self.monitor = Monitor()
         self.metrics = self.monitor.metrics
         self.policy, self.limit = self.settings.policy, MemoryLimit()
+        self.freed_limit: int | None = None
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._calls: set[Future[object]] = set()  # not done
         self._waiting: deque[Job] = deque()
@@ -202,6 +205,7 @@ class Worker:
             self.failure = gone or " ".join(f"its worker died of {type(error).__name__}: {error}".split())[:300]
         finally:
             self._started.set()
+            freed_memory.end(self)
             mx.clear_streams()  # a thread that ends without this makes MLX abort the process
 
     def _load_models(self) -> None:
@@ -225,6 +229,7 @@ class Worker:
         self._rows.begin()
         self.default_plan = self._policies.plan(self.policy)
         self.limit = memory_limit(settings.memory_limit, models)
+        self.freed_limit = freed_memory.begin(self, self.limit.for_rows)
         self.context, self.vocabulary = context_length(models.model), vocabulary_of(models.model)
         self._unload.begin(models)
 
