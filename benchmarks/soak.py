@@ -107,10 +107,11 @@ class Serving:
 
     Args:
         options: of `mlx-kv serve`.
+        program: which serves with the option --serve.
     """
 
-    def __init__(self, options: Sequence[str] = OPTIONS) -> None:
-        words = [sys.executable, __file__, "--serve", "--port", "0", *options]
+    def __init__(self, options: Sequence[str] = OPTIONS, program: str = __file__) -> None:
+        words = [sys.executable, program, "--serve", "--port", "0", *options]
         self.process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
         assert self.process.stderr is not None
         self.url = self.process.stderr.readline().split(" at ")[1].split("/v1")[0]
