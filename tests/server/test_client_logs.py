@@ -5,6 +5,8 @@
 - `ollama-js`: Ollama's JavaScript client 0.6.4, one call of each kind.
 - `llm-ollama`: the command `llm` 0.36 with llm-ollama 0.19.1, which uses Ollama's Python client 0.6.3: a conversation,
   a schema, and a tool that was run.
+- `oterm`: the terminal client oterm 0.26.1, driven by keys: it lists and checks models through Ollama's API, and chats
+  through OpenAI's (pydantic-ai 2.59.0).
 """
 
 from __future__ import annotations
