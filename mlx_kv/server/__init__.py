@@ -25,6 +25,7 @@ The worker, one thread that owns MLX, the models and the engines:
     prefill.py           prompts before their row decodes
     tiered_prefixes.py   cached prefixes, in memory and in a store
     memory.py            memory of rows: planned, limited, held
+    freed_memory.py      MLX's limit for freed buffers, from the memory limit
     monitor.py           metrics, rates, snapshots of memory
     prefix_report.py     why a prompt was not reused: log, metric, report, header
     models.py            models, settings and engines; idle unloading
