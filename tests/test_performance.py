@@ -12,6 +12,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT / "tools"))
 import performance  # noqa: E402
+from performance_sections import ELSEWHERE  # noqa: E402
+from performance_tables import ratios_of, rows_of, table  # noqa: E402
 
 RING = next(section for section in performance.SECTIONS if section.name == "ring")
 
@@ -47,8 +49,8 @@ def test_the_page_is_what_the_benchmarks_said() -> None:
 def test_every_benchmark_has_its_place() -> None:
     here = {path.stem for path in (ROOT / "benchmarks").glob("*.py")} - {"common"}
     shown = {section.name for section in performance.SECTIONS}
-    assert shown | performance.ELSEWHERE.keys() == here
-    assert not shown & performance.ELSEWHERE.keys()
+    assert shown | ELSEWHERE.keys() == here
+    assert not shown & ELSEWHERE.keys()
 
 
 def test_what_is_kept_names_no_place() -> None:
@@ -59,9 +61,34 @@ def test_what_is_kept_names_no_place() -> None:
 def test_ratios_are_found_at_any_depth_and_in_words() -> None:
     said: dict[str, Any] = {"ring": {"step_ratio": 2, "ms": 7}, "ratio": 0.5, "a_ratio_to_b": 1.25, "same_ratio": True}
     wanted = {"ring step": 2.0, "all": 0.5, "a to b": 1.25, "tokens a second, 4 rows": 3.0}
-    assert performance.ratios_of("ring", said | {"ratio_4": 3}) == wanted
+    assert ratios_of("ring", said | {"ratio_4": 3}) == wanted
     speeds = {"plain": {"tokens_per_second": 8.0}, "K8V8": {"tokens_per_second": 6.0, "bytes": 3}}
-    assert performance.ratios_of("packed_attention", {"decode_8": speeds}) == {"decode 8, K8V8": 0.75}
+    assert ratios_of("packed_attention", {"decode_8": speeds}) == {"decode 8, K8V8": 0.75}
+
+
+@pytest.mark.parametrize("section", performance.SECTIONS, ids=lambda section: section.name)
+def test_every_ratio_has_a_row_and_is_about_that_of_its_values(section: performance.Section) -> None:
+    result = performance.kept(section)["result"]
+    rows = rows_of(section.name, result)
+    assert len({row.what for row in rows}) == len(rows)
+    shown = [row.ratio for row in rows]
+    assert all(
+        any(ratio == pytest.approx(one) for one in shown if one) for ratio in ratios_of(section.name, result).values()
+    )
+    assert all("_" not in row.what for row in rows), "in words"
+    for row in rows:
+        if row.ours and row.other and row.ratio and row.unit != "tokens a pass":
+            quotient = row.ours / row.other if row.unit == "tokens/s" else row.other / row.ours
+            assert 0.8 < row.ratio / quotient < 1.25, row
+
+
+def test_a_table_has_values_where_there_are_some_and_rows_that_are_not_planned() -> None:
+    rows = rows_of("host", {"plain_ratio": 2.0, "plain": 4, "mlx_lm_plain": 8, "new_ratio": 0.5})
+    assert table(rows, "mlx-lm").splitlines()[2:] == [
+        "| plain | 4 | 8 | µs a layer | 2.00 |",
+        "| new |  |  |  | 0.50 |",
+    ]
+    assert table(rows[1:], "mlx-lm").splitlines() == ["| | ratio |", "| --- | ---: |", "| new | 0.50 |"]
 
 
 def test_it_runs_them_keeps_what_they_say_and_draws_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
