@@ -1,6 +1,6 @@
 """docs/families.md, made by the walk over all families: `python tests/mlxlm/family_table.py --write`, some minutes.
 
-Decides how verdicts are told: a table of words, and numbered notes for what a word does not say.
+Formats verdicts as a table of words, with numbered notes for their reasons.
 """
 
 from __future__ import annotations
@@ -30,28 +30,35 @@ from family_walk import layers, walk  # noqa: E402
 PAGE = Path(__file__).parent.parent.parent / "docs" / "families.md"
 HEAD = """# Model families
 
-What our caches do in each of the {families} model files of mlx-lm {version}. Each was made as a tiny model with random
-weights that has every type of layer its file knows, and read through our caches and through a reference that is slow
-and obvious. The page is written by `make families`, and tests hold it against the code.
+Use this page to check which features work with a model: it lists all {families} model files (families) of mlx-lm {version}. The
+family is usually the `model_type` in the model's config.json.
 
-| column | what was asked |
+Each family was tested as a tiny model with random weights and every layer type of its file. Its results with the caches of
+mlx-kv were compared with a slow and simple reference. `make families` writes this page, and tests compare it with the code.
+
+| column | what was tested |
 | --- | --- |
-| layers | what the model's own caches are for: full attention, sliding or chunked windows, recurrent state |
-| alone | a prompt in chunks and decoding, past the window: the logits of one pass over everything |
-| 16-bit | in bfloat16 and in float16, each query sees the keys and values that the model wrote, bit for bit |
-| 8 and 4 bits | each query sees them as quantised once, bit for bit; attention says the same on packed planes |
-| budget | with a budget, and with max_kv_size: the logits of the whole text with only the evicted tokens masked |
-| ragged batch | prompts of 5, 19, 19 and 30 tokens in one batch: each row's log-probabilities are those it has alone |
-| draft model | speculative decoding in such a batch: the tokens that greedy decoding gives |
-| trim | 7 tokens too many, taken back, then others: the logits of never having read them |
-| files | saved, loaded and gone on with: bit for bit; in mlx-lm's format, too, both ways |
-| attention | whether a hook of a cache (`attention_hook`) gets every call of attention over it |
+| layers | caches of the model: full attention, sliding or chunked windows, recurrent state |
+| alone | a prompt in chunks and decoding, past the window: same logits as one pass over all tokens |
+| 16-bit | in bfloat16 and in float16, each query gets the keys and values that the model wrote, bit for bit |
+| 8 and 4 bits | each query gets them as quantised once, bit for bit; attention on packed planes gives the same result |
+| budget | with a budget, and with max_kv_size: same logits as the whole text with the evicted tokens masked |
+| ragged batch | prompts of 5, 19, 19 and 30 tokens in one batch: each row has the log-probabilities that it has alone |
+| draft model | speculative decoding in such a batch: same tokens as greedy decoding |
+| trim | 7 tokens read, trimmed, and replaced by others: same logits as without them |
+| files | saved, loaded and continued: bit for bit; also in mlx-lm's format, in both directions |
+| attention | whether a hook of a cache (`attention_hook`) receives every call of attention over it |
 
-**exact**: it is as the column says. **refused**: a ValueError before anything is read or changed; the note has its
-words. **nothing to do**: no layer has a cache of ours. **as mlx-lm**: our answer is that of mlx-lm's own caches, but
-theirs is not what one pass would say. **mlx-lm fails**: its own caches end in an error. Attention is **seen** with the
-keys that the cache returned, **derived** with as many keys that the layer makes of them (latent attention), **hidden**
-where a layer calls a function of its own, selects tokens or does not say whose they are.
+| result | meaning |
+| --- | --- |
+| exact | as described for the column |
+| refused | raises a ValueError before anything is read or changed; the note quotes it |
+| nothing to do | no layer uses a cache of mlx-kv |
+| as mlx-lm | same result as mlx-lm's caches, which differs from that of one pass |
+| mlx-lm fails | mlx-lm's caches raise an error |
+| seen | attention: the hook receives the keys that the cache returned |
+| derived | attention: the hook receives as many keys, which the layer computes from them (latent attention) |
+| hidden | attention: the layer calls its own function, selects tokens, or does not identify the cache |
 
 In short: {counts}.
 """
@@ -84,7 +91,7 @@ def render(verdicts: Mapping[str, Mapping[str, Verdict]], kinds: Mapping[str, st
             "",
             *numbered,
             "",
-            f"Files of mlx-lm's folder that are no models: {helpers}.",
+            f"Files in mlx-lm's folder of models that are not models: {helpers}.",
             "",
         ]
     )
