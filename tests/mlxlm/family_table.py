@@ -30,11 +30,12 @@ from family_walk import layers, walk  # noqa: E402
 PAGE = Path(__file__).parent.parent.parent / "docs" / "families.md"
 HEAD = """# Model families
 
-Use this page to check which features work with a model: it lists all {families} model files (families) of mlx-lm {version}. The
-family is usually the `model_type` in the model's config.json.
+Use this page to check which features work with a model. It lists all {families} model files (families) of mlx-lm
+{version}. The family is usually the `model_type` in the model's config.json.
 
-Each family was tested as a tiny model with random weights and every layer type of its file. Its results with the caches of
-mlx-kv were compared with a slow and simple reference. `make families` writes this page, and tests compare it with the code.
+Each family was tested as a tiny model with random weights and every layer type of its file. Its results with the
+caches of mlx-kv were compared with a slow and simple reference. `make families` writes this page, and tests compare
+it with the code.
 
 | column | what was tested |
 | --- | --- |
