@@ -1,4 +1,4 @@
-"""mlx-kv: KV caches for language models on MLX that combine.
+"""mlx-kv: Composable KV caches for language models on MLX.
 
 The public API is what `__all__` lists. Names are imported when they are first used: importing the package loads a tuned
 BLAS where MLX needs one (a Linux CPU), which must come before MLX, and nothing else.
