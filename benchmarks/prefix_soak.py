@@ -151,7 +151,7 @@ def left(found: dict[str, float]) -> float:
 
 
 def settled(client: httpx.Client) -> dict[str, float]:
-    """The metrics when no row is left, after the least of five short requests: a snapshot may still count a last row."""
+    """The metrics when no row is left, with the least memory of five times: the last row may still be counted."""
     found = []
     for _ in range(5):
         client.post("/v1/completions", json={"prompt": "import", "max_tokens": 1})
