@@ -98,7 +98,7 @@ def preload() -> str:
     if (library := _load(candidates)) is not None:
         return library
     if wanted:
-        # Whoever set the variable is told, and no line of a program: the command says it in one line as well.
+        # Not attributed to a line of the caller: the user has set the variable. The command reports it, too.
         said = f"MLX_KV_BLAS={wanted} cannot be loaded, or is no BLAS: give the path of one, none, or leave it out"
         warnings.warn_explicit(said, RuntimeWarning, __package__, 0)
     reason = f"{wanted} cannot be loaded" if wanted else 'no better one found: install the extra "cpu"'

@@ -1,4 +1,4 @@
-"""Where the models that ship with this package lie. Knows nothing about loading them."""
+"""Paths of the models that ship with this package."""
 
 from __future__ import annotations
 

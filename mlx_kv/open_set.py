@@ -1,6 +1,6 @@
 """Sets that can be extended: built-in entries, registered ones, and those of packages with entry points.
 
-Scores, codecs and drafters are such sets. Knows nothing about what is in them.
+Scores, codecs and drafters are such sets.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class OpenSet(Generic[Member]):
     Args:
         kind: what one of them is called: the entry points are of the group `mlx_kv.<kind>s`, and what registers one is
             `register_<kind>`.
-        mend: what else than a name can be given.
+        alternative: what a caller can give instead of a name.
         ours: those of this package.
         read: makes a member of the name of an entry point and of the object that it loads.
     """
@@ -27,11 +27,11 @@ class OpenSet(Generic[Member]):
     def __init__(
         self,
         kind: str,
-        mend: str,
+        alternative: str,
         ours: Mapping[str, Member],
         read: Callable[[str, Any], Member] = lambda name, loaded: loaded,
     ) -> None:
-        self.kind, self.group, self._mend, self._read = kind, f"mlx_kv.{kind}s", mend, read
+        self.kind, self.group, self._alternative, self._read = kind, f"mlx_kv.{kind}s", alternative, read
         self.registered = dict(ours)
         self._loaded: dict[str, Member] = {}
 
@@ -53,13 +53,13 @@ class OpenSet(Generic[Member]):
             ValueError: none has this name.
         """
         if not isinstance(name, str):
-            raise ValueError(f"{self.kind} is {name!r}: give a name, or {self._mend}")
+            raise ValueError(f"{self.kind} is {name!r}: give a name, or {self._alternative}")
         if name in self.registered:
             return self.registered[name]
         if name not in self.entries:
             raise ValueError(
-                f"there is no {self.kind} {name!r}: choose one of {', '.join(self.names())}, give {self._mend}, or "
-                f"register_{self.kind}() one of that name"
+                f"there is no {self.kind} {name!r}: choose one of {', '.join(self.names())}, give {self._alternative}, "
+                f"or register_{self.kind}() one of that name"
             )
         if name not in self._loaded:
             self._loaded[name] = self._read(name, self.entries[name].load())

@@ -32,7 +32,7 @@ class PolicySettings:
     bits: Bits | None = setting(
         None,
         option="--kv-bits",
-        summary="Quantise: auto measures; else 8, 8,4 or 4.",
+        summary="Bits of keys and values: auto, 8, 8,4 or 4.",
         metavar="N[,N]",
         help="Bits of quantised keys and values: 2, 3, 4, 5, 6 or 8; 8,4 is 8 for keys and 4 for values; auto is the "
         "fewest with little loss.",

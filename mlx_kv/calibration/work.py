@@ -115,7 +115,7 @@ class Work:
 
     def _check_folder(self, folder: Path) -> None:
         if folder.exists() and not folder.is_dir():
-            raise ValueError(f"{folder} is there and is no directory: give the name of one for what is measured")
+            raise ValueError(f"{folder} exists and is not a directory: give the name of one for what is measured")
         if not folder.is_dir() and not folder.parent.is_dir():
             raise ValueError(f"there is no folder {folder.parent}: make it first")
         if folder.is_dir():

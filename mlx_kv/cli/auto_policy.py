@@ -204,7 +204,7 @@ def _too_coarse(policy: CachePolicy, model: nn.Module) -> bool:
 def _centred(policy: CachePolicy, model: nn.Module, tokens: list[int]) -> CachePolicy:
     from mlx_kv.evaluation.centres import centred
 
-    say(f"--kv-codec {CENTRED}: measuring where keys lie on {len(tokens):,} tokens of a text")
+    say(f"--kv-codec {CENTRED}: measuring the means of keys on {len(tokens):,} tokens of a text")
     keys, values = policy.codecs
     with prefill_bar(len(tokens), 1, "keys") as advance:
         return replace(policy, bits=None, codec=(centred(model, tokens, keys, advance), values))
@@ -223,7 +223,7 @@ class _Measuring:
             from mlx_kv.evaluation.codec_loss import CodecLoss
 
             count = f"{len(self._tokens):,} tokens"
-            say(f"--kv-bits {AUTO}: measuring what bits cost on {count} of a text, once for this model")
+            say(f"--kv-bits {AUTO}: measuring what each number of bits costs on {count} of a text, once for this model")
             self._text = CodecLoss(self._model, self._tokens, progress=self._progress)
             with prefill_bar(len(self._tokens), 1, "loss of plain caches") as self._advance:
                 _ = self._text.plain
@@ -255,7 +255,7 @@ def report_chosen(chosen: CachePolicy, tried: list[Tried], max_loss: float, toke
     on = f"on {tokens:,} tokens ({since})"
     if chosen.stores_plain:
         least = f", {min(each.upper_bound for each in tried):.4f} at the least" if tried else ""
-        say(f"--kv-bits {AUTO}: no bits are within {max_loss:g} nats a token{least}, {on}: all stays plain")
+        say(f"--kv-bits {AUTO}: no bits are within {max_loss:g} nats a token{least}, {on}: nothing is quantised")
         return
     cost = tried[-1]
     bytes_ = f"{cost.bytes_per_token:,} bytes a token instead of {plain:,}"

@@ -48,7 +48,7 @@ BATCHES_AHEAD = 2  # of prompts that wait for a place: a batch of short answers 
 JSONL = LeadersFile(exists=True, dir_okay=False, allow_dash=True)
 
 
-@command(epilog=EXAMPLES)
+@command(epilog=EXAMPLES, short_help="Continue many prompts, from a file into a file.")
 @options(ModelOptions, "model", "name")
 @option(
     "--prompts",
@@ -119,9 +119,9 @@ def batch(
 ) -> None:
     """Continue many prompts at once, from a file into a file.
 
-    A line of --prompts is {"prompt": a text or a list of token ids, "max_tokens": N, "id": a text or a number}; only
-    the prompt must be there, and the id is else the line's number. Killed and started again, it does the lines that
-    are missing. Bad lines are reported and passed over: the exit code is then 1.
+    Each line of --prompts is {"prompt": a text or a list of token ids, "max_tokens": N, "id": a text or a number}. Only
+    the prompt is required; the default id is the line number. Run again after an interrupt, it continues with the
+    missing lines. Invalid lines are reported and skipped: the exit code is then 1.
     """
     before_loading = policy.before_loading  # bad settings are refused before anything is loaded
 
@@ -189,7 +189,7 @@ class Started:
 def check_files(prompts_file: str, output_file: str) -> None:
     """Refuses files that a run cannot read twice, or would write over."""
     if prompts_file != "-" and not os.path.isfile(prompts_file):
-        raise click.UsageError(f"--prompts {prompts_file} is no regular file: give one that can be read twice, or -")
+        raise click.UsageError(f"--prompts {prompts_file} is not a regular file: give one that can be read twice, or -")
     both = "-" not in (prompts_file, output_file)
     if both and os.path.exists(output_file) and os.path.samefile(output_file, prompts_file):
         raise click.UsageError(f"--output {output_file} is the file of prompts: give another one")

@@ -159,7 +159,7 @@ def _entry(raw: bytes) -> dict[str, Any]:
     try:
         entry = json.loads(raw.decode("utf-8").rstrip(), object_pairs_hook=unique_keys)
     except DuplicateKeyError as error:
-        raise ValueError(f"key {json.dumps(error.key)} is there twice: give it once") from error
+        raise ValueError(f"key {json.dumps(error.key)} appears twice: give it once") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8 ({error.reason}): give one JSON object") from error
     except json.JSONDecodeError as error:
@@ -167,7 +167,7 @@ def _entry(raw: bytes) -> dict[str, Any]:
     except RecursionError as error:
         raise ValueError("not JSON of ours (nested too deeply): give one JSON object") from error
     if not isinstance(entry, dict):
-        raise ValueError(f'{_short(entry)} is no JSON object: give one such as {{"prompt": …}}')
+        raise ValueError(f'{_short(entry)} is not a JSON object: give one such as {{"prompt": …}}')
     return entry
 
 
@@ -176,7 +176,7 @@ def _check_prompt(prompt: Any) -> None:
         try:
             prompt.encode("utf-8")
         except UnicodeEncodeError as error:
-            raise ValueError(f"the prompt is no text ({error.reason}): leave out lone surrogates") from error
+            raise ValueError(f"the prompt is not text ({error.reason}): leave out lone surrogates") from error
     elif not isinstance(prompt, list):
         raise ValueError(f"prompt is {_short(prompt)}: give a text or a list of token ids")
     else:
@@ -273,7 +273,7 @@ class OutputFile:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
         try:
             if not stat.S_ISREG(os.fstat(file).st_mode):
-                raise ValueError(f"{path} is no regular file: give one that can be read again")
+                raise ValueError(f"{path} is not a regular file: give one that can be read again")
             if not lock(file, wait=False) or os.fstat(file).st_ino != os.stat(path).st_ino:
                 raise BlockingIOError  # the other run has it, or put a new file in its place
         except BlockingIOError:

@@ -45,8 +45,8 @@ def load_for(path: Path, network: Any, tokenizer: Any, model: str) -> PromptFile
     if not file.stock:
         check_fingerprint(str(path), file.fingerprint, model_fingerprint(network, tokenizer), made_with)
     elif made_with not in (None, model) or len(file.caches) != len(make_prompt_cache(network)):
-        mend = f"give --model {made_with}" if made_with not in (None, model) else "give the model that it was made with"
-        raise click.UsageError(f"{path} is a prompt cache of another model: {mend}")
+        fix = f"give --model {made_with}" if made_with not in (None, model) else "give the model that it was made with"
+        raise click.UsageError(f"{path} is a prompt cache of another model: {fix}")
     if not any(not cache.empty() for cache in file.caches):
         raise click.UsageError(f"{path} holds no tokens: make it again")
     if file.tokens and not 0 <= min(file.tokens) <= max(file.tokens) < vocabulary_of(network):
@@ -63,7 +63,7 @@ def tokens_read(file: PromptFile) -> int:
     return max((row.offset for cache in attention_caches(file.caches) for row in cache.view.rows), default=0)
 
 
-@command(epilog=EXAMPLES)
+@command(epilog=EXAMPLES, short_help="Store the keys and values of a prompt in a file.")
 @options(ModelOptions, "model", "name", "adapter_path", "trust_remote_code")
 @options(PromptOptions, "prompt")
 @option(
@@ -92,7 +92,7 @@ def cache(
     The prompt is --prompt, the content of --prompt-file, or stdin for a lone -.
     """
     if output == "-":
-        raise click.UsageError("--output -: a prompt cache is no text for stdout; give the name of a file (./- for -)")
+        raise click.UsageError("--output -: a prompt cache cannot go to stdout; give the name of a file (./- for -)")
     text = prompt.read()
     _ = policy.before_loading  # bad settings are refused before anything is loaded
 

@@ -21,7 +21,7 @@ Examples:
 """
 
 
-@command("cache diff", epilog=EXAMPLES)
+@command("cache diff", epilog=EXAMPLES, short_help="Show where two prompts first differ, in tokens.")
 @click.argument("first", type=EXISTING_FILE, metavar="A")
 @click.argument("second", type=EXISTING_FILE, metavar="B")
 @options(ModelOptions, "model", "name", "trust_remote_code", "chat_template")

@@ -54,7 +54,7 @@ def head_lines(calibration: Calibration) -> list[str]:
     ]
 
 
-@command("calibrate", epilog=EXAMPLES)
+@command("calibrate", epilog=EXAMPLES, short_help="Measure a model once, for better --kv-budget results.")
 @click.argument("name", metavar="[MODEL]", required=False)
 @option(
     "--model",
@@ -102,7 +102,7 @@ def calibrate_command(
     force: bool,
     as_json: bool,
 ) -> None:
-    """Measure which heads of a model need many tokens, and fit a score to it, for --kv-budget.
+    """Measure how many tokens each head of a model needs, and fit a score to it, for --kv-budget.
 
     Reads some texts twice. An interrupted run continues when the same command is given again. The other commands find
     the file by themselves.
@@ -154,7 +154,7 @@ def calibrate_command(
             )
         except KeyboardInterrupt:
             if progress.done:
-                say(f"{progress.done} of {len(texts)} texts are measured, in {kept}: run it again to continue")
+                say(f"{progress.done} of {len(texts)} texts are measured, in {kept}: run the command again to continue")
             raise
         save_calibration(output, calibration, force=force)
     seconds, peak = time.perf_counter() - started, mx.get_peak_memory()

@@ -32,7 +32,7 @@ While it runs:
 """
 
 
-@command(epilog=EXAMPLES)
+@command(epilog=EXAMPLES, short_help="Chat with a model in the terminal.")
 @options(ModelOptions, "model", "name", "adapter_path", "trust_remote_code")
 @options(ChatOptions, "chat", "system_prompt", "chat_template_config")
 @max_tokens_option

@@ -49,8 +49,8 @@ class ChatFiles:
         """Raises click.UsageError, ValueError: it cannot be kept, or not there; an older file is then as it was."""
         self._check()
         if conversation.caches is None:
-            then = "ask something first, which reads all again" if conversation.turns else "there is nothing to keep"
-            raise click.UsageError(f"nothing was read yet: {then}")
+            then = "ask a question first, which reads it again" if conversation.turns else "there is nothing to save"
+            raise click.UsageError(f"the cache is empty: {then}")
         known = conversation.tokens
         said = {
             "system": conversation.settings.system,
@@ -108,7 +108,7 @@ def _what_was_said(text: str, vocabulary: int) -> tuple[list[Turn], str | None]:
     if type(known) is not list or not all(type(token) is int and 0 <= token < vocabulary for token in known):
         raise ValueError("tokens are none of the model's")
     if not isinstance(said["system"], str | None):
-        raise ValueError("the message before all others is no text")
+        raise ValueError("the message before all others is not text")
     return turns, said["system"]
 
 
@@ -176,7 +176,7 @@ class ChatSession:
                 if word in self._commands:
                     self._commands[word][0](rest.strip())
                 elif word.startswith("/") and word[1:].isalpha():
-                    say(f"there is no {word}: /help says what there is")
+                    say(f"unknown command {word}: /help lists the commands")
                 else:
                     self._answer(text)
             except click.ClickException as error:
@@ -197,7 +197,7 @@ class ChatSession:
                     click.echo(token.text, nl=False)
                     sys.stdout.flush()
         if first is None:
-            say("ended by Ctrl-C before an answer began: all is as it was, and read again with the next question")
+            say("interrupted before the answer began: the next question reads the conversation again")
             return
         click.echo()
         self._seconds = first - started, time.perf_counter() - first
@@ -235,25 +235,28 @@ class ChatSession:
         kept = self._conversation.undo()
         self._seconds = (0.0, 0.0)
         how = "" if kept else "; these caches cannot go back, and all is read again"
-        say(f"the last turn is taken back: {self._turns} left{how}")
+        say(f"removed the last turn: {self._turns} left{how}")
 
     def _reset(self, rest: str) -> None:
         self._conversation.go_on_from([], self._conversation.settings.system)
-        say("all is forgotten")
+        say("conversation cleared")
 
     def _save(self, rest: str) -> None:
         path = self._path("/save", rest)
         with stops("/save"):
             self._files.save(path, self._conversation)
         self._saved = list(self._conversation.turns)
-        say(f"kept in {path}: {self._turns}")
+        say(f"saved to {path}: {self._turns}")
 
     def _load(self, rest: str) -> None:
         path = self._path("/load", rest)
         with stops("/load"):
             served = self._files.load(path, self._conversation)
         self._seconds, self._saved = (0.0, 0.0), list(self._conversation.turns)
-        say(f"{path}: {self._turns}" + ("" if served else "; its caches are of other settings, and all is read again"))
+        say(
+            f"{path}: {self._turns}"
+            + ("" if served else "; its caches were made with other settings, so the conversation is read again")
+        )
 
     def _stats(self, rest: str) -> None:
         conversation = self._conversation

@@ -12,11 +12,12 @@ INSTALL = {
 
 
 @click.command(
+    short_help="Print the completion script of a shell.",
     epilog="\b\nInstall it once:\n"
     + "\n".join(f"  {line.partition(', then')[0]}" for line in INSTALL.values())
     + "\n\b\nOr for one shell:\n"
     + '  eval "$(mlx-kv completion zsh)"      # or bash\n'
-    + "  mlx-kv completion fish | source"
+    + "  mlx-kv completion fish | source",
 )
 @click.argument("shell", type=click.Choice(list(INSTALL)))
 @click.pass_context

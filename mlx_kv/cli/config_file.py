@@ -55,14 +55,14 @@ def read_config_file(path: Path, ctx: click.Context) -> dict[str, Any]:
     except OSError as error:
         raise click.UsageError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:  # no UTF-8, no TOML
-        raise click.UsageError(f"{path} is no TOML: {error}") from error
+        raise click.UsageError(f"{path} is not TOML: {error}") from error
     options = dict(_options(ctx.command))
     found: dict[str, Any] = {}
     for key, value in _entries(content):
         option = options.get(key.replace("_", "-"))
         if option is None or option.name is None:
             command = f"mlx-kv {ctx.info_name}"
-            raise click.UsageError(f"{path}: {key} is no option of {command}: see {command} --help")
+            raise click.UsageError(f"{path}: {key} is not an option of {command}: see {command} --help")
         if option.name in found:
             raise click.UsageError(f"{path}: {key} is given twice: leave out one of them")
         found[option.name] = _checked(f"{path}: {key}", key, value, option, ctx)

@@ -223,7 +223,7 @@ class FormatOptions:
         try:
             return constraints.json_schema(json.loads(self.json_schema.read_text()))
         except (ValueError, RecursionError) as error:
-            raise click.BadParameter(f"{self.json_schema} is no JSON: {error}", param_hint="--json-schema") from None
+            raise click.BadParameter(f"{self.json_schema} is not JSON: {error}", param_hint="--json-schema") from None
 
     def processors(self, tokenizer: Any, prompt: Sequence[int], before: int, chat: bool) -> tuple[LogitsProcessor, ...]:
         """The logits processors that keep the answer to the format.

@@ -51,7 +51,7 @@ def read_budgets(ctx: click.Context, param: click.Parameter, value: str) -> tupl
     words = split(value)
     for word in words:
         if not (word.isascii() and word.isdecimal() and len(word) <= 9 and int(word) >= 1):
-            raise click.BadParameter(f"{word!r} is no budget: give tokens from 1 up, such as 64,128,256")
+            raise click.BadParameter(f"{word!r} is not a budget: give tokens from 1 up, such as 64,128,256")
     return tuple(sorted({int(word) for word in words}))
 
 
@@ -76,7 +76,7 @@ def read_text(file: Path | None) -> str:
     except OSError as error:
         raise click.UsageError(f"cannot read {error.filename}: {error.strerror}; give a file with --text") from error
     if not texts:
-        raise click.UsageError("this Python comes without its source: give a file with --text")
+        raise click.UsageError("this Python has no source files: give a file with --text")
     return "\n".join(texts)
 
 
@@ -120,7 +120,7 @@ def prepare(
     return runs, work
 
 
-@command("eval", epilog=EXAMPLES)
+@command("eval", epilog=EXAMPLES, short_help="Measure what a model recalls from a reduced cache.")
 @option(
     "--model",
     metavar="PATH_OR_HUB_ID",
@@ -143,8 +143,8 @@ def prepare(
     show_default=True,
     metavar="NAME,NAME",
     callback=read_names,
-    summary="What decides which tokens matter.",
-    help="What decides which tokens matter; NAME@ALLOCATION compares allocations: key_diff@calibrated, fitted@global.",
+    summary="Scores that choose the tokens.",
+    help="Scores that choose the tokens; NAME@ALLOCATION compares allocations: key_diff@calibrated, fitted@global.",
 )
 @option(
     "--tasks",
@@ -212,12 +212,12 @@ def prepare(
     "text_file",
     type=EXISTING_FILE,
     metavar="FILE",
-    summary="What perplexity is measured on.",
-    help="What perplexity is measured on.  [default: two modules of Python's library that the reference model has not "
+    summary="Text to measure perplexity on.",
+    help="Text to measure perplexity on.  [default: two modules of Python's library that the reference model has not "
     "read; another model may have]",
 )
 @click.option(
-    "--plot", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Draw it: .png, .svg or .pdf."
+    "--plot", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Draw a figure: .png, .svg or .pdf."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object, accuracies from 0 to 1.")
 def evaluate_command(
@@ -231,7 +231,7 @@ def evaluate_command(
     calibration: str | None,
     **options: Any,
 ) -> None:
-    """Measure what a model still finds in a cache of a budget: one key, many, a string, the next word of a text.
+    """Measure what a model recalls from a cache with a budget: keys, copied strings, or the next word of a text.
 
     The context is compressed before the questions are seen. Scores are compared with the full cache and with each
     other, by accuracy, by nats per token, and by how they rank tokens against the attention that those receive.

@@ -58,7 +58,7 @@ def check_cache_file(draft_model: str | None) -> None:
         )
 
 
-@command(epilog=EXAMPLES)
+@command(epilog=EXAMPLES, short_help="Continue a prompt.")
 @options(
     ModelOptions,
     "model",

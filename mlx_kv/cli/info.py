@@ -9,10 +9,17 @@ import click
 from mlx_kv import blas
 from mlx_kv.bundled import bundled_models, model_path
 
+EXAMPLES = """
+\b
+Examples:
+  mlx-kv info
+  MLX_KV_BLAS=none mlx-kv info    # with MLX's own BLAS
+"""
 
-@click.command()
+
+@click.command(epilog=EXAMPLES, short_help="Show versions, device, BLAS and bundled models.")
 def info() -> None:
-    """Versions, device, BLAS and bundled models of this installation."""
+    """Show versions, device, BLAS and bundled models of this installation."""
     library = blas.preload()
 
     import importlib.metadata

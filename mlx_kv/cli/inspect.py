@@ -213,7 +213,7 @@ def read_scores(ctx: click.Context, param: click.Parameter, value: str | None) -
     return () if value is None else tuple(dict.fromkeys(word.strip() for word in value.split(",")))
 
 
-@command("inspect", epilog=EXAMPLES)
+@command("inspect", epilog=EXAMPLES, short_help="Show which tokens of a prompt a budget keeps.")
 @options(ModelOptions, "chosen", "name")
 @options(PromptOptions, "prompt")
 @option("--ignore-chat-template", is_flag=True, section="Prompt", help="Read the prompt as plain text.")
@@ -224,8 +224,8 @@ def read_scores(ctx: click.Context, param: click.Parameter, value: str | None) -
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
     section="Output",
-    summary="Draw it: .png, .svg or .pdf.",
-    help="Draw it: .png, .svg or .pdf.",
+    summary="Draw a figure: .png, .svg or .pdf.",
+    help="Draw a figure: .png, .svg or .pdf.",
 )
 @option(
     "--plot-heads",
@@ -248,7 +248,7 @@ def read_scores(ctx: click.Context, param: click.Parameter, value: str | None) -
     "--attention",
     is_flag=True,
     section="Output",
-    summary="Show how much attention is left.",
+    summary="Show the share of attention that is kept.",
     help=f"Read the prompt once more with all of its tokens kept, and show how much of what its last {LOOKING} tokens "
     "look at is left.",
 )

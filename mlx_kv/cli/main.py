@@ -33,7 +33,7 @@ from mlx_kv.cli.serve import serve
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="mlx-kv")
 def command() -> None:
-    """KV caches for language models on MLX: generate text, serve it, and measure what caches cost.
+    """Composable KV caches for language models on MLX: generate, serve, and measure caches.
 
     \b
     Examples:

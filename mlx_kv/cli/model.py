@@ -35,7 +35,7 @@ class ModelOptions:
     adapter_path: Path | None = setting(
         None,
         option="--adapter-path",
-        summary="Adapter weights, of mlx_lm.lora.",
+        summary="Adapter weights from mlx_lm.lora.",
         kind=click.Path(exists=True, file_okay=False, path_type=Path),
         metavar="DIR",
         help="Adapter weights, as mlx_lm.lora writes them.",
@@ -113,7 +113,7 @@ class ModelOptions:
             try:
                 tokenizer.add_eos_token(token)
             except ValueError as error:
-                raise click.UsageError(f"--extra-eos-token {token!r} is no token of this model: {error}") from error
+                raise click.UsageError(f"--extra-eos-token {token!r} is not a token of this model: {error}") from error
         return tokenizer
 
 
@@ -159,7 +159,7 @@ def read_config(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise click.UsageError(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
-        raise click.UsageError(f"{path} is no JSON ({error}): give the config.json of a model") from error
+        raise click.UsageError(f"{path} is not JSON ({error}): give the config.json of a model") from error
     if not isinstance(config, dict):
         raise click.UsageError(f"{path} holds no JSON object: give the config.json of a model")
     return config

@@ -70,7 +70,7 @@ def cached_models(cache_folder: Path | None) -> Iterator[ModelFiles]:
         found = scan_cache_dir(cache_folder)
     except (CacheNotFound, ValueError) as error:
         if cache_folder is not None:
-            raise click.UsageError(f"{cache_folder} is no Hugging Face cache: give its directory `hub`") from error
+            raise click.UsageError(f"{cache_folder} is not a Hugging Face cache: give its directory `hub`") from error
         return
     for repo in sorted(found.repos, key=lambda repo: repo.repo_id.lower()):
         for revision in sorted(repo.revisions, key=lambda revision: -revision.last_modified):
@@ -163,7 +163,7 @@ def table(models: list[ModelMemory]) -> list[str]:
     return [line.rstrip() for line in aligned(rows, left=(0, 4))]
 
 
-@command("models", epilog=EXAMPLES)
+@command("models", epilog=EXAMPLES, short_help="List models on this machine and the size of their caches.")
 @option(
     "--cache-dir",
     type=click.Path(exists=True, file_okay=False, path_type=Path),

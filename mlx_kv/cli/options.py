@@ -174,7 +174,7 @@ def read_bytes(text: str) -> int:
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([MG]?)B?", text.strip(), re.IGNORECASE | re.ASCII)
     if found is None or (not found[2] and "." in found[1]):
-        raise ValueError(f"{text!r} is no number of bytes: write one, or as in 512MB or 1.5GB.")
+        raise ValueError(f"{text!r} is not a number of bytes: write one, or as in 512MB or 1.5GB.")
     return int(Decimal(found[1]) * {"": 1, "M": 10**6, "G": 10**9}[found[2].upper()])
 
 
@@ -202,7 +202,7 @@ def not_needed(option: str, why: str) -> Callable[[Command], Command]:
 
     def note(ctx: click.Context, param: click.Parameter, value: int | None) -> None:
         if value is not None:
-            say(f"note: {option} changes nothing: {why}")
+            say(f"note: {option} has no effect: {why}")
 
     return click.option(option, type=int, expose_value=False, callback=note, hidden=True)
 

@@ -200,7 +200,7 @@ def check_json(path: Path, keys: Sequence[str], force: bool) -> None:
 
     check_folder("--json", path)
     with file_errors(f"write {path}"):
-        check_replaceable(path, ours, "JSON of this command", force, "--force")
+        check_replaceable(path, ours, "JSON file of this command", force, "--force")
 
 
 def save_json(text: str, path: Path) -> None:

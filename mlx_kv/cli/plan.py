@@ -49,7 +49,7 @@ def read_contexts(ctx: click.Context, param: click.Parameter, value: str) -> tup
     words = [word.strip() for word in value.split(",")]
     for word in words:
         if not (word.isascii() and word.isdecimal() and len(word) <= 10 and 1 <= int(word) <= MAX_TOKENS):
-            raise click.BadParameter(f"{word!r} is no context: give tokens from 1 up, such as 4096,32768")
+            raise click.BadParameter(f"{word!r} is not a context: give tokens from 1 up, such as 4096,32768")
     return tuple(dict.fromkeys(map(int, words)))
 
 
@@ -153,7 +153,7 @@ def draw(
     save_figure(memory_against_context(title, contexts, held, marked), file)
 
 
-@command(epilog=EXAMPLES)
+@command(epilog=EXAMPLES, short_help="Plan the memory for the keys and values of a model.")
 @option(
     "--model",
     required=True,
@@ -190,7 +190,7 @@ def draw(
     default=0,
     metavar="N",
     section="Sequences",
-    summary="First tokens that all have in common.",
+    summary="Tokens that all sequences begin with.",
     help="First tokens that all sequences have in common: held once, where the model and the policy allow it.",
 )
 @option(
@@ -213,8 +213,8 @@ def draw(
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
     section="Output",
-    summary="Draw it: .png, .svg or .pdf.",
-    help="Draw it: .png, .svg or .pdf.",
+    summary="Draw a figure: .png, .svg or .pdf.",
+    help="Draw a figure: .png, .svg or .pdf.",
 )
 @option(
     "--json",

@@ -55,7 +55,7 @@ def read_bits(text: str) -> Any:
         return AUTO
     for word in words:
         if not (word.isascii() and word.isdecimal() and len(word) <= 9) and (word != NONE or len(words) == 1):
-            raise ValueError(f"{word!r} is no number of bits: give 8, or 8,4 for keys of 8 and values of 4.")
+            raise ValueError(f"{word!r} is not a number of bits: give 8, or 8,4 for keys of 8 and values of 4.")
     bits = [None if word == NONE else int(word) for word in words]
     return bits[0] if bits[0] == bits[-1] else tuple(bits)
 
@@ -186,7 +186,7 @@ class PolicyOptions(PolicySettings):
             )
         chosen = (self.score, self.share, self.layers, self.calibration_file)
         if recommend and whole and not any(chosen) and name not in bundled_models():
-            say(f"note: --kv-budget keeps what matters far better after mlx-kv calibrate {name}, once for this model")
+            say(f"note: --kv-budget chooses tokens far better after mlx-kv calibrate {name}, once for this model")
         return None
 
     def calibration_of_file(self, model: nn.Module | None = None) -> Calibration | None:

@@ -135,9 +135,9 @@ def read_template_settings(text: str) -> dict[str, Any]:
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"it is no JSON ({error}): write an object, such as {EXAMPLE}") from None
+        raise ValueError(f"it is not JSON ({error}): write an object, such as {EXAMPLE}") from None
     if not isinstance(found, dict):
-        raise ValueError(f"it is no JSON object: write one, such as {EXAMPLE}")
+        raise ValueError(f"it is not a JSON object: write one, such as {EXAMPLE}")
     from mlx_kv.generation.encoding import check_template_settings  # it imports MLX, which help does without
 
     check_template_settings(found)

@@ -120,7 +120,7 @@ def read_layers(text: str) -> tuple[int, ...]:
     words = [word.strip() for word in text.split(",")]
     for word in words:
         if not (word.isascii() and word.isdecimal() and len(word) <= 6 and int(word) >= 1):
-            raise ValueError(f"{word!r} is no number of layers: give one for each rank, such as 20,12")
+            raise ValueError(f"{word!r} is not a number of layers: give one for each rank, such as 20,12")
     return tuple(map(int, words))
 
 
@@ -133,7 +133,7 @@ class SplitOptions:
     split: str | None = setting(
         None,
         option="--split",
-        summary="Part of each rank: heads or layers.",
+        summary="Split heads or layers over the ranks.",
         choices=("heads", "layers"),
         default_text="heads where they divide",
         help="Part of each rank: some heads of all layers, or some layers.",

@@ -48,7 +48,7 @@ http://127.0.0.1:8080/ shows what is in memory, /metrics is for Prometheus.
 MOST_POLICIES = 4  # engines at once, where requests may choose
 
 
-@command(epilog=EXAMPLES)
+@command(epilog=EXAMPLES, short_help="Serve completions and chats to OpenAI clients.")
 @options(
     ModelOptions,
     "model",
@@ -132,12 +132,12 @@ def serve_on(
         except OSError as error:
             if not store.far:
                 raise
-            say(f"note: the prompt store does not answer, and is asked again: {error}")
+            say(f"note: the prompt store does not respond and is retried: {error}")
         return store
 
     access, certificates = server.access, server.certificates if machine.leads else None
     if not is_loopback(server.host):
-        say(f"note: it answers to {access.allowed_names}; --allowed-hosts adds names")
+        say(f"note: accepted host names: {access.allowed_names}; --allowed-hosts adds more")
         if not keys:
             say(f"note: any client that reaches {server.host} can use this server: consider --api-key-file")
     server.start_log()

@@ -214,7 +214,7 @@ class ServerSettings:
     prompt_store: str | None = setting(
         None,
         option="--prompt-store",
-        summary="Where cached prompts survive a restart.",
+        summary="Store for cached prompts, for restarts.",
         metavar="DIR",
         help="Directory or URL where cached prompts are stored as well, for the next start.",
     )

@@ -77,7 +77,7 @@ def check_replaceable(
         return
     fix = f"give another name, or {fix} to replace it" if fix else "give another name, or remove it first"
     if found.st_size and not ours(Path(path)):
-        raise ValueError(f"{path} is there and is no {what}: {fix}")
+        raise ValueError(f"{path} exists and is not a {what}: {fix}")
     if not os.access(path, os.W_OK):
         raise ValueError(f"{path} is write-protected: {fix}")
 

@@ -57,7 +57,7 @@ def save_calibration(path: str | Path, calibration: Calibration, *, force: bool 
     try:
         details = json.dumps(dict(calibration.details), allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"details of a calibration are no JSON ({error}): leave out what no JSON can hold") from error
+        raise ValueError(f"details of a calibration are not JSON ({error}): leave out what no JSON can hold") from error
     words = {
         "format": FORMAT,
         "fingerprint": calibration.fingerprint,
@@ -87,7 +87,7 @@ def load_calibration(path: str | Path, model: nn.Module | None = None) -> Calibr
     check_type("model", model, nn.Module | None, "give a model, as mlx_kv.load returns it")
     file = tensor_files.read(path)
     if file.words.get("format") != FORMAT:
-        raise ValueError(f"{path} is no calibration that this version reads: {FIX}")
+        raise ValueError(f"{path} is not a calibration that this version reads: {FIX}")
     try:
         metadata = decode(file.words, Metadata)
         heads = decode(read_json(metadata.heads), list[list[float]])
@@ -238,7 +238,7 @@ def default_path(model_path: str | Path, fingerprint: str, *, beside_model: bool
             return beside(folder)  # one of other weights or of another dtype is not replaced
     cache = cache_folder()
     if cache is None:
-        raise ValueError("there is no place for a calibration of this model: say where with --output FILE")
+        raise ValueError("no default file for a calibration of this model: give --output FILE")
     (cache / FOLDER).mkdir(mode=0o700, parents=True, exist_ok=True)
     name = Path(os.path.abspath(folder)).name if folder.is_dir() else str(model_path).replace("/", "--")
     return cache / FOLDER / f"{name}-{fingerprint[:8]}{SUFFIX}"

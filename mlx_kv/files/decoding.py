@@ -95,7 +95,7 @@ class DuplicateKeyError(ValueError):
     """
 
     def __init__(self, key: str) -> None:
-        super().__init__(f"{key[:80]!r} is there twice: send it once")
+        super().__init__(f"{key[:80]!r} appears twice: send it once")
         self.key = key
 
 
@@ -120,7 +120,7 @@ def read_json(raw: bytes | str) -> Any:
     """
 
     def constant(text: str) -> Never:
-        raise ValueError(f"{text} is no number there")
+        raise ValueError(f"{text} is not a number there")
 
     def finite(text: str) -> float:
         number = float(text)

@@ -52,7 +52,7 @@ def check_fingerprint(what: str, saved: str | None, own: str, made_with: str | N
         ValueError: they differ, or the file has none.
     """
     if saved is None:
-        raise ValueError(f"{what} does not say of which model it is: make it again with mlx-kv cache")
+        raise ValueError(f"{what} has no fingerprint of a model: make it again with mlx-kv cache")
     fix = "make it again" + (f", or give the model that it was made with, {made_with}" if made_with else "")
     (model, _, tokenizer), (own_model, _, own_tokenizer) = saved.partition("-"), own.partition("-")
     if model != own_model:

@@ -106,4 +106,4 @@ def read_measurements(path: Path) -> Measured:
     try:
         return msgspec.convert(read_json(path.read_bytes()), MeasurementFile).measured
     except msgspec.ValidationError as error:
-        raise ValueError(f"{path} is no file of measurements ({error}): remove it") from error
+        raise ValueError(f"{path} is not a file of measurements ({error}): remove it") from error

@@ -214,7 +214,7 @@ def check_planes(
     found = []
     for which, (name, planes, codec) in enumerate(zip(("keys", "values"), (keys, values), codecs, strict=True)):
         if not planes or not all(isinstance(plane, mx.array) and plane.ndim == 4 for plane in planes):
-            raise ValueError("keys or values that are no arrays of four axes")
+            raise ValueError("keys or values that are not arrays of four axes")
         head_dim, dtype = tensor_of_planes(codec, tuple(planes)) if tensors is None else tensors[which]
         if dtype not in DTYPES:
             raise ValueError(f"keys or values of {dtype}")

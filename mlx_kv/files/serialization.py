@@ -115,7 +115,7 @@ def _checked(metadata: Mapping[str, str] | None) -> dict[str, str]:
     check_type("metadata", metadata, Mapping | None, "give a dict of strings, or None")
     words = dict(metadata or {})
     if not all(isinstance(word, str) for pair in words.items() for word in pair):
-        raise ValueError("metadata has a key or a value that is no text: convert it to str, for instance with json")
+        raise ValueError("metadata has a key or a value that is not text: convert it to str, for instance with json")
     return words
 
 

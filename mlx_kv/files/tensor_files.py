@@ -203,7 +203,7 @@ def _read_header(
     length = int.from_bytes(file.read(8), "little")
     if size < 8 or not 2 <= length <= min(size - 8, MAX_HEADER_BYTES):
         raise ValueError(
-            f"{path} is no safetensors file, or was cut off: its header has {length:,} bytes, the file {size:,}; "
+            f"{path} is not a safetensors file, or was cut off: its header has {length:,} bytes, the file {size:,}; "
             "give another, or make it again"
         )
     try:
@@ -213,7 +213,8 @@ def _read_header(
         "".join(tree).encode()  # refuses names that are no text
     except ValueError as error:
         raise ValueError(
-            f"{path} is no safetensors file, or was damaged: its header cannot be read; give another, or make it again"
+            f"{path} is not a safetensors file, or was damaged: its header cannot be read; give another, or make it "
+            "again"
         ) from error
     ends = [0, *(header.data_offsets[1] for _, header in headers)]
     if whole and ([header.data_offsets[0] for _, header in headers] != ends[:-1] or ends[-1] != size - 8 - length):

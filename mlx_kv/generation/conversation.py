@@ -128,7 +128,7 @@ class Conversation:
             ValueError: there is none.
         """
         if not self.turns:
-            raise ValueError("nothing was said yet: there is nothing to take back")
+            raise ValueError("the conversation has no turns: there is nothing to remove")
         self.turns.pop()
         return self._go_back(self.tokens)
 
@@ -186,7 +186,7 @@ class Conversation:
         """
         prompt = self.prompt_of(question)
         if not prompt:
-            raise ValueError("the prompt is empty: say something")
+            raise ValueError("the prompt is empty: give a question")
         self._go_back(prompt[:-1])
         reused = len(self._read.tokens)
         number, caches = next(self._numbers), self._read.caches
@@ -197,21 +197,21 @@ class Conversation:
         sequence.processors = tuple(processors)
         self.engine.submit(sequence)
         self._read = Read()  # the engine has them now
-        told: list[BatchToken] = []
+        received: list[BatchToken] = []
         finish = "interrupted"
         try:
             while finish == "interrupted" and not ended():
                 for token in self.engine.step():
-                    told.append(token)
+                    received.append(token)
                     finish = token.finish_reason or finish
                     yield token
         finally:
-            held = told[-1].caches if finish != "interrupted" else self.engine.extract(number)
+            held = received[-1].caches if finish != "interrupted" else self.engine.extract(number)
             self.engine.cancel(number)
-            known = [*prompt, *(token.token for token in told)]
-            answer = "".join(token.text for token in told)
-            if told:
-                self.turns.append(Turn(question, answer, known, len(prompt), reused, len(told), finish))
+            known = [*prompt, *(token.token for token in received)]
+            answer = "".join(token.text for token in received)
+            if received:
+                self.turns.append(Turn(question, answer, known, len(prompt), reused, len(received), finish))
             self._take(held, known)
 
     def _take(self, caches: list[Any] | None, known: list[int]) -> None:

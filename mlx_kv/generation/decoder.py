@@ -326,7 +326,7 @@ class Decoder:
         if self.drafter is None:
             return
         self.drafter.accepted(got)
-        self.pace.told(got)
+        self.pace.received(got)
         for sampler, tokens in zip(self.samplers, got, strict=True):
             if isinstance(sampler, SeededSampler):
                 sampler.position += len(tokens)

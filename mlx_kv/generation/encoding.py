@@ -42,7 +42,7 @@ class TemplateError(ValueError):
 def check_template_settings(settings: Iterable[str]) -> None:
     """Raises ValueError for names that are no settings of a chat template."""
     if taken := NOT_FOR_TEMPLATES.intersection(settings):
-        raise ValueError(f"{min(taken)} is no setting of a chat template: leave it out")
+        raise ValueError(f"{min(taken)} is not a setting of a chat template: leave it out")
 
 
 @dataclass(frozen=True)

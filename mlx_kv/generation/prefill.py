@@ -21,7 +21,7 @@ from mlx_kv.settings import whole_number
 MOST_TOKENS_AHEAD = 8192
 PREFILL_STEP = 2048
 MOST_PROMPTS_AT_ONCE = 8  # read together; mlx-lm's number
-CHUNKS_AT_ONCE = 4  # in one pass, however long prompts are: nobody else is served meanwhile
+CHUNKS_AT_ONCE = 4  # in one pass, however long prompts are: other rows wait meanwhile
 # On a CPU, where nothing else happens while a chunk is read: no Ctrl-C is heard and no other row served, so it is to
 # take a second at the most. Small chunks are faster there, too; below the least of these, weights are read too often.
 CPU_STEPS = (512, 256, 128, 64)
@@ -87,7 +87,8 @@ def prefill(
 ) -> None:
     """Puts all tokens (B, n) of prompts into caches, as generation does: in chunks, the last token alone.
 
-    So compactions fall where they fall in generation. After each chunk, `progress` is told the tokens read, and all.
+    Compactions happen at the same positions as in generation. After each chunk, `progress` receives the number of
+    tokens read and the total.
     """
     done, total = 0, tokens.shape[1]
     while done < total:

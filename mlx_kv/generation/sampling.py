@@ -186,7 +186,7 @@ def sampler_of_sequence(sampler: Sampler | None, seed: int | None, position: int
     """What draws the tokens of one sequence, from `position` on; without a seed, what was given.
 
     Raises:
-        ValueError: a seed for a sampler that cannot be told where to begin.
+        ValueError: a seed, with a sampler that does not accept one.
         TypeError: a sampler that cannot be called, or a seed that is no whole number.
     """
     check_type("sampler", sampler, Callable | None, "give a function of log-probabilities, or None for the likeliest")

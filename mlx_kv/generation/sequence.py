@@ -84,7 +84,7 @@ class TokenSequence:
         before: what they have read, for processors and drafters that look at the text; it may be left out.
         processors: what is made of its logits before anything is drawn. They are shown all its tokens: `before`, those
             of the prompt, and what was generated.
-        top_logprobs: how many likeliest tokens are told with each token; None tells no log-probabilities at all.
+        top_logprobs: number of likeliest tokens reported with each token; None reports no log-probabilities.
         private: whether drafters are to keep its text from other rows.
         drafted, accepted: tokens that the engine drafted for it in the last pass, and those that were right so far.
         text: all tokens of the prompt, for rows that begin alike; None if it is not to be shared.

@@ -75,7 +75,7 @@ class SamplingSettings:
     top_p: float = setting(
         1.0,
         option="--top-p",
-        summary="Sample from the likeliest; P together.",
+        summary="Sample from tokens of total probability P.",
         metavar="P",
         minimum=0,
         maximum=1,

@@ -49,7 +49,7 @@ def generate(
             `logits_processors`, `prompt_cache`, `prefill_step_size`, …
 
     Raises:
-        ValueError: what those refuse; messages without a chat template; an empty stop string; sampling that is told
+        ValueError: what those refuse; messages without a chat template; an empty stop string; sampling that is given
             twice.
         TypeError: an argument of another type, or an option that there is none of.
     """
@@ -90,7 +90,7 @@ def _sampled(tokenizer: Any, sampling: SamplingSettings | None, options: Mapping
         return {}
     twice = [name for name in ("sampler", "seed", "logits_processors") if options.get(name) is not None]
     if twice:
-        raise ValueError(f"got sampling and {twice[0]}, which says the same: give one of them")
+        raise ValueError(f"got sampling and {twice[0]}, which sets the same: give one of them")
     rules = replace(sampling, seed=None).sampler(0, tokenizer)
     return {"sampler": rules, "seed": sampling.seed, "logits_processors": sampling.processors()}
 

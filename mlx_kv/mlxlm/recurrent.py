@@ -224,7 +224,7 @@ class RecurrentState(stock.ArraysCache):
         self._read_clock()
         if self._before is not None:
             return (
-                f"cannot trim {max(counts)} tokens: nobody said how many this recurrent state read last; "
+                f"cannot trim {max(counts)} tokens: this recurrent state does not have the length of its last write; "
                 "copy the caches before (copy.deepcopy), or read them anew"
             )
         for row, count in enumerate(counts):

@@ -102,7 +102,7 @@ class TimedFS:
         seconds = self._deadline + nbytes / MIN_BANDWIDTH if ends is None else ends - time.monotonic()
         late = TimeoutError(errno.ETIMEDOUT, f"{self._where} has not answered in time")
         if time.monotonic() < self._retry_at:
-            raise TimeoutError(errno.ETIMEDOUT, f"{self._where} did not answer a moment ago")
+            raise TimeoutError(errno.ETIMEDOUT, f"{self._where} did not respond a moment ago")
         if seconds <= 0:
             raise late
         try:

@@ -122,7 +122,7 @@ class StoreLayout:
             return
         if foreign := sorted(file for file in files if not self._may_be_of_0_1(file)):
             named = ", ".join(foreign[:3]) + (", …" if len(foreign) > 3 else "")
-            raise self._refusal(f"it is no prompt store and holds {named}", "give a new or an empty folder")
+            raise self._refusal(f"it is not a prompt store and holds {named}", "give a new or an empty folder")
         if files:
             self._check_shards("")
         fields = {"format": FORMAT_OF_SHARDS, "parts": self._shards} if self._shards else {"format": FORMAT}

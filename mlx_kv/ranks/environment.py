@@ -78,7 +78,7 @@ def _first_host(path: str) -> str | None:
     except OSError as error:
         raise ValueError(f"cannot read MLX_HOSTFILE {path}: {error.strerror}") from error
     except (ValueError, LookupError, TypeError) as error:
-        raise ValueError(f'MLX_HOSTFILE {path} is no list such as [["10.0.0.1:5000"], ["10.0.0.2:5000"]]') from error
+        raise ValueError(f'MLX_HOSTFILE {path} is not a list such as [["10.0.0.1:5000"], ["10.0.0.2:5000"]]') from error
 
 
 def _host(address: str) -> str:

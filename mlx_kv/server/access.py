@@ -79,10 +79,12 @@ class AccessRules:
         for name in names:
             plain = name.removeprefix("*.")
             if name != ANY and _address(plain) is None and ("*" in plain or not plain or _name(plain) != plain):
-                raise ValueError(f"{name!r} is no host name: write it without scheme and port, as in mac.lan or *.lan")
+                raise ValueError(
+                    f"{name!r} is not a host name: write it without scheme and port, as in mac.lan or *.lan"
+                )
         for origin in origins:
             if origin not in (ANY, "null") and (not _netloc(origin) or urlsplit(origin).path):
-                raise ValueError(f"{origin!r} is no origin: write scheme and host, as in https://example.com")
+                raise ValueError(f"{origin!r} is not an origin: write scheme and host, as in https://example.com")
         self._hosts = list(dict.fromkeys((*LOOPBACK, *[name.lower() for name in server_names], *names)))
         self._origins = [origin.lower() for origin in origins]
 
@@ -117,7 +119,7 @@ class AccessRules:
         host, origin = headers.get("host", ""), headers.get("origin")
         if not self._allows(_name(host)):
             raise ApiError(
-                403, f"{host[:200]!r} is no name of this server: start it with --allowed-hosts NAME, or use one of "
+                403, f"{host[:200]!r} is not a name of this server: start it with --allowed-hosts NAME, or use one of "
                 f"these: {self.allowed_names}", None, "host_not_allowed",
             )  # fmt: skip
         same_site = origin is not None and _netloc(origin) == host.lower()
@@ -224,7 +226,9 @@ class Certificates:
             try:
                 context.load_verify_locations(self.ssl_ca_certs)
             except OSError as error:
-                raise ValueError(f"cannot use the certificates in {self.ssl_ca_certs}: they are no PEM file") from error
+                raise ValueError(
+                    f"cannot use the certificates in {self.ssl_ca_certs}: they are not a PEM file"
+                ) from error
 
     @property
     def uvicorn_options(self) -> dict[str, Any]:

@@ -147,8 +147,8 @@ class AdmissionController:
         if self.closing is not None:
             raise ApiError(503, self.closing)
         if choices > self._max_requests:
-            message = f"one request asks for {choices:,} answers, and {self._max_requests:,} are the most: send less"
-            raise ApiError(400, message)
+            most = f"and this server accepts at most {self._max_requests:,}: send fewer"
+            raise ApiError(400, f"one request asks for {choices:,} answers, {most}")
         if self.admitted + choices > self._max_requests:
             message = f"{self.admitted} requests are being answered or wait: try again later"
             raise ApiError(429, message, None, "queue_full", {"Retry-After": "1"})

@@ -166,7 +166,9 @@ class RequestHandler:
         limits = [limit for limit in (self._limits.prompt_tokens, context and context - 1) if limit is not None]
         if limits and len(tokens) > min(limits):
             raise ApiError(
-                400, f"the prompt has {len(tokens):,} tokens, and {min(limits):,} are the most here: shorten it", param,
+                400,
+                f"the prompt has {len(tokens):,} tokens, and this server accepts at most {min(limits):,}: shorten it",
+                param,
                 "context_length_exceeded",
             )  # fmt: skip
         max_tokens = self._limits.max_tokens if request.max_tokens is None else request.max_tokens

@@ -47,7 +47,7 @@ async def read_body(request: Request, limit: int, seconds: float) -> Any:
         seconds: in which all of it must arrive.
 
     Raises:
-        ApiError: it is too large, too slow, of another type or no JSON; 499 if the client hung up.
+        ApiError: it is too large, too slow, of another type or no JSON; 499 if the client closed the connection.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":  # pages of other sites cannot send it without a preflight
@@ -68,7 +68,7 @@ async def read_body(request: Request, limit: int, seconds: float) -> Any:
                     elif read > 8 * limit:
                         break
     except ClientDisconnect:
-        raise ApiError(499, "the client hung up") from None
+        raise ApiError(499, "the client closed the connection") from None
     except TimeoutError:
         raise ApiError(408, f"the body took more than {seconds:g} seconds") from None
     if read > limit:
@@ -87,4 +87,4 @@ async def read_body(request: Request, limit: int, seconds: float) -> Any:
     try:
         return read_json(text)
     except ValueError as error:
-        raise ApiError(400, f"the body is no JSON: {error}"[:200], None, "invalid_json") from None
+        raise ApiError(400, f"the body is not JSON: {error}"[:200], None, "invalid_json") from None

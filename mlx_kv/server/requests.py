@@ -214,7 +214,7 @@ class GenerationBody(ConstraintFields):
         slot = self.id_slot
         if slot is not None and not -1 <= slot < rules.slots:
             wanted = f"send a whole number from 0 to {rules.slots - 1}, or -1 for any"
-            raise ApiError(400, f"id_slot is no slot here: {wanted}", "id_slot")
+            raise ApiError(400, f"id_slot is not a slot of this server: {wanted}", "id_slot")
         changes = {name: value for name in SAMPLING if (value := getattr(self, name)) is not None}
         if self.top_k == -1:  # as some clients write "all"
             changes["top_k"] = 0

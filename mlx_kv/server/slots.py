@@ -178,7 +178,7 @@ class SlotRoutes:
             or not 0 < len(os.fsencode(name)) <= 200
         ):
             raise ApiError(
-                400, f"{name[:80]!r} is no file name in the slot folder: send one without a path", "filename"
+                400, f"{name[:80]!r} is not a file name in the slot folder: send one without a path", "filename"
             )
         path = self._folder / name
         if path.is_symlink():

@@ -54,7 +54,7 @@ def _parsed_schema(value: Any) -> Any:
         try:
             value = read_json(value)
         except ValueError as error:
-            raise FieldError(f"is no JSON: {error}"[:300]) from None
+            raise FieldError(f"is not JSON: {error}"[:300]) from None
     if not isinstance(value, dict):
         raise FieldError(f"is a JSON {json_kind(value)}: send a schema, which is an object")
     return value

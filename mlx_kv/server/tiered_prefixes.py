@@ -156,7 +156,7 @@ class TieredPrefixes:
 
         def timed_out() -> None:
             if not work.done():
-                log.warning("the prompt store has not answered for %.3g seconds", patience)
+                log.warning("the prompt store has not responded for %.3g seconds", patience)
                 self._late = True
                 done()
 
@@ -193,7 +193,7 @@ class TieredPrefixes:
         if new is None:
             return
         if self._pending and self._pending + new.caches.nbytes > MAX_PENDING:
-            log.warning("the prompt store is slower than prompts come: one was not stored")
+            log.warning("the prompt store cannot keep up: one prompt was not stored")
             store.discard(new)
             return
         self._pending += new.caches.nbytes

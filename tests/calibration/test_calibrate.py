@@ -141,7 +141,7 @@ def test_a_file_of_others_is_not_replaced(tiny: nn.Module, texts: Texts, tmp_pat
     folder = tmp_path / "x.partial"
     folder.mkdir()
     (folder / "state.safetensors").write_text("mine")
-    with pytest.raises(ValueError, match=r"state\.safetensors is there and is no file of a calibration in progress"):
+    with pytest.raises(ValueError, match=r"state\.safetensors exists and is not a file of a calibration in progress"):
         calibrate(tiny, None, texts, resume=folder)
     assert (folder / "state.safetensors").read_text() == "mine"
 

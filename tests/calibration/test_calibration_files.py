@@ -57,7 +57,7 @@ def test_another_model_is_refused(calibration: Calibration, tmp_path: Path) -> N
 def test_a_file_of_others_stays(calibration: Calibration, tmp_path: Path) -> None:
     path = tmp_path / "x.kvcal.safetensors"
     path.write_text("mine")
-    with pytest.raises(ValueError, match="is there and is no calibration: give another name, or force=True to"):
+    with pytest.raises(ValueError, match="exists and is not a calibration: give another name, or force=True to"):
         save_calibration(path, calibration)
     assert path.read_text() == "mine"
     save_calibration(path, calibration, force=True)
@@ -114,10 +114,12 @@ def test_damage_is_refused_in_one_line(calibration: Calibration, tmp_path: Path,
 def test_what_is_no_calibration_is_refused(calibration: Calibration, tmp_path: Path) -> None:
     path = tmp_path / "x.kvcal.safetensors"
     tensor_files.write(path, {"a": mx.zeros(3)}, {"format": "pt"})
-    with pytest.raises(ValueError, match="is no calibration that this version reads: make it again with mlx-kv calibr"):
+    with pytest.raises(
+        ValueError, match="is not a calibration that this version reads: make it again with mlx-kv calibr"
+    ):
         load_calibration(path)
     path.write_text("words")
-    with pytest.raises(ValueError, match="is no safetensors file"):
+    with pytest.raises(ValueError, match="is not a safetensors file"):
         load_calibration(path)
     save_calibration(path, calibration, force=True)
     path.write_bytes(path.read_bytes()[:-1])

@@ -98,14 +98,14 @@ def test_no_more_than_a_few_batches_are_submitted_ahead(
 BAD: dict[str, tuple[Any, str]] = {
     "half a line": ('{"prompt": "x"', "not JSON (Expecting ',' delimiter, column 15): give one JSON object"),
     "no JSON": ("hello", "not JSON (Expecting value, column 1)"),
-    "no object": ("[1, 2]", "[1, 2] is no JSON object"),
+    "no object": ("[1, 2]", "[1, 2] is not a JSON object"),
     "nested": ("[" * 200_000, "nested too deeply"),
     "key": ({"prompt": "x", "temperature": 1}, 'unknown key "temperature": give prompt, max_tokens and id only'),
-    "key twice": ('{"prompt": "x", "prompt": "y"}', 'key "prompt" is there twice'),
+    "key twice": ('{"prompt": "x", "prompt": "y"}', 'key "prompt" appears twice'),
     "no prompt": ({"id": 7}, 'no "prompt"'),
     "null": ({"prompt": None}, "prompt is null: give a text or a list of token ids"),
     "number": ({"prompt": 7}, "prompt is 7: give a text"),
-    "no text": ('{"prompt": "\\ud800"}', "the prompt is no text (surrogates not allowed)"),
+    "no text": ('{"prompt": "\\ud800"}', "the prompt is not text (surrogates not allowed)"),
     "empty": ({"prompt": ""}, "the prompt is empty"),
     "blank": ({"prompt": " \n"}, "the prompt is empty"),
     "no tokens": ({"prompt": []}, "the prompt is empty"),
@@ -202,8 +202,8 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
     "policy": (("--kv-score", "recent"), "--kv-score is for a budget, but --kv-budget is not given"),
     "no such file": (("--prompts", "/nowhere.jsonl"), "does not exist"),
     "no such folder": (("--output", "/nowhere/a.jsonl"), "cannot open /nowhere/a.jsonl: No such file"),
-    "no file to add to": (("--output", "/dev/null"), "is no regular file"),
-    "no file to read twice": (("--prompts", "/dev/null"), "is no regular file"),
+    "no file to add to": (("--output", "/dev/null"), "is not a regular file"),
+    "no file to read twice": (("--prompts", "/dev/null"), "is not a regular file"),
 }
 
 

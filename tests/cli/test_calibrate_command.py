@@ -67,7 +67,7 @@ def test_an_interrupted_run_continues(
         called = command("calibrate", model, "--texts", texts)
     assert called.code == 130
     kept = tmp_path / "draft.kvcal.partial"
-    assert f"3 of 7 texts are measured, in {kept}: run it again to continue" in called.err
+    assert f"3 of 7 texts are measured, in {kept}: run the command again to continue" in called.err
     assert kept.is_dir()
     again = command("calibrate", model, "--texts", texts)
     assert again.code == 0, again.err
@@ -92,7 +92,7 @@ def test_files_that_are_no_text_are_left_out(command: Command, model: Path, text
         ([], "give one model: mlx-kv calibrate MODEL"),
         (["draft", "--model", "draft"], "got two models: give one"),
         (["draft", "--output", "{tmp}/none/x"], "there is no folder"),
-        (["draft", "--output", "{tmp}/texts/0.txt"], "is there and is no calibration: give another name, or --force"),
+        (["draft", "--output", "{tmp}/texts/0.txt"], "exists and is not a calibration: give another name, or --force"),
         (["draft", "--texts", "{tmp}/none"], "does not exist"),
         (["recall", "--output", "{tmp}/x"], "this tokenizer cannot encode English text"),
     ],

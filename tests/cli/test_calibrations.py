@@ -22,7 +22,7 @@ Command = Callable[..., Any]
 PROMPT = "import os\n\n" + "".join(f"def number_{n}(x):\n    return x + {n}\n" for n in range(24))
 SMALL = ("--kv-budget", 24, "--kv-keep-recent", 8, "--kv-margin", 4, "--max-write", 16)
 GENERATE = ("--prompt", PROMPT, *SMALL, "--max-tokens", 4)
-NOTE = "keeps what matters far better after mlx-kv calibrate"
+NOTE = "chooses tokens far better after mlx-kv calibrate"
 
 
 @pytest.fixture

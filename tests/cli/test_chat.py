@@ -52,11 +52,11 @@ def test_undo_and_reset(chat: Any) -> None:
     assert undone.out.endswith(both.removeprefix(first) + first)
     errors = [line for line in undone.err.splitlines() if "tokens" not in line]
     assert errors == [
-        "mlx-kv: the last turn is taken back: 1 turn left",
-        "mlx-kv: the last turn is taken back: 1 turn left",
-        "mlx-kv: the last turn is taken back: 0 turns left",
-        "mlx-kv: nothing was said yet: there is nothing to take back",
-        "mlx-kv: all is forgotten",
+        "mlx-kv: removed the last turn: 1 turn left",
+        "mlx-kv: removed the last turn: 1 turn left",
+        "mlx-kv: removed the last turn: 0 turns left",
+        "mlx-kv: the conversation has no turns: there is nothing to remove",
+        "mlx-kv: conversation cleared",
     ]
 
 
@@ -71,7 +71,7 @@ def test_a_conversation_goes_on_from_a_file(chat: Any, tmp_path: Path, options: 
     assert " known" in answered
     assert ", 0 known" not in answered
     other = chat(f"/load {path}", "class A:", options=("--kv-bits", "8"))
-    assert "its caches are of other settings, and all is read again" in other.err
+    assert "its caches were made with other settings, so the conversation is read again" in other.err
     assert ", 0 known" in other.err
 
 
@@ -97,16 +97,16 @@ def test_what_a_file_must_be(chat: Any, command: Any, tmp_path: Path) -> None:
     assert text.read_text() == "mine"
     wanted = (
         "needs the name",
-        "nothing was read yet: there is nothing to keep",
+        "the cache is empty: there is nothing to save",
         "is no prompt cache: give another name, or remove it first",
         "give another name",
         "no conversation",
         "no safetensors file",
         "cannot read",
         "taken back: 0 turns left",
-        "nothing was read yet: there is nothing to keep",
-        "all is forgotten",
-        "nothing was read yet: there is nothing to keep",
+        "the cache is empty: there is nothing to save",
+        "conversation cleared",
+        "the cache is empty: there is nothing to save",
     )
     for line, words in zip(said, wanted, strict=True):
         assert words in line
@@ -160,7 +160,7 @@ def test_help_stats_and_what_is_no_command(chat: Any) -> None:
     assert "/undo   takes" in done.err
     assert "held              0 tokens" in done.err
     assert "known             0 tokens" in done.err
-    assert "mlx-kv: there is no /nonsense: /help says what there is" in done.err
+    assert "mlx-kv: unknown command /nonsense: /help lists the commands" in done.err
     assert len(done.out.splitlines()) >= 2  # the path was a question
 
 
@@ -183,8 +183,8 @@ def test_ctrl_c_before_an_answer_begins_ends_that_turn_alone(chat: Any, monkeypa
     assert (done.code, done.out) == (0, alone)
     errors = [line for line in done.err.splitlines() if "known" not in line]
     assert errors == [
-        "mlx-kv: ended by Ctrl-C before an answer began: all is as it was, and read again with the next question",
-        "mlx-kv: nothing was read yet: ask something first, which reads all again",
+        "mlx-kv: interrupted before the answer began: the next question reads the conversation again",
+        "mlx-kv: the cache is empty: ask a question first, which reads it again",
     ]
 
 
@@ -204,7 +204,7 @@ def test_a_template_that_refuses_ends_that_turn_alone(templated: Any, command: A
     refused = "mlx-kv: the chat template refuses these messages: TemplateError: not this"
     assert [line for line in done.err.splitlines() if "known" not in line] == [
         refused,
-        "mlx-kv: nothing was said yet: there is nothing to take back",
+        "mlx-kv: the conversation has no turns: there is nothing to remove",
         refused,
     ]
     called = command("generate", "--prompt", "no")
@@ -221,7 +221,7 @@ def test_what_is_no_setting_of_a_template(name: str, command: Any) -> None:
     ):
         called = command(*words)
         assert (called.code, called.out, called.err.count("\n")) == (2, "", 1)
-        assert f"{name} is no setting of a chat template: leave it out" in called.err
+        assert f"{name} is not a setting of a chat template: leave it out" in called.err
 
 
 def test_a_question_of_several_lines(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,9 +269,9 @@ def test_names_of_files_may_be_quoted(chat: Any, tmp_path: Path, monkeypatch: py
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"{name}.safetensors" for name in ("a b", "c d", "e f")]
     quoted = 'put the name in double quotation marks, as in /save "my chat"'
     assert [line for line in done.err.splitlines() if "known" not in line] == [
-        "mlx-kv: kept in a b.safetensors: 1 turn",
-        "mlx-kv: kept in c d.safetensors: 1 turn",
-        "mlx-kv: kept in e f.safetensors: 1 turn",
+        "mlx-kv: saved to a b.safetensors: 1 turn",
+        "mlx-kv: saved to c d.safetensors: 1 turn",
+        "mlx-kv: saved to e f.safetensors: 1 turn",
         "mlx-kv: a b.safetensors: 1 turn",
         "mlx-kv: c d.safetensors: 1 turn",
         f"mlx-kv: /save don't.safetensors: no closing quotation: {quoted}",

@@ -191,9 +191,9 @@ BAD = {
     "bits of three": (["generate", "--prompt", "x", "--kv-bits", "8,4,2"], "'8,4,2': give one, or two with a comma"),
     "bits in words": (
         ["generate", "--prompt", "x", "--kv-bits", "8,many"],
-        "'many' is no number of bits: give 8, or 8,4",
+        "'many' is not a number of bits: give 8, or 8,4",
     ),
-    "no bits": (["generate", "--prompt", "x", "--kv-bits", "none"], "'none' is no number of bits"),
+    "no bits": (["generate", "--prompt", "x", "--kv-bits", "none"], "'none' is not a number of bits"),
     "no codec": (["generate", "--prompt", "x", "--kv-codec", "nobody"], "there is no codec 'nobody': choose one of"),
     "rotated by what": (
         ["generate", "--prompt", "x", "--kv-rotate"],

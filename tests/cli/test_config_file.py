@@ -85,10 +85,10 @@ def test_the_command_line_wins_then_the_environment_then_the_file(served: Any) -
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("prot = 1", "FILE: prot is no option of"),
-        ("[network]\nprot = 1", "FILE: prot is no option of"),
-        ("config = 'other.toml'", "FILE: config is no option of"),
-        ("pipeline = true", "FILE: pipeline is no option of"),
+        ("prot = 1", "FILE: prot is not an option of"),
+        ("[network]\nprot = 1", "FILE: prot is not an option of"),
+        ("config = 'other.toml'", "FILE: config is not an option of"),
+        ("pipeline = true", "FILE: pipeline is not an option of"),
         ("port = 70000", "FILE: port is 70000: give a whole number from 0 to 65,535"),
         ("port = '8080'", "FILE: port is '8080': give a whole number from 0 to 65,535"),
         ("port = 8080.0", "FILE: port is 8080.0: give a whole number"),
@@ -102,13 +102,13 @@ def test_the_command_line_wins_then_the_environment_then_the_file(served: Any) -
         ("host = true", "FILE: host is True: give a text or a number"),
         ("host = 1979-05-27", "give a text or a number"),
         ("log-level = 'LOUD'", "FILE: log-level is 'LOUD': 'LOUD' is not one of"),
-        ("memory-limit = '12KB'", "FILE: memory-limit is '12KB': '12KB' is no number of bytes"),
+        ("memory-limit = '12KB'", "FILE: memory-limit is '12KB': '12KB' is not a number of bytes"),
         ("kv-bits = [8, 4, 2]", "FILE: kv-bits is '8,4,2': '8,4,2': give one, or two with a comma"),
         ("kv-share = 'all'", "FILE: kv-share is 'all': 'all' is not one of"),
         ("api-key-file = '/nowhere'", "FILE: api-key-file is '/nowhere': File '/nowhere' does not exist"),
         ("port = 1\n[more]\nport = 2", "FILE: port is given twice: leave out one of them"),
         ("max-batch-size = 1\ndecode_concurrency = 2", "FILE: decode_concurrency is given twice"),
-        ("port = ", "serve.toml is no TOML: "),
+        ("port = ", "serve.toml is not TOML: "),
     ],
 )
 def test_mistakes_name_the_file_and_the_key(served: Any, text: str, message: str) -> None:
@@ -125,7 +125,7 @@ def test_what_cannot_be_combined_is_found_as_on_the_command_line(served: Any) ->
 def test_a_file_that_is_not_there_or_no_text(tmp_path: Path) -> None:
     binary = tmp_path / "binary.toml"
     binary.write_bytes(b"\xff\xfe")
-    for path, message in ((tmp_path / "none.toml", "does not exist"), (binary, "is no TOML")):
+    for path, message in ((tmp_path / "none.toml", "does not exist"), (binary, "is not TOML")):
         done = CliRunner().invoke(group, ["serve", "--config", str(path)])
         assert (done.exit_code, message in done.output) == (2, True)
 
@@ -137,7 +137,7 @@ def test_other_commands_take_one_too(command: Any, tmp_path: Path) -> None:
     assert answer["contexts"] == [64, 128]
     assert json.loads(command("plan", "--config", file, "--context", "32").out)["contexts"] == [32]
     required = command("batch", "--config", file)
-    assert (required.code, "context is no option of mlx-kv batch" in required.err) == (2, True)
+    assert (required.code, "context is not an option of mlx-kv batch" in required.err) == (2, True)
 
 
 def test_the_example_serves(served: Any) -> None:

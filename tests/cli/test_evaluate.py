@@ -63,8 +63,8 @@ def test_json(call: Any) -> None:
 BAD: dict[str, tuple[list[str], str]] = {
     "score": (["--scores", "key_dif"], "there is no score 'key_dif': choose one of"),
     "task": (["--tasks", "passkey,sums"], "there is no task 'sums': choose of passkey, recall"),
-    "budget in words": (["--budgets", "64,many"], "'many' is no budget: give tokens from 1 up"),
-    "budget 0": (["--budgets", "0"], "'0' is no budget"),
+    "budget in words": (["--budgets", "64,many"], "'many' is not a budget: give tokens from 1 up"),
+    "budget 0": (["--budgets", "0"], "'0' is not a budget"),
     "small budget": (
         ["--budgets", "20"],
         "budget is 20, but 4 sinks and --keep-recent 16 are kept: give a budget from 21",

@@ -44,7 +44,7 @@ def test_a_form_that_is_none_is_one_line(call: Any, tmp_path: Path) -> None:
     file = tmp_path / "broken.json"
     file.write_text("{")
     for options, why in (
-        (("--json-schema", file), "is no JSON"),
+        (("--json-schema", file), "is not JSON"),
         (("--regex", "("), "unclosed group"),
         (("--regex", "a", "--grammar", file), "give one"),
     ):

@@ -110,7 +110,7 @@ def test_a_model_that_cannot_be_planned_says_why(command: Any, cache: Path) -> N
     unknown = listed(command, cache)["org/unknown"]
     assert "of-the-future" in unknown["error"]
     (cache / "models--org--tiny" / "snapshots" / ("1" * 40) / "config.json").write_text("{")
-    assert "is no JSON" in listed(command, cache)["org/tiny"]["error"]
+    assert "is not JSON" in listed(command, cache)["org/tiny"]["error"]
 
 
 def test_the_newest_revision_counts(command: Any, cache: Path) -> None:

@@ -67,7 +67,7 @@ def test_a_table_of_ranks(command: Any, tmp_path: Path) -> None:
     ("options", "words"),
     [
         (["--split", "heads"], "--split and --layers are for several ranks: give their number with --ranks"),
-        (["--ranks", "2", "--layers", "4,x"], "'x' is no number of layers: give one for each rank, such as 20,12"),
+        (["--ranks", "2", "--layers", "4,x"], "'x' is not a number of layers: give one for each rank, such as 20,12"),
         (["--ranks", "2", "--layers", "3,3"], "layers are 3,3, but qwen2 has 4"),
         (["--ranks", "3", "--split", "heads"], "4 heads of qwen2 cannot be shared by 3 ranks"),
         (["--ranks", "1"], "Invalid value for '--ranks'"),

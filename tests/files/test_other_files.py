@@ -36,7 +36,7 @@ def filled(tokens: int = 5) -> list[KVCache]:
 def test_a_file_of_others_is_replaced_only_when_told(kind: str, format: Any, tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     path.write_bytes(FOREIGN[kind])
-    with pytest.raises(ValueError, match=r"is there and is no prompt cache: give another name, or force=True") as told:
+    with pytest.raises(ValueError, match=r"exists and is not a prompt cache: give another name, or force=True") as told:
         save_prompt_cache(path, filled(), format=format)
     assert "\n" not in str(told.value)
     assert path.read_bytes() == FOREIGN[kind]
@@ -137,7 +137,7 @@ def test_the_command_refuses_before_it_reads_anything(
             assert message in done.err
         patch.chdir(tmp_path)
         done = command("cache", "--prompt", "import os", "--output", "-")
-        assert (done.code, "is no text for stdout" in done.err) == (2, True)
+        assert (done.code, "a prompt cache cannot go to stdout" in done.err) == (2, True)
         assert not Path("-").exists()
     assert notes.read_text() == "precious"
     assert command("cache", "--prompt", "import os", "--output", notes, "--force").code == 0
@@ -158,7 +158,7 @@ def test_json_replaces_nothing_but_such_json(
             path.write_bytes(content)
             done = command(*PICTURE, "--json", path)
             assert (done.code, done.out, done.err.count("\n")) == (2, "", 1), done.err
-            assert f"{path} is there and is no JSON of this command: give another name, or --force" in done.err
+            assert f"{path} exists and is not a JSON file of this command: give another name, or --force" in done.err
             assert path.read_bytes() == content
         for name, message in devices(tmp_path).items():
             before = os.lstat(tmp_path / name)
@@ -191,7 +191,7 @@ def test_json_that_came_meanwhile_stays(
     monkeypatch.setattr("mlx_kv.mlxlm.loading.load", load)
     done = command(*PICTURE, "--json", path)
     assert (done.code, path.read_text()) == (2, "precious")
-    assert "is no JSON of this command" in done.err
+    assert "is not a JSON file of this command" in done.err
 
 
 FIGURES: dict[str, tuple[str, ...]] = {

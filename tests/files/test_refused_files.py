@@ -179,7 +179,7 @@ def test_words_of_any_kind_come_back(tmp_path: Path) -> None:
         (("caches", 1, "state", 5), -1, "Expected `int` >= 0 - at `$.state[5]`"),
         (("caches", 1, "kind"), "no kind", "a cache of unknown kind 'no kind'"),
         (("fingerprint",), 3, "Expected `str | null`, got `int` - at `$.fingerprint`"),
-        (("metadata", "a"), float("nan"), "NaN is no number there"),
+        (("metadata", "a"), float("nan"), "NaN is not a number there"),
     ],
 )
 def test_a_refusal_names_the_field(

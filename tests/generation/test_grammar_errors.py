@@ -25,7 +25,7 @@ def compiler(reference: Any) -> GrammarCompiler:
         (constraints.json_schema({"type": "array", "uniqueItems": True}), "uniqueItems"),
         (constraints.json_schema({"$ref": "https://example.com/schema"}), "example.com"),
         (constraints.json_schema([1]), "an object"),
-        (constraints.json_schema({"enum": ["x" * 200_000]}), "131,072 are the most"),
+        (constraints.json_schema({"enum": ["x" * 200_000]}), "at most 131,072 are accepted"),
         (constraints.json_schema({"type": "integer", "minimum": 5, "maximum": 3}), "minimum"),
         (constraints.regex("("), "unclosed group"),
         (constraints.regex(r"(?=x)y"), "look-around"),

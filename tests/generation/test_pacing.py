@@ -204,7 +204,7 @@ class Machine:
                 said = [1] * self.most
                 self.pace.unused([said])
                 truth = [1] * right + [0]
-                self.pace.told([truth])
+                self.pace.received([truth])
             got = 1 + (right if length else 0)
             self.waiting = waiting + got if self.replays and right < length else 0
             load = self.load

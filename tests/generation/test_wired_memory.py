@@ -113,7 +113,7 @@ def test_an_engine_that_was_dropped_unclosed_does_not_keep_it(model: nn.Module, 
     ("option", "problem"),
     [
         ("2000GB", "--wired-limit 2,000,000,000,000: this device wires 1,000,000,000,000 bytes at most; give less"),
-        ("lots", "'lots' is no number of bytes: write one, or as in 512MB or 1.5GB, or auto or none"),
+        ("lots", "'lots' is not a number of bytes: write one, or as in 512MB or 1.5GB, or auto or none"),
     ],
 )
 def test_what_cannot_be_wired_is_refused(limits: list[int], option: str, problem: str) -> None:

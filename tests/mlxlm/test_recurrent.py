@@ -100,7 +100,7 @@ def test_rows_go_back_to_what_they_were(draw: random.Random, most: int, checkpoi
         if not longest:
             return
         texts = [[draw.randrange(50) for _ in range(length)] for length in lengths]
-        if not known:  # nobody said how long the pass before was
+        if not known:  # the length of the pass before is unknown
             for row in rows:
                 row.ways = []
         known = how != "silent"
@@ -196,7 +196,7 @@ def test_refusals_say_where_one_can_go_back_to() -> None:
     with pytest.raises(ValueError, match="got 2 counts to trim by, but there are 1 rows"):
         cache.trim_per_sequence([1, 2])
     cache[0] = mx.zeros((1, 8))
-    with pytest.raises(ValueError, match="nobody said how many this recurrent state read last; copy the caches before"):
+    with pytest.raises(ValueError, match="does not have the length of its last write; copy the caches before"):
         cache.trim(2)
     assert not cache.is_trimmable()  # mlx-lm's callers would then trim by any amount
 
@@ -293,7 +293,7 @@ def test_what_nobody_can_tell_is_refused(family: str) -> None:
     caches = make_prompt_cache(model, CachePolicy(max_rollback=6))
     model(tokens(0, 9), cache=caches)
     model(tokens(1, 2), cache=caches)
-    with pytest.raises(ValueError, match="nobody said how many this recurrent state read last"):
+    with pytest.raises(ValueError, match="this recurrent state does not have the length of its last write"):
         trim_prompt_cache(caches, 2, strict=True)
     more = tokens(2, 3)
     wanted = mx.concatenate([tokens(0, 9), tokens(1, 2), more], axis=1)

@@ -86,7 +86,7 @@ def test_a_place_that_does_not_answer_is_left_alone_for_a_while(monkeypatch: pyt
     while there.now:
         time.sleep(0.01)
     assert (there.called, there.cancelled) == (1, 1)
-    with pytest.raises(TimeoutError, match="far://a did not answer a moment ago"):
+    with pytest.raises(TimeoutError, match="far://a did not respond a moment ago"):
         far.call("cat_file", 0)
     assert there.called == 1
     monkeypatch.setattr("mlx_kv.prefixes.blob_store.RETRY_AFTER", 0.0)

@@ -68,7 +68,7 @@ def tokens(seed: int, count: int = 100) -> list[int]:
 def test_a_folder_with_other_things_is_refused(name: str, place: Place) -> None:
     place.put({name: FOREIGN[name]})
     with pytest.raises(
-        ValueError, match=r"it is no prompt store and holds .*; give a new or an empty folder"
+        ValueError, match=r"it is not a prompt store and holds .*; give a new or an empty folder"
     ) as raised:
         place.store()
     assert "\n" not in str(raised.value)
@@ -253,7 +253,7 @@ def test_a_store_in_a_folder_of_a_model_loses_nothing(tmp_path: Path) -> None:
     store.keep(tokens(0), caches())
     assert {path.name: path.read_bytes() for path in model.iterdir() if path.is_file()} == before
     save_prompt_cache(model / "own.safetensors", caches())
-    with pytest.raises(ValueError, match="no prompt store"):
+    with pytest.raises(ValueError, match="not a prompt store"):
         PromptStore(model)
 
 

@@ -213,12 +213,12 @@ def test_places_that_cannot_be_are_refused(objects: ObjectStore, far: Place) -> 
         far.store()
     objects.refused = set()
     far.put({"holiday.jpg": b"a beach"})
-    with pytest.raises(ValueError, match=r"it is no prompt store and holds holiday\.jpg"):
+    with pytest.raises(ValueError, match=r"it is not a prompt store and holds holiday\.jpg"):
         far.store()
     with pytest.raises(ValueError, match="deadline is 0: give a number of seconds above 0"):
         far.store(deadline=0)
     objects.hang()
     store = far.store(deadline=QUICK)  # it can not be checked yet
     objects.go_on()
-    with pytest.raises(ValueError, match=r"it is no prompt store and holds holiday\.jpg"):
+    with pytest.raises(ValueError, match=r"it is not a prompt store and holds holiday\.jpg"):
         store.refresh()

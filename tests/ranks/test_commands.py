@@ -51,7 +51,7 @@ def test_chat_answers_what_it_answers_alone(
     leader, other = succeeded(run_ranks(2, MLX_KV, *options, "--split", "heads", stdin=lines))
     assert (leader.stdout, other.stdout, other.stderr) == (alone.out, "", "")
     assert "mlx-kv: each of several ranks has a part of the conversation: it cannot be kept in a file" in leader.ours
-    assert "mlx-kv: the last turn is taken back: 1 turn left" in leader.ours
+    assert "mlx-kv: removed the last turn: 1 turn left" in leader.ours
 
 
 def test_batch_writes_what_it_writes_alone(tmp_path: Path, command: Callable[..., Any]) -> None:

@@ -88,10 +88,10 @@ def test_names_that_are_let_in() -> None:
     assert not any(has(named, host) for host in ("home.arpa", "evilhome.arpa", "192.168.1.5", "x.box"))
     assert has(AccessRules(hosts=["*"]), "evil.example")
     for bad in ("http://mac.lan", "mac.lan:8080", "*lan", "a.*.lan", "a/b", "*."):
-        with pytest.raises(ValueError, match="is no host name"):
+        with pytest.raises(ValueError, match="is not a host name"):
             AccessRules(hosts=[bad])
     for bad in ("example.com", "https://example.com/", "https://"):
-        with pytest.raises(ValueError, match="is no origin"):
+        with pytest.raises(ValueError, match="is not an origin"):
             AccessRules(origins=[bad])
 
 

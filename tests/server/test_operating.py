@@ -96,7 +96,7 @@ def test_certificates_that_cannot_be_used_are_refused_before_anything(pem: Path,
     ):
         with pytest.raises(ValueError, match="cannot use the certificate"):
             Certificates(*files)
-    with pytest.raises(ValueError, match="they are no PEM file"):
+    with pytest.raises(ValueError, match="they are not a PEM file"):
         Certificates(pem / "both.pem", ssl_ca_certs=no_pem)
     with pytest.raises(click.UsageError, match="--ssl-keyfile needs --ssl-certfile"):
         ServerSettings(ssl_keyfile=pem / "key.pem")
@@ -125,7 +125,7 @@ def test_bytes_are_said_as_in_mlx_lm(said: str, bytes_: int) -> None:
 
 @pytest.mark.parametrize("said", ["", "-1", "1.5", "12KB", "1e9", "GB", "\u0661"])
 def test_what_is_no_number_of_bytes(said: str) -> None:
-    with pytest.raises(ValueError, match="is no number of bytes"):
+    with pytest.raises(ValueError, match="is not a number of bytes"):
         read_bytes(said)
 
 

@@ -111,9 +111,9 @@ def test_temperatures_and_top_p_near_0_are_greedy(server: Running, near: float) 
 
 def test_names_that_are_there_twice_are_refused(server: Running) -> None:
     for body, told in (
-        (b'{"prompt": "x", "max_tokens": 1, "max_tokens": 1000}', "'max_tokens' is there twice"),
-        (b'{"prompt": "x", "metadata": {"a": 1, "a": 2}}', "'a' is there twice"),
-        (b'{"prompt": "x", "max_tokens": ' + b"9" * 5000 + b"}", "the body is no JSON"),
+        (b'{"prompt": "x", "max_tokens": 1, "max_tokens": 1000}', "'max_tokens' appears twice"),
+        (b'{"prompt": "x", "metadata": {"a": 1, "a": 2}}', "'a' appears twice"),
+        (b'{"prompt": "x", "max_tokens": ' + b"9" * 5000 + b"}", "the body is not JSON"),
     ):
         answer = server.http.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
         assert told in check_error(answer, 400)["message"]
@@ -136,7 +136,7 @@ def test_json_is_utf_8(server: Running, encoding: str) -> None:
 
 def test_what_is_refused_says_what_to_send(server: Running) -> None:
     error = check_error(server.post(prompt="x", id_slot=16), 400)
-    assert error["message"] == "id_slot is no slot here: send a whole number from 0 to 15, or -1 for any"
+    assert error["message"] == "id_slot is not a slot of this server: send a whole number from 0 to 15, or -1 for any"
     said: dict[str, Any] = {"max_tokens": 1, "messages": [{"role": "user", "content": "x"}]}
     bodies: dict[str, dict[str, Any]] = {
         "/v1/chat/completions": said | {"tools": [{"function": {"name": ""}}]},

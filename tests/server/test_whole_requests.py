@@ -58,7 +58,7 @@ def test_each_prompt_ends_at_its_own_stop_string(server: Running) -> None:
 
 def test_prompts_count_against_the_queue(strict: Running) -> None:
     assert len(strict.post(prompt=["import"] * 8, max_tokens=1).json()["choices"]) == 8
-    assert "8 are the most" in check_error(strict.post(prompt=["import"] * 9, max_tokens=1), 400)["message"]
+    assert "accepts at most 8" in check_error(strict.post(prompt=["import"] * 9, max_tokens=1), 400)["message"]
     strict.wait_until_empty()
 
 

@@ -77,8 +77,8 @@ class CentredByLayer:
 
     @property
     def parameters(self) -> dict[str, Any]:
-        told = [None if each is None else [each.heads, each.numbers] for each in self.centres]
-        return {"layers": told, "codec": [self.codec.name, self.codec.parameters]}
+        layers = [None if each is None else [each.heads, each.numbers] for each in self.centres]
+        return {"layers": layers, "codec": [self.codec.name, self.codec.parameters]}
 
     @property
     def packed(self) -> Packing | None:

@@ -50,7 +50,9 @@ class Calibration:
         check_type("layers", self.layers, tuple, "give a tuple of the weights of each layer")
         check_type("details", self.details, Mapping, "give a dict of what JSON can hold")
         if not all(isinstance(layer, FittedLayer) for layer in self.layers):
-            raise TypeError("layers has an element that is no FittedLayer: give those of mlx_kv.calibrate or of a file")
+            raise TypeError(
+                "layers has an element that is not a FittedLayer: give those of mlx_kv.calibrate or of a file"
+            )
         object.__setattr__(self, "heads", head_budgets(self.heads))
         if self.layers and len(self.layers) != len(self.heads):
             raise ValueError(

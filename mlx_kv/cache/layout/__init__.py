@@ -74,4 +74,4 @@ def make_layout(name: str, *numbers: int) -> Layout:
             return Chunks(*numbers)
         case "budget":
             return Budget(*numbers)
-    raise ValueError(f"{name!r} is no layout: there are append, ring, chunks and budget")
+    raise ValueError(f"{name!r} is not a layout: there are append, ring, chunks and budget")

@@ -177,8 +177,8 @@ def trim_rows(layout: Layout, rows: tuple[Row, ...], counts: tuple[int, ...]) ->
         if not 0 <= count <= length:
             raise ValueError(f"cannot trim {count} tokens: {where} holds {length}; trim by 0 to {length}")
         if count and count > (most := layout.most_trim(row)):
-            why, mend = layout.refusal(count, most)
-            raise ValueError(f"cannot trim {count} tokens: {where} {why}; trim by 0 to {most}, or {mend}")
+            why, fix = layout.refusal(count, most)
+            raise ValueError(f"cannot trim {count} tokens: {where} {why}; trim by 0 to {most}, or {fix}")
     return tuple(trimmed(layout, row, count) for row, count in zip(rows, counts, strict=True))
 
 

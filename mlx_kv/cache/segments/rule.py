@@ -2,8 +2,8 @@
 
 Rows of one buffer all have as many slots as the longest of them, and attention reads as many. Rows of another class
 have a buffer of their own, which costs each layer a few more calls a step. Decides from the slots that each row needs,
-and from the classes that there are: what is good enough stays as it is. Integers only: knows nothing about arrays or
-layouts.
+and from the classes that there are: what is good enough stays as it is. Works on integers only,
+without arrays or layouts.
 """
 
 from __future__ import annotations

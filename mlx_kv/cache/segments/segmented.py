@@ -130,7 +130,7 @@ class SegmentedCache:
 
     @property
     def attention_hook(self) -> Hook | None:
-        """What answers the attention of this layer: while one cache has all rows, whoever does for that."""
+        """The attention hook of this layer: while one cache has all rows, the hook of that cache."""
         return self if self._only is None else self._only.attention_hook
 
     def attend(self, call: Call) -> mx.array:

@@ -136,7 +136,7 @@ def grammar_source(constraint: Constraint, marks: CallMarks | None = None) -> st
         GrammarError: it is too long, or no grammar of its kind. Most of what may be wrong is found when it is compiled.
     """
     if (size := len(constraint.text.encode("utf-8", "replace"))) > MOST_BYTES:
-        raise GrammarError(f"it has {size:,} bytes, and {MOST_BYTES:,} are the most here: make it shorter")
+        raise GrammarError(f"it has {size:,} bytes, and at most {MOST_BYTES:,} are accepted: make it shorter")
     matcher: Any = found_library().LLMatcher
     if constraint.kind == "json_schema":
         return str(matcher.grammar_from_json_schema(_enforced(json.loads(constraint.text), constraint.lenient)))

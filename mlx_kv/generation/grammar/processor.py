@@ -101,7 +101,7 @@ class GrammarProcessor:
         return self._works(more[taken : taken + 1]) and len(self._consumed) == len(wanted)
 
     def _end(self, tokens: list[int]) -> int:
-        """Where these first end a sequence. What ends it is none of the grammar's tokens: the library is not told."""
+        """Position of the first end token. They are not part of the grammar, so llguidance gets none of them."""
         return min((tokens.index(end) for end in self._ends if end in tokens), default=len(tokens))
 
     def _mask(self, vocabulary: int) -> np.ndarray[Any, np.dtype[np.bool_]]:

@@ -1,5 +1,5 @@
 """Speculative decoding: a drafter proposes, one pass of the model decides."""
 
-# For each pass of the model, where nobody says: mlx-lm's number, and what is proposed where that takes no model.
+# Default number for each pass of the model: mlx-lm's with a draft model, and a larger one for drafters without a model.
 DRAFT_TOKENS, LOOKUP_TOKENS = 3, 10
 LOOKUP_MIN, LOOKUP_MAX = 2, 4  # tokens that must be alike before their continuation is proposed, and looked for at most

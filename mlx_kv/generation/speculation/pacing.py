@@ -242,7 +242,7 @@ class Pace:
         Args:
             drafted: of the row that had most.
             waiting: tokens that were read again.
-            seconds: that a pass took, without drafting; None where it cannot be told.
+            seconds: that a pass took, without drafting; None where it is unknown.
             drafting: seconds that drafting took.
         """
         rows, costs = len(self._rows), self._costs
@@ -272,8 +272,8 @@ class Pace:
             if tokens and self._shadows[row] is None:
                 self._shadows[row] = list(tokens), 0
 
-    def told(self, got: Sequence[Sequence[int]]) -> None:
-        """What each row got: what was not used is held against it."""
+    def received(self, got: Sequence[Sequence[int]]) -> None:
+        """Compares the tokens that each row received with its unused proposals, and counts the hits."""
         for row, tokens in enumerate(got):
             for token in tokens:
                 shadow = self._shadows[row]

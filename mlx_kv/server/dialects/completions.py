@@ -118,7 +118,7 @@ def check_arguments(value: Any) -> Any:
         try:
             parsed = json.loads(value or "{}")  # some clients send an empty string where there are no arguments
         except (ValueError, RecursionError) as error:
-            raise FieldError(f"is no JSON: {error}"[:300]) from None
+            raise FieldError(f"is not JSON: {error}"[:300]) from None
     if not isinstance(parsed, dict):
         raise FieldError(f"is a JSON {json_kind(parsed)}: send an object")
     return value

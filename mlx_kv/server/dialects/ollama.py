@@ -78,7 +78,7 @@ class Options(Body):
 
 def _format(value: Any) -> Any:
     if value not in ("", "json") and not isinstance(value, dict):
-        raise FieldError('is no format: send "json", or a JSON schema')
+        raise FieldError('is not a format: send "json", or a JSON schema')
     return value
 
 

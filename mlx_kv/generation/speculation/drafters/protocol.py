@@ -34,11 +34,11 @@ class DrafterContext:
 
 
 class Drafter(Protocol):
-    """Guesses how rows go on. Whatever it says, the text is the model's own: a wrong guess costs time, nothing else.
+    """Proposes tokens that continue the rows. Proposals never change the text: a wrong one only costs time.
 
-    Rows are known by their order: new ones `join` after those that there are, and `keep` leaves some of them. In each
-    round it is asked once at the most to `propose`, and told what the rows got. Those who inherit from this say only
-    what is abstract here; the rest is that of a drafter without caches.
+    Rows are identified by their order: `join` appends new rows, and `keep` removes all but some. Each round calls
+    `propose` once at most, and then passes the tokens that each row received. A subclass implements the abstract
+    methods; the others have the behaviour of a drafter without caches.
 
     Attributes:
         step_size: tokens of a prompt that it reads at once; None for any number.

@@ -14,7 +14,7 @@ from mlx_kv.generation.speculation.drafters.protocol import DrafterContext
 
 MOST_RECENT = 2**16  # tokens of a generation of recent answers, of which there are two
 LEAD = 16  # tokens of a prompt that are kept before its answer, so that the beginning of an answer is found
-BETWEEN = -1  # two answers: a token that nobody says
+BETWEEN = -1  # separates two answers: no token has this id
 
 
 class RecentAnswers:
