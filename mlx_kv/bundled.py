@@ -18,7 +18,7 @@ def draft_path(name_or_path: str) -> str:
 
 
 def model_path(name_or_path: str) -> str:
-    """The folder of a bundled model for its name (`reference`, `draft`), anything else as it came."""
+    """The directory of a bundled model (`reference`, `draft`); any other name is returned unchanged."""
     return (
         str(FOLDER / name_or_path)
         if isinstance(name_or_path, str) and name_or_path in bundled_models()

@@ -53,14 +53,14 @@ CALIBRATED = "calibrated"
 
 @dataclass(frozen=True)
 class CachePolicy(PolicySettings):
-    """Settings for the caches of a model. Every default is "as the model wants it".
+    """Settings for the caches of a model. The defaults store all tokens, unquantised, as the model does.
 
     Args:
-        bits: quantise keys and values to 2, 3, 4, 5, 6 or 8 bits, or keys and values each to its own, such as (8, 4);
+        bits: quantise keys and values to 2, 3, 4, 5, 6 or 8 bits, or a pair for keys and values, such as (8, 4);
             None keeps them as they are.
         group_size: elements that share a scale when quantised: 32, 64 or 128.
         growth: how capacity grows, `Tapered()`, `Geometric()`, `FixedStep(256)` or a rule of your own.
-        reserve: tokens to make room for at once, so that nothing grows within them.
+        reserve: tokens to allocate at once, so that the caches do not grow until then.
         quantized_start: quantise only from a write on that begins at this offset or later, of any row.
         max_kv_size: full-attention layers keep the first 4 (`sinks`) and the newest tokens, so many in all, as mlx-lm's
             option of this name; layers with a window of their own keep that. (A model that asks for a window between
@@ -68,8 +68,8 @@ class CachePolicy(PolicySettings):
         max_write: the longest write that rings and budgets reserve memory for; it is freed while writes are shorter, as
             in decoding. Longer writes work: attention then reads a copy.
         max_rollback: tokens that rings can take back at any time, besides the last write if it is not longer than
-            max_write. Recurrent state keeps as many earlier states as it takes to go back so far.
-        budget: full-attention layers keep so many tokens, those that matter most. Instead of max_kv_size.
+            max_write. Recurrent layers keep as many earlier states as that needs.
+        budget: full-attention layers keep this many tokens, those with the highest scores. Instead of max_kv_size.
         codec: how tensors are stored, as in `KVCache`: instead of bits, or "rotated" beside them.
         residual_length: the newest tokens that attention sees unquantised, held beside the quantised ones (KIVI, Liu et
             al. 2024; transformers). At most keep_recent of a budget.

@@ -45,26 +45,26 @@ def batch_generate(
     group: Communicator | None = None,
     logits_processors: Sequence[LogitsProcessor] | None = None,
 ) -> Iterator[BatchToken]:
-    """Continues many prompts at once; each gets the tokens that it would get alone.
+    """Generates for many prompts at once, with the same tokens for each prompt as alone.
 
     Args:
         model: any model of mlx-lm whose caches can be batched.
         tokenizer: as from `mlx_lm.load`; None with prompts of token ids, for tokens without text.
-        prompts: texts or token ids; more than fit into a batch take the place of those that are done.
-        policy: how keys and values are kept; None is `CachePolicy()`.
+        prompts: texts or token ids; those beyond the batch size start when others end.
+        policy: settings of the caches; None is `CachePolicy()`.
         max_tokens: tokens to generate, one number for all prompts, or one for each.
-        draft_model, num_draft_tokens: to speculate with: each row accepts its own number of drafted tokens.
-        max_batch_size: rows at once.
+        draft_model, num_draft_tokens: for speculation; each row accepts its own number of drafted tokens.
+        max_batch_size: maximum rows in the batch.
         sampler: log-probabilities (B, V) to tokens (B,); None is greedy. With a draft model as in
             `speculative_generate`.
         prefill_step_size: prompt tokens of each row read at once; by default what `stream_generate` would read.
         statistics: filled in as tokens come; only with a draft model or a drafter.
-        seed: makes a `TemperatureSampler` repeatable. What a prompt gets depends on it, on the prompt and on its index,
-            not on the other prompts.
+        seed: makes a `TemperatureSampler` repeatable. The answer depends on the seed, the prompt and its
+            index, not on the other prompts.
         drafter, prompt_lookup_min, prompt_lookup_max, draft_length: as in `speculative_generate`.
         group: the ranks of which each has a part of the model, and calls this alike. The leader's prompts, limits,
             samplers and drafter count, and where it stops asking for tokens, all end.
-        logits_processors: as in `speculative_generate`, for each prompt; they must not remember anything.
+        logits_processors: as in `speculative_generate`, for each prompt; they must not keep state.
 
     Returns:
         An iterator of `BatchToken`, in the order in which they come; tokens of one prompt are in order.

@@ -35,12 +35,12 @@ class BatchToken:
     """One token of one sequence.
 
     Attributes:
-        index: which prompt it continues.
-        text: what can be said now: tokens that end within a character or a word wait for the next. Empty without a
-            tokenizer, and for the token that ends a sequence.
+        index: index of its prompt.
+        text: text that is complete with this token: a token that ends within a character or a word adds its text to
+            the next one. Empty without a tokenizer, and for the token that ends a sequence.
         token: its id.
         finish_reason: "stop" or "length" with the last token of a sequence, else None.
-        from_draft: whether it had been drafted.
+        from_draft: whether it was drafted.
         caches: with the last token, if the engine was asked for them: the caches of the row, as `Engine.extract` gives
             them.
         score: its log-probability and those of the likeliest tokens, where its sequence wants them.

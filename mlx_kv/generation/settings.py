@@ -44,7 +44,7 @@ def given_processors(processors: Sequence[LogitsProcessor] | None) -> tuple[Logi
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """How the tokens of one sequence are chosen; greedy by default.
+    """Sampling settings of one sequence; greedy by default.
 
     Attributes:
         temperature: from 0 up; 0 is greedy.

@@ -57,19 +57,19 @@ def stream_generate(
     group: Communicator | None = None,
     **options: Any,
 ) -> Iterator[GenerationResponse]:
-    """Generates text, keys and values living in our caches.
+    """Generates text token by token, with the caches of this package.
 
     Args:
         model, tokenizer: as from `mlx_lm.load`.
         prompt: a text, or token ids.
-        policy: how keys and values are kept; None is `CachePolicy()`.
-        max_tokens: tokens to generate, -1 for no limit. Room for prompt and max_tokens is reserved.
+        policy: settings of the caches; None is `CachePolicy()`.
+        max_tokens: maximum tokens to generate, -1 for no limit. The caches reserve memory for prompt and max_tokens.
         sampler: log-probabilities (B, vocab) to token ids (B,), such as mlx-lm's `make_sampler` gives; None is greedy.
-        prompt_cache: caches to go on from, made by `make_prompt_cache`; they are updated in place. Instead of a policy.
+        prompt_cache: caches to continue from, made by `make_prompt_cache`, and updated in place. Replaces `policy`.
         seed: makes a `TemperatureSampler` repeatable: each position of the sequence, counted from the first token that
             the caches have read, has random numbers of its own.
-        group: the ranks of which each has a part of the model, and calls this alike. The leader's prompt, limits and
-            sampler count, and where it stops asking for tokens, all end.
+        group: ranks that each have a part of the model and make the same call. The prompt, limits and sampler of the
+            leader apply, and all ranks stop when the leader stops iterating.
         options: those of mlx-lm's `generate_step`: prefill_step_size, logits_processors, prompt_progress_callback,
             input_embeddings and stream.
 
@@ -79,7 +79,7 @@ def stream_generate(
     Raises:
         ValueError: an empty prompt, max_tokens of 0, a policy beside a prompt_cache, a seed for a sampler that is no
             `TemperatureSampler`, token ids that the model does not have, or what `make_prompt_cache` refuses.
-        TypeError: an argument of another type, or an option that there is none of.
+        TypeError: an argument of another type, or an unknown option.
     """
     check_model("model", model)
     _check_options(options)
@@ -133,7 +133,7 @@ def speculative_generate(
     group: Communicator | None = None,
     logits_processors: Sequence[LogitsProcessor] | None = None,
 ) -> Iterator[GenerationResponse]:
-    """Generates what `stream_generate` would, in fewer passes of the model where the draft is right.
+    """Generates the same text as `stream_generate`, with fewer passes of the model where drafted tokens are accepted.
 
     Args:
         model, draft_model: models with the same tokenizer; no draft model where the drafter needs none.
@@ -142,26 +142,26 @@ def speculative_generate(
         max_tokens: tokens to generate, from 1 up.
         num_draft_tokens: K, tokens drafted for each pass of the model, from 1 up; None is 3, and 10 for `ngram`,
             `suffix` and `auto`.
-        policy: how the model's keys and values are kept; rings get room to take back K + 1 tokens.
-        sampler: None is greedy, token for token as without a draft. With a `TemperatureSampler` the draft guesses by
-            the same random keys, with any other (log-probabilities to tokens) the likeliest. All three are exact.
+        policy: settings of the model's caches; rings reserve slots to roll back K + 1 tokens.
+        sampler: None is greedy, with the same tokens as without a draft. With a `TemperatureSampler` the draft model
+            uses the same random keys; with any other sampler it proposes the likeliest tokens. All three are exact.
         prefill_step_size: prompt tokens read at once; by default what `stream_generate` would read.
         statistics: filled in as tokens come.
         prompt_progress_callback: called with the prompt tokens that the model has read, and their number.
         seed: as in `stream_generate`, which gives the same tokens.
-        drafter: who proposes tokens instead of the draft model: a name of `drafter_names()`, a factory as
-            `register_drafter` takes it, or a `Drafter`, which is for this call alone. `ngram`, `suffix` and `auto` need
-            no model.
-        prompt_lookup_min, prompt_lookup_max: how many last tokens must have been there before for `ngram` and `suffix`
-            to propose what followed them, and how many `ngram` looks for at the most.
-        draft_length: "chosen" drafts as many of the K tokens as have paid so far on this machine, or none; "fixed"
-            always all of them.
-        prompt_cache: caches to go on from, made by `make_prompt_cache`; they are updated in place, and may have read
-            more than was returned if a token ends the sequence. Instead of a policy; not with a draft model.
-        before: the tokens that they have read, as far as they are known, for processors and drafters that look at them.
+        drafter: proposes tokens instead of the draft model: a name of `drafter_names()`, a factory as
+            `register_drafter` takes it, or a `Drafter`, for this call only. `ngram`, `suffix` and `auto` need no
+            model.
+        prompt_lookup_min, prompt_lookup_max: minimum number of last tokens that must occur earlier in the text for
+            `ngram` and `suffix` to propose what followed them, and the maximum that `ngram` searches for.
+        draft_length: "chosen" drafts up to K tokens, as many as made generation faster so far, or none; "fixed" always
+            drafts K.
+        prompt_cache: caches to continue from, made by `make_prompt_cache`, and updated in place; they may hold more
+            tokens than were returned if a token ends the sequence. Replaces `policy`; not with a draft model.
+        before: the tokens in `prompt_cache`, if known, for processors and drafters that use them.
         group: as in `stream_generate`. Drafts are the leader's: the others need no draft model and no drafter.
-        logits_processors: mlx-lm's, such as `make_logits_processors` gives: of tokens (n,) so far and logits (1, V) of
-            the next one they make other logits. Each place of a draft is shown the tokens before it.
+        logits_processors: functions of mlx-lm's form, such as those of `make_logits_processors`: they take the tokens
+            (n,) so far and the logits (1, V) of the next one, and return logits. They run at each drafted position.
 
     Returns:
         An iterator of mlx-lm's `GenerationResponse`, one for each token.

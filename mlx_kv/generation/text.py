@@ -33,25 +33,25 @@ def generate(
     drafter: str | Factory | Drafter | None = None,
     **options: Any,
 ) -> str:
-    """The text that follows a prompt.
+    """Generates the continuation of a prompt, and returns it as one string.
 
     Args:
         model, tokenizer: as from `load`.
-        prompt: a text, which is continued as it is; token ids; or the messages of a chat, `{"role": …, "content": …}`
-            each, which go through the tokenizer's chat template.
-        policy: how keys and values are kept; None is `CachePolicy()`.
-        max_tokens: at the most, from 1 up.
-        sampling: how tokens are chosen; None takes the likeliest, or what `options` say.
-        stop: texts that end the answer, and are no part of it; the one that ends first counts.
-        on_text: called with each piece of the answer as it comes; together they are what is returned.
+        prompt: a text, which is continued unchanged; token ids; or chat messages (`{"role": …, "content": …}`), which
+            are formatted by the tokenizer's chat template.
+        policy: settings of the caches; None is `CachePolicy()`.
+        max_tokens: maximum tokens to generate, from 1 up.
+        sampling: sampling settings; None is greedy, unless `options` has a sampler.
+        stop: strings that end the answer and are not returned; the first match counts.
+        on_text: called with each piece of the answer as it is generated; all pieces together are the result.
         draft_model, drafter: speculate, as `speculative_generate` does; the text stays the same.
         options: those of `stream_generate`, or where it speculates, of `speculative_generate`: `sampler`, `seed`,
             `logits_processors`, `prompt_cache`, `prefill_step_size`, …
 
     Raises:
-        ValueError: what those refuse; messages without a chat template; an empty stop string; sampling that is given
-            twice.
-        TypeError: an argument of another type, or an option that there is none of.
+        ValueError: an argument that those functions refuse; messages without a chat template; an empty stop string;
+            sampling and an option that sets the same.
+        TypeError: an argument of another type, or an unknown option.
     """
     tokenizer = wrapped(tokenizer)
     check_type("sampling", sampling, SamplingSettings | None, "give SamplingSettings(...), or None for the likeliest")

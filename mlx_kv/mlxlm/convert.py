@@ -35,10 +35,10 @@ KINDS = {
 def make_prompt_cache(
     model: nn.Module, policy: CachePolicy | None = None, *, strict: bool = True, peers: CacheCommunicator = LOCAL
 ) -> list[Any]:
-    """One cache for each layer that wants one, in the order of the model's own list.
+    """Creates one cache for each layer that uses one, in the order of the model's own list.
 
-    Attention caches become ours as the policy says, also inside a `CacheList`: those with a window become rings of that
-    window, chunked ones stay chunked. Recurrent state stays mlx-lm's, and with a max_rollback it can go back.
+    Caches of attention follow the policy, also inside a `CacheList`: those with a window become rings of that window,
+    and chunked ones stay chunked. Recurrent state stays mlx-lm's, and can be rolled back with a max_rollback.
 
     Args:
         model: any model of mlx-lm.

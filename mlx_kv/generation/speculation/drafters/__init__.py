@@ -31,10 +31,10 @@ def drafter_names() -> list[str]:
 
 
 def register_drafter(name: str, factory: Factory) -> None:
-    """Makes a drafter known by a name, so that it can be asked for by it.
+    """Registers a drafter under a name, for `drafter=`.
 
     Args:
-        name: replaces whatever had it before.
+        name: replaces a drafter of the same name.
         factory: makes a new `Drafter` of a `DrafterContext`; a class will do.
 
     Raises:

@@ -14,15 +14,15 @@ from mlx_kv.generation.speculation.acceptance import Choice
 
 @dataclass(frozen=True)
 class DrafterContext:
-    """What a drafter is made for.
+    """The arguments with which a drafter is created.
 
     Attributes:
-        model: the one that decides.
+        model: the model that verifies drafts.
         vocabulary: V, of the model.
-        draft_tokens: that are asked for at the most, for one row at once.
+        draft_tokens: maximum drafted tokens of a row in one round.
         draft_model: a small model to draft with, if the user gave one.
-        lookup_min, lookup_max: tokens that must be alike for a drafter that looks into text, and that it looks for at
-            the most, if it looks for a certain number.
+        lookup_min, lookup_max: minimum and maximum number of last tokens that a drafter searches for in the text, if it
+            searches for a certain number.
     """
 
     model: nn.Module
@@ -42,9 +42,9 @@ class Drafter(Protocol):
 
     Attributes:
         step_size: tokens of a prompt that it reads at once; None for any number.
-        equal_rows: whether it can have one row only.
-        proposals_cost: whether it takes time worth speaking of to propose, such as a pass of a model. One that says no
-            may be asked while nothing is drafted, to see whether it would be right: what it says is not used then.
+        equal_rows: whether it supports a single row only.
+        proposals_cost: whether proposals take noticeable time, such as a pass of a model. If false, `propose` may also
+            be called while nothing is drafted, to estimate its accuracy; those proposals are not used.
     """
 
     step_size: int | None = None
