@@ -30,7 +30,7 @@ def load(
     quantize_activations: bool = False,
     lazy: bool = False,
 ) -> tuple[nn.Module, Any]:
-    """Loads a model and its tokenizer with mlx-lm. On a CPU 16-bit weights become float32, as half precision is slow there.
+    """Loads a model and its tokenizer with mlx-lm. On a CPU 16-bit weights become float32: it emulates half precision.
 
     Args:
         adapter_path: of weights that were trained beside the model's (LoRA), as `mlx_lm.lora` writes them.
