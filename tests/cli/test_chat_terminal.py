@@ -97,7 +97,7 @@ def test_leaving_says_how_a_conversation_is_kept(
     ):
         typing(*lines)
         done = command("chat", "--max-tokens", "2")
-        others = (" read, ", "kept in", "turn", "forgotten")
+        others = (" read, ", "saved to", "turn", "cleared")
         errors = [line for line in done.err.splitlines() if line and not any(word in line for word in others)]
         assert (done.code, errors[:3], errors[3:]) == (code, first, said)
 

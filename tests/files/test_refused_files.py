@@ -149,7 +149,7 @@ def test_what_cannot_be_saved_is_refused_and_leaves_the_old_file(small: tuple[Pa
     old = path.read_bytes()
     with pytest.raises(ValueError, match="cache 1 is a object"):
         save_prompt_cache(path, [caches[0], object()])
-    with pytest.raises(ValueError, match="no text"):
+    with pytest.raises(ValueError, match="not text"):
         save_prompt_cache(path, caches, {"a": 3})  # type: ignore[dict-item]
     with pytest.raises(ValueError, match="there is no folder"):
         save_prompt_cache(path.parent / "nowhere" / "a.safetensors", caches)

@@ -142,7 +142,7 @@ def test_a_file_is_written_again(slotted: Running, folder: Path) -> None:
     for _ in range(2):
         assert act(slotted, 0, "save", "again.safetensors").json()["n_saved"] > 64
     (folder / "mine.txt").write_text("not a cache")
-    assert "is no prompt cache" in check_error(act(slotted, 0, "save", "mine.txt"), 400)["message"]
+    assert "is not a prompt cache" in check_error(act(slotted, 0, "save", "mine.txt"), 400)["message"]
     assert (folder / "mine.txt").read_text() == "not a cache"
 
 

@@ -99,7 +99,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"response_format": {"type": "json_schema"}}, "response_format", "no schema"),
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": [1]}}}, "response_format", "array"),
     ({"response_format": STRICT, "regex": "a"}, "response_format", "send one"),
-    ({"json_schema": "{"}, "json_schema", "no JSON"),
+    ({"json_schema": "{"}, "json_schema", "not JSON"),
     ({"json_schema": {"type": "foo"}}, "json_schema", "foo"),
     ({"json_schema": {"not": {}}}, "json_schema", "not"),
     ({"json_schema": {"enum": []}}, "json_schema", "Unsatisfiable"),
