@@ -30,13 +30,13 @@ def leaves(caches: Iterable[Any]) -> Iterator[Any]:
 
 def mapped(caches: Sequence[Any], function: Callable[[Any], Any]) -> list[Any]:
     """The results of a function of each cache, in the same structure."""
-
-    def one(cache: Any) -> Any:
-        if isinstance(cache, stock.CacheList):
-            return stock.CacheList(*map(one, cache.caches))  # type: ignore[no-untyped-call]
-        return function(cache)
-
-    return [one(cache) for cache in caches]
+    # Not by an inner function that calls itself: such a cycle would keep the caches until Python collects garbage.
+    return [
+        stock.CacheList(*mapped(cache.caches, function))  # type: ignore[no-untyped-call]
+        if isinstance(cache, stock.CacheList)
+        else function(cache)
+        for cache in caches
+    ]
 
 
 def kind_of(cache: Any) -> type:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 
 import mlx.core as mx
 import pytest
 from serving import LONG, running
 
+from mlx_kv.mlxlm.traverse import mapped
 from mlx_kv.server.freed_memory import LEAST, SHARE, FreedMemory
 
 OWN = 10**9  # of MLX, as if on a Mac
@@ -86,3 +89,21 @@ def test_a_start_that_fails_restores_it() -> None:
     with pytest.raises(ValueError, match="leaves nothing for rows"), running(memory_limit=1):
         pass
     assert limit_now() == OWN
+
+
+def test_mapped_caches_are_freed_with_their_last_reference() -> None:
+    """Not only when Python collects garbage: a prefix hit would hold its row's caches until then."""
+
+    class Cache:
+        pass
+
+    gc.disable()
+    try:
+        cache = Cache()
+        freed = weakref.ref(cache)
+        found = mapped([object()], lambda old, new=cache: new)
+        assert found == [cache]
+        del cache, found
+        assert freed() is None
+    finally:
+        gc.enable()
