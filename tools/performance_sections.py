@@ -43,7 +43,8 @@ SECTIONS = (
         "contents each time; ours grows in larger steps, or reserves its capacity.",
         "mlx-lm",
         "times as fast as mlx-lm's cache, which grows by 256 slots",
-        "Steady decoding has the same speed, since attention reads the same bytes. The allocator of a GPU differs.",
+        "*Slowest write*: the longest of all calls of `update_and_fetch`. Steady decoding has the same speed, since "
+        "attention reads the same bytes. Not measured on a GPU, where allocations take other times.",
     ),
     Section(
         "host",
@@ -58,51 +59,66 @@ SECTIONS = (
         "ring",
         "Sliding windows",
         ("--rounds", "3"),
-        "Prefill and decoding with a sliding window, ours against mlx-lm's `RotatingKVCache`. This benchmark stores "
-        "the ratios of times, without the times. A one-token write takes about a tenth of a millisecond.",
+        "Prefill and decoding with a sliding window, ours against mlx-lm's `RotatingKVCache`. Rows *whole model* run a "
+        "random gemma3 model of 9 layers, the other rows one cache. This benchmark stores ratios of times without "
+        "the times, so their columns are empty. For scale: a one-token write takes about a tenth of a millisecond.",
         "mlx-lm",
         "times as fast as mlx-lm's rotating cache",
-        "Random weights: the loss in quality of a window is not measured.",
+        "Weights are random, so this measures time and memory, and not the quality of answers.",
     ),
     Section(
         "compaction",
         "Eviction",
         ("--rounds", "3"),
-        "Compaction of a cache with a budget, which moves as few tokens as possible, against a gather of all "
-        "survivors; and decoding with a budget against decoding with all tokens.",
+        "Compaction, which moves as few tokens as possible, against a *gather*, which copies all kept tokens to a new "
+        "array: with `take_along_axis`, the usual way, or *with one index* for all heads, the fastest in MLX. Also "
+        "decoding with a budget against decoding with all tokens.",
         "alternative",
-        "times as fast as gathering all survivors, or as a cache that keeps all",
-        "Evicted tokens are lost: [evaluation results](eval-results.md) have the cost in answers.",
+        "times as fast as copying all kept tokens, or as a cache without a budget",
+        "Evicted tokens are lost: [evaluation results](eval-results.md) show how many answers become wrong.",
     ),
     Section(
         "batch",
         "Rows of different lengths",
         ("--rounds", "3"),
-        "A batch whose rows have different lengths, ours against mlx-lm's left-padded batches. Speculation is compared "
-        "with our plain batches.",
+        "A batch whose rows have different lengths, ours against mlx-lm's left-padded batches. *Trim*: mlx-lm rolls "
+        "the whole buffer to align the rows again; ours only changes where each row ends. *Speculation*: our batches "
+        "with the bundled draft model, against our batches without one.",
         "alternative",
-        "times as fast as mlx-lm's left-padded batches; of speculation, as our plain ones",
-        "The bundled pair of models on source code from its training data: acceptance differs for other texts.",
+        "times as fast as mlx-lm's left-padded batches; for speculation: as our batches without it",
+        "The bundled model and draft model continue source code from their training data. With other texts, another "
+        "share of the drafted tokens is right, and the speed of speculation differs.",
     ),
     Section(
         "ragged",
         "One long row among short ones",
         ("--rounds", "3"),
-        "A batch of one long and fifteen short rows, grouped by length class (ours), in one buffer as long as the "
-        "longest row, or as two batches one after the other.",
+        "A batch of one long and fifteen short rows. Ours stores rows of similar length (a "
+        "[length class](batches.md#rows-of-very-different-lengths)) in a buffer of their own. The alternatives: one "
+        "buffer as long as the longest row, and two separate batches, one after the other.",
         "alternative",
-        "times as fast by class as in one buffer, or as two batches one after the other",
+        "times as fast with length classes as in one buffer, or as in two separate batches",
         "Random keys and values, decoding only.",
     ),
     Section(
         "speculation",
         "Speculative decoding",
         ("--rounds", "1", "--model", MODEL),
-        "Greedy [speculative decoding](speculative.md) against plain decoding, by task and drafter. The columns of "
-        "both sides are tokens for each pass of the model; the ratio is that of speeds.",
+        "Greedy [speculative decoding](speculative.md) against plain decoding. *Ours* and *plain* are the number of "
+        "tokens that one pass of the model generates; the ratio compares tokens per second.\n\n"
+        "- Tasks, for SmolLM2: *edit* code, *repeat* a text, *summarise* it, *extract* facts as JSON, or answer an "
+        "*open* question without a text.\n"
+        "- `ngram` and `suffix` copy from earlier text, [without a model](speculative.md#drafts-without-a-model). "
+        "The number of drafted tokens adapts, except in rows *fixed length*.\n"
+        "- *bundled pair*: the reference model and its draft model continue source code.\n"
+        "- *recurrent layers*: a small random model (qwen3_next), with a drafter that makes the given share of drafts "
+        "wrong.\n"
+        "- *a text that changes*: the reference model generates a given text: repeating tokens, then random ones, then "
+        "repeating ones again.",
         "plain",
         "times as fast as plain decoding",
-        "Five tasks and one small model: answers of other models may repeat their prompt more, or less.",
+        "Five tasks and one small model. The gain depends on how much of an answer repeats its prompt, which differs "
+        "between models.",
     ),
     Section(
         "cpu_attention",
@@ -118,21 +134,24 @@ SECTIONS = (
         "Decoding from quantised caches",
         ("--contexts", "8192", "--rounds", "3", "--model", MODEL),
         "Decoding after 8,192 tokens by [storage format](quantisation.md): `K8V4` has keys of 8 bits and values of "
-        "4. The picture compares the whole model with plain caches; the table adds memory, and one layer's attention.",
+        "4, *rotated* multiplies them by a [Hadamard matrix](quantisation.md#rotation) first, and *centred* subtracts "
+        "a [mean](quantisation.md#centred-keys) from keys. *plain* caches are not quantised. The picture shows the "
+        "whole model; the table adds memory, and the attention of one layer, compared with dequantising all keys and "
+        "values before attention, and with mlx-lm's attention.",
         "alternative",
-        "of the speed of plain caches",
-        "On a CPU, quantising saves memory and costs time. On a GPU attention reads packed words directly, which is "
-        "not measured here.",
+        "times as fast as plain caches",
+        "On a CPU, quantising saves memory and costs time: attention must convert codes to floats, block by block. On "
+        "a GPU, MLX's kernels multiply by quantised arrays directly; this was not measured.",
     ),
     Section(
         "server",
         "Server",
         ("--rounds", "1", "--tokens", "24", "--workloads", "own,shared,sampled", "--model", MODEL),
         "Streaming clients of `mlx-kv serve`, against `mlx_lm.server`, both with the same model. `own` prompts have "
-        "nothing in common, `shared` ones begin with the same 250 tokens, and `sampled` ones are own prompts without "
-        "greedy decoding.",
+        "nothing in common, `shared` ones begin with the same 250 tokens. Both are decoded greedily. `sampled` prompts "
+        "have nothing in common, and are decoded with a sampler.",
         "mlx_lm.server",
-        "times mlx_lm.server: its throughput, and its time to a first token over ours",
+        "our throughput / mlx_lm.server's, and mlx_lm.server's time to first token / ours",
         "Answers of 24 tokens after prompts of 300, so prompts take most of the time. One round. For 8 bits see "
         "[the server's page](server.md#measured).",
     ),
@@ -143,16 +162,17 @@ SECTIONS = (
         "The longest time between two tokens of three streams while the server reads a prompt of 4,000 tokens, and how "
         "long that prompt takes.",
         "mlx_lm.server",
-        "the longest wait of mlx_lm.server over ours",
+        "longest wait of mlx_lm.server / longest wait of ours",
         "One prompt beside three streams.",
     ),
     Section(
         "structured",
         "Structured output",
         ("--model", MODEL),
-        "Decoding with a JSON schema, against decoding without one, and the time of the grammar itself.",
+        "Decoding with a JSON schema, against decoding without one. The last rows are the time of the grammar itself: "
+        "a *token mask* says which tokens of the vocabulary may come next, and is computed for each token of a row.",
         "without",
-        "of the speed without a form",
+        "times as fast as without a schema",
         "One schema: others take longer to compile.",
     ),
 )
@@ -163,7 +183,7 @@ OTHER_PAGES = {
     "conversations": "reused prompts of conversations: [stores](store.md#measured)",
     "growth_rules": "choice of the default growth: [caches](caches.md)",
     "observing": "cost of scores that use attention: [budgets](budgets.md)",
-    "partial_reads": "quality of partial reads: [evaluate](eval-results.md#reading-a-part-of-the-cache)",
+    "partial_reads": "quality if queries read part of a cache: [results](eval-results.md#reading-a-part-of-the-cache)",
     "peers": "three servers side by side: [batches](batches.md#shared-prefixes)",
     "ranks": "several machines: [clusters](clusters.md)",
     "score_rule": "quality of scores: [evaluation results](eval-results.md)",
@@ -178,7 +198,7 @@ WITHOUT_PAGE = {
     "clients": "checks the answers that clients receive; no times",
     "draft_sizes": "chose the size of the bundled draft model",
     "kvpress_equality": "compares kept tokens with kvpress; no times",
-    "parsing": "latency of parsing requests against an older checkout; printed only",
+    "parsing": "time to parse a request, compared with an older revision of mlx-kv; results are printed, not stored",
     "prefix_soak": "compares answers; no times",
     "quick_softmax": "part of `score_table`",
     "ranks_equal": "compares tokens; no times",
@@ -192,14 +212,20 @@ Measured speed and memory of caches, generation and the server, against mlx-lm o
 to see what a feature gains or costs before you enable it; to compare servers, see also
 [batches](batches.md#shared-prefixes).
 
-- Both sides run in turns in one process (of the server: two servers in turns), so the **ratio** is the result.
+- Both sides take turns in one process (servers: in two processes on one machine), so the load of the machine affects
+  both alike. Compare the **ratios**; speeds depend on the machine.
 - A ratio above 1 is in our favour, and below 1 against us. Bars of the pictures begin at 1, on a logarithmic scale.
+- The summary and the pictures contain the main ratios of speed. Tables contain further rows, such as memory and single
+  slow steps, whose ratios may be outside the range in the summary.
 - Ratios are medians of rounds: they can differ slightly from the quotient of the two values beside them.
-- The header of each benchmark states which bytes must move, and so the limit of what is possible.
+- The docstring at the top of each file in `benchmarks/` explains what is measured, and what limits the speed.
 
-`make bench` measures again what needs no checkpoint; `make bench MODEL=build/smollm2`, after
-`python tools/smollm2.py build/smollm2`, measures all. `tools/performance.py` writes this page from the results in
-`docs/performance/`.
+Terms: a *row* is one sequence of a batch. A *slot* is storage for one token in a cache. A *budget* is a maximum number
+of tokens: a cache that exceeds it evicts the tokens with the lowest *scores*, in a *compaction*.
+
+`make bench` runs the benchmarks that need only random weights and the bundled models. To run all, create SmolLM2 first:
+`python tools/smollm2.py build/smollm2`, then `make bench MODEL=build/smollm2`. `tools/performance.py` writes this page
+from the results in `docs/performance/`.
 """.strip()
 GPU = """## GPU
 

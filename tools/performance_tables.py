@@ -25,8 +25,9 @@ WORDS = {
     "one_buffer": "one buffer",
     "two_batches": "two batches",
     "attention": "one layer of attention",
-    "model_prefill": "prefill, model",
-    "model_decode": "decoding, model",
+    "prefill": "prefill, writes alone",
+    "model_prefill": "prefill, whole model",
+    "model_decode": "decoding, whole model",
     "decode_update": "one-token write",
     "decode_step": "one-token write and attention",
     "predictable_again": "predictable again",
@@ -100,7 +101,7 @@ MEASUREMENTS: dict[str, tuple[Measurement, ...]] = {
         ),
         Measurement(
             "(one_by_one|chunks_of_512)_longest_update_ms_(ours|reserved)",
-            "longest update, {1}, {2}",
+            "slowest write, {1}, {2}",
             "ms",
             r"\1_longest_update_ms_\2",
             r"\1_longest_update_ms_mlx_lm",
@@ -214,7 +215,7 @@ MEASUREMENTS: dict[str, tuple[Measurement, ...]] = {
         ),
         Measurement(
             "(attention|model)_bytes_over_live_(one_buffer)",
-            "{1}: allocated over live, against {2}",
+            "{1}: bytes allocated / bytes of tokens, against {2}",
             "",
             r"\1_bytes_over_live_by_class",
             r"\1_bytes_over_live_\2",
@@ -265,7 +266,7 @@ MEASUREMENTS: dict[str, tuple[Measurement, ...]] = {
         ),
         Measurement(
             r"layer_(\d+)/([^,/]+), decoded",
-            "{2}, one layer, against decoding first",
+            "{2}, one layer, against dequantising first",
             "ms",
             r"layer_\1/\2, ours",
             r"layer_\1/\2, decoded",
@@ -302,8 +303,8 @@ MEASUREMENTS: dict[str, tuple[Measurement, ...]] = {
         Measurement(r"rows_(\d+)/ratio", "decoding, rows: {1}", "tokens/s", r"rows_\1/kept", r"rows_\1/free"),
         Measurement("vocabulary_seconds", "prepare the vocabulary, once", "s", "vocabulary_seconds"),
         Measurement("compile_milliseconds", "compile the schema", "ms", "compile_milliseconds"),
-        Measurement("mask_microseconds", "one mask, median", "µs", "mask_microseconds"),
-        Measurement("mask_microseconds_99th", "one mask, 99th percentile", "µs", "mask_microseconds_99th"),
+        Measurement("mask_microseconds", "one token mask, median", "µs", "mask_microseconds"),
+        Measurement("mask_microseconds_99th", "one token mask, 99th percentile", "µs", "mask_microseconds_99th"),
     ),
 }
 

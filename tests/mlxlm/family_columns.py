@@ -64,7 +64,11 @@ def _shortcomings(family: Family) -> str:
         bare = family.model(tokens())[..., :VOCAB].astype(mx.float32)
     except Exception:
         return ""  # some models cannot be read without caches
-    return "mlx-lm's model is wrong without caches" if distance(bare, family.truth) > family.tolerance else ""
+    return (
+        "compared with mlx-lm's caches: without caches, mlx-lm's model has wrong logits"
+        if distance(bare, family.truth) > family.tolerance
+        else ""
+    )
 
 
 def sixteen_bits(family: Family) -> Verdict:
@@ -297,7 +301,9 @@ def visible(family: Family) -> Verdict:
         return Verdict("nothing to do", "no layer has attention")
     if len(set(sights)) == 1:
         return Verdict(sights[0])
-    return Verdict("hidden" if "hidden" in sights else "derived", f"cache by cache: {', '.join(sights)}")
+    return Verdict(
+        "hidden" if "hidden" in sights else "derived", f"by cache, in the order of layers: {', '.join(sights)}"
+    )
 
 
 COLUMNS: dict[str, Callable[[Family], Verdict]] = {

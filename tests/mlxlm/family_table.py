@@ -39,30 +39,42 @@ it with the code.
 
 | column | what was tested |
 | --- | --- |
-| layers | caches of the model: full attention, sliding or chunked windows, recurrent state |
-| alone | a prompt in chunks and decoding, past the window: same logits as one pass over all tokens |
-| 16-bit | in bfloat16 and in float16, each query gets the keys and values that the model wrote, bit for bit |
-| 8 and 4 bits | each query gets them as quantised once, bit for bit; attention on packed planes gives the same result |
-| budget | with a budget, and with max_kv_size: same logits as the whole text with the evicted tokens masked |
-| ragged batch | prompts of 5, 19, 19 and 30 tokens in one batch: each row has the log-probabilities that it has alone |
+| layers | caches: full attention, sliding or chunked windows, recurrent state, or a class of mlx-lm by its name |
+| alone | a prompt in chunks, then decoding, longer than the window: same logits as one pass over all tokens |
+| 16-bit | bfloat16 and float16: attention reads the keys and values that the model stored, bit for bit |
+| 8 and 4 bits | keys and values are quantised only once, bit for bit; packed and dequantised attention agree |
+| budget | `budget` and `max_kv_size`: same logits as from a cache of all tokens with the evicted ones masked |
+| ragged batch | prompts of 5, 19, 19 and 30 tokens in one batch: same log-probabilities for each as alone |
 | draft model | speculative decoding in such a batch: same tokens as greedy decoding |
-| trim | 7 tokens read, trimmed, and replaced by others: same logits as without them |
+| trim | 7 tokens are read and trimmed, then others are read: same logits as without the first 7 |
 | files | saved, loaded and continued: bit for bit; also in mlx-lm's format, in both directions |
-| attention | whether a hook of a cache (`attention_hook`) receives every call of attention over it |
+| attention | whether a cache can compute the attention over its tokens itself (its `attention_hook` gets every call) |
 
 | result | meaning |
 | --- | --- |
 | exact | as described for the column |
 | refused | raises a ValueError before anything is read or changed; the note quotes it |
 | nothing to do | no layer uses a cache of mlx-kv |
-| as mlx-lm | same result as mlx-lm's caches, which differs from that of one pass |
+| as mlx-lm | same result as with mlx-lm's caches; the note states why it differs from one pass |
 | mlx-lm fails | mlx-lm's caches raise an error |
-| seen | attention: the hook receives the keys that the cache returned |
-| derived | attention: the hook receives as many keys, which the layer computes from them (latent attention) |
-| hidden | attention: the layer calls its own function, selects tokens, or does not identify the cache |
+| seen | attention: yes, over the keys that the cache returned |
+| derived | attention: no. The hook gets other keys, computed from the returned ones, one for each (latent attention) |
+| hidden | attention: no. The layer calls its own function, attends to selected tokens, or passes no cache to the call |
+
+`budget` and `max_kv_size` limit the number of tokens of a cache: a budget evicts tokens with low scores,
+`max_kv_size` the oldest. [Scores of attention](budgets.md#scores-of-attention), `share="adaptive"`,
+`layers="pyramid"` and `residual_length` need layers whose attention is *seen*. For other layers they raise an error.
 
 In short: {counts}.
 """
+NOTES = """A note on a refusal quotes the error:
+
+- A *slot* is storage for one token in a cache.
+- "leave it out" refers to the setting that the message names.
+- "read them anew" means to process the tokens again with new caches.
+- "counts slots" and "tells positions by the number of slots": the model computes positions of tokens from the number of
+  keys that it gets, so all earlier tokens must stay.
+- A recurrent state "does not have the length of its last write": its layer does not report how many tokens it read."""
 
 
 def render(verdicts: Mapping[str, Mapping[str, Verdict]], kinds: Mapping[str, str]) -> str:
@@ -89,6 +101,8 @@ def render(verdicts: Mapping[str, Mapping[str, Verdict]], kinds: Mapping[str, st
             *lines,
             "",
             "## Notes",
+            "",
+            NOTES,
             "",
             *numbered,
             "",
