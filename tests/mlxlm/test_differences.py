@@ -31,19 +31,20 @@ from mlx_kv.mlxlm.traverse import attention_caches
 ROOT = Path(__file__).parent.parent.parent
 PAGE = (ROOT / "docs" / "coming-from-mlx-lm.md").read_text()
 SECTIONS = "".join(
-    PAGE.partition(f"## {name}")[2].partition("\n## ")[0] for name in ("What differs", "What is different")
+    PAGE.partition(f"## {name}")[2].partition("\n## ")[0]
+    for name in ("Differences that a program can observe", "Behaviour of caches")
 )
 LINES = re.findall(r"^\| (?!\||---)(.+?) \| ", SECTIONS, re.M)
 ELSEWHERE = {
-    "a model that asks for a wider window than its cache keeps (plamo3)": (
+    "model whose window is wider than its cache (plamo3)": (
         "tests/mlxlm/test_quirks.py",
         "test_a_model_gets_the_window_that_it_asks_for",
     ),
-    "ragged prompts where recurrent layers read padding (mamba, jamba, rwkv7, ...)": (
+    "prompts of different lengths where recurrent layers read padding (mamba, jamba, rwkv7, ...)": (
         "tests/mlxlm/test_quirks.py",
         "test_prompts_of_any_lengths_get_what_they_get_alone",
     ),
-    "ragged rows where attention counts slots (afm7, minimax_m3_vl)": (
+    "rows of different lengths where attention counts slots (afm7, minimax_m3_vl)": (
         "tests/mlxlm/test_quirks.py",
         "test_prompts_of_any_lengths_get_what_they_get_alone",
     ),
@@ -153,7 +154,7 @@ def check_empty() -> None:
     assert isinstance(KVCache.from_state(empty.state), QuantizedKVCache)
 
 
-@line("`trim(n)` of a cache, of more than is held")
+@line("`trim(n)` by more tokens than the cache holds")
 def check_trim() -> None:
     ours, theirs = filled(KVCache(), 5), filled(stock.KVCache(), 5)
     assert theirs.trim(9) == 5
@@ -198,7 +199,7 @@ def check_max_kv_size() -> None:
         ours_of(make_model("deepseek_v32"), CachePolicy(max_kv_size=8))
 
 
-@line("rows of a batch")
+@line("trim of a batch")
 def check_rows() -> None:
     assert not hasattr(stock.BatchKVCache([0, 0]), "trim_per_sequence")
     batch = KVCache.merge([filled(KVCache(), 9), filled(KVCache(), 9)])
@@ -233,7 +234,7 @@ def check_padding() -> None:
     assert [row.end for row in ours.view.rows] == [3, 9]
 
 
-@line("shapes that don't fit")
+@line("wrong shapes or dtypes")
 def check_shapes() -> None:
     ours, theirs = filled(KVCache(), 5), filled(stock.KVCache(), 5)
     half = mx.zeros((1, 2, 1, 64), mx.float16)
@@ -297,7 +298,7 @@ def check_buffers() -> None:
     assert merged.keys.shape[2] % 256 == 0
 
 
-@line("rows that differ")
+@line("rows of different lengths")
 def check_reads() -> None:
     ours, theirs = (filled(kind([3, 0]), 5, rows=2) for kind in (BatchKVCache, stock.BatchKVCache))
     assert ours.make_mask(1).shape == (2, 1, 1, 16)
