@@ -18,7 +18,7 @@ piece of text, median and 99th percentile over requests.
 
 The physics. One decode step reads all weights once, however many rows it has: so throughput grows with clients until
 arithmetic or the loop around it is the limit. Both sides run the same model, so with one
-client, where prompt and steps are nine tenths of the time, nobody can be much faster. The difference is what is around
+client, where prompt and steps are nine tenths of the time, neither can be much faster. The difference is what is around
 it: caches (ours write in place and read ragged rows through one mask, mlx-lm's move rows when batches change), how many
 prompt tokens are read in one pass while others wait, HTTP and detokenising. With --kv-bits mlx_lm.server takes one
 request after the other; ours batches them.
@@ -47,10 +47,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+
+# mlx_kv before mlx: importing the package loads a tuned BLAS ahead of MLX.
+from mlx_kv.bundled import model_path
+
+# isort: split
 import mlx.core as mx
 from common import medians, take_turns
-
-from mlx_kv.bundled import model_path
 
 LEAST_REQUESTS, OF_EACH = 12, 6
 ROOT = Path(__file__).parent.parent
@@ -107,23 +110,27 @@ def measure(url: str, side: str, workload: str, asked: list[str], clients: int, 
 
 
 @contextlib.contextmanager
-def started(program: str, *options: str) -> Iterator[str]:
-    """A server as a process, and its address."""
+def process(words: list[str], environment: dict[str, str] | None = None) -> Iterator[tuple[str, int]]:
+    """A server as a process of its own, once it answers: its address and its process number."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    words = [sys.executable, "-c", program, *options, "--host", "127.0.0.1", "--port", str(port)]
-    process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    words = [*words, "--host", "127.0.0.1", "--port", str(port)]
+    running = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment)
     url = f"http://127.0.0.1:{port}"
     try:
-        for _ in range(300):
+        for _ in range(1200):
             with contextlib.suppress(httpx.HTTPError):
-                if httpx.get(f"{url}/health").status_code == 200:
+                if httpx.get(f"{url}/v1/models").status_code == 200:
                     break
+            if running.poll() is not None:
+                raise SystemExit(f"{' '.join(words)} ended with exit code {running.returncode}")
             time.sleep(0.1)
-        yield url
+        yield url, running.pid
     finally:
-        process.terminate()
-        process.wait(30)
+        running.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            running.wait(30)
+        running.kill()
 
 
 def in_float32(folder: Path) -> str:
@@ -183,7 +190,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = asked.model or in_float32(Path(folder))
         own = [] if asked.model is None else ["--model", asked.model]
-        with started(MLX_LM, "--model", model, *bits) as theirs, started(OURS, "serve", *own, *bits) as ours:
+        command = [sys.executable, "-c"]
+        with (
+            process([*command, MLX_LM, "--model", model, *bits]) as (theirs, _),
+            process([*command, OURS, "serve", *own, *bits]) as (ours, _),
+        ):
             for workload in asked.workloads:
                 for clients in asked.clients:
                     line |= compared(asked, workload, clients, theirs, ours)
