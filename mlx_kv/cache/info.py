@@ -184,8 +184,8 @@ class CacheInfo:
         """Bytes allocated, dead slots included."""
         data = self._data
         evicting = 0 if data.evictor is None else data.evictor.nbytes
-        stored = data.buffers
-        return 0 if stored is None else evicting + self.nbytes_residual + sum(buffer.nbytes for buffer in stored)
+        stored = data.stored_bytes
+        return evicting + self.nbytes_residual + stored if data.holds_slots else 0
 
     @property
     def nbytes_residual(self) -> int:
@@ -196,7 +196,7 @@ class CacheInfo:
     def nbytes_live(self) -> int:
         """Bytes of the slots that hold a token, and of the residual; without shared segments."""
         data = self._data
-        if data.buffers is None:
+        if not data.holds_slots:
             return 0
         tokens = sum(max(0, data.layout.held(row) - row.shared) for row in data.rows)
         return tokens * self._bytes_per_slot + self.nbytes_residual
@@ -209,7 +209,7 @@ class CacheInfo:
     @property
     def _bytes_per_slot(self) -> int:
         """Bytes of one slot of one row, keys and values, as currently stored; 0 before the first update."""
-        return sum(buffer.bytes_per_slot for buffer in self._data.buffers or ())
+        return self._data.bytes_per_slot
 
     # --- state and copies ------------------------------------------------------------------------------------------
 

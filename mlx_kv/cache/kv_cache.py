@@ -18,8 +18,7 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from mlx_kv.cache import rows, state, update
-from mlx_kv.cache.attention import PackedAnswer, ResidualAnswer
+from mlx_kv.cache import attending, rows, state, update
 from mlx_kv.cache.checks import check_storage, check_type, whole_numbers
 from mlx_kv.cache.codecs import Bits, Choice, are_plain, find_codecs
 from mlx_kv.cache.eviction.evictor import Evictor
@@ -134,6 +133,7 @@ class KVCache(CacheInfo):
             ValueError: nothing was stored yet, or rows were added, removed or loaded since the last update.
         """
         data = self._data
+        data.groupable = False  # else heads would leave and join groups at each step
         if data.buffers is None or data.empty():
             raise ValueError("this cache is empty: call update_and_fetch before keys_and_values")
         if data.transient is None and not data.ranges:
@@ -154,6 +154,7 @@ class KVCache(CacheInfo):
     @attention_hook.setter
     def attention_hook(self, hook: Hook | None) -> None:
         self._hook = None if hook is self else hook
+        self._data.ungroup()  # the hook may read what updates return
 
     @property
     def own_hook(self) -> KVCache | None:
@@ -165,15 +166,7 @@ class KVCache(CacheInfo):
 
     def attend(self, call: Call) -> mx.array:
         """Attention after an update, (B, Hq, S, Dv): observed by the budget, computed here where mlx-lm's cannot."""
-        data = self._data
-        answer: Hook | None = None
-        if data.residual is not None and data.residual.places is not None and data.encoded:
-            answer = ResidualAnswer(data.residual, data.residual.places, data.packings if data.packed else None)
-        elif data.packed and data.packings is not None:
-            answer = PackedAnswer(*data.packings)
-        if data.evictor is None or not data.evictor.wants_attention:
-            return call.forward() if answer is None else answer.attend(call)
-        return data.evictor.attend(call if answer is None else call.before(answer), data.rows, data.counts)
+        return attending.attend(self._data, call, self._hook is None)
 
     # --- trims --------------------------------------------------------------------------------------------------
 

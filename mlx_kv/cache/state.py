@@ -2,8 +2,7 @@
 
 `CacheData` has the settings, buffers and counters; `update` and `rows` change them. `CacheState` is what another cache
 needs to continue from here, without announced room, announced padding and the growth rule, which a cache made from a
-state gets anew. Older states are read, too: tuples of twelve
-(without a residual) and of eleven (version 0.1.0).
+state gets anew. Older states are read, too: tuples of twelve (without a residual) and of eleven (version 0.1.0).
 
 B rows.
 """
@@ -33,6 +32,7 @@ from mlx_kv.cache.codecs import (
 )
 from mlx_kv.cache.eviction.evictor import Evictor
 from mlx_kv.cache.growth import DEFAULT, SLOT_MULTIPLE, TAIL_MULTIPLE, Growth, round_up
+from mlx_kv.cache.head_groups import HeadGroups
 from mlx_kv.cache.layout import NO_LIMIT, Append, Budget, Layout, Plan, Ranges, Row, make_layout
 from mlx_kv.cache.residual import Residual
 
@@ -68,7 +68,8 @@ class CacheData:
         residual: the newest tokens in full precision; None without a residual.
         seam: the attention patch that calls this cache, if any: then attention can be computed here.
         rows: the position of each row in its slots.
-        buffers: of keys and of values.
+        padded, groups: keys and values in one buffer each, or by groups of heads; the other is None. See `buffers`.
+        groupable: whether heads may be grouped after this update.
         encoded: whether the buffers are stored by the codecs; before `quantized_start` they are plain.
         ranges: the slots that the last fetch returned.
         transient: keys and values that attention read for a write longer than max_write, until the next step.
@@ -89,7 +90,9 @@ class CacheData:
     announced: tuple[int, ...] = (0,)
     lengths: tuple[int, ...] | None = None
     rows: tuple[Row, ...] = (Row(),)
-    buffers: Buffers | None = None
+    padded: Buffers | None = None
+    groups: HeadGroups | None = None
+    groupable: bool = False
     encoded: bool = False
     ranges: Ranges = ()
     packed: bool = False
@@ -139,9 +142,42 @@ class CacheData:
         self.packing, self.packings = None, None if keys is None or values is None else (keys, values)
 
     @property
+    def buffers(self) -> Buffers | None:
+        """Of keys and of values; groups of heads are put back into one buffer first. None before the first update."""
+        self.ungroup()
+        return self.padded
+
+    @buffers.setter
+    def buffers(self, value: Buffers | None) -> None:
+        self.padded, self.groups = value, None
+
+    def ungroup(self) -> None:
+        """Puts all heads into one buffer, if they are in groups."""
+        if self.groups is not None:
+            self.padded, self.groups = self.groups.buffers(), None
+
+    @property
     def capacity(self) -> int:
-        """Slots allocated for each row; 0 before the first update."""
-        return 0 if self.buffers is None else self.buffers[0].capacity
+        """Slots allocated for each row, if all heads are in one buffer; 0 before the first update."""
+        if self.groups is not None:
+            return self.groups.capacity
+        return 0 if self.padded is None else self.padded[0].capacity
+
+    @property
+    def holds_slots(self) -> bool:
+        """Whether there are buffers."""
+        return self.padded is not None or self.groups is not None
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes allocated for keys and values."""
+        return sum(each.nbytes for each in self.padded or ()) if self.groups is None else self.groups.nbytes
+
+    @property
+    def bytes_per_slot(self) -> int:
+        """Bytes of one slot of one row, keys and values, as they are stored; 0 before the first update."""
+        one_buffer = sum(each.bytes_per_slot for each in self.padded or ())
+        return one_buffer if self.groups is None else self.groups.bytes_per_slot
 
     def empty(self) -> bool:
         """Whether no row holds a token."""
@@ -176,10 +212,11 @@ class CacheData:
 
     def without_evictor(self) -> CacheData:
         """A copy without its evictor, which the caller sets."""
+        buffers = self.buffers
         copied = copy.copy(self)  # fields are replaced, never changed in place, except the following
         copied.evictor = None
-        if self.buffers is not None:
-            copied.buffers = self.buffers[0].copied(), self.buffers[1].copied()
+        if buffers is not None:
+            copied.buffers = buffers[0].copied(), buffers[1].copied()
         if self.residual is not None:
             copied.residual = self.residual.copied()
         return copied

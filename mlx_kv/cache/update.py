@@ -26,6 +26,7 @@ import mlx.core as mx
 from mlx_kv.cache.buffers import Buffers, SlotBuffer, signature_of
 from mlx_kv.cache.checks import check_tokens, check_unchanged, continues
 from mlx_kv.cache.codecs import PLAIN, Codecs, Packing, are_plain
+from mlx_kv.cache.head_groups import HeadGroups
 from mlx_kv.cache.layout import (
     NO_LIMIT,
     Layout,
@@ -258,6 +259,7 @@ def remember(data: CacheData, keys: mx.array, values: mx.array) -> None:
     if data.residual is not None and data.residual.last is None:
         return
     data.last = last
+    data.groupable = data.evictor is not None and last.new == len(last.rows) == last.layout.room
     tensors = keys.shape, values.shape, keys.dtype, values.dtype
     data.alike = StepSignature(data.capacity, are_plain(data.codecs), *tensors)
 
@@ -277,7 +279,9 @@ def step(data: CacheData, keys: mx.array, values: mx.array) -> Fetched | None:
     if last is None or data.rows is not last.after:
         return None
     plan = last.next
-    buffers, residual = data.buffers, data.residual
+    if data.groups is not None:
+        return _step_by_group(data, data.groups, plan, keys, values)
+    buffers, residual = data.padded, data.residual
     if residual is not None and residual.last is None:
         return None  # a copy has no plan to continue from
     capacity, plain, keys_shape, values_shape, keys_dtype, values_dtype = data.alike
@@ -309,6 +313,18 @@ def step(data: CacheData, keys: mx.array, values: mx.array) -> Fetched | None:
     if plan.ranges[0] == (0, capacity):  # a new handle like a slice, but no operation
         return of_keys[...], of_values[...]
     return of_keys[read], of_values[read]
+
+
+def _step_by_group(data: CacheData, groups: HeadGroups, plan: Plan, keys: mx.array, values: mx.array) -> Fetched | None:
+    """As `step`. What it returns is not what attention reads: `attend` does that."""
+    _, _, *alike = data.alike
+    if plan.needed > groups.most or not plan.steady:
+        return None
+    if not isinstance(values, type(keys)) or [keys.shape, values.shape, keys.dtype, values.dtype] != alike:
+        return None
+    data.rows, data.ranges, data.last, data.transient = plan.after, plan.ranges, plan, None
+    groups.write(keys, values)
+    return keys, values
 
 
 # --- write capacity ---------------------------------------------------------------------------------------------------

@@ -263,7 +263,7 @@ def kept_bytes(caches: Sequence[Any]) -> int:
 
 def _kept_bytes(cache: KVCache) -> int:
     view, known = cache.view, 0 if cache.evictor is None else cache.evictor.nbytes
-    return known + view.used * len(view.rows) * sum(buffer.bytes_per_slot for buffer in view.buffers or ())
+    return known + view.used * len(view.rows) * view.bytes_per_slot
 
 
 def _empty(planes: Sequence[mx.array]) -> list[mx.array]:

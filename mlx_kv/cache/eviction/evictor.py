@@ -245,6 +245,13 @@ class Evictor:
             )
         return self.metadata.kept.key_positions(self.layout, plan)
 
+    def dead_slots(self) -> list[int] | None:
+        """Dead slots before the cut in each head of a single row; None where there are none, or others read slots."""
+        dead = self.metadata.kept.dead
+        if dead is None or self.paused or self.observation is not None or self._second_pass is not None:
+            return None
+        return dead[0].tolist()  # type: ignore[return-value]
+
     def counts(self, most: int, heads: int) -> Sequence[int]:
         """Evictable tokens that each head of this layer keeps by the table, of `most` that were read."""
         assert self._table is not None, "counts are fixed where there is a table"
