@@ -4,11 +4,13 @@
 
 The physics. Decoding reads keys and values of all slots. In one buffer each head of a layer has as many slots as the
 longest, and a mask hides the dead ones; in groups of heads of alike lengths, slots are few more than tokens, and a
-layer of two groups needs two calls of attention. The plain cache holds as many tokens as heads do in the mean: the limit.
+layer of two groups needs two calls of attention. The plain cache holds as many tokens as heads do in the mean: the
+limit.
 
 Budgets of heads are those of the calibration of the model (`mlx-kv calibrate`), or measured first. A text is read once;
 the three sides decode copies of its caches, in turns, step by step. Ratios are medians of paired steps, of wall time
-and of CPU time. Bytes are those of keys and values allocated, over tokens kept times bytes of a token. One JSON line last.
+and of CPU time. Bytes are those of keys and values allocated, over tokens kept times bytes of a token. One JSON line
+last.
 """
 
 from __future__ import annotations
