@@ -115,7 +115,7 @@ def happens(twins: Twins, folder: Path, draw: random.Random, count: int) -> None
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(head_groups, "CALL", 0)  # these caches are small
-    monkeypatch.setattr(head_groups, "WORTH", 100)
+    monkeypatch.setattr(attending, "WORTH", 100)
 
 
 GROUP = attending._group
