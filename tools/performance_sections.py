@@ -182,7 +182,7 @@ OTHER_PAGES = {
     "codecs": "quality of quantised caches: [quantisation](quantisation.md#quality)",
     "conversations": "reused prompts of conversations: [stores](store.md#measured)",
     "growth_rules": "choice of the default growth: [caches](caches.md)",
-    "head_groups": "bytes and steps of heads of unequal lengths: [budgets](budgets.md#adaptive-heads-and-pyramid-layers)",
+    "head_groups": "heads of unequal lengths in groups: [budgets](budgets.md#adaptive-heads-and-pyramid-layers)",
     "observing": "cost of scores that use attention: [budgets](budgets.md)",
     "partial_reads": "quality if queries read part of a cache: [results](eval-results.md#reading-a-part-of-the-cache)",
     "peers": "three servers side by side: [batches](batches.md#shared-prefixes)",
