@@ -78,6 +78,9 @@ class HeadGroups:
         cut, after: where the recent block begins, and how many slots there are from it on.
         slots: how many hold tokens.
         query_heads: Hq = H r.
+
+    Attributes:
+        attended: whether the last token was attended to here; False where the attention is no longer patched.
     """
 
     def __init__(
@@ -96,6 +99,7 @@ class HeadGroups:
         if order != sorted(order):
             self._order = mx.array([order.index(head) for head in range(query_heads)])
         self._cut = cut
+        self.attended = True
 
     @property
     def arrays(self) -> list[mx.array]:
@@ -111,10 +115,11 @@ class HeadGroups:
         """Stores keys and values (1, H, 1, D) of the next token."""
         for group in self.groups:
             group.write(keys, values, self.slots)
-        self.slots += 1
+        self.slots, self.attended = self.slots + 1, False
 
     def attend(self, call: Call) -> mx.array:
         """(1, Hq, 1, Dv): attention of the last token's queries."""
+        self.attended = True
         answers = [group.attend(call.queries, call.scale, self.slots) for group in self.groups]
         answer = answers[0] if len(answers) == 1 else mx.concatenate(answers, axis=1)
         return answer if self._order is None else mx.take(answer, self._order, axis=1)

@@ -318,7 +318,7 @@ def step(data: CacheData, keys: mx.array, values: mx.array) -> Fetched | None:
 def _step_by_group(data: CacheData, groups: HeadGroups, plan: Plan, keys: mx.array, values: mx.array) -> Fetched | None:
     """As `step`. What it returns is not what attention reads: `attend` does that."""
     _, _, *alike = data.alike
-    if plan.needed > groups.most or not plan.steady:
+    if plan.needed > groups.most or not (plan.steady and groups.attended):
         return None
     if not isinstance(values, type(keys)) or [keys.shape, values.shape, keys.dtype, values.dtype] != alike:
         return None
