@@ -235,7 +235,7 @@ def test_fingerprints_tell_models_apart(reference: tuple[nn.Module, Any]) -> Non
     for saved, message in (
         (same[0], "another model: make it again, or give"),
         (other, "another tokenizer"),
-        (None, "does not say"),
+        (None, "has no fingerprint of a model"),
     ):
         with pytest.raises(ValueError, match=message):
             check_fingerprint("f", saved, own, "m")
