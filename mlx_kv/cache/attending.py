@@ -10,6 +10,7 @@ import mlx.core as mx
 from mlx_kv.cache import update
 from mlx_kv.cache.attention import PackedAnswer, ResidualAnswer
 from mlx_kv.cache.codecs import are_plain
+from mlx_kv.cache.eviction.evictor import Evictor
 from mlx_kv.cache.head_groups import WORTH, HeadGroups
 from mlx_kv.cache.layout import Budget, count_slots
 from mlx_kv.cache.protocol import Call, Hook
@@ -58,10 +59,18 @@ def _group(data: CacheData, call: Call, answered: mx.array) -> None:
     evictor, layout, buffers, (row, *others) = data.evictor, data.layout, data.padded, data.rows
     if others or evictor is None or buffers is None or not isinstance(layout, Budget) or not are_plain(data.codecs):
         return
-    if row.shared or call.sinks is not None or (dead := evictor.dead_slots()) is None:
+    if row.shared or call.sinks is not None or (dead := _dead_slots(evictor)) is None:
         return
     cut, after = layout.cut_of(row), layout.keep_recent + layout.slack + 1
     groups = HeadGroups(buffers, [cut - slots for slots in dead], cut, after, row.end, call.queries.shape[1])
     if row.end <= groups.most and groups.nbytes < WORTH * sum(each.nbytes for each in buffers):
         mx.eval(answered, groups.arrays)  # a pending read would keep the one buffer
         data.padded, data.groups = None, groups
+
+
+def _dead_slots(evictor: Evictor) -> list[int] | None:
+    """Dead slots before the cut in each head of a single row; None where there are none, or others read slots."""
+    dead = evictor.metadata.kept.dead
+    if dead is None or evictor.paused or evictor.observation is not None or evictor.second_pass is not None:
+        return None
+    return dead[0].tolist()  # type: ignore[return-value]

@@ -80,7 +80,7 @@ class Evictor:
         self._owner: Callable[[], Owner | None] = lambda: None
         self._step: CompactionStep | None = None  # the next compaction, with its scores, while it is valid
         self._masks = OwnMasks(layout)
-        self._second_pass: SecondPass | None = None
+        self.second_pass: SecondPass | None = None
 
     def belong_to(self, owner: Owner) -> None:
         """Sets the cache, as a weak reference: the cache references its evictor."""
@@ -245,13 +245,6 @@ class Evictor:
             )
         return self.metadata.kept.key_positions(self.layout, plan)
 
-    def dead_slots(self) -> list[int] | None:
-        """Dead slots before the cut in each head of a single row; None where there are none, or others read slots."""
-        dead = self.metadata.kept.dead
-        if dead is None or self.paused or self.observation is not None or self._second_pass is not None:
-            return None
-        return dead[0].tolist()  # type: ignore[return-value]
-
     def counts(self, most: int, heads: int) -> Sequence[int]:
         """Evictable tokens that each head of this layer keeps by the table, of `most` that were read."""
         assert self._table is not None, "counts are fixed where there is a table"
@@ -297,8 +290,8 @@ class Evictor:
         """
         if self.own_lengths:
             call = call.changed(mask=self._masks.of(call, rows, counts, self.metadata.kept))
-        if self._second_pass is not None:
-            return self._second_pass.attend(call, rows[0], self._contents()[1][0])
+        if self.second_pass is not None:
+            return self.second_pass.attend(call, rows[0], self._contents()[1][0])
         answer = call.forward()
         if self.observation is None:
             return answer
@@ -313,11 +306,11 @@ class Evictor:
 
     def begin_second_pass(self, first: int, last: int) -> None:
         """Called before the tokens at positions [first, last) are repeated; all rows stand alike."""
-        self._second_pass = SecondPass(self.layout, first, last, self._contents()[0][0].offset)
+        self.second_pass = SecondPass(self.layout, first, last, self._contents()[0][0].offset)
 
     def end_second_pass(self, complete: bool = True) -> None:
         """Called after the repetition was trimmed; if it is not complete, its attention is dropped."""
-        second_pass, self._second_pass = self._second_pass, None
+        second_pass, self.second_pass = self.second_pass, None
         if complete and second_pass is not None and second_pass.shares:
             self.metadata = self.metadata.with_second_pass(second_pass.shares)
             self._forget()
