@@ -41,6 +41,13 @@ def _slots(plan: Plan, first: int, last: int, padding: int) -> mx.array:
     return mx.array([[[[slot] for slot in row]] for row in slots])  # no graph, which only its thread could evaluate
 
 
+def index_of(numbers: Sequence[int]) -> slice | mx.array:
+    """An index for some numbers of an axis, ascending: a slice where they are evenly spaced, which copies nothing."""
+    step = numbers[1] - numbers[0] if len(numbers) > 1 else 1
+    evenly = step > 0 and list(numbers) == list(range(numbers[0], numbers[-1] + 1, step))
+    return slice(numbers[0], numbers[-1] + 1, step) if evenly else mx.array(list(numbers))
+
+
 class SlotBuffer:
     """The planes of one tensor.
 

@@ -17,13 +17,11 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from mlx_kv.cache.buffers import Buffers, SlotBuffer
+from mlx_kv.cache.buffers import Buffers, SlotBuffer, index_of
 from mlx_kv.cache.protocol import Call
 
 CALL = 256  # slots of one head that a second call of attention must save, or it costs more than it saves
 WORTH = 0.95  # of the bytes of one buffer: groups that take more are not made
-
-Index = slice | mx.array
 
 
 class HeadGroup:
@@ -131,16 +129,12 @@ class HeadGroups:
             first = self.arrays[which]
             whole = mx.zeros((1, self.heads, self.capacity, first.shape[3]), first.dtype)
             for group in self.groups:
-                tensor, own = self._tensor(group, which), group.own
+                tensor, own = group.values if which else group.keys, group.own
                 whole[:, group.heads, :own] = tensor[:, :, :own]
                 whole[:, group.heads, self._cut : self.most] = tensor[:, :, own:]
             buffer.planes = (whole,)
             mx.eval(whole)
         return keys, values
-
-    @staticmethod
-    def _tensor(group: HeadGroup, which: int) -> mx.array:
-        return group.values if which else group.keys
 
 
 def choose_groups(lengths: Sequence[int]) -> list[list[int]]:
@@ -158,15 +152,7 @@ def choose_groups(lengths: Sequence[int]) -> list[list[int]]:
     return sorted([sorted(ranked[:k]), sorted(ranked[k:])])
 
 
-def index_of(heads: Sequence[int]) -> Index:
-    """Heads as a slice where they are evenly spaced."""
-    step = heads[1] - heads[0] if len(heads) > 1 else 1
-    if list(heads) == list(range(heads[0], heads[-1] + 1, step)):
-        return slice(heads[0], heads[-1] + 1, step)
-    return mx.array(list(heads))
-
-
-def _picked(tensor: mx.array, heads: Index, own: int, cut: int, after: int) -> mx.array:
+def _picked(tensor: mx.array, heads: slice | mx.array, own: int, cut: int, after: int) -> mx.array:
     """(1, h, own + after, D): own tokens of some heads, and what follows the cut, in memory of its own."""
     some = tensor[:, heads]
     parts = [some[:, :, :own], some[:, :, cut : cut + after]]

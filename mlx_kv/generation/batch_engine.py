@@ -187,13 +187,12 @@ class BatchEngine:
         admitted: list[TokenSequence] = []
         reading = [row.left for row in self._admission.rows]
         while self._waiting and len(self._active) + len(reading) < self._max_batch_size:
-            found = self._next(admitted)
-            if found is None:
+            if len(reading) >= MOST_PROMPTS_AT_ONCE or (found := self._next(admitted)) is None:
                 break
             position, source = found
             first = self._waiting[position]
             left = len(first.tokens) if source is None else len(first.before) + len(first.tokens) - source.tokens
-            if len(reading) >= MOST_PROMPTS_AT_ONCE or not self._fits(first, admitted, len(reading)):
+            if not self._fits(first, admitted, len(reading)):
                 break
             # A prompt that takes several passes does not keep others from joining in them. Each has rows as long as it.
             several = reading and max(reading) > self.step_size

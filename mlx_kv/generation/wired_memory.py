@@ -12,7 +12,8 @@ from weakref import WeakSet
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
+
+from mlx_kv.mlxlm.loading import weight_bytes
 
 WiredLimit = int | Literal["auto", "none"]
 LARGE = 0.5  # weights above this share of the recommended limit are wired by "auto"
@@ -75,18 +76,13 @@ class WiredMemory:
         if self.limit != "auto":
             return self.limit
         most = recommended_limit() or 0
-        return most if _weight_bytes(model) > LARGE * most else 0
+        return most if weight_bytes(model) > LARGE * most else 0
 
 
 def recommended_limit() -> int | None:
     """The largest wired limit of the default device, in bytes; None where memory can't be wired."""
     info: dict[str, Any] = mx.device_info()
     return info.get("max_recommended_working_set_size")
-
-
-def _weight_bytes(model: nn.Module) -> int:
-    flat: Any = tree_flatten(model.parameters())  # type: ignore[no-untyped-call]
-    return sum(weight.nbytes for _, weight in flat)
 
 
 wired_memory = WiredMemory()

@@ -15,6 +15,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 
 from mlx_kv.cache.checks import check_type
 from mlx_kv.mlxlm.cpu import use_cpu_activation, use_cpu_attention
@@ -151,6 +152,17 @@ def number_of_weights(model: nn.Module) -> int:
     from mlx_lm.utils import get_total_parameters
 
     return int(get_total_parameters(model))  # type: ignore[no-untyped-call]
+
+
+def weights_of(model: nn.Module) -> list[mx.array]:
+    """All weights of a model, evaluated or not."""
+    flat: Any = tree_flatten(model.parameters())  # type: ignore[no-untyped-call]
+    return [weight for _, weight in flat]
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Bytes of all weights of a model."""
+    return sum(weight.nbytes for weight in weights_of(model))
 
 
 @cached_per_model

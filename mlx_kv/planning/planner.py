@@ -19,13 +19,14 @@ from mlx_kv.communicator import CacheCommunicator
 from mlx_kv.generation.shared_prefixes import can_share
 from mlx_kv.generation.two_pass_prefill import Instructions
 from mlx_kv.mlxlm.convert import FULL, make_prompt_cache
+from mlx_kv.mlxlm.loading import weight_bytes
 from mlx_kv.mlxlm.observing import attends_by_class
 from mlx_kv.mlxlm.traverse import leaves
 from mlx_kv.planning.layers import Layer, Slots, as_laid_out, double_window, every_token, layers_of
 from mlx_kv.planning.row_memory import RowMemory
 from mlx_kv.policy import CachePolicy
 from mlx_kv.ranks.communicator import SplitLayers
-from mlx_kv.ranks.splitting import PlannedRank, check_split, planned_part, weights_of
+from mlx_kv.ranks.splitting import PlannedRank, check_split, planned_part
 
 BITS: dict[str, Bits] = {"8 bits": 8, "K8V4": (8, 4), "4 bits": 4}
 DTYPES = {"bfloat16": mx.bfloat16, "float16": mx.float16, "float32": mx.float32}
@@ -217,7 +218,7 @@ def of_ranks(
     parts = []
     for rank, (place, model) in enumerate(zip(places, models, strict=True)):
         communicator = SplitLayers(place, full) if split == "layers" else None
-        planner, weights = Planner(model, peers=communicator), sum(weight.nbytes for weight in weights_of(model))
+        planner, weights = Planner(model, peers=communicator), weight_bytes(model)
         held = tuple(planner.bytes_held(strategy, context, batch_size) for context in contexts)
         parts.append(RankMemory(rank, len(stock.make_prompt_cache(model)), weights, held))
     return split, parts

@@ -16,7 +16,6 @@ from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 from mlx_lm.generate import generation_stream
 from mlx_lm.models import cache as stock
 
@@ -29,6 +28,7 @@ from mlx_kv.mlxlm.loading import (
     model_from_config,
     number_of_weights,
     quantize_as_stored,
+    weights_of,
 )
 from mlx_kv.mlxlm.observing import attends_by_class
 from mlx_kv.mlxlm.probe import copy_results, counts_slots, refuses_ragged
@@ -322,12 +322,6 @@ def all_gather(x: mx.array, group: mx.distributed.Group) -> mx.array:
         arrays = mx.distributed.all_gather(x, group=group)
         mx.eval(arrays)
     return arrays
-
-
-def weights_of(model: nn.Module) -> list[mx.array]:
-    """All weights of a model, evaluated or not."""
-    flat: Any = tree_flatten(model.parameters())  # type: ignore[no-untyped-call]
-    return [weight for _, weight in flat]
 
 
 def _heads(model: nn.Module) -> list[int]:

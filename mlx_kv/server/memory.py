@@ -26,13 +26,13 @@ from mlx_kv.generation.shared_prefixes import can_share
 from mlx_kv.generation.statistics import cache_statistics
 from mlx_kv.generation.two_pass_prefill import Instructions
 from mlx_kv.mlxlm.convert import make_prompt_cache
+from mlx_kv.mlxlm.loading import weight_bytes
 from mlx_kv.mlxlm.observing import attends_by_class
 from mlx_kv.mlxlm.traverse import Places, leaves, places_of
 from mlx_kv.planning import Planner, RowMemory
 from mlx_kv.planning.device import default_limit as default_limit
 from mlx_kv.policy import CachePolicy
 from mlx_kv.prefixes.index import shared
-from mlx_kv.ranks.splitting import weights_of
 from mlx_kv.server.models import Models
 
 MAX_SLACK = 8192  # slots that a growing cache allocates beyond need
@@ -209,7 +209,7 @@ def memory_limit(limit: int | Literal["device"] | None, models: Models) -> Memor
         ValueError: the weights alone exceed the limit.
     """
     networks = [network for network in (models.model, models.draft) if network is not None]
-    weights = sum(weight.nbytes for network in networks for weight in weights_of(network))
+    weights = sum(map(weight_bytes, networks))
     if limit == "device":
         limit = default_limit()
         if limit is not None and limit <= weights:

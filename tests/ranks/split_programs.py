@@ -26,10 +26,11 @@ from tiny_models import make_model
 from mlx_kv import CachePolicy, make_prompt_cache
 from mlx_kv.communicator import LOCAL, CacheCommunicator
 from mlx_kv.files.fingerprint import model_fingerprint
+from mlx_kv.mlxlm.loading import weights_of
 from mlx_kv.mlxlm.traverse import attention_caches
 from mlx_kv.ranks import communicator as exchange
 from mlx_kv.ranks.communicator import cache_communicator_of
-from mlx_kv.ranks.splitting import Split, load_part, part_of, split_model, weights_of
+from mlx_kv.ranks.splitting import Split, load_part, part_of, split_model
 
 T = TypeVar("T")
 PROMPT = [(7 * i * i + 3 * i) % 90 for i in range(70)]

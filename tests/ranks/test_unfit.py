@@ -13,9 +13,9 @@ from tiny_models import COMMON, FAMILIES
 
 from mlx_kv import make_prompt_cache
 from mlx_kv.bundled import model_path
-from mlx_kv.mlxlm.loading import model_from_config
+from mlx_kv.mlxlm.loading import model_from_config, weights_of
 from mlx_kv.mlxlm.probe import cached_per_model, copy_results
-from mlx_kv.ranks.splitting import PlannedRank, check_split, cut, part_of, planned_part, weights_of
+from mlx_kv.ranks.splitting import PlannedRank, check_split, cut, part_of, planned_part
 
 LLAMA: dict[str, Any] = {**COMMON, "model_type": "llama"}
 QWEN: dict[str, Any] = {**COMMON, "model_type": "qwen2"}

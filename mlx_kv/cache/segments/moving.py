@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
+from mlx_kv.cache.buffers import index_of
 from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.cache.layout import NO_LIMIT, enough_slots
 from mlx_kv.cache.segments.rule import Group, Groups, settled
@@ -175,8 +176,7 @@ class Part(NamedTuple):
 
 def part_of(cache: KVCache, rows: Iterable[int]) -> Part:
     rows = tuple(rows)
-    first, last = rows[0], rows[0] + len(rows)
-    return Part(cache, rows, slice(first, last) if rows == tuple(range(first, last)) else mx.array(rows))
+    return Part(cache, rows, index_of(rows))
 
 
 class Parts:

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 import mlx.core as mx
 
 from mlx_kv.cache.attention import Joined, Operand, Partial, attend_partly, operand_of
-from mlx_kv.cache.buffers import Buffers, SlotBuffer
+from mlx_kv.cache.buffers import Buffers, SlotBuffer, index_of
 from mlx_kv.cache.codecs import PLAIN
 from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.cache.layout import Append
@@ -62,10 +62,7 @@ class Reading:
 
     def __init__(self, segments: Sequence[Segment], rows: tuple[int, ...], counts: Sequence[int]) -> None:
         self.rows, self._counts, self._slots = rows, tuple(counts), max(counts)
-        first = rows[0]
-        self._take = (
-            slice(first, first + len(rows)) if rows == tuple(range(first, first + len(rows))) else mx.array(rows)
-        )
+        self._take = index_of(rows)
         each = [segment.operands for segment in segments]
         lengths = [segment.tokens for segment in segments]
         self._keys, self._values = (Joined.of([own[i] for own in each], lengths) for i in range(2))

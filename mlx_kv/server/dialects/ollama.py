@@ -8,12 +8,11 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Annotated, Any, ClassVar, Literal
 
-from mlx.utils import tree_flatten
-from mlx_lm.utils import get_total_parameters
 from pydantic import AfterValidator, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
+from mlx_kv.mlxlm.loading import number_of_weights, weight_bytes
 from mlx_kv.server.answers import Choice, Delta, Usage
 from mlx_kv.server.dialects.completions import ChatBody, CompletionBody, chat_logprob
 from mlx_kv.server.errors import ApiError
@@ -332,9 +331,8 @@ class OllamaRoutes:
         self._worker, self._names, self._limits, self._since = worker, names, limits, now()
         model = worker.models.model
         self._family = str(getattr(getattr(model, "args", model), "model_type", "unknown"))
-        self._parameters = int(get_total_parameters(model))  # type: ignore[no-untyped-call]
-        leaves: Any = tree_flatten(model.parameters())  # type: ignore[no-untyped-call]
-        self._bytes = sum(array.nbytes for _, array in leaves)
+        self._parameters = number_of_weights(model)
+        self._bytes = weight_bytes(model)
         bits = 8 * self._bytes / max(self._parameters, 1)
         self._details = {
             "parent_model": "",
