@@ -230,7 +230,7 @@ def main() -> None:
         jobs = [pool.submit(request, client, number, texts, alone, mixed) for number in range(options.requests)]
         for number, job in enumerate(jobs, 1):
             ends[job.result()] = ends.get(job.result(), 0) + 1
-            if number % (options.requests // PARTS) == 0:
+            if number % max(1, options.requests // PARTS) == 0:
                 times.append(time.monotonic())
                 most = max(most, metrics(client)["mlx_kv_kv_bytes_allocated"])
                 print(f"{number:5,} requests  {ends}", file=sys.stderr)

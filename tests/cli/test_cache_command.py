@@ -134,7 +134,7 @@ REFUSED = {
     "another version": (["generate", "--prompt-cache-file", "{version}"], "of version '7'"),
     "another tokenizer": (["generate", "--prompt-cache-file", "{tokenizer}"], "with another tokenizer"),
     "damaged": (["generate", "--prompt-cache-file", "{damaged}"], "was damaged"),
-    "nobody's": (["generate", "--prompt-cache-file", "{anonymous}"], "has no fingerprint of a model"),
+    "of no model": (["generate", "--prompt-cache-file", "{anonymous}"], "has no fingerprint of a model"),
     "no folder": (["cache", "--output", "{p}/nowhere/a.safetensors"], "there is no folder"),
     "no output": (["cache"], "Missing option '--output'"),
     "policy": (["cache", "--output", "{p}", "--kv-bits", "7"], "--kv-bits 7: "),

@@ -36,9 +36,9 @@ def filled(tokens: int = 5) -> list[KVCache]:
 def test_a_file_of_others_is_replaced_only_when_told(kind: str, format: Any, tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     path.write_bytes(FOREIGN[kind])
-    with pytest.raises(ValueError, match=r"exists and is not a prompt cache: give another name, or force=True") as told:
+    with pytest.raises(ValueError, match=r"exists and is not a prompt cache: give another name, or force=True") as info:
         save_prompt_cache(path, filled(), format=format)
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(info.value)
     assert path.read_bytes() == FOREIGN[kind]
     assert os.listdir(tmp_path) == ["a.safetensors"]
     save_prompt_cache(path, filled(), format=format, force=True)
