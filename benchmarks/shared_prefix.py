@@ -1,14 +1,14 @@
 """Rows that share their first tokens: a decode step and its bytes, against rows with whole copies; and a first token.
 
-    python benchmarks/shared_prefix.py [--model DIR] [--grid 1x500,16x2000] [--steps 12]
+    python benchmarks/shared_prefix.py [--model DIR] [--grid 1x500,16x2000] [--turns 8]
 
-decode:  an engine with R rows that share a prefix of P tokens, and one whose rows have whole copies, step by step in
-         turns. The shared tokens are random keys and values in a `PromptMemory`, of which each row is a hit. The least
-         that is possible: one prefix, and the tokens of each row behind it. Cells whose copies would need more than
-         `--most-gb` are measured with segments alone.
+decode:  an engine with R rows that share a prefix of P tokens, and one whose rows have whole copies, in turns. The
+         shared tokens are random keys and values in a `PromptMemory`, of which each row is a hit. The least that is
+         possible: one prefix, and the tokens of each row behind it. Cells whose copies would need more than `--most-gb`
+         are measured with segments alone.
 prompts: `batch_generate` with 16 prompts that share 3,000 tokens (the bundled reference model): seconds to the first
          token of all prompts, and the peak of MLX's memory, against the same without sharing.
-Medians of steps. One JSON line last.
+Medians of turns. One JSON line last.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from mlx_kv.generation.sequence import TokenSequence
 
 GRID = "1x500,4x500,16x500,64x500,1x2000,4x2000,16x2000,64x2000,1x8000,4x8000,16x8000,64x8000"
 OWN, ANSWER = 16, 48  # tokens of each row: of its prompt, and room for its answer
+TURN = 4  # decode steps of a turn
 PROMPTS, COMMON = 16, 3000
 
 
@@ -83,7 +84,7 @@ def held(engine: Engine) -> int:
     return sum(cache.nbytes for cache in engine.caches)
 
 
-def measure_decode(model: Any, rows: int, prefix: int, steps: int, most_bytes: float) -> dict[str, Any]:
+def measure_decode(model: Any, rows: int, prefix: int, turns: int, most_bytes: float) -> dict[str, Any]:
     tokens: list[int] = mx.random.randint(1, 1000, (prefix,), key=mx.random.key(0)).tolist()  # type: ignore[assignment]
     memory = kept_prefix(model, tokens)
     per_token = memory.nbytes / prefix
@@ -93,12 +94,14 @@ def measure_decode(model: Any, rows: int, prefix: int, steps: int, most_bytes: f
         with without_sharing():
             engines["copies"] = filled(model, memory, tokens, rows)
     seconds: dict[str, list[float]] = {side: [] for side in engines}
-    for step in range(2 + steps):
-        for side in list(engines)[:: 1 if step % 2 else -1]:
+    for turn in range(1 + turns):
+        for side in list(engines)[:: 1 if turn % 2 else -1]:
             started = time.perf_counter()
-            engines[side].step()
-            if step >= 2:
-                seconds[side].append(time.perf_counter() - started)
+            for _ in range(TURN):
+                engines[side].step()
+            mx.synchronize()  # an engine begins its next step before it returns, which would count for the other side
+            if turn > 0:
+                seconds[side].append((time.perf_counter() - started) / TURN)
     result: dict[str, Any] = {"rows": rows, "prefix": prefix, "bytes_limit": round(limit)}
     for side, engine in engines.items():
         result[f"ms_{side}"] = round(statistics.median(seconds[side]) * 1e3, 2)
@@ -149,7 +152,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="reference", help="a path, or the name of a bundled model")
     parser.add_argument("--grid", default=GRID, help="ROWSxPREFIX, separated by commas")
-    parser.add_argument("--steps", type=int, default=12, help="timed decode steps of each side")
+    parser.add_argument("--turns", type=int, default=8, help=f"timed turns of each side, each {TURN} decode steps")
     parser.add_argument("--rounds", type=int, default=1, help="rounds of the prompts")
     parser.add_argument("--most-gb", type=float, default=7, help="largest batch of copies that is measured")
     parser.add_argument("--part", choices=["decode", "prompts", "both"], default="both")
@@ -159,7 +162,7 @@ def main() -> None:
         model, _ = load(model_path(arguments.model))
         for cell in arguments.grid.split(","):
             rows, prefix = map(int, cell.split("x"))
-            result = measure_decode(model, rows, prefix, arguments.steps, arguments.most_gb * 1e9)
+            result = measure_decode(model, rows, prefix, arguments.turns, arguments.most_gb * 1e9)
             line[f"decode_{cell}"] = result
             copies = f", copies {result['ms_copies']:8.1f} ms" if "ms_copies" in result else ""
             print(

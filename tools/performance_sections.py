@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 MODEL = "MODEL"  # in the place of a checkpoint's directory
 
@@ -228,12 +229,4 @@ of tokens: a cache that exceeds it evicts the tokens with the lowest *scores*, i
 `python tools/smollm2.py build/smollm2`, then `make bench MODEL=build/smollm2`. `tools/performance.py` writes this page
 from the results in `docs/performance/`.
 """.strip()
-GPU = """## GPU
-
-Not measured: no GPU was available when this page was made. To measure on a machine that has one:
-
-    python tools/smollm2.py build/smollm2-4bit --bits 4
-    make EXTRAS=cuda bench MODEL=build/smollm2-4bit    # Linux, NVIDIA; on macOS leave EXTRAS out
-
-`cpu_attention` has nothing to measure there.
-"""
+GPU = Path(__file__).with_name("performance_gpu.md").read_text(encoding="utf-8")  # one run, by hand

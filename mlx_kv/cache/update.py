@@ -25,7 +25,7 @@ import mlx.core as mx
 
 from mlx_kv.cache.buffers import Buffers, SlotBuffer, signature_of
 from mlx_kv.cache.checks import check_tokens, check_unchanged, continues
-from mlx_kv.cache.codecs import PLAIN, Codecs, Packing, are_plain
+from mlx_kv.cache.codecs import PLAIN, Codecs, Packing, are_plain, in_rows
 from mlx_kv.cache.head_groups import HeadGroups
 from mlx_kv.cache.layout import (
     NO_LIMIT,
@@ -189,7 +189,7 @@ def fetched(data: CacheData, buffers: Buffers) -> Fetched:
         return data.transient
     keys, values = buffers
     if data.packed:
-        return keys.read(data.ranges), values.read(data.ranges)
+        return in_rows(keys.read(data.ranges)), in_rows(values.read(data.ranges))
     return keys.decode(keys.read(data.ranges)), values.decode(values.read(data.ranges))
 
 

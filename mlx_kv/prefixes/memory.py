@@ -36,7 +36,8 @@ from mlx_kv.prefixes.index import Entry, packed
 from mlx_kv.prefixes.prefix_cache import PrefixCache, Shards
 from mlx_kv.settings import shown
 
-BLOCK_SLOTS = 1024
+# Blocks of a GPU are larger: each that a row refers to takes calls in each layer and step.
+BLOCK_SLOTS = {mx.DeviceType.cpu: 1024, mx.DeviceType.gpu: 8192}
 LEAST_SLOTS = 32  # of a shared piece; fewer are copied, as many short pieces are slow to restore
 
 
@@ -246,8 +247,9 @@ class StripCut:
         return Strip(self._layers, (*pieces, *self._own(end, self._used)))
 
     def _own(self, first: int, last: int) -> list[Piece]:
-        """New blocks, which end at multiples of BLOCK_SLOTS."""
-        ends = [first, *range(round_up(first + 1, BLOCK_SLOTS), last, BLOCK_SLOTS), last]
+        """New blocks, which end at multiples of a number of slots."""
+        size = BLOCK_SLOTS[mx.default_device().type]
+        ends = [first, *range(round_up(first + 1, size), last, size), last]
         return [(self._block(a, b), b - a) for a, b in pairwise(ends) if a < b]
 
     def _block(self, first: int, last: int) -> ArrayBlock:

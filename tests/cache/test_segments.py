@@ -13,10 +13,11 @@ from hypothesis.stateful import initialize, precondition, rule
 from test_batch_rows import MOST_BATCHES, Batches, Kind, Single, kinds
 
 from mlx_kv import KVCache
+from mlx_kv.cache.attention import blocks
 from mlx_kv.cache.segments import SegmentedCache, can_share, moving, segment_of, with_chain, with_shared
 from mlx_kv.cache.segments.segment import Chain
 
-RULE, LEAST_SAVED = moving.settled, moving.least_saved
+RULE, LEAST_SAVED, ON_CPU = moving.settled, moving.least_saved, blocks.on_cpu
 CUTS = st.lists(st.floats(0, 1), min_size=1, max_size=3)
 
 
@@ -38,6 +39,7 @@ class SharingBatches(Batches):
     def begin(self, kind: Kind, rows: int, seed: int, period: int, tokens: int, cuts: list[float], more: int) -> None:
         moving.settled = anywhere(seed)  # type: ignore[assignment]
         moving.least_saved = lambda: seed % 30
+        blocks.on_cpu = lambda: seed % 2 == 0  # partial results as on a CPU or as on a GPU
         super().begin(kind, 1, seed, period)
         first = self.batches[0]
         self._feed(first, tokens, [tokens])
@@ -82,7 +84,7 @@ class SharingBatches(Batches):
             assert cache.nbytes == tails + sum(part.nbytes for part in cache.segments)
 
     def teardown(self) -> None:
-        moving.settled, moving.least_saved = RULE, LEAST_SAVED
+        moving.settled, moving.least_saved, blocks.on_cpu = RULE, LEAST_SAVED, ON_CPU
         super().teardown()
 
 

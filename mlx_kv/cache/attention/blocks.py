@@ -12,11 +12,13 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from mlx_kv.cache.attention.operands import Operand
+from mlx_kv.cache.attention.operands import Dense, Operand
 
-BLOCK_SCORES = 2**18  # of a block, of all rows and heads: 1 MB
+# Scores of a block, of all rows and heads: 1 MB, which stays in a CPU's caches; a GPU needs fewer and larger kernels.
+BLOCK_SCORES = {mx.DeviceType.cpu: 2**18, mx.DeviceType.gpu: 2**25}
 LEAST_QUERIES = 32  # of a block: fewer make poor products
 LEAST_ROWS = 96  # of a product, where many query heads have their queries in it
+FUSED_QUERIES = 128  # of a block: with fewer, MLX's fused attention has too few parts to occupy a GPU
 # Of the exponential.
 LOG2_E = 1.4426950408889634
 LN_2 = (0.693359375, -2.12194440e-4)  # its first 9 bits, and the rest
@@ -47,7 +49,7 @@ def attend(
     """
     (rows, query_heads, new, dim), (_, heads, slots, _) = queries.shape, keys.shape
     queries = queries * scale
-    block = max(LEAST_QUERIES, BLOCK_SCORES // (rows * query_heads * slots))
+    block = max(LEAST_QUERIES, BLOCK_SCORES[mx.default_device().type] // (rows * query_heads * slots))
     outputs = []
     for first in range(0, new, block):
         last = min(first + block, new)
@@ -65,13 +67,12 @@ class Partial(NamedTuple):
     """Attention over some of the tokens, to be merged with that over the others.
 
     Attributes:
-        mixed: (B, Hq, S, Dv) of float32, values weighted by e^(score - largest).
-        largest, total: (B, Hq, S, 1), the largest score, and the sum of the weights.
+        mixed: (B, Hq, S, Dv), attention over these tokens alone.
+        level: (B, Hq, S, 1) of float32, the logarithm of the sum of e^score over them: log-sum-exp.
     """
 
     mixed: mx.array
-    largest: mx.array
-    total: mx.array
+    level: mx.array
 
 
 def attend_partly(
@@ -89,22 +90,32 @@ def attend_partly(
     """
     (rows, query_heads, new, dim), heads = queries.shape, keys.shape[1]
     slots = keys.shape[2] if slots is None else slots
-    queries = queries * scale
     # Queries of all query heads of a KV head are one product: with many of them, few queries make a good one.
     least = max(1, LEAST_ROWS * heads // query_heads)
-    block = max(least, BLOCK_SCORES // (rows * query_heads * slots))
+    block = max(least, BLOCK_SCORES[mx.default_device().type] // (rows * query_heads * slots))
     found = []
     for first in range(0, new, block):
         last = min(first + block, new)
         seen = slots - new + last if isinstance(mask, str) else slots
-        own = queries[:, :, first:last].reshape(rows, heads, -1, dim)  # (B, H, r * s, D)
+        some = queries[:, :, first:last]
+        own = (some * scale).reshape(rows, heads, -1, dim)  # (B, H, r * s, D)
         scores = keys.scores(own, seen).reshape(rows, heads, -1, last - first, seen)
         scores = _masked(scores.astype(mx.float32), mask, first, last)
-        largest = scores.max(axis=-1, keepdims=True)
-        weights = _power(scores - largest)
-        total = weights @ mx.ones((seen, 1))  # thrice as fast as a sum
-        mixed = values.mixed(weights.reshape(rows, heads, -1, seen).astype(queries.dtype), seen).astype(mx.float32)
-        found.append(Partial(*(x.reshape(rows, query_heads, last - first, -1) for x in (mixed, largest, total))))
+        if on_cpu():
+            largest = scores.max(axis=-1, keepdims=True)
+            weights = exponential(scores - largest)
+            total = weights @ mx.ones((seen, 1))  # thrice as fast as a sum
+            level = largest + mx.log(total)
+            mixed = values.mixed(weights.reshape(rows, heads, -1, seen).astype(queries.dtype), seen)
+            mixed = mixed.astype(mx.float32) / total.reshape(rows, heads, -1, 1)
+        else:  # fewer calls: a step of a small model takes as long as its calls
+            level = mx.logsumexp(scores, axis=-1, keepdims=True)
+            if mask is None and last - first >= FUSED_QUERIES and isinstance(keys, Dense) and isinstance(values, Dense):
+                mixed = mx.fast.scaled_dot_product_attention(some, keys.first(seen), values.first(seen), scale=scale)
+            else:
+                weights = mx.softmax(scores, axis=-1).reshape(rows, heads, -1, seen)
+                mixed = values.mixed(weights.astype(queries.dtype), seen)
+        found.append(Partial(*(x.reshape(rows, query_heads, last - first, -1) for x in (mixed, level))))
     if len(found) == 1:
         return found[0]
     return Partial(*(mx.concatenate(list(same), axis=2) for same in zip(*found, strict=True)))
@@ -116,21 +127,33 @@ def merged(parts: Sequence[Partial], sinks: mx.array | None = None) -> mx.array:
     Args:
         sinks: (Hq,) logits that take part in each softmax, and have no value.
     """
-    largest = parts[0].largest
-    for part in parts[1:]:
-        largest = mx.maximum(largest, part.largest)
     logits = None if sinks is None else sinks.astype(mx.float32)[:, None, None]
-    largest = largest if logits is None else mx.maximum(largest, logits)
-    mixed, total = mx.array(0.0), mx.array(0.0) if logits is None else _power(logits - largest)
+    return (_merged if on_cpu() else _merged_at_once)(list(parts), logits)
+
+
+def _merged(parts: list[Partial], logits: mx.array | None) -> mx.array:
+    level = parts[0].level
+    for part in parts[1:]:
+        level = mx.maximum(level, part.level)
+    level = level if logits is None else mx.maximum(level, logits)
+    mixed, total = mx.array(0.0), mx.array(0.0) if logits is None else _power(logits - level)
     for part in parts:
-        factor = _power(part.largest - largest)
-        mixed, total = mixed + part.mixed * factor, total + part.total * factor
+        weight = _power(part.level - level)
+        mixed, total = mixed + part.mixed * weight, total + weight
     return mixed / total
+
+
+_merged_at_once = mx.compile(_merged, shapeless=True)  # one kernel
+
+
+def on_cpu() -> bool:
+    """Whether attention is computed on a CPU, where calls cost little and MLX's exponential much."""
+    return bool(mx.default_device().type == mx.DeviceType.cpu)
 
 
 def _power(x: mx.array) -> mx.array:
     """e^x of float32 x <= 0."""
-    return exponential(x) if mx.default_device().type == mx.DeviceType.cpu else mx.exp(x)
+    return exponential(x) if on_cpu() else mx.exp(x)
 
 
 def _masked(scores: mx.array, mask: mx.array | str | None, first: int, last: int) -> mx.array:
@@ -154,7 +177,7 @@ def _masked(scores: mx.array, mask: mx.array | str | None, first: int, last: int
 def _weights(scores: mx.array, sinks: mx.array | None) -> tuple[mx.array, mx.array | None]:
     """What scores (B, H, r, s, N) weigh, (B, H, r, s, N), and their sum (B, H, r, s, 1); None where that is 1."""
     logits = None if sinks is None else sinks.astype(scores.dtype).reshape(scores.shape[1], -1, 1, 1)
-    if scores.dtype != mx.float32 or mx.default_device().type != mx.DeviceType.cpu:
+    if scores.dtype != mx.float32 or not on_cpu():
         if logits is None:
             return mx.softmax(scores, axis=-1, precise=True), None
         all_scores = mx.concatenate([mx.broadcast_to(logits, (*scores.shape[:-1], 1)), scores], axis=-1)

@@ -19,7 +19,7 @@ from typing import Protocol
 
 import mlx.core as mx
 
-from mlx_kv.cache.codecs import Codec, Packing, Planes
+from mlx_kv.cache.codecs import Codec, Packing, Planes, in_rows
 from mlx_kv.cache.codecs.rotation import rotated
 
 BLOCK_ELEMENTS = 2**19  # converted to floats at a time, of all rows and heads: 2 MB
@@ -60,12 +60,13 @@ class Dense:
         return rows, heads, slots, dim
 
     def scores(self, queries: mx.array, slots: int) -> mx.array:
-        return queries @ self._first(slots).swapaxes(2, 3)
+        return queries @ self.first(slots).swapaxes(2, 3)
 
     def mixed(self, weights: mx.array, slots: int) -> mx.array:
-        return weights @ self._first(slots)
+        return weights @ self.first(slots)
 
-    def _first(self, slots: int) -> mx.array:
+    def first(self, slots: int) -> mx.array:
+        """(B, H, slots, D)."""
         return self._tensor if slots == self._tensor.shape[2] else self._tensor[:, :, :slots]
 
 
@@ -199,7 +200,7 @@ class Packed:
 
     def _product(self, x: mx.array, slots: int, transpose: bool) -> mx.array:
         bits, group_size, mode, *_ = self._packing
-        words, scales, *biases = self._part(0, slots)
+        words, scales, *biases = in_rows(self._part(0, slots))
         if mode in DECODED_ON_CPU and mx.default_device().type == mx.DeviceType.cpu:
             tensor = mx.dequantize(words, scales, group_size=group_size, bits=bits, mode=mode, dtype=x.dtype)
             return x @ (tensor.swapaxes(2, 3) if transpose else tensor)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mlx_kv.cache.codecs.affine import Affine
-from mlx_kv.cache.codecs.base import Codec, Packing, Plane, Planes
+from mlx_kv.cache.codecs.base import Codec, Packing, Plane, Planes, in_rows
 from mlx_kv.cache.codecs.centre import Centre
 from mlx_kv.cache.codecs.centred import Centred, CentredByLayer
 from mlx_kv.cache.codecs.microscaled import Microscaled
@@ -52,6 +52,7 @@ __all__ = [
     "codec_names",
     "find_codec",
     "find_codecs",
+    "in_rows",
     "in_words",
     "keys_and_values",
     "of_cache",

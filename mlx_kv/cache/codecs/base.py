@@ -16,6 +16,11 @@ from mlx_kv.cache.codecs.centre import Centre
 Planes = tuple[mx.array, ...]
 
 
+def in_rows(planes: Planes) -> Planes:
+    """Planes as `mx.quantized_matmul` takes them: without gaps on CUDA, which has no kernel for others (mlx 0.32.4)."""
+    return tuple([mx.contiguous(plane) for plane in planes]) if mx.cuda.is_available() else planes
+
+
 class Plane(NamedTuple):
     """What one plane is, for tensors of some head dim and dtype.
 

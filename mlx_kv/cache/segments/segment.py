@@ -70,21 +70,14 @@ class Reading:
     def attend(self, queries: mx.array, scale: float) -> Partial:
         """Attention of the rows that read these segments, of queries (B, Hq, S, D)."""
         own = queries[self._take]
-        (rows, query_heads, new, dim), heads = own.shape, self._keys.shape[1]
-        # One row of more query heads: (1, H * R * r, S, D).
-        together = own.reshape(rows, heads, -1, new, dim).swapaxes(0, 1).reshape(1, -1, new, dim)
+        rows, query_heads, new, dim = own.shape
+        together = own.swapaxes(0, 1).reshape(1, query_heads, -1, dim)  # one row of more queries: (1, Hq, R * S, D)
         mask = None
         if min(self._counts) < self._slots:
-            seen = mx.arange(self._slots) < mx.array(self._counts)[:, None]  # (R, n)
-            shape = heads, rows, query_heads // heads, self._slots
-            mask = mx.broadcast_to(seen[None, :, None], shape).reshape(1, -1, 1, self._slots)
+            seen = mx.arange(self._slots) < mx.array(self._counts)[:, None, None]  # (R, 1, n)
+            mask = mx.broadcast_to(seen, (rows, new, self._slots)).reshape(1, 1, -1, self._slots)
         found = attend_partly(together, self._keys, self._values, scale, mask, slots=self._slots)
-
-        def apart(x: mx.array) -> mx.array:
-            """(R, Hq, S, ...) of (1, H * R * r, S, ...)."""
-            return x.reshape(heads, rows, -1, *x.shape[2:]).swapaxes(0, 1).reshape(rows, query_heads, *x.shape[2:])
-
-        return Partial(*map(apart, found))
+        return Partial(*(x.reshape(query_heads, rows, new, -1).swapaxes(0, 1) for x in found))
 
 
 def attend_tails(call: Call, cache: KVCache) -> Partial:
@@ -105,7 +98,7 @@ def of_all_rows(rows: tuple[int, ...], partial: Partial, batch: int) -> Partial:
         return partial
     place = {row: index for index, row in enumerate(rows)}
     index = mx.array([place.get(row, len(rows)) for row in range(batch)])
-    nothing = 0.0, mx.finfo(mx.float32).min, 0.0
+    nothing = 0.0, mx.finfo(mx.float32).min
     return Partial(
         *(
             mx.concatenate([x, mx.full((1, *x.shape[1:]), value)])[index]

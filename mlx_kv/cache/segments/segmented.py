@@ -148,8 +148,7 @@ class SegmentedCache:
             if lengths is not None and not any(lengths) and cache.evictor is None:
                 # Only padding, whose outputs are not used, but finite: prompts of other classes are longer.
                 outputs.append(mx.zeros((*queries.shape[:3], values.shape[3]), queries.dtype))
-                blank = mx.zeros((*queries.shape[:3], 1))
-                partials.append((rows, Partial(outputs[-1].astype(mx.float32), blank, blank + 1)))
+                partials.append((rows, Partial(outputs[-1], mx.zeros((*queries.shape[:3], 1)))))
                 continue
             made = mask.of(number, cache)
             read, read_values = cache.update_and_fetch(keys[take], values[take])
