@@ -29,7 +29,7 @@ from mlx_kv.files.calibration_file import find_calibration
 FACT = "The telephone number of the night desk is 4917."
 QUESTION = "What is the telephone number of the night desk?"
 ANSWER = "4917"
-FILE = Path(__file__).with_suffix(".txt")  # SECURITY.md as it was when the figures of docs/eval.md were measured
+FILE = Path(__file__).with_suffix(".txt")  # frozen, so that figures can be measured again: an older SECURITY.md
 
 
 def main() -> None:

@@ -14,9 +14,10 @@ tenth of a second the server's process samples MLX's active memory, the freed bu
 (`mx.get_cache_memory`), the peak, and resident memory (VmRSS of /proc); the table has medians of each tenth of the
 requests. MLX's own cache limit is first set to `--own-limit`, as on a Mac, where it is about the memory of the device;
 on a CPU it is 32 MiB. The server then sets its own from the memory limit; `--unlimited` leaves that out, for
-comparison. Flat means: the median of active and freed memory in the last tenth within 5% of that in the third tenth.
+comparison. Compared are the third to sixth tenth with the last four: the median of active and freed memory, which moves
+by 10% from one tenth to the next with the prompts in it, may grow by 5%.
 
-The last line is one JSON object; the exit code is 1 if an answer differs, bytes are left, or memory is not flat.
+The last line is one JSON object; the exit code is 1 if an answer differs, bytes are left, or memory grew.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from soak import SOURCE, Serving, idle, metrics, resident
 ENDINGS = 5
 OPTIONS = ("--max-batch-size", "8", "--prompt-memory-bytes", str(2**26))
 SLACK = 2**21  # bytes of MLX that may differ: a tenth of what it holds beside prompts
-PARTS, WARM = 10, 2  # of the requests; the third part is the first that counts
+PARTS, WARM, COMPARED = 10, 2, 4  # of the requests; the third part is the first that counts
 SAMPLED = "MLX_KV_SOAK"  # the environment variable with the file for samples, MLX's limit, and whether that stays
 
 
@@ -172,17 +173,19 @@ def by_part(samples: Sequence[Sample], ends: Sequence[float]) -> list[list[Sampl
     return [[each for each in samples if first <= each.time < last] for first, last in pairwise(ends)]
 
 
+def together(samples: Sequence[Sample]) -> float:
+    return statistics.median(each.active + each.freed for each in samples)
+
+
 def memory_figures(parts: Sequence[Sequence[Sample]], most: int) -> dict[str, Any]:
     """Prints a table, and returns the figures for the last line."""
     print("requests  active MB  freed MB  together MB  resident MB", file=sys.stderr)
-    totals = []
     for number, part in enumerate(parts, 1):
         active, freed, held = (statistics.median(each[i] for each in part) for i in (1, 2, 4))
-        totals.append(statistics.median(each.active + each.freed for each in part))
-        figures = f"{active / 1e6:9.1f}  {freed / 1e6:8.1f}  {totals[-1] / 1e6:11.1f}  {held / 1e6:11.1f}"
+        figures = f"{active / 1e6:9.1f}  {freed / 1e6:8.1f}  {together(part) / 1e6:11.1f}  {held / 1e6:11.1f}"
         print(f"{number * most // PARTS:8,}  {figures}", file=sys.stderr)
-    counted = [each for part in parts[WARM:] for each in part]
-    first, last = parts[WARM], parts[-1]
+    first, last = ([each for part in some for each in part] for some in (parts[WARM:][:COMPARED], parts[-COMPARED:]))
+    counted = first + last
     return {
         "samples": len(counted),
         "active_bytes_after_warm_up": round(statistics.median(each.active for each in first)),
@@ -192,7 +195,7 @@ def memory_figures(parts: Sequence[Sequence[Sample]], most: int) -> dict[str, An
         "most_freed_bytes": max(each.freed for each in counted),
         "most_bytes_together": max(each.active + each.freed for each in counted),
         "peak_bytes": last[-1].peak,
-        "together_change": round(totals[-1] / totals[WARM] - 1, 4),
+        "together_change": round(together(last) / together(first) - 1, 4),
         "resident_bytes_after_warm_up": round(statistics.median(each.resident for each in first)),
         "resident_bytes_at_the_end": round(statistics.median(each.resident for each in last)),
     }
@@ -258,7 +261,7 @@ def main() -> None:
         line |= memory_figures(by_part(serving.samples(), times), options.requests)
     print(json.dumps(line))
     bad = [end for end in ends if end == "different" or end.startswith("unexpected")]
-    grows = abs(line.get("together_change", 0)) > 0.05
+    grows = line.get("together_change", 0) > 0.05
     sys.exit(1 if bad or left(after) > left(before) + SLACK or grows else 0)
 
 
