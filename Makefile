@@ -8,7 +8,7 @@
 #   make pythons    the built wheel on each Python from 3.11 to 3.13 that is found here; ALL=1: all must be
 #   make fresh      README.md, generate.md and recipes.md as a newcomer has them: a clone, an empty home, no packages; some
 #                   minutes, and a package index; ALL=1: there must be one
-#   make dist       what a release uploads, into dist/, checked; TAG=v0.2.0: the version must be that
+#   make dist       what a release uploads, into dist/, checked; TAG=v0.3.0: the version must be that
 #   make constraints  constraints.txt and constraints-cuda.txt anew: one version of everything
 #   make families   docs/families.md anew, from a walk over all model families of mlx-lm; some minutes
 

@@ -65,8 +65,10 @@ def _tokens(path: Path, tokenizer: Any, plain: bool) -> list[int]:
 
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeError) as error:
-        raise click.UsageError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
+    except UnicodeError as error:
+        raise click.UsageError(f"cannot read {path}: it is not a text in UTF-8") from error
+    except OSError as error:
+        raise click.UsageError(f"cannot read {path}: {error.strerror}") from error
     try:
         body = json.loads(text)
     except (ValueError, RecursionError):

@@ -70,6 +70,12 @@ def test_two_request_bodies(tmp_path: Path, body: dict[str, object]) -> None:
     assert "another" in lines[6]
 
 
+def test_a_file_that_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "a.bin").write_bytes(b"\x89PNG\xff")
+    with pytest.raises(click.UsageError, match=r"cannot read .*a\.bin: it is not a text in UTF-8$"):
+        diff(tmp_path / "a.bin", tmp_path / "a.bin")
+
+
 def test_what_cannot_be_compared(tmp_path: Path) -> None:
     first, many, bad = tmp_path / "a.txt", tmp_path / "many.json", tmp_path / "bad.json"
     first.write_text("import os\n")

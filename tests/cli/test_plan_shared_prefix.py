@@ -20,6 +20,6 @@ def test_shared_tokens_are_counted_once(command: Any) -> None:
     kept = "--kv-budget", "512"
     assert planned(*kept, "--shared-prefix", "4000")["strategies"][-1] == planned(*kept)["strategies"][-1]
     text = command("plan", "--model", "reference", "--batch-size", "16", "--shared-prefix", "4000").out
-    assert "The 4,000 shared tokens are held once. With copies in each sequence: " in text
+    assert "Up to 4,000 shared tokens are held once. With copies in each sequence: " in text
     text = command("plan", "--model", "reference", "--batch-size", "16", "--shared-prefix", "4000", *kept).out
     assert "The 4,000 shared tokens are held by each sequence" in text
