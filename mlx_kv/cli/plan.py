@@ -116,7 +116,9 @@ def shared_lines(shares: bool, tokens: int, copies: StrategyMemory, contexts: Se
     unit, size = unit_of(copies.bytes_held)
     held = ", ".join(f"{count / size:,.2f}" for count in copies.bytes_held)
     of = ", ".join(f"{context:,}" for context in contexts)
-    return [f"Up to {tokens:,} shared tokens are held once. With copies in each sequence: {held} {unit} at {of} tokens."]
+    return [
+        f"Up to {tokens:,} shared tokens are held once. With copies in each sequence: {held} {unit} at {of} tokens."
+    ]
 
 
 def layer_json(layer: Layer, count: int) -> dict[str, Any]:
