@@ -98,7 +98,7 @@ class ServerSettings:
         summary="DEBUG, INFO (each request), …",
         kind=click.Choice(LEVELS, case_sensitive=False),
         metavar="LEVEL",
-        help="Least level of messages in the log: DEBUG, INFO (logs each request), WARNING, ERROR or CRITICAL.",
+        help="Lowest level of messages in the log: DEBUG, INFO (logs each request), WARNING, ERROR or CRITICAL.",
     )
 
     # --- requests ---
