@@ -8,12 +8,14 @@ import pytest
 from test_own_attention import TOLERANCE, normal, operand, reference, stored, wide
 
 from mlx_kv.cache.attention import Dense, attend_partly, blocks, merged
-from mlx_kv.cache.codecs import Affine
+from mlx_kv.cache.buffers import SlotBuffer
+from mlx_kv.cache.codecs import PLAIN, Affine
+from mlx_kv.cache.segments.segment import Segment, of_all_rows, readings_of
 
 
 @pytest.mark.parametrize("cpu", [True, False])
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("new", [1, 40])
+@pytest.mark.parametrize("new", [1, 40, 160])
 def test_parts_of_the_tokens_are_merged(cpu: bool, dtype: mx.Dtype, new: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a CPU and as on a GPU: two parts in arrays, and one in packed planes with a causal mask."""
     monkeypatch.setattr(blocks, "on_cpu", lambda: cpu)
@@ -28,6 +30,30 @@ def test_parts_of_the_tokens_are_merged(cpu: bool, dtype: mx.Dtype, new: int, mo
     sinks = normal((6,), dtype, 4)
     got = merged([attend_partly(q, a, b, 0.125, mask) for a, b, mask in operands_of], sinks)
     both = (np.concatenate([wide(x[:, :, :60]), y], axis=2) for x, y in ((k, wide_keys), (v, wide_values)))
-    hidden = np.tri(new, 100, 100 - new, dtype=bool)
+    hidden = np.concatenate([np.ones((new, 60), bool), np.tri(new, 40, 40 - new, dtype=bool)], axis=1)
     wanted = reference(wide(q), *both, 0.125, hidden, wide(sinks))
     np.testing.assert_allclose(wide(got), wanted, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("cpu", [True, False])
+@pytest.mark.parametrize("new", [1, 5, 130])
+def test_rows_use_as_many_tokens_of_a_segment_as_their_prompts_share(
+    cpu: bool, new: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blocks, "on_cpu", lambda: cpu)
+    q = normal((4, 6, new, 64), mx.float32, 1)
+    k, v = (normal((1, 2, 100, 64), mx.float32, seed) for seed in (2, 3))
+    first, second = (
+        Segment(
+            (SlotBuffer(PLAIN[0], (k[:, :, a:b],), 64, k.dtype), SlotBuffer(PLAIN[1], (v[:, :, a:b],), 64, v.dtype))
+        )
+        for a, b in ((0, 60), (60, 100))
+    )
+    chains = [((first, 60), (second, 40)), ((first, 37),), ((first, 60), (second, 4)), ((first, 60), (second, 40))]
+    counts = [100, 37, 64, 100]
+    readings = readings_of(chains, counts)
+    got = merged([of_all_rows(reading.rows, reading.attend(q, 0.125), 4) for reading in readings])
+    for row, count in enumerate(counts):
+        keys, values = (wide(x[:, :, :count]) for x in (k, v))
+        wanted = reference(wide(q[row : row + 1]), keys, values, 0.125, None, None)
+        np.testing.assert_allclose(wide(got[row : row + 1]), wanted, atol=2e-5, rtol=2e-5)
