@@ -333,3 +333,8 @@ def as_words(plane: mx.array) -> mx.array:
         if size % words.size == 0:
             return plane.view(words)
     return plane
+
+
+def on_cpu() -> bool:
+    """Whether MLX computes on a CPU by default."""
+    return bool(mx.default_device().type == mx.DeviceType.cpu)

@@ -8,14 +8,10 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlx_kv.cache.buffers import on_cpu
 from mlx_kv.planning.planner import config_dtype
 
 DEVICE_SHARE = 0.8  # of the device's memory, as the default limit; activations and copies need some, too
-
-
-def on_cpu() -> bool:
-    """Whether this process computes on a CPU."""
-    return bool(mx.default_device().type == mx.DeviceType.cpu)
 
 
 def device_dtype(config: dict[str, Any]) -> str:

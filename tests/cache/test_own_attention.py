@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from rotations import matrix
 
+from mlx_kv import KVCache
 from mlx_kv.cache.attention import Dense, Operand, Packed, attend, blocks, operands
-from mlx_kv.cache.codecs import Affine, Centre, Centred, Codec, Microscaled
+from mlx_kv.cache.codecs import Affine, Centre, Centred, Codec, Microscaled, Packing
 
 GROUP_SIZES = (32, 64, 128)
 TOLERANCE = {mx.float32: 2e-5, mx.float16: 1e-2, mx.bfloat16: 6e-2}
@@ -383,3 +384,16 @@ def test_a_mask_that_only_lessens_what_it_hides_is_caught(codec: Codec | None, m
 
     monkeypatch.setattr(blocks, "_masked", lessens)
     assert differs_by_poison(Case(mask="rows", keys=codec, values=codec))
+
+
+def test_under_cuda_packed_planes_have_no_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its `quantized_matmul` has no kernel for slices of a larger buffer, for our attention and for mlx-lm's."""
+    cache, x = KVCache(bits=8, group_size=64), mx.ones((1, 2, 5, 64))
+    cache.update_and_fetch(x, x)
+    for cuda in (False, True):
+        monkeypatch.setattr(mx.cuda, "is_available", lambda cuda=cuda: cuda)
+        fetched = cache.update_and_fetch(x[:, :, :1], x[:, :, :1])
+        parts = Packed(fetched[0], Packing(8, 64))._part(0, 3)
+        assert [np.array(plane, copy=False).flags.c_contiguous for plane in (*fetched[0], *fetched[1], *parts)] == [
+            cuda
+        ] * 9

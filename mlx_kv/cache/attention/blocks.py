@@ -13,6 +13,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from mlx_kv.cache.attention.operands import Dense, Operand
+from mlx_kv.cache.buffers import on_cpu
 
 # Scores of a block, of all rows and heads: 1 MB, which stays in a CPU's caches; a GPU needs fewer and larger kernels.
 BLOCK_SCORES = {mx.DeviceType.cpu: 2**18, mx.DeviceType.gpu: 2**25}
@@ -144,11 +145,6 @@ def _merged(parts: list[Partial], logits: mx.array | None) -> mx.array:
 
 
 _merged_at_once = mx.compile(_merged, shapeless=True)  # one kernel
-
-
-def on_cpu() -> bool:
-    """Whether attention is computed on a CPU, where calls cost little and MLX's exponential much."""
-    return bool(mx.default_device().type == mx.DeviceType.cpu)
 
 
 def _power(x: mx.array) -> mx.array:

@@ -19,6 +19,7 @@ from typing import Protocol
 
 import mlx.core as mx
 
+from mlx_kv.cache.buffers import on_cpu
 from mlx_kv.cache.codecs import Codec, Packing, Planes, in_rows
 from mlx_kv.cache.codecs.rotation import rotated
 
@@ -186,7 +187,7 @@ class Packed:
     def _by_integers(self, x: mx.array) -> bool:
         if self._packing.mode != "affine" or self._packing.bits not in WHOLE_IN_BYTES or x.dtype != mx.float32:
             return False
-        return mx.default_device().type == mx.DeviceType.cpu and self._planes[1].dtype == mx.float32
+        return on_cpu() and bool(self._planes[1].dtype == mx.float32)
 
     @property
     def _block(self) -> int:
@@ -196,12 +197,12 @@ class Packed:
     def _part(self, first: int, last: int) -> Planes:
         if (first, last) == (0, self._planes[0].shape[2]):
             return self._planes
-        return tuple([plane[:, :, first:last] for plane in self._planes])
+        return in_rows(tuple([plane[:, :, first:last] for plane in self._planes]))
 
     def _product(self, x: mx.array, slots: int, transpose: bool) -> mx.array:
         bits, group_size, mode, *_ = self._packing
-        words, scales, *biases = in_rows(self._part(0, slots))
-        if mode in DECODED_ON_CPU and mx.default_device().type == mx.DeviceType.cpu:
+        words, scales, *biases = self._part(0, slots)
+        if mode in DECODED_ON_CPU and on_cpu():
             tensor = mx.dequantize(words, scales, group_size=group_size, bits=bits, mode=mode, dtype=x.dtype)
             return x @ (tensor.swapaxes(2, 3) if transpose else tensor)
         return mx.quantized_matmul(x, words, scales, biases[0] if biases else None, transpose, group_size, bits, mode)

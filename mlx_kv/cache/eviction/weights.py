@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from mlx_kv.cache.buffers import SlotBuffer
+from mlx_kv.cache.buffers import SlotBuffer, on_cpu
 from mlx_kv.cache.codecs import are_plain
 from mlx_kv.cache.protocol import Call
 
@@ -180,10 +180,6 @@ def received_weights(queries: Queries, sums: mx.array, keys: Keys) -> mx.array:
 def exponential(x: mx.array) -> mx.array:
     """e to the power of x, float32. On a CPU by NumPy, evaluated: 1 ns per number, where MLX takes 20."""
     return mx.array(np.exp(np.array(x, copy=False))) if on_cpu() else mx.exp(x)
-
-
-def on_cpu() -> bool:
-    return bool(mx.default_device().type == mx.DeviceType.cpu)
 
 
 def mean_weights(queries: Queries, keys: Keys) -> mx.array:
