@@ -127,12 +127,15 @@ def fill(held: list[KVCache], layers: Sequence[Sequence[mx.array]]) -> None:
 
 def evictions(held: list[KVCache]) -> dict[str, float]:
     """Compacts, and counts what moved and what the least would have been: survivors that lay beyond the new end."""
-    before, end = held[0].evictor.moved, held[0].size()
+    before, end = held[0].evictor.metadata.work[0].moved, held[0].size()
     old = held[0].positions[0, 0, BUDGET:].tolist()
     got = measured(lambda: compact(held))
     kept = set(held[0].positions[0, 0].tolist())
     assert held[0].size() == BUDGET < end
-    return got | {"moved": held[0].evictor.moved - before, "least": sum(position in kept for position in old)}
+    return got | {
+        "moved": held[0].evictor.metadata.work[0].moved - before,
+        "least": sum(position in kept for position in old),
+    }
 
 
 def measure(rounds: int) -> tuple[dict[str, dict[str, dict[str, float]]], dict[str, float]]:

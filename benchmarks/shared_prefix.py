@@ -1,13 +1,13 @@
 """Rows that share their first tokens: a decode step and its bytes, against rows with whole copies; and a first token.
 
-    python benchmarks/shared_prefix.py [--model DIR] [--grid 1x500,16x2000] [--turns 8]
+    python benchmarks/shared_prefix.py [--model DIR] [--grid 1x500,16x2000] [--turns 8] [--budget 4096]
 
 decode:  an engine with R rows that share a prefix of P tokens, and one whose rows have whole copies, in turns. The
          shared tokens are random keys and values in a `PromptMemory`, of which each row is a hit. The least that is
          possible: one prefix, and the tokens of each row behind it. Cells whose copies would need more than `--most-gb`
-         are measured with segments alone.
-prompts: `batch_generate` with 16 prompts that share 3,000 tokens (the bundled reference model): seconds to the first
-         token of all prompts, and the peak of MLX's memory, against the same without sharing.
+         are measured with segments alone. With `--budget` rows evict what exceeds it.
+prompts: `batch_generate` with 16 prompts that share 3,000 tokens (the bundled reference model), under several policies:
+         seconds to the first token of all prompts, and the peak of MLX's memory, against the same without sharing.
 Medians of turns. One JSON line last.
 """
 
@@ -30,32 +30,39 @@ import mlx.core as mx
 from mlx_kv import CachePolicy, PromptMemory, batch_generate, load
 from mlx_kv.bundled import model_path
 from mlx_kv.cache.segments import moving
-from mlx_kv.generation.decoder import Decoder
 from mlx_kv.generation.engine import Engine, make_engine
 from mlx_kv.generation.sequence import TokenSequence
+from mlx_kv.generation.shared_prefixes import Beginnings
 
 GRID = "1x500,4x500,16x500,64x500,1x2000,4x2000,16x2000,64x2000,1x8000,4x8000,16x8000,64x8000"
 OWN, ANSWER = 16, 48  # tokens of each row: of its prompt, and room for its answer
 TURN = 4  # decode steps of a turn
 PROMPTS, COMMON = 16, 3000
+POLICIES = {
+    "full": CachePolicy(),
+    "residual": CachePolicy(bits=8, residual_length=128),
+    "budget": CachePolicy(budget=4096),  # nothing is evicted
+    "evicting": CachePolicy(budget=1024),
+    "window": CachePolicy(max_kv_size=1024),
+}
 
 
 @contextlib.contextmanager
 def without_sharing() -> Iterator[None]:
     """Batches that are made here keep whole copies of shared tokens."""
     kind = mx.default_device().type
-    least, asked = moving.LEAST_SAVED[kind], Decoder.can_share
+    least, common = moving.LEAST_SAVED[kind], Beginnings.common
     moving.LEAST_SAVED[kind] = 2**62
-    Decoder.can_share = lambda *_: False  # type: ignore[method-assign]
+    Beginnings.common = lambda *_: 0  # type: ignore[method-assign]
     try:
         yield
     finally:
-        moving.LEAST_SAVED[kind], Decoder.can_share = least, asked  # type: ignore[method-assign]
+        moving.LEAST_SAVED[kind], Beginnings.common = least, common  # type: ignore[method-assign]
 
 
-def kept_prefix(model: Any, tokens: list[int]) -> PromptMemory:
+def kept_prefix(model: Any, policy: CachePolicy, tokens: list[int]) -> PromptMemory:
     """A memory that keeps random keys and values of these tokens."""
-    caches = mlx_kv.make_prompt_cache(model)
+    caches = mlx_kv.make_prompt_cache(model, policy)
     model(mx.array([[0]]), cache=caches)
     for cache in caches:
         heads, dims, dtype = cache.keys.shape[1], (cache.keys.shape[3], cache.values.shape[3]), cache.keys.dtype
@@ -66,9 +73,9 @@ def kept_prefix(model: Any, tokens: list[int]) -> PromptMemory:
     return memory
 
 
-def filled(model: Any, memory: PromptMemory, tokens: list[int], rows: int) -> Engine:
+def filled(model: Any, policy: CachePolicy, memory: PromptMemory, tokens: list[int], rows: int) -> Engine:
     """An engine whose rows all decode."""
-    engine = make_engine(model, set(), CachePolicy(), rows)
+    engine = make_engine(model, set(), policy, rows)
     for row in range(rows):
         own = mx.random.randint(1, 1000, (OWN,), key=mx.random.key(row)).tolist()
         found = memory.find([*tokens, *own])  # type: ignore[misc]
@@ -84,15 +91,17 @@ def held(engine: Engine) -> int:
     return sum(cache.nbytes for cache in engine.caches)
 
 
-def measure_decode(model: Any, rows: int, prefix: int, turns: int, most_bytes: float) -> dict[str, Any]:
+def measure_decode(
+    model: Any, policy: CachePolicy, rows: int, prefix: int, turns: int, most_bytes: float
+) -> dict[str, Any]:
     tokens: list[int] = mx.random.randint(1, 1000, (prefix,), key=mx.random.key(0)).tolist()  # type: ignore[assignment]
-    memory = kept_prefix(model, tokens)
+    memory = kept_prefix(model, policy, tokens)
     per_token = memory.nbytes / prefix
     limit = per_token * (prefix + rows * (OWN + ANSWER))
-    engines = {"segments": filled(model, memory, tokens, rows)}
+    engines = {"segments": filled(model, policy, memory, tokens, rows)}
     if rows * prefix * per_token < most_bytes:
         with without_sharing():
-            engines["copies"] = filled(model, memory, tokens, rows)
+            engines["copies"] = filled(model, policy, memory, tokens, rows)
     seconds: dict[str, list[float]] = {side: [] for side in engines}
     for turn in range(1 + turns):
         for side in list(engines)[:: 1 if turn % 2 else -1]:
@@ -115,8 +124,7 @@ def measure_decode(model: Any, rows: int, prefix: int, turns: int, most_bytes: f
     return result
 
 
-def measure_prompts(rounds: int) -> dict[str, float]:
-    model, _ = load(model_path("reference"))
+def measure_prompts(model: Any, policy: CachePolicy, rounds: int) -> dict[str, float]:
     common: list[int] = mx.random.randint(1, 300, (COMMON,), key=mx.random.key(0)).tolist()  # type: ignore[assignment]
     prompts = [[*common, *range(1 + i, 9 + i)] for i in range(PROMPTS)]
 
@@ -126,7 +134,7 @@ def measure_prompts(rounds: int) -> dict[str, float]:
         mx.reset_peak_memory()
         started = time.perf_counter()
         seen: set[int] = set()
-        for token in batch_generate(model, None, prompts, CachePolicy(), 4):
+        for token in batch_generate(model, None, prompts, policy, 4):
             seen.add(token.index)
             if len(seen) == PROMPTS:
                 break
@@ -155,14 +163,17 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=8, help=f"timed turns of each side, each {TURN} decode steps")
     parser.add_argument("--rounds", type=int, default=1, help="rounds of the prompts")
     parser.add_argument("--most-gb", type=float, default=7, help="largest batch of copies that is measured")
+    parser.add_argument("--budget", type=int, help="tokens to keep of each row, in the decode part")
+    parser.add_argument("--policies", default=",".join(POLICIES), help="of the prompts part, separated by commas")
     parser.add_argument("--part", choices=["decode", "prompts", "both"], default="both")
     arguments = parser.parse_args()
     line: dict[str, Any] = {"benchmark": "shared_prefix", "device": str(mx.default_device()), "model": arguments.model}
     if arguments.part != "prompts":
         model, _ = load(model_path(arguments.model))
+        policy = CachePolicy(budget=arguments.budget)
         for cell in arguments.grid.split(","):
             rows, prefix = map(int, cell.split("x"))
-            result = measure_decode(model, rows, prefix, arguments.turns, arguments.most_gb * 1e9)
+            result = measure_decode(model, policy, rows, prefix, arguments.turns, arguments.most_gb * 1e9)
             line[f"decode_{cell}"] = result
             copies = f", copies {result['ms_copies']:8.1f} ms" if "ms_copies" in result else ""
             print(
@@ -171,8 +182,10 @@ def main() -> None:
                 file=sys.stderr,
             )
     if arguments.part != "decode":
-        line["prompts"] = measure_prompts(arguments.rounds)
-        print(f"{PROMPTS} prompts, {COMMON:,} in common: {line['prompts']}", file=sys.stderr)
+        model, _ = load(model_path("reference"))
+        for name in arguments.policies.split(","):
+            line[f"prompts_{name}"] = result = measure_prompts(model, POLICIES[name], arguments.rounds)
+            print(f"{PROMPTS} prompts, {COMMON:,} in common, {name}: {result}", file=sys.stderr)
     print(json.dumps(line))
 
 

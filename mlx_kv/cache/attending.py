@@ -8,12 +8,12 @@ from __future__ import annotations
 import mlx.core as mx
 
 from mlx_kv.cache import update
-from mlx_kv.cache.attention import PackedAnswer, ResidualAnswer
+from mlx_kv.cache.attention import Dense, Operand, PackedAnswer, Partial, ResidualAnswer, attend_partly, operand_of
 from mlx_kv.cache.codecs import are_plain
 from mlx_kv.cache.eviction.evictor import Evictor
 from mlx_kv.cache.head_groups import WORTH, HeadGroups
 from mlx_kv.cache.layout import Budget, count_slots
-from mlx_kv.cache.protocol import Call, Hook
+from mlx_kv.cache.protocol import Call
 from mlx_kv.cache.state import CacheData
 
 
@@ -38,7 +38,30 @@ def attend(data: CacheData, call: Call, alone: bool) -> mx.array:
     return answered
 
 
-def _answer_of(data: CacheData) -> Hook | None:
+def attend_tails(data: CacheData, call: Call) -> Partial:
+    """Attention after an update, to be merged with that over the segments that the rows share."""
+    evictor, answer = data.evictor, _answer_of(data)
+    evictor = evictor if evictor is not None and evictor.wants_attention else None
+    call = call if evictor is None else evictor.masked(call, data.rows, data.counts)
+    keys: Operand
+    values: Operand
+    if answer is not None:
+        keys, values, mask = answer.operands(call)
+    elif data.packed:  # mlx-lm's attention reads these
+        keys, values = (
+            operand_of(codec, planes, call.queries.dtype)
+            for codec, planes in zip(data.codecs, (call.keys, call.values), strict=True)
+        )
+        mask = call.mask
+    else:
+        keys, values, mask = Dense(call.keys), Dense(call.values), call.mask
+    partial = attend_partly(call.queries, keys, values, call.scale, mask)
+    if evictor is None:
+        return partial
+    return partial._replace(mixed=evictor.observed(call, partial.mixed, data.rows, data.counts))
+
+
+def _answer_of(data: CacheData) -> PackedAnswer | ResidualAnswer | None:
     """What computes the attention where mlx-lm cannot."""
     residual = data.residual
     if residual is not None and residual.places is not None and data.encoded:

@@ -77,8 +77,9 @@ def join(data: CacheData, others: Sequence[CacheData]) -> None:
     data.rows = tuple([row for each in everyone for row in each.rows])
     data.reserved = max(each.reserved for each in everyone)
     data.announced = tuple([announced for each in everyone for announced in each.announced])
-    data.transient, data.ranges, data.packed, data.lengths, data.trimmed_at = None, (), False, None, ()
-    data.chain = ()
+    lengths = [each.lengths for each in everyone if each.lengths is not None]  # rows of one batch that move: of all
+    data.lengths = tuple([count for own in lengths for count in own]) if len(lengths) == len(everyone) else None
+    data.transient, data.ranges, data.packed, data.trimmed_at, data.chain = None, (), False, (), ()
     if data.evictor is not None:
         for other in others:
             if other.evictor is not None:
@@ -147,51 +148,45 @@ def copied_rows(data: CacheData, chosen: Sequence[int], shrink: bool = False) ->
     return copied
 
 
-def without_first(data: CacheData, tokens: int) -> CacheData:
-    """A copy of the data of a single row, without slots for its first tokens, which are read from shared segments."""
-    row, keys, values = _single(data)
-    rest = data.without_evictor()
+def drop_first(data: CacheData, tokens: int) -> None:
+    """Drops the slots of first tokens of a single row, which are read from shared segments from now on."""
+    row, buffers = _single(data)
     capacity = round_up(row.end - tokens + 1, TAIL_MULTIPLE)
-    rest.buffers = (
-        SlotBuffer.in_order([(keys, tokens, row.end)], capacity),
-        SlotBuffer.in_order([(values, tokens, row.end)], capacity),
-    )
-    return _with_shared(rest, tokens)
+    keys, values = (SlotBuffer.in_order([(buffer, tokens, row.end)], capacity) for buffer in buffers)
+    _set_shared(data, (keys, values), tokens)
 
 
-def with_first(data: CacheData, parts: Sequence[tuple[Buffers, int, int]]) -> CacheData:
-    """A copy of the data of a single row, with slots for first tokens that were read from shared segments.
+def add_first(data: CacheData, parts: Sequence[tuple[Buffers, int, int]]) -> None:
+    """Gives a single row slots for first tokens that were read from shared segments.
 
     Args:
         parts: buffers, and their slots [first, last) with these tokens.
     """
-    row, keys, values = _single(data)
-    made = data.without_evictor()
+    row, own = _single(data)
     tokens = sum(last - first for _, first, last in parts)
-    own_keys, own_values = (
+    keys, values = (
         SlotBuffer.in_order(
-            [*((buffers[which], first, last) for buffers, first, last in parts), (own, 0, row.end)],
+            [*((buffers[which], first, last) for buffers, first, last in parts), (own[which], 0, row.end)],
             round_up(tokens + row.end + 1),
         )
-        for which, own in enumerate((keys, values))
+        for which in range(2)
     )
-    made.buffers = own_keys, own_values
-    return _with_shared(made, -tokens)
+    _set_shared(data, (keys, values), -tokens)
 
 
-def _single(data: CacheData) -> tuple[Row, SlotBuffer, SlotBuffer]:
+def _single(data: CacheData) -> tuple[Row, Buffers]:
     assert data.buffers is not None
     (row,) = data.rows
-    return row, *data.buffers
+    return row, data.buffers
 
 
-def _with_shared(data: CacheData, tokens: int) -> CacheData:
-    """The data after so many more tokens of its row are read from segments."""
+def _set_shared(data: CacheData, buffers: Buffers, tokens: int) -> None:
+    """Sets the buffers after so many more tokens of the single row are read from segments."""
     (row,) = data.rows
+    data.buffers = buffers
     data.rows = (row._replace(start=row.start - tokens, shared=row.shared + tokens),)
     data.announced = tuple([count and max(0, count - tokens) for count in data.announced])
     data.transient, data.ranges, data.packed, data.last = None, (), False, None
-    return data
 
 
 def select(data: CacheData, chosen: Sequence[int], shrink: bool = False) -> None:

@@ -105,20 +105,22 @@ def ranks_table(split: str, name: str, parts: Sequence[RankMemory], contexts: Se
     return [f"Over {len(parts)} ranks, {split} split, caches by {name!r}:", "", *(f"  {row}" for row in aligned(lines))]
 
 
-def shared_lines(shares: bool, tokens: int, copies: StrategyMemory, contexts: Sequence[int]) -> list[str]:
+def shared_lines(most: int, tokens: int, copies: StrategyMemory, contexts: Sequence[int]) -> list[str]:
     """What is counted of first tokens that all sequences share.
 
     Args:
+        most: tokens of a sequence up to which it shares.
         copies: the strategy with whole copies of them in each sequence.
     """
-    if not shares:
+    if not most:
         return [f"The {tokens:,} shared tokens are held by each sequence: this model or policy cannot hold them once."]
     unit, size = unit_of(copies.bytes_held)
     held = ", ".join(f"{count / size:,.2f}" for count in copies.bytes_held)
     of = ", ".join(f"{context:,}" for context in contexts)
-    return [
-        f"Up to {tokens:,} shared tokens are held once. With copies in each sequence: {held} {unit} at {of} tokens."
-    ]
+    once = f"Up to {tokens:,} shared tokens are held once"
+    if most < max(contexts):  # a budget: then tokens are evicted
+        once += f", until a sequence has more than {most:,} tokens"
+    return [f"{once}. With copies in each sequence: {held} {unit} at {of} tokens."]
 
 
 def layer_json(layer: Layer, count: int) -> dict[str, Any]:
@@ -290,7 +292,7 @@ def plan(
         lines.append(f"this policy: CachePolicy({changes})")
     if shared_prefix:
         copies = planner.compare([planned], contexts, batch_size)[0]
-        lines += shared_lines(planner.shares(planned.policy), shared_prefix, copies, contexts)
+        lines += shared_lines(planner.shares_up_to(planned.policy), shared_prefix, copies, contexts)
     lines.append(NOT_INCLUDED)
     if parts is not None:
         how, each = parts

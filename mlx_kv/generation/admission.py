@@ -29,6 +29,11 @@ class PendingRow:
     read: int = 0
 
     @property
+    def total(self) -> int:
+        """Tokens that its caches hold, those before the prompt included."""
+        return len(self.sequence.before) + self.read
+
+    @property
     def left(self) -> int:
         """Tokens to be read before the row can decode."""
         return len(self.sequence.tokens) - 1 - self.read
@@ -78,9 +83,12 @@ class Admission:
             return rows[0]
         return [caches[0].merge(list(caches)) for caches in zip(*rows, strict=True)]
 
-    def read(self, step: int) -> int:
-        """Reads a chunk of each prompt, of `step` tokens at most; returns the number of tokens."""
-        pieces = [row.sequence.tokens[row.read : row.read + min(step, row.left)] for row in self.rows]
+    def read(self, most: Sequence[int]) -> int:
+        """Reads a chunk of each prompt, of so many tokens at most; returns the number of tokens."""
+        pieces = [
+            row.sequence.tokens[row.read : row.read + min(count, row.left)]
+            for row, count in zip(self.rows, most, strict=True)
+        ]
         if not any(pieces):
             return 0
         read_chunk(self._model, self.caches, pieces)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -11,14 +12,13 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
-from mlx_kv.generation.admission import PrefillPace
+from mlx_kv.generation.admission import MIN_CHUNK, PrefillPace
 from mlx_kv.generation.decoder import Decoder
 from mlx_kv.generation.prefill import CHUNKS_AT_ONCE, MOST_PROMPTS_AT_ONCE
 from mlx_kv.generation.sequence import BatchToken, Emitted, SequenceProgress, TokenSequence, check, scored
 from mlx_kv.generation.shared_prefixes import (
     MIN_SHARED,
     Source,
-    common_tokens,
     continue_from,
     prompt_text,
     share,
@@ -35,6 +35,7 @@ from mlx_kv.mlxlm.traverse import trim_all
 # waiting: those that decode for their next token, and the first of the prompts for the last. mlx-lm reads up to 2,048
 # tokens of one prompt in one pass, which is what is let through elsewhere.
 MOST_TOKENS_AT_ONCE = {mx.DeviceType.cpu: 1024, mx.DeviceType.gpu: 2048}
+MOST_HEIRS = 64  # waiting sequences that get copies of what one has read
 MAX_SEARCHED = 16  # waiting sequences that are looked at for one that can be admitted
 CLEAR_EVERY = 512  # steps between two calls of mx.clear_cache
 
@@ -80,7 +81,9 @@ class BatchEngine:
         self._most_tokens = min(MOST_TOKENS_AT_ONCE[mx.default_device().type], 2 * chunk)
         self._most_long = max(2, CHUNKS_AT_ONCE * chunk // self.step_size)
         self._two_pass = TwoPassQueue(decoder.read, decoder.make_caches, self.step_size, instructions)
-        self._shares = decoder.can_share(self._classes)
+        self._beginnings = decoder.beginnings(self.step_size)
+        if max_batch_size == 1 or self._equal_rows:
+            self._beginnings = self._beginnings._replace(shared=False)
         self._pace = None if max_wait is None else PrefillPace(max_wait, self.step_size)
         self._steps = 0
         self._wired = False  # whether the wired limit is set for this engine
@@ -89,7 +92,7 @@ class BatchEngine:
         check(sequence)
         if sequence.caches is not None and self._batched:
             check_alike(self._empty, sequence.caches)
-        if self._shares:
+        if self._beginnings.shared:
             sequence.text = prompt_text(sequence, tokens_of(sequence.caches or []))
         (self._two_pass if self._two_pass.accepts(sequence) else self._waiting).append(sequence)
         target = self._decoder.target
@@ -106,8 +109,9 @@ class BatchEngine:
     def _hand_over(self, index: int) -> None:
         """A waiting sequence continues from what was read of a prompt that is about to be removed."""
         if cancelled := [row.sequence for row in self._admission.rows if row.sequence.index == index]:
-            heir = max(self._waiting, key=lambda sequence: common_tokens(sequence, cancelled[0]), default=None)
-            if heir is not None and common_tokens(heir, cancelled[0]) >= MIN_SHARED:
+            common = self._beginnings.common
+            heir = max(self._waiting, key=lambda sequence: common(sequence, cancelled[0]), default=None)
+            if heir is not None and common(heir, cancelled[0]) >= MIN_SHARED:
                 self._continue_from(heir, self._source(heir))
 
     def _keep(self, rows: Sequence[int]) -> None:
@@ -170,9 +174,11 @@ class BatchEngine:
         step, started = self.step_size, time.perf_counter()
         if self._pace is not None and self._active:
             step = self._pace.chunk(len(self._admission.rows))
-        tokens = self._admission.read(step)
+        heirs = list(islice(self._waiting, MOST_HEIRS))
+        tokens = self._admission.read([min(step, self._beginnings.stop(row, heirs)) for row in self._admission.rows])
         if self._pace is not None:
             self._pace.took(tokens, time.perf_counter() - started)
+        self._hand_out()
         self._join()
 
     def _join(self) -> None:
@@ -187,7 +193,8 @@ class BatchEngine:
         admitted: list[TokenSequence] = []
         reading = [row.left for row in self._admission.rows]
         while self._waiting and len(self._active) + len(reading) < self._max_batch_size:
-            if len(reading) >= MOST_PROMPTS_AT_ONCE or (found := self._next(admitted)) is None:
+            long = sum(left > MIN_CHUNK for left in reading)
+            if long >= MOST_PROMPTS_AT_ONCE or (found := self._next(admitted)) is None:
                 break
             position, source = found
             first = self._waiting[position]
@@ -210,23 +217,42 @@ class BatchEngine:
 
         Others wait until a row that is being read has read the beginning that they share.
         """
-        if not self._shares:
+        if not self._beginnings.shared:
             return 0, None
-        reading = [*(row.sequence for row in self._admission.rows), *admitted]
+        reading = [
+            *((row.sequence, row.total) for row in self._admission.rows),
+            *((own, len(own.before)) for own in admitted),
+        ]
         for position, sequence in enumerate(islice(self._waiting, MAX_SEARCHED)):
             source = self._source(sequence)
             known = len(sequence.before) if source is None else source.tokens
-            if max([common_tokens(sequence, other) for other in reading], default=0) < known + MIN_SHARED:
+            coming = [
+                common
+                for other, read in reading
+                if (common := self._beginnings.common(sequence, other)) > read or self._beginnings.trimmable
+            ]
+            if max(coming, default=0) < known + MIN_SHARED:
                 return position, source
         return None
 
+    def _hand_out(self) -> None:
+        """Gives waiting sequences copies of the rows that have read just the tokens that they share."""
+        for number, row in enumerate(self._admission.rows):
+            if heirs := self._beginnings.heirs(row, islice(self._waiting, MOST_HEIRS)):
+                share(Source(self._admission.caches, number, row.total))
+                caches = evaluated(self._admission.extract(number))
+                for heir in heirs:  # copies, which take no memory until they are written to
+                    continue_from(heir, row.total, copy.deepcopy(caches))
+
     def _source(self, sequence: TokenSequence) -> Source | None:
         """The row that has read the longest beginning of a prompt, if that is more than its own caches hold."""
-        target = self._decoder.target
-        sources = [Source(target.caches, row, common_tokens(sequence, own)) for row, own in enumerate(self._active)]
+        target, trimmable, common_of = self._decoder.target, self._beginnings.trimmable, self._beginnings.common
+        active = self._active if trimmable else []
+        sources = [Source(target.caches, row, common_of(sequence, own)) for row, own in enumerate(active)]
         for row, pending in enumerate(self._admission.rows):
-            read = len(pending.sequence.before) + pending.read
-            sources.append(Source(self._admission.caches, row, min(read, common_tokens(sequence, pending.sequence))))
+            common = common_of(sequence, pending.sequence)
+            if pending.total <= common or trimmable:
+                sources.append(Source(self._admission.caches, row, min(pending.total, common)))
         best = max(sources, key=lambda source: source.tokens, default=None)
         return None if best is None or best.tokens < len(sequence.before) + MIN_SHARED else best
 
@@ -236,7 +262,7 @@ class BatchEngine:
             return
         share(source)
         batch = self._decoder if source.caches is self._decoder.target.caches else self._admission
-        continue_from(sequence, source, batch.extract(source.row))
+        continue_from(sequence, source.tokens, batch.extract(source.row))
 
     def _fits(self, sequence: TokenSequence, admitted: Sequence[TokenSequence], reading: int) -> bool:
         """Whether the model supports a sequence beside the others; `admitted` are those of this step."""

@@ -18,8 +18,8 @@ import mlx.nn as nn
 from mlx_kv.cache.layout import NO_LIMIT, Budget
 from mlx_kv.communicator import LOCAL, Communicator
 from mlx_kv.generation.distributed_caches import make_distributed_caches
-from mlx_kv.generation.prefill import prefill_step, read_ragged
-from mlx_kv.mlxlm.recurrent import announce, is_recurrent, mark_last, with_checkpoints
+from mlx_kv.generation.prefill import announce, prefill_step, read_ragged
+from mlx_kv.mlxlm.recurrent import is_recurrent, mark_last, with_checkpoints
 from mlx_kv.mlxlm.traverse import attention_caches, can_trim, leaves, places_of, trim_prompt_cache
 from mlx_kv.policy import CachePolicy
 

@@ -17,10 +17,10 @@ import mlx.nn as nn
 from mlx_kv.communicator import LOCAL, Communicator
 from mlx_kv.generation.admission import Admission, PendingRow
 from mlx_kv.generation.decode_batch import DecodeBatch
-from mlx_kv.generation.prefill import chunk_for, reserve_for
+from mlx_kv.generation.prefill import announce, chunk_for, reserve_for
 from mlx_kv.generation.sampling import Sampler, SeededSampler, TemperatureSampler, draw
 from mlx_kv.generation.sequence import Emitted, TokenSequence
-from mlx_kv.generation.shared_prefixes import can_share
+from mlx_kv.generation.shared_prefixes import Beginnings
 from mlx_kv.generation.speculation.acceptance import Choice, normalized
 from mlx_kv.generation.speculation.contexts import RowContext, RowContexts
 from mlx_kv.generation.speculation.drafters import Drafter, DrafterContext, find_drafter
@@ -32,7 +32,7 @@ from mlx_kv.mlxlm.batching import RowsByClass
 from mlx_kv.mlxlm.convert import check_policy
 from mlx_kv.mlxlm.loading import check_model, vocabulary_of
 from mlx_kv.mlxlm.observing import show_attention
-from mlx_kv.mlxlm.recurrent import announce, unread
+from mlx_kv.mlxlm.recurrent import unread
 from mlx_kv.policy import CachePolicy
 
 Chooser: TypeAlias = Callable[[mx.array, int], mx.array]  # of log-probabilities (B, V) and places ahead, tokens (B,)
@@ -102,10 +102,15 @@ class Decoder:
         by_class = list if classes is None else classes.of
         return Admission(self.target.forward, self.target.layers, self.drafter, batched, by_class)
 
-    def can_share(self, classes: RowsByClass) -> bool:
-        """Whether rows can continue from first tokens of other rows, in all processes of the model."""
-        here = classes.active and can_share(self.target.make_caches())
-        return bool(self._communicator.all_min([int(here)])[0])
+    def beginnings(self, step: int) -> Beginnings:
+        """How rows continue from others, in all processes of the model.
+
+        Args:
+            step: tokens of a chunk.
+        """
+        own = Beginnings.of(self.target.make_caches(), step)
+        shared, trimmable, by_chunk = self._communicator.all_min([int(own.shared), int(own.trimmable), own.by_chunk])
+        return Beginnings(bool(shared), bool(trimmable), by_chunk, step)
 
     def pending(self, sequence: TokenSequence) -> PendingRow:
         """A row to come, with caches that have room for its prompt and answer."""

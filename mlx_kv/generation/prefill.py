@@ -11,9 +11,10 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_kv.cache.segments import SegmentedCache
 from mlx_kv.mlxlm.loading import number_of_weights
-from mlx_kv.mlxlm.recurrent import announce
-from mlx_kv.mlxlm.traverse import attention_caches
+from mlx_kv.mlxlm.recurrent import RecurrentState
+from mlx_kv.mlxlm.traverse import attention_caches, leaves
 from mlx_kv.settings import whole_number
 
 # Room is made ahead for at most this many generated tokens: a high max_tokens is often only a safety limit, and slots
@@ -60,6 +61,19 @@ def chunk_end(read: int, tokens: int, step: int) -> int:
     The last token is never in it: what is read next begins with it, for the logits of what comes after the prompt.
     """
     return max(read, min(read + step, tokens - 1))
+
+
+def announce(caches: Iterable[Any], lengths: Sequence[int]) -> None:
+    """Prepares all layers for the next pass.
+
+    Args:
+        lengths: tokens that it reads of each row, without padding.
+    """
+    for cache in leaves(caches):
+        if isinstance(cache, RecurrentState):
+            cache.announce(lengths)
+        elif isinstance(cache, SegmentedCache):
+            cache.before_write()
 
 
 def read_chunk(model: Callable[..., Any], caches: Sequence[Any], rows: Sequence[Sequence[int]] | mx.array) -> None:

@@ -389,9 +389,3 @@ def unread(caches: Iterable[Any]) -> bool:
     """Whether any recurrent layer has no state yet."""
     layers = [cache for cache in leaves(caches) if isinstance(cache, stock.ArraysCache)]
     return any(array is None for layer in layers for array in layer.cache)
-
-
-def announce(caches: Iterable[Any], lengths: Sequence[int]) -> None:
-    """Announces to all layers how many tokens of each row the next pass reads, without padding."""
-    for state in recurrent_states(caches):
-        state.announce(lengths)

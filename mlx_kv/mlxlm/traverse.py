@@ -176,5 +176,9 @@ def compact(caches: Iterable[Any]) -> None:
     Raises:
         ValueError: a score that cannot be used, or layers that have diverged; nothing has changed then, in any layer.
     """
-    for cache in attention_caches(cache_list("caches", caches)):
-        cache.compact()
+    everything = cache_list("caches", caches)
+    for cache in leaves(everything):
+        if isinstance(cache, SegmentedCache):
+            cache.before_write(compacting=True)
+    for own in attention_caches(everything):
+        own.compact()

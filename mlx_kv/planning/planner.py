@@ -16,7 +16,7 @@ from mlx_lm.models import cache as stock
 from mlx_kv.cache.codecs import Bits
 from mlx_kv.cache.growth import DEFAULT
 from mlx_kv.communicator import CacheCommunicator
-from mlx_kv.generation.shared_prefixes import can_share
+from mlx_kv.generation.shared_prefixes import shares_up_to
 from mlx_kv.generation.two_pass_prefill import Instructions
 from mlx_kv.mlxlm.convert import FULL, make_prompt_cache
 from mlx_kv.mlxlm.loading import weight_bytes
@@ -115,9 +115,10 @@ class Planner:
         """
         return RowMemory.of(self.layers(policy, step, chunk), policy, self.instructions)
 
-    def shares(self, policy: CachePolicy) -> bool:
-        """Whether sequences of one batch hold first tokens that they have in common once (`cache.segments`)."""
-        return attends_by_class(self.model) and can_share(make_prompt_cache(self.model, policy, strict=False))
+    def shares_up_to(self, policy: CachePolicy) -> int:
+        """Tokens of sequences of one batch up to which they hold first tokens in common once (`cache.segments`)."""
+        caches = make_prompt_cache(self.model, policy, strict=False)
+        return shares_up_to(caches) if attends_by_class(self.model) else 0
 
     def bytes_held(self, strategy: Strategy, context: int, batch_size: int = 1, shared: int = 0) -> int:
         """The most bytes that all caches hold until each of `batch_size` sequences has read `context` tokens.
@@ -150,7 +151,7 @@ class Planner:
 
     def _shared_bytes(self, strategy: Strategy, row: RowMemory, context: int, batch_size: int, shared: int) -> int:
         """Bytes that sequences do not hold because they share first tokens."""
-        if shared == 0 or batch_size == 1 or not self.shares(strategy.policy):
+        if shared == 0 or batch_size == 1 or context > self.shares_up_to(strategy.policy):
             return 0
         return (batch_size - 1) * row.after(min(shared, context), slots=strategy.slots)
 

@@ -27,11 +27,11 @@ from mlx_kv.cache.buffers import Buffers, SlotBuffer, as_words
 from mlx_kv.cache.checks import cache_list
 from mlx_kv.cache.growth import round_up
 from mlx_kv.cache.kv_cache import KVCache
-from mlx_kv.cache.segments import Segment, can_share, with_chain
+from mlx_kv.cache.segments import Segment, can_share
 from mlx_kv.cache.state import cut_chain
 from mlx_kv.generation.statistics import cache_statistics
 from mlx_kv.mlxlm.recurrent import recurrent_states
-from mlx_kv.mlxlm.traverse import attention_caches, is_ours, leaves, mapped, trim_prompt_cache
+from mlx_kv.mlxlm.traverse import attention_caches, is_ours, leaves, trim_prompt_cache
 from mlx_kv.prefixes.index import Entry, packed
 from mlx_kv.prefixes.prefix_cache import PrefixCache, Shards
 from mlx_kv.settings import shown
@@ -176,7 +176,7 @@ class BlockCaches:
         """
         caches = copy.deepcopy(self._shells)
         trim_prompt_cache(caches, excess, strict=True)
-        ours, shared = attention_caches(caches), dict[int, KVCache]()
+        ours = attention_caches(caches)
         for strip in self._strips:
             layers = [ours[number] for number in strip.layers]
             used = max(cache.view.used for cache in layers)
@@ -185,14 +185,14 @@ class BlockCaches:
                 counts = [len(buffer.planes) for buffer in cache.view.buffers or ()]
                 cache.replace_planes(*([next(planes) for _ in range(count)] for count in counts))
             first = 0
-            for number, cache in zip(strip.layers, layers, strict=True):
+            for cache in layers:
                 buffers = cache.view.buffers
                 assert buffers is not None
                 if can_share(cache):
-                    chain = cut_chain(tuple((block.segment(first, buffers), n) for block, n in strip.pieces), used)
-                    shared[id(ours[number])] = with_chain(cache, chain)
+                    pieces = tuple((block.segment(first, buffers), count) for block, count in strip.pieces)
+                    cache.view.chain = cut_chain(pieces, used)
                 first += sum(len(buffer.planes) for buffer in buffers)
-        return mapped(caches, lambda cache: shared.get(id(cache), cache))
+        return caches
 
 
 class StripCut:

@@ -22,7 +22,7 @@ from mlx_kv.cache.layout import Layout, Row
 from mlx_kv.cache.segments.moving import LEAST_SAVED
 from mlx_kv.cache.segments.rule import KEPT
 from mlx_kv.generation.prefill import MOST_TOKENS_AHEAD
-from mlx_kv.generation.shared_prefixes import can_share
+from mlx_kv.generation.shared_prefixes import shares_up_to
 from mlx_kv.generation.statistics import cache_statistics
 from mlx_kv.generation.two_pass_prefill import Instructions
 from mlx_kv.mlxlm.convert import make_prompt_cache
@@ -83,14 +83,15 @@ class RowPlan:
         drafted: maximum draft tokens per pass.
         class_slots: slots that the rows of a batch may hold beyond need before they are separated into classes; None
             if they never are, so that each row is as long as the longest.
-        shares: whether rows whose prompts begin alike hold the shared tokens once.
+        shares_up_to: slots of a row up to which it holds first tokens that another row has, too, once with that; 0 is
+            never.
     """
 
     memory: RowMemory
     draft: RowMemory = field(default_factory=RowMemory)
     drafted: int = 0
     class_slots: int | None = None
-    shares: bool = False
+    shares_up_to: int = 0
 
     def slots(self, prompt: int, answer: int) -> RowSlots:
         """Slots for a prompt and an answer of so many tokens, if none is evicted."""
@@ -123,10 +124,14 @@ class RowPlan:
         needed = min(in_one_batch, in_classes)
         return min(needed, self._sharing(rows, self.class_slots)) if self._share(rows, self.class_slots) else needed
 
+    def shares(self, rows: Iterable[RowSlots]) -> bool:
+        """Whether these rows can hold what they share once until their end."""
+        return all(row.slots <= self.shares_up_to for row in rows)
+
     def _share(self, rows: Sequence[RowSlots], class_slots: int) -> bool:
         """Whether enough is shared, by twice what it takes for rows to share it."""
         first = [row.first for row in rows if row.first]
-        return self.shares and bool(first) and sum(first) >= class_slots * len(set(first))
+        return self.shares(rows) and bool(first) and sum(first) >= class_slots * len(set(first))
 
     def _sharing(self, rows: Sequence[RowSlots], class_slots: int) -> int:
         """Maximum bytes of rows that hold shared tokens once.
@@ -152,13 +157,13 @@ def plan_rows(models: Models, policy: CachePolicy, drafted: int, batch: int, chu
     """
     planner = Planner(models.model, Instructions.for_policy(policy, models.tokenizer, models.model))
     in_classes = batch > 1 and attends_by_class(models.model)
-    shares = in_classes and models.draft is None and can_share(make_prompt_cache(models.model, policy))
+    shares = in_classes and models.draft is None
     return RowPlan(
         planner.row(policy, step=1 + drafted, chunk=chunk or 0),
         RowMemory() if models.draft is None else Planner(models.draft).row(CachePolicy()),
         drafted,
         2 * LEAST_SAVED[mx.default_device().type] if in_classes else None,
-        shares,
+        shares_up_to(make_prompt_cache(models.model, policy)) if shares else 0,
     )
 
 

@@ -384,14 +384,14 @@ class RowsByPolicy:
     def _bytes(self, policy: CachePolicy, jobs: list[Job]) -> int:
         plan, rows = self.plan(policy), self._all.get(policy)
         slots = [plan.slots(len(job.tokens), job.max_tokens) for job in jobs]
-        if plan.shares:
+        if shares := plan.shares(slots):
             slots = with_shared(slots, [job.prompt if job.keep else None for job in jobs])
         needed = plan.together(slots)
         decoding = 0 if rows is None else len(rows.engine.rows)
         if rows is None or not decoding:
             return needed
         allocated = sum(int(cache.nbytes) for cache in leaves(rows.engine.caches))
-        return max(needed, allocated if plan.shares else allocated * len(jobs) // decoding)
+        return max(needed, allocated if shares else allocated * len(jobs) // decoding)
 
     def close(self) -> bool:
         """Closes all engines and prefixes; returns whether all prefixes are written."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -31,7 +32,8 @@ from mlx_kv.cache.eviction.kept_tokens import KeptTokens
 from mlx_kv.cache.eviction.layer_group import LayerGroup
 from mlx_kv.cache.layout import Plan, Row
 from mlx_kv.cache.residual import ROOM
-from mlx_kv.mlxlm.traverse import attention_caches, places_of
+from mlx_kv.generation.prefill import announce
+from mlx_kv.mlxlm.traverse import attention_caches, compact, places_of
 
 DIM, PERIOD = 32, update.PERIOD
 MOST_ROWS, MOST_BATCHES = 5, 3
@@ -68,7 +70,10 @@ class Kind:
         return made
 
 
-def kinds() -> st.SearchStrategy[Kind]:
+BOUNDS = ("full", "ring", "chunks", "layers", "layer", "head")
+
+
+def kinds(bounds: Sequence[str] = BOUNDS) -> st.SearchStrategy[Kind]:
     apart: list[dict[str, Any]] = [
         {"bits": (8, 4), "group_size": 32},
         {"bits": 4, "group_size": 32, "codec": ("rotated", "affine")},
@@ -76,7 +81,6 @@ def kinds() -> st.SearchStrategy[Kind]:
         {"bits": 4, "group_size": 32, "residual_length": 3},
     ]
     storage = st.sampled_from([*[{}] * 3, *[{"bits": bits, "group_size": 32} for bits in (8, 8, 4, 4)], *apart])
-    bounds = st.sampled_from(["full", "ring", "chunks", "layers", "layer", "head"])
 
     def made(storage: dict[str, Any], bound: str, score: str, rollback: int, carries: bool) -> Kind:
         if bound in ("layers", "layer", "head"):
@@ -87,7 +91,7 @@ def kinds() -> st.SearchStrategy[Kind]:
         return Kind(policy, window, chunk, carries=carries)
 
     scores = st.sampled_from(["key_norm", "key_diff", "random"])
-    return st.builds(made, storage, bounds, scores, st.integers(0, 5), st.booleans())
+    return st.builds(made, storage, st.sampled_from(bounds), scores, st.integers(0, 5), st.booleans())
 
 
 @dataclass
@@ -182,6 +186,7 @@ class Batches(RuleBasedStateMachine):
             shapes = [(len(singles), heads, new, DIM) for heads in (QUERY_HEADS, HEADS, HEADS)]
             q, k, v = (self.rng.normal(size=shape).astype(np.float32) for shape in shapes)
             tokens.append((q, k, v))
+        announce(caches, counts)
         twins = copy.deepcopy(caches)
         for twin in attention_caches(twins):
             poison(twin)
@@ -300,8 +305,7 @@ class Batches(RuleBasedStateMachine):
             single.flush()
             for cache in single.caches:
                 cache.compact()
-        for cache in caches:
-            cache.compact()
+        compact(caches)
 
     @rule(which=st.floats(0, 1), load=st.booleans())
     def replace(self, which: float, load: bool) -> None:
@@ -323,7 +327,8 @@ class Batches(RuleBasedStateMachine):
             for layer, cache in enumerate(caches):
                 for (own, row), single in zip(places_of(cache), singles, strict=True):
                     alone = single.caches[layer].positions[0].tolist()
-                    got = [[p for p in head if p >= 0] for head in own.positions[row].tolist()]
+                    shared = list(range(own.view.rows[row].shared))  # in segments
+                    got = [[*shared, *(p for p in head if p >= 0)] for head in own.positions[row].tolist()]
                     assert [got[0]] * len(alone) == alone if len(got) < len(alone) else got[: len(alone)] == alone
 
 

@@ -83,7 +83,7 @@ def test_copies_go_their_own_way_in_step(replicate: Any, times: int) -> None:
         wanted = feed(model, alone, text, 7)
         assert mx.array_equal(mx.concatenate(output, axis=1), wanted).item()
         assert positions(caches) == positions(alone)
-    layer_groups = [{id(cache.evictor.layer_groups[0]) for cache in caches} for caches in everyone]
+    layer_groups = [{id(cache.evictor.metadata.groups[0]) for cache in caches} for caches in everyone]
     assert all(len(one) == 1 for one in layer_groups)
     assert len(set.union(*layer_groups)) == times + 1
 
@@ -91,9 +91,9 @@ def test_copies_go_their_own_way_in_step(replicate: Any, times: int) -> None:
 def test_a_ledger_goes_with_its_sequence() -> None:
     model = make_model("llama")
     caches = make_prompt_cache(model, POLICY)
-    name = caches[0].evictor.layer_groups[0].name
+    name = caches[0].evictor.metadata.groups[0].name
     copies = [layer_by_layer(caches) for _ in range(3)]
-    assert copies[2][0].evictor.layer_groups[0] is Copies._by_name[name]._groups[0]()
+    assert copies[2][0].evictor.metadata.groups[0] is Copies._by_name[name]._groups[0]()
     del copies, caches
     gc.collect()
     assert name not in Copies._by_name
@@ -107,12 +107,12 @@ def test_a_stray_copy_of_one_layer_does_not_split_later_ones(replicate: Any) -> 
     for layer in (0, 1, 2):
         stray = copy.deepcopy(caches[layer])
         whole = replicate(caches)
-        assert len({id(cache.evictor.layer_groups[0]) for cache in whole}) == 1
-        assert stray.evictor.layer_groups[0] is not whole[0].evictor.layer_groups[0]
+        assert len({id(cache.evictor.metadata.groups[0]) for cache in whole}) == 1
+        assert stray.evictor.metadata.groups[0] is not whole[0].evictor.metadata.groups[0]
 
 
 def in_step(caches: list[KVCache], row: int = 0) -> bool:
-    return len({id(cache.evictor.layer_groups[row]) for cache in caches}) == 1
+    return len({id(cache.evictor.metadata.groups[row]) for cache in caches}) == 1
 
 
 @pytest.mark.parametrize("look", [lambda cache: cache.extract(0), copy.deepcopy, lambda cache: cache.merge([cache])])
@@ -127,7 +127,7 @@ def test_copies_of_single_layers_do_not_split_a_later_copy(look: Any) -> None:
         kept = [look(caches[layer]) for layer in looked_at]
         whole = [look(cache) for cache in caches]
         assert in_step(whole)
-        assert len({cache.evictor.layer_groups[0] for cache in (*whole, seen, *kept)}) > 1
+        assert len({cache.evictor.metadata.groups[0] for cache in (*whole, seen, *kept)}) > 1
         feed(model, whole, PROMPT[:30], 30)
         held = positions(whole)
         assert held[0] == held[1] == held[2]
@@ -144,7 +144,7 @@ def test_a_sequence_can_be_merged_with_itself() -> None:
             cache.extend(own)
             cache.extend(own)
         assert all(in_step(batch, row) for row in range(5))
-        assert len({cache.evictor.layer_groups[row] for cache in batch for row in range(5)}) == 5
+        assert len({cache.evictor.metadata.groups[row] for cache in batch for row in range(5)}) == 5
         x = mx.random.normal((3, 5, 2, 15, 32), key=mx.random.key(6))
         for cache, new in zip(batch, x, strict=True):
             cache.update_and_fetch(new, new)
@@ -159,7 +159,7 @@ def test_a_copy_that_lacks_layers_does_not_decide_alone(copied: list[int]) -> No
     feed(model, caches, PROMPT, 30)
     x = mx.random.normal((1, 2, 1, 32))
     parts = [caches[layer].extract(0) for layer in copied]
-    assert caches[0].evictor.layer_groups[0] is not parts[0].evictor.layer_groups[0]
+    assert caches[0].evictor.metadata.groups[0] is not parts[0].evictor.metadata.groups[0]
     steps = (part.update_and_fetch(x, x) for _ in range(30) for part in parts)
     with pytest.raises(ValueError, match=r"was copied without layer .*copy all layers in their order, .*share='layer'"):
         list(steps)

@@ -10,7 +10,8 @@ from test_own_attention import TOLERANCE, normal, operand, reference, stored, wi
 from mlx_kv.cache.attention import Dense, attend_partly, blocks, merged
 from mlx_kv.cache.buffers import SlotBuffer
 from mlx_kv.cache.codecs import PLAIN, Affine
-from mlx_kv.cache.segments.segment import Segment, of_all_rows, readings_of
+from mlx_kv.cache.segments.reading import of_all_rows, readings_of
+from mlx_kv.cache.segments.segment import Segment
 
 
 @pytest.mark.parametrize("cpu", [True, False])

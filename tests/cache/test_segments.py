@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from typing import Any
 
@@ -14,7 +15,7 @@ from test_batch_rows import MOST_BATCHES, Batches, Kind, Single, kinds
 
 from mlx_kv import KVCache
 from mlx_kv.cache.attention import blocks
-from mlx_kv.cache.segments import SegmentedCache, can_share, moving, segment_of, with_chain, with_shared
+from mlx_kv.cache.segments import SegmentedCache, can_share, moving, read_from, segment_of, sharable
 from mlx_kv.cache.segments.segment import Chain
 
 RULE, LEAST_SAVED, ON_CPU = moving.settled, moving.least_saved, blocks.on_cpu
@@ -28,8 +29,8 @@ class SharingBatches(Batches):
         return SegmentedCache(cache)
 
     @initialize(
-        kind=kinds(),
-        rows=st.integers(1, 3),
+        kind=kinds(["full", "full", "layers", "layer", "head", "ring"]),
+        rows=st.integers(1, 4),
         seed=st.integers(0, 999),
         period=st.sampled_from([1, 2, 3, 32]),
         tokens=st.integers(1, 20),
@@ -58,19 +59,21 @@ class SharingBatches(Batches):
         """A batch of copies of one row whose first tokens are segments, of which they may use only a beginning."""
         caches, singles = batch
         tails = [cache.extract(index) for cache in caches]
-        length = singles[index].length
         if not all(map(can_share, tails)):
             return False
+        length = min(sharable(tail.view, tail.view.rows[0]) for tail in tails)
         chains: list[Chain] = [() for _ in tails]
         done = 0
         for end in sorted({int(share * length) for share in cuts} - {0}):
             for layer, tail in enumerate(tails):
                 longer = segment_of(tail, 0, min(end - done + more, length - done))
                 chains[layer] = (*chains[layer], (longer, end - done))
-                tails[layer] = with_shared(chains[layer], tail, end)
+                read_from(chains[layer], tail, end)
             done = end
-        pairs = zip(tails, chains, strict=True)
-        layers = [[SegmentedCache(with_chain(tail, chain)) for _ in range(copies)] for tail, chain in pairs]
+        for tail, chain in zip(tails, chains, strict=True):
+            tail.view.chain = chain
+        each = [copy.deepcopy(tails) for _ in range(copies)]  # sequences of their own
+        layers = [list(map(SegmentedCache, same)) for same in zip(*each, strict=True)]
         rows = [singles[index].copied() for _ in range(copies)]
         self.batches.append(([same[0].merge(same) for same in layers], rows))
         return True

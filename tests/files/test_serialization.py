@@ -203,7 +203,7 @@ def test_layers_of_a_loaded_batch_stay_in_step(tmp_path: Path) -> None:
     mlx_kv.trim_prompt_cache(caches, [0, 3, 1])
     save_prompt_cache(tmp_path / "a.safetensors", caches)
     loaded = load_prompt_cache(tmp_path / "a.safetensors")
-    assert all(cache.evictor.layer_groups == loaded[0].evictor.layer_groups for cache in loaded)
+    assert all(cache.evictor.metadata.groups == loaded[0].evictor.metadata.groups for cache in loaded)
     for first in range(60, 120, 6):
         outputs = [model(tokens[:, first : first + 6], cache=each) for each in (caches, loaded)]
         assert mx.array_equal(*outputs).item()

@@ -237,7 +237,7 @@ def test_sampling_follows_the_models_distribution() -> None:
 def join(decoder: Decoder, sequences: list[TokenSequence]) -> None:
     admission = decoder.admission(batched=True)
     admission.add([decoder.pending(sequence) for sequence in sequences])
-    while admission.read(512):
+    while admission.read([512] * len(admission.rows)):
         pass
     decoder.join(*admission.take_finished())
 

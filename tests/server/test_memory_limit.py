@@ -135,7 +135,7 @@ def test_a_limit_of_four_copies_serves_sixteen_clients_that_share_a_prompt_at_on
 
 
 def test_rows_that_share_are_planned_with_what_they_share_once() -> None:
-    plan = RowPlan(RowMemory.of((Layer("full", bytes_per_slot=1),), CachePolicy()), class_slots=4096, shares=True)
+    plan = RowPlan(RowMemory.of((Layer("full", bytes_per_slot=1),), CachePolicy()), class_slots=4096, shares_up_to=2064)
     common, rows = packed(range(2000)), [RowSlots(2010, 2064)] * 16
     prompts: list[bytes | None] = [common + packed([5000 + row] * 10) for row in range(16)]
     assert [(row.first, row.shared) for row in with_shared(rows, prompts)] == [(0, 2000), *[(2000, 2000)] * 15]
@@ -145,7 +145,8 @@ def test_rows_that_share_are_planned_with_what_they_share_once() -> None:
     assert plan.together(with_shared(rows, [None] * 16)) == whole
     few = with_shared(rows[:3], prompts[:3])  # saves less than it takes to be sure that they share
     assert plan.together(few) == plan.together(rows[:3])
-    assert replace(plan, shares=False).together(with_shared(rows, prompts)) == whole
+    for short in (0, 2063):  # longer rows evict, and then have copies
+        assert replace(plan, shares_up_to=short).together(with_shared(rows, prompts)) == whole
 
 
 def test_what_never_fits_is_refused_with_the_figure() -> None:

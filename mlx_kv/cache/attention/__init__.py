@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mlx_kv.cache.attention.answers import PackedAnswer, ResidualAnswer
+from mlx_kv.cache.attention.answers import Operands, PackedAnswer, ResidualAnswer
 from mlx_kv.cache.attention.blocks import Partial, attend, attend_partly, merged
 from mlx_kv.cache.attention.operands import Dense, Joined, Operand, Packed, operand_of
 
@@ -10,6 +10,7 @@ __all__ = [
     "Dense",
     "Joined",
     "Operand",
+    "Operands",
     "Packed",
     "PackedAnswer",
     "Partial",

@@ -7,14 +7,24 @@ B rows, H KV heads, S queries, K slots that are read, m tokens of the residual.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import mlx.core as mx
 
 from mlx_kv.cache.attention.blocks import attend
-from mlx_kv.cache.attention.operands import Dense, Joined, Packed
+from mlx_kv.cache.attention.operands import Dense, Joined, Operand, Packed
 from mlx_kv.cache.codecs import Packing
-from mlx_kv.cache.mask import key_positions, visible
+from mlx_kv.cache.mask import Mask, key_positions, visible
 from mlx_kv.cache.protocol import Call
 from mlx_kv.cache.residual import Places, Residual
+
+
+class Operands(NamedTuple):
+    """What attention reads: keys and values of n tokens, and a mask that broadcasts to (B, Hq, S, n), or None."""
+
+    keys: Operand
+    values: Operand
+    mask: Mask
 
 
 class PackedAnswer:
@@ -29,8 +39,12 @@ class PackedAnswer:
 
     def attend(self, call: Call) -> mx.array:
         """(B, Hq, S, Dv)."""
-        keys, values = Packed(call.keys, self._keys), Packed(call.values, self._values)
-        return attend(call.queries, keys, values, call.scale, call.mask, call.sinks)
+        keys, values, mask = self.operands(call)
+        return attend(call.queries, keys, values, call.scale, mask, call.sinks)
+
+    def operands(self, call: Call) -> Operands:
+        """What it reads."""
+        return Operands(Packed(call.keys, self._keys), Packed(call.values, self._values), call.mask)
 
 
 class ResidualAnswer:
@@ -47,28 +61,34 @@ class ResidualAnswer:
 
     def attend(self, call: Call) -> mx.array:
         """(B, Hq, S, Dv)."""
+        keys, values, mask = self.operands(call)
+        if self._packings is None and isinstance(keys, Dense) and isinstance(values, Dense):
+            return call.forward(keys=keys.tensor, values=values.tensor, mask=mask)
+        return attend(call.queries, keys, values, call.scale, mask, call.sinks)
+
+    def operands(self, call: Call) -> Operands:
+        """What it reads: some first slots, and after them tokens of the residual."""
         slots = int((call.keys if self._packings is None else call.keys[0]).shape[2])
-        plan = self._places.plan
+        plan, mask = self._places.plan, None
         if call.mask is None and plan.new == 1 and plan.uniform and plan.ordered and len(plan.ranges) == 1:
             # One query sees the last slots as they came, and all slots before them as they are stored.
             count = min(self._places.length, slots)
-            return self._joined(call, *self._residual.newest(plan.rows[0].offset + 1, count), slots - count, None)
-        mask = self._places.mask(call.mask, lambda: self._mask(call))
-        return self._joined(call, *self._residual.read(), slots, mask)
-
-    def _joined(self, call: Call, keys: mx.array, values: mx.array, slots: int, mask: mx.array | None) -> mx.array:
-        """Over the first slots, and after them keys and values of the residual."""
+            newest = self._residual.newest(plan.rows[0].offset + 1, count)
+            slots -= count
+        else:
+            mask = self._places.mask(call.mask, lambda: self._mask(call))
+            newest = self._residual.read()
         if self._packings is None:
             own = (x[:, :, :slots] for x in (call.keys, call.values))
-            both = [mx.concatenate([old, new], axis=2) for old, new in zip(own, (keys, values), strict=True)]
-            return call.forward(keys=both[0], values=both[1], mask=mask)
+            keys, values = (Dense(mx.concatenate(list(pair), axis=2)) for pair in zip(own, newest, strict=True))
+            return Operands(keys, values, mask)
         if slots == 0:
-            return attend(call.queries, Dense(keys), Dense(values), call.scale, mask, call.sinks)
+            return Operands(Dense(newest[0]), Dense(newest[1]), mask)
         both_keys, both_values = (
             Joined([Packed(planes, packing), Dense(new)], [slots, int(new.shape[2])])
-            for planes, packing, new in zip((call.keys, call.values), self._packings, (keys, values), strict=True)
+            for planes, packing, new in zip((call.keys, call.values), self._packings, newest, strict=True)
         )
-        return attend(call.queries, both_keys, both_values, call.scale, mask, call.sinks)
+        return Operands(both_keys, both_values, mask)
 
     def _mask(self, call: Call) -> mx.array:
         """(B or 1, 1 or more, S, K + m)."""

@@ -48,16 +48,16 @@ class Operand(Protocol):
 class Dense:
     """A tensor as it is.
 
-    Args:
+    Attributes:
         tensor: (B, H, N, D).
     """
 
     def __init__(self, tensor: mx.array) -> None:
-        self._tensor = tensor
+        self.tensor = tensor
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        rows, heads, slots, dim = self._tensor.shape
+        rows, heads, slots, dim = self.tensor.shape
         return rows, heads, slots, dim
 
     def scores(self, queries: mx.array, slots: int) -> mx.array:
@@ -68,7 +68,7 @@ class Dense:
 
     def first(self, slots: int) -> mx.array:
         """(B, H, slots, D)."""
-        return self._tensor if slots == self._tensor.shape[2] else self._tensor[:, :, :slots]
+        return self.tensor if slots == self.tensor.shape[2] else self.tensor[:, :, :slots]
 
 
 class Joined:

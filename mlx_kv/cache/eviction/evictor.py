@@ -187,20 +187,10 @@ class Evictor:
     # --- statistics and tokens --------------------------------------------------------------------------------------
 
     @property
-    def layer_groups(self) -> tuple[LayerGroup, ...]:
-        """The sequence of each row."""
-        return self.metadata.groups
-
-    @property
     def evicted(self) -> int:
         """Tokens that the present rows have evicted."""
         owner = self._owner()
         return 0 if owner is None else sum(max(0, row.evicted) for row in owner.rows)
-
-    @property
-    def moved(self) -> int:
-        """Slots that were moved in each head, for all rows together; see `Work`."""
-        return sum(row.moved for row in self.metadata.work)
 
     @property
     def compactions(self) -> int:
@@ -223,7 +213,8 @@ class Evictor:
 
     def tokens_by_head(self, row: Row, index: int) -> list[int]:
         """The number of tokens in each head of one row; one number where all heads hold the same."""
-        return (self.live_positions(row, index) >= 0).sum(axis=-1).tolist()  # type: ignore[return-value]
+        own = (self.live_positions(row, index) >= 0).sum(axis=-1)
+        return (own + row.shared).tolist()  # type: ignore[return-value]
 
     def live_scores(self, index: int) -> mx.array:
         """The present scores of all live slots of one row, (H', n)."""
@@ -288,11 +279,17 @@ class Evictor:
             rows: where they stand after the update.
             counts: how many of the S queries are of tokens of each row, padding follows; None is all of all rows.
         """
-        if self.own_lengths:
-            call = call.changed(mask=self._masks.of(call, rows, counts, self.metadata.kept))
+        call = self.masked(call, rows, counts)
         if self.second_pass is not None:
             return self.second_pass.attend(call, rows[0], self._contents()[1][0])
-        answer = call.forward()
+        return self.observed(call, call.forward(), rows, counts)
+
+    def masked(self, call: Call, rows: tuple[Row, ...], counts: tuple[int, ...] | None) -> Call:
+        """The call with the mask of this layer, where its heads may hold another number of tokens than others."""
+        return call.changed(mask=self._masks.of(call, rows, counts, self.metadata.kept)) if self.own_lengths else call
+
+    def observed(self, call: Call, answer: mx.array, rows: tuple[Row, ...], counts: tuple[int, ...] | None) -> mx.array:
+        """The answer to a call, (B, Hq, S, Dv), whose queries are observed where the score uses them."""
         if self.observation is None:
             return answer
         return self.observation.see(call, answer, rows, counts, lambda: self._keys_for(rows, call))
@@ -338,6 +335,7 @@ class Evictor:
             self._masks.check_requested(bool(due))
         if not due:
             return rows
+        assert not any(rows[index].shared for index in due), "see `SegmentedCache.before_write`"
         step = self._next_step()
         mx.eval([buffer.planes for buffer in step.buffers])  # pending computations are not counted in `seconds`
         started = time.perf_counter()

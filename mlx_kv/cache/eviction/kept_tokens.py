@@ -44,7 +44,7 @@ class KeptTokens(NamedTuple):
         """
         n, cut = max(0, row.end), layout.cut_of(row)
         if row.evicted <= 0 or self.positions is None:
-            return mx.arange(n, dtype=mx.int32)[None]
+            return mx.arange(row.shared, row.shared + n, dtype=mx.int32)[None]
         kept = self.positions[index, :, :cut]  # (H', cut)
         rest = mx.broadcast_to(mx.arange(cut, n, dtype=mx.int32) - row.start, (kept.shape[0], n - cut))
         return mx.concatenate([kept, rest], axis=1)

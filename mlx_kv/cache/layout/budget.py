@@ -67,8 +67,13 @@ class Budget(InOrder):
         return max(64, self.budget // 16) if self.margin is None else self.margin
 
     @property
+    def most_held(self) -> int:
+        """Tokens of a row up to which no compaction is due."""
+        return self.budget + self.slack
+
+    @property
     def enough_slots(self) -> int:
-        return self.budget + self.slack + self.room
+        return self.most_held + self.room
 
     def with_room(self, room: int) -> Self:
         return with_room(self, room)
@@ -89,11 +94,11 @@ class Budget(InOrder):
 
     def due(self, row: Row) -> bool:
         """Whether a row is to be compacted before its next write."""
-        return self.held(row) > self.budget + self.slack
+        return self.held(row) > self.most_held
 
     def before_due(self, row: Row) -> int:
         """The longest next write that delays no compaction, compared to the same tokens written one by one."""
-        return self.budget + self.slack + 1 - self.held(self.compacted_if_due(row))
+        return self.most_held + 1 - self.held(self.compacted_if_due(row))
 
     def compacted(self, row: Row, extra_slots: int = 0) -> Row:
         """The row after a compaction to exactly the budget.
@@ -101,7 +106,7 @@ class Budget(InOrder):
         Args:
             extra_slots: `Row.extra_slots` after the compaction.
         """
-        return row._replace(start=self.budget + extra_slots - row.offset, extra_slots=extra_slots)
+        return row._replace(start=self.budget + extra_slots - row.offset, extra_slots=extra_slots, shared=0)
 
     def compacted_if_due(self, row: Row) -> Row:
         return self.compacted(row) if self.due(row) else row
@@ -120,4 +125,4 @@ class Budget(InOrder):
 
     def held(self, row: Row) -> int:
         """The mean over all heads of all layers, a whole number."""
-        return row.end - row.extra_slots
+        return row.end - row.extra_slots + row.shared

@@ -13,9 +13,10 @@ import mlx.core as mx
 
 from mlx_kv.cache.buffers import index_of
 from mlx_kv.cache.kv_cache import KVCache
-from mlx_kv.cache.layout import NO_LIMIT, enough_slots
+from mlx_kv.cache.layout import NO_LIMIT, Budget, enough_slots
 from mlx_kv.cache.segments.rule import Group, Groups, settled
-from mlx_kv.cache.segments.segment import Chain, shared_tokens, with_shared
+from mlx_kv.cache.segments.segment import Chain, read_from, sharable, shared_tokens
+from mlx_kv.cache.state import cut_chain
 
 # Slots that one class more, or one run of segments, has to save, for what it costs: some ten calls in each layer and
 # step. On a CPU that is the time in which attention reads a thousand slots or two. A GPU reads more of them meanwhile:
@@ -61,7 +62,7 @@ class Moved:
             return cache
         piece = cache.select(chosen)
         if piece.evictor is not None:
-            self.passing.extend(piece.evictor.layer_groups)
+            self.passing.extend(piece.evictor.metadata.groups)
         return piece
 
 
@@ -78,32 +79,38 @@ def moved_to_classes(parts: Sequence[Part], held: int, lengths: Sequence[int] | 
     return Moved(parts, settled(needs, tuple(groups[:held]), tuple(groups[held:]), least_saved()), held)
 
 
-def sharing(parts: Sequence[Part], chains: Sequence[Chain], held: int) -> tuple[list[Part], int]:
-    """The parts after each row reads as many tokens from segments as pays.
+def moved_to_share(parts: Sequence[Part], chains: Sequence[Chain], held: int, compacting: bool) -> Moved:
+    """Every row in its class, after each reads as many tokens from segments as it may and as pays.
 
     Args:
         parts: with every row once; the first `held` of them are the batch's own.
         chains: of each row.
-
-    Returns:
-        The parts, and how many of them are the batch's own.
+        compacting: as of `sharable`.
     """
     if not any(chains):
-        return list(parts), held
-    now = {row: own.shared for cache, rows, _ in parts for row, own in zip(rows, cache.view.rows, strict=True)}
-    wanted = shared_tokens(chains, [now[row] for row in range(len(now))], least_saved())
+        return moved_to_classes(parts, held)
+    rows = {row: (cache.view, own) for cache, rows, _ in parts for row, own in zip(rows, cache.view.rows, strict=True)}
+    now = [rows[row][1].shared for row in range(len(rows))]
+    usable = [cut_chain(chain, sharable(*rows[row], compacting)) for row, chain in enumerate(chains)]
+    wanted = shared_tokens(usable, now, least_saved())
     stay, changed, kept = list[Part](), list[Part](), 0
     for number, part in enumerate(parts):
         staying = [index for index, row in enumerate(part.rows) if wanted[row] == now[row]]
         for index in sorted(set(range(len(part.rows))) - set(staying)):
-            row = part.rows[index]
-            changed.append(part_of(with_shared(chains[row], part.cache.select([index]), wanted[row]), [row]))
+            row, single = part.rows[index], part.cache.select([index])
+            read_from(chains[row], single, wanted[row])
+            changed.append(part_of(single, [row]))
         if staying and len(staying) < len(part.rows):
             part = part_of(part.cache.select(staying), [part.rows[index] for index in staying])
-        if staying:
+            changed.append(part)
+        elif staying:
             stay.append(part)
             kept += number < held
-    return [*stay, *changed], kept
+    moved = moved_to_classes([*stay, *changed], kept)
+    for cache, _, _ in changed:
+        if cache.evictor is not None:
+            moved.passing.extend(cache.evictor.metadata.groups)
+    return moved
 
 
 def moved_where_they_grow(parts: Parts, new: int) -> Parts:
@@ -144,6 +151,16 @@ def room_in(parts: Parts) -> int:
         if view.layout.enough_slots == NO_LIMIT and view.lengths is None:
             rooms.append(cache.capacity - max(0, *[row.end for row in view.rows]))
     return min(rooms)
+
+
+def tokens_before_eviction(parts: Parts) -> int:
+    """Tokens that each row can surely take before a compaction of one that reads segments is due."""
+    left = [NO_LIMIT]
+    for cache, _, _ in parts:
+        layout = cache.view.layout
+        if isinstance(layout, Budget):
+            left.extend([layout.most_held + 1 - layout.held(row) for row in cache.view.rows if row.shared])
+    return min(left)
 
 
 def _needs(parts: Parts, lengths: Sequence[int] | None = None) -> tuple[int, ...]:

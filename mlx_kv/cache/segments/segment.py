@@ -1,25 +1,20 @@
-"""Segments: keys and values of first tokens that any number of rows read, and attention over them.
+"""Segments: keys and values of first tokens that any number of rows read.
 
 A row of a batch is a chain of segments, of which it uses the first `Row.shared` tokens, and a tail in slots of its own.
-Segments precede every query of their rows, so attention over them needs no causal mask, and the queries of all rows
-that read a segment are one matrix product (Hydragen, Juravsky et al. 2024).
-
-R rows that read a segment, Hq query heads, H KV heads, r = Hq / H, S queries of a row, n tokens of a segment.
+n tokens of a segment.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import mlx.core as mx
-
-from mlx_kv.cache.attention import Joined, Operand, Partial, attend_partly, operand_of
-from mlx_kv.cache.buffers import Buffers, SlotBuffer, index_of
-from mlx_kv.cache.codecs import PLAIN
+from mlx_kv.cache.attention import Operand, operand_of
+from mlx_kv.cache.buffers import Buffers, SlotBuffer
+from mlx_kv.cache.eviction.evictor import Evictor
 from mlx_kv.cache.kv_cache import KVCache
-from mlx_kv.cache.layout import Append
-from mlx_kv.cache.protocol import Call
-from mlx_kv.cache.rows import with_first, without_first
+from mlx_kv.cache.layout import Append, Budget, Row
+from mlx_kv.cache.rows import add_first, drop_first
+from mlx_kv.cache.state import CacheData
 
 
 class Segment:
@@ -49,88 +44,6 @@ class Segment:
 
 # The first tokens of a sequence: segments, one after the other, and how many of the first tokens of each belong to it.
 Chain = tuple[tuple[Segment, int], ...]
-
-
-class Reading:
-    """Some consecutive segments, and the rows of a batch that read them.
-
-    Args:
-        segments: of a chain, one after the other.
-        rows: of the batch.
-        counts: of each of these rows, how many of the segments' tokens it uses.
-    """
-
-    def __init__(self, segments: Sequence[Segment], rows: tuple[int, ...], counts: Sequence[int]) -> None:
-        self.rows, self._counts, self._slots = rows, tuple(counts), max(counts)
-        self._take = index_of(rows)
-        each = [segment.operands for segment in segments]
-        lengths = [segment.tokens for segment in segments]
-        self._keys, self._values = (Joined.of([own[i] for own in each], lengths) for i in range(2))
-
-    def attend(self, queries: mx.array, scale: float) -> Partial:
-        """Attention of the rows that read these segments, of queries (B, Hq, S, D)."""
-        own = queries[self._take]
-        rows, query_heads, new, dim = own.shape
-        together = own.swapaxes(0, 1).reshape(1, query_heads, -1, dim)  # one row of more queries: (1, Hq, R * S, D)
-        mask = None
-        if min(self._counts) < self._slots:
-            seen = mx.arange(self._slots) < mx.array(self._counts)[:, None, None]  # (R, 1, n)
-            mask = mx.broadcast_to(seen, (rows, new, self._slots)).reshape(1, 1, -1, self._slots)
-        found = attend_partly(together, self._keys, self._values, scale, mask, slots=self._slots)
-        return Partial(*(x.reshape(query_heads, rows, new, -1).swapaxes(0, 1) for x in found))
-
-
-def attend_tails(call: Call, cache: KVCache) -> Partial:
-    """Attention over the tails of some rows, to be merged with that over their segments."""
-    assert cache.evictor is None
-    assert cache.view.residual is None
-    packed = not isinstance(call.keys, mx.array)
-    keys, values = (
-        operand_of(codec if packed else PLAIN[0], planes if packed else (planes,), call.queries.dtype)
-        for codec, planes in zip(cache.view.codecs, (call.keys, call.values), strict=True)
-    )
-    return attend_partly(call.queries, keys, values, call.scale, call.mask)
-
-
-def of_all_rows(rows: tuple[int, ...], partial: Partial, batch: int) -> Partial:
-    """The same of every row of the batch: nothing was read of the others."""
-    if rows == tuple(range(batch)):
-        return partial
-    place = {row: index for index, row in enumerate(rows)}
-    index = mx.array([place.get(row, len(rows)) for row in range(batch)])
-    nothing = 0.0, mx.finfo(mx.float32).min
-    return Partial(
-        *(
-            mx.concatenate([x, mx.full((1, *x.shape[1:]), value)])[index]
-            for x, value in zip(partial, nothing, strict=True)
-        )
-    )
-
-
-def readings_of(chains: Sequence[Chain], shared: Sequence[int]) -> list[Reading]:
-    """How the rows of a batch read their segments: neighbours that the same rows read are read together.
-
-    Args:
-        chains: of each row.
-        shared: tokens that each row uses of its chain.
-    """
-    users: dict[Segment, list[tuple[int, int]]] = {}  # rows and tokens used, in the order of the chains
-    for row, (chain, count) in enumerate(zip(chains, shared, strict=True)):
-        for segment, tokens in chain:
-            if count > 0:
-                users.setdefault(segment, []).append((row, min(count, tokens)))
-            count -= tokens
-    runs: list[tuple[list[Segment], tuple[int, ...], list[int]]] = []
-    whole = False  # whether all rows of the last run use all of its segments
-    for segment, uses in users.items():
-        rows, counts = tuple(row for row, _ in uses), [count for _, count in uses]
-        if runs and whole and runs[-1][1] == rows:
-            runs[-1][0].append(segment)
-            runs[-1][2][:] = [before + count for before, count in zip(runs[-1][2], counts, strict=True)]
-        else:
-            runs.append(([segment], rows, counts))
-        whole = min(counts) == segment.tokens
-    return [Reading(*run) for run in runs]
 
 
 def shared_tokens(chains: Sequence[Chain], now: Sequence[int], least_saved: int) -> list[int]:
@@ -172,35 +85,56 @@ def _leading(chain: Chain, users: Mapping[Segment, Sequence[int]]) -> int:
     return count
 
 
-def with_shared(chain: Chain, cache: KVCache, tokens: int) -> KVCache:
-    """A cache of one row that has slots for all but its first tokens, so many of which it reads from its chain."""
-    now = cache.view.rows[0].shared
-    if tokens == now:
-        return cache
+def read_from(chain: Chain, cache: KVCache, tokens: int) -> None:
+    """Makes a cache of one row read so many first tokens from its chain, and have slots of its own for the others.
+
+    Args:
+        chain: with these tokens, and with those that the cache reads from it now.
+    """
+    data = cache.view
+    now = data.rows[0].shared
     if tokens > now:
-        return cache._like(without_first(cache.view, tokens - now))
-    parts, end = [], 0
-    for segment, count in chain:
-        first, last = max(tokens - end, 0), min(now - end, count)
-        if first < last:
-            parts.append((segment.buffers, first, last))
-        end += count
-    return cache._like(with_first(cache.view, parts))
+        drop_first(data, tokens - now)
+    elif tokens < now:
+        parts, end = [], 0
+        for segment, count in chain:
+            first, last = max(tokens - end, 0), min(now - end, count)
+            if first < last:
+                parts.append((segment.buffers, first, last))
+            end += count
+        add_first(data, parts)
 
 
-def with_chain(cache: KVCache, chain: Chain) -> KVCache:
-    """The same cache of one row, which may read the tokens of this chain from there."""
-    if chain == cache.view.chain:
-        return cache
-    data = cache.view.without_evictor()
-    data.chain = chain
-    return cache._like(data)
+def can_evict_later(evictor: Evictor) -> bool:
+    """Whether nothing needs the slots of all tokens before the first compaction, so that some may lie in segments.
+
+    Sums of attention follow each slot, and a second pass reads them.
+    """
+    sums = evictor.observation is not None and evictor.observation.wants.received
+    return not (sums or evictor.paused or evictor.second_pass)
+
+
+def sharable(data: CacheData, row: Row, compacting: bool = False) -> int:
+    """First tokens of a row that may lie in segments, which cannot change.
+
+    None of those that later queries see in full precision (a residual), and none once the row evicts tokens.
+
+    Args:
+        compacting: whether rows above their budget evict now, not only those that are due.
+    """
+    if isinstance(data.layout, Budget):
+        evictor = data.evictor
+        due = data.layout.held(row) > data.layout.budget if compacting else data.layout.due(row)
+        if row.evicted > 0 or due or evictor is None or not can_evict_later(evictor):
+            return 0
+    elif not isinstance(data.layout, Append):
+        return 0
+    return max(0, row.offset - max(0, data.residual_length - 1)) if data.encoded else 0
 
 
 def can_share(cache: KVCache) -> bool:
-    """Whether first tokens of a cache of one row can be in segments: it keeps all tokens, and has no residual."""
-    view = cache.view
-    return isinstance(view.layout, Append) and view.residual is None and len(view.rows) == 1 and view.encoded
+    """Whether first tokens of a cache of one row may lie in segments."""
+    return len(cache.view.rows) == 1 and sharable(cache.view, cache.view.rows[0]) > 0
 
 
 def segment_of(cache: KVCache, first: int, last: int) -> Segment:

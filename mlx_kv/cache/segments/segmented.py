@@ -17,34 +17,24 @@ from typing import Any, Self
 
 import mlx.core as mx
 
-from mlx_kv.cache.attention import Partial, merged
 from mlx_kv.cache.checks import whole_numbers
 from mlx_kv.cache.kv_cache import KVCache, check_joinable
 from mlx_kv.cache.layout import Layout
 from mlx_kv.cache.protocol import Call, Fetched, Hook
 from mlx_kv.cache.rows import check_padding, check_rows
-from mlx_kv.cache.segments.deferred_mask import DeferredMask
 from mlx_kv.cache.segments.moving import (
     Moved,
     Part,
     Parts,
     moved_to_classes,
+    moved_to_share,
     moved_where_they_grow,
     part_of,
     room_in,
-    sharing,
+    tokens_before_eviction,
 )
-from mlx_kv.cache.segments.segment import (
-    Chain,
-    Reading,
-    Segment,
-    attend_tails,
-    of_all_rows,
-    readings_of,
-    segment_of,
-    with_chain,
-    with_shared,
-)
+from mlx_kv.cache.segments.reading import DeferredMask, Reading, attend, readings_of
+from mlx_kv.cache.segments.segment import Chain, Segment, read_from, segment_of, sharable
 from mlx_kv.cache.state import cut_chain
 
 
@@ -80,6 +70,7 @@ class SegmentedCache:
         # The cache that serves the model alone, if there is one.
         self._only = parts.first if len(parts) == 1 and not any(self._chains) else None
         self._room = 0  # tokens until some row may outgrow its class
+        self._before_eviction = 0  # tokens that each row can surely take before one that shares segments evicts
         self._readings: list[Reading] | None = None  # None: to be found anew
 
     @property
@@ -105,6 +96,20 @@ class SegmentedCache:
         if self._only is not None:
             return self._only.make_mask(N, return_array, window_size)
         return DeferredMask(N, return_array, window_size)
+
+    def before_write(self, compacting: bool = False) -> None:
+        """Gives rows that evict with the next write slots of their own for what they share (copy on write).
+
+        To be called in all layers before each pass: layers of a sequence decide together, from their own slots.
+
+        Args:
+            compacting: all rows above their budget will evict, without a write.
+        """
+        if self._only is not None or (self._before_eviction > 0 and not compacting):
+            return
+        self._before_eviction = tokens_before_eviction(self._parts)
+        if self._before_eviction <= 0 or compacting:
+            self._share_anew(tuple(self._parts), len(self._parts), compacting)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Fetched:
         """Stores the new tokens of every row; of several caches when they are attended to, which comes next.
@@ -140,29 +145,8 @@ class SegmentedCache:
         assert isinstance(mask, DeferredMask), "models that do not hand on the mask are not asked by class"
         (keys, values), self._pending = self._pending, None
         self._make_room(keys.shape[2])
-        readings = self._find_readings()
-        outputs: list[mx.array] = []
-        partials: list[tuple[tuple[int, ...], Partial]] = []
-        for number, (cache, rows, take) in enumerate(self._parts):
-            queries, lengths = call.queries[take], cache.view.lengths
-            if lengths is not None and not any(lengths) and cache.evictor is None:
-                # Only padding, whose outputs are not used, but finite: prompts of other classes are longer.
-                outputs.append(mx.zeros((*queries.shape[:3], values.shape[3]), queries.dtype))
-                partials.append((rows, Partial(outputs[-1], mx.zeros((*queries.shape[:3], 1)))))
-                continue
-            made = mask.of(number, cache)
-            read, read_values = cache.update_and_fetch(keys[take], values[take])
-            own = call.changed(queries=queries, keys=read, values=read_values, cache=cache, mask=made)
-            if readings:
-                partials.append((rows, attend_tails(own, cache)))
-            else:
-                hook = cache.attention_hook
-                outputs.append(own.forward() if hook is None else hook.attend(own))
-        if not readings:
-            return self._parts.joined(outputs)
-        partials += [(reading.rows, reading.attend(call.queries, call.scale)) for reading in readings]
-        everyone = [of_all_rows(rows, partial, self._parts.rows) for rows, partial in partials]
-        return merged(everyone, call.sinks).astype(call.queries.dtype)
+        self._before_eviction -= keys.shape[2]
+        return attend(call, self._parts, self._find_readings(), mask, keys, values)
 
     def _find_readings(self) -> list[Reading]:
         if self._readings is None:
@@ -208,7 +192,15 @@ class SegmentedCache:
                 check_joinable(index, parts[0].cache if parts else cache, cache)
                 parts.append(part_of(cache, [first + row for row in rows]))
         self._chains.extend(chain for other in others for chain in other._chains)
-        self._settled(moved_to_classes(*sharing(parts, self._chains, held)))
+        self._share_anew(parts, held)
+
+    def _share_anew(self, parts: Sequence[Part], held: int, compacting: bool = False) -> None:
+        """Decides anew which tokens rows read from segments, and which rows are together."""
+        moved = moved_to_share(parts, self._chains, held, compacting)
+        for number, (cache, index) in enumerate(moved.parts.places):
+            if not sharable(cache.view, cache.view.rows[index], compacting):
+                self._chains[number] = ()  # it will never share these segments again
+        self._settled(moved)
 
     def _settled(self, moved: Moved) -> None:
         self._put(moved.parts)
@@ -218,21 +210,24 @@ class SegmentedCache:
         """Makes the first tokens of a row segments, as far as they are not, so that copies of the row can share them.
 
         Args:
-            tokens: that the row holds, in a cache that keeps all of them.
+            tokens: that the row holds; those that it may not share stay as they are.
         """
-        chain = self._chains[index]
+        chain, (cache, row) = self._chains[index], self._parts.places[index]
         known = sum(count for _, count in chain)
+        tokens = min(tokens, sharable(cache.view, cache.view.rows[row]))
         if known < tokens:
-            single = with_shared(chain, self.extract(index), 0)
-            segment = segment_of(single, known, tokens)
+            segment = segment_of(self.extract(index), known, tokens)
             mx.eval([buffer.planes for buffer in segment.buffers])
             self._chains[index] = (*chain, (segment, tokens - known))
 
     def extract(self, index: int) -> KVCache:
         """A copy of one row, as a cache of its own, with slots for all of its tokens."""
         check_rows([index], self._parts.rows)
-        cache, row = self._parts.places[index]
-        return with_chain(with_shared(self._chains[index], cache.extract(row), 0), self._chains[index])
+        (cache, row), chain = self._parts.places[index], self._chains[index]
+        single = cache.extract(row)
+        read_from(chain, single, 0)
+        single.view.chain = chain
+        return single
 
     def filter(self, batch_indices: Sequence[int] | mx.array) -> None:
         """Keeps only these rows, in this order; frees the others, and what only they needed."""
@@ -245,7 +240,7 @@ class SegmentedCache:
             if kept := [row for row in chosen if row in rows]:
                 cache.filter([rows.index(row) for row in kept])
                 parts.append(part_of(cache, [chosen.index(row) for row in kept]))
-        self._settled(moved_to_classes(*sharing(parts, self._chains, len(parts))))
+        self._share_anew(parts, len(parts))
 
     def prepare(
         self,
@@ -306,11 +301,9 @@ class SegmentedCache:
             ends = [cache.view.rows[index].offset for cache, index in self._parts.places]
             self._chains = [cut_chain(chain, end) for chain, end in zip(self._chains, ends, strict=True)]
             self._readings = None
-
-    def compact(self) -> None:
-        """Evicts down to the budget now; caches without one do nothing."""
-        for cache in self.parts:
-            cache.compact()
+            stand = [(cache.view, cache.view.rows[index]) for cache, index in self._parts.places]
+            if any(row.shared > sharable(data, row) for data, row in stand):
+                self._share_anew(tuple(self._parts), len(self._parts))
 
     # --- what others read -------------------------------------------------------------------------------------------
 
