@@ -6,14 +6,16 @@ import copy
 import os
 from typing import Any
 
+import mlx.core as mx
 import pytest
-from classes import anywhere
+from classes import anywhere, attend
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
-from test_batch_rows import MOST_BATCHES, Batches, Kind, Single, kinds
+from oracle import HEADS, QUERY_HEADS
+from test_batch_rows import DIM, MOST_BATCHES, Batches, Kind, Single, kinds
 
-from mlx_kv import KVCache
+from mlx_kv import CachePolicy, KVCache
 from mlx_kv.cache.attention import blocks
 from mlx_kv.cache.segments import SegmentedCache, can_share, moving, read_from, segment_of, sharable
 from mlx_kv.cache.segments.segment import Chain
@@ -97,3 +99,32 @@ SharingBatches.TestCase.settings = settings(
     suppress_health_check=list(HealthCheck),
 )
 TestSharingBatches = pytest.mark.slow(SharingBatches.TestCase)
+
+
+def shared_pair(policy: CachePolicy, tokens: int, monkeypatch: pytest.MonkeyPatch) -> tuple[SegmentedCache, KVCache]:
+    """Two rows that share all that they may of so many tokens, and one of them alone."""
+    monkeypatch.setattr(moving, "least_saved", lambda: 1)
+    alone = policy.make_cache(policy.layout(None))
+    alone.carry(object())
+    alone.update_and_fetch(*(mx.random.normal((1, HEADS, tokens, DIM)) for _ in range(2)))
+    rows, segment = [copy.deepcopy(alone) for _ in range(2)], segment_of(alone, 0, tokens)
+    for row in rows:
+        row.view.chain = ((segment, tokens),)
+    return SegmentedCache.merge([SegmentedCache(row) for row in rows]), alone
+
+
+@pytest.mark.parametrize("back", [2, 9])
+def test_a_trim_to_where_shared_tokens_are_seen_in_full_precision(back: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The newest tokens of a row are its own, also after a trim."""
+    length = 8
+    batch, alone = shared_pair(CachePolicy(bits=4, group_size=32, residual_length=length), 40, monkeypatch)
+    assert [cache.view.rows[row].shared for cache, row in batch.places] == [33, 33]
+    for new, drop in ((3, 0), (1, back), (1, 0), (2, 0)):
+        q, k, v = (mx.random.normal((1, heads, new, DIM)) for heads in (QUERY_HEADS, HEADS, HEADS))
+        got = attend(batch, *(mx.concatenate([x, x]) for x in (q, k, v)))
+        wanted = attend(alone, q, k, v)
+        assert mx.allclose(got[1], wanted[0], atol=1e-5)
+        alone.trim(drop)
+        batch.trim_per_sequence([drop, drop])
+        seen = batch.places[0][0].view.rows[0]
+        assert seen.shared <= seen.offset - length + 1

@@ -11,10 +11,12 @@ import pytest
 from test_batch_generation import shaken
 from tiny_models import VOCAB, make_model
 
-from mlx_kv import CachePolicy, KVCache, PromptMemory, PromptReader, batch_generate
+from mlx_kv import CachePolicy, KVCache, PromptMemory, PromptReader, batch_generate, make_prompt_cache
+from mlx_kv.cache.layout import NO_LIMIT
 from mlx_kv.cache.segments import SegmentedCache, moving
 from mlx_kv.generation.engine import Engine, make_engine
 from mlx_kv.generation.sequence import TokenSequence
+from mlx_kv.generation.shared_prefixes import Beginnings, prompt_text
 from mlx_kv.mlxlm.traverse import leaves
 from mlx_kv.server.memory import occupancy_of
 
@@ -252,3 +254,48 @@ def test_a_draft_model_continues_from_the_same_tokens(noise: float) -> None:
     for token in batch_generate(model, None, PROMPTS, CachePolicy(), LENGTH, draft, 3, max_batch_size=8):
         answers.setdefault(token.index, []).append(token.token)
     assert answers == alone(model, CachePolicy())
+
+
+def test_prompts_that_evict_are_read_in_the_chunks_of_each_alone() -> None:
+    """Else they would keep other tokens: what they share ends where a chunk does."""
+    model, policy = made("llama"), POLICIES["evicts in prompts"]
+
+    def kept(together: bool) -> dict[int, list[Any]]:
+        held: dict[int, list[Any]] = {}
+        for prompts in [list(enumerate(PROMPTS))] if together else [[pair] for pair in enumerate(PROMPTS)]:
+            engine = make_engine(model, set(), policy, 8, CHUNK, return_caches=True)
+            for index, prompt in prompts:
+                engine.submit(TokenSequence(index, list(prompt), 1))
+            while engine.busy:
+                for token in engine.step():
+                    assert token.caches is not None
+                    held[token.index] = [cache.positions.tolist() for cache in token.caches]
+            engine.close()
+        return held
+
+    with counted_tokens(model) as read:
+        together = kept(together=True)
+    assert read.pop() < sum(map(len, PROMPTS)) - 4 * 192
+    assert together == kept(together=False)
+
+
+def test_from_where_prompts_continue() -> None:
+    model = made("llama")
+    kinds = {
+        (True, True, NO_LIMIT): [CachePolicy(), PACKED],
+        (True, False, NO_LIMIT): [CachePolicy(max_kv_size=64), POLICIES["residual"]],
+        (True, False, 128): [POLICIES["8 bits from 128 tokens on"]],
+        (True, False, 328): [POLICIES["evicts in answers"]],
+        (False, False, 328): [CachePolicy(budget=240, margin=88, keep_recent=32, score="kvzip")],
+    }
+    for wanted, policies in kinds.items():
+        assert {Beginnings.of(make_prompt_cache(model, policy), CHUNK)[:3] for policy in policies} == {wanted}
+    beginnings = Beginnings(shared=True, trimmable=False, by_chunk=328, step=CHUNK)
+
+    def common(some: int, others: int) -> int:
+        pair = [TokenSequence(0, [*SHARED, *[end] * count], 1) for end, count in ((1, some), (2, others))]
+        for sequence in pair:
+            sequence.text = prompt_text(sequence, 0)
+        return beginnings.common(*pair)
+
+    assert (common(9, 28), common(9, 29), common(29, 9)) == (300, 256, 256)
