@@ -268,44 +268,6 @@ def test_hidden_slots_are_dead_in_blocks(codec: Codec | None) -> None:
     assert not differs_by_poison(Case(mask="rows", keys=codec, values=codec, slots=270))
 
 
-# --- the exponential --------------------------------------------------------------------------------------------------
-
-
-def furthest(x: np.ndarray) -> float:
-    """The largest relative error of the exponential of x."""
-    exact = np.exp(x.astype(np.float64))
-    return float(np.max(np.abs(np.array(blocks.exponential(mx.array(x))).astype(np.float64) / exact - 1)))
-
-
-def test_the_exponential_is_as_exact_as_it_says() -> None:
-    assert furthest(np.linspace(-87, 0, 1_000_003, dtype=np.float32)) < 3e-7
-    assert furthest(-np.geomspace(1e-30, 87, 100_003, dtype=np.float32)) < 3e-7
-    assert blocks.exponential(mx.array([0.0, -0.0])).tolist() == [1.0, 1.0]
-    below = np.concatenate([[-87.5, -88, -1e4, -3e38, np.finfo(np.float32).min], -np.geomspace(87.4, 3e38, 1000)])
-    assert not np.array(blocks.exponential(mx.array(below.astype(np.float32)))).any()
-
-
-@pytest.mark.parametrize(
-    ("name", "which", "off"),
-    [
-        *(("SERIES", *each) for each in enumerate((4, 0.3, 0.03, 3e-3, 3e-4, 1e-4))),
-        ("LN_2", 0, 1e-6),
-        ("LN_2", 1, 1e-3),
-    ],
-)
-def test_a_constant_of_the_exponential_that_is_off_is_caught(
-    name: str, which: int, off: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    constants = list(getattr(blocks, name))
-    constants[which] *= 1 + off
-    monkeypatch.setattr(blocks, name, tuple(constants))
-    mx.disable_compile()
-    try:
-        assert furthest(np.linspace(-87, 0, 100_003, dtype=np.float32)) > 3e-7
-    finally:
-        mx.enable_compile()
-
-
 # --- the checks above must be able to fail ----------------------------------------------------------------------------
 
 

@@ -17,10 +17,11 @@ from test_batch_rows import DIM, MOST_BATCHES, Batches, Kind, Single, kinds
 
 from mlx_kv import CachePolicy, KVCache
 from mlx_kv.cache.attention import blocks
-from mlx_kv.cache.segments import SegmentedCache, can_share, moving, read_from, segment_of, sharable
+from mlx_kv.cache.segments import SegmentedCache, can_share, moving, read_from, reading, segment_of, sharable
 from mlx_kv.cache.segments.segment import Chain
 
 RULE, LEAST_SAVED, ON_CPU = moving.settled, moving.least_saved, blocks.on_cpu
+MOST_JOINED = reading.MOST_JOINED
 CUTS = st.lists(st.floats(0, 1), min_size=1, max_size=3)
 
 
@@ -43,6 +44,7 @@ class SharingBatches(Batches):
         moving.settled = anywhere(seed)  # type: ignore[assignment]
         moving.least_saved = lambda: seed % 30
         blocks.on_cpu = lambda: seed % 2 == 0  # partial results as on a CPU or as on a GPU
+        reading.MOST_JOINED = seed % 3 * 8  # queries of several segments at once, or one after the other
         super().begin(kind, 1, seed, period)
         first = self.batches[0]
         self._feed(first, tokens, [tokens])
@@ -90,6 +92,7 @@ class SharingBatches(Batches):
 
     def teardown(self) -> None:
         moving.settled, moving.least_saved, blocks.on_cpu = RULE, LEAST_SAVED, ON_CPU
+        reading.MOST_JOINED = MOST_JOINED
         super().teardown()
 
 

@@ -14,9 +14,10 @@ from tiny_models import VOCAB, make_model
 from mlx_kv import CachePolicy, KVCache, PromptMemory, PromptReader, batch_generate, make_prompt_cache
 from mlx_kv.cache.layout import NO_LIMIT
 from mlx_kv.cache.segments import SegmentedCache, moving
+from mlx_kv.generation.admission import PendingRow
 from mlx_kv.generation.engine import Engine, make_engine
 from mlx_kv.generation.sequence import TokenSequence
-from mlx_kv.generation.shared_prefixes import Beginnings, prompt_text
+from mlx_kv.generation.shared_prefixes import MIN_SHARED, Beginnings, prompt_text
 from mlx_kv.mlxlm.traverse import leaves
 from mlx_kv.server.memory import occupancy_of
 
@@ -299,3 +300,9 @@ def test_from_where_prompts_continue() -> None:
         return beginnings.common(*pair)
 
     assert (common(9, 28), common(9, 29), common(29, 9)) == (300, 256, 256)
+    row = PendingRow(TokenSequence(0, SHARED, 1), [])
+    row.sequence.text = prompt_text(row.sequence, 0)
+    for same, stop in ((100, 100), (MIN_SHARED - 1, NO_LIMIT)):  # for few tokens, no prompt is read in two passes
+        heir = TokenSequence(1, [*SHARED[:same], 1, 2], 1)
+        heir.text = prompt_text(heir, 0)
+        assert beginnings.stop(row, [heir]) == stop

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mlx_kv.cache.attention.answers import Operands, PackedAnswer, ResidualAnswer
-from mlx_kv.cache.attention.blocks import Partial, attend, attend_partly, merged
+from mlx_kv.cache.attention.blocks import Partial, attend, attend_partly, combined, merged
 from mlx_kv.cache.attention.operands import Dense, Joined, Operand, Packed, operand_of
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "ResidualAnswer",
     "attend",
     "attend_partly",
+    "combined",
     "merged",
     "operand_of",
 ]

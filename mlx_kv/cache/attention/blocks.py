@@ -27,6 +27,18 @@ ROUNDS = 12582912.0  # 1.5 * 2^23: floats of this size are whole numbers
 EXPONENT_OF_1 = 127 << 23
 # (e^r - 1 - r) / r^2, the highest power first.
 SERIES = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
+# 2^r, the highest power first, for |r| <= 1/2.
+SERIES_OF_2 = (
+    1.5345811589e-4,
+    1.3399931216e-3,
+    9.6184889586e-3,
+    5.5503287770e-2,
+    2.4022646891e-1,
+    6.9314720574e-1,
+    1.0000000006,
+)
+LEAST_POWER = -127.0  # the exponent of 0
+STRIPES = 16  # of slots, whose maxima are taken side by side
 MIN_POWER = -126.0  # 2^y below is not a normal number: 0
 MAX_X = 88.0  # e^x above is not a finite float
 
@@ -103,8 +115,8 @@ def attend_partly(
         scores = keys.scores(own, seen).reshape(rows, heads, -1, last - first, seen)
         scores = _masked(scores.astype(mx.float32), mask, first, last)
         if on_cpu():
-            largest = scores.max(axis=-1, keepdims=True)
-            weights = exponential(scores - largest)
+            largest = _largest(scores)
+            weights = softmax_powers(scores, largest)
             total = weights @ mx.ones((seen, 1))  # thrice as fast as a sum
             level = largest + mx.log(total)
             mixed = values.mixed(weights.reshape(rows, heads, -1, seen).astype(queries.dtype), seen)
@@ -129,22 +141,27 @@ def merged(parts: Sequence[Partial], sinks: mx.array | None = None) -> mx.array:
         sinks: (Hq,) logits that take part in each softmax, and have no value.
     """
     logits = None if sinks is None else sinks.astype(mx.float32)[:, None, None]
-    return (_merged if on_cpu() else _merged_at_once)(list(parts), logits)
+    return (_combined if on_cpu() else _combined_at_once)(list(parts), logits).mixed
 
 
-def _merged(parts: list[Partial], logits: mx.array | None) -> mx.array:
-    level = parts[0].level
+def combined(parts: Sequence[Partial]) -> Partial:
+    """Attention over several parts of the tokens together."""
+    return parts[0] if len(parts) == 1 else _combined(list(parts), None)
+
+
+def _combined(parts: list[Partial], logits: mx.array | None) -> Partial:
+    largest = parts[0].level
     for part in parts[1:]:
-        level = mx.maximum(level, part.level)
-    level = level if logits is None else mx.maximum(level, logits)
-    mixed, total = mx.array(0.0), mx.array(0.0) if logits is None else _power(logits - level)
+        largest = mx.maximum(largest, part.level)
+    largest = largest if logits is None else mx.maximum(largest, logits)
+    mixed, total = mx.array(0.0), mx.array(0.0) if logits is None else _power(logits - largest)
     for part in parts:
-        weight = _power(part.level - level)
+        weight = _power(part.level - largest)
         mixed, total = mixed + part.mixed * weight, total + weight
-    return mixed / total
+    return Partial(mixed / total, largest + mx.log(total))
 
 
-_merged_at_once = mx.compile(_merged, shapeless=True)  # one kernel
+_combined_at_once = mx.compile(_combined, shapeless=True)  # one kernel
 
 
 def _power(x: mx.array) -> mx.array:
@@ -178,11 +195,39 @@ def _weights(scores: mx.array, sinks: mx.array | None) -> tuple[mx.array, mx.arr
             return mx.softmax(scores, axis=-1, precise=True), None
         all_scores = mx.concatenate([mx.broadcast_to(logits, (*scores.shape[:-1], 1)), scores], axis=-1)
         return mx.softmax(all_scores, axis=-1, precise=True)[..., 1:], None
-    largest = scores.max(axis=-1, keepdims=True)
+    largest = _largest(scores)
     largest = largest if logits is None else mx.maximum(largest, logits)
-    weights = exponential(scores - largest)
+    weights = softmax_powers(scores, largest)
     total = weights @ mx.ones((weights.shape[-1], 1))  # thrice as fast as a sum
-    return weights, total if logits is None else total + exponential(logits - largest)
+    return weights, total if logits is None else total + softmax_powers(logits, largest)
+
+
+def _largest(scores: mx.array) -> mx.array:
+    """The largest of scores (..., N), (..., 1). On a CPU, MLX is twice as fast along any axis but the last."""
+    slots = scores.shape[-1]
+    each = slots // STRIPES
+    if each < STRIPES:
+        return scores.max(axis=-1, keepdims=True)
+    main = scores if each * STRIPES == slots else scores[..., : each * STRIPES]
+    found = main.reshape(*scores.shape[:-1], STRIPES, each).max(axis=-2).max(axis=-1, keepdims=True)
+    return found if main is scores else mx.maximum(found, scores[..., each * STRIPES :].max(axis=-1, keepdims=True))
+
+
+@mx.compile
+def softmax_powers(scores: mx.array, largest: mx.array) -> mx.array:
+    """e^(scores - largest) of float32 scores <= largest, absolute error below 3e-7; below e^-87.7 exactly 0.
+
+    Two thirds of the operations of `exponential`: with y = x / ln 2, e^x = 2^n 2^(y - n), and a polynomial of degree 6
+    for 2^(y - n), relative error 2e-9 (least squares with weights that make the largest error least). The
+    rounding of y to 24 bits is a relative error of 6e-8 |x|, which is small where a power counts in a softmax.
+    """
+    y = mx.maximum((scores - largest) * LOG2_E, LEAST_POWER)
+    rounded = y + ROUNDS
+    rest = y - (rounded - ROUNDS)
+    power = mx.array(SERIES_OF_2[0], mx.float32)
+    for factor in SERIES_OF_2[1:]:
+        power = factor + rest * power
+    return power * ((rounded.view(mx.int32) << 23) + EXPONENT_OF_1).view(mx.float32)
 
 
 @mx.compile

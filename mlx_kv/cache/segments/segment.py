@@ -35,10 +35,9 @@ class Segment:
     def nbytes(self) -> int:
         return sum(buffer.nbytes for buffer in self.buffers)
 
-    @property
-    def operands(self) -> tuple[Operand, Operand]:
-        """Keys and values, (1, H, n, D)."""
-        keys, values = (operand_of(buffer.codec, buffer.planes, buffer.dtype) for buffer in self.buffers)
+    def operands(self, queries: int) -> tuple[Operand, Operand]:
+        """Keys and values, (1, H, n, D), for so many queries."""
+        keys, values = (operand_of(buffer.codec, buffer.planes, buffer.dtype, queries) for buffer in self.buffers)
         return keys, values
 
 
