@@ -13,9 +13,9 @@ keys and values: what attention takes does not depend on them.
 The physics. MLX's attention on a CPU multiplies queries and keys, hides what the mask hides, takes the softmax and
 multiplies with values. On an x86-64 CPU its exponential takes 17 to 20 ns a number, one number at a time; products of
 64 channels take 0.3 ns a number for two threads. So softmax is nine tenths of it, and with it of long prompts. Ours
-takes 1 to 3 ns for a power of a softmax, leaves out the half that a causal mask hides, and works in blocks of 1 MB of scores,
-since new memory costs a CPU more than arithmetic. The same exponential is in the activation of gated MLPs (silu), a
-third of what is left. Then it is mostly products of weights: the limit, which nothing here comes below.
+takes 1 to 3 ns for a power of a softmax, leaves out the half that a causal mask hides, and works in blocks of 1 MB of
+scores, since new memory costs a CPU more than arithmetic. A similar exponential is in the activation of gated MLPs
+(silu), a third of what is left. Then it is mostly products of weights: the limit, which nothing here comes below.
 
 Ratios are MLX / ours (both) of seconds: more than 1 is in our favour. The last line is one JSON object.
 """

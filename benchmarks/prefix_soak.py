@@ -1,6 +1,6 @@
 """500 requests over 20 prefixes, with clients that hang up and cancel: every answer is the one of its prompt alone.
 
-    python benchmarks/prefix_soak.py [--requests 500] [--clients 8]
+    python benchmarks/prefix_soak.py [--requests 500] [--clients 8] [--options "--kv-budget 500 --kv-margin 60"]
     python benchmarks/prefix_soak.py --requests 2000 --prefixes 40 --memory-limit 48000000 [--unlimited]
 
 `mlx-kv serve` runs as a process of its own with the bundled reference model, eight rows, and 64 MiB for processed
@@ -27,6 +27,7 @@ import contextlib
 import json
 import os
 import random
+import shlex
 import statistics
 import subprocess
 import sys
@@ -212,13 +213,15 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=500)
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--prefixes", type=int, default=20)
+    parser.add_argument("--options", default="", help="more options of the server, such as '--kv-budget 300'")
     parser.add_argument("--memory-limit", type=int, help="of the server, in bytes")
     parser.add_argument("--own-limit", type=int, default=2**34, help="MLX's own cache limit, in bytes")
     parser.add_argument("--unlimited", action="store_true", help="leave MLX's own cache limit")
     options = parser.parse_args()
     mixed = options.memory_limit is not None
     limit = ("--memory-limit", str(options.memory_limit)) if mixed else ()
-    serving = Sampled((*OPTIONS, *limit), options.own_limit, options.unlimited) if mixed else Serving(OPTIONS)
+    given = (*OPTIONS, *limit, *shlex.split(options.options))
+    serving = Sampled(given, options.own_limit, options.unlimited) if mixed else Serving(given)
     texts, started = prompts(options.prefixes, mixed), time.perf_counter()
     ends: dict[str, int] = {}
     most = 0.0
