@@ -153,7 +153,7 @@ class Planner:
         """Bytes that sequences do not hold because they share first tokens."""
         if shared == 0 or batch_size == 1 or context > self.shares_up_to(strategy.policy):
             return 0
-        return (batch_size - 1) * row.after(min(shared, context), slots=strategy.slots)
+        return (batch_size - 1) * min(shared, context) * row.bytes_per_slot  # each has records of its own
 
     def compare(
         self, strategies: Iterable[Strategy], contexts: Iterable[int], batch_size: int = 1, shared: int = 0

@@ -22,4 +22,11 @@ def test_shared_tokens_are_counted_once(command: Any) -> None:
     text = command("plan", "--model", "reference", "--batch-size", "16", "--shared-prefix", "4000").out
     assert "Up to 4,000 shared tokens are held once. With copies in each sequence: " in text
     text = command("plan", "--model", "reference", "--batch-size", "16", "--shared-prefix", "4000", *kept).out
+    assert "Up to 4,000 shared tokens are held once, until a sequence has more than 576 tokens." in text
+    short, few = (*kept, "--context", "500"), ("--shared-prefix", "400")  # nothing is evicted, and each has its records
+    whole, once = (planned(*each)["strategies"][-1]["bytes_held"][0] for each in (short, (*short, *few)))
+    assert whole - once == 15 * 400 * 4096
+    text = command(
+        "plan", "--model", "reference", "--batch-size", "16", "--shared-prefix", "4000", "--max-kv-size", "512"
+    ).out
     assert "The 4,000 shared tokens are held by each sequence" in text
