@@ -259,12 +259,12 @@ def test_a_draft_model_continues_from_the_same_tokens(noise: float) -> None:
 
 def test_prompts_that_evict_are_read_in_the_chunks_of_each_alone() -> None:
     """Else they would keep other tokens: what they share ends where a chunk does."""
-    model, policy = made("llama"), POLICIES["evicts in prompts"]
+    model, policy, chunk = made("llama"), POLICIES["evicts in prompts"], 110  # 300 tokens are two chunks and many more
 
     def kept(together: bool) -> dict[int, list[Any]]:
         held: dict[int, list[Any]] = {}
         for prompts in [list(enumerate(PROMPTS))] if together else [[pair] for pair in enumerate(PROMPTS)]:
-            engine = make_engine(model, set(), policy, 8, CHUNK, return_caches=True)
+            engine = make_engine(model, set(), policy, 8, chunk, return_caches=True)
             for index, prompt in prompts:
                 engine.submit(TokenSequence(index, list(prompt), 1))
             while engine.busy:
