@@ -22,7 +22,7 @@ from mlx_kv.cli.model import ModelOptions
 from mlx_kv.cli.options import LeadersFile, options
 from mlx_kv.cli.output import say
 from mlx_kv.cli.prompt import prefill_option
-from mlx_kv.cli.ranks import Machine, RankOptions, rank_options
+from mlx_kv.cli.ranks import Machine, on_each_rank
 from mlx_kv.generation.settings import SamplingSettings
 
 if TYPE_CHECKING:
@@ -102,8 +102,9 @@ JSONL = LeadersFile(exists=True, dir_okay=False, allow_dash=True)
 @prefill_option()
 @draft_options
 @auto_policy_options
-@rank_options
+@on_each_rank
 def batch(
+    machine: Machine,
     model: ModelOptions,
     prompts_file: str,
     output_file: str,
@@ -115,8 +116,7 @@ def batch(
     prefill_step_size: int | None,
     drafts: DraftOptions,
     policy: AutoPolicyOptions,
-    ranks: RankOptions,
-) -> None:
+) -> int:
     """Continue many prompts at once, from a file into a file.
 
     Each line of --prompts is {"prompt": a text or a list of token ids, "max_tokens": N, "id": a text or a number}. Only
@@ -125,7 +125,7 @@ def batch(
     """
     before_loading = policy.before_loading  # bad settings are refused before anything is loaded
 
-    def start(machine: Machine) -> Started:
+    def start() -> Started:
         """Loads the model and makes an engine; ranks but the first follow it to its end."""
         from mlx_kv.generation.engine import make_engine
         from mlx_kv.generation.statistics import SpeculationStatistics
@@ -156,24 +156,21 @@ def batch(
         "policy": answer_policy(before_loading) | policy.measured,
     }  # for the digest of an answer
     answer_settings |= answer_sampling(sampling)
-    ahead, code = (1 + BATCHES_AHEAD) * max_batch_size, 0
-    with ranks.joined(model) as machine:
-        if machine.leads:
-            check_files(prompts_file, output_file)
-            code = run_file(
-                partial(start, machine),
-                answer_settings,
-                prompts_file,
-                output_file,
-                overwrite,
-                ahead,
-                ignore_chat_template,
-                max_tokens,
-                sampling,
-            )
-        else:
-            start(machine)
-    sys.exit(code)
+    if not machine.leads:
+        start()
+        return 0
+    check_files(prompts_file, output_file)
+    return run_file(
+        start,
+        answer_settings,
+        prompts_file,
+        output_file,
+        overwrite,
+        (1 + BATCHES_AHEAD) * max_batch_size,
+        ignore_chat_template,
+        max_tokens,
+        sampling,
+    )
 
 
 @dataclass(frozen=True)

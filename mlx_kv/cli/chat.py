@@ -12,7 +12,7 @@ from mlx_kv.cli.model import ModelOptions
 from mlx_kv.cli.options import options
 from mlx_kv.cli.output import say
 from mlx_kv.cli.prompt import ChatOptions, max_tokens_option, prefill_option
-from mlx_kv.cli.ranks import Machine, RankOptions, rank_options
+from mlx_kv.cli.ranks import Machine, on_each_rank
 from mlx_kv.cli.typed_lines import on_terminal
 from mlx_kv.generation.settings import SamplingSettings
 
@@ -40,27 +40,8 @@ While it runs:
 @prefill_option()
 @draft_options
 @auto_policy_options
-@rank_options
+@on_each_rank
 def chat(
-    model: ModelOptions,
-    chat: ChatOptions,
-    max_tokens: int,
-    sampling: SamplingSettings,
-    prefill_step_size: int | None,
-    drafts: DraftOptions,
-    policy: AutoPolicyOptions,
-    ranks: RankOptions,
-) -> None:
-    """Chat with a model: answers stream to stdout, all else goes to stderr.
-
-    Each line is a question; three quotation marks begin and end one of several lines. Ctrl-C ends an answer, which
-    is kept as far as it came. Questions that are longer than the model's context are refused.
-    """
-    with ranks.joined(model) as machine:
-        converse(machine, model, chat, max_tokens, sampling, prefill_step_size, drafts, policy)
-
-
-def converse(
     machine: Machine,
     model: ModelOptions,
     chat: ChatOptions,
@@ -70,7 +51,11 @@ def converse(
     drafts: DraftOptions,
     policy: AutoPolicyOptions,
 ) -> None:
-    """Runs `chat` on each rank; the first reads questions and prints."""
+    """Chat with a model: answers stream to stdout, all else goes to stderr.
+
+    Each line is a question; three quotation marks begin and end one of several lines. Ctrl-C ends an answer, which
+    is kept as far as it came. Questions that are longer than the model's context are refused.
+    """
     _ = policy.before_loading  # bad settings are refused before anything is loaded
     on_screen = machine.leads and on_terminal()
     if on_screen:

@@ -23,7 +23,7 @@ from mlx_kv.cli.model import ModelOptions
 from mlx_kv.cli.options import EXISTING_FILE, given_options, options
 from mlx_kv.cli.output import human_bytes, prefill_bar, tokens_line
 from mlx_kv.cli.prompt import ChatOptions, PromptOptions, max_tokens_option, note_context, prefill_option
-from mlx_kv.cli.ranks import Machine, RankOptions, rank_options
+from mlx_kv.cli.ranks import Machine, on_each_rank
 from mlx_kv.generation.settings import SamplingSettings
 
 EXAMPLES = """
@@ -81,7 +81,6 @@ def check_cache_file(draft_model: str | None) -> None:
 @draft_options
 @options(FormatOptions, "answer_format")
 @auto_policy_options
-@rank_options
 @option(
     "--verbose",
     type=bool,
@@ -96,47 +95,8 @@ def check_cache_file(draft_model: str | None) -> None:
     summary="Print one JSON object.",
     help="Print one JSON object instead of streaming.",
 )
+@on_each_rank
 def generate(
-    model: ModelOptions,
-    prompt: PromptOptions,
-    prompt_cache_file: Path | None,
-    ignore_chat_template: bool,
-    chat: ChatOptions,
-    max_tokens: int,
-    sampling: SamplingSettings,
-    prefill_step_size: int | None,
-    drafts: DraftOptions,
-    answer_format: FormatOptions,
-    policy: AutoPolicyOptions,
-    ranks: RankOptions,
-    verbose: bool,
-    as_json: bool,
-) -> None:
-    """Continue a prompt: text streams to stdout, statistics follow on stderr.
-
-    The prompt is --prompt, the content of --prompt-file, or stdin for a lone -. With --prompt-cache-file it follows
-    the prompt in that file.
-    """
-    with ranks.joined(model) as machine:
-        continue_prompt(
-            machine,
-            model,
-            prompt,
-            prompt_cache_file,
-            ignore_chat_template,
-            chat,
-            max_tokens,
-            sampling,
-            prefill_step_size,
-            drafts,
-            answer_format,
-            policy,
-            verbose,
-            as_json,
-        )
-
-
-def continue_prompt(
     machine: Machine,
     model: ModelOptions,
     prompt: PromptOptions,
@@ -152,7 +112,11 @@ def continue_prompt(
     verbose: bool,
     as_json: bool,
 ) -> None:
-    """Runs `generate` on each rank; the first reads the prompt and prints."""
+    """Continue a prompt: text streams to stdout, statistics follow on stderr.
+
+    The prompt is --prompt, the content of --prompt-file, or stdin for a lone -. With --prompt-cache-file it follows
+    the prompt in that file.
+    """
     if prompt_cache_file is not None:
         check_cache_file(drafts.draft_model)
         if machine.group is not None:

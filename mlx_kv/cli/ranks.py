@@ -6,6 +6,7 @@ The first rank reads prompts and prints; the others print nothing. MLX is not im
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 import threading
@@ -243,6 +244,23 @@ def split_options(group: type = SplitOptions, parameter: str = "split") -> Calla
 def rank_options(function: Command) -> Command:
     """The options of commands that run on several ranks: they receive `ranks`, a `RankOptions`."""
     return split_options(RankOptions, "ranks")(function)
+
+
+def on_each_rank(function: Callable[..., int | None]) -> Command:
+    """Adds the options of several machines to a command, which runs on each rank and receives `machine`.
+
+    This is the innermost decorator of a command that has a `model`. With an exit code that it returns, the process ends
+    once the ranks are closed.
+    """
+
+    @functools.wraps(function)
+    def command(*, model: ModelOptions, ranks: RankOptions, **values: Any) -> None:
+        with ranks.joined(model) as machine:
+            code = function(machine=machine, model=model, **values)
+        if code is not None:
+            sys.exit(code)
+
+    return rank_options(command)
 
 
 def read_secret(path: Path) -> bytes:
