@@ -6,7 +6,7 @@ A boolean is not a number, a number is not a string, and null is the same as a f
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from itertools import takewhile
 from typing import Annotated, Any, ClassVar, Self
 
@@ -201,23 +201,3 @@ def unsupported(*accepted: Any) -> BeforeValidator:
         return value
 
     return BeforeValidator(check)
-
-
-def joined_text(kinds: Collection[str]) -> BeforeValidator:
-    """Text, or a list of parts with text of these types, as one text."""
-
-    def join(value: Any) -> str:
-        parts = [{"type": next(iter(kinds)), "text": value}] if isinstance(value, str) else value
-        if not isinstance(parts, list):
-            raise FieldError(f"is a JSON {json_kind(value)}: send a text, or a list of parts")
-        texts = []
-        for index, part in enumerate(parts):
-            # A type that is an array or an object is in no set.
-            kind = str(part.get("type")) if isinstance(part, dict) else ""
-            text = part.get("refusal" if kind == "refusal" and "refusal" in part else "text") if kind in kinds else None
-            if not isinstance(text, str):
-                raise FieldError("is not text: only text is supported", f"[{index}]")
-            texts.append(unicode_text(text))
-        return "".join(texts)
-
-    return BeforeValidator(join)

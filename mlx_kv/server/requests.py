@@ -18,9 +18,10 @@ from mlx_kv.generation.grammar.constraint import Constraint
 from mlx_kv.generation.sampling import derived_seed
 from mlx_kv.generation.settings import LEAST_PENALTY, SamplingSettings
 from mlx_kv.server.cache_requests import AS_SERVED, AllowedCache, CacheRequest
+from mlx_kv.server.chat import Messages, Tool
 from mlx_kv.server.errors import ApiError
 from mlx_kv.server.fields import FieldError, NonEmptyText, OneOrMore, UnknownFields, unsupported
-from mlx_kv.server.structured_output import ConstraintField, ConstraintFields, Tool, ToolChoice
+from mlx_kv.server.structured_output import ConstraintField, ConstraintFields, ToolChoice
 from mlx_kv.settings import settings_of
 
 MAX_STOPS = 16
@@ -28,7 +29,6 @@ MAX_TOKENS = 1 << 24
 MAX_BIASES, MAX_BIAS = 1024, 100.0
 MAX_TOP_LOGPROBS = 20
 Prompt = str | list[int]
-Messages = list[dict[str, Any]]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 StopList = Annotated[
     list[NonEmptyText],

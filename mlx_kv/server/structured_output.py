@@ -9,11 +9,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Annotated, Any, NamedTuple, Required
+from typing import Annotated, Any, NamedTuple
 
 from mlx_lm.tool_parsers import json_tools
 from pydantic import AfterValidator, Field, PlainValidator
-from typing_extensions import TypedDict
 
 from mlx_kv.files.decoding import read_json
 from mlx_kv.generation.grammar.compiled import Grammar, GrammarCompiler
@@ -30,6 +29,7 @@ from mlx_kv.generation.grammar.constraint import (
     regex,
 )
 from mlx_kv.generation.grammar.processor import GrammarProcessor, LeadIn
+from mlx_kv.server.chat import Tool
 from mlx_kv.server.errors import ApiError, without_panic
 from mlx_kv.server.fields import Body, FieldError, NonEmptyText, Text, UnknownFields, json_kind
 
@@ -132,22 +132,6 @@ class ConstraintFields(Body):
 
 
 # --- calls of tools ---------------------------------------------------------------------------------------------------
-
-
-class ToolFunction(TypedDict, total=False):
-    """A function that a model may call."""
-
-    name: Required[NonEmptyText]
-    description: Any
-    parameters: Any
-    strict: Any
-
-
-class Tool(TypedDict, total=False):
-    """A tool of a chat."""
-
-    type: Any
-    function: Required[ToolFunction]
 
 
 class ToolChoice(NamedTuple):

@@ -12,7 +12,7 @@ from serving import SOURCE, Running
 from mlx_kv.generation.stop_strings import StopStrings
 from mlx_kv.server.access import ApiKeys
 from mlx_kv.server.answers import Delta
-from mlx_kv.server.dialects.blocks import Blocks, Event, Kind
+from mlx_kv.server.chat import Blocks, Call, Event, Reasoning, Text
 from mlx_kv.server.dialects.messages import messages
 from mlx_kv.server.fields import UnknownFields
 from mlx_kv.server.job import Job
@@ -209,7 +209,7 @@ def test_blocks_are_parts_in_their_order() -> None:
         seen += [(what, block.index, text) for what, block, text in blocks.add(delta)]
     seen += [(what, block.index, text) for what, block, text in blocks.finish()]
     assert [(block.kind, block.text) for block in blocks.all] == [
-        (Kind.REASONING, "ab"), (Kind.TEXT, "\n\nc\n"), (Kind.CALL, "{}"), (Kind.CALL, "{}")
+        (Reasoning, "ab"), (Text, "\n\nc\n"), (Call, "{}"), (Call, "{}")
     ]  # fmt: skip
     for index in range(4):
         mine = [what for what, at, _ in seen if at == index]

@@ -4,5 +4,4 @@ completions.py                   OpenAI's completions and chat completions
 responses.py, response_writer.py OpenAI's responses, and the conversations that they continue
 messages.py                      Anthropic's messages
 ollama.py                        Ollama's chats and completions, and its lists of models
-blocks.py                        an answer as a sequence of blocks: reasoning, text, calls
 """

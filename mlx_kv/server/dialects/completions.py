@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 import uuid
 from collections import Counter
@@ -15,6 +14,7 @@ from typing_extensions import TypedDict
 
 from mlx_kv.generation.grammar.constraint import Constraint
 from mlx_kv.server.answers import Choice, Delta, TokenText, Usage
+from mlx_kv.server.chat import Messages, Tool, check_arguments, check_role, read_parts
 from mlx_kv.server.errors import ApiError
 from mlx_kv.server.fields import Body, FieldError, Text, Unchanged, json_kind, unicode_text, unsupported
 from mlx_kv.server.handler import ParsedRequest
@@ -25,20 +25,17 @@ from mlx_kv.server.requests import (
     CompletionRequest,
     Effort,
     GenerationBody,
-    Messages,
     RequestRules,
     TokenLimit,
 )
 from mlx_kv.server.structured_output import (
     ConstraintField,
-    Tool,
     ToolChoice,
     parse_response_format,
     parse_tool_choice,
 )
 
 MAX_PROMPTS, MAX_ANSWERS = 1024, 128
-ROLES = ("assistant", "developer", "function", "system", "tool", "user")
 # Fields of an assistant's message that may take the place of its content.
 INSTEAD = ("reasoning", "reasoning_content", "tool_calls")
 
@@ -109,21 +106,6 @@ class CompletionBody(OpenAIFields):
         return self.add_openai_fields(request)
 
 
-def check_arguments(value: Any) -> Any:
-    """Checks arguments of a call: an object, or JSON of one."""
-    if value is None:
-        raise FieldError('is missing: send them as a JSON object in a string, "{}" if there are none')
-    parsed = value
-    if isinstance(value, str):
-        try:
-            parsed = json.loads(value or "{}")  # some clients send an empty string where there are no arguments
-        except (ValueError, RecursionError) as error:
-            raise FieldError(f"is not JSON: {error}"[:300]) from None
-    if not isinstance(parsed, dict):
-        raise FieldError(f"is a JSON {json_kind(parsed)}: send an object")
-    return value
-
-
 class CalledFunction(TypedDict):
     """The function of a call, and its arguments."""
 
@@ -153,14 +135,6 @@ class Message(TypedDict, total=False):
     )
 
 
-def check_role(role: Any) -> None:
-    """Checks the role of a message."""
-    if not isinstance(role, str):
-        raise FieldError("has no role: send one")
-    if role not in ROLES:
-        raise FieldError(f"is {role[:80]!r}: send one of {', '.join(ROLES)}", ".role")
-
-
 def _check_message(message: Message) -> Message:
     role, content = message.get("role"), message.get("content")
     check_role(role)
@@ -169,10 +143,7 @@ def _check_message(message: Message) -> Message:
             raise FieldError("is missing: send a text", ".content")
         content = ""
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
-    for part in parts:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise FieldError("has a content that is not text: only text is supported")
-        unicode_text(part["text"])
+    read_parts(parts, refusal="has a content that is not text: only text is supported", located=False)
     return message
 
 

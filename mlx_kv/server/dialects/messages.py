@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import uuid
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, ClassVar, Literal
@@ -10,10 +9,11 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Discriminator, Field, PlainValidator, Tag, model_validator
 
 from mlx_kv.generation.grammar.constraint import Constraint
+from mlx_kv.server import chat
 from mlx_kv.server.answers import Choice, Delta, Usage
-from mlx_kv.server.dialects.blocks import Block, Blocks, Change, Event, Kind
+from mlx_kv.server.chat import Block, Blocks, Change, Event
 from mlx_kv.server.errors import ApiError, anthropic_error
-from mlx_kv.server.fields import TAG, Body, FieldError, NonEmptyText, Text, joined_text
+from mlx_kv.server.fields import TAG, Body, FieldError, NonEmptyText, Text
 from mlx_kv.server.handler import ParsedRequest
 from mlx_kv.server.json_http import EVENT_STREAM, event
 from mlx_kv.server.requests import (
@@ -21,12 +21,11 @@ from mlx_kv.server.requests import (
     ChatFields,
     CompletionRequest,
     Effort,
-    Messages,
     RequestRules,
     StopList,
     TokenLimit,
 )
-from mlx_kv.server.structured_output import ConstraintField, Tool, ToolChoice, parse_response_format
+from mlx_kv.server.structured_output import ConstraintField, ToolChoice, parse_response_format
 
 REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 BLOCKS = {  # by the role of the message
@@ -43,15 +42,24 @@ class TextBlock(Body):
 
     text: Text
 
+    def part(self) -> chat.Part:
+        return chat.Text(self.text)
+
 
 class ThinkingBlock(Body):
     """Reasoning of the assistant."""
 
     thinking: Text
 
+    def part(self) -> chat.Part:
+        return chat.Reasoning(self.thinking)
+
 
 class RedactedBlock(Body):
     """Encrypted reasoning of another model, which is ignored."""
+
+    def part(self) -> chat.Part:
+        return chat.Text("")
 
 
 class ToolUseBlock(Body):
@@ -61,23 +69,19 @@ class ToolUseBlock(Body):
     name: Text
     input: dict[str, Any]
 
-    def chat_call(self) -> dict[str, Any]:
-        """This call in a message of a chat."""
-        function = {"name": self.name, "arguments": json.dumps(self.input, ensure_ascii=False)}
-        return {"id": self.id, "type": "function", "function": function}
+    def part(self) -> chat.Part:
+        return chat.Call.of(self.id, self.name, self.input)
 
 
 class ToolResultBlock(Body):
     """The result of a call."""
 
     tool_use_id: Text
-    content: Annotated[str, joined_text(("text",))] = ""
+    content: Annotated[str, chat.joined_text()] = ""
     is_error: bool = False
 
-    def chat_message(self) -> dict[str, Any]:
-        """This result as a message of a chat."""
-        text = f"error: {self.content}" if self.is_error else self.content
-        return {"role": "tool", "tool_call_id": self.tool_use_id, "content": text}
+    def part(self) -> chat.Part:
+        return chat.Result(self.tool_use_id, f"error: {self.content}" if self.is_error else self.content)
 
 
 MessageBlock = Annotated[
@@ -117,18 +121,9 @@ class Message(Body):
                 )
         return value
 
-    def chat_messages(self) -> Messages:
-        """The messages of a chat with this content: there, results of tools are messages of their own."""
-        content = "".join(block.text for block in self.content if isinstance(block, TextBlock))
-        reasoning = "".join(block.thinking for block in self.content if isinstance(block, ThinkingBlock))
-        calls = [block.chat_call() for block in self.content if isinstance(block, ToolUseBlock)]
-        results = [block.chat_message() for block in self.content if isinstance(block, ToolResultBlock)]
-        if results and not content:
-            return results
-        message: dict[str, Any] = {"role": self.role, "content": content}
-        message |= {"reasoning": reasoning} if reasoning else {}
-        message |= {"tool_calls": calls} if calls else {}
-        return [*results, message]
+    def chat_message(self) -> chat.Message:
+        """This message in a chat."""
+        return chat.Message(self.role, [block.part() for block in self.content])
 
 
 # --- requests ---------------------------------------------------------------------------------------------------------
@@ -142,10 +137,9 @@ class FunctionTool(Body):
     description: str = ""
     strict: bool | None = None
 
-    def chat_tool(self) -> Tool:
+    def chat_tool(self) -> chat.Tool:
         """This tool in a chat."""
-        function: Any = {"name": self.name, "description": self.description, "parameters": self.input_schema}
-        return {"type": "function", "function": function | ({} if self.strict is None else {"strict": self.strict})}
+        return chat.tool(self.name, self.description, self.input_schema, self.strict)
 
 
 class Choose(Body):
@@ -191,7 +185,7 @@ class CountBody(ChatFields):
     }
     max_tokens: TokenLimit = None
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
-    system: Annotated[str, joined_text(("text",))] = ""
+    system: Annotated[str, chat.joined_text()] = ""
     temperature: float | None = Field(None, ge=0, le=1)
     stop_sequences: StopList = Field(default_factory=list)
     tools: list[FunctionTool] = Field(default_factory=list, fail_fast=True)
@@ -203,13 +197,12 @@ class CountBody(ChatFields):
         """The chat of this body."""
         if {"stop", "stop_sequences"} <= self.model_fields_set:
             raise ApiError(400, "stop and stop_sequences both end an answer: send one", "stop")
-        messages = [{"role": "system", "content": self.system}] if self.system else []
-        for message in self.messages:
-            messages += message.chat_messages()
+        system = [chat.Message("system", [chat.Text(self.system)])] if self.system else []
+        messages = chat.as_chat([*system, *(message.chat_message() for message in self.messages)])
         thinks = self.enable_thinking if self.thinking.type == "adaptive" else self.thinking.type == "enabled"
         continues = self.messages[-1].role == "assistant" and not messages[-1].get("tool_calls")
-        chat = self.model_copy(update={"enable_thinking": thinks, "continue_final_message": continues})
-        request = chat.chat_request(
+        body = self.model_copy(update={"enable_thinking": thinks, "continue_final_message": continues})
+        request = body.chat_request(
             rules,
             messages,
             [tool.chat_tool() for tool in self.tools],
@@ -295,24 +288,20 @@ def _change(what: Event, block: Block, text: str) -> bytes:
     if what is Event.ENDS:
         return _event({"type": "content_block_stop", **at})
     kind, name = {
-        Kind.TEXT: ("text_delta", "text"),
-        Kind.REASONING: ("thinking_delta", "thinking"),
-        Kind.CALL: ("input_json_delta", "partial_json"),
+        chat.Text: ("text_delta", "text"),
+        chat.Reasoning: ("thinking_delta", "thinking"),
+        chat.Call: ("input_json_delta", "partial_json"),
     }[block.kind]
     return _event({"type": "content_block_delta", **at, "delta": {"type": kind, name: text}})
 
 
 def _block(block: Block, text: str) -> dict[str, Any]:
     """A block with a text; a call with its arguments, parsed from the text."""
-    if block.kind is Kind.TEXT:
+    if block.kind is chat.Text:
         return {"type": "text", "text": text}
-    if block.kind is Kind.REASONING:
+    if block.kind is chat.Reasoning:
         return {"type": "thinking", "thinking": text, "signature": ""}
-    arguments = json.loads(text or "{}")
-    return {
-        "type": "tool_use", "id": block.call_id, "name": block.name,
-        "input": arguments if isinstance(arguments, dict) else {"arguments": arguments},
-    }  # fmt: skip
+    return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": chat.arguments_object(text)}
 
 
 def _end(choice: Choice) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -13,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mlx_kv.mlxlm.loading import number_of_weights, weight_bytes
+from mlx_kv.server import chat
 from mlx_kv.server.answers import Choice, Delta, Usage
 from mlx_kv.server.dialects.completions import ChatBody, CompletionBody, chat_logprob
 from mlx_kv.server.errors import ApiError
@@ -31,14 +31,14 @@ FAMILY = "general.architecture"
 # --- requests ---------------------------------------------------------------------------------------------------------
 
 
-def no_images(value: Any) -> Any:
-    """Refuses images."""
+def _no_images(value: Any) -> Any:
     if value:
-        raise FieldError("has images, and this server's model reads text alone: leave them out")
+        refusal = "has images, and this server's model reads text alone: leave them out"
+        chat.read_parts([{"type": "image"}], refusal=refusal, located=False)
     return value
 
 
-NoImages = Annotated[Any, AfterValidator(no_images)]
+NoImages = Annotated[Any, AfterValidator(_no_images)]
 
 
 class Options(Body):
@@ -129,12 +129,6 @@ class Call(Body):
     id: Text = ""
     function: CalledFunction
 
-    def chat_call(self, call_id: str) -> dict[str, Any]:
-        """This call in OpenAI's chats, with this id unless it has one."""
-        arguments = json.dumps(self.function.arguments, ensure_ascii=False)
-        function = {"name": self.function.name, "arguments": arguments}
-        return {"id": self.id or call_id, "type": "function", "function": function}
-
 
 class Message(Body):
     """A message of a chat."""
@@ -154,27 +148,27 @@ class OllamaChatBody(OllamaBody):
     messages: list[Message] = Field(default_factory=list, fail_fast=True)
     tools: Annotated[list[dict[str, Any]], Unchanged] = Field(default_factory=list)
 
-    def chat_messages(self) -> list[dict[str, Any]]:
+    def chat_messages(self) -> chat.Messages:
         """The messages as OpenAI's, in which calls and their results have ids."""
-        found: list[dict[str, Any]] = []
-        open_calls: list[tuple[str, str]] = []  # ids and names of calls without a result
+        messages: list[chat.Message] = []
+        open_calls: list[chat.Call] = []  # without a result
         for place, message in enumerate(self.messages):
-            one: dict[str, Any] = {"role": message.role, "content": message.content}
-            if message.thinking:
-                one["reasoning"] = message.thinking
-            if message.tool_calls:
-                calls = [each.chat_call(f"call_{place}_{n}") for n, each in enumerate(message.tool_calls)]
-                open_calls = [(call["id"], call["function"]["name"]) for call in calls]
-                one["tool_calls"] = calls
+            parts: list[chat.Part] = [chat.Reasoning(message.thinking), chat.Text(message.content)]
+            calls = [
+                chat.Call.of(call.id or f"call_{place}_{n}", call.function.name, call.function.arguments)
+                for n, call in enumerate(message.tool_calls)
+            ]
+            open_calls = list(calls) or open_calls
             if message.role == "tool":
                 call_id, name = message.tool_call_id, message.tool_name
-                first = next((call for call in open_calls if call_id in ("", call[0]) and name in ("", call[1])), None)
-                if first is not None:
-                    open_calls.remove(first)
-                    call_id, name = first
-                one |= {"tool_call_id": call_id or "call_0", "name": name}
-            found.append(one)
-        return found
+                for call in open_calls:
+                    if call_id in ("", call.call_id) and name in ("", call.name):
+                        open_calls.remove(call)
+                        call_id, name = call.call_id, call.name
+                        break
+                parts = [chat.Result(call_id or "call_0", message.content, name)]
+            messages.append(chat.Message(message.role, [*parts, *calls]))
+        return chat.as_chat(messages)
 
     def openai_body(self, unknown: UnknownFields) -> ChatBody:
         """This request as OpenAI's."""
@@ -284,7 +278,7 @@ class OllamaWriter:
         thinking = {"thinking": delta.reasoning} if delta.reasoning else {}
         if not self._chat:
             return common | {"response": delta.content} | thinking
-        calls = {"tool_calls": [_call(each) for each in delta.tool_calls]} if delta.tool_calls else {}
+        calls = {"tool_calls": [_call(call["function"]) for call in delta.tool_calls]} if delta.tool_calls else {}
         return common | {"message": {"role": "assistant", "content": delta.content} | thinking | calls}
 
     def _end(self, choice: Choice) -> dict[str, Any]:
@@ -306,11 +300,9 @@ def _line(data: dict[str, Any]) -> bytes:
     return json_bytes(data) + b"\n"
 
 
-def _call(call: dict[str, Any]) -> dict[str, Any]:
+def _call(function: dict[str, Any]) -> dict[str, Any]:
     """A call, with its arguments as an object."""
-    arguments = json.loads(call["function"]["arguments"] or "{}")
-    arguments = arguments if isinstance(arguments, dict) else {"arguments": arguments}
-    return {"function": {"name": call["function"]["name"], "arguments": arguments}}
+    return {"function": {"name": function["name"], "arguments": chat.arguments_object(function["arguments"])}}
 
 
 # --- models -----------------------------------------------------------------------------------------------------------

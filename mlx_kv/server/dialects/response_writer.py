@@ -10,8 +10,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mlx_kv.server import chat
 from mlx_kv.server.answers import Choice, Delta, Usage
-from mlx_kv.server.dialects.blocks import Block, Blocks, Change, Event, Kind
+from mlx_kv.server.chat import Block, Blocks, Change, Event
 from mlx_kv.server.dialects.completions import chat_logprob
 from mlx_kv.server.errors import ApiError
 from mlx_kv.server.json_http import EVENT_STREAM, event
@@ -36,7 +37,7 @@ ECHOED: dict[str, Any] = {
     "truncation": "disabled",
     "user": None,
 }
-PREFIXES = {Kind.REASONING: "rs", Kind.TEXT: "msg", Kind.CALL: "fc"}
+PREFIXES = {chat.Reasoning: "rs", chat.Text: "msg", chat.Call: "fc"}
 MAX_BYTES = 32 * 2**20  # of JSON
 
 
@@ -159,21 +160,9 @@ class ResponseWriter:
             "usage": _usage(Usage.of(choices)),
         }
         if self._conversations is not None:
-            self._conversations.keep(response, [*self._messages, self._message])
+            message = chat.Message("assistant", [block.part for block in self._blocks.all])
+            self._conversations.keep(response, [*self._messages, *message.as_chat()])
         return response
-
-    @property
-    def _message(self) -> dict[str, Any]:
-        """The answer as a message of the chat."""
-        blocks = self._blocks.all
-        message: dict[str, Any] = {"role": "assistant", "content": _texts(blocks, Kind.TEXT)}
-        calls = [
-            {"id": block.call_id, "type": "function", "function": {"name": block.name, "arguments": block.text}}
-            for block in blocks
-            if block.kind is Kind.CALL
-        ]
-        named = {"reasoning": _texts(blocks, Kind.REASONING), "tool_calls": calls}
-        return message | {name: value for name, value in named.items() if value}
 
     def _status(self, status: str) -> dict[str, Any]:
         empty: dict[str, Any] = {
@@ -189,12 +178,12 @@ class ResponseWriter:
         """An item with a text; without one it has no parts yet."""
         name = self._ids.setdefault(block.index, f"{PREFIXES[block.kind]}_{uuid.uuid4().hex}")
         item = {"id": name, "status": status}
-        if block.kind is Kind.CALL:
+        if block.kind is chat.Call:
             return item | {
                 "type": "function_call", "call_id": block.call_id, "name": block.name, "arguments": text or "",
             }  # fmt: skip
         content = [] if text is None else [self._part(block, text)]
-        if block.kind is Kind.REASONING:
+        if block.kind is chat.Reasoning:
             return item | {"type": "reasoning", "summary": [], "content": content}
         return item | {"type": "message", "role": "assistant", "content": content}
 
@@ -211,27 +200,27 @@ class ResponseWriter:
         at: dict[str, Any] = {"output_index": block.index}
         begun = self._item(block, "in_progress", None) if what is Event.BEGINS else {}
         of: dict[str, Any] = at | {"item_id": self._ids[block.index]}
-        if block.kind is not Kind.CALL:
+        if block.kind is not chat.Call:
             of["content_index"] = 0
         if what is Event.BEGINS:
             data = self._event("response.output_item.added", **at, item=begun)
-            if block.kind is not Kind.CALL:
+            if block.kind is not chat.Call:
                 data += self._event("response.content_part.added", **of, part=self._part(block, ""))
             return data
         if what is Event.GROWS:
-            logprobs: dict[str, Any] = {"logprobs": self._new_logprobs(block)} if block.kind is Kind.TEXT else {}
+            logprobs: dict[str, Any] = {"logprobs": self._new_logprobs(block)} if block.kind is chat.Text else {}
             return self._event(f"{_name(block)}.delta", **of, delta=text, **logprobs)
         self._statuses[block.index] = status = "incomplete" if self._cut else "completed"
-        if block.kind is Kind.CALL:
+        if block.kind is chat.Call:
             data = self._event(f"{_name(block)}.done", **of, name=block.name, arguments=block.text)
         else:
-            logprobs = {"logprobs": self._logprobs.get(block.index, [])} if block.kind is Kind.TEXT else {}
+            logprobs = {"logprobs": self._logprobs.get(block.index, [])} if block.kind is chat.Text else {}
             data = self._event(f"{_name(block)}.done", **of, text=block.text, **logprobs)
             data += self._event("response.content_part.done", **of, part=self._part(block, block.text))
         return data + self._event("response.output_item.done", **at, item=self._item(block, status, block.text))
 
     def _part(self, block: Block, text: str) -> dict[str, Any]:
-        if block.kind is Kind.REASONING:
+        if block.kind is chat.Reasoning:
             return {"type": "reasoning_text", "text": text}
         logprobs = self._logprobs.get(block.index, []) if text else []
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
@@ -243,12 +232,8 @@ class ResponseWriter:
 
 def _name(block: Block) -> str:
     """Of the events in which it grows."""
-    names = {Kind.CALL: "function_call_arguments", Kind.TEXT: "output_text", Kind.REASONING: "reasoning_text"}
+    names = {chat.Call: "function_call_arguments", chat.Text: "output_text", chat.Reasoning: "reasoning_text"}
     return f"response.{names[block.kind]}"
-
-
-def _texts(blocks: Sequence[Block], kind: Kind) -> str:
-    return "".join(block.text for block in blocks if block.kind is kind)
 
 
 def _usage(usage: Usage) -> dict[str, Any]:

@@ -7,14 +7,13 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, PlainValidator, Tag, model_validator
 
 from mlx_kv.generation.grammar.constraint import Constraint
-from mlx_kv.server.dialects.completions import check_arguments, check_role
+from mlx_kv.server import chat
 from mlx_kv.server.dialects.response_writer import Conversations, ResponseWriter
-from mlx_kv.server.fields import TAG, Body, FieldError, NonEmptyText, Text, joined_text, json_kind, unsupported
+from mlx_kv.server.fields import TAG, Body, FieldError, NonEmptyText, Text, json_kind, unsupported
 from mlx_kv.server.handler import ParsedRequest
-from mlx_kv.server.requests import ChatFields, CompletionRequest, Effort, Messages, RequestRules, TokenLimit
+from mlx_kv.server.requests import ChatFields, CompletionRequest, Effort, RequestRules, TokenLimit
 from mlx_kv.server.structured_output import (
     ConstraintField,
-    Tool,
     ToolChoice,
     parse_response_format,
     parse_tool_choice,
@@ -31,21 +30,17 @@ class MessageItem(Body):
     """What a user, the assistant or an operator has written."""
 
     role: Any = None
-    content: Annotated[str, joined_text(TEXTS)]
+    content: Annotated[str, chat.joined_text(TEXTS)]
 
-    def add_to(self, messages: Messages) -> None:
-        last = messages[-1] if messages else {}
-        if self.role == last.get("role") == "assistant" and "tool_calls" not in last:
-            last["content"] = f"{last['content']}{self.content}"
-        else:
-            messages.append({"role": self.role, "content": self.content})
+    def message(self) -> chat.Message:
+        return chat.Message(self.role, [chat.Text(self.content)])
 
 
 class ReasoningItem(Body):
     """What the assistant thought before its next message: in full, or a summary."""
 
-    content: Annotated[str, joined_text(REASONING_TEXTS)] = ""
-    summary: Annotated[str, joined_text(REASONING_TEXTS)] = ""
+    content: Annotated[str, chat.joined_text(REASONING_TEXTS)] = ""
+    summary: Annotated[str, chat.joined_text(REASONING_TEXTS)] = ""
 
     @model_validator(mode="before")
     @classmethod
@@ -53,8 +48,8 @@ class ReasoningItem(Body):
         name = "content" if value.get("content") else "summary"
         return {name: value.get(name) or ""}
 
-    def add_to(self, messages: Messages) -> None:
-        _assistant(messages)["reasoning"] = self.content or self.summary
+    def message(self) -> chat.Message:
+        return chat.Message("assistant", [chat.Reasoning(self.content or self.summary)])
 
 
 class CallItem(Body):
@@ -62,29 +57,20 @@ class CallItem(Body):
 
     call_id: Text
     name: Text
-    arguments: Annotated[Text, AfterValidator(check_arguments)]
+    arguments: Annotated[Text, AfterValidator(chat.check_arguments)]
 
-    def add_to(self, messages: Messages) -> None:
-        function = {"name": self.name, "arguments": self.arguments}
-        call = {"id": self.call_id, "type": "function", "function": function}
-        _assistant(messages).setdefault("tool_calls", []).append(call)
+    def message(self) -> chat.Message:
+        return chat.Message("assistant", [chat.Call(self.call_id, self.name, self.arguments)])
 
 
 class CallOutputItem(Body):
     """The result of a call."""
 
     call_id: Text
-    output: Annotated[str, joined_text(TEXTS)]
+    output: Annotated[str, chat.joined_text(TEXTS)]
 
-    def add_to(self, messages: Messages) -> None:
-        messages.append({"role": "tool", "tool_call_id": self.call_id, "content": self.output})
-
-
-def _assistant(messages: Messages) -> dict[str, Any]:
-    """The last message, if it is the assistant's, or a new one."""
-    if not messages or messages[-1]["role"] != "assistant":
-        messages.append({"role": "assistant", "content": ""})
-    return messages[-1]
+    def message(self) -> chat.Message:
+        return chat.Message("tool", [chat.Result(self.call_id, self.output)])
 
 
 def _kind(item: Any) -> str:
@@ -99,7 +85,7 @@ def _check_item(item: Any) -> Any:
         supported = "only messages, reasoning, function_call and function_call_output are supported"
         raise FieldError(f"is of the type {str(kind)[:80]!r}: {supported}")
     if kind == "message":
-        check_role(item.get("role"))
+        chat.check_role(item.get("role"))
     return item
 
 
@@ -124,10 +110,9 @@ class FunctionTool(Body):
     parameters: Any = None
     strict: Any = None
 
-    def chat_tool(self) -> Tool:
+    def chat_tool(self) -> chat.Tool:
         """This tool in a chat."""
-        function: Any = {name: value for name, value in self if value is not None and name != "type"}
-        return {"type": "function", "function": function}
+        return chat.tool(self.name, self.description, self.parameters, self.strict)
 
 
 class Reasoning(Body):
@@ -176,7 +161,7 @@ class ResponseBody(ChatFields):
     moderation: Annotated[Any, unsupported()] = None
     prompt: Annotated[Any, unsupported()] = None
 
-    def completion_request(self, rules: RequestRules, messages: Messages) -> CompletionRequest:
+    def completion_request(self, rules: RequestRules, messages: chat.Messages) -> CompletionRequest:
         """The chat of this body.
 
         Args:
@@ -217,9 +202,16 @@ class ResponsesDialect:
         return ParsedRequest(request, lambda model: ResponseWriter(echoed, messages, model, conversations))
 
 
-def as_messages(items: list[Item]) -> Messages:
-    """The messages of a chat that the items of an input are."""
-    messages: Messages = []
-    for item in items:
-        item.add_to(messages)
-    return messages
+def as_messages(items: list[Item]) -> chat.Messages:
+    """The messages of a chat that the items of an input are: neighbouring items of the assistant are one message."""
+    messages: list[chat.Message] = []
+    for message in (item.message() for item in items):
+        last, (part,) = messages[-1] if messages else message, message.parts
+        called = any(isinstance(each, chat.Call) for each in last.parts)
+        if last is message or not last.role == message.role == "assistant" or (called and isinstance(part, chat.Text)):
+            messages.append(message)
+            continue
+        if isinstance(part, chat.Reasoning):  # the last one counts
+            last.parts = [each for each in last.parts if not isinstance(each, chat.Reasoning)]
+        last.parts.append(part)
+    return chat.as_chat(messages)
