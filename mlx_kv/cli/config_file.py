@@ -20,7 +20,7 @@ from typing import Any
 import click
 
 from mlx_kv.cli.help import Option
-from mlx_kv.cli.options import EXISTING_FILE, Number, SettingOption
+from mlx_kv.cli.options import EXISTING_FILE, Number, SettingOption, check_removed
 from mlx_kv.settings import SettingError, check_setting, shown
 
 
@@ -61,6 +61,7 @@ def read_config_file(path: Path, ctx: click.Context) -> dict[str, Any]:
     for key, value in _entries(content):
         option = options.get(key.replace("_", "-"))
         if option is None or option.name is None:
+            check_removed(f"--{key.replace('_', '-')}", f"{path}: ")
             command = f"mlx-kv {ctx.info_name}"
             raise click.UsageError(f"{path}: {key} is not an option of {command}: see {command} --help")
         if option.name in found:

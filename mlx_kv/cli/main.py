@@ -14,7 +14,6 @@ import click
 from mlx_kv import __version__
 from mlx_kv.cli.batch import batch
 from mlx_kv.cli.cache import cache
-from mlx_kv.cli.cache_diff import cache_diff
 from mlx_kv.cli.calibrate import calibrate_command
 from mlx_kv.cli.chat import chat
 from mlx_kv.cli.completion import completion
@@ -23,7 +22,6 @@ from mlx_kv.cli.evaluate import evaluate_command
 from mlx_kv.cli.generate import generate
 from mlx_kv.cli.info import info
 from mlx_kv.cli.inspect import inspect_command
-from mlx_kv.cli.models import models_command
 from mlx_kv.cli.options import Commands
 from mlx_kv.cli.output import say
 from mlx_kv.cli.plan import plan
@@ -48,7 +46,6 @@ for each in (
     chat,
     batch,
     cache,
-    cache_diff,
     serve,
     plan,
     calibrate_command,
@@ -57,7 +54,6 @@ for each in (
 ):
     add_config_option(each)
     command.add_command(each)
-command.add_command(models_command)
 command.add_command(info)
 command.add_command(completion)
 

@@ -238,24 +238,44 @@ def given_options(group: type) -> dict[str, str]:
     }
 
 
+# Of earlier versions, with the way on.
+REMOVED_COMMANDS = {
+    "cache diff": "a server reports where a prompt differs from a cached one, in /memory and with --log-level INFO",
+    "models": "hf cache ls lists downloaded models, mlx-kv info the bundled ones, and mlx-kv plan --model MODEL tells "
+    "what their caches take",
+}
+REMOVED_OPTIONS: dict[str, str] = {}
+
+
 class Commands(click.Group):
     """A group of commands with errors of the library as usage errors that name options.
 
-    The name of a command may be two words.
+    Removed commands and options are errors that name the way on.
     """
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """The command that one or two arguments name."""
-        two_words = " ".join(args[:2])
-        return super().resolve_command(ctx, [two_words, *args[2:]] if two_words in self.commands else args)
+        """The command of the first argument."""
+        for name in (" ".join(args[:2]), args[0]):
+            if name in REMOVED_COMMANDS:
+                raise click.UsageError(f"mlx-kv {name} was removed in 0.4: {REMOVED_COMMANDS[name]}")
+        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> object:
         try:
             return super().invoke(ctx)
+        except click.NoSuchOption as error:
+            check_removed(error.option_name)
+            raise
         except ValueError as error:
             command = self.get_command(ctx, ctx.invoked_subcommand or "")
             if command is None:
                 raise
             raise click.UsageError(message_of(error, command)) from error
+
+
+def check_removed(option: str, where: str = "") -> None:
+    """Raises click.UsageError for an option of earlier versions, after the place where it is given."""
+    if option in REMOVED_OPTIONS:
+        raise click.UsageError(f"{where}{option} was removed in 0.4: {REMOVED_OPTIONS[option]}")
