@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -39,20 +39,14 @@ def sampling_options(function: Command) -> Command:
     return options(SamplingSettings, "sampling", section="Sampling", **SAMPLING_BOUNDS)(function)
 
 
-def _served(name: str, usual: str) -> Any:
+def _default_of(name: str) -> Any:
     """An option of the server for requests without a field of this setting, with the bounds of that field."""
     described = settings_of(SamplingSettings)[name]
     assert described.served is not None
-    return setting(
-        None,
-        option=described.options,
-        summary=described.summary,
-        metavar=described.metavar,
-        minimum=max(described.served[0], 0),
-        maximum=described.served[1],
-        default_text=f"the model's, else {usual}",
-        help=described.help,
-    )
+    low, high = described.served
+    default_text = f"the model's, else {described.default:g}"
+    option = replace(described, minimum=max(low, 0), maximum=high, default_text=default_text)
+    return field(default=None, metadata={"setting": option})
 
 
 @dataclass(frozen=True)
@@ -61,10 +55,10 @@ class SamplingDefaults:
 
     SECTION: ClassVar = "Sampling"
 
-    temperature: float | None = _served("temperature", "0")
-    top_p: float | None = _served("top_p", "1")
-    top_k: int | None = _served("top_k", "0")
-    min_p: float | None = _served("min_p", "0")
+    temperature: float | None = _default_of("temperature")
+    top_p: float | None = _default_of("top_p")
+    top_k: int | None = _default_of("top_k")
+    min_p: float | None = _default_of("min_p")
     generation_config: str = setting(
         "auto",
         option="--generation-config",

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, create_model
 
 from mlx_kv.generation.encoding import NOT_FOR_TEMPLATES
 from mlx_kv.generation.grammar.constraint import Constraint
@@ -35,9 +35,6 @@ StopList = Annotated[
     Field(max_length=MAX_STOPS, fail_fast=True, description=f"at most {MAX_STOPS} texts that are not empty"),
 ]
 TokenLimit = Annotated[int | None, Field(ge=1, le=MAX_TOKENS)]
-
-
-SAMPLING = tuple(settings_of(SamplingSettings))
 
 
 @dataclass
@@ -165,15 +162,23 @@ def _biases(given: dict[str, Any] | None) -> tuple[tuple[int, float], ...] | Non
     return tuple(pairs) or None
 
 
-def served(name: str) -> Any:
-    """A field with the bounds that a sampling setting has in requests."""
-    bounds = settings_of(SamplingSettings)[name].served
-    assert bounds is not None, name
-    return Field(default=None, ge=bounds[0], le=bounds[1])
+# A field for each sampling setting, with its bounds in requests.
+SAMPLING_FIELDS: dict[str, Any] = {
+    name: (described.kind | None, Field(default=None, ge=described.served[0], le=described.served[1]))
+    for name, described in settings_of(SamplingSettings).items()
+    if described.served is not None
+}
+_number, _bounds = SAMPLING_FIELDS["repetition_penalty"]
+SAMPLING_FIELDS["repetition_penalty"] = Annotated[_number, AfterValidator(_penalty)], _bounds
+SAMPLING_FIELDS["logit_bias"] = Annotated[dict[str, Any] | None, AfterValidator(_biases)], None
+if TYPE_CHECKING:
+    SamplingFields = ConstraintFields
+else:
+    SamplingFields = create_model("SamplingFields", __base__=ConstraintFields, **SAMPLING_FIELDS)
 
 
-class GenerationBody(ConstraintFields):
-    """The fields that all APIs share, most of them OpenAI's, mlx_lm.server's and llama-server's."""
+class GenerationBody(SamplingFields):
+    """The fields that all APIs share besides sampling: most are OpenAI's, mlx_lm.server's and llama-server's."""
 
     ignored: ClassVar[frozenset[str]] = frozenset(
         {
@@ -188,21 +193,6 @@ class GenerationBody(ConstraintFields):
     cache: CacheRequest = AS_SERVED
     adapters: Annotated[Any, unsupported()] = None
     suffix: Annotated[Any, unsupported("")] = None
-
-    temperature: float | None = served("temperature")
-    top_p: float | None = served("top_p")
-    top_k: int | None = served("top_k")
-    min_p: float | None = served("min_p")
-    xtc_probability: float | None = served("xtc_probability")
-    xtc_threshold: float | None = served("xtc_threshold")
-    repetition_penalty: Annotated[float | None, AfterValidator(_penalty)] = served("repetition_penalty")
-    repetition_context_size: int | None = served("repetition_context_size")
-    presence_penalty: float | None = served("presence_penalty")
-    presence_context_size: int | None = served("presence_context_size")
-    frequency_penalty: float | None = served("frequency_penalty")
-    frequency_context_size: int | None = served("frequency_context_size")
-    logit_bias: Annotated[dict[str, Any] | None, AfterValidator(_biases)] = None
-    seed: int | None = served("seed")
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
 
     def request(self, rules: RequestRules, response_format: ConstraintField | None = None) -> CompletionRequest:
@@ -215,11 +205,11 @@ class GenerationBody(ConstraintFields):
         if slot is not None and not -1 <= slot < rules.slots:
             wanted = f"send a whole number from 0 to {rules.slots - 1}, or -1 for any"
             raise ApiError(400, f"id_slot is not a slot of this server: {wanted}", "id_slot")
-        changes = {name: value for name in SAMPLING if (value := getattr(self, name)) is not None}
-        if self.top_k == -1:  # as some clients write "all"
+        changes = {name: value for name in SAMPLING_FIELDS if (value := getattr(self, name)) is not None}
+        if changes.get("top_k") == -1:  # as some clients write "all"
             changes["top_k"] = 0
-        if self.seed is not None:
-            changes["seed"] = self.seed % 2**64
+        if "seed" in changes:
+            changes["seed"] %= 2**64
         constraint = self.constraint_field(response_format)
         return CompletionRequest(
             model=self.model,

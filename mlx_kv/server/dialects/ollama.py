@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -24,7 +24,8 @@ from mlx_kv.server.requests import MAX_TOKENS, Limits, RequestRules
 from mlx_kv.server.worker import Worker
 
 VERSION = "0.13.0"  # of Ollama, of which this is the API: clients check for a minimum
-SAME = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "seed", "stop")
+# Options that are fields of OpenAI's API or of mlx_lm.server by the same name.
+SAME = {"temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "seed", "stop"}
 FAMILY = "general.architecture"
 
 
@@ -44,28 +45,22 @@ NoImages = Annotated[Any, AfterValidator(_no_images)]
 class Options(Body):
     """The field `options`. Those of loading a model and of samplers that are not here have no effect."""
 
+    model_config = ConfigDict(extra="allow")
     ignored: ClassVar[frozenset[str]] = frozenset(
         {
+            *SAME,
             *("num_ctx", "num_batch", "num_gpu", "num_keep", "num_thread", "numa", "main_gpu", "low_vram", "f16_kv"),
             *("logits_all", "vocab_only", "use_mmap", "use_mlock", "embedding_only", "penalize_newline"),
             *("tfs_z", "typical_p", "mirostat", "mirostat_eta", "mirostat_tau"),
         }
     )
-    temperature: Any = None
-    top_p: Any = None
-    top_k: Any = None
-    min_p: Any = None
-    presence_penalty: Any = None
-    frequency_penalty: Any = None
-    seed: Any = None
-    stop: Any = None
     num_predict: int | None = Field(None, ge=-2, le=MAX_TOKENS)
     repeat_penalty: float | None = Field(None, ge=0, le=100)
     repeat_last_n: int | None = Field(None, ge=-1, le=MAX_TOKENS)
 
     def fields(self) -> dict[str, Any]:
         """These options as OpenAI's and mlx_lm.server's fields, which check the values of those with the same name."""
-        found = {name: value for name in SAME if (value := getattr(self, name)) is not None}
+        found = {name: value for name, value in (self.model_extra or {}).items() if name in SAME}
         if self.num_predict:
             found["max_tokens"] = self.num_predict if self.num_predict > 0 else MAX_TOKENS  # as the context allows
         if self.repeat_penalty is not None and self.repeat_last_n != 0:
