@@ -244,7 +244,9 @@ REMOVED_COMMANDS = {
     "models": "hf cache ls lists downloaded models, mlx-kv info the bundled ones, and mlx-kv plan --model MODEL tells "
     "what their caches take",
 }
-REMOVED_OPTIONS: dict[str, str] = {}
+REMOVED_OPTIONS: dict[str, str] = {
+    "--allow-cache": "a server has one cache policy: start one for each, with --kv-bits, --kv-budget and --kv-score",
+}
 
 
 class Commands(click.Group):

@@ -45,7 +45,6 @@ With the openai client:
 \b
 http://127.0.0.1:8080/ shows what is in memory, /metrics is for Prometheus.
 """
-MOST_POLICIES = 4  # engines at once, where requests may choose
 
 
 @command(epilog=EXAMPLES, short_help="Serve completions and chats to OpenAI clients.")
@@ -95,7 +94,6 @@ def serve_on(
     try:
         from mlx_kv.server.access import is_loopback
         from mlx_kv.server.api import HttpSettings, Limits
-        from mlx_kv.server.cache_requests import AllowedCache
         from mlx_kv.server.models import IdleUnload, Models, WorkerSettings
         from mlx_kv.server.run import WorkerError
         from mlx_kv.server.run import serve as serve_http
@@ -105,10 +103,6 @@ def serve_on(
             raise
         raise click.ClickException(f'{error.name} is not installed: pip install "mlx-kv[server]"') from error
     model.set_wired_limit()
-
-    allowed = AllowedCache.of(server.allow_cache)
-    if allowed.any and machine.group is not None:
-        raise click.UsageError("--allow-cache is for one machine: leave it out, or serve each policy by itself")
 
     def load() -> Models:
         network, tokenizer = machine.load()
@@ -150,7 +144,6 @@ def serve_on(
         server.prompt_memory_bytes,
         None if server.prompt_store is None else open_store,
         "device" if server.memory_limit is None else server.memory_limit,
-        MOST_POLICIES if allowed.any else 1,
     )
     worker = Worker(load, settings, machine.group, IdleUnload(server.unload_after, unload, model.lazy_load))
     if not machine.leads:
@@ -162,7 +155,6 @@ def serve_on(
         queue=server.max_queue,
         max_tokens=server.max_tokens,
         strict=server.strict,
-        cache=allowed,
         slot_folder=server.slot_save_path,
         template=server.chat_template_args or {},
     )

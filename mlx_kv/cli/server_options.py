@@ -171,13 +171,6 @@ class ServerSettings:
         metavar="JSON",
         help="Settings for the chat template, an object, unless a request sets them.",
     )
-    allow_cache: tuple[str, ...] = setting(
-        (),
-        option="--allow-cache",
-        multiple=True,
-        metavar="SETTING=VALUES",
-        help="Cache settings that requests may choose: budget=256-4096, bits=8,8/4 or score=key_diff; repeatable.",
-    )
 
     # --- memory ---
     memory_limit: int | None = setting(

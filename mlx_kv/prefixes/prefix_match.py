@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -18,10 +18,9 @@ CONTEXT_CHARACTERS = 40
 class Reason(StrEnum):
     """Why a prompt was not reused, or not as far as it could have been."""
 
-    NONE_KEPT = "none_kept"  # there are no cached prompts with this policy
+    NONE_KEPT = "none_kept"  # there are no cached prompts
     BELOW_64_TOKENS = "below_64_tokens"  # the prompt is too short to be cached
     DIFFERS = "differs"
-    OTHER_POLICY = "other_policy"
     EVICTED = "evicted"
     NOT_TRIMMABLE = "not_trimmable"  # the caches can't be trimmed back to the tokens in common
 
@@ -84,13 +83,8 @@ class PrefixMatch:
     difference: Difference | None = None
 
 
-def match_prefix(tokens: bytes, reused: int, memory: PromptMemory, others: Iterable[PromptMemory] = ()) -> PrefixMatch:
-    """Compares a packed prompt, of which some tokens are reused, with all cached prompts.
-
-    Args:
-        memory: with the same policy.
-        others: with other policies.
-    """
+def match_prefix(tokens: bytes, reused: int, memory: PromptMemory) -> PrefixMatch:
+    """Compares a packed prompt, of which some tokens are reused, with all cached prompts."""
     count = len(tokens) // 4
     if reused >= count - 1:
         return PrefixMatch(count, reused)
@@ -99,11 +93,8 @@ def match_prefix(tokens: bytes, reused: int, memory: PromptMemory, others: Itera
     found = memory.nearest(tokens)
     offered = reused if found is None else max(reused, found[1])
     evicted = memory.evicted.longest(tokens)
-    elsewhere = max((near[1] for other in others if (near := other.nearest(tokens))), default=0)
-    if max(evicted, elsewhere) >= offered + MIN_SHARED or (offered < MIN_SHARED <= max(evicted, elsewhere)):
-        is_evicted = evicted + MIN_SHARED > elsewhere  # `evicted` is rounded down
-        reason = Reason.EVICTED if is_evicted else Reason.OTHER_POLICY
-        return PrefixMatch(count, reused, reason, max(evicted, elsewhere))
+    if evicted >= offered + MIN_SHARED or offered < MIN_SHARED <= evicted:
+        return PrefixMatch(count, reused, Reason.EVICTED, evicted)
     if found is None:
         return PrefixMatch(count, reused, None if reused else Reason.NONE_KEPT)
     entry, common = found

@@ -10,7 +10,6 @@ HTTP, in the event loop:
     requests.py          the request that every API's bodies become, the fields that all of them share, limits
     fields.py            base of the pydantic models of bodies, their types and errors; unknown fields
     structured_output.py fields for structured output and tools, and their grammars
-    cache_requests.py    cache settings of requests, and which are allowed
     errors.py            error objects
     dialects/            APIs: OpenAI's completions, chat completions and responses, Anthropic's messages
     admission.py         how many requests are admitted; delivery of output to responses
@@ -21,7 +20,7 @@ HTTP, in the event loop:
 The worker, one thread that owns MLX, the models and the engines:
 
     worker.py            gives rows to jobs, and makes steps
-    policy_rows.py       for each cache policy an engine and its jobs
+    policy_rows.py       the engine and its jobs
     prefill.py           prompts before their row decodes
     tiered_prefixes.py   cached prefixes, in memory and in a store
     memory.py            memory of rows: planned, limited, held

@@ -21,7 +21,6 @@ from starlette.types import Message, Receive, Scope, Send
 from mlx_kv.cache.checks import token_ids
 from mlx_kv.generation.encoding import TemplateError, encode_messages, encode_prompt
 from mlx_kv.generation.stop_strings import StopStrings
-from mlx_kv.policy import CachePolicy
 from mlx_kv.server.access import JOBS
 from mlx_kv.server.admission import ENDPOINTS, AdmissionController
 from mlx_kv.server.answers import AnswerWriter, ChatOutputParser, Choice, Delta, TokenTexts
@@ -29,7 +28,6 @@ from mlx_kv.server.errors import ApiError, error_body, without_panic
 from mlx_kv.server.fields import UnknownFields
 from mlx_kv.server.job import Job
 from mlx_kv.server.json_http import JsonResponse, read_body
-from mlx_kv.server.memory import RowPlan
 from mlx_kv.server.models import ModelNames
 from mlx_kv.server.prefix_report import HEADER, prefix_header
 from mlx_kv.server.requests import CompletionRequest, Limits, Prompt, RequestRules
@@ -81,11 +79,10 @@ class RequestHandler:
         self._admission.admit(request.answers)
         try:
             prompts = await self._tokens(request)
-            policy, plan = await self._policy(request)
             grammar = await self._grammars.compile(request.constraint, request.constraint_field)
             choices: list[Choice] = []
             for place, tokens in enumerate(prompts):
-                max_tokens = self._max_tokens(request, tokens, plan)
+                max_tokens = self._max_tokens(request, tokens)
                 for number in range(request.n):
                     job = Job(
                         tokens,
@@ -93,7 +90,6 @@ class RequestHandler:
                         request.sampling_of(number),
                         request.top_logprobs,
                         StopStrings(request.stop_strings),
-                        policy,
                         request.cache.keep,
                         since=since,
                         slot=request.slot,
@@ -143,22 +139,7 @@ class RequestHandler:
         except ValueError as error:
             raise ApiError(400, str(error), "prompt") from None
 
-    async def _policy(self, request: CompletionRequest) -> tuple[CachePolicy, RowPlan]:
-        """The cache policy of a request, and the memory of a row with it."""
-        worker = self._worker
-        policy = self._limits.cache.policy(worker.policy, request.cache)
-        if policy == worker.policy:
-            return policy, worker.default_plan
-        try:
-            return policy, await asyncio.wrap_future(worker.call(lambda: worker.policies.plan(policy)))
-        except ApiError:
-            raise
-        except ValueError as error:
-            raise ApiError(400, f"cache: {error}", "cache") from error
-        except Exception as error:  # of the engine that is tried out, such as one without memory
-            raise ApiError(503, f"cache: it cannot be tried out: {type(error).__name__}: {error}"[:300]) from error
-
-    def _max_tokens(self, request: CompletionRequest, tokens: list[int], plan: RowPlan) -> int:
+    def _max_tokens(self, request: CompletionRequest, tokens: list[int]) -> int:
         """The maximum number of tokens of an answer. Raises ApiError for a prompt that does not fit."""
         param, context = "messages" if request.chat else "prompt", self._worker.context
         if not tokens:
@@ -173,7 +154,7 @@ class RequestHandler:
             )  # fmt: skip
         max_tokens = self._limits.max_tokens if request.max_tokens is None else request.max_tokens
         max_tokens = max_tokens if context is None else min(max_tokens, context - len(tokens))
-        if refusal := self._worker.limit.refusal(plan, len(tokens), max_tokens):
+        if refusal := self._worker.limit.refusal(self._worker.plan, len(tokens), max_tokens):
             raise ApiError(400, refusal, param, "memory_limit_exceeded")
         vocabulary = self._worker.vocabulary
         if request.sampling.logit_bias and (largest := max(request.sampling.biases)) >= vocabulary:

@@ -13,7 +13,6 @@ from mlx_kv.generation.sequence import BatchToken, TokenScore
 from mlx_kv.generation.settings import SamplingSettings
 from mlx_kv.generation.statistics import SpeculationStatistics
 from mlx_kv.generation.stop_strings import StopStrings
-from mlx_kv.policy import CachePolicy
 from mlx_kv.prefixes.index import packed
 from mlx_kv.server.memory import BatchOccupancy
 
@@ -30,7 +29,6 @@ class Job:
         tokens: of the prompt.
         sampling: without a seed, the thread's random numbers are used.
         top_logprobs: number of likeliest tokens reported with each token; None reports no log-probabilities.
-        policy: of the caches; None is the server's.
         keep: whether prompt and answer are added to the prefix cache.
         grammar: constrains the answer; None is unconstrained.
         slot: requested slot; None is any.
@@ -49,7 +47,6 @@ class Job:
     sampling: SamplingSettings = field(default_factory=SamplingSettings)
     top_logprobs: int | None = None
     stop_strings: StopStrings = field(default_factory=StopStrings)
-    policy: CachePolicy | None = None
     keep: bool = True
     grammar: GrammarProcessor | None = None
     number: int = field(default_factory=lambda: next(_numbers))
@@ -124,7 +121,6 @@ class Snapshot:
         active_memory, prompt_memory: bytes of all arrays, and of cached prefixes.
         speculation: statistics of drafts since the engine was made; None without drafts.
         planned: maximum bytes of the current rows.
-        policies: name and number of rows of each policy with an engine.
         freed_memory: bytes of freed buffers that MLX keeps for reuse, of this process.
     """
 
@@ -136,7 +132,6 @@ class Snapshot:
     prompt_memory: int = 0
     speculation: SpeculationStatistics | None = None
     planned: int = 0
-    policies: tuple[tuple[str, int], ...] = ()
     reading: tuple[Job, ...] = ()
     freed_memory: int = 0
 

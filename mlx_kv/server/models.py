@@ -54,14 +54,13 @@ class WorkerSettings:
     """Settings of a worker.
 
     Attributes:
-        policy: of the caches of requests that choose none.
+        policy: of the caches.
         max_batch_size, prefill_step_size: as in `make_engine`.
         max_wait: seconds that rows wait for their next token while prompts are read, `most_wait` of `make_engine`.
         drafting: of speculative decoding.
         prompt_memory_bytes: of cached prefixes in memory; 0 keeps none.
         open_store: opens the prompt store; None is without one.
         memory_limit: bytes of weights, rows and cached prefixes; "device" is what the device has, None is no limit.
-        max_policies: cache policies with an engine at a time.
     """
 
     policy: CachePolicy = field(default_factory=CachePolicy)
@@ -72,7 +71,6 @@ class WorkerSettings:
     prompt_memory_bytes: int = 2**30
     open_store: OpenStore | None = None
     memory_limit: int | Literal["device"] | None = None
-    max_policies: int = 1
 
     @property
     def keeps_prompts(self) -> bool:

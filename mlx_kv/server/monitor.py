@@ -183,8 +183,8 @@ class Monitor:
         self.prefixes = PrefixReports(self.metrics.prefix_shortfalls)
         self._updated, self._watched = 0.0, -WATCHED_SECONDS
         self._generated: deque[tuple[float, int]] = deque()  # (time, tokens)
-        # Of each engine that drafts: its statistics, and a copy of them as of the last update.
-        self._drafted: list[tuple[SpeculationStatistics, SpeculationStatistics]] = []
+        self._source: SpeculationStatistics | None = None  # of the engine
+        self._drafts: SpeculationStatistics | None = None  # a copy of them as of the last update
         self.snapshot, self.history = Snapshot(), TokenHistory(time.monotonic())
 
     def watch(self) -> Snapshot:
@@ -224,24 +224,22 @@ class Monitor:
 
     def update(
         self,
-        batches: Iterable[Batch],
+        decoding: Batch | tuple[()],
+        reading: Iterable[Batch],
         prompt_memory: int,
-        speculation: Sequence[SpeculationStatistics] = (),
+        speculation: SpeculationStatistics | None = None,
         ranks: TotalMemory = ALONE,
         planned: int = 0,
-        policies: Sequence[tuple[str, int]] = (),
-        reading: Iterable[Batch] = (),
     ) -> None:
         """Makes a snapshot.
 
         Args:
-            batches: of each engine with decoding rows.
+            decoding: the jobs that decode, and their caches.
+            reading: batches of jobs in prefill, as `decoding`.
             prompt_memory: bytes of cached prefixes; with several ranks, of the rank with most.
-            speculation: of each engine that drafts; the first is shown.
+            speculation: of the engine, if it drafts.
             ranks: adds up the memory of all ranks.
             planned: maximum bytes of the current rows.
-            policies: name and number of rows of each policy with an engine.
-            reading: rows in prefill, as `batches`.
         """
         self._updated = now = time.monotonic()
         while self._generated and now - self._generated[0][0] > RATE_SECONDS:
@@ -249,21 +247,20 @@ class Monitor:
         rate = 0.0
         if self._generated:
             rate = sum(tokens for _, tokens in self._generated) / max(1.0, now - self._generated[0][0])
-        decoding, occupancy = self._occupancy(batches)
+        jobs, occupancy = self._occupancy([decoding] if decoding else ())
         in_prefill, more = self._occupancy(reading)
         occupancy = occupancy.followed_by(more)
         totals: dict[str, Any] = {name: ranks.of_caches(getattr(occupancy, name)) for name in BYTES}
         self._count_drafted(speculation)
         self.snapshot = Snapshot(
             replace(occupancy, **totals),
-            tuple(decoding),
-            tuple(len(job.answer) for job in decoding),
+            tuple(jobs),
+            tuple(len(job.answer) for job in jobs),
             rate,
             ranks.active(),
             prompt_memory,
-            self._drafted[0][1] if self._drafted else None,
+            self._drafts,
             planned,
-            tuple(policies),
             tuple(in_prefill),
             mx.get_cache_memory(),
         )
@@ -279,13 +276,12 @@ class Monitor:
                 occupancy = occupancy.followed_by(rows)
         return jobs, occupancy
 
-    def _count_drafted(self, speculation: Iterable[SpeculationStatistics]) -> None:
+    def _count_drafted(self, speculation: SpeculationStatistics | None) -> None:
         """Counts drafts since the last update; copies the statistics, which change in the worker's thread."""
-        known, self._drafted = self._drafted, []
-        for current in speculation:
-            now = replace(current, caches=[])
-            counted = next((before for other, before in known if other is current), SpeculationStatistics())
-            self.metrics.drafted.inc(now.drafted - counted.drafted)
-            self.metrics.accepted.inc(now.accepted - counted.accepted)
-            self.metrics.draft_passes.inc(now.rounds - counted.rounds)
-            self._drafted.append((current, now))
+        before = self._drafts if speculation is self._source and self._drafts else SpeculationStatistics()
+        self._source, self._drafts = speculation, None
+        if speculation is not None:
+            self._drafts = now = replace(speculation, caches=[])
+            self.metrics.drafted.inc(now.drafted - before.drafted)
+            self.metrics.accepted.inc(now.accepted - before.accepted)
+            self.metrics.draft_passes.inc(now.rounds - before.rounds)

@@ -1,14 +1,13 @@
-"""Rows by cache policy: for each policy an engine, the prompts before it, and its cached prefixes.
+"""Rows: an engine, the prompts before it, its cached prefixes and the memory of its rows.
 
-Everything runs in the worker's thread. The engines share the weights.
+Everything runs in the worker's thread.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -17,7 +16,6 @@ from mlx_kv.communicator import Communicator
 from mlx_kv.generation.engine import Engine
 from mlx_kv.generation.sequence import BatchToken, TokenSequence
 from mlx_kv.generation.two_pass_prefill import Instructions
-from mlx_kv.mlxlm.observing import show_attention
 from mlx_kv.mlxlm.traverse import leaves
 from mlx_kv.policy import CachePolicy
 from mlx_kv.prefixes.prefix_match import match_prefix
@@ -25,16 +23,14 @@ from mlx_kv.prefixes.reader import PromptReader
 from mlx_kv.ranks.engine import LedEngine, lead
 from mlx_kv.ranks.group import RankGroup
 from mlx_kv.ranks.link import RanksError
-from mlx_kv.server.cache_requests import in_words
 from mlx_kv.server.job import Job, OutputChunk, output_of
-from mlx_kv.server.memory import RowPlan, plan_rows, with_shared
+from mlx_kv.server.memory import plan_rows, with_shared
 from mlx_kv.server.models import Models, WorkerSettings
 from mlx_kv.server.monitor import Monitor
 from mlx_kv.server.prefill import PrefillScheduler
-from mlx_kv.server.tiered_prefixes import PolicyPrefixes
+from mlx_kv.server.tiered_prefixes import TieredPrefixes
 
 ENGINE_TRIES, ENGINE_PAUSE = 3, 0.5  # attempts to restart an engine; seconds in between
-MAX_PLANS = 256  # policies with a remembered plan
 NO_MEMORY = ("unable to allocate", "attempting to allocate", "out of memory", "insufficient memory")
 log = logging.getLogger("mlx_kv.server")
 
@@ -42,7 +38,15 @@ log = logging.getLogger("mlx_kv.server")
 def policy_name(policy: CachePolicy) -> str:
     """A policy in words."""
     settings = [name for name in policy.changed() if name != "growth"]
-    return ", ".join(f"{name} {in_words(getattr(policy, name))}" for name in settings) or "all tokens as they are"
+    return ", ".join(f"{name} {_in_words(getattr(policy, name))}" for name in settings) or "all tokens as they are"
+
+
+def _in_words(setting: Any) -> str:
+    if isinstance(setting, tuple):
+        return "/".join(map(_in_words, setting))
+    if callable(getattr(setting, "encode", None)) and not isinstance(setting, str):  # a codec object
+        return f"{setting.name} {setting.packed.bits}" if setting.packed is not None else str(setting.name)
+    return "none" if setting is None else str(setting)
 
 
 def out_of_memory(error: Exception) -> bool:
@@ -51,35 +55,33 @@ def out_of_memory(error: Exception) -> bool:
     return isinstance(error, MemoryError) or any(words in message for words in NO_MEMORY)
 
 
-@dataclass(frozen=True)
-class RowContext:
-    """What the rows of all policies share.
+class PolicyRows:
+    """The jobs that have a row, from when they get one to their last token.
 
-    Attributes:
+    Args:
+        open_prefixes: opens the cached prefixes, given a function that returns the fingerprint of their caches.
         deliver: called with the output of each step.
         group: the ranks of which this is the first; None is a single machine.
-    """
-
-    models: Models
-    settings: WorkerSettings
-    monitor: Monitor
-    prefixes: PolicyPrefixes
-    deliver: Callable[[list[OutputChunk]], None]
-    group: RankGroup | None = None
-
-
-class PolicyRows:
-    """The jobs of one policy, from when they get a row to their last token.
 
     Attributes:
         active: jobs with a row, by number.
+        plan: memory of rows.
     """
 
-    def __init__(self, context: RowContext, policy: CachePolicy) -> None:
-        self._context, self.policy = context, policy
-        self._metrics, self._monitor = context.monitor.metrics, context.monitor
-        models = context.models
+    def __init__(
+        self,
+        models: Models,
+        settings: WorkerSettings,
+        policy: CachePolicy,
+        monitor: Monitor,
+        open_prefixes: Callable[[Callable[[], str]], TieredPrefixes],
+        deliver: Callable[[list[OutputChunk]], None],
+        group: RankGroup | None = None,
+    ) -> None:
+        self._models, self._settings, self.policy = models, settings, policy
+        self._monitor, self._metrics, self._output, self._group = monitor, monitor.metrics, deliver, group
         self._instructions = Instructions.for_policy(policy, models.tokenizer, models.model)
+        self._open_prefixes = open_prefixes
         self.active: dict[int, Job] = {}
 
     def begin(self) -> None:
@@ -88,35 +90,27 @@ class PolicyRows:
         Raises:
             ValueError: the model does not support the policy.
         """
+        models, settings = self._models, self._settings
         self._make_engine()
         try:
-            self.prefixes = self._context.prefixes.open(self.policy, self._fingerprint)
+            self.prefixes = self._open_prefixes(lambda: settings.fingerprint(models, self.policy, self.engine))
             self._make_prefill()
+            drafts = models.draft is not None or settings.drafting.drafter is not None
+            drafted = settings.drafting.draft_tokens if drafts else 0
+            self.plan = plan_rows(models, self.policy, drafted, settings.max_batch_size, settings.prefill_step_size)
         except BaseException:
             self.engine.close()
             raise
 
-    def check(self) -> None:
-        """Raises ValueError if the model does not support the policy."""
-        engine = lead(self._engine_for, self._context.group)
-        try:
-            show_attention(self._context.models.model, engine.make_caches())
-        finally:
-            engine.close()
-
-    def _engine_for(self, communicator: Communicator) -> Engine:
-        context = self._context
-        return context.settings.engine(context.models, self.policy, self._instructions, communicator)
-
     def _make_engine(self) -> None:
-        self.engine = lead(self._engine_for, self._context.group)
+        def make(communicator: Communicator) -> Engine:
+            return self._settings.engine(self._models, self.policy, self._instructions, communicator)
+
+        self.engine = lead(make, self._group)
 
     def _make_prefill(self) -> None:
-        step_size = self._context.settings.prefill_step_size
+        step_size = self._settings.prefill_step_size
         self.prefill = PrefillScheduler(self.engine, self.prefixes, step_size, self._instructions, self._matched)
-
-    def _fingerprint(self) -> str:
-        return self._context.settings.fingerprint(self._context.models, self.policy, self.engine)
 
     def _jobs(self, numbers: list[int]) -> list[Job]:
         return [self.active[number] for number in numbers]
@@ -150,6 +144,23 @@ class PolicyRows:
         if isinstance(self.engine, LedEngine):
             self.engine.numbers.tell_dropped()
 
+    def planned(self, coming: Job | None = None) -> int:
+        """Maximum bytes of all rows, and of one job that may get a row.
+
+        A batch that has just lost its longest row may hold more than the others need: then what it holds counts.
+        """
+        jobs = [*self.active.values(), *(() if coming is None else (coming,))]
+        if not jobs:
+            return 0
+        slots = [self.plan.slots(len(job.tokens), job.max_tokens) for job in jobs]
+        if shares := self.plan.shares(slots):
+            slots = with_shared(slots, [job.prompt if job.keep else None for job in jobs])
+        needed, decoding = self.plan.together(slots), len(self.engine.rows)
+        if not decoding:
+            return needed
+        allocated = sum(int(cache.nbytes) for cache in leaves(self.engine.caches))
+        return max(needed, allocated if shares else allocated * len(jobs) // decoding)
+
     # --- jobs -----------------------------------------------------------------------------------------------------
 
     def add(self, job: Job) -> None:
@@ -158,7 +169,7 @@ class PolicyRows:
         self._begin(job)
 
     def _begin(self, job: Job) -> None:
-        if self._context.settings.keeps_prompts:
+        if self._settings.keeps_prompts:
             self.prefill.add(job)
         else:
             job.on_match()
@@ -168,9 +179,8 @@ class PolicyRows:
         """Reports how much of a prompt is reused, unless that was reported before the row was lost."""
         if not job.resumed:
             job.cached = reused
-            others = self._context.prefixes.other_memories(self.prefixes)
-            match = match_prefix(job.prompt, reused, self.prefixes.memory, others)
-            self._monitor.prefixes.add(job, match, self._context.models.tokenizer.decode)
+            match = match_prefix(job.prompt, reused, self.prefixes.memory)
+            self._monitor.prefixes.add(job, match, self._models.tokenizer.decode)
             job.on_match()
 
     def step(self) -> None:
@@ -187,7 +197,7 @@ class PolicyRows:
 
     def _submit(self, job: Job, reader: PromptReader | None = None) -> None:
         """Submits a job to the engine, with caches if a part of its prompt has been read."""
-        sampler = job.sampling.sampler(len(job.to_read), self._context.models.tokenizer)
+        sampler = job.sampling.sampler(len(job.to_read), self._models.tokenizer)
         read, caches = (0, None) if reader is None else (reader.read, reader.caches)
         before, tokens, max_tokens = job.to_read[:read], job.to_read[read:], job.max_tokens - job.resumed
         sequence = TokenSequence(job.number, tokens, max_tokens, self._detokenizer(job), sampler, caches, before)
@@ -204,7 +214,7 @@ class PolicyRows:
 
     def _detokenizer(self, job: Job) -> Any:
         """A detokenizer for the tokens after those that were delivered before the row was lost."""
-        detokenizer: Any = self._context.models.tokenizer.detokenizer
+        detokenizer: Any = self._models.tokenizer.detokenizer
         for token in job.answer[: job.resumed]:
             detokenizer.add_token(token)
         if job.resumed:
@@ -221,13 +231,13 @@ class PolicyRows:
                 self._finish(chunk.job, chunk.finish_reason)
         if chunks:
             self._monitor.count_generated(sum(chunk.tokens for chunk in chunks))
-            self._context.deliver(chunks)
+            self._output(chunks)
             if any(len(chunk.job.answer) == chunk.tokens for chunk in chunks):
                 time.sleep(5e-5)  # a first token: let the event loop send it before the next step is built
         for job, token in ended:  # after delivery
             stopped = token.finish_reason is None  # by a stop string, so that the engine would go on
             self._count_evicted([job], token.caches)
-            if self._context.settings.keeps_prompts and job.keep:
+            if self._settings.keeps_prompts and job.keep:
                 self.prefill.keep(job, self.engine.extract(job.number) if stopped else token.caches)
             if stopped:
                 self.engine.cancel(job.number)
@@ -257,7 +267,7 @@ class PolicyRows:
             self._finish(job, "error")
         if jobs:
             chunks = [OutputChunk(job, finish_reason="error", error=error, status=status) for job in jobs]
-            self._context.deliver(chunks)
+            self._output(chunks)
 
     # --- when a step fails, and at the end ------------------------------------------------------------------------
 
@@ -305,96 +315,7 @@ class PolicyRows:
                 log.warning("the engine could not be restarted: %s; trying again", error)
             time.sleep(ENGINE_PAUSE)
 
-
-class RowsByPolicy:
-    """The rows of the server's policy, which always has an engine, and of others while requests use them."""
-
-    def __init__(self, context: RowContext, policy: CachePolicy) -> None:
-        self._context = context
-        self._plans: dict[CachePolicy, RowPlan] = {}
-        self.main = PolicyRows(context, policy)
-        self._all: dict[CachePolicy, PolicyRows] = {policy: self.main}  # least recently used first
-
-    def __iter__(self) -> Iterator[PolicyRows]:
-        return iter(self._all.values())
-
-    @property
-    def active(self) -> list[Job]:
-        """The jobs with a row."""
-        return [job for rows in self for job in rows.active.values()]
-
-    @property
-    def waits(self) -> bool:
-        """Whether no rows have anything to do."""
-        return all(rows.waits for rows in self)
-
-    def of(self, policy: CachePolicy) -> PolicyRows | None:
-        """The rows of a policy, with an engine; None while all possible engines are used by other policies.
-
-        Raises:
-            ValueError: the model does not support the policy.
-        """
-        if policy not in self._all:
-            max_policies = self._context.settings.max_policies
-            if max_policies == 1:
-                raise ValueError("this server has one engine: leave cache out")
-            if len(self._all) >= max_policies:
-                idle = next((rows for rows in self if rows is not self.main and not rows.active), None)
-                if idle is None:
-                    return None
-                del self._all[idle.policy]
-                idle.engine.close()
-                self._context.prefixes.forget_unused(set(self._all))
-            rows = PolicyRows(self._context, policy)
-            rows.begin()
-            self._all[policy] = rows
-        elif policy != self.main.policy:
-            self._all[policy] = self._all.pop(policy)
-        return self._all[policy]
-
-    def plan(self, policy: CachePolicy) -> RowPlan:
-        """The memory plan of rows of a policy.
-
-        Raises:
-            ValueError: the model does not support the policy.
-        """
-        if policy not in self._plans:
-            settings, models = self._context.settings, self._context.models
-            if policy not in self._all:
-                PolicyRows(self._context, policy).check()
-            drafts = models.draft is not None or settings.drafting.drafter is not None
-            drafted = settings.drafting.draft_tokens if drafts else 0
-            if len(self._plans) >= MAX_PLANS:
-                del self._plans[next(iter(self._plans))]
-            self._plans[policy] = plan_rows(
-                models, policy, drafted, settings.max_batch_size, settings.prefill_step_size
-            )
-        return self._plans[policy]
-
-    def planned(self, coming: Job | None = None) -> int:
-        """Maximum bytes of all rows, and of one job that may get a row.
-
-        A batch that has just lost its longest row may hold more than the others need: then what it holds counts.
-        """
-        by_policy = {policy: list(rows.active.values()) for policy, rows in self._all.items()}
-        if coming is not None:
-            by_policy.setdefault(coming.policy or self.main.policy, []).append(coming)
-        return sum(self._bytes(policy, jobs) for policy, jobs in by_policy.items() if jobs)
-
-    def _bytes(self, policy: CachePolicy, jobs: list[Job]) -> int:
-        plan, rows = self.plan(policy), self._all.get(policy)
-        slots = [plan.slots(len(job.tokens), job.max_tokens) for job in jobs]
-        if shares := plan.shares(slots):
-            slots = with_shared(slots, [job.prompt if job.keep else None for job in jobs])
-        needed = plan.together(slots)
-        decoding = 0 if rows is None else len(rows.engine.rows)
-        if rows is None or not decoding:
-            return needed
-        allocated = sum(int(cache.nbytes) for cache in leaves(rows.engine.caches))
-        return max(needed, allocated if shares else allocated * len(jobs) // decoding)
-
     def close(self) -> bool:
-        """Closes all engines and prefixes; returns whether all prefixes are written."""
-        for rows in self:
-            rows.engine.close()
-        return self._context.prefixes.close()
+        """Closes the engine and the prefixes; returns whether all prefixes are written."""
+        self.engine.close()
+        return self.prefixes.close()

@@ -70,9 +70,8 @@ def _why(match: PrefixMatch, texts: dict[str, str] | None) -> str:
             return where
         return f"{where}: after {texts['before']!r} it has {texts['prompt']!r}, the cached one {texts['cached']!r}"
     return {
-        Reason.NONE_KEPT: "no prompt is cached with this cache policy",
+        Reason.NONE_KEPT: "no prompt is cached",
         Reason.BELOW_64_TOKENS: f"prompts of up to {MIN_SHARED} tokens are not reused",
-        Reason.OTHER_POLICY: f"{offered} are cached with another cache policy",
         Reason.EVICTED: f"{offered} or more were cached and evicted: raise --prompt-memory-bytes",
         Reason.NOT_TRIMMABLE: f"{offered} are cached, but caches of this policy cannot be trimmed back to them",
         None: "",

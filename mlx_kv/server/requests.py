@@ -11,16 +11,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Field, create_model
+from pydantic import AfterValidator, Field, create_model, model_validator
 
 from mlx_kv.generation.encoding import NOT_FOR_TEMPLATES
 from mlx_kv.generation.grammar.constraint import Constraint
 from mlx_kv.generation.sampling import derived_seed
 from mlx_kv.generation.settings import LEAST_PENALTY, SamplingSettings
-from mlx_kv.server.cache_requests import AS_SERVED, AllowedCache, CacheRequest
 from mlx_kv.server.chat import Messages, Tool
 from mlx_kv.server.errors import ApiError
-from mlx_kv.server.fields import FieldError, NonEmptyText, OneOrMore, UnknownFields, unsupported
+from mlx_kv.server.fields import Body, FieldError, NonEmptyText, OneOrMore, UnknownFields, unsupported
 from mlx_kv.server.structured_output import ConstraintField, ConstraintFields, ToolChoice
 from mlx_kv.settings import settings_of
 
@@ -35,6 +34,34 @@ StopList = Annotated[
     Field(max_length=MAX_STOPS, fail_fast=True, description=f"at most {MAX_STOPS} texts that are not empty"),
 ]
 TokenLimit = Annotated[int | None, Field(ge=1, le=MAX_TOKENS)]
+
+
+# Cache settings that requests could choose before 0.4, and the options for them.
+CACHE_OPTIONS = {"bits": "--kv-bits", "budget": "--kv-budget", "score": "--kv-score"}
+
+
+class CacheRequest(Body):
+    """The field `cache`.
+
+    Attributes:
+        keep: whether the keys and values of prompt and answer are cached for other requests.
+    """
+
+    keep: bool = True
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_known(cls, value: Any) -> Any:
+        for name in sorted(value.keys() - cls.model_fields.keys()) if isinstance(value, dict) else ():
+            if value[name] is not None and (option := CACHE_OPTIONS.get(name)):
+                problem = f"is no longer a setting of requests: start a server with {option}"
+                raise FieldError(problem, f".{name}", "unsupported_parameter")
+            if value[name] is not None:
+                raise FieldError("is unknown: leave it out", f".{name[:80]}", "unknown_parameter")
+        return value
+
+
+AS_SERVED = CacheRequest()
 
 
 @dataclass
@@ -118,7 +145,6 @@ class Limits:
         max_tokens: for requests that leave it out.
         slot_folder: where slots are saved; None saves none.
         strict: whether requests with unknown fields are refused.
-        cache: cache settings that requests may choose.
         template: settings of the chat template, for requests that leave them out.
     """
 
@@ -128,7 +154,6 @@ class Limits:
     queue: int = 64
     max_tokens: int = 512
     strict: bool = False
-    cache: AllowedCache = field(default_factory=AllowedCache)
     slot_folder: Path | None = None
     template: Mapping[str, Any] = field(default_factory=dict)
 

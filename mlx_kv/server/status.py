@@ -101,7 +101,7 @@ class StatusRoutes:
             getattr(metrics, name).set(value)
         metrics.rows.set(sum(job.joined for job in self._admission.jobs))
         metrics.memory_limit.set(self._worker.limit.limit or 0)
-        metrics.policies.set(len(snapshot.policies))
+        metrics.policies.set(1)
         if snapshot.speculation is not None:
             metrics.draft_length.set(snapshot.speculation.length)
             metrics.draft_tokens_per_pass.set(snapshot.speculation.tokens_per_pass)
@@ -138,7 +138,7 @@ class StatusRoutes:
             "memory_limit": worker.limit.limit,
             "freed_memory_limit": worker.freed_limit,
             "weights": worker.limit.weights,
-            "policies": [{"policy": name, "rows": rows} for name, rows in snapshot.policies],
+            "policies": [{"policy": policy_name(worker.policy), "rows": sum(job.joined for job in jobs)}],
             "keeps_prompts": worker.settings.keeps_prompts,
             "prefixes": worker.monitor.prefixes.newest(),
             "drafts": None if drafts is None else drafts.figures(),
@@ -161,7 +161,7 @@ def _row(
 ) -> dict[str, Any]:
     return {
         "number": job.number,
-        "policy": policy_name(job.policy or policy),
+        "policy": policy_name(policy),
         "state": "decoding" if job.answer else "reading" if job.joined else "waiting",
         "prompt_tokens": len(job.tokens),
         "cached_tokens": job.cached,

@@ -1,4 +1,4 @@
-"""Cached prefixes of the worker, by cache policy: in memory, and in a store on a disk or elsewhere.
+"""Cached prefixes of the worker: in memory, and in a store on a disk or elsewhere.
 
 Work of the disk runs one task after the other in its own thread, on bytes only: arrays are made and read in the
 worker's thread. A failure costs a prompt the time to be read again, and never ends a row. While a store fails, no
@@ -11,13 +11,11 @@ import errno
 import logging
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from functools import partial
 from typing import Any, TypeVar
 
-from mlx_kv.policy import CachePolicy
 from mlx_kv.prefixes.index import MIN_SHARED, packed
 from mlx_kv.prefixes.memory import PromptMemory
 from mlx_kv.prefixes.store import PromptStore, StoredPrompt
@@ -27,7 +25,6 @@ MAX_PENDING = 256 * 2**20  # bytes waiting to be written; further entries are dr
 RETRY_SECONDS = 10.0  # for which a disk that refused an entry gets no other
 FULL = (errno.ENOSPC, errno.EDQUOT)
 REFRESH_EVERY = 1.0  # seconds between two looks at entries of other processes
-MAX_POLICIES = 16  # with cached prefixes
 T = TypeVar("T")
 log = logging.getLogger("mlx_kv.server")
 
@@ -43,7 +40,7 @@ class ReadOnlyPrefixes:
 
 
 class TieredPrefixes:
-    """`Prefixes` for one thread and one policy.
+    """`Prefixes` for one thread.
 
     Args:
         store: None keeps prefixes in memory only.
@@ -271,53 +268,3 @@ class TieredPrefixes:
                 break
         self._disk.shutdown(wait=False, cancel_futures=True)
         return not left
-
-
-class PolicyPrefixes:
-    """A `TieredPrefixes` for each policy, also of policies without an engine, with one limit for all.
-
-    Args:
-        max_bytes: in memory.
-        make: makes one, given a function that returns the fingerprint of its caches.
-    """
-
-    def __init__(self, max_bytes: int, make: Callable[[Callable[[], str]], TieredPrefixes]) -> None:
-        self.max_bytes, self._make = max_bytes, make
-        self._by_policy: OrderedDict[CachePolicy, TieredPrefixes] = OrderedDict()  # least recently used first
-
-    def open(self, policy: CachePolicy, fingerprint: Callable[[], str]) -> TieredPrefixes:
-        """The prefixes of a policy; the earlier ones if there are any."""
-        if policy not in self._by_policy:
-            self._by_policy[policy] = self._make(fingerprint)
-        self._by_policy.move_to_end(policy)
-        return self._by_policy[policy]
-
-    def other_memories(self, own: TieredPrefixes) -> list[PromptMemory]:
-        """Cached prefixes in memory, of all policies but one."""
-        return [prefixes.memory for prefixes in self._by_policy.values() if prefixes is not own]
-
-    def forget_unused(self, used: set[CachePolicy]) -> None:
-        """Drops prefixes of policies not in use, if there are too many."""
-        unused = [policy for policy in self._by_policy if policy not in used]
-        for policy in unused[: max(0, len(self._by_policy) - MAX_POLICIES)]:
-            threading.Thread(target=self._by_policy.pop(policy).close, daemon=True).start()  # the disk may take long
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes in memory, of all policies."""
-        return sum(prefixes.memory.nbytes for prefixes in self._by_policy.values())
-
-    def fit(self, max_bytes: int | None = None) -> None:
-        """Drops entries beyond the limit, or `max_bytes` if lower; first of the least recently used policies."""
-        excess = self.nbytes - (self.max_bytes if max_bytes is None else max(0, min(self.max_bytes, max_bytes)))
-        for prefixes in self._by_policy.values():
-            if excess <= 0:
-                return
-            before = prefixes.memory.nbytes
-            prefixes.memory.shrink(max(0, before - excess))
-            excess -= before - prefixes.memory.nbytes
-
-    def close(self) -> bool:
-        """Closes all; returns whether all is written."""
-        closed = [prefixes.close() for prefixes in self._by_policy.values()]
-        return all(closed)

@@ -1,4 +1,4 @@
-"""The worker: one thread that owns MLX, the models and the engines. It gives rows to jobs, and makes steps."""
+"""The worker: one thread that owns MLX, the models and the engine. It gives rows to jobs, and makes steps."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import logging
 import queue
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
@@ -29,12 +28,11 @@ from mlx_kv.server.job import Job, OutputChunk, Snapshot
 from mlx_kv.server.memory import MemoryLimit, memory_limit
 from mlx_kv.server.models import IdleUnload, Models, WorkerSettings
 from mlx_kv.server.monitor import UPDATE_EVERY, Monitor
-from mlx_kv.server.policy_rows import PolicyRows, RowContext, RowsByPolicy, out_of_memory, policy_name
-from mlx_kv.server.tiered_prefixes import PolicyPrefixes, TieredPrefixes
+from mlx_kv.server.policy_rows import PolicyRows, out_of_memory
+from mlx_kv.server.tiered_prefixes import TieredPrefixes
 
 log = logging.getLogger("mlx_kv.server")
 T = TypeVar("T")
-OVERTAKEN_SECONDS = 5.0  # after its request, for which others may overtake a job that waits for an engine
 
 
 class Worker:
@@ -48,10 +46,11 @@ class Worker:
     Attributes:
         deliver: called in the thread with the output of each step.
         failure: why the thread has ended, if not by `stop`.
-        policy: of jobs that choose none.
+        policy: of all caches.
         limit: of memory.
         freed_limit: bytes of freed buffers that MLX keeps; None is MLX's own limit.
         context: length in tokens; None if unknown.
+        plan: memory of rows.
         vocabulary: number of token ids.
     """
 
@@ -119,7 +118,6 @@ class Worker:
 
     def submit(self, job: Job) -> None:
         """Adds a job."""
-        job.policy = job.policy or self.policy
         self._inbox.put(partial(self._add, job))
 
     def cancel(self, job: Job) -> None:
@@ -147,13 +145,8 @@ class Worker:
 
     @property
     def prefixes(self) -> TieredPrefixes:
-        """The cached prefixes of the server's policy; for functions passed to `call`."""
+        """The cached prefixes; for functions passed to `call`."""
         return self._rows.prefixes
-
-    @property
-    def policies(self) -> RowsByPolicy:
-        """The rows of all policies; for functions passed to `call`."""
-        return self._policies
 
     @property
     def ranks(self) -> int:
@@ -220,14 +213,17 @@ class Worker:
         self._load_models()
         models, settings = self.models, self.settings
         self._memory = TotalMemory(models.model, self.group)
-        self._kept = PolicyPrefixes(self._prompt_memory_bytes, self._open_prefixes)
-        context = RowContext(
-            models, settings, self.monitor, self._kept, lambda chunks: self.deliver(chunks), self.group
+        self._rows = PolicyRows(
+            models,
+            settings,
+            self.policy,
+            self.monitor,
+            self._open_prefixes,
+            lambda chunks: self.deliver(chunks),
+            self.group,
         )
-        self._policies = RowsByPolicy(context, self.policy)
-        self._rows = self._policies.main
         self._rows.begin()
-        self.default_plan = self._policies.plan(self.policy)
+        self.plan = self._rows.plan
         self.limit = memory_limit(settings.memory_limit, models)
         self.freed_limit = freed_memory.begin(self, self.limit.for_rows)
         self.context, self.vocabulary = context_length(models.model), vocabulary_of(models.model)
@@ -242,39 +238,28 @@ class Worker:
         self._update_monitor()
         self._started.set()
         while not self._stopping:
-            stepping: list[PolicyRows] = list(self._policies)  # the rows to restart if something fails now
             try:
                 self._read_inbox()
                 self._admit_waiting()
-                for rows in self._policies:
-                    stepping = [rows]
-                    rows.step()
-                stepping = list(self._policies)
+                self._rows.step()
                 self._update_monitor()
                 continue
             except Exception as error:
                 ran_out = out_of_memory(error)
                 if isinstance(error, RanksError) or (self.group is not None and self.group.gone_within(1.0)):
                     raise  # without all ranks there is no model
-                count = sum(len(rows.active) for rows in stepping)
-                ending = "one row ends" if ran_out else f"all {count} rows end"
+                ending = "one row ends" if ran_out else f"all {self._row_count} rows end"
                 log.exception("a step failed: %s, and the engine restarts", ending)
-            for rows in stepping:
-                rows.recover(ran_out)  # outside of `except`, where the traceback would hold the arrays of that step
-        self._rows.fail([*self._policies.active, *self._waiting], SHUTTING_DOWN)
+            self._rows.recover(ran_out)  # outside of `except`, where the traceback would hold the arrays of that step
+        self._rows.fail([*self._rows.active.values(), *self._waiting], SHUTTING_DOWN)
         if self.group is not None:
             self.group.finish()  # in this thread, since it owns its streams: others must not be left in a pass
-        self._all_stored = self._policies.close()
+        self._all_stored = self._rows.close()
 
     def _open_prefixes(self, fingerprint: Callable[[], str]) -> TieredPrefixes:
         memory = PromptMemory(self._prompt_memory_bytes, parts=self._shards())
-        open_store, store = self.settings.open_store, None
-        try:
-            store = None if open_store is None else open_store(self.models, self._shards())
-        except Exception as error:
-            if not self._started.is_set():
-                raise  # an error of the start
-            log.warning("the prompt store cannot be opened for another policy, whose prompts stay in memory: %s", error)
+        open_store = self.settings.open_store
+        store = None if open_store is None else open_store(self.models, self._shards())
         return TieredPrefixes(memory, store, self._inbox.put, fingerprint)
 
     def _shards(self) -> RankShards | None:
@@ -287,7 +272,7 @@ class Worker:
     @property
     def _row_count(self) -> int:
         """Number of jobs with a row."""
-        return sum(len(rows.active) for rows in self._policies)
+        return len(self._rows.active)
 
     @property
     def _has_free_row(self) -> bool:
@@ -299,27 +284,28 @@ class Worker:
         return bool(self._waiting) and self._has_free_row and self._blocked_at != self._row_count
 
     def _update_monitor(self) -> None:
-        policies = self._policies
-        idle = not self._waiting and not any(rows.active for rows in policies)
+        rows, memory = self._rows, self._rows.prefixes.memory
+        idle = not self._waiting and not rows.active
         if idle:
-            self._rows.release_dropped()
+            rows.release_dropped()
         if self._unload.update(idle, self.models):
             self.monitor.expire()
         if self.monitor.due(idle):
-            for rows in policies:
-                rows.update_progress()
-            batches = [] if idle else [(rows.decoding, rows.engine.caches) for rows in policies]
-            reading = [] if idle else [batch for rows in policies for batch in rows.reading]
-            drafts = [rows.engine.speculation for rows in policies if rows.engine.speculation is not None]
-            by_policy = [(policy_name(rows.policy), len(rows.active)) for rows in policies]
-            planned = policies.planned()
-            self._kept.fit(self.limit.left(planned))
-            self.monitor.update(batches, self._kept.nbytes, drafts, self._memory, planned, by_policy, reading)
+            rows.update_progress()
+            decoding, reading = ((), ()) if idle else ((rows.decoding, rows.engine.caches), rows.reading)
+            planned = rows.planned()
+            self._shrink_prefixes(planned)
+            self.monitor.update(decoding, reading, memory.nbytes, rows.engine.speculation, self._memory, planned)
+
+    def _shrink_prefixes(self, planned: int) -> None:
+        """Drops cached prefixes from memory that leave no room for planned rows."""
+        if (left := self.limit.left(planned)) is not None:
+            self._rows.prefixes.memory.shrink(left)
 
     def _read_inbox(self) -> None:
         """Handles messages; waits for one if there is nothing else to do."""
         try:
-            if self._policies.waits and not self._may_admit:
+            if self._rows.waits and not self._may_admit:
                 timeout = UPDATE_EVERY if self.monitor.rate_falls else self._unload.seconds_left()
                 self._inbox.get(timeout=timeout)()
             while True:
@@ -328,42 +314,16 @@ class Worker:
             pass
 
     def _admit_waiting(self) -> None:
-        """Gives rows to waiting jobs in their order, as far as there is room.
-
-        Jobs of a policy without an engine are overtaken for a while, so that engines work until one can be replaced.
-        """
+        """Gives rows to waiting jobs in their order, as far as there is room."""
         if not self._may_admit:
             return
-        for job in list(self._waiting):
-            if not self._has_free_row or not self._admit(job):
+        while self._waiting and self._has_free_row:
+            planned = self._rows.planned(self._waiting[0])
+            if self._row_count and not self.limit.fits(planned):
                 break
+            self._shrink_prefixes(planned)
+            self._rows.add(self._waiting.popleft())
         self._blocked_at = self._row_count  # until a row ends, or a job comes or goes
-
-    def _admit(self, job: Job) -> bool:
-        """Gives a job a row if possible; returns whether the next job may have one."""
-        policies, policy = self._policies, job.policy or self.policy
-        if self._row_count and not self.limit.fits(policies.planned(job)):
-            return False
-        try:
-            rows = policies.of(policy)
-        except Exception as error:  # of a new engine for this job, which affects no others
-            refused = isinstance(error, ValueError)
-            if not refused and self.group is not None:
-                raise  # other ranks may have made one
-            if not refused:
-                log.exception("no engine could be made for %s: one request ends", policy_name(policy))
-            self._waiting.remove(job)
-            reason = str(error)
-            if not refused:
-                reason = f"no engine could be made for this cache: {type(error).__name__}: {error}"
-            self._rows.fail([job], reason, 400 if refused else 503)
-            return True
-        if rows is None:
-            return time.monotonic() - job.since < OVERTAKEN_SECONDS
-        self._kept.fit(self.limit.left(policies.planned(job)))
-        self._waiting.remove(job)
-        rows.add(job)
-        return True
 
     def _add(self, job: Job) -> None:
         self._waiting.append(job)
@@ -374,7 +334,7 @@ class Worker:
         if job in self._waiting:
             self._waiting.remove(job)
             self.metrics.finished.labels("cancelled").inc()
-        elif not any(rows.cancel(job) for rows in self._policies):
+        elif not self._rows.cancel(job):
             return
         self.monitor.expire()
 

@@ -102,7 +102,6 @@ def running(
     drafting: DraftSettings | None = None,
     sampling: SamplingSettings | None = None,
     memory_limit: int | None = None,
-    max_policies: int = 1,
     unload: IdleUnload | None = None,
     chosen: Callable[[nn.Module], CachePolicy | None] = lambda model: None,
 ) -> Iterator[Running]:
@@ -118,7 +117,6 @@ def running(
         prompt_memory_bytes=prompt_memory_bytes,
         open_store=open_store and (lambda models, shards: open_store(models)),
         memory_limit=memory_limit,
-        max_policies=max_policies,
     )
     worker = Worker(models, settings, unload=unload)
     worker.start()

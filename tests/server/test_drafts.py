@@ -124,7 +124,7 @@ def test_an_engine_that_is_made_anew_counts_on() -> None:
     metrics = monitor.metrics
     for statistics in (SpeculationStatistics(rounds=3, drafted=9, accepted=4), SpeculationStatistics(rounds=1)):
         for _ in range(2):
-            monitor.update([], 0, [statistics])
+            monitor.update((), (), 0, statistics)
             statistics.drafted += 1
     assert [metrics.total(name) for name in ("draft_tokens", "draft_tokens_accepted", "draft_passes")] == [11, 4, 4]
     assert monitor.snapshot.speculation == SpeculationStatistics(rounds=1, drafted=1)

@@ -17,7 +17,6 @@ import pytest
 from serving import ENDS, LONG, SERVE, Running, Troubled, cached, check_error, command, deaf, running
 
 from mlx_kv.server.api import Limits
-from mlx_kv.server.cache_requests import AllowedCache
 from mlx_kv.server.dialects.completions import CompletionWriter
 from mlx_kv.server.errors import ApiError
 
@@ -98,26 +97,6 @@ def test_whatever_the_worker_dies_of_every_request_ends(
         assert told in streamed[1]
         assert ("no memory left" in told) == (death in (no_engine, no_delivery))
         server.wait_until(lambda: server.api.admission.admitted == 0 and not server.api.admission.jobs)
-
-
-@pytest.mark.parametrize("ending", ["dies", "gives up"])
-def test_a_call_that_waits_for_the_worker_ends_with_it(ending: str) -> None:
-    """A plan for a policy of a request's own, before the request is a job; also where the worker is stuck for good."""
-    with running(limits=Limits(cache=AllowedCache(bits=(8,))), max_policies=2) as server, ThreadPoolExecutor(1) as pool:
-        with held(server):
-            asked = pool.submit(server.post, prompt="import os", cache={"bits": 8})
-            server.wait_until(lambda: bool(server.worker._calls))
-            if ending == "dies":
-                kill(server.worker._thread)
-            else:
-                server.api.admission.give_up("the server ends: rank 1 is gone")
-                assert "rank 1 is gone" in check_error(asked.result(2), 503)["message"]
-        message = check_error(asked.result(20), 503)["message"]
-        assert message.startswith("the server ends: ")
-        if ending == "dies":
-            assert "its worker died of SystemExit" in message
-            assert isinstance(server.worker.call(int).exception(2), ApiError)  # and later ones at once
-        server.wait_until(lambda: server.api.admission.admitted == 0 and not server.worker._calls)
 
 
 @pytest.mark.parametrize("ending", ["cancelled", "failed"])

@@ -12,13 +12,12 @@ from pydantic import BaseModel, ValidationError
 
 from mlx_kv.generation.grammar.constraint import regex
 from mlx_kv.generation.settings import SamplingSettings
-from mlx_kv.server.cache_requests import CacheRequest
 from mlx_kv.server.dialects.completions import ChatBody, CompletionBody, chats, completions
 from mlx_kv.server.dialects.messages import MessagesBody, messages
 from mlx_kv.server.dialects.response_writer import Conversations
 from mlx_kv.server.dialects.responses import ResponseBody, ResponsesDialect
 from mlx_kv.server.errors import ApiError
-from mlx_kv.server.requests import CompletionRequest, RequestRules
+from mlx_kv.server.requests import CacheRequest, CompletionRequest, RequestRules
 from mlx_kv.settings import settings_of
 
 USER = {"role": "user", "content": "x"}
@@ -53,7 +52,7 @@ ERRORS: list[tuple[str, dict[str, Any], str, str]] = [
     ("completions", {"stop": ["a", ""]}, "stop", "stop[1] is empty: send at most 16 texts that are not empty"),
     ("completions", {"logprobs": 21}, "logprobs", "logprobs is 21: send a whole number from 0 to 20, or a boolean"),
     ("completions", {"cache": {"slots": 1}}, "cache.slots", "cache.slots is unknown: leave it out"),
-    ("completions", {"cache": {"budget": 0}}, "cache.budget", "cache.budget is 0: send at least 1"),
+    ("completions", {"cache": {"keep": 0}}, "cache.keep", "cache.keep is 0: send true or false"),
     ("completions", {"repetition_penalty": 0.001}, "repetition_penalty", "is 0.001: send 0, or at least 0.01"),
     ("chat", {"stream_options": {"include_usage": False}}, "stream_options", "only for stream=true: leave it out"),
     ("chat", {"messages": [{"role": 1}]}, "messages[0]", "messages[0] has no role: send one"),
@@ -119,14 +118,14 @@ def test_messages_and_tools_reach_the_template_as_they_were_sent() -> None:
     assert json.dumps(request.tools) == json.dumps(tools)
 
 
-SHARED = {"model": "m", "stream": True, "stop": "a", "id_slot": 3, "cache": {"budget": 9, "keep": False}, "top_k": -1}
+SHARED = {"model": "m", "stream": True, "stop": "a", "id_slot": 3, "cache": {"keep": False}, "top_k": -1}
 SHARED |= {"seed": -1, "logit_bias": {"5": 1}, "regex": "a+", "response_format": {"type": "text"}}
 WANTED: dict[str, Any] = {
     "model": "m",
     "stream": True,
     "stop_strings": ("a",),
     "slot": 3,
-    "cache": CacheRequest(budget=9, keep=False),
+    "cache": CacheRequest(keep=False),
     "sampling": SamplingSettings(top_k=0, seed=2**64 - 1, logit_bias={5: 1}),
     "constraint": regex("a+"),
     "constraint_field": "regex",

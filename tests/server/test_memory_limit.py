@@ -26,19 +26,17 @@ class Watched:
 
     def __init__(self, worker: Worker) -> None:
         self.worker, self.steps, self.most, self.rows = worker, 0, 0.0, 0
-        for rows in worker._policies:
-            step = rows.engine.step
-            rows.engine.step = lambda step=step: self.looked(step())  # type: ignore[method-assign, misc]
+        engine = worker._rows.engine
+        step = engine.step
+        engine.step = lambda: self.looked(step())  # type: ignore[method-assign]
 
     def looked(self, told: Any) -> Any:
-        held = sum(cache_statistics(rows.engine.caches).bytes_allocated for rows in self.worker._policies)
-        readers = [each for rows in self.worker._policies for each in rows.prefill._readers.values()]
+        rows = self.worker._rows
+        held, readers = cache_statistics(rows.engine.caches).bytes_allocated, rows.prefill._readers.values()
         held += sum(cache_statistics(each.caches).bytes_allocated for each in readers)
-        active = self.worker._policies.active
-        self.rows = max(self.rows, len(active))
-        decoding = [job for rows in self.worker._policies for job in rows.decoding]
-        planned = self.worker._policies.planned()
-        if decoding and len(decoding) + len(readers) == len(active):
+        self.rows = max(self.rows, len(rows.active))
+        planned, decoding = rows.planned(), rows.decoding
+        if decoding and len(decoding) + len(readers) == len(rows.active):
             self.steps, self.most = self.steps + 1, max(self.most, held / planned)
         return told
 
@@ -82,7 +80,7 @@ def test_a_row_whose_prompt_is_read_twice_is_planned_at_its_peak(
     policy = CachePolicy(budget=128, score="kvzip", **stored)
     with running(policy, prompt_memory_bytes=prompt_memory_bytes) as server:
         usage = server.post(prompt=LONG, max_tokens=24).json()["usage"]
-        plan = server.worker.default_plan
+        plan = server.worker.plan
         planned = plan.together([plan.slots(usage["prompt_tokens"], 24)])
     assert usage["prompt_tokens"] > 1000
     assert max(held) <= planned <= 1.15 * max(held)
@@ -92,7 +90,7 @@ def test_a_row_whose_prompt_is_read_twice_is_planned_at_its_peak(
 @pytest.mark.slow
 def test_a_limit_of_three_rows_serves_sixteen_clients_without_an_error() -> None:
     with running(max_batch_size=16) as free:
-        plan, weights = free.worker.default_plan, free.worker.limit.weights
+        plan, weights = free.worker.plan, free.worker.limit.weights
         prompts = [f"def number_{index}(n):\n" + LONG[index : index + 400] for index in range(16)]
         wanted = [free.complete(prompt, 24) for prompt in prompts]
     room = 3 * plan.nbytes(256)
@@ -111,7 +109,7 @@ def test_a_limit_of_three_rows_serves_sixteen_clients_without_an_error() -> None
 @pytest.mark.parametrize("prompt_memory_bytes", [2**28, 0], ids=["prompts are kept", "prompts are not kept"])
 def test_a_limit_of_four_copies_serves_sixteen_clients_that_share_a_prompt_at_once(prompt_memory_bytes: int) -> None:
     with running(max_batch_size=16) as free:
-        plan, weights = free.worker.default_plan, free.worker.limit.weights
+        plan, weights = free.worker.plan, free.worker.limit.weights
         prompts = [LONG[:6000] + f"\n{letter} = {letter}" for letter in "abcdefghijklmnop"]  # they part at one place
         wanted = [free.complete(prompt, 96) for prompt in prompts]
         tokens = free.post(prompt=prompts[0], max_tokens=1).json()["usage"]["prompt_tokens"]
@@ -151,7 +149,7 @@ def test_rows_that_share_are_planned_with_what_they_share_once() -> None:
 
 def test_what_never_fits_is_refused_with_the_figure() -> None:
     with running(max_batch_size=4) as free:
-        plan, weights = free.worker.default_plan, free.worker.limit.weights
+        plan, weights = free.worker.plan, free.worker.limit.weights
     with running(memory_limit=weights + plan.nbytes(512), limits=Limits(max_tokens=16)) as server:
         assert server.complete(LONG[:400], 16)
         for stream in (False, True):
@@ -164,7 +162,7 @@ def test_what_never_fits_is_refused_with_the_figure() -> None:
 
 def test_kept_prompts_make_room_for_rows() -> None:
     with running() as free:
-        plan, weights = free.worker.default_plan, free.worker.limit.weights
+        plan, weights = free.worker.plan, free.worker.limit.weights
     room = plan.nbytes(1280)
     with running(memory_limit=weights + room, prompt_memory_bytes=2**28) as server:
         for start in range(0, 2000, 250):  # each is kept, all together are too many

@@ -13,7 +13,6 @@ from serving import PLENTY, SOURCE, Running, running
 from mlx_kv import CachePolicy
 from mlx_kv.prefixes.prefix_match import Reason
 from mlx_kv.server.api import Api, HttpSettings, Limits
-from mlx_kv.server.cache_requests import AllowedCache
 
 # "<role>: text" for each message, after the tools and what an argument adds.
 TEMPLATE = (
@@ -36,8 +35,7 @@ def with_template(tokenizer: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def chats() -> Iterator[Running]:
-    limits = Limits(cache=AllowedCache.of(["bits=8"]), max_tokens=2)
-    with running(prompt_memory_bytes=PLENTY, change=with_template, limits=limits, max_policies=2) as one:
+    with running(prompt_memory_bytes=PLENTY, change=with_template, limits=Limits(max_tokens=2)) as one:
         yield one
 
 
@@ -47,9 +45,9 @@ def server(chats: Running, caplog: pytest.LogCaptureFixture) -> Running:
     caplog.set_level(logging.INFO, "mlx_kv.server")
 
     def forget() -> None:
-        for prefixes in chats.worker._kept._by_policy.values():
-            prefixes.memory.shrink(0)
-            prefixes.memory.evicted._digests.clear()
+        memory = chats.worker.prefixes.memory
+        memory.shrink(0)
+        memory.evicted._digests.clear()
 
     chats.worker.call(forget).result()
     return chats
@@ -139,16 +137,6 @@ def test_a_difference_is_located_with_text_on_both_sides(
     assert counter._value.get() == counted + 1
 
 
-def test_another_policy(server: Running, caplog: pytest.LogCaptureFixture) -> None:
-    chat(server, LATE)
-    total = chat(server, LATE, cache={"bits": 8}).partition("/")[2]
-    assert last(server) | {"number": 0} == {
-        "number": 0, "reason": "other_policy", "prompt_tokens": int(total), "reused_tokens": 0,
-        "offered_tokens": int(total), "difference": None,
-    }  # fmt: skip
-    assert last_line(caplog).endswith(f"{total} tokens are cached with another cache policy")
-
-
 def test_a_short_prompt(server: Running, caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(2):
         assert chat(server, [("user", "Hello")]).startswith("0/")
@@ -170,7 +158,7 @@ def test_an_evicted_prompt(server: Running, caplog: pytest.LogCaptureFixture) ->
 def test_nothing_kept_and_nothing_lost(server: Running, caplog: pytest.LogCaptureFixture) -> None:
     chat(server, LATE)
     assert last(server)["reason"] == "none_kept"
-    assert last_line(caplog).endswith("no prompt is cached with this cache policy")
+    assert last_line(caplog).endswith("no prompt is cached")
     caplog.clear()
     total = int(chat(server, LATE).partition("/")[2])
     assert last(server)["reason"] is None
