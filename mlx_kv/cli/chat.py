@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from typing import Any
 
 from mlx_kv.cli.auto_policy import AutoPolicyOptions, auto_policy_options
@@ -13,7 +14,6 @@ from mlx_kv.cli.options import options
 from mlx_kv.cli.output import say
 from mlx_kv.cli.prompt import ChatOptions, max_tokens_option, prefill_option
 from mlx_kv.cli.ranks import Machine, on_each_rank
-from mlx_kv.cli.typed_lines import on_terminal
 from mlx_kv.generation.settings import SamplingSettings
 
 EXAMPLES = """
@@ -57,12 +57,11 @@ def chat(
     is kept as far as it came. Questions that are longer than the model's context are refused.
     """
     _ = policy.before_loading  # bad settings are refused before anything is loaded
-    on_screen = machine.leads and on_terminal()
+    on_screen = machine.leads and sys.stdin is not None and sys.stdin.isatty()
     if on_screen:
         say(f"loading {model.name}")
 
     from mlx_kv.cli.chat_session import ChatFiles, ChatSession
-    from mlx_kv.cli.typed_lines import lines_typed
     from mlx_kv.generation.conversation import Conversation
     from mlx_kv.generation.engine import Engine, make_engine
     from mlx_kv.generation.sampling import Sampler, sampler_of_sequence
@@ -99,6 +98,6 @@ def chat(
     if on_screen:
         session.greet(model.name, cache_policy)
     try:
-        session.run(lines_typed(session.how_to_leave, session.commands))
+        session.run()
     finally:
         conversation.engine.close()

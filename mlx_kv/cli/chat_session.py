@@ -1,15 +1,20 @@
-"""The loop of `mlx-kv chat`: questions and their answers, commands, and conversations in files."""
+"""The loop of `mlx-kv chat`: lines that are typed, answers, commands, and conversations in files."""
 
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import shlex
+import signal
 import sys
+import termios
+import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import click
@@ -19,7 +24,6 @@ from mlx_kv.cli.cache import load_for
 from mlx_kv.cli.decoding import draft_lines
 from mlx_kv.cli.options import message_of
 from mlx_kv.cli.output import file_errors, human_bytes, say, tokens_line
-from mlx_kv.cli.typed_lines import LEAVE, QUOTES, check_utf8, interrupts, no_echo, on_terminal, stops
 from mlx_kv.files.fingerprint import model_fingerprint
 from mlx_kv.files.serialization import check_output, save_prompt_cache
 from mlx_kv.generation.conversation import Conversation, Draws, Turn
@@ -31,7 +35,161 @@ from mlx_kv.mlxlm.loading import vocabulary_of
 from mlx_kv.policy import CachePolicy
 from mlx_kv.settings import option_value
 
+QUOTES = '"""'
 OF_MLX_LM = {"q": "/exit", "r": "/reset", "h": "/help"}  # what mlx_lm.chat calls them
+
+# --- lines that are typed ---------------------------------------------------------------------------------------------
+
+
+def on_terminal() -> bool:
+    return sys.stdin is not None and sys.stdin.isatty()
+
+
+def questions(commands: Sequence[str] = (), how_to_leave: Callable[[], str] = str) -> Iterator[str]:
+    """Questions and commands from stdin, one at a time; three quotation marks begin and end one of several lines.
+
+    Args:
+        commands: with their slash.
+        how_to_leave: the hint that a first Ctrl-C on an empty line prints, on a terminal.
+
+    Raises:
+        KeyboardInterrupt: a second Ctrl-C in a row on an empty line.
+    """
+    lines = _lines_of_terminal(commands, how_to_leave) if on_terminal() else _lines_of_stdin()
+    for text in lines:
+        if text.lstrip().startswith(QUOTES):
+            text = text.lstrip().removeprefix(QUOTES).rstrip().removesuffix(QUOTES).strip("\n")
+        if text.strip():
+            yield text
+
+
+def _is_open(text: str) -> bool:
+    """Whether a question of several lines has begun, and not ended."""
+    text = text.strip()
+    return text.startswith(QUOTES) and (len(text) < 2 * len(QUOTES) or not text.endswith(QUOTES))
+
+
+def _lines_of_stdin() -> Iterator[str]:
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # a line that is not UTF-8 is refused, and the next one read
+    lines = iter(sys.stdin or ())
+    for text in lines:
+        while _is_open(text) and (more := next(lines, None)) is not None:
+            text += more
+        yield text.rstrip("\n")
+
+
+def _lines_of_terminal(commands: Sequence[str], how_to_leave: Callable[[], str]) -> Iterator[str]:
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.application import get_app
+    from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
+    from prompt_toolkit.document import Document
+    from prompt_toolkit.filters import Condition
+    from prompt_toolkit.output import create_output
+
+    class Commands(Completer):
+        """Completes commands, and the names of files after them."""
+
+        def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterable[Completion]:
+            word, space, rest = document.text_before_cursor.lstrip().partition(" ")
+            if space and word in commands:
+                return PathCompleter(expanduser=True).get_completions(Document(rest), complete_event)
+            begun = () if space or not word else (name for name in commands if name.startswith(word))
+            return [Completion(f"{name} ", -len(word), display=name) for name in begun]
+
+    session = PromptSession[str](
+        multiline=Condition(lambda: _is_open(get_app().current_buffer.text)),
+        completer=Commands(),
+        complete_while_typing=False,
+        enable_suspend=True,
+        output=create_output(always_prefer_tty=True),
+    )
+    hinted = False
+    while True:
+        try:
+            text = session.prompt("> ")
+        except EOFError:
+            return
+        except KeyboardInterrupt:
+            half_typed = bool(session.default_buffer.text)
+            if hinted and not half_typed:
+                raise
+            hinted = not half_typed
+            if hinted:
+                say(how_to_leave())
+            continue
+        hinted = False
+        yield text
+
+
+def check_utf8(text: str) -> None:
+    """Raises click.UsageError: a line had bytes that are not UTF-8, which are lone surrogates in the text."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        begins = repr(text.encode("utf-8", "surrogateescape")[:40])[1:]
+        raise click.UsageError(f"this line is not UTF-8 text: {begins}: write it in UTF-8") from None
+
+
+@contextlib.contextmanager
+def no_echo() -> Iterator[None]:
+    """Typed characters are not printed meanwhile; the next prompt has them."""
+    try:
+        terminal = sys.stdin.fileno()
+        before = termios.tcgetattr(terminal)
+    except (AttributeError, OSError, ValueError, termios.error):  # no terminal
+        yield
+        return
+    silent = [*before[:3], before[3] & ~termios.ECHO, *before[4:]]
+    termios.tcsetattr(terminal, termios.TCSADRAIN, silent)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(terminal, termios.TCSADRAIN, before)
+
+
+@contextlib.contextmanager
+def ctrl_c(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Handles Ctrl-C in this way meanwhile; in the main thread only, as Python requires."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextlib.contextmanager
+def interrupts() -> Iterator[Callable[[], bool]]:
+    """Tells whether Ctrl-C was pressed meanwhile. Once is asked for here; another is what it always is."""
+    pressed: list[int] = []
+
+    def press(number: int, frame: FrameType | None) -> None:
+        pressed.append(number)
+        if len(pressed) > 1:
+            raise KeyboardInterrupt
+
+    with ctrl_c(press):
+        yield lambda: bool(pressed)
+
+
+@contextlib.contextmanager
+def stops(command: str) -> Iterator[None]:
+    """Ctrl-C ends this command, and the chat goes on.
+
+    Raises:
+        click.ClickException: it was pressed.
+    """
+    try:
+        with ctrl_c(signal.default_int_handler):
+            yield
+    except KeyboardInterrupt:
+        raise click.ClickException(f"{command} was ended by Ctrl-C") from None
+
+
+# --- conversations in files -------------------------------------------------------------------------------------------
 
 
 class ChatFiles:
@@ -112,6 +270,9 @@ def _what_was_said(text: str, vocabulary: int) -> tuple[list[Turn], str | None]:
     return turns, said["system"]
 
 
+# --- the loop ---------------------------------------------------------------------------------------------------------
+
+
 class ChatSession:
     """The loop of a conversation.
 
@@ -144,11 +305,6 @@ class ChatSession:
             "/exit": (self._help, "ends, as Ctrl-D does"),
         }
 
-    @property
-    def commands(self) -> list[str]:
-        """The names of all commands."""
-        return list(self._commands)
-
     def greet(self, name: str, policy: CachePolicy) -> None:
         """Prints the model, its context, the cache policy and the most important commands, in two lines."""
         changed = {each: value for each, value in policy.settings().items() if each != "growth"}
@@ -160,13 +316,15 @@ class ChatSession:
         say(f"{name}{context}; cache: {', '.join(settings) or 'all tokens, not quantized'}")
         say("/help lists commands, Ctrl-C ends an answer, Ctrl-D the chat")
 
-    def how_to_leave(self) -> str:
+    def _how_to_leave(self) -> str:
         """What a first Ctrl-C on an empty line prints."""
-        return LEAVE + ("; /save FILE keeps the conversation" if self._unsaved else "")
+        return "press Ctrl-C again or Ctrl-D to leave" + (
+            "; /save FILE keeps the conversation" if self._unsaved else ""
+        )
 
-    def run(self, lines: Iterable[str]) -> None:
+    def run(self) -> None:
         """Until there are no more lines, or one ends it."""
-        for line in lines:
+        for line in questions(list(self._commands), self._how_to_leave):
             text = OF_MLX_LM.get(line.strip(), line)
             word, _, rest = text.strip().partition(" ")
             if word == "/exit":

@@ -15,7 +15,7 @@ import pytest
 from transformers.utils import logging as transformers_logging
 
 import mlx_kv
-from mlx_kv.cli.typed_lines import lines_typed
+from mlx_kv.cli.chat_session import questions
 from mlx_kv.files.serialization import load_prompt_file, save_prompt_cache
 from mlx_kv.mlxlm.loading import load
 from mlx_kv.settings import SettingError
@@ -227,7 +227,7 @@ def test_what_is_no_setting_of_a_template(name: str, command: Any) -> None:
 def test_a_question_of_several_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     text = 'one\n"""two\nthree"""\n"""four"""\n"""\nfive\n\n"""\n  \n"""six\n'
     monkeypatch.setattr("sys.stdin", io.StringIO(text))
-    assert list(lines_typed()) == ["one", "two\nthree", "four", "five", "six"]
+    assert list(questions()) == ["one", "two\nthree", "four", "five", "six"]
 
 
 @pytest.mark.parametrize("errors", ["strict", "surrogateescape"])  # as locales have it: en_US.UTF-8, and C
