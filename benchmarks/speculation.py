@@ -268,7 +268,7 @@ def measure_change(figure: Path | None, part: int = 240) -> dict[str, Any]:
     """Predictable, random and predictable again: what is chosen, and what it gains."""
     from mlx_kv.generation.decoder import make_decoder
     from mlx_kv.generation.sequence import TokenSequence
-    from mlx_kv.generation.speculation.settings import DraftSettings
+    from mlx_kv.generation.speculation import DraftSettings
 
     model, _ = load(model_path("reference"))
     loop = mx.random.randint(1, 4096, (24,), key=mx.random.key(0)).tolist()

@@ -21,8 +21,7 @@ from typing import Any
 import mlx_kv  # noqa: F401  (first: it chooses the BLAS)
 from mlx_kv.bundled import model_path
 from mlx_kv.generation.engine import make_engine
-from mlx_kv.generation.grammar.compiled import Grammar, GrammarCompiler
-from mlx_kv.generation.grammar.constraint import json_schema
+from mlx_kv.generation.grammar import Grammar, GrammarCompiler, json_schema
 from mlx_kv.generation.sequence import TokenSequence
 from mlx_kv.mlxlm.loading import load
 

@@ -33,14 +33,12 @@ if TYPE_CHECKING:
     from mlx_kv.calibration import calibrate
     from mlx_kv.files.calibration_file import load_calibration, save_calibration
     from mlx_kv.files.serialization import load_prompt_cache, save_prompt_cache
-    from mlx_kv.generation.batch import batch_generate
+    from mlx_kv.generation.generate import batch_generate, generate, speculative_generate, stream_generate
     from mlx_kv.generation.sampling import TemperatureSampler
     from mlx_kv.generation.sequence import BatchToken
     from mlx_kv.generation.settings import SamplingSettings
     from mlx_kv.generation.speculation.drafters import Drafter, drafter_names, register_drafter
     from mlx_kv.generation.statistics import CacheStatistics, SpeculationStatistics, cache_statistics
-    from mlx_kv.generation.stream import speculative_generate, stream_generate
-    from mlx_kv.generation.text import generate
     from mlx_kv.mlxlm.convert import make_prompt_cache
     from mlx_kv.mlxlm.loading import load
     from mlx_kv.mlxlm.observing import show_attention
@@ -85,7 +83,7 @@ _HOMES = {
     "Tapered": "cache.growth",
     "TemperatureSampler": "generation.sampling",
     "Wants": "cache.eviction.scores.tokens",
-    "batch_generate": "generation.batch",
+    "batch_generate": "generation.generate",
     "bundled_models": "bundled",
     "cache_statistics": "generation.statistics",
     "calibrate": "calibration",
@@ -93,7 +91,7 @@ _HOMES = {
     "codec_names": "cache.codecs",
     "compact": "mlxlm.traverse",
     "drafter_names": "generation.speculation.drafters",
-    "generate": "generation.text",
+    "generate": "generation.generate",
     "join_ranks": "ranks.group",
     "load": "mlxlm.loading",
     "load_calibration": "files.calibration_file",
@@ -108,8 +106,8 @@ _HOMES = {
     "save_prompt_cache": "files.serialization",
     "score_names": "cache.eviction.scores",
     "show_attention": "mlxlm.observing",
-    "speculative_generate": "generation.stream",
-    "stream_generate": "generation.stream",
+    "speculative_generate": "generation.generate",
+    "stream_generate": "generation.generate",
     "trim_prompt_cache": "mlxlm.traverse",
 }
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from mlx_kv import CachePolicy, SamplingSettings
-from mlx_kv.generation.speculation.settings import DraftSettings
+from mlx_kv.generation.speculation import DraftSettings
 from mlx_kv.settings import SettingError, check_settings, setting, settings_of
 
 
@@ -148,7 +148,7 @@ def test_settings_of_the_library_check_themselves(make: Any, message: str) -> No
 
 def test_settings_are_imported_without_mlx() -> None:
     code = (
-        "import sys, mlx_kv.generation.settings, mlx_kv.generation.speculation.settings, mlx_kv.policy_settings;"
+        "import sys, mlx_kv.generation.settings, mlx_kv.generation.speculation, mlx_kv.policy_settings;"
         "mlx_kv.generation.settings.SamplingSettings(top_p=0.5);"
         "print([name for name in sys.modules if name.partition('.')[0] in ('mlx', 'mlx_lm', 'numpy')])"
     )

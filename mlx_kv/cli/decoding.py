@@ -13,13 +13,13 @@ import click
 from mlx_kv.bundled import draft_path, model_path
 from mlx_kv.cli.options import LEADERS_FILE, Command, given_options, options
 from mlx_kv.generation.settings import SamplingSettings
-from mlx_kv.generation.speculation.settings import DraftSettings
+from mlx_kv.generation.speculation import DraftSettings
 from mlx_kv.settings import setting, settings_of
 
 if TYPE_CHECKING:
     import mlx.nn as nn
 
-    from mlx_kv.generation.grammar.constraint import Constraint
+    from mlx_kv.generation.grammar import Constraint
     from mlx_kv.generation.sampling import Sampler
     from mlx_kv.generation.settings import LogitsProcessor
     from mlx_kv.generation.statistics import SpeculationStatistics
@@ -206,7 +206,7 @@ class FormatOptions:
         Raises:
             click.BadParameter: a file that is no JSON.
         """
-        from mlx_kv.generation.grammar import constraint as constraints
+        from mlx_kv.generation import grammar as constraints
 
         if self.regex is not None:
             return constraints.regex(self.regex)
@@ -233,8 +233,7 @@ class FormatOptions:
         constraint = self.constraint
         if constraint is None:
             return ()
-        from mlx_kv.generation.grammar.compiled import GrammarCompiler
-        from mlx_kv.generation.grammar.processor import LeadIn
+        from mlx_kv.generation.grammar import GrammarCompiler, LeadIn
 
         lead_in = LeadIn.after(tokenizer, prompt) if chat else None
         return (GrammarCompiler(tokenizer).compile(constraint).processor(before + len(prompt), lead_in),)

@@ -127,9 +127,9 @@ def generate(
     from mlx_kv.communicator import LOCAL
     from mlx_kv.generation.distributed_caches import make_distributed_caches
     from mlx_kv.generation.encoding import encode_ending, encode_text, speaks_chat
+    from mlx_kv.generation.generate import shown_before, speculative_generate, stream_generate
     from mlx_kv.generation.prefill import prefill_step
     from mlx_kv.generation.statistics import SpeculationStatistics, cache_statistics
-    from mlx_kv.generation.stream import shown_before, speculative_generate, stream_generate
     from mlx_kv.mlxlm.convert import make_prompt_cache
 
     model.set_wired_limit()

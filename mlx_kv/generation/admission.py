@@ -9,7 +9,7 @@ from typing import Any
 
 from mlx_kv.generation.prefill import read_chunk
 from mlx_kv.generation.sequence import TokenSequence
-from mlx_kv.generation.speculation.drafters.protocol import Drafter
+from mlx_kv.generation.speculation.drafters import Drafter
 
 MIN_CHUNK = 64  # with fewer tokens, weights are read too often for what is gained
 FIRST_CHUNK = 128  # before the speed of the device is measured

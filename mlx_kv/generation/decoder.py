@@ -21,12 +21,10 @@ from mlx_kv.generation.prefill import announce, chunk_for, reserve_for
 from mlx_kv.generation.sampling import Sampler, SeededSampler, TemperatureSampler, draw
 from mlx_kv.generation.sequence import Emitted, TokenSequence
 from mlx_kv.generation.shared_prefixes import Beginnings
-from mlx_kv.generation.speculation.acceptance import Choice, normalized
-from mlx_kv.generation.speculation.contexts import RowContext, RowContexts
-from mlx_kv.generation.speculation.drafters import Drafter, DrafterContext, find_drafter
-from mlx_kv.generation.speculation.drafters.protocol import RemoteDrafter
+from mlx_kv.generation.speculation import DraftSettings
+from mlx_kv.generation.speculation.acceptance import Choice, RowContext, RowContexts, normalized
+from mlx_kv.generation.speculation.drafters import Drafter, DrafterContext, RemoteDrafter, find_drafter
 from mlx_kv.generation.speculation.pacing import Pace
-from mlx_kv.generation.speculation.settings import DraftSettings
 from mlx_kv.generation.statistics import SpeculationStatistics
 from mlx_kv.mlxlm.batching import RowsByClass
 from mlx_kv.mlxlm.convert import check_policy

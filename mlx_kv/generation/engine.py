@@ -16,9 +16,8 @@ from mlx_kv.generation.batch_engine import BatchEngine
 from mlx_kv.generation.decoder import make_decoder
 from mlx_kv.generation.distributed_caches import equal_lengths
 from mlx_kv.generation.sequence import BatchToken, SequenceProgress, TokenSequence
-from mlx_kv.generation.speculation import LOOKUP_MAX, LOOKUP_MIN
+from mlx_kv.generation.speculation import LOOKUP_MAX, LOOKUP_MIN, DraftLength, DraftSettings
 from mlx_kv.generation.speculation.drafters import Drafter, Factory
-from mlx_kv.generation.speculation.settings import DraftLength, DraftSettings
 from mlx_kv.generation.statistics import SpeculationStatistics
 from mlx_kv.generation.two_pass_prefill import NO_INSTRUCTIONS, Instructions
 from mlx_kv.mlxlm.batching import check_batches

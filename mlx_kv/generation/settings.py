@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from mlx_kv.generation.sampling import SeededSampler, TemperatureSampler
 
+
 # Changes the logits (1, V) of the next token of a sequence, given all its tokens so far (n,), as in mlx-lm. The result
 # depends on these alone; the tokens are not written to.
 LogitsProcessor: TypeAlias = "Callable[[mx.array, mx.array], mx.array]"

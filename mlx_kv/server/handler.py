@@ -20,7 +20,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from mlx_kv.cache.checks import token_ids
 from mlx_kv.generation.encoding import TemplateError, encode_messages, encode_prompt
-from mlx_kv.generation.stop_strings import StopStrings
+from mlx_kv.generation.generate import StopStrings
 from mlx_kv.server.access import JOBS
 from mlx_kv.server.admission import ENDPOINTS, AdmissionController
 from mlx_kv.server.answers import AnswerWriter, ChatOutputParser, Choice, Delta, TokenTexts

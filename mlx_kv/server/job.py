@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count
 
-from mlx_kv.generation.grammar.processor import GrammarProcessor
+from mlx_kv.generation.generate import StopStrings
+from mlx_kv.generation.grammar import GrammarProcessor
 from mlx_kv.generation.sequence import BatchToken, TokenScore
 from mlx_kv.generation.settings import SamplingSettings
 from mlx_kv.generation.statistics import SpeculationStatistics
-from mlx_kv.generation.stop_strings import StopStrings
 from mlx_kv.prefixes.index import packed
 from mlx_kv.server.memory import BatchOccupancy
 

@@ -15,7 +15,7 @@ from mlx_kv.communicator import LOCAL, Communicator
 from mlx_kv.files.fingerprint import model_fingerprint
 from mlx_kv.generation.engine import Engine, make_engine
 from mlx_kv.generation.settings import SamplingSettings
-from mlx_kv.generation.speculation.settings import DraftSettings
+from mlx_kv.generation.speculation import DraftSettings
 from mlx_kv.generation.two_pass_prefill import Instructions
 from mlx_kv.mlxlm.convert import make_prompt_cache
 from mlx_kv.policy import CachePolicy

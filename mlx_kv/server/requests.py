@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, Field, create_model, model_validator
 
 from mlx_kv.generation.encoding import NOT_FOR_TEMPLATES
-from mlx_kv.generation.grammar.constraint import Constraint
+from mlx_kv.generation.grammar import Constraint
 from mlx_kv.generation.sampling import derived_seed
 from mlx_kv.generation.settings import LEAST_PENALTY, SamplingSettings
 from mlx_kv.server.chat import Messages, Tool

@@ -15,12 +15,15 @@ from mlx_lm.tool_parsers import json_tools
 from pydantic import AfterValidator, Field, PlainValidator
 
 from mlx_kv.files.decoding import read_json
-from mlx_kv.generation.grammar.compiled import Grammar, GrammarCompiler
-from mlx_kv.generation.grammar.constraint import (
+from mlx_kv.generation.grammar import (
     CallMarks,
     Constraint,
     Function,
+    Grammar,
+    GrammarCompiler,
     GrammarError,
+    GrammarProcessor,
+    LeadIn,
     calls,
     choice,
     grammar,
@@ -28,7 +31,6 @@ from mlx_kv.generation.grammar.constraint import (
     json_schema,
     regex,
 )
-from mlx_kv.generation.grammar.processor import GrammarProcessor, LeadIn
 from mlx_kv.server.chat import Tool
 from mlx_kv.server.errors import ApiError, without_panic
 from mlx_kv.server.fields import Body, FieldError, NonEmptyText, Text, UnknownFields, json_kind

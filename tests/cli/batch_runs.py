@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mlx_kv.cli import main as cli
-from mlx_kv.generation.stream import stream_generate
+from mlx_kv.generation.generate import stream_generate
 
 PROMPTS: list[dict[str, Any]] = [
     {"prompt": "def fibonacci(n):", "id": "fib"},

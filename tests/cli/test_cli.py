@@ -20,7 +20,7 @@ import pytest
 import mlx_kv
 from mlx_kv.cache.residual import ROOM
 from mlx_kv.cli.main import command as group
-from mlx_kv.generation.stream import stream_generate
+from mlx_kv.generation.generate import stream_generate
 from mlx_kv.mlxlm.loading import load
 
 PACKAGE = Path(mlx_kv.__file__).parent

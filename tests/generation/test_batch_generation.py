@@ -18,9 +18,8 @@ from mlx_kv import CachePolicy, SpeculationStatistics, batch_generate, cache_sta
 from mlx_kv.generation.decoder import Decoder, make_decoder
 from mlx_kv.generation.sampling import TemperatureSampler
 from mlx_kv.generation.sequence import TokenSequence
-from mlx_kv.generation.speculation.drafters import DrafterContext
-from mlx_kv.generation.speculation.drafters.model import ModelDrafter
-from mlx_kv.generation.speculation.settings import DraftSettings
+from mlx_kv.generation.speculation import DraftSettings
+from mlx_kv.generation.speculation.drafters import DrafterContext, ModelDrafter
 
 UNBATCHED = ("gemma2", "llama4")  # mlx-lm's models are not made for rows of different lengths
 BATCHED = sorted(set(FAMILIES) - set(UNBATCHED))

@@ -19,8 +19,7 @@ from mlx_kv import CachePolicy, SpeculationStatistics, TemperatureSampler, batch
 from mlx_kv.generation.engine import make_engine
 from mlx_kv.generation.sequence import TokenSequence
 from mlx_kv.generation.speculation import drafters
-from mlx_kv.generation.speculation.drafters import Drafter, DrafterContext
-from mlx_kv.generation.speculation.drafters.model import ModelDrafter
+from mlx_kv.generation.speculation.drafters import Drafter, DrafterContext, ModelDrafter
 
 PROMPTS = [mx.random.randint(1, VOCAB, (n,), key=mx.random.key(n)).tolist() for n in (5, 33, 1, 60, 18, 2)]
 LENGTH = 30

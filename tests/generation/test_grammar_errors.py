@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 from test_grammars import shown_to_all
 
-from mlx_kv.generation.grammar import constraint as constraints
-from mlx_kv.generation.grammar.compiled import GrammarCompiler
-from mlx_kv.generation.grammar.constraint import Constraint, Function, GrammarError
+from mlx_kv.generation import grammar as constraints
+from mlx_kv.generation.grammar import Constraint, Function, GrammarCompiler, GrammarError
 
 
 @pytest.fixture(scope="module")

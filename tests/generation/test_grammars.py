@@ -13,11 +13,9 @@ import numpy as np
 import pytest
 from llguidance.hf import from_tokenizer
 
+from mlx_kv.generation import grammar as constraints
 from mlx_kv.generation.engine import make_engine
-from mlx_kv.generation.grammar import constraint as constraints
-from mlx_kv.generation.grammar.compiled import Grammar, GrammarCompiler
-from mlx_kv.generation.grammar.constraint import Constraint, GrammarError
-from mlx_kv.generation.grammar.processor import GrammarProcessor, LeadIn
+from mlx_kv.generation.grammar import Constraint, Grammar, GrammarCompiler, GrammarError, GrammarProcessor, LeadIn
 from mlx_kv.generation.sampling import SeededSampler, TemperatureSampler
 from mlx_kv.generation.sequence import TokenSequence
 from mlx_kv.generation.settings import SamplingSettings

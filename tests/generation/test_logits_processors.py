@@ -16,7 +16,7 @@ from mlx_kv.generation.engine import make_engine
 from mlx_kv.generation.sampling import SeededSampler, TemperatureSampler
 from mlx_kv.generation.sequence import BatchToken, TokenSequence
 from mlx_kv.generation.settings import LogitsProcessor, SamplingSettings
-from mlx_kv.generation.speculation.contexts import RowContext, RowContexts
+from mlx_kv.generation.speculation.acceptance import RowContext, RowContexts
 
 PROMPT = mx.random.randint(1, VOCAB, (20,), key=mx.random.key(1)).tolist()
 TOKENS = 24

@@ -10,11 +10,18 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from mlx_kv.generation.speculation.drafters import DrafterContext
-from mlx_kv.generation.speculation.drafters.automaton import Matcher, SuffixAutomaton
-from mlx_kv.generation.speculation.drafters.lookup import LookupDrafter, continued
-from mlx_kv.generation.speculation.drafters.ngram import NgramDrafter
-from mlx_kv.generation.speculation.drafters.suffix import BETWEEN, LEAD, RecentAnswers, SuffixDrafter
+from mlx_kv.generation.speculation.drafters import (
+    BETWEEN,
+    LEAD,
+    DrafterContext,
+    LookupDrafter,
+    Matcher,
+    NgramDrafter,
+    RecentAnswers,
+    SuffixAutomaton,
+    SuffixDrafter,
+    continued,
+)
 
 NOBODY: Any = None  # a model that nobody asks
 TEXTS = st.one_of(

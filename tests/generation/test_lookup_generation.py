@@ -27,9 +27,8 @@ from mlx_kv.generation.engine import make_engine
 from mlx_kv.generation.prefill import prefill
 from mlx_kv.generation.sampling import SeededSampler
 from mlx_kv.generation.sequence import TokenSequence
-from mlx_kv.generation.speculation.drafters.ngram import NgramDrafter
-from mlx_kv.generation.speculation.drafters.suffix import SuffixDrafter
-from mlx_kv.generation.speculation.settings import DraftSettings
+from mlx_kv.generation.speculation import DraftSettings
+from mlx_kv.generation.speculation.drafters import NgramDrafter, SuffixDrafter
 
 LOOKUPS = ["ngram", "suffix"]
 WORDS = [mx.random.randint(1, VOCAB, (n,), key=mx.random.key(n)).tolist() for n in (4, 9, 15)]

@@ -18,9 +18,9 @@ from mlx_kv.generation import decoder
 from mlx_kv.generation.engine import make_engine
 from mlx_kv.generation.sampling import derived_seed, sampler_of_sequence
 from mlx_kv.generation.sequence import TokenSequence
-from mlx_kv.generation.speculation.drafters.model import ModelDrafter
+from mlx_kv.generation.speculation import DraftSettings
+from mlx_kv.generation.speculation.drafters import ModelDrafter
 from mlx_kv.generation.speculation.pacing import MEASURED_FIRST, MOST_WAIT, TRUSTED, Acceptance, Costs, Pace
-from mlx_kv.generation.speculation.settings import DraftSettings
 
 pytestmark = pytest.mark.chosen_length
 

@@ -37,8 +37,7 @@ from mlx_kv import (
     stream_generate,
 )
 from mlx_kv.cache.segments import moving
-from mlx_kv.generation.grammar.compiled import Grammar, GrammarCompiler
-from mlx_kv.generation.grammar.constraint import regex
+from mlx_kv.generation.grammar import Grammar, GrammarCompiler, regex
 from mlx_kv.mlxlm.loading import number_of_weights
 from mlx_kv.ranks.group import RankGroup, join_ranks
 from mlx_kv.ranks.splitting import split_model

@@ -23,7 +23,7 @@ import openai
 from mlx_kv import CachePolicy, PromptStore
 from mlx_kv.bundled import model_path
 from mlx_kv.generation.settings import SamplingSettings
-from mlx_kv.generation.speculation.settings import DraftSettings
+from mlx_kv.generation.speculation import DraftSettings
 from mlx_kv.mlxlm.loading import load
 from mlx_kv.server.access import AccessRules
 from mlx_kv.server.api import Api, HttpSettings, Limits

@@ -21,8 +21,8 @@ from mlx_lm.tool_parsers import json_tools
 from serving import SOURCE, Running, check_error, running, texts
 
 from mlx_kv import CachePolicy, batch_generate
-from mlx_kv.generation.speculation.settings import DraftSettings
-from mlx_kv.generation.stop_strings import StopStrings
+from mlx_kv.generation.generate import StopStrings
+from mlx_kv.generation.speculation import DraftSettings
 from mlx_kv.server.answers import ChatOutputParser, Delta
 
 # Of places where, for as long as answers are, no two tokens are as good as equal (by 0.02 at the least, under any of

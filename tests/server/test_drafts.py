@@ -11,8 +11,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from serving import ENDS, LONG, PLENTY, SOURCE, Running, cached, running
 
 from mlx_kv import CachePolicy, PromptStore, SpeculationStatistics
-from mlx_kv.generation.speculation.drafters.suffix import SuffixDrafter
-from mlx_kv.generation.speculation.settings import DraftSettings
+from mlx_kv.generation.speculation import DraftSettings
+from mlx_kv.generation.speculation.drafters import SuffixDrafter
 from mlx_kv.server.models import Models
 from mlx_kv.server.monitor import Monitor
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from mlx_kv.generation.grammar.constraint import regex
+from mlx_kv.generation.grammar import regex
 from mlx_kv.generation.settings import SamplingSettings
 from mlx_kv.server.dialects.completions import ChatBody, CompletionBody, chats, completions
 from mlx_kv.server.dialects.messages import MessagesBody, messages

@@ -9,7 +9,7 @@ import pytest
 from reasoning_server import ANSWER, TOOL
 from serving import SOURCE, Running
 
-from mlx_kv.generation.stop_strings import StopStrings
+from mlx_kv.generation.generate import StopStrings
 from mlx_kv.server.access import ApiKeys
 from mlx_kv.server.answers import Delta
 from mlx_kv.server.chat import Blocks, Call, Event, Reasoning, Text

@@ -15,7 +15,7 @@ import pytest
 from serving import LONG, SOURCE, Running, running
 
 from mlx_kv import CachePolicy
-from mlx_kv.generation.speculation.settings import DraftSettings
+from mlx_kv.generation.speculation import DraftSettings
 from mlx_kv.server.policy_rows import PolicyRows
 
 PICTURES = os.environ.get("MLX_KV_PICTURES")  # a folder for them; none are left otherwise

@@ -19,9 +19,9 @@ from mlx_lm.tool_parsers import json_tools
 from random_schemas import random_schema
 from serving import SOURCE, Running, check_error, running
 
-from mlx_kv.generation.grammar import compiled
-from mlx_kv.generation.grammar.compiled import GrammarCompiler
-from mlx_kv.generation.speculation.settings import DraftSettings
+from mlx_kv.generation import grammar as compiled
+from mlx_kv.generation.grammar import GrammarCompiler
+from mlx_kv.generation.speculation import DraftSettings
 from mlx_kv.server import structured_output
 from mlx_kv.server.dialects.completions import chats
 from mlx_kv.server.errors import ApiError

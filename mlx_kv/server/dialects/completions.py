@@ -12,7 +12,7 @@ from typing import Annotated, Any, cast
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
 from typing_extensions import TypedDict
 
-from mlx_kv.generation.grammar.constraint import Constraint
+from mlx_kv.generation.grammar import Constraint
 from mlx_kv.server.answers import Choice, Delta, TokenText, Usage
 from mlx_kv.server.chat import Messages, Tool, check_arguments, check_role, read_parts
 from mlx_kv.server.errors import ApiError

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, PlainValidator, Tag, model_validator
 
-from mlx_kv.generation.grammar.constraint import Constraint
+from mlx_kv.generation.grammar import Constraint
 from mlx_kv.server import chat
 from mlx_kv.server.answers import Choice, Delta, Usage
 from mlx_kv.server.chat import Block, Blocks, Change, Event

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, PlainValidator, Tag, model_validator
 
-from mlx_kv.generation.grammar.constraint import Constraint
+from mlx_kv.generation.grammar import Constraint
 from mlx_kv.server import chat
 from mlx_kv.server.dialects.response_writer import Conversations, ResponseWriter
 from mlx_kv.server.fields import TAG, Body, FieldError, NonEmptyText, Text, json_kind, unsupported

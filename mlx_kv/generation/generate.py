@@ -1,37 +1,130 @@
-"""Text from one prompt, as a stream: a batch of one, with or without drafts."""
+"""Text from prompts: one prompt in one call or as a stream, with or without drafts, or many prompts in a batch."""
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import GenerationResponse
 
-from mlx_kv.cache.checks import cache_list, check_type, token_ids
+from mlx_kv.cache.checks import cache_list, check_type, token_ids, whole_numbers
 from mlx_kv.communicator import LOCAL, Communicator, Steps
 from mlx_kv.generation.batch_engine import BatchEngine
 from mlx_kv.generation.decoder import Decoder, make_decoder
 from mlx_kv.generation.distributed_caches import check_local, given_caches
-from mlx_kv.generation.encoding import tokens_of_prompt, wrapped
+from mlx_kv.generation.encoding import encode_messages, has_chats, tokens_of_prompt, wrapped
+from mlx_kv.generation.engine import Engine, make_engine
 from mlx_kv.generation.prefill import prefill_step
-from mlx_kv.generation.sampling import Sampler, sampler_of_sequence
-from mlx_kv.generation.sequence import UNLIMITED, TokenSequence
-from mlx_kv.generation.settings import LogitsProcessor, given_processors
-from mlx_kv.generation.speculation import LOOKUP_MAX, LOOKUP_MIN
+from mlx_kv.generation.sampling import Sampler, check_seed, derived_seed, sampler_of_sequence
+from mlx_kv.generation.sequence import UNLIMITED, BatchToken, TokenSequence
+from mlx_kv.generation.settings import LogitsProcessor, SamplingSettings, given_processors
+from mlx_kv.generation.speculation import LOOKUP_MAX, LOOKUP_MIN, DraftLength, DraftSettings
 from mlx_kv.generation.speculation.drafters import Drafter, Factory
-from mlx_kv.generation.speculation.settings import DraftLength, DraftSettings
 from mlx_kv.generation.statistics import SpeculationStatistics
 from mlx_kv.generation.two_pass_prefill import NO_INSTRUCTIONS, Instructions, needs_second_pass
 from mlx_kv.mlxlm.convert import check_windows
-from mlx_kv.mlxlm.loading import check_model, vocabulary_of
+from mlx_kv.mlxlm.loading import check_model, context_length, vocabulary_of
 from mlx_kv.mlxlm.observing import show_attention
 from mlx_kv.mlxlm.traverse import attention_caches, can_trim
 from mlx_kv.policy import CachePolicy, given_policy
 from mlx_kv.settings import shown, whole_number
+
+# --- one prompt in one call -------------------------------------------------------------------------------------------
+
+
+def generate(
+    model: nn.Module,
+    tokenizer: Any,
+    prompt: str | Sequence[int] | Sequence[Mapping[str, Any]] | mx.array,
+    policy: CachePolicy | None = None,
+    max_tokens: int = 256,
+    sampling: SamplingSettings | None = None,
+    *,
+    stop: str | Sequence[str] = (),
+    on_text: Callable[[str], None] | None = None,
+    draft_model: nn.Module | None = None,
+    drafter: str | Factory | Drafter | None = None,
+    **options: Any,
+) -> str:
+    """Generates the continuation of a prompt, and returns it as one string.
+
+    Args:
+        model, tokenizer: as from `load`.
+        prompt: a text, which is continued unchanged; token ids; or chat messages (`{"role": …, "content": …}`), which
+            are formatted by the tokenizer's chat template.
+        policy: settings of the caches; None is `CachePolicy()`.
+        max_tokens: maximum tokens to generate, from 1 up.
+        sampling: sampling settings; None is greedy, unless `options` has a sampler.
+        stop: strings that end the answer and are not returned; the first match counts.
+        on_text: called with each piece of the answer as it is generated; all pieces together are the result.
+        draft_model, drafter: speculate, as `speculative_generate` does; the text stays the same.
+        options: those of `stream_generate`, or where it speculates, of `speculative_generate`: `sampler`, `seed`,
+            `logits_processors`, `prompt_cache`, `prefill_step_size`, …
+
+    Raises:
+        ValueError: an argument that those functions refuse; messages without a chat template; an empty stop string;
+            sampling and an option that sets the same.
+        TypeError: an argument of another type, or an unknown option.
+    """
+    tokenizer = wrapped(tokenizer)
+    check_type("sampling", sampling, SamplingSettings | None, "give SamplingSettings(...), or None for the likeliest")
+    check_type("on_text", on_text, Callable | None, "give a function of a text, or None")
+    check_policy_options(options)
+    stops = _stops(stop)
+    given: Any = _tokens_of_messages(tokenizer, prompt) if _are_messages(prompt) else prompt
+    common = {"policy": policy, "max_tokens": max_tokens, **options, **_sampled(tokenizer, sampling, options)}
+    if draft_model is None and drafter is None:
+        responses = stream_generate(model, tokenizer, given, **common)
+    else:
+        responses = speculative_generate(model, draft_model, tokenizer, given, drafter=drafter, **common)
+    cut, pieces = StopStrings(stops), list[str]()
+    for response in responses:
+        piece = cut.feed(response.text) + (cut.finish() if response.finish_reason is not None else "")
+        pieces.append(piece)
+        if on_text is not None and piece:
+            on_text(piece)
+        if cut.stopped:
+            break
+    return "".join(pieces)
+
+
+def _stops(stop: Any) -> list[str]:
+    stops = [stop] if isinstance(stop, str) else stop
+    if not isinstance(stops, Sequence) or not all(isinstance(each, str) for each in stops):
+        raise TypeError(f"stop is {shown(stop)}: give a text, or a list of texts")
+    if not all(stops):
+        raise ValueError("a stop string is empty: leave it out")
+    return list(stops)
+
+
+def _sampled(tokenizer: Any, sampling: SamplingSettings | None, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings in terms of the loops."""
+    if sampling is None:
+        return {}
+    twice = [name for name in ("sampler", "seed", "logits_processors") if options.get(name) is not None]
+    if twice:
+        raise ValueError(f"got sampling and {twice[0]}, which sets the same: give one of them")
+    rules = replace(sampling, seed=None).sampler(0, tokenizer)
+    return {"sampler": rules, "seed": sampling.seed, "logits_processors": sampling.processors()}
+
+
+def _are_messages(prompt: Any) -> bool:
+    return isinstance(prompt, Sequence) and bool(prompt) and all(isinstance(each, Mapping) for each in prompt)
+
+
+def _tokens_of_messages(tokenizer: Any, messages: Any) -> list[int]:
+    if not has_chats(tokenizer):
+        raise ValueError("the prompt is a chat, and this tokenizer has no chat template: give a text, or token ids")
+    return encode_messages(tokenizer, [dict(message) for message in messages])
+
+
+# --- streams ----------------------------------------------------------------------------------------------------------
+
 
 FOR_THE_POLICY = {field.name: field.name for field in fields(CachePolicy)} | {
     "kv_bits": "bits",
@@ -361,3 +454,190 @@ def _check_options(options: Mapping[str, Any]) -> None:
         raise ValueError("draft_model is for speculative_generate: call that")
     if unknown := sorted(set(options) - set(OPTIONS)):
         raise TypeError(f"there is no option {unknown[0]}: leave it out, or give one of {', '.join(OPTIONS)}")
+
+
+# --- batches ----------------------------------------------------------------------------------------------------------
+
+
+def batch_generate(
+    model: nn.Module,
+    tokenizer: Any,
+    prompts: Sequence[str | Sequence[int]],
+    policy: CachePolicy | None = None,
+    max_tokens: int | Sequence[int] = 256,
+    draft_model: nn.Module | None = None,
+    num_draft_tokens: int | None = None,
+    max_batch_size: int = 8,
+    sampler: Sampler | None = None,
+    prefill_step_size: int | None = None,
+    statistics: SpeculationStatistics | None = None,
+    seed: int | None = None,
+    drafter: str | Factory | Drafter | None = None,
+    prompt_lookup_min: int = LOOKUP_MIN,
+    prompt_lookup_max: int = LOOKUP_MAX,
+    draft_length: DraftLength = "chosen",
+    group: Communicator | None = None,
+    logits_processors: Sequence[LogitsProcessor] | None = None,
+) -> Iterator[BatchToken]:
+    """Generates for many prompts at once, with the same tokens for each prompt as alone.
+
+    Args:
+        model: any model of mlx-lm whose caches can be batched.
+        tokenizer: as from `mlx_lm.load`; None with prompts of token ids, for tokens without text.
+        prompts: texts or token ids; those beyond the batch size start when others end.
+        policy: settings of the caches; None is `CachePolicy()`.
+        max_tokens: tokens to generate, one number for all prompts, or one for each.
+        draft_model, num_draft_tokens: for speculation; each row accepts its own number of drafted tokens.
+        max_batch_size: maximum rows in the batch.
+        sampler: log-probabilities (B, V) to tokens (B,); None is greedy. With a draft model as in
+            `speculative_generate`.
+        prefill_step_size: prompt tokens of each row read at once; by default what `stream_generate` would read.
+        statistics: filled in as tokens come; only with a draft model or a drafter.
+        seed: makes a `TemperatureSampler` repeatable. The answer depends on the seed, the prompt and its
+            index, not on the other prompts.
+        drafter, prompt_lookup_min, prompt_lookup_max, draft_length: as in `speculative_generate`.
+        group: the ranks of which each has a part of the model, and calls this alike. The leader's prompts, limits,
+            samplers and drafter count, and where it stops asking for tokens, all end.
+        logits_processors: as in `speculative_generate`, for each prompt; they must not keep state.
+
+    Returns:
+        An iterator of `BatchToken`, in the order in which they come; tokens of one prompt are in order.
+
+    Raises:
+        ValueError: no prompt, one that is empty or longer than the model's context (it says which), a number below 1,
+            vocabularies that differ, caches that cannot roll back for a draft model, a seed for another sampler, token
+            ids that the model does not have.
+        TypeError: an argument of another type.
+    """
+    check_model("model", model)
+    policy, processors = given_policy(policy), given_processors(logits_processors)
+    check_type("statistics", statistics, SpeculationStatistics | None, "give SpeculationStatistics(), or None")
+    tokenizer = None if tokenizer is None else wrapped(tokenizer)
+    check_type("group", group, Communicator | None, "give what mlx_kv.join_ranks() returns")
+    communicator = group or LOCAL
+    sequences: list[TokenSequence] = []  # with the leader's samplers
+
+    def asked() -> tuple[int, int | None, list[tuple[list[int], int]]]:
+        whole_number("max_batch_size", max_batch_size, least=1)
+        sequences.extend(_sequences(model, tokenizer, prompts, max_tokens, sampler, seed))
+        for sequence in sequences:
+            sequence.processors = processors
+        return max_batch_size, prefill_step_size, [(own.tokens, own.max_tokens) for own in sequences]
+
+    max_batch_size, prefill_step_size, prompts_and_limits = communicator.broadcast(asked)
+    if not communicator.leads:
+        sequences = [
+            TokenSequence(index, tokens, limit, None if tokenizer is None else tokenizer.detokenizer)
+            for index, (tokens, limit) in enumerate(prompts_and_limits)
+        ]
+    ends = set() if tokenizer is None else set(tokenizer.eos_token_ids)
+    engine = make_engine(
+        model,
+        ends,
+        policy,
+        max_batch_size,
+        prefill_step_size,
+        draft_model,
+        num_draft_tokens,
+        statistics,
+        drafter=drafter,
+        prompt_lookup_min=prompt_lookup_min,
+        prompt_lookup_max=prompt_lookup_max,
+        draft_length=draft_length,
+        communicator=communicator,
+        instructions=Instructions.for_policy(policy, tokenizer, model),
+    )
+    return _tokens(engine, sequences, communicator)
+
+
+def _tokens(engine: Engine, sequences: Sequence[TokenSequence], communicator: Communicator) -> Iterator[BatchToken]:
+    def steps() -> Steps[list[BatchToken]]:
+        while engine.busy:
+            yield engine.step()
+
+    try:
+        for sequence in sequences:
+            engine.submit(sequence)
+        rounds = communicator.sync_steps(steps(), lambda tokens: [(own.index, own.token) for own in tokens])
+        with contextlib.closing(rounds):
+            for tokens in rounds:
+                yield from tokens
+    finally:
+        engine.close()
+
+
+def _sequences(
+    model: nn.Module,
+    tokenizer: Any,
+    prompts: Sequence[str | Sequence[int]],
+    max_tokens: int | Sequence[int],
+    sampler: Sampler | None,
+    seed: int | None,
+) -> list[TokenSequence]:
+    if isinstance(prompts, str) or (isinstance(prompts, Sequence) and not prompts):
+        raise ValueError("prompts is one text or empty: give a list of prompts, at least one")
+    check_type("prompts", prompts, Sequence, "give a list of prompts, each a text or token ids")
+    check_seed(seed)
+    limits, context, vocabulary = whole_numbers(max_tokens, len(prompts)), context_length(model), vocabulary_of(model)
+    if len(limits) != len(prompts):
+        raise ValueError(f"got {len(limits)} max_tokens for {len(prompts)} prompts: give one number, or one for each")
+    found = []
+    for index, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
+        tokens = tokens_of_prompt(tokenizer, prompt, vocabulary, f"prompt {index}")
+        if context is not None and len(tokens) >= context:
+            raise ValueError(
+                f"prompt {index} has {len(tokens):,} tokens, but this model was made for {context:,}: shorten it"
+            )
+        whole_number(f"max_tokens of prompt {index}", limit, least=1)
+        detokenizer = None if tokenizer is None else tokenizer.detokenizer
+        own_seed = None if seed is None else derived_seed(seed, index)
+        drawing = sampler_of_sequence(sampler, own_seed, len(tokens))
+        found.append(TokenSequence(index, tokens, limit, detokenizer, drawing))
+    return found
+
+
+# --- stop strings -----------------------------------------------------------------------------------------------------
+
+
+class StopStrings:
+    """Passes a text on, piece by piece, up to the first stop string.
+
+    The stop string that ends first counts, of several that end there the longest: so it does not matter how the text
+    falls into pieces. What could be the beginning of one is held back until that is known.
+
+    Args:
+        strings: none of them empty.
+    """
+
+    def __init__(self, strings: Sequence[str] = ()) -> None:
+        assert all(strings), "an empty stop string would stop everything"
+        self._strings, self._held = tuple(strings), ""
+        self.stopped = False
+        self.matched: str | None = None  # the one that stopped it
+
+    def feed(self, text: str) -> str:
+        """What can be said now of the text so far. After a stop, nothing."""
+        if self.stopped:
+            return ""
+        if not self._strings:
+            return text
+        text = self._held + text
+        found = [(start + len(string), start) for string in self._strings if (start := text.find(string)) >= 0]
+        if found:
+            end, start = min(found)
+            self.stopped, self._held, self.matched = True, "", text[start:end]
+            return text[:start]
+        keep = max(self._beginning(text, string) for string in self._strings)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def finish(self) -> str:
+        """The text has ended: what was held back."""
+        held, self._held = self._held, ""
+        return held
+
+    @staticmethod
+    def _beginning(text: str, string: str) -> int:
+        """The length of the longest end of the text that a stop string begins with."""
+        longest = min(len(text), len(string) - 1)
+        return next((n for n in range(longest, 0, -1) if text.endswith(string[:n])), 0)

@@ -1,0 +1,534 @@
+"""Answers that follow a grammar: a JSON schema, a regular expression, a grammar, or calls of functions.
+
+llguidance reads JSON schemas, regular expressions, and grammars in the notation of Lark or of llama.cpp (GBNF). Its
+matcher is rolled back and advanced to the tokens of each call, so that rounds may query any place of a draft in any
+order. V is the vocabulary.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import mlx.core as mx
+import numpy as np
+from transformers import PreTrainedTokenizerFast
+
+from mlx_kv.generation.sequence import common_prefix
+
+# --- constraints, as requested and as grammars of llguidance ----------------------------------------------------------
+
+
+# White space between two parts of JSON: none, a space, or a new line and what stands before the next part. It has an
+# end, which a small model's would not.
+WHITESPACE = r"[ ]?|\n[ ]{0,40}|\n\t{0,12}"
+# The name of a rule, among texts, sets of characters and comments, which are to be passed over.
+GBNF_START = re.compile(r'"(?:\\.|[^"\\])*"?|\[(?:\\.|[^\]\\])*\]?|#[^\n]*|(?<![\w-])start(?![\w-])')
+LARK_START = re.compile(r"^[^\S\n]*start\s*(\[|:(?!:=))", re.MULTILINE)
+MOST_BYTES = 128 * 1024  # of what was asked for
+
+# Errors of the library, and what the caller reads instead.
+MATCHES_NOTHING = "no text matches it: change the pattern"
+ENDLESS = (
+    "it refers to itself without end, or a pattern in it matches no text, so that no answer is possible: "
+    "add an alternative that ends, or change the pattern"
+)
+PLACE = re.compile(r"(?:at )?(\d+)\((\d+)\): ")
+REGEX_ERROR = re.compile(r"regex parse error:.*?\nerror: ", re.DOTALL)
+REWORDED = (
+    (r"failed to compile JSON schema: ", ""),
+    (r" \(in regex\): regex error: ", ": "),
+    (r" \(in regex\): ", ": "),
+    (r"^regex error: ", "a pattern or range in it cannot be used: "),
+    (r"^Failed to convert the grammar from GBNF to Lark: ", "it is no GBNF: "),
+    (r"^Unimplemented keys: \[(.*)\]", r"\1 cannot be enforced: leave it out"),
+    (r"Pointer '(.*?)' does not exist", r"it refers to '#\1', which is not in the schema: add it"),
+    (
+        r"Resource '(?:json-schema:///)?(.*?)' is not present in a registry and .*",
+        r"it refers to '\1', which is not fetched: copy that schema into $defs",
+    ),
+    (
+        r"circular references with sibling keys are not supported: (?:json-schema:///)?#?(.*)",
+        r"a $ref that leads back to itself ('#\1') has keywords beside it: leave them out",
+    ),
+)
+
+Kind = Literal["json_schema", "regex", "grammar", "choice", "calls"]
+
+
+class GrammarError(ValueError):
+    """What was asked for cannot be had, and why."""
+
+
+@dataclass(frozen=True)
+class Constraint:
+    """What an answer is to be. The functions of this module make them.
+
+    Attributes:
+        kind: how `text` is to be read.
+        text: a JSON schema, a regular expression, a grammar; JSON with a list of texts, or of functions.
+        lenient: what a schema says that cannot be enforced is passed over.
+    """
+
+    kind: Kind
+    text: str
+    lenient: bool = False
+
+
+@dataclass(frozen=True)
+class CallMarks:
+    """What stands before and after each call of a function, as a model that knows such calls writes them.
+
+    Attributes:
+        start, end: token ids.
+        space: text between them and the call.
+    """
+
+    start: tuple[int, ...]
+    end: tuple[int, ...]
+    space: str = "\n"
+
+
+@dataclass(frozen=True)
+class Function:
+    """A function that may be called.
+
+    Attributes:
+        parameters: JSON schema of its arguments, an object.
+        lenient: as of a `Constraint`.
+    """
+
+    name: str
+    parameters: Any
+    lenient: bool = True
+
+
+def json_schema(schema: Any, lenient: bool = False) -> Constraint:
+    """JSON that a schema describes: an object, or true for any JSON."""
+    return Constraint("json_schema", json.dumps(schema), lenient)
+
+
+def json_object() -> Constraint:
+    """Any JSON object."""
+    return json_schema({"type": "object"})
+
+
+def regex(pattern: str) -> Constraint:
+    """A text that all of a regular expression describes: Rust's, without looking around or going back."""
+    return Constraint("regex", pattern)
+
+
+def grammar(text: str) -> Constraint:
+    """What a grammar describes, in the manner of llama.cpp (GBNF, `root ::= …`) or of Lark (`start: …`)."""
+    return Constraint("grammar", text)
+
+
+def choice(texts: Sequence[str]) -> Constraint:
+    """One of several texts."""
+    return Constraint("choice", json.dumps(list(texts)))
+
+
+def calls(functions: Sequence[Function]) -> Constraint:
+    """A call of one of several functions: `{"name": …, "arguments": {…}}`."""
+    return Constraint("calls", json.dumps([[one.name, one.parameters, one.lenient] for one in functions]))
+
+
+def grammar_source(constraint: Constraint, marks: CallMarks | None = None) -> str:
+    """The grammar of a constraint, in the words of llguidance.
+
+    Args:
+        marks: of calls; without, a call is the whole answer.
+
+    Raises:
+        GrammarError: it is too long, or no grammar of its kind. Most of what may be wrong is found when it is compiled.
+    """
+    if (size := len(constraint.text.encode("utf-8", "replace"))) > MOST_BYTES:
+        raise GrammarError(f"it has {size:,} bytes, and at most {MOST_BYTES:,} are accepted: make it shorter")
+    matcher: Any = found_library().LLMatcher
+    if constraint.kind == "json_schema":
+        return str(matcher.grammar_from_json_schema(_enforced(json.loads(constraint.text), constraint.lenient)))
+    if constraint.kind == "regex":
+        return str(matcher.grammar_from_regex(constraint.text))
+    if constraint.kind == "choice":
+        return str(matcher.grammar_from_lark("start: " + " | ".join(map(_literal, json.loads(constraint.text)))))
+    if constraint.kind == "calls":
+        return str(matcher.grammar_from_lark(_lark_of_calls(json.loads(constraint.text), marks)))
+    # Without empty lines: in many of them the library's search would look at each from each.
+    text = "\n".join([line for line in constraint.text.split("\n") if line.strip()])
+    if is_lark(constraint):
+        return str(matcher.grammar_from_lark(text))
+    try:
+        return str(found_library().grammar_from("grammar", _without_start(text)))
+    except (ValueError, RecursionError) as error:
+        raise GrammarError(error_message(error, constraint)) from None
+
+
+def is_lark(constraint: Constraint) -> bool:
+    """Whether it is a grammar in the manner of Lark."""
+    return constraint.kind == "grammar" and LARK_START.search(constraint.text) is not None
+
+
+def _without_start(text: str) -> str:
+    """A grammar of llama.cpp without a rule named `start`, which is what the library calls its `root`."""
+    name = "begin"
+    while name in text:
+        name += "-again"
+    return GBNF_START.sub(lambda found: name if found[0] == "start" else found[0], text)
+
+
+def _enforced(schema: Any, lenient: bool) -> str:
+    """A schema with what is said to the library about it."""
+    if isinstance(schema, bool):
+        schema = {} if schema else {"enum": []}
+    if not isinstance(schema, dict):
+        raise GrammarError("a JSON schema is an object: send one")
+    options = {"whitespace_pattern": WHITESPACE, "lenient": lenient, "coerce_one_of": lenient}
+    return json.dumps(schema | {"x-guidance": options})
+
+
+def _lark_of_calls(functions: list[tuple[str, Any, bool]], marks: CallMarks | None) -> str:
+    """Each schema is a document of its own, so that what refers to `#/$defs` finds it."""
+    if not functions:
+        raise GrammarError("there is no function to be called: send one")
+    before = after = ""
+    if marks is not None:
+        before = " ".join(f"<[{token}]>" for token in marks.start) + f" {_literal(marks.space)} "
+        after = f" {_literal(marks.space)} " + " ".join(f"<[{token}]>" for token in marks.end)
+    rules = [f"start: {before}call{after}", "call: " + " | ".join(f"call_{index}" for index in range(len(functions)))]
+    for index, (name, parameters, lenient) in enumerate(functions):
+        begin = _literal(f'{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": ')
+        rules.append(f'call_{index}: {begin} arguments_{index} "}}"')
+        rules.append(f"arguments_{index}: %json {_enforced(parameters, lenient)}")
+    return "\n".join(rules) + "\n"
+
+
+def _literal(text: str) -> str:
+    """A text, in a Lark grammar."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def error_message(error: object, constraint: Constraint | None = None) -> str:
+    """An error of the library in one line, in the words of who wrote the constraint.
+
+    Args:
+        constraint: which was being compiled; None is at work already.
+    """
+    text = " ".join(REGEX_ERROR.sub("regex error: ", re.split(r"\n +\d+ \||<non-verbose/>", str(error))[0]).split())
+    if text == "NoExtensionBias":
+        return MATCHES_NOTHING if constraint is not None and constraint.kind == "regex" else ENDLESS
+    if (place := PLACE.match(text)) is not None:
+        text = text[place.end() :]
+        if constraint is not None and is_lark(constraint):  # other places are in what was made of the constraint
+            numbers = [number for number, line in enumerate(constraint.text.split("\n"), 1) if line.strip()]
+            text = f"line {dict(enumerate(numbers, 1)).get(int(place[1]), place[1])}, column {place[2]}: {text}"
+    for pattern, words in REWORDED:
+        text = re.sub(pattern, words, text)
+    return text[:300]
+
+
+def found_library() -> Any:
+    """llguidance.
+
+    Raises:
+        GrammarError: it is not installed.
+    """
+    try:
+        return importlib.import_module("llguidance")
+    except ImportError as error:
+        raise GrammarError(f"structured output needs llguidance ({error}): pip install 'mlx-kv[structured]'") from None
+
+
+# --- compiled grammars ------------------------------------------------------------------------------------------------
+
+
+KEPT = 32  # grammars: clients send the same again and again
+# The library's own measure of work: 50,000 of it are about a millisecond. Regular expressions that are more than this
+# are still used, but the masks that follow from them are not made beforehand.
+COMPILE_FUEL = 200_000
+# And of one mask: a schema takes tens of them, a grammar that reads a text in very many ways ever more with its length.
+MASK_ITEMS = 4_000
+
+
+class Grammar:
+    """A constraint that is compiled.
+
+    Args:
+        matcher: of the library, where nothing has been generated. It is copied for each row.
+        ends: ids of tokens that end a sequence.
+
+    Attributes:
+        unenforced: what a lenient schema says that is passed over, in the library's words.
+    """
+
+    def __init__(self, matcher: Any, ends: Sequence[int]) -> None:
+        self._matcher, self._ends = matcher, tuple(ends)
+        self.unenforced = tuple(error_message(warning) for warning in matcher.get_grammar_warnings())
+
+    def processor(self, prompt_tokens: int, lead_in: LeadIn | None = None) -> GrammarProcessor:
+        """What keeps one row to it.
+
+        Args:
+            prompt_tokens: how many tokens come before the answer, those that were read before among them.
+            lead_in: what may stand before the grammar, or in its place; None is nothing.
+        """
+        return GrammarProcessor(self._matcher, self._ends, prompt_tokens, lead_in or LeadIn())
+
+
+class GrammarCompiler:
+    """Makes grammars of constraints.
+
+    Args:
+        tokenizer: mlx-lm's.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._vocabulary: Any = None
+        self._kept: OrderedDict[tuple[Constraint, CallMarks | None], Grammar] = OrderedDict()
+
+    def compile(self, constraint: Constraint, marks: CallMarks | None = None) -> Grammar:
+        """The grammar of a constraint.
+
+        Args:
+            marks: of calls, as of `grammar_source`.
+
+        Raises:
+            GrammarError: the library, or the tokenizer, refuses it.
+        """
+        asked = constraint, marks
+        if asked not in self._kept:
+            self._kept[asked] = self._compiled(constraint, grammar_source(constraint, marks))
+            if len(self._kept) > KEPT:
+                self._kept.popitem(last=False)
+        self._kept.move_to_end(asked)
+        return self._kept[asked]
+
+    def _compiled(self, constraint: Constraint, source: str) -> Grammar:
+        library, ends = found_library(), sorted(self._tokenizer.eos_token_ids)
+        if self._vocabulary is None:
+            self._vocabulary = self._made_vocabulary(ends)
+        limits = library.LLParserLimits(
+            initial_lexer_fuel=COMPILE_FUEL, step_max_items=MASK_ITEMS, verbose_errors=False
+        )
+        matcher = library.LLMatcher(self._vocabulary, source, log_level=0, limits=limits)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # the first mask takes longest
+        if matcher.is_error():
+            raise GrammarError(error_message(matcher.get_error(), constraint))
+        return Grammar(matcher, ends)
+
+    def _made_vocabulary(self, ends: list[int]) -> Any:
+        """The tokenizer as the library has it: a second's work, once."""
+        inner = getattr(self._tokenizer, "_tokenizer", self._tokenizer)
+        if not isinstance(inner, PreTrainedTokenizerFast):
+            raise GrammarError(f"this model's tokenizer ({type(inner).__name__}) is not of the kind that can be masked")
+        from llguidance.hf import from_tokenizer
+
+        return from_tokenizer(inner, eos_token=ends)
+
+
+# --- logits processors of rows ----------------------------------------------------------------------------------------
+
+
+class GrammarProcessor:
+    """A logits processor as mlx-lm has them, for one row.
+
+    Args:
+        matcher: the library's, where nothing has been generated.
+        ends: ids of tokens that end a sequence: all that is left when the grammar is at its end.
+        prompt_tokens: how many of the tokens that are shown are not the answer's.
+        lead_in: what may stand before the grammar, or in its place.
+    """
+
+    def __init__(self, matcher: Any, ends: tuple[int, ...], prompt_tokens: int, lead_in: LeadIn) -> None:
+        self._fresh, self._matcher = matcher, matcher.deep_copy()
+        self._ends, self._prompt_tokens, self._lead_in = ends, prompt_tokens, lead_in
+        self._consumed: list[int] = []
+        self._failed: tuple[list[int], str] | None = None  # after which tokens the library gave up, and why
+
+    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
+        """Logits (1, V) after tokens (n,): minus infinity where the grammar has no such token.
+
+        While the model thinks, before the grammar begins, all but the end of the answer may come. Where the tokens
+        themselves are none of the grammar's, as behind a draft that is wrong, nothing is changed.
+        """
+        shown = tokens[self._prompt_tokens :]
+        mx.async_eval(shown)  # type: ignore[no-untyped-call]
+        mx.async_eval(logits)  # type: ignore[no-untyped-call]  # the model goes on while the mask is made
+        answer: Any = shown.tolist()
+        begins = self._lead_in.grammar_from(answer)
+        if begins is None:  # a call may end, but thinking that does leaves no answer
+            return _masked(logits, ~self._where_it_ends(logits)) if self._lead_in.thinks(answer) else logits
+        wanted = answer[begins:]
+        follows, others = self._follow(wanted), self._lead_in.others(answer)
+        if not follows and not others and self._why(wanted) is None:
+            return logits
+        allowed = self._mask(logits.shape[-1]) if follows else np.zeros(logits.shape[-1], dtype=bool)
+        allowed[others] = True
+        return _masked(logits, allowed if allowed.any() else self._where_it_ends(logits))
+
+    def allowed(self, tokens: mx.array, drafted: list[int]) -> int:
+        """How many of the drafted tokens can stand after these."""
+        answer: Any = tokens[self._prompt_tokens :].tolist()
+        together = [*answer, *drafted]
+        begins = self._lead_in.grammar_from(together)
+        if begins is None or self._lead_in.others(together):
+            return self._end(drafted) if self._lead_in.thinks(together) else len(drafted)
+        first = max(begins - len(answer), 0)  # what comes before is thinking, which does not end the answer
+        if (end := self._end(drafted[:first])) < first:
+            return end
+        known, rest = together[begins : len(answer) + first], drafted[first:]
+        if not self._follow(known):
+            return first
+        text = rest[: self._end(rest)]
+        count = int(self._matcher.validate_tokens(text))
+        ends = count == len(text) < len(rest) and self._follow([*known, *text]) and self._matcher.is_accepting()
+        return first + count + int(ends)
+
+    def error_in(self, answer: Sequence[int]) -> str | None:
+        """Why the grammar could not be followed to the end of an answer, in the library's words: it ended with that.
+
+        None where it could, whatever was met behind drafts that were wrong.
+        """
+        begins = self._lead_in.grammar_from(list(answer))
+        return None if begins is None else self._why(list(answer[begins:]))
+
+    def _why(self, tokens: list[int]) -> str | None:
+        """Why the library can say nothing of what follows these tokens; None where it can."""
+        if self._failed is None or tokens[: len(self._failed[0])] != self._failed[0]:
+            return None
+        return self._failed[1]
+
+    def _follow(self, wanted: list[int]) -> bool:
+        """Has the matcher stand after these tokens; whether they are the grammar's, and it goes on."""
+        if self._why(wanted) is not None:
+            return False
+        same = common_prefix(self._consumed, wanted)
+        back = len(self._consumed) - same
+        if self._matcher.is_error() or (back and not self._matcher.rollback(back)):
+            self._matcher, self._consumed = self._fresh.deep_copy(), []
+        del self._consumed[same:]
+        more = wanted[len(self._consumed) : self._end(wanted)]
+        taken = int(self._matcher.try_consume_tokens(more)) if more else 0
+        self._consumed += more[:taken]
+        return self._works(more[taken : taken + 1]) and len(self._consumed) == len(wanted)
+
+    def _end(self, tokens: list[int]) -> int:
+        """Position of the first end token. They are not part of the grammar, so llguidance gets none of them."""
+        return min((tokens.index(end) for end in self._ends if end in tokens), default=len(tokens))
+
+    def _mask(self, vocabulary: int) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """Which tokens (V,) may come next."""
+        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        found = np.unpackbits(bits, count=min(vocabulary, 8 * bits.size), bitorder="little").astype(bool)
+        allowed = np.zeros(vocabulary, dtype=bool)
+        allowed[: found.size] = found
+        return allowed & self._works()
+
+    def _where_it_ends(self, logits: mx.array) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """Which tokens (V,) of logits (1, V) end a sequence."""
+        ends = np.zeros(logits.shape[-1], dtype=bool)
+        ends[[token for token in self._ends if token < ends.size]] = True
+        return ends
+
+    def _works(self, at: Sequence[int] = ()) -> bool:
+        """Whether the library still can. A matcher that has given up never goes on, but others may, elsewhere.
+
+        Args:
+            at: the token at which it may have given up; none is after what was consumed.
+        """
+        if not self._matcher.is_error():
+            return True
+        self._failed = [*self._consumed, *at], error_message(self._matcher.get_error())
+        return False
+
+
+def _masked(logits: mx.array, allowed: np.ndarray[Any, np.dtype[np.bool_]]) -> mx.array:
+    """Logits (1, V) with minus infinity for tokens (V,) that are not allowed."""
+    return mx.where(mx.array(allowed), logits, mx.array(-mx.inf, dtype=logits.dtype))
+
+
+Tokens = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class LeadIn:
+    """What may come before the grammar, or in its place; by default nothing.
+
+    Attributes:
+        start, end: the marks of thinking.
+        begun: the prompt ends within thinking.
+        call: the mark with which a call begins. Nothing is asked of what follows it.
+    """
+
+    start: Tokens = ()
+    end: Tokens = ()
+    begun: bool = False
+    call: Tokens = ()
+
+    @classmethod
+    def after(cls, tokenizer: Any, prompt: Sequence[int], calls: bool = False) -> LeadIn:
+        """Of the answer of a model to a prompt.
+
+        Args:
+            calls: whether it may be a call, if the model knows how to.
+        """
+        call = tuple(tokenizer.tool_call_start_tokens) if calls and tokenizer.has_tool_calling else ()
+        if not tokenizer.has_thinking:
+            return cls(call=call)
+        prompt = list(prompt)
+        start, end = tuple(tokenizer.think_start_tokens), tuple(tokenizer.think_end_tokens)
+        begun, ended = tokenizer.rfind_think_start(prompt), tokenizer.rfind_think_end(prompt)
+        if begun > ended:
+            return cls(start, end, True, call)
+        if ended >= 0 and not tokenizer.decode(prompt[ended + len(end) :]).strip():
+            return cls(call=call)  # it is not to think
+        return cls(start, end, call=call)
+
+    def grammar_from(self, answer: list[int]) -> int | None:
+        """Where in an answer the grammar begins; None where it does not, or not yet."""
+        begins = self._thought(answer)
+        if begins is None or (self.call and tuple(answer[begins : begins + len(self.call)]) == self.call):
+            return None
+        return begins
+
+    def thinks(self, answer: list[int]) -> bool:
+        """Whether an answer stands within thinking that has not ended."""
+        return self._thought(answer) is None
+
+    def others(self, answer: list[int]) -> list[int]:
+        """The tokens that may come next, beside the grammar's: those of marks that begin here, or have begun."""
+        begins = self._thought(answer)
+        if begins is None:
+            return []
+        marks = [(self.call, begins)] if self.begun else [(self.call, begins), (self.start, 0)]
+        return [
+            mark[len(answer) - place]
+            for mark, place in marks
+            if place <= len(answer) < place + len(mark) and tuple(answer[place:]) == mark[: len(answer) - place]
+        ]
+
+    def _thought(self, answer: list[int]) -> int | None:
+        """Where its thinking ends; None where it has not."""
+        first = 0 if self.begun else len(self.start)
+        if not self.begun and (not self.start or tuple(answer[:first]) != self.start):
+            return 0
+        end = find(answer, self.end, first)
+        return None if end is None else end + len(self.end)
+
+
+def find(tokens: list[int], wanted: Tokens, place: int) -> int | None:
+    """Where these stand first, from a place on."""
+    while True:
+        try:
+            place = tokens.index(wanted[0], place)
+        except ValueError:
+            return None
+        if tuple(tokens[place : place + len(wanted)]) == wanted:
+            return place
+        place += 1

@@ -1,0 +1,609 @@
+"""Drafters: the interface, the drafters of this package, and the open set of their names. B rows, V the vocabulary."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_kv.generation.decode_batch import DecodeBatch
+from mlx_kv.generation.prefill import read_chunk
+from mlx_kv.generation.speculation.acceptance import Choice
+from mlx_kv.mlxlm.batching import rows_are_alone
+from mlx_kv.open_set import OpenSet
+from mlx_kv.policy import CachePolicy
+from mlx_kv.settings import shown
+
+# --- the interface ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class DrafterContext:
+    """The arguments with which a drafter is created.
+
+    Attributes:
+        model: the model that verifies drafts.
+        vocabulary: V, of the model.
+        draft_tokens: maximum drafted tokens of a row in one round.
+        draft_model: a small model to draft with, if the user gave one.
+        lookup_min, lookup_max: minimum and maximum number of last tokens that a drafter searches for in the text, if it
+            searches for a certain number.
+    """
+
+    model: nn.Module
+    vocabulary: int
+    draft_tokens: int
+    draft_model: nn.Module | None = None
+    lookup_min: int = 2
+    lookup_max: int = 4
+
+
+class Drafter(Protocol):
+    """Proposes tokens that continue the rows. Proposals never change the text: a wrong one only costs time.
+
+    Rows are identified by their order: `join` appends new rows, and `keep` removes all but some. Each round calls
+    `propose` once at most, and then passes the tokens that each row received. A subclass implements the abstract
+    methods; the others have the behaviour of a drafter without caches.
+
+    Attributes:
+        step_size: tokens of a prompt that it reads at once; None for any number.
+        equal_rows: whether it supports a single row only.
+        proposals_cost: whether proposals take noticeable time, such as a pass of a model. If false, `propose` may also
+            be called while nothing is drafted, to estimate its accuracy; those proposals are not used.
+    """
+
+    step_size: int | None = None
+    equal_rows: bool = False
+    proposals_cost: bool = True
+
+    @abstractmethod
+    def join(self, prompts: Sequence[Sequence[int]], caches: list[Any]) -> None:
+        """New rows.
+
+        Args:
+            prompts: all tokens so far of each, at least one.
+            caches: those of `make_caches`, of all these rows, which have read all but the last token of each.
+        """
+
+    @abstractmethod
+    def keep(self, rows: Sequence[int]) -> None:
+        """Lets all other rows go."""
+
+    @abstractmethod
+    def propose(self, most: int, choice: Choice) -> Sequence[Sequence[int]]:
+        """Tokens that each row may go on with: any number up to `most`, also none, and not the same for all rows.
+
+        Args:
+            choice: with logits of its own, a drafter guesses by the random numbers with which the model will choose.
+        """
+
+    @abstractmethod
+    def accepted(self, tokens: Sequence[Sequence[int]]) -> None:
+        """What each row got, at least 1 token: those of its draft that were right, and the one that the model chose."""
+
+    def keep_private(self, rows: Sequence[int]) -> None:
+        """What these rows, which have just joined, were asked and say is for no other row. Asked only of such rows."""
+        return
+
+    def make_caches(self) -> list[Any]:
+        """New caches of one row, like those of a model; none by itself."""
+        return []
+
+    def read(self, rows: Sequence[Sequence[int]], caches: list[Any]) -> None:
+        """Reads some tokens of prompts, of each row any number, into such caches. Not asked where there are none."""
+
+    def behind(self, row: int) -> int:
+        """How many tokens of a row its caches have yet to read."""
+        return 0
+
+    def extract(self, row: int, behind: int) -> list[Any] | None:
+        """Copies of a row's caches, without its last `behind` tokens; None where they cannot be had."""
+        return []
+
+
+class RemoteDrafter(Drafter):
+    """Replaces the leader's drafter in the other processes, where it is never called to propose.
+
+    Args:
+        step_size, equal_rows: of the leader's drafter.
+    """
+
+    def __init__(self, step_size: int | None, equal_rows: bool) -> None:
+        self.step_size, self.equal_rows = step_size, equal_rows
+
+    def join(self, prompts: Sequence[Sequence[int]], caches: list[Any]) -> None: ...
+
+    def keep(self, rows: Sequence[int]) -> None: ...
+
+    def propose(self, most: int, choice: Choice) -> Sequence[Sequence[int]]:
+        raise AssertionError("the leader drafts")
+
+    def read(self, rows: Sequence[Sequence[int]], caches: list[Any]) -> None: ...
+
+    def accepted(self, tokens: Sequence[Sequence[int]]) -> None: ...
+
+
+# --- a draft model ----------------------------------------------------------------------------------------------------
+# A small model with the same tokenizer, which reads the accepted tokens and proposes the next ones.
+
+
+class ModelDrafter(Drafter):
+    """As many tokens for every row as it is asked for: one pass for each of them.
+
+    Raises:
+        ValueError: no draft model, one with another vocabulary, or with caches that cannot take back tokens.
+    """
+
+    def __init__(self, context: DrafterContext) -> None:
+        if context.draft_model is None:
+            raise ValueError("the drafter model drafts with a model of its own: give a draft_model")
+        check_vocabulary(context)
+        # It reads all drafts but the last one by one, and goes back to before any of them.
+        self._rows = DecodeBatch(context.draft_model, CachePolicy(), context.draft_tokens, context.draft_tokens - 1)
+        self.step_size = self._rows.step_size
+        self._drafted: list[list[int]] = []  # of each row, in this round
+        self._draft_tokens = context.draft_tokens
+
+    @property
+    def equal_rows(self) -> bool:  # type: ignore[override]
+        return rows_are_alone(self._rows.model)
+
+    def join(self, prompts: Sequence[Sequence[int]], caches: list[Any]) -> None:
+        self._rows.join(caches, [[prompt[-1]] for prompt in prompts])
+        self._drafted += [[] for _ in prompts]
+
+    def keep(self, rows: Sequence[int]) -> None:
+        self._rows.keep(rows)
+        self._drafted = [self._drafted[row] for row in rows]
+
+    def propose(self, most: int, choice: Choice) -> list[list[int]]:
+        pending = self._rows.pending
+        if most == 0:
+            self._drafted = [[] for _ in pending]
+            return self._drafted
+        self._catch_up()
+        pending = self._rows.pending
+        lengths = [len(tokens) for tokens in pending]
+        logits = self._rows.read(pending)
+        here = mx.take_along_axis(logits, (mx.array(lengths) - 1)[:, None, None], axis=1)[:, 0]  # (B, V)
+        tokens: list[mx.array] = []
+        for ahead in range(most):
+            if ahead:
+                here = self._rows.step(tokens[-1])
+            tokens.append(choice.guess(here, ahead))
+            mx.async_eval(tokens[-1])  # type: ignore[no-untyped-call]
+        by_row: Any = mx.stack(tokens, axis=1).tolist()
+        self._drafted = list(by_row)
+        return self._drafted
+
+    def accepted(self, tokens: Sequence[Sequence[int]]) -> None:
+        # It has read all drafted tokens but the last one: if that was accepted, it is still to be read.
+        pairs = list(zip(self._drafted, tokens, strict=True))
+        self._rows.take_back([max(len(drafted) - len(got), 0) for drafted, got in pairs])
+        for row, (drafted, got) in enumerate(pairs):
+            unread = drafted[-1:] if drafted else self._rows.pending[row]
+            self._rows.pending[row] = [*(unread if len(got) > len(drafted) else []), got[-1]]
+        self._drafted = [[] for _ in tokens]
+
+    @property
+    def caches(self) -> list[Any]:
+        """Of all rows, one for each layer."""
+        return self._rows.caches
+
+    def make_caches(self) -> list[Any]:
+        return self._rows.make_caches()
+
+    def read(self, rows: Sequence[Sequence[int]], caches: list[Any]) -> None:
+        read_chunk(self._rows.model, caches, rows)
+
+    def behind(self, row: int) -> int:
+        self._catch_up()
+        return len(self._rows.pending[row])
+
+    def _catch_up(self) -> None:
+        """Reads what came while nothing was drafted, but for a few tokens: a pass over those is no longer."""
+        few, step = self._draft_tokens + 1, self._rows.step_size
+        while (longest := max((len(tokens) for tokens in self._rows.pending), default=0)) > few:
+            count = min(longest - 1, step)
+            read_chunk(self._rows.model, self._rows.caches, [tokens[:-1][:count] for tokens in self._rows.pending])
+            self._rows.pending = [[*tokens[:-1][count:], tokens[-1]] for tokens in self._rows.pending]
+
+    def extract(self, row: int, behind: int) -> list[Any] | None:
+        return self._rows.extract(row, behind)
+
+
+def check_vocabulary(context: DrafterContext) -> None:
+    """Both models must speak of the same tokens. The draft's graph is built for one token, and not evaluated."""
+    assert context.draft_model is not None
+    size = context.draft_model(mx.array([[0]])).shape[-1]
+    if size != context.vocabulary:
+        raise ValueError(
+            f"the draft model has a vocabulary of {size:,} tokens, the model one of {context.vocabulary:,}: "
+            "choose a draft model with the same tokenizer"
+        )
+
+
+# --- lookup drafters --------------------------------------------------------------------------------------------------
+# What followed the same tokens before is proposed again, without a pass of any model.
+
+
+class Text:
+    """What a row has said so far, prompt and answer. Abstract: a drafter says how it finds what may come next.
+
+    Attributes:
+        private: whether it is for its own row alone.
+    """
+
+    private = False
+
+    @abstractmethod
+    def extend(self, tokens: Sequence[int]) -> None:
+        """It goes on with these."""
+
+    @abstractmethod
+    def continuation(self, most: int) -> list[int]:
+        """What may come next, up to `most` tokens."""
+
+    def ended(self) -> None:
+        """Its row was let go; not said of one that is private."""
+
+
+class LookupDrafter(Drafter):
+    """A text for each row. Abstract: a drafter says what a new text is.
+
+    Raises:
+        ValueError: a draft model.
+    """
+
+    name: ClassVar[str]
+    proposals_cost = False
+
+    def __init__(self, context: DrafterContext) -> None:
+        if context.draft_model is not None:
+            raise ValueError(f"the drafter {self.name} drafts without a model: leave out draft_model, or the drafter")
+        self.context = context
+        self._texts: list[Text] = []
+
+    @abstractmethod
+    def new_text(self, prompt: Sequence[int]) -> Text:
+        """The text of a row that begins with a prompt."""
+
+    def join(self, prompts: Sequence[Sequence[int]], caches: list[Any]) -> None:
+        self._texts += [self.new_text(prompt) for prompt in prompts]
+
+    def keep(self, rows: Sequence[int]) -> None:
+        for row in set(range(len(self._texts))).difference(rows):
+            if not self._texts[row].private:
+                self._texts[row].ended()
+        self._texts = [self._texts[row] for row in rows]
+
+    def keep_private(self, rows: Sequence[int]) -> None:
+        for row in rows:
+            self._texts[row].private = True
+
+    def propose(self, most: int, choice: Choice) -> list[list[int]]:
+        return [text.continuation(most) for text in self._texts]
+
+    def accepted(self, tokens: Sequence[Sequence[int]]) -> None:
+        for text, got in zip(self._texts, tokens, strict=True):
+            text.extend(got)
+
+
+def continued(text: Sequence[int], start: int, count: int) -> list[int]:
+    """`count` tokens of a text from one of its places on; past its end, those that were just said come again."""
+    said = list(text[start : start + count])
+    while 0 < len(said) < count:
+        said += said[: count - len(said)]
+    return said
+
+
+# --- n-grams ----------------------------------------------------------------------------------------------------------
+# The last n tokens of a row occurred before, and what followed them then is proposed. They are found at their most
+# recent place, the longest n first. Every n-gram is recorded when its last token comes, so a token takes the same time
+# in a text of any length, and up to 400 bytes.
+
+
+class NgramText(Text):
+    """One text, and where each of its n-grams was last.
+
+    Args:
+        least, most: of n.
+    """
+
+    def __init__(self, least: int, most: int) -> None:
+        self._lengths = range(least, most + 1)
+        self._tokens: list[int] = []
+        self._after: dict[tuple[int, ...], int] = {}  # an n-gram to the place after its most recent one
+        self._found: int | None = None  # the same of the longest that the text ends with, at its place before that
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            self._tokens.append(token)
+            self._found, end = None, len(self._tokens)
+            for length in self._lengths:
+                if length > end:
+                    break
+                last = tuple(self._tokens[-length:])
+                # What the end of the text had before itself: it would else find itself.
+                self._found = self._after.get(last, self._found)
+                self._after[last] = end
+
+    def continuation(self, most: int) -> list[int]:
+        return [] if self._found is None else continued(self._tokens, self._found, most)
+
+
+class NgramDrafter(LookupDrafter):
+    """As many tokens as it is asked for, of rows that end with `lookup_min` tokens or more that were there before."""
+
+    name = "ngram"
+
+    def new_text(self, prompt: Sequence[int]) -> NgramText:
+        text = NgramText(self.context.lookup_min, self.context.lookup_max)
+        text.extend(prompt)
+        return text
+
+
+# --- suffixes ---------------------------------------------------------------------------------------------------------
+# The longest suffix that occurred before, in the row's own text or in recent answers of other rows, and what came after
+# it. A draft has as many tokens as were matched, at most. It changes no token; but the speed of an answer can reveal
+# that the same text was generated for another client recently.
+
+# Below the root lies a state from which every token leads to the root: no walk along links needs another end.
+BOTTOM, ROOT = 0, 1
+MOST_RECENT = 2**16  # tokens of a generation of recent answers, of which there are two
+LEAD = 16  # tokens of a prompt that are kept before its answer, so that the beginning of an answer is found
+BETWEEN = -1  # separates two answers: no token has this id
+
+
+class SuffixAutomaton:
+    """A text, and the automaton of its substrings.
+
+    A suffix automaton has every substring of a growing text, in a few numbers for each token, built online. A state
+    represents substrings that end at the same places of the text, each a suffix of the longest of them; its link leads
+    to the longest suffix that ends at more places. So the link of the state of the whole text is the longest suffix
+    that occurred before, and a token is added in constant time on average (Blumer et al. 1985, "The smallest
+    automaton recognizing the subwords of a text"). Most states continue with one token only, stored in flat arrays. A
+    suffix is found where its state occurred most recently.
+
+    Attributes:
+        text: token ids, also negative ones.
+        matched: tokens of the longest suffix of the text that was there before.
+        after: the place after that suffix where it was met before; no place of interest if there is none.
+        lengths, links: of each state, the tokens of its longest substring, and its link.
+        ends: of each state, the place after its substrings where they were met most recently.
+    """
+
+    def __init__(self) -> None:
+        self.text = array("i")
+        self.matched = self.after = 0
+        self.lengths = array("i", [-1, 0])
+        self.links = array("i", [BOTTOM, BOTTOM])
+        self.ends = array("i", [0, 0])
+        self._last = ROOT
+        # Of each state, the first token with which it goes on and where to (BOTTOM: it does not); others beside them.
+        self._token = array("i", [0, 0])
+        self._to = array("i", [BOTTOM, BOTTOM])
+        self._others: dict[int, dict[int, int]] = {}
+
+    def step(self, state: int, token: int) -> int:
+        """Where a state goes on to with a token; BOTTOM where that is no substring."""
+        if state == BOTTOM:
+            return ROOT
+        if self._token[state] == token:
+            return self._to[state]
+        others = self._others.get(state)
+        return BOTTOM if others is None else others.get(token, BOTTOM)
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        """The text goes on with these."""
+        for token in tokens:
+            self._append(token)
+
+    def _append(self, token: int) -> None:
+        self.text.append(token)
+        end, state = len(self.text), self._last
+        new = self._last = self._state(self.lengths[state] + 1, end)
+        while (found := self.step(state, token)) == BOTTOM:
+            self._lead(state, token, new)
+            state = self.links[state]
+        if self.lengths[found] > self.lengths[state] + 1:
+            found = self._split(found, state, token)
+        self.links[new] = found
+        self.matched, self.after = self.lengths[found], self.ends[found]
+        self.ends[found] = end
+
+    def _state(self, length: int, end: int) -> int:
+        """A new one, from which nothing leads on."""
+        self.lengths.append(length)
+        self.ends.append(end)
+        for each in (self.links, self._token, self._to):
+            each.append(0)
+        return len(self.lengths) - 1
+
+    def _lead(self, state: int, token: int, to: int) -> None:
+        if self._to[state] == BOTTOM or self._token[state] == token:
+            self._token[state], self._to[state] = token, to
+        else:
+            self._others.setdefault(state, {})[token] = to
+
+    def _split(self, found: int, state: int, token: int) -> int:
+        """The shorter substrings of a state, those by `state` and its links, end at one more place: a new state."""
+        new = self._state(self.lengths[state] + 1, self.ends[found])
+        self._token[new], self._to[new], self.links[new] = self._token[found], self._to[found], self.links[found]
+        if found in self._others:
+            self._others[new] = dict(self._others[found])
+        self.links[found] = new
+        while self.step(state, token) == found:
+            self._lead(state, token, new)
+            state = self.links[state]
+        return new
+
+
+class Matcher:
+    """How much of the end of one text is in the automaton of another, which may grow meanwhile.
+
+    Attributes:
+        matched: tokens of the longest suffix that is in there; if the automaton has grown, it may be that a longer one
+            is by now.
+    """
+
+    def __init__(self, automaton: SuffixAutomaton) -> None:
+        self.automaton, self.matched, self._state = automaton, 0, ROOT
+
+    @property
+    def after(self) -> int:
+        """The place in the automaton's text after that suffix."""
+        return self.automaton.ends[self._here()]
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        """The text goes on with these."""
+        automaton = self.automaton
+        for token in tokens:
+            state = self._here()
+            while (found := automaton.step(state, token)) == BOTTOM:
+                state = automaton.links[state]
+                self.matched = automaton.lengths[state]
+            self._state, self.matched = found, self.matched + 1
+
+    def _here(self) -> int:
+        """The state of the suffix: if its state was split since, that may be the shorter ones' now."""
+        automaton = self.automaton
+        while automaton.lengths[automaton.links[self._state]] >= self.matched:
+            self._state = automaton.links[self._state]
+        return self._state
+
+
+class RecentAnswers:
+    """What rows that are gone have said, each with the end of its prompt.
+
+    Args:
+        most: tokens of a generation. When one is full, the one before it is forgotten.
+
+    Attributes:
+        generations: the newest first, one or two.
+    """
+
+    def __init__(self, most: int = MOST_RECENT) -> None:
+        self._most = most
+        self.generations = [SuffixAutomaton()]
+
+    def add(self, tokens: Sequence[int]) -> None:
+        tokens = [*tokens[-(self._most - 1) :], BETWEEN]
+        if len(self.generations[0].text) + len(tokens) > self._most:
+            self.generations = [SuffixAutomaton(), self.generations[0]]
+        self.generations[0].extend(tokens)
+
+
+class SuffixText(Text):
+    """One text, its automaton, and how its end matches recent answers."""
+
+    def __init__(self, prompt: Sequence[int], least: int, recent: RecentAnswers) -> None:
+        self._own, self._least, self._recent = SuffixAutomaton(), least, recent
+        self._begun = max(0, len(prompt) - LEAD)  # from where on it is kept for others
+        self._prompt = len(prompt)
+        self._matchers: list[Matcher] = []
+        self._own.extend(prompt)
+        self._match(prompt[self._begun :])
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        self._own.extend(tokens)
+        self._match(tokens)
+
+    def _match(self, tokens: Sequence[int]) -> None:
+        there = {id(matcher.automaton): matcher for matcher in self._matchers}
+        self._matchers = [there.get(id(each)) or Matcher(each) for each in self._recent.generations]
+        for matcher in self._matchers:
+            matcher.extend(tokens)
+
+    def continuation(self, most: int) -> list[int]:
+        """Of the longest match; its own where another's is no longer."""
+        other = max(self._matchers, key=lambda matcher: matcher.matched)  # of the newest answers, if both are as long
+        if other.matched >= self._least and other.matched > self._own.matched:
+            said = list(other.automaton.text[other.after : other.after + min(most, other.matched)])
+            if said[:1] != [BETWEEN]:
+                return said[: said.index(BETWEEN)] if BETWEEN in said else said
+        if self._own.matched < self._least:
+            return []
+        return continued(self._own.text, self._own.after, min(most, self._own.matched))
+
+    def ended(self) -> None:
+        if len(self._own.text) > self._prompt:
+            self._recent.add(list(self._own.text[self._begun :]))
+
+
+class SuffixDrafter(LookupDrafter):
+    """As many tokens as the end of a row has in common with what was said before, from `lookup_min` up."""
+
+    name = "suffix"
+
+    def __init__(self, context: DrafterContext) -> None:
+        super().__init__(context)
+        self._recent = RecentAnswers()
+
+    def new_text(self, prompt: Sequence[int]) -> SuffixText:
+        return SuffixText(prompt, self.context.lookup_min, self._recent)
+
+
+# --- names ------------------------------------------------------------------------------------------------------------
+
+
+Factory = Callable[[DrafterContext], Drafter]
+
+# Suffixes beat n-grams nearly everywhere: as many tokens are right, of a third of the drafts.
+OURS: dict[str, Factory] = {
+    "auto": SuffixDrafter,
+    "model": ModelDrafter,
+    "ngram": NgramDrafter,
+    "suffix": SuffixDrafter,
+}
+
+DRAFTERS: OpenSet[Factory] = OpenSet("drafter", "one", OURS)
+
+
+def drafter_names() -> list[str]:
+    """The names that `drafter=` takes."""
+    return DRAFTERS.names()
+
+
+def register_drafter(name: str, factory: Factory) -> None:
+    """Registers a drafter under a name, for `drafter=`.
+
+    Args:
+        name: replaces a drafter of the same name.
+        factory: makes a new `Drafter` of a `DrafterContext`; a class will do.
+
+    Raises:
+        ValueError: a factory that cannot be called, or a name that is no text.
+    """
+    if not isinstance(name, str):
+        raise ValueError(f"the name of a drafter is {name!r}: give a text")
+    if not callable(factory):
+        raise ValueError(f"the drafter {name} is {factory!r}: give a function DrafterContext -> Drafter")
+    DRAFTERS.registered[name] = factory
+
+
+def find_drafter(drafter: str | Factory | Drafter | None, context: DrafterContext) -> Drafter:
+    """A drafter for one model: of a name, of a factory, or the one that is given; of None, the draft model.
+
+    Raises:
+        ValueError: no drafter has this name, or what the drafter itself refuses.
+        TypeError: something else than these, or a factory that makes something else than a drafter.
+    """
+    if drafter is None:
+        if context.draft_model is None:
+            raise ValueError("got neither a draft_model nor a drafter: give one of them")
+        drafter = "model"
+    if isinstance(drafter, str):
+        return DRAFTERS.find(drafter)(context)
+    found = drafter(context) if callable(drafter) else drafter
+    if not all(hasattr(found, name) for name in Drafter.__abstractmethods__):
+        what = f"drafter is {shown(found)}" if found is drafter else f"the factory of drafter= has made {shown(found)}"
+        raise TypeError(f"{what}: give a name of drafter_names(), a Drafter, or what makes one of a DrafterContext")
+    if found is drafter and context.draft_model is not None:
+        raise ValueError("got a drafter, which is made already, and a draft_model that it cannot use: give one of them")
+    return found
