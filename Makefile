@@ -1,7 +1,9 @@
 # Each target does its own set-up: a virtual environment in .venv, and in it this package with what it needs.
 #   make generate   the main job on real input: the reference model goes on from examples/unfinished.py, on a budget
 #   make check      style, types and the quick half of the tests: under a minute, for the inner loop
-#   make test       the tests, side by side on all cores
+#   make test       the usual tests, side by side on all cores: each value of each parameter once; at most eight minutes on
+#                   two cores, installing included
+#   make test-all   all tests: every case, more random ones, browsers, builds, pages as a newcomer runs them
 #   make lint       style, types and the rules of imports
 #   make bench      the benchmarks, into docs/performance.md; MODEL=build/smollm2: with those of a real checkpoint
 #   make docs       the documentation site, into site/; a broken link or anchor, or a page without a place, is an error
@@ -21,7 +23,7 @@ comma := ,
 # What the README shows needs figures and the server as well.
 SHOWN := $(if $(EXTRAS),$(EXTRAS)$(comma))plot,server
 
-.PHONY: generate check test lint bench docs pythons fresh dist constraints families clean
+.PHONY: generate check test test-all lint bench docs pythons fresh dist constraints families clean
 
 generate: $(VENV)/.run
 	$(VENV)/bin/mlx-kv generate --prompt-file examples/unfinished.py --kv-budget 512 --kv-bits 8 --max-tokens 40
@@ -29,7 +31,10 @@ generate: $(VENV)/.run
 check: lint
 	HYPOTHESIS_PROFILE=quick $(VENV)/bin/python -m pytest --numprocesses auto --dist worksteal --quick
 
-test: $(VENV)/.dev
+test: $(VENV)/.test
+	HYPOTHESIS_PROFILE=usual $(VENV)/bin/python -m pytest --numprocesses auto --dist worksteal --cover
+
+test-all: $(VENV)/.dev
 	$(VENV)/bin/python -m pytest --numprocesses auto --dist worksteal
 
 lint: $(VENV)/.dev
@@ -68,16 +73,23 @@ $(VENV)/bin/python:
 	@test -n "$(PYTHON)" || { echo "mlx-kv needs Python 3.11 or later on the PATH, or make PYTHON=/path/to/python" >&2; exit 2; }
 	$(PYTHON) -m venv $(VENV)
 
+# Nothing is compiled that is not imported: most of what the packages bring never is.
+INSTALL = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile
+
 $(VENV)/.run: pyproject.toml mlx_kv/__init__.py | $(VENV)/bin/python
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e ".[$(SHOWN)]"
+	$(INSTALL) -e ".[$(SHOWN)]"
 	@touch $@
 
-$(VENV)/.dev: pyproject.toml mlx_kv/__init__.py | $(VENV)/bin/python
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e ".[$(SHOWN),dev]"
+$(VENV)/.test: pyproject.toml mlx_kv/__init__.py | $(VENV)/bin/python
+	$(INSTALL) -e ".[$(SHOWN),test]"
 	@touch $@ $(VENV)/.run
 
+$(VENV)/.dev: pyproject.toml mlx_kv/__init__.py | $(VENV)/bin/python
+	$(INSTALL) -e ".[$(SHOWN),test,dev]"
+	@touch $@ $(VENV)/.run $(VENV)/.test
+
 $(VENV)/.docs: pyproject.toml mlx_kv/__init__.py | $(VENV)/bin/python
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e ".[$(if $(EXTRAS),$(EXTRAS)$(comma))docs]"
+	$(INSTALL) -e ".[$(if $(EXTRAS),$(EXTRAS)$(comma))docs]"
 	@touch $@
 
 clean:

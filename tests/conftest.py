@@ -17,29 +17,47 @@ from typing import Any
 
 import mlx.nn as nn
 import pytest
+from effort import PROFILE, covering
 from hypothesis import HealthCheck, settings
 
 settings.register_profile(
     "default", deadline=None, max_examples=60, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
+settings.register_profile("usual", parent=settings.get_profile("default"), max_examples=15)
 settings.register_profile("quick", parent=settings.get_profile("default"), max_examples=10)
 settings.register_profile("thorough", deadline=None, max_examples=1000, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+settings.load_profile(PROFILE)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="one case of each test, and none of those marked slow")
+    parser.addoption(
+        "--cover",
+        action="store_true",
+        help="of each test as many cases as bring a new value of a parameter; the first case if marked slow",
+    )
+
+
+def parameters(item: pytest.Item) -> dict[str, Any]:
+    return item.callspec.params if hasattr(item, "callspec") else {}
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not config.getoption("quick"):
+    if not (config.getoption("quick") or config.getoption("cover")):
         return
-    first: dict[tuple[Any, ...], pytest.Item] = {}
+    functions: dict[tuple[Any, ...], list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("slow") is None:
-            first.setdefault((item.path, item.parent, getattr(item, "originalname", item.name)), item)
-    config.hook.pytest_deselected(items=[item for item in items if item not in first.values()])
-    items[:] = first.values()
+        if item.get_closest_marker("test_all") is None:
+            functions.setdefault((item.path, item.parent, getattr(item, "originalname", item.name)), []).append(item)
+    kept: set[pytest.Item] = set()
+    for cases in functions.values():
+        brisk = [item for item in cases if item.get_closest_marker("slow") is None]
+        if config.getoption("quick"):
+            kept.update(brisk[:1])
+        else:
+            kept.update([brisk[index] for index in covering([parameters(item) for item in brisk])] or cases[:1])
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
 
 
 @pytest.fixture(scope="session")

@@ -13,6 +13,10 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import fsspec
+import pytest
+
+pytest.importorskip("moto", reason="in the extra dev: make test-all")
+
 from moto.server import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import BaseWSGIServer, make_server
 

@@ -20,7 +20,7 @@ from s3 import BUCKET, ObjectStore, object_store
 PAGE = list(blocks(recipes.PAGE.read_text(encoding="utf-8")))
 Follow = Callable[[str], list[str]]
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.test_all
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,6 +11,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from classes import attend
+from effort import HISTORIES
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -333,7 +333,7 @@ class Batches(RuleBasedStateMachine):
 
 
 Batches.TestCase.settings = settings(
-    max_examples=1000 if os.environ.get("HYPOTHESIS_PROFILE") == "thorough" else 100,
+    max_examples=HISTORIES,
     stateful_step_count=25,
     suppress_health_check=list(HealthCheck),
 )
@@ -379,7 +379,7 @@ PLANTED = {
 passed_without_bugs: list[Kind] = []
 
 
-@pytest.mark.slow
+@pytest.mark.test_all
 @pytest.mark.parametrize("bug", PLANTED)
 def test_a_planted_bug_is_caught(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     where, name, broken, kind = PLANTED[bug]

@@ -8,7 +8,6 @@ the others cannot be.
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 import pytest
 from calibrations import random_calibration
 from classes import anywhere
+from effort import PROFILE, THOROUGH
 from oracle import HEADS
 from test_batch_rows import DIM, MOST_ROWS, Batches, Kind, Single
 from test_observed import Rotation
@@ -56,7 +56,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 MADE = {**CODECS, **SHARES, **ALLOCATED, **SCORES, **BOUNDS, **OTHERS}
 HAPPENS = ("chunks of prompts", "trims", "drafts", "files", "kept prompts", "copies", "joins", "rows leave", "compact")
 OTHER_LAYERS = "of different layers of a model: tests/mlxlm/test_families.py"
-MOST = 8 if os.environ.get("HYPOTHESIS_PROFILE") == "quick" else 14
+MOST = 8 if PROFILE in ("quick", "usual") else 14
 
 
 @dataclass(frozen=True)
@@ -271,7 +271,7 @@ def happens(case: Case, seed: int, folder: Path) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: " x ".join(case.names))
 def test_each_row_is_what_it_would_be_alone(case: Case, tmp_path: Path) -> None:
-    count = -(-2000 // len(CASES)) if os.environ.get("HYPOTHESIS_PROFILE") == "thorough" else 1
+    count = -(-2000 // len(CASES)) if THOROUGH else 1
     first = 7 * CASES.index(case)
     decided = [happens(case, first + number, tmp_path) for number in range(count)]
     assert any(decided) or count == 1

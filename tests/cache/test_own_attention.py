@@ -329,6 +329,7 @@ PLANTED = {
 }
 
 
+@pytest.mark.test_all
 @pytest.mark.parametrize("bug", PLANTED)
 @pytest.mark.usefixtures("small_blocks")
 def test_a_planted_bug_is_caught(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import mlx.core as mx
 import pytest
 from classes import anywhere
+from effort import HISTORIES
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, run_state_machine_as_test
@@ -37,7 +37,7 @@ class ClassedBatches(Batches):
 
 
 ClassedBatches.TestCase.settings = settings(
-    max_examples=1000 if os.environ.get("HYPOTHESIS_PROFILE") == "thorough" else 100,
+    max_examples=HISTORIES,
     stateful_step_count=25,
     suppress_health_check=list(HealthCheck),
 )
@@ -72,10 +72,10 @@ PLANTED = {
 @pytest.mark.slow
 def test_layers_of_a_budget_stay_together_wherever_rows_go(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ClassedBatches, "only", BUDGET)
-    run_state_machine_as_test(ClassedBatches, settings=settings(max_examples=100, stateful_step_count=25))
+    run_state_machine_as_test(ClassedBatches, settings=settings(max_examples=HISTORIES, stateful_step_count=25))
 
 
-@pytest.mark.slow
+@pytest.mark.test_all
 @pytest.mark.parametrize("bug", PLANTED)
 def test_a_planted_bug_is_caught(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     where, name, broken, kind = PLANTED[bug]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-import os
 from typing import Any
 
 import mlx.core as mx
 import pytest
 from classes import anywhere, attend
+from effort import HISTORIES
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
@@ -97,7 +97,7 @@ class SharingBatches(Batches):
 
 
 SharingBatches.TestCase.settings = settings(
-    max_examples=1000 if os.environ.get("HYPOTHESIS_PROFILE") == "thorough" else 100,
+    max_examples=HISTORIES,
     stateful_step_count=25,
     suppress_health_check=list(HealthCheck),
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -10,8 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
+from effort import THOROUGH
 
-THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
 # Each command meets every other delay, and two of them all: a process costs seconds of importing.
 SOME, OTHERS = ([step / 20 for step in range(61)],) * 2 if THOROUGH else ([0, 0.1, 0.5, 1.5], [0.02, 0.25, 0.9, 3])
 # What comes before the first line of ours, Python says in its own way: until then the signal waits.

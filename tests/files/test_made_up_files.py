@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
-import os
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from classes import attend
+from effort import THOROUGH
 from mlx_lm.models import cache as stock
 
 from mlx_kv import (
@@ -28,7 +28,7 @@ from mlx_kv import (
 from mlx_kv.files import tensor_files
 from mlx_kv.files.serialization import _checksum, pack
 
-MUTATIONS = 5000 if os.environ.get("HYPOTHESIS_PROFILE") == "thorough" else 400
+MUTATIONS = 5000 if THOROUGH else 400
 STRANGE: tuple[Any, ...] = (
     *(None, True, False, 0, 1, -1, 2, 3, 7, 256, 255, 2**31, 2**40, 2**63, -(2**70), 10**400),
     *(

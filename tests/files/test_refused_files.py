@@ -11,6 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from effort import THOROUGH
 from going_on import filled, refused
 from mlx_lm.models import cache as stock
 
@@ -24,7 +25,6 @@ from mlx_kv import (
 from mlx_kv.files import tensor_files
 from mlx_kv.files.serialization import VERSION_WORD, _checksum
 
-THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
 FLIPS = 20_000 if THOROUGH else 500
 
 

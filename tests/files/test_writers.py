@@ -14,6 +14,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from effort import THOROUGH
 from going_on import filled
 
 from mlx_kv import (
@@ -24,7 +25,6 @@ from mlx_kv import (
 from mlx_kv.files import tensor_files
 from mlx_kv.files.atomic_write import atomic_write
 
-THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
 KILLS = 200 if THOROUGH else 10
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-import os
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from effort import THOROUGH
 from mlx_lm.generate import BatchGenerator, generate_step
 from mlx_lm.models import cache as stock
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -27,7 +27,6 @@ PROMPTS = [mx.random.randint(1, VOCAB, (n,), key=mx.random.key(n)).tolist() for 
 SEVERAL = 4  # prompts that are read one after the other: more of them show nothing more
 NOISES = [0.0, 0.05, None]  # in the draft's weights; None is another model
 ROWS_AND_DRAFTED = [(1, 2), (3, 4), (8, 3)]
-THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
 POLICIES = {
     "full": CachePolicy(),
     "8 bits": CachePolicy(bits=8, group_size=32),

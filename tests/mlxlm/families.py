@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import functools
 import importlib
-import os
 import sys
 import zlib
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm.models
+from effort import THOROUGH
 from family_configurations import CONFIGURATIONS
 from family_parts import COMMON, VOCAB
 from metal_stand_ins import STAND_INS
@@ -50,7 +50,6 @@ def family_names() -> list[str]:
     return list(CONFIGURATIONS)
 
 
-THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
 # One of each kind of attention, and what each once got wrong; all of them in the long suite.
 SAMPLE = "plamo3 llama4 deepseek_v32 minimax_m3_vl afm7 nemotron-nas baichuan_m1 recurrent_gemma gpt_bigcode".split()
 WALKED = family_names() if THOROUGH else SAMPLE

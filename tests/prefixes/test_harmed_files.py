@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import time
 import uuid
@@ -14,6 +13,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from conversations import conversation, conversation_of, goes_on_as, make_blocks_small, named
+from effort import THOROUGH
 from faults import Faults, everything
 from places import Place, new_place
 from processes import start
@@ -242,7 +242,7 @@ def write_forever(url: str, turn: int, said: Connection) -> None:
 @pytest.mark.parametrize("writers", [1, 2])
 def test_kills_while_writing_lose_nothing_and_leave_nothing_wrong(writers: int, tmp_path: Path) -> None:
     """SIGKILL at random moments of keeping what shares blocks, and of removing it, by two at once."""
-    kills = 100 if os.environ.get("HYPOTHESIS_PROFILE") == "thorough" else 4
+    kills = 100 if THOROUGH else 4
     place, chance = Place(str(tmp_path / "store")), random.Random(0)
     place.store().keep(*conversation(0))
     for turn in range(kills):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import shutil
 import threading
@@ -16,6 +15,7 @@ import fsspec
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from effort import THOROUGH
 from mlx_lm.generate import generate_step
 from processes import start
 from tiny_models import VOCAB, make_model
@@ -314,7 +314,7 @@ def write_forever(place: Path, turn: int, said: Connection) -> None:
 @pytest.mark.slow
 def test_kills_while_writing_lose_nothing_and_leave_nothing_wrong(tmp_path: Path) -> None:
     """SIGKILL at random moments of storing: older entries stay, and whatever is listed loads and is right."""
-    kills = 200 if os.environ.get("HYPOTHESIS_PROFILE") == "thorough" else 5
+    kills = 200 if THOROUGH else 5
     model, store = make_model("llama"), PromptStore(tmp_path, fingerprint="a")
     read(model, CachePolicy(), PREFIX[:300], store)
     chance = random.Random(0)

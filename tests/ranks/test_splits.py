@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 import split_programs  # it says where families are
+from effort import THOROUGH
 from families import configuration
 from launching import run_ranks, succeeded
 from mlx.utils import tree_flatten
@@ -19,7 +19,6 @@ from mlx.utils import tree_flatten
 from mlx_kv.bundled import model_path
 from mlx_kv.mlxlm.loading import model_from_config
 
-THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
 # Several kinds of attention: full and windowed in turn, sinks, latent, recurrent, lists of caches for each layer.
 HEADS = "llama qwen3 deepseek_v3 deepseek_v2 gpt_oss longcat_flash minimax_m3_vl qwen3_5 step3p5 glm4_moe".split()
 LAYERS = (

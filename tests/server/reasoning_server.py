@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tool_parsers import json_tools
@@ -13,10 +12,14 @@ from serving import Running, running
 
 from mlx_kv.server.answers import Choice, Delta
 
+if TYPE_CHECKING:
+    import anthropic
+
 TEMPLATE = r"""{%- for message in messages %}{{ message.role }}: {{ message.reasoning }}{{ message.content }}
 {%- for call in message.tool_calls or [] %} {{ call.function.name }}({{ call.function.arguments | tojson }}){% endfor %}
 {{- "\n" }}{% endfor %}{{ tools | tojson if tools }}{% if add_generation_prompt %}assistant:{% endif %}"""
 CALL = '<tool_call>{"name": "look", "arguments": {"at": "cache.py"}}</tool_call>'
+NO_ANTHROPIC = "its client is in the extra dev: make test-all"
 TOOL: dict[str, Any] = {"type": "object", "properties": {"at": {"type": "string"}}}
 
 
@@ -46,6 +49,7 @@ def reasoner() -> Iterator[Running]:
 
 @pytest.fixture(scope="session")
 def claude(reasoner: Running) -> anthropic.Anthropic:
+    anthropic = pytest.importorskip("anthropic", reason=NO_ANTHROPIC)
     return anthropic.Anthropic(base_url=reasoner.url, api_key="none", max_retries=0, timeout=60)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -32,7 +31,6 @@ from mlx_kv.server.monitor import Metrics
 from mlx_kv.server.run import Server, bound
 from mlx_kv.server.worker import Worker
 
-THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
 SOURCE = (Path(__file__).parent.parent / "source.txt").read_text()
 LONG = (SOURCE * (1 + 5000 // len(SOURCE)))[:5000]  # some 1,400 tokens
 ENDS = ("\n\ndef first():", "\n\nclass Second:", "\n\nimport", "\n\nreturn")

@@ -6,7 +6,7 @@ import pytest
 from reasoning_server import CALL
 from serving import Running
 
-pydantic_ai = pytest.importorskip("pydantic_ai")
+pydantic_ai = pytest.importorskip("pydantic_ai", reason="in the extra dev: make test-all")
 
 
 @pytest.mark.parametrize("api", ["chat", "responses", "messages"])

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import pytest
-from reasoning_server import ANSWER, TOOL
+from reasoning_server import ANSWER, NO_ANTHROPIC, TOOL
 from serving import SOURCE, Running
 
 from mlx_kv.generation.generate import StopStrings
@@ -17,6 +16,9 @@ from mlx_kv.server.dialects.messages import messages
 from mlx_kv.server.fields import UnknownFields
 from mlx_kv.server.job import Job
 from mlx_kv.server.requests import RequestRules
+
+if TYPE_CHECKING:
+    import anthropic
 
 
 def test_a_message_is_what_a_chat_says(reasoner: Running, claude: anthropic.Anthropic) -> None:
@@ -184,6 +186,7 @@ def test_messages_that_are_refused(change: dict[str, Any], told: str, reasoner: 
 
 
 def test_anthropics_clients_send_keys_their_way(reasoner: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    anthropic = pytest.importorskip("anthropic", reason=NO_ANTHROPIC)
     monkeypatch.setattr(reasoner.api, "_keys", ApiKeys(["secret"]))
     told: dict[str, Any] = {
         "model": "reference", "max_tokens": 1, "messages": [{"role": "user", "content": "import"}]
