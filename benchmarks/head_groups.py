@@ -25,7 +25,7 @@ from typing import Any
 
 # Ours first: importing the package loads a tuned BLAS ahead of MLX.
 from mlx_kv import CachePolicy, calibrate, compact, load_calibration, make_prompt_cache
-from mlx_kv.cache import attending
+from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.mlxlm.loading import load
 
 # isort: split
@@ -69,10 +69,10 @@ def main() -> None:
         heads = load_calibration(given.calibration).heads
     else:
         heads = calibrate(model, tokenizer, budgets_only=True).heads
-    grouping = attending._group
+    grouping = KVCache._group_heads
 
     def group(on: bool) -> None:
-        attending._group = grouping if on else lambda *_: None
+        KVCache._group_heads = grouping if on else lambda *_: None
 
     group(False)
     base = make_prompt_cache(model, CachePolicy(budget=given.budget, share="head", layers=heads, score="key_norm"))

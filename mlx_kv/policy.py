@@ -40,6 +40,7 @@ from mlx_kv.cache.eviction.scores import Score, find_score
 from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.cache.layout import KEEP_RECENT, Append, Budget, Chunks, Layout, Ring, default_keep_recent
 from mlx_kv.cache.residual import Residual
+from mlx_kv.cache.state import CacheParts
 from mlx_kv.communicator import LOCAL, CacheCommunicator
 from mlx_kv.policy_settings import SINKS as SINKS
 from mlx_kv.policy_settings import PolicySettings
@@ -164,15 +165,17 @@ class CachePolicy(PolicySettings):
         evictor = None
         if isinstance(layout, Budget):
             evictor = Evictor(layout, self._score, self.share, layer_group, layer, self.allocated)
-        return KVCache(
-            growth=self.growth,
-            reserve=self.reserve,
-            quantized_start=self.quantized_start,
-            packed_decode=packed_decode,
-            layout=layout,
-            evictor=evictor,
-            codec=self.codecs,
-            residual_length=self.residual_length,
+        return KVCache.of_parts(
+            CacheParts(
+                self.codecs,
+                layout,
+                evictor,
+                Residual(self.residual_length) if self.residual_length else None,
+                self.growth,
+                self.reserve,
+                self.quantized_start,
+                packed_decode,
+            )
         )
 
     def of_layer(self, layer: int, layers: int) -> CachePolicy:

@@ -159,13 +159,13 @@ def poison(cache: KVCache) -> None:
 
 def set_room(cache: KVCache, room: int) -> None:
     """Less room than there is beside newest tokens: short histories go over it."""
-    assert cache._data.residual is not None
-    cache._data.residual.room = room
+    assert cache.residual is not None
+    cache.residual.room = room
 
 
 def poison_residual(cache: KVCache) -> None:
     """Fills the slots of a residual that hold no token that is to be seen, or to be seen after a trim."""
-    residual = cache._data.residual
+    residual = cache.residual
     for buffer in () if residual is None else residual.buffers or ():
         first = residual.first if len(residual.first) > 1 else residual.first * len(cache.view.rows)
         held = [

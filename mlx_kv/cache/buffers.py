@@ -12,8 +12,8 @@ from functools import lru_cache
 
 import mlx.core as mx
 
-from mlx_kv.cache.codecs import Codec, Planes, alike, of_head
-from mlx_kv.cache.layout import Plan, Ranges
+from mlx_kv.cache.codecs import Codec, Planes, alike, in_rows, of_head
+from mlx_kv.cache.layout import Layout, Plan, Ranges, Row, moves_between, stay
 
 MOVED_BYTES = 2**20  # read at a time before they are written to their new slots
 COPIED_BYTES = 2**20  # up to this, a copy costs less than synchronising
@@ -165,6 +165,10 @@ class SlotBuffer:
             mx.concatenate([plane[:, :, first:last] for first, last in ranges], axis=2) for plane in self.planes
         )
 
+    def read_packed(self, ranges: Ranges) -> Planes:
+        """As `read`, for attention that reads packed planes."""
+        return in_rows(self.read(ranges))
+
     def take(self, slots: Sequence[Sequence[int]]) -> Planes:
         """A copy of slots[i] of row i, in that order; one list applies to all rows."""
         index = _index(slots)
@@ -239,6 +243,44 @@ class SlotBuffer:
 
 
 Buffers = tuple[SlotBuffer, SlotBuffer]  # of keys, of values
+
+
+def read_transient(plan: Plan, buffers: Buffers, tensors: tuple[mx.array, mx.array]) -> tuple[mx.array, mx.array]:
+    """Keys and values in the order of positions: live tokens, then the new ones as stored. Short rows are padded."""
+    live = plan.live()
+    slots = [
+        [0 if position < 0 else plan.layout.slot(row, position) for position in seen]
+        for row, seen in zip(plan.distinct, live, strict=True)
+    ]
+    parts = [buffer.as_stored(new) for buffer, new in zip(buffers, tensors, strict=True)]
+    if live[0]:
+        stored = [buffer.decode(buffer.take(slots)) for buffer in buffers]
+        parts = [mx.concatenate([old, new], axis=2) for old, new in zip(stored, parts, strict=True)]
+    return parts[0], parts[1]
+
+
+def change_layout(
+    buffers: Buffers, before: Layout, after: Layout, rows: tuple[Row, ...], capacity: int, used: int
+) -> None:
+    """Changes the capacity of buffers, and moves tokens to their slots in a layout of another room.
+
+    Args:
+        rows: in the layout before.
+        used: first slots that contain all tokens.
+    """
+    moves = None if stay(before, after, rows) else [moves_between(before, after, row) for row in rows]
+    for buffer in buffers:
+        if moves is not None:
+            buffer.rearrange(moves, capacity)
+        elif capacity != buffer.capacity:
+            buffer.reserve(capacity, used)
+
+
+def replace_first_plane(buffers: Buffers | None, which: int, value: mx.array) -> None:
+    """Replaces the first plane of keys (0) or values (1) by an array of the same shape."""
+    if buffers is None or value.shape != buffers[which].planes[0].shape:
+        raise ValueError(f"a buffer of shape {value.shape} cannot replace the one of this cache: keep its shape")
+    buffers[which].planes = (value[:], *buffers[which].planes[1:])
 
 
 def move_slots(buffers: Sequence[SlotBuffer], source: mx.array, target: mx.array) -> None:

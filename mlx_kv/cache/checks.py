@@ -108,8 +108,31 @@ def check_storage(codecs: Codecs, growth: object, reserve: object, start: object
             )
 
 
-def continues(keys: mx.array, values: mx.array, buffers: Buffers) -> bool:
-    """Whether this update has the signature of the buffers; if not, the checks below raise what is wrong, if any."""
+def check_update(keys: mx.array, values: mx.array, codecs: Codecs, buffers: Buffers | None, empty: bool) -> bool:
+    """Raises ValueError for tensors that a cache cannot store.
+
+    Args:
+        empty: whether the cache holds no token.
+
+    Returns:
+        whether the buffers must be made anew: an empty cache takes tensors of another shape.
+    """
+    if buffers is not None and _continues(keys, values, buffers):
+        return False  # the usual case
+    check_tokens(keys, values)
+    for name, tensor, codec in zip(("keys", "values"), (keys, values), codecs, strict=True):
+        codec.check(name, tensor)
+    if buffers is None:
+        return False
+    if empty and [signature_of(x) for x in (keys, values)] != [each.signature for each in buffers]:
+        return True
+    for name, tensor, buffer in zip(("keys", "values"), (keys, values), buffers, strict=True):
+        check_unchanged(name, tensor, buffer)
+    return False
+
+
+def _continues(keys: mx.array, values: mx.array, buffers: Buffers) -> bool:
+    """Whether this update has the signature of the buffers; if not, the checks above raise what is wrong, if any."""
     if not (isinstance(keys, mx.array) and isinstance(values, mx.array)) or keys.ndim != 4 or values.ndim != 4:
         return False
     if not keys.shape[2] == values.shape[2] > 0:

@@ -68,7 +68,7 @@ class QuantizedKVCache(Combination):
     @staticmethod
     def _describes(cache: KVCache) -> bool:
         """Whether it has a codec."""
-        return not are_plain(cache.view.codecs)
+        return not are_plain(cache.codecs)
 
 
 class RingKVCache(Combination):

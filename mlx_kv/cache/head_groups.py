@@ -7,7 +7,7 @@ in each buffer at the cut of its own longest head:
     one buffer   own tokens | dead | recent, new       of a short head: slots up to the cut of the longest are dead
     a group      own tokens | recent, new              `shift` slots less; dead ones only in shorter heads of the group
 
-It is a form for decoding: one row, one query at a time, tensors as they are. For all else `CacheData.buffers` puts the
+It is a form for decoding: one row, one query at a time, tensors as they are. For all else `KVCache.buffers` puts the
 heads back into one buffer. H KV heads, h of them in a group; r query heads of each; n slots; D head dim.
 """
 
@@ -18,6 +18,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from mlx_kv.cache.buffers import Buffers, SlotBuffer, index_of
+from mlx_kv.cache.layout import Budget, Row
 from mlx_kv.cache.protocol import Call
 
 CALL = 256  # slots of one head that a second call of attention must save, or it costs more than it saves
@@ -98,6 +99,22 @@ class HeadGroups:
             self._order = mx.array([order.index(head) for head in range(query_heads)])
         self._cut = cut
         self.attended = True
+
+    @classmethod
+    def where_worth(
+        cls, buffers: Buffers, layout: Budget, row: Row, dead: mx.array, query_heads: int
+    ) -> HeadGroups | None:
+        """Groups of the heads of a single row, if they take clearly fewer bytes than one buffer.
+
+        Args:
+            dead: slots before the cut that hold no token, (1, H).
+        """
+        cut, after = layout.cut_of(row), layout.keep_recent + layout.slack + 1
+        slots: list[int] = dead[0].tolist()  # type: ignore[assignment]
+        lengths = [cut - each for each in slots]
+        groups = cls(buffers, lengths, cut, after, row.end, query_heads)
+        worth = groups.nbytes < WORTH * sum(each.nbytes for each in buffers)
+        return groups if worth and row.end <= groups.most else None
 
     @property
     def arrays(self) -> list[mx.array]:

@@ -1,4 +1,4 @@
-"""Operations on rows: join caches into a batch, select and copy rows, announce padding.
+"""Rows of caches: what they must have in common to be one batch, joining and selecting them, announced padding.
 
 A row's slots begin at 0 in every cache, whatever was evicted or overwritten, so rows are stacked without
 realigning them. Only the slots of rings of different room are rearranged first.
@@ -7,45 +7,80 @@ realigning them. Only the slots of rings of different room are rearranged first.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, Protocol, Self
 
-from mlx_kv.cache.buffers import Buffers, SlotBuffer
-from mlx_kv.cache.codecs import affine_of, are_plain, in_words
-from mlx_kv.cache.growth import TAIL_MULTIPLE, round_up
-from mlx_kv.cache.layout import Layout, Row, enough_slots, moves_between, planned, reshaped, stay
+import mlx.core as mx
+
+from mlx_kv.cache.buffers import Buffers, SlotBuffer, change_layout
+from mlx_kv.cache.codecs import Codecs, affine_of, are_plain, in_words
+from mlx_kv.cache.eviction.evictor import Evictor
+from mlx_kv.cache.layout import NO_LIMIT, Layout, Row, enough_slots, planned, reshaped, stay
 from mlx_kv.cache.residual import Residual
-from mlx_kv.cache.state import CacheData
 
 
-def check_joinable(index: int, first: CacheData, other: CacheData) -> None:
+class RowStorage(Protocol):
+    """The fields of a `KVCache` that belong to its rows."""
+
+    codecs: Codecs
+    layout: Layout
+    evictor: Evictor | None
+    residual: Residual | None
+    rows: tuple[Row, ...]
+    announced: tuple[int, ...]
+    lengths: tuple[int, ...] | None
+    reserved: int
+    encoded: bool
+    chain: tuple[tuple[Any, int], ...]
+    buffers: Buffers | None
+
+    @property
+    def capacity(self) -> int: ...
+
+    @property
+    def used(self) -> int: ...
+
+    def empty(self) -> bool: ...
+
+    def round_up(self, slots: int) -> int: ...
+
+    def _copied(self) -> Self: ...
+
+    def _forget_fetch(self, new_rows: bool = False) -> None: ...
+
+
+# --- checks -----------------------------------------------------------------------------------------------------------
+
+
+def check_joinable(index: int, first: RowStorage, other: Any) -> None:
     """Raises ValueError unless `other`, number `index` of those to join, stores its tokens as `first` does."""
-    kept, wanted = _how(other), _how(first)
+    if type(other) is not type(first):
+        kind = type(other).__name__
+        raise ValueError(f"cache {index} is a {kind}: only caches of this library can be merged with one")
+    ours, theirs = _storage(first), _storage(other)
     if first.buffers is None or other.buffers is None:  # a cache without tokens takes any shape
-        kept, wanted = kept[:-2], wanted[:-2]
-    for (what, own), (_, theirs) in zip(wanted, kept, strict=True):
-        if own != theirs:
+        ours, theirs = ours[:-2], theirs[:-2]
+    for (what, expected), (_, value) in zip(ours, theirs, strict=True):
+        if value != expected:
             raise ValueError(
-                f"cache {index} has {what} {theirs}, the first one {own}: only caches of one kind can be one batch"
+                f"cache {index} has {what} {value}, the first one {expected}: only caches of one kind can be one batch"
             )
 
 
-def _how(data: CacheData) -> list[tuple[str, object]]:
+def _storage(cache: RowStorage) -> list[tuple[str, object]]:
     """Names and values of all that must be equal in the rows of a batch."""
-    evictor = data.evictor
-    affine = affine_of(data.codecs)
-    keys, values = (None, None) if data.buffers is None else (buffer.signature[1:] for buffer in data.buffers)
-    other = None if affine is not None or are_plain(data.codecs) else in_words(data.codecs)
+    evictor, codecs, affine = cache.evictor, cache.codecs, affine_of(cache.codecs)
+    score = None if evictor is None else evictor.score
+    keys, values = (None, None) if cache.buffers is None else (buffer.signature[1:] for buffer in cache.buffers)
+    other = None if affine is not None or are_plain(codecs) else in_words(codecs)
     return [
-        ("layout", planned(data.layout).parameters),
+        ("layout", planned(cache.layout).parameters),
         ("bits and group size", None if affine is None else (affine.bits, affine.group_size)),
-        ("a residual of", data.residual_length),
-        ("codecs", (other, None if other is None else tuple(map(type, data.codecs)))),
+        ("a residual of", 0 if cache.residual is None else cache.residual.length),
+        ("codecs", (other, None if other is None else tuple(map(type, codecs)))),
         ("score and share", None if evictor is None else (evictor.score.name, evictor.scope)),
         ("budgets of layers", None if evictor is None else evictor.layer_allocation),
         # Names are not enough: all lambdas have the same, and functions can be registered again under one name.
-        (
-            "the score function",
-            None if evictor is None else (evictor.score.function, evictor.score.per_token, evictor.score.wants),
-        ),
+        ("the score function", None if score is None else (score.function, score.per_token, score.wants)),
         ("KV heads, head dim and dtype of keys", keys),
         ("KV heads, head dim and dtype of values", values),
     ]
@@ -59,160 +94,6 @@ def check_rows(chosen: Sequence[int], rows: int) -> None:
         )
 
 
-def join(data: CacheData, others: Sequence[CacheData]) -> None:
-    """Appends copies of the rows of others, which `check_joinable` has checked."""
-    everyone = [data, *others]
-    filled = [each for each in everyone if not each.empty()]
-    if filled:  # new rows take the layout of those that are there, which are usually more
-        layout = filled[0].layout
-        data.layout, everyone = layout, [_in_shape(each, layout) for each in everyone]
-        filled = [each for each in everyone if not each.empty()]
-    encoded = any(each.encoded for each in filled)  # if one cache is quantised, all become so
-    # Where no row has a token, buffers left over from trimmed rows have rows for this cache only.
-    data.buffers = joined_buffers(everyone, _joint_capacity(filled), encoded) if filled else None
-    data.encoded = encoded
-    if data.residual is not None:
-        parts = [(each.residual, len(each.rows)) for each in everyone if each.residual is not None]
-        data.residual = Residual.joined(parts)
-    data.rows = tuple([row for each in everyone for row in each.rows])
-    data.reserved = max(each.reserved for each in everyone)
-    data.announced = tuple([announced for each in everyone for announced in each.announced])
-    lengths = [each.lengths for each in everyone if each.lengths is not None]  # rows of one batch that move: of all
-    data.lengths = tuple([count for own in lengths for count in own]) if len(lengths) == len(everyone) else None
-    data.transient, data.ranges, data.packed, data.trimmed_at, data.chain = None, (), False, (), ()
-    if data.evictor is not None:
-        for other in others:
-            if other.evictor is not None:
-                data.evictor.extend(other.evictor)
-
-
-def _in_shape(data: CacheData, layout: Layout) -> CacheData:
-    """The same data, or a copy of it in a layout of another room."""
-    if data.layout == layout:
-        return data
-    copied = data.without_evictor()
-    copied.layout, copied.rows = layout, reshaped(data.layout, layout, data.rows)
-    if stay(data.layout, layout, data.rows):
-        return copied
-    moves = [moves_between(data.layout, layout, row) for row in data.rows]
-    for buffer in copied.buffers or ():
-        buffer.rearrange(moves, copied.round_up(copied.used))
-    return copied
-
-
-def _joint_capacity(filled: Sequence[CacheData]) -> int:
-    """Slots for all rows: at most what they hold now, or can ever need."""
-    used = max(each.used for each in filled)
-    enough = max(enough_slots(filled[0].layout, each.rows) for each in filled)
-    return min(max(each.capacity for each in filled), max(each.round_up(max(used, enough)) for each in filled))
-
-
-def joined_buffers(everyone: Sequence[CacheData], capacity: int, encoded: bool) -> Buffers:
-    """Buffers of all rows, encoded or still plain."""
-    stored = [None if each.empty() else each.buffers for each in everyone]
-
-    def joined(which: int) -> SlotBuffer:
-        parts: list[tuple[SlotBuffer | None, int, int]] = []
-        for each, buffers in zip(everyone, stored, strict=True):
-            if buffers is None:
-                parts.append((None, len(each.rows), 0))
-                continue
-            buffer = buffers[which]
-            if encoded:
-                buffer = buffer.copied()
-                buffer.recode(everyone[0].codecs[which])
-            parts.append((buffer, len(each.rows), each.used))
-        return SlotBuffer.stacked(parts, capacity)
-
-    return joined(0), joined(1)
-
-
-def extracted(data: CacheData, index: int) -> CacheData:
-    """A copy of one row without reserved slots."""
-    single = copied_rows(data, [index], shrink=True)
-    single.announced = (0,)
-    return single
-
-
-def copied_rows(data: CacheData, chosen: Sequence[int], shrink: bool = False) -> CacheData:
-    """A copy of some rows, in this order, and of no other sequence.
-
-    Args:
-        shrink: without slack.
-    """
-    copied = data.without_evictor()
-    select(copied, chosen, shrink)
-    if data.evictor is not None:
-        copied.evictor = data.evictor.selected(chosen)
-        copied.evictor.belong_to(copied)
-    return copied
-
-
-def drop_first(data: CacheData, tokens: int) -> None:
-    """Drops the slots of first tokens of a single row, which are read from shared segments from now on."""
-    row, buffers = _single(data)
-    capacity = round_up(row.end - tokens + 1, TAIL_MULTIPLE)
-    keys, values = (SlotBuffer.in_order([(buffer, tokens, row.end)], capacity) for buffer in buffers)
-    _set_shared(data, (keys, values), tokens)
-
-
-def add_first(data: CacheData, parts: Sequence[tuple[Buffers, int, int]]) -> None:
-    """Gives a single row slots for first tokens that were read from shared segments.
-
-    Args:
-        parts: buffers, and their slots [first, last) with these tokens.
-    """
-    row, own = _single(data)
-    tokens = sum(last - first for _, first, last in parts)
-    keys, values = (
-        SlotBuffer.in_order(
-            [*((buffers[which], first, last) for buffers, first, last in parts), (own[which], 0, row.end)],
-            round_up(tokens + row.end + 1),
-        )
-        for which in range(2)
-    )
-    _set_shared(data, (keys, values), -tokens)
-
-
-def _single(data: CacheData) -> tuple[Row, Buffers]:
-    assert data.buffers is not None
-    (row,) = data.rows
-    return row, data.buffers
-
-
-def _set_shared(data: CacheData, buffers: Buffers, tokens: int) -> None:
-    """Sets the buffers after so many more tokens of the single row are read from segments."""
-    (row,) = data.rows
-    data.buffers = buffers
-    data.rows = (row._replace(start=row.start - tokens, shared=row.shared + tokens),)
-    data.announced = tuple([count and max(0, count - tokens) for count in data.announced])
-    data.transient, data.ranges, data.packed, data.last = None, (), False, None
-
-
-def select(data: CacheData, chosen: Sequence[int], shrink: bool = False) -> None:
-    """Keeps only these rows, in this order.
-
-    Args:
-        shrink: without slack.
-    """
-    data.rows = tuple([data.rows[index] for index in chosen])
-    data.announced = tuple([data.announced[index] for index in chosen])
-    if data.buffers is not None:
-        used = data.used
-        capacity = min(data.capacity, data.round_up(max(data.reserved, *data.announced, 2 * used, 1)))
-        capacity = data.round_up(used + 1) if shrink else capacity
-        keys, values = (buffer.selected(chosen, capacity) for buffer in data.buffers)
-        data.buffers = keys, values
-    if data.residual is not None:
-        data.residual = data.residual.selected(chosen)
-    data.transient, data.ranges, data.packed, data.trimmed_at = None, (), False, ()
-    data.chain = data.chain if len(chosen) == 1 else ()
-    if data.lengths is not None:
-        data.lengths = tuple([data.lengths[index] for index in chosen])
-    if data.evictor is not None:
-        data.evictor.keep(chosen, data.rows)
-
-
 def check_padding(rows: int, empty: bool, lengths: Sequence[int] | None, left_padding: Sequence[int] | None) -> None:
     """Raises ValueError unless this padding can be announced for so many rows."""
     for name, counts in (("lengths", lengths), ("left_padding", left_padding)):
@@ -222,10 +103,120 @@ def check_padding(rows: int, empty: bool, lengths: Sequence[int] | None, left_pa
         raise ValueError("left padding can only come first, but this cache holds tokens: give lengths instead")
 
 
-def announce_padding(data: CacheData, lengths: Sequence[int] | None, left_padding: Sequence[int] | None) -> None:
+# --- joining and selecting --------------------------------------------------------------------------------------------
+
+
+def join(cache: RowStorage, others: Sequence[RowStorage]) -> None:
+    """Appends copies of the rows of others, which `check_joinable` has checked."""
+    everyone: list[RowStorage] = [cache, *others]
+    filled = [each for each in everyone if not each.empty()]
+    if filled:  # new rows take the layout of those that are there, which are usually more
+        layout = filled[0].layout
+        cache.layout, everyone = layout, [_in_layout(each, layout) for each in everyone]
+        filled = [each for each in everyone if not each.empty()]
+    encoded = any(each.encoded for each in filled)  # if one cache is quantised, all become so
+    # Where no row has a token, buffers left over from trimmed rows have rows for this cache only.
+    cache.buffers = joined_buffers(everyone, _joint_capacity(filled), encoded) if filled else None
+    cache.encoded = encoded
+    if cache.residual is not None:
+        parts = [(each.residual, len(each.rows)) for each in everyone if each.residual is not None]
+        cache.residual = Residual.joined(parts)
+    cache.rows = tuple([row for each in everyone for row in each.rows])
+    cache.reserved = max(each.reserved for each in everyone)
+    cache.announced = tuple([announced for each in everyone for announced in each.announced])
+    lengths = [each.lengths for each in everyone if each.lengths is not None]  # rows of one batch that move: of all
+    cache.lengths = tuple([n for rows in lengths for n in rows]) if len(lengths) == len(everyone) else None
+    cache.chain = ()
+    cache._forget_fetch(new_rows=True)
+    if cache.evictor is not None:
+        for other in others:
+            if other.evictor is not None:
+                cache.evictor.extend(other.evictor)
+
+
+def _in_layout(cache: RowStorage, layout: Layout) -> RowStorage:
+    """The same cache, or a copy of it in a layout of another room."""
+    if cache.layout == layout:
+        return cache
+    copied = cache._copied()
+    copied.layout, copied.rows = layout, reshaped(cache.layout, layout, cache.rows)
+    if copied.buffers is not None and not stay(cache.layout, layout, cache.rows):
+        change_layout(copied.buffers, cache.layout, layout, cache.rows, copied.round_up(copied.used), copied.used)
+    return copied
+
+
+def _joint_capacity(filled: Sequence[RowStorage]) -> int:
+    """Slots for all rows: at most what they hold now, or can ever need."""
+    used = max(each.used for each in filled)
+    enough = max(enough_slots(filled[0].layout, each.rows) for each in filled)
+    return min(max(each.capacity for each in filled), max(each.round_up(max(used, enough)) for each in filled))
+
+
+def joined_buffers(everyone: Sequence[RowStorage], capacity: int, encoded: bool) -> Buffers:
+    """Buffers of all rows, encoded or still plain."""
+    stored = [(None if each.empty() else each.buffers, len(each.rows), each.used) for each in everyone]
+
+    def joined(which: int) -> SlotBuffer:
+        parts: list[tuple[SlotBuffer | None, int, int]] = []
+        for buffers, rows, used in stored:
+            buffer = None if buffers is None else buffers[which]
+            if buffer is not None and encoded:
+                buffer = buffer.copied()
+                buffer.recode(everyone[0].codecs[which])
+            parts.append((buffer, rows, used))
+        return SlotBuffer.stacked(parts, capacity)
+
+    return joined(0), joined(1)
+
+
+def keep(cache: RowStorage, chosen: Sequence[int], shrink: bool = False) -> None:
+    """Keeps only these rows, in this order.
+
+    Args:
+        shrink: without slack.
+    """
+    cache.rows = tuple([cache.rows[index] for index in chosen])
+    cache.announced = tuple([cache.announced[index] for index in chosen])
+    if cache.buffers is not None:
+        used = cache.used
+        capacity = min(cache.capacity, cache.round_up(max(cache.reserved, *cache.announced, 2 * used, 1)))
+        capacity = cache.round_up(used + 1) if shrink else capacity
+        keys, values = (buffer.selected(chosen, capacity) for buffer in cache.buffers)
+        cache.buffers = keys, values
+    if cache.residual is not None:
+        cache.residual = cache.residual.selected(chosen)
+    cache.chain = cache.chain if len(chosen) == 1 else ()
+    cache._forget_fetch(new_rows=True)
+    if cache.lengths is not None:
+        cache.lengths = tuple([cache.lengths[index] for index in chosen])
+    if cache.evictor is not None:
+        cache.evictor.keep(chosen, cache.rows)
+
+
+def announce_padding(cache: RowStorage, lengths: Sequence[int] | None, left_padding: Sequence[int] | None) -> None:
     """As `KVCache.prepare`."""
-    check_padding(len(data.rows), data.empty(), lengths, left_padding)
+    check_padding(len(cache.rows), cache.empty(), lengths, left_padding)
     if left_padding is not None:
-        data.rows = tuple([row._replace(offset=row.offset - n) for row, n in zip(data.rows, left_padding, strict=True)])
+        pairs = zip(cache.rows, left_padding, strict=True)
+        cache.rows = tuple([row._replace(offset=row.offset - n) for row, n in pairs])
     if lengths is not None:
-        data.lengths, data.last = tuple(lengths), None
+        cache.lengths = tuple(lengths)
+
+
+def positions(cache: RowStorage) -> mx.array:
+    """As `KVCache.positions`."""
+    if cache.layout.most_slots != NO_LIMIT:
+        raise ValueError("a ring reuses its slots: use the layout of the cache for the position of a slot")
+    lines = [
+        mx.arange(max(0, row.end), dtype=mx.int32)[None] - row.start
+        if cache.evictor is None
+        else cache.evictor.live_positions(row, i)
+        for i, row in enumerate(cache.rows)
+    ]
+    heads, most = max(line.shape[0] for line in lines), max(line.shape[1] for line in lines)
+    return mx.stack(
+        [
+            mx.pad(mx.broadcast_to(line, (heads, n)), [(0, 0), (0, most - n)], constant_values=mx.array(-1))
+            for line, n in ((line, line.shape[1]) for line in lines)
+        ]
+    )

@@ -212,7 +212,7 @@ def _restore_own(tree: Any, name: str, arrays: dict[str, mx.array], memory: Memo
     if given.residual:
         residual = _restore_residual(given.residual, f"{name}.residual", arrays, rows, heads, tensors)
         memory.take(sum(x.nbytes for x in residual[-1]))
-    return KVCache.from_state(
+    cache = KVCache.from_state(
         CacheState(
             [_plane(lines, capacity) for lines in keys] or None,
             [_plane(lines, capacity) for lines in values] or None,
@@ -230,9 +230,10 @@ def _restore_own(tree: Any, name: str, arrays: dict[str, mx.array], memory: Memo
         ),
         growth=growth,
         reserved=given.reserve,
-        announced=announced,
-        lengths=None if given.lengths is None else tuple(given.lengths),
     )
+    cache.announced = announced
+    cache.lengths = None if given.lengths is None else tuple(given.lengths)
+    return cache
 
 
 def _restore_residual(

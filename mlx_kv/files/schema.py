@@ -324,7 +324,7 @@ class OwnCache(Part, tag_field="kind", tag="mlx-kv"):
         live: of each row, the slots n that are stored.
         capacity: slots to allocate.
         growth: None for a rule of another package; the loaded cache then has the default.
-        reserve, lengths, announced: as in `CacheData`.
+        reserve, lengths, announced: as in `KVCache`.
     """
 
     name: str

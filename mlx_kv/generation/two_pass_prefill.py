@@ -184,7 +184,7 @@ class TwoPassPrefill:
         if not self._pending:
             self._pending = [self._request(text, self._repeated) for text in self._texts]
             self._copies = mapped(self._caches, lambda cache: cache if _needs_it(cache) else copy.deepcopy(cache))
-            self._residuals = [cache.residual for cache, _ in self._scored]
+            self._residuals = [cache.residual and cache.residual.copied() for cache, _ in self._scored]
             for _, evictor in self._scored:
                 evictor.begin_second_pass(self._before + self._repeated, self._before + last)
         chunk = [text[: self._step] for text in self._pending]

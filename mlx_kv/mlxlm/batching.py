@@ -13,7 +13,8 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.models import cache as stock
 
-from mlx_kv.cache.kv_cache import KVCache, check_joinable
+from mlx_kv.cache.kv_cache import KVCache
+from mlx_kv.cache.rows import check_joinable
 from mlx_kv.cache.segments import SegmentedCache
 from mlx_kv.mlxlm.attention import AttentionPatch
 from mlx_kv.mlxlm.convert import make_prompt_cache

@@ -27,15 +27,14 @@ from oracle import HEADS, QUERY_HEADS, poison, set_room
 import mlx_kv.cache.kv_cache
 import mlx_kv.cache.rows
 from mlx_kv import CachePolicy, KVCache
-from mlx_kv.cache import update
 from mlx_kv.cache.eviction.kept_tokens import KeptTokens
 from mlx_kv.cache.eviction.layer_group import LayerGroup
-from mlx_kv.cache.layout import Plan, Row
+from mlx_kv.cache.layout import Plan, Row, WriteCapacity
 from mlx_kv.cache.residual import ROOM
 from mlx_kv.generation.prefill import announce
 from mlx_kv.mlxlm.traverse import attention_caches, compact, places_of
 
-DIM, PERIOD = 32, update.PERIOD
+DIM, PERIOD = 32, WriteCapacity.PERIOD
 MOST_ROWS, MOST_BATCHES = 5, 3
 Tokens = tuple[np.ndarray, np.ndarray, np.ndarray]  # q (QH, n, D), k (H, n, D), v (H, n, D)
 
@@ -111,7 +110,7 @@ class Single:
         """What any update begins with, also one that has no token for this row: a compaction, if it is due."""
         for cache in self.caches:
             if cache.evictor is not None:
-                cache._data.rows = cache.evictor.compact_if_due(cache._data.rows)
+                cache.rows = cache.evictor.compact_if_due(cache.rows)
 
     def trim(self, count: int) -> None:
         held = self.pending[0][1].shape[1] if self.pending else 0
@@ -158,11 +157,11 @@ class Batches(RuleBasedStateMachine):
         return cache
 
     def teardown(self) -> None:
-        update.PERIOD = PERIOD
+        WriteCapacity.PERIOD = PERIOD
 
     @initialize(kind=kinds(), rows=st.integers(1, 3), seed=st.integers(0, 999), period=st.sampled_from([1, 2, 3, 32]))
     def begin(self, kind: Kind, rows: int, seed: int, period: int) -> None:
-        update.PERIOD = period
+        WriteCapacity.PERIOD = period
         self.kind, self.rng = self.only or kind, np.random.default_rng(seed)
         self.batches.append(self._new(rows))
 

@@ -11,7 +11,6 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import cache as stock
 
 from mlx_kv import Cache, ChunkedKVCache, FixedStep, KVCache, QuantizedKVCache, RingKVCache
-from mlx_kv.cache import update
 from mlx_kv.cache.layout import Ring
 
 
@@ -303,6 +302,6 @@ def test_a_front_that_does_not_move_leaves_the_fast_path_open(make: Any) -> None
     for _ in range(3):
         cache.maybe_trim_front()
         cache.update_and_fetch(x, x)
-    assert update.next_plan(cache._data, 1) is not None
+    assert cache._next_plan(1) is not None
     cache.maybe_trim_front()
-    assert update.next_plan(cache._data, 1) is not None
+    assert cache._next_plan(1) is not None

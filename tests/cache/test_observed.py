@@ -281,8 +281,8 @@ def apply(watched: Watched, what: str, how: Any) -> None:
         again = Evictor.from_state(evictor.layout, told, before)
         assert again.observation is not None
         again.observation.rope = turning
-        again.belong_to(watched.cache._data)
-        watched.cache._data.evictor = again
+        again.belong_to(watched.cache)
+        watched.cache.evictor = again
     elif what == "merge" and rows == 1:
         grown(watched, 3)
     elif what == "filter" and rows > 1:

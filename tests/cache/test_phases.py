@@ -26,10 +26,10 @@ from mlx_kv import (
     load_prompt_cache,
     save_prompt_cache,
 )
-from mlx_kv.cache import kv_cache, rows, update
-from mlx_kv.cache.layout import Chunks, Ring, Row, moves_between, plan_of, planned, reshaped
+from mlx_kv.cache import buffers, kv_cache
+from mlx_kv.cache.layout import Chunks, Ring, Row, WriteCapacity, moves_between, plan_of, planned, reshaped
 
-SETTLED = update.PERIOD + 1  # steps of decoding after which the room is that of decoding
+SETTLED = WriteCapacity.PERIOD + 1  # steps of decoding after which the room is that of decoding
 fractions = st.floats(0, 1)
 budgets = st.builds(
     lambda budget, keep_recent, **options: Spec(budget=budget, keep_recent=min(keep_recent, budget - 3), **options),
@@ -57,7 +57,7 @@ operations = st.one_of(
 @pytest.fixture
 def period(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """Looks often, so that short histories change phases."""
-    monkeypatch.setattr(update, "PERIOD", 3)
+    monkeypatch.setattr(WriteCapacity, "PERIOD", 3)
     return iter([3])
 
 
@@ -73,7 +73,7 @@ def spelled_out(steps: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
 @given(rings | chunked | budgets, st.lists(operations, min_size=3, max_size=8), st.integers(1, 6), st.integers(0, 999))
 def test_any_history_through_changing_phases(spec: Spec, steps: list[tuple[str, Any]], often: int, seed: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(update, "PERIOD", often)
+        patch.setattr(WriteCapacity, "PERIOD", often)
         run(spec, [("update", 5), *spelled_out(steps), ("update", 3), *[("update", 1)] * 4], seed)
 
 
@@ -82,10 +82,10 @@ def test_the_short_way_comes_to_the_same_as_the_whole(spec: Spec, steps: list[tu
     states = []
     for short in (True, False):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(update, "PERIOD", 4)
+            patch.setattr(WriteCapacity, "PERIOD", 4)
             if not short:
-                patch.setattr(update, "step", lambda *_: None)
-                patch.setattr(update, "next_plan", lambda *_: None)
+                patch.setattr(KVCache, "_fast_update", lambda *_: None)
+                patch.setattr(KVCache, "_next_plan", lambda *_: None)
             twins = run(spec, [("update", 5), *spelled_out(steps), *[("update", 1)] * 3], seed)
         cache = twins.cache
         live = [sorted(live_slots(cache, row)) for row in cache.view.rows]
@@ -98,13 +98,13 @@ def test_the_short_way_comes_to_the_same_as_the_whole(spec: Spec, steps: list[tu
 
 def test_decoding_takes_the_short_way(monkeypatch: pytest.MonkeyPatch) -> None:
     whole: list[int] = []
-    monkeypatch.setattr(update, "check", lambda *_, of=update.check: (whole.append(1), of(*_)))
+    monkeypatch.setattr(KVCache, "_full_update", lambda *_, of=KVCache._full_update: (whole.append(1), of(*_)))
     for cache in (KVCache(reserve=600), RingKVCache(16, 8), CompressedKVCache(256, max_write=64), KVCache(8, 32)):
         decode(cache, 5, 8)
         whole.clear()
         decode(cache, 200)
         # Growth, a compaction, and a look at what is written now and then.
-        assert len(whole) <= 2 + 200 // update.PERIOD + 200 // 64
+        assert len(whole) <= 2 + 200 // WriteCapacity.PERIOD + 200 // 64
 
 
 def decode(cache: KVCache, steps: int, new: int = 1, dim: int = 32) -> None:
@@ -182,7 +182,7 @@ def test_a_draft_models_ring_keeps_room_for_what_it_may_take_back() -> None:
 def test_what_was_promised_can_be_taken_back_in_every_phase(promised: int, most: int, writes: list[int]) -> None:
     for cache in (RingKVCache(8, most, max_rollback=promised), ChunkedKVCache(8, most, max_rollback=promised)):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(update, "PERIOD", 2)
+            patch.setattr(WriteCapacity, "PERIOD", 2)
             for new in writes:
                 decode(cache, 1, new)
                 assert cache.can_trim(min(promised, cache.offset))
@@ -330,11 +330,11 @@ def masks_as_before(plan: Any, *asked: Any) -> Any:
 
 genuine_moves, genuine_mask = moves_between, kv_cache.make_mask
 PLANTED: dict[str, tuple[list[Any], str, Any, Spec]] = {
-    "a slot off": ([update, rows], "moves_between", moves_one_too_low, Spec(ring=6, max_write=6)),
-    "sinks stay behind": ([update, rows], "moves_between", forgets_the_sinks, Spec(ring=6, max_write=6, sinks=2)),
+    "a slot off": ([buffers], "moves_between", moves_one_too_low, Spec(ring=6, max_write=6)),
+    "sinks stay behind": ([buffers], "moves_between", forgets_the_sinks, Spec(ring=6, max_write=6, sinks=2)),
     "one slot less": ([Ring], "most_slots", property(lambda s: s.window + s.room - 2), Spec(ring=6, max_write=6)),
     "the mask of before": ([kv_cache], "make_mask", masks_as_before, Spec(ring=6, max_write=6)),
-    "it promises more than it holds": ([update], "reshaped", promises_more, Spec(ring=6, max_write=8)),
+    "it promises more than it holds": ([kv_cache], "reshaped", promises_more, Spec(ring=6, max_write=8)),
 }
 
 

@@ -53,10 +53,12 @@ def public_names() -> Outside:
         value = getattr(mlx_kv, name)
         found[name] = {"call": signature(value)} if callable(value) else {"value": type(value).__name__}
         if inspect.isclass(value):
-            attributes = {each: getattr(value, each) for each in dir(value) if not each.startswith("_")}
+            fields = {each: None for base in value.__mro__ for each in vars(base).get("__annotations__", ())}
+            attributes = fields | {each: getattr(value, each) for each in dir(value)}
             found[name]["attributes"] = {
                 each: signature(attribute) if inspect.isroutine(attribute) else None
                 for each, attribute in attributes.items()
+                if not each.startswith("_")
             }
     return found
 

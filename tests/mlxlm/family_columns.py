@@ -116,7 +116,7 @@ def _check_packed(family: Family, policy: CachePolicy) -> None:
     read(family.model, packed, tokens(), [21, 11])
     unpacked = copy.deepcopy(packed)
     for cache in attention_caches(unpacked):
-        cache._data.packed_decode = False
+        cache.packed_decode = False
     got, wanted = (read(family.model, caches, tokens(9), [1]) for caches in (packed, unpacked))
     far = distance(got, wanted)
     if far > 0.05:

@@ -16,7 +16,7 @@ from oracle import poison
 
 import mlx_kv
 from mlx_kv import CachePolicy, KVCache
-from mlx_kv.cache import attending, head_groups
+from mlx_kv.cache import head_groups
 from mlx_kv.cache.head_groups import choose_groups, index_of
 from mlx_kv.mlxlm.attention import AttentionPatch
 from tests.tiny_models import VOCAB, make_model
@@ -50,7 +50,7 @@ class Twins:
         answers = []
         for caches, grouping in zip(self.caches, (self.grouping, lambda *_: None), strict=True):
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(attending, "_group", grouping)
+                patch.setattr(KVCache, "_group_heads", grouping)
                 answers.append(self.model(mx.array(tokens), cache=caches))
             for cache in caches:
                 if cache.view.groups is None and cache.view.buffers is not None and len(cache.view.rows) == 1:
@@ -115,10 +115,10 @@ def happens(twins: Twins, folder: Path, draw: random.Random, count: int) -> None
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(head_groups, "CALL", 0)  # these caches are small
-    monkeypatch.setattr(attending, "WORTH", 100)
+    monkeypatch.setattr(head_groups, "WORTH", 100)
 
 
-GROUP = attending._group
+GROUP = KVCache._group_heads
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -110,6 +110,18 @@ def packings_of(codecs: Codecs) -> tuple[Packing, Packing] | None:
     return None if keys is None or values is None or packing_of(codecs) is not None else (keys, values)
 
 
+def find_packings(codecs: Codecs, residual: bool) -> tuple[Packing | None, tuple[Packing, Packing] | None]:
+    """How mlx-lm's attention reads the planes, and how our own does, of keys and of values; None where it cannot.
+
+    Args:
+        residual: whether there is one, which mlx-lm's cannot read: then our own reads all planes.
+    """
+    keys, values = (codec.packed for codec in codecs)
+    if residual:
+        return None, None if keys is None or values is None else (keys, values)
+    return packing_of(codecs), packings_of(codecs)
+
+
 def affine_of(codecs: Codecs) -> Packing | None:
     """The bits and the group size of both, where both are affine with the same ones; else None."""
     return packing_of(codecs) if all(codec.name == "affine" for codec in codecs) else None
@@ -121,6 +133,12 @@ def in_words(codecs: Codecs) -> str:
         return f"{affine.bits} bits in groups of {affine.group_size}"
     keys, values = (f"{codec.name} {_described(codec.parameters)}" for codec in codecs)
     return "" if are_plain(codecs) else f"keys as {keys} and values as {values}"
+
+
+def briefly(codecs: Codecs) -> str:
+    """As `in_words`, but only the bits where both are affine."""
+    affine = affine_of(codecs)
+    return in_words(codecs) if affine is None else f"bits={affine.bits}"
 
 
 def _described(parameters: dict[str, Any]) -> str:

@@ -194,7 +194,7 @@ def trimmed(layout: Layout, row: Row, count: int) -> Row:
 # --- write capacity ---------------------------------------------------------------------------------------------------
 
 # Rings and budgets need slots for the longest write beside the tokens that they keep. The same layout has more room
-# while a prompt is read than in decoding; `cache.update` decides when it changes.
+# while a prompt is read than in decoding; `WriteCapacity` decides when it changes.
 
 
 def check_room(room: int, max_write: int, max_rollback: int = 0) -> int:
@@ -270,3 +270,74 @@ def moves_between(old: Layout, new: Layout, row: Row) -> list[tuple[int, int, in
         moves.append((source, target, count))
         position += count
     return moves
+
+
+class WriteCapacity:
+    """The room that the next write of a cache gets: a prompt needs much, decoding little.
+
+    Room grows at once for a longer write and shrinks after PERIOD consecutive writes that need far less. Trims count as
+    writes, so that a loop with a draft model keeps room for all tokens that it may take back. One layer makes the mask
+    for all layers before the write; so the room of that write is decided before, from integers that are equal in all
+    layers.
+
+    Attributes:
+        next_layout: the layout with less room that the next short write will use; None where nothing changes.
+        steps, max_steps: consecutive updates on the fast path, and how many are allowed before room is checked again.
+        trimmed_at: the offset of each row after the last trim.
+    """
+
+    # Changing the room copies all live slots once, about as much as attention reads in two or three decode steps. Once
+    # in so many writes that is little, even where the length of writes keeps changing.
+    PERIOD = 32
+    MUCH_LESS = 4  # times: writes of at most room / MUCH_LESS tokens, or of 1 (which then needs no mask), are short
+
+    def __init__(self) -> None:
+        self.next_layout: Layout | None = None
+        self.steps, self.max_steps = 0, 0
+        self.trimmed_at: tuple[int, ...] = ()
+        # Consecutive writes that need far less than there is, and the longest of them.
+        self._short_writes, self._longest = 0, 0
+
+    def layout_for(self, layout: Layout, new: int) -> Layout:
+        """The layout for a write of `new` tokens."""
+        if new > layout.room:
+            return layout if layout.room == layout.max_write else layout.with_room(_room_for(new, layout))
+        return layout if self.next_layout is None or new > self.next_layout.room else self.next_layout
+
+    def tokens_since_trim(self, before: tuple[Row, ...], after: tuple[Row, ...]) -> int:
+        """Most tokens of a row since the last trim: a draft of that length could have been trimmed.
+
+        Args:
+            before, after: the rows before and after this trim.
+        """
+        offsets = self.trimmed_at if len(self.trimmed_at) == len(before) else (0,) * len(before)
+        self.trimmed_at = tuple([row.offset for row in after])
+        return max(row.offset - offset for row, offset in zip(before, offsets, strict=True))
+
+    def note(self, layout: Layout, tokens: int, writes: int) -> Layout | None:
+        """Counts tokens that were written at once, or could have been trimmed at once.
+
+        Returns:
+            after PERIOD short writes the layout with room for these, which may be the same; else None.
+        """
+        if self.next_layout is not None and tokens > self.next_layout.room:
+            self.next_layout = None
+        if tokens * self.MUCH_LESS > layout.room and tokens > 1:
+            self.steps, self._short_writes, self._longest, self.max_steps = 0, 0, 0, NO_LIMIT
+            return None
+        if self._short_writes:  # the fast steps since the last check were short, too
+            self._short_writes += self.steps
+        self._short_writes += writes
+        self._longest = max(self._longest, tokens)
+        narrower = None
+        if self._short_writes >= self.PERIOD:
+            narrower = layout.with_room(min(layout.room, _room_for(self._longest, layout)))
+            self._short_writes, self._longest = 0, 0
+        self.steps, self.max_steps = 0, self.PERIOD - 1 - self._short_writes
+        return narrower
+
+
+def _room_for(tokens: int, layout: Layout) -> int:
+    """Room for writes of at least `tokens`, a power of two so that drafts of varying lengths change nothing."""
+    room = max(1, tokens, layout.max_rollback)
+    return min(1 << (room - 1).bit_length(), layout.max_write)

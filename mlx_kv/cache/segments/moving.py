@@ -58,7 +58,7 @@ class Moved:
         return part_of(KVCache.merge(pieces), [part.rows[index] for part, indices in chosen for index in indices])
 
     def _piece(self, cache: KVCache, chosen: list[int]) -> KVCache:
-        if len(chosen) == len(cache.view.rows):
+        if len(chosen) == len(cache.rows):
             return cache
         piece = cache.select(chosen)
         if piece.evictor is not None:
@@ -89,7 +89,7 @@ def moved_to_share(parts: Sequence[Part], chains: Sequence[Chain], held: int, co
     """
     if not any(chains):
         return moved_to_classes(parts, held)
-    rows = {row: (cache.view, own) for cache, rows, _ in parts for row, own in zip(rows, cache.view.rows, strict=True)}
+    rows = {row: (cache, own) for cache, rows, _ in parts for row, own in zip(rows, cache.rows, strict=True)}
     now = [rows[row][1].shared for row in range(len(rows))]
     usable = [cut_chain(chain, sharable(*rows[row], compacting)) for row, chain in enumerate(chains)]
     wanted = shared_tokens(usable, now, least_saved())
@@ -121,13 +121,13 @@ def moved_where_they_grow(parts: Parts, new: int) -> Parts:
     needs = list(_needs(parts))
     staying, growing = [], []
     for cache, rows, _ in parts:
-        view, capacity = cache.view, cache.capacity
-        ends = {row: own.end + new for row, own in zip(rows, view.rows, strict=True)}
+        capacity = cache.capacity
+        ends = {row: own.end + new for row, own in zip(rows, cache.rows, strict=True)}
         beyond = [row for row in sorted(rows) if ends[row] > capacity]
-        announced = dict(zip(rows, view.announced, strict=True))
+        announced = dict(zip(rows, cache.announced, strict=True))
         for row in beyond:
-            if max(view.reserved, announced[row]) < ends[row]:
-                needs[row] = max(needs[row], view.round_up(view.growth.capacity(ends[row], capacity)))
+            if max(cache.reserved, announced[row]) < ends[row]:
+                needs[row] = max(needs[row], cache.round_up(cache.growth.capacity(ends[row], capacity)))
         if len(beyond) < len(rows):
             growing.extend([tuple(beyond)] if beyond else [])
             staying.append(tuple([row for row in sorted(rows) if row not in beyond]))
@@ -147,9 +147,8 @@ def room_in(parts: Parts) -> int:
     """
     rooms = [NO_LIMIT]
     for cache, _, _ in parts:
-        view = cache.view
-        if view.layout.enough_slots == NO_LIMIT and view.lengths is None:
-            rooms.append(cache.capacity - max(0, *[row.end for row in view.rows]))
+        if cache.layout.enough_slots == NO_LIMIT and cache.lengths is None:
+            rooms.append(cache.capacity - max(0, *[row.end for row in cache.rows]))
     return min(rooms)
 
 
@@ -157,9 +156,9 @@ def tokens_before_eviction(parts: Parts) -> int:
     """Tokens that each row can surely take before a compaction of one that reads segments is due."""
     left = [NO_LIMIT]
     for cache, _, _ in parts:
-        layout = cache.view.layout
+        layout = cache.layout
         if isinstance(layout, Budget):
-            left.extend([layout.most_held + 1 - layout.held(row) for row in cache.view.rows if row.shared])
+            left.extend([layout.most_held + 1 - layout.held(row) for row in cache.rows if row.shared])
     return min(left)
 
 
@@ -167,11 +166,10 @@ def _needs(parts: Parts, lengths: Sequence[int] | None = None) -> tuple[int, ...
     """Slots of each row, as far as it is known what will come."""
     needs = []
     for number, (cache, index) in enumerate(parts.places):
-        view = cache.view
-        row = view.rows[index]
+        row = cache.rows[index]
         end = row.end + (1 if lengths is None else lengths[number])
-        announced = max(view.reserved, view.announced[index])
-        needs.append(view.round_up(max(1, min(max(end, announced), enough_slots(view.layout, [row])))))
+        announced = max(cache.reserved, cache.announced[index])
+        needs.append(cache.round_up(max(1, min(max(end, announced), enough_slots(cache.layout, [row])))))
     return tuple(needs)
 
 

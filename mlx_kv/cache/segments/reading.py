@@ -14,8 +14,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_kv.cache.attending import attend_tails
-from mlx_kv.cache.attention import Joined, Partial, attend_partly, combined, merged
+from mlx_kv.cache.attention import Dense, Joined, Operand, Partial, attend_partly, combined, merged, operand_of
 from mlx_kv.cache.buffers import index_of, on_cpu
 from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.cache.mask import Mask
@@ -48,8 +47,7 @@ class DeferredMask:
         """
         if cache.evictor is not None and self._window is not None:  # then integers alone do not say
             return self._made_by(cache)
-        view = cache.view
-        key = number, view.layout, view.rows, view.lengths
+        key = number, cache.layout, cache.rows, cache.lengths
         if key not in self._known:
             self._known[key] = self._made_by(cache)
         return self._known[key]
@@ -149,19 +147,19 @@ def attend(
     outputs: list[mx.array] = []
     partials: list[tuple[tuple[int, ...], Partial]] = []
     for number, (cache, rows, take) in enumerate(parts):
-        queries, lengths = call.queries[take], cache.view.lengths
+        queries, lengths = call.queries[take], cache.lengths
         if lengths is not None and not any(lengths) and cache.evictor is None:
             # Only padding, whose outputs are not used, but finite: prompts of other classes are longer.
             outputs.append(mx.zeros((*queries.shape[:3], values.shape[3]), queries.dtype))
             partials.append((rows, Partial(outputs[-1], mx.zeros((*queries.shape[:3], 1)))))
             continue
         if readings:
-            cache.view.ungroup()  # heads by length can only be attended to alone
+            cache.ungroup()  # heads by length can only be attended to alone
         made = mask.of(number, cache)
         read, read_values = cache.update_and_fetch(keys[take], values[take])
         own = call.changed(queries=queries, keys=read, values=read_values, cache=cache, mask=made)
         if readings:
-            partials.append((rows, attend_tails(cache.view, own)))
+            partials.append((rows, attend_tails(cache, own)))
         else:
             hook = cache.attention_hook
             outputs.append(own.forward() if hook is None else hook.attend(own))
@@ -170,3 +168,26 @@ def attend(
     partials += [(reading.rows, reading.attend(call.queries, call.scale)) for reading in readings]
     everyone = [of_all_rows(rows, partial, parts.rows) for rows, partial in partials]
     return merged(everyone, call.sinks).astype(call.queries.dtype)
+
+
+def attend_tails(cache: KVCache, call: Call) -> Partial:
+    """Attention after an update, to be merged with that over the segments that the rows share."""
+    evictor, attention = cache.evictor, cache._attention()
+    evictor = evictor if evictor is not None and evictor.wants_attention else None
+    call = call if evictor is None else evictor.masked(call, cache.rows, cache._counts)
+    keys: Operand
+    values: Operand
+    if attention is not None:
+        keys, values, mask = attention.operands(call)
+    elif cache._packed:  # mlx-lm's attention reads these
+        keys, values = (
+            operand_of(codec, planes, call.queries.dtype)
+            for codec, planes in zip(cache.codecs, (call.keys, call.values), strict=True)
+        )
+        mask = call.mask
+    else:
+        keys, values, mask = Dense(call.keys), Dense(call.values), call.mask
+    partial = attend_partly(call.queries, keys, values, call.scale, mask)
+    if evictor is None:
+        return partial
+    return partial._replace(mixed=evictor.observed(call, partial.mixed, cache.rows, cache._counts))

@@ -11,10 +11,9 @@ from collections.abc import Mapping, Sequence
 from mlx_kv.cache.attention import Operand, operand_of
 from mlx_kv.cache.buffers import Buffers, SlotBuffer
 from mlx_kv.cache.eviction.evictor import Evictor
+from mlx_kv.cache.growth import TAIL_MULTIPLE, round_up
 from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.cache.layout import Append, Budget, Row
-from mlx_kv.cache.rows import add_first, drop_first
-from mlx_kv.cache.state import CacheData
 
 
 class Segment:
@@ -90,18 +89,33 @@ def read_from(chain: Chain, cache: KVCache, tokens: int) -> None:
     Args:
         chain: with these tokens, and with those that the cache reads from it now.
     """
-    data = cache.view
-    now = data.rows[0].shared
-    if tokens > now:
-        drop_first(data, tokens - now)
-    elif tokens < now:
+    (row,), buffers = cache.rows, cache.buffers
+    more = tokens - row.shared
+    if more == 0:
+        return
+    assert buffers is not None
+    if more > 0:
+        capacity = round_up(row.end - more + 1, TAIL_MULTIPLE)
+        keys, values = (SlotBuffer.in_order([(buffer, more, row.end)], capacity) for buffer in buffers)
+    else:
         parts, end = [], 0
         for segment, count in chain:
-            first, last = max(tokens - end, 0), min(now - end, count)
+            first, last = max(tokens - end, 0), min(row.shared - end, count)
             if first < last:
                 parts.append((segment.buffers, first, last))
             end += count
-        add_first(data, parts)
+        capacity = round_up(row.end - more + 1)
+        keys, values = (
+            SlotBuffer.in_order(
+                [*((stored[which], first, last) for stored, first, last in parts), (buffers[which], 0, row.end)],
+                capacity,
+            )
+            for which in range(2)
+        )
+    cache.buffers = keys, values
+    cache.rows = (row._replace(start=row.start - more, shared=row.shared + more),)
+    cache.announced = tuple([count and max(0, count - more) for count in cache.announced])
+    cache._forget_fetch()
 
 
 def can_evict_later(evictor: Evictor) -> bool:
@@ -113,7 +127,7 @@ def can_evict_later(evictor: Evictor) -> bool:
     return not (sums or evictor.paused or evictor.second_pass)
 
 
-def sharable(data: CacheData, row: Row, compacting: bool = False) -> int:
+def sharable(cache: KVCache, row: Row, compacting: bool = False) -> int:
     """First tokens of a row that may lie in segments, which cannot change.
 
     None of those that later queries see in full precision (a residual), and none once the row evicts tokens.
@@ -121,24 +135,24 @@ def sharable(data: CacheData, row: Row, compacting: bool = False) -> int:
     Args:
         compacting: whether rows above their budget evict now, not only those that are due.
     """
-    if isinstance(data.layout, Budget):
-        evictor = data.evictor
-        due = data.layout.held(row) > data.layout.budget if compacting else data.layout.due(row)
+    if isinstance(cache.layout, Budget):
+        evictor = cache.evictor
+        due = cache.layout.held(row) > cache.layout.budget if compacting else cache.layout.due(row)
         if row.evicted > 0 or due or evictor is None or not can_evict_later(evictor):
             return 0
-    elif not isinstance(data.layout, Append):
+    elif not isinstance(cache.layout, Append):
         return 0
-    return max(0, row.offset - max(0, data.residual_length - 1)) if data.encoded else 0
+    return max(0, row.offset - max(0, cache.residual_length - 1)) if cache.encoded else 0
 
 
 def can_share(cache: KVCache) -> bool:
     """Whether first tokens of a cache of one row may lie in segments."""
-    return len(cache.view.rows) == 1 and sharable(cache.view, cache.view.rows[0]) > 0
+    return len(cache.rows) == 1 and sharable(cache, cache.rows[0]) > 0
 
 
 def segment_of(cache: KVCache, first: int, last: int) -> Segment:
     """A copy of the slots [first, last) of a cache of one row, as a segment."""
-    buffers = cache.view.buffers
+    buffers = cache.buffers
     assert buffers is not None
     keys, values = (SlotBuffer.in_order([(buffer, first, last)], last - first) for buffer in buffers)
     return Segment((keys, values))

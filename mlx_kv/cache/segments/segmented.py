@@ -18,10 +18,10 @@ from typing import Any, Self
 import mlx.core as mx
 
 from mlx_kv.cache.checks import whole_numbers
-from mlx_kv.cache.kv_cache import KVCache, check_joinable
+from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.cache.layout import Layout
 from mlx_kv.cache.protocol import Call, Fetched, Hook
-from mlx_kv.cache.rows import check_padding, check_rows
+from mlx_kv.cache.rows import check_joinable, check_padding, check_rows
 from mlx_kv.cache.segments.moving import (
     Moved,
     Part,
@@ -50,8 +50,8 @@ class SegmentedCache:
     """
 
     def __init__(self, cache: KVCache) -> None:
-        rows = range(len(cache.view.rows))
-        self._begin([part_of(cache, rows)], [cache.view.chain for _ in rows])
+        rows = range(len(cache.rows))
+        self._begin([part_of(cache, rows)], [cache.chain for _ in rows])
 
     @classmethod
     def _of(cls, parts: Sequence[Part], chains: Sequence[Chain]) -> Self:
@@ -150,7 +150,7 @@ class SegmentedCache:
 
     def _find_readings(self) -> list[Reading]:
         if self._readings is None:
-            shared = [cache.view.rows[index].shared for cache, index in self._parts.places]
+            shared = [cache.rows[index].shared for cache, index in self._parts.places]
             self._readings = readings_of(self._chains, shared)
         return self._readings
 
@@ -198,7 +198,7 @@ class SegmentedCache:
         """Decides anew which tokens rows read from segments, and which rows are together."""
         moved = moved_to_share(parts, self._chains, held, compacting)
         for number, (cache, index) in enumerate(moved.parts.places):
-            if not sharable(cache.view, cache.view.rows[index], compacting):
+            if not sharable(cache, cache.rows[index], compacting):
                 self._chains[number] = ()  # it will never share these segments again
         self._settled(moved)
 
@@ -214,7 +214,7 @@ class SegmentedCache:
         """
         chain, (cache, row) = self._chains[index], self._parts.places[index]
         known = sum(count for _, count in chain)
-        tokens = min(tokens, sharable(cache.view, cache.view.rows[row]))
+        tokens = min(tokens, sharable(cache, cache.rows[row]))
         if known < tokens:
             segment = segment_of(self.extract(index), known, tokens)
             mx.eval([buffer.planes for buffer in segment.buffers])
@@ -226,7 +226,7 @@ class SegmentedCache:
         (cache, row), chain = self._parts.places[index], self._chains[index]
         single = cache.extract(row)
         read_from(chain, single, 0)
-        single.view.chain = chain
+        single.chain = chain
         return single
 
     def filter(self, batch_indices: Sequence[int] | mx.array) -> None:
@@ -251,7 +251,7 @@ class SegmentedCache:
     ) -> None:
         """Announces padding in the tokens that come."""
         check_padding(self._parts.rows, self.empty(), lengths, left_padding)
-        if lengths is not None and all(cache.view.lengths is None for cache in self.parts):
+        if lengths is not None and all(cache.lengths is None for cache in self.parts):
             self._settled(moved_to_classes(tuple(self._parts), len(self._parts), lengths))
         for cache, rows, _ in self._parts:
             own, left = ([counts[row] for row in rows] if counts else None for counts in (lengths, left_padding))
@@ -298,10 +298,10 @@ class SegmentedCache:
         for cache, each in sorted(own, key=lambda one: one[0].can_trim(one[1])):
             cache.trim_per_sequence(each)  # those that cannot come first, and raise
         if any(self._chains):
-            ends = [cache.view.rows[index].offset for cache, index in self._parts.places]
+            ends = [cache.rows[index].offset for cache, index in self._parts.places]
             self._chains = [cut_chain(chain, end) for chain, end in zip(self._chains, ends, strict=True)]
             self._readings = None
-            stand = [(cache.view, cache.view.rows[index]) for cache, index in self._parts.places]
+            stand = [(cache, cache.rows[index]) for cache, index in self._parts.places]
             if any(row.shared > sharable(data, row) for data, row in stand):
                 self._share_anew(tuple(self._parts), len(self._parts))
 
@@ -317,7 +317,7 @@ class SegmentedCache:
         """The next position: an int where all rows agree, an array (B,) of int32 where they differ."""
         if self._only is not None:
             return self._only.offset
-        offsets = [cache.view.rows[index].offset for cache, index in self._parts.places]
+        offsets = [cache.rows[index].offset for cache, index in self._parts.places]
         return offsets[0] if len(set(offsets)) == 1 else mx.array(offsets)
 
     @property
