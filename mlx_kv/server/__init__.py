@@ -7,13 +7,13 @@ HTTP, in the event loop:
     api.py               routes and errors
     handler.py           from a request's body to its jobs, and from their output to a response
     json_http.py         strict JSON of bodies, responses and events
-    requests.py          the request that every API's bodies become, the fields that all of them share, limits
-    fields.py            base of the pydantic models of bodies, their types and errors; unknown fields
-    structured_output.py fields for structured output and tools, and their grammars
+    requests.py          bodies: their base and field types, shared fields, limits; the request that they become
+    chat.py              content of chats and of answers: texts, reasoning, calls, results
+    structured_output.py grammars of structured output, compiled in a thread
     errors.py            error objects
     dialects/            APIs: OpenAI's completions, chat completions and responses, Anthropic's messages
     admission.py         how many requests are admitted; delivery of output to responses
-    answers.py           an answer as it comes: content, reasoning, tool calls, tokens
+    output.py            output as it comes: content, reasoning, tool calls, tokens
     slots.py             slots: list, save, restore, erase
     status.py            models, health, metrics, the page of memory
 

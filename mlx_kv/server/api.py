@@ -27,8 +27,7 @@ from mlx_kv.server.admission import (
 from mlx_kv.server.dialects.completions import chats, completions
 from mlx_kv.server.dialects.messages import counted, messages
 from mlx_kv.server.dialects.ollama import OllamaDialect, OllamaRoutes
-from mlx_kv.server.dialects.response_writer import Conversations
-from mlx_kv.server.dialects.responses import ResponsesDialect
+from mlx_kv.server.dialects.responses import Conversations, ResponsesDialect
 from mlx_kv.server.errors import ApiError, error_body
 from mlx_kv.server.handler import Dialect, RequestHandler
 from mlx_kv.server.json_http import JsonResponse

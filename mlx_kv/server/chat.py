@@ -7,20 +7,17 @@ has the same content: `Blocks` divides it into texts, reasoning and calls while 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Required, TypeAlias
+from typing import Annotated, Any, Required, TypeAlias
 
-from pydantic import BeforeValidator
+from pydantic import StringConstraints
 from typing_extensions import TypedDict
 
-from mlx_kv.server.answers import Delta
-from mlx_kv.server.fields import FieldError, NonEmptyText, json_kind, unicode_text
+from mlx_kv.server.output import Delta
 
 Messages = list[dict[str, Any]]
-ROLES = ("assistant", "developer", "function", "system", "tool", "user")
-NOT_TEXT = "is not text: only text is supported"
 
 # --- content of messages ----------------------------------------------------------------------------------------------
 
@@ -118,7 +115,7 @@ def as_chat(messages: Sequence[Message]) -> Messages:
 class ToolFunction(TypedDict, total=False):
     """A function that a model may call."""
 
-    name: Required[NonEmptyText]
+    name: Required[Annotated[str, StringConstraints(min_length=1)]]
     description: Any
     parameters: Any
     strict: Any
@@ -136,65 +133,6 @@ def tool(name: str, description: Any = None, parameters: Any = None, strict: Any
     given = {"name": name, "description": description, "parameters": parameters, "strict": strict}
     function: Any = {key: value for key, value in given.items() if value is not None}
     return {"type": "function", "function": function}
-
-
-# --- checks of what clients send --------------------------------------------------------------------------------------
-
-
-def read_parts(
-    parts: Sequence[Any], kinds: Collection[str] = ("text",), refusal: str = NOT_TEXT, located: bool = True
-) -> list[Text]:
-    """The parts of a content. This is the place that refuses images and other parts without text, for all dialects.
-
-    Args:
-        kinds: types of parts that have text.
-        refusal: the error, as in `FieldError`.
-        located: whether the error names the place of the part.
-    """
-    texts = []
-    for index, part in enumerate(parts):
-        # A type that is an array or an object is in no set.
-        kind = str(part.get("type")) if isinstance(part, dict) else ""
-        text = part.get("refusal" if kind == "refusal" and "refusal" in part else "text") if kind in kinds else None
-        if not isinstance(text, str):
-            raise FieldError(refusal, f"[{index}]" if located else "")
-        texts.append(Text(unicode_text(text)))
-    return texts
-
-
-def joined_text(kinds: Collection[str] = ("text",)) -> BeforeValidator:
-    """A field with a text, or a list of parts with text of these types, as one text."""
-
-    def join(value: Any) -> str:
-        parts = [{"type": next(iter(kinds)), "text": value}] if isinstance(value, str) else value
-        if not isinstance(parts, list):
-            raise FieldError(f"is a JSON {json_kind(value)}: send a text, or a list of parts")
-        return "".join(part.text for part in read_parts(parts, kinds))
-
-    return BeforeValidator(join)
-
-
-def check_role(role: Any) -> None:
-    """Checks the role of a message."""
-    if not isinstance(role, str):
-        raise FieldError("has no role: send one")
-    if role not in ROLES:
-        raise FieldError(f"is {role[:80]!r}: send one of {', '.join(ROLES)}", ".role")
-
-
-def check_arguments(value: Any) -> Any:
-    """Checks arguments of a call: an object, or JSON of one."""
-    if value is None:
-        raise FieldError('is missing: send them as a JSON object in a string, "{}" if there are none')
-    parsed = value
-    if isinstance(value, str):
-        try:
-            parsed = json.loads(value or "{}")  # some clients send an empty string where there are no arguments
-        except (ValueError, RecursionError) as error:
-            raise FieldError(f"is not JSON: {error}"[:300]) from None
-    if not isinstance(parsed, dict):
-        raise FieldError(f"is a JSON {json_kind(parsed)}: send an object")
-    return value
 
 
 # --- content of an answer ---------------------------------------------------------------------------------------------

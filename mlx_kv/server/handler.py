@@ -23,14 +23,13 @@ from mlx_kv.generation.encoding import TemplateError, encode_messages, encode_pr
 from mlx_kv.generation.generate import StopStrings
 from mlx_kv.server.access import JOBS
 from mlx_kv.server.admission import ENDPOINTS, AdmissionController
-from mlx_kv.server.answers import AnswerWriter, ChatOutputParser, Choice, Delta, TokenTexts
 from mlx_kv.server.errors import ApiError, error_body, without_panic
-from mlx_kv.server.fields import UnknownFields
 from mlx_kv.server.job import Job
 from mlx_kv.server.json_http import JsonResponse, read_body
 from mlx_kv.server.models import ModelNames
+from mlx_kv.server.output import AnswerWriter, ChatOutputParser, Choice, Delta, TokenTexts
 from mlx_kv.server.prefix_report import HEADER, prefix_header
-from mlx_kv.server.requests import CompletionRequest, Limits, Prompt, RequestRules
+from mlx_kv.server.requests import CompletionRequest, Limits, Prompt, RequestRules, UnknownFields
 from mlx_kv.server.structured_output import Grammars, marks_of
 from mlx_kv.server.worker import Worker
 

@@ -1,27 +1,438 @@
-"""The request that every API's bodies become, and the model of the fields that all of them share.
+"""Request bodies as pydantic models, the fields that all APIs share, and the request that every body becomes.
 
-A field is honoured, ignored because it has no effect on the tokens, or refused: a known field that cannot be honoured.
-Unknown fields are left to `UnknownFields`.
+A boolean is not a number, a number is not a string, and null is the same as a field that is left out. A field is
+honoured, ignored because it has no effect on the tokens, or refused: a known field that cannot be honoured. Unknown
+fields are left to `UnknownFields`. Fields of structured output are OpenAI's, and those of llama-server and vLLM with
+the same meaning; invalid schemas and grammars are found when they are compiled.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+import logging
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
-from pydantic import AfterValidator, Field, create_model, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    StringConstraints,
+    ValidationError,
+    WrapValidator,
+    create_model,
+    model_validator,
+)
 
+from mlx_kv.files.decoding import read_json
 from mlx_kv.generation.encoding import NOT_FOR_TEMPLATES
-from mlx_kv.generation.grammar import Constraint
+from mlx_kv.generation.grammar import (
+    Constraint,
+    Function,
+    calls,
+    choice,
+    grammar,
+    json_object,
+    json_schema,
+    regex,
+)
 from mlx_kv.generation.sampling import derived_seed
 from mlx_kv.generation.settings import LEAST_PENALTY, SamplingSettings
 from mlx_kv.server.chat import Messages, Tool
-from mlx_kv.server.errors import ApiError
-from mlx_kv.server.fields import Body, FieldError, NonEmptyText, OneOrMore, UnknownFields, unsupported
-from mlx_kv.server.structured_output import ConstraintField, ConstraintFields, ToolChoice
+from mlx_kv.server.errors import ApiError, sendable
 from mlx_kv.settings import settings_of
+
+# Fields whose errors name the place within them as `param`; errors of other fields name the field.
+LOCATED = {"cache", "input", "messages", "reasoning", "text"}
+NO_UNICODE = "is not valid Unicode: remove the half of a surrogate pair"
+TAG = "type="  # how tags of tagged unions begin, which pydantic adds to the location of an error
+JSON_KINDS = {dict: "object", list: "array", str: "string", bool: "boolean", type(None): "null"}
+MAX_LOGGED = 256  # names of unknown fields: clients that make up more of them do not fill the log
+log = logging.getLogger("mlx_kv.server")
+WANTED = {
+    "bool_type": "true or false",
+    "dict_type": "an object",
+    "float_type": "a number",
+    "int_type": "a whole number",
+    "list_type": "an array",
+    "model_attributes_type": "an object",
+    "model_type": "an object",
+    "string_too_short": "a text",
+    "string_type": "a string",
+}
+
+
+class UnknownFields:
+    """What is done about unknown fields, for all requests to a server: a line in the log for each name, or a refusal.
+
+    Args:
+        strict: whether requests with unknown fields are refused.
+    """
+
+    def __init__(self, strict: bool = False) -> None:
+        self.strict = strict
+        self._logged: set[str] = set()
+
+    def check(self, names: Iterable[str]) -> None:
+        """Raises ApiError, 400, for the first of them where they are refused."""
+        for name in sorted(names):
+            if self.strict:
+                raise ApiError(400, f"unknown field {name[:80]!r}: leave it out", name[:80], "unknown_parameter")
+            self.log_once(
+                name, f"requests have an unknown field {name[:80]!r}: it is ignored; --strict refuses such requests"
+            )
+
+    def no_effect(self, name: str, reason: str) -> None:
+        """Raises ApiError, 400, for a known field without effect, where such are refused."""
+        if self.strict:
+            raise ApiError(400, f"{reason}: leave it out", name, "unsupported_parameter")
+        self.log_once(name, f"requests have {name}, which has no effect: {reason}; --strict refuses such requests")
+
+    def log_once(self, name: str, line: str) -> None:
+        """Logs a line, if none was logged for that name before."""
+        if name not in self._logged and len(self._logged) < MAX_LOGGED:
+            self._logged.add(name)
+            log.warning("%s", line)
+
+
+class FieldError(ValueError):
+    """Raised by validators for a value that is not accepted.
+
+    Args:
+        message: continues the name of the field: "is empty: send a pattern".
+        at: the place within the field, such as ".role" or "[0]".
+        code: OpenAI's error code.
+    """
+
+    def __init__(self, message: str, at: str = "", code: str | None = None) -> None:
+        super().__init__(sendable(message))
+        self.at, self.code = at, code
+
+
+class Body(BaseModel):
+    """A request body, or an object in one."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
+    ignored: ClassVar[frozenset[str]] = frozenset()  # fields that are accepted and have no effect
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_null(cls, value: Any) -> Any:
+        return {name: each for name, each in value.items() if each is not None} if isinstance(value, dict) else value
+
+    @classmethod
+    def parse(cls, body: Any, unknown: UnknownFields) -> Self:
+        """Validates the JSON of a body.
+
+        Raises:
+            ApiError: 400, for a value that is not accepted, or an unknown field where those are refused.
+        """
+        if not isinstance(body, dict):
+            raise ApiError(400, f"the body is a JSON {json_kind(body)}: send an object")
+        unknown.check(name for name in body.keys() - cls.model_fields.keys() - cls.ignored if body[name] is not None)
+        try:
+            return cls.model_validate(body)
+        except ValidationError as error:
+            raise _api_error(error, cls) from None
+
+
+def json_kind(value: Any) -> str:
+    """The JSON type of a value."""
+    return JSON_KINDS.get(type(value), "number")
+
+
+def _api_error(error: ValidationError, model: type[BaseModel]) -> ApiError:
+    """The first of pydantic's errors, as clients get it."""
+    first = error.errors(include_url=False)[0]
+    kind, value, context = first["type"], first["input"], first.get("ctx", {})
+    path = [each for each in first["loc"] if not str(each).startswith(TAG)]
+    name = str(path[0])
+    wanted = model.model_fields[name].description
+    if name in LOCATED:
+        wanted = wanted if len(path) == 1 else None
+    elif wanted:  # of a union, whose alternatives pydantic adds to the location
+        path = [name, *takewhile(lambda each: isinstance(each, int), path[1:])]
+    where = name + "".join(f"[{each}]" if isinstance(each, int) else f".{each}" for each in path[1:])
+    code = None
+    if kind == "string_unicode":
+        message = f"{where} {NO_UNICODE}"
+    elif kind == "value_error":
+        refused: FieldError = context["error"]
+        where, code = where + refused.at, refused.code
+        message = f"{where} {refused}"
+    elif kind == "missing":
+        message = f"{where} is missing: send {wanted or 'it'}"
+    else:
+        message = f"{where} {_problem(kind, value, context)}: send {wanted or _wanted(kind, context)}"
+    return ApiError(400, message, where[:200] if name in LOCATED else name, code)
+
+
+def _problem(kind: str, value: Any, context: dict[str, Any]) -> str:
+    if kind == "too_long":
+        return f"has {len(value):,} elements"
+    if kind in ("too_short", "string_too_short"):
+        return "is empty"
+    if kind == "literal_error" and isinstance(value, str):
+        return f"is {value[:80]!r}"
+    return f"is {str(value)[:40]}" if json_kind(value) == "number" else f"is a JSON {json_kind(value)}"
+
+
+def _wanted(kind: str, context: dict[str, Any]) -> str:
+    for bound, words in (("ge", "at least"), ("le", "at most"), ("max_length", "at most"), ("min_length", "at least")):
+        if bound in context and kind not in WANTED:
+            limit = context[bound]
+            return f"{words} {limit:,}" if isinstance(limit, int) else f"{words} {limit:g}"
+    if kind == "literal_error":
+        expected = context["expected"].replace("'", "")
+        return f"one of {expected}".replace(" or ", ", ") if " or " in expected else str(expected)
+    return WANTED.get(kind, "another value")
+
+
+# --- types of fields --------------------------------------------------------------------------------------------------
+
+ROLES = ("assistant", "developer", "function", "system", "tool", "user")
+NOT_TEXT = "is not text: only text is supported"
+
+
+def unicode_text(value: str) -> str:
+    """The text. Raises `FieldError` for one that UTF-8 cannot represent."""
+    try:
+        value.encode("utf-8")
+    except UnicodeError:
+        raise FieldError(NO_UNICODE) from None
+    return value
+
+
+def _same(value: Any, validate: Callable[[Any], Any]) -> Any:
+    validate(value)
+    return value
+
+
+Text = Annotated[str, StringConstraints(min_length=0)]  # with a bound, pydantic checks that it is valid Unicode
+NonEmptyText = Annotated[str, StringConstraints(min_length=1)]
+# Validated, and then used as it was sent: chat templates read more fields than these, in the order of the client.
+Unchanged = WrapValidator(_same)
+OneOrMore = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
+
+
+def unsupported(*accepted: Any) -> BeforeValidator:
+    """A field that is not supported: accepted with values that have the same meaning as no value."""
+
+    def check(value: Any) -> Any:
+        if value is not None and not any(type(value) is type(each) and value == each for each in accepted):
+            raise FieldError("is not supported by this server: leave it out", code="unsupported_parameter")
+        return value
+
+    return BeforeValidator(check)
+
+
+def read_parts(
+    parts: Sequence[Any], kinds: Collection[str] = ("text",), refusal: str = NOT_TEXT, located: bool = True
+) -> list[str]:
+    """Texts of the parts of a content. This place refuses images and other parts without text, for all dialects.
+
+    Args:
+        kinds: types of parts that have text.
+        refusal: the error, as in `FieldError`.
+        located: whether the error names the place of the part.
+    """
+    texts = []
+    for index, part in enumerate(parts):
+        # A type that is an array or an object is in no set.
+        kind = str(part.get("type")) if isinstance(part, dict) else ""
+        text = part.get("refusal" if kind == "refusal" and "refusal" in part else "text") if kind in kinds else None
+        if not isinstance(text, str):
+            raise FieldError(refusal, f"[{index}]" if located else "")
+        texts.append(unicode_text(text))
+    return texts
+
+
+def joined_text(kinds: Collection[str] = ("text",)) -> BeforeValidator:
+    """A field with a text, or a list of parts with text of these types, as one text."""
+
+    def join(value: Any) -> str:
+        parts = [{"type": next(iter(kinds)), "text": value}] if isinstance(value, str) else value
+        if not isinstance(parts, list):
+            raise FieldError(f"is a JSON {json_kind(value)}: send a text, or a list of parts")
+        return "".join(read_parts(parts, kinds))
+
+    return BeforeValidator(join)
+
+
+def check_role(role: Any) -> None:
+    """Checks the role of a message."""
+    if not isinstance(role, str):
+        raise FieldError("has no role: send one")
+    if role not in ROLES:
+        raise FieldError(f"is {role[:80]!r}: send one of {', '.join(ROLES)}", ".role")
+
+
+def check_arguments(value: Any) -> Any:
+    """Checks arguments of a call: an object, or JSON of one."""
+    if value is None:
+        raise FieldError('is missing: send them as a JSON object in a string, "{}" if there are none')
+    parsed = value
+    if isinstance(value, str):
+        try:
+            parsed = json.loads(value or "{}")  # some clients send an empty string where there are no arguments
+        except (ValueError, RecursionError) as error:
+            raise FieldError(f"is not JSON: {error}"[:300]) from None
+    if not isinstance(parsed, dict):
+        raise FieldError(f"is a JSON {json_kind(parsed)}: send an object")
+    return value
+
+
+# --- structured output ------------------------------------------------------------------------------------------------
+
+NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+class ConstraintField(NamedTuple):
+    """The constraint on the answers of a request, and the field that has it."""
+
+    name: str = ""
+    constraint: Constraint | None = None
+
+
+def _schema(value: Any) -> Constraint:
+    return json_schema(_parsed_schema(value))
+
+
+def _parsed_schema(value: Any) -> Any:
+    """A JSON schema, which some clients send as a string."""
+    if isinstance(value, str):
+        try:
+            value = read_json(value)
+        except ValueError as error:
+            raise FieldError(f"is not JSON: {error}"[:300]) from None
+    if not isinstance(value, dict):
+        raise FieldError(f"is a JSON {json_kind(value)}: send a schema, which is an object")
+    return value
+
+
+def parse_response_format(value: Any) -> Constraint | None:
+    """OpenAI's field, of chats or of responses, and llama-server's. Raises `FieldError`."""
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind == "text":
+        return None
+    if kind == "json_object":  # llama-server's may have a schema
+        return _schema(value["schema"]) if value.get("schema") else json_object()
+    if kind == "json_schema":
+        given = value.get("json_schema", value)  # the second is the form of the Responses API
+        if not isinstance(given, dict) or given.get("schema") is None:
+            raise FieldError("has no schema in json_schema: send one")
+        strict = given.get("strict")
+        if strict is not None and not isinstance(strict, bool):
+            raise FieldError(f"has a JSON {json_kind(strict)} as json_schema.strict: send true or false")
+        return json_schema(_parsed_schema(given["schema"]), lenient=not strict)
+    if kind in ("regex", "grammar") and isinstance(value.get(kind), str):
+        return ConstraintFields.parse({kind: value[kind]}, UnknownFields()).constraint_field().constraint
+    raise FieldError("is not an object with a type of text, json_object or json_schema: send one")
+
+
+def _structured_outputs(value: Any) -> Constraint | None:
+    """vLLM's field: other constraint fields in one object, with errors of those fields."""
+    if not isinstance(value, dict):
+        raise FieldError(f"is a JSON {json_kind(value)}: send an object")
+    given = {name: each for name, each in value.items() if each is not None}
+    if unknown := given.keys() - IN_STRUCTURED_OUTPUTS.keys():
+        raise FieldError(f"has {min(unknown)[:80]!r}, which is not supported: leave it out")
+    fields = {IN_STRUCTURED_OUTPUTS[name]: each for name, each in given.items()}
+    return ConstraintFields.parse(fields, UnknownFields()).constraint_field().constraint
+
+
+IN_STRUCTURED_OUTPUTS = {"json": "guided_json", "regex": "regex", "choice": "guided_choice", "grammar": "grammar"}
+# A schema, pattern, grammar or list of texts in a request, as a constraint.
+Schema = Annotated[Any, PlainValidator(_schema)]
+Regex = Annotated[NonEmptyText, AfterValidator(regex)]
+# Clients of llama-server send an empty grammar for none.
+GrammarText = Annotated[Text, AfterValidator(lambda text: grammar(text) if text else None)]
+Choice = Annotated[list[Text], Field(min_length=1, fail_fast=True), AfterValidator(choice)]
+
+
+class ConstraintFields(Body):
+    """The fields, as constraints on the answer."""
+
+    structured_outputs: Annotated[Any, PlainValidator(_structured_outputs)] = None
+    json_schema: Schema = None  # llama-server's
+    regex: Regex | None = None
+    grammar: GrammarText | None = None
+    guided_json: Schema = None  # vLLM's before structured_outputs
+    guided_regex: Regex | None = None
+    guided_grammar: GrammarText | None = None
+    guided_choice: Choice | None = None
+
+    def constraint_field(self, response_format: ConstraintField | None = None) -> ConstraintField:
+        """The field that has a constraint.
+
+        Args:
+            response_format: a further field, with a name that depends on the API.
+
+        Raises:
+            ApiError: 400, for more than one.
+        """
+        given = ((name, getattr(self, name)) for name in ConstraintFields.model_fields)
+        found = [ConstraintField(name, constraint) for name, constraint in given if constraint is not None]
+        if response_format is not None and response_format.constraint is not None:
+            found.append(response_format)
+        if len(found) > 1:
+            first, second, *_ = sorted(each.name for each in found)
+            raise ApiError(400, f"{first} and {second} both constrain the answer: send one", second)
+        return found[0] if found else ConstraintField()
+
+
+class ToolChoice(NamedTuple):
+    """Which tools an answer calls: "auto", "none", "required", or "function" for the one with this name."""
+
+    kind: str = "auto"
+    name: str = ""
+
+    def constraint(self, tools: Sequence[Tool]) -> Constraint | None:
+        """The constraint on the answer to a chat with these tools.
+
+        Raises:
+            ApiError: 400, the function is not among the tools.
+        """
+        if self.kind in ("auto", "none"):
+            return None
+        functions = [tool["function"] for tool in tools]
+        if self.kind == "function":
+            functions = [function for function in functions if function["name"] == self.name]
+            if not functions:
+                message = f"tool_choice names {self.name[:80]!r}, which is not among tools: add it to them"
+                raise ApiError(400, message, "tool_choice")
+        if not functions:
+            raise ApiError(400, "tool_choice requires a call, and there are no tools: send some", "tool_choice")
+        return calls(
+            [
+                Function(
+                    function["name"], function.get("parameters") or NO_ARGUMENTS, function.get("strict") is not True
+                )
+                for function in functions
+            ]
+        )
+
+
+def parse_tool_choice(value: Any) -> ToolChoice:
+    """OpenAI's field, of chats or of responses. Raises `FieldError`."""
+    if value in ("auto", "none", "required"):
+        return ToolChoice(value)
+    if isinstance(value, dict) and value.get("type") == "function":
+        function = value.get("function", value)
+        name = function.get("name") if isinstance(function, dict) else None
+        if isinstance(name, str):
+            return ToolChoice("function", name)
+    named = '{"type": "function", "function": {"name": ...}}'
+    raise FieldError(f'is none of "auto", "none", "required" and {named}: send one')
+
+
+# --- requests ---------------------------------------------------------------------------------------------------------
 
 MAX_STOPS = 16
 MAX_TOKENS = 1 << 24

@@ -10,7 +10,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tool_parsers import json_tools
 from serving import Running, running
 
-from mlx_kv.server.answers import Choice, Delta
+from mlx_kv.server.output import Choice, Delta
 
 if TYPE_CHECKING:
     import anthropic

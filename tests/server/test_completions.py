@@ -23,7 +23,7 @@ from serving import SOURCE, Running, check_error, running, texts
 from mlx_kv import CachePolicy, batch_generate
 from mlx_kv.generation.generate import StopStrings
 from mlx_kv.generation.speculation import DraftSettings
-from mlx_kv.server.answers import ChatOutputParser, Delta
+from mlx_kv.server.output import ChatOutputParser, Delta
 
 # Of places where, for as long as answers are, no two tokens are as good as equal (by 0.02 at the least, under any of
 # the policies below): rows that are added up in another order round otherwise, and 8 bits make that larger.

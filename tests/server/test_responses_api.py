@@ -12,13 +12,11 @@ from reasoning_server import ANSWER, TOOL
 from serving import SOURCE, Running
 
 from mlx_kv.generation.sequence import TokenScore
-from mlx_kv.server.answers import ChatOutputParser, Choice, Delta, TokenTexts
-from mlx_kv.server.dialects.response_writer import Conversations
-from mlx_kv.server.dialects.responses import ResponsesDialect
+from mlx_kv.server.dialects.responses import Conversations, ResponsesDialect
 from mlx_kv.server.errors import ApiError
-from mlx_kv.server.fields import UnknownFields
 from mlx_kv.server.job import Job, OutputChunk
-from mlx_kv.server.requests import RequestRules
+from mlx_kv.server.output import ChatOutputParser, Choice, Delta, TokenTexts
+from mlx_kv.server.requests import RequestRules, UnknownFields
 
 
 def test_a_response_is_what_a_chat_says(reasoner: Running) -> None:

@@ -16,7 +16,7 @@ from mlx_kv import stream_generate
 from mlx_kv.generation.sampling import SeededSampler
 from mlx_kv.generation.sequence import TokenScore
 from mlx_kv.generation.settings import SamplingSettings
-from mlx_kv.server.answers import TokenTexts
+from mlx_kv.server.output import TokenTexts
 
 PROMPT = SOURCE[:200]
 CHAT = {"messages": [{"role": "user", "content": "Write a loop."}]}

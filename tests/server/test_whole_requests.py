@@ -13,10 +13,10 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tool_parsers import json_tools
 from serving import SOURCE, Running, check_error, running
 
-from mlx_kv.server.answers import ChatOutputParser, Delta
 from mlx_kv.server.api import Limits
-from mlx_kv.server.fields import MAX_LOGGED, UnknownFields
 from mlx_kv.server.models import ModelNames
+from mlx_kv.server.output import ChatOutputParser, Delta
+from mlx_kv.server.requests import MAX_LOGGED, UnknownFields
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,7 @@
 """The APIs of the server: models of their bodies, translations into a `CompletionRequest`, and answers.
 
-completions.py                   OpenAI's completions and chat completions
-responses.py, response_writer.py OpenAI's responses, and the conversations that they continue
-messages.py                      Anthropic's messages
-ollama.py                        Ollama's chats and completions, and its lists of models
+completions.py  OpenAI's completions and chat completions
+responses.py    OpenAI's responses, and the conversations that they continue
+messages.py     Anthropic's messages
+ollama.py       Ollama's chats and completions, and its lists of models
 """

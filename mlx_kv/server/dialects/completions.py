@@ -13,26 +13,33 @@ from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
 from typing_extensions import TypedDict
 
 from mlx_kv.generation.grammar import Constraint
-from mlx_kv.server.answers import Choice, Delta, TokenText, Usage
-from mlx_kv.server.chat import Messages, Tool, check_arguments, check_role, read_parts
+from mlx_kv.server.chat import Messages, Tool
 from mlx_kv.server.errors import ApiError
-from mlx_kv.server.fields import Body, FieldError, Text, Unchanged, json_kind, unicode_text, unsupported
 from mlx_kv.server.handler import ParsedRequest
 from mlx_kv.server.json_http import EVENT_STREAM, event
+from mlx_kv.server.output import Choice, Delta, TokenText, Usage
 from mlx_kv.server.requests import (
     MAX_TOP_LOGPROBS,
+    Body,
     ChatFields,
     CompletionRequest,
+    ConstraintField,
     Effort,
+    FieldError,
     GenerationBody,
     RequestRules,
+    Text,
     TokenLimit,
-)
-from mlx_kv.server.structured_output import (
-    ConstraintField,
     ToolChoice,
+    Unchanged,
+    check_arguments,
+    check_role,
+    json_kind,
     parse_response_format,
     parse_tool_choice,
+    read_parts,
+    unicode_text,
+    unsupported,
 )
 
 MAX_PROMPTS, MAX_ANSWERS = 1024, 128

@@ -10,22 +10,29 @@ from pydantic import Discriminator, Field, PlainValidator, Tag, model_validator
 
 from mlx_kv.generation.grammar import Constraint
 from mlx_kv.server import chat
-from mlx_kv.server.answers import Choice, Delta, Usage
 from mlx_kv.server.chat import Block, Blocks, Change, Event
 from mlx_kv.server.errors import ApiError, anthropic_error
-from mlx_kv.server.fields import TAG, Body, FieldError, NonEmptyText, Text
 from mlx_kv.server.handler import ParsedRequest
 from mlx_kv.server.json_http import EVENT_STREAM, event
+from mlx_kv.server.output import Choice, Delta, Usage
 from mlx_kv.server.requests import (
     MAX_TOKENS,
+    TAG,
+    Body,
     ChatFields,
     CompletionRequest,
+    ConstraintField,
     Effort,
+    FieldError,
+    NonEmptyText,
     RequestRules,
     StopList,
+    Text,
     TokenLimit,
+    ToolChoice,
+    joined_text,
+    parse_response_format,
 )
-from mlx_kv.server.structured_output import ConstraintField, ToolChoice, parse_response_format
 
 REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 BLOCKS = {  # by the role of the message
@@ -77,7 +84,7 @@ class ToolResultBlock(Body):
     """The result of a call."""
 
     tool_use_id: Text
-    content: Annotated[str, chat.joined_text()] = ""
+    content: Annotated[str, joined_text()] = ""
     is_error: bool = False
 
     def part(self) -> chat.Part:
@@ -185,7 +192,7 @@ class CountBody(ChatFields):
     }
     max_tokens: TokenLimit = None
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
-    system: Annotated[str, chat.joined_text()] = ""
+    system: Annotated[str, joined_text()] = ""
     temperature: float | None = Field(None, ge=0, le=1)
     stop_sequences: StopList = Field(default_factory=list)
     tools: list[FunctionTool] = Field(default_factory=list, fail_fast=True)

@@ -13,14 +13,24 @@ from starlette.responses import Response
 
 from mlx_kv.mlxlm.loading import number_of_weights, weight_bytes
 from mlx_kv.server import chat
-from mlx_kv.server.answers import Choice, Delta, Usage
 from mlx_kv.server.dialects.completions import ChatBody, CompletionBody, chat_logprob
 from mlx_kv.server.errors import ApiError
-from mlx_kv.server.fields import Body, FieldError, Text, Unchanged, UnknownFields, unsupported
 from mlx_kv.server.handler import ParsedRequest
 from mlx_kv.server.json_http import JsonResponse, json_bytes, read_body
 from mlx_kv.server.models import DEFAULT, ModelNames
-from mlx_kv.server.requests import MAX_TOKENS, Limits, RequestRules
+from mlx_kv.server.output import Choice, Delta, Usage
+from mlx_kv.server.requests import (
+    MAX_TOKENS,
+    Body,
+    FieldError,
+    Limits,
+    RequestRules,
+    Text,
+    Unchanged,
+    UnknownFields,
+    read_parts,
+    unsupported,
+)
 from mlx_kv.server.worker import Worker
 
 VERSION = "0.13.0"  # of Ollama, of which this is the API: clients check for a minimum
@@ -35,7 +45,7 @@ FAMILY = "general.architecture"
 def _no_images(value: Any) -> Any:
     if value:
         refusal = "has images, and this server's model reads text alone: leave them out"
-        chat.read_parts([{"type": "image"}], refusal=refusal, located=False)
+        read_parts([{"type": "image"}], refusal=refusal, located=False)
     return value
 
 

@@ -1,24 +1,71 @@
-"""OpenAI's responses: the model of their bodies, and its translation into a chat."""
+"""OpenAI's responses: the model of their bodies, its translation into a chat, answers as whole or as events, and the
+conversations that a later request can continue.
+"""
 
 from __future__ import annotations
 
+import json
+import time
+import uuid
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, PlainValidator, Tag, model_validator
 
 from mlx_kv.generation.grammar import Constraint
 from mlx_kv.server import chat
-from mlx_kv.server.dialects.response_writer import Conversations, ResponseWriter
-from mlx_kv.server.fields import TAG, Body, FieldError, NonEmptyText, Text, json_kind, unsupported
+from mlx_kv.server.chat import Block, Blocks, Change, Event
+from mlx_kv.server.dialects.completions import chat_logprob
+from mlx_kv.server.errors import ApiError
 from mlx_kv.server.handler import ParsedRequest
-from mlx_kv.server.requests import ChatFields, CompletionRequest, Effort, RequestRules, TokenLimit
-from mlx_kv.server.structured_output import (
+from mlx_kv.server.json_http import EVENT_STREAM, event
+from mlx_kv.server.output import Choice, Delta, Usage
+from mlx_kv.server.requests import (
+    TAG,
+    Body,
+    ChatFields,
+    CompletionRequest,
     ConstraintField,
+    Effort,
+    FieldError,
+    NonEmptyText,
+    RequestRules,
+    Text,
+    TokenLimit,
     ToolChoice,
+    check_arguments,
+    check_role,
+    joined_text,
+    json_kind,
     parse_response_format,
     parse_tool_choice,
+    unsupported,
 )
 
+# Fields of the request that a response repeats, and their values where the request leaves them out.
+ECHOED: dict[str, Any] = {
+    "background": False,
+    "instructions": None,
+    "max_output_tokens": None,
+    "max_tool_calls": None,
+    "metadata": {},
+    "parallel_tool_calls": True,
+    "previous_response_id": None,
+    "reasoning": {"effort": None, "summary": None},
+    "service_tier": "default",
+    "store": True,
+    "temperature": None,
+    "text": {"format": {"type": "text"}},
+    "tool_choice": "auto",
+    "tools": [],
+    "top_p": None,
+    "truncation": "disabled",
+    "user": None,
+}
+PREFIXES = {chat.Reasoning: "rs", chat.Text: "msg", chat.Call: "fc"}
+MAX_BYTES = 32 * 2**20  # of JSON
 TEXTS = ("input_text", "output_text", "text", "refusal")
 REASONING_TEXTS = ("reasoning_text", "summary_text")
 LOGPROBS = "message.output_text.logprobs"
@@ -30,7 +77,7 @@ class MessageItem(Body):
     """What a user, the assistant or an operator has written."""
 
     role: Any = None
-    content: Annotated[str, chat.joined_text(TEXTS)]
+    content: Annotated[str, joined_text(TEXTS)]
 
     def message(self) -> chat.Message:
         return chat.Message(self.role, [chat.Text(self.content)])
@@ -39,8 +86,8 @@ class MessageItem(Body):
 class ReasoningItem(Body):
     """What the assistant thought before its next message: in full, or a summary."""
 
-    content: Annotated[str, chat.joined_text(REASONING_TEXTS)] = ""
-    summary: Annotated[str, chat.joined_text(REASONING_TEXTS)] = ""
+    content: Annotated[str, joined_text(REASONING_TEXTS)] = ""
+    summary: Annotated[str, joined_text(REASONING_TEXTS)] = ""
 
     @model_validator(mode="before")
     @classmethod
@@ -57,7 +104,7 @@ class CallItem(Body):
 
     call_id: Text
     name: Text
-    arguments: Annotated[Text, AfterValidator(chat.check_arguments)]
+    arguments: Annotated[Text, AfterValidator(check_arguments)]
 
     def message(self) -> chat.Message:
         return chat.Message("assistant", [chat.Call(self.call_id, self.name, self.arguments)])
@@ -67,7 +114,7 @@ class CallOutputItem(Body):
     """The result of a call."""
 
     call_id: Text
-    output: Annotated[str, chat.joined_text(TEXTS)]
+    output: Annotated[str, joined_text(TEXTS)]
 
     def message(self) -> chat.Message:
         return chat.Message("tool", [chat.Result(self.call_id, self.output)])
@@ -85,7 +132,7 @@ def _check_item(item: Any) -> Any:
         supported = "only messages, reasoning, function_call and function_call_output are supported"
         raise FieldError(f"is of the type {str(kind)[:80]!r}: {supported}")
     if kind == "message":
-        chat.check_role(item.get("role"))
+        check_role(item.get("role"))
     return item
 
 
@@ -179,6 +226,220 @@ class ResponseBody(ChatFields):
         request.one_call = not self.parallel_tool_calls
         request.top_logprobs = self.reported_logprobs(bool(LOGPROBS in self.include or self.top_logprobs))
         return request
+
+
+# --- conversations ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A response, and the messages of the chat up to its end."""
+
+    response: dict[str, Any]
+    messages: list[dict[str, Any]]
+    nbytes: int
+
+
+class Conversations:
+    """Responses in memory, which later requests can continue or read; the least recently used is dropped first.
+
+    Args:
+        max_bytes: of all of them.
+    """
+
+    def __init__(self, max_bytes: int = MAX_BYTES) -> None:
+        self._max_bytes, self._nbytes = max_bytes, 0
+        self._by_id: OrderedDict[str, Conversation] = OrderedDict()
+
+    def keep(self, response: dict[str, Any], messages: list[dict[str, Any]]) -> None:
+        """Stores a response, unless it is larger than the limit."""
+        nbytes = len(json.dumps(response)) + len(json.dumps(messages))
+        if nbytes > self._max_bytes:
+            return
+        self._by_id[response["id"]] = Conversation(response, messages, nbytes)
+        self._nbytes += nbytes
+        while self._nbytes > self._max_bytes:
+            self._nbytes -= self._by_id.popitem(last=False)[1].nbytes
+
+    def find(self, name: str, param: str | None = None) -> Conversation:
+        """A response by its id.
+
+        Raises:
+            ApiError: 404, it is not stored, or no longer.
+        """
+        if name not in self._by_id:
+            raise ApiError(
+                404, f"there is no response {name[:80]!r} here, or no longer: send the whole conversation", param,
+                "previous_response_not_found" if param else None,
+            )  # fmt: skip
+        self._by_id.move_to_end(name)
+        return self._by_id[name]
+
+    def remove(self, name: str) -> None:
+        """Raises ApiError, 404, where it is not stored."""
+        self._nbytes -= self.find(name).nbytes
+        del self._by_id[name]
+
+
+# --- answers ----------------------------------------------------------------------------------------------------------
+
+
+class ResponseWriter:
+    """The objects of one response: an `AnswerWriter`.
+
+    Args:
+        fields: of the request.
+        messages: of the chat so far, without instructions.
+        conversations: where it is stored; None stores it nowhere.
+    """
+
+    stream_type = EVENT_STREAM
+    waiting = b": still there\n\n"
+    last = b""
+
+    def __init__(
+        self,
+        fields: dict[str, Any],
+        messages: list[dict[str, Any]],
+        model: str,
+        conversations: Conversations | None,
+    ) -> None:
+        self._messages, self._conversations, self._blocks = messages, conversations, Blocks()
+        self._ids: dict[int, str] = {}  # of items, by their index
+        self._number = 0  # of events
+        self._logprobs: dict[int, list[dict[str, Any]]] = {}  # of texts, by their index
+        self._statuses: dict[int, str] = {}  # of items that have ended
+        self._cut = False  # whether the item that ends now is cut at the token limit
+        self._pending_logprobs: list[dict[str, Any]] = []  # of tokens with text to come
+        self._response: dict[str, Any] = {
+            "id": f"resp_{uuid.uuid4().hex}",
+            "object": "response",
+            "created_at": int(time.time()),
+            "model": model,
+        } | {name: fields.get(name, value) for name, value in ECHOED.items()}
+
+    def whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
+        (choice,) = choices
+        self.part(choice, choice.answer)
+        return self._ended(choices)
+
+    def begin(self, choices: Sequence[Choice]) -> bytes:
+        begun = self._status("in_progress")
+        return self._event("response.created", response=begun) + self._event("response.in_progress", response=begun)
+
+    def part(self, choice: Choice, delta: Delta) -> bytes:
+        # Log-probabilities of text that is sent now or later: a token may come before its text.
+        self._pending_logprobs = [] if delta.reasoning else self._pending_logprobs
+        self._pending_logprobs += [chat_logprob(token) for token in delta.spoken]
+        data = self._events(self._blocks.add(delta))
+        self._pending_logprobs = [] if delta.tool_calls else self._pending_logprobs
+        self._cut = choice.finish_reason == "length"
+        return data + self._events(self._blocks.finish()) if choice.finish_reason else data
+
+    def end(self, choices: Sequence[Choice]) -> bytes:
+        response = self._ended(choices)
+        return self._event(f"response.{response['status']}", response=response)
+
+    def failed(self, error: ApiError) -> bytes:
+        fields = {"code": error.code or "server_error", "message": error.message}
+        return self._event("response.failed", response=self._status("failed") | {"error": fields})
+
+    def _ended(self, choices: Sequence[Choice]) -> dict[str, Any]:
+        cut = choices[0].finish_reason == "length"
+        response = self._status("incomplete" if cut else "completed") | {
+            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "completed_at": None if cut else int(time.time()),
+            "output": [self._item(block, self._statuses[block.index], block.text) for block in self._blocks.all],
+            "usage": _usage(Usage.of(choices)),
+        }
+        if self._conversations is not None:
+            message = chat.Message("assistant", [block.part for block in self._blocks.all])
+            self._conversations.keep(response, [*self._messages, *message.as_chat()])
+        return response
+
+    def _status(self, status: str) -> dict[str, Any]:
+        empty: dict[str, Any] = {
+            "status": status,
+            "error": None,
+            "incomplete_details": None,
+            "output": [],
+            "usage": None,
+        }
+        return self._response | empty
+
+    def _item(self, block: Block, status: str, text: str | None) -> dict[str, Any]:
+        """An item with a text; without one it has no parts yet."""
+        name = self._ids.setdefault(block.index, f"{PREFIXES[block.kind]}_{uuid.uuid4().hex}")
+        item = {"id": name, "status": status}
+        if block.kind is chat.Call:
+            return item | {
+                "type": "function_call", "call_id": block.call_id, "name": block.name, "arguments": text or "",
+            }  # fmt: skip
+        content = [] if text is None else [self._part(block, text)]
+        if block.kind is chat.Reasoning:
+            return item | {"type": "reasoning", "summary": [], "content": content}
+        return item | {"type": "message", "role": "assistant", "content": content}
+
+    def _new_logprobs(self, block: Block) -> list[dict[str, Any]]:
+        """Log-probabilities of new text."""
+        logprobs, self._pending_logprobs = self._pending_logprobs, []
+        self._logprobs.setdefault(block.index, []).extend(logprobs)
+        return logprobs
+
+    def _events(self, changes: Iterable[Change]) -> bytes:
+        return b"".join(self._change(*change) for change in changes)
+
+    def _change(self, what: Event, block: Block, text: str) -> bytes:
+        at: dict[str, Any] = {"output_index": block.index}
+        begun = self._item(block, "in_progress", None) if what is Event.BEGINS else {}
+        of: dict[str, Any] = at | {"item_id": self._ids[block.index]}
+        if block.kind is not chat.Call:
+            of["content_index"] = 0
+        if what is Event.BEGINS:
+            data = self._event("response.output_item.added", **at, item=begun)
+            if block.kind is not chat.Call:
+                data += self._event("response.content_part.added", **of, part=self._part(block, ""))
+            return data
+        if what is Event.GROWS:
+            logprobs: dict[str, Any] = {"logprobs": self._new_logprobs(block)} if block.kind is chat.Text else {}
+            return self._event(f"{_name(block)}.delta", **of, delta=text, **logprobs)
+        self._statuses[block.index] = status = "incomplete" if self._cut else "completed"
+        if block.kind is chat.Call:
+            data = self._event(f"{_name(block)}.done", **of, name=block.name, arguments=block.text)
+        else:
+            logprobs = {"logprobs": self._logprobs.get(block.index, [])} if block.kind is chat.Text else {}
+            data = self._event(f"{_name(block)}.done", **of, text=block.text, **logprobs)
+            data += self._event("response.content_part.done", **of, part=self._part(block, block.text))
+        return data + self._event("response.output_item.done", **at, item=self._item(block, status, block.text))
+
+    def _part(self, block: Block, text: str) -> dict[str, Any]:
+        if block.kind is chat.Reasoning:
+            return {"type": "reasoning_text", "text": text}
+        logprobs = self._logprobs.get(block.index, []) if text else []
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+
+    def _event(self, kind: str, **data: Any) -> bytes:
+        number, self._number = self._number, self._number + 1
+        return event({"type": kind, "sequence_number": number, **data}, kind)
+
+
+def _name(block: Block) -> str:
+    """Of the events in which it grows."""
+    names = {chat.Call: "function_call_arguments", chat.Text: "output_text", chat.Reasoning: "reasoning_text"}
+    return f"response.{names[block.kind]}"
+
+
+def _usage(usage: Usage) -> dict[str, Any]:
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached, "cache_write_tokens": 0},
+        "output_tokens": usage.generated,
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning},
+        "total_tokens": usage.prompt_tokens + usage.generated,
+    }
+
+
+# --- the dialect ------------------------------------------------------------------------------------------------------
 
 
 class ResponsesDialect:
