@@ -1,22 +1,18 @@
-"""Three servers and one object store: what they find of each other, what the store is asked, and what its loss costs.
+"""Three servers and one store: what they find of each other while one of them is killed.
 
-    python benchmarks/shared_store.py [--requests 300] [--clients 3] [--deadline 2]
+    python benchmarks/shared_store.py [--requests 300] [--clients 3]
 
-Needs the development extra: moto's S3 and s3fs. Everything runs on this machine.
-
-The physics. A prompt of some 300 tokens whose beginning another server has read costs a few requests to the store (a
-listing, the entry's index, its data and blocks, side by side) instead of reading it; here a request takes about 10 ms,
-elsewhere a round trip. Whether it pays depends on the model: what is shown here is that it works, not what it gains.
+The physics. A prompt of some 300 tokens whose beginning another server has read costs a few reads of files (a listing,
+the entry's index, its data and blocks) instead of reading it. Whether it pays depends on the model: what is shown here
+is that it works, not what it gains.
 
 Requests come in turn to the three servers; each begins with one of a few system prompts, and greedy answers must be
 those of a server that keeps nothing. A third of the way one server is killed (SIGKILL, while it answers), and started
 again at two thirds: its clients get an error, and go to the next one. Every server evicts: the store has not room for
-all. Then the store hangs while a server answers, and then it is gone, and meanwhile another server is started: all must
-answer, late by the deadline at the most, and the second request after that not late at all.
+all.
 
-What is told: answers that differ, requests that failed though their server lived (both must be 0), prompts of which a
-server found more than it had read itself, requests of S3 for each prompt, and seconds of first requests with a store
-that hangs, beside those without one. The last line is one JSON object.
+What is reported: answers that differ, requests that failed though their server lived (both must be 0), and prompts of
+which a server found more than it had read itself. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -28,18 +24,15 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-import uuid
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
-
-sys.path.append(str(Path(__file__).parent.parent / "tests"))
-from s3 import BUCKET, ObjectStore, object_store
 
 SOURCE = (Path(__file__).parent.parent / "mlx_kv" / "cache" / "kv_cache.py").read_text()
 SYSTEMS, ENDINGS, SERVERS = 6, 8, 3
@@ -130,58 +123,25 @@ def serve_all(servers: list[Server], options: argparse.Namespace, wanted: dict[s
     return {**counts, "beginnings_of_others_found": found}
 
 
-def without_a_store(objects: ObjectStore, server: Server, options: argparse.Namespace) -> dict[str, Any]:
-    """Seconds of the first and of the second request while the store is silent, and of a server that starts then."""
-
-    def fresh() -> str:
-        return f"# {uuid.uuid4().hex}\n{SOURCE[:900]}"
-
-    told: dict[str, Any] = {"usual": round(server.ask(fresh())[2], 3)}
-    for trouble in ("hangs", "gone"):
-        time.sleep(1.2)
-        (objects.hang if trouble == "hangs" else objects.stop)()
-        told[trouble] = [round(server.ask(fresh())[2], 3) for _ in range(2)]
-        began = time.perf_counter()
-        late = Server(*server._options)
-        told[f"started_while_it_{trouble}"] = round(time.perf_counter() - began, 3)
-        assert any("does not answer" in note for note in late.notes)
-        late.ask(fresh())
-        late.kill(signal.SIGTERM)
-        objects.go_on()
-        if trouble == "gone":
-            objects.start()
-        time.sleep(6)  # for so long it is left alone
-        server.ask(fresh())
-        time.sleep(1.2)
-    return told
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=300)
     parser.add_argument("--clients", type=int, default=3)
-    parser.add_argument("--deadline", type=float, default=2.0)
     options = parser.parse_args()
-    with object_store() as objects:
+    with tempfile.TemporaryDirectory() as folder:
         alone = Server("--prompt-memory-bytes", "0")
         wanted = {text: alone.ask(text)[0] for text in {prompt(number) for number in range(options.requests)}}
         alone.kill()
-        store = ["--prompt-store", f"s3://{BUCKET}/{uuid.uuid4().hex}", "--prompt-store-bytes", str(ROOM)]
-        store += ["--prompt-store-deadline", str(options.deadline)]
-        servers = [Server(*store) for _ in range(SERVERS)]
+        servers = [Server("--prompt-store", folder, "--prompt-store-bytes", str(ROOM)) for _ in range(SERVERS)]
         try:
-            objects.asked.clear()
             told = serve_all(servers, options, wanted)
-            asked = dict(objects.asked.most_common())
-            print("the store was asked:", ", ".join(f"{kind} {count}" for kind, count in asked.items()))
-            told["s3_requests_for_each"] = round(sum(asked.values()) / options.requests, 2)
-            told["seconds"] = without_a_store(objects, servers[1], options)
         finally:
             for server in servers:
                 server.process.kill()
-        failed = told.get("different", 0) + told.get("failed", 0) + told.get("nobody answered", 0)
-        print(json.dumps({"benchmark": "shared_store", "requests": options.requests, **told}))
-        sys.exit(1 if failed else 0)
+                server.process.wait()
+    failed = told.get("different", 0) + told.get("failed", 0) + told.get("nobody answered", 0)
+    print(json.dumps({"benchmark": "shared_store", "requests": options.requests, **told}))
+    sys.exit(1 if failed else 0)
 
 
 if __name__ == "__main__":

@@ -16,8 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fsspec.implementations.local import LocalFileSystem
-from fsspec.implementations.memory import MemoryFileSystem
 
 ERRORS: tuple[Exception, ...] = (
     OSError(errno.ENOSPC, "No space left on device"),
@@ -25,7 +23,7 @@ ERRORS: tuple[Exception, ...] = (
     MemoryError("no memory"),
 )
 OS = ("open", "fdopen", "fsync", "replace", "fchmod", "fchown", "dup", "write", "ftruncate", "listdir")
-FS = ("makedirs", "pipe_file", "put_file", "get_file", "mv", "rm_file", "ls", "cat_file", "info", "modified", "open")
+PATH = ("mkdir", "read_bytes", "write_bytes", "unlink", "stat")
 
 
 class Written:
@@ -58,9 +56,8 @@ class Faults:
         patch.setattr(builtins, "open", self.counted("open", builtins.open))
         patch.setattr(tempfile, "mkdtemp", self.counted("mkdtemp", tempfile.mkdtemp))
         patch.setattr("mlx_kv.files.serialization.json.dumps", self.counted("dumps", json.dumps))
-        for kind in (LocalFileSystem, MemoryFileSystem):
-            for name in FS:
-                patch.setattr(kind, name, self.counted(f"fs.{name}", getattr(kind, name)))
+        for name in PATH:
+            patch.setattr(Path, name, self.counted(f"path.{name}", getattr(Path, name)))
 
     def counted(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def counting(*arguments: Any, **options: Any) -> Any:
@@ -69,7 +66,7 @@ class Faults:
             self.names.append(name)
             if len(self.names) == self.fails:
                 raise self.error
-            self.inside = name.startswith(("fs.", "mkdtemp"))  # what they do inside is theirs
+            self.inside = name.startswith(("path.", "mkdtemp"))  # what they do inside is theirs
             try:
                 made = call(*arguments, **options)
             finally:

@@ -5,7 +5,7 @@
 Clones what this checkout has committed, and runs there what the pages show, in their order: `make generate` and
 `make test` set themselves up from a package index, the rest runs in the environment that they made. What is not as it
 stands: PYTEST_ADDOPTS tells `make test` a few files (all of them are `make test` itself), `pip install` only looks what
-it would do, and S3 is a folder. Ends in one JSON line: seconds for each part. Without a package index nothing can be
+it would do. Ends in one JSON line: seconds for each part. Without a package index nothing can be
 tried: it says so, and with --all that is an error. Knows nothing about what pages claim: their tests do.
 """
 
@@ -113,7 +113,7 @@ def try_pages(folder: Path, told: dict[str, str]) -> dict[str, float]:
         left_out = "" if page == "docs/recipes.md" else "shown"
         found = [block for block in blocks((clone / page).read_text(encoding="utf-8")) if block.kind != left_out]
         for heading, parts in itertools.groupby(found, lambda block: block.heading):
-            instead, begin = recipes.stand_ins() | {"s3://prompts": (folder / "prompts").as_uri()}, time.perf_counter()
+            instead, begin = recipes.stand_ins(), time.perf_counter()
             with Shell(clone, binaries, instead, recipes.VARIES, LONGEST) as shell:
                 for block in parts:
                     run_block(block, shell)

@@ -11,15 +11,10 @@ a row are distinct; keys, values and copied words are drawn anew for each row.
 from __future__ import annotations
 
 import math
-import sys
-from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).parent.parent))  # the checkout
-
-# isort: split
-from benchmarks.eval.tasks import (
+from mlx_kv.evaluation.tasks import (
     AGAIN,
     COPY,
     END,

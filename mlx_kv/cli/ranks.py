@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 MAY_DIFFER = {
     *("adapter_path", "api_key", "log_level", "ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_keyfile_password"),
     *("model", "draft_model", "secret_file", "api_key_file", "prompt_memory_bytes", "link_address"),
-    *("source", "prompt", "prompt_file", "prompts_file", "output_file", "host", "port", "prompt_store"),
+    *("source", "prompt", "prompt_file", "prompts_file", "output_file", "host", "port"),
     *("json_schema", "grammar"),
 }
 NEEDS_RANKS = "several ranks: start them with mlx.launch -n 2 mlx-kv …"

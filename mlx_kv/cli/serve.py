@@ -17,7 +17,6 @@ from mlx_kv.cli.ranks import Machine, RankOptions, rank_options
 from mlx_kv.cli.server_options import ServerSettings
 
 if TYPE_CHECKING:
-    from mlx_kv.prefixes.rank_shards import RankShards
     from mlx_kv.prefixes.store import PromptStore
     from mlx_kv.server.models import Models
 
@@ -89,6 +88,8 @@ def serve_on(
     """Runs the server, of several ranks on the first, until it is stopped; returns the exit code."""
     if server.unload_after is not None and machine.group is not None:
         raise click.UsageError("--unload-after is for one machine: several ranks keep their weights; leave it out")
+    if server.prompt_store is not None and machine.group is not None:
+        raise click.UsageError("--prompt-store is for one machine: several ranks keep no prompts; leave it out")
     keys = server.keys if machine.leads else []
     before_loading = policy.before_loading  # bad settings are refused before anything is loaded
     try:
@@ -115,18 +116,11 @@ def serve_on(
         model.release(loaded.model)
         drafts.release(loaded.draft)
 
-    def open_store(loaded: Models, shards: RankShards | None) -> PromptStore:
+    def open_store(loaded: Models) -> PromptStore:
         from mlx_kv.prefixes.store import PromptStore
 
-        folder, deadline = str(server.prompt_store), server.prompt_store_deadline
-        store = PromptStore(folder, server.prompt_store_bytes, deadline=deadline, parts=shards)
-        try:
-            with store.within():
-                store.refresh()
-        except OSError as error:
-            if not store.far:
-                raise
-            say(f"note: the prompt store does not respond and is retried: {error}")
+        store = PromptStore(str(server.prompt_store), server.prompt_store_bytes)
+        store.refresh()
         return store
 
     access, certificates = server.access, server.certificates if machine.leads else None
@@ -141,7 +135,7 @@ def serve_on(
         server.prefill_step_size,
         server.max_token_wait,
         drafts.settings,
-        server.prompt_memory_bytes,
+        server.prompt_memory_bytes if machine.group is None else 0,
         None if server.prompt_store is None else open_store,
         "device" if server.memory_limit is None else server.memory_limit,
     )

@@ -209,18 +209,10 @@ class ServerSettings:
         option="--prompt-store",
         summary="Store for cached prompts, for restarts.",
         metavar="DIR",
-        help="Directory or URL where cached prompts are stored as well, for the next start.",
+        help="Directory where cached prompts are stored as well, for the next start and other servers.",
     )
     prompt_store_bytes: int = setting(
         8 * 2**30, option="--prompt-store-bytes", metavar="N", minimum=1, help="Maximum bytes in the prompt store."
-    )
-    prompt_store_deadline: float | None = setting(
-        None,
-        option="--prompt-store-deadline",
-        metavar="SECONDS",
-        above=0,
-        default_text="2 for a URL, 10 for a disk",
-        help="Longest wait of a prompt for the prompt store.",
     )
 
     def __post_init__(self) -> None:

@@ -1,15 +1,19 @@
-"""Which entries serve a prompt, which blocks they share, and which entry was used least recently.
+"""The index of a prefix cache: which entry serves a prompt, which blocks entries share, which was used least recently.
 
 An index works on token ids alone. Sequences are sorted, so the ones that begin like a prompt lie beside the place where
 the prompt would lie, and a lookup takes a few binary searches however many entries there are. An entry that can be
 trimmed back to `least` tokens serves prompts that begin with those tokens, its *head*. Entries are therefore sorted by
 head first, and a lookup only searches heads that the prompt begins with.
+
+`PrefixCache` is what `PromptMemory` and `PromptStore` have in common. It holds the caches of one model and policy: of
+the fingerprint it was made with, or else of its first reader.
 """
 
 from __future__ import annotations
 
 import hashlib
 import threading
+from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,6 +23,9 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from mlx_kv.cache.checks import token_ids
+from mlx_kv.cache.kv_cache import KVCache
+from mlx_kv.cache.layout import Row
+from mlx_kv.mlxlm.traverse import is_ours, leaves
 
 MIN_SHARED = 64  # tokens; a shorter prefix is faster to read than to look up
 MAX_EVICTED = 16_384  # digests of evicted prefixes: one for each MIN_SHARED tokens, 1 M tokens in all
@@ -321,3 +328,131 @@ def _digests(tokens: bytes) -> Iterator[bytes]:
     for end in range(step, len(tokens) + 1, step):
         digest.update(tokens[end - step : end])
         yield digest.digest()
+
+
+# --- a prefix cache ---------------------------------------------------------------------------------------------------
+
+
+REMOVED = {  # arguments of earlier versions
+    "deadline": "a store is a folder on a disk or a mounted drive; leave it out",
+    "parts": "prompts of several ranks are not kept here; leave it out",
+}
+
+
+def refuse_removed(kind: str, arguments: Mapping[str, object]) -> None:
+    """Raises ValueError for an argument of earlier versions, and TypeError for any other."""
+    for name in arguments:
+        if name not in REMOVED:
+            raise TypeError(f"{kind} has no argument {name!r}: leave it out")
+        raise ValueError(f"{kind} no longer takes {name}: {REMOVED[name]}")
+
+
+class PrefixCache(ABC, Generic[E]):
+    """Processed prompts of one model and policy; abstract.
+
+    Args:
+        max_bytes: of all entries.
+        fingerprint: of model and policy; None takes that of the first reader.
+
+    Attributes:
+        evicted: digests of entries that were removed to make room.
+    """
+
+    def __init__(self, max_bytes: int, fingerprint: str | None) -> None:
+        self.max_bytes, self._given, self._fingerprint = max_bytes, fingerprint, fingerprint
+        self._table: EntryTable[E] = EntryTable()
+        self.evicted = EvictedPrefixes()
+
+    @property
+    def fingerprint(self) -> str | None:
+        """Of the model and policy; None before the first reader."""
+        return self._fingerprint
+
+    def bind(self, find: Callable[[], str]) -> None:
+        """Sets the fingerprint to that of a reader, unless one was given.
+
+        Args:
+            find: computes it.
+
+        Raises:
+            ValueError: an earlier reader had another model or policy.
+        """
+        if self._given is not None:
+            return
+        found, kind = find(), type(self).__name__
+        if self._fingerprint not in (None, found):
+            raise ValueError(f"this {kind} keeps caches of another model or policy: give each a {kind} of its own")
+        self._fingerprint = found
+
+    def _bound(self) -> str:
+        if self._fingerprint is None:
+            kind = type(self).__name__
+            raise ValueError(
+                f"this {kind} has no fingerprint of a model and policy: read with a PromptReader, or give "
+                f"{kind}(..., fingerprint=...), such as that of mlx_kv.files.fingerprint.model_fingerprint"
+            )
+        return self._fingerprint
+
+    def serves(self, tokens: Sequence[int]) -> int:
+        """The length of the prefix of a prompt that `find` would return caches for, in tokens."""
+        best = self._table.best(packed(tokens), self._bound())
+        return 0 if best is None else best[1]
+
+    def nearest(self, tokens: Sequence[int]) -> tuple[E, int] | None:
+        """The entry with the longest common prefix, and its length in tokens, even if it can't serve a prompt."""
+        return self._table.nearest(packed(tokens), self._bound(), min_shared=0)
+
+    def _entry(self, tokens: Sequence[int], caches: Sequence[Any], nbytes: int) -> Entry | None:
+        """The entry for caches of so many bytes; None if it is too short, or larger than max_bytes."""
+        fingerprint, key = self._bound(), packed(tokens)
+        count = len(key) // 4
+        if count < MIN_SHARED or nbytes > self.max_bytes:
+            return None
+        return Entry(key, nbytes, min_tokens(caches, count), fingerprint)
+
+    def _make_room(self, name: str, entry: E) -> None:
+        """Removes entries that a new one makes superfluous, then the least recently used until all fit."""
+        for other in self._table.covered(entry):
+            if other != name:
+                self._remove(other)
+        self._evict(self.max_bytes)
+
+    def _evict(self, max_bytes: float) -> None:
+        while self._table and self._table.nbytes > max_bytes:
+            name = self._table.least_recent(self._last_used)
+            self.evicted.add(self._table[name].tokens)
+            self._remove(name)
+
+    @abstractmethod
+    def _remove(self, name: str) -> None:
+        """Removes an entry."""
+
+    @abstractmethod
+    def _last_used(self, name: str) -> float:
+        """When any process last used an entry."""
+
+
+def min_tokens(caches: Sequence[Any], tokens: int) -> int:
+    """How few of `tokens` tokens all layers can be trimmed back to exactly."""
+    most = tokens
+    for cache in leaves(caches):
+        if is_ours(cache):
+            exact = [_exact_trim(cache, row, index) for index, row in enumerate(cache.view.rows)]
+            most = min(most, *map(min, exact, cache.most_trims))
+        elif not cache.is_trimmable():
+            most = 0
+    return tokens - most
+
+
+def _exact_trim(cache: KVCache, row: Row, index: int) -> int:
+    """Tokens that can be trimmed to the state that a fresh read of the remaining ones has.
+
+    With a budget this ends at the last compaction, which may have evicted tokens because of later ones, and at the
+    attention that was observed.
+    """
+    if cache.evictor is None:
+        return cache.layout.most_trim(row)
+    stored, budget = cache.layout.held(row), cache.evictor.layout.budget
+    most = max(0, stored - budget) if row.evicted > 0 else cache.layout.most_trim(row)
+    seen = cache.evictor.observation
+    return most if seen is None or index >= len(seen.ends) else min(most, seen.most_trim(index))

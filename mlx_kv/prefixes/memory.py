@@ -32,8 +32,7 @@ from mlx_kv.cache.state import cut_chain
 from mlx_kv.generation.statistics import cache_statistics
 from mlx_kv.mlxlm.recurrent import recurrent_states
 from mlx_kv.mlxlm.traverse import attention_caches, is_ours, leaves, trim_prompt_cache
-from mlx_kv.prefixes.index import Entry, packed
-from mlx_kv.prefixes.prefix_cache import PrefixCache, Shards
+from mlx_kv.prefixes.index import Entry, PrefixCache, packed, refuse_removed
 from mlx_kv.settings import shown
 
 # Blocks of a GPU are larger: each that a row refers to takes calls in each layer and step.
@@ -284,9 +283,8 @@ def _capacity(cache: KVCache, used: int, tokens: int) -> int:
 
 @dataclass(frozen=True)
 class MemoryEntry(Entry):
-    """An entry with its name and its caches."""
+    """An entry with its caches."""
 
-    name: str = ""
     caches: BlockCaches = field(kw_only=True)
 
     @property
@@ -305,17 +303,16 @@ class PromptMemory(PrefixCache[MemoryEntry]):
         max_bytes: of all entries together, what several share counted once. 0 keeps nothing.
         fingerprint: of model and policy; None takes that of the first `PromptReader`. A reader of another model or
             policy is refused.
-        parts: the other ranks, if each has a part of the caches: a `mlx_kv.prefixes.rank_shards.RankShards`. Sizes are
-            then those of the rank with most.
 
     Raises:
         ValueError: max_bytes below 0; from `find` and `keep`, that there is no fingerprint yet.
     """
 
-    def __init__(self, max_bytes: int = 2**30, fingerprint: str | None = None, parts: Shards | None = None) -> None:
+    def __init__(self, max_bytes: int = 2**30, fingerprint: str | None = None, **removed: object) -> None:
+        refuse_removed("PromptMemory", removed)
         if not (isinstance(max_bytes, int | float) and max_bytes >= 0):
             raise ValueError(f"max_bytes is {shown(max_bytes)}: give a number of bytes from 0 up")
-        super().__init__(max_bytes, fingerprint, parts)
+        super().__init__(max_bytes, fingerprint)
         self._number = 0  # of entries so far
 
     def __len__(self) -> int:
@@ -324,7 +321,7 @@ class PromptMemory(PrefixCache[MemoryEntry]):
     @property
     def nbytes(self) -> int:
         """Of all entries together, what several share counted once."""
-        return max(self._table.nbytes, self._bytes_of_others)
+        return self._table.nbytes
 
     def find(self, tokens: Sequence[int]) -> tuple[list[Any], int] | None:
         """New caches for the longest prefix of a prompt, all but its last token at most.
@@ -334,14 +331,13 @@ class PromptMemory(PrefixCache[MemoryEntry]):
             entry's blocks as segments, other caches are copies. The caller may change either: blocks are never
             written to.
         """
-        best = self._best(tokens)
+        best = self._table.best(packed(tokens), self._bound())
         if best is None:
             return None
         name, found = best
-        excess = len(self._table[name]) - found
-        caches = self._table[name].caches.restore(excess, len(tokens))
+        entry = self._table[name]
         self._table.touch(name, time.monotonic())
-        return self._shards.take(name, caches, excess, len(tokens)), found
+        return entry.caches.restore(len(entry) - found, len(tokens)), found
 
     def keep(self, tokens: Sequence[int], caches: Sequence[Any]) -> bool:
         """Keeps a copy of the caches that have read exactly these tokens, unless an entry serves as well.
@@ -352,7 +348,7 @@ class PromptMemory(PrefixCache[MemoryEntry]):
             Whether there is a new entry.
         """
         caches = cache_list("caches", caches)
-        plain = self._entry(tokens, caches, "kept", kept_bytes(caches))
+        plain = self._entry(tokens, caches, kept_bytes(caches))
         if plain is None:
             return False
         now, covering = time.monotonic(), self._table.covering(plain)
@@ -360,10 +356,9 @@ class PromptMemory(PrefixCache[MemoryEntry]):
             self._table.touch(covering, now)
             return False
         like, shared = self._table.nearest(plain.tokens, plain.fingerprint) or (None, 0)
-        name, self._number = str(self._number), self._number + 1
         kept = BlockCaches.of(caches, len(plain), None if like is None else like.caches, shared)
-        self._bytes_of_others = self._shards.keep(name, caches, len(plain), None if like is None else like.name, shared)
-        entry = MemoryEntry(plain.tokens, plain.bytes, plain.least, plain.fingerprint, name, caches=kept)
+        name, self._number = str(self._number), self._number + 1
+        entry = MemoryEntry(plain.tokens, plain.bytes, plain.least, plain.fingerprint, caches=kept)
         self._table.add(name, entry)  # from here on, nothing can fail
         self._table.touch(name, now)
         self._make_room(name, entry)
@@ -375,13 +370,12 @@ class PromptMemory(PrefixCache[MemoryEntry]):
 
     def forget(self, tokens: Sequence[int]) -> None:
         """Removes the entry of these tokens, unless it serves longer prompts, too."""
-        best = self._best(tokens)
+        best = self._table.best(packed(tokens), self._bound())
         if best is not None and packed(tokens).startswith(self._table[best[0]].tokens):
             self._remove(best[0])
 
     def _remove(self, name: str) -> None:
         self._table.remove(name)
-        self._bytes_of_others = self._shards.drop(name)
 
     def _last_used(self, name: str) -> float:
         return self._table.touched(name)

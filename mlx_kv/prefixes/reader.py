@@ -5,22 +5,40 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.nn as nn
 
 from mlx_kv.cache.checks import cache_list, check_type, token_ids
+from mlx_kv.cache.codecs import are_plain, in_words
+from mlx_kv.cache.kv_cache import KVCache
+from mlx_kv.cache.layout import NO_LIMIT, planned
 from mlx_kv.files.fingerprint import model_fingerprint
 from mlx_kv.generation.distributed_caches import given_caches
 from mlx_kv.generation.prefill import chunk_end, prefill_step, read_chunk
 from mlx_kv.generation.two_pass_prefill import NO_INSTRUCTIONS, Instructions, TwoPassPrefill, needs_second_pass
 from mlx_kv.mlxlm.loading import vocabulary_of
 from mlx_kv.mlxlm.observing import show_attention
-from mlx_kv.mlxlm.traverse import attention_caches, compact
-from mlx_kv.prefixes.prefix_cache import Prefixes, cache_format, needs_checkpoints
+from mlx_kv.mlxlm.traverse import attention_caches, compact, is_ours, kind_of, leaves
 from mlx_kv.settings import MOST_TOKENS, shown
 
 MAX_CHECKPOINTS = 32  # of one prompt, so that at most a 32nd of it is read again
+
+
+class Prefixes(Protocol):
+    """Finds and keeps processed prompts."""
+
+    def bind(self, find: Callable[[], str]) -> None:
+        """Sets the fingerprint of model and policy to that of `find`, unless there is one."""
+        ...
+
+    def find(self, tokens: Sequence[int]) -> tuple[list[Any], int] | None:
+        """New caches that have read a prefix of these tokens, and its length; never all of them."""
+        ...
+
+    def keep(self, tokens: Sequence[int], caches: Sequence[Any]) -> object:
+        """Keeps caches that have read exactly these tokens; it may decline."""
+        ...
 
 
 class PromptReader:
@@ -150,3 +168,41 @@ def _scores(caches: Sequence[Any]) -> list[object]:
 def _first_difference(there: str, wanted: str) -> str:
     pairs = zip_longest(there.split("; "), wanted.split("; "), fillvalue="no such layer")
     return next(f"{one}, not {other}" for one, other in pairs if one != other)
+
+
+# --- what caches can replace each other -------------------------------------------------------------------------------
+
+
+def needs_checkpoints(caches: Sequence[Any]) -> bool:
+    """Whether caches will reach a state that can't be trimmed back to every prefix."""
+    return not all(
+        is_ours(cache) and cache.layout.enough_slots == NO_LIMIT and not cache.view.residual_length
+        for cache in leaves(caches)
+    )
+
+
+def cache_format(caches: Sequence[Any]) -> str:
+    """How caches store keys and values, in words. Caches with the same words can replace each other."""
+    return "; ".join(_format(cache) if is_ours(cache) else kind_of(cache).__name__ for cache in leaves(caches))
+
+
+def draft_mark(own: Sequence[Any], plain: Sequence[Any]) -> list[str]:
+    """What distinguishes caches with room for drafted tokens from plain ones, if anything: rings are larger."""
+    how = cache_format(own)
+    return [] if how == cache_format(plain) else [hashlib.blake2b(how.encode(), digest_size=8).hexdigest()]
+
+
+def _format(cache: KVCache) -> str:
+    keeps, view = [" ".join(map(str, planned(cache.layout).parameters))], cache.view
+    if not are_plain(view.codecs):
+        keeps.append(f"{in_words(view.codecs)} from {view.quantized_start}")
+        if view.residual_length:
+            keeps.append(f"but the newest {view.residual_length}")
+    if cache.evictor is not None:
+        keeps.append(f"by {cache.evictor.score.name} for each {cache.evictor.scope}")
+        layers = cache.evictor.layer_allocation
+        if not isinstance(layers, str):
+            keeps.append(f"by table {hashlib.blake2b(repr(layers).encode(), digest_size=8).hexdigest()}")
+        elif layers == "global":
+            keeps.append("in one ranking of all layers")
+    return ", ".join(keeps)

@@ -1,42 +1,144 @@
-"""A directory of processed prompts, shared by requests, processes and machines.
+"""A folder of processed prompts, shared by requests and processes.
 
 An entry is the caches of one token sequence. Its slots are in blocks that several entries can share; a block is removed
-after the last entry that uses it. This module decides what is served, kept and removed; `store_layout` reads and writes
-the files. `refresh`, `fetch` and `write` take the disk's time and do not use MLX, so another thread may call them, one
-at a time.
+after the last entry that uses it.
+
+    mlx-kv-store          marks the folder as a store
+    <id>.used             when an entry was last used
+    <digest>.block        slots that several entries may share
+    <id>.safetensors      the rest of an entry's caches, with a checksum
+    <id>.json             its index: tokens, bytes, how far it can be trimmed, its blocks, and a checksum
+    lock                  locked while files are published or removed
+
+An id or a digest is 32 hex digits. The index is written last and removed first, so readers never find half an entry.
+Damaged entries are removed. Files that killed writers left are removed after an hour. A file is only removed if an
+index names it, or if its name and its content are those of a store's file: any other file in the folder is left alone.
+An index of another version is left alone, too, with the blocks that it names.
+
+`refresh`, `fetch` and `write` take the disk's time and do not use MLX, so another thread may call them, one at a time.
 """
 
 from __future__ import annotations
 
-import logging
+import contextlib
+import errno
+import hashlib
+import json
 import os
+import re
 import time
 import uuid
-from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, NamedTuple
+
+import numpy as np
+from msgspec import Meta, Struct
 
 from mlx_kv.cache.checks import cache_list, check_type
-from mlx_kv.files import serialization
+from mlx_kv.files import blocks, serialization, tensor_files
+from mlx_kv.files.atomic_write import locked
+from mlx_kv.files.decoding import decode, read_json
 from mlx_kv.generation.statistics import cache_statistics
 from mlx_kv.mlxlm.traverse import trim_prompt_cache
-from mlx_kv.prefixes.index import Entry, packed
-from mlx_kv.prefixes.prefix_cache import PrefixCache, Shards, min_tokens
-from mlx_kv.prefixes.store_index import IndexedEntry, PackedEntry, cut, pack
-from mlx_kv.prefixes.store_layout import Listing, StoreLayout
-from mlx_kv.settings import is_number, shown
+from mlx_kv.prefixes.index import Entry, PrefixCache, packed, refuse_removed
+from mlx_kv.settings import shown
 
-DEADLINE, DISK_DEADLINE = 2.0, 10.0  # seconds
-TOUCH_EVERY = 60.0  # seconds between two records of a use on remote file systems
-T = TypeVar("T")
-log = logging.getLogger(__name__)
+MARKER, FORMAT = "mlx-kv-store", 1
+ABOUT = "Processed prompts, kept here by mlx-kv. To free the space, delete the whole folder."
+ORPHANED_AFTER = 3600.0  # seconds; younger files without an index may be those of a writer at work
+NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)  # errors of network drives
+ID = "[0-9a-f]{32}"  # of entries and blocks
+_FILE = re.compile(rf"({ID})\.(json|safetensors|used|block)")
+# Files that are being written; two random parts make the names unique to a store.
+_PARTIAL = re.compile(
+    rf"(?:({ID})\.(?:json|safetensors|used|block)|{MARKER})\.{ID}\.partial"
+    rf"|\.({ID})\.(?:safetensors|block)\.[0-9a-f]{{16}}\.tmp"
+)
+
+
+# --- index files ------------------------------------------------------------------------------------------------------
+
+VERSION, VERSION_WITH_BLOCKS = 2, 3  # 0.1.0 wrote no checksum
+MAX_NUMBER = 2**62  # bytes of an entry, and slots
+Positive = Annotated[int, Meta(gt=0, lt=MAX_NUMBER)]
+IndexedBlock = tuple[Annotated[str, Meta(pattern=rf"\A{ID}\Z")], Positive, Positive]  # name, slots, bytes
+
+
+@dataclass(frozen=True)
+class IndexedEntry(Entry):
+    """An entry with the blocks of its slots.
+
+    Attributes:
+        columns: for each layout, its blocks in the order of their slots.
+    """
+
+    columns: tuple[tuple[IndexedBlock, ...], ...] = ()
+
+    @cached_property
+    def blocks(self) -> dict[str, int]:
+        return {name: nbytes for column in self.columns for name, _, nbytes in column}
+
+
+class IndexFile(Struct):
+    """The fields of an index file."""
+
+    version: int
+    tokens: list[Annotated[int, Meta(ge=0, lt=2**32)]]
+    bytes_live: Annotated[int, Meta(ge=0, lt=MAX_NUMBER)]
+    least: Annotated[int, Meta(ge=0)]
+    fingerprint: str
+    blocks: tuple[tuple[IndexedBlock, ...], ...] | None = None
+    checksum: str | None = None
+
+
+def encode_index(entry: IndexedEntry) -> bytes:
+    """The content of an index file."""
+    fields: dict[str, Any] = {"tokens": np.frombuffer(entry.tokens, ">u4").tolist(), "bytes_live": entry.bytes}
+    fields |= {"least": entry.least, "fingerprint": entry.fingerprint, "version": VERSION}
+    if entry.blocks:
+        fields |= {"version": VERSION_WITH_BLOCKS, "blocks": entry.columns}
+    return json.dumps(fields | {"checksum": checksum(fields)}).encode()
+
+
+def decode_index(content: bytes) -> IndexedEntry | frozenset[str]:
+    """The entry of an index file; of another version, the blocks that it may use.
+
+    Raises:
+        ValueError: it is not an index, or damaged.
+    """
+    fields = read_json(content)
+    version = fields.get("version") if isinstance(fields, dict) else None
+    if type(version) is int and version not in (VERSION, VERSION_WITH_BLOCKS):
+        return frozenset(re.findall(ID, json.dumps(fields.get("blocks"))))
+    index = decode(fields, IndexFile)
+    seal = fields.pop("checksum", None)
+    if seal != checksum(fields) and (seal is not None or version != VERSION):
+        raise ValueError("it is not what was written")
+    if index.least > len(index.tokens) or (index.blocks is None) != (version == VERSION):
+        raise ValueError("fields that do not fit each other")
+    tokens = np.array(index.tokens, ">u4").tobytes()
+    return IndexedEntry(tokens, index.bytes_live, index.least, index.fingerprint, index.blocks or ())
+
+
+def checksum(fields: dict[str, Any]) -> str:
+    return hashlib.blake2b(json.dumps(fields, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def tokens_digest(entry: Entry) -> str:
+    """Of the tokens and the fingerprint of an entry: its data carry it."""
+    return hashlib.blake2b(entry.fingerprint.encode() + b"," + entry.tokens, digest_size=16).hexdigest()
+
+
+# --- the store --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class StoredPrompt:
-    """An entry that was read for a prompt.
+    """An entry that was read for a prompt, as bytes.
 
     Attributes:
         count: tokens of the prompt that it serves.
@@ -49,56 +151,91 @@ class StoredPrompt:
     file: serialization.ReadFile
 
 
+@dataclass(frozen=True)
+class PackedEntry:
+    """An entry to be written, its caches as bytes."""
+
+    name: str
+    entry: Entry
+    caches: serialization.PackedCaches
+
+
+class Listing(NamedTuple):
+    """The files of a store: all names, the entries with an index, and the digests of blocks."""
+
+    files: list[str]
+    entries: set[str]
+    blocks: set[str]
+
+
 class PromptStore(PrefixCache[IndexedEntry]):
-    """Processed prompts in a directory.
+    """Processed prompts in a folder.
 
     Args:
-        directory: a path, or any URL that fsspec supports (memory://prompts, s3://bucket/prompts); created if missing.
-            A directory with other files is refused.
+        directory: a path; created if missing. Several processes may share it, also over a network drive or a mounted
+            bucket. A directory with other files is refused.
         max_bytes: of all entries, what several share counted once; the least recently used are removed first.
         fingerprint: entries of another model or policy are never served. None takes that of the first `PromptReader`.
-        deadline: seconds that `find` and `keep` may take in a remote directory (a URL of an object store). What has not
-            arrived by then counts as missing, errors of the file system included, and is logged. None is 2 there; on a
-            disk it is 10, which a server waits, while `find` and `keep` wait as long as it takes.
-        parts: the other ranks, if each has a part of the caches: a `mlx_kv.prefixes.rank_shards.RankShards`. They keep
-            theirs beside this one, and an entry exists when all ranks have their part.
 
     Attributes:
-        far: whether the directory is remote.
         hits, misses, tokens_reused: of `find`.
-        damaged: number of entries that were set aside.
-        unanswered: number of `find` and `keep` calls that failed because a remote directory did.
+        damaged: number of damaged entries and blocks that were removed.
 
     Raises:
-        ValueError: max_bytes below 1, a deadline that is not above 0, or a directory that can't be used; from `find`
-            and `keep`, that there is no fingerprint yet.
+        ValueError: max_bytes below 1, or a directory that can't be used; from `find` and `keep`, that there is no
+            fingerprint yet.
     """
 
     def __init__(
-        self,
-        directory: str | Path,
-        max_bytes: int = 8 * 2**30,
-        fingerprint: str | None = None,
-        deadline: float | None = None,
-        parts: Shards | None = None,
+        self, directory: str | Path, max_bytes: int = 8 * 2**30, fingerprint: str | None = None, **removed: object
     ) -> None:
-        check_type("directory", directory, str | os.PathLike, "give a path or a URL")
+        refuse_removed("PromptStore", removed)
+        check_type("directory", directory, str | os.PathLike, "give a path")
         if not (isinstance(max_bytes, int | float) and max_bytes >= 1):
             raise ValueError(f"max_bytes is {shown(max_bytes)}: give a number of bytes from 1 up")
-        if deadline is not None and not (is_number(deadline) and deadline > 0):
-            raise ValueError(f"deadline is {shown(deadline)}: give a number of seconds above 0")
-        super().__init__(max_bytes, fingerprint, parts)
-        self._layout = StoreLayout(directory, deadline or DEADLINE, self._shards.description, max_bytes // 8)
-        self.far = self._layout.blobs.far
-        self.deadline = deadline or (DEADLINE if self.far else DISK_DEADLINE)
-        self.hits = self.misses = self.tokens_reused = self.damaged = self.unanswered = 0
-        self._ignored: set[str] = set()  # entries that are damaged, or set aside
-        self._unusable: list[str] = []  # entries that are yet to be set aside, by the thread for the disk
+        if re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", str(directory)):
+            raise self._refusal(directory, "a store is a folder", "mount the bucket or drive, and give its path")
+        super().__init__(max_bytes, fingerprint)
+        self._folder = Path(directory)
+        self.hits = self.misses = self.tokens_reused = self.damaged = 0
+        self._ignored: set[str] = set()  # entries that are damaged
+        self._unusable: list[str] = []  # those of them that are yet to be removed, by the thread for the disk
         self._others: dict[str, frozenset[str]] = {}  # entries of another version, and their blocks
+        self._foreign: set[str] = set()  # other files with a name like ours
         self._released: set[str] = set()  # blocks of entries that were removed
         self._unread = False  # whether an index could not be read the last time, whose blocks are unknown
-        self._others_removed = False  # whether the other ranks have removed entries that are missing here
-        self._shards.open(str(directory), self.deadline)
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._check_folder(os.listdir(self._folder))
+        except OSError as error:
+            raise self._refusal(directory, error.strerror or error) from error
+
+    @staticmethod
+    def _refusal(directory: object, why: object, fix: str = "give another folder") -> ValueError:
+        return ValueError(f"cannot keep prompts in {directory}: {why}; {fix}")
+
+    def _check_folder(self, files: Sequence[str]) -> None:
+        """Marks an empty folder as a store; raises ValueError if the folder is not a store of this format."""
+        if MARKER in files:
+            try:
+                marker = json.loads((self._folder / MARKER).read_bytes())
+            except (ValueError, RecursionError):
+                return  # a damaged marker is still one
+            found = marker.get("format", FORMAT) if isinstance(marker, dict) else FORMAT
+            if found == "parts":
+                why = f"it was made by {marker.get('parts')}, of which each has a part"
+                raise self._refusal(self._folder, why, "give another folder, on one machine")
+            if found != FORMAT:
+                why = f"it is a prompt store of format {found!r}, and this mlx-kv has format {FORMAT}"
+                raise self._refusal(self._folder, why)
+            return
+        # A store of mlx-kv 0.1.0 had no marker. It may have a folder of damaged files.
+        if foreign := sorted(file for file in files if file not in ("lock", "damaged") and not self._is_ours(file)):
+            named = ", ".join(foreign[:3]) + (", …" if len(foreign) > 3 else "")
+            raise self._refusal(
+                self._folder, f"it is not a prompt store and holds {named}", "give a new or an empty folder"
+            )
+        self._replace(MARKER, json.dumps({"format": FORMAT, "about": ABOUT}).encode())
 
     @property
     def other_versions(self) -> int:
@@ -116,7 +253,7 @@ class PromptStore(PrefixCache[IndexedEntry]):
         self.refresh()
         return {**self._table.entries()}
 
-    # --- finding --------------------------------------------------------------------------------------------------
+    # --- finding ------------------------------------------------------------------------------------------------------
 
     def find(self, tokens: Sequence[int]) -> tuple[list[Any], int] | None:
         """New caches for the longest prefix of a prompt, all but its last token at most.
@@ -124,97 +261,100 @@ class PromptStore(PrefixCache[IndexedEntry]):
         Returns:
             The caches, read from files, and the number of tokens they have read; None if no entry serves.
         """
-        found = self._answered(lambda: self._find(tokens))
-        if found is None:
-            self.misses += 1
-            return None
-        self.hits += 1
-        self.tokens_reused += found[1]
-        return found
-
-    def _find(self, tokens: Sequence[int]) -> tuple[list[Any], int] | None:
         self.refresh()
         while (fetched := self.fetch(tokens)) is not None:
-            caches = self.restore(fetched)
-            if caches is not None:
+            if (caches := self.restore(fetched)) is not None:
+                self.hits += 1
+                self.tokens_reused += fetched.count
                 return caches, fetched.count
-            self._set_unusable_aside()
+        self.misses += 1
         return None
 
-    def _answered(self, work: Callable[[], T]) -> T | None:
-        """The result of some work; None if a remote directory fails, or not within the deadline."""
-        if not self.far:
-            return work()
-        try:
-            with self.within():
-                return work()
-        except OSError as error:
-            self.unanswered += 1
-            log.warning("the prompt store could not be used: %s", error)
-            return None
-
-    def within(self) -> AbstractContextManager[None]:
-        """Gives all calls of this thread to a remote directory one common deadline."""
-        return self._layout.blobs.within(self.deadline)
-
-    def refresh(self) -> None:
-        """Lists the directory, and reads the indexes of new entries."""
-        self._refreshed()
-
-    def _refreshed(self) -> Listing:
-        self._set_unusable_aside()
-        listing = self._layout.listing()
+    def refresh(self) -> Listing:
+        """Lists the folder, and reads the indexes of new entries."""
+        while self._unusable:
+            self._remove(self._unusable.pop())
+        files = os.listdir(self._folder)
+        matches = [match for file in files if (match := _FILE.fullmatch(file))]
+        entries, digests = ({match[1] for match in matches if match[2] == suffix} for suffix in ("json", "block"))
         known = self._table.entries().keys()
-        for name in known - listing.entries:
+        for name in known - entries:
             self._forget(name)
-        self._others = {name: blocks for name, blocks in self._others.items() if name in listing.entries}
-        self._unread, unread = True, False  # stays true if an error ends the loop
-        new = listing.entries - known - self._ignored - self._others.keys()
-        for name, found in self._layout.read_indexes(sorted(new)):
-            if isinstance(found, IndexedEntry):
-                self._table.add(name, found)
-            elif isinstance(found, frozenset):
-                self._others[name] = found
-            elif isinstance(found, ValueError):
+        self._others = {name: used for name, used in self._others.items() if name in entries}
+        self._unread = False
+        for name in sorted(entries - known - self._ignored - self._others.keys()):
+            try:
+                found = decode_index((self._folder / f"{name}.json").read_bytes())
+            except FileNotFoundError:
+                continue  # another process has just removed it
+            except OSError:
+                self._unread = True
+            except ValueError:
                 self._ignored.add(name)
-            elif not isinstance(found, FileNotFoundError):  # which another process has just removed
-                unread = True
-        self._unread = unread
-        return listing
+            else:
+                if isinstance(found, IndexedEntry):
+                    self._table.add(name, found)
+                else:
+                    self._others[name] = found
+        return Listing(files, entries, digests)
 
     def fetch(self, tokens: Sequence[int]) -> StoredPrompt | None:
-        """Reads the entry for the longest prefix of a prompt; skips missing and damaged ones."""
-        while (best := self._best(tokens)) is not None:
+        """Reads the entry for the longest prefix of a prompt; skips missing ones, and removes damaged ones."""
+        while (best := self._table.best(packed(tokens), self._bound())) is not None:
             name, count = best
+            entry = self._table[name]
             try:
-                entry = self._table[name]
-                with self._shards.reading(name, self.deadline):
-                    file = self._layout.read(name, entry)
+                file = self._read(name, entry)
             except FileNotFoundError:
                 self._remove(name)
             except ValueError:
-                self._set_aside(name)
-            except KeyError:
-                pass  # another thread has removed it
+                self._skip(name)
+                self._remove(name)
             else:
                 self._touch(name)
                 return StoredPrompt(name, count, len(entry) - count, file)
         return None
+
+    def _read(self, name: str, entry: IndexedEntry) -> serialization.ReadFile:
+        """The data of an entry, with its blocks.
+
+        Raises:
+            FileNotFoundError: the data or a block are missing.
+            ValueError: the data or a block are damaged, or do not belong to the index. A damaged block is removed.
+        """
+        rest = serialization.read(self._folder / f"{name}.safetensors")
+        metadata = {} if rest.description is None else rest.description.metadata
+        if metadata.get("store_tokens") != tokens_digest(entry):
+            raise ValueError("its tokens are not those of its index")
+        if blocks.blocks_of(rest) != [[block for block, _, _ in column] for column in entry.columns if column]:
+            raise ValueError("its blocks are not those of its index")
+        return blocks.joined(rest, self._read_block)
+
+    def _read_block(self, block: str) -> tensor_files.TensorFile:
+        try:
+            return blocks.read_block(self._folder / f"{block}.block", block)
+        except ValueError:
+            self._delete(f"{block}.block")
+            raise
 
     def restore(self, fetched: StoredPrompt) -> list[Any] | None:
         """The caches of an entry, trimmed to `fetched.count`; None, and the entry is removed, if they can't be made."""
         try:
             caches = fetched.file.restore().caches
             trim_prompt_cache(caches, fetched.excess, strict=True)
-            return self._shards.restore(fetched.name, caches, fetched.excess)
         except ValueError:
-            self.damaged += 1
-            self._ignored.add(fetched.name)
-            self._forget(fetched.name)
+            self._skip(fetched.name)
             self._unusable.append(fetched.name)
             return None
+        return caches
 
-    # --- keeping --------------------------------------------------------------------------------------------------
+    def _skip(self, name: str) -> None:
+        """A damaged entry is not found again, even if its files can't be removed."""
+        self.damaged += 1
+        self._ignored.add(name)
+        self._forget(name)
+
+    # --- keeping ------------------------------------------------------------------------------------------------------
 
     def keep(self, tokens: Sequence[int], caches: Sequence[Any]) -> bool:
         """Stores the caches that have read exactly these tokens, unless an entry serves as well.
@@ -225,158 +365,189 @@ class PromptStore(PrefixCache[IndexedEntry]):
             Whether there is a new entry.
         """
         new = self.pack(tokens, caches)
-        return new is not None and self._answered(lambda: self.write(new)) is True
+        return new is not None and self.write(new)
 
     def pack(self, tokens: Sequence[int], caches: Sequence[Any]) -> PackedEntry | None:
         """The entry that `keep` would write, from the caches as they are now; None if it is too short or too large."""
         caches = cache_list("caches", caches)
-        live = cache_statistics(caches).bytes_live
-        entry = self._entry(tokens, caches, "live", live)
+        entry = self._entry(tokens, caches, cache_statistics(caches).bytes_live)
         if entry is None:
             return None
-        new = pack(uuid.uuid4().hex, entry, caches, entry.bytes - live)
-        if new.entry.bytes > self.max_bytes:
+        packed_caches = serialization.pack(caches, {"store_tokens": tokens_digest(entry)})
+        if packed_caches.nbytes > self.max_bytes:
             return None
-        self._shards.pack(new.name, caches, tokens, entry.fingerprint)
-        return new
-
-    def discard(self, new: PackedEntry) -> None:
-        """Frees a packed entry on all ranks, in place of `write`."""
-        self._shards.remove(new.name)
+        return PackedEntry(uuid.uuid4().hex, replace(entry, bytes=packed_caches.nbytes), packed_caches)
 
     def write(self, new: PackedEntry) -> bool:
         """Writes a packed entry; returns the same as `keep`."""
-        written = False
+        listing, name, published = self.refresh(), new.name, False
+        if (covering := self._table.covering(new.entry)) is not None:
+            self._touch(covering)
+            return False
+        entry, cut = self._cut(new)
+        self._touch(name)  # other processes see that a writer is at work, and remove nothing
         try:
-            listing = self._refreshed()
-            covering = self._table.covering(new.entry)
-            if covering is not None:
-                self._touch(covering)
-            else:
-                self._write(new, listing, self._tidy)
-                written = True
-        finally:
-            if not written:
-                self.discard(new)
-        return written
-
-    def _write(self, new: PackedEntry, listing: Listing, tidy: Callable[[str, IndexedEntry, Listing], None]) -> None:
-        """Writes an entry, and then removes others with `tidy`."""
-        name, published = new.name, False
-        self._table.touch(name, now := time.time())
-        if not self.far:
-            self._layout.touch(name, now)  # other processes see that a writer is at work, and remove nothing
-        entry, caches = cut(new, self._table.nearest(new.entry.tokens, new.entry.fingerprint))
-        try:
-            with self._shards.writing(name):
-                self._layout.write(name, caches, listing.blocks)
-            with self._layout.blobs.locked("lock"):  # files are removed under this lock only
-                listing = self._refreshed()
-                self._layout.publish(name, entry, caches, listing.blocks)
+            self._write_data(name, cut, listing.blocks)
+            with self._locked():
+                listing = self.refresh()
+                if missing := entry.blocks.keys() - listing.blocks:  # which were removed meanwhile
+                    self._write_data(name, cut, entry.blocks.keys() - missing)
+                self._replace(f"{name}.json", encode_index(entry))
                 published = True
                 self._table.add(name, entry)
-                tidy(name, entry, listing)
+                self._sweep(listing.files)
+                self._make_room(name, entry)
+                self._remove_released()
         except Exception:
             if not published:
                 self._remove(name)
                 self._released.update(entry.blocks)
             raise
+        return True
+
+    def _cut(self, new: PackedEntry) -> tuple[IndexedEntry, blocks.CutCaches]:
+        """Cuts a packed entry into blocks.
+
+        Blocks end where those of the nearest entry do, so that both share them, and where the two diverge, so that the
+        next entry that diverges there shares that block, too.
+        """
+        nearest = self._table.nearest(new.entry.tokens, new.entry.fingerprint)
+
+        def wanted_ends(column: int, slots: int) -> list[int]:
+            if nearest is None or slots != len(new.entry):  # if slots are not positions, all are cut alike
+                return []
+            other, shared = nearest
+            columns = other.columns[column : column + 1]
+            ends = [end for end in accumulate(slots for blocks in columns for _, slots, _ in blocks) if end <= shared]
+            return ends if shared == len(other) else [*ends, shared]
+
+        cut, entry = blocks.cut(new.caches, wanted_ends), new.entry
+        columns = tuple(tuple((block.name, block.slots, block.nbytes) for block in column) for column in cut.columns)
+        return IndexedEntry(entry.tokens, entry.bytes, entry.least, entry.fingerprint, columns), cut
+
+    def _write_data(self, name: str, cut: blocks.CutCaches, existing: set[str]) -> None:
+        """Writes everything but the index and the existing blocks; after an error some files may be there."""
+        for column in cut.columns:
+            for block in column:
+                if block.name not in existing:
+                    block.write(self._folder / f"{block.name}.block")
+        cut.rest.write(self._folder / f"{name}.safetensors")
+
+    def _replace(self, file: str, content: bytes) -> None:
+        """Writes a small file, whole or not at all."""
+        partial = self._folder / f"{file}.{uuid.uuid4().hex}.partial"
+        try:
+            partial.write_bytes(content)
+            os.replace(partial, self._folder / file)
+        except BaseException:
+            self._delete(partial.name)
+            raise
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Locks the store against other processes, on a drive with locks. Files are removed under this lock only."""
+        with contextlib.ExitStack() as stack:
+            try:
+                stack.enter_context(locked(self._folder / "lock"))
+            except OSError as error:
+                if error.errno not in NO_LOCKS:
+                    raise
+            yield
+
+    # --- times of use -------------------------------------------------------------------------------------------------
 
     def _touch(self, name: str) -> None:
+        """Records for all processes that an entry is used, if possible."""
         now = time.time()
-        before = max(self._table.touched(name), self._layout.last_used_in_listing(name))
         self._table.touch(name, now)
-        if not self.far or now - before >= TOUCH_EVERY:
-            self._layout.touch(name, now)
+        with contextlib.suppress(OSError):
+            self._replace(f"{name}.used", str(now).encode())
 
     def _last_used(self, name: str) -> float:
-        return self._layout.last_used(name)
+        """In seconds since 1970; 0 if unknown."""
+        try:
+            return float((self._folder / f"{name}.used").read_bytes())
+        except (OSError, ValueError):
+            return 0.0
 
-    def by_themselves(self) -> None:
-        """From now on the calling thread only waits for the one that uses the disk, which may send to other ranks."""
-        self._shards.use_this_thread()
-
-    # --- removing ---------------------------------------------------------------------------------------------------
-
-    def _tidy(self, name: str, entry: IndexedEntry, listing: Listing) -> None:
-        self._sweep(name, entry, listing)
-        self._make_room(name, entry)
-        self._remove_released()
-
-    def _sweep(self, name: str, entry: IndexedEntry, listing: Listing) -> None:
-        """Removes files that killed writers left."""
-        if self._unread:
-            return
-        self._layout.sweep(listing.files, self._table.entries().keys() | self._others.keys() | self._used_blocks())
-        if not self._others_removed:
-            self._others_removed = True
-            self._shards.remove_others(self._table.entries())
-
-    def _used_blocks(self) -> set[str]:
-        return self._table.blocks.union(*self._others.values())
-
-    def _remove_released(self) -> None:
-        """Removes blocks that no entry uses any more, unless an index that can't be read may."""
-        if not self._released:
-            return
-        self._refreshed()  # without locks, other processes may have added entries meanwhile
-        if not self._unread:
-            unused = self._released - self._used_blocks()
-            self._released = set()
-            self._layout.remove_blocks(*unused)
-
-    def _remove(self, name: str) -> None:
-        """Removes an entry; its blocks follow in `_remove_released`."""
-        self._layout.remove(name)
-        self._shards.remove(name)
-        self._forget(name)
-
-    def _forget(self, name: str) -> None:
-        self._released.update(self._table.remove(name))
-
-    def _set_aside(self, name: str) -> None:
-        self.damaged += 1
-        self._ignored.add(name)
-        self._layout.set_aside(name)
-        self._shards.remove(name)
-        self._forget(name)
-
-    def _set_unusable_aside(self) -> None:
-        while self._unusable:
-            self._shards.remove(self._unusable[-1])
-            self._layout.set_aside(self._unusable.pop())
-
-    # --- on ranks that follow another -------------------------------------------------------------------------------
-
-    def pack_as(self, name: str, tokens: Sequence[int], caches: Sequence[Any], fingerprint: str) -> PackedEntry:
-        """Packs this rank's shard of an entry."""
-        live, least = cache_statistics(caches).bytes_live, min_tokens(caches, len(tokens))
-        return pack(name, Entry(packed(tokens), live, least, fingerprint), caches)
-
-    def write_as(self, new: PackedEntry) -> None:
-        """Writes a packed shard, and removes nothing else."""
-        self._write(new, self._refreshed(), self._sweep)
-
-    def fetch_as(self, name: str) -> serialization.ReadFile:
-        """Reads the shard of an entry.
-
-        Raises:
-            FileNotFoundError: it is missing.
-            ValueError: it is damaged.
-        """
-        self.refresh()
-        if name not in self._table.entries():
-            raise FileNotFoundError(f"{name} is not there")
-        return self._layout.read(name, self._table[name])
+    # --- removing -----------------------------------------------------------------------------------------------------
 
     def remove(self, name: str) -> None:
         """Removes an entry, and blocks that no other entry uses."""
         self._remove(name)
         self._remove_released()
 
-    def only(self, names: Collection[str]) -> None:
-        """Removes all old entries but these."""
-        self.refresh()
-        for name in self._table.entries().keys() - set(names):
-            if self._layout.is_old(name):
-                self.remove(name)
+    def _remove(self, name: str) -> None:
+        """Removes an entry; its blocks follow in `_remove_released`."""
+        self._delete(f"{name}.json", f"{name}.safetensors", f"{name}.used")
+        self._forget(name)
+
+    def _forget(self, name: str) -> None:
+        self._released.update(self._table.remove(name))
+
+    def _delete(self, *files: str) -> None:
+        """Deletes files if possible; the next listing has those that are left."""
+        for file in files:
+            with contextlib.suppress(OSError):
+                (self._folder / file).unlink()
+
+    def _used_blocks(self) -> set[str]:
+        return self._table.blocks.union(*self._others.values())
+
+    def _remove_released(self) -> None:
+        """Removes blocks that no entry uses any more, unless an index that can't be read may."""
+        if self._released:
+            self.refresh()  # without locks, other processes may have added entries meanwhile
+        if self._released and not self._unread:
+            unused, self._released = self._released - self._used_blocks(), set()
+            self._delete(*(f"{block}.block" for block in unused))
+
+    def _sweep(self, files: Sequence[str]) -> None:
+        """Removes files that killed writers left, unless an index that can't be read may name them."""
+        if self._unread:
+            return
+        known = self._table.entries().keys() | self._others.keys() | self._used_blocks()
+        for file in sorted(files):  # an index before its data, which identify a damaged index
+            match = _FILE.fullmatch(file) or _PARTIAL.fullmatch(file)
+            if match is None or file in self._foreign or (name := match[1] or match[2] or "") in known:
+                continue
+            with contextlib.suppress(OSError):
+                last = max((self._folder / file).stat().st_mtime, self._last_used(name))
+                if time.time() - last <= ORPHANED_AFTER:
+                    continue
+                if self._is_ours(file):
+                    self._delete(file)
+                else:
+                    self._foreign.add(file)
+
+    def _is_ours(self, file: str) -> bool:
+        """Whether a store wrote this file, by its name and its content.
+
+        Raises:
+            OSError: it can't be read.
+        """
+        if _PARTIAL.fullmatch(file):
+            return True
+        match, path = _FILE.fullmatch(file), self._folder / file
+        if match is None:
+            return False
+        with contextlib.suppress(ValueError, RecursionError, FileNotFoundError, IsADirectoryError):
+            if match[2] == "used":
+                return float(path.read_bytes()) > 0
+            if match[2] == "block":
+                return blocks.BLOCK_WORD in _metadata(path)
+            if match[2] == "json":
+                with contextlib.suppress(ValueError, RecursionError):
+                    fields = json.loads(path.read_bytes())
+                    return isinstance(fields, dict) and {"version", "tokens", "fingerprint"} <= fields.keys()
+            words = _metadata(path.with_suffix(".safetensors"))  # also of an index that can't be decoded
+            if serialization.VERSION_WORD in words:
+                description = json.loads(words.get("description", ""))
+                return isinstance(description, dict) and "store_tokens" in dict(description.get("metadata", {}))
+        return False
+
+
+def _metadata(path: Path) -> dict[str, str]:
+    """The metadata of a safetensors file; empty if it is none."""
+    with open(path, "rb") as file:
+        return tensor_files.words_of(file, path.stat().st_size) or {}

@@ -19,8 +19,7 @@ from mlx_kv.generation.speculation import DraftSettings
 from mlx_kv.generation.two_pass_prefill import Instructions
 from mlx_kv.mlxlm.convert import make_prompt_cache
 from mlx_kv.policy import CachePolicy
-from mlx_kv.prefixes.prefix_cache import draft_mark
-from mlx_kv.prefixes.rank_shards import RankShards
+from mlx_kv.prefixes.reader import draft_mark
 from mlx_kv.prefixes.store import PromptStore
 from mlx_kv.server.errors import ApiError
 
@@ -46,7 +45,7 @@ class Models:
     policy: CachePolicy | None = None
 
 
-OpenStore = Callable[[Models, RankShards | None], PromptStore]  # shards: of the other ranks
+OpenStore = Callable[[Models], PromptStore]
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ from mlx_kv.generation.sequence import BatchToken, TokenSequence
 from mlx_kv.generation.two_pass_prefill import Instructions
 from mlx_kv.mlxlm.traverse import leaves
 from mlx_kv.policy import CachePolicy
-from mlx_kv.prefixes.prefix_match import match_prefix
 from mlx_kv.prefixes.reader import PromptReader
 from mlx_kv.ranks.engine import LedEngine, lead
 from mlx_kv.ranks.group import RankGroup
@@ -28,6 +27,7 @@ from mlx_kv.server.memory import plan_rows, with_shared
 from mlx_kv.server.models import Models, WorkerSettings
 from mlx_kv.server.monitor import Monitor
 from mlx_kv.server.prefill import PrefillScheduler
+from mlx_kv.server.prefix_report import match_prefix
 from mlx_kv.server.tiered_prefixes import TieredPrefixes
 
 ENGINE_TRIES, ENGINE_PAUSE = 3, 0.5  # attempts to restart an engine; seconds in between

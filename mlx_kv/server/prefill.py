@@ -7,7 +7,6 @@ Other prompts go to the engine at once, which reads many together.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,8 +14,7 @@ from mlx_kv.generation.engine import Engine
 from mlx_kv.generation.two_pass_prefill import NO_INSTRUCTIONS, Instructions
 from mlx_kv.mlxlm.traverse import attention_caches
 from mlx_kv.prefixes.index import MIN_SHARED, packed, shared
-from mlx_kv.prefixes.prefix_cache import needs_checkpoints
-from mlx_kv.prefixes.reader import PromptReader
+from mlx_kv.prefixes.reader import PromptReader, needs_checkpoints
 from mlx_kv.server.job import Job
 from mlx_kv.server.memory import tokens_evicted
 from mlx_kv.server.tiered_prefixes import ReadOnlyPrefixes, TieredPrefixes
@@ -46,7 +44,6 @@ class PrefillScheduler:
         self._step_size = engine.step_size if step_size is None else step_size
         self.jobs: list[Job] = []  # in turn
         self._readers: dict[Job, PromptReader] = {}  # of prompts that are read here
-        self._waiting_since: dict[Job, float] = {}  # for the store
         self._fetching: Job | None = None
         self._fetched: Job | None = None
         self._stalled = False
@@ -61,7 +58,6 @@ class PrefillScheduler:
         """Removes a job, if present; returns its reader, if its prompt was read here."""
         if job in self.jobs:
             self.jobs.remove(job)
-        self._waiting_since.pop(job, None)
         return self._readers.pop(job, None)
 
     def wake(self) -> None:
@@ -111,14 +107,11 @@ class PrefillScheduler:
 
     def _begin(self, job: Job, pending: Sequence[Job], decoding: Sequence[Job]) -> PromptReader | None:
         """A reader that starts after the longest cached prefix; None if the job has to wait for that."""
-        if self._fetched is not job and self._has_patience(job) and self._prefixes.on_disk(job.prompt):
-            since = self._waiting_since.setdefault(job, time.monotonic())
+        if self._fetched is not job and self._prefixes.on_disk(job.prompt):
             if self._fetching is None:  # else that fetch may bring what this job needs
                 self._fetching = job
-                left = self._prefixes.patience - (time.monotonic() - since)
-                self._prefixes.fetch(job.to_read, self._fetch_ended, left)
+                self._prefixes.fetch(job.to_read, self._fetch_ended)
             return None
-        self._waiting_since.pop(job, None)
         if self._fetched is not job:
             cached = self._prefixes.serves(job.prompt)
             if self._worth_waiting(job.prompt, cached, pending):
@@ -131,11 +124,6 @@ class PrefillScheduler:
         self._matched(job, reader.reused)
         job.evicted = max(tokens_evicted(reader.caches), default=0)  # counted with the job that cached them
         return reader
-
-    def _has_patience(self, job: Job) -> bool:
-        """Whether a job has waited for the store less than the limit, time in the queue included."""
-        since = self._waiting_since.get(job)
-        return since is None or time.monotonic() - since < self._prefixes.patience
 
     def _worth_waiting(self, prompt: bytes, cached: int, pending: Sequence[Job]) -> bool:
         """Whether another prompt, soon to be read, shares many more tokens with this one than are cached."""

@@ -14,12 +14,10 @@ from typing import TypeVar
 
 import mlx.core as mx
 
-from mlx_kv.files.fingerprint import model_fingerprint
 from mlx_kv.generation.two_pass_prefill import Instructions
 from mlx_kv.mlxlm.loading import context_length, vocabulary_of
 from mlx_kv.prefixes.memory import PromptMemory
-from mlx_kv.prefixes.rank_shards import RankShards, ShardFollower
-from mlx_kv.ranks.engine import Caches, follow
+from mlx_kv.ranks.engine import follow
 from mlx_kv.ranks.group import RankGroup, TotalMemory
 from mlx_kv.ranks.link import RanksError
 from mlx_kv.server.errors import SHUTTING_DOWN, ApiError
@@ -88,17 +86,8 @@ class Worker:
         assert group is not None
         self._load_models()
         models, memory = self.models, TotalMemory(self.models.model, group)
-        communicator = group.for_caches(models.model)
-        fingerprint = f"{model_fingerprint(models.model)} {self.policy}"
         instructions = Instructions.for_policy(self.policy, models.tokenizer, models.model)
-
-        def more(caches: Caches) -> dict[str, Callable[..., object]]:
-            return {
-                **memory.handlers,
-                **ShardFollower(group, communicator, lambda: fingerprint, caches).handlers,
-            }
-
-        follow(partial(self.settings.engine, models, self.policy, instructions), group, more)
+        follow(partial(self.settings.engine, models, self.policy, instructions), group, lambda caches: memory.handlers)
 
     # --- called from other threads ------------------------------------------------------------------------------
 
@@ -204,9 +193,6 @@ class Worker:
     def _load_models(self) -> None:
         self.models: Models = self._load()
         self.policy = self.models.policy or self.policy
-        self._prompt_memory_bytes = self.settings.prompt_memory_bytes
-        if self.group is not None:  # all ranks keep as much as the one that keeps least
-            (self._prompt_memory_bytes,) = self.group.all_min([self._prompt_memory_bytes])
 
     def _begin(self) -> None:
         """Loads the models, and makes all that needs them."""
@@ -257,17 +243,9 @@ class Worker:
         self._all_stored = self._rows.close()
 
     def _open_prefixes(self, fingerprint: Callable[[], str]) -> TieredPrefixes:
-        memory = PromptMemory(self._prompt_memory_bytes, parts=self._shards())
-        open_store = self.settings.open_store
-        store = None if open_store is None else open_store(self.models, self._shards())
+        memory, open_store = PromptMemory(self.settings.prompt_memory_bytes), self.settings.open_store
+        store = None if open_store is None else open_store(self.models)
         return TieredPrefixes(memory, store, self._inbox.put, fingerprint)
-
-    def _shards(self) -> RankShards | None:
-        """The parts of cached prefixes on other ranks; None on a single machine."""
-        if self.group is None:
-            return None
-        communicator = self.group.for_caches(self.models.model)
-        return RankShards(self.group, communicator, lambda: self._rows.engine.numbers, self._inbox.put)  # type: ignore[attr-defined]
 
     @property
     def _row_count(self) -> int:

@@ -34,7 +34,7 @@ from mlx_kv.cache.buffers import SlotBuffer
 from mlx_kv.cache.codecs import Affine, Codec, Microscaled, Plain, pairs
 from mlx_kv.mlxlm.traverse import attention_caches
 from mlx_kv.planning import Planner, Strategy
-from mlx_kv.prefixes.prefix_cache import cache_format
+from mlx_kv.prefixes.reader import cache_format
 
 SHAPES = {
     "full": {},

@@ -13,7 +13,7 @@ import pytest
 from tiny_models import VOCAB, make_model
 
 from mlx_kv import CachePolicy, PromptMemory, PromptReader, PromptStore, make_prompt_cache
-from mlx_kv.prefixes.prefix_cache import cache_format
+from mlx_kv.prefixes.reader import cache_format
 from mlx_kv.server.tiered_prefixes import TieredPrefixes
 
 TOKENS: list[int] = mx.random.randint(1, VOCAB, (200,), key=mx.random.key(0)).tolist()  # type: ignore[assignment]
@@ -109,11 +109,9 @@ class Breaks:
     def __init__(self, error: Exception) -> None:
         self.error = error
 
-    other_versions, deadline, far = 0, 2.0, False
+    other_versions = 0
 
     def bind(self, find: Callable[[], str]) -> None: ...
-
-    def by_themselves(self) -> None: ...
 
     def __getattr__(self, name: str) -> Any:
         def fail(*arguments: Any) -> Any:

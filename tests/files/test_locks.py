@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from mlx_kv import PromptStore
 from mlx_kv.files.atomic_write import atomic_write, lock, locked
-from mlx_kv.prefixes.blob_store import BlobStore
 
 HOLDER = (
     "import fcntl, sys; f = open(sys.argv[1], 'a'); fcntl.flock(f, fcntl.LOCK_EX); print('held', flush=True); input()"
@@ -106,9 +106,14 @@ def test_only_what_nobody_writes_any_more_is_removed(tmp_path: Path) -> None:
     assert (tmp_path / "a").read_bytes() == b"2"
 
 
-def test_a_store_elsewhere_than_on_a_local_disk_has_no_lock(tmp_path: Path) -> None:
-    with BlobStore(f"memory://{tmp_path.name}", 2.0).locked("lock"):
-        pass
-    store = BlobStore(tmp_path / "store", 2.0)
-    with store.locked("lock"), open(tmp_path / "store" / "lock") as file:
+def test_a_store_is_locked_where_its_drive_has_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = PromptStore(tmp_path / "store")
+    with store._locked(), open(tmp_path / "store" / "lock") as file:
         assert not lock(file.fileno(), wait=False)
+
+    def none(file: int, operation: int) -> None:
+        raise OSError(errno.ENOTSUP, "Operation not supported")
+
+    monkeypatch.setattr(fcntl, "flock", none)
+    with store._locked():
+        pass

@@ -1,4 +1,4 @@
-"""Places, and blocks so small that tests with few tokens have several."""
+"""A place, and blocks so small that tests with few tokens have several."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from conversations import make_blocks_small
-from places import Place, new_place
+from places import Place
 
 
 @pytest.fixture(scope="module")
@@ -17,6 +17,6 @@ def small_blocks() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(params=["folder", "memory"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
-    return new_place(request.param, tmp_path)
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return Place(tmp_path / "store")

@@ -1,43 +1,36 @@
-"""Folders on a disk and elsewhere, with what is in their files."""
+"""Folders, with what is in their files."""
 
 from __future__ import annotations
 
 import json
-import uuid
 from pathlib import Path
 from typing import Any
-
-import fsspec
 
 from mlx_kv import PromptStore
 
 
 class Place:
-    """A folder, wherever it is."""
+    """A folder."""
 
-    def __init__(self, url: str) -> None:
-        self.url = url
-        self.fs, self.root = fsspec.core.url_to_fs(url)
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
 
     def put(self, files: dict[str, bytes]) -> None:
         for name, content in files.items():
-            self.fs.makedirs(f"{self.root}/{name}".rsplit("/", 1)[0], exist_ok=True)
-            self.fs.pipe_file(f"{self.root}/{name}", content)
+            (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (self.folder / name).write_bytes(content)
 
-    def names(self, folder: str = "") -> set[str]:
-        self.fs.invalidate_cache()
-        found = self.fs.find(f"{self.root}/{folder}")
-        return {path.removeprefix(f"{self.root}/") for path in found}
+    def names(self) -> set[str]:
+        return {str(path.relative_to(self.folder)) for path in self.folder.rglob("*") if path.is_file()}
 
     def read(self, name: str) -> bytes:
-        content: bytes = self.fs.cat_file(f"{self.root}/{name}")
-        return content
+        return (self.folder / name).read_bytes()
 
     def delete(self, name: str) -> None:
-        self.fs.rm_file(f"{self.root}/{name}")
+        (self.folder / name).unlink()
 
     def store(self, **options: Any) -> PromptStore:
-        return PromptStore(self.url, **{"fingerprint": "a", **options})
+        return PromptStore(self.folder, **{"fingerprint": "a", **options})
 
     # --- blocks ---------------------------------------------------------------------------------------------------
 
@@ -61,8 +54,3 @@ class Place:
                 content = self.read(name)
                 total += len(content) - 8 - int.from_bytes(content[:8], "little")
         return total
-
-
-def new_place(where: str, tmp_path: Path) -> Place:
-    """Of the tests' own; where: folder or memory."""
-    return Place(str(tmp_path / uuid.uuid4().hex) if where == "folder" else f"memory://{uuid.uuid4().hex}")

@@ -17,7 +17,7 @@ from mlx_kv import KVCache, PromptMemory, compact
 from mlx_kv.prefixes import memory as blocks
 from mlx_kv.prefixes.index import EntryTable
 from mlx_kv.prefixes.memory import BlockCaches
-from mlx_kv.prefixes.store_index import IndexedEntry
+from mlx_kv.prefixes.store import IndexedEntry
 
 
 def bytes_of(memory: PromptMemory) -> int:

@@ -19,9 +19,7 @@ from places import Place
 
 import mlx_kv
 from mlx_kv import KVCache, PromptStore, save_prompt_cache
-from mlx_kv.prefixes.blob_store import BlobStore
-from mlx_kv.prefixes.store_index import VERSION_WITH_BLOCKS, checksum
-from mlx_kv.prefixes.store_layout import MARKER, MAX_DAMAGED
+from mlx_kv.prefixes.store import MARKER, VERSION_WITH_BLOCKS, checksum
 
 HEX = "0123456789abcdef" * 2  # a name as a hash gives it
 HEX_NAME = re.compile("[0-9a-f]{32}[.]")
@@ -80,15 +78,11 @@ def test_a_folder_inside_is_another_thing(tmp_path: Path) -> None:
     (tmp_path / "photos").mkdir()
     with pytest.raises(ValueError, match="holds photos"):
         PromptStore(tmp_path)
-    (tmp_path / "photos").rename(tmp_path / "damaged")
-    (tmp_path / "damaged" / "car.jpg").touch()
-    with pytest.raises(ValueError, match="holds damaged"):
-        PromptStore(tmp_path)
 
 
 def test_what_others_put_into_a_store_stays(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever it is called, however old it is; and what killed writers left goes."""
-    monkeypatch.setattr("mlx_kv.prefixes.store_layout.ORPHANED_AFTER", -1.0)
+    monkeypatch.setattr("mlx_kv.prefixes.store.ORPHANED_AFTER", -1.0)
     store = place.store()
     store.keep(tokens(0), caches())
     ours = place.names() - {"lock"}
@@ -120,7 +114,7 @@ def test_a_store_without_a_marker_is_taken_over(place: Place) -> None:
     (name,) = store.entries()
     fields = json.loads(place.read(f"{name}.json"))
     del fields["checksum"]
-    old = Place(place.url + "-old")
+    old = Place(f"{place.folder}-old")
     old.put(
         {
             f"{name}.json": json.dumps(fields).encode(),
@@ -137,7 +131,7 @@ def test_a_store_without_a_marker_is_taken_over(place: Place) -> None:
 
 
 def test_entries_of_another_version_are_left_alone_and_counted(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlx_kv.prefixes.store_layout.ORPHANED_AFTER", -1.0)
+    monkeypatch.setattr("mlx_kv.prefixes.store.ORPHANED_AFTER", -1.0)
     store = place.store()
     store.keep(tokens(0), caches())
     (name,) = store.entries()
@@ -153,7 +147,7 @@ def test_entries_of_another_version_are_left_alone_and_counted(place: Place, mon
     assert again.other_versions == 1
     assert len(again.entries()) == 2
     assert {file: place.read(file) for file in other} == other
-    place.fs.rm_file(f"{place.root}/{HEX}.json")
+    place.delete(f"{HEX}.json")
     again.refresh()
     assert again.other_versions == 0
 
@@ -168,30 +162,17 @@ def test_a_marker_of_another_format_is_refused_and_a_broken_one_is_one(place: Pl
         place.store()
 
 
-def test_damaged_entries_are_kept_up_to_a_bound(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = [1_700_000_000.0]
-    monkeypatch.setattr("mlx_kv.prefixes.store_layout.time.time", lambda: clock[0])
+def test_damaged_entries_are_removed_and_what_earlier_versions_set_aside_stays(place: Place) -> None:
     store = place.store()
-    place.put({"damaged/precious.safetensors": b"precious"})
-    names = []
-    for seed in range(MAX_DAMAGED + 4):
-        clock[0] += 10
+    place.put({f"damaged/1700000000-{HEX}.safetensors": b"set aside", "damaged/precious.safetensors": b"precious"})
+    for seed in range(4):
         assert store.keep(tokens(seed), caches())
         (name,) = store.entries()
-        names.append(name)
         place.put({f"{name}.safetensors": place.read(f"{name}.safetensors")[:-1]})
         assert store.find([*tokens(seed), 0]) is None
-    aside = {name[19:51] for name in place.names("damaged") if "precious" not in name}
-    assert aside == set(names[-MAX_DAMAGED:])
-    assert store.damaged == MAX_DAMAGED + 4
-    assert place.read("damaged/precious.safetensors") == b"precious"
-    size = len(place.read(next(name for name in place.names("damaged") if "precious" not in name)))
-    tight = place.store(max_bytes=8 * 3 * size)
-    assert tight.keep(tokens(99), caches())
-    (name,) = tight.entries()
-    place.put({f"{name}.safetensors": b""})
-    assert tight.find([*tokens(99), 0]) is None
-    assert len(place.names("damaged")) == 1 + 4  # three of that size, and an empty one
+    assert store.damaged == 4
+    left = {MARKER, "lock", f"damaged/1700000000-{HEX}.safetensors", "damaged/precious.safetensors"}
+    assert place.names() == left
 
 
 INDEX: dict[str, Callable[[dict[str, Any]], Any]] = {
@@ -233,11 +214,11 @@ def test_an_index_that_could_not_be_read_is_read_the_next_time(tmp_path: Path, m
     PromptStore(tmp_path, fingerprint="a").keep(tokens(0), caches())
     store = PromptStore(tmp_path, fingerprint="a")
 
-    def broken(folder: BlobStore, names: list[str]) -> list[Exception]:
-        return [OSError(5, "Input/output error") for _ in names]
+    def broken(path: Path) -> bytes:
+        raise OSError(5, "Input/output error")
 
     with monkeypatch.context() as patch:
-        patch.setattr(BlobStore, "read_many", broken)
+        patch.setattr(Path, "read_bytes", broken)
         assert not store.entries()
     assert store.find([*tokens(0), 0]) is not None
 
@@ -260,23 +241,24 @@ def test_a_store_in_a_folder_of_a_model_loses_nothing(tmp_path: Path) -> None:
 def test_an_index_comes_last_and_goes_first(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """Readers in between never find an index without its data."""
     names: list[set[str]] = []
-    delete, write = BlobStore.delete, BlobStore.write
+    delete, write = PromptStore._delete, PromptStore._replace
 
     def seen(change: Callable[..., None]) -> Callable[..., None]:
-        def changing(*arguments: Any) -> None:
-            change(*arguments)
-            names.append({name.rpartition(".")[2] for name in place.names() if HEX_NAME.match(name)})
+        def changing(store: PromptStore, *arguments: Any) -> None:
+            for one in [[name] for name in arguments] if change is delete else [arguments]:
+                change(store, *one)
+                names.append({name.rpartition(".")[2] for name in place.names() if HEX_NAME.match(name)})
 
         return changing
 
-    monkeypatch.setattr(BlobStore, "delete", seen(delete))
-    monkeypatch.setattr(BlobStore, "write", seen(write))
+    monkeypatch.setattr(PromptStore, "_delete", seen(delete))
+    monkeypatch.setattr(PromptStore, "_replace", seen(write))
     store = place.store()
     store.keep(tokens(0), caches())
     (name,) = store.entries()
     store._remove(name)
     states = [sorted(suffixes) for suffixes in names if suffixes]
-    assert states == [["used"], ["json", "safetensors", "used"], ["safetensors", "used"]]
+    assert states == [["used"], ["json", "safetensors", "used"], ["safetensors", "used"], ["used"]]
     assert not names[-1]
 
 
@@ -292,17 +274,17 @@ def test_what_another_process_uses_does_not_leave(place: Place) -> None:
 
 
 def test_nothing_has_its_name_before_it_is_whole(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    kind, written = type(place.fs), []
-    pipe = kind.pipe_file
+    written: list[str] = []
+    write = Path.write_bytes
 
-    def piped(fs: Any, path: str, *arguments: Any, **options: Any) -> None:
-        written.append(path)
-        pipe(fs, path, *arguments, **options)
+    def seen(path: Path, content: bytes) -> int:
+        written.append(path.name)
+        return write(path, content)
 
-    monkeypatch.setattr(kind, "pipe_file", piped)
+    monkeypatch.setattr(Path, "write_bytes", seen)
     assert place.store().keep(tokens(0), caches())
     assert len(written) == 3  # the marker, when it was used, the index
-    assert all(path.endswith(".partial") for path in written)
+    assert all(name.endswith(".partial") for name in written)
     assert not any("partial" in name for name in place.names())
 
 

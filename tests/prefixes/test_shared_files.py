@@ -7,18 +7,15 @@ import json
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import numpy as np
 import pytest
 from conversations import KINDS, STEPS, Reference, conversation, conversation_of, goes_on_as, named
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from places import Place, new_place
+from places import Place
 
 from mlx_kv import PromptMemory, PromptStore, load_prompt_cache
 from mlx_kv.files import blocks
-from mlx_kv.prefixes.blob_store import BlobStore
-from mlx_kv.prefixes.store_layout import StoreLayout
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
 LARGE = 2**30
@@ -29,20 +26,19 @@ def check_all(place: Place, reference: Reference) -> None:
     store = place.store()
     for name, entry in store.entries().items():
         tokens = tuple(np.frombuffer(entry.tokens, ">u4").tolist())
-        caches = store._layout.read(name, store._table[name]).restore().caches
+        caches = store._read(name, store._table[name]).restore().caches
         assert goes_on_as(caches, reference.kept[tokens], len(tokens))
     assert (store.damaged, store._ignored) == (0, set())
 
 
-@pytest.mark.parametrize("where", ["folder", "memory"])
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=6)
 @given(steps=STEPS, most=st.sampled_from([LARGE, LARGE, 120_000]), data=st.data())
 def test_whatever_is_kept_found_and_removed(
-    kind: str, where: str, steps: list[tuple[Any, ...]], most: int, data: st.DataObject, tmp_path_factory: Any
+    kind: str, steps: list[tuple[Any, ...]], most: int, data: st.DataObject, tmp_path_factory: Any
 ) -> None:
     """By two processes, for which stand two stores."""
-    place, reference = new_place(where, tmp_path_factory.mktemp("place")), Reference()
+    place, reference = Place(tmp_path_factory.mktemp("place")), Reference()
     stores = [place.store(max_bytes=most) for _ in range(2)]
     for what, *arguments in steps:
         store = data.draw(st.sampled_from(stores))
@@ -66,7 +62,6 @@ def test_whatever_is_kept_found_and_removed(
             assert (0 if found is None else found[1]) >= there
         assert place.held <= place.blocks
         check_all(place, reference)
-    place.fs.rm(place.root, recursive=True)
 
 
 @pytest.mark.parametrize("system", [200, 192, 191, 193])
@@ -109,8 +104,7 @@ def test_an_entry_alone_is_one_file_and_serves_older_versions(place: Place, monk
     (name,) = store.entries()
     assert json.loads(place.read(f"{name}.json"))["version"] == 2
     assert not place.blocks
-    if isinstance(place.fs, fsspec.get_filesystem_class("file")):
-        assert goes_on_as(load_prompt_cache(f"{place.root}/{name}.safetensors"), conversation(0)[1], 240)
+    assert goes_on_as(load_prompt_cache(place.folder / f"{name}.safetensors"), conversation(0)[1], 240)
     store.keep(*conversation(1))  # the first that parts from it has a block that the others share
     assert len(place.blocks) == 1
 
@@ -127,15 +121,15 @@ def test_what_leaves_while_another_writes_is_written_again(place: Place, monkeyp
     """A writer has seen a block; before its index is there, the last entry leaves that held the block."""
     store, another = place.store(), place.store()
     store.keep(*conversation(0))
-    write = StoreLayout.write
+    write = PromptStore._write_data
 
-    def written(files: StoreLayout, name: str, new: Any, there: Any) -> None:
-        monkeypatch.setattr(StoreLayout, "write", write)
+    def written(files: PromptStore, name: str, new: Any, there: Any) -> None:
+        monkeypatch.setattr(PromptStore, "_write_data", write)
         write(files, name, new, there)
         another._remove(named(another, conversation(0)[0]))
         another.keep(conversation(0)[0][:100], conversation_of([9] * 100))  # of other slots: all others leave
 
-    monkeypatch.setattr(StoreLayout, "write", written)
+    monkeypatch.setattr(PromptStore, "_write_data", written)
     assert store.keep(*conversation(1))
     found = place.store().find([*conversation(1)[0], 0])
     assert found is not None
@@ -144,20 +138,19 @@ def test_what_leaves_while_another_writes_is_written_again(place: Place, monkeyp
 
 def test_a_block_stays_while_an_index_cannot_be_read(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its blocks are unknown."""
-    monkeypatch.setattr("mlx_kv.prefixes.store_layout.ORPHANED_AFTER", -1.0)
+    monkeypatch.setattr("mlx_kv.prefixes.store.ORPHANED_AFTER", -1.0)
     place.store().keep(*conversation(0))
     place.store().keep(*conversation(1))
     (first, second) = (named(place.store(), conversation(number)[0]) for number in (0, 1))
-    fresh, read_files = place.store(), BlobStore.read_many
+    fresh, read_bytes = place.store(), Path.read_bytes
 
-    def broken(folder: BlobStore, names: list[str]) -> list[bytes | Exception]:
-        found = read_files(folder, names)
-        return [
-            OSError(5, "Input/output error") if n == f"{second}.json" else f for n, f in zip(names, found, strict=True)
-        ]
+    def broken(path: Path) -> bytes:
+        if path.name == f"{second}.json":
+            raise OSError(5, "Input/output error")
+        return read_bytes(path)
 
     with monkeypatch.context() as patch:
-        patch.setattr(BlobStore, "read_many", broken)
+        patch.setattr(Path, "read_bytes", broken)
         fresh._remove(first)
         fresh.keep(*conversation(2, system=5, own=90))
     found = place.store().find([*conversation(1)[0], 0])

@@ -113,7 +113,7 @@ def running(
         max_batch_size,
         drafting=drafting or DraftSettings(),
         prompt_memory_bytes=prompt_memory_bytes,
-        open_store=open_store and (lambda models, shards: open_store(models)),
+        open_store=open_store,
         memory_limit=memory_limit,
     )
     worker = Worker(models, settings, unload=unload)
@@ -161,7 +161,7 @@ class Troubled(PromptStore):
         if self.trouble == "slow":
             assert self.go_on.wait(20)
         if self.trouble == "broken":
-            raise RuntimeError("no such bucket")
+            raise RuntimeError("no such device")
         return super().fetch(tokens)
 
     def write(self, new: Any) -> bool:

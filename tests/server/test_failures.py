@@ -199,15 +199,11 @@ def test_the_command_ends_while_a_grammar_is_compiled_for_good() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("trouble", ["dies", "hangs"])
-def test_a_disk_that_never_answers_costs_only_time(
-    trouble: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_thread_that_dies_costs_only_time(tmp_path: Path) -> None:
     stores: list[Troubled] = []
 
     def open_store(models: Any) -> Troubled:
         stores.append(Troubled(tmp_path, "slow"))
-        stores[-1].deadline = 0.3 if trouble == "hangs" else 1000.0
         stores[-1].refresh()
         return stores[-1]
 
@@ -219,17 +215,12 @@ def test_a_disk_that_never_answers_costs_only_time(
         server.wait_until(
             lambda: bool(server.worker._rows.active) and server.worker._rows.prefill._fetching is not None
         )
-        if trouble == "dies":
-            assert stores[-1].asked.wait(20)  # else it might die with a lock in its hand, as no thread does by itself
-            kill(next(iter(server.worker._rows.prefixes._disk._threads)))
-            stores[-1].go_on.set()
+        assert stores[-1].asked.wait(20)  # else it might die with a lock in its hand, as no thread does by itself
+        kill(next(iter(server.worker._rows.prefixes._disk._threads)))
+        stores[-1].go_on.set()
         answer = slow.result(20).json()
         assert answer["choices"][0]["text"] == wanted
         assert cached(answer) == 0
-        stores[-1].deadline = 1000.0  # a disk that only has much to do
-        stores[-1].go_on.set()
-        again = server.post(prompt=LONG + ENDS[1], max_tokens=5).json()  # and the disk is asked again
-        server.wait_until(lambda: not server.worker._rows.prefixes._late and not server.worker._rows.prefixes._failing)
         again = server.post(prompt=LONG + ENDS[2], max_tokens=5).json()
         assert cached(again) > 1000
 

@@ -11,8 +11,8 @@ import pytest
 from serving import PLENTY, SOURCE, Running, running
 
 from mlx_kv import CachePolicy
-from mlx_kv.prefixes.prefix_match import Reason
 from mlx_kv.server.api import Api, HttpSettings, Limits
+from mlx_kv.server.prefix_report import Reason
 
 # "<role>: text" for each message, after the tools and what an argument adds.
 TEMPLATE = (

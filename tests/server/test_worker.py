@@ -73,9 +73,8 @@ def worker_at_work(
         model = make_model(family, max_position_embeddings=8192)
         return Models(model, reference[1], model if draft else None)  # a draft that is always right
 
-    store = None if open_store is None else lambda models, shards: open_store(models)
     settings = WorkerSettings(
-        policy or CachePolicy(), prompt_memory_bytes=prompt_memory_bytes, open_store=store, **options
+        policy or CachePolicy(), prompt_memory_bytes=prompt_memory_bytes, open_store=open_store, **options
     )
     worker = Worker(models, settings)
     worker.start()

@@ -1,0 +1,320 @@
+"""Tasks that put questions to a language model in English: facts hidden in prose, real texts, code, and chats.
+
+The wording was chosen so that SmolLM2-135M-Instruct gives nine of ten answers right with all of a context in its cache.
+Prose and code are the reference and the library that come with Python.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+
+from mlx_kv.evaluation.chat_cases import Ask, Case, Room, Talk, make_case, scatter
+from mlx_kv.evaluation.tasks import Tokens
+
+# --- texts ------------------------------------------------------------------------------------------------------------
+
+MODULES = (
+    *("textwrap", "shlex", "heapq", "bisect", "calendar", "glob", "posixpath", "genericpath", "random"),
+    *("statistics", "copy", "fnmatch", "difflib", "inspect", "locale", "pprint", "shutil", "tempfile", "timeit"),
+    *("mimetypes", "netrc", "quopri", "base64", "colorsys", "ast", "dis", "gettext", "getopt", "keyword", "linecache"),
+)
+SENTENCE_WORDS = 8  # minimum words of a paragraph of prose
+FUNCTION_LINES = (4, 40)  # minimum and maximum
+
+
+@dataclass(frozen=True)
+class Function:
+    """A function of a module, with its source."""
+
+    name: str
+    source: str
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Paragraphs of prose and functions, each in the order of their sources."""
+
+    prose: tuple[str, ...]
+    functions: tuple[Function, ...]
+
+
+def paragraphs(text: str) -> list[str]:
+    """The paragraphs of prose, each in one line, without headings, tables and code, which are indented or short."""
+    found = []
+    for block in text.split("\n\n"):
+        lines = block.strip("\n").splitlines()
+        if lines and not any(line[:1].isspace() or line[:3] in ("***", "===", "---", "| -", "```") for line in lines):
+            line = " ".join(" ".join(lines).split())
+            if len(line.split()) >= SENTENCE_WORDS and not line.startswith(("|", "#", "-", "*")):
+                found.append(line)
+    return found
+
+
+def functions_of(source: str) -> list[Function]:
+    """The top-level functions of a module with a number of lines within `FUNCTION_LINES`."""
+    found, lines = [], source.splitlines()
+    min_lines, max_lines = FUNCTION_LINES
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.FunctionDef) and node.end_lineno is not None:
+            source_lines = lines[node.lineno - 1 : node.end_lineno]
+            if min_lines <= len(source_lines) <= max_lines:
+                found.append(Function(node.name, "\n".join(source_lines)))
+    return found
+
+
+@cache
+def python_texts(prose: tuple[Path, ...] = ()) -> Texts:
+    """The reference and the library that come with this Python, or other prose instead of the reference.
+
+    Raises:
+        OSError, UnicodeError: a file that cannot be read.
+        ValueError: this Python comes without them.
+    """
+    pages = [path.read_text(encoding="utf-8") for path in prose]
+    if not pages:
+        try:
+            from pydoc_data.topics import topics
+        except ImportError as error:
+            raise ValueError("this Python comes without its reference: give a text") from error
+        pages = [topics[name] for name in sorted(topics)]
+    functions: list[Function] = []
+    for name in MODULES:
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.has_location and spec.origin:
+            functions += functions_of(Path(spec.origin).read_text(encoding="utf-8"))
+    if not functions:
+        raise ValueError("this Python comes without the source of its library")
+    return Texts(tuple(line for text in pages for line in paragraphs(text)), tuple(functions))
+
+
+# --- facts in prose ---------------------------------------------------------------------------------------------------
+
+CITIES = (
+    "Paris London Berlin Madrid Rome Vienna Prague Dublin Lisbon Athens Oslo Stockholm Helsinki Warsaw Budapest Moscow "
+    "Tokyo Seoul Beijing Delhi Cairo Nairobi Sydney Toronto Chicago Boston Dallas Denver Seattle Havana Lima Quebec"
+).split()
+WORDS = (
+    "apple river stone cloud table chair bread horse mountain garden window candle bridge forest island winter summer "
+    "silver copper orange purple yellow guitar pencil basket rabbit tiger dragon castle rocket planet coffee"
+).split()
+PEOPLE = "Anna Peter Maria David Laura Thomas Sarah Daniel Emma Lucas Julia Simon Helen Martin Alice Robert".split()
+# A statement, the question for it, and words to fill in. A context has at most one fact of a kind: a small model
+# confuses several of them, even with all of the context in its cache.
+FACTS = (
+    ("lives in", "Where does {} live?", CITIES),
+    ("has lost the", "What has {} lost?", WORDS),
+    ("plays the", "What does {} play?", "piano guitar violin trumpet".split()),
+    ("has the number", "Which number does {} have?", tuple(map(str, range(1000, 10000, 37)))),
+    ("has painted a", "What has {} painted?", "dog cat horse snake bird spider wolf lion".split()),
+    ("likes the colour", "Which colour does {} like?", "red blue green yellow orange white black".split()),
+)
+CHAINS = (
+    ("has lost", "was found in", "Where was found what {} has lost?"),
+    ("has found", "was sold to a museum in", "Where was sold what {} has found?"),
+)
+
+
+def prose(rng: np.random.Generator, talk: Talk, texts: Texts) -> Iterator[Tokens]:
+    """Paragraphs of the texts in order, from a random one, repeated without end."""
+    first = int(rng.integers(len(texts.prose)))
+    for index in count(first):
+        yield talk.encode(texts.prose[index % len(texts.prose)] + "\n")
+
+
+def in_prose(
+    rng: np.random.Generator, talk: Talk, texts: Texts, room: Room, instruction: str, facts: list[str], asks: list[Ask]
+) -> Case:
+    length = room.context - len(talk.begun(instruction))
+    pieces = [talk.encode(fact + "\n") for fact in facts]
+    text = scatter(rng, prose(rng, talk, texts), pieces, length, room.keep_recent)
+    return make_case(talk, instruction, text, asks)
+
+
+def needle(rng: np.random.Generator, talk: Talk, texts: Texts, room: Room) -> Case:
+    """One number to be found."""
+    name, number = str(rng.choice(CITIES)), str(rng.integers(1000, 10000))
+    ask = Ask(f"What is the secret number of {name}?", (f"The secret number of {name} is", f" {number}"))
+    instruction = "Read the text below. Somewhere in it stands the secret number of a city. Remember it.\n\n"
+    return in_prose(rng, talk, texts, room, instruction, [f"The secret number of {name} is {number}."], [ask])
+
+
+def facts_about(rng: np.random.Generator, count: int) -> list[tuple[str, str, str, str]]:
+    """`count` facts of different kinds about different people: name, statement, word, question."""
+    names = rng.permutation(PEOPLE)[:count].tolist()
+    kinds = [FACTS[i] for i in rng.permutation(count).tolist()]
+    return [
+        (name, verb, str(rng.choice(words)), asked) for name, (verb, asked, words) in zip(names, kinds, strict=True)
+    ]
+
+
+def people(rng: np.random.Generator, talk: Talk, texts: Texts, room: Room, count: int) -> Case:
+    """`count` facts, with a question for each."""
+    facts = facts_about(rng, count)
+    asks = [
+        Ask(asked.format(name), (f"{name} {verb}", f" {word}"))
+        for name, verb, word, asked in [facts[i] for i in rng.permutation(count).tolist()]
+    ]
+    instruction = "Read the text below. Somewhere in it stands something about people. Remember it.\n\n"
+    return in_prose(
+        rng, talk, texts, room, instruction, [f"{name} {verb} {word}." for name, verb, word, _ in facts], asks
+    )
+
+
+def needles(rng: np.random.Generator, talk: Talk, texts: Texts, room: Room) -> Case:
+    """Four facts."""
+    return people(rng, talk, texts, room, 4)
+
+
+def many_needles(rng: np.random.Generator, talk: Talk, texts: Texts, room: Room) -> Case:
+    """Six facts."""
+    return people(rng, talk, texts, room, len(FACTS))
+
+
+def tracking(rng: np.random.Generator, talk: Talk, texts: Texts, room: Room) -> Case:
+    """Two chains of facts: the thing that a person has, and the place of that thing; both must be found."""
+    names, places = rng.permutation(PEOPLE)[:2].tolist(), rng.permutation(CITIES)[:2].tolist()
+    things = rng.permutation(WORDS)[:2].tolist()
+    about_people: list[str] = []
+    about_things: list[str] = []
+    asks = []
+    for name, thing, place, (has, is_in, question) in zip(names, things, places, CHAINS, strict=True):
+        about_people.append(f"{name} {has} the {thing}.")
+        about_things.append(f"The {thing} {is_in} {place}.")
+        reply = (f"{name} {has} the", f" {thing}", f". The {thing} {is_in}", f" {place}")
+        asks.append(Ask(question.format(name), reply))
+    instruction = "Read the text below. Somewhere in it stands something about people. Remember it.\n\n"
+    return in_prose(rng, talk, texts, room, instruction, about_people + about_things, asks)
+
+
+# --- real texts, code and chats ---------------------------------------------------------------------------------------
+
+ASKED = 4
+FRIENDS = 3  # of the first kinds of facts: no numbers, which a small model loses in a chat
+LEAD_WORDS, ANSWER_WORDS = 12, 8
+UNUSUAL = re.compile(r"[^\w\s.,:;'\u2019\"()*-]|__")  # paragraphs with such characters are left out
+GIVEN_TOKENS, FOUND_TOKENS = 32, 32  # of a function that are given, and to be written
+
+
+def passages(rng: np.random.Generator, talk: Talk, texts: Texts, room: Room) -> Case:
+    """Prose; some paragraphs are given up to a word and must be continued."""
+    instruction = "Read the text below. I will ask about what it says.\n\n"
+    length = room.context - len(talk.begun(instruction))
+    taken: list[str] = []
+    text: Tokens = []
+    lines = [line for line in texts.prose if len(line.split()) >= LEAD_WORDS + 4 and not UNUSUAL.search(line)]
+    if not lines:
+        raise ValueError("the text has no paragraph to ask for: give a longer one")
+    first = int(rng.integers(len(lines)))
+    for index in count(first):
+        line = lines[index % len(lines)]
+        text += talk.encode(line + "\n")
+        if len(text) >= length:
+            break
+        if len(text) <= length - room.keep_recent:
+            taken.append(line)
+    if not taken:
+        raise ValueError(f"no paragraph to ask for fits into a context of {room.context:,}: give a longer context")
+    asks = []
+    for line in rng.permutation(taken)[:ASKED].tolist():
+        words = line.split()
+        lead, answer = " ".join(words[:LEAD_WORDS]), " ".join(words[LEAD_WORDS:][:ANSWER_WORDS])
+        question = f'Copy the paragraph that begins with "{" ".join(words[:4])}", word by word.'
+        asks.append(Ask(question, (lead, f" {answer}"), by_token=True))
+    return make_case(talk, instruction, text[:length], asks)
+
+
+def functions(rng: np.random.Generator, talk: Talk, texts: Texts, room: Room, change: bool) -> Case:
+    """Code; some functions must be copied, as they are or under another name."""
+    instruction = "Here is the code of a module in Python.\n\n```python\n"
+    length = room.context - len(talk.begun(instruction))
+    all_functions = texts.functions
+    for first in rng.permutation(len(all_functions)).tolist():  # until a whole function fits
+        taken: list[Function] = []
+        text: Tokens = []
+        for index in count(first):
+            text += talk.encode(all_functions[index % len(all_functions)].source + "\n\n\n")
+            if len(text) >= length:
+                break
+            if len(text) <= length - room.keep_recent:
+                taken.append(all_functions[index % len(all_functions)])
+        if taken:
+            break
+    else:
+        raise ValueError(f"no function to ask for fits into a context of {room.context:,}: give a longer context")
+    asks = []
+    for index in rng.permutation(len(taken))[:ASKED].tolist():
+        function = taken[index]
+        name = "new_" + function.name if change else function.name
+        renamed = f", but rename it to {name}" if change else ""
+        question = f"Copy the function {function.name} from the code above, word by word{renamed}."
+        source = re.sub(rf"^def {function.name}\b", f"def {name}", function.source)
+        tokens = talk.encode(source)
+        given = max(GIVEN_TOKENS, len(talk.encode(source.partition("\n")[0])))
+        found = talk.decode(tokens[given : given + FOUND_TOKENS])
+        asks.append(Ask(question, ("```python\n" + talk.decode(tokens[:given]), found), by_token=True))
+    return make_case(talk, instruction, text[:length], asks)
+
+
+def code(rng: np.random.Generator, talk: Talk, texts: Texts, room: Room) -> Case:
+    return functions(rng, talk, texts, room, change=False)
+
+
+def editing(rng: np.random.Generator, talk: Talk, texts: Texts, room: Room) -> Case:
+    return functions(rng, talk, texts, room, change=True)
+
+
+def chat(rng: np.random.Generator, talk: Talk, texts: Texts, room: Room) -> Case:
+    """A chat of many turns, some of which are facts about friends to be found."""
+    pieces, asks = [], []
+    for name, verb, word, question in facts_about(rng, FRIENDS):
+        pieces.append(talk.exchange(f"{name} {verb} {word}.", "Thank you, I will remember it."))
+        asks.append(Ask(question.format(name), (f"{name} {verb}", f" {word}")))
+    asks = [asks[i] for i in rng.permutation(len(asks)).tolist()]
+    first = int(rng.integers(len(texts.prose)))
+
+    def turns() -> Iterator[Tokens]:
+        for index in count(first):
+            line = texts.prose[index % len(texts.prose)]
+            if 12 <= len(line.split()) <= 60:
+                yield talk.exchange("Please tell me more about Python.", line)
+
+    instruction = "Hello, I have some questions about Python."
+    begun = talk.begun(instruction)
+    opening = talk.exchange("", "Hello! I am happy to help.")
+    length = room.context - len(begun) - len(opening)
+    text = opening + scatter(rng, turns(), pieces, length, room.keep_recent)
+    return make_case(talk, instruction, text, asks)
+
+
+# --- all of them ------------------------------------------------------------------------------------------------------
+
+CaseMaker = Callable[[np.random.Generator, Talk, Texts, Room], Case]
+
+QUESTIONS: dict[str, CaseMaker] = {
+    "needle": needle,
+    "needles": needles,
+    "many_needles": many_needles,
+    "tracking": tracking,
+    "passages": passages,
+    "code": code,
+    "editing": editing,
+    "chat": chat,
+}
+
+
+def case_of(task: str, talk: Talk, texts: Texts, room: Room, seed: int, row: int) -> Case:
+    """One case of a task; the same for the same seed and row.
+
+    Raises:
+        ValueError: a context that is too short for the task.
+    """
+    return QUESTIONS[task](np.random.default_rng([seed, row]), talk, texts, room)
