@@ -92,7 +92,7 @@ def measured(rule: Growth) -> dict[str, float]:
 def figure(slots: dict[str, list[int]], path: Path) -> None:
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-    from mlx_kv.plots.style import GREY, axis_label, new_figure
+    from mlx_kv.plots import GREY, axis_label, new_figure
 
     shown = [DEFAULT, "x 2", "mlx-lm: +256"]
     drawing, axes = new_figure("Slots that hold nothing", "tokens", "slots allocated over slots that are live")

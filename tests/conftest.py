@@ -13,12 +13,15 @@ import mlx_kv  # noqa: F401  before anything below imports MLX: it loads a tuned
 # isort: split
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import mlx.nn as nn
 import pytest
 from effort import PROFILE, covering
 from hypothesis import HealthCheck, settings
+
+sys.path.append(str(Path(__file__).parent.parent))  # the checkout, for benchmarks.eval
 
 settings.register_profile(
     "default", deadline=None, max_examples=60, derandomize=True, suppress_health_check=[HealthCheck.too_slow]

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
 LONGEST_FILE = 1_000  # lines; where one asks whether it is one noun
-MOST_IN_ROOT = 8
+MOST_IN_ROOT = 10
 # Of mlx_kv, as tools/codelines.py counts. A change that raises one says why in its message.
 MOST_CODE_LINES = 28_942
 MOST_FILES = 241

@@ -95,7 +95,7 @@ def test_commands_of_a_page_have_the_options_that_it_uses(page: Path) -> None:
     lines = [line for block in blocks(page.read_text()) for line in block.commands]
     used = {name for line in lines if line.startswith("mlx-kv ") for name in [parsed(line)] if name}
     if page.name == "settings.md":
-        assert used >= {"plan", "calibrate", "eval", "chat", "serve", "cache", "generate", "batch"}
+        assert used >= {"plan", "calibrate", "chat", "serve", "cache", "generate", "batch"}
 
 
 def test_a_command_that_does_not_exist_is_seen() -> None:

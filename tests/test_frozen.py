@@ -114,7 +114,7 @@ def other_kind(outside: dict[str, Any]) -> None:
         without("names", "KVCache"),
         without("names", "KVCache", "attributes", "trim"),
         without("commands", "mlx-kv generate", "--kv-budget"),
-        without("commands", "mlx-kv eval"),
+        without("commands", "mlx-kv plan"),
         without("answers", "/v1/completions", "usage"),
         without("metrics", "mlx_kv_rows"),
         *(renamed_parameter, other_default, other_order, needed_parameter, fewer_choices, refused_field, other_kind),

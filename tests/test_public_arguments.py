@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from public_calls import CALLS, IDS, MISFITS, REFUSED, TAKEN, Call, tried
 
 import mlx_kv
-from mlx_kv import CachePolicy, SamplingSettings
-from mlx_kv.evaluation import attention, centres, choosing, codec_loss, inspection
+from mlx_kv import CachePolicy, SamplingSettings, inspection
+from mlx_kv.calibration import storage
 
 Reference = tuple[Any, Any]
 MODELS = {"PromptReader", "batch_generate", "generate", "speculative_generate", "stream_generate"}
@@ -162,11 +162,11 @@ def test_a_text_of_another_models_tokenizer_is_refused(reference: Reference) -> 
 
 
 EVALUATION = {
-    "losses": codec_loss.losses,
-    "choose_bits": choosing.choose_bits,
-    "centred": centres.centred,
+    "losses": storage.losses,
+    "choose_bits": storage.choose_bits,
+    "centred": storage.centred,
     "inspect_prompt": lambda model, ids: inspection.inspect_prompt(model, ids, CachePolicy(budget=80)),
-    "attention_of_last": attention.attention_of_last,
+    "attention_of_last": inspection.attention_of_last,
 }
 
 

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parent.parent
 COLUMNS = {
     "cli": (0, 6),
     "calibration": (0, 1.5),
-    "evaluation": (0, 1.5),
+    "inspection": (0, 1.5),
     "planning": (1.5, 1),
     "server": (1.5, 1.8),
     "plots": (3.3, 0.9),

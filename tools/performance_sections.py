@@ -180,17 +180,13 @@ SECTIONS = (
 OTHER_PAGES = {
     "budget_decode": "decoding with a budget: [budgets](budgets.md)",
     "cluster_table": "several machines: [clusters](clusters.md)",
-    "codecs": "quality of quantised caches: [quantisation](quantisation.md#quality)",
     "conversations": "reused prompts of conversations: [stores](store.md#measured)",
     "growth_rules": "choice of the default growth: [caches](caches.md)",
     "head_groups": "heads of unequal lengths in groups: [budgets](budgets.md#adaptive-heads-and-pyramid-layers)",
     "observing": "cost of scores that use attention: [budgets](budgets.md)",
-    "partial_reads": "quality if queries read part of a cache: [results](eval-results.md#reading-a-part-of-the-cache)",
     "peers": "three servers side by side: [batches](batches.md#shared-prefixes)",
     "ranks": "several machines: [clusters](clusters.md)",
-    "score_rule": "quality of scores: [evaluation results](eval-results.md)",
     "file_questions": "quality of scores, questions about files: [evaluation results](eval-results.md)",
-    "score_table": "quality of scores: [evaluation results](eval-results.md)",
     "server_drafts": "speculation in the server: [drafts](speculative.md#speedup)",
     "shared_prefix": "shared prefixes: [batches](batches.md#shared-prefixes)",
     "shared_store": "servers that share a store: [clusters](clusters.md#several-servers-one-store)",
@@ -202,10 +198,8 @@ WITHOUT_PAGE = {
     "kvpress_equality": "compares kept tokens with kvpress; no times",
     "parsing": "time to parse a request, compared with an older revision of mlx-kv; results are printed, not stored",
     "prefix_soak": "compares answers; no times",
-    "quick_softmax": "part of `score_table`",
     "ranks_equal": "compares tokens; no times",
     "ranks_soak": "compares tokens; no times",
-    "score_cells": "part of `score_table`",
     "soak": "searches for failures under load; no times",
 }
 ELSEWHERE = OTHER_PAGES | WITHOUT_PAGE

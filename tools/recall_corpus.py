@@ -11,10 +11,15 @@ a row are distinct; keys, values and copied words are drawn anew for each row.
 from __future__ import annotations
 
 import math
+import sys
+from pathlib import Path
 
 import numpy as np
 
-from mlx_kv.evaluation.tasks import (
+sys.path.insert(0, str(Path(__file__).parent.parent))  # the checkout
+
+# isort: split
+from benchmarks.eval.tasks import (
     AGAIN,
     COPY,
     END,

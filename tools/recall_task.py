@@ -13,11 +13,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from recall_card import recall_card
-from recall_corpus import HELD_OUT, batch, held_out_rows
+from recall_corpus import HELD_OUT, batch, held_out_rows  # which finds benchmarks
 from reference_network import Llama, token_losses
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from mlx_kv.evaluation.tasks import END, FIRST_FILLER, SUCCESSORS, WORDS
+from benchmarks.eval.tasks import END, FIRST_FILLER, SUCCESSORS, WORDS
 
 TOKENS_PER_STEP = 8192
 HELD_OUT_ROWS, PROGRESS_ROWS = 400, 48

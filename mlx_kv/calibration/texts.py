@@ -1,7 +1,7 @@
 """The texts that a model is calibrated on, as token ids.
 
 By default: code and documentation that come with Python and NumPy, and the passages, facts and chats of this package.
-They share no text with `mlx-kv eval`.
+They share no text with the questions of a calibration's report, nor with `benchmarks/eval`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from mlx_kv.evaluation.chat_cases import Talk
-from mlx_kv.evaluation.questions import MODULES, paragraphs
-from mlx_kv.evaluation.tasks import Tokens
+from mlx_kv.calibration.questions import MODULES, Talk, Tokens, paragraphs
 from mlx_kv.generation.encoding import encode_prompt
 
 COUNT = 26  # texts of `LENGTHS` tokens

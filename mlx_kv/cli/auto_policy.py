@@ -21,8 +21,7 @@ from mlx_kv.settings import setting
 if TYPE_CHECKING:
     import mlx.nn as nn
 
-    from mlx_kv.evaluation.choosing import Tried
-    from mlx_kv.evaluation.codec_loss import CodecLoss
+    from mlx_kv.calibration.storage import CodecLoss, Tried
     from mlx_kv.policy import CachePolicy
 
 ANY_BITS = 8  # instead of those to be chosen, while all else is checked
@@ -120,7 +119,7 @@ class AutoPolicyOptions(PolicyOptions):
             return policy
         import mlx.core as mx
 
-        from mlx_kv.evaluation.choosing import TOKENS, tokens_of, usual_text
+        from mlx_kv.calibration.storage import TOKENS, tokens_of, usual_text
         from mlx_kv.mlxlm.loading import context_length
 
         parts = usual_text() if self._text is None else [self._text]
@@ -148,7 +147,7 @@ class AutoPolicyOptions(PolicyOptions):
     @property
     def _bound(self) -> float:
         """Nats a token that bits may add."""
-        from mlx_kv.evaluation.choosing import MAX_LOSS
+        from mlx_kv.calibration.storage import MAX_LOSS
 
         return MAX_LOSS if self.max_loss is None else self.max_loss
 
@@ -170,8 +169,7 @@ class AutoPolicyOptions(PolicyOptions):
             raise click.UsageError(f"cannot read {self.loss_text}: {error.strerror}; {fix}") from error
 
     def _chosen(self, policy: CachePolicy, model: nn.Module, tokens: list[int]) -> CachePolicy:
-        from mlx_kv.evaluation.choosing import CANDIDATES, choose_bits
-        from mlx_kv.evaluation.codec_loss import PLAIN, bytes_per_token
+        from mlx_kv.calibration.storage import CANDIDATES, PLAIN, bytes_per_token, choose_bits
         from mlx_kv.files.fingerprint import model_fingerprint
         from mlx_kv.files.measurement_cache import MeasurementCache
 
@@ -202,7 +200,7 @@ def _too_coarse(policy: CachePolicy, model: nn.Module) -> bool:
 
 
 def _centred(policy: CachePolicy, model: nn.Module, tokens: list[int]) -> CachePolicy:
-    from mlx_kv.evaluation.centres import centred
+    from mlx_kv.calibration.storage import centred
 
     say(f"--kv-codec {CENTRED}: measuring the means of keys on {len(tokens):,} tokens of a text")
     keys, values = policy.codecs
@@ -220,7 +218,7 @@ class _Measuring:
 
     def __call__(self, policy: CachePolicy) -> tuple[float, float]:
         if self._text is None:
-            from mlx_kv.evaluation.codec_loss import CodecLoss
+            from mlx_kv.calibration.storage import CodecLoss
 
             count = f"{len(self._tokens):,} tokens"
             say(f"--kv-bits {AUTO}: measuring what each number of bits costs on {count} of a text, once for this model")

@@ -22,7 +22,7 @@ from mlx_kv.cli.policy import PolicyOptions, policy_options
 from mlx_kv.cli.prompt import PromptOptions, note_context, prefill_option
 
 if TYPE_CHECKING:
-    from mlx_kv.evaluation.inspection import Inspection, KeptLayer
+    from mlx_kv.inspection import Inspection, KeptLayer
     from mlx_kv.policy import CachePolicy
 
 EXAMPLES = """
@@ -33,7 +33,7 @@ Examples:
   mlx-kv inspect --prompt-file notes.py --kv-budget 256 --kv-share layer --text --layer 2
   mlx-kv inspect --prompt-file notes.py --kv-budget 256 --kv-share head --plot kept.png
   mlx-kv inspect --prompt-file notes.py --kv-budget 256 --kv-share layer --attention
-  mlx-kv inspect --prompt-file notes.py --kv-budget 256 --scores key_diff,recent,random --plot scores.png
+  mlx-kv inspect --prompt-file notes.py --kv-budget 256 --scores key_diff,recent,random
   git show | mlx-kv inspect - --kv-budget 256 --kv-score key_norm --json -
 """
 TENTHS = 10
@@ -176,33 +176,15 @@ def allocation_in_words(policy: CachePolicy) -> str:
     return f"share={policy.share}" + ("" if layers == "uniform" else f", layers={layers}")
 
 
-def draw(name: str, policy: CachePolicy, found: Mapping[str, Inspection], several: bool, file: Path) -> None:
-    """Draws the kept tokens: one row per layer or head, or with several scores one row per score."""
-    first = next(iter(found.values()))
-    title, allocation = f"{name}, {first.kept:,} of {first.tokens:,}", allocation_in_words(policy)
+def draw(name: str, policy: CachePolicy, found: Inspection, file: Path) -> None:
+    """Draws the kept tokens, one row per layer or head."""
+    from mlx_kv.plots import kept_positions
+
+    layers = [[(head.positions, head.scores) for head in layer.heads] for layer in found.layers]
+    shares = None if found.attention is None else [layer.attention_kept for layer in found.layers]
+    title = f"{name}, {found.kept:,} of {found.tokens:,} by {policy.score}, {allocation_in_words(policy)}"
     protected = policy.sinks, policy.keep_recent
-    if several:
-        from mlx_kv.plots.kept_by_score import kept_by_score
-
-        kept = {score: [1 - share for share in one.share_evicted()] for score, one in found.items()}
-        shares = None if first.attention is None else [one.attention_kept for one in found.values()]
-        save_figure(kept_by_score(f"{title}, {allocation}", kept, *protected, first.attention, shares), file)
-        return
-    from mlx_kv.plots.kept import kept_positions
-
-    layers = [[(head.positions, head.scores) for head in layer.heads] for layer in first.layers]
-    shares = None if first.attention is None else [layer.attention_kept for layer in first.layers]
-    title = f"{title} by {policy.score}, {allocation}"
-    save_figure(kept_positions(title, layers, first.tokens, *protected, first.attention, shares), file)
-
-
-def draw_heads(name: str, policy: CachePolicy, found: Inspection, file: Path) -> None:
-    """Draws how many tokens each head holds."""
-    from mlx_kv.plots.heads import tokens_by_head
-
-    counts = [[len(head.positions) for head in layer.heads] for layer in found.layers]
-    title = f"{name}, {found.tokens:,} tokens, {allocation_in_words(policy)}"
-    save_figure(tokens_by_head(title, counts, found.kept), file)
+    save_figure(kept_positions(title, layers, found.tokens, *protected, found.attention, shares), file)
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
@@ -228,14 +210,6 @@ def read_scores(ctx: click.Context, param: click.Parameter, value: str | None) -
     help="Draw a figure: .png, .svg or .pdf.",
 )
 @option(
-    "--plot-heads",
-    type=click.Path(dir_okay=False, path_type=Path),
-    metavar="FILE",
-    section="Output",
-    summary="Draw how many tokens each head holds.",
-    help="Draw how many tokens each head holds: .png, .svg or .pdf.",
-)
-@option(
     "--json",
     "json_file",
     type=click.Path(dir_okay=False, allow_dash=True),
@@ -258,7 +232,7 @@ def read_scores(ctx: click.Context, param: click.Parameter, value: str | None) -
     metavar="NAME,NAME",
     section="Output",
     summary="Compare these scores.",
-    help="Compare these scores: a row for each, in the table and in the figure.",
+    help="Compare these scores: a row for each, instead of one for each layer.",
 )
 @option("--force", is_flag=True, section="Output", help="Replace a file that --json did not write, too.")
 @option(
@@ -284,7 +258,6 @@ def inspect_command(
     ignore_chat_template: bool,
     prefill_step_size: int | None,
     plot: Path | None,
-    plot_heads: Path | None,
     json_file: str | None,
     attention: bool,
     scores: tuple[str, ...],
@@ -309,19 +282,21 @@ def inspect_command(
     to_json = None if json_file in (None, "-") else Path(str(json_file))
     if to_json is not None:
         check_json(to_json, JSON_KEYS, force)
-    for figure in (plot, plot_heads):
-        if figure is not None:
-            check_plot(figure)
-    if scores and plot_heads is not None:
-        raise click.UsageError("--plot-heads shows what one score keeps: leave out --scores")
+    if plot is not None:
+        check_plot(plot)
+        if scores:
+            raise click.UsageError(
+                "--plot draws what one score keeps: leave out --scores, or give --json FILE and draw it in a checkout: "
+                "python -m benchmarks.eval.plots FILE scores.png"
+            )
     text = prompt.read()
     for score in scores or [settings.score]:  # bad settings are refused before anything is loaded
         replace(settings, score=score).checked()
 
-    from mlx_kv.evaluation.inspection import inspect_policies
     from mlx_kv.generation.encoding import encode_text
     from mlx_kv.generation.prefill import prefill_step
     from mlx_kv.generation.two_pass_prefill import Instructions
+    from mlx_kv.inspection import inspect_policies
     from mlx_kv.mlxlm.convert import make_prompt_cache
     from mlx_kv.mlxlm.loading import load
 
@@ -342,9 +317,7 @@ def inspect_command(
 
     name = short_name(model)
     if plot is not None:
-        draw(name, policy, found, bool(scores), plot)
-    if plot_heads is not None:
-        draw_heads(name, policy, each[0], plot_heads)
+        draw(name, policy, each[0], plot)
     if to_json is not None:
         check_json(to_json, JSON_KEYS, force)  # it may have come meanwhile
         save_json(inspection_json(model, policy, found, bool(scores)), to_json)

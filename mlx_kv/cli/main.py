@@ -18,7 +18,6 @@ from mlx_kv.cli.calibrate import calibrate_command
 from mlx_kv.cli.chat import chat
 from mlx_kv.cli.completion import completion
 from mlx_kv.cli.config_file import add_config_option
-from mlx_kv.cli.evaluate import evaluate_command
 from mlx_kv.cli.generate import generate
 from mlx_kv.cli.info import info
 from mlx_kv.cli.inspect import inspect_command
@@ -50,7 +49,6 @@ for each in (
     plan,
     calibrate_command,
     inspect_command,
-    evaluate_command,
 ):
     add_config_option(each)
     command.add_command(each)

@@ -241,10 +241,12 @@ def given_options(group: type) -> dict[str, str]:
 # Of earlier versions, with the way on.
 REMOVED_COMMANDS = {
     "cache diff": "a server reports where a prompt differs from a cached one, in /memory and with --log-level INFO",
+    "eval": "run python -m benchmarks.eval in a checkout; mlx-kv calibrate reports the answers that a budget keeps",
     "models": "hf cache ls lists downloaded models, mlx-kv info the bundled ones, and mlx-kv plan --model MODEL tells "
     "what their caches take",
 }
 REMOVED_OPTIONS: dict[str, str] = {
+    "--plot-heads": "give --json FILE and draw it in a checkout: python -m benchmarks.eval.plots FILE heads.png",
     "--allow-cache": "a server has one cache policy: start one for each, with --kv-bits, --kv-budget and --kv-score",
     "--prompt-store-deadline": "a prompt waits for the disk as long as it takes, other requests do not; leave it out",
 }
@@ -261,7 +263,7 @@ class Commands(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """The command of the first argument."""
         for name in (" ".join(args[:2]), args[0]):
-            if name in REMOVED_COMMANDS:
+            if name in REMOVED_COMMANDS and name not in self.commands:
                 raise click.UsageError(f"mlx-kv {name} was removed in 0.4: {REMOVED_COMMANDS[name]}")
         return super().resolve_command(ctx, args)
 

@@ -156,7 +156,7 @@ def check_plot(path: Path) -> None:
         click.UsageError, ValueError: another suffix, no such directory, or no file.
     """
     try:
-        from mlx_kv.plots.style import SUFFIXES
+        from mlx_kv.plots import SUFFIXES
     except ImportError as error:
         raise click.UsageError('--plot needs matplotlib: pip install "mlx-kv[plot]"') from error
     if path.suffix.lower() not in SUFFIXES:

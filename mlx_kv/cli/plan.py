@@ -149,7 +149,7 @@ def draw(
     Raises:
         click.UsageError, ValueError: nothing is held that could be drawn, or the file cannot be written.
     """
-    from mlx_kv.plots.memory import memory_against_context
+    from mlx_kv.plots import memory_against_context
 
     held = {row.name: row.bytes_held for row in rows if any(row.bytes_held)}
     if not held:

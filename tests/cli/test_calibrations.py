@@ -14,7 +14,6 @@ from calibrations import random_calibration
 import mlx_kv
 from mlx_kv import load, save_calibration
 from mlx_kv.cache.eviction.calibration import Calibration
-from mlx_kv.evaluation.results import Settings
 from mlx_kv.files.calibration_file import beside
 from mlx_kv.files.fingerprint import model_fingerprint
 
@@ -133,17 +132,14 @@ def test_budgets_without_weights_keep_by_key_diff(
     assert "without --budgets-only" in done.err
 
 
-def test_inspect_draws_heads_and_counts_them(
+def test_inspect_counts_the_tokens_of_heads(
     command: Command, model: Path, calibration: Calibration, tmp_path: Path
 ) -> None:
     save_calibration(beside(model), calibration)
-    picture, positions = tmp_path / "heads.png", tmp_path / "positions.json"
-    done = command(
-        "inspect", "--model", model, "--prompt", PROMPT, *SMALL, "--plot-heads", picture, "--json", positions
-    )
+    positions = tmp_path / "positions.json"
+    done = command("inspect", "--model", model, "--prompt", PROMPT, *SMALL, "--json", positions)
     assert done.code == 0, done.err
     assert "score fitted, share=head, layers=calibrated" in done.out
-    assert picture.stat().st_size > 5000
     held = [len(head["positions"]) for layer in json.loads(positions.read_text())["layers"] for head in layer["heads"]]
     assert len(set(held)) > 1
     assert sum(held) == 24 * len(held)
@@ -157,23 +153,3 @@ def test_plan_takes_a_file(command: Command, model: Path, calibration: Calibrati
     assert given.code == 0, given.err
     planned = [json.loads(done.out)["strategies"][-1]["bytes_held"][0] for done in (uniform, given)]
     assert planned[1] > planned[0]  # heads with more than the mean
-
-
-def test_eval_compares_allocations(command: Command, model: Path, calibration: Calibration) -> None:
-    save_calibration(beside(model), calibration)
-    tasks = ("eval", "--model", model, "--tasks", "copy", "--rows", 1, "--seeds", 1, "--context", 96, "--budgets", "40")
-    done = command(*tasks, "--scores", "key_diff,key_diff@calibrated,fitted@global,fitted@calibrated")
-    assert done.code == 0, done.err
-    for name in ("key_diff@calibrated", "fitted@global", "fitted@calibrated"):
-        assert name in done.out
-    beside(model).unlink()
-    assert "run mlx-kv calibrate" in command(*tasks, "--scores", "fitted").err
-
-
-def test_allocations_of_scores_in_settings(calibration: Calibration) -> None:
-    scores = "key_diff@global", "fitted@calibrated", "random"
-    settings = Settings(calibration=calibration, scores=scores, budgets=(64,))
-    made = [settings.policy(*each) for each in settings.policies()[1:]]
-    assert [(each.score, each.share, each.layers) for each in made] == [
-        ("key_diff", "adaptive", "global"), ("fitted", "head", "calibrated"), ("random", "layers", "uniform"),
-    ]  # fmt: skip

@@ -13,10 +13,9 @@ from tiny_models import VOCAB
 
 from mlx_kv.cli import inspect as inspect_module
 from mlx_kv.cli.inspect import blocks, mark_evicted, tenths, text_lines, token_texts
-from mlx_kv.evaluation.inspection import KeptLayer, KeptTokens, inspect_prompt
 from mlx_kv.generation.encoding import encode_prompt
-from mlx_kv.plots.kept import kept_positions, ranks, raster, share_kept
-from mlx_kv.plots.kept_by_score import columns_of
+from mlx_kv.inspection import KeptLayer, KeptTokens, inspect_prompt
+from mlx_kv.plots import kept_positions, ranks, raster, share_kept
 from mlx_kv.policy import CachePolicy
 
 PROMPT = "".join(f"def function_{i}(a, b):\n    return a * {i} + b\n\n\n" for i in range(12))
@@ -49,12 +48,11 @@ def test_attention_is_shown_beside_what_is_kept(call: Any, tmp_path: Path) -> No
     assert "of what the last 64 tokens look at" in done.out
 
 
-def test_scores_side_by_side(call: Any, tmp_path: Path) -> None:
+def test_scores_side_by_side(call: Any) -> None:
     """Each as it is alone, whatever it stands beside."""
-    plot, names = tmp_path / "scores.png", ["recent", "key_norm", "key_diff"]
+    names = ["recent", "key_norm", "key_diff"]
     options = ("--prompt", PROMPT, *SMALL, "--kv-share", "layer")
-    told = json.loads(call(*options, "--scores", ",".join(names), "--json", "-", "--plot", str(plot)).out)
-    assert plot.stat().st_size > 10_000
+    told = json.loads(call(*options, "--scores", ",".join(names), "--json", "-").out)
     assert list(told["scores"]) == names
     for name, one in told["scores"].items():
         alone = json.loads(call(*options, "--kv-score", name, "--json", "-").out)
@@ -68,11 +66,6 @@ def test_scores_side_by_side(call: Any, tmp_path: Path) -> None:
         tokens = told["scores"][name]["tokens"]
         counts = [sum(p * 10 // tokens == tenth for p in kept) / len(layers) for tenth in range(10)]
         assert [float(count) for count in row.split()[2:]] == pytest.approx(counts, abs=0.5)
-
-
-def test_a_column_of_the_figure_is_the_mean_of_its_positions() -> None:
-    assert columns_of([0.0, 1.0, 1.0, 1.0, 0.5], 2) == pytest.approx([2 / 3, 0.75])
-    assert columns_of([0.25, 0.75], 2) == pytest.approx([0.25, 0.75])
 
 
 def test_json_is_the_same_data(call: Any, tmp_path: Path, reference: Any) -> None:
@@ -230,6 +223,14 @@ BAD: dict[str, tuple[list[str], str]] = {
     "negative layer": ([*GOOD, "--text", "--layer", "-1"], "there is no layer -1 with a budget"),
     "two answers": ([*GOOD, "--text", "--json", "-"], "--json - and --text both write to stdout"),
     "folder of JSON": ([*GOOD, "--json", "/nowhere/a.json"], "there is no folder /nowhere; make it first"),
+    "figure of scores": (
+        [*GOOD, "--scores", "recent,random", "--plot", "a.png"],
+        "--plot draws what one score keeps: leave out --scores, or give --json FILE",
+    ),
+    "figure of heads": (
+        [*GOOD, "--plot-heads", "a.png"],
+        "--plot-heads was removed in 0.4: give --json FILE and draw it in a checkout: python -m",
+    ),
     "kind of figure": ([*GOOD, "--plot", "a.xyz"], "give a file that ends in .png, .svg, .pdf"),
     "folder of the figure": ([*GOOD, "--plot", "/nowhere/a.png"], "there is no folder /nowhere; make it first"),
 }

@@ -11,8 +11,7 @@ import pytest
 
 import mlx_kv
 from mlx_kv.bundled import model_path
-from mlx_kv.evaluation.choosing import choose_bits, tokens_of
-from mlx_kv.evaluation.codec_loss import bytes_per_token
+from mlx_kv.calibration.storage import bytes_per_token, choose_bits, tokens_of
 from mlx_kv.settings import option_value
 
 ASKED = ("generate", "--prompt", "import os\n", "--max-tokens", "3", "--json")
@@ -72,7 +71,7 @@ def test_the_newest_as_they_came_are_measured_so(text: Path, command: Any) -> No
 
 
 def test_where_no_bits_are_borne_all_stays_plain(text: Path, command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlx_kv.evaluation.codec_loss.CodecLoss.added", lambda self, policy: Cost())
+    monkeypatch.setattr("mlx_kv.calibration.storage.CodecLoss.added", lambda self, policy: Cost())
     done = command(*ASKED, "--kv-bits", "auto", "--loss-text", text)
     answer = json.loads(done.out)
     assert answer["kv_bytes_live"] == answer["kv_bytes_full"]

@@ -19,7 +19,7 @@ from mlx_kv.mlxlm.convert import make_prompt_cache
 from mlx_kv.mlxlm.loading import model_from_config
 from mlx_kv.mlxlm.traverse import leaves
 from mlx_kv.planning import Planner, Strategy, strategies
-from mlx_kv.plots.memory import memory_against_context
+from mlx_kv.plots import memory_against_context
 from mlx_kv.policy import CachePolicy
 
 # The shape that is published for the model of 31 billion weights: 50 layers of 16 KV heads x 256 with a window of
@@ -320,7 +320,7 @@ def test_bad_input_is_one_line_and_exit_code_2(case: str, tmp_path: Path, comman
 
 
 def test_without_matplotlib_the_extra_is_named(command: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in ("mlx_kv.plots.memory", "mlx_kv.plots.style"):
+    for name in ("mlx_kv.plots",):
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib.axes", None)
     done = command("plan", *GOOD, "--plot", tmp_path / "a.png")

@@ -13,7 +13,7 @@ from mlx_lm.generate import generate_step
 import mlx_kv
 from mlx_kv.cache.attention import Packed, blocks
 from mlx_kv.cache.codecs import Affine
-from mlx_kv.evaluation.centres import centred
+from mlx_kv.calibration.storage import centred
 from mlx_kv.mlxlm.traverse import attention_caches
 from tests.tiny_models import VOCAB, make_model
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 import pytest
 from mlx_lm.generate import stream_generate as stock_stream_generate
 from mlx_lm.models import cache as stock
@@ -26,13 +25,11 @@ from mlx_kv import (
     stream_generate,
 )
 from mlx_kv.bundled import FOLDER
-from mlx_kv.evaluation.inspection import inspect_prompt
-from mlx_kv.evaluation.reading import Context
-from mlx_kv.evaluation.results import Settings
 from mlx_kv.generation.encoding import encode_prompt
 from mlx_kv.generation.engine import make_engine
 from mlx_kv.generation.prefill import chunk_for
 from mlx_kv.generation.sequence import TokenSequence
+from mlx_kv.inspection import inspect_prompt
 
 Reference = tuple[nn.Module, Any]
 SOURCE = Path(mlx_kv.__file__).parent / "cache" / "kv_cache.py"
@@ -209,7 +206,6 @@ READERS: dict[str, Callable[..., Any]] = {
     "reader": lambda model, draft, tokenizer, tokens, **step: PromptReader(
         model, make_prompt_cache(model), tokens, step=step.get("prefill_step_size")
     ).finish(),
-    "eval": lambda model, draft, tokenizer, tokens, **step: [Context(model, np.array([tokens]), Settings())],
 }
 
 

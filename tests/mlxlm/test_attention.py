@@ -21,7 +21,7 @@ from mlx_lm.models import cache as stock
 from mlx_lm.models import llama
 
 from mlx_kv import CachePolicy, make_prompt_cache
-from mlx_kv.evaluation.attention import attention_received
+from mlx_kv.inspection import attention_of_last
 from mlx_kv.mlxlm.attention import AttentionCall, AttentionPatch, attention_hooked, attention_modules
 from mlx_kv.mlxlm.traverse import attention_caches, leaves
 
@@ -225,13 +225,9 @@ def test_layers_that_inherit_are_found(model: nn.Module) -> None:
 
 
 def test_attention_of_wrapped_models_is_evaluated() -> None:
-    import numpy as np
-
-    model = shared_family("qwen3_vl")
-    context, questions = np.array(tokens(0, 20)), np.array(tokens(1, 4))
-    of_all, of_questions = attention_received(model, context, questions)
-    assert of_all.shape == of_questions.shape == (4, 1, 20)
-    assert (of_all - of_questions).sum(axis=2).ravel() == pytest.approx([20] * 4, rel=1e-4)
+    received = attention_of_last(shared_family("qwen3_vl"), tokens(0, 20)[0].tolist(), queries=4)
+    assert [each.shape[1] for each in received.values()] == [20] * 4
+    assert all(each.sum(axis=1) == pytest.approx(1, rel=1e-4) for each in received.values())
 
 
 # --- answering --------------------------------------------------------------------------------------------------------

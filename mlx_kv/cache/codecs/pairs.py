@@ -152,7 +152,7 @@ Factory = Callable[..., Codec]  # takes the codec's `parameters` by their names,
 
 def _centred(heads: int = 0, numbers: str = "", codec: Sequence[Any] = ("affine", {})) -> Centred:
     if not numbers:
-        raise ValueError("keys are centred by numbers of their model: give what evaluation.centres.centred() measures")
+        raise ValueError("keys are centred by numbers of their model: give what calibration.storage.centred() measures")
     name, parameters = codec
     return Centred(Centre(heads, numbers), find_codec(name, parameters))
 

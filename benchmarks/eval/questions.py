@@ -1,0 +1,214 @@
+"""Tasks that put questions to a language model in English: facts hidden in prose, real texts, code, and chats.
+
+The wording was chosen so that SmolLM2-135M-Instruct gives nine of ten answers right with all of a context in its cache.
+Prose and code are the reference and the library that come with Python.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from itertools import count
+
+import numpy as np
+
+from mlx_kv.calibration.questions import (
+    CITIES,
+    FACTS,
+    PEOPLE,
+    WORDS,
+    Ask,
+    Case,
+    Function,
+    Room,
+    Talk,
+    Texts,
+    Tokens,
+    facts_about,
+    in_prose,
+    make_case,
+    needles,
+    people,
+    scatter,
+)
+
+from .tasks import Trial
+
+
+def trial_of(case: Case, seen: bool) -> Trial:
+    """A case as one row.
+
+    Args:
+        seen: whether all questions are part of the context and only the replies follow; else questions follow one by
+            one, each with its reply.
+    """
+    turns = case.together if seen else case.apart
+    asked = turns.tokens[: turns.asked] if seen else []
+    return Trial(
+        context=np.array([case.context + asked]),
+        questions=np.array([turns.tokens[len(asked) :]]),
+        answers=np.array([turns.answers[len(asked) :]]),
+        alone=np.array([case.alone + asked]),
+    )
+
+
+# --- facts in prose ---------------------------------------------------------------------------------------------------
+
+CHAINS = (
+    ("has lost", "was found in", "Where was found what {} has lost?"),
+    ("has found", "was sold to a museum in", "Where was sold what {} has found?"),
+)
+
+
+def needle(rng: np.random.Generator, talk: Talk, texts: Texts, room: Room) -> Case:
+    """One number to be found."""
+    name, number = str(rng.choice(CITIES)), str(rng.integers(1000, 10000))
+    ask = Ask(f"What is the secret number of {name}?", (f"The secret number of {name} is", f" {number}"))
+    instruction = "Read the text below. Somewhere in it stands the secret number of a city. Remember it.\n\n"
+    return in_prose(rng, talk, texts, room, instruction, [f"The secret number of {name} is {number}."], [ask])
+
+
+def many_needles(rng: np.random.Generator, talk: Talk, texts: Texts, room: Room) -> Case:
+    """Six facts."""
+    return people(rng, talk, texts, room, len(FACTS))
+
+
+def tracking(rng: np.random.Generator, talk: Talk, texts: Texts, room: Room) -> Case:
+    """Two chains of facts: the thing that a person has, and the place of that thing; both must be found."""
+    names, places = rng.permutation(PEOPLE)[:2].tolist(), rng.permutation(CITIES)[:2].tolist()
+    things = rng.permutation(WORDS)[:2].tolist()
+    about_people: list[str] = []
+    about_things: list[str] = []
+    asks = []
+    for name, thing, place, (has, is_in, question) in zip(names, things, places, CHAINS, strict=True):
+        about_people.append(f"{name} {has} the {thing}.")
+        about_things.append(f"The {thing} {is_in} {place}.")
+        reply = (f"{name} {has} the", f" {thing}", f". The {thing} {is_in}", f" {place}")
+        asks.append(Ask(question.format(name), reply))
+    instruction = "Read the text below. Somewhere in it stands something about people. Remember it.\n\n"
+    return in_prose(rng, talk, texts, room, instruction, about_people + about_things, asks)
+
+
+# --- real texts, code and chats ---------------------------------------------------------------------------------------
+
+ASKED = 4
+FRIENDS = 3  # of the first kinds of facts: no numbers, which a small model loses in a chat
+LEAD_WORDS, ANSWER_WORDS = 12, 8
+UNUSUAL = re.compile(r"[^\w\s.,:;'\u2019\"()*-]|__")  # paragraphs with such characters are left out
+GIVEN_TOKENS, FOUND_TOKENS = 32, 32  # of a function that are given, and to be written
+
+
+def passages(rng: np.random.Generator, talk: Talk, texts: Texts, room: Room) -> Case:
+    """Prose; some paragraphs are given up to a word and must be continued."""
+    instruction = "Read the text below. I will ask about what it says.\n\n"
+    length = room.context - len(talk.begun(instruction))
+    taken: list[str] = []
+    text: Tokens = []
+    lines = [line for line in texts.prose if len(line.split()) >= LEAD_WORDS + 4 and not UNUSUAL.search(line)]
+    if not lines:
+        raise ValueError("the text has no paragraph to ask for: give a longer one")
+    first = int(rng.integers(len(lines)))
+    for index in count(first):
+        line = lines[index % len(lines)]
+        text += talk.encode(line + "\n")
+        if len(text) >= length:
+            break
+        if len(text) <= length - room.keep_recent:
+            taken.append(line)
+    if not taken:
+        raise ValueError(f"no paragraph to ask for fits into a context of {room.context:,}: give a longer context")
+    asks = []
+    for line in rng.permutation(taken)[:ASKED].tolist():
+        words = line.split()
+        lead, answer = " ".join(words[:LEAD_WORDS]), " ".join(words[LEAD_WORDS:][:ANSWER_WORDS])
+        question = f'Copy the paragraph that begins with "{" ".join(words[:4])}", word by word.'
+        asks.append(Ask(question, (lead, f" {answer}"), by_token=True))
+    return make_case(talk, instruction, text[:length], asks)
+
+
+def functions(rng: np.random.Generator, talk: Talk, texts: Texts, room: Room, change: bool) -> Case:
+    """Code; some functions must be copied, as they are or under another name."""
+    instruction = "Here is the code of a module in Python.\n\n```python\n"
+    length = room.context - len(talk.begun(instruction))
+    all_functions = texts.functions
+    for first in rng.permutation(len(all_functions)).tolist():  # until a whole function fits
+        taken: list[Function] = []
+        text: Tokens = []
+        for index in count(first):
+            text += talk.encode(all_functions[index % len(all_functions)].source + "\n\n\n")
+            if len(text) >= length:
+                break
+            if len(text) <= length - room.keep_recent:
+                taken.append(all_functions[index % len(all_functions)])
+        if taken:
+            break
+    else:
+        raise ValueError(f"no function to ask for fits into a context of {room.context:,}: give a longer context")
+    asks = []
+    for index in rng.permutation(len(taken))[:ASKED].tolist():
+        function = taken[index]
+        name = "new_" + function.name if change else function.name
+        renamed = f", but rename it to {name}" if change else ""
+        question = f"Copy the function {function.name} from the code above, word by word{renamed}."
+        source = re.sub(rf"^def {function.name}\b", f"def {name}", function.source)
+        tokens = talk.encode(source)
+        given = max(GIVEN_TOKENS, len(talk.encode(source.partition("\n")[0])))
+        found = talk.decode(tokens[given : given + FOUND_TOKENS])
+        asks.append(Ask(question, ("```python\n" + talk.decode(tokens[:given]), found), by_token=True))
+    return make_case(talk, instruction, text[:length], asks)
+
+
+def code(rng: np.random.Generator, talk: Talk, texts: Texts, room: Room) -> Case:
+    return functions(rng, talk, texts, room, change=False)
+
+
+def editing(rng: np.random.Generator, talk: Talk, texts: Texts, room: Room) -> Case:
+    return functions(rng, talk, texts, room, change=True)
+
+
+def chat(rng: np.random.Generator, talk: Talk, texts: Texts, room: Room) -> Case:
+    """A chat of many turns, some of which are facts about friends to be found."""
+    pieces, asks = [], []
+    for name, verb, word, question in facts_about(rng, FRIENDS):
+        pieces.append(talk.exchange(f"{name} {verb} {word}.", "Thank you, I will remember it."))
+        asks.append(Ask(question.format(name), (f"{name} {verb}", f" {word}")))
+    asks = [asks[i] for i in rng.permutation(len(asks)).tolist()]
+    first = int(rng.integers(len(texts.prose)))
+
+    def turns() -> Iterator[Tokens]:
+        for index in count(first):
+            line = texts.prose[index % len(texts.prose)]
+            if 12 <= len(line.split()) <= 60:
+                yield talk.exchange("Please tell me more about Python.", line)
+
+    instruction = "Hello, I have some questions about Python."
+    begun = talk.begun(instruction)
+    opening = talk.exchange("", "Hello! I am happy to help.")
+    length = room.context - len(begun) - len(opening)
+    text = opening + scatter(rng, turns(), pieces, length, room.keep_recent)
+    return make_case(talk, instruction, text, asks)
+
+
+# --- all of them ------------------------------------------------------------------------------------------------------
+
+CaseMaker = Callable[[np.random.Generator, Talk, Texts, Room], Case]
+
+QUESTIONS: dict[str, CaseMaker] = {
+    "needle": needle,
+    "needles": needles,
+    "many_needles": many_needles,
+    "tracking": tracking,
+    "passages": passages,
+    "code": code,
+    "editing": editing,
+    "chat": chat,
+}
+
+
+def case_of(task: str, talk: Talk, texts: Texts, room: Room, seed: int, row: int) -> Case:
+    """One case of a task; the same for the same seed and row.
+
+    Raises:
+        ValueError: a context that is too short for the task.
+    """
+    return QUESTIONS[task](np.random.default_rng([seed, row]), talk, texts, room)

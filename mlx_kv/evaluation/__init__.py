@@ -1,1 +1,0 @@
-"""Measures what a policy costs in recall, copying, perplexity and attention, and shows which tokens it keeps."""
