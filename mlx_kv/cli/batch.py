@@ -1,37 +1,47 @@
-"""`mlx-kv batch`: a file of prompts in, a file of answers out; started again, it does the lines that are missing."""
+"""`mlx-kv batch`: a file of prompts in, a file of answers out; started again, it does the lines that are missing.
+
+    {"prompt": "a text" or [token ids], "max_tokens": 256, "id": "a text" or a number}
+    {"id": …, "line": …, "digest": …, "text": …, …}
+
+The digest identifies the prompt and the settings of an answer. Lines are counted from 1; empty ones are skipped.
+"""
 
 from __future__ import annotations
 
+import codecs
 import contextlib
+import errno
+import hashlib
 import json
 import os
-import shutil
+import stat
 import sys
-import tempfile
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
-from typing import IO, TYPE_CHECKING, Any, BinaryIO, Literal
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Literal
 
 import click
+import msgspec
 
 from mlx_kv.cli.auto_policy import AutoPolicyOptions, auto_policy_options
-from mlx_kv.cli.decoding import DraftOptions, draft_options, sampling_options
+from mlx_kv.cli.decoding import DraftOptions, draft_lines, draft_options, sampling_options, unseeded_sampler
 from mlx_kv.cli.help import command, option
 from mlx_kv.cli.model import ModelOptions
 from mlx_kv.cli.options import LeadersFile, options
-from mlx_kv.cli.output import say
+from mlx_kv.cli.output import file_errors, say
 from mlx_kv.cli.prompt import prefill_option
 from mlx_kv.cli.ranks import Machine, on_each_rank
+from mlx_kv.files.atomic_write import atomic_write, lock
+from mlx_kv.files.decoding import DuplicateKeyError, unique_keys
 from mlx_kv.generation.settings import SamplingSettings
+from mlx_kv.settings import MOST_TOKENS
 
 if TYPE_CHECKING:
     import mlx.nn as nn
 
-    from mlx_kv.cli.batch_files import InputScan
     from mlx_kv.generation.engine import Engine
-    from mlx_kv.generation.statistics import SpeculationStatistics
-    from mlx_kv.policy import CachePolicy
+    from mlx_kv.generation.sequence import BatchToken, TokenSequence
 
 EXAMPLES = """
 \b
@@ -45,6 +55,9 @@ Examples:
   mlx.launch -n 2 mlx-kv batch --prompts prompts.jsonl --output answers.jsonl
 """
 BATCHES_AHEAD = 2  # of prompts that wait for a place: a batch of short answers empties at once
+BEGINNING = b'{"id": '  # of every answer
+FORM = 'give {"prompt": a text or token ids, "max_tokens": a whole number from 1 up, "id": a text or a whole number}'
+Id = str | int
 JSONL = LeadersFile(exists=True, dir_okay=False, allow_dash=True)
 
 
@@ -125,128 +138,196 @@ def batch(
     """
     before_loading = policy.before_loading  # bad settings are refused before anything is loaded
 
-    def start() -> Started:
+    def start() -> tuple[Engine, PromptEncoder]:
         """Loads the model and makes an engine; ranks but the first follow it to its end."""
         from mlx_kv.generation.engine import make_engine
-        from mlx_kv.generation.statistics import SpeculationStatistics
         from mlx_kv.generation.two_pass_prefill import Instructions
 
         network, tokenizer = machine.load()
         cache_policy = policy.for_model(network, tokenizer, model.name)
-        speculation = SpeculationStatistics() if drafts.enabled else None
-        engine = machine.lead_or_follow(
-            partial(
-                make_engine,
+        draft = drafts.load_model() if machine.leads else None
+
+        def engine(**communicator: Any) -> Engine:
+            return make_engine(
                 network,
                 set(tokenizer.eos_token_ids),
                 cache_policy,
                 max_batch_size,
                 prefill_step_size,
-                drafts.load_model() if machine.leads else None,
-                statistics=speculation,
+                draft,
                 instructions=Instructions.for_policy(cache_policy, tokenizer, network),
                 **vars(drafts.settings),
+                **communicator,
             )
-        )
-        return Started(engine, network, tokenizer, speculation)
 
-    answer_settings: dict[str, Any] = {
-        "model": model.name,
-        "plain": ignore_chat_template,
-        "policy": answer_policy(before_loading) | policy.measured,
-    }  # for the digest of an answer
-    answer_settings |= answer_sampling(sampling)
+        return machine.lead_or_follow(engine), PromptEncoder(network, tokenizer, ignore_chat_template, sampling)
+
     if not machine.leads:
         start()
         return 0
-    check_files(prompts_file, output_file)
-    return run_file(
-        start,
-        answer_settings,
-        prompts_file,
-        output_file,
-        overwrite,
-        (1 + BATCHES_AHEAD) * max_batch_size,
-        ignore_chat_template,
-        max_tokens,
-        sampling,
-    )
+    growth_aside = {name: value for name, value in before_loading.settings().items() if name != "growth"}
+    settings = {"model": model.name, "plain": ignore_chat_template, "policy": growth_aside | policy.measured}
+    reader = RequestReader(max_tokens, settings | answer_sampling(sampling))
+    raw_lines = read_lines(prompts_file, output_file)
+    with OutputFile(output_file) as answers:
+        work = find_work(raw_lines, reader, answers.done)
+        if work.changed and not overwrite:
+            raise click.UsageError(say_changed(work.changed, answers.name))
+        progress = Progress(work)
+        if not work.todo:
+            say(f"nothing to do: {work.skipped:,} of {work.skipped + progress.bad:,} lines are in {answers.name}")
+            return 1 if progress.bad else 0
+        engine, encoder = start()
+        answers.drop({name for _, name in work.changed})
+        progress.begin()
+        requests = (reader.read(number, raw) for number, raw in work.todo)
+        try:
+            for request, prompt_tokens, tokens in run(
+                engine, requests, encoder, (1 + BATCHES_AHEAD) * max_batch_size, progress
+            ):
+                answers.append(
+                    request,
+                    {
+                        "text": "".join(token.text for token in tokens),
+                        "tokens": [token.token for token in tokens],
+                        "finish_reason": tokens[-1].finish_reason,
+                        "prompt_tokens": prompt_tokens,
+                        "generation_tokens": len(tokens),
+                    },
+                )
+                progress.finished()
+        finally:
+            progress.end(encoder)
+            if engine.speculation is not None:
+                click.echo(draft_lines(engine.speculation), err=True)
+    return 1 if progress.bad else 0
+
+
+# --- prompts ----------------------------------------------------------------------------------------------------------
+
+
+class Line(msgspec.Struct, forbid_unknown_fields=True):
+    """The object of a line; its id is that of the line, where it has none."""
+
+    prompt: str | list[Annotated[int, msgspec.Meta(ge=0)]]
+    max_tokens: Annotated[int, msgspec.Meta(ge=1, le=MOST_TOKENS)] | msgspec.UnsetType = msgspec.UNSET
+    id: Id | msgspec.UnsetType = msgspec.UNSET
 
 
 @dataclass(frozen=True)
-class Started:
-    """What a run needs once there is something to do."""
+class Request:
+    """The request of a line.
 
-    engine: Engine
-    model: nn.Module
-    tokenizer: Any
-    speculation: SpeculationStatistics | None
+    Attributes:
+        number: of the line.
+        digest: of prompt, max_tokens and settings.
+    """
 
-
-def check_files(prompts_file: str, output_file: str) -> None:
-    """Refuses files that a run cannot read twice, or would write over."""
-    if prompts_file != "-" and not os.path.isfile(prompts_file):
-        raise click.UsageError(f"--prompts {prompts_file} is not a regular file: give one that can be read twice, or -")
-    both = "-" not in (prompts_file, output_file)
-    if both and os.path.exists(output_file) and os.path.samefile(output_file, prompts_file):
-        raise click.UsageError(f"--output {output_file} is the file of prompts: give another one")
+    number: int
+    id: Id
+    prompt: str | list[int]
+    max_tokens: int
+    digest: str
 
 
-def run_file(
-    start: Callable[[], Started],
-    answer_settings: dict[str, Any],
-    prompts_file: str,
-    output_file: str,
-    overwrite: bool,
-    ahead: int,
-    ignore_chat_template: bool,
-    max_tokens: int,
-    sampling: SamplingSettings,
-) -> int:
-    """From one file into the other; the exit code. The engine is started when there is something to do."""
-    from mlx_kv.cli.batch_files import InputFile, OutputFile, OutputStream
-    from mlx_kv.cli.batch_run import Progress, PromptEncoder, run
+class RequestReader:
+    """Reads the requests of lines.
 
-    progress = Progress()
-    answers: OutputFile | OutputStream
-    try:
-        answers = OutputStream(standard("stdout")) if output_file == "-" else OutputFile(output_file)
-    except OSError as error:
-        raise click.UsageError(f"cannot open {error.filename or output_file}: {error.strerror}") from error
-    where = "stdout" if output_file == "-" else output_file
-    with answers, spooled_stdin() if prompts_file == "-" else open(prompts_file, "rb") as file:
-        prompts = InputFile(file, max_tokens, answer_settings)
-        scan = prompts.scan(answers.done)
-        if scan.changed and not overwrite:
-            raise click.UsageError(say_changed(scan, where))
-        for number, reason in scan.bad:
-            progress.bad_line(number, reason)
-        progress.skipped = scan.skipped
-        if not scan.todo:
-            held = f"{scan.skipped:,} of {scan.skipped + progress.bad:,} lines are in {where}"
-            say(f"nothing to do: {held}")
-            return 1 if progress.bad else 0
-        at = start()
-        if scan.changed:
-            with written(where):
-                answers.drop({name for _, name in scan.changed})
-        encoder = PromptEncoder(at.model, at.tokenizer, ignore_chat_template, sampling)
-        progress.begin(len(scan.todo))
+    Args:
+        max_tokens: of lines that don't say.
+        settings: all else that an answer depends on, in JSON's terms.
+    """
+
+    def __init__(self, max_tokens: int, settings: dict[str, Any]) -> None:
+        self._max_tokens, self._settings = max_tokens, json.dumps(settings, sort_keys=True)
+
+    def read(self, number: int, raw: bytes) -> Request:
+        """Raises ValueError for a line that is no request."""
         try:
-            for request, prompt_tokens, tokens in run(at.engine, prompts, scan.todo, encoder, ahead, progress):
-                answer = {
-                    "text": "".join(token.text for token in tokens),
-                    "tokens": [token.token for token in tokens],
-                    "finish_reason": tokens[-1].finish_reason,
-                    "prompt_tokens": prompt_tokens,
-                    "generation_tokens": len(tokens),
-                }
-                with written(where):
-                    answers.append(request, answer)
-                progress.finished()
-        finally:
-            progress.end(encoder, at.speculation)
-    return 1 if progress.bad else 0
+            line = msgspec.convert(json.loads(raw.decode("utf-8").rstrip(), object_pairs_hook=unique_keys), Line)
+        except DuplicateKeyError as error:
+            raise ValueError(f"key {json.dumps(error.key)} appears twice: give it once") from error
+        except UnicodeDecodeError as error:
+            raise ValueError(f"not UTF-8 ({error.reason}): give one JSON object") from error
+        except json.JSONDecodeError as error:
+            raise ValueError(f"not JSON ({error.msg}, column {error.colno}): give one JSON object") from error
+        except RecursionError as error:
+            raise ValueError("not JSON of ours (nested too deeply): give one JSON object") from error
+        except msgspec.ValidationError as error:
+            raise ValueError(f"{error}: {FORM}") from error
+        prompt, limit = line.prompt, self._max_tokens if line.max_tokens is msgspec.UNSET else line.max_tokens
+        if not (prompt.strip() if isinstance(prompt, str) else prompt):
+            raise ValueError("the prompt is empty: give at least one word or token")
+        try:
+            "".join(each for each in (prompt, line.id) if isinstance(each, str)).encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise ValueError(f"not text ({error.reason}): leave out lone surrogates") from error
+        content = json.dumps([prompt, limit, self._settings]).encode()
+        name = number if line.id is msgspec.UNSET else line.id
+        return Request(number, name, prompt, limit, hashlib.sha256(content).hexdigest()[:16])
+
+
+@dataclass(frozen=True)
+class Work:
+    """The lines of a file of prompts, by what is to be done.
+
+    Attributes:
+        todo: number and content of the lines without an answer, in order.
+        skipped: lines that have theirs.
+        bad: numbers of lines that cannot be done, and why.
+        changed: number and id of lines in `todo` whose id has an answer to another prompt, or by other settings.
+    """
+
+    todo: list[tuple[int, bytes]]
+    skipped: int
+    bad: list[tuple[int, str]]
+    changed: list[tuple[int, Id]]
+
+
+def find_work(lines: Iterable[bytes], reader: RequestReader, done: dict[Id, str]) -> Work:
+    """What is to be done.
+
+    Args:
+        done: digests of the answers that there are, by id.
+    """
+    todo: list[tuple[int, bytes]] = []
+    bad: list[tuple[int, str]] = []
+    changed: list[tuple[int, Id]] = []
+    numbers: dict[Id, int] = {}  # of lines, by their ids
+    for number, raw in enumerate(lines, 1):
+        if not raw.strip():
+            continue
+        try:
+            request = reader.read(number, raw)
+            if request.id in numbers:
+                same = f"id {json.dumps(request.id)} is that of line {numbers[request.id]}"
+                raise ValueError(f"{same}: give each line its own")
+        except ValueError as error:
+            bad.append((number, str(error)))
+            continue
+        numbers[request.id] = number
+        if done.get(request.id) == request.digest:
+            continue
+        todo.append((number, raw))
+        if request.id in done:
+            changed.append((number, request.id))
+    return Work(todo, len(numbers) - len(todo), bad, changed)
+
+
+def read_lines(prompts_file: str, output_file: str) -> list[bytes]:
+    """The lines of the file of prompts.
+
+    Raises:
+        click.UsageError: it cannot be read, or answers would be written into it.
+    """
+    if prompts_file == "-":
+        lines = list(standard("stdin"))
+    else:
+        if output_file != "-" and os.path.exists(output_file) and os.path.samefile(output_file, prompts_file):
+            raise click.UsageError(f"--output {output_file} is the file of prompts: give another one")
+        with file_errors(f"read {prompts_file}"), open(prompts_file, "rb") as file:
+            lines = list(file)
+    return [lines[0].removeprefix(codecs.BOM_UTF8), *lines[1:]] if lines else []
 
 
 def standard(name: Literal["stdin", "stdout"]) -> BinaryIO:
@@ -255,30 +336,6 @@ def standard(name: Literal["stdin", "stdout"]) -> BinaryIO:
     if stream is None:
         raise click.UsageError(f"{name} is closed: give a file instead of -")
     return stream.buffer  # type: ignore[no-any-return]
-
-
-def spooled_stdin() -> IO[bytes]:
-    """All of standard input, in a file that can be read twice and has no name."""
-    file = tempfile.TemporaryFile()  # noqa: SIM115, closed by who asks for it
-    with written("a copy of stdin"):
-        shutil.copyfileobj(standard("stdin"), file)
-    return file
-
-
-@contextlib.contextmanager
-def written(where: str) -> Iterator[None]:
-    """What the system says about a file of answers becomes one line."""
-    try:
-        yield
-    except OSError as error:
-        if isinstance(error, BrokenPipeError):  # else Python says it once more, when it flushes at its end
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise click.UsageError(f"cannot write {where}: {error.strerror}") from error
-
-
-def answer_policy(policy: CachePolicy) -> dict[str, Any]:
-    """The settings of a policy that an answer depends on: all but the growth of memory."""
-    return {name: value for name, value in policy.settings().items() if name != "growth"}
 
 
 def answer_sampling(sampling: SamplingSettings) -> dict[str, Any]:
@@ -294,10 +351,252 @@ def answer_sampling(sampling: SamplingSettings) -> dict[str, Any]:
     return drawn | {name: changed[name] for name in names if name in changed}
 
 
-def say_changed(scan: InputScan, output: str) -> str:
-    number, name = scan.changed[0]
-    others = f" (and {len(scan.changed) - 1:,} more)" if len(scan.changed) > 1 else ""
+def say_changed(changed: list[tuple[int, Id]], output: str) -> str:
+    number, name = changed[0]
+    others = f" (and {len(changed) - 1:,} more)" if len(changed) > 1 else ""
     return (
         f"line {number}{others}: id {json.dumps(name)} is in {output} with another prompt or other settings: "
         "give another id or --output, or --overwrite to do it again"
     )
+
+
+# --- answers ----------------------------------------------------------------------------------------------------------
+
+
+class OutputFile:
+    """The answers that a file has, and those that are added: whole lines, each on the disk before the next.
+
+    The file is locked against other runs until it is closed. `-` is standard output, which has none.
+
+    Attributes:
+        name: of the file in messages.
+        done: the digest of each answer, by id.
+
+    Raises:
+        ValueError: another run has the file, it is no regular file, or holds anything that is no answer; it is then
+            left as it was.
+        click.UsageError: it cannot be opened or read.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.name, self.done = "stdout" if path == "-" else path, dict[Id, str]()
+        self._path = os.path.realpath(path)  # a link stays one when the file is replaced
+        self._opened = contextlib.ExitStack()
+        if path == "-":
+            self._file: Any = standard("stdout")
+            return
+        with file_errors(f"open {path}"), contextlib.ExitStack() as failed:
+            failed.callback(self._opened.close)
+            self._open()
+            whole = self._read()
+            if whole < os.fstat(self._file.fileno()).st_size:
+                self._file.truncate(whole)
+            failed.pop_all()
+
+    def _open(self) -> None:
+        file = open(self._path, "a+b", buffering=0)  # noqa: SIM115, closed with the others
+        self._file = self._opened.enter_context(file)
+        if not stat.S_ISREG(os.fstat(self._file.fileno()).st_mode):
+            raise ValueError(f"{self.name} is not a regular file: give one that can be read again")
+        if not lock(self._file.fileno(), wait=False):
+            raise ValueError(f"another run writes {self.name}: wait for it, or give another file")
+
+    def _lines(self) -> Iterator[bytes]:
+        with open(self._file.fileno(), "rb", closefd=False) as file:
+            file.seek(0)
+            yield from file
+
+    def _read(self) -> int:
+        """Reads the answers; returns the bytes of their lines, without one that a run could not finish."""
+        whole = 0
+        for number, raw in enumerate(self._lines(), 1):
+            try:
+                entry = json.loads(raw)
+            except (ValueError, RecursionError):
+                if not raw.endswith(b"\n") and BEGINNING.startswith(raw[: len(BEGINNING)]):
+                    break
+                entry = None
+            match entry:
+                case {"id": str() | int() as name, "line": int(), "digest": str() as digest} if name not in self.done:
+                    if not raw.endswith(b"\n"):
+                        break
+                    self.done[name] = digest
+                case _:
+                    what = "is no answer, or another one of its id,"
+                    raise ValueError(f"line {number} of {self.name} {what} of this command: give another file")
+            whole += len(raw)
+        return whole
+
+    def append(self, request: Request, answer: dict[str, Any]) -> None:
+        """Adds an answer.
+
+        Raises:
+            click.UsageError: it could not be written whole.
+        """
+        entry = {"id": request.id, "line": request.number, "digest": request.digest, **answer}
+        line = json.dumps(entry).encode() + b"\n"
+        with self._writing():
+            if self._file.write(line) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self._file.flush()
+            if self.name != "stdout":
+                os.fsync(self._file.fileno())
+        self.done[request.id] = request.digest
+
+    def drop(self, ids: Collection[Id]) -> None:
+        """Removes the answers of these ids: a new file without them replaces the old one, which stays locked."""
+        if not ids:
+            return
+        with self._writing():
+            with atomic_write(self._path) as new:
+                new.writelines(raw for raw in self._lines() if json.loads(raw)["id"] not in ids)
+            self._open()
+        for each in ids:
+            self.done.pop(each, None)
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        with file_errors(f"write {self.name}"):
+            try:
+                yield
+            except BrokenPipeError:  # else Python says it once more, when it flushes at its end
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                raise
+
+    def __enter__(self) -> OutputFile:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._opened.close()
+
+
+# --- the run ----------------------------------------------------------------------------------------------------------
+
+
+class PromptEncoder:
+    """Makes sequences of requests, and refuses what this model cannot continue.
+
+    Attributes:
+        past: numbers of lines that may go past the context of the model.
+    """
+
+    def __init__(self, model: nn.Module, tokenizer: Any, plain: bool, sampling: SamplingSettings) -> None:
+        from mlx_kv.mlxlm.loading import context_length, vocabulary_of
+
+        self._tokenizer, self._plain, self._sampling = tokenizer, plain, sampling
+        self._sampler, self._processors = unseeded_sampler(sampling, tokenizer), sampling.processors()
+        self._vocabulary, self.context = vocabulary_of(model), context_length(model)
+        self.past: list[int] = []
+
+    def encode(self, request: Request) -> TokenSequence:
+        """Raises ValueError for an empty prompt, one longer than the context, and tokens that the model has not."""
+        from mlx_kv.generation.encoding import encode_text
+        from mlx_kv.generation.sampling import derived_seed, sampler_of_sequence
+        from mlx_kv.generation.sequence import TokenSequence
+
+        tokens = request.prompt
+        if isinstance(tokens, str):
+            tokens = encode_text(self._tokenizer, tokens, self._plain)
+        if not tokens:
+            raise ValueError("the prompt is empty: give at least one token")
+        if max(tokens) >= self._vocabulary:
+            raise ValueError(
+                f"the prompt has the token {max(tokens)}, but the vocabulary has {self._vocabulary:,}: "
+                f"give ids from 0 to {self._vocabulary - 1}"
+            )
+        if self.context is not None and len(tokens) >= self.context:
+            raise ValueError(
+                f"the prompt has {len(tokens):,} tokens, but this model was made for {self.context:,}: shorten it"
+            )
+        if self.context is not None and len(tokens) + request.max_tokens > self.context:
+            self.past.append(request.number)
+        # By its id, so that a line draws the same in any company, and one that is there twice does not.
+        seed = self._sampling.seed
+        seed = None if seed is None else derived_seed(seed, json.dumps(request.id))
+        sampler = sampler_of_sequence(self._sampler, seed, len(tokens))
+        return TokenSequence(
+            request.number,
+            tokens,
+            request.max_tokens,
+            self._tokenizer.detokenizer,
+            sampler,
+            processors=self._processors,
+        )
+
+
+class Progress:
+    """Counts lines and tokens, and says them on stderr; with a progress bar on a terminal."""
+
+    def __init__(self, work: Work) -> None:
+        from tqdm import tqdm
+
+        total = len(work.todo) + work.skipped
+        hidden = not work.todo or not sys.stderr.isatty()
+        self._bar = tqdm(total=total, initial=work.skipped, unit="line", leave=False, file=sys.stderr, disable=hidden)
+        self._skipped, self._started = work.skipped, time.perf_counter()
+        self.done = self.bad = self.tokens = 0
+        for number, reason in work.bad:
+            self.bad_line(number, reason)
+
+    def begin(self) -> None:
+        """The model is loaded: the clock starts."""
+        self._started = time.perf_counter()
+
+    def bad_line(self, number: int, reason: str) -> None:
+        self.bad += 1
+        self._bar.clear()
+        say(f"line {number}: {reason}")
+
+    def step(self, tokens: int) -> None:
+        """So many more tokens."""
+        self.tokens += tokens
+        self._bar.set_postfix_str(f"{self._rate():,.1f} tokens/s", refresh=False)
+        self._bar.update(0)
+
+    def finished(self) -> None:
+        """One more line."""
+        self.done += 1
+        self._bar.update()
+
+    def end(self, encoder: PromptEncoder) -> None:
+        rate = self._rate()
+        self._bar.close()
+        if encoder.past:
+            what = f"{len(encoder.past):,} line{'' if len(encoder.past) == 1 else 's'} (first {encoder.past[0]})"
+            say(f"note: {what} may go past the {encoder.context:,} tokens that this model was made for")
+        click.echo(f"lines       {self.done:,} done, {self._skipped:,} skipped, {self.bad:,} bad", err=True)
+        click.echo(f"generation  {self.tokens:7,} tokens  {rate:10,.1f} tokens/s", err=True)
+
+    def _rate(self) -> float:
+        return self.tokens / max(time.perf_counter() - self._started, 1e-9)
+
+
+def run(
+    engine: Engine, requests: Iterator[Request], encoder: PromptEncoder, ahead: int, progress: Progress
+) -> Iterator[tuple[Request, int, list[BatchToken]]]:
+    """Each request when its last token has come, with the tokens of its prompt and its own; bad ones are reported.
+
+    Args:
+        ahead: prompts that the engine has at once: those of the batch, and those that wait.
+    """
+    running: dict[int, tuple[Request, int, list[BatchToken]]] = {}
+    try:
+        while True:
+            while len(running) < ahead and (request := next(requests, None)) is not None:
+                try:
+                    sequence = encoder.encode(request)
+                    engine.submit(sequence)
+                except ValueError as error:
+                    progress.bad_line(request.number, str(error))
+                    continue
+                running[request.number] = request, len(sequence.tokens), []
+            if not running:
+                return
+            tokens = engine.step()
+            progress.step(len(tokens))
+            for token in tokens:
+                running[token.index][2].append(token)
+                if token.finish_reason is not None:
+                    yield running.pop(token.index)
+    finally:
+        engine.close()

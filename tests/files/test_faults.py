@@ -12,12 +12,13 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import click
 import mlx.core as mx
 import pytest
 from faults import ERRORS, Faults, everything
 
 from mlx_kv import KVCache, PromptStore, load_prompt_cache, save_prompt_cache
-from mlx_kv.cli.batch_files import BatchRequest, OutputFile
+from mlx_kv.cli.batch import OutputFile, Request
 
 
 @pytest.fixture
@@ -153,11 +154,14 @@ def test_answers(what: str, faults: Faults, tmp_path: Path) -> None:
         return made
 
     def run(place: Path) -> None:
-        with OutputFile(place / "a.jsonl") as answers:
-            if what == "append":
-                answers.append(BatchRequest(3, 3, "x", 1, "d"), {})
-            else:
-                answers.drop({1})
+        try:
+            with OutputFile(str(place / "a.jsonl")) as answers:
+                if what == "append":
+                    answers.append(Request(3, 3, "x", 1, "d"), {})
+                else:
+                    answers.drop({1})
+        except click.UsageError as error:  # the one line that users see
+            raise error.__cause__ or error from None
 
     for place, why in everything(run, faults, folder):
         left = (place / "a.jsonl").read_text()
@@ -165,9 +169,9 @@ def test_answers(what: str, faults: Faults, tmp_path: Path) -> None:
         assert (place / "a.jsonl.kept").read_text() == "somebody's", why
         assert lines[1] in left, why
         assert what == "drop" or left.startswith("".join(lines)), why
-        with OutputFile(place / "a.jsonl") as answers:
+        with OutputFile(str(place / "a.jsonl")) as answers:
             if what == "append" and 3 in answers.done:
                 continue  # it was written before what failed
         run(place)
-        with OutputFile(place / "a.jsonl") as answers:
+        with OutputFile(str(place / "a.jsonl")) as answers:
             assert answers.done.keys() == ({1, 2, 3} if what == "append" else {2}), why

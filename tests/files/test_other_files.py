@@ -15,7 +15,7 @@ from mlx_lm.models import cache as stock
 
 import mlx_kv
 from mlx_kv import KVCache, load_prompt_cache, save_prompt_cache
-from mlx_kv.cli.batch_files import OutputFile
+from mlx_kv.cli.batch import OutputFile
 
 FOREIGN: dict[str, bytes] = {
     "text": b"precious\n",
@@ -243,7 +243,7 @@ def test_answers_are_done_again_beside_files_of_any_name(tmp_path: Path) -> None
     path.write_text(line)
     path.chmod(0o600)
     other.write_text("somebody's")
-    with OutputFile(path) as answers:
+    with OutputFile(str(path)) as answers:
         answers.drop({1})
     assert (path.read_text(), other.read_text()) == ("", "somebody's")
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
