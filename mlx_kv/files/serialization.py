@@ -1,7 +1,7 @@
 """Prompt cache files: written, read and checked.
 
 A file is a safetensors file whose metadata has a version, a description in JSON (`schema`) and its checksum; the
-description has a digest of each array. Files of mlx-lm are read and written, too (`stock_files`).
+description has a digest of each array. Files of mlx-lm are read, too (`stock_files`).
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def save_prompt_cache(
     *,
     tokens: Sequence[int] | None = None,
     fingerprint: str | None = None,
-    format: Literal["mlx-kv", "mlx-lm"] = "mlx-kv",
+    format: Literal["mlx-kv"] = "mlx-kv",
     force: bool = False,
 ) -> None:
     """Writes the caches of a model to a file, atomically: an older file stays until the new one is on the disk.
@@ -74,13 +74,12 @@ def save_prompt_cache(
         metadata: strings to be saved with them.
         tokens: the token ids that the caches have read.
         fingerprint: of the model, from `model_fingerprint`.
-        format: "mlx-lm" writes what mlx-lm 0.32.2 reads, where that can hold these caches: one sequence, full attention
-            or rings, nothing evicted.
+        format: the only one that is written; "mlx-lm" was another before 0.4.
         force: replace any regular file.
 
     Raises:
-        ValueError: metadata other than strings, a cache of an unknown kind or one that mlx-lm's format cannot hold, a
-            folder that does not exist, or a path that is another kind of file, a folder, a device, a pipe or a socket.
+        ValueError: metadata other than strings, a cache of an unknown kind, another format, a folder that does not
+            exist, or a path that is another kind of file, a folder, a device, a pipe or a socket.
         OSError: the file cannot be written.
     """
     check_type("path", path, str | os.PathLike, "give the name of a file")
@@ -88,14 +87,12 @@ def save_prompt_cache(
     check_type(
         "fingerprint", fingerprint, str | None, "give that of mlx_kv.files.fingerprint.model_fingerprint, or None"
     )
-    if not isinstance(format, str) or format not in ("mlx-kv", "mlx-lm"):
-        raise ValueError(f"format is {format!r}: choose mlx-kv or mlx-lm")
+    if format != "mlx-kv":
+        raise ValueError(
+            f"format is {format!r}, and only mlx-kv is written since 0.4: leave it out, or make files for mlx-lm with "
+            "mlx_lm.cache_prompt"
+        )
     check_output(path, force)
-    if format == "mlx-lm":
-        if tokens is not None or fingerprint is not None:
-            raise ValueError("mlx-lm's format has no place for tokens or a fingerprint: leave them out")
-        stock_files.save(path, caches, _checked(metadata))
-        return
     pack(caches, metadata, tokens=tokens, fingerprint=fingerprint).write(path)
 
 

@@ -1,4 +1,4 @@
-"""Prompt caches in the format of mlx-lm 0.32.2: its files become our caches, and ours its files where it can hold them.
+"""Prompt caches in the format of mlx-lm 0.32.2, which become caches of this package.
 
 The format is that of `save_prompt_cache` in mlx_lm/models/cache.py: a safetensors file with the flattened `state` of
 every cache, and in its metadata, flattened too, words, class names, and which arrays stand for scalars, strings or
@@ -8,7 +8,7 @@ B rows, H KV heads, n slots, D head dim.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,13 +17,12 @@ from mlx_lm.models import cache as stock
 from msgspec import Meta
 from msgspec.structs import astuple
 
-from mlx_kv.cache.codecs import PLAIN, Codecs, affine_of, are_plain, find_codecs, in_words
+from mlx_kv.cache.codecs import PLAIN, Codecs, find_codecs
 from mlx_kv.cache.growth import round_up
 from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.cache.layout import Append, Layout, Ring, Row
 from mlx_kv.cache.state import CacheState, in_state
 from mlx_kv.files import tensor_files
-from mlx_kv.files.atomic_write import atomic_write
 from mlx_kv.files.decoding import INVALID, Array, Count, Listed, check_shape, decode, in_one_line
 from mlx_kv.files.schema import check_planes
 from mlx_kv.settings import MOST_TOKENS
@@ -133,7 +132,7 @@ STATES: dict[Any, type[Listed]] = {
 }
 
 
-# --- theirs to ours ---------------------------------------------------------------------------------------------------
+# --- their conversion -------------------------------------------------------------------------------------------------
 
 
 def convert(path: str | Path, file: tensor_files.TensorFile) -> tuple[list[Any], dict[str, str]]:
@@ -150,7 +149,7 @@ def convert(path: str | Path, file: tensor_files.TensorFile) -> tuple[list[Any],
         )
     try:
         states = _unflatten(_leaves(file))
-        caches = [_own(name, state) for name, state in zip(_unflatten(words, "1."), states, strict=True)]
+        caches = [_converted(name, state) for name, state in zip(_unflatten(words, "1."), states, strict=True)]
     except INVALID as error:
         raise ValueError(
             f"{path} was written by mlx-lm, but cannot be used: {in_one_line(error)}; make it again"
@@ -195,10 +194,10 @@ def _unflatten(flat: Mapping[str, Any], prefix: str = "") -> Any:
     return listed(tree)
 
 
-def _own(name: str, state: Any) -> Any:
+def _converted(name: str, state: Any) -> Any:
     """A cache of mlx-lm's as one of ours; recurrent state stays mlx-lm's."""
     if name == "CacheList":
-        return stock.CacheList(*[_own(kind, each) for each, kind in state])  # type: ignore[no-untyped-call]
+        return stock.CacheList(*[_converted(kind, each) for each, kind in state])  # type: ignore[no-untyped-call]
     match name:
         case "KVCache":
             plain = decode(state, PlainState)
@@ -253,74 +252,3 @@ def _made(keys: list[mx.array], values: list[mx.array], row: Row, layout: Layout
     mx.eval(keys, values)
     ranges, parameters = list(layout.ranges(row, 0)), list(layout.parameters)
     return KVCache.from_state(CacheState(keys, values, rows, ranges, parameters, in_state(codecs)))
-
-
-# --- ours to theirs ---------------------------------------------------------------------------------------------------
-
-
-def save(path: str | Path, caches: Sequence[Any], words: dict[str, str]) -> None:
-    """Writes a file that mlx-lm 0.32.2 loads.
-
-    Raises:
-        ValueError: a cache that its format cannot hold, or a name that does not end in .safetensors.
-        OSError: it cannot be written.
-    """
-    if Path(path).suffix != ".safetensors":
-        raise ValueError(f"{path}: mlx-lm reads files of the name *.safetensors only; give such a name")
-    converted = [_stock(cache, index) for index, cache in enumerate(caches)]
-    with atomic_write(path) as file:
-        stock.save_prompt_cache(file, converted, words)  # type: ignore[arg-type]
-
-
-def _stock(cache: Any, index: int) -> Any:
-    """The cache of mlx-lm that continues as this cache would."""
-    if type(cache) is stock.CacheList:
-        return stock.CacheList(*[_stock(member, index) for member in cache.caches])  # type: ignore[no-untyped-call]
-    if isinstance(cache, stock.ArraysCache):  # also one with checkpoints
-        return stock.ArraysCache.from_state(cache.state)  # type: ignore[no-untyped-call]
-    if not isinstance(cache, KVCache):
-        name = type(cache).__name__
-        if getattr(stock, name, None) is not type(cache):
-            raise ValueError(f"cache {index} is a {name}, which mlx-lm cannot load: use mlx_kv.make_prompt_cache")
-        return cache
-    view, fix = cache.view, "leave out format='mlx-lm'"
-    layout, buffers = view.layout, view.buffers
-    if len(view.rows) != 1:
-        raise ValueError(
-            f"cache {index} has {len(view.rows)} rows, and mlx-lm's format holds one: extract it, or {fix}"
-        )
-    row = view.rows[0]
-    # Before quantized_start, plain.
-    codecs = view.codecs if buffers is None else (buffers[0].codec, buffers[1].codec)
-    plain, affine = are_plain(codecs), affine_of(codecs)
-    if layout.chunk_size is not None or row.evicted > 0 or row.offset < 0:
-        what = "chunks" if layout.chunk_size is not None else "evicted tokens" if row.evicted > 0 else "left padding"
-        raise ValueError(f"cache {index} has {what}, which mlx-lm's format cannot hold: {fix}")
-    if view.residual_length:
-        raise ValueError(f"cache {index} holds newest tokens as they came, and mlx-lm has no such thing: {fix}")
-    if not plain and affine is None:
-        raise ValueError(f"cache {index} stores {in_words(codecs)}, and mlx-lm has no such thing: {fix}")
-    if layout.window is not None:
-        if not plain:
-            raise ValueError(f"cache {index} is a quantised ring, and mlx-lm has no such thing: {fix}")
-        held = min(row.offset, layout.window)
-        positions = [*range(min(layout.sinks, held)), *range(row.offset - max(held - layout.sinks, 0), row.offset)]
-        slots = [[layout.slot(row, position) for position in positions]]
-        rotating = (row.offset, layout.sinks, layout.window, held)
-        if buffers is None or not held:
-            return stock.RotatingKVCache.from_state((None, None, *rotating))  # type: ignore[no-untyped-call]
-        keys, values = (buffer.take(slots)[0] for buffer in buffers)
-        return stock.RotatingKVCache.from_state((keys, values, *rotating))  # type: ignore[no-untyped-call]
-    if not plain and not view.packed_decode:
-        raise ValueError(
-            f"cache {index} is a quantised one of a model whose attention cannot take packed planes, which is what "
-            f"mlx-lm's gives it: {fix}"
-        )
-    planes: list[Any] = [None, None]
-    if buffers is not None and row.offset:
-        planes = [[plane[:, :, : row.offset] for plane in buffer.planes] for buffer in buffers]
-    if affine is None:
-        plain_state = (*(None if x is None else x[0] for x in planes), row.offset)
-        return stock.KVCache.from_state(plain_state)  # type: ignore[no-untyped-call]
-    state = (*planes, row.offset, affine.group_size, affine.bits)
-    return stock.QuantizedKVCache.from_state(state)  # type: ignore[no-untyped-call]

@@ -192,12 +192,6 @@ def described(path: Path) -> Any:
     return told
 
 
-def test_what_only_mlx_kv_can_hold_is_refused_to_mlx_lm(tmp_path: Path) -> None:
-    for codec in ("half", ("plain", Affine(4, 32))):
-        with pytest.raises(ValueError, match="mlx-lm has no such thing: leave out format='mlx-lm'"):
-            save_prompt_cache(tmp_path / "a.safetensors", [fed(KVCache(codec=codec))], format="mlx-lm")
-
-
 def test_a_codec_that_nobody_registered_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(pairs.CODECS.registered, "mine", Half)
     monkeypatch.setattr(Half, "name", "mine")

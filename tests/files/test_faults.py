@@ -10,7 +10,6 @@ import os
 import uuid
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 import click
 import mlx.core as mx
@@ -36,9 +35,8 @@ def tokens(seed: int) -> list[int]:
     return [(seed * 1000 + index) % 60_000 for index in range(100)]
 
 
-@pytest.mark.parametrize("format", ["mlx-kv", "mlx-lm"])
 @pytest.mark.parametrize("older", [True, False])
-def test_a_file(older: bool, format: Any, faults: Faults, tmp_path: Path) -> None:
+def test_a_file(older: bool, faults: Faults, tmp_path: Path) -> None:
     new, old = caches(1), caches(2)
 
     def folder() -> Path:
@@ -47,12 +45,12 @@ def test_a_file(older: bool, format: Any, faults: Faults, tmp_path: Path) -> Non
         (made / "precious.safetensors").write_text("precious")
         (made / ".a.safetensors.mine.tmp").write_text("mine")
         if older:
-            save_prompt_cache(made / "a.safetensors", old, format=format)
+            save_prompt_cache(made / "a.safetensors", old)
             (made / "a.safetensors").chmod(0o600)
         return made
 
     def run(place: Path) -> None:
-        save_prompt_cache(place / "a.safetensors", new, format=format)
+        save_prompt_cache(place / "a.safetensors", new)
 
     failed = 0
     for place, what in everything(run, faults, folder):

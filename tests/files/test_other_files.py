@@ -31,19 +31,18 @@ def filled(tokens: int = 5) -> list[KVCache]:
     return [cache]
 
 
-@pytest.mark.parametrize("format", ["mlx-kv", "mlx-lm"])
 @pytest.mark.parametrize("kind", FOREIGN)
-def test_a_file_of_others_is_replaced_only_when_told(kind: str, format: Any, tmp_path: Path) -> None:
+def test_a_file_of_others_is_replaced_only_when_told(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     path.write_bytes(FOREIGN[kind])
     with pytest.raises(ValueError, match=r"exists and is not a prompt cache: give another name, or force=True") as info:
-        save_prompt_cache(path, filled(), format=format)
+        save_prompt_cache(path, filled())
     assert "\n" not in str(info.value)
     assert path.read_bytes() == FOREIGN[kind]
     assert os.listdir(tmp_path) == ["a.safetensors"]
-    save_prompt_cache(path, filled(), format=format, force=True)
+    save_prompt_cache(path, filled(), force=True)
     assert load_prompt_cache(path)[0].offset == 5
-    save_prompt_cache(path, filled(7), format=format)  # and now it is ours
+    save_prompt_cache(path, filled(7))  # and now it is ours
     assert load_prompt_cache(path)[0].offset == 7
 
 
@@ -90,8 +89,7 @@ def test_what_is_no_regular_file_is_never_replaced_nor_read(tmp_path: Path) -> N
         assert (before.st_ino, before.st_mode) == (after.st_ino, after.st_mode)
 
 
-@pytest.mark.parametrize("format", ["mlx-kv", "mlx-lm"])
-def test_a_private_file_stays_private(format: Any, tmp_path: Path) -> None:
+def test_a_private_file_stays_private(tmp_path: Path) -> None:
     """While it is written, too: the new bytes are never in a file that others can read."""
     path = tmp_path / "a.safetensors"
     seen: list[int] = []
@@ -103,13 +101,13 @@ def test_a_private_file_stays_private(format: Any, tmp_path: Path) -> None:
 
     before = os.umask(0o027)
     try:
-        save_prompt_cache(path, filled(), format=format)
+        save_prompt_cache(path, filled())
         assert stat.S_IMODE(path.stat().st_mode) == 0o640  # as any new file
         for mode in (0o600, 0o664):
             path.chmod(mode)
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(os, "replace", look)
-                save_prompt_cache(path, filled(), format=format)
+                save_prompt_cache(path, filled())
             assert stat.S_IMODE(path.stat().st_mode) == seen[-1] == mode
     finally:
         os.umask(before)

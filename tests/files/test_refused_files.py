@@ -155,19 +155,16 @@ def test_what_cannot_be_saved_is_refused_and_leaves_the_old_file(small: tuple[Pa
         save_prompt_cache(path.parent / "nowhere" / "a.safetensors", caches)
     with pytest.raises(ValueError, match="is a folder"):
         save_prompt_cache(path.parent, caches)
-    with pytest.raises(ValueError, match="choose mlx-kv or mlx-lm"):
+    with pytest.raises(ValueError, match="format is 'pickle', and only mlx-kv is written"):
         save_prompt_cache(path, caches, format="pickle")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"\*.safetensors only"):
-        save_prompt_cache(path.with_suffix(".bin"), caches, format="mlx-lm")
     assert path.read_bytes() == old
     assert os.listdir(path.parent) == [path.name]
 
 
 def test_words_of_any_kind_come_back(tmp_path: Path) -> None:
     words = {"": "", "0.1": 'quotes " and \\ and \n', "größe": "☃ \U0001f600", "x" * 500: "y" * 100_000}
-    for form in ("mlx-kv", "mlx-lm"):
-        save_prompt_cache(tmp_path / "a.safetensors", [KVCache()], words, format=form)  # type: ignore[arg-type]
-        assert load_prompt_cache(tmp_path / "a.safetensors", return_metadata=True)[1] == words
+    save_prompt_cache(tmp_path / "a.safetensors", [KVCache()], words)
+    assert load_prompt_cache(tmp_path / "a.safetensors", return_metadata=True)[1] == words
 
 
 @pytest.mark.parametrize(

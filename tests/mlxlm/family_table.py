@@ -47,7 +47,7 @@ it with the code.
 | ragged batch | prompts of 5, 19, 19 and 30 tokens in one batch: same log-probabilities for each as alone |
 | draft model | speculative decoding in such a batch: same tokens as greedy decoding |
 | trim | 7 tokens are read and trimmed, then others are read: same logits as without the first 7 |
-| files | saved, loaded and continued: bit for bit; also in mlx-lm's format, in both directions |
+| files | saved, loaded and continued: bit for bit |
 | attention | whether a cache can compute the attention over its tokens itself (its `attention_hook` gets every call) |
 
 | result | meaning |

@@ -109,9 +109,7 @@ def test_files_keep_the_window_that_a_model_asks_for(tmp_path: Path) -> None:
     wanted = read(model, stock.make_prompt_cache(model), tokens, [60])[:, 40:]
     caches = make_prompt_cache(model)
     read(model, caches, tokens, [40])
-    save_prompt_cache(file, caches, format="mlx-lm")
-    # mlx-lm goes on right with what it loads: such a cache it would not have made itself.
-    assert distance(read(model, stock.load_prompt_cache(str(file)), tokens[:, 40:], [1] * 20), wanted) < 1e-5
+    save_prompt_cache(file, caches)
     assert distance(read(model, load_prompt_cache(file), tokens[:, 40:], [12, *[1] * 8]), wanted) < 1e-5
     theirs = stock.make_prompt_cache(model)
     read(model, theirs, tokens, [40])

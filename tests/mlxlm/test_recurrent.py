@@ -329,14 +329,11 @@ def test_files_hold_what_mlx_lm_would_save(family: str, tmp_path: Path) -> None:
         model(tokens(), cache=own)
         model(tokens(1, 1), cache=own)
     save_prompt_cache(tmp_path / "ours", caches)
-    save_prompt_cache(tmp_path / "theirs.safetensors", caches, format="mlx-lm")
     stock.save_prompt_cache(str(tmp_path / "stock.safetensors"), stocks)
     wanted = model(tokens(2, 3), cache=stocks)
     for loaded in (
         load_prompt_cache(tmp_path / "ours"),
-        load_prompt_cache(tmp_path / "theirs.safetensors"),
         load_prompt_cache(tmp_path / "stock.safetensors"),
-        stock.load_prompt_cache(str(tmp_path / "theirs.safetensors")),
     ):
         assert not recurrent_states(loaded)
         again = with_checkpoints(copy.deepcopy(loaded), 4)
