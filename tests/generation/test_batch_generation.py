@@ -95,20 +95,6 @@ def test_mlx_lms_batches_over_our_caches(family: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss", "deepseek_v3", "lfm2"])
-@pytest.mark.parametrize("rows", [1, 3, 8])
-def test_batches_of_any_size_under_any_policy(family: str, policy: str, rows: int) -> None:
-    model = make_model(family)
-    settings = POLICIES[policy]
-    # A budget evicts by chunks: alone, mlx-lm's loop reads all but one token of a prompt in chunks, as a batch does.
-    wanted = alone(family, settings, 24, step=8)
-    some = PROMPTS[: SEVERAL if rows == 1 else None]
-    got = gathered(batch_generate(model, None, some, settings, 24, max_batch_size=rows, prefill_step_size=8), len(some))
-    assert got == wanted[: len(some)]
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("noise", NOISES, ids=["all accepted", "some accepted", "none accepted"])
 @pytest.mark.parametrize("family", BATCHED)
 def test_speculation_is_each_rows_own_greedy(family: str, noise: float | None) -> None:
