@@ -6,11 +6,10 @@ HTTP, in the event loop:
     access.py            host names, origins, API keys, certificates, the access log
     api.py               routes and errors
     handler.py           from a request's body to its jobs, and from their output to a response
-    json_http.py         strict JSON of bodies, responses and events
+    json_http.py         strict JSON of bodies, responses, events and errors
     requests.py          bodies: their base and field types, shared fields, limits; the request that they become
     chat.py              content of chats and of answers: texts, reasoning, calls, results
     structured_output.py grammars of structured output, compiled in a thread
-    errors.py            error objects
     dialects/            APIs: OpenAI's completions, chat completions and responses, Anthropic's messages
     admission.py         how many requests are admitted; delivery of output to responses
     output.py            output as it comes: content, reasoning, tool calls, tokens

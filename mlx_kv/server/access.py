@@ -29,8 +29,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mlx_kv.server.errors import ApiError
 from mlx_kv.server.job import Job
+from mlx_kv.server.json_http import ApiError
 from mlx_kv.server.prefix_report import HEADER
 
 ANY = "*"

@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 from collections.abc import Sequence
 
-from mlx_kv.server.errors import SHUTTING_DOWN, ApiError
 from mlx_kv.server.job import Job, OutputChunk
+from mlx_kv.server.json_http import SHUTTING_DOWN, ApiError
 from mlx_kv.server.slots import Slots
 from mlx_kv.server.worker import Worker
 

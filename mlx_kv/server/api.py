@@ -28,9 +28,8 @@ from mlx_kv.server.dialects.completions import chats, completions
 from mlx_kv.server.dialects.messages import counted, messages
 from mlx_kv.server.dialects.ollama import OllamaDialect, OllamaRoutes
 from mlx_kv.server.dialects.responses import Conversations, ResponsesDialect
-from mlx_kv.server.errors import ApiError, error_body
 from mlx_kv.server.handler import Dialect, RequestHandler
-from mlx_kv.server.json_http import JsonResponse
+from mlx_kv.server.json_http import ApiError, JsonResponse, error_body
 from mlx_kv.server.models import ModelNames
 from mlx_kv.server.requests import Limits as Limits
 from mlx_kv.server.slots import SlotRoutes

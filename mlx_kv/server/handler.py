@@ -23,9 +23,8 @@ from mlx_kv.generation.encoding import TemplateError, encode_messages, encode_pr
 from mlx_kv.generation.generate import StopStrings
 from mlx_kv.server.access import JOBS
 from mlx_kv.server.admission import ENDPOINTS, AdmissionController
-from mlx_kv.server.errors import ApiError, error_body, without_panic
 from mlx_kv.server.job import Job
-from mlx_kv.server.json_http import JsonResponse, read_body
+from mlx_kv.server.json_http import ApiError, JsonResponse, error_body, read_body, without_panic
 from mlx_kv.server.models import ModelNames
 from mlx_kv.server.output import AnswerWriter, ChatOutputParser, Choice, Delta, TokenTexts
 from mlx_kv.server.prefix_report import HEADER, prefix_header

@@ -21,7 +21,7 @@ from mlx_kv.mlxlm.convert import make_prompt_cache
 from mlx_kv.policy import CachePolicy
 from mlx_kv.prefixes.reader import draft_mark
 from mlx_kv.prefixes.store import PromptStore
-from mlx_kv.server.errors import ApiError
+from mlx_kv.server.json_http import ApiError
 
 ANY = "*"
 LATEST = ":latest"  # the tag that clients of Ollama add to names without one

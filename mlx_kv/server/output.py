@@ -18,9 +18,8 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from mlx_kv.files.decoding import read_json
 from mlx_kv.generation.sequence import TokenScore
-from mlx_kv.server.errors import ApiError
 from mlx_kv.server.job import Job, OutputChunk
-from mlx_kv.server.json_http import json_bytes
+from mlx_kv.server.json_http import ApiError, json_bytes
 
 ONE_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 SPACE = "\u2581"

@@ -45,7 +45,7 @@ from mlx_kv.generation.grammar import (
 from mlx_kv.generation.sampling import derived_seed
 from mlx_kv.generation.settings import LEAST_PENALTY, SamplingSettings
 from mlx_kv.server.chat import Messages, Tool
-from mlx_kv.server.errors import ApiError, sendable
+from mlx_kv.server.json_http import ApiError, sendable
 from mlx_kv.settings import settings_of
 
 # Fields whose errors name the place within them as `param`; errors of other fields name the field.

@@ -20,9 +20,8 @@ from starlette.responses import JSONResponse, Response
 
 from mlx_kv.files import serialization
 from mlx_kv.prefixes.index import MIN_SHARED, packed, shared
-from mlx_kv.server.errors import ApiError
 from mlx_kv.server.job import Job
-from mlx_kv.server.json_http import read_body
+from mlx_kv.server.json_http import ApiError, read_body
 from mlx_kv.server.requests import Limits, json_kind
 from mlx_kv.server.worker import Worker
 

@@ -17,7 +17,7 @@ from mlx_kv.generation.grammar import (
     GrammarProcessor,
     LeadIn,
 )
-from mlx_kv.server.errors import ApiError, without_panic
+from mlx_kv.server.json_http import ApiError, without_panic
 from mlx_kv.server.requests import UnknownFields
 
 COMPILE_SECONDS = 10.0

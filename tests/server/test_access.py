@@ -14,7 +14,7 @@ from starlette.datastructures import Headers
 from starlette.routing import Route
 
 from mlx_kv.server.access import AccessRules
-from mlx_kv.server.errors import ApiError
+from mlx_kv.server.json_http import ApiError
 from mlx_kv.server.status import CHAT_PAGE, PAGE
 
 

@@ -18,7 +18,7 @@ from serving import ENDS, LONG, SERVE, Running, Troubled, cached, check_error, c
 
 from mlx_kv.server.api import Limits
 from mlx_kv.server.dialects.completions import CompletionWriter
-from mlx_kv.server.errors import ApiError
+from mlx_kv.server.json_http import ApiError
 
 
 def kill(thread: threading.Thread | None) -> None:

@@ -15,7 +15,7 @@ from mlx_kv.generation.settings import SamplingSettings
 from mlx_kv.server.dialects.completions import ChatBody, CompletionBody, chats, completions
 from mlx_kv.server.dialects.messages import MessagesBody, messages
 from mlx_kv.server.dialects.responses import Conversations, ResponseBody, ResponsesDialect
-from mlx_kv.server.errors import ApiError
+from mlx_kv.server.json_http import ApiError
 from mlx_kv.server.requests import CacheRequest, CompletionRequest, RequestRules
 from mlx_kv.settings import settings_of
 

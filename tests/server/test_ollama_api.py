@@ -12,7 +12,7 @@ from serving import SOURCE, Running, running
 
 from mlx_kv.server.api import Limits
 from mlx_kv.server.dialects.ollama import OllamaChatBody, Options, parameter_size
-from mlx_kv.server.errors import ApiError
+from mlx_kv.server.json_http import ApiError
 from mlx_kv.server.requests import UnknownFields
 
 ASKED: list[dict[str, Any]] = [{"role": "user", "content": "import os"}]

@@ -24,7 +24,7 @@ from mlx_kv.generation.grammar import GrammarCompiler
 from mlx_kv.generation.speculation import DraftSettings
 from mlx_kv.server import structured_output
 from mlx_kv.server.dialects.completions import chats
-from mlx_kv.server.errors import ApiError
+from mlx_kv.server.json_http import ApiError
 from mlx_kv.server.requests import RequestRules, UnknownFields
 
 SCHEMA = {

@@ -13,41 +13,19 @@ from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
 from typing_extensions import TypedDict
 
 from mlx_kv.generation.grammar import Constraint
+from mlx_kv.server import requests
 from mlx_kv.server.chat import Messages, Tool
-from mlx_kv.server.errors import ApiError
 from mlx_kv.server.handler import ParsedRequest
-from mlx_kv.server.json_http import EVENT_STREAM, event
+from mlx_kv.server.json_http import EVENT_STREAM, ApiError, event
 from mlx_kv.server.output import Choice, Delta, TokenText, Usage
-from mlx_kv.server.requests import (
-    MAX_TOP_LOGPROBS,
-    Body,
-    ChatFields,
-    CompletionRequest,
-    ConstraintField,
-    Effort,
-    FieldError,
-    GenerationBody,
-    RequestRules,
-    Text,
-    TokenLimit,
-    ToolChoice,
-    Unchanged,
-    check_arguments,
-    check_role,
-    json_kind,
-    parse_response_format,
-    parse_tool_choice,
-    read_parts,
-    unicode_text,
-    unsupported,
-)
+from mlx_kv.server.requests import Body, CompletionRequest, FieldError, RequestRules, Text, TokenLimit
 
 MAX_PROMPTS, MAX_ANSWERS = 1024, 128
 # Fields of an assistant's message that may take the place of its content.
 INSTEAD = ("reasoning", "reasoning_content", "tool_calls")
 
 Tokens = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1, fail_fast=True)]
-TopLogprobs = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
+TopLogprobs = Annotated[int, Field(ge=0, le=requests.MAX_TOP_LOGPROBS)]
 
 # --- requests ---------------------------------------------------------------------------------------------------------
 
@@ -58,17 +36,17 @@ class StreamOptions(Body):
     include_usage: bool = False
 
 
-class OpenAIFields(GenerationBody):
+class OpenAIFields(requests.GenerationBody):
     """The fields that completions and chat completions share."""
 
     max_tokens: TokenLimit = None
     stream_options: StreamOptions = StreamOptions()
-    response_format: Annotated[Constraint | None, PlainValidator(parse_response_format)] = None
+    response_format: Annotated[Constraint | None, PlainValidator(requests.parse_response_format)] = None
     n: int = Field(1, ge=1, le=MAX_ANSWERS)
     best_of: int | None = Field(None, ge=1, le=MAX_ANSWERS)
-    function_call: Annotated[Any, unsupported("none", "auto")] = None
-    functions: Annotated[Any, unsupported([])] = None
-    modalities: Annotated[Any, unsupported(["text"])] = None
+    function_call: Annotated[Any, requests.unsupported("none", "auto")] = None
+    functions: Annotated[Any, requests.unsupported([])] = None
+    modalities: Annotated[Any, requests.unsupported(["text"])] = None
 
     def add_openai_fields(self, request: CompletionRequest) -> CompletionRequest:
         """Adds these fields to a request."""
@@ -102,7 +80,7 @@ class CompletionBody(OpenAIFields):
 
     def completion_request(self, rules: RequestRules) -> CompletionRequest:
         """The request of this body."""
-        request = self.request(rules, ConstraintField("response_format", self.response_format))
+        request = self.request(rules, requests.ConstraintField("response_format", self.response_format))
         request.prompts, request.echo, request.max_tokens = self.prompt, self.echo, self.max_tokens
         if self.logprobs is None or isinstance(self.logprobs, bool):
             request.top_logprobs = self.reported_logprobs(bool(self.logprobs))
@@ -117,7 +95,7 @@ class CalledFunction(TypedDict):
     """The function of a call, and its arguments."""
 
     name: str
-    arguments: Annotated[Any, AfterValidator(check_arguments)]
+    arguments: Annotated[Any, AfterValidator(requests.check_arguments)]
 
 
 class Call(TypedDict):
@@ -144,41 +122,43 @@ class Message(TypedDict, total=False):
 
 def _check_message(message: Message) -> Message:
     role, content = message.get("role"), message.get("content")
-    check_role(role)
+    requests.check_role(role)
     if content is None or content == []:
         if role != "assistant" or not any(message.get(name) for name in INSTEAD):
             raise FieldError("is missing: send a text", ".content")
         content = ""
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
-    read_parts(parts, refusal="has a content that is not text: only text is supported", located=False)
+    requests.read_parts(parts, refusal="has a content that is not text: only text is supported", located=False)
     return message
 
 
 def _roles(given: dict[str, Any]) -> dict[str, str]:
     for role, prefix in given.items():
         if not isinstance(prefix, str):
-            raise FieldError(f"has a JSON {json_kind(prefix)} for {role[:80]!r}: send texts")
-        unicode_text(prefix)
+            raise FieldError(f"has a JSON {requests.json_kind(prefix)} for {role[:80]!r}: send texts")
+        requests.unicode_text(prefix)
     return given
 
 
-class ChatBody(ChatFields, OpenAIFields):
+class ChatBody(requests.ChatFields, OpenAIFields):
     """A request for chat completions."""
 
     messages: Annotated[
-        list[Annotated[Message, AfterValidator(_check_message)]], Field(min_length=1, fail_fast=True), Unchanged
+        list[Annotated[Message, AfterValidator(_check_message)]],
+        Field(min_length=1, fail_fast=True),
+        requests.Unchanged,
     ]
-    tools: Annotated[list[Tool], Field(fail_fast=True), Unchanged] = Field(default_factory=list)
-    tool_choice: Annotated[ToolChoice, PlainValidator(parse_tool_choice)] = ToolChoice()
+    tools: Annotated[list[Tool], Field(fail_fast=True), requests.Unchanged] = Field(default_factory=list)
+    tool_choice: Annotated[requests.ToolChoice, PlainValidator(requests.parse_tool_choice)] = requests.ToolChoice()
     parallel_tool_calls: bool = True
     max_completion_tokens: TokenLimit = None
-    reasoning_effort: Effort | None = None
+    reasoning_effort: requests.Effort | None = None
     role_mapping: Annotated[dict[str, Any], AfterValidator(_roles)] = Field(default_factory=dict)
     logprobs: bool = False
 
     def completion_request(self, rules: RequestRules) -> CompletionRequest:
         """The request of this body."""
-        response_format = ConstraintField("response_format", self.response_format)
+        response_format = requests.ConstraintField("response_format", self.response_format)
         request = self.chat_request(
             rules, cast(Messages, self.messages), self.tools, self.tool_choice, response_format, self.reasoning_effort
         )

@@ -9,30 +9,12 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Discriminator, Field, PlainValidator, Tag, model_validator
 
 from mlx_kv.generation.grammar import Constraint
-from mlx_kv.server import chat
+from mlx_kv.server import chat, requests
 from mlx_kv.server.chat import Block, Blocks, Change, Event
-from mlx_kv.server.errors import ApiError, anthropic_error
 from mlx_kv.server.handler import ParsedRequest
-from mlx_kv.server.json_http import EVENT_STREAM, event
+from mlx_kv.server.json_http import EVENT_STREAM, ApiError, anthropic_error, event
 from mlx_kv.server.output import Choice, Delta, Usage
-from mlx_kv.server.requests import (
-    MAX_TOKENS,
-    TAG,
-    Body,
-    ChatFields,
-    CompletionRequest,
-    ConstraintField,
-    Effort,
-    FieldError,
-    NonEmptyText,
-    RequestRules,
-    StopList,
-    Text,
-    TokenLimit,
-    ToolChoice,
-    joined_text,
-    parse_response_format,
-)
+from mlx_kv.server.requests import Body, CompletionRequest, FieldError, RequestRules, Text, TokenLimit
 
 REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 BLOCKS = {  # by the role of the message
@@ -84,7 +66,7 @@ class ToolResultBlock(Body):
     """The result of a call."""
 
     tool_use_id: Text
-    content: Annotated[str, joined_text()] = ""
+    content: Annotated[str, requests.joined_text()] = ""
     is_error: bool = False
 
     def part(self) -> chat.Part:
@@ -92,12 +74,12 @@ class ToolResultBlock(Body):
 
 
 MessageBlock = Annotated[
-    Annotated[TextBlock, Tag(f"{TAG}text")]
-    | Annotated[ThinkingBlock, Tag(f"{TAG}thinking")]
-    | Annotated[RedactedBlock, Tag(f"{TAG}redacted_thinking")]
-    | Annotated[ToolUseBlock, Tag(f"{TAG}tool_use")]
-    | Annotated[ToolResultBlock, Tag(f"{TAG}tool_result")],
-    Discriminator(lambda block: f"{TAG}{block['type']}"),
+    Annotated[TextBlock, Tag(f"{requests.TAG}text")]
+    | Annotated[ThinkingBlock, Tag(f"{requests.TAG}thinking")]
+    | Annotated[RedactedBlock, Tag(f"{requests.TAG}redacted_thinking")]
+    | Annotated[ToolUseBlock, Tag(f"{requests.TAG}tool_use")]
+    | Annotated[ToolResultBlock, Tag(f"{requests.TAG}tool_result")],
+    Discriminator(lambda block: f"{requests.TAG}{block['type']}"),
 ]
 
 
@@ -139,7 +121,7 @@ class Message(Body):
 class FunctionTool(Body):
     """A tool that the client runs."""
 
-    name: NonEmptyText
+    name: requests.NonEmptyText
     input_schema: dict[str, Any]
     description: str = ""
     strict: bool | None = None
@@ -156,13 +138,13 @@ class Choose(Body):
     name: str | None = None
     disable_parallel_tool_use: bool = False
 
-    def chat_choice(self) -> ToolChoice:
+    def chat_choice(self) -> requests.ToolChoice:
         """This choice in a chat."""
         if self.type != "tool":
-            return ToolChoice("required" if self.type == "any" else self.type)
+            return requests.ToolChoice("required" if self.type == "any" else self.type)
         if self.name is None:
             raise ApiError(400, "tool_choice.name is missing: send the name of a tool", "tool_choice")
-        return ToolChoice("function", self.name)
+        return requests.ToolChoice("function", self.name)
 
 
 class Thinking(Body):
@@ -174,27 +156,27 @@ class Thinking(Body):
 def _output_format(value: Any) -> Constraint | None:
     if not isinstance(value, dict) or value.get("type") != "json_schema":
         raise FieldError("is not of the type json_schema: send one")
-    return parse_response_format(value)
+    return requests.parse_response_format(value)
 
 
 class OutputConfig(Body):
     """The field `output_config`."""
 
     format: Annotated[Constraint | None, PlainValidator(_output_format)] = None
-    effort: Effort | None = None
+    effort: requests.Effort | None = None
 
 
-class CountBody(ChatFields):
+class CountBody(requests.ChatFields):
     """A request to count the tokens of a message's prompt."""
 
-    ignored: ClassVar[frozenset[str]] = ChatFields.ignored | {
+    ignored: ClassVar[frozenset[str]] = requests.ChatFields.ignored | {
         *("betas", "cache_control", "container", "context_management", "diagnostics", "inference_geo", "speed")
     }
     max_tokens: TokenLimit = None
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
-    system: Annotated[str, joined_text()] = ""
+    system: Annotated[str, requests.joined_text()] = ""
     temperature: float | None = Field(None, ge=0, le=1)
-    stop_sequences: StopList = Field(default_factory=list)
+    stop_sequences: requests.StopList = Field(default_factory=list)
     tools: list[FunctionTool] = Field(default_factory=list, fail_fast=True)
     tool_choice: Choose = Choose()
     thinking: Thinking = Thinking()
@@ -214,7 +196,7 @@ class CountBody(ChatFields):
             messages,
             [tool.chat_tool() for tool in self.tools],
             self.tool_choice.chat_choice(),
-            ConstraintField("output_config.format", self.output_config.format),
+            requests.ConstraintField("output_config.format", self.output_config.format),
             self.output_config.effort,
         )
         request.max_tokens = self.max_tokens
@@ -227,7 +209,9 @@ class CountBody(ChatFields):
 class MessagesBody(CountBody):
     """A request for a message."""
 
-    max_tokens: int = Field(ge=1, le=MAX_TOKENS, description="the maximum number of tokens of the answer, at least 1")
+    max_tokens: int = Field(
+        ge=1, le=requests.MAX_TOKENS, description="the maximum number of tokens of the answer, at least 1"
+    )
 
 
 def messages(body: Any, rules: RequestRules) -> ParsedRequest:

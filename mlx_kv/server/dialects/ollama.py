@@ -12,25 +12,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mlx_kv.mlxlm.loading import number_of_weights, weight_bytes
-from mlx_kv.server import chat
+from mlx_kv.server import chat, requests
 from mlx_kv.server.dialects.completions import ChatBody, CompletionBody, chat_logprob
-from mlx_kv.server.errors import ApiError
 from mlx_kv.server.handler import ParsedRequest
-from mlx_kv.server.json_http import JsonResponse, json_bytes, read_body
+from mlx_kv.server.json_http import ApiError, JsonResponse, json_bytes, read_body
 from mlx_kv.server.models import DEFAULT, ModelNames
 from mlx_kv.server.output import Choice, Delta, Usage
-from mlx_kv.server.requests import (
-    MAX_TOKENS,
-    Body,
-    FieldError,
-    Limits,
-    RequestRules,
-    Text,
-    Unchanged,
-    UnknownFields,
-    read_parts,
-    unsupported,
-)
+from mlx_kv.server.requests import MAX_TOKENS, Body, FieldError, RequestRules, Text, UnknownFields
 from mlx_kv.server.worker import Worker
 
 VERSION = "0.13.0"  # of Ollama, of which this is the API: clients check for a minimum
@@ -45,7 +33,7 @@ FAMILY = "general.architecture"
 def _no_images(value: Any) -> Any:
     if value:
         refusal = "has images, and this server's model reads text alone: leave them out"
-        read_parts([{"type": "image"}], refusal=refusal, located=False)
+        requests.read_parts([{"type": "image"}], refusal=refusal, located=False)
     return value
 
 
@@ -151,7 +139,7 @@ class OllamaChatBody(OllamaBody):
     """A request of /api/chat."""
 
     messages: list[Message] = Field(default_factory=list, fail_fast=True)
-    tools: Annotated[list[dict[str, Any]], Unchanged] = Field(default_factory=list)
+    tools: Annotated[list[dict[str, Any]], requests.Unchanged] = Field(default_factory=list)
 
     def chat_messages(self) -> chat.Messages:
         """The messages as OpenAI's, in which calls and their results have ids."""
@@ -191,8 +179,8 @@ class GenerateBody(OllamaBody):
     system: Text = ""
     raw: bool = False
     images: NoImages = None
-    suffix: Annotated[Any, unsupported("")] = None
-    template: Annotated[Any, unsupported("")] = None
+    suffix: Annotated[Any, requests.unsupported("")] = None
+    template: Annotated[Any, requests.unsupported("")] = None
 
     def openai_body(self, unknown: UnknownFields, has_template: bool) -> ChatBody | CompletionBody:
         """This request as OpenAI's: a chat of one prompt, or a text, if it is raw or the model has no template."""
@@ -324,7 +312,7 @@ class ShowBody(Body):
 class OllamaRoutes:
     """/api/tags, /api/ps, /api/show and /api/version."""
 
-    def __init__(self, worker: Worker, names: ModelNames, limits: Limits) -> None:
+    def __init__(self, worker: Worker, names: ModelNames, limits: requests.Limits) -> None:
         self._worker, self._names, self._limits, self._since = worker, names, limits, now()
         model = worker.models.model
         self._family = str(getattr(getattr(model, "args", model), "model_type", "unknown"))

@@ -15,34 +15,13 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, PlainValidator, Tag, model_validator
 
 from mlx_kv.generation.grammar import Constraint
-from mlx_kv.server import chat
+from mlx_kv.server import chat, requests
 from mlx_kv.server.chat import Block, Blocks, Change, Event
 from mlx_kv.server.dialects.completions import chat_logprob
-from mlx_kv.server.errors import ApiError
 from mlx_kv.server.handler import ParsedRequest
-from mlx_kv.server.json_http import EVENT_STREAM, event
+from mlx_kv.server.json_http import EVENT_STREAM, ApiError, event
 from mlx_kv.server.output import Choice, Delta, Usage
-from mlx_kv.server.requests import (
-    TAG,
-    Body,
-    ChatFields,
-    CompletionRequest,
-    ConstraintField,
-    Effort,
-    FieldError,
-    NonEmptyText,
-    RequestRules,
-    Text,
-    TokenLimit,
-    ToolChoice,
-    check_arguments,
-    check_role,
-    joined_text,
-    json_kind,
-    parse_response_format,
-    parse_tool_choice,
-    unsupported,
-)
+from mlx_kv.server.requests import Body, CompletionRequest, FieldError, RequestRules, Text, TokenLimit
 
 # Fields of the request that a response repeats, and their values where the request leaves them out.
 ECHOED: dict[str, Any] = {
@@ -77,7 +56,7 @@ class MessageItem(Body):
     """What a user, the assistant or an operator has written."""
 
     role: Any = None
-    content: Annotated[str, joined_text(TEXTS)]
+    content: Annotated[str, requests.joined_text(TEXTS)]
 
     def message(self) -> chat.Message:
         return chat.Message(self.role, [chat.Text(self.content)])
@@ -86,8 +65,8 @@ class MessageItem(Body):
 class ReasoningItem(Body):
     """What the assistant thought before its next message: in full, or a summary."""
 
-    content: Annotated[str, joined_text(REASONING_TEXTS)] = ""
-    summary: Annotated[str, joined_text(REASONING_TEXTS)] = ""
+    content: Annotated[str, requests.joined_text(REASONING_TEXTS)] = ""
+    summary: Annotated[str, requests.joined_text(REASONING_TEXTS)] = ""
 
     @model_validator(mode="before")
     @classmethod
@@ -104,7 +83,7 @@ class CallItem(Body):
 
     call_id: Text
     name: Text
-    arguments: Annotated[Text, AfterValidator(check_arguments)]
+    arguments: Annotated[Text, AfterValidator(requests.check_arguments)]
 
     def message(self) -> chat.Message:
         return chat.Message("assistant", [chat.Call(self.call_id, self.name, self.arguments)])
@@ -114,33 +93,33 @@ class CallOutputItem(Body):
     """The result of a call."""
 
     call_id: Text
-    output: Annotated[str, joined_text(TEXTS)]
+    output: Annotated[str, requests.joined_text(TEXTS)]
 
     def message(self) -> chat.Message:
         return chat.Message("tool", [chat.Result(self.call_id, self.output)])
 
 
 def _kind(item: Any) -> str:
-    return f"{TAG}{item.get('type', 'message')}"
+    return f"{requests.TAG}{item.get('type', 'message')}"
 
 
 def _check_item(item: Any) -> Any:
     if not isinstance(item, dict):
-        raise FieldError(f"is a JSON {json_kind(item)}: send an object")
+        raise FieldError(f"is a JSON {requests.json_kind(item)}: send an object")
     kind = item.get("type", "message")
     if kind not in ("message", "reasoning", "function_call", "function_call_output"):
         supported = "only messages, reasoning, function_call and function_call_output are supported"
         raise FieldError(f"is of the type {str(kind)[:80]!r}: {supported}")
     if kind == "message":
-        check_role(item.get("role"))
+        requests.check_role(item.get("role"))
     return item
 
 
 Item = Annotated[
-    Annotated[MessageItem, Tag(f"{TAG}message")]
-    | Annotated[ReasoningItem, Tag(f"{TAG}reasoning")]
-    | Annotated[CallItem, Tag(f"{TAG}function_call")]
-    | Annotated[CallOutputItem, Tag(f"{TAG}function_call_output")],
+    Annotated[MessageItem, Tag(f"{requests.TAG}message")]
+    | Annotated[ReasoningItem, Tag(f"{requests.TAG}reasoning")]
+    | Annotated[CallItem, Tag(f"{requests.TAG}function_call")]
+    | Annotated[CallOutputItem, Tag(f"{requests.TAG}function_call_output")],
     Discriminator(_kind),
     BeforeValidator(_check_item),
 ]
@@ -152,7 +131,7 @@ class FunctionTool(Body):
     """A tool that the client runs."""
 
     type: Literal["function"]
-    name: NonEmptyText
+    name: requests.NonEmptyText
     description: Any = None
     parameters: Any = None
     strict: Any = None
@@ -165,13 +144,13 @@ class FunctionTool(Body):
 class Reasoning(Body):
     """The field `reasoning`."""
 
-    effort: Effort | None = None
+    effort: requests.Effort | None = None
 
 
 class TextSettings(Body):
     """The field `text`."""
 
-    format: Annotated[Constraint | None, PlainValidator(parse_response_format)] = None
+    format: Annotated[Constraint | None, PlainValidator(requests.parse_response_format)] = None
 
 
 class StreamOptions(Body):
@@ -180,10 +159,10 @@ class StreamOptions(Body):
     include_obfuscation: bool = False
 
 
-class ResponseBody(ChatFields):
+class ResponseBody(requests.ChatFields):
     """A request for a response."""
 
-    ignored: ClassVar[frozenset[str]] = ChatFields.ignored | {
+    ignored: ClassVar[frozenset[str]] = requests.ChatFields.ignored | {
         *("context_management", "max_tool_calls", "prompt_cache_options")
     }
     input: Annotated[
@@ -197,16 +176,16 @@ class ResponseBody(ChatFields):
     max_output_tokens: TokenLimit = None
     parallel_tool_calls: bool = True
     tools: list[FunctionTool] = Field(default_factory=list, fail_fast=True)
-    tool_choice: Annotated[ToolChoice, PlainValidator(parse_tool_choice)] = ToolChoice()
+    tool_choice: Annotated[requests.ToolChoice, PlainValidator(requests.parse_tool_choice)] = requests.ToolChoice()
     reasoning: Reasoning = Reasoning()
     text: TextSettings = TextSettings()
     include: list[Any] = Field(default_factory=list)
     stream_options: StreamOptions = StreamOptions()
     truncation: Any = "disabled"
-    background: Annotated[Any, unsupported(False)] = None
-    conversation: Annotated[Any, unsupported()] = None
-    moderation: Annotated[Any, unsupported()] = None
-    prompt: Annotated[Any, unsupported()] = None
+    background: Annotated[Any, requests.unsupported(False)] = None
+    conversation: Annotated[Any, requests.unsupported()] = None
+    moderation: Annotated[Any, requests.unsupported()] = None
+    prompt: Annotated[Any, requests.unsupported()] = None
 
     def completion_request(self, rules: RequestRules, messages: chat.Messages) -> CompletionRequest:
         """The chat of this body.
@@ -218,7 +197,7 @@ class ResponseBody(ChatFields):
             rules.unknown.no_effect("truncation", "a conversation that is too long is refused, not cut")
         system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         tools = [tool.chat_tool() for tool in self.tools]
-        response_format = ConstraintField("text.format", self.text.format)
+        response_format = requests.ConstraintField("text.format", self.text.format)
         request = self.chat_request(
             rules, system + messages, tools, self.tool_choice, response_format, self.reasoning.effort
         )
