@@ -224,7 +224,7 @@ class Decoder:
             got = [[*row[:right], own] for row, (right, own) in zip(drafted, decided, strict=True)]
             self.target.accepted(got)
             right = [right for right, _ in decided]
-            self.pace.judged([len(row) for row in drafted], right)
+            self.pace.record_acceptance([len(row) for row in drafted], right)
         else:
             right = [0] * len(drafted)
             got, logprobs = self._followed(choice.follow, goes_on)
@@ -232,7 +232,7 @@ class Decoder:
         self.drafted = [len(row) for row in drafted]
         longest = max(self.drafted)
         seconds = time.perf_counter() - started
-        self.pace.passed(longest, waiting, self._seconds_a_pass(was_ahead, seconds - drafting), drafting)
+        self.pace.record_pass(longest, waiting, self._seconds_a_pass(was_ahead, seconds - drafting), drafting)
         statistics.note(drafted, right, seconds, self.pace.seconds_without(len(got)))
         return _emitted(got, logprobs)
 
@@ -287,7 +287,7 @@ class Decoder:
             proposed = [row[:count] for row, count in zip(self._drafted(most, choice), room, strict=True)]
             length = self.pace.choose(most, waiting, [len(row) for row in proposed])
             if length == 0 or self._ahead is not None:
-                self.pace.unused(proposed)
+                self.pace.add_unused(proposed)
             drafted = [row[:length] for row in proposed]
         else:
             length = self.pace.choose(most, waiting)
@@ -329,7 +329,7 @@ class Decoder:
         if self.drafter is None:
             return
         self.drafter.accepted(got)
-        self.pace.received(got)
+        self.pace.match_unused(got)
         for sampler, tokens in zip(self.samplers, got, strict=True):
             if isinstance(sampler, SeededSampler):
                 sampler.position += len(tokens)

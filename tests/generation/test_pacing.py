@@ -20,7 +20,7 @@ from mlx_kv.generation.sampling import derived_seed, sampler_of_sequence
 from mlx_kv.generation.sequence import TokenSequence
 from mlx_kv.generation.speculation import DraftSettings
 from mlx_kv.generation.speculation.drafters import ModelDrafter
-from mlx_kv.generation.speculation.pacing import MEASURED_FIRST, MOST_WAIT, TRUSTED, Acceptance, Costs, Pace
+from mlx_kv.generation.speculation.pacing import BASELINE_ROUNDS, GUESSED_ROUNDS, MAX_WAIT, Acceptance, Costs, Pace
 
 pytestmark = pytest.mark.chosen_length
 
@@ -199,16 +199,16 @@ class Machine:
             self.lengths.append(length)
             right = min(right, length) if length else right
             if length:
-                self.pace.judged([length], [right])
+                self.pace.record_acceptance([length], [right])
             elif self.pace.free:
                 said = [1] * self.most
-                self.pace.unused([said])
+                self.pace.add_unused([said])
                 truth = [1] * right + [0]
-                self.pace.received([truth])
+                self.pace.match_unused([truth])
             got = 1 + (right if length else 0)
             self.waiting = waiting + got if self.replays and right < length else 0
             load = self.load
-            self.pace.passed(length, waiting, load * self.cost(length + 1 + waiting), load * draft_cost * length)
+            self.pace.record_pass(length, waiting, load * self.cost(length + 1 + waiting), load * draft_cost * length)
             self.time += self.cost(length + 1 + waiting) + draft_cost * length
             self.tokens += got
         return (self.tokens - tokens) / (self.time - time)
@@ -222,8 +222,8 @@ def test_text_that_can_be_guessed_and_then_cannot_and_then_can(free: bool) -> No
     assert machine.run(300, 0.95, draft_cost) > 3
     assert sum(machine.lengths[-100:]) > 600
     machine.run(100, 0.0, draft_cost)
-    assert machine.run(2 * MOST_WAIT, 0.0, draft_cost) > 0.995, "what is off costs nothing"
-    machine.run(MOST_WAIT + 100, 0.95, draft_cost)
+    assert machine.run(2 * MAX_WAIT, 0.0, draft_cost) > 0.995, "what is off costs nothing"
+    machine.run(MAX_WAIT + 100, 0.95, draft_cost)
     assert machine.run(300, 0.95, draft_cost) > 3
 
 
@@ -262,29 +262,29 @@ def test_what_is_to_be_read_again_counts() -> None:
 def test_nothing_is_drafted_before_it_is_known_what_a_token_costs() -> None:
     machine = Machine(False)
     machine.run(20, 1.0)
-    assert machine.lengths[:MEASURED_FIRST] == [0] * MEASURED_FIRST
-    assert machine.lengths[MEASURED_FIRST] > 0
+    assert machine.lengths[:BASELINE_ROUNDS] == [0] * BASELINE_ROUNDS
+    assert machine.lengths[BASELINE_ROUNDS] > 0
 
 
 def test_rows_that_are_new_are_taken_for_what_is_known_of_others() -> None:
     """For some rounds; then it is measured what they cost without drafts. Many more rows are measured at once."""
     pace = Pace(8, free=True)
     pace.join(4)
-    for _ in range(MEASURED_FIRST):
+    for _ in range(BASELINE_ROUNDS):
         assert pace.choose(8, 0, [8] * 4) == 0
-        pace.passed(0, 0, 1.0)
+        pace.record_pass(0, 0, 1.0)
     assert pace.choose(8, 0, [8] * 4) > 0
     pace.join(5)
     assert pace.choose(8, 0, [8] * 9) == 0, "more than twice as many"
     pace.keep(range(7))
-    for _ in range(TRUSTED):
+    for _ in range(GUESSED_ROUNDS):
         length = pace.choose(8, 0, [8] * 7)
         assert length > 0
         assert pace.seconds_without(7) is not None
-        pace.passed(length, 0, 1.5)
+        pace.record_pass(length, 0, 1.5)
     assert pace.choose(8, 0, [8] * 7) == 0
-    for _ in range(MEASURED_FIRST):
-        pace.passed(0, 0, 1.0)
+    for _ in range(BASELINE_ROUNDS):
+        pace.record_pass(0, 0, 1.0)
     assert pace.choose(8, 0, [8] * 7) > 0
 
 
@@ -294,7 +294,7 @@ def test_a_machine_that_is_busy_for_a_while_changes_nothing(busy_first: bool, mo
     """All passes take three times as long, for some seconds again and again: passes with drafts as those without."""
     machine = Machine(True, pass_cost=lambda n: 1 + more * (n - 1))
     machine.load = 3.0 if busy_first else 1.0
-    machine.run(MEASURED_FIRST, 0.9)  # all that is known at first of rounds without drafts
+    machine.run(BASELINE_ROUNDS, 0.9)  # all that is known at first of rounds without drafts
     speeds = []
     for turn in range(40):
         machine.load = 1.0 if (turn % 2 == 0) == busy_first else 3.0
@@ -324,8 +324,8 @@ def test_costs_are_worked_out_of_what_was_seen() -> None:
         costs.note(1, 1, seconds)
     assert [costs.of(1, n) for n in (1, 2, 3, 5)] == [2.0, 2.5, 3.0, 4.0]
     assert 4.0 < costs.of(1, 9) < 8.0
-    assert costs.times(1, 1) == 3
-    assert costs.times(2, 1) == 0
+    assert costs.passes(1, 1) == 3
+    assert costs.passes(2, 1) == 0
     assert costs.of(2, 5) / costs.of(2, 1) == 2.0, "rows that are new have the proportions of others"
     costs.note(2, 5, 12.0 * costs.load)
     assert [costs.of(2, n) for n in (1, 3, 5)] == pytest.approx([6.0, 9.0, 12.0])
