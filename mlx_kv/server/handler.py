@@ -26,7 +26,7 @@ from mlx_kv.server.admission import ENDPOINTS, AdmissionController
 from mlx_kv.server.job import Job
 from mlx_kv.server.json_http import ApiError, JsonResponse, error_body, read_body, without_panic
 from mlx_kv.server.models import ModelNames
-from mlx_kv.server.output import AnswerWriter, ChatOutputParser, Choice, Delta, TokenTexts
+from mlx_kv.server.output import ChatOutputParser, Choice, Delta, OutputWriter, TokenTexts
 from mlx_kv.server.prefix_report import HEADER, prefix_header
 from mlx_kv.server.requests import CompletionRequest, Limits, Prompt, RequestRules, UnknownFields
 from mlx_kv.server.structured_output import Grammars, marks_of
@@ -44,7 +44,7 @@ class ParsedRequest(NamedTuple):
     """A request, and the writer of its answer, given the model's name."""
 
     request: CompletionRequest
-    writer: Callable[[str], AnswerWriter]
+    writer: Callable[[str], OutputWriter]
 
 
 # From the JSON of a body: a request, or a response for which nothing is generated. Raises ApiError.
@@ -232,7 +232,7 @@ class CompletionResponse(Response):
     """
 
     def __init__(
-        self, admission: AdmissionController, choices: Sequence[Choice], writer: AnswerWriter, stream: bool
+        self, admission: AdmissionController, choices: Sequence[Choice], writer: OutputWriter, stream: bool
     ) -> None:
         super().__init__()
         self._admission, self._choices, self._writer = admission, choices, writer

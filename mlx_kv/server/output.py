@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -19,7 +20,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from mlx_kv.files.decoding import read_json
 from mlx_kv.generation.sequence import TokenScore
 from mlx_kv.server.job import Job, OutputChunk
-from mlx_kv.server.json_http import ApiError, json_bytes
+from mlx_kv.server.json_http import EVENT_STREAM, ApiError, json_bytes
 
 ONE_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 SPACE = "\u2581"
@@ -297,8 +298,8 @@ class Usage:
         )
 
 
-class AnswerWriter(Protocol):
-    """The objects of an answer in the form of one API.
+class OutputWriter(Protocol):
+    """The objects of a response in the form of one API.
 
     Attributes:
         stream_type: media type of a stream.
@@ -306,21 +307,26 @@ class AnswerWriter(Protocol):
         last: what a stream ends with, after an error too.
     """
 
-    stream_type: bytes
-    waiting: bytes
-    last: bytes
+    stream_type: bytes = EVENT_STREAM
+    waiting: bytes = b": still there\n\n"
+    last: bytes = b""
 
+    @abstractmethod
     def whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
-        """All answers, which have ended, in one object."""
+        """All choices, which have ended, in one object."""
 
     def begin(self, choices: Sequence[Choice]) -> bytes:
-        """The beginning of a stream."""
+        """The beginning of a stream; nothing by default."""
+        return b""
 
+    @abstractmethod
     def part(self, choice: Choice, delta: Delta) -> bytes:
-        """A part of an answer; its end if it has a `finish_reason`."""
+        """A part of a choice; its end if it has a `finish_reason`."""
 
+    @abstractmethod
     def end(self, choices: Sequence[Choice]) -> bytes:
-        """The end of a stream, after all answers."""
+        """The end of a stream, after all choices."""
 
+    @abstractmethod
     def failed(self, error: ApiError) -> bytes:
         """The end of a stream that failed."""

@@ -31,17 +31,9 @@ from pydantic import (
 )
 
 from mlx_kv.files.decoding import read_json
+from mlx_kv.generation import grammar as grammars
 from mlx_kv.generation.encoding import NOT_FOR_TEMPLATES
-from mlx_kv.generation.grammar import (
-    Constraint,
-    Function,
-    calls,
-    choice,
-    grammar,
-    json_object,
-    json_schema,
-    regex,
-)
+from mlx_kv.generation.grammar import Constraint
 from mlx_kv.generation.sampling import derived_seed
 from mlx_kv.generation.settings import LEAST_PENALTY, SamplingSettings
 from mlx_kv.server.chat import Messages, Tool
@@ -301,7 +293,7 @@ class ConstraintField(NamedTuple):
 
 
 def _schema(value: Any) -> Constraint:
-    return json_schema(_parsed_schema(value))
+    return grammars.json_schema(_parsed_schema(value))
 
 
 def _parsed_schema(value: Any) -> Any:
@@ -322,7 +314,7 @@ def parse_response_format(value: Any) -> Constraint | None:
     if kind == "text":
         return None
     if kind == "json_object":  # llama-server's may have a schema
-        return _schema(value["schema"]) if value.get("schema") else json_object()
+        return _schema(value["schema"]) if value.get("schema") else grammars.json_object()
     if kind == "json_schema":
         given = value.get("json_schema", value)  # the second is the form of the Responses API
         if not isinstance(given, dict) or given.get("schema") is None:
@@ -330,7 +322,7 @@ def parse_response_format(value: Any) -> Constraint | None:
         strict = given.get("strict")
         if strict is not None and not isinstance(strict, bool):
             raise FieldError(f"has a JSON {json_kind(strict)} as json_schema.strict: send true or false")
-        return json_schema(_parsed_schema(given["schema"]), lenient=not strict)
+        return grammars.json_schema(_parsed_schema(given["schema"]), lenient=not strict)
     if kind in ("regex", "grammar") and isinstance(value.get(kind), str):
         return ConstraintFields.parse({kind: value[kind]}, UnknownFields()).constraint_field().constraint
     raise FieldError("is not an object with a type of text, json_object or json_schema: send one")
@@ -350,10 +342,10 @@ def _structured_outputs(value: Any) -> Constraint | None:
 IN_STRUCTURED_OUTPUTS = {"json": "guided_json", "regex": "regex", "choice": "guided_choice", "grammar": "grammar"}
 # A schema, pattern, grammar or list of texts in a request, as a constraint.
 Schema = Annotated[Any, PlainValidator(_schema)]
-Regex = Annotated[NonEmptyText, AfterValidator(regex)]
+Regex = Annotated[NonEmptyText, AfterValidator(grammars.regex)]
 # Clients of llama-server send an empty grammar for none.
-GrammarText = Annotated[Text, AfterValidator(lambda text: grammar(text) if text else None)]
-Choice = Annotated[list[Text], Field(min_length=1, fail_fast=True), AfterValidator(choice)]
+GrammarText = Annotated[Text, AfterValidator(lambda text: grammars.grammar(text) if text else None)]
+Choice = Annotated[list[Text], Field(min_length=1, fail_fast=True), AfterValidator(grammars.choice)]
 
 
 class ConstraintFields(Body):
@@ -409,9 +401,9 @@ class ToolChoice(NamedTuple):
                 raise ApiError(400, message, "tool_choice")
         if not functions:
             raise ApiError(400, "tool_choice requires a call, and there are no tools: send some", "tool_choice")
-        return calls(
+        return grammars.calls(
             [
-                Function(
+                grammars.Function(
                     function["name"], function.get("parameters") or NO_ARGUMENTS, function.get("strict") is not True
                 )
                 for function in functions

@@ -16,8 +16,8 @@ from mlx_kv.generation.grammar import Constraint
 from mlx_kv.server import requests
 from mlx_kv.server.chat import Messages, Tool
 from mlx_kv.server.handler import ParsedRequest
-from mlx_kv.server.json_http import EVENT_STREAM, ApiError, event
-from mlx_kv.server.output import Choice, Delta, TokenText, Usage
+from mlx_kv.server.json_http import ApiError, event
+from mlx_kv.server.output import Choice, Delta, OutputWriter, TokenText, Usage
 from mlx_kv.server.requests import Body, CompletionRequest, FieldError, RequestRules, Text, TokenLimit
 
 MAX_PROMPTS, MAX_ANSWERS = 1024, 128
@@ -186,11 +186,9 @@ def _parsed(request: CompletionRequest) -> ParsedRequest:
 # --- answers ----------------------------------------------------------------------------------------------------------
 
 
-class CompletionWriter:
-    """The objects of one answer, which share an id, a time and a model: an `AnswerWriter`."""
+class CompletionWriter(OutputWriter):
+    """The objects of one answer, which share an id, a time and a model."""
 
-    stream_type = EVENT_STREAM
-    waiting = b": still there\n\n"
     last = b"data: [DONE]\n\n"
 
     def __init__(self, request: CompletionRequest, model: str) -> None:
@@ -233,9 +231,6 @@ class CompletionWriter:
             "top_logprobs": tops if self._request.top_logprobs else None,
             "text_offset": offsets,
         }
-
-    def begin(self, choices: Sequence[Choice]) -> bytes:
-        return b""
 
     def part(self, choice: Choice, delta: Delta) -> bytes:
         data = b""

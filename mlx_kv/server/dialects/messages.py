@@ -12,8 +12,8 @@ from mlx_kv.generation.grammar import Constraint
 from mlx_kv.server import chat, requests
 from mlx_kv.server.chat import Block, Blocks, Change, Event
 from mlx_kv.server.handler import ParsedRequest
-from mlx_kv.server.json_http import EVENT_STREAM, ApiError, anthropic_error, event
-from mlx_kv.server.output import Choice, Delta, Usage
+from mlx_kv.server.json_http import ApiError, anthropic_error, event
+from mlx_kv.server.output import Choice, Delta, OutputWriter, Usage
 from mlx_kv.server.requests import Body, CompletionRequest, FieldError, RequestRules, Text, TokenLimit
 
 REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
@@ -227,11 +227,8 @@ def counted(body: Any, rules: RequestRules) -> CompletionRequest:
 # --- answers ----------------------------------------------------------------------------------------------------------
 
 
-class MessageWriter:
-    """The objects of one message: an `AnswerWriter`."""
-
-    stream_type = EVENT_STREAM
-    last = b""
+class MessageWriter(OutputWriter):
+    """The objects of one message."""
 
     def __init__(self, model: str) -> None:
         self._blocks = Blocks()

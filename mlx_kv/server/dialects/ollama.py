@@ -17,7 +17,7 @@ from mlx_kv.server.dialects.completions import ChatBody, CompletionBody, chat_lo
 from mlx_kv.server.handler import ParsedRequest
 from mlx_kv.server.json_http import ApiError, JsonResponse, json_bytes, read_body
 from mlx_kv.server.models import DEFAULT, ModelNames
-from mlx_kv.server.output import Choice, Delta, Usage
+from mlx_kv.server.output import Choice, Delta, OutputWriter, Usage
 from mlx_kv.server.requests import MAX_TOKENS, Body, FieldError, RequestRules, Text, UnknownFields
 from mlx_kv.server.worker import Worker
 
@@ -235,12 +235,11 @@ def nanoseconds(seconds: float) -> int:
     return max(0, round(seconds * 1e9))
 
 
-class OllamaWriter:
-    """The lines of an answer: an `AnswerWriter`."""
+class OllamaWriter(OutputWriter):
+    """The lines of a response."""
 
     stream_type = b"application/x-ndjson"
     waiting = b""  # clients parse each line
-    last = b""
 
     def __init__(self, model: str, chat: bool) -> None:
         self._model, self._chat = model, chat
@@ -248,9 +247,6 @@ class OllamaWriter:
     def whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
         (choice,) = choices
         return self._fields(choice.answer) | self._end(choice)
-
-    def begin(self, choices: Sequence[Choice]) -> bytes:
-        return b""
 
     def part(self, choice: Choice, delta: Delta) -> bytes:
         if not (delta.fields or delta.logprobs):

@@ -19,8 +19,8 @@ from mlx_kv.server import chat, requests
 from mlx_kv.server.chat import Block, Blocks, Change, Event
 from mlx_kv.server.dialects.completions import chat_logprob
 from mlx_kv.server.handler import ParsedRequest
-from mlx_kv.server.json_http import EVENT_STREAM, ApiError, event
-from mlx_kv.server.output import Choice, Delta, Usage
+from mlx_kv.server.json_http import ApiError, event
+from mlx_kv.server.output import Choice, Delta, OutputWriter, Usage
 from mlx_kv.server.requests import Body, CompletionRequest, FieldError, RequestRules, Text, TokenLimit
 
 # Fields of the request that a response repeats, and their values where the request leaves them out.
@@ -263,18 +263,14 @@ class Conversations:
 # --- answers ----------------------------------------------------------------------------------------------------------
 
 
-class ResponseWriter:
-    """The objects of one response: an `AnswerWriter`.
+class ResponseWriter(OutputWriter):
+    """The objects of one response.
 
     Args:
         fields: of the request.
         messages: of the chat so far, without instructions.
         conversations: where it is stored; None stores it nowhere.
     """
-
-    stream_type = EVENT_STREAM
-    waiting = b": still there\n\n"
-    last = b""
 
     def __init__(
         self,
