@@ -48,7 +48,7 @@ SMALL = {
     "rms_norm_eps": 1e-5,
     "vocab_size": 8192,
 }
-SCORES = ("key_diff", "key_norm", "snap_kv", "h2o")
+SCORES = ("key_diff", "key_norm", "snap_kv")
 METHODS = {"knorm": "knorm_budget", "snapkv": "snap_budget", "h2o": "h2o_budget"}
 
 

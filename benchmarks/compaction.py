@@ -34,7 +34,7 @@ from typing import Any
 
 # Ours first: importing the package loads a tuned BLAS ahead of MLX.
 from mlx_kv import CachePolicy, KVCache, compact, make_prompt_cache, model_path
-from mlx_kv.cache.eviction.layer_group import LayerGroup
+from mlx_kv.cache.eviction.evictor import LayerGroup
 from mlx_kv.mlxlm.loading import load
 
 # isort: split

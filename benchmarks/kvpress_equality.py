@@ -1,6 +1,6 @@
 """Whether our scores keep the tokens that kvpress keeps: same weights, same prompt, same budget, head by head.
 
-    python benchmarks/kvpress_equality.py --kvpress-python PATH --model build/smollm2 [--tokens 1024] [--runs tova,h2o]
+    python benchmarks/kvpress_equality.py --kvpress-python PATH --model build/smollm2 [--tokens 1024] [--runs tova]
 
 PATH is the Python of an environment of its own with `pip install torch==2.13.0 kvpress==0.5.5`: there
 `tools/kvpress_kept.py` reads the checkpoint and says what kvpress keeps. Here ours reads the same ids in one go, and is
@@ -15,7 +15,6 @@ No speed is measured. One line a run, and one JSON line last: the share of equal
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import subprocess
 import sys
@@ -66,8 +65,7 @@ class Run(NamedTuple):
         press: as `tools/kvpress_kept.py` calls it.
         score: ours.
         recent, sinks: tokens that the press protects.
-        share, layers: of our policy.
-        most: the largest share that is evicted: beyond it kvpress gives all layers the same.
+        share: of our policy.
     """
 
     press: str
@@ -75,8 +73,6 @@ class Run(NamedTuple):
     recent: int = 0
     sinks: int = 0
     share: str = "head"
-    layers: str = "uniform"
-    most: float = 1.0
 
     @property
     def name(self) -> str:
@@ -88,13 +84,9 @@ RUNS = (
     Run("key_norm", "key_norm"),
     Run("snap_kv", "snap_kv", recent=64),
     Run("tova", "tova", recent=1),
-    Run("h2o", "h2o"),
-    Run("expected_attention", "expected_attention", sinks=4),
     Run("kvzip", "kvzip", sinks=4),
     Run("snap_kv", "snap_kv", recent=64, share="adaptive"),
-    Run("expected_attention", "expected_attention", sinks=4, share="adaptive"),
     Run("kvzip", "kvzip", sinks=4, share="adaptive"),
-    Run("pyramid", "snap_kv", recent=64, layers="pyramid", most=0.5),
 )
 
 
@@ -103,15 +95,12 @@ def why_not(run: Run) -> str | None:
         return f"there is no score {run.score!r} here"
     if run.share not in get_args(Scope):
         return f"there is no share={run.share!r} here"
-    if run.layers != "uniform" and "layers" not in {field.name for field in dataclasses.fields(CachePolicy)}:
-        return f"there is no layers={run.layers!r} here"
     return None
 
 
 def kept_here(model: Any, ids: list[int], run: Run, ratio: float, instructions: dict[str, list[int]]) -> Any:
     """The kept positions by layer and head, ascending, and our scores of all tokens, (H, n) of each layer."""
     budget = max(1, int(len(ids) * (1 - ratio)))
-    more: dict[str, Any] = {} if run.layers == "uniform" else {"layers": run.layers}
     policy = CachePolicy(
         budget=budget,
         score=run.score,
@@ -120,7 +109,6 @@ def kept_here(model: Any, ids: list[int], run: Run, ratio: float, instructions: 
         sinks=run.sinks,
         margin=2 * len(ids),
         max_write=len(ids),
-        **more,
     )
     caches = make_prompt_cache(model, policy)
     if run.score == "kvzip":
@@ -204,7 +192,7 @@ def compare(
         if (why := why_not(run)) is not None:
             print(f"{name}, {run.name}: left out, {why}")
             continue
-        runs += [(run, ratio) for ratio in given.ratios if ratio <= run.most]
+        runs += [(run, ratio) for ratio in given.ratios]
     asked = [
         {"press": run.press, "ratio": ratio, "adaptive": run.share == "adaptive", "chunk": CHUNK} for run, ratio in runs
     ]

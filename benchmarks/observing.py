@@ -10,9 +10,8 @@ key_diff reads all keys twice at each compaction.
 The physics. A prompt is read in chunks of 512, and compacted to the budget before each chunk once it is over it; then
 tokens are decoded one by one, and compacted every margin (128) of them. snap_kv and tova copy the last 128 and 65
 queries of each chunk, and of a step keep what is there anyway; at a compaction 64 queries, or one, meet all keys: of
-n keys that is 64 n D multiplications for each query head, and as many exponentials by 64 n. h2o multiplies every query
-by every key once more, as attention does. expected_attention turns all queries back and multiplies each with itself:
-D products for each of its D numbers. key_diff reads all keys twice at a compaction instead.
+n keys that is 64 n D multiplications for each query head, and as many exponentials by 64 n. key_diff reads all keys
+twice at a compaction instead.
 
 All scores read the same chunk, and decode the same step, in turns: a machine that slows down does so for all. Where
 others use it, too, seconds of processors (cpu) say more than those of the clock. Ratios are score / key_diff, less is
@@ -37,7 +36,7 @@ from mlx_kv.mlxlm.loading import load
 # isort: split
 import mlx.core as mx
 
-SCORES = ("key_diff", "snap_kv", "tova", "h2o", "expected_attention")
+SCORES = ("key_diff", "snap_kv", "tova")
 CHUNK = 512
 
 

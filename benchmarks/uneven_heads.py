@@ -1,11 +1,11 @@
-"""Heads and layers that keep different numbers of tokens, against uniform ones: what it costs, and what it buys.
+"""Heads that keep different numbers of tokens, against uniform ones: what it costs, and what it buys.
 
     python benchmarks/uneven_heads.py --model build/smollm2 [--rounds 5] [--context 2048] [--budget 512] [--texts 3]
 
 The physics. Decoding reads keys and values of all slots: a budget of 512 in 30 layers of 3 heads x 64 in float32 is
 23.6 MB a step, beside 538 MB of weights. Where heads differ, a layer has as many slots as its longest head: bytes that
 are allocated and read grow by longest / mean, and a mask of booleans for each query head comes on top, where uniform
-heads need none at all. A pyramid reads and allocates what uniform layers do, and makes no mask of one row.
+heads need none at all.
 
 Each side reads the same text in chunks of 512 and evicts down to the budget; then it goes on for 256 tokens that it is
 told (what it loses: its nats per token less those of the full cache), and decodes on, in turns with the others, 32
@@ -36,8 +36,6 @@ TOLD, DECODED, CHUNK = 256, 32, 512
 SIDES: dict[str, dict[str, Any]] = {
     "uniform": {"share": "head"},
     "adaptive": {"share": "adaptive"},
-    "pyramid": {"share": "head", "layers": "pyramid"},
-    "both": {"share": "adaptive", "layers": "pyramid"},
 }
 SCORES = ("key_diff", "snap_kv")
 

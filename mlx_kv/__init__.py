@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     from mlx_kv.bundled import bundled_models, model_path
     from mlx_kv.cache.codecs import codec_names, register_codec
     from mlx_kv.cache.eviction.calibration import Calibration
-    from mlx_kv.cache.eviction.scores import register_score, score_names
-    from mlx_kv.cache.eviction.scores.tokens import ScoredTokens, Wants
+    from mlx_kv.cache.eviction.scores import ScoredTokens, Wants, register_score, score_names
     from mlx_kv.cache.factories import (
         BatchKVCache,
         BatchRotatingKVCache,
@@ -78,11 +77,11 @@ _HOMES = {
     "PromptStore": "prefixes.store",
     "RankGroup": "ranks.group",
     "SamplingSettings": "generation.settings",
-    "ScoredTokens": "cache.eviction.scores.tokens",
+    "ScoredTokens": "cache.eviction.scores",
     "SpeculationStatistics": "generation.statistics",
     "Tapered": "cache.growth",
     "TemperatureSampler": "generation.sampling",
-    "Wants": "cache.eviction.scores.tokens",
+    "Wants": "cache.eviction.scores",
     "batch_generate": "generation.generate",
     "bundled_models": "bundled",
     "cache_statistics": "generation.statistics",

@@ -26,16 +26,13 @@ from mlx_kv.cache.codecs import (
 from mlx_kv.cache.eviction.allocation import (
     Allocation,
     HeadBudgets,
-    LayerBudgets,
     checked_allocation,
     head_budgets,
-    layer_budget,
     uneven_heads,
 )
 from mlx_kv.cache.eviction.allocation import LayerAllocation as LayerAllocation
 from mlx_kv.cache.eviction.calibration import FITTED, Calibration
-from mlx_kv.cache.eviction.evictor import Evictor
-from mlx_kv.cache.eviction.layer_group import LayerGroup
+from mlx_kv.cache.eviction.evictor import Evictor, LayerGroup
 from mlx_kv.cache.eviction.scores import Score, find_score
 from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.cache.layout import KEEP_RECENT, Append, Budget, Chunks, Layout, Ring, default_keep_recent
@@ -78,12 +75,10 @@ class CachePolicy(PolicySettings):
             score of None is "key_diff", a share "layers"; with a calibration "fitted" (if it has weights) and what
             `layers` needs.
         layers: how the budget is allocated to layers and heads; the total never changes. "uniform": every layer and
-            head has this budget. "pyramid": lower layers have more, upper ones fewer. "calibrated": each head has the
-            share that `calibration` measured. A table of shares: a row for each layer of full attention, with a number
-            for each KV head or one for all of them. "global": one ranking of the tokens of all heads of all layers, for
-            scores that are comparable between layers ("fitted", "kvzip"). With share="head" each head has its own
-            budget, with "adaptive" the heads of a layer compete for the layer's, with "layer" they keep the same
-            tokens; "global" needs "adaptive".
+            head has this budget. "calibrated": each head has the share that `calibration` measured. A table of shares:
+            a row for each layer of full attention, with a number for each KV head or one for all of them. With
+            share="head" each head has its own budget, with "adaptive" the heads of a layer compete for the layer's,
+            with "layer" they keep the same tokens.
         allocation: another name for `layers`, for calls; it is stored as `layers`.
         residual: another name for `residual_length`, for calls; it is stored as that.
         calibration: measurements of the model, for score="fitted" and layers="calibrated", and then their default.
@@ -178,19 +173,6 @@ class CachePolicy(PolicySettings):
             )
         )
 
-    def of_layer(self, layer: int, layers: int) -> CachePolicy:
-        """This policy with the budget of one of so many layers of full attention: another one in a pyramid.
-
-        Raises:
-            ValueError: a budget that sinks and recent tokens would fill in an upper layer.
-        """
-        if self.budget is None or self.layers != "pyramid":
-            return self
-        whole = self.layout()
-        assert isinstance(whole, Budget)
-        budget = layer_budget(self.budget, layer, layers, whole.sinks + whole.keep_recent + 1)
-        return replace(self, budget=budget, margin=whole.slack)
-
     def of_cache(self, number: int) -> CachePolicy:
         """This policy with the codecs of one of a model's caches; ValueError for codecs of another model."""
         own = of_cache(self.codecs, number)
@@ -207,7 +189,7 @@ class CachePolicy(PolicySettings):
     @property
     def allocated(self) -> Allocation:
         """`layers`, with the table of the calibration in the place of "calibrated"."""
-        return self.table or cast(LayerBudgets, self.layers)
+        return self.table or cast(Allocation, self.layers)
 
     @property
     def table(self) -> HeadBudgets | None:
@@ -259,8 +241,7 @@ class CachePolicy(PolicySettings):
         layers = self.layers if self.layers is not None else "uniform"
         if self.layers is None and measured is not None and self.share != "layers":
             layers = CALIBRATED
-        shares = {"uniform": "layers", "pyramid": "layer", "global": "adaptive"}
-        share = shares.get(layers, "head") if isinstance(layers, str) else "head"
+        share = "layers" if isinstance(layers, str) and layers != CALIBRATED else "head"
         if share == "head" and self.residual_length:  # of heads that hold the same tokens
             share = "layer"
         score = FITTED if measured is not None and measured.layers else "key_diff"
@@ -383,8 +364,7 @@ def make_layer_caches(
         own = policy.plain() if spec.indexer else policy.of_cache(spec.number)
         for name, codec, shape in zip(("keys", "values"), own.codecs, spec.shapes, strict=False):
             codec.check(name, mx.zeros(*shape))
-        if is_full:
-            own, layer = own.of_layer(layer, full), layer + 1
+        layer += is_full
         layout = own.layout(spec.window, spec.sinks, spec.chunk_size)
         caches.append(own.make_cache(layout, packed_decode, layer_group, layer - 1))
     return caches

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from mlx_kv.cache.eviction.allocation import REMOVED
 from mlx_kv.cache.growth import DEFAULT, FixedStep, Geometric, Growth, Tapered
 from mlx_kv.settings import setting
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 SINKS = 4  # first tokens that are never dropped: mlx-lm's number, after StreamingLLM (Xiao et al. 2023)
 GROWTHS: Mapping[str, Growth] = {"tapered": Tapered(), "geometric": Geometric(), "step": FixedStep()}
 SHARES = ("layers", "layer", "head", "adaptive")
-ALLOCATIONS = ("uniform", "pyramid", "calibrated", "global")
+ALLOCATIONS = ("uniform", "calibrated")
 
 
 def _tokens(default: int | None, help: str, option: str | tuple[str, ...] = (), least: int = 0, **more: Any) -> Any:
@@ -111,9 +112,9 @@ class PolicySettings:
         None,
         option="--kv-layers",
         choices=ALLOCATIONS,
+        removed=REMOVED,
         default_text="calibrated with a calibration, else uniform",
-        help="Allocation of the budget: the same for all layers, more for lower ones, as measured for each head, or by "
-        "one ranking of all heads (with --kv-share adaptive).",
+        help="Allocation of the budget: the same for all layers, or as measured for each head.",
     )
     residual_length: int = _tokens(
         0,

@@ -1,5 +1,6 @@
 """Settings that describe themselves: help, bounds and option names of a dataclass field, its check, and its errors.
 
+Values of some settings are names of open sets: scores, codecs and drafters, built-in or of other packages.
 Imports neither MLX nor anything of this package, so that `--help` is fast.
 """
 
@@ -9,15 +10,17 @@ import dataclasses
 import math
 import operator
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from importlib.metadata import EntryPoint, entry_points
 from numbers import Real
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 MOST_TOKENS = 2**31 - 1  # MLX counts the elements of an axis in 32 bits
 MAX_SHOWN = 60  # characters of a value in a message
 QUOTES = "'\""
+Member = TypeVar("Member")
 
 # --- errors in the caller's terms -------------------------------------------------------------------------------------
 
@@ -55,6 +58,16 @@ class SettingError(ValueError):
             names: by Python name; names that begin with a dash are options. Other settings keep their Python names.
         """
         return _Template(names or {}).vformat(self.template, self.parts, self.settings)
+
+
+def removed(setting: str, value: str, instead: str) -> SettingError:
+    """The error of a value that earlier versions had.
+
+    Args:
+        setting: its name.
+        instead: what to use, as a template.
+    """
+    return SettingError(f"{{{setting}:is}}, which was removed in 0.4: use {instead}", **{setting: value})
 
 
 def _again(template: str, parts: tuple[object, ...], settings: dict[str, object]) -> SettingError:
@@ -123,6 +136,7 @@ class Setting:
         minimum, maximum: bounds of a number, inclusive.
         above: an exclusive lower bound.
         choices: words that an option takes; other values of a text are refused.
+        removed: words that it took in earlier versions, and what to use instead (`removed`).
         words: the values of an option, by the words that stand for them on the command line.
         served: narrower bounds, inclusive, for requests to a server.
         unit: what a number counts, such as "tokens".
@@ -143,6 +157,7 @@ class Setting:
     maximum: float | None = None
     above: float | None = None
     choices: tuple[str, ...] = ()
+    removed: Mapping[str, str] = dataclasses.field(default_factory=dict)
     words: Mapping[str, Any] | None = None
     served: tuple[float, float] | None = None
     unit: str = ""
@@ -179,6 +194,7 @@ def setting(
     maximum: float | None = None,
     above: float | None = None,
     choices: Sequence[str] = (),
+    removed: Mapping[str, str] | None = None,
     words: Mapping[str, Any] | None = None,
     served: tuple[float, float] | None = None,
     unit: str = "",
@@ -203,6 +219,7 @@ def setting(
         maximum=maximum,
         above=above,
         choices=tuple(choices),
+        removed=removed or {},
         words=words,
         served=served,
         unit=unit,
@@ -305,3 +322,64 @@ def _is_within(value: Any, described: Setting) -> bool:
 
 def _short(number: float) -> str:
     return f"{number:,}" if isinstance(number, int) else f"{number:g}"
+
+
+# --- open sets of names -----------------------------------------------------------------------------------------------
+
+
+class OpenSet(Generic[Member]):
+    """Things of one kind and the names under which they are found.
+
+    Args:
+        kind: what one of them is called: the entry points are of the group `mlx_kv.<kind>s`, and what registers one is
+            `register_<kind>`.
+        alternative: what a caller can give instead of a name.
+        ours: those of this package.
+        read: makes a member of the name of an entry point and of the object that it loads.
+        instead: what to use instead of members that were removed, by their names (`settings.removed`).
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        alternative: str,
+        ours: Mapping[str, Member],
+        read: Callable[[str, Any], Member] = lambda name, loaded: loaded,
+        instead: Mapping[str, str] | None = None,
+    ) -> None:
+        self.kind, self.group, self._alternative, self._read = kind, f"mlx_kv.{kind}s", alternative, read
+        self._instead = instead or {}
+        self.registered = dict(ours)
+        self._loaded: dict[str, Member] = {}
+
+    @cached_property
+    def entries(self) -> dict[str, EntryPoint]:
+        """Of other packages, looked for once."""
+        return {entry.name: entry for entry in entry_points(group=self.group)}
+
+    def names(self) -> list[str]:
+        """All that `find` finds."""
+        return sorted({*self.entries, *self.registered})
+
+    def find(self, name: str) -> Member:
+        """The one of a name: what was registered comes before what other packages bring.
+
+        That is loaded when it is asked for: a package whose one cannot be used is in the way of no other.
+
+        Raises:
+            ValueError: none has this name.
+        """
+        if not isinstance(name, str):
+            raise ValueError(f"{self.kind} is {name!r}: give a name, or {self._alternative}")
+        if name in self.registered:
+            return self.registered[name]
+        if name not in self.entries and name in self._instead:
+            raise removed(self.kind, name, self._instead[name])
+        if name not in self.entries:
+            raise ValueError(
+                f"there is no {self.kind} {name!r}: choose one of {', '.join(self.names())}, give {self._alternative}, "
+                f"or register_{self.kind}() one of that name"
+            )
+        if name not in self._loaded:
+            self._loaded[name] = self._read(name, self.entries[name].load())
+        return self._loaded[name]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mlx_kv.open_set import OpenSet
+from mlx_kv.settings import OpenSet
 
 
 def bring(monkeypatch: pytest.MonkeyPatch, into: OpenSet[Any], group: str, name: str, loaded: Any) -> None:
@@ -19,7 +19,7 @@ def bring(monkeypatch: pytest.MonkeyPatch, into: OpenSet[Any], group: str, name:
         def load(self) -> Any:
             return loaded
 
-    monkeypatch.setattr("mlx_kv.open_set.entry_points", lambda group: [Entry()] if group == wanted else [])
+    monkeypatch.setattr("mlx_kv.settings.entry_points", lambda group: [Entry()] if group == wanted else [])
     wanted = group
     monkeypatch.setitem(vars(into), "entries", {})
     monkeypatch.delitem(vars(into), "entries")  # looked for anew, and when the test is over what it was before

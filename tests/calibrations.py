@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from mlx_kv.cache.eviction.calibration import Calibration
-from mlx_kv.cache.eviction.scores.fitted import FittedLayer, Rotation
+from mlx_kv.cache.eviction.calibration import Calibration, FittedLayer, Rotation
 
 
 def random_calibration(

@@ -29,38 +29,6 @@ def key_diff(keys: np.ndarray, values: np.ndarray, positions: np.ndarray) -> np.
     return -(unit * anchor / np.linalg.norm(anchor, axis=-1, keepdims=True)).sum(-1)
 
 
-def value_norm(keys: np.ndarray, values: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    return (values.astype(np.float64) ** 2).sum(-1)
-
-
-def key_value(keys: np.ndarray, values: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    out = np.ones(keys.shape[:2])
-    for x in (keys, values):
-        energy = (x.astype(np.float64) ** 2).sum(-1)
-        for first in range(0, energy.shape[1], 16):
-            window = energy[:, first : first + 16]
-            out[:, first : first + 16] *= window / window.mean(axis=1, keepdims=True)
-    return out
-
-
-def lag_kv(keys: np.ndarray, values: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    heads, n, _ = keys.shape
-    parts = (n - 4) // 128
-    if parts < 2:
-        return np.broadcast_to(np.arange(n) / n, (heads, n))
-    out = np.ones((heads, n))
-    for head in range(heads):
-        for part in range(parts - 1):
-            here, after = (slice(4 + 128 * (part + i), 4 + 128 * (part + 1 + i)) for i in (0, 1))
-            surprise = np.zeros(128)
-            for x in (keys[head].astype(np.float64), values[head].astype(np.float64)):
-                low, high = x[after].min(0), x[after].max(0)
-                deviation = ((x[here] - low) / (high - low)).std(axis=1, ddof=1)
-                surprise += np.exp(deviation) / np.exp(deviation).sum()
-            out[head, here] = np.argsort(np.argsort(surprise)) / 128
-    return out
-
-
 def recent(keys: np.ndarray, values: np.ndarray, positions: np.ndarray) -> np.ndarray:
     return np.broadcast_to(positions.astype(np.float64), keys.shape[:2])
 
@@ -77,10 +45,8 @@ def random(keys: np.ndarray, values: np.ndarray, positions: np.ndarray) -> np.nd
 
 
 Formula = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
-FORMULAS: dict[str, Formula] = {
-    f.__name__: f for f in (key_norm, key_norm_high, key_diff, value_norm, key_value, lag_kv, recent, random)
-}
-OF_ALL_TOKENS = ("key_diff", "lag_kv")  # rescored at each compaction; the others once, in the order of the text
+FORMULAS: dict[str, Formula] = {f.__name__: f for f in (key_norm, key_norm_high, key_diff, recent, random)}
+OF_ALL_TOKENS = ("key_diff",)  # rescored at each compaction; the others once, in the order of the text
 
 
 class Kept:

@@ -266,7 +266,7 @@ CALLS: dict[str, list[Call] | str] = {
             mlx_kv.show_attention,
             lambda: {
                 "model": models()[0],
-                "caches": mlx_kv.make_prompt_cache(models()[0], mlx_kv.CachePolicy(budget=100, score="h2o")),
+                "caches": mlx_kv.make_prompt_cache(models()[0], mlx_kv.CachePolicy(budget=100, score="snap_kv")),
             },
         )
     ],

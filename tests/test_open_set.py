@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mlx_kv.open_set import OpenSet
+from mlx_kv.settings import OpenSet
 
 
 class Entry:
@@ -28,7 +28,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: list[str] = []
     brought = {"ours": "theirs", "more": "brought", "broken": ImportError("no such module")}
     entries = [Entry(name, value, names) for name, value in brought.items()]
-    monkeypatch.setattr("mlx_kv.open_set.entry_points", lambda group: entries if group == "mlx_kv.things" else [])
+    monkeypatch.setattr("mlx_kv.settings.entry_points", lambda group: entries if group == "mlx_kv.things" else [])
     return names
 
 

@@ -35,8 +35,7 @@ COLUMNS = {
     "policy": (0, 2.2),
     "cache": (0, 6),
     "policy_settings": (0, 2.2),
-    "open_set": (0, 2),
-    "settings": (2, 2),
+    "settings": (0, 4),
     "communicator": (4, 2),
 }
 COLUMN, GAP, MARGIN, ROOF, LINE = 172, 36, 22, 92, 16  # pixels

@@ -24,12 +24,9 @@ from typing import Any
 import torch
 from kvpress import (
     AdaKVPress,
-    ExpectedAttentionPress,
     KeyDiffPress,
     KnormPress,
     KVzipPress,
-    ObservedAttentionPress,
-    PyramidKVPress,
     ScorerPress,
     SnapKVPress,
     TOVAPress,
@@ -42,9 +39,6 @@ PRESSES = {
     "key_norm": KnormPress,
     "snap_kv": SnapKVPress,
     "tova": TOVAPress,
-    "h2o": ObservedAttentionPress,
-    "expected_attention": ExpectedAttentionPress,
-    "pyramid": PyramidKVPress,
 }
 
 
@@ -138,11 +132,9 @@ def kept_by(model: Any, ids: torch.Tensor, run: dict[str, Any], instructions: di
         press = PRESSES[name](compression_ratio=ratio)
     if run.get("adaptive"):
         press = AdaKVPress(press)
-    model.set_attn_implementation("eager" if name == "h2o" else "sdpa")
     watched = Watched(press)
     with press(model):
         model.model(input_ids=ids, past_key_values=DynamicCache())
-    model.set_attn_implementation("sdpa")
     return [heads for _, heads in sorted(watched.kept.items())]
 
 

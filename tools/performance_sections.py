@@ -182,7 +182,7 @@ OTHER_PAGES = {
     "cluster_table": "several machines: [clusters](clusters.md)",
     "conversations": "reused prompts of conversations: [stores](store.md#measured)",
     "growth_rules": "choice of the default growth: [caches](caches.md)",
-    "head_groups": "heads of unequal lengths in groups: [budgets](budgets.md#adaptive-heads-and-pyramid-layers)",
+    "head_groups": "heads of unequal lengths in groups: [budgets](budgets.md#adaptive-heads)",
     "observing": "cost of scores that use attention: [budgets](budgets.md)",
     "peers": "three servers side by side: [batches](batches.md#shared-prefixes)",
     "ranks": "several machines: [clusters](clusters.md)",

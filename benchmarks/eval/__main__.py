@@ -146,7 +146,7 @@ def prepare(
     metavar="NAME,NAME",
     callback=read_names,
     summary="Scores that choose the tokens.",
-    help="Scores that choose the tokens; NAME@ALLOCATION compares allocations: key_diff@calibrated, fitted@global.",
+    help="Scores that choose the tokens; NAME@ALLOCATION compares allocations: key_diff@calibrated.",
 )
 @option(
     "--tasks",
@@ -185,7 +185,7 @@ def prepare(
 )
 @option(
     "--layers",
-    type=click.Choice(["uniform", "pyramid", "calibrated", "global"]),
+    type=click.Choice(["uniform", "calibrated"]),
     default="uniform",
     show_default=True,
     help="How a budget is allocated to layers and heads, for scores that name no other.",

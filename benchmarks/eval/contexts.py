@@ -110,13 +110,10 @@ class RecordingCache:
                 mx.eval(hook.attend(ReplayedCall(write.queries, keys, values, write.scale, write.sinks)))
 
 
-def queries_wanted(scores: Sequence[str]) -> int | None:
-    """The number of last queries that these scores observe; None is all."""
+def queries_wanted(scores: Sequence[str]) -> int:
+    """The number of last queries that these scores observe."""
     observing = (find_score(name).wants for name in map(score_of, scores) if name != FITTED)
-    wants = [wants for wants in observing if wants is not None]
-    if any(each.received or each.moments for each in wants):
-        return None
-    return max([each.queries for each in wants], default=0)
+    return max([wants.queries for wants in observing if wants is not None], default=0)
 
 
 class Context:

@@ -15,7 +15,7 @@ from mlx_kv.policy import CALIBRATED, SINKS, CachePolicy, LayerAllocation
 from mlx_kv.settings import SettingError
 
 ALLOCATED = "@"  # between a score and its allocation
-SHARES: dict[str, Scope] = {"pyramid": "layer", "calibrated": "head", "global": "adaptive"}
+SHARES: dict[str, Scope] = {"calibrated": "head"}
 FEWER_ROWS = 8  # an eighth of the rows for texts and for attention, which have a value for every token
 
 

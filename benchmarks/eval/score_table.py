@@ -10,14 +10,13 @@ keys and values of a context twice, and what was asked of attention while it was
 
 The physics. A context of C tokens is read once for all policies. Then each policy has its C tokens written again (46 kB
 a token for SmolLM2 in float32), scores and compacts them, and reads the questions and replies, about 100 tokens, or 50
-where the questions were seen: so with 13 scores at 3 budgets a case costs C + 40 x 100 tokens. kvzip reads all of them
-again, and h2o works out all of the attention again. On a busy machine, one case of 1,024 tokens at one
-budget: 9 s for any of nine scores, 25 s for expected_attention, 183 s for h2o and 411 s for kvzip, where 100 tokens
-took 9 s. On two quiet cores those take about 0.7 s. By that the default, 8 tasks x 2 x 3 seeds, takes half an hour
-without h2o and kvzip, and these two half an hour for each budget:
+where the questions were seen: so with 8 scores at 3 budgets a case costs C + 25 x 100 tokens. kvzip reads all of them
+again. On a busy machine, one case of 1,024 tokens at one budget: 9 s for any other score and 411 s for kvzip, where 100
+tokens took 9 s. On two quiet cores those take about 0.7 s. By that the default, 8 tasks x 2 x 3 seeds, takes less than
+half an hour without kvzip:
 
-    --scores key_diff,snap_kv,tova,expected_attention,...                       all but the two, three budgets
-    --scores h2o,kvzip --kept 0.25                                              an hour so far, and then 0.125
+    --scores key_diff,snap_kv,tova,...                                          all but kvzip, three budgets
+    --scores kvzip --kept 0.25                                                  half an hour more, and then 0.125
 
 Progress and time left go to stderr. One JSON line last: cells, seconds of each part, seconds by score.
 """
@@ -73,7 +72,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=1, help="cases of each task and seed")
     parser.add_argument("--questions", choices=("unseen", "seen", "both"), default="both")
     parser.add_argument("--shares", type=names, default=("layers",), help="layers, layer, head, adaptive")
-    parser.add_argument("--layers", type=names, default=("uniform",), help="uniform, pyramid, calibrated, global")
+    parser.add_argument("--layers", type=names, default=("uniform",), help="uniform, calibrated")
     parser.add_argument(
         "--policies", type=names, help="SCORE:SHARE:LAYERS:KEPT,…, such as fitted:head:calibrated:0.25, instead of all"
     )
@@ -113,7 +112,7 @@ class Measuring:
 
 
 def go_together(share: str, layers: str) -> bool:
-    return layers == "uniform" or (share == "adaptive" if layers == "global" else share != "layers")
+    return layers == "uniform" or share != "layers"
 
 
 def policies(chosen: argparse.Namespace, place: Place) -> list[Kept]:

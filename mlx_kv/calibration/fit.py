@@ -11,7 +11,7 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from mlx_kv.cache.eviction.scores.fitted import TINY_SHARE, FittedLayer, features
+from mlx_kv.cache.eviction.calibration import TINY_SHARE, FittedLayer, features
 
 LAMBDA = 1e-2  # of the penalty, per token; 1e-3 to 5e-2 give the same
 KEPT = 0.25  # share of tokens kept by the ranking from which budgets of heads are counted

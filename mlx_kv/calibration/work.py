@@ -16,7 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mlx_kv.cache.eviction.scores.fitted import FittedLayer
+from mlx_kv.cache.eviction.calibration import FittedLayer
 from mlx_kv.calibration.fit import Moments, Quality, head_parts, head_table, inputs, quality, targets
 from mlx_kv.calibration.measure import LayerReading, read_twice, ropes_of
 from mlx_kv.files import tensor_files

@@ -18,7 +18,7 @@ import click
 
 from mlx_kv.cli.help import OPTIONS, Option
 from mlx_kv.cli.output import say
-from mlx_kv.settings import Setting, SettingError, check_setting, settings_of
+from mlx_kv.settings import Setting, SettingError, check_setting, removed, settings_of
 
 Command = Callable[..., None]
 
@@ -105,12 +105,27 @@ def value_of(described: Setting, value: Any) -> Any:
 def type_of(name: str, described: Setting) -> click.ParamType[Any]:
     """How click reads an option."""
     if described.words is not None or described.choices:
-        return click.Choice(list(described.words or described.choices))
+        return Word(name, described)
     if described.kind in (int, float):
         return Number(name, described)
     if isinstance(described.kind, click.ParamType):
         return described.kind
     return Parsed(described.kind) if callable(described.kind) and described.kind is not str else click.STRING
+
+
+class Word(click.Choice[str]):
+    """One of the words of a setting."""
+
+    def __init__(self, field: str, described: Setting) -> None:
+        super().__init__(list(described.words or described.choices))
+        self._field, self._instead = field, described.removed
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if value in self._instead:
+            option = self._field if param is None else param.opts[0]
+            error = removed(self._field, value, self._instead[value])
+            raise click.UsageError(error.render({self._field: option}), ctx)
+        return super().convert(value, param, ctx)
 
 
 class Number(click.ParamType[Any]):

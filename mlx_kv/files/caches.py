@@ -19,7 +19,7 @@ from mlx_lm.models import cache as stock
 from msgspec.structs import astuple
 
 from mlx_kv.cache.codecs import PLAIN, affine_of, are_plain
-from mlx_kv.cache.eviction.row_metadata import EvictorState
+from mlx_kv.cache.eviction.evictor import EvictorState
 from mlx_kv.cache.growth import DEFAULT, Growth, round_up
 from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.cache.layout import NO_LIMIT, Budget, Layout, Row, make_layout

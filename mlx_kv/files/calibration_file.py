@@ -16,8 +16,7 @@ import mlx.nn as nn
 
 from mlx_kv.bundled import FOLDER as BUNDLED
 from mlx_kv.cache.checks import check_type
-from mlx_kv.cache.eviction.calibration import Calibration, as_arrays
-from mlx_kv.cache.eviction.scores.fitted import FittedLayer, Rotation
+from mlx_kv.cache.eviction.calibration import Calibration, FittedLayer, Rotation, as_arrays
 from mlx_kv.files import tensor_files
 from mlx_kv.files.atomic_write import check_replaceable
 from mlx_kv.files.decoding import Part, check_shape, decode, read_json

@@ -19,10 +19,9 @@ from msgspec import UNSET, Meta, UnsetType
 from msgspec.structs import asdict, astuple
 
 from mlx_kv.cache.codecs import Codecs, affine_of, are_plain, find_codec, find_codecs, packing_of, packings_of
-from mlx_kv.cache.eviction.allocation import BY_HEAD, Allocation, LayerBudgets, Scope, checked_allocation, uneven_heads
-from mlx_kv.cache.eviction.row_metadata import EvictorState
-from mlx_kv.cache.eviction.scores import find_score
-from mlx_kv.cache.eviction.scores.tokens import Wants
+from mlx_kv.cache.eviction.allocation import BY_HEAD, Allocation, Scope, checked_allocation, uneven_heads
+from mlx_kv.cache.eviction.evictor import EvictorState
+from mlx_kv.cache.eviction.scores import Wants, find_score
 from mlx_kv.cache.growth import SLOT_MULTIPLE, FixedStep, Geometric, Growth, Tapered
 from mlx_kv.cache.layout import Budget, Row
 from mlx_kv.cache.residual import ROOM
@@ -76,34 +75,25 @@ class Observed(Listed):
     scale: float
     sinks: Array | None
     queries: Array | None
-    sums: Array | None
-    received: Array | None
-    counts: list[Count] | None
-    mean: Array | None
-    spread: Array | None
+    sums: Any = None  # these five: of scores that were removed in 0.4
+    received: Any = None
+    counts: Any = None
+    mean: Any = None
+    spread: Any = None
 
     def check(self, wants: Wants | None, rows: Sequence[Row], heads: int) -> None:
         """Raises ValueError unless it can have been observed in these rows, for a score with these wants."""
         if wants is None or not wants.observes or self.scale == 0 or len(self.rows) != len(rows):
             raise ValueError("observed attention of other rows, or that its score does not use")
-        for row, (since, end, held, known) in zip(rows, self.rows, strict=True):
-            if not (known <= held <= end - since and end <= max(0, row.offset)):
+        for row, (since, end, held, _) in zip(rows, self.rows, strict=True):
+            if not (held <= end - since and end <= max(0, row.offset)):
                 raise ValueError("observed queries of other tokens")
         sizes = {"B": len(rows), "H": heads}
         check_shape(self.queries, "B Hq n D", sizes)
-        check_shape(self.sums, "B Hq n", sizes, mx.float32)
         check_shape(self.sinks, "Hq", sizes)
-        check_shape(self.received, "B H m", sizes, mx.float32)
-        check_shape(self.mean, "B Hq D", sizes, mx.float32)
-        check_shape(self.spread, "B Hq D D", sizes, mx.float32)
         held = max(held for _, _, held, _ in self.rows)
         if (self.queries is None) != (held == 0) or sizes.get("n", 0) < held or sizes.get("Hq", 0) % heads:
             raise ValueError("observed queries of other heads or tokens")
-        if wants.received and self.sums is None and any(known for *_, known in self.rows):
-            raise ValueError("observed queries without their sums")
-        moments = [self.counts is None, self.mean is None, self.spread is None]
-        if len(set(moments)) > 1 or (self.counts is not None and len(self.counts) != len(rows)):
-            raise ValueError("moments of observed queries of other rows, or only some of them")
 
 
 WorkRow = tuple[Count, Count, Annotated[float, Meta(ge=0)]]
@@ -120,7 +110,7 @@ class Eviction(Listed):
     scores: Array | None
     work: Annotated[list[WorkRow | int | float], Meta(min_length=1)]  # 0.1.0: one row, for all rows together
     dead: Array | None = None
-    layers: LayerBudgets | list[list[float]] = "uniform"
+    layers: str | list[list[float]] = "uniform"
     observed: Observed | None = None
     reread: list[tuple[Count, Array] | None] | None = None
 
@@ -133,7 +123,7 @@ class Eviction(Listed):
     @property
     def state(self) -> EvictorState:
         """As the cache takes it."""
-        observed = None if self.observed is None else astuple(self.observed)
+        observed = None if self.observed is None else astuple(self.observed)[:4]
         return EvictorState(**asdict(self) | {"observed": observed})
 
     def check(self, layout: Budget, rows: Sequence[Row], heads: int | None) -> None:
@@ -178,7 +168,7 @@ class Eviction(Listed):
     def _check_dead(self, layout: Budget, rows: Sequence[Row], heads: int, allocation: Allocation) -> None:
         """How many slots before the cut hold no token of a head."""
         uneven = uneven_heads(self.share, allocation)
-        exact = allocation in ("uniform", "pyramid")  # the heads of each layer hold its budget on average
+        exact = allocation == "uniform"  # the heads of each layer hold its budget on average
         if self.dead is None:
             lost = any(row.extra_slots if exact else row.evicted > 0 for row in rows)
             if lost and (exact or uneven):

@@ -35,7 +35,6 @@ from mlx_kv.mlxlm.probe import (
     refuses_ragged,
     takes_packed,
 )
-from mlx_kv.mlxlm.rope import ropes
 from mlx_kv.mlxlm.traverse import leaves, mapped, parts_of
 from mlx_kv.settings import SettingError
 
@@ -114,15 +113,6 @@ def show_attention(model: nn.Module, caches: Sequence[Any]) -> None:
             "out {residual_length}",
             *(architecture(model), ", ".join(blind)),
         )
-    for i, own in wanting.items():
-        for seen in (evictor.observation for evictor in own):
-            if seen is not None and seen.needs_rope:
-                if (rope := ropes(model)[i]) is None:
-                    raise ValueError(
-                        f"this score undoes the RoPE of queries, and none was found in layer {i} of "
-                        f"{architecture(model)}: choose another score, such as key_diff"
-                    )
-                seen.rope = rope
     # Where packed planes cannot be attended to here, attention gets arrays: such caches need no patch.
     carrying = [own for i, own in hooked.items() if i in wanting or _all_can_answer(model, own)]
     if unseen := [part for own in carrying for part in own if part.seam is None]:

@@ -1,37 +1,27 @@
-"""Probes of the RoPE of a model's layers: of cached keys and values, and of queries.
+"""Probes of the RoPE of what a model caches: keys, and values of latent attention.
 
 Only a layer's own `rope(x, offset=...)` is called: negative offsets undo it, and its results for unit vectors are its
 matrix. A RoPE is accepted only if it fits the model: a token is read at several positions over caches of zeros, and
 undoing the RoPE must give the same result at each.
 
-Cached keys and values are described by pairs of channels and frequencies (`cache_ropes`); queries are rotated back, and
-forward to later positions (`ropes`). Some RoPEs also scale by a factor that is the same at every position.
-B rows, Hq query heads, H KV heads, m queries, D head dim, P pairs.
+Each is described by pairs of channels and frequencies. Some RoPEs also scale by a factor that is the same at every
+position.
+H KV heads, D head dim, P pairs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx_lm.generate import generation_stream
-from mlx_lm.models import cache as stock
 
-from mlx_kv.cache.eviction.scores.fitted import Rotation
-from mlx_kv.mlxlm.attention import AttentionCall, attention_hooked
+from mlx_kv.cache.eviction.calibration import Rotation
 from mlx_kv.mlxlm.loading import architecture
 from mlx_kv.mlxlm.probe import ProbeCache, cached_per_model, probe_caches
 from mlx_kv.mlxlm.traverse import leaves
 
-# Of queries.
-AHEAD = 512  # positions to come: kvpress' number
-QUERY_POSITION = 37  # at which queries are probed, besides 0
-MAX_ROUNDING = 0.02  # of the largest query; models may have 16 bits
-# Of cached keys and values.
 POSITIONS = (37, 3001)  # at which a token is read, besides 0, as far as the model has them
 DOUBLINGS = 14  # frequencies are refined at positions 1, 2, 4, ... 2^14
 MAX_ERROR = {mx.float32: 2e-3}  # of the largest element, after undoing RoPE
@@ -43,8 +33,6 @@ NAMES = ("rope", "rotary")  # in the names of attributes that hold a RoPE
 
 Ropes = tuple[Rotation | None, Rotation | None]  # of keys and of values
 Function = Callable[..., mx.array]
-
-# --- what is cached ---------------------------------------------------------------------------------------------------
 
 
 @cached_per_model
@@ -210,94 +198,3 @@ def _same(tensors: Sequence[mx.array], dtype: mx.Dtype) -> bool:
     first, bound = tensors[0], MAX_ERROR.get(dtype, MAX_ERROR_16_BITS)
     largest = mx.abs(first).max()
     return all(bool((mx.abs(x - first).max() <= bound * largest).item()) for x in tensors[1:])
-
-
-# --- queries ----------------------------------------------------------------------------------------------------------
-
-
-class Rope:
-    """What one layer's RoPE does.
-
-    Args:
-        rope: (x, offset=...), of (B, heads, S, D).
-        dim: D.
-    """
-
-    def __init__(self, rope: Callable[..., mx.array], dim: int) -> None:
-        self._rope, self._dim = rope, dim
-        self._factor = rope(mx.ones((1, 1, 1, dim)), offset=0).astype(mx.float32)
-        self._mean: mx.array | None = None
-
-    def back(self, queries: mx.array, positions: Sequence[int]) -> mx.array:
-        """Queries (B, Hq, m, D) of consecutive tokens as they were before RoPE, in float32.
-
-        Args:
-            positions: of the first of each row.
-        """
-        last = [-(position + queries.shape[2] - 1) for position in positions]
-        offset = last[0] if len(set(last)) == 1 else mx.array(last)
-        reversed_order = queries.astype(mx.float32)[:, :, ::-1]
-        return self._rope(reversed_order, offset=offset)[:, :, ::-1] / self._factor.square()
-
-    def ahead(self, position: int) -> mx.array:
-        """(D, D): the mean, over 512 positions from `position` on, of what RoPE does to a column."""
-        if self._mean is None:
-            unit = mx.broadcast_to(mx.eye(self._dim)[None, :, None], (1, self._dim, AHEAD, self._dim))
-            self._mean = self._rope(unit, offset=0).mean(axis=2, keepdims=True)  # (1, D, 1, D), each row a column
-            mx.eval(self._mean)
-        rotated: mx.array = self._rope(self._mean[...], offset=position) / self._factor
-        return rotated[0, :, 0].T
-
-
-@dataclass
-class _Listener:
-    """Records the queries of each layer."""
-
-    caches: list[Any]
-    queries: dict[int, mx.array] = field(default_factory=dict)
-
-    def attend(self, call: AttentionCall) -> mx.array:
-        for index, cache in enumerate(self.caches):
-            if cache is call.cache:
-                self.queries[index] = call.queries[...]
-        return call.forward()
-
-
-@cached_per_model
-def ropes(model: nn.Module) -> tuple[Rope | None, ...]:
-    """The RoPE of each cache's layer, in the order of `leaves`; None where none is found that does what the model does.
-
-    A token is read at two positions, over caches of zeros: its queries before RoPE must be the same.
-    """
-    layers = list(getattr(model, "layers", []))
-    found: list[Rope | None] = [None] * len(list(leaves(stock.make_prompt_cache(model))))
-    if len(layers) != len(found):
-        return tuple(found)
-    first, later = (_queries(model, position) for position in (0, QUERY_POSITION))
-    for index, layer in enumerate(layers):
-        named = (getattr(part, "rope", None) for part in layer.modules())
-        own = next((rope for rope in named if callable(rope)), None)
-        if own is None or index not in first or index not in later:
-            continue
-        try:
-            rope = Rope(own, first[index].shape[3])
-            one, other = rope.back(first[index], [0]), rope.back(later[index], [QUERY_POSITION])
-            largest = mx.abs(one).max()
-            if mx.abs(one - other).max().item() <= MAX_ROUNDING * largest.item():  # type: ignore[operator]
-                found[index] = rope
-        except (TypeError, ValueError):  # one that is called otherwise
-            continue
-    return tuple(found)
-
-
-def _queries(model: nn.Module, position: int) -> dict[int, mx.array]:
-    """The queries of each layer for one token at a position; attention over zeros adds nothing that depends on it."""
-    caches = probe_caches(model, position)
-    listener = _Listener(list(leaves(caches)))
-    try:
-        with attention_hooked(model, caches, listener), mx.stream(generation_stream):
-            answer = model(mx.zeros((1, 1), mx.int32), cache=caches)
-            mx.eval(answer, list(listener.queries.values()))  # other ranks wait for what the answer sends them
-    except Exception:  # a model that needs mlx-lm's own caches
-        return {}
-    return listener.queries

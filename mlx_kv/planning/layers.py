@@ -16,7 +16,7 @@ from mlx_lm.models import cache as stock
 from mlx_kv.cache.eviction.allocation import BY_HEAD, by_layer, max_head_tokens, max_layer_tokens
 from mlx_kv.cache.eviction.compaction import SAFEGUARD
 from mlx_kv.cache.eviction.evictor import Evictor
-from mlx_kv.cache.eviction.observed_queries import ObservedBytes
+from mlx_kv.cache.eviction.scoring import ObservedBytes
 from mlx_kv.cache.growth import DEFAULT
 from mlx_kv.cache.layout import NO_LIMIT
 from mlx_kv.communicator import CacheCommunicator
@@ -155,7 +155,7 @@ def _describe(own: Any, plain: Any, stored: Any, step: int, chunk: int) -> Layer
     evictor, most_slots = stored.evictor, stored.layout.enough_slots
     heads = plain.keys.shape[1]
     if evictor is not None:  # rings do not grow for a longer write
-        most_slots = min(NO_LIMIT, most_slots + _longer(evictor, heads)) + max(0, chunk - stored.layout.max_write)
+        most_slots += _longer(evictor, heads) + max(0, chunk - stored.layout.max_write)
     return Layer(
         kind,
         window=plain.layout.window if kind == "sliding" else window,
@@ -182,8 +182,6 @@ def _longer(evictor: Evictor, heads: int) -> int:
         together = max_layer_tokens(layers, evictor.layer, free) * (heads if len(layers[0]) == 1 else 1)
         sure = max(0, int(SAFEGUARD * (together // heads + protected)) - protected)
         return together - (heads - 1) * sure - free  # all for one head but what the others keep in any case
-    if layers == "global":
-        return NO_LIMIT
     if evictor.scope != "adaptive":
         return 0
     return (heads - 1) * (layout.budget - max(protected, int(SAFEGUARD * layout.budget)))
@@ -197,5 +195,5 @@ def _records(evictor: Evictor, heads: int, step: int) -> TokenRecords:
         per_kept=own * (8 if evictor.score.per_token else 4),
         dead=4 * heads if evictor.uneven_heads else 0,
         per_reread=4 * heads if evictor.wants_second_pass else 0,
-        observed=ObservedBytes() if evictor.observation is None else evictor.observation.max_bytes(heads, step),
+        observed=ObservedBytes() if evictor.observation is None else evictor.observation.max_bytes(step),
     )

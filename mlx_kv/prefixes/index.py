@@ -455,4 +455,4 @@ def _exact_trim(cache: KVCache, row: Row, index: int) -> int:
     stored, budget = cache.layout.held(row), cache.evictor.layout.budget
     most = max(0, stored - budget) if row.evicted > 0 else cache.layout.most_trim(row)
     seen = cache.evictor.observation
-    return most if seen is None or index >= len(seen.ends) else min(most, seen.most_trim(index))
+    return most if seen is None or index >= len(seen.ends) else min(most, seen.max_trim(index))

@@ -203,6 +203,4 @@ def _format(cache: KVCache) -> str:
         layers = cache.evictor.layer_allocation
         if not isinstance(layers, str):
             keeps.append(f"by table {hashlib.blake2b(repr(layers).encode(), digest_size=8).hexdigest()}")
-        elif layers == "global":
-            keeps.append("in one ranking of all layers")
     return ", ".join(keeps)

@@ -168,15 +168,8 @@ class SplitHeads(CacheCommunicator):
     def __init__(self, group: mx.distributed.Group, copies: bool) -> None:
         self._group, self._copies = group, copies
         split = "heads are split over ranks, and"
-        self.unsupported = {
-            (
-                "layers",
-                "global",
-            ): f"{split} {{layers:='global'}} ranks the tokens of all of them: use {{layers:='uniform'}} or "
-            "'calibrated'"
-        }
         if not copies:  # other heads' tokens lie in other slots
-            self.unsupported |= {
+            self.unsupported = {
                 (
                     "score",
                     "fitted",
@@ -225,19 +218,14 @@ class SplitLayers(CacheCommunicator):
     def __init__(self, group: mx.distributed.Group, full_layers: Sequence[int]) -> None:
         self._group, self._max_layers = group, max(full_layers)
         self.first_layer, self._total = sum(full_layers[group.rank() + 1 :]), sum(full_layers)
-        self.unsupported = {
-            (
-                "layers",
-                name,
-            ): f"layers are split over ranks, and {{layers:={name!r}}} needs all of them in one process: "
-            "use {layers:='uniform'} or 'calibrated'"
-            for name in ("pyramid", "global")
-        }
         if min(full_layers) == 0:  # such a rank cannot take part when the others decide
-            self.unsupported["share", "layers"] = (
-                "a rank has no layer of full attention, and cannot decide with the others what a budget keeps: use "
+            self.unsupported = {
+                (
+                    "share",
+                    "layers",
+                ): "a rank has no layer of full attention, and cannot decide with the others what a budget keeps: use "
                 "{share:='layer'}, or give each rank such a layer"
-            )
+            }
 
     def total_layers(self, layers: int) -> int:
         return self._total

@@ -8,10 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_kv.cache.eviction.scores import Score, find_score
-from mlx_kv.cache.eviction.scores.attention import expected_attention, snap_kv, tova
-from mlx_kv.cache.eviction.scores.stored import key_diff
-from mlx_kv.cache.eviction.scores.tokens import QueryMoments, ScoredTokens, Wants
+from mlx_kv.cache.eviction.scores import Score, ScoredTokens, Wants, find_score, key_diff, snap_kv, tova
 
 HEADS, GROUP, DIM, N, SCALE = 2, 3, 16, 40, 0.25
 RANDOM = np.random.default_rng(5)
@@ -74,30 +71,7 @@ def test_tova() -> None:
     assert (got[:, -1] > got[:, :-1].max()).all()
 
 
-def test_expected_attention() -> None:
-    mean, ahead = drawn(1, HEADS * GROUP, DIM), drawn(DIM, DIM) / 4
-    root = drawn(1, HEADS * GROUP, DIM, DIM) / 4
-    covariance = root @ root.swapaxes(2, 3)
-    moments = QueryMoments(mx.array(mean), mx.array(covariance), mx.array(ahead))
-    wanted = np.zeros((HEADS, N))
-    for head in range(HEADS * GROUP):
-        turned, spread = ahead @ mean[0, head], ahead @ covariance[0, head] @ ahead.T
-        logits = [SCALE * k @ turned + SCALE**2 * k @ spread @ k / 2 for k in KEYS[0, head // GROUP]]
-        weights = np.exp(np.array(logits[4:]))
-        wanted[head // GROUP, 4:] += weights / weights.sum() / GROUP
-    wanted *= np.linalg.norm(VALUES[0], axis=-1)
-    got = in_order(expected_attention(tokens(moments=moments, scale=SCALE)))
-    np.testing.assert_allclose(got[:, 4:], wanted[:, 4:], rtol=1e-3, atol=1e-6)
-    assert (got[:, :4] > got[:, 4:].max(axis=1, keepdims=True)).all()
-
-
-def test_h2o() -> None:
-    received, observers = mx.array(np.abs(drawn(1, HEADS, N))), mx.array(N - ORDER)[None, None]
-    got = find_score("h2o").function(tokens(received=received, observers=observers))
-    np.testing.assert_allclose(np.array(got), np.array(received) / (N - ORDER), rtol=1e-6)
-
-
-@pytest.mark.parametrize("name", ["snap_kv", "tova", "h2o", "expected_attention"])
+@pytest.mark.parametrize("name", ["snap_kv", "tova"])
 def test_as_long_as_nothing_was_seen_they_score_as_key_diff(name: str) -> None:
     score = find_score(name)
     assert score.wants is not None
@@ -110,4 +84,7 @@ def test_what_cannot_be_wanted_is_refused() -> None:
     with pytest.raises(ValueError, match="give a number of queries"):
         Wants(queries=-1)
     with pytest.raises(ValueError, match="leave per_token out"):
-        Score("mine", key_diff, per_token=True, wants=Wants(received=True))
+        Score("mine", key_diff, per_token=True, wants=Wants(queries=1))
+    for removed in ({"received": True}, {"queries": 3, "moments": True}):
+        with pytest.raises(ValueError, match=r"were removed in 0\.4: use queries=N or reread"):
+            Wants(**removed)

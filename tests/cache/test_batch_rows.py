@@ -27,8 +27,8 @@ from oracle import HEADS, QUERY_HEADS, poison, set_room
 import mlx_kv.cache.kv_cache
 import mlx_kv.cache.rows
 from mlx_kv import CachePolicy, KVCache
+from mlx_kv.cache.eviction.evictor import LayerGroup
 from mlx_kv.cache.eviction.kept_tokens import KeptTokens
-from mlx_kv.cache.eviction.layer_group import LayerGroup
 from mlx_kv.cache.layout import Plan, Row, WriteCapacity
 from mlx_kv.cache.residual import ROOM
 from mlx_kv.generation.prefill import announce

@@ -60,12 +60,6 @@ def test_every_score_in_every_combination(score: str, rows: int, bits: int | Non
     assert twins.cache.evictor.compactions >= 2
 
 
-def test_text_partitions_of_lag_kv() -> None:
-    """With real partitions of 128 tokens, and live tokens in any order."""
-    spec = Spec(budget=500, keep_recent=8, sinks=4, margin=20, score="lag_kv", share="head")
-    run(spec, [("update", 600), ("update", 21), ("update", 21), ("update", 1)])
-
-
 @pytest.mark.parametrize("score", SCORES)
 @pytest.mark.parametrize("bits", [None, 8])
 def test_a_budget_that_is_not_exceeded_changes_nothing(score: str, bits: int | None) -> None:
@@ -200,7 +194,9 @@ def test_recent_tokens_take_a_quarter_of_a_small_budget(budget: int, residual: i
         ({"budget": 100, "sinks": -1}, "sinks is -1"),
         ({"budget": 100, "margin": -1}, "margin is -1"),
         ({"budget": 100, "max_write": 0}, "max_write is 0: give a"),
-        ({"budget": 100, "score": "best"}, "there is no score 'best': choose one of expected_attention, h2o"),
+        ({"budget": 100, "score": "best"}, "there is no score 'best': choose one of key_diff, key_norm"),
+        ({"budget": 100, "score": "h2o"}, "score is 'h2o', which was removed in 0.4: use score='snap_kv' or a"),
+        ({"budget": 100, "score": "lag_kv"}, "score is 'lag_kv', which was removed in 0.4: use score='key_diff'"),
         ({"budget": 100, "share": "all"}, "share is 'all': choose one of layers, layer, head"),
     ],
 )

@@ -19,7 +19,6 @@ from classes import anywhere
 from effort import PROFILE, THOROUGH
 from oracle import HEADS
 from test_batch_rows import DIM, MOST_ROWS, Batches, Kind, Single
-from test_observed import Rotation
 from test_observed_codecs import ObservedBatches, ObservedKind, TieError
 
 from mlx_kv import CachePolicy, PromptMemory, load_prompt_cache, save_prompt_cache
@@ -36,17 +35,16 @@ CODECS: dict[str, dict[str, Any]] = {
 }
 BUDGET: dict[str, Any] = {"budget": 12, "keep_recent": 4, "sinks": 2, "margin": 3}
 SHARES = {f"share={share}": {**BUDGET, "share": share} for share in ("layers", "layer", "head", "adaptive")}
-SCORES = {
-    f"score={score}": {**BUDGET, "score": score} for score in ("tova", "h2o", "snap_kv", "expected_attention", "kvzip")
-} | {"score=fitted": {**BUDGET, "score": random_calibration(HEADS, DIM, layers=2).score}}
+SCORES = {f"score={score}": {**BUDGET, "score": score} for score in ("tova", "snap_kv", "kvzip")} | {
+    "score=fitted": {**BUDGET, "score": random_calibration(HEADS, DIM, layers=2).score}
+}
 VERY_UNEQUAL = ((3.0, 0.0), (0.6, 0.4))  # of two layers: one head keeps everything for long, another nothing
 ALLOCATED = {
     "head x table": {**BUDGET, "share": "head", "layers": VERY_UNEQUAL},
     "adaptive x table": {**BUDGET, "share": "adaptive", "layers": VERY_UNEQUAL},
     "layer x table": {**BUDGET, "share": "layer", "layers": VERY_UNEQUAL},
-    "adaptive x global": {**BUDGET, "share": "adaptive", "layers": "global"},
 }
-UNEVEN = ("share=adaptive", "head x table", "adaptive x table", "adaptive x global")
+UNEVEN = ("share=adaptive", "head x table", "adaptive x table")
 BOUNDS: dict[str, dict[str, Any]] = {"ring": {"window": 9}, "chunks": {"chunk": 6}}
 OTHERS: dict[str, dict[str, Any]] = {
     "residual": {"residual_length": 3},
@@ -131,10 +129,8 @@ class History(ObservedBatches):
         return batches, singles
 
     def _again(self, caches: list[Any]) -> None:
-        """What files and copies do not have: the RoPE that scores want, and what shows attention."""
+        """What files and copies do not have: what shows attention."""
         for cache in attention_caches(caches):
-            if cache.evictor is not None and cache.evictor.observation is not None:
-                cache.evictor.observation.rope = Rotation()
             if self.kind.carries and cache.seam is None:
                 cache.carry(object())
 

@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_kv.cache.eviction.calibration import Calibration
-from mlx_kv.cache.eviction.scores import fitted
-from mlx_kv.cache.eviction.scores.fitted import FittedLayer, Rotation, features, fitted_score
-from mlx_kv.cache.eviction.scores.tokens import ScoredTokens
+from mlx_kv.cache.eviction import calibration as fitted
+from mlx_kv.cache.eviction.calibration import Calibration, FittedLayer, Rotation, features, fitted_score
+from mlx_kv.cache.eviction.scores import ScoredTokens
 
 HEADS, DIM, VALUE_DIM = 2, 12, 8
 

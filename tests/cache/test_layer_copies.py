@@ -14,7 +14,7 @@ from test_layer_group import POLICY, PROMPT, feed, one_sequence, positions
 from tiny_models import VOCAB, make_model
 
 from mlx_kv import CachePolicy, KVCache, compact, make_prompt_cache
-from mlx_kv.cache.eviction.layer_group import Copies
+from mlx_kv.cache.eviction.evictor import SequenceCopies
 
 Held = namedtuple("Held", "first second third")
 
@@ -93,10 +93,10 @@ def test_a_ledger_goes_with_its_sequence() -> None:
     caches = make_prompt_cache(model, POLICY)
     name = caches[0].evictor.metadata.groups[0].name
     copies = [layer_by_layer(caches) for _ in range(3)]
-    assert copies[2][0].evictor.metadata.groups[0] is Copies._by_name[name]._groups[0]()
+    assert copies[2][0].evictor.metadata.groups[0] is SequenceCopies._by_name[name]._groups[0]()
     del copies, caches
     gc.collect()
-    assert name not in Copies._by_name
+    assert name not in SequenceCopies._by_name
 
 
 @pytest.mark.parametrize("replicate", [copy.deepcopy, as_a_tuple, as_fields, as_a_dict_backwards, nested])
@@ -164,16 +164,3 @@ def test_a_copy_that_lacks_layers_does_not_decide_alone(copied: list[int]) -> No
     with pytest.raises(ValueError, match=r"was copied without layer .*copy all layers in their order, .*share='layer'"):
         list(steps)
     assert all(part.evictor.compactions == caches[0].evictor.compactions for part in parts)
-
-
-@pytest.mark.parametrize("copied", [[1], [0, 1]])
-def test_a_copy_that_lacks_layers_does_not_rank_the_tokens_of_all_layers(copied: list[int]) -> None:
-    caches = one_sequence(CachePolicy(budget=20, keep_recent=2, margin=20, share="adaptive", layers="global"), 3)
-    for cache, new in zip(caches, mx.random.normal((3, 1, 2, 30, 32), key=mx.random.key(7)), strict=True):
-        cache.update_and_fetch(new, new)
-    parts = [caches[layer].extract(0) for layer in copied]
-    with pytest.raises(ValueError, match="was copied without layer"):
-        compact(parts)
-    assert all(part.size() == 30 and part.evictor.compactions == 0 for part in parts)
-    compact(caches)
-    assert sum(cache.size() for cache in caches) == 3 * 20

@@ -24,7 +24,7 @@ from mlx_kv import (
     make_prompt_cache,
     speculative_generate,
 )
-from mlx_kv.cache.eviction.layer_group import LayerGroup
+from mlx_kv.cache.eviction.evictor import LayerGroup
 from mlx_kv.mlxlm.traverse import attention_caches
 
 POLICY = CachePolicy(budget=40, keep_recent=6, sinks=2, margin=5)
@@ -198,13 +198,13 @@ def test_a_score_that_breaks_in_one_layer_stops_all_before_any_has_changed(share
 
 def test_layers_weigh_alike_however_large_their_scores() -> None:
     """Added up as they are, the scores of the layer with the largest values would decide alone."""
-    caches = one_sequence(CachePolicy(budget=20, keep_recent=2, sinks=1, score="value_norm"), 2)
+    caches = one_sequence(CachePolicy(budget=20, keep_recent=2, sinks=1, score="key_norm"), 2)
     x = mx.random.normal((2, 1, 1, 40, 32), key=mx.random.key(5))
-    energy = (np.array(x, np.float64)[:, 0, 0, 1:38] ** 2).sum(axis=-1)  # (2, 37) of the tokens that may go
-    for cache, values, scale in zip(caches, x, (1, 30), strict=True):
-        cache.update_and_fetch(values, scale * values)
+    norms = -np.linalg.norm(np.array(x, np.float64)[:, 0, 0, 1:38], axis=-1)  # (2, 37) of the tokens that may go
+    for cache, keys, scale in zip(caches, x, (1, 30), strict=True):
+        cache.update_and_fetch(scale * keys, keys)
     compact(caches)
-    together = ((energy - energy.mean(axis=1, keepdims=True)) / energy.std(axis=1, keepdims=True)).sum(axis=0)
+    together = ((norms - norms.mean(axis=1, keepdims=True)) / norms.std(axis=1, keepdims=True)).sum(axis=0)
     kept = {0, 38, 39, *(1 + np.argsort(together)[-17:]).tolist()}
     assert [set(cache.positions[0, 0].tolist()) for cache in caches] == [kept] * 2
 

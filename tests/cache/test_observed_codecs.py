@@ -19,17 +19,13 @@ import pytest
 from effort import THOROUGH
 from oracle import HEADS, QUERY_HEADS
 from test_batch_rows import DIM, MOST_ROWS, Batches, Kind, Single, attention, most_trims
-from test_observed import Rotation
 
 from mlx_kv import CachePolicy, KVCache
 from mlx_kv.cache.codecs import Affine, Centre, Centred, Microscaled
-from mlx_kv.cache.eviction import observation, scoring
-from mlx_kv.cache.eviction.observation import TAKEN_BACK, Observation
-from mlx_kv.cache.eviction.observed_queries import Moments, RecentQueries
-from mlx_kv.cache.eviction.row_metadata import RowMetadata
-from mlx_kv.cache.eviction.scores import Wants, register_score
-from mlx_kv.cache.eviction.scores.attention import snap_kv
-from mlx_kv.cache.eviction.scores.tokens import ScoredTokens
+from mlx_kv.cache.eviction import scoring
+from mlx_kv.cache.eviction.evictor import RowMetadata
+from mlx_kv.cache.eviction.scores import Wants, register_score, snap_kv
+from mlx_kv.cache.eviction.scoring import MIN_TRIM, Observation, RecentQueries
 from mlx_kv.mlxlm.traverse import places_of
 
 CENTRE = Centre.of(mx.random.normal((1, HEADS, 8, DIM), key=mx.random.key(1)))
@@ -46,7 +42,7 @@ STORED: dict[str, dict[str, Any]] = {
 }
 SHORT_SNAP = "snap_kv of the last 3"  # 64 would be all that there are
 register_score(SHORT_SNAP, snap_kv, wants=Wants(queries=3))
-SCORES = ("tova", "h2o", "snap_kv", SHORT_SNAP, "expected_attention", "kvzip")
+SCORES = ("tova", "snap_kv", SHORT_SNAP, "kvzip")
 SHARES: tuple[Any, ...] = ("layers", "layer", "head", "adaptive")
 STEPS = 20
 OTHER_STEPS = ["join", "another", "filter", "extract", "compact", "replace"]
@@ -55,10 +51,7 @@ TIE = 1e-5  # of the largest score: two tokens whose scores differ by less may c
 
 @dataclass(frozen=True)
 class ObservedKind(Kind):
-    """What kind of cache, which knows the RoPE of its layer."""
-
-    def _made(self, policy: CachePolicy) -> list[KVCache]:
-        return with_rope(super()._made(policy))
+    """What kind of cache."""
 
     @property
     def reads_twice(self) -> bool:
@@ -69,14 +62,6 @@ def kind(stored: str, score: str, share: Any, carries: bool = True, keep_recent:
     numbers = {"budget": 12, "keep_recent": keep_recent, "sinks": 2, "margin": 3}
     policy = CachePolicy(score=score, share=share, **numbers, **STORED[stored])
     return ObservedKind(policy, layers=2, carries=carries)
-
-
-def with_rope(caches: list[KVCache]) -> list[KVCache]:
-    for cache in caches:
-        assert cache.evictor is not None
-        if cache.evictor.observation is not None:
-            cache.evictor.observation.rope = Rotation()
-    return caches
 
 
 def kept(cache: KVCache, row: int) -> list[list[int]]:
@@ -93,7 +78,7 @@ def followed(cache: KVCache, row: int) -> int:
     evictor = cache.evictor
     assert evictor is not None
     seen, everything = evictor.observation, cache.view.rows[row].offset
-    return everything if seen is None or len(seen.ends) <= row else min(everything, seen.most_trim(row))
+    return everything if seen is None or len(seen.ends) <= row else min(everything, seen.max_trim(row))
 
 
 class TieError(Exception):
@@ -163,7 +148,7 @@ class ObservedBatches(Batches):
         super().__init__()
         self.random = random.Random(seed)
         draw = self.random
-        observation.TAKEN_BACK = draw.choice([6, 6, TAKEN_BACK])  # few: then more is summed up than is held
+        scoring.MIN_TRIM = draw.choice([6, 6, MIN_TRIM])
         self.begin(kind, draw.randint(1, 3), seed, draw.choice([1, 2, 3, 32]))
         self.prefill(0.0, [draw.randint(0, 24) for _ in range(MOST_ROWS)], draw.randint(1, 13))
         self.steps: list[tuple[str, dict[str, Any]]] = []
@@ -194,7 +179,7 @@ class ObservedBatches(Batches):
 
     def teardown(self) -> None:
         super().teardown()
-        observation.TAKEN_BACK = TAKEN_BACK
+        scoring.MIN_TRIM = MIN_TRIM
 
     def _new(self, rows: int) -> tuple[list[Any], list[Single]]:
         each, alone = [self.kind.make() for _ in range(rows)], [self.kind.alone() for _ in range(rows)]
@@ -232,7 +217,7 @@ class ObservedBatches(Batches):
         counts = [int(f * 9) for f, _ in zip(fractions, singles, strict=False)]
         for row, single in enumerate(singles):
             pending = single.pending[0][1].shape[1] if single.pending else 0
-            alone = max(pending - 1, min(followed(single.caches[0], 0), observation.TAKEN_BACK))
+            alone = max(pending - 1, min(followed(single.caches[0], 0), scoring.MIN_TRIM))
             counts[row] = min(counts[row], most_trims(caches[0])[row], followed(caches[0], row), alone)
         for cache in caches:
             cache.trim_per_sequence([min(counts)] * len(counts) if uniform else counts)
@@ -244,10 +229,6 @@ class ObservedBatches(Batches):
             single.flush()
             single.note_scores(lambda cache: cache.layout.held(cache.view.rows[0]) > cache.layout.budget)
         super().compact(which)
-
-    def replace(self, which: float, load: bool) -> None:
-        super().replace(which, load)
-        with_rope(self._pick(which)[0])
 
     def rows_stand_where_they_would_alone(self) -> None:
         for caches, singles in self.batches:
@@ -292,14 +273,10 @@ def test_each_row_is_what_it_would_be_alone(stored: str, score: str) -> None:
     count = 100 if THOROUGH else 4 if stored == "mxfp8" else 2
     compactions = 0  # of rows that are there at the end
     for number in range(count):
-        share = SHARES[(first // 4 + first // 24 + number) % 4]  # the next codec goes on with others
+        share = SHARES[(first // 4 + first // 16 + number) % 4]  # the next codec goes on with others
         made = kind(stored, score, share, carries=number % 2 == 0, keep_recent=(4, 4, 0)[(first // 4 + number) % 3])
         compactions += history(made, first + 1000 * number)
     assert compactions >= count, "too few for a verdict"
-
-
-def oldest(tokens: ScoredTokens) -> mx.array:
-    return mx.broadcast_to(-tokens.positions.astype(mx.float32), tokens.keys.shape[:3])
 
 
 def test_tokens_that_change_places_tie_only_if_their_scores_are_the_same() -> None:
@@ -313,45 +290,28 @@ def test_tokens_that_change_places_tie_only_if_their_scores_are_the_same() -> No
 # --- the machine above must be able to fail: bugs planted one at a time ---------------------------------------------
 
 
-def sees_padding(self: Observation, call: Any, answer: mx.array, rows: Any, counts: Any, keys: Any) -> mx.array:
-    return see(self, call, answer, rows, None, keys)
+def sees_padding(self: Observation, call: Any, answer: mx.array, rows: Any, counts: Any) -> mx.array:
+    return see(self, call, answer, rows, None)
 
 
 def mixes_up_queries(self: RecentQueries, chosen: Sequence[int]) -> RecentQueries:
     return queries_of_rows(self, chosen[::-1])
 
 
-def mixes_up_moments(self: Moments, chosen: Sequence[int]) -> Moments:
-    return moments_of_rows(self, chosen[::-1])
-
-
-def moves_to_the_next_slot(self: Observation, moves: Any, ends: Sequence[int]) -> None:
-    moved(self, moves._replace(target=moves.target + 1), ends)
-
-
 def remembers_drafts(self: Observation, rows: Sequence[Any]) -> None:
     self.ends = [min(end, max(0, row.offset)) for end, row in zip(self.ends, rows, strict=True)]
 
 
-def forgets_what_was_reread(self: RowMetadata, other: RowMetadata, layer: int, member: Any) -> RowMetadata:
-    return joined_members(self, other, layer, member)._replace(reread=())
+def forgets_what_was_reread(self: RowMetadata, other: RowMetadata, copies: Any) -> RowMetadata:
+    return joined_members(self, other, copies)._replace(reread=())
 
 
-def reads_the_first_row(buffer: Any, row: int | None, n: int, positions: mx.array) -> Any:
-    return stored_keys(buffer, 0 if row is not None else None, n, positions)
-
-
-see, moved, queries_of_rows = Observation.see, Observation.moved, RecentQueries.of_rows
-moments_of_rows, joined_members = Moments.of_rows, RowMetadata.joined
-stored_keys = scoring.stored_keys
+see, queries_of_rows, joined_members = Observation.see, RecentQueries.of_rows, RowMetadata.join
 PLANTED: dict[str, tuple[Any, str, Any, ObservedKind]] = {
     "padding is seen": (Observation, "see", sees_padding, kind("mxfp8", "tova", "layers")),
-    "queries go to other rows": (RecentQueries, "of_rows", mixes_up_queries, kind("mxfp4", "h2o", "head")),
-    "moments go to other rows": (Moments, "of_rows", mixes_up_moments, kind("nvfp4", "expected_attention", "layer")),
-    "sums move one slot too far": (Observation, "moved", moves_to_the_next_slot, kind("mxfp8", "h2o", "layer")),
-    "drafts are remembered": (Observation, "trimmed", remembers_drafts, kind("8 bits", "h2o", "head")),
-    "a second reading is lost": (RowMetadata, "joined", forgets_what_was_reread, kind("mxfp8", "kvzip", "layers")),
-    "keys are the first row's": (scoring, "stored_keys", reads_the_first_row, kind("mxfp8", "h2o", "layers")),
+    "queries go to other rows": (RecentQueries, "of_rows", mixes_up_queries, kind("mxfp4", "tova", "head")),
+    "drafts are remembered": (Observation, "trim", remembers_drafts, kind("8 bits", "tova", "head")),
+    "a second reading is lost": (RowMetadata, "join", forgets_what_was_reread, kind("mxfp8", "kvzip", "layers")),
 }
 
 

@@ -13,7 +13,7 @@ from families import make_family
 from mlx_lm.models.rope_utils import initialize_rope
 from tiny_models import make_model
 
-from mlx_kv.cache.eviction.scores.fitted import Rotation
+from mlx_kv.cache.eviction.calibration import Rotation
 from mlx_kv.mlxlm.rope import cache_ropes, measured_rotation
 
 LLAMA3 = {

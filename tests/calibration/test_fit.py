@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_kv.cache.eviction.scores.fitted import FittedLayer, features
+from mlx_kv.cache.eviction.calibration import FittedLayer, features
 from mlx_kv.calibration.fit import (
     KEPT,
     LAMBDA,

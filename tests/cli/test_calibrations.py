@@ -105,7 +105,9 @@ def test_one_of_another_model_is_ignored_or_refused(
         (["--kv-score", "fitted"], "--kv-score fitted needs a calibration of this model"),
         (["--kv-score", "fitted", "--kv-calibration", "none"], "leave out --kv-calibration none"),
         (["--kv-layers", "calibrated", "--kv-share", "layers"], "leave out one of them"),
-        (["--kv-layers", "global", "--kv-share", "head"], "use --kv-share adaptive"),
+        (["--kv-layers", "global"], "--kv-layers global, which was removed in 0.4: use --kv-layers calibrated, with a"),
+        (["--kv-layers", "pyramid"], "--kv-layers pyramid, which was removed in 0.4: use --kv-layers calibrated"),
+        (["--kv-score", "h2o"], "--kv-score h2o, which was removed in 0.4: use --kv-score snap_kv or a calibration"),
         (["--kv-calibration", "nowhere"], "cannot read --kv-calibration nowhere: No such file"),
     ],
 )

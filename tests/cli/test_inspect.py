@@ -94,8 +94,6 @@ def test_the_table_counts_tokens(call: Any) -> None:
     rows = [line.split() for line in call("--prompt", PROMPT, *SMALL, "--kv-share", "layer").out.splitlines()[3:]]
     assert [row[0] for row in rows] == ["0", "1", "2", "3"]
     assert [sum(map(int, row[4:])) for row in rows] == [40] * 4
-    by_layer = call("--prompt", PROMPT, *SMALL, "--kv-share", "layer", "--kv-layers", "pyramid").out
-    assert "share=layer, layers=pyramid" in by_layer.splitlines()[0]
 
 
 def test_blocks_are_full_only_where_all_was_kept() -> None:

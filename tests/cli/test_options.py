@@ -124,8 +124,8 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "window": (lambda: CachePolicy(budget=9, max_kv_size=9), "got a --kv-budget and --max-kv-size, which both"),
     "margin": (lambda: CachePolicy(budget=99, margin=-1), "--kv-margin -1: give a whole number of tokens from 0 up"),
     "share": (
-        lambda: CachePolicy(budget=99, layers="pyramid", share="layers"),
-        "--kv-layers pyramid, but --kv-share layers keeps the same tokens in all of them: use --kv-share layer, 'head'",
+        lambda: CachePolicy(budget=99, layers=[[1], [2]], share="layers"),
+        "--kv-layers is a table, but --kv-share layers keeps the same tokens in all of them: use --kv-share layer",
     ),
     "no option": (lambda: CachePolicy(max_rollback=-1), "max_rollback is -1: give"),
     "for budgets": (lambda: CachePolicy(margin=3), "--kv-margin is for a budget, but --kv-budget is not given: give"),

@@ -55,7 +55,7 @@ def test_a_reader_never_gets_what_another_model_or_policy_left(case: str, tmp_pa
 
 
 def test_two_tables_are_two_policies() -> None:
-    tables = [((1, 2), (3, 4), (5, 6)), ((2, 1), (3, 4), (5, 6)), ((1,), (2,), (3,)), "global", "uniform", "pyramid"]
+    tables = [((1, 2), (3, 4), (5, 6)), ((2, 1), (3, 4), (5, 6)), ((1,), (2,), (3,)), "uniform"]
     every: list[Any] = [CachePolicy(budget=150, share="adaptive", layers=table) for table in tables]
     formats = [cache_format(make_prompt_cache(make_model("llama"), policy)) for policy in every]
     assert len({str(each) for each in formats}) == len(tables)

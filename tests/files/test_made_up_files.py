@@ -54,7 +54,6 @@ ALLOCATED: tuple[dict[str, Any], ...] = (
     {"share": "head", "layers": TABLE, "score": "key_norm"},
     {"share": "layer", "layers": TABLE},
     {"share": "adaptive", "layers": TABLE},
-    {"share": "adaptive", "layers": "global"},
 )
 DTYPES = ("BOOL", "U8", "I8", "U16", "F16", "BF16", "I32", "U32", "F32", "U64", "C64", "F64", None, 3)
 
@@ -333,7 +332,7 @@ def test_room_that_no_machine_has_and_arrays_of_no_cache_are_refused(
 
 def test_heads_without_their_sinks_are_refused(tmp_path: Path) -> None:
     """Slots without a token come after the sinks, which no head loses."""
-    cache = filled(CachePolicy(**BUDGET, share="adaptive", layers="global").make_cache(layer=1))
+    cache = filled(CachePolicy(**BUDGET, share="adaptive", layers=TABLE).make_cache(layer=1))
     most, metadata = cache.layout.cut_of(cache.view.rows[0]) - cache.layout.sinks, cache.evictor.metadata
     for dead in (most, most + 1):
         kept = metadata.kept._replace(dead=mx.array([[0, dead]], mx.int32))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -83,3 +84,25 @@ def test_the_entries_of_a_store_are_found(revision: str, fingerprint: str, tmp_p
         (loaded,), _ = again.find([*tokens, 0])  # type: ignore[misc]
         mx.eval(loaded.state)
         assert loaded.offset == 100
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("h2o", "score is 'h2o', which was removed in 0.4: use score='snap_kv' or a calibration"),
+        ("expected_attention", "score is 'expected_attention', which was removed in 0.4: use score='kvzip'"),
+        ("lag_kv", "score is 'lag_kv', which was removed in 0.4: use score='key_diff'"),
+        ("pyramid", "layers is 'pyramid', which was removed in 0.4: use layers='calibrated'"),
+        ("global", "layers is 'global', which was removed in 0.4: use layers='calibrated'"),
+    ],
+)
+def test_files_of_removed_scores_and_allocations_name_the_way_on(name: str, reason: str) -> None:
+    """They cannot go on evicting. `removed/` was written by 0.3: 20 tokens, two layers that keep 12."""
+    with pytest.raises(ValueError, match=f"{re.escape(reason)}.*; make it again"):
+        load_prompt_cache(HERE / "removed" / f"{name}.safetensors")
+
+
+def test_a_file_of_0_3_with_observed_queries_goes_on() -> None:
+    caches = load_prompt_cache(HERE / "removed" / "snap_kv.safetensors")
+    assert [cache.evictor.observation.recent.counts for cache in caches] == [[20], [20]]  # type: ignore[attr-defined]
+    assert [cache.offset for cache in caches] == [20, 20]

@@ -104,17 +104,9 @@ MODELS = {
         "llama",
         CachePolicy(budget=24, keep_recent=8, sinks=2, margin=10, share="head", bits=8, group_size=32),
     ),
-    "a pyramid of heads": (
-        "llama",
-        CachePolicy(budget=24, keep_recent=8, sinks=2, margin=10, share="adaptive", layers="pyramid"),
-    ),
     "a table of heads": (
         "llama",
         CachePolicy(budget=24, keep_recent=8, sinks=2, margin=10, share="head", layers=((3, 0), (1, 0.2), (0.4, 2))),
-    ),
-    "one ranking": (
-        "llama",
-        CachePolicy(budget=24, keep_recent=8, sinks=2, margin=10, share="adaptive", layers="global"),
     ),
 }
 

@@ -13,7 +13,7 @@ import mlx_kv
 from mlx_kv.generation.prefill import read_chunk
 from tests.tiny_models import make_model
 
-SCORES = ["snap_kv", "tova", "h2o", "expected_attention"]
+SCORES = ["snap_kv", "tova"]
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,6 @@ def test_other_families_beside_windows_and_sinks(family: str, score: str) -> Non
     mlx_kv.compact(caches)
     for cache in looking:
         assert cache.size() == 60
-        assert cache.evictor.observation.since == [0]
         assert cache.evictor.observation.ends == [text.shape[1]]
 
 

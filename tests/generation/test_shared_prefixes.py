@@ -51,10 +51,9 @@ POLICIES = {
     "evicts in prompts": CachePolicy(budget=150, margin=40, keep_recent=32),
     "heads of their own": CachePolicy(budget=240, margin=88, keep_recent=32, share="adaptive"),
     "observes queries": CachePolicy(budget=240, margin=88, keep_recent=32, score="snap_kv"),
-    "observes sums": CachePolicy(budget=240, margin=88, keep_recent=32, score="h2o"),
     "budget in 8 bits": CachePolicy(bits=8, group_size=32, budget=240, margin=88, keep_recent=32),
 }
-COPIES = ("evicts in prompts", "observes sums")  # policies under which rows hold copies of what they share
+COPIES = ("evicts in prompts",)  # policies under which rows hold copies of what they share
 LENGTH, CHUNK = 20, 64
 
 

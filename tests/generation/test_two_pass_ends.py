@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mlx_kv import CachePolicy, PromptReader, make_prompt_cache
-from mlx_kv.cache.eviction.two_pass import largest_shares
+from mlx_kv.cache.eviction.scoring import largest_shares
 from mlx_kv.generation.sequence import TokenSequence
 from mlx_kv.generation.two_pass_prefill import Instructions, TwoPassQueue, hold
 from tests.tiny_models import VOCAB, make_model

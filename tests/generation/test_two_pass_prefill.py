@@ -16,7 +16,7 @@ from mlx_lm.models import cache as stock
 
 import mlx_kv
 from mlx_kv import CachePolicy, compact, make_prompt_cache
-from mlx_kv.cache.eviction.scores.attention import SCORE_OF_UNREAD
+from mlx_kv.cache.eviction.scores import SCORE_OF_UNREAD
 from mlx_kv.communicator import LocalCommunicator
 from mlx_kv.generation.distributed_caches import make_distributed_caches
 from mlx_kv.generation.prefill import read_chunk

@@ -20,9 +20,8 @@ from oracle import poison
 import mlx_kv
 from mlx_kv import CachePolicy
 from mlx_kv.cache.eviction.allocation import DIGITS
-from mlx_kv.cache.eviction.scores import register_score
-from mlx_kv.cache.eviction.scores.fitted import FittedLayer
-from mlx_kv.cache.eviction.scores.tokens import ScoredTokens
+from mlx_kv.cache.eviction.calibration import FittedLayer
+from mlx_kv.cache.eviction.scores import ScoredTokens, register_score
 from mlx_kv.mlxlm.attention import AttentionCall, attention_hooked
 from mlx_kv.mlxlm.observing import show_attention
 from mlx_kv.mlxlm.traverse import attention_caches
@@ -114,10 +113,6 @@ class Kept:
         """Drops the tokens of the lowest numbers; of the same number, the oldest."""
         budget, sinks, recent, share = policy.budget or 0, policy.sinks, policy.keep_recent, policy.share
         self.base, self.compactions = self.length - recent, self.compactions + 1
-        if policy.layers == "global":
-            every = [(layer, head) for layer in range(len(self.kept)) for head in range(len(self.kept[layer]))]
-            self._drop(every, len(every) * (budget - sinks - recent), sinks, numbers, 0)
-            return
         table: Any = policy.layers
         heads = len(self.kept[0])
         if share == "layer":

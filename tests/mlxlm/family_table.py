@@ -63,7 +63,7 @@ it with the code.
 
 `budget` and `max_kv_size` limit the number of tokens of a cache: a budget evicts tokens with low scores,
 `max_kv_size` the oldest. [Scores of attention](budgets.md#scores-of-attention), `share="adaptive"`,
-`layers="pyramid"` and `residual_length` need layers whose attention is *seen*. For other layers they raise an error.
+tables of budgets and `residual_length` need layers whose attention is *seen*. For other layers they raise an error.
 
 In short: {counts}.
 """

@@ -14,13 +14,11 @@ from calibrations import random_calibration
 
 import mlx_kv
 from mlx_kv import CachePolicy
-from mlx_kv.cache.eviction import allocation, compaction, layer_group
-from mlx_kv.cache.eviction.calibration import Calibration
+from mlx_kv.cache.eviction import allocation, compaction
+from mlx_kv.cache.eviction.calibration import Calibration, FittedLayer, Rotation
 from mlx_kv.cache.eviction.evictor import Evictor
 from mlx_kv.cache.eviction.kept_tokens import KeptTokens
-from mlx_kv.cache.eviction.scores import Score
-from mlx_kv.cache.eviction.scores.fitted import FittedLayer, Rotation
-from mlx_kv.cache.eviction.scores.tokens import ScoredTokens
+from mlx_kv.cache.eviction.scores import Score, ScoredTokens
 from mlx_kv.cache.layout import Budget
 from mlx_kv.files.fingerprint import model_fingerprint
 from mlx_kv.generation.two_pass_prefill import Instructions, prefill_all
@@ -36,7 +34,6 @@ ALLOCATED: dict[str, dict[str, Any]] = {
     "layer x table": {"share": "layer", "layers": TABLE},
     "head x column": {"share": "head", "layers": ((2.5,), (0.5,), (0.0,))},
     "adaptive x column": {"share": "adaptive", "layers": ((2.5,), (0.5,), (0.0,))},
-    "adaptive x global": {"share": "adaptive", "layers": "global"},
 }
 
 
@@ -102,7 +99,7 @@ def test_each_head_keeps_what_a_slow_reference_keeps(allocated: str, score: str,
 @pytest.mark.parametrize(
     "stored", [{"bits": 8, "group_size": 32}, {"bits": 4, "group_size": 32, "codec": "rotated"}], ids=str
 )
-@pytest.mark.parametrize("allocated", ["head x table", "adaptive x global"])
+@pytest.mark.parametrize("allocated", ["head x table", "adaptive x table"])
 def test_quantised_heads(allocated: str, stored: dict[str, Any], tmp_path: Path) -> None:
     own = watched(llama(), allocated, "key_norm", **stored)
     life(own, tmp_path, seed=11)
@@ -110,14 +107,14 @@ def test_quantised_heads(allocated: str, stored: dict[str, Any], tmp_path: Path)
     assert own.uneven
 
 
-@pytest.mark.parametrize("allocated", ["layer x table", "head x table", "adaptive x global"])
+@pytest.mark.parametrize("allocated", ["layer x table", "head x table", "adaptive x table"])
 def test_a_short_layer_beside_a_row_that_evicted_nothing_is_loaded(allocated: str, tmp_path: Path) -> None:
     """Of the second row nothing is recorded, and its recent block would begin behind all that is of the first."""
     own, other = (watched(llama(), allocated, PLACED_ONCE) for _ in range(2))
     for new in (40, 1):
         own.read(new)
     shortest = min(row.extra_slots for cache in own.budgets for row in cache.view.rows)
-    assert shortest < 0 or allocated == "adaptive x global"
+    assert shortest < 0 or allocated == "adaptive x table"
     other.read(3)
     own.join(other)
     own.through_file(tmp_path)
@@ -134,16 +131,15 @@ def worthless_heads(tokens: ScoredTokens) -> mx.array:
     return placed_once(tokens) - 9.0 * (mx.arange(tokens.keys.shape[1]) == 0)[:, None]
 
 
-@pytest.mark.parametrize(("layers", "kept"), [(TABLE, 8), ("global", 3)])
-def test_heads_worth_nothing_keep_their_safeguard_of_a_layer(layers: Any, kept: int) -> None:
-    """A fifth of the mean of their layer, where the layer decides; of one ranking, what is protected."""
+def test_heads_worth_nothing_keep_their_safeguard_of_a_layer() -> None:
+    """A fifth of the mean of their layer."""
     model, score = llama(), Score("worthless heads", worthless_heads, per_token=True)
-    settings = CachePolicy(budget=40, keep_recent=2, sinks=1, margin=9, share="adaptive", layers=layers, score=score)
+    settings = CachePolicy(budget=40, keep_recent=2, sinks=1, margin=9, share="adaptive", layers=TABLE, score=score)
     own = Watched(model, settings, mlx_kv.make_prompt_cache(model, settings), HEADS, VOCAB)
     for new in (160, 1, 1, 30, *[1] * 25):
         own.read(new)
         if own.totals == 1:
-            assert len(own.sequences[0].kept[1][0]) >= kept
+            assert len(own.sequences[0].kept[1][0]) >= 8
     assert own.totals > 2
     assert min(len(head) for layer in own.sequences[0].kept for head in layer) < 16
 
@@ -152,7 +148,7 @@ def calibrated(model: Any) -> Calibration:
     return random_calibration(HEADS, 32, LAYERS, fingerprint=model_fingerprint(model))
 
 
-@pytest.mark.parametrize("allocated", [None, "adaptive x table", "adaptive x global"])
+@pytest.mark.parametrize("allocated", [None, "adaptive x table"])
 def test_the_fitted_score(allocated: str | None, tmp_path: Path) -> None:
     model = llama()
     measured = calibrated(model)
@@ -166,7 +162,7 @@ def test_the_fitted_score(allocated: str | None, tmp_path: Path) -> None:
     assert {cache.evictor.score.name for cache in by_name} == {measured.score.name}
 
 
-@pytest.mark.parametrize("allocated", ["head x table", "adaptive x global"])
+@pytest.mark.parametrize("allocated", ["head x table", "adaptive x table"])
 def test_a_prompt_that_is_read_twice(allocated: str, tmp_path: Path) -> None:
     model = llama()
     settings = policy(allocated, "kvzip")
@@ -192,7 +188,7 @@ def test_a_prompt_that_is_read_twice(allocated: str, tmp_path: Path) -> None:
 def test_windows_and_sinks_beside_budgets(family: str, layers: int, heads: int) -> None:
     """The rows of a table are of the layers of full attention alone."""
     model, table = make_model(family), ((3.0, 0.0), (0.5, 0.5), (1.0, 1.0))[:layers]
-    for chosen in ({"share": "head", "layers": table}, {"share": "adaptive", "layers": "global"}):
+    for chosen in ({"share": "head", "layers": table}, {"share": "adaptive", "layers": table}):
         settings = CachePolicy(**SHAPE, **chosen, score=PLACED_ONCE)
         own = Watched(model, settings, mlx_kv.make_prompt_cache(model, settings), heads, VOCAB)
         for new in (30, 1, 9, *[1] * 8):
@@ -205,17 +201,18 @@ def test_windows_and_sinks_beside_budgets(family: str, layers: int, heads: int) 
 
 def test_what_does_not_fit_is_refused() -> None:
     latent = make_model("deepseek_v3")
-    for chosen in (ALLOCATED["head x table"], ALLOCATED["adaptive x global"], ALLOCATED["layer x table"]):
+    for chosen in (ALLOCATED["head x table"], ALLOCATED["adaptive x table"], ALLOCATED["layer x table"]):
         with pytest.raises(ValueError, match="use layers='uniform'"):
             mlx_kv.make_prompt_cache(latent, CachePolicy(**SHAPE, **chosen))
-    for allocated in ("head x table", "adaptive x table", "adaptive x global"):
+    for allocated in ("head x table", "adaptive x table"):
         with pytest.raises(ValueError, match="or than 'head' with a table of budgets"):
             policy(allocated, bits=4, residual_length=2)
     assert policy("layer x table", bits=4, residual_length=2)
     with pytest.raises(ValueError, match="keeps the same tokens in all of them"):
         CachePolicy(**SHAPE, share="layers", layers=TABLE)
-    with pytest.raises(ValueError, match="use share='adaptive' with it"):
-        CachePolicy(**SHAPE, share="head", layers="global")
+    for removed in ("pyramid", "global"):
+        with pytest.raises(ValueError, match=f"layers is '{removed}', which was removed in 0.4"):
+            CachePolicy(**SHAPE, layers=removed)
     for columns in (2, 4):  # of another model: refused before anything has changed
         model = llama()
         caches = mlx_kv.make_prompt_cache(
@@ -229,12 +226,7 @@ def test_what_does_not_fit_is_refused() -> None:
 
 # --- the tests above must be able to fail: bugs planted one at a time ------------------------------------------------
 
-counts, make_alive, decide, compacted = (
-    allocation.token_counts,
-    KeptTokens.alive,
-    layer_group.lowest_ranks,
-    Budget.compacted,
-)
+counts, make_alive, compacted = allocation.token_counts, KeptTokens.alive, Budget.compacted
 own_counts, ties = Evictor.counts, compaction.in_order
 undo, predicted = Rotation.undo, FittedLayer.predicted
 
@@ -265,11 +257,6 @@ def never_shorter(self: Budget, row: Any, longer: int = 0) -> Any:
     return compacted(self, row, max(0, longer))
 
 
-def each_layer_for_itself(ranks: mx.array, count: int) -> mx.array:
-    layers = [decide(own, count // LAYERS) for own in mx.split(ranks, LAYERS)]
-    return mx.concatenate(layers)
-
-
 def the_youngest_first(scores: mx.array, places: mx.array) -> mx.array:
     return ties(scores, mx.max(places) - places)
 
@@ -293,11 +280,10 @@ PLANTED: dict[str, tuple[Any, str, Any, str]] = {
     "counts of the next layer": (Evictor, "counts", of_the_next_layer, "head x table"),
     "shares of another number of tokens": (allocation, "token_counts", of_the_budget, "head x table"),
     "one dead slot is alive": (KeptTokens, "alive", one_more_alive, "head x table"),
-    "one dead slot of a ranking": (KeptTokens, "alive", one_more_alive, "adaptive x global"),
+    "one dead slot of a ranking": (KeptTokens, "alive", one_more_alive, "adaptive x table"),
     "no layer is shorter": (Budget, "compacted", never_shorter, "layer x table"),
-    "no layer is shorter in a ranking": (Budget, "compacted", never_shorter, "adaptive x global"),
-    "each layer ranks for itself": (layer_group, "lowest_ranks", each_layer_for_itself, "adaptive x global"),
-    "of equal tokens the youngest go": (compaction, "in_order", the_youngest_first, "adaptive x global"),
+    "no layer is shorter in a ranking": (Budget, "compacted", never_shorter, "adaptive x table"),
+    "of equal tokens the youngest go": (compaction, "in_order", the_youngest_first, "adaptive x table"),
 }
 
 
@@ -311,7 +297,7 @@ def test_a_rope_that_is_not_undone_is_caught(broken: Any, monkeypatch: pytest.Mo
 def test_values_of_other_heads_are_caught(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(FittedLayer, "predicted", heads_apart)
     with pytest.raises(AssertionError, match="another score"):
-        test_the_fitted_score("adaptive x global", tmp_path)
+        test_the_fitted_score("adaptive x table", tmp_path)
 
 
 @pytest.mark.test_all

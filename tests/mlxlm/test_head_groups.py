@@ -23,7 +23,7 @@ from tests.tiny_models import VOCAB, make_model
 
 SIZES: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 4}
 TABLE = ((4.0, 0.5, 0.0, 0.4), (1.0, 1.0, 1.0, 1.0), (0.2, 3.0, 0.6, 2.9), (0.1, 0.3, 2.0, 0.3))
-SHAPE: dict[str, Any] = {"budget": 24, "keep_recent": 8, "sinks": 2, "margin": 6, "score": "value_norm"}
+SHAPE: dict[str, Any] = {"budget": 24, "keep_recent": 8, "sinks": 2, "margin": 6, "score": "key_norm"}
 CHOSEN = [[[2, 3], [0, 1]], [[0, 3], [1, 2]], [[1, 3], [0, 2]], [[0, 1, 3], [2]], [[0, 1, 2, 3]]]
 
 

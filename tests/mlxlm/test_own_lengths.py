@@ -21,12 +21,6 @@ from mlx_kv.ranks.communicator import SplitHeads, SplitLayers
 from mlx_kv.ranks.splitting import PlannedRank
 from tests.tiny_models import VOCAB, make_model
 
-SHARES: list[dict[str, Any]] = [
-    {"share": "adaptive"},
-    {"share": "layer", "layers": "pyramid"},
-    {"share": "adaptive", "layers": "pyramid"},
-]
-
 
 class Watched:
     """Keeps what every layer ever stored, and compares each attention with one over what its heads kept of that."""
@@ -73,11 +67,10 @@ def ids(rows: int, tokens: int, seed: int = 0) -> mx.array:
     return mx.random.randint(0, VOCAB, (rows, tokens), key=mx.random.key(seed))
 
 
-@pytest.mark.parametrize("settings", SHARES, ids=str)
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss"])
-def test_models_attend_to_what_each_head_keeps(family: str, settings: dict[str, Any]) -> None:
+def test_models_attend_to_what_each_head_keeps(family: str) -> None:
     model = make_model(family)
-    caches = mlx_kv.make_prompt_cache(model, policy(**settings))
+    caches = mlx_kv.make_prompt_cache(model, policy(share="adaptive"))
     watched = Watched(caches)
     with attention_hooked(model, watched.caches, watched):
         for new in (20, 1, 9, *[1] * 12):
@@ -86,10 +79,7 @@ def test_models_attend_to_what_each_head_keeps(family: str, settings: dict[str, 
     budgets = [cache for cache in watched.caches if cache.evictor is not None]
     assert watched.checked == 15 * len(budgets)
     assert all(cache.evictor.compactions for cache in budgets)
-    assert bool(watched.uneven) == (settings["share"] == "adaptive")
-    held = [cache.layout.budget for cache in budgets]
-    assert sum(held) == 12 * len(held)
-    assert (len(set(held)) > 1) == ("layers" in settings)
+    assert watched.uneven
     for cache in budgets:  # every head together as many as the budget, before the tokens since
         kept = (np.array(cache.positions)[0] >= 0).sum(axis=1)
         assert kept.mean() == cache.size()
@@ -98,11 +88,10 @@ def test_models_attend_to_what_each_head_keeps(family: str, settings: dict[str, 
 
 
 @pytest.mark.parametrize("bits", [None, 8])
-@pytest.mark.parametrize("settings", SHARES, ids=str)
-def test_rows_that_come_and_go(settings: dict[str, Any], bits: int | None) -> None:
+def test_rows_that_come_and_go(bits: int | None) -> None:
     """A ragged batch, filtered and extended, goes on as its rows alone."""
     model = make_model("llama")
-    alone = [mlx_kv.make_prompt_cache(model, policy(bits=bits, group_size=32, **settings)) for _ in range(3)]
+    alone = [mlx_kv.make_prompt_cache(model, policy(bits=bits, group_size=32, share="adaptive")) for _ in range(3)]
     for i, (caches, tokens) in enumerate(zip(alone, (31, 8, 22), strict=True)):
         model(ids(1, tokens, i), cache=caches)
         model(ids(1, 2, i), cache=caches)
@@ -126,7 +115,7 @@ def test_rows_that_come_and_go(settings: dict[str, Any], bits: int | None) -> No
 
 def test_trims_and_drafts_leave_no_trace() -> None:
     model = make_model("llama")
-    caches = mlx_kv.make_prompt_cache(model, policy(share="adaptive", layers="pyramid"))
+    caches = mlx_kv.make_prompt_cache(model, policy(share="adaptive"))
     other = copy.deepcopy(caches)
     for new in (25, 1, 1):
         for each in (caches, other):
@@ -145,7 +134,7 @@ def test_trims_and_drafts_leave_no_trace() -> None:
 
 def test_a_loaded_file_goes_on(tmp_path: Any) -> None:
     model = make_model("llama")
-    caches = mlx_kv.make_prompt_cache(model, policy(share="adaptive", layers="pyramid"))
+    caches = mlx_kv.make_prompt_cache(model, policy(share="adaptive"))
     for new in (25, 3, 6):
         model(ids(1, new, new), cache=caches)
     mlx_kv.save_prompt_cache(tmp_path / "kept.safetensors", caches)
@@ -159,9 +148,6 @@ def test_a_loaded_file_goes_on(tmp_path: Any) -> None:
 
 
 def test_what_no_model_can_do_is_refused_in_one_line() -> None:
-    with pytest.raises(ValueError, match="use share='layer', 'head'"):
-        policy(share="layers", layers="pyramid")
-    assert policy(layers="pyramid").share == "layer"
     with pytest.raises(ValueError, match="does not attend with the mask that it is given"):
         mlx_kv.make_prompt_cache(make_model("deepseek_v3"), policy(share="adaptive"))
     x = mx.random.normal((1, 2, 40, 32))
@@ -182,16 +168,11 @@ def test_ranks_refuse_what_they_could_not_compare() -> None:
     with pytest.raises(ValueError, match="use share='head'"):
         check(apart, share="adaptive")
     check(copies, share="adaptive")  # every rank has all heads of which anything is kept
-    check(apart, share="head", layers="pyramid")
-    with pytest.raises(ValueError, match="use layers='uniform'"):
-        check(layers, share="head", layers="pyramid")
     check(layers, share="adaptive")
     with pytest.raises(ValueError, match="use share='layer', or give each rank such a layer"):
         check(SplitLayers(alone, (0, 2)))
     check(SplitLayers(alone, (0, 2)), share="layer")
     for peers in (apart, layers):
-        with pytest.raises(ValueError, match=r"layers='global'.* use layers='uniform' or 'calibrated'"):
-            check(peers, share="adaptive", layers="global")
         check(peers, share="head", layers=((1.0,), (1.0,)))
     fitted = Score("fitted:0123456789ab", find_score("random").function)  # as a calibration has one
     with pytest.raises(ValueError, match="score='fitted' reads the keys and values of all of them"):
@@ -210,41 +191,15 @@ def test_ranks_find_their_place_in_a_table() -> None:
     assert {peers.total_layers(own) for peers, own in zip(layers, (4, 2, 1), strict=True)} == {7}
 
 
-@pytest.mark.parametrize("means", [(100, 30), (1024, 8), (70, 61), (90, 1), (90, 2), (90, 7)])
-def test_a_pyramid_has_as_much_as_uniform_layers(means: tuple[int, int]) -> None:
-    mean, layers = means
-    budgets = [
-        CachePolicy(budget=mean, keep_recent=50, sinks=10, share="head", layers="pyramid").of_layer(i, layers)
-        for i in range(layers)
-    ]
-    each = [own.budget or 0 for own in budgets]
-    assert sum(each) == mean * layers
-    assert each == sorted(each, reverse=True)
-    assert min(each) >= 61
-    steps = -np.diff(each)
-    assert layers < 3 or max(steps) - min(steps) <= 2  # a straight line, rounded
-
-
-def test_layers_of_a_pyramid_have_the_margin_of_uniform_layers() -> None:
-    settings: dict[str, Any] = {"budget": 4000, "keep_recent": 50, "sinks": 10}
-    pyramid, uniform = CachePolicy(**settings, layers="pyramid"), CachePolicy(**settings).layout()
-    layouts = [pyramid.of_layer(layer, 4).layout() for layer in range(4)]
-    assert len({layout.budget for layout in layouts}) == 4
-    assert {layout.slack for layout in layouts} == {uniform.slack}
-
-
 def test_budgets_are_shared_among_layers_of_full_attention_alone() -> None:
     """Layers with a window or in chunks have no number among them, and no row of a table."""
     kinds: list[dict[str, Any]] = [{"chunk_size": 16}, {}, {"window": 8}, {"chunk_size": 16}, {}]
     nothing: dict[str, Any] = {"window": None, "sinks": 0, "chunk_size": None, "indexer": False, "shapes": ()}
     specs = [CacheSpec(number, **nothing | own) for number, own in enumerate(kinds)]
-    caches = make_layer_caches(policy(share="layer", layers="pyramid"), specs, True)
+    caches = make_layer_caches(policy(share="layer", layers=((2.0,), (1.0,))), specs, True)
     assert [cache.evictor is not None for cache in caches] == [not own for own in kinds]
     lower, upper = (cache for cache in caches if cache.evictor is not None)
     assert (lower.evictor.layer, upper.evictor.layer) == (0, 1)
-    assert lower.layout.budget + upper.layout.budget == 2 * 12
-    assert lower.layout.budget > upper.layout.budget
-    make_layer_caches(policy(share="layer", layers=((2.0,), (1.0,))), specs, True)
     with pytest.raises(ValueError, match="has 4 rows, and this model has 2 layers of full attention"):
         make_layer_caches(policy(share="layer", layers=((2.0,), (1.0,), (1.0,), (1.0,))), specs, True)
 

@@ -16,8 +16,7 @@ import pytest
 from hypothesis import strategies as st
 
 from mlx_kv import KVCache, PromptStore, RingKVCache, trim_prompt_cache
-from mlx_kv.cache.eviction.evictor import Evictor
-from mlx_kv.cache.eviction.layer_group import LayerGroup
+from mlx_kv.cache.eviction.evictor import Evictor, LayerGroup
 from mlx_kv.cache.layout import Budget
 from mlx_kv.files import blocks
 

@@ -36,13 +36,11 @@ KINDS: dict[str, tuple[str, CachePolicy]] = {
     "windowed past its wrap": ("gemma3_text", CachePolicy()),
     "max_kv_size": ("llama", CachePolicy(max_kv_size=100)),
     "budget": ("llama", CachePolicy(budget=200, keep_recent=32)),
-    "a pyramid of heads": ("llama", CachePolicy(budget=200, keep_recent=32, share="adaptive", layers="pyramid")),
     "a table of heads": ("llama", CachePolicy(budget=200, keep_recent=32, share="head", layers=TABLE)),
     "a table of layers, quantised": (
         "llama",
         CachePolicy(budget=200, share="layer", layers=TABLE, bits=8, group_size=32),
     ),
-    "one ranking": ("llama", CachePolicy(budget=200, keep_recent=32, share="adaptive", layers="global")),
     "budget, by head, quantised": ("llama", CachePolicy(budget=200, share="head", bits=8, group_size=32)),
 }
 IN_ANOTHER_PROCESS = ("plain", "windowed past its wrap")

@@ -135,10 +135,6 @@ def test_as_many_scores_as_there_are_can_be_told_apart() -> None:
 def test_questions_are_for_models_that_speak_english_and_layers_for_shares_of_their_own(call: Any) -> None:
     done = call("--tasks", "chat", "--context", "600", "--question", "seen")
     assert "asks in English, which the recall model does not know: give a --model" in done.err
-    done = call("--tasks", "copy", "--share", "layers", "--layers", "pyramid")
-    assert "--share layers keeps the same tokens in all of them" in done.err
-    done = call(*FAST, "--tasks", "copy", "--share", "head", "--layers", "pyramid")
-    assert "share=head, layers=pyramid" in done.out
 
 
 def test_each_table_is_shown_when_its_task_is_done_and_an_interrupt_keeps_what_was_measured(

@@ -54,7 +54,7 @@ BUDGET: dict[str, Any] = {"budget": 24, "keep_recent": 6, "margin": 4, "sinks": 
 BUDGETS = {
     **{f"budget, share={share}": CachePolicy(share=share, **BUDGET) for share in ("layers", "layer", "head")},
     "budget, 8 bits": CachePolicy(bits=8, group_size=32, **BUDGET),
-    "budget, lag_kv": CachePolicy(score="lag_kv", **BUDGET),
+    "budget, key_norm": CachePolicy(score="key_norm", **BUDGET),
 }
 TEMPERATURE = TemperatureSampler(0.8, 0.9)
 

@@ -14,7 +14,7 @@ import mlx.core as mx
 from classes import attend
 
 from mlx_kv import CachePolicy, KVCache
-from mlx_kv.cache.eviction.layer_group import LayerGroup
+from mlx_kv.cache.eviction.evictor import LayerGroup
 from mlx_kv.communicator import CacheCommunicator
 from mlx_kv.mlxlm.traverse import set_communicator
 from mlx_kv.ranks.communicator import SplitHeads, SplitLayers
@@ -64,7 +64,7 @@ def played(seed: int, has: Has, communicator: CacheCommunicator) -> Life:
         keep_recent=draw.randint(2, 8),
         sinks=draw.randint(0, 3),
         margin=draw.randint(0, 9),
-        score=draw.choice(["key_diff", "key_norm", "value_norm", "lag_kv", "random"]),
+        score=draw.choice(["key_diff", "key_norm", "recent", "random"]),
         share=share,
         **allocated,
         **quantised,

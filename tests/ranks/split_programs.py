@@ -44,7 +44,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "norm": {**BUDGET, "score": "key_norm"},
     "random": {**BUDGET, "score": "random"},
     "budget and bits": {**BUDGET, "bits": 8, "group_size": 32},
-    **{score: {**BUDGET, "score": score} for score in ("snap_kv", "tova", "h2o", "expected_attention")},
+    **{score: {**BUDGET, "score": score} for score in ("snap_kv", "tova")},
 }
 
 
@@ -144,7 +144,6 @@ def tables(split: str, layers: str) -> None:
         },
         "head, column": {**BUDGET, "share": "head", "layers": [[2.0], [1.0], [0.3], [1.0]]},
         "head, more rows": {**BUDGET, "share": "head", "layers": [*table, [1.0, 1.0]]},
-        "global": {**BUDGET, "share": "adaptive", "layers": "global", "score": "key_norm"},
         "fitted": {**BUDGET, "calibration": measured, "layers": table, "share": "head"},
         "fitted, layers": {**BUDGET, "calibration": measured, "layers": "uniform", "share": "layers"},
     }

@@ -14,8 +14,7 @@ from mlx_kv.cache.codecs.centre import Centre
 from mlx_kv.cache.codecs.centred import Centred
 from mlx_kv.cache.codecs.microscaled import MICROSCALED
 from mlx_kv.cache.codecs.plain import Plain
-from mlx_kv.open_set import OpenSet
-from mlx_kv.settings import SettingError
+from mlx_kv.settings import OpenSet, SettingError
 
 Codecs = tuple[Codec, Codec]  # of keys, of values
 Choice = str | Codec | tuple[str | Codec, str | Codec]

@@ -1,9 +1,8 @@
 """Allocation of a budget to the layers and heads of a model.
 
 The scope (option `share`) is which layers and heads keep the same tokens. The layer allocation (option `layers`) is how
-many tokens each layer keeps: the same number in all; linearly fewer from layer to layer (a pyramid); what one ranking
-of all tokens leaves to it; or the shares of a table, one for each head of each layer. Counts by a pyramid or a table
-follow from the budget and the number of tokens read so far, so layers need not be compared. Integers only.
+many tokens each layer keeps: the same number in all, or the shares of a table, one for each head of each layer. Counts
+by a table follow from the budget and the number of tokens read so far, so layers need not be compared. Integers only.
 L layers of full attention, H KV heads.
 """
 
@@ -15,24 +14,23 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Literal, get_args
 
-from mlx_kv.settings import SettingError
+from mlx_kv.settings import SettingError, removed
 
 # All layers keep the same tokens; each layer its own; each head its own, all the same number; or each head its own, by
 # one ranking of the tokens of all heads.
 Scope = Literal["layers", "layer", "head", "adaptive"]
 BY_HEAD: tuple[Scope, ...] = ("head", "adaptive")
 
-# All layers keep the same number; lower ones more; or what one ranking of all heads of all layers leaves to each.
-LayerBudgets = Literal["uniform", "pyramid", "global"]
 HeadBudgets = tuple[tuple[float, ...], ...]  # (L, H) or (L, 1), multiples of the mean, which is 1
-Allocation = LayerBudgets | HeadBudgets
+Allocation = Literal["uniform"] | HeadBudgets  # all layers keep the same number, or a table
 LayerAllocation = Allocation | Literal["calibrated"]  # of a policy, before the calibration of a model is known
+# Allocations that were removed in 0.4, and what to use instead.
+REMOVED = dict.fromkeys(("pyramid", "global"), "{layers:='calibrated'}, with a calibration (mlx-kv calibrate)")
 
 DIGITS = 6  # that a share is rounded to, so that a table read from a file is the same
-STEEPNESS = 20  # of a pyramid: the mean, divided by the budget of the last layer; the number of the paper
 
 
-def checked_allocation(share: object, layers: LayerBudgets | Sequence[Sequence[float]] = "uniform") -> Allocation:
+def checked_allocation(share: object, layers: str | Sequence[Sequence[float]] = "uniform") -> Allocation:
     """The allocation of the option `layers`, a table as `head_budgets` returns it.
 
     Raises:
@@ -41,46 +39,19 @@ def checked_allocation(share: object, layers: LayerBudgets | Sequence[Sequence[f
     if not isinstance(share, str) or share not in get_args(Scope):
         raise SettingError("{share:is}: choose one of {}", ", ".join(get_args(Scope)), share=share)
     if isinstance(layers, str):
-        if layers not in get_args(LayerBudgets):
-            names = ", ".join(get_args(LayerBudgets))
-            raise SettingError("{layers:is}: choose one of {}, or give a table", names, layers=layers)
-        allocation: Allocation = layers
+        if layers in REMOVED:
+            raise removed("layers", layers, REMOVED[layers])
+        if layers != "uniform":
+            raise SettingError("{layers:is}: choose one of uniform, calibrated, or give a table", layers=layers)
+        allocation: Allocation = "uniform"
     else:
         allocation = head_budgets(layers)
-    if layers != "uniform" and share == "layers":
+    if allocation != "uniform" and share == "layers":
         raise SettingError(
-            ("{layers:is}" if isinstance(layers, str) else "{layers} is a table")
-            + ", but {share:='layers'} keeps the same tokens in all of them: use {share:='layer'}, 'head' or "
-            "'adaptive'",
-            layers=layers,
-        )
-    if layers == "global" and share != "adaptive":
-        raise SettingError(
-            "{layers:is}, one ranking of the tokens of all heads: use {share:='adaptive'} with it", layers=layers
+            "{layers} is a table, but {share:='layers'} keeps the same tokens in all of them: use {share:='layer'}, "
+            "'head' or 'adaptive'"
         )
     return allocation
-
-
-# --- a pyramid --------------------------------------------------------------------------------------------------------
-
-
-def layer_budget(mean: int, layer: int, layers: int, least: int) -> int:
-    """Tokens of one of so many layers in a pyramid; the sum over all of them is layers * mean.
-
-    After PyramidKV (Cai et al. 2024, "PyramidKV: Dynamic KV Cache Compression based on Pyramidal Information
-    Funneling"): lower layers attend to many tokens, upper ones to few. Linearly fewer from layer to layer, the last has
-    a twentieth of the mean, and all together as many as if each had the mean.
-
-    Args:
-        mean: tokens of a layer on average, at least `least`.
-        least: tokens that every layer needs.
-    """
-    if 2 * layer + 1 == layers:
-        return mean
-    if 2 * layer >= layers:  # the upper half has less than the mean by what the lower half has more
-        return 2 * mean - layer_budget(mean, layers - 1 - layer, layers, least)
-    last = max(mean / STEEPNESS, least)
-    return round(2 * mean - last - layer * 2 * (mean - last) / (layers - 1))
 
 
 # --- a table ----------------------------------------------------------------------------------------------------------

@@ -1,26 +1,147 @@
 """What was measured of one model for its budgets: how many tokens each head needs, and weights that predict a score.
 
-L layers of full attention, H KV heads, Dk and Dv head dims of keys and values, n tokens, F features of a token.
+The fitted score is that of KVzip, predicted from the keys and values of a cache by a ridge regression for each layer:
+the largest attention that a token receives when its text is read once more (`kvzip`). The features of a token are the
+keys before RoPE and the values of all heads of its layer, the logarithms of their norms, and of its position. Costs a
+matrix product per token, once.
+B rows, L layers of full attention, H KV heads, n tokens, Dk and Dv head dims of keys and values, F = H * (Dk + Dv + 2)
++ 1 features.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
 from mlx_kv.cache.checks import check_type
 from mlx_kv.cache.eviction.allocation import HeadBudgets, head_budgets
-from mlx_kv.cache.eviction.scores import MEASURED, Score
-from mlx_kv.cache.eviction.scores.fitted import FittedLayer, fitted_score
+from mlx_kv.cache.eviction.scores import MEASURED, Score, ScoredTokens
 from mlx_kv.settings import SettingError
 
 FITTED = "fitted"
 SCORE_PREFIX = f"{FITTED}:"
+TINY_NORM = 1e-6
+TINY_SHARE = 1e-5  # added to shares of attention before their logarithm is taken
+BLOCK = 1024  # tokens at once: features are a second copy of keys and values in float32
+MAX_LOG = 10.0  # of a predicted logarithm, which is below 0 wherever the fit holds
+
+
+# --- the fitted score -------------------------------------------------------------------------------------------------
+
+
+class Rotation(NamedTuple):
+    """A RoPE: pairs of channels, rotated by an angle that grows with the position.
+
+    Attributes:
+        pairs: (P, 2) of int32, channels; others are left as they are.
+        frequencies: (P,) of float32, radians per position.
+        factor: that the rotated channels are multiplied by (YaRN, LongRoPE).
+    """
+
+    pairs: mx.array
+    frequencies: mx.array
+    factor: mx.array  # () of float32
+
+    def undo(self, x: mx.array, positions: mx.array) -> mx.array:
+        """x as it was before RoPE.
+
+        Args:
+            x: (B, H, n, D) of float32.
+            positions: (B, 1 or H, n) of int32.
+        """
+        angles = positions[..., None].astype(mx.float32) * self.frequencies  # (B, 1 or H, n, P)
+        cos, sin = mx.cos(angles) / self.factor, mx.sin(angles) / self.factor
+        channels = x.shape[3]
+        first, second = self.pairs[:, 0], self.pairs[:, 1]
+        a, b = x[..., first], x[..., second]
+        turned = mx.concatenate([a * cos + b * sin, b * cos - a * sin], axis=-1)
+        order = mx.concatenate([first, second])
+        if order.size == channels:
+            return turned[..., mx.argsort(order)]
+        rotated: Any = set(order.tolist())  # type: ignore[arg-type]
+        rest = mx.array([channel for channel in range(channels) if channel not in rotated])
+        return mx.concatenate([turned, x[..., rest]], axis=-1)[..., mx.argsort(mx.concatenate([order, rest]))]
+
+
+class FittedLayer(NamedTuple):
+    """The regression of one layer: the logarithm of the share is features @ weights + bias.
+
+    Attributes:
+        weights: (F, H) of float32.
+        bias: (H,) of float32.
+        key_rope, value_rope: what RoPE does to the keys and to the values of the cache; None where it does nothing.
+            Latent attention (MLA) stores rotated channels as values.
+    """
+
+    weights: mx.array
+    bias: mx.array
+    key_rope: Rotation | None = None
+    value_rope: Rotation | None = None
+
+    @property
+    def arrays(self) -> dict[str, mx.array]:
+        """All numbers by name."""
+        ropes = {"key_rope": self.key_rope, "value_rope": self.value_rope}
+        found = {f"{name}.{part}": x for name, rope in ropes.items() if rope for part, x in rope._asdict().items()}
+        return {"weights": self.weights, "bias": self.bias} | found
+
+    @classmethod
+    def of_arrays(cls, arrays: dict[str, mx.array]) -> FittedLayer:
+        """The inverse of `arrays`; raises KeyError for one that is missing."""
+        ropes = [
+            Rotation(*[arrays[f"{name}.{part}"] for part in Rotation._fields]) if f"{name}.pairs" in arrays else None
+            for name in ("key_rope", "value_rope")
+        ]
+        return cls(arrays["weights"], arrays["bias"], *ropes)
+
+    def predicted(self, keys: mx.array, values: mx.array, positions: mx.array) -> mx.array:
+        """(B, H, n) of float32, the logarithm of the share that each token is predicted to receive; as `features`."""
+        return (features(self, keys, values, positions) @ self.weights + self.bias).swapaxes(1, 2)
+
+
+def features(layer: FittedLayer, keys: mx.array, values: mx.array, positions: mx.array) -> mx.array:
+    """(B, n, F) of float32: what a regression of this layer reads of tokens.
+
+    Args:
+        layer: its RoPE.
+        keys: (B, H, n, Dk), as the cache holds them, decoded.
+        values: (B, H, n, Dv).
+        positions: (B, 1, n); all heads hold the same tokens.
+    """
+    parts, norms = [], []
+    for x, rope in ((keys, layer.key_rope), (values, layer.value_rope)):
+        x = x.astype(mx.float32)
+        norms.append(mx.log(mx.linalg.norm(x, axis=-1) + TINY_NORM).swapaxes(1, 2))  # RoPE changes no norm
+        x = x if rope is None else rope.undo(x, positions)
+        parts.append(x.swapaxes(1, 2).reshape(x.shape[0], x.shape[2], -1))  # (B, n, H * D)
+    place = mx.log1p(positions[:, 0].astype(mx.float32))[..., None]  # (B, n, 1)
+    return mx.concatenate([*parts, *norms, mx.broadcast_to(place, (*parts[0].shape[:2], 1))], axis=-1)
+
+
+def fitted_score(layers: Sequence[FittedLayer]) -> Callable[[ScoredTokens], mx.array]:
+    """The score of a model with these layers: the predicted share of attention, comparable between heads and layers."""
+
+    def fitted(tokens: ScoredTokens) -> mx.array:
+        own, n = layers[tokens.layer], tokens.keys.shape[2]
+        blocks = []
+        for first in range(0, n, BLOCK):
+            which = slice(first, first + BLOCK)
+            keys = tokens.keys[:, :, which] if tokens.key_part is None else tokens.key_part(which)
+            values = tokens.values[:, :, which] if tokens.value_part is None else tokens.value_part(which)
+            blocks.append(own.predicted(keys, values, tokens.positions[..., which]))
+            if n > BLOCK:
+                mx.eval(blocks[-1])
+        return mx.exp(mx.minimum(mx.concatenate(blocks, axis=2), MAX_LOG))
+
+    return fitted
+
+
+# --- a calibration ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)

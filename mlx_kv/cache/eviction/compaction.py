@@ -11,8 +11,8 @@ At most E + keep_recent slots move, however large the budget is. In a batch, row
 themselves.
 
 Heads may keep different numbers of tokens: by one ranking of the tokens of all heads of a layer (AdaKV, Feng et al.
-2024, "Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation"), as many of each head as a table gives, or
-by one ranking of all heads of all layers. Together they keep as many as heads of one budget would. The recent block and
+2024, "Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation"), or as many of each head as a table gives.
+Together they keep as many as heads of one budget would. The recent block and
 what comes after it lie alike in all heads, from the cut of the longest head on. Between a head's own tokens and that
 cut its slots are dead, and attention must not read them.
 
@@ -22,12 +22,15 @@ evictable.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import mlx.core as mx
 
+from mlx_kv.cache.buffers import Buffers
+from mlx_kv.cache.eviction.allocation import BY_HEAD, Scope
 from mlx_kv.cache.eviction.kept_tokens import KeptTokens, as_wide
+from mlx_kv.cache.eviction.scoring import Scoring
 from mlx_kv.cache.layout import Budget, Row
 
 SAFEGUARD = 0.2  # of the mean budget, which each head of a ranking keeps in any case, as in the AdaKV paper
@@ -56,6 +59,122 @@ class RowPlan(NamedTuple):
     moves: Moves
     extra_slots: int = 0
     dead: mx.array | None = None
+
+
+class CompactionStep:
+    """The next compaction of a cache, valid until its rows or buffers change.
+
+    Args:
+        layout: the budget.
+        scope: which heads and layers keep the same tokens.
+        rows, buffers: of the cache.
+        kept: positions and scores of the tokens before the cut.
+        scoring: the scores of the same tokens.
+        counts: (evictable tokens that were read, heads) -> evictable tokens that each of these heads keeps; None where
+            that is not fixed.
+    """
+
+    def __init__(
+        self,
+        layout: Budget,
+        scope: Scope,
+        rows: tuple[Row, ...],
+        buffers: Buffers,
+        kept: KeptTokens,
+        scoring: Scoring,
+        counts: Callable[[int, int], Sequence[int]] | None = None,
+    ) -> None:
+        self.rows, self.buffers, self.scoring = rows, buffers, scoring
+        self._layout, self._scope, self._kept, self._counts = layout, scope, kept, counts
+
+    @property
+    def nbytes(self) -> int:
+        """Of the buffers."""
+        return sum(buffer.nbytes for buffer in self.buffers)
+
+    def is_of(self, rows: tuple[Row, ...], buffers: Buffers) -> bool:
+        """Whether the rows and buffers of a cache are still those of this step."""
+        return rows == self.rows and all(own is now for own, now in zip(self.buffers, buffers, strict=True))
+
+    # --- what one row evicts ----------------------------------------------------------------------------------------
+
+    def plan_alone(self, index: int) -> RowPlan:
+        """What one row evicts if this layer decides alone.
+
+        Raises:
+            ValueError: scores that are not finite.
+        """
+        if self._counts is None and self._scope != "adaptive":
+            return self.plan_of_scores(index, self.scoring.evictable(index))
+        scores = self.scoring.evictable(index)
+        self.scoring.check_finite(scores)
+        alive = self._alive(index, scores.shape[0])
+        tokens = evictable_of(self._layout, self.rows[index], scores, self._positions(index), alive)
+        return self.plan_without(index, tokens, self._lowest(index, tokens))
+
+    def plan_of_scores(self, index: int, scores: mx.array) -> RowPlan:
+        """What one row evicts if it evicts the tokens of the lowest scores.
+
+        Args:
+            scores: (H', m), of the evictable slots.
+
+        Raises:
+            ValueError: scores that are not finite.
+        """
+        self.scoring.check_finite(scores)
+        moves = eviction_moves(self._layout, self.rows[index], scores, self._positions(index))
+        mx.eval(moves)
+        return RowPlan(moves)
+
+    def plan_without(self, index: int, tokens: Evictable, gone: mx.array) -> RowPlan:
+        """What one row moves if some tokens are evicted; heads may then hold different numbers of tokens.
+
+        Args:
+            gone: (H', m) of bool, which of the evictable slots.
+        """
+        alive = self._alive(index, gone.shape[0])
+        plan = uneven_plan(self._layout, self.rows[index], tokens, gone, alive)
+        mx.eval(plan.moves, plan.dead)
+        return plan
+
+    def _lowest(self, index: int, tokens: Evictable) -> mx.array:
+        """Which evictable tokens are evicted if this layer decides alone, (H', m)."""
+        layout, heads = self._layout, tokens.ranks.shape[0]
+        protected = layout.sinks + layout.keep_recent
+        counts = [layout.budget - protected] * heads
+        if self._counts is not None:
+            counts = list(self._counts(self.rows[index].offset - protected, heads))
+            if self._scope != "adaptive":
+                return lowest_of_each(tokens, counts)
+        mean = sum(counts) // heads + protected
+        return lowest_of_all(tokens, sum(counts), max(0, int(SAFEGUARD * mean) - protected))
+
+    def _alive(self, index: int, heads: int) -> mx.array:
+        row = self.rows[index]
+        return mx.broadcast_to(self._kept.alive(self._layout, row, index, row.end), (heads, row.end))
+
+    def _positions(self, index: int) -> mx.array:
+        return self._kept.live_positions(self._layout, self.rows[index], index)
+
+    # --- all rows ---------------------------------------------------------------------------------------------------
+
+    def result(self, plans: Mapping[int, RowPlan]) -> tuple[Moves, KeptTokens, tuple[Row, ...]]:
+        """The moves of the whole batch, (B, H', moved slots), and its kept tokens and rows after them.
+
+        Args:
+            plans: of the rows that are compacted.
+        """
+        layout, rows = self._layout, self.rows
+        after = tuple(
+            [layout.compacted(row, plans[i].extra_slots) if i in plans else row for i, row in enumerate(rows)]
+        )
+        moves = side_by_side({i: plan.moves for i, plan in plans.items()}, len(rows))
+        positions = {i: self._positions(i) for i in plans}
+        scores = {i: self.scoring.before_recent(i) for i in plans} if self.scoring.per_token else None
+        by_head = self._scope in BY_HEAD
+        dead = {i: plan.dead for i, plan in plans.items() if plan.dead is not None and by_head}
+        kept = kept_after(layout, rows, after, moves, self._kept, positions, scores, dead)
+        return with_slides(layout, rows, after, moves), kept, after
 
 
 # --- one row ----------------------------------------------------------------------------------------------------------
@@ -153,8 +272,6 @@ def evictable_of(
     scores: mx.array,
     positions: mx.array,
     alive: mx.array,
-    layer: int = 0,
-    layers: int = 1,
 ) -> Evictable:
     """The evictable slots of one layer, ranked.
 
@@ -162,13 +279,12 @@ def evictable_of(
         scores: (H, m') float32, finite where a slot is alive.
         positions: (1 or H, n), of all slots.
         alive: (H, n) of bool.
-        layer, layers: which of so many layers it is, where their ranks are compared.
     """
     heads, free = scores.shape[0], slice(layout.sinks, row.end - layout.keep_recent)
     every = mx.arange(heads, dtype=mx.int32)[:, None]
     own = alive[:, free]
     ties = mx.broadcast_to(positions, alive.shape)[:, free].astype(mx.int64) * heads + every
-    ranks = in_order(scores, ties * layers + layer)
+    ranks = in_order(scores, ties)
     return Evictable(mx.where(own, ranks, NO_TOKEN), own)
 
 
@@ -185,16 +301,11 @@ def lowest_of_all(tokens: Evictable, kept: int, sure: int) -> mx.array:
         place = mx.argsort(mx.argsort(ranks, axis=-1), axis=-1)
         ranks = mx.where(place >= ranks.shape[1] - dead - sure, NO_TOKEN, ranks)
     count: int = tokens.alive.sum().item() - kept  # type: ignore[assignment]
-    return lowest_ranks(ranks.reshape(-1), count).reshape(ranks.shape)
-
-
-def lowest_ranks(ranks: mx.array, count: int) -> mx.array:
-    """(n,) of bool: the `count` lowest of `ranks` (n,)."""
-    gone = mx.zeros(ranks.shape, mx.bool_)
-    if count <= 0:
-        return gone
-    victims = mx.argpartition(ranks, count - 1)[:count]
-    return mx.put_along_axis(gone, victims, mx.ones(victims.shape, mx.bool_), axis=0)
+    gone = mx.zeros((ranks.size,), mx.bool_)
+    if count > 0:
+        victims = mx.argpartition(ranks.reshape(-1), count - 1)[:count]
+        gone = mx.put_along_axis(gone, victims, mx.ones(victims.shape, mx.bool_), axis=0)
+    return gone.reshape(ranks.shape)
 
 
 def lowest_of_each(tokens: Evictable, counts: Sequence[int]) -> mx.array:

@@ -1,34 +1,41 @@
-"""The evictor of one cache, of one layer: when to compact, and the compaction itself.
+"""The evictors of the layers of a sequence: when to compact, the decision what goes, and the compaction.
 
-Which tokens are evicted is decided by the layer group of their sequence, from the scores of all layers.
+Each cache has an `Evictor`. A `LayerGroup` stands for one sequence. Its members are the evictors of that sequence, one
+for each layer; the evictor of a batch is a member of one group per row.
+
+The group decides once per compaction: the first layer that is due passes the next compaction steps of all layers, and
+the others use the plans that result. So no layer has changed when the scores of one cannot be used. Where other
+processes hold heads or layers of the sequence, the scores of all are gathered first.
+
+mlx-lm merges and extracts caches layer by layer, so copies find their group by a rule: layers are copied in ascending
+order, one copy of the sequence after the other. Layer 4 joins the copy that ends with layer 3 or lower; layer 0 begins
+the next copy. All that one deepcopy copies stays together, in any order. A copy that lacks layers of its sequence
+raises where all layers must decide together.
 B rows, H KV heads; H' is H where every head keeps its own tokens (share="head" or "adaptive"), else 1.
 """
 
 from __future__ import annotations
 
 import time
+import uuid
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import mlx.core as mx
 
 from mlx_kv.cache.buffers import Buffers, move_slots
 from mlx_kv.cache.eviction.allocation import Allocation, Scope, checked_allocation, layer_counts, table_of, uneven_heads
-from mlx_kv.cache.eviction.compaction import RowPlan
-from mlx_kv.cache.eviction.kept_tokens import OwnMasks
-from mlx_kv.cache.eviction.layer_group import LayerGroup, LayerStep
-from mlx_kv.cache.eviction.observation import Observation
-from mlx_kv.cache.eviction.row_metadata import EvictorState, RowMetadata
-from mlx_kv.cache.eviction.scores import Function, Score, find_score
-from mlx_kv.cache.eviction.scoring import Scoring
-from mlx_kv.cache.eviction.step import CompactionStep
-from mlx_kv.cache.eviction.two_pass import SecondPass
-from mlx_kv.cache.eviction.weights import Keys, keys_of
+from mlx_kv.cache.eviction.compaction import CompactionStep, RowPlan
+from mlx_kv.cache.eviction.kept_tokens import KeptTokens, OwnMasks
+from mlx_kv.cache.eviction.scores import Function, Score, evaluate_together, find_score
+from mlx_kv.cache.eviction.scoring import Observation, Scoring, SecondPass, SecondPassShares
 from mlx_kv.cache.layout import Budget, Plan, Row
 from mlx_kv.cache.protocol import Call
-from mlx_kv.communicator import CacheCommunicator
+from mlx_kv.communicator import LOCAL, CacheCommunicator
 from mlx_kv.settings import SettingError
+
+TOGETHER_BYTES = 2**22  # of the layers whose scores are evaluated at once
 
 
 class Owner(Protocol):
@@ -47,9 +54,8 @@ class Evictor:
         scope: the option `share`, what keeps the same tokens: all "layers", a "layer" or a "head"; or "adaptive", heads
             of any length.
         layer_group, layer: the sequence, and which of its layers this is.
-        layer_allocation: the option `layers`: "uniform", all layers have the same budget; "pyramid", lower ones more;
-            "global", one ranking of the tokens of all heads and layers; or a table of shares, (L, H) or (L, 1)
-            (`allocation`).
+        layer_allocation: the option `layers`: "uniform", all layers have the same budget; or a table of shares, (L, H)
+            or (L, 1) (`allocation`).
 
     Attributes:
         metadata: of the rows.
@@ -91,12 +97,24 @@ class Evictor:
     @property
     def state(self) -> EvictorState:
         """What a loaded cache needs besides its layout."""
-        observed = None if self.observation is None else self.observation.state()
-        return self.metadata.state(self.score.name, self.scope, self.layer, self.layer_allocation, observed)
+        rows, allocation = self.metadata, self.layer_allocation
+        return EvictorState(
+            self.score.name,
+            self.scope,
+            self.layer,
+            [group.name for group in rows.groups],
+            rows.kept.positions,
+            rows.kept.scores,
+            list(rows.work),
+            rows.kept.dead,
+            allocation if isinstance(allocation, str) else [list(row) for row in allocation],  # type: ignore[arg-type]
+            None if self.observation is None else self.observation.state(),
+            [None if shares is None else list(shares) for shares in rows.reread] if rows.reread else None,
+        )
 
     @classmethod
     def from_state(cls, layout: Budget, state: Sequence[Any], score: Score | None = None) -> Evictor:
-        """An evictor of copies of the same rows.
+        """An evictor of copies of the same rows, in copies of their sequences.
 
         Args:
             state: an `EvictorState`, or a list of the same.
@@ -105,11 +123,16 @@ class Evictor:
         Raises:
             ValueError: the score is not registered in this process.
         """
-        given = EvictorState(*state)
-        made = cls(layout, score or given.score, given.share, None, given.layer, given.layers)
-        made.metadata = RowMetadata.from_state(given, made)
+        saved = EvictorState(*state)
+        made = cls(layout, score or saved.score, saved.share, None, saved.layer, saved.layers)
+        made.metadata = RowMetadata(
+            tuple([LayerGroup.of_copy(name, saved.layer, made) for name in saved.groups]),
+            saved.work_by_row(),
+            KeptTokens(saved.positions, saved.scores, saved.dead),
+            tuple([None if shares is None else SecondPassShares(*shares) for shares in saved.reread or ()]),
+        )
         if made.observation is not None:
-            made.observation.resume(given.observed, len(given.groups))
+            made.observation.resume(saved.observed, len(saved.groups))
         return made
 
     def copied(self, memo: dict[int, Any]) -> Evictor:
@@ -118,7 +141,7 @@ class Evictor:
         Args:
             memo: deepcopy's.
         """
-        return self._copy_with(self.metadata, self.observation and self.observation.copied(), memo)
+        return self._copy_with(self.metadata, self.observation and self.observation.copy(), memo)
 
     def selected(self, rows: Sequence[int]) -> Evictor:
         """An evictor for copies of some rows."""
@@ -128,15 +151,18 @@ class Evictor:
         self, metadata: RowMetadata, observation: Observation | None, memo: dict[int, Any] | None = None
     ) -> Evictor:
         made = Evictor(self.layout, self.score, self.scope, None, self.layer, self.layer_allocation)
-        made.metadata = metadata.copied(self.layer, made, memo)
+        groups = [
+            LayerGroup.of_copy(group.name, self.layer, made, memo, group.communicator) for group in metadata.groups
+        ]
+        made.metadata = metadata._replace(groups=tuple(groups))
         made.observation, made.paused = observation, self.paused
         return made
 
     def reset(self) -> None:
-        """Begins a new session, of one sequence until there are more rows."""
+        """Begins a new session, of one sequence until there are more rows: that of the first row."""
         self._forget()
         self.paused = False
-        self.metadata = self.metadata.new_session()
+        self.metadata = RowMetadata(self.metadata.groups[:1])
         if self.observation is not None:
             self.observation.begin(1)
 
@@ -153,20 +179,20 @@ class Evictor:
         self._forget()
         if self.observation is not None and other.observation is not None:
             rows, more = len(self.metadata.groups), len(other.metadata.groups)
-            self.observation = self.observation.joined(rows, other.observation, more).compute()
-        self.metadata = self.metadata.joined(other.metadata, self.layer, self)
+            self.observation = self.observation.join(rows, other.observation, more).compute()
+        copies = [
+            LayerGroup.of_copy(group.name, self.layer, self, communicator=self.communicator)
+            for group in other.metadata.groups
+        ]
+        self.metadata = self.metadata.join(other.metadata, copies)
         self.metadata.kept.compute()
-
-    def regroup(self, old: LayerGroup, new: LayerGroup) -> None:
-        """Makes the sequence of the old group that of the new one, while copies are made (`LayerGroup.of_copy`)."""
-        self.metadata = self.metadata.with_group(old, new)
 
     def trimmed(self, rows: tuple[Row, ...]) -> None:
         """Called after a trim, when the rows stand at `rows`."""
         self._forget()
         self.metadata = self.metadata.standing_at(self.layout, rows)
         if self.observation is not None:
-            self.observation.trimmed(rows)
+            self.observation.trim(rows)
 
     def _forget(self) -> None:
         """Drops the next compaction of this layer, and the decisions of its groups."""
@@ -243,11 +269,6 @@ class Evictor:
         first, every = self.communicator.first_head(heads), self.communicator.total_heads(heads)
         return layer_counts(self._table, self.layer, mean, most, range(first, first + heads), every)
 
-    def _keys_for(self, rows: tuple[Row, ...], call: Call | None = None) -> Keys:
-        """The tokens that queries attend to, as a call has them or as they are stored."""
-        live = [self.live_positions(row, i) for i, row in enumerate(rows)]
-        return keys_of(self._contents()[1][0], live, call)
-
     def _contents(self) -> tuple[tuple[Row, ...], Buffers]:
         """Where the rows of the cache stand, and its buffers."""
         owner = self._owner()
@@ -292,7 +313,7 @@ class Evictor:
         """The answer to a call, (B, Hq, S, Dv), whose queries are observed where the score uses them."""
         if self.observation is None:
             return answer
-        return self.observation.see(call, answer, rows, counts, lambda: self._keys_for(rows, call))
+        return self.observation.see(call, answer, rows, counts)
 
     # --- two-pass prefill -------------------------------------------------------------------------------------------
 
@@ -327,7 +348,10 @@ class Evictor:
         """
         layout = self.layout
         if len(rows) != len(self.metadata.groups):
-            self.metadata = self.metadata.new_batch(len(rows), self.layer, self)
+            groups = [self.metadata.groups[0].of_row(index) for index in range(len(rows))]
+            for group in groups:
+                group.join(self.layer, self)
+            self.metadata = RowMetadata(tuple(groups), (Work(),) * len(rows))
         if self.paused:
             return rows
         due = [i for i, row in enumerate(rows) if (layout.held(row) > layout.budget if on_demand else layout.due(row))]
@@ -343,8 +367,6 @@ class Evictor:
         kept.compute()
         move_slots(step.buffers, *moves)
         self._step = None
-        if self.observation is not None:
-            self.observation.moved(moves, [row.end for row in after])
         metadata = self.metadata.compacted(due, kept, moves.source.shape[2], time.perf_counter() - started)
         self.metadata = metadata.standing_at(layout, after)
         return after
@@ -352,15 +374,13 @@ class Evictor:
     def _plan(self, step: CompactionStep, index: int) -> RowPlan:
         """What one row evicts, decided for all layers of its sequence."""
         row, group = step.rows[index], self.metadata.groups[index]
-        if self.layer_allocation == "pyramid":  # layers are due at different times
-            return step.plan_alone(index)
         if (decision := group.decision_at(row)) is None:
             layers = [
                 LayerStep(layer, member._next_step(), member.metadata.groups.index(group))
-                for layer, member in group.members(Evictor)
+                for layer, member in group.members()
                 if member._holds_tokens_of(group)
             ]
-            decision = group.decide(row, layers, self.scope, self.layer_allocation)
+            decision = group.decide(row, layers, self.scope)
         return decision.shared or decision.plans.get(self.layer) or step.plan_alone(index)
 
     def _holds_tokens_of(self, group: LayerGroup) -> bool:
@@ -378,10 +398,379 @@ class Evictor:
     def _new_step(self) -> CompactionStep:
         rows, buffers = self._contents()
         if self.observation is not None:
-            self.observation.settle(rows, lambda: self._keys_for(rows))
+            self.observation.settle(rows)
         kept, reread = self.metadata.kept, self.metadata.reread
         scoring = Scoring(
             self.layout, self.score, self.scope, rows, buffers, kept, self.observation, reread, self.layer
         )
         counts = None if self._table is None else self.counts
         return CompactionStep(self.layout, self.scope, rows, buffers, kept, scoring, counts)
+
+
+# --- the rows of one evictor ------------------------------------------------------------------------------------------
+
+
+class Work(NamedTuple):
+    """What compactions did for one row.
+
+    Attributes:
+        moved: slots of one head: as many as of the row and head of the batch of which most were moved.
+        compactions: that it took part in.
+        seconds: of them, shared among the rows that took part; without what the device copies after that.
+    """
+
+    moved: int = 0
+    compactions: int = 0
+    seconds: float = 0.0
+
+
+class EvictorState(NamedTuple):
+    """What a loaded evictor needs besides its layout. Files hold it as a list of the same order.
+
+    Attributes:
+        score: its name.
+        share: which heads and layers keep the same tokens.
+        layer: which of its sequences' layers it evicts from.
+        groups: the names of the layer groups, by row.
+        positions, scores: as in `KeptTokens`.
+        work: by row, each as in `Work`; of all rows together, as version 0.1.0 counted, three numbers.
+        dead: as in `KeptTokens`.
+        layers: "uniform", or a table of shares (L, H).
+        observed: what was observed of attention, as in `ObservedState`; None where nothing was.
+        reread: by row, each as in `SecondPassShares`, or None; None where no row has any.
+    """
+
+    score: str
+    share: Scope
+    layer: int
+    groups: list[str]
+    positions: mx.array | None
+    scores: mx.array | None
+    work: list[Any]
+    dead: mx.array | None = None
+    layers: Allocation = "uniform"
+    observed: Sequence[Any] | None = None
+    reread: list[Any] | None = None
+
+    def work_by_row(self) -> tuple[Work, ...]:
+        if isinstance(self.work[0], Sequence):
+            return tuple([Work(*row) for row in self.work])
+        moved, compactions, seconds = self.work
+        return Work(moved, compactions, seconds), *[Work(0, compactions)] * (len(self.groups) - 1)
+
+
+class RowMetadata(NamedTuple):
+    """The rows of one evictor.
+
+    Attributes:
+        groups: the sequence of each row.
+        work: of its compactions, by row.
+        kept: positions and scores of the tokens before the cut.
+        reread: what tokens from the cut on received in a second pass, by row; empty where no row had one.
+    """
+
+    groups: tuple[LayerGroup, ...]
+    work: tuple[Work, ...] = (Work(),)
+    kept: KeptTokens = KeptTokens()
+    reread: tuple[SecondPassShares | None, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Of all arrays."""
+        return self.kept.nbytes + sum(own.received.nbytes for own in self.reread if own is not None)
+
+    @property
+    def _reread_by_row(self) -> tuple[SecondPassShares | None, ...]:
+        return self.reread or (None,) * len(self.groups)
+
+    # --- rows that come and go --------------------------------------------------------------------------------------
+
+    def of_rows(self, chosen: Sequence[int]) -> RowMetadata:
+        """Some of the rows, in this order."""
+        groups, work = tuple([self.groups[row] for row in chosen]), tuple([self.work[row] for row in chosen])
+        reread = tuple([self.reread[row] for row in chosen]) if self.reread else ()
+        return RowMetadata(groups, work, self.kept.of_rows(chosen), reread)
+
+    def join(self, other: RowMetadata, copies: Sequence[LayerGroup]) -> RowMetadata:
+        """These rows, and after them copies of others, in other groups."""
+        rows, more = len(self.groups), len(other.groups)
+        reread = self._reread_by_row + other._reread_by_row if self.reread or other.reread else ()
+        kept = self.kept.joined(rows, other.kept, more)
+        return RowMetadata((*self.groups, *copies), self.work + other.work, kept, reread)
+
+    def with_group(self, old: LayerGroup, new: LayerGroup) -> RowMetadata:
+        """The same rows, of which one belongs to another group."""
+        return self._replace(groups=tuple([new if group is old else group for group in self.groups]))
+
+    # --- tokens that come and go ------------------------------------------------------------------------------------
+
+    def compacted(self, due: Sequence[int], kept: KeptTokens, moved: int, seconds: float) -> RowMetadata:
+        """The same rows after a compaction of some.
+
+        Args:
+            due: the rows that were compacted.
+            moved: slots of each of them.
+            seconds: that it took for all of them.
+        """
+        work = [
+            Work(row.moved + moved, row.compactions + 1, row.seconds + seconds / len(due)) if i in due else row
+            for i, row in enumerate(self.work)
+        ]
+        return self._replace(work=tuple(work), kept=kept)
+
+    def with_second_pass(self, reread: Sequence[SecondPassShares]) -> RowMetadata:
+        """The same rows after a second pass over some tokens of each, which follow those of earlier passes."""
+        pairs = zip(self._reread_by_row, reread, strict=True)
+        return self._replace(reread=tuple([own if before is None else before.then(own) for before, own in pairs]))
+
+    def standing_at(self, layout: Budget, rows: Sequence[Row]) -> RowMetadata:
+        """The same rows after tokens were trimmed or evicted, without the second pass of tokens that are gone.
+
+        Scores of tokens before the cut of a row that has evicted are in `kept`.
+        """
+        if not self.reread:
+            return self
+        pairs = zip(self.reread, rows, strict=True)
+        reread = tuple([own and own.between(layout.ordered_from(row), row.offset) for own, row in pairs])
+        return self._replace(reread=reread if any(reread) else ())
+
+    def without_evicted(self, rows: Sequence[Row]) -> RowMetadata:
+        """The same rows, without `kept` where none of them has evicted anything."""
+        return self._replace(kept=KeptTokens()) if all(row.evicted <= 0 for row in rows) else self
+
+
+# --- the layers of one sequence ---------------------------------------------------------------------------------------
+
+
+class LayerStep(NamedTuple):
+    """One layer, as input of a decision.
+
+    Attributes:
+        layer: its number.
+        step: its next compaction.
+        row_index: the row of that step that is the sequence.
+    """
+
+    layer: int
+    step: CompactionStep
+    row_index: int
+
+    @property
+    def row(self) -> Row:
+        """Where the sequence stands in this layer."""
+        return self.step.rows[self.row_index]
+
+
+class Decision(NamedTuple):
+    """What the layers of a sequence evict.
+
+    Attributes:
+        row: where they stand before it.
+        shared: the plan of every layer, also of one that held no tokens when it was made; None where plans differ.
+        plans: by layer, where they differ.
+    """
+
+    row: Row
+    shared: RowPlan | None
+    plans: Mapping[int, RowPlan]
+
+
+class LayerGroup:
+    """The layers of one sequence.
+
+    Attributes:
+        name: unique; copies and files refer to the sequence by it.
+        communicator: with the processes that hold other parts of the sequence; copies have the same.
+    """
+
+    def __init__(self, communicator: CacheCommunicator = LOCAL, source: SequenceCopies | None = None) -> None:
+        """
+        Args:
+            communicator: as the attribute.
+            source: the copies of which this is one, if it is a copy.
+        """
+        self.name, self.communicator = uuid.uuid4().hex, communicator
+        # Weak: evictors reference their groups, and the memory of a cache is to be freed without a garbage collection.
+        self._members: dict[int, weakref.ref[Evictor]] = {}  # by layer, also of caches that were deleted
+        self._required = frozenset() if source is None else frozenset(source.layers)
+        self._copies = SequenceCopies(self.name, self._required)
+        self._source = source  # kept alive: the next layer of this copy finds it by its name
+        self._decision: Decision | None = None
+        # The groups of a new batch's other rows, by row: every layer gets the same.
+        self._of_rows: weakref.WeakValueDictionary[int, LayerGroup] = weakref.WeakValueDictionary()
+
+    # --- members ----------------------------------------------------------------------------------------------------
+
+    def join(self, layer: int, member: Evictor) -> None:
+        """Makes an evictor the member of one layer."""
+        self._members[layer] = weakref.ref(member)
+        self._copies.layers.add(layer)
+
+    def members(self) -> list[tuple[int, Evictor]]:
+        """The layers that still exist, in ascending order, and their evictors."""
+        members = [(layer, ref()) for layer, ref in sorted(self._members.items())]
+        return [(layer, member) for layer, member in members if member is not None]
+
+    def of_row(self, index: int) -> LayerGroup:
+        """The group of another row of a new batch that has this group in its first row; the same in every layer."""
+        if index == 0:
+            return self
+        group = self._of_rows.get(index) or LayerGroup(self.communicator)
+        self._of_rows[index] = group
+        return group
+
+    # --- copies -----------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def of_copy(
+        cls,
+        name: str,
+        layer: int,
+        member: Evictor,
+        memo: dict[Any, Any] | None = None,
+        communicator: CacheCommunicator = LOCAL,
+    ) -> LayerGroup:
+        """The group for a copy of one layer of the sequence `name`, by the rule at the top of this module.
+
+        Args:
+            memo: deepcopy's, which is the same for all layers that one call copies: such layers stay together. If
+                the copy already has one of them, all of them move to a new copy.
+            communicator: of the sequence.
+        """
+        copies = SequenceCopies.named(name)
+        together: dict[int, Evictor] = {}  # the layers that this deepcopy has copied so far
+        if memo is not None and name in memo:
+            group: LayerGroup
+            group, together = memo[name]
+        else:
+            group = copies.group_for(layer, member, communicator)
+        if layer in group._members:
+            taken, group = group, copies.begin(communicator)
+            for other, copied in together.items():
+                del taken._members[other]
+                group.join(other, copied)
+                copied.metadata = copied.metadata.with_group(taken, group)
+        group.join(layer, member)
+        together[layer] = member
+        if memo is not None:
+            memo[name] = group, together
+        return group
+
+    # --- decisions --------------------------------------------------------------------------------------------------
+
+    def forget(self) -> None:
+        """Drops the last decision, after a trim, a reset or a change of rows."""
+        self._decision = None
+
+    def decision_at(self, row: Row) -> Decision | None:
+        """The decision of layers that stand at `row`, if there is one already."""
+        return self._decision if self._decision is not None and _in_step(self._decision.row, row) else None
+
+    def decide(self, row: Row, layers: Sequence[LayerStep], scope: Scope) -> Decision:
+        """Decides what every layer evicts.
+
+        Args:
+            row: where the layer stands that is due.
+            layers: all layers of the sequence that hold tokens.
+            scope: which tokens are kept together.
+
+        Raises:
+            ValueError: layers that stand elsewhere or were not copied with this one, or scores that cannot be used;
+                nothing has changed then.
+        """
+        if scope == "layers":
+            self._check_complete()
+        check_in_step(row, layers)
+        shared: RowPlan | None = None
+        plans: dict[int, RowPlan] = {}
+        self._gather_heads(scope, layers)
+        if scope == "layers":
+            shared = layers[0].step.plan_of_scores(layers[0].row_index, self._sum_of_layers(layers))
+        else:
+            plans = {each.layer: each.step.plan_alone(each.row_index) for each in layers}
+        self._decision = Decision(row, shared, plans)
+        return self._decision
+
+    def _gather_heads(self, scope: Scope, layers: Sequence[LayerStep]) -> None:
+        """Replaces the scores of the heads here by those of all heads, where other processes have some."""
+        if not self.communicator.needs_all_heads(scope):
+            return
+        asked = [(each, each.step.scoring.of_heads(each.row_index)) for each in layers]
+        missing = [(each, scores) for each, scores in asked if scores is not None]
+        own = list(evaluate_together((scores for _, scores in missing), layers[0].step.nbytes, TOGETHER_BYTES))
+        for (each, _), scores in zip(missing, self.communicator.gather_heads(own) if own else [], strict=True):
+            each.step.scoring.set_heads(each.row_index, scores)
+
+    def _sum_of_layers(self, layers: Sequence[LayerStep]) -> mx.array:
+        """The scores of all layers, (1, m), each scaled so that layers are comparable; added in the order of layers."""
+        each_layer = (each.step.scoring.standardised(each.row_index) for each in layers)
+        here = evaluate_together(each_layer, layers[0].step.nbytes, TOGETHER_BYTES)
+        total = mx.zeros(1)
+        for scores in self.communicator.gather_layers(list(here)) if self.communicator.splits_layers else here:
+            total = total + scores
+        return total
+
+    def _check_complete(self) -> None:
+        """Raises ValueError if layers of the sequence that this is a copy of were not copied into it."""
+        if missing := self._required - self._members.keys():
+            here, lacking = (", ".join(map(str, sorted(layers))) for layers in (self._members, missing))
+            raise SettingError(
+                "layer {} of a sequence was copied without layer {}, and they must evict the same tokens: copy all "
+                "layers in their order, one copy after the other, or use {share:='layer'}",
+                *(here, lacking),
+            )
+
+
+def check_in_step(row: Row, layers: Sequence[LayerStep]) -> None:
+    """Raises ValueError unless every layer stands where `row` does."""
+    if all(_in_step(each.row, row) for each in layers):
+        return
+    held: dict[str, list[str]] = {}
+    for each in layers:
+        held.setdefault(f"{each.row.end} of {each.row.offset}", []).append(str(each.layer))
+    found = "; ".join(f"{kept} tokens in layer {', '.join(numbers)}" for kept, numbers in held.items())
+    raise ValueError(
+        f"the layers of one sequence have diverged, and cannot decide together what to evict: they hold {found}. "
+        "Trim all layers alike and copy them together"
+    )
+
+
+def _in_step(row: Row, other: Row) -> bool:
+    """Whether two layers have read and evicted as many tokens; their heads may each hold other ones."""
+    return (row.evicted, row.offset) == (other.evicted, other.offset)
+
+
+class SequenceCopies:
+    """The copies of one sequence that are being made. Found by name, which is all that states and files record.
+
+    Attributes:
+        layers: of the sequence.
+    """
+
+    _by_name: ClassVar[weakref.WeakValueDictionary[str, SequenceCopies]] = weakref.WeakValueDictionary()
+
+    def __init__(self, name: str, layers: Iterable[int] = ()) -> None:
+        self.layers = set(layers)
+        # The last copy; several where one cache has the sequence several times, as a prompt merged with itself.
+        self._groups: list[weakref.ref[LayerGroup]] = []
+        self._last: Callable[[], Evictor | None] = lambda: None  # the evictor of the layer that was copied last
+        self._number = 0  # of the copies of that layer in that evictor, less 1
+        self._by_name[name] = self
+
+    @classmethod
+    def named(cls, name: str) -> SequenceCopies:
+        """The copies of a sequence, which may have been in another process."""
+        return cls._by_name.get(name) or cls(name)
+
+    def group_for(self, layer: int, member: Evictor, communicator: CacheCommunicator) -> LayerGroup:
+        """The copy that a layer completes, or a new one."""
+        self._number = self._number + 1 if self._last() is member else 0
+        self._last = weakref.ref(member)
+        group = self._groups[self._number]() if self._number < len(self._groups) else None
+        return group if group is not None and layer > max(group._members) else self.begin(communicator)
+
+    def begin(self, communicator: CacheCommunicator) -> LayerGroup:
+        """A new copy, which the layers that follow join."""
+        group = LayerGroup(communicator, self)
+        self._groups[self._number :] = [weakref.ref(group)]
+        return group

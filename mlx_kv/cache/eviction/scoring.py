@@ -1,12 +1,20 @@
-"""Scores of the live tokens of one cache, as it stands: the inputs of the score function, and checks of its result.
+"""Scores of the live tokens of one cache, and what its scores see of attention: the last queries, or a second pass.
 
-B rows, Hq query heads, H KV heads; H' is H where every head keeps its own tokens, else 1; n tokens.
+`Scoring` calls the score function with its inputs, and checks the result. An `Observation` holds the queries of the
+last tokens of each row: those that the score uses, and as many more as a trim may drop, so that a trim drops them with
+their tokens. A longer trim begins the observation of that row again, and so does a write without a call of `see`.
+
+A `SecondPass` repeats the text of a prompt over a cache that holds all of it: the tokens that it attends to are needed
+to reproduce the text (Kim et al. 2025, "KVzip: Query-Agnostic KV Cache Compression with Context Reconstruction"). Which
+text is repeated, and when, is decided in `generation`.
+B rows, Hq query heads, H KV heads, D head dim; H' is H where every head keeps its own tokens, else 1; n tokens, m
+queries.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -14,12 +22,26 @@ from mlx_kv.cache.buffers import SlotBuffer
 from mlx_kv.cache.codecs import Planes
 from mlx_kv.cache.eviction.allocation import BY_HEAD, Scope
 from mlx_kv.cache.eviction.kept_tokens import KeptTokens
-from mlx_kv.cache.eviction.observation import Observation
-from mlx_kv.cache.eviction.scores import Score
-from mlx_kv.cache.eviction.scores.tokens import Part, QueryMoments, ScoredTokens, some
-from mlx_kv.cache.eviction.two_pass import NOT_READ, SecondPassShares
-from mlx_kv.cache.eviction.weights import Keys, stored_keys
+from mlx_kv.cache.eviction.scores import (
+    AttentionInputs,
+    Keys,
+    Part,
+    Queries,
+    Score,
+    ScoredTokens,
+    blocks,
+    log_sums,
+    products,
+    take_tokens,
+)
 from mlx_kv.cache.layout import Budget, Row
+from mlx_kv.cache.protocol import Call
+
+NOT_READ = -1.0  # the share of tokens without a second pass
+SHORT = 8  # queries of a step of decoding, or of one that verifies drafts
+PIECES = 32  # steps that are kept as they come
+MIN_TRIM = 64  # at least so many queries are held beyond those of the score, for trims
+Span = tuple[int, int]
 
 
 class Scoring:
@@ -56,7 +78,6 @@ class Scoring:
             standing = [self._observation.standing(index) for index in range(len(rows))]
             self._alike = self._alike and all(one == standing[0] for one in standing)
         # By row; of all rows together by None.
-        self._observed: dict[int | None, dict[str, Any]] = {}  # fields of `ScoredTokens`
         self._before_recent: dict[int | None, mx.array] = {}
 
     @property
@@ -176,7 +197,7 @@ class Scoring:
         """
 
         def part(buffer: SlotBuffer) -> Part:
-            return lambda which: buffer.decode(tuple([some(plane, which) for plane in planes(buffer)]), head)
+            return lambda which: buffer.decode(tuple([take_tokens(plane, which) for plane in planes(buffer)]), head)
 
         # Lazy: where a score reads parts, these whole arrays are never evaluated.
         keys, values = (buffer.decode(planes(buffer), head) for buffer in self._buffers)
@@ -212,33 +233,10 @@ class Scoring:
             reread = [self._reread[i] if self._reread else None for i in which]
             found = [unread if own is None else own.at(positions[at]) for at, own in enumerate(reread)]
             fields["reread"] = mx.stack(found)
-        if self._observation is None:
-            return fields
-        if index not in self._observed:
-            row = self._rows[index or 0]
-            lines = mx.stack([self._kept.token_positions(self._layout, self._rows[i], i) for i in which])
-            keys = stored_keys(self._buffers[0], index, row.end, lines)
-            self._observed[index] = observed_fields(self._observation, index, keys, row.offset)
-        return fields | self._observed[index]
-
-
-def observed_fields(observation: Observation, row: int | None, keys: Keys, offset: int) -> dict[str, Any]:
-    """Fields of `ScoredTokens` from observed attention: of one row, or of all rows, which stand alike.
-
-    Args:
-        keys: of the tokens in the first n slots.
-        offset: the next position.
-    """
-    fields: dict[str, Any] = {}
-    if (last := observation.last_queries(row)) is not None:
-        fields |= {"queries": last.queries, "query_positions": last.positions, "scale": last.scale}
-        fields["attention_sinks"] = last.sinks
-    if (received := observation.received_by(row, keys)) is not None:
-        fields["received"], fields["observers"] = received
-    if (moments := observation.all_moments(row)) is not None and observation.rope is not None:
-        ahead = observation.rope.ahead(offset)
-        fields |= {"moments": QueryMoments(moments.mean, moments.covariance(), ahead), "scale": observation.scale}
-    return fields
+        if self._observation is not None and (last := self._observation.last_queries(index)) is not None:
+            fields |= {"queries": last.queries, "query_positions": last.positions, "scale": last.scale}
+            fields["attention_sinks"] = last.sinks
+        return fields
 
 
 def of_head(fields: dict[str, Any], head: int, heads: int, own: Callable[[mx.array], mx.array]) -> dict[str, Any]:
@@ -252,14 +250,460 @@ def of_head(fields: dict[str, Any], head: int, heads: int, own: Callable[[mx.arr
         return x.split(heads, axis=axis)[head]
 
     made = dict(fields)
-    for name in ("received", "observers", "reread"):
-        if name in fields:
-            made[name] = own(mx.broadcast_to(fields[name], (1, heads, fields[name].shape[2])))
+    if "reread" in fields:
+        made["reread"] = own(fields["reread"])
     if "queries" in fields:
         made["queries"] = group(fields["queries"])
         sinks = fields["attention_sinks"]
         made["attention_sinks"] = None if sinks is None else group(sinks, axis=0)
-    if "moments" in fields:
-        mean, covariance, ahead = fields["moments"]
-        made["moments"] = QueryMoments(group(mean), group(covariance), ahead)
     return made
+
+
+# --- the last queries -------------------------------------------------------------------------------------------------
+
+
+class Observation:
+    """The last queries over one cache.
+
+    Args:
+        wants: what the score uses.
+        keep_recent: tokens that a trim can drop in any case.
+        rows: of the cache.
+
+    Attributes:
+        ends: by row, one past the position of the last query that was observed.
+        recent: the queries that are held, which end there.
+    """
+
+    def __init__(self, wants: AttentionInputs, keep_recent: int, rows: int = 1) -> None:
+        self.wants, self._keep_recent = wants, keep_recent
+        self._limit = wants.queries + max(keep_recent, MIN_TRIM)  # queries of each row
+        self.begin(rows)
+
+    def begin(self, rows: int) -> None:
+        """Begins again, with as many rows."""
+        self.recent, self.ends = RecentQueries(rows), [0] * rows
+        self.scale = 0.0
+        self.sinks: mx.array | None = None
+
+    def _like(self, rows: int) -> Observation:
+        made = Observation(self.wants, self._keep_recent, rows)
+        made.scale, made.sinks = self.scale, self.sinks
+        return made
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        return sum(x.nbytes for x in self.recent.arrays)
+
+    def max_bytes(self, step: int = 1) -> ObservedBytes:
+        """The bytes of each row, by the shapes of the first queries that were observed; 0 before there are any.
+
+        Args:
+            step: tokens of a step of decoding. The queries of `PIECES` steps and of one short chunk wait to be joined.
+        """
+        if not self.recent.pieces:
+            return ObservedBytes()
+        queries = self.recent.pieces[0].queries
+        _, query_heads, _, dim = queries.shape
+        waiting = SHORT + (PIECES * step if step <= SHORT else 0)
+        return ObservedBytes(self._limit + waiting, query_heads * dim * queries.itemsize)
+
+    def standing(self, row: int) -> tuple[int, int]:
+        """What rows must have in common to be scored together."""
+        return self.ends[row], self.recent.counts[row]
+
+    def max_trim(self, row: int) -> int:
+        """Tokens that can be trimmed without loss: as if they had never been observed."""
+        held, end = self.recent.counts[row], self.ends[row]
+        return end if held >= end else max(0, held - self.wants.queries)
+
+    # --- new queries and trims ------------------------------------------------------------------------------------
+
+    def see(self, call: Call, answer: mx.array, rows: Sequence[Row], counts: Sequence[int] | None) -> mx.array:
+        """Observes the queries of a call; returns its answer, whose evaluation also computes what is kept of them.
+
+        Args:
+            answer: to the call, (B, Hq, S, Dv).
+            rows: where they stand after the update.
+            counts: how many of the queries are of tokens of each row, padding follows; None is all.
+        """
+        queries, ends = call.queries, [max(0, row.offset) for row in rows]
+        new = queries.shape[2]
+        if len(rows) != len(self.ends):
+            self.begin(len(rows))
+        if ends == self.ends:
+            return answer  # another layer, which attends to the same tokens
+        self.scale, self.sinks = call.scale, call.sinks
+        spans = tuple([_span(row, new if counts is None else counts[i]) for i, row in enumerate(rows)])
+        for row, (end, (first, last)) in enumerate(zip(ends, spans, strict=True)):
+            if self.ends[row] != end - (last - first):
+                self._begin_row(row, end - (last - first))
+        self.recent.append(queries, spans)
+        self.ends = ends
+        if new <= SHORT and len(self.recent.pieces) <= PIECES:
+            return answer
+        self.recent.shorten(self._limit)
+        # Within the step, not later: else the queries of a whole chunk would stay until then.
+        waiting: list[mx.array] = mx.depends([answer], self.recent.arrays)
+        return waiting[0]
+
+    def trim(self, rows: Sequence[Row]) -> None:
+        """Drops the queries of tokens that were trimmed.
+
+        Args:
+            rows: where they stand now.
+        """
+        if len(rows) != len(self.ends):
+            return
+        for index, row in enumerate(rows):
+            end = max(0, row.offset)
+            if end < self.ends[index]:
+                self.recent.drop_last(index, self.ends[index] - end)
+                self.ends[index] = end
+
+    def _begin_row(self, row: int, position: int) -> None:
+        """Begins the observation of one row, at a position."""
+        self.recent.drop_last(row, self.recent.counts[row])
+        self.ends[row] = position
+
+    def settle(self, rows: Sequence[Row]) -> None:
+        """Begins rows again to which tokens were written without a call of `see`. Called before a compaction."""
+        if len(rows) != len(self.ends):
+            self.begin(len(rows))
+        for index, row in enumerate(rows):
+            if self.ends[index] != (end := max(0, row.offset)):
+                self._begin_row(index, end)
+        self.recent.shorten(self._limit)
+        mx.eval(self.recent.arrays)
+
+    def last_queries(self, row: int | None) -> Queries | None:
+        """The last `wants.queries` of a row, or of all rows, as far as they are held; None where there are none.
+
+        The position of each column, (B, m), is -1 where there is no query.
+        """
+        of = self if row is None else self.of_rows([row])
+        if (joined := of.recent.join(self.wants.queries)) is None:
+            return None
+        columns = mx.arange(joined.queries.shape[2])[None] - joined.queries.shape[2]
+        is_query = columns >= -mx.array(joined.counts)[:, None]
+        positions = mx.where(is_query, columns + mx.array(of.ends)[:, None], -1)
+        return Queries(joined.queries, positions, of.scale, of.sinks)
+
+    # --- rows and states --------------------------------------------------------------------------------------------
+
+    def copy(self) -> Observation:
+        """A copy; arrays are shared, and never changed in place."""
+        made = self._like(len(self.ends))
+        made.recent, made.ends = RecentQueries(self.recent.rows, self.recent.pieces), list(self.ends)
+        return made
+
+    def of_rows(self, chosen: Sequence[int]) -> Observation:
+        """Copies of some rows, in this order."""
+        made = self._like(len(chosen))
+        if max(chosen) < len(self.ends):  # else rows that have just begun
+            made.recent, made.ends = self.recent.of_rows(chosen), [self.ends[row] for row in chosen]
+        return made
+
+    def join(self, rows: int, other: Observation, more: int) -> Observation:
+        """These rows, `rows` of them, and after them copies of `more` others."""
+        own = self if len(self.ends) == rows else self._like(rows)
+        theirs = other if len(other.ends) == more else other._like(more)
+        made = (own if own.scale else theirs)._like(rows + more)
+        made.recent, made.ends = own.recent.with_rows_of(theirs.recent), own.ends + theirs.ends
+        return made
+
+    def compute(self) -> Observation:
+        """Starts computing the arrays: rows may come and go often before they are used, and build a long graph."""
+        if arrays := self.recent.arrays:
+            mx.async_eval(*arrays)  # type: ignore[no-untyped-call]
+        return self
+
+    def state(self) -> ObservedState | None:
+        """The state to resume from; None where no query is held."""
+        if (joined := self.recent.join()) is None:
+            return None
+        rows = [[end - count, end, count, 0] for end, count in zip(self.ends, joined.counts, strict=True)]
+        return ObservedState(rows, self.scale, self.sinks, joined.queries)
+
+    def resume(self, state: Sequence[Any] | None, rows: int) -> None:
+        """Continues from the state of an observation of so many rows; None is one that observed nothing.
+
+        Args:
+            state: an `ObservedState`, or a list of the same.
+        """
+        self.begin(rows)
+        if state is None:
+            return
+        given = ObservedState(*state)
+        self.scale, self.sinks, self.ends = given.scale, given.sinks, [row[1] for row in given.rows]
+        if given.queries is not None:
+            width = given.queries.shape[2]
+            spans = tuple([(width - row[2], width) for row in given.rows])
+            self.recent = RecentQueries(rows, [Piece(given.queries, spans)])
+
+
+def _span(row: Row, count: int) -> tuple[int, int]:
+    """The columns of a row's own tokens among those of an update; padding comes before, and from `count` on."""
+    return min(count, max(0, count - row.offset)), count
+
+
+class Piece(NamedTuple):
+    """Some queries of every row.
+
+    Attributes:
+        queries: (B, Hq, s, D).
+        spans: the columns [first, last) of each row.
+    """
+
+    queries: mx.array
+    spans: tuple[Span, ...]
+
+
+class JoinedQueries(NamedTuple):
+    """Queries of all rows that end in the same column.
+
+    Attributes:
+        queries: (B, Hq, m, D).
+        counts: columns of each row, its last ones.
+    """
+
+    queries: mx.array
+    counts: tuple[int, ...]
+
+
+class RecentQueries:
+    """The last queries of B rows, of which the newest can be dropped.
+
+    Attributes:
+        pieces: the oldest first.
+    """
+
+    def __init__(self, rows: int = 1, pieces: Sequence[Piece] = ()) -> None:
+        self.rows, self.pieces = rows, list(pieces)
+
+    @property
+    def counts(self) -> list[int]:
+        """Queries that are held of each row."""
+        return [sum([piece.spans[row][1] - piece.spans[row][0] for piece in self.pieces]) for row in range(self.rows)]
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        return [piece.queries for piece in self.pieces]
+
+    def append(self, queries: mx.array, spans: tuple[Span, ...]) -> None:
+        self.pieces.append(Piece(queries, spans))
+
+    def drop_last(self, row: int, count: int) -> None:
+        """Drops the last `count` queries of one row, or as many as there are."""
+        for index in range(len(self.pieces) - 1, -1, -1):
+            piece = self.pieces[index]
+            first, last = piece.spans[row]
+            dropped = min(count, last - first)
+            spans = (*piece.spans[:row], (first, last - dropped), *piece.spans[row + 1 :])
+            self.pieces[index] = piece._replace(spans=spans)
+            count -= dropped
+        self.pieces = [piece for piece in self.pieces if any(first < last for first, last in piece.spans)]
+
+    def join(self, limit: int | None = None) -> JoinedQueries | None:
+        """All queries, or the last `limit` of each row; None where there are none. Never a part of a larger array."""
+        held = self.counts
+        counts = tuple([count if limit is None else min(count, limit) for count in held])
+        width = max(counts)
+        if not width:
+            return None
+        skipped = [count - kept for count, kept in zip(held, counts, strict=True)]
+        parts, at, cut = list[mx.array](), 0, False
+        columns = [list[int]() for _ in counts]  # of each row, among those of all parts side by side
+        for piece in self.pieces:
+            passed = [min(skip, last - first) for skip, (first, last) in zip(skipped, piece.spans, strict=True)]
+            skipped = [skip - gone for skip, gone in zip(skipped, passed, strict=True)]
+            spans = [(first + gone, last) for gone, (first, last) in zip(passed, piece.spans, strict=True)]
+            if not (used := [span for span in spans if span[0] < span[1]]):
+                continue
+            low, high = min(first for first, _ in used), max(last for _, last in used)
+            parts.append(piece.queries[:, :, low:high])
+            cut = high - low < piece.queries.shape[2]
+            for row, (first, last) in enumerate(spans):
+                columns[row].extend(range(at + first - low, at + last - low))
+            at += high - low
+        queries = mx.concatenate(parts, axis=2) if len(parts) > 1 else parts[0]
+        if width < at or any(line != list(range(at - len(line), at)) for line in columns):
+            index = mx.array([[0] * (width - len(line)) + line for line in columns])[:, None, :, None]  # (B, 1, m, 1)
+            shape = (*queries.shape[:2], width, queries.shape[3])
+            queries = mx.take_along_axis(queries, mx.broadcast_to(index, shape), axis=2)
+        elif len(parts) == 1 and cut:
+            queries = _copy(queries)
+        return JoinedQueries(queries, counts)
+
+    def shorten(self, limit: int) -> None:
+        """Joins all queries into one piece, the last `limit` of each row."""
+        if (joined := self.join(limit)) is not None:
+            width = joined.queries.shape[2]
+            self.pieces = [Piece(joined.queries, tuple([(width - count, width) for count in joined.counts]))]
+
+    def of_rows(self, chosen: Sequence[int]) -> RecentQueries:
+        """Copies of some rows, in this order."""
+        index = mx.array(list(chosen))
+        return RecentQueries(
+            len(chosen),
+            [Piece(queries[index], tuple([spans[row] for row in chosen])) for queries, spans in self.pieces],
+        )
+
+    def with_rows_of(self, other: RecentQueries) -> RecentQueries:
+        """These rows, and after them another's."""
+        parts = [(part.join(), part.rows) for part in (self, other)]
+        held = [part for part, _ in parts if part is not None]
+        if not held:
+            return RecentQueries(self.rows + other.rows)
+        width, like = max([part.queries.shape[2] for part in held]), held[0].queries
+        queries, spans = list[mx.array](), list[Span]()
+        for part, rows in parts:
+            if part is None:
+                part = JoinedQueries(mx.zeros((rows, like.shape[1], 0, like.shape[3]), like.dtype), (0,) * rows)
+            padding = width - part.queries.shape[2]
+            queries.append(mx.pad(part.queries, [(0, 0), (0, 0), (padding, 0), (0, 0)]))
+            spans += [(width - count, width) for count in part.counts]
+        return RecentQueries(self.rows + other.rows, [Piece(mx.concatenate(queries), tuple(spans))])
+
+
+def _copy(x: mx.array) -> mx.array:
+    """The same (B, Hq, s, D) in memory of its own, also where it is a slice of something contiguous."""
+    return mx.take(x, mx.arange(x.shape[2]), axis=2)
+
+
+class ObservedState(NamedTuple):
+    """The state of an `Observation`. Files hold it as a list of the same order.
+
+    Attributes:
+        rows: of each row the position of the first query that is held, one past that of the last, how many are held,
+            and 0 (up to 0.3, how many of them had sums).
+        scale: of the products; 0 where nothing was observed.
+        sinks: logits of attention sinks, (Hq,), or None.
+        queries: (B, Hq, m, D), the last of each row, which end in the same column, or None.
+    """
+
+    rows: list[list[int]]
+    scale: float
+    sinks: mx.array | None
+    queries: mx.array | None
+
+
+class ObservedBytes(NamedTuple):
+    """The largest number of bytes that an observation of one row holds.
+
+    Attributes:
+        queries: how many queries are held.
+        per_query: (Hq, D) in the dtype of the queries.
+    """
+
+    queries: int = 0
+    per_query: int = 0
+
+    def nbytes(self, slots: int) -> int:
+        """Of a row with so many slots in use."""
+        return min(slots, self.queries) * self.per_query
+
+
+# --- a second pass ----------------------------------------------------------------------------------------------------
+
+
+class SecondPassShares(NamedTuple):
+    """The largest share of attention that tokens of one row received.
+
+    Attributes:
+        first: the position of the first of them.
+        received: (H, m) of float32, the shares of this token and those that follow.
+    """
+
+    first: int
+    received: mx.array
+
+    @property
+    def last(self) -> int:
+        """One past the position of the last of them."""
+        return self.first + self.received.shape[1]
+
+    def at(self, positions: mx.array) -> mx.array:
+        """The shares of tokens at `positions`, (1 or H, n): (H, n), `NOT_READ` for those without a second pass."""
+        count = self.received.shape[1]
+        index = mx.broadcast_to(positions - self.first, (self.received.shape[0], positions.shape[1]))
+        found = mx.take_along_axis(self.received, mx.clip(index, 0, count - 1), axis=1)
+        return mx.where((index >= 0) & (index < count), found, NOT_READ)
+
+    def between(self, first: int, last: int) -> SecondPassShares | None:
+        """The shares of the tokens at positions [first, last) alone; None where there are none."""
+        first, last = max(first, self.first), min(last, self.last)
+        if first >= last:
+            return None
+        if (first, last) == (self.first, self.last):
+            return self
+        return SecondPassShares(first, self.received[:, first - self.first : last - self.first])
+
+    def then(self, other: SecondPassShares) -> SecondPassShares:
+        """The shares of these tokens and of others that follow; tokens between them, as answers, get `NOT_READ`."""
+        own = self.between(self.first, other.first)
+        if own is None:
+            return other
+        unread = mx.full((own.received.shape[0], other.first - own.last), NOT_READ)
+        return SecondPassShares(own.first, mx.concatenate([own.received, unread, other.received], axis=1))
+
+
+class SecondPass:
+    """Observes the attention of the queries that repeat a chunk.
+
+    Args:
+        layout: the budget of the cache, whose rows stand alike and hold all tokens of the chunk in order.
+        first, last: positions of the chunk.
+        begin: the position from which on the repetition is written.
+    """
+
+    def __init__(self, layout: Budget, first: int, last: int, begin: int) -> None:
+        self._first, self._last, self._begin = first, last, begin
+        self._sinks = min(layout.sinks, first)
+        self._largest: mx.array | None = None  # (B, H, m)
+
+    @property
+    def shares(self) -> tuple[SecondPassShares, ...]:
+        """What the chunk has received, by row; nothing before anything was repeated."""
+        return () if self._largest is None else tuple([SecondPassShares(self._first, own) for own in self._largest])
+
+    def attend(self, call: Call, row: Row, keys: SlotBuffer) -> mx.array:
+        """(B, Hq, S, Dv): the answer to the call, which is observed.
+
+        Args:
+            row: where all rows stand after the update.
+            keys: the buffer of the keys.
+        """
+        ranges = (row.start + self._first, row.start + self._last), (row.start + self._begin, row.end)
+        seen = keys.decode(keys.read(((0, self._sinks), *ranges) if self._sinks else ranges))
+        chunk = slice(self._sinks, self._sinks + self._last - self._first)
+        largest = largest_shares(call.queries, seen, call.scale, chunk, call.sinks)
+        self._largest = largest if self._largest is None else mx.maximum(self._largest, largest)
+        mx.eval(self._largest)
+        return call.forward()
+
+
+def largest_shares(
+    queries: mx.array, keys: mx.array, scale: float, chosen: slice, sinks: mx.array | None = None
+) -> mx.array:
+    """The largest share of attention that each of some tokens gets, over queries and the heads of a group: (B, H, m).
+
+    Args:
+        queries: (B, H * G, S, D), of the last S of the keys' tokens: each sees its own and those before.
+        keys: (B, H, N, D).
+        chosen: the tokens that shares are returned of.
+        sinks: (H * G,), logits that shares are divided by beside those of tokens, where the model has them.
+    """
+    rows, count, total = keys.shape[0], queries.shape[2], keys.shape[2]
+    own = Keys(keys.shape, lambda which: keys[:, :, which], mx.arange(total)[None, None])
+    positions = mx.broadcast_to(mx.arange(total - count, total), (rows, count))
+    every = Queries(queries, positions, scale, sinks)
+    largest: mx.array | None = None
+    for first, last in blocks(every, own):
+        made = products(every.columns(first, last), own)  # (B, H, G, block, N)
+        shares = (made[..., chosen] - log_sums(made, sinks)[..., None]).max(axis=(2, 3))  # their logarithms
+        largest = shares if largest is None else mx.maximum(largest, shares)
+        mx.eval(largest)
+    assert largest is not None, "a pass has queries"
+    return mx.exp(largest)

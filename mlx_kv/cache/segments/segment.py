@@ -121,10 +121,9 @@ def read_from(chain: Chain, cache: KVCache, tokens: int) -> None:
 def can_evict_later(evictor: Evictor) -> bool:
     """Whether nothing needs the slots of all tokens before the first compaction, so that some may lie in segments.
 
-    Sums of attention follow each slot, and a second pass reads them.
+    A second pass reads them.
     """
-    sums = evictor.observation is not None and evictor.observation.wants.received
-    return not (sums or evictor.paused or evictor.second_pass)
+    return not (evictor.paused or evictor.second_pass)
 
 
 def sharable(cache: KVCache, row: Row, compacting: bool = False) -> int:

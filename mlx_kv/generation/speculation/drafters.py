@@ -15,9 +15,8 @@ from mlx_kv.generation.decode_batch import DecodeBatch
 from mlx_kv.generation.prefill import read_chunk
 from mlx_kv.generation.speculation.acceptance import Choice
 from mlx_kv.mlxlm.batching import rows_are_alone
-from mlx_kv.open_set import OpenSet
 from mlx_kv.policy import CachePolicy
-from mlx_kv.settings import shown
+from mlx_kv.settings import OpenSet, shown
 
 # --- the interface ----------------------------------------------------------------------------------------------------
 
