@@ -108,7 +108,7 @@ def test_a_command_that_does_not_exist_is_seen() -> None:
 def test_modules_that_moved_are_where_the_page_says() -> None:
     table = (ROOT / "docs" / "upgrading.md").read_text().partition("| it was | it is |")[2].partition("\n\n")[0]
     rows = re.findall(r"^\| (.*`.*) \| (.*`.*) \|$", table, re.M)
-    assert len(rows) > 20
+    assert len(rows) > 15
     for name in re.findall(r"`(mlx_kv[\w.]+)`", " ".join(new for _old, new in rows)):
         exists(name)
 
@@ -125,7 +125,7 @@ def test_the_changelog_has_a_place_for_what_is_to_come_and_this_version_with_a_d
 
 def test_every_promise_has_a_test() -> None:
     rows = re.findall(r"^\| (?!promise |---)(.+) \| (.+) \|$", SECURITY.read_text(), re.M)
-    assert len(rows) > 20
+    assert len(rows) > 15
     for promise, tests in rows:
         named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", tests)
         assert named, promise

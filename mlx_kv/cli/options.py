@@ -264,6 +264,7 @@ REMOVED_OPTIONS: dict[str, str] = {
     "--plot-heads": "give --json FILE and draw it in a checkout: python -m benchmarks.eval.plots FILE heads.png",
     "--allow-cache": "a server has one cache policy: start one for each, with --kv-bits, --kv-budget and --kv-score",
     "--prompt-store-deadline": "a prompt waits for the disk as long as it takes, other requests do not; leave it out",
+    "--slot-save-path": "prompts are cached without slots, and --prompt-store DIR keeps them for restarts",
 }
 
 

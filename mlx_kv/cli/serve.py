@@ -149,7 +149,6 @@ def serve_on(
         queue=server.max_queue,
         max_tokens=server.max_tokens,
         strict=server.strict,
-        slot_folder=server.slot_save_path,
         template=server.chat_template_args or {},
     )
     http = HttpSettings(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import click
 
-from mlx_kv.cli.options import LEADERS_FILE, LeadersFile, listed, read_bytes
+from mlx_kv.cli.options import LEADERS_FILE, listed, read_bytes
 from mlx_kv.cli.prompt import read_template_settings
 from mlx_kv.settings import setting
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 QUIET = "WARNING"  # the default: nothing is logged
 KEY_VARIABLE, PASSWORD_VARIABLE = "MLX_KV_API_KEY", "MLX_KV_SSL_KEYFILE_PASSWORD"
-SAVED_SLOTS = LeadersFile(exists=True, file_okay=False, path_type=Path)
 
 
 @dataclass(frozen=True)
@@ -196,13 +195,6 @@ class ServerSettings:
         kind=read_bytes,
         metavar="BYTES",
         help="Memory for cached prompts, which speed up prompts with the same beginning; 0 caches none.",
-    )
-    slot_save_path: Path | None = setting(
-        None,
-        option="--slot-save-path",
-        kind=SAVED_SLOTS,
-        metavar="DIR",
-        help="Directory where clients may save slots, and restore them, by POST /slots/N?action=save.",
     )
     prompt_store: str | None = setting(
         None,

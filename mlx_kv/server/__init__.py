@@ -13,7 +13,6 @@ HTTP, in the event loop:
     dialects/            APIs: OpenAI's completions, chat completions and responses, Anthropic's messages
     admission.py         how many requests are admitted; delivery of output to responses
     output.py            output as it comes: content, reasoning, tool calls, tokens
-    slots.py             slots: list, save, restore, erase
     status.py            models, health, metrics, the page of memory
 
 The worker, one thread that owns MLX, the models and the engines:

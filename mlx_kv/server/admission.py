@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 from mlx_kv.server.job import Job, OutputChunk
 from mlx_kv.server.json_http import SHUTTING_DOWN, ApiError
-from mlx_kv.server.slots import Slots
 from mlx_kv.server.worker import Worker
 
 KEEP_ALIVE = 15.0  # seconds without output after which a stream sends a sign of life, for proxies
@@ -109,7 +108,6 @@ class AdmissionController:
     def __init__(self, worker: Worker, max_requests: int) -> None:
         self.worker, self.metrics, self._max_requests = worker, worker.metrics, max_requests
         self._collectors: dict[Job, OutputCollector] = {}
-        self.slots = Slots(worker.settings.max_batch_size)
         self.admitted = 0
         self.closing: str | None = None
 
@@ -181,7 +179,6 @@ class AdmissionController:
 
     def done(self, job: Job, ended: bool) -> None:
         """Releases a job; one that has not ended is cancelled."""
-        self.slots.leave(job)
         self._collectors.pop(job).close()
         if not ended:
             self.worker.cancel(job)
@@ -191,7 +188,6 @@ class AdmissionController:
         self.closing = self.closing or reason
         for collector in set(self._collectors.values()):
             collector.fail(ApiError(503, self.closing))
-        self.worker.fail_calls(ApiError(503, self.closing))
 
     def count(self, path: str, status: int) -> None:
         """Counts a response in the metrics."""

@@ -32,12 +32,15 @@ from mlx_kv.server.handler import Dialect, RequestHandler
 from mlx_kv.server.json_http import ApiError, JsonResponse, error_body
 from mlx_kv.server.models import ModelNames
 from mlx_kv.server.requests import Limits as Limits
-from mlx_kv.server.slots import SlotRoutes
 from mlx_kv.server.status import StatusRoutes
 from mlx_kv.server.worker import Worker
 
 log = logging.getLogger("mlx_kv.server")
 Endpoint = Callable[[Request], Awaitable[Response]]
+# First parts of paths of earlier versions, with the way on.
+REMOVED = {
+    "slots": "slots were removed in 0.4: prompts are cached without them; --prompt-store DIR keeps them for restarts",
+}
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,6 @@ class Api:
         self._keys, self.names = ApiKeys(settings.keys), ModelNames(name, settings.aliases)
         self.admission = AdmissionController(worker, worker.settings.max_batch_size + self.limits.queue)
         self._handler = RequestHandler(worker, self.admission, self.limits, self.names)
-        self._slots = SlotRoutes(worker, self.admission.slots, lambda: self.admission.jobs, self.limits)
         self._status, self._conversations = StatusRoutes(worker, self.admission, self.names), Conversations()
         guarded, status = self._guarded, self._status
         ollama = OllamaDialect(self.names, worker.models.tokenizer.has_chat_template)
@@ -100,8 +102,6 @@ class Api:
                 Route("/v1/responses/{name}", guarded(self._response), methods=["GET", "DELETE"]),
                 Route("/v1/messages/count_tokens", guarded(self._count), methods=["POST"]),
                 Route("/v1/embeddings", guarded(self._embeddings), methods=["POST"]),
-                Route("/slots", guarded(self._slots.list)),
-                Route("/slots/{number}", guarded(self._slots.act), methods=["POST"]),
                 Route("/v1/models", guarded(status.models)),
                 Route("/models", guarded(status.models)),
                 Route("/v1/models/{name:path}", guarded(status.model)),
@@ -124,7 +124,6 @@ class Api:
         yield
         watching.cancel()
         self._handler.close()
-        self._slots.close()
 
     # --- endpoints ------------------------------------------------------------------------------------------------
 
@@ -169,7 +168,9 @@ class Api:
 
     async def _not_found(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        reasons = {404: f"there is no {request.url.path[:200]}", 405: f"{request.method} is not allowed here"}
+        path = request.url.path
+        missing = REMOVED.get(path.split("/")[1], f"there is no {path[:200]}")
+        reasons = {404: missing, 405: f"{request.method} is not allowed here"}
         message = reasons.get(error.status_code, error.detail)
         return await self._refused(request, ApiError(error.status_code, message, headers=dict(error.headers or {})))
 

@@ -60,7 +60,7 @@ class RequestHandler:
 
     def __init__(self, worker: Worker, admission: AdmissionController, limits: Limits, names: ModelNames) -> None:
         self._worker, self._admission, self._limits, self._names = worker, admission, limits, names
-        self._rules = RequestRules(worker.models.sampling, UnknownFields(limits.strict), worker.settings.max_batch_size)
+        self._rules = RequestRules(worker.models.sampling, UnknownFields(limits.strict))
         self._texts = TokenTexts(worker.models.tokenizer)
         self._grammars = Grammars(worker.models.tokenizer, self._rules.unknown)
         # Tokenizers are fast, but a long prompt in the event loop would delay the tokens of other requests.
@@ -90,7 +90,6 @@ class RequestHandler:
                         StopStrings(request.stop_strings),
                         request.cache.keep,
                         since=since,
-                        slot=request.slot,
                     )
                     if grammar is not None:
                         job.grammar = self._grammars.processor(grammar, tokens, request.chat, request.may_call)

@@ -31,7 +31,6 @@ class Job:
         top_logprobs: number of likeliest tokens reported with each token; None reports no log-probabilities.
         keep: whether prompt and answer are added to the prefix cache.
         grammar: constrains the answer; None is unconstrained.
-        slot: requested slot; None is any.
         on_match: called in the worker's thread when `cached` is set.
         joined: whether it has a row: in prefill, or decoding.
         cached: prompt tokens found in the prefix cache.
@@ -51,7 +50,6 @@ class Job:
     grammar: GrammarProcessor | None = None
     number: int = field(default_factory=lambda: next(_numbers))
     since: float = field(default_factory=time.monotonic)
-    slot: int | None = None
     on_match: Callable[[], None] = lambda: None
     joined: bool = False
     cached: int = 0

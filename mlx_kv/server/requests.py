@@ -13,7 +13,6 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import (
@@ -483,7 +482,6 @@ class CompletionRequest:
         n: answers to each prompt.
         top_logprobs: how many likeliest tokens are reported with each token; None reports no log-probabilities at all.
         stop_strings: strings at which the answer ends.
-        slot: where the request is shown; None is any.
         constraint: structured output; None is none.
         constraint_field: the field that has it.
         cache: how its keys and values are stored.
@@ -504,7 +502,6 @@ class CompletionRequest:
     n: int = 1
     top_logprobs: int | None = None
     stop_strings: tuple[str, ...] = ()
-    slot: int | None = None
     constraint: Constraint | None = None
     constraint_field: str = ""
     stream: bool = False
@@ -546,7 +543,6 @@ class Limits:
         prompt_tokens: maximum length of a prompt; None is the context of the model, less one.
         queue: answers that wait for a row; further requests are refused.
         max_tokens: for requests that leave it out.
-        slot_folder: where slots are saved; None saves none.
         strict: whether requests with unknown fields are refused.
         template: settings of the chat template, for requests that leave them out.
     """
@@ -557,17 +553,15 @@ class Limits:
     queue: int = 64
     max_tokens: int = 512
     strict: bool = False
-    slot_folder: Path | None = None
     template: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class RequestRules:
-    """The server's settings for requests: sampling by default, unknown fields, and the number of slots."""
+    """The server's settings for requests: sampling by default, and unknown fields."""
 
     sampling: SamplingSettings = field(default_factory=SamplingSettings)
     unknown: UnknownFields = field(default_factory=UnknownFields)
-    slots: int = 16
 
 
 def _penalty(value: float | None) -> float | None:
@@ -610,14 +604,13 @@ class GenerationBody(SamplingFields):
 
     ignored: ClassVar[frozenset[str]] = frozenset(
         {
-            *("metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier", "store"),
-            *("user", "verbosity"),
+            *("id_slot", "metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier"),
+            *("store", "user", "verbosity"),
         }
     )
     model: str | None = None
     stream: bool = False
     stop: Annotated[StopList, OneOrMore] = Field(default_factory=list)
-    id_slot: int | None = None
     cache: CacheRequest = AS_SERVED
     adapters: Annotated[Any, unsupported()] = None
     suffix: Annotated[Any, unsupported("")] = None
@@ -629,10 +622,6 @@ class GenerationBody(SamplingFields):
         Args:
             response_format: the constraint of a field that only some APIs have.
         """
-        slot = self.id_slot
-        if slot is not None and not -1 <= slot < rules.slots:
-            wanted = f"send a whole number from 0 to {rules.slots - 1}, or -1 for any"
-            raise ApiError(400, f"id_slot is not a slot of this server: {wanted}", "id_slot")
         changes = {name: value for name in SAMPLING_FIELDS if (value := getattr(self, name)) is not None}
         if changes.get("top_k") == -1:  # as some clients write "all"
             changes["top_k"] = 0
@@ -643,7 +632,6 @@ class GenerationBody(SamplingFields):
             model=self.model,
             stream=self.stream,
             stop_strings=tuple(self.stop),
-            slot=slot,
             cache=self.cache,
             sampling=replace(rules.sampling, **changes) if changes else rules.sampling,
             constraint=constraint.constraint,

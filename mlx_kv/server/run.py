@@ -87,7 +87,7 @@ def serve(
         if not worker.stop(1.0 if signals.hurried else settings.drain_seconds + WORKER_SECONDS):
             signals.leave("stopped before the last step, or the last write to the prompt store, was done")
         if not _threads_ended():
-            signals.leave("stopped before the last grammar was compiled, or the last slot was saved")
+            signals.leave("stopped before the last grammar was compiled")
         return signals.code
 
 

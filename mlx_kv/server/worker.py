@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import queue
 import threading
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, InvalidStateError
 from functools import partial
-from typing import TypeVar
 
 import mlx.core as mx
 
@@ -22,7 +19,7 @@ from mlx_kv.ranks.group import RankGroup, TotalMemory
 from mlx_kv.ranks.link import RanksError
 from mlx_kv.server.freed_memory import freed_memory
 from mlx_kv.server.job import Job, OutputChunk, Snapshot
-from mlx_kv.server.json_http import SHUTTING_DOWN, ApiError
+from mlx_kv.server.json_http import SHUTTING_DOWN
 from mlx_kv.server.memory import MemoryLimit, memory_limit
 from mlx_kv.server.models import IdleUnload, Models, WorkerSettings
 from mlx_kv.server.monitor import UPDATE_EVERY, Monitor
@@ -30,7 +27,6 @@ from mlx_kv.server.policy_rows import PolicyRows, out_of_memory
 from mlx_kv.server.tiered_prefixes import TieredPrefixes
 
 log = logging.getLogger("mlx_kv.server")
-T = TypeVar("T")
 
 
 class Worker:
@@ -67,7 +63,6 @@ class Worker:
         self.policy, self.limit = self.settings.policy, MemoryLimit()
         self.freed_limit: int | None = None
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._calls: set[Future[object]] = set()  # not done
         self._waiting: deque[Job] = deque()
         self._blocked_at: int | None = None  # number of rows beside which no waiting job can get one
         self._stopping, self._started, self._all_stored = False, threading.Event(), True
@@ -112,30 +107,6 @@ class Worker:
     def cancel(self, job: Job) -> None:
         """Ends a job at any stage; does nothing if it has ended."""
         self._inbox.put(partial(self._cancel, job))
-
-    def call(self, function: Callable[[], T]) -> Future[T]:
-        """Runs a function in the thread, between two steps.
-
-        The future fails with an ApiError, 503, if the thread has ended; if it ends meanwhile, by `fail_calls`.
-        """
-        future: Future[T] = Future()
-        self._calls.add(future)  # type: ignore[arg-type]
-        future.add_done_callback(self._calls.discard)
-        self._inbox.put(partial(_complete, future, function))
-        if not self.alive:
-            self.fail_calls(ApiError(503, self.end_reason))
-        return future
-
-    def fail_calls(self, error: ApiError) -> None:
-        """Fails the futures of all calls that are not done."""
-        for future in list(self._calls):
-            with contextlib.suppress(InvalidStateError):  # it has just been completed
-                future.set_exception(error)
-
-    @property
-    def prefixes(self) -> TieredPrefixes:
-        """The cached prefixes; for functions passed to `call`."""
-        return self._rows.prefixes
 
     @property
     def ranks(self) -> int:
@@ -315,17 +286,3 @@ class Worker:
         elif not self._rows.cancel(job):
             return
         self.monitor.expire()
-
-
-def _complete(future: Future[T], function: Callable[[], T]) -> None:
-    """Completes a future with what a function returns or raises, unless it is cancelled or failed meanwhile."""
-    if future.done():
-        return
-    try:
-        result = function()
-    except Exception as error:
-        with contextlib.suppress(InvalidStateError):
-            future.set_exception(error)
-    else:
-        with contextlib.suppress(InvalidStateError):
-            future.set_result(result)

@@ -57,8 +57,7 @@ def parse(name: str, words: list[str]) -> None:
 def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What expressions may name: all that is public, a model that has read a few tokens; and files for options."""
     monkeypatch.chdir(tmp_path)
-    for folder in ("build/slots", "build/adapters"):
-        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "build/adapters").mkdir(parents=True)
     for file in ("key.pem", "cert.pem", "answer.gbnf", "answer.json"):
         (tmp_path / file).touch()
     made: dict[str, Any] = {name: getattr(mlx_kv, name) for name in mlx_kv.__all__}

@@ -11,7 +11,6 @@ import inspect
 import json
 import re
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -164,7 +163,7 @@ STREAMED = {
     "/api/generate": {"stream": True},
 }
 READ = (
-    *("/v1/models", "/models", "/v1/models/reference", "/slots", "/memory", "/health", "/ready"),
+    *("/v1/models", "/models", "/v1/models/reference", "/memory", "/health", "/ready"),
     *("/api/tags", "/api/ps", "/api/version"),
 )
 PAGES = ("/", "/chat")
@@ -227,10 +226,8 @@ def metrics(server: Running) -> Outside:
 
 def outside() -> Outside:
     """All of it, as it is now."""
-    with tempfile.TemporaryDirectory() as folder:
-        limits = Limits(max_tokens=4, strict=True, slot_folder=Path(folder))
-        with running(limits=limits, prompt_memory_bytes=2**24, max_batch_size=2) as server:
-            served = {"fields": fields(server), "answers": answers(server), "metrics": metrics(server)}
+    with running(limits=Limits(max_tokens=4, strict=True), prompt_memory_bytes=2**24, max_batch_size=2) as server:
+        served = {"fields": fields(server), "answers": answers(server), "metrics": metrics(server)}
     return {"names": public_names(), "commands": commands(), **served}
 
 

@@ -78,11 +78,15 @@ class Running:
         )
         self.wait_until(lambda: self.api.admission.admitted == 0 and not self.api.admission.jobs)
 
+    def in_worker(self, function: Callable[[], None]) -> None:
+        """Runs a function in the worker's thread."""
+        done = threading.Event()
+        self.worker._inbox.put(lambda: (function(), done.set())[1])
+        assert done.wait(20)
+
     def wait_until_kept(self) -> None:
         """What was read for answers that have ended is in memory, and on the disk."""
-        taken = threading.Event()
-        self.worker._inbox.put(taken.set)
-        assert taken.wait(20)
+        self.in_worker(lambda: None)
         self.worker._rows.prefixes._disk.submit(int).result()
 
 

@@ -18,7 +18,6 @@ from serving import ENDS, LONG, SERVE, Running, Troubled, cached, check_error, c
 
 from mlx_kv.server.api import Limits
 from mlx_kv.server.dialects.completions import CompletionWriter
-from mlx_kv.server.json_http import ApiError
 
 
 def kill(thread: threading.Thread | None) -> None:
@@ -97,22 +96,6 @@ def test_whatever_the_worker_dies_of_every_request_ends(
         assert told in streamed[1]
         assert ("no memory left" in told) == (death in (no_engine, no_delivery))
         server.wait_until(lambda: server.api.admission.admitted == 0 and not server.api.admission.jobs)
-
-
-@pytest.mark.parametrize("ending", ["cancelled", "failed"])
-def test_a_call_that_ends_while_the_worker_is_at_it_disturbs_no_row(ending: str, server: Running) -> None:
-    starts, go_on = threading.Event(), threading.Event()
-    failures = server.metrics.total("engine_failures")
-    call = server.worker.call(lambda: (starts.set(), go_on.wait(20)))
-    assert starts.wait(20)
-    if ending == "cancelled":
-        assert call.cancel()
-    else:
-        server.worker.fail_calls(ApiError(503, "the server ends"))
-    go_on.set()
-    assert server.worker.call(lambda: 7).result(20) == 7
-    assert server.metrics.total("engine_failures") == failures
-    assert not server.worker._calls
 
 
 def test_later_requests_hear_why_there_is_no_worker() -> None:

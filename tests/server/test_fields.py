@@ -117,13 +117,12 @@ def test_messages_and_tools_reach_the_template_as_they_were_sent() -> None:
     assert json.dumps(request.tools) == json.dumps(tools)
 
 
-SHARED = {"model": "m", "stream": True, "stop": "a", "id_slot": 3, "cache": {"keep": False}, "top_k": -1}
+SHARED = {"model": "m", "stream": True, "stop": "a", "cache": {"keep": False}, "top_k": -1}
 SHARED |= {"seed": -1, "logit_bias": {"5": 1}, "regex": "a+", "response_format": {"type": "text"}}
 WANTED: dict[str, Any] = {
     "model": "m",
     "stream": True,
     "stop_strings": ("a",),
-    "slot": 3,
     "cache": CacheRequest(keep=False),
     "sampling": SamplingSettings(top_k=0, seed=2**64 - 1, logit_bias={5: 1}),
     "constraint": regex("a+"),

@@ -12,8 +12,9 @@ from typing import Any
 
 import httpx
 import pytest
+from effort import THOROUGH
 from reasoning_server import changed_tokenizer
-from serving import THOROUGH, Running, running
+from serving import Running, running
 
 from mlx_kv.server.api import Limits
 
@@ -80,9 +81,6 @@ BODIES: dict[str, dict[str, Any]] = {
         "output_config": {"effort": "low", "format": {"type": "json_schema", "schema": SCHEMA}}, **SAMPLING,
     },
     "/v1/embeddings": {"model": "reference", "input": ["x"]},
-    "/slots/0?action=save": {"filename": "a"},
-    "/slots/1?action=restore": {"filename": "b"},
-    "/slots/1?action=erase": {},
 }  # fmt: skip
 BODIES["/v1/messages/count_tokens"] = BODIES["/v1/messages"]
 NEEDED = {"filename", "input", "max_tokens", "messages", "prompt"}

@@ -45,11 +45,11 @@ def server(chats: Running, caplog: pytest.LogCaptureFixture) -> Running:
     caplog.set_level(logging.INFO, "mlx_kv.server")
 
     def forget() -> None:
-        memory = chats.worker.prefixes.memory
+        memory = chats.worker._rows.prefixes.memory
         memory.shrink(0)
         memory.evicted._digests.clear()
 
-    chats.worker.call(forget).result()
+    chats.in_worker(forget)
     return chats
 
 
@@ -75,7 +75,7 @@ def last_line(caplog: pytest.LogCaptureFixture) -> str:
 
 
 def evict(server: Running) -> None:
-    server.worker.call(lambda: server.worker.prefixes.memory.shrink(0)).result()
+    server.in_worker(lambda: server.worker._rows.prefixes.memory.shrink(0))
 
 
 DRILL: dict[str, tuple[list[tuple[str, str]], dict[str, Any], list[tuple[str, str]], dict[str, Any], str, str, str]] = {
@@ -223,7 +223,7 @@ def test_caches_that_cannot_be_trimmed(caplog: pytest.LogCaptureFixture) -> None
     with running(CachePolicy(budget=96), prompt_memory_bytes=PLENTY) as server:
         answer = server.post(prompt=SOURCE[:400], max_tokens=200)
         server.wait_until_kept()
-        entries = server.worker.prefixes.memory._table.entries().values()
+        entries = server.worker._rows.prefixes.memory._table.entries().values()
         tokens = np.frombuffer(max(entries, key=len).tokens, ">u4").tolist()
         assert len(tokens) > answer.json()["usage"]["prompt_tokens"] + 150
         server.post(prompt=tokens[:-50], max_tokens=2)

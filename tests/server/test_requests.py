@@ -12,9 +12,10 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from effort import THOROUGH
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tool_parsers import json_tools
-from serving import THOROUGH, Running, check_error, running
+from serving import Running, check_error, running
 
 from mlx_kv.server.api import Limits
 
@@ -75,9 +76,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "assistant", "tool_calls": ["f"]}]}, "messages[0].tool_calls[0].function"),
     ({"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function", "function": {}}]}, "tools"),
     ({"messages": [{"role": "user", "content": "x"}], "tools": [{"function": {"name": ""}}]}, "tools"),
-    ({"prompt": "x", "id_slot": 16}, "id_slot"),
-    ({"prompt": "x", "id_slot": -2}, "id_slot"),
-    ({"prompt": "x", "id_slot": True}, "id_slot"),
     (
         {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"return_dict": True}},
         "chat_template_kwargs",
@@ -134,9 +132,16 @@ def test_json_is_utf_8(server: Running, encoding: str) -> None:
         assert "is no UTF-8 from byte" in check_error(post(cut), 400)["message"]
 
 
+@pytest.mark.parametrize("path", ["/slots", "/slots/3?action=save", "/slots/0?action=restore", "/slots/1?action=erase"])
+def test_slots_name_the_way_on(path: str, server: Running) -> None:
+    answer = server.http.get(path) if path == "/slots" else server.post(path, filename="talk.safetensors")
+    message = check_error(answer, 404)["message"]
+    assert message.startswith("slots were removed in 0.4")
+    assert "--prompt-store DIR" in message
+    assert server.post(prompt="x", max_tokens=1, id_slot=3).status_code == 200  # as clients of llama.cpp send
+
+
 def test_what_is_refused_says_what_to_send(server: Running) -> None:
-    error = check_error(server.post(prompt="x", id_slot=16), 400)
-    assert error["message"] == "id_slot is not a slot of this server: send a whole number from 0 to 15, or -1 for any"
     said: dict[str, Any] = {"max_tokens": 1, "messages": [{"role": "user", "content": "x"}]}
     bodies: dict[str, dict[str, Any]] = {
         "/v1/chat/completions": said | {"tools": [{"function": {"name": ""}}]},
