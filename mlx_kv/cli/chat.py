@@ -82,7 +82,7 @@ def chat(
             prefill_step_size,
             draft,
             **vars(drafts.settings),
-            return_caches=True,
+            return_caches=machine.group is None,  # several ranks read each prompt in full
             instructions=Instructions.for_policy(cache_policy, tokenizer, network),
             **communicator,
         )

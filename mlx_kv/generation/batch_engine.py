@@ -41,7 +41,7 @@ CLEAR_EVERY = 512  # steps between two calls of mx.clear_cache
 
 
 class BatchEngine:
-    """An `Engine` over a `Decoder`."""
+    """Continues any number of sequences, up to a maximum at once, with a `Decoder`."""
 
     def __init__(
         self,
@@ -89,6 +89,11 @@ class BatchEngine:
         self._wired = False  # whether the wired limit is set for this engine
 
     def submit(self, sequence: TokenSequence) -> None:
+        """Adds a sequence, which joins the batch as soon as there is room.
+
+        Raises:
+            ValueError: it cannot be continued.
+        """
         check(sequence)
         if sequence.caches is not None and self._batched:
             check_alike(self._empty, sequence.caches)
@@ -99,6 +104,7 @@ class BatchEngine:
         show_attention(target.model, (sequence.caches or [])[: target.layers])
 
     def cancel(self, index: int) -> None:
+        """Removes a sequence at any stage; an unknown index is ignored."""
         self._waiting = deque(sequence for sequence in self._waiting if sequence.index != index)
         self._two_pass.cancel(index)
         self._hand_over(index)
@@ -122,6 +128,7 @@ class BatchEngine:
     # --- steps ----------------------------------------------------------------------------------------------------
 
     def step(self) -> list[BatchToken]:
+        """Reads a chunk of prompts, and decodes; returns the new tokens in the order of rows, possibly none."""
         emitted = self.step_scored()
         drawn = [(item.logprobs, item.token, sequence.top_logprobs) for sequence, item, _, _ in emitted]
         return [
@@ -275,27 +282,33 @@ class BatchEngine:
 
     @property
     def busy(self) -> bool:
+        """Whether any sequence is left."""
         return bool(self._waiting or self._two_pass or self._admission.rows or self._active)
 
     @property
     def caches(self) -> list[Any]:
+        """The caches of the rows that decode, one for each layer, for statistics; empty without rows."""
         return list(self._decoder.target.caches)
 
     @property
     def reading(self) -> list[Any]:
+        """The caches of the rows whose prompts are being read, one for each layer, for statistics; empty without."""
         return list(self._admission.caches)
 
     @property
     def rows(self) -> list[int]:
+        """The indices of the sequences that decode, in the order of the rows of `caches`."""
         return [sequence.index for sequence in self._active]
 
     @property
     def pending(self) -> list[int]:
+        """The indices of the other sequences: those whose prompts are being read, then those that wait."""
         reading = [row.sequence.index for row in self._admission.rows]
         return [*reading, *(sequence.index for sequence in self._queued())]
 
     @property
     def progress(self) -> dict[int, SequenceProgress]:
+        """The progress of each sequence, by its index."""
         progress = {own.index: SequenceProgress(len(own.tokens)) for own in self._queued()}
         progress |= {row.sequence.index: SequenceProgress(max(0, row.left)) for row in self._admission.rows}
         return progress | {own.index: SequenceProgress(0, own.drafted, own.accepted) for own in self._active}
@@ -306,18 +319,27 @@ class BatchEngine:
 
     @property
     def speculation(self) -> SpeculationStatistics | None:
+        """Statistics of its drafts, updated by each step; None without a drafter."""
         return None if self._decoder.drafter is None else self._statistics
 
     def make_caches(self) -> list[Any]:
+        """New caches for a `TokenSequence`: of all layers, then those of the drafter."""
         return self._decoder.make_caches()
 
     def read(self, tokens: mx.array, cache: list[Any]) -> Any:
+        """Reads tokens (1, n) into such caches."""
         return self._decoder.read(tokens, cache)
 
     def trim(self, caches: list[Any], n: int) -> bool:
+        """Trims the last n tokens of such caches; returns False, with nothing changed, if it cannot."""
         return trim_all(caches, n)
 
     def extract(self, index: int) -> list[Any] | None:
+        """Evaluated copies of the caches of a sequence that decodes; None for others, or if they cannot be trimmed.
+
+        They may hold more tokens than were returned (see their offset): a pass may be on its way, and a draft may have
+        been right beyond the end.
+        """
         rows = self.rows
         return self._extracted(rows.index(index)) if index in rows else None
 
@@ -327,6 +349,7 @@ class BatchEngine:
         return caches and evaluated(caches)
 
     def close(self) -> None:
+        """Removes all sequences."""
         self._decoder.keep([])
         self._admission.keep([])
         self._active.clear()

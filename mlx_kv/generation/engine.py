@@ -6,16 +6,12 @@ Engines are not thread-safe: all calls come from one thread.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
-
-import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_kv.communicator import LOCAL, Communicator
 from mlx_kv.generation.batch_engine import BatchEngine
 from mlx_kv.generation.decoder import make_decoder
 from mlx_kv.generation.distributed_caches import equal_lengths
-from mlx_kv.generation.sequence import BatchToken, SequenceProgress, TokenSequence
 from mlx_kv.generation.speculation import LOOKUP_MAX, LOOKUP_MIN, DraftLength, DraftSettings
 from mlx_kv.generation.speculation.drafters import Drafter, Factory
 from mlx_kv.generation.statistics import SpeculationStatistics
@@ -25,89 +21,7 @@ from mlx_kv.mlxlm.traverse import attention_caches
 from mlx_kv.policy import CachePolicy, given_policy
 from mlx_kv.settings import whole_number
 
-
-class Engine(Protocol):
-    """Continues any number of sequences, up to a maximum at once."""
-
-    def submit(self, sequence: TokenSequence) -> None:
-        """Adds a sequence, which joins the batch as soon as there is room.
-
-        Raises:
-            ValueError: it cannot be continued.
-        """
-        ...
-
-    def cancel(self, index: int) -> None:
-        """Removes a sequence at any stage; an unknown index is ignored."""
-        ...
-
-    def step(self) -> list[BatchToken]:
-        """Reads a chunk of prompts, and decodes; returns the new tokens in the order of rows, possibly none."""
-        ...
-
-    @property
-    def busy(self) -> bool:
-        """Whether any sequence is left."""
-        ...
-
-    @property
-    def caches(self) -> list[Any]:
-        """The caches of the rows that decode, one for each layer, for statistics; empty without rows."""
-        ...
-
-    @property
-    def reading(self) -> list[Any]:
-        """The caches of the rows whose prompts are being read, one for each layer, for statistics; empty without."""
-        ...
-
-    @property
-    def step_size(self) -> int:
-        """Prompt tokens read at once."""
-        ...
-
-    @property
-    def rows(self) -> list[int]:
-        """The indices of the sequences that decode, in the order of the rows of `caches`."""
-        ...
-
-    @property
-    def pending(self) -> list[int]:
-        """The indices of the other sequences: those whose prompts are being read, then those that wait."""
-        ...
-
-    @property
-    def progress(self) -> dict[int, SequenceProgress]:
-        """The progress of each sequence, by its index."""
-        ...
-
-    @property
-    def speculation(self) -> SpeculationStatistics | None:
-        """Statistics of its drafts, updated by each step; None without a drafter."""
-        ...
-
-    def make_caches(self) -> list[Any]:
-        """New caches for a `TokenSequence`: of all layers, then those of the drafter."""
-        ...
-
-    def read(self, tokens: mx.array, cache: list[Any]) -> Any:
-        """Reads tokens (1, n) into such caches."""
-        ...
-
-    def trim(self, caches: list[Any], n: int) -> bool:
-        """Trims the last n tokens of such caches; returns False, with nothing changed, if it cannot."""
-        ...
-
-    def extract(self, index: int) -> list[Any] | None:
-        """Evaluated copies of the caches of a sequence that decodes; None for others, or if they cannot be trimmed.
-
-        They may hold more tokens than were returned (see their offset): a pass may be on its way, and a draft may have
-        been right beyond the end.
-        """
-        ...
-
-    def close(self) -> None:
-        """Removes all sequences."""
-        ...
+Engine = BatchEngine
 
 
 def make_engine(

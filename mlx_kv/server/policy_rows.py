@@ -19,7 +19,7 @@ from mlx_kv.generation.two_pass_prefill import Instructions
 from mlx_kv.mlxlm.traverse import leaves
 from mlx_kv.policy import CachePolicy
 from mlx_kv.prefixes.reader import PromptReader
-from mlx_kv.ranks.engine import LedEngine, lead
+from mlx_kv.ranks.engine import lead
 from mlx_kv.ranks.group import RankGroup
 from mlx_kv.ranks.link import RanksError
 from mlx_kv.server.job import Job, OutputChunk, output_of
@@ -138,11 +138,6 @@ class PolicyRows:
                 job.drafted, job.accepted = progress.drafted, progress.accepted
         for job, tokens in self.prefill.read.items():
             job.read = tokens
-
-    def release_dropped(self) -> None:
-        """Called when idle: other ranks drop caches that are no longer used."""
-        if isinstance(self.engine, LedEngine):
-            self.engine.numbers.tell_dropped()
 
     def planned(self, coming: Job | None = None) -> int:
         """Maximum bytes of all rows, and of one job that may get a row.

@@ -82,7 +82,7 @@ class Worker:
         self._load_models()
         models, memory = self.models, TotalMemory(self.models.model, group)
         instructions = Instructions.for_policy(self.policy, models.tokenizer, models.model)
-        follow(partial(self.settings.engine, models, self.policy, instructions), group, lambda caches: memory.handlers)
+        follow(partial(self.settings.engine, models, self.policy, instructions), group, memory.handlers)
 
     # --- called from other threads ------------------------------------------------------------------------------
 
@@ -235,8 +235,6 @@ class Worker:
     def _update_monitor(self) -> None:
         rows, memory = self._rows, self._rows.prefixes.memory
         idle = not self._waiting and not rows.active
-        if idle:
-            rows.release_dropped()
         if self._unload.update(idle, self.models):
             self.monitor.expire()
         if self.monitor.due(idle):

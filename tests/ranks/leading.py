@@ -8,7 +8,6 @@ from __future__ import annotations
 import mlx_kv  # noqa: F401  it loads a tuned BLAS before MLX
 
 # isort: split
-import copy
 import gc
 import json
 import random
@@ -16,18 +15,15 @@ from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
-from generating import BUDGET, PENALTIES, PLAIN, POLICIES, PROMPT, TEMPERATURE, form, joined, model_of, nearly
+from generating import BUDGET, PENALTIES, PLAIN, PROMPT, TEMPERATURE, form, joined, model_of, nearly
 
 from mlx_kv import CachePolicy, ScoredTokens, register_score
 from mlx_kv.cache.eviction.scores import SCORES
 from mlx_kv.communicator import LOCAL, Communicator
 from mlx_kv.generation.batch_engine import BatchEngine
 from mlx_kv.generation.engine import Engine, make_engine
-from mlx_kv.generation.prefill import read_chunk
 from mlx_kv.generation.sampling import SeededSampler
 from mlx_kv.generation.sequence import TokenSequence
-from mlx_kv.mlxlm.traverse import attention_caches
-from mlx_kv.prefixes.reader import PromptReader
 from mlx_kv.ranks.engine import follow, lead
 
 Make = Callable[..., Engine]
@@ -40,24 +36,10 @@ def drained(engine: Engine, told: dict[str, list[int]]) -> dict[str, list[int]]:
     return told
 
 
-def note(engine: Engine, told: dict[str, list[int]]) -> dict[int, list[Any]]:
-    """A step; returns the caches of those that ended in it."""
-    ended = {}
+def note(engine: Engine, told: dict[str, list[int]]) -> None:
+    """A step."""
     for token in engine.step():
         told.setdefault(str(token.index), []).append(token.token)
-        if token.caches is not None:
-            ended[token.index] = token.caches
-    return ended
-
-
-def kept(caches: list[Any]) -> list[Any]:
-    """Which tokens are held, as far as caches can say: those of the last layer, which the leader always has."""
-    cache = attention_caches(caches)[-1]
-    return [] if cache.evictor is None else cache.positions.tolist()
-
-
-def offset(caches: list[Any]) -> int:
-    return max(int(cache.offset) for cache in attention_caches(caches))
 
 
 # --- rows that come and go --------------------------------------------------------------------------------------------
@@ -111,12 +93,12 @@ def made_anew(make: Make) -> list[Any]:
     engine = make(PLAIN)
     engine.submit(TokenSequence(0, PROMPT, 20))
     engine.step()
-    stale = engine.make_caches()
+    caches = engine.make_caches()
     engine = make(CachePolicy(bits=8, group_size=32), max_batch_size=2)
     told = dict[str, list[int]]()
     engine.submit(TokenSequence(0, PROMPT, 5))
     refused = []
-    for sequence in (TokenSequence(1, [], 5), TokenSequence(1, PROMPT, 5, caches=stale)):
+    for sequence in (TokenSequence(1, [], 5), TokenSequence(1, PROMPT, 5, caches=caches)):
         try:
             engine.submit(sequence)
         except ValueError as error:
@@ -146,50 +128,6 @@ def failed(make: Make) -> list[Any]:
     return [said, drained(engine, {})]
 
 
-# --- caches that are kept ---------------------------------------------------------------------------------------------
-
-
-def prefixes(policy: CachePolicy = PLAIN, **settings: Any) -> Case:
-    """What was read is read on, copied, trimmed, and taken out of rows that decode or have ended."""
-
-    def case(make: Make) -> list[Any]:
-        engine = make(policy, prefill_step_size=8, return_caches=True, **settings)
-        told = dict[str, list[int]]()
-        begun = PromptReader(engine.read, engine.make_caches(), PROMPT, step=8).finish()
-        shorter = copy.deepcopy(begun)
-        left = len(PROMPT) - 1
-        came = engine.trim(shorter, 3)  # of which rings and budgets may have no more
-        if came:
-            left -= 3
-        engine.submit(TokenSequence(0, PROMPT[-1:], 9, caches=begun, before=PROMPT[:-1]))
-        engine.submit(TokenSequence(1, PROMPT[left:], 9, caches=shorter, before=PROMPT[:left]))
-        del begun, shorter
-        gc.collect()
-        for _ in range(5):
-            note(engine, told)
-        taken = engine.extract(0)
-        counts: list[Any] = [came, None if taken is None else offset(taken), engine.extract(7) is None]
-        ended: dict[int, list[Any]] = {}
-        while engine.busy:
-            ended |= note(engine, told)
-        for index, caches in ended.items():
-            text = (PROMPT + told[str(index)])[: offset(caches)]
-            counts.append([offset(caches), kept(caches)])
-            beyond = max(0, offset(caches) - len(text))
-            if engine.trim(caches, beyond):
-                read_chunk(engine.read, caches, [PROMPT[:5]])
-                engine.submit(TokenSequence(10 + index, PROMPT[5:9], 6, caches=caches, before=[*text, *PROMPT[:5]]))
-        if taken is not None:
-            engine.submit(TokenSequence(20, PROMPT[:2], 6, caches=taken, before=PROMPT))
-        ended.clear()
-        del taken, caches
-        drained(engine, told)
-        engine.close()
-        return [told, counts]
-
-    return case
-
-
 BUDGETED, BY_LAYER = CachePolicy(**BUDGET), CachePolicy(share="layer", **BUDGET)
 SUFFIX: dict[str, Any] = {"drafter": "suffix", "num_draft_tokens": 3, "draft_length": "fixed"}
 DRAFT: dict[str, Any] = {"draft": True, "num_draft_tokens": 3, "draft_length": "fixed"}
@@ -203,12 +141,7 @@ CASES: dict[str, Case] = {
     "rows, processed, suffix": processed(**SUFFIX),
     "made anew": made_anew,
     "failed, budget": failed,
-    **{f"prefixes, {name}": prefixes(policy) for name, policy in {**POLICIES, "budget": BUDGETED}.items()},
-    "prefixes, suffix": prefixes(**SUFFIX),
-    "prefixes, draft": prefixes(**DRAFT),
-    "prefixes, budget, draft": prefixes(BUDGETED, **DRAFT),
     "rows, budget of a layer, draft": coming_and_going(BY_LAYER, **DRAFT),
-    "prefixes, budget of a layer, draft": prefixes(BY_LAYER, **DRAFT),
 }
 
 
