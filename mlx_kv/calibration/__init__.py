@@ -22,7 +22,7 @@ from mlx_kv.cache.checks import check_type
 from mlx_kv.cache.eviction.calibration import Calibration
 from mlx_kv.calibration.texts import MIN_TOKENS, default_texts, single_text
 from mlx_kv.calibration.work import Work
-from mlx_kv.files.fingerprint import model_fingerprint
+from mlx_kv.files.serialization import model_fingerprint
 from mlx_kv.generation.encoding import tokens_of_prompt, wrapped
 from mlx_kv.generation.two_pass_prefill import Instructions
 from mlx_kv.mlxlm.loading import architecture, check_model, context_length, vocabulary_of

@@ -255,7 +255,7 @@ def choose_bits(
         candidates: policies that set only how tensors are stored.
         measure: returns the nats that a policy adds on this text, and their standard error; None uses `CodecLoss`.
         remembered: stored measurements, read and added to; None stores none.
-        fingerprint: of the model, the key of stored measurements: `files.fingerprint.model_fingerprint`.
+        fingerprint: of the model, the key of stored measurements: `files.serialization.model_fingerprint`.
         progress: as for `losses`; it starts anew for each policy.
         tell: called with each candidate that was measured; the last one is the chosen one, if any is.
 

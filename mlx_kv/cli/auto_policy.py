@@ -170,8 +170,8 @@ class AutoPolicyOptions(PolicyOptions):
 
     def _chosen(self, policy: CachePolicy, model: nn.Module, tokens: list[int]) -> CachePolicy:
         from mlx_kv.calibration.storage import CANDIDATES, PLAIN, bytes_per_token, choose_bits
-        from mlx_kv.files.fingerprint import model_fingerprint
         from mlx_kv.files.measurement_cache import MeasurementCache
+        from mlx_kv.files.serialization import model_fingerprint
 
         tried: list[Tried] = []
         chosen = choose_bits(

@@ -34,8 +34,7 @@ def load_for(path: Path, network: Any, tokenizer: Any, model: str) -> PromptFile
     Raises:
         click.UsageError, ValueError: it is of another model, tokenizer or version, damaged, or empty.
     """
-    from mlx_kv.files.fingerprint import check_fingerprint, model_fingerprint
-    from mlx_kv.files.serialization import load_prompt_file
+    from mlx_kv.files.serialization import check_fingerprint, load_prompt_file, model_fingerprint
     from mlx_kv.mlxlm.convert import make_prompt_cache
     from mlx_kv.mlxlm.loading import vocabulary_of
 
@@ -101,7 +100,7 @@ def cache(
     with file_errors(f"write {output}"):
         check_output(output, force, "--force")  # before anything is read, and again when it is written
 
-    from mlx_kv.files.fingerprint import model_fingerprint
+    from mlx_kv.files.serialization import model_fingerprint
     from mlx_kv.generation.encoding import encode_beginning, speaks_chat
     from mlx_kv.generation.prefill import prefill_step, reserve_for
     from mlx_kv.generation.statistics import cache_statistics

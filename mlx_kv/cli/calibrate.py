@@ -119,7 +119,7 @@ def calibrate_command(
     from mlx_kv.calibration import calibrate, check_texts
     from mlx_kv.calibration.texts import default_texts, single_text, texts_in
     from mlx_kv.files.calibration_file import default_path, save_calibration
-    from mlx_kv.files.fingerprint import model_fingerprint
+    from mlx_kv.files.serialization import model_fingerprint
     from mlx_kv.mlxlm.loading import context_length
 
     network, tokenizer = replace(loading, name=chosen).load()

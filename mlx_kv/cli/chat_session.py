@@ -24,8 +24,7 @@ from mlx_kv.cli.cache import load_for
 from mlx_kv.cli.decoding import draft_lines
 from mlx_kv.cli.options import message_of
 from mlx_kv.cli.output import file_errors, human_bytes, say, tokens_line
-from mlx_kv.files.fingerprint import model_fingerprint
-from mlx_kv.files.serialization import check_output, save_prompt_cache
+from mlx_kv.files.serialization import check_output, model_fingerprint, save_prompt_cache
 from mlx_kv.generation.conversation import Conversation, Draws, Turn
 from mlx_kv.generation.settings import LogitsProcessor
 from mlx_kv.generation.statistics import cache_statistics

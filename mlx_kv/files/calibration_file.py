@@ -20,8 +20,8 @@ from mlx_kv.cache.eviction.calibration import Calibration, FittedLayer, Rotation
 from mlx_kv.files import tensor_files
 from mlx_kv.files.atomic_write import check_replaceable
 from mlx_kv.files.decoding import Part, check_shape, decode, read_json
-from mlx_kv.files.fingerprint import model_fingerprint
 from mlx_kv.files.measurement_cache import cache_folder
+from mlx_kv.files.serialization import model_fingerprint
 
 FORMAT = "mlx-kv calibration 1"
 SUFFIX = ".kvcal.safetensors"

@@ -1,7 +1,14 @@
-"""Prompt cache files: written, read and checked.
+"""Prompt cache files: written, read and checked; cut into blocks for a store of prompts; fingerprints of models.
 
 A file is a safetensors file whose metadata has a version, a description in JSON (`schema`) and its checksum; the
 description has a digest of each array. Files of mlx-lm are read, too (`stock_files`).
+
+In a store of prompts the slots of packed caches are cut into blocks, each of which becomes a file of its own. A block
+is named by a digest of its contents, so the same slots have the same name in every process. Layers of one layout and
+length are cut together: each block has some slots of all of their planes, keys and values. Slots after the last block
+stay with the rest: the description, and arrays that hold no slots. Packing, cutting and joining work on bytes, in any
+thread.
+H KV heads, n slots.
 """
 
 from __future__ import annotations
@@ -10,12 +17,18 @@ import hashlib
 import json
 import os
 import threading
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, is_dataclass, replace
+from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
 import mlx.core as mx
+import mlx.nn as nn
+import msgspec
+import numpy as np
+from mlx.utils import tree_flatten
 from msgspec import UNSET
 
 from mlx_kv.cache.checks import check_type, token_ids
@@ -23,13 +36,16 @@ from mlx_kv.files import stock_files, tensor_files
 from mlx_kv.files.atomic_write import check_replaceable
 from mlx_kv.files.caches import describe, restore
 from mlx_kv.files.decoding import check_shape, decode, read_json
-from mlx_kv.files.fingerprint import model_fingerprint
-from mlx_kv.files.schema import Description
+from mlx_kv.files.schema import BlockColumn, Description
 
 __all__ = ["PromptFile", "load_prompt_cache", "load_prompt_file", "model_fingerprint", "save_prompt_cache"]
 
 VERSION = "1"
 VERSION_WORD = "mlx_kv_prompt_cache"  # in the metadata of each file
+BLOCK_WORD, BLOCK_VERSION = "mlx_kv_prompt_block", "1"  # in the metadata of each block
+BLOCK_SLOTS = 512
+LEAST_SLOTS = 64  # of a block: fewer are not worth a file
+SAMPLE = 16  # values of each weight, three times
 _one_file = threading.Lock()  # layers of one sequence find each other in the order in which they are made
 
 
@@ -85,7 +101,7 @@ def save_prompt_cache(
     check_type("path", path, str | os.PathLike, "give the name of a file")
     check_type("caches", caches, Sequence, "give a list of caches, as make_prompt_cache makes it")
     check_type(
-        "fingerprint", fingerprint, str | None, "give that of mlx_kv.files.fingerprint.model_fingerprint, or None"
+        "fingerprint", fingerprint, str | None, "give that of mlx_kv.files.serialization.model_fingerprint, or None"
     )
     if format != "mlx-kv":
         raise ValueError(
@@ -243,3 +259,239 @@ def read(path: str | Path) -> ReadFile:
 
 def _checksum(text: str) -> str:
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
+
+# --- blocks -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SlotBlock:
+    """Slots [first, last) of the planes of some layers.
+
+    Args:
+        wholes: the arrays that they are a part of, by name, each (H, n, width).
+    """
+
+    wholes: dict[str, tensor_files.Content]
+    first: int
+    last: int
+
+    @property
+    def slots(self) -> int:
+        return self.last - self.first
+
+    @property
+    def contents(self) -> dict[str, tensor_files.Content]:
+        """By the same names, each (H, slots, width); copied on each access."""
+        return {name: _slots(whole, self.first, self.last) for name, whole in self.wholes.items()}
+
+    @cached_property
+    def name(self) -> str:
+        """32 hex digits."""
+        return _block_name({name: content.digest(name) for name, content in self.contents.items()})
+
+    @property
+    def nbytes(self) -> int:
+        return sum(len(whole.bytes) // whole.shape[1] * self.slots for whole in self.wholes.values())
+
+    def write(self, path: str | Path) -> None:
+        """Raises ValueError and OSError as `tensor_files.write`."""
+        tensor_files.write_contents(path, self.contents, {BLOCK_WORD: BLOCK_VERSION})
+
+
+def _block_name(digests: Mapping[str, str]) -> str:
+    text = " ".join(f"{name} {digests[name]}" for name in sorted(digests))
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def read_block(path: str | Path, name: str) -> tensor_files.TensorFile:
+    """A block of this name.
+
+    Raises:
+        FileNotFoundError: it does not exist.
+        ValueError: it is no block, has another name, or was damaged.
+    """
+    file = tensor_files.read(path)
+    if file.words != {BLOCK_WORD: BLOCK_VERSION} or _block_name(file.digests) != name:
+        raise ValueError(f"{path} was damaged: it is not what was written; make it again")
+    return file
+
+
+def _view(content: tensor_files.Content) -> np.ndarray:
+    """The bytes of an array (H, n, width), as (H, n, bytes of a slot)."""
+    heads, slots, width = content.shape
+    return np.frombuffer(content.bytes, np.uint8).reshape(heads, slots, width * content.itemsize)
+
+
+def _slots(content: tensor_files.Content, first: int, last: int) -> tensor_files.Content:
+    """A copy of some slots of an array (H, n, width)."""
+    part = np.ascontiguousarray(_view(content)[:, first:last])
+    return tensor_files.Content(
+        content.dtype, (content.shape[0], last - first, content.shape[2]), part.reshape(-1).data
+    )
+
+
+@dataclass(frozen=True)
+class CutCaches:
+    """Packed caches as blocks and the rest.
+
+    Attributes:
+        columns: of each layout, its blocks in the order of their slots.
+    """
+
+    rest: PackedCaches
+    columns: list[list[SlotBlock]]
+
+
+def block_ends(slots: int, wanted: Collection[int] = ()) -> list[int]:
+    """Where the blocks of so many slots end: at every multiple of BLOCK_SLOTS, and at the wanted ends.
+
+    A prompt shares blocks with an earlier one if it is cut at the same ends, as far as they have the same tokens.
+    """
+    ends, first = [], 0
+    for end in sorted({*range(BLOCK_SLOTS, slots + 1, BLOCK_SLOTS), *wanted}):
+        if end <= slots and end - first >= LEAST_SLOTS:
+            ends.append(end)
+            first = end
+    return ends
+
+
+def cut_into_blocks(packed: PackedCaches, wanted: Callable[[int, int], Collection[int]]) -> CutCaches:
+    """Cuts all slots into blocks, except for a short rest.
+
+    Args:
+        wanted: the other ends of blocks, by the number of the column and of its slots.
+    """
+    rest, columns, described = dict(packed.contents), [], []
+    for number, (slots, names) in enumerate(_columns(packed.description["caches"]).items()):
+        ends = block_ends(slots[0], wanted(number, slots[0]))
+        wholes = {name: rest[name] for name in names}
+        blocks = [SlotBlock(wholes, first, last) for first, last in pairwise([0, *ends])]
+        if blocks:
+            rest |= {name: _slots(whole, ends[-1], slots[0]) for name, whole in wholes.items()}
+            described.append({"arrays": names, "blocks": [[block.name, block.slots] for block in blocks]})
+        columns.append(blocks)
+    description = {**packed.description, "blocks": described} if described else packed.description
+    return CutCaches(replace(packed, contents=rest, description=description), columns)
+
+
+def _columns(described: Sequence[dict[str, Any]]) -> dict[tuple[Any, ...], list[str]]:
+    """The arrays that hold slots, by the number of slots and the layout."""
+    found: dict[tuple[Any, ...], list[str]] = {}
+    for cache in _flat_caches(described):
+        if len(cache["live"]) == 1:  # one sequence: what is kept of prompts
+            names = [f"{cache['name']}.{which}.{i}.0" for which, count in cache["planes"].items() for i in range(count)]
+            found.setdefault((cache["live"][0], *cache["state"][2]), []).extend(names)
+    return {column: names for column, names in found.items() if names}
+
+
+def _flat_caches(described: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    for cache in described:
+        if cache["kind"] == "list":
+            yield from _flat_caches(cache["members"])
+        elif cache["kind"] == "mlx-kv":
+            yield cache
+
+
+def block_names(rest: ReadFile) -> list[list[str]]:
+    """The names of the blocks that go with a rest, by column."""
+    return [[name for name, _ in column.blocks] for column in _stored_columns(rest)]
+
+
+def _stored_columns(rest: ReadFile) -> list[BlockColumn]:
+    return [] if rest.description is None else rest.description.blocks or []
+
+
+def join_blocks(rest: ReadFile, read: Callable[[str], tensor_files.TensorFile]) -> ReadFile:
+    """The file that would have been written in one piece.
+
+    Args:
+        read: reads the block of a name.
+
+    Raises:
+        ValueError: the blocks do not fit. Also anything that `read` raises.
+    """
+    contents = dict(rest.file.contents)
+    for column in _stored_columns(rest):
+        if any(name not in contents or len(contents[name].shape) != 3 for name in column.arrays):
+            raise ValueError("its blocks are of arrays that it does not have")
+        total = sum(slots for _, slots in column.blocks)
+        tails = {name: contents[name] for name in column.arrays}
+        wholes = {name: _with_space(tail, total) for name, tail in tails.items()}
+        first = 0
+        for block, slots in column.blocks:
+            parts = read(block).contents
+            if parts.keys() != wholes.keys():
+                raise ValueError("a block of other layers")
+            for name, part in parts.items():
+                _put(part, wholes[name], first, slots)
+            first += slots
+        for name, tail in tails.items():
+            _put(tail, wholes[name], first, tail.shape[1])
+        contents |= wholes
+    description = rest.description and msgspec.structs.replace(rest.description, blocks=UNSET)
+    return replace(rest, file=replace(rest.file, contents=contents), description=description)
+
+
+def _with_space(tail: tensor_files.Content, slots: int) -> tensor_files.Content:
+    """An array with space for so many slots in front of those of the tail (H, n, width)."""
+    heads, more, width = tail.shape
+    whole = np.empty(heads * (slots + more) * width * tail.itemsize, np.uint8)
+    return tensor_files.Content(tail.dtype, (heads, slots + more, width), whole.data)
+
+
+def _put(part: tensor_files.Content, whole: tensor_files.Content, first: int, slots: int) -> None:
+    """Copies all slots of a part into the whole."""
+    if (part.dtype, part.shape) != (whole.dtype, (whole.shape[0], slots, whole.shape[2])):
+        raise ValueError("a block of other shapes")
+    _view(whole)[:, first : first + slots] = _view(part)
+
+
+# --- fingerprints -----------------------------------------------------------------------------------------------------
+
+
+def model_fingerprint(model: nn.Module, tokenizer: Any = None) -> str:
+    """32 hex digits that identify a model, and as many for the tokenizer if one is given.
+
+    A digest of the model's class, its configuration, and the names, shapes and dtypes of its weights with 48 values of
+    each; and of the tokenizer's vocabulary. Models that differ only in other values have the same fingerprint.
+    """
+    weights: list[Any] = sorted(tree_flatten(model.parameters()))  # type: ignore[no-untyped-call]
+    samples = []
+    for _, weight in weights:
+        flat, middle = weight.reshape(-1), weight.size // 2
+        parts = [flat[:SAMPLE], flat[middle : middle + SAMPLE], flat[-SAMPLE:]]
+        samples.append(mx.concatenate(parts).view(mx.uint8))
+    mx.eval(samples)
+    args: Any = getattr(model, "args", None)
+    settings = asdict(args) if is_dataclass(args) and not isinstance(args, type) else {}
+    configuration = json.dumps(settings, sort_keys=True, default=lambda unknown: type(unknown).__name__)
+    digest = hashlib.blake2b(f"{type(model).__module__} {configuration} ".encode(), digest_size=16)
+    for (name, weight), sample in zip(weights, samples, strict=True):
+        digest.update(f"{name} {weight.shape} {weight.dtype} ".encode())
+        digest.update(bytes(sample.tolist()))  # type: ignore[arg-type]
+    if tokenizer is None:
+        return digest.hexdigest()
+    vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()))
+    return f"{digest.hexdigest()}-{hashlib.blake2b(vocabulary.encode(), digest_size=16).hexdigest()}"
+
+
+def check_fingerprint(what: str, saved: str | None, own: str, made_with: str | None = None) -> None:
+    """Refuses caches of another model or, if both fingerprints include a tokenizer, of another tokenizer.
+
+    Args:
+        what: the name of the file, for the message.
+        saved, own: the fingerprints of the file and of the model that is to continue from it.
+        made_with: the name of the model that the file was made with, for the message.
+
+    Raises:
+        ValueError: they differ, or the file has none.
+    """
+    if saved is None:
+        raise ValueError(f"{what} has no fingerprint of a model: make it again with mlx-kv cache")
+    fix = "make it again" + (f", or give the model that it was made with, {made_with}" if made_with else "")
+    (model, _, tokenizer), (own_model, _, own_tokenizer) = saved.partition("-"), own.partition("-")
+    if model != own_model:
+        raise ValueError(f"{what} is a prompt cache of another model: {fix}")
+    if tokenizer and own_tokenizer and tokenizer != own_tokenizer:
+        raise ValueError(f"{what} is a prompt cache of a model with another tokenizer: {fix}")

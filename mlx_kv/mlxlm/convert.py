@@ -13,7 +13,7 @@ from mlx_lm.models import cache as stock
 
 from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.communicator import LOCAL, CacheCommunicator
-from mlx_kv.files.fingerprint import model_fingerprint
+from mlx_kv.files.serialization import model_fingerprint
 from mlx_kv.mlxlm.loading import architecture, check_model
 from mlx_kv.mlxlm.observing import reads_packed, show_attention
 from mlx_kv.mlxlm.probe import ATTENTION, cache_usage, cached_per_model, counts_slots, indexers, window_of

@@ -389,7 +389,7 @@ class PrefixCache(ABC, Generic[E]):
             kind = type(self).__name__
             raise ValueError(
                 f"this {kind} has no fingerprint of a model and policy: read with a PromptReader, or give "
-                f"{kind}(..., fingerprint=...), such as that of mlx_kv.files.fingerprint.model_fingerprint"
+                f"{kind}(..., fingerprint=...), such as that of mlx_kv.files.serialization.model_fingerprint"
             )
         return self._fingerprint
 

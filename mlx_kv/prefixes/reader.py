@@ -13,7 +13,7 @@ from mlx_kv.cache.checks import cache_list, check_type, token_ids
 from mlx_kv.cache.codecs import are_plain, in_words
 from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.cache.layout import NO_LIMIT, planned
-from mlx_kv.files.fingerprint import model_fingerprint
+from mlx_kv.files.serialization import model_fingerprint
 from mlx_kv.generation.distributed_caches import given_caches
 from mlx_kv.generation.prefill import chunk_end, prefill_step, read_chunk
 from mlx_kv.generation.two_pass_prefill import NO_INSTRUCTIONS, Instructions, TwoPassPrefill, needs_second_pass

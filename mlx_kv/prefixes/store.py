@@ -39,7 +39,7 @@ import numpy as np
 from msgspec import Meta, Struct
 
 from mlx_kv.cache.checks import cache_list, check_type
-from mlx_kv.files import blocks, serialization, tensor_files
+from mlx_kv.files import serialization, tensor_files
 from mlx_kv.files.atomic_write import locked
 from mlx_kv.files.decoding import decode, read_json
 from mlx_kv.generation.statistics import cache_statistics
@@ -326,13 +326,13 @@ class PromptStore(PrefixCache[IndexedEntry]):
         metadata = {} if rest.description is None else rest.description.metadata
         if metadata.get("store_tokens") != tokens_digest(entry):
             raise ValueError("its tokens are not those of its index")
-        if blocks.blocks_of(rest) != [[block for block, _, _ in column] for column in entry.columns if column]:
+        if serialization.block_names(rest) != [[block for block, _, _ in column] for column in entry.columns if column]:
             raise ValueError("its blocks are not those of its index")
-        return blocks.joined(rest, self._read_block)
+        return serialization.join_blocks(rest, self._read_block)
 
     def _read_block(self, block: str) -> tensor_files.TensorFile:
         try:
-            return blocks.read_block(self._folder / f"{block}.block", block)
+            return serialization.read_block(self._folder / f"{block}.block", block)
         except ValueError:
             self._delete(f"{block}.block")
             raise
@@ -405,7 +405,7 @@ class PromptStore(PrefixCache[IndexedEntry]):
             raise
         return True
 
-    def _cut(self, new: PackedEntry) -> tuple[IndexedEntry, blocks.CutCaches]:
+    def _cut(self, new: PackedEntry) -> tuple[IndexedEntry, serialization.CutCaches]:
         """Cuts a packed entry into blocks.
 
         Blocks end where those of the nearest entry do, so that both share them, and where the two diverge, so that the
@@ -421,11 +421,11 @@ class PromptStore(PrefixCache[IndexedEntry]):
             ends = [end for end in accumulate(slots for blocks in columns for _, slots, _ in blocks) if end <= shared]
             return ends if shared == len(other) else [*ends, shared]
 
-        cut, entry = blocks.cut(new.caches, wanted_ends), new.entry
+        cut, entry = serialization.cut_into_blocks(new.caches, wanted_ends), new.entry
         columns = tuple(tuple((block.name, block.slots, block.nbytes) for block in column) for column in cut.columns)
         return IndexedEntry(entry.tokens, entry.bytes, entry.least, entry.fingerprint, columns), cut
 
-    def _write_data(self, name: str, cut: blocks.CutCaches, existing: set[str]) -> None:
+    def _write_data(self, name: str, cut: serialization.CutCaches, existing: set[str]) -> None:
         """Writes everything but the index and the existing blocks; after an error some files may be there."""
         for column in cut.columns:
             for block in column:
@@ -535,7 +535,7 @@ class PromptStore(PrefixCache[IndexedEntry]):
             if match[2] == "used":
                 return float(path.read_bytes()) > 0
             if match[2] == "block":
-                return blocks.BLOCK_WORD in _metadata(path)
+                return serialization.BLOCK_WORD in _metadata(path)
             if match[2] == "json":
                 with contextlib.suppress(ValueError, RecursionError):
                     fields = json.loads(path.read_bytes())

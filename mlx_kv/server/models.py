@@ -12,7 +12,7 @@ from typing import Any, Literal
 import mlx.nn as nn
 
 from mlx_kv.communicator import LOCAL, Communicator
-from mlx_kv.files.fingerprint import model_fingerprint
+from mlx_kv.files.serialization import model_fingerprint
 from mlx_kv.generation.engine import Engine, make_engine
 from mlx_kv.generation.settings import SamplingSettings
 from mlx_kv.generation.speculation import DraftSettings

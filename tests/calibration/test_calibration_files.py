@@ -14,7 +14,7 @@ from tiny_models import make_model
 from mlx_kv import Calibration, calibrate, load_calibration, save_calibration
 from mlx_kv.files import tensor_files
 from mlx_kv.files.calibration_file import FOLDER, beside, default_path, find_calibration
-from mlx_kv.files.fingerprint import model_fingerprint
+from mlx_kv.files.serialization import model_fingerprint
 
 
 @pytest.fixture(scope="session")

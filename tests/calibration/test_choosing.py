@@ -10,8 +10,8 @@ import pytest
 from tiny_models import make_model
 
 from mlx_kv.calibration.storage import CANDIDATES, CodecLoss, by_size, choose_bits, subject_of
-from mlx_kv.files.fingerprint import model_fingerprint
 from mlx_kv.files.measurement_cache import MeasurementCache
+from mlx_kv.files.serialization import model_fingerprint
 from mlx_kv.policy import CachePolicy
 
 TEXT = np.random.default_rng(1).integers(2, 90, size=90).tolist()

@@ -18,8 +18,7 @@ from mlx_kv import (
     save_prompt_cache,
 )
 from mlx_kv.files import tensor_files
-from mlx_kv.files.fingerprint import model_fingerprint
-from mlx_kv.files.serialization import VERSION_WORD, load_prompt_file
+from mlx_kv.files.serialization import VERSION_WORD, load_prompt_file, model_fingerprint
 from mlx_kv.generation.encoding import encode_beginning, encode_ending
 from mlx_kv.mlxlm.loading import load
 

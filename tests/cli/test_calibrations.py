@@ -15,7 +15,7 @@ import mlx_kv
 from mlx_kv import load, save_calibration
 from mlx_kv.cache.eviction.calibration import Calibration
 from mlx_kv.files.calibration_file import beside
-from mlx_kv.files.fingerprint import model_fingerprint
+from mlx_kv.files.serialization import model_fingerprint
 
 Command = Callable[..., Any]
 PROMPT = "import os\n\n" + "".join(f"def number_{n}(x):\n    return x + {n}\n" for n in range(24))

@@ -13,7 +13,7 @@ from tiny_models import VOCAB, make_model
 
 from mlx_kv import CachePolicy, TemperatureSampler
 from mlx_kv.communicator import LOCAL, Communicator, LocalCommunicator
-from mlx_kv.files.fingerprint import model_fingerprint
+from mlx_kv.files.serialization import model_fingerprint
 from mlx_kv.generation.distributed_caches import make_distributed_caches
 from mlx_kv.generation.engine import make_engine
 from mlx_kv.generation.sampling import SeededSampler

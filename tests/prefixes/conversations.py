@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from mlx_kv import KVCache, PromptStore, RingKVCache, trim_prompt_cache
 from mlx_kv.cache.eviction.evictor import Evictor, LayerGroup
 from mlx_kv.cache.layout import Budget
-from mlx_kv.files import blocks
+from mlx_kv.files import serialization
 
 LAYERS, HEADS, DIM = 2, 2, 32
 
@@ -111,8 +111,8 @@ STEPS = st.lists(
 
 def make_blocks_small(patch: pytest.MonkeyPatch) -> None:
     """Those of files."""
-    patch.setattr(blocks, "BLOCK_SLOTS", 32)
-    patch.setattr(blocks, "LEAST_SLOTS", 8)
+    patch.setattr(serialization, "BLOCK_SLOTS", 32)
+    patch.setattr(serialization, "LEAST_SLOTS", 8)
 
 
 SYSTEM = [token % 50 for token in range(200)]

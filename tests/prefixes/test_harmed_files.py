@@ -19,7 +19,7 @@ from places import Place
 from processes import start
 
 from mlx_kv import KVCache, PromptStore
-from mlx_kv.files import blocks, serialization
+from mlx_kv.files import serialization
 from mlx_kv.prefixes.store import VERSION_WITH_BLOCKS, checksum
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
@@ -141,13 +141,13 @@ def test_data_that_tell_of_blocks_that_cannot_be_are_refused(case: str, tmp_path
     store = PromptStore(tmp_path, fingerprint="a")
     new = store.pack(*conversation(0))
     assert new is not None
-    made = blocks.cut(new.caches, lambda column, slots: [])
+    made = serialization.cut_into_blocks(new.caches, lambda column, slots: [])
     made.rest.description["blocks"] = DESCRIBED[case]
     made.rest.write(tmp_path / "a.safetensors")
 
     def read() -> None:
         rest = serialization.read(tmp_path / "a.safetensors")
-        blocks.joined(rest, lambda name: (_ for _ in ()).throw(AssertionError("nothing is to be read")))
+        serialization.join_blocks(rest, lambda name: (_ for _ in ()).throw(AssertionError("nothing is to be read")))
 
     with pytest.raises(ValueError, match=r"its description is not valid|its blocks are of arrays"):
         read()
@@ -165,7 +165,7 @@ def holds(found: list[KVCache], kept: list[KVCache], count: int) -> bool:
 @pytest.mark.parametrize("what", ["keep", "evict", "remove", "find", "damaged"])
 def test_whatever_fails_once(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No older entry is lost, nothing wrong is found, and the next time it works."""
-    monkeypatch.setattr(blocks, "BLOCK_SLOTS", 96)
+    monkeypatch.setattr(serialization, "BLOCK_SLOTS", 96)
     kept = [conversation(number) for number in range(3)]
     faults = Faults(monkeypatch)
     probe = Place(tmp_path / "probe").store()

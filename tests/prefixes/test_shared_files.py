@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from places import Place
 
 from mlx_kv import PromptMemory, PromptStore, load_prompt_cache
-from mlx_kv.files import blocks
+from mlx_kv.files import serialization
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
 LARGE = 2**30
@@ -98,7 +98,7 @@ def test_a_store_that_is_full_frees_what_one_entry_alone_has(place: Place) -> No
 
 
 def test_an_entry_alone_is_one_file_and_serves_older_versions(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "BLOCK_SLOTS", 512)
+    monkeypatch.setattr(serialization, "BLOCK_SLOTS", 512)
     store = place.store()
     store.keep(*conversation(0))
     (name,) = store.entries()
@@ -163,13 +163,13 @@ def test_a_block_stays_while_an_index_cannot_be_read(place: Place, monkeypatch: 
 @given(st.integers(0, 200), st.integers(0, 200), st.sets(st.integers(0, 250), max_size=4))
 def test_where_blocks_end(shared: int, slots: int, wanted: set[int]) -> None:
     """As far as two share anything, the second is cut as the first was, and where they part."""
-    first = blocks.block_ends(slots + shared, wanted)
+    first = serialization.block_ends(slots + shared, wanted)
     assert all(b - a >= 8 for a, b in zip([0, *first], first, strict=False))
     assert (slots + shared) - ([0, *first][-1]) < 32 + 8
     same = [end for end in first if end <= shared]
-    second = blocks.block_ends(max(shared, 150), [*same, shared])
+    second = serialization.block_ends(max(shared, 150), [*same, shared])
     assert [end for end in second if end < shared] == [end for end in same if end < shared]
-    third = blocks.block_ends(shared + 70, [*[end for end in second if end <= shared], shared])
+    third = serialization.block_ends(shared + 70, [*[end for end in second if end <= shared], shared])
     assert [end for end in third if end <= shared] == [end for end in second if end <= shared]
 
 

@@ -25,7 +25,7 @@ from tiny_models import make_model
 
 from mlx_kv import CachePolicy, make_prompt_cache
 from mlx_kv.communicator import LOCAL, CacheCommunicator
-from mlx_kv.files.fingerprint import model_fingerprint
+from mlx_kv.files.serialization import model_fingerprint
 from mlx_kv.mlxlm.loading import weights_of
 from mlx_kv.mlxlm.traverse import attention_caches
 from mlx_kv.ranks import communicator as exchange

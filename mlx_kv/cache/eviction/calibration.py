@@ -151,7 +151,7 @@ class Calibration:
     Two calibrations are equal if they have the same `name`, a digest of all numbers.
 
     Attributes:
-        fingerprint: of the model, without a tokenizer (`files.fingerprint.model_fingerprint`).
+        fingerprint: of the model, without a tokenizer (`files.serialization.model_fingerprint`).
         heads: (L, H), tokens that each head is given, as a multiple of the mean over all heads.
         layers: of each layer, the weights of the fitted score; empty if only budgets were measured.
         details: versions, texts, tokens and the quality of the fit; anything that JSON can hold.
