@@ -23,7 +23,7 @@ from mlx_kv.cli.help import option
 from mlx_kv.cli.model import ModelOptions, find_config, read_config
 from mlx_kv.cli.options import EXISTING_FILE, Command, options
 from mlx_kv.ranks.environment import launched
-from mlx_kv.ranks.watchdog import STEP_SECONDS, leave_signals_to_leader
+from mlx_kv.ranks.link import STEP_SECONDS, leave_signals_to_leader
 from mlx_kv.settings import setting
 
 if TYPE_CHECKING:

@@ -10,20 +10,202 @@ A frame is a JSON list:
     ["report", value]         a follower's message that nothing waits for
     ["bye", code, reason]     this rank ends; code 0 without a reason is a normal end, which waits for pending messages
     ["broken", reason, code]  the group is broken
+
+Framing and authentication (an HMAC challenge in both directions) are those of `multiprocessing.connection`. Nothing is
+pickled. MLX is not imported.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import queue
+import signal
+import socket
+import struct
+import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from socketserver import BaseRequestHandler, ThreadingTCPServer
 from typing import Any, NoReturn
 
-from mlx_kv.ranks.channel import Channel, encode
+# --- connections ------------------------------------------------------------------------------------------------------
+
+
+HELLO_SECONDS = 10.0  # within which a new connection must authenticate itself
+MAX_HELLO_BYTES = 64
+# A machine that is switched off sends nothing. After 2 s of silence it is probed three times, one second apart.
+IDLE_SECONDS, PROBES, PROBE_SECONDS = 2, 3, 1
+GIVE_UP_SECONDS = IDLE_SECONDS + PROBES * PROBE_SECONDS
+_MACOS = sys.platform == "darwin"
+_TCP_RXT_CONNDROPTIME = 0x80  # macOS's TCP_USER_TIMEOUT, in seconds; Python has no name for it
+_TCP_OPTIONS = {
+    "TCP_KEEPALIVE" if _MACOS else "TCP_KEEPIDLE": IDLE_SECONDS,
+    "TCP_KEEPINTVL": PROBE_SECONDS,
+    "TCP_KEEPCNT": PROBES,
+    "TCP_USER_TIMEOUT": 1000 * GIVE_UP_SECONDS,  # milliseconds without an acknowledgement of sent data
+    "TCP_NODELAY": 1,
+}
+
+
+def encode(message: Any) -> bytes:
+    """A message as `Channel.write` takes it.
+
+    Raises:
+        TypeError: JSON cannot express it.
+    """
+    return json.dumps(message, separators=(",", ":")).encode()
+
+
+class Channel:
+    """A connection that one thread reads, and to which one thread at a time writes.
+
+    Attributes:
+        bytes_sent: without the overhead of TCP.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        if sock.family != socket.AF_UNIX:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for name, value in _TCP_OPTIONS.items():
+                if hasattr(socket, name):
+                    sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+            if _MACOS:
+                sock.setsockopt(socket.IPPROTO_TCP, _TCP_RXT_CONNDROPTIME, GIVE_UP_SECONDS)
+        self._socket = sock
+        self._connection = Connection(os.dup(sock.fileno()))
+        self.bytes_sent = 0
+
+    def authenticate(self, key: bytes, first: bool) -> None:
+        """Proves that this side has the key and verifies that the other side has it; exactly one side is `first`.
+
+        Raises:
+            AuthenticationError: the other side has another key.
+            OSError: the other side has closed the connection, sent something else, or sent nothing in time.
+        """
+        challenges = (deliver_challenge, answer_challenge)
+        try:
+            for challenge in challenges if first else challenges[::-1]:
+                challenge(self._connection, key)
+        except AssertionError as error:  # Python 3.11 asserts that the other side speaks this protocol
+            raise ConnectionError("the other side is not a rank") from error
+        except EOFError as error:
+            raise ConnectionError("the other side has closed the connection") from error
+
+    def write(self, data: bytes) -> None:
+        """Sends an encoded message. Raises OSError if the connection is closed."""
+        self._connection.send_bytes(data)
+        self.bytes_sent += len(data) + 4
+
+    def read(self, max_bytes: int | None = None) -> Any:
+        """Waits for the next message.
+
+        Raises:
+            OSError: the connection is closed, or the data is not a message of at most this size.
+        """
+        try:
+            return json.loads(self._connection.recv_bytes(max_bytes))
+        except (EOFError, ValueError) as error:
+            raise ConnectionError("the other side has closed the connection") from error
+
+    def set_timeout(self, seconds: float) -> None:
+        """Reads and writes fail after this many seconds; 0 is no limit."""
+        whole, fraction = divmod(seconds, 1)
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            self._socket.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(whole), int(fraction * 1e6)))
+
+    def close(self) -> None:
+        """The other side still reads what was sent before, then the end of the connection."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+
+def connect(address: tuple[str, int], key: bytes, rank: int) -> Channel:
+    """A connection from this rank to the leader's `Reception`.
+
+    Raises:
+        AuthenticationError: the leader has another key.
+        OSError: the leader cannot be reached.
+    """
+    sock = socket.create_connection(address, HELLO_SECONDS)
+    sock.settimeout(None)
+    channel = Channel(sock)
+    channel.set_timeout(HELLO_SECONDS)
+    channel.authenticate(key, first=False)
+    channel.write(encode(rank))
+    channel.set_timeout(0)
+    return channel
+
+
+class Reception(ThreadingTCPServer):
+    """Accepts connections of ranks that have the key.
+
+    Each connection is authenticated in its own thread, so that a silent one delays no other.
+
+    Args:
+        host: the address to listen on; the system chooses the port.
+
+    Raises:
+        OSError: the address does not belong to this machine.
+    """
+
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, host: str, key: bytes) -> None:
+        self.address_family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+        self._key = key
+        self._results: queue.SimpleQueue[tuple[int, Channel] | AuthenticationError] = queue.SimpleQueue()
+        super().__init__((host, 0), BaseRequestHandler)
+        self.port: int = self.socket.getsockname()[1]
+        threading.Thread(target=self.serve_forever, args=(0.05,), name="mlx-kv reception", daemon=True).start()
+
+    def next(self, seconds: float) -> tuple[int, Channel]:
+        """The next rank that has connected.
+
+        Raises:
+            TimeoutError: no connection in this time.
+            AuthenticationError: a connection with another key.
+        """
+        try:
+            result = self._results.get(timeout=max(0.0, seconds))
+        except queue.Empty:
+            raise TimeoutError from None
+        if isinstance(result, AuthenticationError):
+            raise result
+        return result
+
+    def close(self) -> None:
+        self.shutdown()
+        self.server_close()
+
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        """Authenticates a connection. Called in its own thread, for each connection."""
+        try:
+            channel = Channel(request)
+            channel.set_timeout(HELLO_SECONDS)
+            channel.authenticate(self._key, first=True)
+            rank = int(channel.read(MAX_HELLO_BYTES))
+            channel.set_timeout(0)
+        except AuthenticationError as error:
+            self._results.put(error)
+            request.close()
+        except (OSError, TypeError):  # not a rank
+            request.close()
+        else:
+            self._results.put((rank, channel))
+
+    def shutdown_request(self, request: Any) -> None:
+        """Connections outlast the request: their `Channel` closes them."""
+
+
+# --- messages, and the end --------------------------------------------------------------------------------------------
+
 
 EXIT_CODE = 70  # of a rank whose group is broken
 REFUSED = 2  # exit code of a rank that cannot do what was requested
@@ -296,3 +478,108 @@ class Follower(Link):
     def report(self, value: Any) -> None:
         """Sends the result of work in another thread, which the leader does not wait for."""
         self._send(["report", value])
+
+
+# --- ranks that hang --------------------------------------------------------------------------------------------------
+
+
+STEP_SECONDS = 120.0  # that any step may take: the first ones read weights, and compile
+FACTOR = 20.0  # times the longest step so far, if that is more
+CHECK_INTERVAL = 0.25  # of the time that a step may take
+SIGTERM_APART = 1.0  # seconds between two SIGTERMs that count as two: some supervisors send several at once
+BREAK_UP_SECONDS = 1.0  # for the message to the leader, which may be stopped and read nothing
+
+
+class Watchdog:
+    """Calls `on_late` with a reason when a step takes far longer than any before it.
+
+    Args:
+        seconds: that any step may take.
+    """
+
+    def __init__(self, on_late: Callable[[str], None], seconds: float = STEP_SECONDS) -> None:
+        self._on_late, self._seconds = on_late, seconds
+        self._longest: dict[str, float] = {}  # seconds, by the name of the step
+        self._started = threading.Condition()
+        self._running: tuple[str, float] | None = None  # name and start of the current step
+        self._thread: threading.Thread | None = None
+
+    @contextlib.contextmanager
+    def watch(self, step: str) -> Iterator[None]:
+        """Limits the time of a step with this name. A step within another one is part of it."""
+        if self._running is not None:
+            yield
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._check, name="mlx-kv watchdog", daemon=True)
+            self._thread.start()
+        self._running = step, time.monotonic()
+        with self._started:
+            self._started.notify()
+        try:
+            yield
+        finally:
+            self.progress()
+            self._running = None
+
+    def progress(self) -> None:
+        """A part of the step is done: its time starts again."""
+        if self._running is not None:
+            step, start = self._running
+            now = time.monotonic()
+            self._longest[step] = max(self._longest.get(step, 0.0), now - start)
+            self._running = step, now
+
+    def limit(self, step: str) -> float:
+        """Seconds that a step with this name may take."""
+        return max(self._seconds, FACTOR * self._longest.get(step, 0.0))
+
+    def _check(self) -> None:
+        while True:
+            with self._started:
+                while self._running is None:
+                    self._started.wait()
+                running = self._running
+            step, start = running
+            left = start + self.limit(step) - time.monotonic()
+            if left > 0:
+                time.sleep(min(left, CHECK_INTERVAL * self._seconds))
+            elif self._running == running:
+                self._on_late(
+                    f"{step} has taken {time.monotonic() - start:.0f} s: a rank, or the network between them, hangs; "
+                    "start all ranks again"
+                )
+                return
+
+
+def leave_signals_to_leader(rank: int, fail: Callable[[str], None]) -> None:
+    """From now on SIGINT is ignored, and SIGTERM ends this rank only if it comes a second time, a second later or more.
+
+    Launchers send both to all ranks at once, and then the leader ends in order, which can take long. Call this in the
+    main thread. Signals are handled in another one: the main thread may be waiting in a collective forever.
+
+    Args:
+        fail: ends all ranks, with a reason.
+    """
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
+    signal.siginterrupt(signal.SIGTERM, False)  # system calls of MLX go on
+    signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+    threading.Thread(target=_handle_signals, args=(read_end, rank, fail), name="mlx-kv signals", daemon=True).start()
+
+
+def _handle_signals(read_end: int, rank: int, fail: Callable[[str], None]) -> None:
+    first: float | None = None
+    while numbers := os.read(read_end, 64):
+        if signal.SIGTERM not in numbers:
+            continue
+        if first is None:
+            first = time.monotonic()
+        elif time.monotonic() - first > SIGTERM_APART:
+            reason = "stopped by a second SIGTERM, while the leader has not ended"
+            breaking_up = threading.Thread(target=fail, args=(reason,), daemon=True)
+            breaking_up.start()
+            breaking_up.join(BREAK_UP_SECONDS)
+            leave(f"rank {rank}: {reason}", EXIT_CODE)

@@ -15,12 +15,10 @@ from typing import Any
 
 import pytest
 
-from mlx_kv.ranks import channel, group, joining, link
-from mlx_kv.ranks.channel import Channel, Reception, connect, encode
+from mlx_kv.ranks import group, link
 from mlx_kv.ranks.environment import Launch
-from mlx_kv.ranks.group import RankGroup
-from mlx_kv.ranks.joining import receive_ranks
-from mlx_kv.ranks.link import EXIT_CODE, Follower, Leader, RanksError
+from mlx_kv.ranks.group import RankGroup, receive_ranks
+from mlx_kv.ranks.link import EXIT_CODE, Channel, Follower, Leader, RanksError, Reception, connect, encode
 
 
 class Rank:
@@ -214,7 +212,7 @@ def test_who_asks_later_is_called_at_once() -> None:
 
 def test_strangers_are_not_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     """A silent one, one that uses another protocol, one that disconnects; a rank is accepted meanwhile."""
-    monkeypatch.setattr(channel, "HELLO_SECONDS", 0.5)
+    monkeypatch.setattr(link, "HELLO_SECONDS", 0.5)
     reception = Reception("127.0.0.1", b"key")
     address = ("127.0.0.1", reception.port)
     with socket.create_connection(address), socket.create_connection(address) as other_protocol:
@@ -241,7 +239,7 @@ def test_a_hello_that_is_no_number_of_a_rank_does_no_harm(
     hello: bytes, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Also a long one, which is not read, of a side that has the key."""
-    monkeypatch.setattr(channel, "encode", lambda rank: hello)
+    monkeypatch.setattr(link, "encode", lambda rank: hello)
     with contextlib.closing(Reception("127.0.0.1", b"key")) as reception:
         address = ("127.0.0.1", reception.port)
         # A long hello may still be on its way when the other side disconnects: then connect itself fails.
@@ -315,10 +313,10 @@ def test_a_rank_that_has_met_the_others_and_does_not_come_is_named(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """What would end this process if MLX waited for good is over by then, however long MLX took."""
-    monkeypatch.setattr(joining, "_GUARD", joining._GUARD.replace("os.kill(os.getppid(), signal.SIGKILL)", "pass"))
+    monkeypatch.setattr(group, "_GUARD", group._GUARD.replace("os.kill(os.getppid(), signal.SIGKILL)", "pass"))
     monkeypatch.setattr(group, "launched", lambda: Launch("ring", "127.0.0.1"))
     monkeypatch.setattr(group, "connected", lambda launch: time.sleep(0.3) or Rank(0, 2))
-    monkeypatch.setattr(joining, "_from_leader", lambda raw, announcement: json.loads(announcement))
+    monkeypatch.setattr(group, "_from_leader", lambda raw, announcement: json.loads(announcement))
     with pytest.raises(ValueError, match="rank 1 has not come within 1 s: start all ranks again"):
         group.join_ranks(join_seconds=1.0)
     assert capfd.readouterr().err == ""

@@ -7,11 +7,11 @@ import subprocess
 import sys
 import time
 
-from mlx_kv.ranks.watchdog import Watchdog
+from mlx_kv.ranks.link import Watchdog
 
 WAITS = """
 import ctypes, os, sys, time
-from mlx_kv.ranks.watchdog import leave_signals_to_leader
+from mlx_kv.ranks.link import leave_signals_to_leader
 leave_signals_to_leader(1, lambda reason: time.sleep(600))  # the leader reads nothing
 print("waits", flush=True)
 reading, writing = os.pipe()
