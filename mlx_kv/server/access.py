@@ -1,4 +1,4 @@
-"""Access to the server: host names, origins, API keys, TLS certificates, and the access log.
+"""Access to the server: host names, origins, API keys, TLS certificates, and the log.
 
 A page of any site can make a browser send requests to this machine: under a host name of its own that it points here
 (DNS rebinding), or directly where the page needs no answer. So the Host header must name this server, and an Origin
@@ -15,30 +15,25 @@ import ipaddress
 import logging
 import socket
 import ssl
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, urlsplit
+from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from mlx_kv.server.job import Job
 from mlx_kv.server.json_http import ApiError
 from mlx_kv.server.prefix_report import HEADER
 
 ANY = "*"
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
-JOBS = "mlx_kv.jobs"  # key of a request's scope: its jobs
-HUNG_UP = 499
 MAX_PATH = 200  # characters of a path in the access log
-access_log = logging.getLogger("mlx_kv.access")
 Refused = Callable[[Request, ApiError], Awaitable[Response]]
 
 
@@ -249,37 +244,13 @@ def configure_logging(level: str) -> None:
     root.setLevel("WARNING" if level in ("DEBUG", "INFO") else level)
     logging.getLogger("mlx_kv").setLevel(level)
     logging.getLogger("uvicorn").setLevel("WARNING" if level == "INFO" else level)
+    logging.getLogger("uvicorn.access").setLevel(level)
+    logging.getLogger("uvicorn.access").addFilter(_without_query)
 
 
-class AccessLog:
-    """Logs one line per request: client, path, status, duration and token counts; no text, and no query string."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not access_log.isEnabledFor(logging.INFO):
-            await self._app(scope, receive, send)
-            return
-        started, status, complete = time.monotonic(), 0, False
-
-        async def observed(message: Message) -> None:
-            nonlocal status, complete
-            await send(message)
-            status = message.get("status", status)
-            complete = complete or (message["type"] == "http.response.body" and not message.get("more_body", False))
-
-        try:
-            await self._app(scope, receive, observed)
-        finally:
-            client = scope["client"][0] if scope.get("client") else "-"
-            path, seconds = quote(scope["path"])[:MAX_PATH], time.monotonic() - started
-            tokens, code = _token_counts(scope.get(JOBS, ())), status if complete else HUNG_UP
-            access_log.info("%s %s %s %d %.3f s%s", client, scope["method"], path, code, seconds, tokens)
-
-
-def _token_counts(jobs: Sequence[Job]) -> str:
-    if not jobs:
-        return ""
-    prompt, cached = sum(len(job.tokens) for job in jobs), sum(job.cached for job in jobs)
-    return f", {prompt} prompt, {cached} known, {sum(len(job.answer) for job in jobs)} generated"
+def _without_query(record: logging.LogRecord) -> bool:
+    """Removes the query string of a request from the access log, since it may have a key."""
+    if isinstance(record.args, tuple) and len(record.args) == 5:
+        client, method, path, *rest = record.args
+        record.args = (client, method, str(path).partition("?")[0][:MAX_PATH], *rest)
+    return True

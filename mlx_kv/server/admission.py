@@ -11,7 +11,6 @@ from mlx_kv.server.json_http import SHUTTING_DOWN, ApiError
 from mlx_kv.server.worker import Worker
 
 KEEP_ALIVE = 15.0  # seconds without output after which a stream sends a sign of life, for proxies
-WATCH_EVERY = 0.1  # seconds between two checks of whether the worker is alive
 COMPLETIONS = ("/v1/completions", "/completions")
 CHATS = ("/v1/chat/completions", "/chat/completions")
 RESPONSES, MESSAGES = ("/v1/responses", "/responses"), ("/v1/messages",)
@@ -121,16 +120,6 @@ class AdmissionController:
 
         self.worker.deliver = deliver
 
-    async def watch(self) -> None:
-        """Ends all responses when the worker has ended, for whatever reason.
-
-        Each has a collector, also those with a job that the worker has not seen. So nothing depends on what its thread
-        did last.
-        """
-        while self.worker.alive:
-            await asyncio.sleep(WATCH_EVERY)
-        self.give_up(f"the server ends: {self.worker.failure or 'its worker has ended'}")
-
     def _deliver(self, chunks: list[OutputChunk]) -> None:
         for chunk in chunks:
             if (collector := self._collectors.get(chunk.job)) is not None:  # else its client has hung up
@@ -184,7 +173,11 @@ class AdmissionController:
             self.worker.cancel(job)
 
     def give_up(self, reason: str = SHUTTING_DOWN) -> None:
-        """Ends all responses with an error, and admits no more requests."""
+        """Ends all responses with an error, and admits no more requests.
+
+        Each has a collector, also those with a job that the worker has not seen. So nothing depends on what its thread
+        did last.
+        """
         self.closing = self.closing or reason
         for collector in set(self._collectors.values()):
             collector.fail(ApiError(503, self.closing))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -120,9 +119,7 @@ class Api:
     @contextlib.asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
         self.admission.begin()
-        watching = asyncio.create_task(self.admission.watch())
         yield
-        watching.cancel()
         self._handler.close()
 
     # --- endpoints ------------------------------------------------------------------------------------------------

@@ -21,7 +21,6 @@ from starlette.types import Message, Receive, Scope, Send
 from mlx_kv.cache.checks import token_ids
 from mlx_kv.generation.encoding import TemplateError, encode_messages, encode_prompt
 from mlx_kv.generation.generate import StopStrings
-from mlx_kv.server.access import JOBS
 from mlx_kv.server.admission import ENDPOINTS, AdmissionController
 from mlx_kv.server.job import Job
 from mlx_kv.server.json_http import ApiError, JsonResponse, error_body, read_body, without_panic
@@ -32,7 +31,6 @@ from mlx_kv.server.requests import CompletionRequest, Limits, Prompt, RequestRul
 from mlx_kv.server.structured_output import Grammars, marks_of
 from mlx_kv.server.worker import Worker
 
-STREAMED = "mlx_kv.streamed"  # key of a request's scope: its response is sent in chunks, unless to HTTP/1.0
 MATCH_SECONDS = 1.0  # for which a stream waits until its header can report the reused tokens
 STALLED = 60.0  # seconds after which a client that stops reading counts as hung up
 log = logging.getLogger("mlx_kv.server")
@@ -240,7 +238,6 @@ class CompletionResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         admission, status = self._admission, 499
-        scope[JOBS] = [choice.job for choice in self._choices]
         self._collector = admission.submit([choice.job for choice in self._choices])
         gone = asyncio.create_task(self._hung_up(receive))
 
@@ -307,7 +304,6 @@ class CompletionResponse(Response):
         headers = [(b"content-type", self._writer.stream_type), (b"cache-control", b"no-store")]
         if await self._collector.begun(MATCH_SECONDS):
             headers.append((HEADER.lower().encode(), self._prefix.encode()))
-        scope[STREAMED] = True
         await send({"type": "http.response.start", "status": 200, "headers": headers})
 
         async def write(data: bytes, more: bool = True) -> None:

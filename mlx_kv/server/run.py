@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import signal
 import socket
@@ -16,20 +17,18 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from mlx_kv.ranks.link import leave
-from mlx_kv.server.access import AccessLog, Certificates, configure_logging
+from mlx_kv.server.access import Certificates, configure_logging
 from mlx_kv.server.api import Api, HttpSettings
-from mlx_kv.server.handler import STREAMED
 from mlx_kv.server.worker import Worker
 
 BACKLOG = 2048
 FLUSH_SECONDS = 1.0  # for clients to receive an error before their connections are closed
-POLL_SECONDS = 0.1  # between two checks of whether the group of ranks is broken, while responses end
+POLL_SECONDS = 0.1  # between two checks of whether responses have to end
 WORKER_SECONDS = 10.0  # for the worker to end after the last response
 THREAD_SECONDS = 1.0  # for other threads to end after the worker
 LEAVE_SECONDS = 1.0  # for other ranks to be notified before this process ends
@@ -124,7 +123,7 @@ def _threads_ended() -> bool:
 
 
 class Server(uvicorn.Server):
-    """uvicorn with the application. It logs nothing itself.
+    """uvicorn with the application; whatever the reason for its end, clients that wait for a response get an error.
 
     Args:
         drain_seconds: from a signal until responses in progress are ended with an error.
@@ -132,18 +131,15 @@ class Server(uvicorn.Server):
     """
 
     def __init__(self, api: Api, drain_seconds: float = 30.0, certificates: Certificates | None = None) -> None:
-        self.api, self._drain_seconds = api, drain_seconds
-        self._hurry = asyncio.Event()
-        self._worker_ended: float | None = None  # when that was noticed
+        self.api, self._drain_seconds, self._hurries = api, drain_seconds, False
         self.broken: str | None = None  # why the group of ranks is broken
         config = uvicorn.Config(
-            AccessLog(api.app),
+            api.app,
             log_config=None,
-            access_log=False,
             server_header=False,
+            http="h11",
             ws="none",
             lifespan="on",
-            http=HalfCloseProtocol,
             **({} if certificates is None else certificates.uvicorn_options),
         )
         super().__init__(config)
@@ -159,39 +155,39 @@ class Server(uvicorn.Server):
         return self.api.admission.admitted
 
     def hurry(self) -> None:
-        """Ends all responses with an error now. Called in the event loop's thread, or in a signal handler there."""
-        self._hurry.set()
+        """Ends all responses with an error soon. Called from any thread, or in a signal handler."""
+        self._hurries = True
 
     def end(self, reason: str) -> None:
         """Ends all responses with an error soon, then the server. Called from any thread."""
         self.broken = reason
 
-    async def on_tick(self, counter: int) -> bool:
-        if self.broken is not None:  # the worker may wait for another rank for good
-            self._give_up()
-            self.hurry()
-        if self._worker_ended is None and not self.api.worker.alive:
-            self._worker_ended = time.monotonic()
-        flushed = self._worker_ended is not None and time.monotonic() - self._worker_ended > FLUSH_SECONDS
-        return await super().on_tick(counter) or flushed or self.broken is not None
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        ending = asyncio.create_task(self._end_responses())
-        await super().shutdown(sockets)
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serves until `should_exit` and the last response, or until responses had to end with an error."""
+        serving, ending = asyncio.create_task(super().serve(sockets)), asyncio.create_task(self._end_responses())
+        await asyncio.wait((serving, ending), return_when=asyncio.FIRST_COMPLETED)
+        if not serving.done():  # clients that do not read or still send: their connections end with the event loop
+            logging.getLogger("uvicorn.error").setLevel("CRITICAL")  # as of each request that is cancelled
+            serving.cancel()
+            await asyncio.wait((serving,))
+            await self.lifespan.shutdown()
         ending.cancel()
 
-    def _give_up(self) -> None:
-        self.api.admission.give_up(*(() if self.broken is None else (f"the server ends: {self.broken}",)))
-
     async def _end_responses(self) -> None:
-        deadline = time.monotonic() + self._drain_seconds
-        while self.broken is None and not self._hurry.is_set() and time.monotonic() < deadline:
-            with contextlib.suppress(TimeoutError):  # `on_tick` no longer runs, so `broken` is checked here
-                await asyncio.wait_for(self._hurry.wait(), min(POLL_SECONDS, max(0.0, deadline - time.monotonic())))
-        self._give_up()
+        """Ends all responses with an error once they have to end, and waits until clients can have received it."""
+        deadline = math.inf
+        while self.broken is None and not self._hurries and self.api.worker.alive and time.monotonic() < deadline:
+            if self.should_exit and deadline == math.inf:
+                deadline = time.monotonic() + self._drain_seconds
+            await asyncio.sleep(POLL_SECONDS)
+        admission = self.api.admission
+        if self.broken is not None:  # the worker may wait for another rank for good
+            admission.give_up(f"the server ends: {self.broken}")
+        elif not self.api.worker.alive:
+            admission.give_up(self.api.worker.end_reason)
+        else:
+            admission.give_up()
         await asyncio.sleep(FLUSH_SECONDS)
-        for connection in list(self.server_state.connections):  # of clients that don't read, or still send
-            connection.transport.abort()
 
 
 # --- signals ----------------------------------------------------------------------------------------------------------
@@ -264,70 +260,3 @@ class ShutdownSignals:
 
 def _requests(server: Server) -> str:
     return f"{server.unanswered} request{'' if server.unanswered == 1 else 's'}"
-
-
-# --- half-closed connections ------------------------------------------------------------------------------------------
-
-STATUS_LINE = b"HTTP/1.1 "
-FIRST_WAIT = 0.2  # seconds between the first two bytes sent ahead; doubles with each, up to 51 s after the first
-
-
-class HalfCloseProtocol(H11Protocol):
-    """uvicorn's HTTP/1.1 protocol; also answers clients that shut down their sending side after a request.
-
-    In TCP such a client looks like one that has closed its connection. But a closed connection answers data with a
-    reset, so single bytes of the response are sent ahead: of its status line, which begins alike whatever the response
-    is, or leading zeros of the size of its next chunk. asyncio has no half-closed TLS connections: there, the client
-    counts as gone.
-    """
-
-    _half_closed = False
-
-    @property
-    def _answering(self) -> bool:
-        """Whether a request has arrived completely, and its response isn't complete."""
-        return self.cycle is not None and not self.cycle.more_body and not self.cycle.response_complete
-
-    def eof_received(self) -> bool:  # type: ignore[override]
-        """The client sends nothing more. Returns whether the connection stays open."""
-        self._half_closed = self._answering and self.scheme == "http"
-        if self._half_closed:
-            self._send_ahead(self.cycle, 0)
-        return self._half_closed
-
-    def on_response_complete(self) -> None:
-        super().on_response_complete()  # starts the next request, if that has arrived
-        if self._half_closed and self._answering:
-            self._send_ahead(self.cycle, 0)
-        elif self._half_closed:
-            self.transport.close()
-
-    def _send_ahead(self, cycle: RequestResponseCycle, sent: int) -> None:
-        """Sends one byte of the response now, and the next one after a wait; a reset ends the request.
-
-        Args:
-            sent: number of bytes sent ahead so far.
-        """
-        if cycle.response_complete or self.transport.is_closing():
-            return
-        if not cycle.response_started:
-            self.transport.write(STATUS_LINE[sent : sent + 1])
-            cycle.transport = _BegunTransport(self.transport, sent + 1)  # type: ignore[assignment]
-        elif cycle.scope.get(STREAMED) and cycle.scope["http_version"] == "1.1":
-            self.transport.write(b"0")
-        if sent + 1 < len(STATUS_LINE):
-            self.loop.call_later(FIRST_WAIT * 2**sent, self._send_ahead, cycle, sent + 1)
-
-
-class _BegunTransport:
-    """A transport that leaves out the first bytes of the next write, which were sent ahead."""
-
-    def __init__(self, transport: Any, sent: int) -> None:
-        self._transport, self._sent = transport, sent
-
-    def write(self, data: bytes) -> None:
-        self._transport.write(data[self._sent :])
-        self._sent = 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)

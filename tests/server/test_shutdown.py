@@ -23,8 +23,10 @@ def ending(drain_seconds: float, then: Any) -> tuple[list[str], float]:
     """What clients are told, and after how long, where something happens while answers end."""
     told: list[str] = []
     admission = SimpleNamespace(give_up=lambda why="the server is shutting down": told.append(why))
-    api: Any = SimpleNamespace(app=None, admission=admission)
+    worker = SimpleNamespace(alive=True, end_reason="the server ends: its worker has ended")
+    api: Any = SimpleNamespace(app=None, admission=admission, worker=worker)
     server = run.Server(api, drain_seconds)
+    server.should_exit = True
     timer = threading.Timer(0.1, then, [server])
     timer.start()
     began = time.monotonic()
@@ -36,6 +38,18 @@ def ending(drain_seconds: float, then: Any) -> tuple[list[str], float]:
 def test_a_rank_that_is_gone_while_answers_end_ends_them() -> None:
     told, seconds = ending(20, lambda server: server.end("rank 1 is gone"))
     assert told == ["the server ends: rank 1 is gone"]
+    assert seconds < 10
+
+
+def test_a_worker_that_ends_while_answers_end_ends_them() -> None:
+    told, seconds = ending(20, lambda server: setattr(server.api.worker, "alive", False))
+    assert told == ["the server ends: its worker has ended"]
+    assert seconds < 10
+
+
+def test_a_second_ctrl_c_ends_answers_at_once() -> None:
+    told, seconds = ending(20, lambda server: server.hurry())
+    assert told == ["the server is shutting down"]
     assert seconds < 10
 
 
