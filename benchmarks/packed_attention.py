@@ -12,7 +12,7 @@ The physics. A token reads every key and value once: 4 bytes an element in float
 biases of groups of 64. If reading were all, 8 bits would be 3.5 times as fast. On a GPU, `mx.quantized_matmul` turns
 words into numbers in registers. On a CPU that is one number at a time, and takes longer than reading 4 bytes. Ours
 turns a block of them into floats that stay in the CPU's caches, multiplies with a tuned BLAS, and applies scales and
-biases to what comes out, once for a group (`mlx_kv.cache.attention.packed`); for 3, 5 and 6 bits it cannot, since bytes
+biases to what comes out, once for a group (`mlx_kv.cache.attention`); for 3, 5 and 6 bits it cannot, since bytes
 hold no whole number of those. Rotated ones cost a transform of the query and of the answer.
 
 Milliseconds are medians of rounds in which all ways take turns. The last line is one JSON object.

@@ -32,7 +32,7 @@ from mlx_lm.models.base import scaled_dot_product_attention
 
 from mlx_kv import KVCache, cache_statistics, load
 from mlx_kv.bundled import model_path
-from mlx_kv.cache.segments import SegmentedCache
+from mlx_kv.cache.segmented import SegmentedCache
 from mlx_kv.generation.engine import make_engine
 from mlx_kv.generation.sequence import TokenSequence
 from mlx_kv.mlxlm import batching

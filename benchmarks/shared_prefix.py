@@ -29,7 +29,7 @@ import mlx.core as mx
 
 from mlx_kv import CachePolicy, PromptMemory, batch_generate, load
 from mlx_kv.bundled import model_path
-from mlx_kv.cache.segments import moving
+from mlx_kv.cache import row_classes
 from mlx_kv.generation.engine import Engine, make_engine
 from mlx_kv.generation.sequence import TokenSequence
 from mlx_kv.generation.shared_prefixes import Beginnings
@@ -51,13 +51,13 @@ POLICIES = {
 def without_sharing() -> Iterator[None]:
     """Batches that are made here keep whole copies of shared tokens."""
     kind = mx.default_device().type
-    least, common = moving.LEAST_SAVED[kind], Beginnings.common
-    moving.LEAST_SAVED[kind] = 2**62
+    least, common = row_classes.LEAST_SAVED[kind], Beginnings.common
+    row_classes.LEAST_SAVED[kind] = 2**62
     Beginnings.common = lambda *_: 0  # type: ignore[method-assign]
     try:
         yield
     finally:
-        moving.LEAST_SAVED[kind], Beginnings.common = least, common  # type: ignore[method-assign]
+        row_classes.LEAST_SAVED[kind], Beginnings.common = least, common  # type: ignore[method-assign]
 
 
 def kept_prefix(model: Any, policy: CachePolicy, tokens: list[int]) -> PromptMemory:

@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.base import scaled_dot_product_attention
 
-from mlx_kv.cache.segments.rule import Groups
+from mlx_kv.cache.row_classes import Groups
 from mlx_kv.mlxlm.attention import HOOK, AttentionCall
 
 Rule = Callable[[tuple[int, ...], Groups, Groups, int], Groups]

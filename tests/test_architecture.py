@@ -23,7 +23,7 @@ from tiny_models import make_model
 
 import mlx_kv
 from mlx_kv import CachePolicy, make_prompt_cache
-from mlx_kv.cache.codecs import pairs as codecs
+from mlx_kv.cache import codecs
 from mlx_kv.cache.eviction import scores
 from mlx_kv.cli.main import command as group
 from mlx_kv.generation.speculation import drafters

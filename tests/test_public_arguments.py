@@ -28,7 +28,7 @@ MODELS = {"PromptReader", "batch_generate", "generate", "speculative_generate", 
 @pytest.fixture(autouse=True)
 def _somewhere_else(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Paths such as "x" are written to; what is registered here is forgotten."""
-    from mlx_kv.cache.codecs.pairs import CODECS
+    from mlx_kv.cache.codecs import CODECS
     from mlx_kv.cache.eviction.scores import SCORES
     from mlx_kv.generation.speculation.drafters import DRAFTERS
 

@@ -13,7 +13,8 @@ from functools import lru_cache
 import mlx.core as mx
 
 from mlx_kv.cache.codecs import Codec, Planes, alike, in_rows, of_head
-from mlx_kv.cache.layout import Layout, Plan, Ranges, Row, moves_between, stay
+from mlx_kv.cache.layout import Layout, Ranges, Row, moves_between, stay
+from mlx_kv.cache.plan import Plan
 
 MOVED_BYTES = 2**20  # read at a time before they are written to their new slots
 COPIED_BYTES = 2**20  # up to this, a copy costs less than synchronising

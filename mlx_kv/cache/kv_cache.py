@@ -35,18 +35,17 @@ from mlx_kv.cache.layout import (
     Append,
     Budget,
     Layout,
-    Plan,
     Ranges,
     Row,
     WriteCapacity,
     count_slots,
     enough_slots,
-    plan_of,
     planned,
     reshaped,
     trim_rows,
 )
 from mlx_kv.cache.mask import Mask, make_mask
+from mlx_kv.cache.plan import Plan, plan_of
 from mlx_kv.cache.protocol import Call, Fetched, Hook
 from mlx_kv.cache.residual import Residual
 from mlx_kv.cache.state import CacheParts, CacheState, check_residual, cut_chain, in_state, restored

@@ -9,7 +9,8 @@ from typing import Literal
 
 import mlx.core as mx
 
-from mlx_kv.cache.layout import Plan, count_seen, count_slots
+from mlx_kv.cache.layout import count_seen, count_slots
+from mlx_kv.cache.plan import Plan
 
 Mask = mx.array | Literal["causal"] | None
 

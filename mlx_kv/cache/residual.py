@@ -21,7 +21,8 @@ import numpy as np
 
 from mlx_kv.cache.buffers import Buffers, SlotBuffer, signature_of
 from mlx_kv.cache.codecs import PLAIN
-from mlx_kv.cache.layout import NO_LIMIT, Plan, Ring, Row, plan_of
+from mlx_kv.cache.layout import NO_LIMIT, Ring, Row
+from mlx_kv.cache.plan import Plan, plan_of
 from mlx_kv.settings import SettingError
 
 ROOM = 64  # tokens that can be trimmed at any time, and that a write may have without a copy

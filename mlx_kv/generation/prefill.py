@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_kv.cache.segments import SegmentedCache
+from mlx_kv.cache.segmented import SegmentedCache
 from mlx_kv.mlxlm.loading import number_of_weights
 from mlx_kv.mlxlm.recurrent import RecurrentState
 from mlx_kv.mlxlm.traverse import attention_caches, leaves

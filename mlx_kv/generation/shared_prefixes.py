@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mlx_kv.cache.layout import NO_LIMIT, Append, Budget
-from mlx_kv.cache.segments import SegmentedCache, can_evict_later
+from mlx_kv.cache.segmented import SegmentedCache
+from mlx_kv.cache.segments import can_evict_later
 from mlx_kv.generation.admission import PendingRow
 from mlx_kv.generation.sequence import TokenSequence
 from mlx_kv.generation.two_pass_prefill import needs_second_pass

@@ -15,7 +15,7 @@ from mlx_lm.models import cache as stock
 
 from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.cache.rows import check_joinable
-from mlx_kv.cache.segments import SegmentedCache
+from mlx_kv.cache.segmented import SegmentedCache
 from mlx_kv.mlxlm.attention import AttentionPatch
 from mlx_kv.mlxlm.convert import make_prompt_cache
 from mlx_kv.mlxlm.loading import architecture

@@ -18,8 +18,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import activations
 
-from mlx_kv.cache.attention import Dense, PackedAnswer, attend
-from mlx_kv.cache.attention.blocks import MAX_X, exponential
+from mlx_kv.cache.attention import MAX_X, Dense, PackedAnswer, attend, exponential
 from mlx_kv.cache.codecs import Packing
 from mlx_kv.mlxlm.attention import AttentionCall, AttentionPatch, Changes, modules_with
 

@@ -13,7 +13,7 @@ from mlx_lm.models import cache as stock
 
 from mlx_kv.cache.checks import cache_list, check_type
 from mlx_kv.cache.kv_cache import KVCache
-from mlx_kv.cache.segments import SegmentedCache
+from mlx_kv.cache.segmented import SegmentedCache
 from mlx_kv.communicator import CacheCommunicator
 
 Places = list[tuple[KVCache, int]]

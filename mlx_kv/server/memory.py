@@ -19,8 +19,7 @@ import numpy as np
 from mlx_kv.cache.growth import SLOT_MULTIPLE, TAIL_MULTIPLE, round_up
 from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.cache.layout import Layout, Row
-from mlx_kv.cache.segments.moving import LEAST_SAVED
-from mlx_kv.cache.segments.rule import KEPT
+from mlx_kv.cache.row_classes import KEPT, LEAST_SAVED
 from mlx_kv.generation.prefill import MOST_TOKENS_AHEAD
 from mlx_kv.generation.shared_prefixes import shares_up_to
 from mlx_kv.generation.statistics import cache_statistics

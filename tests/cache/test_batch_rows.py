@@ -29,7 +29,8 @@ import mlx_kv.cache.rows
 from mlx_kv import CachePolicy, KVCache
 from mlx_kv.cache.eviction.evictor import LayerGroup
 from mlx_kv.cache.eviction.kept_tokens import KeptTokens
-from mlx_kv.cache.layout import Plan, Row, WriteCapacity
+from mlx_kv.cache.layout import Row, WriteCapacity
+from mlx_kv.cache.plan import Plan
 from mlx_kv.cache.residual import ROOM
 from mlx_kv.generation.prefill import announce
 from mlx_kv.mlxlm.traverse import attention_caches, compact, places_of

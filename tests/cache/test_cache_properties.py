@@ -17,7 +17,8 @@ import mlx_kv.cache.buffers
 import mlx_kv.cache.kv_cache
 import mlx_kv.cache.mask
 from mlx_kv import KVCache
-from mlx_kv.cache.layout import Append, Row, plan_of
+from mlx_kv.cache.layout import Append, Row
+from mlx_kv.cache.plan import plan_of
 
 STORAGE = {
     "stored": st.sampled_from(STORED),

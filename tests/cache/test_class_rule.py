@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_kv.cache.segments.rule import KEPT, MADE, MOST_CLASSES, Groups, held_slots, settled
+from mlx_kv.cache.row_classes import KEPT, MADE, MOST_CLASSES, Groups, held_slots, settled
 
 LEAST = 1024
 sizes = st.integers(1, 130).map(lambda steps: 256 * steps)

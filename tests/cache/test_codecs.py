@@ -29,9 +29,9 @@ from mlx_kv import (
     register_codec,
     save_prompt_cache,
 )
-from mlx_kv.cache.attention import operands
+from mlx_kv.cache import attention, codecs
 from mlx_kv.cache.buffers import SlotBuffer
-from mlx_kv.cache.codecs import Affine, Codec, Microscaled, Plain, pairs
+from mlx_kv.cache.codecs import Affine, Codec, Microscaled, Plain
 from mlx_kv.mlxlm.traverse import attention_caches
 from mlx_kv.planning import Planner, Strategy
 from mlx_kv.prefixes.reader import cache_format
@@ -77,8 +77,8 @@ def test_a_codec_that_stores_a_token_late_is_caught(monkeypatch: pytest.MonkeyPa
 def test_an_answer_from_planes_of_another_token_is_caught(codec: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     steps = [("update", 5), ("update", 3), ("update", 1)]
     run(Spec(codec=codec, carries=True), steps)
-    genuine = operands.Packed.mixed
-    monkeypatch.setattr(operands.Packed, "mixed", lambda self, w, slots: genuine(self, mx.roll(w, 1, axis=-1), slots))
+    genuine = attention.Packed.mixed
+    monkeypatch.setattr(attention.Packed, "mixed", lambda self, w, slots: genuine(self, mx.roll(w, 1, axis=-1), slots))
     run(Spec(codec=codec), steps)  # decoded, nobody asks it
     with pytest.raises(AssertionError):
         run(Spec(codec=codec, carries=True), steps)
@@ -193,12 +193,12 @@ def described(path: Path) -> Any:
 
 
 def test_a_codec_that_nobody_registered_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(pairs.CODECS.registered, "mine", Half)
+    monkeypatch.setitem(codecs.CODECS.registered, "mine", Half)
     monkeypatch.setattr(Half, "name", "mine")
     cache = fed(KVCache(codec="mine"))
     save_prompt_cache(tmp_path / "a.safetensors", [cache])
     state = cache.state
-    monkeypatch.delitem(pairs.CODECS.registered, "mine")
+    monkeypatch.delitem(codecs.CODECS.registered, "mine")
     message = r"there is no codec 'mine': choose one of affine, .*, or register_codec\(\) one of that name"
     for load in (lambda: load_prompt_cache(tmp_path / "a.safetensors"), lambda: KVCache.from_state(state)):
         with pytest.raises(ValueError, match=message):
@@ -209,7 +209,7 @@ def test_a_codec_that_nobody_registered_is_refused_by_name(tmp_path: Path, monke
 
 
 def test_codecs_are_found_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    bring(monkeypatch, pairs.CODECS, "mlx_kv.codecs", "brought", lambda: Scaled(5))
+    bring(monkeypatch, codecs.CODECS, "mlx_kv.codecs", "brought", lambda: Scaled(5))
     assert {"affine", "brought", "half", "plain", "scaled"} <= set(codec_names())
     assert KVCache(codec="brought").view.codecs[0].parameters["levels"] == 5
     assert KVCache(codec="affine").view.codecs == (Affine(8, 64),) * 2

@@ -22,8 +22,8 @@ from test_batch_rows import DIM, MOST_ROWS, Batches, Kind, Single
 from test_observed_codecs import ObservedBatches, ObservedKind, TieError
 
 from mlx_kv import CachePolicy, PromptMemory, load_prompt_cache, save_prompt_cache
-from mlx_kv.cache.segments import moving
-from mlx_kv.cache.segments.segmented import SegmentedCache
+from mlx_kv.cache import row_classes
+from mlx_kv.cache.segmented import SegmentedCache
 from mlx_kv.mlxlm.traverse import attention_caches
 from mlx_kv.prefixes import index, prefix_cache
 
@@ -103,7 +103,7 @@ class History(ObservedBatches):
         self.case, self.folder, self.seed = case, folder, seed
         self.alone_only = "quantized_start" in case.names  # a batch quantises when its first row gets there
         if "classes" in case.names:
-            moving.settled = anywhere(seed)  # type: ignore[assignment]
+            row_classes.settled = anywhere(seed)  # type: ignore[assignment]
         super().__init__(case.kind(carries=seed % 2 == 0), seed)  # type: ignore[arg-type]
 
     @property
@@ -115,7 +115,7 @@ class History(ObservedBatches):
 
     def teardown(self) -> None:
         super().teardown()
-        moving.settled = RULE
+        row_classes.settled = RULE
 
     def made(self, cache: Any) -> Any:
         return SegmentedCache(cache) if "classes" in self.case.names else cache
@@ -239,7 +239,7 @@ class History(ObservedBatches):
         self.join(self.random.random() < 0.5)
 
 
-RULE = moving.settled
+RULE = row_classes.settled
 
 
 @pytest.fixture(autouse=True)

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from mlx_kv import CachePolicy, FixedStep, Geometric, KVCache, Tapered
 from mlx_kv.cache.growth import DEFAULT, Growth
-from mlx_kv.cache.layout import Append, Plan, Ring, Row, trim_rows
+from mlx_kv.cache.layout import Append, Ring, Row, trim_rows
 from mlx_kv.cache.mask import make_mask
+from mlx_kv.cache.plan import Plan
 
 
 def plan_append(rows: tuple[Row, ...], new: int) -> Plan:

@@ -11,15 +11,16 @@ from classes import attend
 from oracle import HEADS, QUERY_HEADS
 
 from mlx_kv import Geometric, KVCache, RingKVCache
+from mlx_kv.cache import row_classes
 from mlx_kv.cache.growth import DEFAULT, Growth
-from mlx_kv.cache.segments import SegmentedCache, moving
+from mlx_kv.cache.segmented import SegmentedCache
 
 DIM = 32
 
 
 @pytest.fixture(autouse=True)
 def _little_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(moving.LEAST_SAVED, mx.default_device().type, 256)
+    monkeypatch.setitem(row_classes.LEAST_SAVED, mx.default_device().type, 256)
 
 
 def random(*shape: int) -> mx.array:

@@ -11,7 +11,8 @@ import pytest
 from rotations import matrix
 
 from mlx_kv import KVCache
-from mlx_kv.cache.attention import Dense, Operand, Packed, attend, blocks, operands
+from mlx_kv.cache import attention
+from mlx_kv.cache.attention import Dense, Operand, Packed, attend
 from mlx_kv.cache.codecs import Affine, Centre, Centred, Codec, Microscaled, Packing
 
 GROUP_SIZES = (32, 64, 128)
@@ -124,9 +125,9 @@ def check(case: Case) -> None:
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two queries of all rows and heads at a time, and 256 slots."""
-    monkeypatch.setattr(blocks, "BLOCK_SCORES", dict.fromkeys(blocks.BLOCK_SCORES, 1))
-    monkeypatch.setattr(blocks, "LEAST_QUERIES", 2)
-    monkeypatch.setattr(operands, "BLOCK_ELEMENTS", 1)
+    monkeypatch.setattr(attention, "BLOCK_SCORES", dict.fromkeys(attention.BLOCK_SCORES, 1))
+    monkeypatch.setattr(attention, "LEAST_QUERIES", 2)
+    monkeypatch.setattr(attention, "BLOCK_ELEMENTS", 1)
 
 
 # --- arrays -----------------------------------------------------------------------------------------------------------
@@ -158,7 +159,7 @@ def test_grouped_heads_of_every_size(query_heads: int, heads: int, key_dim: int,
 def test_a_whole_prompt_of_many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """As it is read: as many queries as slots, and more of them than a block has."""
     case = Case(new=150, slots=150, keys=Affine(8, 64), values=Affine(4, 64))
-    monkeypatch.setattr(blocks, "BLOCK_SCORES", dict.fromkeys(blocks.BLOCK_SCORES, 1))
+    monkeypatch.setattr(attention, "BLOCK_SCORES", dict.fromkeys(attention.BLOCK_SCORES, 1))
     for each in (case, replace(case, keys=None, values=None)):
         check(each)
 
@@ -296,7 +297,7 @@ def all_of_every_group(queries: mx.array, groups: int) -> mx.array:
     return mx.concatenate([queries] * groups, axis=2)
 
 
-def centres_in_another_order(self: operands.Packed, dtype: mx.Dtype) -> mx.array:
+def centres_in_another_order(self: attention.Packed, dtype: mx.Dtype) -> mx.array:
     return genuine_centre(self, dtype)[::-1]
 
 
@@ -305,27 +306,27 @@ def the_first_group_of_each(x: mx.array) -> mx.array:
 
 
 genuine_masked, genuine_weights, genuine_pieces, genuine_own_groups, genuine_centre = (
-    blocks._masked,
-    blocks._weights,
-    operands._pieces,
-    operands._own_groups,
-    operands.Packed._centre_of,
+    attention._masked,
+    attention._weights,
+    attention._pieces,
+    attention._own_groups,
+    attention.Packed._centre_of,
 )
 FOUR_BITS = Case(keys=Affine(4, 32), values=Affine(4, 32))
 ALL_CENTRED = Case(keys=CENTRED, values=CENTRED)
 ROTATED = Case(keys=Affine(8, 32, rotate=True), values=Affine(8, 32, rotate=True))
 PLANTED = {
-    "causal masks are off by one": (blocks, "_masked", sees_one_more, Case()),
-    "masks are not of the block": (blocks, "_masked", first_lines_of_masks, Case(mask="rows")),
-    "masks of heads are mixed up": (blocks, "_masked", heads_in_another_order, Case(mask="query heads")),
-    "masks of KV heads are mixed up": (blocks, "_masked", heads_in_another_order, Case(mask="heads")),
-    "sinks take no part": (blocks, "_weights", without_sinks, Case(sinks=True)),
-    "channels change places": (operands, "_pieces", other_order_of_pieces, FOUR_BITS),
-    "groups take each other's queries": (operands, "_apart", all_of_every_group, FOUR_BITS),
-    "groups take each other's scales": (operands, "_own_groups", the_first_group_of_each, FOUR_BITS),
-    "nothing is rotated": (operands, "rotated", lambda x: x, ROTATED),
-    "nothing is centred": (operands.Packed, "_centre_of", lambda self, dtype: mx.array(0.0), ALL_CENTRED),
-    "centres of heads are mixed up": (operands.Packed, "_centre_of", centres_in_another_order, ALL_CENTRED),
+    "causal masks are off by one": (attention, "_masked", sees_one_more, Case()),
+    "masks are not of the block": (attention, "_masked", first_lines_of_masks, Case(mask="rows")),
+    "masks of heads are mixed up": (attention, "_masked", heads_in_another_order, Case(mask="query heads")),
+    "masks of KV heads are mixed up": (attention, "_masked", heads_in_another_order, Case(mask="heads")),
+    "sinks take no part": (attention, "_weights", without_sinks, Case(sinks=True)),
+    "channels change places": (attention, "_pieces", other_order_of_pieces, FOUR_BITS),
+    "groups take each other's queries": (attention, "_apart", all_of_every_group, FOUR_BITS),
+    "groups take each other's scales": (attention, "_own_groups", the_first_group_of_each, FOUR_BITS),
+    "nothing is rotated": (attention, "rotated", lambda x: x, ROTATED),
+    "nothing is centred": (attention.Packed, "_centre_of", lambda self, dtype: mx.array(0.0), ALL_CENTRED),
+    "centres of heads are mixed up": (attention.Packed, "_centre_of", centres_in_another_order, ALL_CENTRED),
 }
 
 
@@ -345,7 +346,7 @@ def test_a_mask_that_only_lessens_what_it_hides_is_caught(codec: Codec | None, m
     def lessens(scores: mx.array, mask: mx.array, first: int, last: int) -> mx.array:
         return scores + mx.where(mask, 0.0, -9.0)[:, :, None].astype(scores.dtype)
 
-    monkeypatch.setattr(blocks, "_masked", lessens)
+    monkeypatch.setattr(attention, "_masked", lessens)
     assert differs_by_poison(Case(mask="rows", keys=codec, values=codec))
 
 

@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 from test_own_attention import TOLERANCE, normal, operand, reference, stored, wide
 
-from mlx_kv.cache.attention import Dense, attend_partly, blocks, merged
+from mlx_kv.cache import attention
+from mlx_kv.cache.attention import Dense, attend_partly, merged
 from mlx_kv.cache.buffers import SlotBuffer
 from mlx_kv.cache.codecs import PLAIN, Affine
-from mlx_kv.cache.segments.reading import of_all_rows, readings_of
-from mlx_kv.cache.segments.segment import Segment
+from mlx_kv.cache.segmented import of_all_rows, readings_of
+from mlx_kv.cache.segments import Segment
 
 
 @pytest.mark.parametrize("cpu", [True, False])
@@ -19,7 +20,7 @@ from mlx_kv.cache.segments.segment import Segment
 @pytest.mark.parametrize("new", [1, 40, 160])
 def test_parts_of_the_tokens_are_merged(cpu: bool, dtype: mx.Dtype, new: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a CPU and as on a GPU: two parts in arrays, and one in packed planes with a causal mask."""
-    monkeypatch.setattr(blocks, "on_cpu", lambda: cpu)
+    monkeypatch.setattr(attention, "on_cpu", lambda: cpu)
     q = normal((2, 6, new, 64), dtype, 1)
     k, v = (normal((2, 2, 100, 64), dtype, seed) for seed in (2, 3))
     (keys, wide_keys), (values, wide_values) = (stored(Affine(8, 64), x[:, :, 60:]) for x in (k, v))
@@ -41,7 +42,7 @@ def test_parts_of_the_tokens_are_merged(cpu: bool, dtype: mx.Dtype, new: int, mo
 def test_rows_use_as_many_tokens_of_a_segment_as_their_prompts_share(
     cpu: bool, new: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(blocks, "on_cpu", lambda: cpu)
+    monkeypatch.setattr(attention, "on_cpu", lambda: cpu)
     q = normal((4, 6, new, 64), mx.float32, 1)
     k, v = (normal((1, 2, 100, 64), mx.float32, seed) for seed in (2, 3))
     first, second = (

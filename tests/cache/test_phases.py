@@ -27,7 +27,8 @@ from mlx_kv import (
     save_prompt_cache,
 )
 from mlx_kv.cache import buffers, kv_cache
-from mlx_kv.cache.layout import Chunks, Ring, Row, WriteCapacity, moves_between, plan_of, planned, reshaped
+from mlx_kv.cache.layout import Chunks, Ring, Row, WriteCapacity, moves_between, planned, reshaped
+from mlx_kv.cache.plan import plan_of
 
 SETTLED = WriteCapacity.PERIOD + 1  # steps of decoding after which the room is that of decoding
 fractions = st.floats(0, 1)

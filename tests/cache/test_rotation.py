@@ -8,8 +8,8 @@ import pytest
 from rotations import matrix
 
 from mlx_kv import KVCache
-from mlx_kv.cache.codecs import Affine, rotation
-from mlx_kv.cache.codecs.rotation import check_rotation, rotated
+from mlx_kv.cache import codecs
+from mlx_kv.cache.codecs import Affine, check_rotation, rotated
 
 DIMS = (16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 192, 208, 256, 512, 576, 768, 1024)
 
@@ -42,18 +42,18 @@ def test_products_stay_what_they_are_and_a_large_channel_is_spread(dim: int) -> 
     q, k = mx.random.normal((2, 2, 7, dim)), mx.random.normal((2, 2, 9, dim))
     products, turned = q @ k.swapaxes(2, 3), rotated(q) @ rotated(k).swapaxes(2, 3)
     assert mx.allclose(products, turned, atol=2e-4, rtol=1e-4).item()
-    blocks = dim // rotation.power_of_two_in(dim)
+    blocks = dim // codecs.power_of_two_in(dim)
     if blocks not in (1, 2):  # of one block each channel is spread evenly; of more, most of it stays in its own
-        assert np.abs(of_unit_vectors(dim)).max() < 1 / np.sqrt(rotation.LEAST_POWER) + 1e-6
+        assert np.abs(of_unit_vectors(dim)).max() < 1 / np.sqrt(codecs.LEAST_POWER) + 1e-6
     else:
         np.testing.assert_allclose(np.abs(of_unit_vectors(dim)).max(axis=1), np.sqrt(blocks / dim), rtol=1e-5)
 
 
 def test_another_matrix_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rotation, "MOST_POWER", 32)
+    monkeypatch.setattr(codecs, "MOST_POWER", 32)
     with pytest.raises(AssertionError):
         test_it_is_the_matrix(64)
-    monkeypatch.setattr(rotation, "MOST_POWER", 512)
+    monkeypatch.setattr(codecs, "MOST_POWER", 512)
     with pytest.raises(AssertionError):
         test_it_is_the_matrix(512)
 

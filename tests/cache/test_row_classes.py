@@ -14,10 +14,11 @@ from hypothesis.stateful import initialize, run_state_machine_as_test
 from test_batch_rows import Batches, Kind, kinds
 
 from mlx_kv import CachePolicy, KVCache
-from mlx_kv.cache.segments import DeferredMask, SegmentedCache, moving
-from mlx_kv.cache.segments.moving import Parts
+from mlx_kv.cache import row_classes
+from mlx_kv.cache.row_classes import Parts
+from mlx_kv.cache.segmented import DeferredMask, SegmentedCache
 
-RULE = moving.settled
+RULE = row_classes.settled
 
 
 class ClassedBatches(Batches):
@@ -28,11 +29,11 @@ class ClassedBatches(Batches):
 
     @initialize(kind=kinds(), rows=st.integers(1, 3), seed=st.integers(0, 999), period=st.sampled_from([1, 2, 3, 32]))
     def begin(self, kind: Kind, rows: int, seed: int, period: int) -> None:
-        moving.settled = anywhere(seed)  # type: ignore[assignment]
+        row_classes.settled = anywhere(seed)  # type: ignore[assignment]
         super().begin(kind, rows, seed, period)
 
     def teardown(self) -> None:
-        moving.settled = RULE
+        row_classes.settled = RULE
         super().teardown()
 
 
@@ -51,7 +52,7 @@ def rows_stay_shuffled(self: Parts, outputs: Any) -> Any:
     return mx.concatenate(list(outputs))
 
 
-def forgets_copies_between(self: SegmentedCache, moved: moving.Moved) -> None:
+def forgets_copies_between(self: SegmentedCache, moved: row_classes.Moved) -> None:
     self._put(moved.parts)
 
 

@@ -16,12 +16,12 @@ from oracle import HEADS, QUERY_HEADS
 from test_batch_rows import DIM, MOST_BATCHES, Batches, Kind, Single, kinds
 
 from mlx_kv import CachePolicy, KVCache
-from mlx_kv.cache.attention import blocks
-from mlx_kv.cache.segments import SegmentedCache, can_share, moving, read_from, reading, segment_of, sharable
-from mlx_kv.cache.segments.segment import Chain
+from mlx_kv.cache import attention, row_classes, segmented
+from mlx_kv.cache.segmented import SegmentedCache
+from mlx_kv.cache.segments import Chain, can_share, read_from, segment_of, sharable
 
-RULE, LEAST_SAVED, ON_CPU = moving.settled, moving.least_saved, blocks.on_cpu
-MOST_JOINED = reading.MOST_JOINED
+RULE, LEAST_SAVED, ON_CPU = row_classes.settled, row_classes.least_saved, attention.on_cpu
+MOST_JOINED = segmented.MOST_JOINED
 CUTS = st.lists(st.floats(0, 1), min_size=1, max_size=3)
 
 
@@ -41,10 +41,10 @@ class SharingBatches(Batches):
         more=st.integers(0, 2),
     )
     def begin(self, kind: Kind, rows: int, seed: int, period: int, tokens: int, cuts: list[float], more: int) -> None:
-        moving.settled = anywhere(seed)  # type: ignore[assignment]
-        moving.least_saved = lambda: seed % 30
-        blocks.on_cpu = lambda: seed % 2 == 0  # partial results as on a CPU or as on a GPU
-        reading.MOST_JOINED = seed % 3 * 8  # queries of several segments at once, or one after the other
+        row_classes.settled = anywhere(seed)  # type: ignore[assignment]
+        row_classes.least_saved = lambda: seed % 30
+        attention.on_cpu = lambda: seed % 2 == 0  # partial results as on a CPU or as on a GPU
+        segmented.MOST_JOINED = seed % 3 * 8  # queries of several segments at once, or one after the other
         super().begin(kind, 1, seed, period)
         first = self.batches[0]
         self._feed(first, tokens, [tokens])
@@ -91,8 +91,8 @@ class SharingBatches(Batches):
             assert cache.nbytes == tails + sum(part.nbytes for part in cache.segments)
 
     def teardown(self) -> None:
-        moving.settled, moving.least_saved, blocks.on_cpu = RULE, LEAST_SAVED, ON_CPU
-        reading.MOST_JOINED = MOST_JOINED
+        row_classes.settled, row_classes.least_saved, attention.on_cpu = RULE, LEAST_SAVED, ON_CPU
+        segmented.MOST_JOINED = MOST_JOINED
         super().teardown()
 
 
@@ -106,7 +106,7 @@ TestSharingBatches = pytest.mark.slow(SharingBatches.TestCase)
 
 def shared_pair(policy: CachePolicy, tokens: int, monkeypatch: pytest.MonkeyPatch) -> tuple[SegmentedCache, KVCache]:
     """Two rows that share all that they may of so many tokens, and one of them alone."""
-    monkeypatch.setattr(moving, "least_saved", lambda: 1)
+    monkeypatch.setattr(row_classes, "least_saved", lambda: 1)
     alone = policy.make_cache(policy.layout(None))
     alone.carry(object())
     alone.update_and_fetch(*(mx.random.normal((1, HEADS, tokens, DIM)) for _ in range(2)))

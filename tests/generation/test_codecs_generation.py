@@ -12,7 +12,8 @@ import pytest
 from mlx_lm.generate import generate_step
 
 import mlx_kv
-from mlx_kv.cache.attention import Packed, blocks
+from mlx_kv.cache import attention
+from mlx_kv.cache.attention import Packed
 from mlx_kv.cache.codecs import Affine
 from mlx_kv.calibration.storage import centred
 from mlx_kv.mlxlm.traverse import attention_caches
@@ -84,7 +85,7 @@ def test_drafts_change_nothing(stored: str, budget: str) -> None:
 
 
 def test_drafts_that_see_later_ones_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "_masked", lambda scores, mask, first, last: scores)
+    monkeypatch.setattr(attention, "_masked", lambda scores, mask, first, last: scores)
     with pytest.raises(AssertionError):
         test_drafts_change_nothing("8 and 4 bits", "full")
 

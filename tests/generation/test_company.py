@@ -19,7 +19,8 @@ from test_batch_generation import PROMPTS, alone, shaken
 from tiny_models import VOCAB, make_model
 
 from mlx_kv import CachePolicy, SpeculationStatistics, batch_generate, make_prompt_cache
-from mlx_kv.cache.segments import SegmentedCache, moving
+from mlx_kv.cache import row_classes
+from mlx_kv.cache.segmented import SegmentedCache
 from mlx_kv.generation.engine import make_engine
 from mlx_kv.generation.sequence import TokenSequence
 from mlx_kv.mlxlm.traverse import leaves
@@ -94,10 +95,10 @@ def until_a_tie(model: Any, policy: CachePolicy, prompts: list[list[int]], lengt
 def test_a_row_in_company_is_what_it_is_alone(family: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = random.Random(f"{family} {name}")
     model, policy, rows = make_model(family), policy_for(family, name), drawn.choice([2, 3, 5, 8])
-    monkeypatch.setitem(moving.LEAST_SAVED, mx.DeviceType.cpu, 64)
+    monkeypatch.setitem(row_classes.LEAST_SAVED, mx.DeviceType.cpu, 64)
     rule = drawn.choice([None, 0, 1])
     if rule is not None:
-        monkeypatch.setattr(moving, "settled", anywhere(rule))
+        monkeypatch.setattr(row_classes, "settled", anywhere(rule))
     prompts = [prompt for prompt in MIXED if len(prompt) > policy.quantized_start]  # rows are quantised together
     lengths = [drawn.choice([TOKENS, TOKENS, 9]) for _ in prompts]
     noise = drawn.choice([None, 0.0, 0.05])
@@ -121,7 +122,7 @@ def test_a_row_in_company_is_what_it_is_alone(family: str, name: str, monkeypatc
 @pytest.mark.parametrize(("policy", "rule"), [("full", 0), ("budget", 1), ("max_kv_size", 0)])
 def test_a_row_that_is_taken_out_goes_on(policy: str, rule: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the middle of a batch whose rows go from class to class, through its own caches alone."""
-    monkeypatch.setattr(moving, "settled", anywhere(rule))
+    monkeypatch.setattr(row_classes, "settled", anywhere(rule))
     model, settings = make_model("llama"), POLICIES[policy]
     engine = make_engine(model, set(), settings, 5, 8)
     for index, prompt in enumerate(PROMPTS[:5]):
@@ -141,7 +142,7 @@ def test_a_row_that_is_taken_out_goes_on(policy: str, rule: int, monkeypatch: py
 
 def test_a_long_row_beside_short_ones_has_a_class_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rule itself: bytes of the batch stay near those of its tokens, and tokens are each row's own."""
-    monkeypatch.setitem(moving.LEAST_SAVED, mx.default_device().type, 256)
+    monkeypatch.setitem(row_classes.LEAST_SAVED, mx.default_device().type, 256)
     model = make_model("llama", max_position_embeddings=4096)
     lengths = [1500, 100, 30, 200, 60]
     prompts = [mx.random.randint(1, VOCAB, (n,), key=mx.random.key(n)).tolist() for n in lengths]

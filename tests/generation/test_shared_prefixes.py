@@ -13,8 +13,9 @@ from test_batch_generation import shaken
 from tiny_models import VOCAB, make_model
 
 from mlx_kv import CachePolicy, KVCache, PromptMemory, PromptReader, batch_generate, make_prompt_cache
+from mlx_kv.cache import row_classes
 from mlx_kv.cache.layout import NO_LIMIT
-from mlx_kv.cache.segments import SegmentedCache, moving
+from mlx_kv.cache.segmented import SegmentedCache
 from mlx_kv.generation.admission import PendingRow
 from mlx_kv.generation.engine import Engine, make_engine
 from mlx_kv.generation.sequence import TokenSequence
@@ -59,7 +60,7 @@ LENGTH, CHUNK = 20, 64
 
 @pytest.fixture(autouse=True)
 def _sharing_pays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(moving.LEAST_SAVED, mx.DeviceType.cpu, 64)
+    monkeypatch.setitem(row_classes.LEAST_SAVED, mx.DeviceType.cpu, 64)
 
 
 def made(family: str) -> Any:

@@ -12,7 +12,8 @@ from family_columns import drafted, ragged
 from family_model import Family
 from test_visibility import NOT_JUST_SEEN, UNREADABLE
 
-from mlx_kv.cache.segments import SegmentedCache, moving
+from mlx_kv.cache import row_classes
+from mlx_kv.cache.segmented import SegmentedCache
 from mlx_kv.generation.prefill import read_ragged
 from mlx_kv.mlxlm.batching import RowsByClass, rows_must_be_equal
 from mlx_kv.mlxlm.convert import make_prompt_cache
@@ -35,7 +36,7 @@ def test_each_row_is_what_it_would_be_alone(name: str, column: Any, monkeypatch:
     family = Family(name)
     if name in UNREADABLE or not attends_by_class(family.model):
         return
-    monkeypatch.setattr(moving, "settled", anywhere(0))
+    monkeypatch.setattr(row_classes, "settled", anywhere(0))
     found = column(family)
     assert found.kind in ("exact", "as mlx-lm"), found.reason
 

@@ -36,7 +36,7 @@ from mlx_kv import (
     speculative_generate,
     stream_generate,
 )
-from mlx_kv.cache.segments import moving
+from mlx_kv.cache import row_classes
 from mlx_kv.generation.grammar import Grammar, GrammarCompiler, regex
 from mlx_kv.mlxlm.loading import number_of_weights
 from mlx_kv.ranks.group import RankGroup, join_ranks
@@ -172,10 +172,10 @@ def alike(policy: CachePolicy) -> Case:
 
     def case(model: nn.Module, group: Any) -> dict[str, Any]:
         prompts = [[*PROMPT * 3, 5 + row, *PROMPT[:row]] for row in range(4)] if leads(group) else []
-        before, sharing = moving.LEAST_SAVED[mx.DeviceType.cpu], list[int]()
-        moving.LEAST_SAVED[mx.DeviceType.cpu] = 16
-        found, moving.shared_tokens = (
-            moving.shared_tokens,
+        before, sharing = row_classes.LEAST_SAVED[mx.DeviceType.cpu], list[int]()
+        row_classes.LEAST_SAVED[mx.DeviceType.cpu] = 16
+        found, row_classes.shared_tokens = (
+            row_classes.shared_tokens,
             lambda *args: sharing.append(max(found(*args))) or found(*args),
         )
         told: dict[str, Any] = {}
@@ -184,7 +184,7 @@ def alike(policy: CachePolicy) -> Case:
             for token in batch_generate(model, None, prompts, policy, 8, group=group, **options):
                 told.setdefault(str(token.index), []).append(token.token)
         finally:
-            moving.LEAST_SAVED[mx.DeviceType.cpu], moving.shared_tokens = before, found
+            row_classes.LEAST_SAVED[mx.DeviceType.cpu], row_classes.shared_tokens = before, found
         assert max(sharing) > 0, "no rows shared tokens"
         return {**told, "shared": max(sharing)}
 

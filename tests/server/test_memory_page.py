@@ -16,8 +16,8 @@ from serving import LONG, PLENTY, SOURCE, Running, running
 from tiny_models import make_model
 
 from mlx_kv import CachePolicy, cache_statistics, make_prompt_cache
+from mlx_kv.cache import row_classes
 from mlx_kv.cache.eviction.evictor import Evictor
-from mlx_kv.cache.segments import moving
 from mlx_kv.generation.prefill import read_ragged
 from mlx_kv.mlxlm.batching import RowsByClass
 from mlx_kv.server.memory import occupancy_of, position_ranges, tokens_evicted
@@ -185,7 +185,7 @@ def test_rows_of_several_classes_are_counted_as_those_of_one(
 ) -> None:
     model = make_model("llama")
     by_class = RowsByClass(model, 4)
-    monkeypatch.setattr(moving, "settled", anywhere(1))
+    monkeypatch.setattr(row_classes, "settled", anywhere(1))
     texts = [[7 * each % 61 for each in range(length)] for length in (60, 5, 33, 12)]  # keys that are alike would tie
 
     def batch(made: Callable[[list[Any]], list[Any]]) -> list[Any]:

@@ -30,7 +30,8 @@ from mlx_kv.cache.eviction.compaction import CompactionStep, RowPlan
 from mlx_kv.cache.eviction.kept_tokens import KeptTokens, OwnMasks
 from mlx_kv.cache.eviction.scores import Function, Score, evaluate_together, find_score
 from mlx_kv.cache.eviction.scoring import Observation, Scoring, SecondPass, SecondPassShares
-from mlx_kv.cache.layout import Budget, Plan, Row
+from mlx_kv.cache.layout import Budget, Row
+from mlx_kv.cache.plan import Plan
 from mlx_kv.cache.protocol import Call
 from mlx_kv.communicator import LOCAL, CacheCommunicator
 from mlx_kv.settings import SettingError

@@ -14,8 +14,9 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from mlx_kv.cache.growth import round_up
-from mlx_kv.cache.layout import Budget, Plan, Row, count_slots, plan_of
+from mlx_kv.cache.layout import Budget, Row, count_slots
 from mlx_kv.cache.mask import Mask, make_mask
+from mlx_kv.cache.plan import Plan, plan_of
 from mlx_kv.cache.protocol import Call
 
 

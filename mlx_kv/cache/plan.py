@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from mlx_kv.cache.layout.base import NO_LIMIT, Layout, Row
+from mlx_kv.cache.layout import NO_LIMIT, Layout, Row
 
 AHEAD = 8  # steps of decoding that are planned in one go
 
