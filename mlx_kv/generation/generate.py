@@ -75,13 +75,27 @@ def generate(
     check_type("sampling", sampling, SamplingSettings | None, "give SamplingSettings(...), or None for the likeliest")
     check_type("on_text", on_text, Callable | None, "give a function of a text, or None")
     check_policy_options(options)
-    stops = _stops(stop)
-    given: Any = _tokens_of_messages(tokenizer, prompt) if _are_messages(prompt) else prompt
-    common = {"policy": policy, "max_tokens": max_tokens, **options, **_sampled(tokenizer, sampling, options)}
+    stops = [stop] if isinstance(stop, str) else stop
+    if not isinstance(stops, Sequence) or not all(isinstance(text, str) for text in stops):
+        raise TypeError(f"stop is {shown(stops)}: give a text, or a list of texts")
+    if not all(stops):
+        raise ValueError("a stop string is empty: leave it out")
+    tokens: Any = prompt
+    if isinstance(tokens, Sequence) and tokens and all(isinstance(message, Mapping) for message in tokens):
+        if not has_chats(tokenizer):
+            raise ValueError("the prompt is a chat, and this tokenizer has no chat template: give a text, or token ids")
+        tokens = encode_messages(tokenizer, [dict(message) for message in tokens])
+    options = {"policy": policy, "max_tokens": max_tokens, **options}
+    if sampling is not None:
+        twice = [name for name in ("sampler", "seed", "logits_processors") if options.get(name) is not None]
+        if twice:
+            raise ValueError(f"got sampling and {twice[0]}, which sets the same: give one of them")
+        sampler = replace(sampling, seed=None).sampler(0, tokenizer)
+        options |= {"sampler": sampler, "seed": sampling.seed, "logits_processors": sampling.processors()}
     if draft_model is None and drafter is None:
-        responses = stream_generate(model, tokenizer, given, **common)
+        responses = stream_generate(model, tokenizer, tokens, **options)
     else:
-        responses = speculative_generate(model, draft_model, tokenizer, given, drafter=drafter, **common)
+        responses = speculative_generate(model, draft_model, tokenizer, tokens, drafter=drafter, **options)
     cut, pieces = StopStrings(stops), list[str]()
     for response in responses:
         piece = cut.feed(response.text) + (cut.finish() if response.finish_reason is not None else "")
@@ -93,38 +107,7 @@ def generate(
     return "".join(pieces)
 
 
-def _stops(stop: Any) -> list[str]:
-    stops = [stop] if isinstance(stop, str) else stop
-    if not isinstance(stops, Sequence) or not all(isinstance(each, str) for each in stops):
-        raise TypeError(f"stop is {shown(stop)}: give a text, or a list of texts")
-    if not all(stops):
-        raise ValueError("a stop string is empty: leave it out")
-    return list(stops)
-
-
-def _sampled(tokenizer: Any, sampling: SamplingSettings | None, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings in terms of the loops."""
-    if sampling is None:
-        return {}
-    twice = [name for name in ("sampler", "seed", "logits_processors") if options.get(name) is not None]
-    if twice:
-        raise ValueError(f"got sampling and {twice[0]}, which sets the same: give one of them")
-    rules = replace(sampling, seed=None).sampler(0, tokenizer)
-    return {"sampler": rules, "seed": sampling.seed, "logits_processors": sampling.processors()}
-
-
-def _are_messages(prompt: Any) -> bool:
-    return isinstance(prompt, Sequence) and bool(prompt) and all(isinstance(each, Mapping) for each in prompt)
-
-
-def _tokens_of_messages(tokenizer: Any, messages: Any) -> list[int]:
-    if not has_chats(tokenizer):
-        raise ValueError("the prompt is a chat, and this tokenizer has no chat template: give a text, or token ids")
-    return encode_messages(tokenizer, [dict(message) for message in messages])
-
-
 # --- streams ----------------------------------------------------------------------------------------------------------
-
 
 FOR_THE_POLICY = {field.name: field.name for field in fields(CachePolicy)} | {
     "kv_bits": "bits",
@@ -318,17 +301,17 @@ def _stream(
         raise ValueError("got a policy and a prompt_cache, which was made with its own: give one of them")
     check_type("group", group, Communicator | None, "give what mlx_kv.join_ranks() returns")
     check_type("prompt_progress_callback", progress, Callable | None, "give a function (read, total), or None")
-    communicator, given = group or LOCAL, given_processors(processors)
+    communicator, processors = group or LOCAL, given_processors(processors)
     policy, vocabulary = given_policy(policy), vocabulary_of(model)
     settings = None if drafting is None else communicator.on_leader(drafting) or DraftSettings()
     before = token_ids(before, vocabulary, "before")
 
-    def asked() -> tuple[list[int], int, int | None]:
+    def arguments() -> tuple[list[int], int, int | None]:
         if prefill_step_size is not None:
             whole_number("prefill_step_size", prefill_step_size, least=1)
         return tokens_of_prompt(tokenizer, prompt, vocabulary), limit(), prefill_step_size
 
-    tokens, max_tokens, step = communicator.broadcast(asked)
+    tokens, max_tokens, step = communicator.broadcast(arguments)
     if embeddings is not None and (embeddings.ndim != 2 or embeddings.shape[0] != len(tokens)):
         raise ValueError(f"input_embeddings have shape {embeddings.shape}: give ({len(tokens)} tokens, hidden size)")
     decoder = make_decoder(model, policy, draft_model, settings, communicator)
@@ -347,7 +330,7 @@ def _stream(
     sequence = TokenSequence(
         0, tokens, UNLIMITED if max_tokens == -1 else max_tokens, None, sampler, prompt_cache, before
     )
-    sequence.processors = given if communicator.leads else ()
+    sequence.processors = tuple(processors) if communicator.leads else ()
     decoder.target.embeddings = embeddings
     ends = set() if tokenizer is None else set(tokenizer.eos_token_ids)
     engine = BatchEngine(decoder, ends, 1, step, statistics, instructions=instructions)
@@ -409,10 +392,10 @@ def _responses(
 
 def _check_cache(model: nn.Module, decoder: Decoder, caches: list[Any]) -> None:
     """Raises ValueError for a prompt_cache that the model, or its drafts, cannot continue."""
-    caches, wanted = cache_list("prompt_cache", caches), len(decoder.make_caches())
-    if len(caches) != wanted:
+    caches, layers = cache_list("prompt_cache", caches), len(decoder.make_caches())
+    if len(caches) != layers:
         raise ValueError(
-            f"the prompt_cache has {len(caches)} layers, the model and its drafter {wanted}: use make_prompt_cache, "
+            f"the prompt_cache has {len(caches)} layers, the model and its drafter {layers}: use make_prompt_cache, "
             "and a drafter without a model"
         )
     check_windows(model, caches)
@@ -517,14 +500,14 @@ def batch_generate(
     communicator = group or LOCAL
     sequences: list[TokenSequence] = []  # with the leader's samplers
 
-    def asked() -> tuple[int, int | None, list[tuple[list[int], int]]]:
+    def arguments() -> tuple[int, int | None, list[tuple[list[int], int]]]:
         whole_number("max_batch_size", max_batch_size, least=1)
         sequences.extend(_sequences(model, tokenizer, prompts, max_tokens, sampler, seed))
         for sequence in sequences:
             sequence.processors = processors
-        return max_batch_size, prefill_step_size, [(own.tokens, own.max_tokens) for own in sequences]
+        return max_batch_size, prefill_step_size, [(sequence.tokens, sequence.max_tokens) for sequence in sequences]
 
-    max_batch_size, prefill_step_size, prompts_and_limits = communicator.broadcast(asked)
+    max_batch_size, prefill_step_size, prompts_and_limits = communicator.broadcast(arguments)
     if not communicator.leads:
         sequences = [
             TokenSequence(index, tokens, limit, None if tokenizer is None else tokenizer.detokenizer)
@@ -558,7 +541,7 @@ def _tokens(engine: Engine, sequences: Sequence[TokenSequence], communicator: Co
     try:
         for sequence in sequences:
             engine.submit(sequence)
-        rounds = communicator.sync_steps(steps(), lambda tokens: [(own.index, own.token) for own in tokens])
+        rounds = communicator.sync_steps(steps(), lambda tokens: [(token.index, token.token) for token in tokens])
         with contextlib.closing(rounds):
             for tokens in rounds:
                 yield from tokens
@@ -581,7 +564,7 @@ def _sequences(
     limits, context, vocabulary = whole_numbers(max_tokens, len(prompts)), context_length(model), vocabulary_of(model)
     if len(limits) != len(prompts):
         raise ValueError(f"got {len(limits)} max_tokens for {len(prompts)} prompts: give one number, or one for each")
-    found = []
+    sequences = []
     for index, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
         tokens = tokens_of_prompt(tokenizer, prompt, vocabulary, f"prompt {index}")
         if context is not None and len(tokens) >= context:
@@ -590,10 +573,9 @@ def _sequences(
             )
         whole_number(f"max_tokens of prompt {index}", limit, least=1)
         detokenizer = None if tokenizer is None else tokenizer.detokenizer
-        own_seed = None if seed is None else derived_seed(seed, index)
-        drawing = sampler_of_sequence(sampler, own_seed, len(tokens))
-        found.append(TokenSequence(index, tokens, limit, detokenizer, drawing))
-    return found
+        row_sampler = sampler_of_sequence(sampler, None if seed is None else derived_seed(seed, index), len(tokens))
+        sequences.append(TokenSequence(index, tokens, limit, detokenizer, row_sampler))
+    return sequences
 
 
 # --- stop strings -----------------------------------------------------------------------------------------------------
@@ -603,7 +585,7 @@ class StopStrings:
     """Passes a text on, piece by piece, up to the first stop string.
 
     The stop string that ends first counts, of several that end there the longest: so it does not matter how the text
-    falls into pieces. What could be the beginning of one is held back until that is known.
+    falls into pieces. What could be the beginning of one waits until that is known.
 
     Args:
         strings: none of them empty.
@@ -611,30 +593,30 @@ class StopStrings:
 
     def __init__(self, strings: Sequence[str] = ()) -> None:
         assert all(strings), "an empty stop string would stop everything"
-        self._strings, self._held = tuple(strings), ""
+        self._strings, self._pending = tuple(strings), ""
         self.stopped = False
         self.matched: str | None = None  # the one that stopped it
 
     def feed(self, text: str) -> str:
-        """What can be said now of the text so far. After a stop, nothing."""
+        """The text that can be passed on now; after a stop, none."""
         if self.stopped:
             return ""
         if not self._strings:
             return text
-        text = self._held + text
-        found = [(start + len(string), start) for string in self._strings if (start := text.find(string)) >= 0]
-        if found:
-            end, start = min(found)
-            self.stopped, self._held, self.matched = True, "", text[start:end]
+        text = self._pending + text
+        matches = [(start + len(string), start) for string in self._strings if (start := text.find(string)) >= 0]
+        if matches:
+            end, start = min(matches)
+            self.stopped, self._pending, self.matched = True, "", text[start:end]
             return text[:start]
         keep = max(self._beginning(text, string) for string in self._strings)
-        self._held = text[len(text) - keep :]
+        self._pending = text[len(text) - keep :]
         return text[: len(text) - keep]
 
     def finish(self) -> str:
-        """The text has ended: what was held back."""
-        held, self._held = self._held, ""
-        return held
+        """The rest, at the end of the text."""
+        text, self._pending = self._pending, ""
+        return text
 
     @staticmethod
     def _beginning(text: str, string: str) -> int:

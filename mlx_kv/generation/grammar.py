@@ -10,9 +10,9 @@ from __future__ import annotations
 import importlib
 import json
 import re
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal
 
 import mlx.core as mx
@@ -30,7 +30,7 @@ WHITESPACE = r"[ ]?|\n[ ]{0,40}|\n\t{0,12}"
 # The name of a rule, among texts, sets of characters and comments, which are to be passed over.
 GBNF_START = re.compile(r'"(?:\\.|[^"\\])*"?|\[(?:\\.|[^\]\\])*\]?|#[^\n]*|(?<![\w-])start(?![\w-])')
 LARK_START = re.compile(r"^[^\S\n]*start\s*(\[|:(?!:=))", re.MULTILINE)
-MOST_BYTES = 128 * 1024  # of what was asked for
+MAX_BYTES = 128 * 1024  # of a constraint
 
 # Errors of the library, and what the caller reads instead.
 MATCHES_NOTHING = "no text matches it: change the pattern"
@@ -62,7 +62,7 @@ Kind = Literal["json_schema", "regex", "grammar", "choice", "calls"]
 
 
 class GrammarError(ValueError):
-    """What was asked for cannot be had, and why."""
+    """A constraint that cannot be compiled."""
 
 
 @dataclass(frozen=True)
@@ -147,9 +147,9 @@ def grammar_source(constraint: Constraint, marks: CallMarks | None = None) -> st
     Raises:
         GrammarError: it is too long, or no grammar of its kind. Most of what may be wrong is found when it is compiled.
     """
-    if (size := len(constraint.text.encode("utf-8", "replace"))) > MOST_BYTES:
-        raise GrammarError(f"it has {size:,} bytes, and at most {MOST_BYTES:,} are accepted: make it shorter")
-    matcher: Any = found_library().LLMatcher
+    if (size := len(constraint.text.encode("utf-8", "replace"))) > MAX_BYTES:
+        raise GrammarError(f"it has {size:,} bytes, and at most {MAX_BYTES:,} are accepted: make it shorter")
+    matcher: Any = import_llguidance().LLMatcher
     if constraint.kind == "json_schema":
         return str(matcher.grammar_from_json_schema(_enforced(json.loads(constraint.text), constraint.lenient)))
     if constraint.kind == "regex":
@@ -163,7 +163,7 @@ def grammar_source(constraint: Constraint, marks: CallMarks | None = None) -> st
     if is_lark(constraint):
         return str(matcher.grammar_from_lark(text))
     try:
-        return str(found_library().grammar_from("grammar", _without_start(text)))
+        return str(import_llguidance().grammar_from("grammar", _without_start(text)))
     except (ValueError, RecursionError) as error:
         raise GrammarError(error_message(error, constraint)) from None
 
@@ -231,7 +231,7 @@ def error_message(error: object, constraint: Constraint | None = None) -> str:
     return text[:300]
 
 
-def found_library() -> Any:
+def import_llguidance() -> Any:
     """llguidance.
 
     Raises:
@@ -246,7 +246,7 @@ def found_library() -> Any:
 # --- compiled grammars ------------------------------------------------------------------------------------------------
 
 
-KEPT = 32  # grammars: clients send the same again and again
+MAX_CACHED = 32  # grammars: clients send the same again and again
 # The library's own measure of work: 50,000 of it are about a millisecond. Regular expressions that are more than this
 # are still used, but the masks that follow from them are not made beforehand.
 COMPILE_FUEL = 200_000
@@ -280,7 +280,7 @@ class Grammar:
 
 
 class GrammarCompiler:
-    """Makes grammars of constraints.
+    """Compiles constraints, and caches the grammars.
 
     Args:
         tokenizer: mlx-lm's.
@@ -289,7 +289,7 @@ class GrammarCompiler:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._vocabulary: Any = None
-        self._kept: OrderedDict[tuple[Constraint, CallMarks | None], Grammar] = OrderedDict()
+        self._compile = lru_cache(MAX_CACHED)(self._compile_new)
 
     def compile(self, constraint: Constraint, marks: CallMarks | None = None) -> Grammar:
         """The grammar of a constraint.
@@ -300,18 +300,13 @@ class GrammarCompiler:
         Raises:
             GrammarError: the library, or the tokenizer, refuses it.
         """
-        asked = constraint, marks
-        if asked not in self._kept:
-            self._kept[asked] = self._compiled(constraint, grammar_source(constraint, marks))
-            if len(self._kept) > KEPT:
-                self._kept.popitem(last=False)
-        self._kept.move_to_end(asked)
-        return self._kept[asked]
+        return self._compile(constraint, marks)
 
-    def _compiled(self, constraint: Constraint, source: str) -> Grammar:
-        library, ends = found_library(), sorted(self._tokenizer.eos_token_ids)
+    def _compile_new(self, constraint: Constraint, marks: CallMarks | None) -> Grammar:
+        source = grammar_source(constraint, marks)
+        library, ends = import_llguidance(), sorted(self._tokenizer.eos_token_ids)
         if self._vocabulary is None:
-            self._vocabulary = self._made_vocabulary(ends)
+            self._vocabulary = self._make_vocabulary(ends)
         limits = library.LLParserLimits(
             initial_lexer_fuel=COMPILE_FUEL, step_max_items=MASK_ITEMS, verbose_errors=False
         )
@@ -322,8 +317,8 @@ class GrammarCompiler:
             raise GrammarError(error_message(matcher.get_error(), constraint))
         return Grammar(matcher, ends)
 
-    def _made_vocabulary(self, ends: list[int]) -> Any:
-        """The tokenizer as the library has it: a second's work, once."""
+    def _make_vocabulary(self, ends: list[int]) -> Any:
+        """The tokenizer in the form of llguidance, which takes a second."""
         inner = getattr(self._tokenizer, "_tokenizer", self._tokenizer)
         if not isinstance(inner, PreTrainedTokenizerFast):
             raise GrammarError(f"this model's tokenizer ({type(inner).__name__}) is not of the kind that can be masked")

@@ -20,7 +20,7 @@ from mlx_kv.mlxlm.batching import of_one_type
 
 
 class RowContext:
-    """All tokens of one row, and what is made of the logits that follow them.
+    """All tokens of one row, and its logits processors.
 
     Args:
         tokens: of the prompt, what was read before among them; not needed without processors.
@@ -39,21 +39,21 @@ class RowContext:
         mx.async_eval(self._tokens)  # type: ignore[no-untyped-call]  # a processor that never looks would chain them
 
     def followed(self, more: Sequence[mx.array]) -> mx.array:
-        """Its tokens (n,), and others (m,) after them, which need not be known yet."""
-        return mx.concatenate([self._tokens, *(own.reshape(-1).astype(mx.int32) for own in more)])
+        """Its tokens (n,), and others (m,) after them, which need not be evaluated yet."""
+        return mx.concatenate([self._tokens, *(tokens.reshape(-1).astype(mx.int32) for tokens in more)])
 
     def allowed(self, drafted: Sequence[int]) -> int:
         """How many drafted tokens can stand, by those processors that can say so."""
         count = len(drafted)
         for processor in self.processors:
-            ask: Any = getattr(processor, "allowed", None)
-            if ask is not None and count:
-                count = min(count, int(ask(self._tokens, list(drafted[:count]))))
+            allowed: Any = getattr(processor, "allowed", None)
+            if allowed is not None and count:
+                count = min(count, int(allowed(self._tokens, list(drafted[:count]))))
         return count
 
 
 class RowContexts:
-    """Those of all rows, in their order."""
+    """The contexts of all rows, in their order."""
 
     def __init__(self, rows: Iterable[RowContext] = ()) -> None:
         self._rows = list(rows)
@@ -75,36 +75,37 @@ class RowContexts:
         return any(row.processors for row in self._rows)
 
     def cut(self, drafted: Sequence[list[int]]) -> list[list[int]]:
-        """What is left of drafts where their rows' processors say that no more can stand."""
-        return [
-            own[: row.allowed(own)] if row.processors else own for row, own in zip(self._rows, drafted, strict=True)
-        ]
+        """The drafts up to the first token that the processors of their row exclude."""
+        pairs = zip(self._rows, drafted, strict=True)
+        return [draft[: row.allowed(draft)] if row.processors else draft for row, draft in pairs]
 
     def after(self, logits: mx.array, more: Sequence[mx.array]) -> mx.array:
         """Logits (B, V) of what comes after each row's tokens and then `more` of it, each (B,), known or not."""
         if not self.any:
             return logits
-        each = []
+        rows = []
         for index, row in enumerate(self._rows):
-            own = logits[index : index + 1]
-            each.append(row.adjusted(row.followed([one[index] for one in more]), own) if row.processors else own)
-        return mx.concatenate(each)
+            here = logits[index : index + 1]
+            rows.append(
+                row.adjusted(row.followed([tokens[index] for tokens in more]), here) if row.processors else here
+            )
+        return mx.concatenate(rows)
 
     def along(self, logits: mx.array, drafted: Sequence[Sequence[int]]) -> mx.array:
         """Logits (B, L + 1, V) at the places of drafted tokens and of the one after them: all of a row's own places."""
         if not self.any:
             return logits
-        each = []
-        for index, (row, own) in enumerate(zip(self._rows, drafted, strict=True)):
+        rows = []
+        for index, (row, draft) in enumerate(zip(self._rows, drafted, strict=True)):
             here = logits[index]  # (L + 1, V)
             if row.processors:
-                tokens = row.followed([mx.array(list(own))] if own else [])
-                known = tokens.size - len(own)
-                places = range(len(own) + 1)
+                tokens = row.followed([mx.array(list(draft))] if draft else [])
+                known = tokens.size - len(draft)
+                places = range(len(draft) + 1)
                 done = [row.adjusted(tokens[: known + place], here[place : place + 1]) for place in places]
                 here = mx.concatenate([*done, here[len(done) :]])
-            each.append(here)
-        return mx.stack(each)
+            rows.append(here)
+        return mx.stack(rows)
 
 
 # --- choices ----------------------------------------------------------------------------------------------------------
@@ -160,14 +161,14 @@ class Choice:
         places = range(ahead, ahead + 1)
         noise = self._noise_at(places)
         chosen = self._chosen(logprobs, None if noise is None else noise[:, 0], places)
-        own = [
+        drawn = [
             None if sampler is None or isinstance(sampler, SeededSampler) else sampler(logprobs[row : row + 1])
             for row, sampler in enumerate(self._samplers)
         ]
-        if all(tokens is None for tokens in own):
+        if all(tokens is None for tokens in drawn):
             return self._agreed(chosen)
-        each = [chosen[row : row + 1] if tokens is None else tokens.reshape(1) for row, tokens in enumerate(own)]
-        return self._agreed(mx.concatenate([tokens.astype(mx.uint32) for tokens in each]))
+        rows = [chosen[row : row + 1] if tokens is None else tokens.reshape(1) for row, tokens in enumerate(drawn)]
+        return self._agreed(mx.concatenate([tokens.astype(mx.uint32) for tokens in rows]))
 
     def accept(self, drafted: Sequence[Sequence[int]], logprobs: mx.array) -> list[tuple[int, int]]:
         """For each row, how many of its drafted tokens are right, and the token that the model chose after them.
@@ -183,11 +184,11 @@ class Choice:
                 tokens[row, : len(guessed) + 1] = sampler(logprobs[row, : len(guessed) + 1])
         chosen: Any = self._agreed(tokens).tolist()
         decided = []
-        for guessed, own in zip(drafted, chosen, strict=True):
+        for guessed, tokens_of_row in zip(drafted, chosen, strict=True):
             right = 0
-            while right < len(guessed) and guessed[right] == own[right]:
+            while right < len(guessed) and guessed[right] == tokens_of_row[right]:
                 right += 1
-            decided.append((right, own[right]))
+            decided.append((right, tokens_of_row[right]))
         return decided
 
     def _noise(self, count: int) -> mx.array | None:
@@ -220,16 +221,16 @@ class Choice:
         rules = [sampler.rules if isinstance(sampler, SeededSampler) else None for sampler in self._samplers]
         coins = [sampler.coins(places) if isinstance(sampler, SeededSampler) else None for sampler in self._samplers]
 
-        def scaled(rule: TemperatureSampler | None, rows: mx.array, own: list[mx.array | None]) -> mx.array:
+        def scaled(rule: TemperatureSampler | None, rows: mx.array, coins: list[mx.array | None]) -> mx.array:
             if rule is None:
                 return rows
-            tossed = [each for each in own if each is not None]  # of all of these rows, or of none
+            tossed = [coin for coin in coins if coin is not None]  # of all of these rows, or of none
             return rule.scaled(rows, mx.stack(tossed).reshape(*rows.shape[:-1], 1) if tossed else None)
 
         if all(rule == rules[0] for rule in rules):
             return mx.argmax(scaled(rules[0], logprobs, coins) + noise, axis=-1)
-        each = [scaled(rule, logprobs[row : row + 1], coins[row : row + 1]) for row, rule in enumerate(rules)]
-        return mx.argmax(mx.concatenate(each) + noise, axis=-1)
+        scaled_rows = [scaled(rule, logprobs[row : row + 1], coins[row : row + 1]) for row, rule in enumerate(rules)]
+        return mx.argmax(mx.concatenate(scaled_rows) + noise, axis=-1)
 
 
 def normalized(logits: mx.array) -> mx.array:

@@ -232,28 +232,28 @@ def check_vocabulary(context: DrafterContext) -> None:
 
 
 class Text:
-    """What a row has said so far, prompt and answer. Abstract: a drafter says how it finds what may come next.
+    """The tokens of a row so far, prompt and answer, and how a drafter continues them. Abstract.
 
     Attributes:
-        private: whether it is for its own row alone.
+        private: whether its tokens are for no other row.
     """
 
     private = False
 
     @abstractmethod
     def extend(self, tokens: Sequence[int]) -> None:
-        """It goes on with these."""
+        """Appends tokens."""
 
     @abstractmethod
     def continuation(self, most: int) -> list[int]:
-        """What may come next, up to `most` tokens."""
+        """A draft of up to `most` tokens."""
 
     def ended(self) -> None:
-        """Its row was let go; not said of one that is private."""
+        """Its row is removed; not called for one that is private."""
 
 
 class LookupDrafter(Drafter):
-    """A text for each row. Abstract: a drafter says what a new text is.
+    """A `Text` for each row. Abstract: a drafter makes new ones.
 
     Raises:
         ValueError: a draft model.
@@ -294,11 +294,11 @@ class LookupDrafter(Drafter):
 
 
 def continued(text: Sequence[int], start: int, count: int) -> list[int]:
-    """`count` tokens of a text from one of its places on; past its end, those that were just said come again."""
-    said = list(text[start : start + count])
-    while 0 < len(said) < count:
-        said += said[: count - len(said)]
-    return said
+    """`count` tokens of a text from one of its places on; past its end, the same tokens come again."""
+    tokens = list(text[start : start + count])
+    while 0 < len(tokens) < count:
+        tokens += tokens[: count - len(tokens)]
+    return tokens
 
 
 # --- n-grams ----------------------------------------------------------------------------------------------------------
@@ -311,29 +311,29 @@ class NgramText(Text):
     """One text, and where each of its n-grams was last.
 
     Args:
-        least, most: of n.
+        shortest, longest: n.
     """
 
-    def __init__(self, least: int, most: int) -> None:
-        self._lengths = range(least, most + 1)
+    def __init__(self, shortest: int, longest: int) -> None:
+        self._lengths = range(shortest, longest + 1)
         self._tokens: list[int] = []
         self._after: dict[tuple[int, ...], int] = {}  # an n-gram to the place after its most recent one
-        self._found: int | None = None  # the same of the longest that the text ends with, at its place before that
+        self._match_end: int | None = None  # the place after the earlier one of the longest n-gram that ends the text
 
     def extend(self, tokens: Sequence[int]) -> None:
         for token in tokens:
             self._tokens.append(token)
-            self._found, end = None, len(self._tokens)
+            self._match_end, end = None, len(self._tokens)
             for length in self._lengths:
                 if length > end:
                     break
                 last = tuple(self._tokens[-length:])
-                # What the end of the text had before itself: it would else find itself.
-                self._found = self._after.get(last, self._found)
+                # Looked up before it is recorded: it would else match itself.
+                self._match_end = self._after.get(last, self._match_end)
                 self._after[last] = end
 
     def continuation(self, most: int) -> list[int]:
-        return [] if self._found is None else continued(self._tokens, self._found, most)
+        return [] if self._match_end is None else continued(self._tokens, self._match_end, most)
 
 
 class NgramDrafter(LookupDrafter):
@@ -354,7 +354,7 @@ class NgramDrafter(LookupDrafter):
 
 # Below the root lies a state from which every token leads to the root: no walk along links needs another end.
 BOTTOM, ROOT = 0, 1
-MOST_RECENT = 2**16  # tokens of a generation of recent answers, of which there are two
+MAX_RECENT = 2**16  # tokens of a generation of recent answers, of which there are two
 LEAD = 16  # tokens of a prompt that are kept before its answer, so that the beginning of an answer is found
 BETWEEN = -1  # separates two answers: no token has this id
 
@@ -478,7 +478,7 @@ class Matcher:
 
 
 class RecentAnswers:
-    """What rows that are gone have said, each with the end of its prompt.
+    """Answers of rows that are removed, each with the end of its prompt.
 
     Args:
         most: tokens of a generation. When one is full, the one before it is forgotten.
@@ -487,7 +487,7 @@ class RecentAnswers:
         generations: the newest first, one or two.
     """
 
-    def __init__(self, most: int = MOST_RECENT) -> None:
+    def __init__(self, most: int = MAX_RECENT) -> None:
         self._most = most
         self.generations = [SuffixAutomaton()]
 
@@ -501,38 +501,38 @@ class RecentAnswers:
 class SuffixText(Text):
     """One text, its automaton, and how its end matches recent answers."""
 
-    def __init__(self, prompt: Sequence[int], least: int, recent: RecentAnswers) -> None:
-        self._own, self._least, self._recent = SuffixAutomaton(), least, recent
-        self._begun = max(0, len(prompt) - LEAD)  # from where on it is kept for others
+    def __init__(self, prompt: Sequence[int], min_match: int, recent: RecentAnswers) -> None:
+        self._automaton, self._min_match, self._recent = SuffixAutomaton(), min_match, recent
+        self._shared_from = max(0, len(prompt) - LEAD)  # tokens from here on become a recent answer
         self._prompt = len(prompt)
         self._matchers: list[Matcher] = []
-        self._own.extend(prompt)
-        self._match(prompt[self._begun :])
+        self._automaton.extend(prompt)
+        self._match(prompt[self._shared_from :])
 
     def extend(self, tokens: Sequence[int]) -> None:
-        self._own.extend(tokens)
+        self._automaton.extend(tokens)
         self._match(tokens)
 
     def _match(self, tokens: Sequence[int]) -> None:
-        there = {id(matcher.automaton): matcher for matcher in self._matchers}
-        self._matchers = [there.get(id(each)) or Matcher(each) for each in self._recent.generations]
+        matchers = {id(matcher.automaton): matcher for matcher in self._matchers}
+        self._matchers = [matchers.get(id(each)) or Matcher(each) for each in self._recent.generations]
         for matcher in self._matchers:
             matcher.extend(tokens)
 
     def continuation(self, most: int) -> list[int]:
-        """Of the longest match; its own where another's is no longer."""
+        """A draft from the longest match; from the row's text unless that of another answer is longer."""
         other = max(self._matchers, key=lambda matcher: matcher.matched)  # of the newest answers, if both are as long
-        if other.matched >= self._least and other.matched > self._own.matched:
-            said = list(other.automaton.text[other.after : other.after + min(most, other.matched)])
-            if said[:1] != [BETWEEN]:
-                return said[: said.index(BETWEEN)] if BETWEEN in said else said
-        if self._own.matched < self._least:
+        if other.matched >= self._min_match and other.matched > self._automaton.matched:
+            draft = list(other.automaton.text[other.after : other.after + min(most, other.matched)])
+            if draft[:1] != [BETWEEN]:
+                return draft[: draft.index(BETWEEN)] if BETWEEN in draft else draft
+        if self._automaton.matched < self._min_match:
             return []
-        return continued(self._own.text, self._own.after, min(most, self._own.matched))
+        return continued(self._automaton.text, self._automaton.after, min(most, self._automaton.matched))
 
     def ended(self) -> None:
-        if len(self._own.text) > self._prompt:
-            self._recent.add(list(self._own.text[self._begun :]))
+        if len(self._automaton.text) > self._prompt:
+            self._recent.add(list(self._automaton.text[self._shared_from :]))
 
 
 class SuffixDrafter(LookupDrafter):
@@ -599,10 +599,14 @@ def find_drafter(drafter: str | Factory | Drafter | None, context: DrafterContex
         drafter = "model"
     if isinstance(drafter, str):
         return DRAFTERS.find(drafter)(context)
-    found = drafter(context) if callable(drafter) else drafter
-    if not all(hasattr(found, name) for name in Drafter.__abstractmethods__):
-        what = f"drafter is {shown(found)}" if found is drafter else f"the factory of drafter= has made {shown(found)}"
+    instance = drafter(context) if callable(drafter) else drafter
+    if not all(hasattr(instance, name) for name in Drafter.__abstractmethods__):
+        what = (
+            f"drafter is {shown(instance)}"
+            if instance is drafter
+            else f"the factory of drafter= has made {shown(instance)}"
+        )
         raise TypeError(f"{what}: give a name of drafter_names(), a Drafter, or what makes one of a DrafterContext")
-    if found is drafter and context.draft_model is not None:
+    if instance is drafter and context.draft_model is not None:
         raise ValueError("got a drafter, which is made already, and a draft_model that it cannot use: give one of them")
-    return found
+    return instance

@@ -58,14 +58,14 @@ class Options(Body):
 
     def fields(self) -> dict[str, Any]:
         """These options as OpenAI's and mlx_lm.server's fields, which check the values of those with the same name."""
-        found = {name: value for name, value in (self.model_extra or {}).items() if name in SAME}
+        fields = {name: value for name, value in (self.model_extra or {}).items() if name in SAME}
         if self.num_predict:
-            found["max_tokens"] = self.num_predict if self.num_predict > 0 else MAX_TOKENS  # as the context allows
+            fields["max_tokens"] = self.num_predict if self.num_predict > 0 else MAX_TOKENS  # as the context allows
         if self.repeat_penalty is not None and self.repeat_last_n != 0:
-            found["repetition_penalty"] = self.repeat_penalty
+            fields["repetition_penalty"] = self.repeat_penalty
         if self.repeat_last_n:
-            found["repetition_context_size"] = max(self.repeat_last_n, 0)  # 0 is all tokens
-        return found
+            fields["repetition_context_size"] = max(self.repeat_last_n, 0)  # 0 is all tokens
+        return fields
 
 
 def _format(value: Any) -> Any:
@@ -89,19 +89,19 @@ class OllamaBody(Body):
 
     def fields(self, unknown: UnknownFields) -> dict[str, Any]:
         """These fields as OpenAI's."""
-        found = Options.parse(self.options, unknown).fields() | {"model": self.model, "stream": self.stream}
+        fields = Options.parse(self.options, unknown).fields() | {"model": self.model, "stream": self.stream}
         if self.format == "json":
-            found["response_format"] = {"type": "json_object"}
+            fields["response_format"] = {"type": "json_object"}
         elif self.format:
-            found["response_format"] = {"type": "json_schema", "json_schema": {"schema": self.format}}
-        return found
+            fields["response_format"] = {"type": "json_schema", "json_schema": {"schema": self.format}}
+        return fields
 
     def chat_fields(self, unknown: UnknownFields) -> dict[str, Any]:
         """These fields as those of OpenAI's chats."""
-        found = self.fields(unknown) | {"logprobs": self.logprobs, "top_logprobs": self.top_logprobs}
+        fields = self.fields(unknown) | {"logprobs": self.logprobs, "top_logprobs": self.top_logprobs}
         if isinstance(self.think, bool):
-            return found | {"enable_thinking": self.think}
-        return found if self.think is None else found | {"reasoning_effort": self.think}
+            return fields | {"enable_thinking": self.think}
+        return fields if self.think is None else fields | {"reasoning_effort": self.think}
 
     def without_prompt(self, name: str, empty: dict[str, Any]) -> Response:
         """The answer to a request without a prompt, with which clients load a model, or with keep_alive=0 unload it."""
@@ -205,21 +205,21 @@ class OllamaDialect:
 
     def chat(self, body: Any, rules: RequestRules) -> ParsedRequest | Response:
         """A `Dialect`: /api/chat."""
-        given = OllamaChatBody.parse(body, rules.unknown)
-        self._names.check(given.model)
-        if not given.messages:
-            return given.without_prompt(self._names.name, {"message": {"role": "assistant", "content": ""}})
-        request = given.openai_body(rules.unknown).completion_request(rules)
-        return ParsedRequest(request, lambda model: OllamaWriter(given.model or model, chat=True))
+        parsed = OllamaChatBody.parse(body, rules.unknown)
+        self._names.check(parsed.model)
+        if not parsed.messages:
+            return parsed.without_prompt(self._names.name, {"message": {"role": "assistant", "content": ""}})
+        request = parsed.openai_body(rules.unknown).completion_request(rules)
+        return ParsedRequest(request, lambda model: OllamaWriter(parsed.model or model, chat=True))
 
     def generate(self, body: Any, rules: RequestRules) -> ParsedRequest | Response:
         """A `Dialect`: /api/generate."""
-        given = GenerateBody.parse(body, rules.unknown)
-        self._names.check(given.model)
-        if not given.prompt:
-            return given.without_prompt(self._names.name, {"response": ""})
-        request = given.openai_body(rules.unknown, self._has_template).completion_request(rules)
-        return ParsedRequest(request, lambda model: OllamaWriter(given.model or model, chat=False))
+        parsed = GenerateBody.parse(body, rules.unknown)
+        self._names.check(parsed.model)
+        if not parsed.prompt:
+            return parsed.without_prompt(self._names.name, {"response": ""})
+        request = parsed.openai_body(rules.unknown, self._has_template).completion_request(rules)
+        return ParsedRequest(request, lambda model: OllamaWriter(parsed.model or model, chat=False))
 
 
 # --- answers ----------------------------------------------------------------------------------------------------------
@@ -340,8 +340,8 @@ class OllamaRoutes:
     async def show(self, request: Request) -> Response:
         """What is known of the model."""
         body = await read_body(request, self._limits.body_bytes, self._limits.body_seconds)
-        given = ShowBody.parse(body, UnknownFields(self._limits.strict))
-        self._names.check(given.model or given.name)
+        parsed = ShowBody.parse(body, UnknownFields(self._limits.strict))
+        self._names.check(parsed.model or parsed.name)
         tokenizer = self._worker.models.tokenizer
         template = getattr(tokenizer, "chat_template", None)
         info: dict[str, Any] = {FAMILY: self._family, "general.parameter_count": self._parameters}
