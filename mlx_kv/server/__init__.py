@@ -8,11 +8,10 @@ HTTP, in the event loop:
     handler.py           from a request's body to its jobs, and from their output to a response
     json_http.py         strict JSON of bodies, responses, events and errors
     requests.py          bodies: their base and field types, shared fields, limits; the request that they become
-    chat.py              content of chats and of answers: texts, reasoning, calls, results
-    structured_output.py grammars of structured output, compiled in a thread
+    chat.py              content of chats: texts, reasoning, calls, results
     dialects/            APIs: OpenAI's completions, chat completions and responses, Anthropic's messages
     admission.py         how many requests are admitted; delivery of output to responses
-    output.py            output as it comes: content, reasoning, tool calls, tokens
+    output.py            grammars; output as it comes: content, reasoning, tool calls, tokens
     status.py            models, health, metrics, the page of memory
 
 The worker, one thread that owns MLX, the models and the engines:

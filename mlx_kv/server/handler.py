@@ -25,10 +25,9 @@ from mlx_kv.server.admission import ENDPOINTS, AdmissionController
 from mlx_kv.server.job import Job
 from mlx_kv.server.json_http import ApiError, JsonResponse, error_body, read_body, without_panic
 from mlx_kv.server.models import ModelNames
-from mlx_kv.server.output import ChatOutputParser, Choice, Delta, OutputWriter, TokenTexts
+from mlx_kv.server.output import ChatOutputParser, Choice, Delta, Grammars, OutputWriter, TokenTexts, marks_of
 from mlx_kv.server.prefix_report import HEADER, prefix_header
 from mlx_kv.server.requests import CompletionRequest, Limits, Prompt, RequestRules, UnknownFields
-from mlx_kv.server.structured_output import Grammars, marks_of
 from mlx_kv.server.worker import Worker
 
 MATCH_SECONDS = 1.0  # for which a stream waits until its header can report the reused tokens

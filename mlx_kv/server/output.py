@@ -1,15 +1,18 @@
-"""An answer as it comes: its text split into content, reasoning and tool calls, its tokens, and its usage.
+"""Output of requests: the grammars that it follows, and its parts as it comes: content, reasoning, tool calls, tokens.
 
 mlx-lm's state machine and tool parsers parse chats. A call that cannot be parsed stays text.
 """
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any, Protocol
 
 from mlx_lm.generate import TextStateMachine, make_text_state_machine
@@ -18,14 +21,25 @@ from mlx_lm.tool_parsers import json_tools
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from mlx_kv.files.decoding import read_json
+from mlx_kv.generation.grammar import (
+    CallMarks,
+    Constraint,
+    Grammar,
+    GrammarCompiler,
+    GrammarError,
+    GrammarProcessor,
+    LeadIn,
+)
 from mlx_kv.generation.sequence import TokenScore
+from mlx_kv.server import chat
 from mlx_kv.server.job import Job, OutputChunk
-from mlx_kv.server.json_http import EVENT_STREAM, ApiError, json_bytes
+from mlx_kv.server.json_http import EVENT_STREAM, ApiError, json_bytes, without_panic
+from mlx_kv.server.requests import UnknownFields
 
 ONE_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 SPACE = "\u2581"
 MIN_LOGPROB = -9999.0  # OpenAI's number for probability 0; JSON has no infinity
-
+COMPILE_SECONDS = 10.0  # for one grammar
 
 # --- tokens -----------------------------------------------------------------------------------------------------------
 
@@ -209,7 +223,98 @@ def _checked_parser(parser: Callable[..., Any]) -> Callable[..., Any]:
     return parse
 
 
-# --- answers ----------------------------------------------------------------------------------------------------------
+# --- blocks of content ------------------------------------------------------------------------------------------------
+
+
+class Event(Enum):
+    """A change of a block."""
+
+    BEGINS = "begins"
+    GROWS = "grows"
+    ENDS = "ends"
+
+
+@dataclass
+class Block:
+    """A part of an answer that may still grow.
+
+    Attributes:
+        index: among the blocks.
+        kind: what it becomes: `Text`, `Reasoning` or `Call`.
+        text: so far; of a call, its arguments as JSON.
+        name, call_id: of a call.
+    """
+
+    index: int
+    kind: type[chat.Text] | type[chat.Reasoning] | type[chat.Call]
+    text: str = ""
+    name: str = ""
+    call_id: str = ""
+
+    @property
+    def part(self) -> chat.Part:
+        """The block as it is now."""
+        return chat.Call(self.call_id, self.name, self.text) if self.kind is chat.Call else self.kind(self.text)  # type: ignore[call-arg]
+
+
+Change = tuple[Event, Block, str]  # with the new text of a block that grows
+
+
+class Blocks:
+    """The blocks of one answer, as it comes. White space between two blocks is dropped."""
+
+    def __init__(self) -> None:
+        self.all: list[Block] = []
+        self._open: Block | None = None
+        self._space = ""  # white space that may be between two blocks
+
+    def add(self, delta: Delta) -> Iterator[Change]:
+        """The changes that a part of the answer makes."""
+        if delta.reasoning:
+            yield from self._grow(chat.Reasoning, delta.reasoning)
+        if delta.content:
+            yield from self._grow(chat.Text, delta.content)
+        for call in delta.tool_calls:
+            function = call["function"]
+            yield from self._begin(Block(len(self.all), chat.Call, name=function["name"], call_id=call["id"]))
+            yield from self._more(function["arguments"])
+            yield from self._end()
+
+    def finish(self) -> Iterator[Change]:
+        """The changes at the end of the answer."""
+        if not self.all and self._space:
+            space = self._space
+            yield from self._begin(Block(0, chat.Text))
+            yield from self._more(space)
+        yield from self._end()
+
+    def _grow(self, kind: type[chat.Text] | type[chat.Reasoning], text: str) -> Iterator[Change]:
+        if self._open is None or self._open.kind is not kind:
+            text = self._space + text
+            if not text.strip():
+                self._space = text
+                return
+            yield from self._begin(Block(len(self.all), kind))
+        yield from self._more(text)
+
+    def _begin(self, block: Block) -> Iterator[Change]:
+        yield from self._end()
+        self._space, self._open = "", block
+        self.all.append(block)
+        yield Event.BEGINS, block, ""
+
+    def _more(self, text: str) -> Iterator[Change]:
+        assert self._open is not None, "a block grows that has not begun"
+        self._open.text += text
+        yield Event.GROWS, self._open, text
+
+    def _end(self) -> Iterator[Change]:
+        block, self._open = self._open, None
+        if block is not None:
+            yield Event.ENDS, block, ""
+
+
+# --- choices ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -330,3 +435,72 @@ class OutputWriter(Protocol):
     @abstractmethod
     def failed(self, error: ApiError) -> bytes:
         """The end of a stream that failed."""
+
+
+# --- grammars ---------------------------------------------------------------------------------------------------------
+
+
+class Grammars:
+    """Compiles the constraints of all requests to a server, in a thread.
+
+    Args:
+        tokenizer: mlx-lm's.
+        unknown: for schemas that are not fully enforced.
+    """
+
+    def __init__(self, tokenizer: Any, unknown: UnknownFields) -> None:
+        self._unknown = unknown
+        self._tokenizer, self._compiler = tokenizer, GrammarCompiler(tokenizer)
+        self._thread = ThreadPoolExecutor(1, "mlx-kv grammar")  # so that no prompt waits for a slow grammar
+
+    async def compile(self, constraint: Constraint | None, param: str) -> Grammar | None:
+        """The grammar of a constraint; None for none.
+
+        Args:
+            param: the field that has the constraint.
+
+        Raises:
+            ApiError: 400 for one that is refused or takes too long, 429 where others take too long.
+        """
+        if constraint is None:
+            return None
+        marks = marks_of(self._tokenizer)
+        compiling = self._thread.submit(
+            without_panic, "the grammar compiler", lambda: self._compiler.compile(constraint, marks)
+        )
+        try:
+            grammar = await asyncio.wait_for(asyncio.wrap_future(compiling), COMPILE_SECONDS)
+        except TimeoutError:
+            if compiling.cancelled():  # before its turn came
+                message = "grammars of other requests are being compiled: try again later"
+                raise ApiError(429, message, param, headers={"Retry-After": "5"}) from None
+            message = f"it took more than {COMPILE_SECONDS:g} seconds to compile: send a smaller one"
+            raise ApiError(400, f"{param} cannot be followed: {message}", param) from None
+        except GrammarError as error:
+            raise ApiError(400, f"{param} cannot be followed: {error}", param) from None
+        for unenforced in grammar.unenforced:
+            if self._unknown.strict:
+                raise ApiError(400, f"{param} cannot be followed: {unenforced}", param)
+            self._unknown.log_once(unenforced, f"schemas that are not strict are not fully enforced: {unenforced}")
+        return grammar
+
+    def close(self) -> None:
+        """Ends the thread after the grammar that it compiles."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def processor(self, grammar: Grammar, prompt: list[int], chat: bool, may_call: bool) -> GrammarProcessor:
+        """The logits processor that makes one answer follow a grammar.
+
+        Args:
+            prompt: the tokens before the answer.
+            chat: whether reasoning may precede the answer.
+            may_call: whether the answer may be a tool call instead.
+        """
+        return grammar.processor(len(prompt), LeadIn.after(self._tokenizer, prompt, may_call) if chat else None)
+
+
+def marks_of(tokenizer: Any) -> CallMarks | None:
+    """The tokens around a call, for models that write calls as JSON; None for other models."""
+    if not tokenizer.has_tool_calling or tokenizer.tool_parser is not json_tools.parse_tool_call:
+        return None
+    return CallMarks(tuple(tokenizer.tool_call_start_tokens), tuple(tokenizer.tool_call_end_tokens or ()))

@@ -166,7 +166,7 @@ def test_a_tokenizer_that_dies_ends_its_requests_only(monkeypatch: pytest.Monkey
 
 
 STUCK = SERVE + (
-    "import time; from mlx_kv.server import structured_output as grammars; "
+    "import time; from mlx_kv.server import output as grammars; "
     "grammars.COMPILE_SECONDS = 0.2; grammars.GrammarCompiler.compile = lambda *arguments: time.sleep(1000); main()"
 )
 

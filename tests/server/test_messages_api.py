@@ -10,10 +10,10 @@ from serving import SOURCE, Running
 
 from mlx_kv.generation.generate import StopStrings
 from mlx_kv.server.access import ApiKeys
-from mlx_kv.server.chat import Blocks, Call, Event, Reasoning, Text
+from mlx_kv.server.chat import Call, Reasoning, Text
 from mlx_kv.server.dialects.messages import messages
 from mlx_kv.server.job import Job
-from mlx_kv.server.output import Delta
+from mlx_kv.server.output import Blocks, Delta, Event
 from mlx_kv.server.requests import RequestRules, UnknownFields
 
 if TYPE_CHECKING:

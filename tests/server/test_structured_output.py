@@ -22,7 +22,7 @@ from serving import SOURCE, Running, check_error, running
 from mlx_kv.generation import grammar as compiled
 from mlx_kv.generation.grammar import GrammarCompiler
 from mlx_kv.generation.speculation import DraftSettings
-from mlx_kv.server import structured_output
+from mlx_kv.server import output
 from mlx_kv.server.dialects.completions import chats
 from mlx_kv.server.json_http import ApiError
 from mlx_kv.server.requests import RequestRules, UnknownFields
@@ -196,7 +196,7 @@ def test_a_model_that_knows_calls_writes_its_own() -> None:
 
 def test_where_tools_are_free_an_answer_has_its_form_or_is_a_call(reference: Any) -> None:
     tokenizer = knows_calls(reference[1])
-    made, rules = structured_output.Grammars(tokenizer, UnknownFields()), RequestRules()
+    made, rules = output.Grammars(tokenizer, UnknownFields()), RequestRules()
     mark = tokenizer.tool_call_start_tokens[0]
 
     def may_call(**options: Any) -> bool:
@@ -217,7 +217,7 @@ def test_schemas_that_are_not_enforced_to_the_letter_are_for_servers_that_are_no
     strict = {"type": "json_schema", "json_schema": {"schema": schema, "strict": True}}
 
     def ask(form: Any, refuses: bool) -> Any:
-        made = structured_output.Grammars(reference[1], UnknownFields(refuses))
+        made = output.Grammars(reference[1], UnknownFields(refuses))
         request = chats(CHAT | {"response_format": form}, RequestRules()).request
         return asyncio.run(made.compile(request.constraint, request.constraint_field))
 
@@ -271,7 +271,7 @@ def test_a_grammar_that_takes_long_holds_up_nobody(server: Running, monkeypatch:
         return compile_now(self, constraint, marks)
 
     monkeypatch.setattr(GrammarCompiler, "compile", slow)
-    monkeypatch.setattr(structured_output, "COMPILE_SECONDS", 0.5)
+    monkeypatch.setattr(output, "COMPILE_SECONDS", 0.5)
     try:
         with ThreadPoolExecutor(2) as pool:
             answers = list(pool.map(lambda text: server.post(prompt="x", regex=text), ("abc", "abd")))

@@ -86,9 +86,9 @@ class RowContexts:
         rows = []
         for index, row in enumerate(self._rows):
             here = logits[index : index + 1]
-            rows.append(
-                row.adjusted(row.followed([tokens[index] for tokens in more]), here) if row.processors else here
-            )
+            if row.processors:
+                here = row.adjusted(row.followed([tokens[index] for tokens in more]), here)
+            rows.append(here)
         return mx.concatenate(rows)
 
     def along(self, logits: mx.array, drafted: Sequence[Sequence[int]]) -> mx.array:

@@ -601,12 +601,9 @@ def find_drafter(drafter: str | Factory | Drafter | None, context: DrafterContex
         return DRAFTERS.find(drafter)(context)
     instance = drafter(context) if callable(drafter) else drafter
     if not all(hasattr(instance, name) for name in Drafter.__abstractmethods__):
-        what = (
-            f"drafter is {shown(instance)}"
-            if instance is drafter
-            else f"the factory of drafter= has made {shown(instance)}"
-        )
-        raise TypeError(f"{what}: give a name of drafter_names(), a Drafter, or what makes one of a DrafterContext")
+        subject = "drafter is" if instance is drafter else "the factory of drafter= has made"
+        problem = f"{subject} {shown(instance)}"
+        raise TypeError(f"{problem}: give a name of drafter_names(), a Drafter, or what makes one of a DrafterContext")
     if instance is drafter and context.draft_model is not None:
         raise ValueError("got a drafter, which is made already, and a draft_model that it cannot use: give one of them")
     return instance

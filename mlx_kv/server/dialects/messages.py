@@ -10,10 +10,9 @@ from pydantic import Discriminator, Field, PlainValidator, Tag, model_validator
 
 from mlx_kv.generation.grammar import Constraint
 from mlx_kv.server import chat, requests
-from mlx_kv.server.chat import Block, Blocks, Change, Event
 from mlx_kv.server.handler import ParsedRequest
 from mlx_kv.server.json_http import ApiError, anthropic_error, event
-from mlx_kv.server.output import Choice, Delta, OutputWriter, Usage
+from mlx_kv.server.output import Block, Blocks, Change, Choice, Delta, Event, OutputWriter, Usage
 from mlx_kv.server.requests import Body, CompletionRequest, FieldError, RequestRules, Text, TokenLimit
 
 REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}

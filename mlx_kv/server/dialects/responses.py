@@ -16,11 +16,10 @@ from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Plai
 
 from mlx_kv.generation.grammar import Constraint
 from mlx_kv.server import chat, requests
-from mlx_kv.server.chat import Block, Blocks, Change, Event
 from mlx_kv.server.dialects.completions import chat_logprob
 from mlx_kv.server.handler import ParsedRequest
 from mlx_kv.server.json_http import ApiError, event
-from mlx_kv.server.output import Choice, Delta, OutputWriter, Usage
+from mlx_kv.server.output import Block, Blocks, Change, Choice, Delta, Event, OutputWriter, Usage
 from mlx_kv.server.requests import Body, CompletionRequest, FieldError, RequestRules, Text, TokenLimit
 
 # Fields of the request that a response repeats, and their values where the request leaves them out.
