@@ -70,9 +70,10 @@ class SamplingDefaults:
         """The defaults for a model, as the option --model names it."""
         from mlx_kv.mlxlm.loading import generation_config
 
-        own = generation_config(model_path(model)) if self.generation_config == "auto" else {}
-        given = {name: value for name, value in vars(self).items() if name != "generation_config" and value is not None}
-        return replace(SamplingSettings.of_model(own), **given)
+        config = generation_config(model_path(model)) if self.generation_config == "auto" else {}
+        values = vars(self).items()
+        options = {name: value for name, value in values if name != "generation_config" and value is not None}
+        return replace(SamplingSettings.of_model(config), **options)
 
 
 def unseeded_sampler(sampling: SamplingSettings, tokenizer: Any) -> Sampler | None:
@@ -194,9 +195,9 @@ class FormatOptions:
     )
 
     def __post_init__(self) -> None:
-        given = [name for name in ("json_schema", "grammar", "regex") if getattr(self, name) is not None]
-        if len(given) > 1:
-            one, other, *_ = (f"--{name.replace('_', '-')}" for name in given)
+        formats = [name for name in ("json_schema", "grammar", "regex") if getattr(self, name) is not None]
+        if len(formats) > 1:
+            one, other, *_ = (f"--{name.replace('_', '-')}" for name in formats)
             raise click.UsageError(f"{one} and {other} both describe the answer: give one")
 
     @property

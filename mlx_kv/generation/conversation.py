@@ -13,7 +13,7 @@ from typing import Any
 
 from mlx_kv.communicator import Steps
 from mlx_kv.generation.encoding import (
-    JUST_ASKED,
+    DEFAULT_CHAT,
     ChatSettings,
     applied_template,
     encode_messages,
@@ -71,7 +71,7 @@ class Conversation:
         ValueError: settings of a chat, and a model that has no chat template.
     """
 
-    def __init__(self, engine: Engine, tokenizer: Any, settings: ChatSettings = JUST_ASKED) -> None:
+    def __init__(self, engine: Engine, tokenizer: Any, settings: ChatSettings = DEFAULT_CHAT) -> None:
         self.engine, self.settings, self._tokenizer = engine, settings, tokenizer
         self._chats = has_chats(tokenizer)
         if settings and not self._chats:
@@ -85,10 +85,10 @@ class Conversation:
     @property
     def messages(self) -> list[Message]:
         """The conversation, in the form that chat templates take."""
-        said = [] if self.settings.system is None else [{"role": "system", "content": self.settings.system}]
+        messages = [] if self.settings.system is None else [{"role": "system", "content": self.settings.system}]
         for turn in self.turns:
-            said += [{"role": "user", "content": turn.question}, {"role": "assistant", "content": turn.answer}]
-        return said
+            messages += [{"role": "user", "content": turn.question}, {"role": "assistant", "content": turn.answer}]
+        return messages
 
     @property
     def tokens(self) -> list[int]:
@@ -150,12 +150,12 @@ class Conversation:
         if not self.tokens:
             return None
         template, last = self.settings.template, self.turns[-1]
-        asked: str = applied_template(self._tokenizer, messages[:-2], False, **template)
+        before: str = applied_template(self._tokenizer, messages[:-2], False, **template)
         whole: str = applied_template(self._tokenizer, messages, False, **template)
-        said = asked + last.answer
-        if not whole.startswith(said):
+        text = before + last.answer
+        if not whole.startswith(text):
             return None
-        known, rest = last.tokens, self._tokenizer.encode(whole[len(said) :], add_special_tokens=False)
+        known, rest = last.tokens, self._tokenizer.encode(whole[len(text) :], add_special_tokens=False)
         if known[-1] in self._tokenizer.eos_token_ids:
             if not rest or rest[0] != known[-1]:  # the template ends an answer in another way
                 return None
@@ -179,7 +179,7 @@ class Conversation:
         Args:
             draws: what draws the tokens of a sequence, from a position on.
             processors: of logits, as in `TokenSequence`: they are shown the whole conversation.
-            ended: asked after each step of the engine, those that read the prompt among them: whether the answer ends.
+            ended: whether the answer ends; called after each step of the engine, those that read the prompt among them.
 
         Raises:
             ValueError: what cannot be continued; nothing has changed then.
@@ -206,16 +206,16 @@ class Conversation:
                     finish = token.finish_reason or finish
                     yield token
         finally:
-            held = received[-1].caches if finish != "interrupted" else self.engine.extract(number)
+            caches = received[-1].caches if finish != "interrupted" else self.engine.extract(number)
             self.engine.cancel(number)
             known = [*prompt, *(token.token for token in received)]
             answer = "".join(token.text for token in received)
             if received:
                 self.turns.append(Turn(question, answer, known, len(prompt), reused, len(received), finish))
-            self._take(held, known)
+            self._keep(caches, known)
 
-    def _take(self, caches: list[Any] | None, known: list[int]) -> None:
-        """Keeps caches that have read what is known; or more, where a draft was right beyond the end."""
+    def _keep(self, caches: list[Any] | None, known: list[int]) -> None:
+        """Keeps caches that have read these tokens, or more, where a draft was right beyond the end."""
         read = max((int(cache.offset) for cache in attention_caches(caches or [])), default=0)
         if caches is not None and read and self.engine.trim(caches, max(0, read - len(known))):
             self._read = Read(caches, known[:read])

@@ -41,8 +41,8 @@ class TemplateError(ValueError):
 
 def check_template_settings(settings: Iterable[str]) -> None:
     """Raises ValueError for names that are no settings of a chat template."""
-    if taken := NOT_FOR_TEMPLATES.intersection(settings):
-        raise ValueError(f"{min(taken)} is not a setting of a chat template: leave it out")
+    if reserved := NOT_FOR_TEMPLATES.intersection(settings):
+        raise ValueError(f"{min(reserved)} is not a setting of a chat template: leave it out")
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class ChatSettings:
         return [*before, {"role": "user", "content": text}, *after]
 
 
-JUST_ASKED = ChatSettings()
+DEFAULT_CHAT = ChatSettings()
 
 
 def wrapped(tokenizer: Any) -> Any:
@@ -169,7 +169,7 @@ def speaks_chat(tokenizer: Any, plain: bool) -> bool:
     return has_chats(tokenizer) and not plain
 
 
-def encode_text(tokenizer: Any, text: str, plain: bool = False, settings: ChatSettings = JUST_ASKED) -> list[int]:
+def encode_text(tokenizer: Any, text: str, plain: bool = False, settings: ChatSettings = DEFAULT_CHAT) -> list[int]:
     """Token ids of a text: what a user says in a chat, or with `plain` and where there are no chats, itself.
 
     Raises:
@@ -189,7 +189,7 @@ def encode_beginning(tokenizer: Any, text: str, chat: bool) -> list[int]:
     return encode_messages(tokenizer, [{"role": "user", "content": text}], True)
 
 
-def encode_ending(tokenizer: Any, text: str, chat: bool, settings: ChatSettings = JUST_ASKED) -> list[int]:
+def encode_ending(tokenizer: Any, text: str, chat: bool, settings: ChatSettings = DEFAULT_CHAT) -> list[int]:
     """Tokens of a prompt that follows a cached one; of a chat, the rest of the message, and the answer's beginning.
 
     Raises:

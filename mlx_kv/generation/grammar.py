@@ -178,7 +178,7 @@ def _without_start(text: str) -> str:
     name = "begin"
     while name in text:
         name += "-again"
-    return GBNF_START.sub(lambda found: name if found[0] == "start" else found[0], text)
+    return GBNF_START.sub(lambda match: name if match[0] == "start" else match[0], text)
 
 
 def _enforced(schema: Any, lenient: bool) -> str:
@@ -223,7 +223,7 @@ def error_message(error: object, constraint: Constraint | None = None) -> str:
         return MATCHES_NOTHING if constraint is not None and constraint.kind == "regex" else ENDLESS
     if (place := PLACE.match(text)) is not None:
         text = text[place.end() :]
-        if constraint is not None and is_lark(constraint):  # other places are in what was made of the constraint
+        if constraint is not None and is_lark(constraint):  # other places are in the grammar that was made of it
             numbers = [number for number, line in enumerate(constraint.text.split("\n"), 1) if line.strip()]
             text = f"line {dict(enumerate(numbers, 1)).get(int(place[1]), place[1])}, column {place[2]}: {text}"
     for pattern, words in REWORDED:
@@ -359,9 +359,9 @@ class GrammarProcessor:
         begins = self._lead_in.grammar_from(answer)
         if begins is None:  # a call may end, but thinking that does leaves no answer
             return _masked(logits, ~self._where_it_ends(logits)) if self._lead_in.thinks(answer) else logits
-        wanted = answer[begins:]
-        follows, others = self._follow(wanted), self._lead_in.others(answer)
-        if not follows and not others and self._why(wanted) is None:
+        constrained = answer[begins:]
+        follows, others = self._follow(constrained), self._lead_in.others(answer)
+        if not follows and not others and self._why(constrained) is None:
             return logits
         allowed = self._mask(logits.shape[-1]) if follows else np.zeros(logits.shape[-1], dtype=bool)
         allowed[others] = True
@@ -399,19 +399,19 @@ class GrammarProcessor:
             return None
         return self._failed[1]
 
-    def _follow(self, wanted: list[int]) -> bool:
+    def _follow(self, tokens: list[int]) -> bool:
         """Has the matcher stand after these tokens; whether they are the grammar's, and it goes on."""
-        if self._why(wanted) is not None:
+        if self._why(tokens) is not None:
             return False
-        same = common_prefix(self._consumed, wanted)
+        same = common_prefix(self._consumed, tokens)
         back = len(self._consumed) - same
         if self._matcher.is_error() or (back and not self._matcher.rollback(back)):
             self._matcher, self._consumed = self._fresh.deep_copy(), []
         del self._consumed[same:]
-        more = wanted[len(self._consumed) : self._end(wanted)]
-        taken = int(self._matcher.try_consume_tokens(more)) if more else 0
-        self._consumed += more[:taken]
-        return self._works(more[taken : taken + 1]) and len(self._consumed) == len(wanted)
+        more = tokens[len(self._consumed) : self._end(tokens)]
+        count = int(self._matcher.try_consume_tokens(more)) if more else 0
+        self._consumed += more[:count]
+        return self._works(more[count : count + 1]) and len(self._consumed) == len(tokens)
 
     def _end(self, tokens: list[int]) -> int:
         """Position of the first end token. They are not part of the grammar, so llguidance gets none of them."""
@@ -420,9 +420,9 @@ class GrammarProcessor:
     def _mask(self, vocabulary: int) -> np.ndarray[Any, np.dtype[np.bool_]]:
         """Which tokens (V,) may come next."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
-        found = np.unpackbits(bits, count=min(vocabulary, 8 * bits.size), bitorder="little").astype(bool)
+        mask = np.unpackbits(bits, count=min(vocabulary, 8 * bits.size), bitorder="little").astype(bool)
         allowed = np.zeros(vocabulary, dtype=bool)
-        allowed[: found.size] = found
+        allowed[: mask.size] = mask
         return allowed & self._works()
 
     def _where_it_ends(self, logits: mx.array) -> np.ndarray[Any, np.dtype[np.bool_]]:
@@ -458,7 +458,7 @@ class LeadIn:
     Attributes:
         start, end: the marks of thinking.
         begun: the prompt ends within thinking.
-        call: the mark with which a call begins. Nothing is asked of what follows it.
+        call: the mark with which a call begins. What follows it is not constrained.
     """
 
     start: Tokens = ()
@@ -517,13 +517,13 @@ class LeadIn:
         return None if end is None else end + len(self.end)
 
 
-def find(tokens: list[int], wanted: Tokens, place: int) -> int | None:
+def find(tokens: list[int], pattern: Tokens, place: int) -> int | None:
     """Where these stand first, from a place on."""
     while True:
         try:
-            place = tokens.index(wanted[0], place)
+            place = tokens.index(pattern[0], place)
         except ValueError:
             return None
-        if tuple(tokens[place : place + len(wanted)]) == wanted:
+        if tuple(tokens[place : place + len(pattern)]) == pattern:
             return place
         place += 1

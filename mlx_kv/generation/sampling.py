@@ -27,8 +27,8 @@ Filter = Callable[..., mx.array]
 
 # In float32, log-probabilities of the two likeliest tokens that differ do so by more than 1e-8, and Gumbel noise lies
 # between -5 and 17: beyond these temperatures nothing changes any more, but float32 has no such numbers.
-LEAST_TEMP, MOST_TEMP = 1e-20, 1e20
-LEAST_TOP_P = 1e-20  # below one over the vocabulary, only the likeliest token is left
+MIN_TEMP, MAX_TEMP = 1e-20, 1e20
+MIN_TOP_P = 1e-20  # below one over the vocabulary, only the likeliest token is left
 
 
 def _uncompiled(compiled: Any) -> Filter:
@@ -39,8 +39,9 @@ def _uncompiled(compiled: Any) -> Filter:
     """
     if type(compiled) is FunctionType:  # isinstance is also true of compiled functions
         return compiled
-    found: Filter = next((own for own in gc.get_referents(compiled) if type(own) is FunctionType), compiled)
-    return found
+    functions = (each for each in gc.get_referents(compiled) if type(each) is FunctionType)
+    original: Filter = next(functions, compiled)
+    return original
 
 
 apply_min_p, apply_top_k = _uncompiled(sample_utils.apply_min_p), _uncompiled(sample_utils.apply_top_k)
@@ -96,9 +97,9 @@ class TemperatureSampler:
         """
         logprobs = logprobs.astype(mx.float32)
         if self.top_p < 1:
-            logprobs = apply_top_p(logprobs, max(self.top_p, LEAST_TOP_P))
+            logprobs = apply_top_p(logprobs, max(self.top_p, MIN_TOP_P))
         if self.min_p > 0:
-            logprobs = apply_min_p(logprobs, max(self.min_p, LEAST_TOP_P))
+            logprobs = apply_min_p(logprobs, max(self.min_p, MIN_TOP_P))
         if self.xtc_probability > 0:
             coins = mx.random.uniform(shape=(*logprobs.shape[:-1], 1)) if coins is None else coins
             excluded = apply_xtc(logprobs, 1.0, self.xtc_threshold, list(self.xtc_special_tokens))  # in all rows
@@ -106,7 +107,7 @@ class TemperatureSampler:
         if 0 < self.top_k < logprobs.shape[-1]:
             logprobs = apply_top_k(logprobs, self.top_k)
         # What is divided is never above 0: it may become -inf, where a token has no chance, but never NaN.
-        return (logprobs - logprobs.max(axis=-1, keepdims=True)) / min(max(self.temp, LEAST_TEMP), MOST_TEMP)
+        return (logprobs - logprobs.max(axis=-1, keepdims=True)) / min(max(self.temp, MIN_TEMP), MAX_TEMP)
 
     def __call__(self, logprobs: mx.array) -> mx.array:
         """Token ids (...) for log-probabilities (..., V)."""

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 # depends on these alone; the tokens are not written to.
 LogitsProcessor: TypeAlias = "Callable[[mx.array, mx.array], mx.array]"
 
-LEAST_PENALTY = 0.01  # logits divided by less may overflow their dtype, and there are no probabilities then
+MIN_PENALTY = 0.01  # logits divided by less may overflow their dtype, and there are no probabilities then
 OF_MODELS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # as transformers names them
-MOST_SERVED = 1 << 24  # of tokens that a request counts
+MAX_SERVED = 1 << 24  # of tokens that a request counts
 
 
 def given_processors(processors: Sequence[LogitsProcessor] | None) -> tuple[LogitsProcessor, ...]:
@@ -88,7 +88,7 @@ class SamplingSettings:
         option="--top-k",
         metavar="K",
         minimum=0,
-        served=(-1, MOST_SERVED),
+        served=(-1, MAX_SERVED),
         help="Sample from the K likeliest tokens; 0 is all.",
     )
     min_p: float = setting(
@@ -127,7 +127,7 @@ class SamplingSettings:
         help="Penalty for tokens among the last 20: above 1, they become less likely.",
     )
     repetition_context_size: int = setting(
-        20, minimum=0, served=(0, MOST_SERVED), help="Last tokens that the repetition penalty counts; 0 is all."
+        20, minimum=0, served=(0, MAX_SERVED), help="Last tokens that the repetition penalty counts; 0 is all."
     )
     presence_penalty: float = setting(
         0.0,
@@ -137,7 +137,7 @@ class SamplingSettings:
         help="Number subtracted from the logits of tokens among the last 20.",
     )
     presence_context_size: int = setting(
-        20, minimum=0, served=(0, MOST_SERVED), help="Last tokens that the presence penalty counts; 0 is all."
+        20, minimum=0, served=(0, MAX_SERVED), help="Last tokens that the presence penalty counts; 0 is all."
     )
     frequency_penalty: float = setting(
         0.0,
@@ -147,7 +147,7 @@ class SamplingSettings:
         help="Number subtracted from the logits of a token for each time that it is among the last 20.",
     )
     frequency_context_size: int = setting(
-        20, minimum=0, served=(0, MOST_SERVED), help="Last tokens that the frequency penalty counts; 0 is all."
+        20, minimum=0, served=(0, MAX_SERVED), help="Last tokens that the frequency penalty counts; 0 is all."
     )
     logit_bias: Iterable[tuple[int, float]] | Mapping[int, float] = setting(
         (), help="Numbers added to the logits of tokens, by token id."
@@ -163,9 +163,9 @@ class SamplingSettings:
 
     def __post_init__(self) -> None:
         check_settings(self)
-        if 0 < self.repetition_penalty < LEAST_PENALTY:
+        if 0 < self.repetition_penalty < MIN_PENALTY:
             raise SettingError(
-                "{repetition_penalty:is}: give 0, or {} up", LEAST_PENALTY, repetition_penalty=self.repetition_penalty
+                "{repetition_penalty:is}: give 0, or {} up", MIN_PENALTY, repetition_penalty=self.repetition_penalty
             )
         bias = self.logit_bias.items() if isinstance(self.logit_bias, Mapping) else self.logit_bias
         try:
@@ -206,7 +206,7 @@ class SamplingSettings:
         """
         from mlx_lm.sample_utils import make_logits_processors
 
-        made = make_logits_processors(  # type: ignore[no-untyped-call,unused-ignore]
+        processors = make_logits_processors(  # type: ignore[no-untyped-call,unused-ignore]
             self.biases or None,
             None if self.repetition_penalty in (0, 1) else self.repetition_penalty,
             self.repetition_context_size,
@@ -215,7 +215,7 @@ class SamplingSettings:
             self.frequency_penalty,
             self.frequency_context_size,
         )
-        return (*((_within(max(self.biases)),) if self.biases else ()), *made)
+        return (*((_within(max(self.biases)),) if self.biases else ()), *processors)
 
     @property
     def changed(self) -> dict[str, Any]:

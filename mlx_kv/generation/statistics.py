@@ -15,7 +15,7 @@ class CacheStatistics:
     """What the caches of one model hold, and what they did.
 
     Attributes:
-        bytes_live: of tokens that can still be seen.
+        bytes_live: of tokens that attention can still read.
         bytes_allocated: dead slots included.
         bytes_full: what all tokens up to here would take, with none evicted or overwritten.
         growths: reallocations of the busiest layer.
@@ -41,15 +41,15 @@ def cache_statistics(caches: Iterable[Any]) -> CacheStatistics:
     """
     everything = list(leaves(cache_list("caches", caches)))
     layers = [parts_of(cache) for cache in everything]
-    evictors = [[own.evictor for own in parts if own.evictor is not None] for parts in layers]
+    evictors = [[cache.evictor for cache in parts if cache.evictor is not None] for parts in layers]
     return CacheStatistics(
         bytes_live=sum(getattr(cache, "nbytes_live", cache.nbytes) for cache in everything),
         bytes_allocated=sum(cache.nbytes for cache in everything),
-        growths=max((own.growths for parts in layers for own in parts), default=0),
+        growths=max((cache.growths for parts in layers for cache in parts), default=0),
         bytes_full=sum(getattr(cache, "nbytes_full", cache.nbytes) for cache in everything),
-        tokens_evicted=max((sum(own.evicted for own in layer) for layer in evictors), default=0),
-        compactions=max((own.compactions for layer in evictors for own in layer), default=0),
-        compaction_seconds=sum(own.seconds for layer in evictors for own in layer),
+        tokens_evicted=max((sum(evictor.evicted for evictor in layer) for layer in evictors), default=0),
+        compactions=max((evictor.compactions for layer in evictors for evictor in layer), default=0),
+        compaction_seconds=sum(evictor.seconds for layer in evictors for evictor in layer),
     )
 
 

@@ -133,6 +133,6 @@ class Tool(TypedDict, total=False):
 
 def tool(name: str, description: Any = None, parameters: Any = None, strict: Any = None) -> Tool:
     """A function as a tool of a chat, without what is None."""
-    given = {"name": name, "description": description, "parameters": parameters, "strict": strict}
-    function: Any = {key: value for key, value in given.items() if value is not None}
+    fields = {"name": name, "description": description, "parameters": parameters, "strict": strict}
+    function: Any = {key: value for key, value in fields.items() if value is not None}
     return {"type": "function", "function": function}

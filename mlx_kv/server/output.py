@@ -304,7 +304,7 @@ class Blocks:
         yield Event.BEGINS, block, ""
 
     def _more(self, text: str) -> Iterator[Change]:
-        assert self._open is not None, "a block grows that has not begun"
+        assert self._open is not None, "a block grows that is not open"
         self._open.text += text
         yield Event.GROWS, self._open, text
 
@@ -363,7 +363,7 @@ class Choice:
             if spoke and speaks and not (delta.reasoning or delta.tool_calls):
                 delta.spoken, self._pending = (pending, []) if delta.content else ([], pending)
             else:
-                delta.spoken, self._pending = _made_of(delta.content, pending, speaks), []
+                delta.spoken, self._pending = _tokens_of(delta.content, pending, speaks), []
         self.finish_reason = chunk.finish_reason or ""
         if self.finish_reason and self.parser is not None:
             delta.add(self.parser.finish())
@@ -373,14 +373,14 @@ class Choice:
         return delta
 
 
-def _made_of(text: str, tokens: list[TokenText], last: bool) -> list[TokenText]:
+def _tokens_of(text: str, tokens: list[TokenText], last: bool) -> list[TokenText]:
     """The last tokens that make up a text, or the first; marks before or after it are not part of it."""
-    taken: list[TokenText] = []
+    part: list[TokenText] = []
     for token in reversed(tokens) if last else tokens:
-        if sum(len(each.text) for each in taken) >= len(text):
+        if sum(len(each.text) for each in part) >= len(text):
             break
-        taken.append(token)
-    return taken[::-1] if last else taken
+        part.append(token)
+    return part[::-1] if last else part
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from mlx_kv.generation import grammar as grammars
 from mlx_kv.generation.encoding import NOT_FOR_TEMPLATES
 from mlx_kv.generation.grammar import Constraint
 from mlx_kv.generation.sampling import derived_seed
-from mlx_kv.generation.settings import LEAST_PENALTY, SamplingSettings
+from mlx_kv.generation.settings import MIN_PENALTY, SamplingSettings
 from mlx_kv.server.chat import Messages, Tool
 from mlx_kv.server.json_http import ApiError, sendable
 from mlx_kv.settings import settings_of
@@ -46,7 +46,7 @@ TAG = "type="  # how tags of tagged unions begin, which pydantic adds to the loc
 JSON_KINDS = {dict: "object", list: "array", str: "string", bool: "boolean", type(None): "null"}
 MAX_LOGGED = 256  # names of unknown fields: clients that make up more of them do not fill the log
 log = logging.getLogger("mlx_kv.server")
-WANTED = {
+EXPECTED = {
     "bool_type": "true or false",
     "dict_type": "an object",
     "float_type": "a number",
@@ -144,10 +144,10 @@ def _api_error(error: ValidationError, model: type[BaseModel]) -> ApiError:
     kind, value, context = first["type"], first["input"], first.get("ctx", {})
     path = [each for each in first["loc"] if not str(each).startswith(TAG)]
     name = str(path[0])
-    wanted = model.model_fields[name].description
+    expected = model.model_fields[name].description
     if name in LOCATED:
-        wanted = wanted if len(path) == 1 else None
-    elif wanted:  # of a union, whose alternatives pydantic adds to the location
+        expected = expected if len(path) == 1 else None
+    elif expected:  # of a union, whose alternatives pydantic adds to the location
         path = [name, *takewhile(lambda each: isinstance(each, int), path[1:])]
     where = name + "".join(f"[{each}]" if isinstance(each, int) else f".{each}" for each in path[1:])
     code = None
@@ -158,9 +158,9 @@ def _api_error(error: ValidationError, model: type[BaseModel]) -> ApiError:
         where, code = where + refused.at, refused.code
         message = f"{where} {refused}"
     elif kind == "missing":
-        message = f"{where} is missing: send {wanted or 'it'}"
+        message = f"{where} is missing: send {expected or 'it'}"
     else:
-        message = f"{where} {_problem(kind, value, context)}: send {wanted or _wanted(kind, context)}"
+        message = f"{where} {_problem(kind, value, context)}: send {expected or _expected(kind, context)}"
     return ApiError(400, message, where[:200] if name in LOCATED else name, code)
 
 
@@ -174,15 +174,15 @@ def _problem(kind: str, value: Any, context: dict[str, Any]) -> str:
     return f"is {str(value)[:40]}" if json_kind(value) == "number" else f"is a JSON {json_kind(value)}"
 
 
-def _wanted(kind: str, context: dict[str, Any]) -> str:
+def _expected(kind: str, context: dict[str, Any]) -> str:
     for bound, words in (("ge", "at least"), ("le", "at most"), ("max_length", "at most"), ("min_length", "at least")):
-        if bound in context and kind not in WANTED:
+        if bound in context and kind not in EXPECTED:
             limit = context[bound]
             return f"{words} {limit:,}" if isinstance(limit, int) else f"{words} {limit:g}"
     if kind == "literal_error":
         expected = context["expected"].replace("'", "")
         return f"one of {expected}".replace(" or ", ", ") if " or " in expected else str(expected)
-    return WANTED.get(kind, "another value")
+    return EXPECTED.get(kind, "another value")
 
 
 # --- types of fields --------------------------------------------------------------------------------------------------
@@ -315,13 +315,13 @@ def parse_response_format(value: Any) -> Constraint | None:
     if kind == "json_object":  # llama-server's may have a schema
         return _schema(value["schema"]) if value.get("schema") else grammars.json_object()
     if kind == "json_schema":
-        given = value.get("json_schema", value)  # the second is the form of the Responses API
-        if not isinstance(given, dict) or given.get("schema") is None:
+        definition = value.get("json_schema", value)  # the second is the form of the Responses API
+        if not isinstance(definition, dict) or definition.get("schema") is None:
             raise FieldError("has no schema in json_schema: send one")
-        strict = given.get("strict")
+        strict = definition.get("strict")
         if strict is not None and not isinstance(strict, bool):
             raise FieldError(f"has a JSON {json_kind(strict)} as json_schema.strict: send true or false")
-        return grammars.json_schema(_parsed_schema(given["schema"]), lenient=not strict)
+        return grammars.json_schema(_parsed_schema(definition["schema"]), lenient=not strict)
     if kind in ("regex", "grammar") and isinstance(value.get(kind), str):
         return ConstraintFields.parse({kind: value[kind]}, UnknownFields()).constraint_field().constraint
     raise FieldError("is not an object with a type of text, json_object or json_schema: send one")
@@ -331,10 +331,10 @@ def _structured_outputs(value: Any) -> Constraint | None:
     """vLLM's field: other constraint fields in one object, with errors of those fields."""
     if not isinstance(value, dict):
         raise FieldError(f"is a JSON {json_kind(value)}: send an object")
-    given = {name: each for name, each in value.items() if each is not None}
-    if unknown := given.keys() - IN_STRUCTURED_OUTPUTS.keys():
+    outputs = {name: each for name, each in value.items() if each is not None}
+    if unknown := outputs.keys() - IN_STRUCTURED_OUTPUTS.keys():
         raise FieldError(f"has {min(unknown)[:80]!r}, which is not supported: leave it out")
-    fields = {IN_STRUCTURED_OUTPUTS[name]: each for name, each in given.items()}
+    fields = {IN_STRUCTURED_OUTPUTS[name]: each for name, each in outputs.items()}
     return ConstraintFields.parse(fields, UnknownFields()).constraint_field().constraint
 
 
@@ -368,14 +368,14 @@ class ConstraintFields(Body):
         Raises:
             ApiError: 400, for more than one.
         """
-        given = ((name, getattr(self, name)) for name in ConstraintFields.model_fields)
-        found = [ConstraintField(name, constraint) for name, constraint in given if constraint is not None]
+        values = ((name, getattr(self, name)) for name in ConstraintFields.model_fields)
+        constraints = [ConstraintField(name, constraint) for name, constraint in values if constraint is not None]
         if response_format is not None and response_format.constraint is not None:
-            found.append(response_format)
-        if len(found) > 1:
-            first, second, *_ = sorted(each.name for each in found)
+            constraints.append(response_format)
+        if len(constraints) > 1:
+            first, second, *_ = sorted(each.name for each in constraints)
             raise ApiError(400, f"{first} and {second} both constrain the answer: send one", second)
-        return found[0] if found else ConstraintField()
+        return constraints[0] if constraints else ConstraintField()
 
 
 class ToolChoice(NamedTuple):
@@ -565,17 +565,17 @@ class RequestRules:
 
 
 def _penalty(value: float | None) -> float | None:
-    if value is not None and 0 < value < LEAST_PENALTY:
-        raise FieldError(f"is {value}: send 0, or at least {LEAST_PENALTY}")
+    if value is not None and 0 < value < MIN_PENALTY:
+        raise FieldError(f"is {value}: send 0, or at least {MIN_PENALTY}")
     return value
 
 
-def _biases(given: dict[str, Any] | None) -> tuple[tuple[int, float], ...] | None:
+def _biases(biases: dict[str, Any] | None) -> tuple[tuple[int, float], ...] | None:
     """Pairs of a token id and its bias."""
-    if given and len(given) > MAX_BIASES:
-        raise FieldError(f"has {len(given):,} tokens: send at most {MAX_BIASES:,}")
+    if biases and len(biases) > MAX_BIASES:
+        raise FieldError(f"has {len(biases):,} tokens: send at most {MAX_BIASES:,}")
     pairs = []
-    for name, value in (given or {}).items():
+    for name, value in (biases or {}).items():
         if not (name.isascii() and name.isdecimal() and len(name) < 10):
             raise FieldError(f"has the key {name[:80]!r}: send ids of tokens")
         if type(value) not in (int, float) or not -MAX_BIAS <= value <= MAX_BIAS:
@@ -649,10 +649,10 @@ class GenerationBody(SamplingFields):
         return (self.top_logprobs or 0) if logprobs else None
 
 
-def _template_settings(given: dict[str, Any]) -> dict[str, Any]:
-    if taken := given.keys() & (NOT_FOR_TEMPLATES | {"tools"}):
-        raise FieldError(f"cannot set {min(taken)}: leave it out")
-    return given
+def _template_settings(settings: dict[str, Any]) -> dict[str, Any]:
+    if reserved := settings.keys() & (NOT_FOR_TEMPLATES | {"tools"}):
+        raise FieldError(f"cannot set {min(reserved)}: leave it out")
+    return settings
 
 
 class ChatFields(GenerationBody):

@@ -132,12 +132,12 @@ def _check_message(message: Message) -> Message:
     return message
 
 
-def _roles(given: dict[str, Any]) -> dict[str, str]:
-    for role, prefix in given.items():
+def _roles(roles: dict[str, Any]) -> dict[str, str]:
+    for role, prefix in roles.items():
         if not isinstance(prefix, str):
             raise FieldError(f"has a JSON {requests.json_kind(prefix)} for {role[:80]!r}: send texts")
         requests.unicode_text(prefix)
-    return given
+    return roles
 
 
 class ChatBody(requests.ChatFields, OpenAIFields):
@@ -193,7 +193,7 @@ class CompletionWriter(OutputWriter):
 
     def __init__(self, request: CompletionRequest, model: str) -> None:
         self._request = request
-        self._begun: set[int] = set()  # choices for which a role was sent
+        self._started: set[int] = set()  # choices for which a role was sent
         self._offsets: Counter[int] = Counter()  # characters of each choice's tokens with log-probabilities
         self._common = {
             "id": f"{'chatcmpl' if request.chat else 'cmpl'}-{uuid.uuid4().hex}",
@@ -245,9 +245,9 @@ class CompletionWriter(OutputWriter):
         logprobs = self._logprobs(choice, delta) if delta.logprobs else None
         fields: dict[str, Any] = {"index": choice.index, "logprobs": logprobs, "finish_reason": finish_reason}
         if self._request.chat:
-            first = {} if choice.index in self._begun else {"role": "assistant", "content": ""}
+            first = {} if choice.index in self._started else {"role": "assistant", "content": ""}
             fields["delta"] = first | delta.fields
-            self._begun.add(choice.index)
+            self._started.add(choice.index)
         else:
             fields["text"] = delta.content
         return self._chunk([fields]) | ({"usage": None} if self._request.include_usage else {})

@@ -298,8 +298,9 @@ class ResponseWriter(OutputWriter):
         return self._ended(choices)
 
     def begin(self, choices: Sequence[Choice]) -> bytes:
-        begun = self._status("in_progress")
-        return self._event("response.created", response=begun) + self._event("response.in_progress", response=begun)
+        response = self._status("in_progress")
+        kinds = ("response.created", "response.in_progress")
+        return b"".join(self._event(kind, response=response) for kind in kinds)
 
     def part(self, choice: Choice, delta: Delta) -> bytes:
         # Log-probabilities of text that is sent now or later: a token may come before its text.
@@ -365,12 +366,12 @@ class ResponseWriter(OutputWriter):
 
     def _change(self, what: Event, block: Block, text: str) -> bytes:
         at: dict[str, Any] = {"output_index": block.index}
-        begun = self._item(block, "in_progress", None) if what is Event.BEGINS else {}
+        item = self._item(block, "in_progress", None) if what is Event.BEGINS else {}
         of: dict[str, Any] = at | {"item_id": self._ids[block.index]}
         if block.kind is not chat.Call:
             of["content_index"] = 0
         if what is Event.BEGINS:
-            data = self._event("response.output_item.added", **at, item=begun)
+            data = self._event("response.output_item.added", **at, item=item)
             if block.kind is not chat.Call:
                 data += self._event("response.content_part.added", **of, part=self._part(block, ""))
             return data
