@@ -30,9 +30,9 @@ import mlx.core as mx
 from mlx_kv import CachePolicy, PromptMemory, batch_generate, load
 from mlx_kv.bundled import model_path
 from mlx_kv.cache import row_classes
+from mlx_kv.generation.admission import Beginnings
 from mlx_kv.generation.engine import Engine, make_engine
 from mlx_kv.generation.sequence import TokenSequence
-from mlx_kv.generation.shared_prefixes import Beginnings
 
 GRID = "1x500,4x500,16x500,64x500,1x2000,4x2000,16x2000,64x2000,1x8000,4x8000,16x8000,64x8000"
 OWN, ANSWER = 16, 48  # tokens of each row: of its prompt, and room for its answer

@@ -84,17 +84,17 @@ def asked(client: httpx.Client, number: int) -> str:
 def serve_and_fail() -> None:
     """`mlx-kv serve`, but SIGUSR1 makes a step fail, and SIGUSR2 kills the worker's thread, while two rows decode."""
     from mlx_kv.cli import main as cli
-    from mlx_kv.server.policy_rows import PolicyRows
+    from mlx_kv.server.rows import Rows
 
     wanted: list[BaseException] = []
-    deliver = PolicyRows._deliver
+    deliver = Rows._deliver
 
-    def fails(self: PolicyRows, tokens: Any) -> None:
+    def fails(self: Rows, tokens: Any) -> None:
         deliver(self, tokens)
         if wanted and len(self.active) > 1:
             raise wanted.pop()
 
-    PolicyRows._deliver = fails  # type: ignore[method-assign]
+    Rows._deliver = fails  # type: ignore[method-assign]
     signal.signal(signal.SIGUSR1, lambda number, frame: wanted.append(RuntimeError("made to fail")))
     signal.signal(signal.SIGUSR2, lambda number, frame: wanted.append(SystemExit("killed")))
     sys.argv.remove("--serve")

@@ -12,18 +12,19 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
-from mlx_kv.generation.admission import MIN_CHUNK, PrefillPace
-from mlx_kv.generation.decoder import Decoder
-from mlx_kv.generation.prefill import CHUNKS_AT_ONCE, MOST_PROMPTS_AT_ONCE
-from mlx_kv.generation.sequence import BatchToken, Emitted, SequenceProgress, TokenSequence, check, scored
-from mlx_kv.generation.shared_prefixes import (
+from mlx_kv.generation.admission import (
+    MIN_CHUNK,
     MIN_SHARED,
+    PrefillPace,
     Source,
     continue_from,
     prompt_text,
     share,
     tokens_of,
 )
+from mlx_kv.generation.decoder import Decoder
+from mlx_kv.generation.prefill import CHUNKS_AT_ONCE, MOST_PROMPTS_AT_ONCE
+from mlx_kv.generation.sequence import BatchToken, Emitted, SequenceProgress, TokenSequence, check, scored
 from mlx_kv.generation.statistics import SpeculationStatistics
 from mlx_kv.generation.two_pass_prefill import NO_INSTRUCTIONS, Instructions, TwoPassQueue
 from mlx_kv.generation.wired_memory import wired_memory
@@ -186,6 +187,7 @@ class BatchEngine:
         if self._pace is not None:
             self._pace.took(tokens, time.perf_counter() - started)
         self._hand_out()
+        self._admission.keep_prefixes()
         self._join()
 
     def _join(self) -> None:
@@ -215,6 +217,7 @@ class BatchEngine:
                 break
             del self._waiting[position]
             self._continue_from(first, source)
+            first.start()
             admitted.append(first)
             reading.append(len(first.tokens))
         self._admission.add([self._decoder.pending(sequence) for sequence in admitted])
@@ -291,9 +294,10 @@ class BatchEngine:
         return list(self._decoder.target.caches)
 
     @property
-    def reading(self) -> list[Any]:
-        """The caches of the rows whose prompts are being read, one for each layer, for statistics; empty without."""
-        return list(self._admission.caches)
+    def reading(self) -> list[tuple[list[int], list[Any]]]:
+        """Batches of rows whose prompts are being read, for statistics: indices of sequences, and their caches."""
+        batch = [row.sequence.index for row in self._admission.rows], list(self._admission.caches)
+        return [batch, *self._two_pass.reading]
 
     @property
     def rows(self) -> list[int]:
@@ -310,6 +314,7 @@ class BatchEngine:
     def progress(self) -> dict[int, SequenceProgress]:
         """The progress of each sequence, by its index."""
         progress = {own.index: SequenceProgress(len(own.tokens)) for own in self._queued()}
+        progress |= self._two_pass.progress
         progress |= {row.sequence.index: SequenceProgress(max(0, row.left)) for row in self._admission.rows}
         return progress | {own.index: SequenceProgress(0, own.drafted, own.accepted) for own in self._active}
 

@@ -15,12 +15,11 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_kv.communicator import LOCAL, Communicator
-from mlx_kv.generation.admission import Admission, PendingRow
+from mlx_kv.generation.admission import Admission, Beginnings, PendingRow
 from mlx_kv.generation.decode_batch import DecodeBatch
 from mlx_kv.generation.prefill import announce, chunk_for, reserve_for
 from mlx_kv.generation.sampling import Sampler, SeededSampler, TemperatureSampler, draw
 from mlx_kv.generation.sequence import Emitted, TokenSequence
-from mlx_kv.generation.shared_prefixes import Beginnings
 from mlx_kv.generation.speculation import DraftSettings
 from mlx_kv.generation.speculation.acceptance import Choice, RowContext, RowContexts, normalized
 from mlx_kv.generation.speculation.drafters import Drafter, DrafterContext, RemoteDrafter, find_drafter
@@ -114,7 +113,7 @@ class Decoder:
         """A row to come, with caches that have room for its prompt and answer."""
         caches = self.make_caches() if sequence.caches is None else sequence.caches
         reserve_for(caches, len(sequence.tokens), sequence.answer_room + self.draft_tokens)
-        return PendingRow(sequence, caches)
+        return PendingRow(sequence, caches, kept=len(sequence.before))
 
     def join(self, sequences: Sequence[TokenSequence], caches: list[Any], drafter_caches: list[Any]) -> None:
         """Adds rows after those that there are; their caches have read all but the last token of their prompts."""

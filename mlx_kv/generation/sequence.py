@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,6 +86,9 @@ class TokenSequence:
             of the prompt, and what was generated.
         top_logprobs: number of likeliest tokens reported with each token; None reports no log-probabilities.
         private: whether drafters are to keep its text from other rows.
+        on_start: called when its prompt begins to be read; `before` are then the tokens that need not be.
+        keep: called while its prompt is read, after some chunks and at the end, with the tokens that were read and
+            copies of the caches.
         drafted, accepted: tokens that the engine drafted for it in the last pass, and those that were right so far.
         text: all tokens of the prompt, for rows that begin alike; None if it is not to be shared.
     """
@@ -100,6 +103,8 @@ class TokenSequence:
     processors: tuple[LogitsProcessor, ...] = ()
     top_logprobs: int | None = None
     private: bool = False
+    on_start: Callable[[TokenSequence], None] | None = None
+    keep: Callable[[list[int], list[Any]], object] | None = None
     drafted: int = 0
     accepted: int = 0
     emitted: int = 0
@@ -109,6 +114,12 @@ class TokenSequence:
     def answer_room(self) -> int:
         """Tokens of the answer for which room is reserved."""
         return 0 if self.max_tokens == UNLIMITED else self.max_tokens
+
+    def start(self) -> None:
+        """Its prompt begins to be read."""
+        on_start, self.on_start = self.on_start, None
+        if on_start is not None:
+            on_start(self)
 
     def emit(
         self,

@@ -21,9 +21,9 @@ from mlx_lm.generate import generation_stream
 
 from mlx_kv.generation.encoding import QUERY, applied_template
 from mlx_kv.generation.prefill import prefill, read_chunk, reserve_for
-from mlx_kv.generation.sequence import TokenSequence
+from mlx_kv.generation.sequence import SequenceProgress, TokenSequence
 from mlx_kv.mlxlm.loading import context_length
-from mlx_kv.mlxlm.traverse import attention_caches, is_ours, mapped
+from mlx_kv.mlxlm.traverse import attention_caches, compact, is_ours, mapped
 from mlx_kv.policy import CachePolicy
 
 FIRST = "\n\nRepeat the previous context exactly."
@@ -272,13 +272,31 @@ class TwoPassQueue:
                 reserve_for(caches, len(sequence.tokens), sequence.answer_room)
                 texts = [sequence.tokens[:-1]]
                 self._current = TwoPassPrefill(self._read, caches, texts, self._step, self._instructions)
+                sequence.start()
             self._current.step()
-        if not self._current.done:
-            return None
-        self._current = None
-        sequence.before = (*sequence.before, *sequence.tokens[:-1])
+            if not self._current.done:
+                return None
+            self._current = None
+            sequence.before = (*sequence.before, *sequence.tokens[:-1])
+            if sequence.keep is not None and sequence.caches is not None:
+                compact(sequence.caches)
+                sequence.keep(list(sequence.before), sequence.caches)
         sequence.tokens = sequence.tokens[-1:]
         return self._queue.popleft()
+
+    @property
+    def reading(self) -> list[tuple[list[int], list[Any]]]:
+        """The index of the sequence whose prompt is being read, and its caches."""
+        if self._current is None:
+            return []
+        return [([self._queue[0].index], self._queue[0].caches or [])]
+
+    @property
+    def progress(self) -> dict[int, SequenceProgress]:
+        """Of this sequence, by its index."""
+        if self._current is None:
+            return {}
+        return {self._queue[0].index: SequenceProgress(len(self._queue[0].tokens) - self._current.read)}
 
     def cancel(self, index: int) -> None:
         """Removes a sequence, if it is here."""

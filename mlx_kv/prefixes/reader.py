@@ -14,6 +14,7 @@ from mlx_kv.cache.codecs import are_plain, in_words
 from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.cache.layout import NO_LIMIT, planned
 from mlx_kv.files.serialization import model_fingerprint
+from mlx_kv.generation.admission import MAX_CHECKPOINTS
 from mlx_kv.generation.distributed_caches import given_caches
 from mlx_kv.generation.prefill import chunk_end, prefill_step, read_chunk
 from mlx_kv.generation.two_pass_prefill import NO_INSTRUCTIONS, Instructions, TwoPassPrefill, needs_second_pass
@@ -21,8 +22,6 @@ from mlx_kv.mlxlm.loading import vocabulary_of
 from mlx_kv.mlxlm.observing import show_attention
 from mlx_kv.mlxlm.traverse import attention_caches, compact, is_ours, kind_of, leaves
 from mlx_kv.settings import MOST_TOKENS, shown
-
-MAX_CHECKPOINTS = 32  # of one prompt, so that at most a 32nd of it is read again
 
 
 class Prefixes(Protocol):

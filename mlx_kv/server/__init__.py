@@ -17,9 +17,7 @@ HTTP, in the event loop:
 The worker, one thread that owns MLX, the models and the engines:
 
     worker.py            gives rows to jobs, and makes steps
-    policy_rows.py       the engine and its jobs
-    prefill.py           prompts before their row decodes
-    tiered_prefixes.py   cached prefixes, in memory and in a store
+    rows.py              the engine, its jobs and their cached prefixes
     memory.py            memory of rows: planned, limited, held
     freed_memory.py      MLX's limit for freed buffers, from the memory limit
     monitor.py           metrics, rates, snapshots of memory

@@ -20,8 +20,8 @@ from mlx_kv.cache.growth import SLOT_MULTIPLE, TAIL_MULTIPLE, round_up
 from mlx_kv.cache.kv_cache import KVCache
 from mlx_kv.cache.layout import Layout, Row
 from mlx_kv.cache.row_classes import KEPT, LEAST_SAVED
+from mlx_kv.generation.admission import shares_up_to
 from mlx_kv.generation.prefill import MOST_TOKENS_AHEAD
-from mlx_kv.generation.shared_prefixes import shares_up_to
 from mlx_kv.generation.statistics import cache_statistics
 from mlx_kv.generation.two_pass_prefill import Instructions
 from mlx_kv.mlxlm.convert import make_prompt_cache

@@ -19,7 +19,7 @@ from mlx_kv.server.job import Job, Snapshot
 from mlx_kv.server.json_http import ApiError, JsonResponse
 from mlx_kv.server.memory import RowOccupancy
 from mlx_kv.server.models import ModelNames
-from mlx_kv.server.policy_rows import policy_name
+from mlx_kv.server.rows import policy_name
 from mlx_kv.server.worker import Worker
 
 PAGE = Path(__file__).with_name("page.html")

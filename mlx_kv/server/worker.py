@@ -23,8 +23,7 @@ from mlx_kv.server.json_http import SHUTTING_DOWN
 from mlx_kv.server.memory import MemoryLimit, memory_limit
 from mlx_kv.server.models import IdleUnload, Models, WorkerSettings
 from mlx_kv.server.monitor import UPDATE_EVERY, Monitor
-from mlx_kv.server.policy_rows import PolicyRows, out_of_memory
-from mlx_kv.server.tiered_prefixes import TieredPrefixes
+from mlx_kv.server.rows import Rows, TieredPrefixes, out_of_memory
 
 log = logging.getLogger("mlx_kv.server")
 
@@ -170,7 +169,7 @@ class Worker:
         self._load_models()
         models, settings = self.models, self.settings
         self._memory = TotalMemory(models.model, self.group)
-        self._rows = PolicyRows(
+        self._rows = Rows(
             models,
             settings,
             self.policy,

@@ -14,7 +14,7 @@ from tiny_models import VOCAB, make_model
 
 from mlx_kv import CachePolicy, PromptMemory, PromptReader, PromptStore, make_prompt_cache
 from mlx_kv.prefixes.reader import cache_format
-from mlx_kv.server.tiered_prefixes import TieredPrefixes
+from mlx_kv.server.rows import TieredPrefixes
 
 TOKENS: list[int] = mx.random.randint(1, VOCAB, (200,), key=mx.random.key(0)).tolist()  # type: ignore[assignment]
 OTHERS: dict[str, tuple[dict[str, Any], CachePolicy]] = {
@@ -131,21 +131,17 @@ def test_whatever_fails_in_the_server_costs_a_prompt_its_time_and_no_more(
     memory = broken if which != "store" else PromptMemory()
     store = broken if which != "memory" else PromptStore(tmp_path)
     called: list[Callable[[], None]] = []
-    ended: list[str] = []
+    ended: list[int] = []
     prompts = TieredPrefixes(memory, store, called.append, lambda: "mine")
     caches = read(None).caches
     with caplog.at_level(logging.WARNING):
         prompts.keep(TOKENS[:199], caches)
-        assert prompts.serves(TOKENS) == (199 if which == "store" else 0)
-        prompts.on_disk(TOKENS)
-        prompts.fetch(TOKENS, lambda: ended.append("fetched"))
+        prompts.look_up(TOKENS, lambda caches, count: ended.append(count))
         prompts.close()
-        prompts.fetch(TOKENS, lambda: ended.append("too late"))
-        for call in called:
-            call()
-        found = prompts.find(TOKENS)
-    assert (found is None) == (which == "both")  # where one place works, it serves
-    assert ended == ["fetched", "too late"]
+        prompts.look_up(TOKENS, lambda caches, count: ended.append(count))
+        while called:
+            called.pop(0)()
+    assert ended == {"store": [199, 199], "memory": [199, 0], "both": [0, 0]}[which]  # where one works, it serves
     assert prompts._pending == 0
     assert caplog.records
     assert not any("\n" in record.getMessage() for record in caplog.records)

@@ -16,10 +16,9 @@ from mlx_kv import CachePolicy, KVCache, PromptMemory, PromptReader, batch_gener
 from mlx_kv.cache import row_classes
 from mlx_kv.cache.layout import NO_LIMIT
 from mlx_kv.cache.segmented import SegmentedCache
-from mlx_kv.generation.admission import PendingRow
+from mlx_kv.generation.admission import MIN_SHARED, Beginnings, PendingRow, prompt_text
 from mlx_kv.generation.engine import Engine, make_engine
 from mlx_kv.generation.sequence import TokenSequence
-from mlx_kv.generation.shared_prefixes import MIN_SHARED, Beginnings, prompt_text
 from mlx_kv.mlxlm.traverse import leaves
 from mlx_kv.server.memory import occupancy_of
 

@@ -36,7 +36,7 @@ def broken(*arguments: Any, **options: Any) -> Any:
 
 def no_engine(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step fails, and then the engine cannot be made anew."""
-    monkeypatch.setattr("mlx_kv.server.policy_rows.ENGINE_PAUSE", 0.0)
+    monkeypatch.setattr("mlx_kv.server.rows.ENGINE_PAUSE", 0.0)
     monkeypatch.setattr("mlx_kv.server.models.make_engine", broken)
     monkeypatch.setattr(server.worker._rows.engine, "step", broken)
 
@@ -117,7 +117,7 @@ def test_later_requests_hear_why_there_is_no_worker() -> None:
 
 
 def test_an_engine_that_can_be_made_at_the_second_try_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mlx_kv.server import models, policy_rows
+    from mlx_kv.server import models, rows
 
     tries, real = [], models.make_engine
 
@@ -125,7 +125,7 @@ def test_an_engine_that_can_be_made_at_the_second_try_is_used(monkeypatch: pytes
         tries.append(1)
         return broken() if len(tries) == 1 else real(*arguments, **options)
 
-    monkeypatch.setattr(policy_rows, "ENGINE_PAUSE", 0.0)
+    monkeypatch.setattr(rows, "ENGINE_PAUSE", 0.0)
     with running() as server:
         monkeypatch.setattr(models, "make_engine", second)
         monkeypatch.setattr(server.worker._rows.engine, "step", broken)
@@ -134,10 +134,7 @@ def test_an_engine_that_can_be_made_at_the_second_try_is_used(monkeypatch: pytes
         assert len(tries) == 2
 
 
-DIES = SERVE + (
-    "from mlx_kv.server import policy_rows as rows; "
-    "rows.PolicyRows._deliver = lambda self, tokens: sys.exit('gone'); main()"
-)
+DIES = SERVE + ("from mlx_kv.server import rows; rows.Rows._deliver = lambda self, tokens: sys.exit('gone'); main()")
 
 
 @pytest.mark.slow
@@ -195,9 +192,7 @@ def test_a_disk_thread_that_dies_costs_only_time(tmp_path: Path) -> None:
         server.wait_until_empty()
     with running(open_store=open_store) as server, ThreadPoolExecutor(1) as pool:
         slow = pool.submit(server.post, prompt=LONG + ENDS[0], max_tokens=20)
-        server.wait_until(
-            lambda: bool(server.worker._rows.active) and server.worker._rows.prefill._fetching is not None
-        )
+        server.wait_until(lambda: bool(server.worker._rows.active) and server.worker._rows.prefixes._loading)
         assert stores[-1].asked.wait(20)  # else it might die with a lock in its hand, as no thread does by itself
         kill(next(iter(server.worker._rows.prefixes._disk._threads)))
         stores[-1].go_on.set()

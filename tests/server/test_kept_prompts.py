@@ -17,7 +17,7 @@ import pytest
 from serving import ENDS, LONG, PLENTY, SOURCE, Troubled, cached, running
 
 from mlx_kv import CachePolicy, KVCache, PromptMemory, PromptStore
-from mlx_kv.server import tiered_prefixes
+from mlx_kv.server import rows
 from mlx_kv.server.models import Models
 
 
@@ -161,7 +161,9 @@ def test_nobody_waits_for_a_disk(trouble: str, tmp_path: Path) -> None:
             answer = other.result().json()
         else:
             slow = pool.submit(server.post, prompt=LONG + ENDS[0], max_tokens=20)
-            server.wait_until(lambda: server.metrics.total("prefix_misses") > 0 or server.worker._rows.prefill.waits)
+            server.wait_until(
+                lambda: server.metrics.total("prefix_misses") > 0 or server.worker._rows.prefixes._loading
+            )
             if trouble == "slow":
                 server.complete("class A:\n    ", 30)
                 assert not slow.done()
@@ -183,9 +185,7 @@ def test_all_is_written_at_the_end(tmp_path: Path, caplog: pytest.LogCaptureFixt
             return super().write(new)
 
     store = Slow(tmp_path, fingerprint="mine")
-    prefixes = tiered_prefixes.TieredPrefixes(
-        PromptMemory(fingerprint="mine"), store, lambda call: None, lambda: "mine"
-    )
+    prefixes = rows.TieredPrefixes(PromptMemory(fingerprint="mine"), store, lambda call: None, lambda: "mine")
     caches = [KVCache()]
     caches[0].update_and_fetch(mx.zeros((1, 1, 99, 32)), mx.zeros((1, 1, 99, 32)))
     for tokens in (range(99), range(1, 100)):
@@ -203,7 +203,7 @@ def test_a_full_disk_is_logged_once_and_used_again_when_there_is_room(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Under a budget a prompt is stored after each of many chunks."""
-    monkeypatch.setattr(tiered_prefixes, "RETRY_SECONDS", 0.1)
+    monkeypatch.setattr(rows, "RETRY_SECONDS", 0.1)
     stores: list[Troubled] = []
 
     def open_store(models: Models) -> PromptStore:

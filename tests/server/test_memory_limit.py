@@ -32,11 +32,10 @@ class Watched:
 
     def looked(self, told: Any) -> Any:
         rows = self.worker._rows
-        held, readers = cache_statistics(rows.engine.caches).bytes_allocated, rows.prefill._readers.values()
-        held += sum(cache_statistics(each.caches).bytes_allocated for each in readers)
+        held = cache_statistics(rows.engine.caches).bytes_allocated
         self.rows = max(self.rows, len(rows.active))
         planned, decoding = rows.planned(), rows.decoding
-        if decoding and len(decoding) + len(readers) == len(rows.active):
+        if decoding and len(decoding) == len(rows.active):
             self.steps, self.most = self.steps + 1, max(self.most, held / planned)
         return told
 

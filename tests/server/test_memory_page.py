@@ -21,7 +21,7 @@ from mlx_kv.cache.eviction.evictor import Evictor
 from mlx_kv.generation.prefill import read_ragged
 from mlx_kv.mlxlm.batching import RowsByClass
 from mlx_kv.server.memory import occupancy_of, position_ranges, tokens_evicted
-from mlx_kv.server.policy_rows import PolicyRows
+from mlx_kv.server.rows import Rows
 
 # --- what it shows of itself ------------------------------------------------------------------------------------------
 
@@ -68,14 +68,14 @@ def test_rows_in_memory() -> None:
 @pytest.mark.parametrize("policy", [CachePolicy(), CachePolicy(bits=8), CachePolicy(budget=128, keep_recent=32)])
 def test_rows_in_prefill_are_counted(policy: CachePolicy, kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the tokens that they have read, and the bytes of these."""
-    step = PolicyRows.step
+    step = Rows.step
 
-    def slowly(rows: PolicyRows) -> None:
+    def slowly(rows: Rows) -> None:
         time.sleep(0.3)
         step(rows)
 
     with running(policy, prompt_memory_bytes=kept) as server, ThreadPoolExecutor(2) as pool:
-        monkeypatch.setattr(PolicyRows, "step", slowly)
+        monkeypatch.setattr(Rows, "step", slowly)
         asked = [pool.submit(server.complete, LONG[start:], 2) for start in (0, 1000)]
         seen = []
         while not all(each.done() for each in asked):

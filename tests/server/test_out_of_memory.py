@@ -10,7 +10,7 @@ import httpx
 import pytest
 from serving import LONG, Running, check_error, running
 
-from mlx_kv.server.policy_rows import out_of_memory
+from mlx_kv.server.rows import out_of_memory
 
 PROMPTS = ["def first():\n", LONG[:300], "class A:\n    ", LONG[500:1100]]
 

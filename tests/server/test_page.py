@@ -16,7 +16,7 @@ from serving import LONG, SOURCE, Running, running
 
 from mlx_kv import CachePolicy
 from mlx_kv.generation.speculation import DraftSettings
-from mlx_kv.server.policy_rows import PolicyRows
+from mlx_kv.server.rows import Rows
 
 PICTURES = os.environ.get("MLX_KV_PICTURES")  # a folder for them; none are left otherwise
 
@@ -184,9 +184,9 @@ def test_axes_agree_with_their_captions(browser: Any, server: Running) -> None:
 @pytest.mark.test_all
 def test_prompts_that_are_read_have_a_bar(browser: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which grows, by what really was read."""
-    step = PolicyRows.step
+    step = Rows.step
 
-    def slowly(rows: PolicyRows) -> None:
+    def slowly(rows: Rows) -> None:
         time.sleep(0.3)
         step(rows)
 
@@ -194,7 +194,7 @@ def test_prompts_that_are_read_have_a_bar(browser: Any, monkeypatch: pytest.Monk
         dress(browser, "light", 1200)
         script = asking(browser)
         browser.get(server.url)
-        monkeypatch.setattr(PolicyRows, "step", slowly)
+        monkeypatch.setattr(Rows, "step", slowly)
         asked = [pool.submit(server.complete, LONG[start:], 2) for start in (0, 1000)]
         seen: set[tuple[float, float]] = set()
         while not all(each.done() for each in asked):

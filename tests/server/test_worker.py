@@ -156,7 +156,7 @@ def test_an_entry_that_cannot_be_made_costs_only_time(
     with worker_at_work(reference, "llama", open_store=open_store) as one:
         wanted = one.ask(PROMPT).wait()
     with worker_at_work(reference, "llama", open_store=open_store) as one:
-        assert one.worker._rows.prefixes.on_disk(PROMPT)
+        assert one.worker._rows.prefixes.store.serves(PROMPT)
         asked = one.ask(PROMPT)
         assert asked.wait() == wanted
         assert asked.job.cached == 0
@@ -215,7 +215,7 @@ def test_jobs_that_come_and_go_at_any_time(
     policy: CachePolicy, prompt_memory_bytes: int, reference: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prompts that share parts of any length, two in five cancelled, a store too small: the others are right."""
-    monkeypatch.setattr("mlx_kv.server.tiered_prefixes.REFRESH_EVERY", 0.05)
+    monkeypatch.setattr("mlx_kv.server.rows.REFRESH_EVERY", 0.05)
     chance = random.Random(0)
     bases = [[chance.randrange(90) for _ in range(900)] for _ in range(3)]
 
@@ -244,6 +244,6 @@ def test_jobs_that_come_and_go_at_any_time(
         assert sum(asked.job.cached for asked in left) > 1000
         worker = one.worker
         assert not worker._rows.active
-        assert not worker._rows.prefill.jobs
-        assert not worker._rows.prefill._readers
+        assert not worker._rows._lookups
+        assert not worker._rows.engine.busy
         assert worker.metrics.total("engine_failures") == 0

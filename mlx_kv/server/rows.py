@@ -1,0 +1,507 @@
+"""Rows: an engine, the jobs that have a row in it, their memory, and their cached prefixes, in memory and in a store.
+
+Everything runs in the worker's thread, but work of the disk: that runs one task after the other in its own thread, on
+bytes only. A failure of the disk costs a prompt the time to be read again, and never ends a row.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any, TypeVar
+
+import mlx.core as mx
+
+from mlx_kv.communicator import Communicator
+from mlx_kv.generation.admission import continue_from
+from mlx_kv.generation.engine import Engine
+from mlx_kv.generation.sequence import BatchToken, TokenSequence
+from mlx_kv.generation.two_pass_prefill import Instructions
+from mlx_kv.mlxlm.traverse import attention_caches, leaves
+from mlx_kv.policy import CachePolicy
+from mlx_kv.prefixes.index import MIN_SHARED
+from mlx_kv.prefixes.memory import PromptMemory
+from mlx_kv.prefixes.reader import needs_checkpoints
+from mlx_kv.prefixes.store import PackedEntry, PromptStore, StoredPrompt
+from mlx_kv.ranks.engine import lead
+from mlx_kv.ranks.group import RankGroup
+from mlx_kv.ranks.link import RanksError
+from mlx_kv.server.job import Job, OutputChunk, output_of
+from mlx_kv.server.memory import plan_rows, tokens_evicted, with_shared
+from mlx_kv.server.models import Models, WorkerSettings
+from mlx_kv.server.monitor import Monitor
+from mlx_kv.server.prefix_report import match_prefix
+
+MAX_PENDING = 256 * 2**20  # bytes waiting to be written; further entries are dropped
+RETRY_SECONDS = 10.0  # for which a disk that refused an entry gets no other
+FULL = (errno.ENOSPC, errno.EDQUOT)
+REFRESH_EVERY = 1.0  # seconds between two looks at entries of other processes
+ENGINE_TRIES, ENGINE_PAUSE = 3, 0.5  # attempts to restart an engine; seconds in between
+NO_MEMORY = ("unable to allocate", "attempting to allocate", "out of memory", "insufficient memory")
+T = TypeVar("T")
+log = logging.getLogger("mlx_kv.server")
+
+
+def policy_name(policy: CachePolicy) -> str:
+    """A policy in words."""
+    settings = [name for name in policy.changed() if name != "growth"]
+    return ", ".join(f"{name} {_in_words(getattr(policy, name))}" for name in settings) or "all tokens as they are"
+
+
+def _in_words(setting: Any) -> str:
+    if isinstance(setting, tuple):
+        return "/".join(map(_in_words, setting))
+    if callable(getattr(setting, "encode", None)) and not isinstance(setting, str):  # a codec object
+        return f"{setting.name} {setting.packed.bits}" if setting.packed is not None else str(setting.name)
+    return "none" if setting is None else str(setting)
+
+
+def out_of_memory(error: Exception) -> bool:
+    """Whether an error means that memory has run out: MLX's messages on a CPU, with Metal, and with CUDA."""
+    message = str(error).lower()
+    return isinstance(error, MemoryError) or any(words in message for words in NO_MEMORY)
+
+
+class Rows:
+    """The jobs that have a row, from when they get one to their last token.
+
+    Args:
+        open_prefixes: opens the cached prefixes, given a function that returns the fingerprint of their caches.
+        deliver: called with the output of each step.
+        group: the ranks of which this is the first; None is a single machine.
+
+    Attributes:
+        active: jobs with a row, by number.
+        plan: memory of rows.
+    """
+
+    def __init__(
+        self,
+        models: Models,
+        settings: WorkerSettings,
+        policy: CachePolicy,
+        monitor: Monitor,
+        open_prefixes: Callable[[Callable[[], str]], TieredPrefixes],
+        deliver: Callable[[list[OutputChunk]], None],
+        group: RankGroup | None = None,
+    ) -> None:
+        self._models, self._settings, self.policy = models, settings, policy
+        self._monitor, self._metrics, self._output, self._group = monitor, monitor.metrics, deliver, group
+        self._instructions = Instructions.for_policy(policy, models.tokenizer, models.model)
+        self._open_prefixes = open_prefixes
+        self.active: dict[int, Job] = {}
+        self._lookups: set[Job] = set()  # jobs whose prompt is looked up
+
+    def begin(self) -> None:
+        """Makes the engine, and opens the cached prefixes.
+
+        Raises:
+            ValueError: the model does not support the policy.
+        """
+        models, settings = self._models, self._settings
+        self._make_engine()
+        try:
+            self.prefixes = self._open_prefixes(lambda: settings.fingerprint(models, self.policy, self.engine))
+            drafts = models.draft is not None or settings.drafting.drafter is not None
+            drafted = settings.drafting.draft_tokens if drafts else 0
+            self.plan = plan_rows(models, self.policy, drafted, settings.max_batch_size, settings.prefill_step_size)
+        except BaseException:
+            self.engine.close()
+            raise
+
+    def _make_engine(self) -> None:
+        def make(communicator: Communicator) -> Engine:
+            return self._settings.engine(self._models, self.policy, self._instructions, communicator)
+
+        self.engine = lead(make, self._group)
+        self._checkpoints = self._settings.keeps_prompts and needs_checkpoints(self.engine.make_caches())
+
+    def _jobs(self, numbers: list[int]) -> list[Job]:
+        return [self.active[number] for number in numbers]
+
+    @property
+    def decoding(self) -> list[Job]:
+        """The jobs that decode, in the order of the rows of the engine's caches."""
+        return self._jobs(self.engine.rows)
+
+    @property
+    def reading(self) -> list[tuple[list[Job], list[Any]]]:
+        """The jobs whose prompts are being read, with their caches."""
+        return [(self._jobs(numbers), caches) for numbers, caches in self.engine.reading]
+
+    @property
+    def waits(self) -> bool:
+        """Whether `step` has nothing to do until a job is added or the store has answered."""
+        return not self.engine.busy
+
+    def update_progress(self) -> None:
+        """Copies the progress of each job into its fields."""
+        for number, progress in self.engine.progress.items():
+            if (job := self.active.get(number)) is not None:
+                job.read = len(job.tokens) - progress.left
+                job.drafted, job.accepted = progress.drafted, progress.accepted
+
+    def planned(self, coming: Job | None = None) -> int:
+        """Maximum bytes of all rows, and of one job that may get a row.
+
+        A batch that has just lost its longest row may hold more than the others need: then what it holds counts.
+        """
+        jobs = [*self.active.values(), *(() if coming is None else (coming,))]
+        if not jobs:
+            return 0
+        slots = [self.plan.slots(len(job.tokens), job.max_tokens) for job in jobs]
+        if shares := self.plan.shares(slots):
+            slots = with_shared(slots, [job.prompt if job.keep else None for job in jobs])
+        needed, decoding = self.plan.together(slots), len(self.engine.rows)
+        if not decoding:
+            return needed
+        allocated = sum(int(cache.nbytes) for cache in leaves(self.engine.caches))
+        return max(needed, allocated if shares else allocated * len(jobs) // decoding)
+
+    # --- jobs -----------------------------------------------------------------------------------------------------
+
+    def add(self, job: Job) -> None:
+        """Gives a job a row."""
+        self.active[job.number], job.joined = job, True  # from here on, a failure ends it
+        self._begin(job)
+
+    def _begin(self, job: Job) -> None:
+        if self._settings.keeps_prompts and job not in self._lookups:  # else it is being looked up already
+            self._lookups.add(job)
+            self.prefixes.look_up(job.to_read, partial(self._looked_up, job))
+        elif not self._settings.keeps_prompts:
+            self._submit(job)
+
+    def _looked_up(self, job: Job, caches: list[Any] | None, count: int) -> None:
+        self._lookups.discard(job)
+        if job.number in self.active:
+            self._submit(job, caches, count)
+
+    def _started(self, job: Job, sequence: TokenSequence) -> None:
+        """Reports how much of a prompt is reused, unless that was reported before the row was lost."""
+        if self._settings.keeps_prompts:  # others may have been kept while it waited
+            caches, count = self.prefixes.find(job.to_read, above=max(1, len(sequence.before)))
+            continue_from(sequence, count, caches)
+        job.evicted = max(tokens_evicted(sequence.caches or ()), default=0)  # counted with the job that cached them
+        if job.resumed:
+            return
+        if self._settings.keeps_prompts:
+            job.cached = len(sequence.before)
+            match = match_prefix(job.prompt, job.cached, self.prefixes.memory)
+            self._monitor.prefixes.add(job, match, self._models.tokenizer.decode)
+            (self._metrics.prefix_hits if job.cached else self._metrics.prefix_misses).inc()
+            self._metrics.cached_tokens.inc(job.cached)
+        job.on_match()
+
+    def step(self) -> None:
+        """Makes one step, and delivers its output."""
+        if self.engine.busy:
+            self._deliver(self.engine.step())
+
+    def _submit(self, job: Job, caches: list[Any] | None = None, count: int = 0) -> None:
+        """Submits a job to the engine, with caches that have read so many tokens of its prompt."""
+        sampler = job.sampling.sampler(len(job.to_read), self._models.tokenizer)
+        before, tokens, max_tokens = job.to_read[:count], job.to_read[count:], job.max_tokens - job.resumed
+        sequence = TokenSequence(job.number, tokens, max_tokens, self._detokenizer(job), sampler, caches, before)
+        grammar = () if job.grammar is None else (job.grammar,)
+        sequence.processors, sequence.top_logprobs = (*job.sampling.processors(), *grammar), job.top_logprobs
+        sequence.private, sequence.on_start = not job.keep, partial(self._started, job)
+        if job.keep and self._checkpoints:
+            sequence.keep = self.prefixes.keep
+        try:
+            self.engine.submit(sequence)
+        except ValueError as error:
+            self.fail([job], str(error), 400)
+            return
+        if not job.resumed:
+            self._metrics.prompt_tokens.inc(len(job.tokens))
+
+    def _detokenizer(self, job: Job) -> Any:
+        """A detokenizer for the tokens after those that were delivered before the row was lost."""
+        detokenizer: Any = self._models.tokenizer.detokenizer
+        for token in job.answer[: job.resumed]:
+            detokenizer.add_token(token)
+        if job.resumed:
+            _ = detokenizer.last_segment  # delivered before, but for an incomplete character
+        return detokenizer
+
+    def _deliver(self, tokens: list[BatchToken]) -> None:
+        """Delivers the tokens of a step, and ends jobs."""
+        if self.policy.budget is not None:
+            self._count_evicted(self.decoding, self.engine.caches)
+        chunks, ended = output_of(tokens, self.active)
+        for chunk in chunks:
+            if chunk.finish_reason is not None:
+                self._finish(chunk.job, chunk.finish_reason)
+        if chunks:
+            self._monitor.count_generated(sum(chunk.tokens for chunk in chunks))
+            self._output(chunks)
+            if any(len(chunk.job.answer) == chunk.tokens for chunk in chunks):
+                time.sleep(5e-5)  # a first token: let the event loop send it before the next step is built
+        for job, token in ended:  # after delivery
+            stopped = token.finish_reason is None  # by a stop string, so that the engine would go on
+            self._count_evicted([job], token.caches)
+            if self._settings.keeps_prompts and job.keep:
+                self._keep(job, self.engine.extract(job.number) if stopped else token.caches)
+            if stopped:
+                self.engine.cancel(job.number)
+
+    def _keep(self, job: Job, caches: list[Any] | None) -> None:
+        """Caches the tokens of a job, given evaluated copies of its row's caches."""
+        if caches is None:
+            return
+        known, read = job.known, max((int(cache.offset) for cache in attention_caches(caches)), default=0)
+        if self.engine.trim(caches, max(0, read - len(known))):
+            self.prefixes.keep(known[:read], caches)
+
+    def _count_evicted(self, jobs: list[Job], caches: list[object] | None) -> None:
+        if self.policy.budget is not None:
+            self._monitor.count_evicted(jobs, caches)
+
+    def cancel(self, job: Job) -> bool:
+        """Ends a job at any stage; returns whether it had a row here."""
+        if job.number not in self.active:
+            return False
+        for jobs, caches in self.reading:
+            self._count_evicted(jobs, caches)
+        self.engine.cancel(job.number)
+        self._finish(job, "cancelled")
+        return True
+
+    def _finish(self, job: Job, reason: str) -> None:
+        self.active.pop(job.number, None)
+        self._metrics.finished.labels(reason).inc()
+
+    def fail(self, jobs: list[Job], error: str, status: int = 500) -> None:
+        """Ends jobs with an error."""
+        for job in jobs:
+            self._finish(job, "error")
+        if jobs:
+            chunks = [OutputChunk(job, finish_reason="error", error=error, status=status) for job in jobs]
+            self._output(chunks)
+
+    # --- when a step fails, and at the end ------------------------------------------------------------------------
+
+    def recover(self, out_of_memory: bool) -> None:
+        """Restarts the engine after a step failed. All jobs end with an error.
+
+        If memory has run out, only the job that needs most of it ends, and the others continue where they were.
+
+        Raises:
+            Exception: the engine cannot be restarted.
+        """
+        self._metrics.engine_failures.inc()
+        if out_of_memory:
+            self._end_one()
+        else:
+            self.fail(list(self.active.values()), "the server failed while it generated: see its log")
+        self._restart()
+        for job in self.active.values():
+            job.resume()
+            self._begin(job)
+
+    def _end_one(self) -> None:
+        """Ends the newest job without an answer, else the longest, since memory has run out."""
+        jobs = list(self.active.values())
+        unanswered = [job for job in jobs if not job.answer]
+        for job in unanswered[-1:] or sorted(jobs, key=lambda job: len(job.known))[-1:]:
+            self._metrics.out_of_memory.inc()
+            error = "the server ran out of memory at this request: try again later, or send a shorter prompt"
+            self.fail([job], error, 503)
+        self.prefixes.memory.shrink(0)
+
+    def _restart(self) -> None:
+        del self.engine  # first: memory may not suffice for two
+        mx.clear_cache()
+        for attempt in range(1, ENGINE_TRIES + 1):
+            try:
+                self._make_engine()
+                return
+            except RanksError:
+                raise
+            except Exception as error:
+                if attempt == ENGINE_TRIES:
+                    raise
+                log.warning("the engine could not be restarted: %s; trying again", error)
+            time.sleep(ENGINE_PAUSE)
+
+    def close(self) -> bool:
+        """Closes the engine and the prefixes; returns whether all prefixes are written."""
+        self.engine.close()
+        return self.prefixes.close()
+
+
+# --- cached prefixes --------------------------------------------------------------------------------------------------
+
+
+class TieredPrefixes:
+    """`Prefixes` for one thread.
+
+    Args:
+        store: None keeps prefixes in memory only.
+        call: schedules a function in that thread; called from others.
+        fingerprint: identifies model and policy; used if memory or store were made without a fingerprint.
+    """
+
+    def __init__(
+        self,
+        memory: PromptMemory,
+        store: PromptStore | None,
+        call: Callable[[Callable[[], None]], None],
+        fingerprint: Callable[[], str],
+    ) -> None:
+        memory.bind(fingerprint)
+        if store is not None:
+            store.bind(fingerprint)
+            if store.other_versions:
+                log.warning("the prompt store has %d entries of other versions: left alone", store.other_versions)
+        self.memory, self.store, self._call = memory, store, call
+        self._disk = ThreadPoolExecutor(1, "mlx-kv disk")
+        self._tasks: set[Future[Any]] = set()  # of the disk, not done
+        self._pending = 0  # bytes waiting to be written
+        self._refreshed = -REFRESH_EVERY  # time of the last look at entries of other processes
+        self._loading = False  # whether the disk looks for a prompt
+        self._lookups: list[tuple[list[int], Callable[[list[Any] | None, int], None]]] = []  # that wait for that
+        self._refused = False  # the last entry could not be written
+        self._retry_at = 0.0  # time of the next attempt
+
+    # --- reading ------------------------------------------------------------------------------------------------------
+
+    def look_up(self, tokens: list[int], found: Callable[[list[Any] | None, int], None]) -> None:
+        """Calls `found` with caches of the longest cached prefix of a prompt, and its length, or with None and 0.
+
+        It is called at once, unless the store may have much more of the prompt than memory has, or was not looked at
+        for a while: other processes may have added entries.
+        """
+        store, min_tokens = self.store, (self._attempt(lambda: self.memory.serves(tokens)) or 0) + MIN_SHARED
+        is_stale = time.monotonic() - self._refreshed > REFRESH_EVERY
+        if store is None or len(tokens) <= min_tokens:
+            found(*self.find(tokens))
+        elif self._loading:  # what is being loaded may serve this prompt, too
+            self._lookups.append((tokens, found))
+        elif is_stale or (self._attempt(lambda: store.serves(tokens)) or 0) >= min_tokens:
+            self._loading = True
+            self._refreshed = time.monotonic() if is_stale else self._refreshed
+            self._on_disk(
+                lambda: self._load(store, tokens, min_tokens, is_stale),
+                lambda stored: self._loaded(store, tokens, found, stored),
+            )
+        else:
+            found(*self.find(tokens))
+
+    def find(self, tokens: list[int], above: int = 0) -> tuple[list[Any] | None, int]:
+        """Caches of the longest prefix in memory, and its length; None and 0 if it is not much longer than `above`."""
+        if above and (self._attempt(lambda: self.memory.serves(tokens)) or 0) < above + MIN_SHARED:
+            return None, 0
+        return self._attempt(lambda: self.memory.find(tokens)) or (None, 0)
+
+    @staticmethod
+    def _load(store: PromptStore, tokens: list[int], min_tokens: int, refresh: bool) -> StoredPrompt | None:
+        """In the disk's thread: what the store has of a prompt, if that is enough."""
+        if refresh:
+            store.refresh()
+        return store.fetch(tokens) if store.serves(tokens) >= min_tokens else None
+
+    def _loaded(
+        self,
+        store: PromptStore,
+        tokens: list[int],
+        found: Callable[[list[Any] | None, int], None],
+        stored: StoredPrompt | None,
+    ) -> None:
+        self._loading = False
+        lookups, self._lookups = self._lookups, []
+        for lookup in lookups:
+            self._call(partial(self.look_up, *lookup))
+        caches = None if stored is None else self._attempt(lambda: store.restore(stored))
+        if stored is None or caches is None:
+            found(*self.find(tokens))
+            return
+        self._attempt(lambda: self.memory.keep(tokens[: stored.count], caches))
+        found(caches, stored.count)
+
+    # --- writing ------------------------------------------------------------------------------------------------------
+
+    def keep(self, tokens: Sequence[int], caches: Sequence[Any]) -> None:
+        """Caches a prefix in memory, and in the store unless that has just refused an entry."""
+        self._attempt(lambda: self.memory.keep(tokens, caches))
+        if self.store is not None and time.monotonic() >= self._retry_at:
+            self._attempt(lambda: self._store(tokens, caches))
+
+    def _store(self, tokens: Sequence[int], caches: Sequence[Any]) -> None:
+        store = self.store
+        assert store is not None
+        new = store.pack(tokens, caches)
+        if new is None:
+            return
+        if self._pending and self._pending + new.caches.nbytes > MAX_PENDING:
+            log.warning("the prompt store cannot keep up: one prompt was not stored")
+            return
+        self._pending += new.caches.nbytes
+        self._on_disk(lambda: self._write(store, new), lambda written: self._written(new))
+
+    def _write(self, store: PromptStore, new: PackedEntry) -> None:
+        """Writes an entry. If the disk refuses it, none is written for a while, and that is logged once.
+
+        A long prompt has an entry for each of many chunks, each of which would fail alike.
+        """
+        if time.monotonic() < self._retry_at:  # packed before the failure
+            return
+        try:
+            if store.write(new) and self._refused:
+                self._refused = False
+                log.warning("the prompt store can be written again")
+        except OSError as error:
+            self._retry_at = time.monotonic() + RETRY_SECONDS
+            if not self._refused:
+                self._refused = True
+                fix = ": free space, or start with fewer --prompt-store-bytes" if error.errno in FULL else ""
+                log.warning(
+                    "the prompt store cannot be written (%s)%s. New prompts stay in memory alone until it can",
+                    error.strerror or error,
+                    fix,
+                )
+
+    def _written(self, new: PackedEntry) -> None:
+        self._pending -= new.caches.nbytes
+
+    # --- the disk's thread --------------------------------------------------------------------------------------------
+
+    def _on_disk(self, task: Callable[[], T], then: Callable[[T | None], None]) -> Future[T | None]:
+        """Runs a task in the disk's thread, then `then` in the worker's; with None if the task failed."""
+
+        def ended(work: Future[T | None]) -> None:
+            self._tasks.discard(work)
+            if work.cancelled():  # by `close`
+                return
+            error = work.exception()  # such as SystemExit: `_attempt` catches the others
+            if error is not None:
+                log.warning("the prompt store could not be used: %r", error)
+            result = None if error is not None else work.result()
+            self._call(lambda: then(result))
+
+        try:
+            work = self._disk.submit(partial(self._attempt, task))
+        except RuntimeError as error:  # closed, or no thread could be started
+            work = Future()
+            work.set_exception(error)
+        self._tasks.add(work)
+        work.add_done_callback(ended)
+        return work
+
+    def _attempt(self, function: Callable[[], T]) -> T | None:
+        """The result of a function; None, and a warning, if it fails."""
+        try:
+            return function()
+        except Exception as error:  # file systems raise errors of their own, and memory may be full
+            log.warning("the prompt store could not be used: %s", " ".join(str(error).split()) or type(error).__name__)
+            return None
+
+    def close(self) -> bool:
+        """Waits until all is written; returns whether it is."""
+        self._disk.shutdown()
+        return True
