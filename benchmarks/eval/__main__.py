@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mlx_kv.bundled import model_path
-from mlx_kv.cli.help import command, option
 from mlx_kv.cli.model import short_name
-from mlx_kv.cli.options import EXISTING_FILE
+from mlx_kv.cli.options import EXISTING_FILE, command, option
 from mlx_kv.cli.output import Progress, aligned, check_plot, save_figure
 from mlx_kv.cli.policy import STORAGE, PolicyOptions, policy_options
 from mlx_kv.settings import option_value

@@ -26,14 +26,11 @@ import msgspec
 
 from mlx_kv.cli.auto_policy import AutoPolicyOptions, auto_policy_options
 from mlx_kv.cli.decoding import DraftOptions, draft_lines, draft_options, sampling_options, unseeded_sampler
-from mlx_kv.cli.help import command, option
-from mlx_kv.cli.model import ModelOptions
-from mlx_kv.cli.options import LeadersFile, options
+from mlx_kv.cli.model import ModelOptions, prefill_option
+from mlx_kv.cli.options import LeadersFile, command, option, options
 from mlx_kv.cli.output import file_errors, say
-from mlx_kv.cli.prompt import prefill_option
 from mlx_kv.cli.ranks import Machine, on_each_rank
 from mlx_kv.files.atomic_write import atomic_write, lock
-from mlx_kv.files.decoding import DuplicateKeyError, unique_keys
 from mlx_kv.generation.settings import SamplingSettings
 from mlx_kv.settings import MOST_TOKENS
 
@@ -243,6 +240,8 @@ class RequestReader:
 
     def read(self, number: int, raw: bytes) -> Request:
         """Raises ValueError for a line that is no request."""
+        from mlx_kv.files.decoding import DuplicateKeyError, unique_keys
+
         try:
             line = msgspec.convert(json.loads(raw.decode("utf-8").rstrip(), object_pairs_hook=unique_keys), Line)
         except DuplicateKeyError as error:

@@ -10,11 +10,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mlx_kv.cli.auto_policy import AutoPolicyOptions, auto_policy_options
-from mlx_kv.cli.help import command, option
-from mlx_kv.cli.model import ModelOptions
-from mlx_kv.cli.options import options
+from mlx_kv.cli.model import ModelOptions, PromptOptions, note_context, prefill_option
+from mlx_kv.cli.options import command, option, options
 from mlx_kv.cli.output import file_errors, human_bytes, prefill_bar, tokens_line
-from mlx_kv.cli.prompt import PromptOptions, note_context, prefill_option
 
 if TYPE_CHECKING:
     from mlx_kv.files.serialization import PromptFile

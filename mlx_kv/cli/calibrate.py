@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mlx_kv.bundled import model_path
-from mlx_kv.cli.help import command, option
 from mlx_kv.cli.model import ModelOptions, short_name
-from mlx_kv.cli.options import options
+from mlx_kv.cli.options import command, option, options
 from mlx_kv.cli.output import Progress, file_errors, human_bytes, say
 
 if TYPE_CHECKING:

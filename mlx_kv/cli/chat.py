@@ -8,11 +8,9 @@ from typing import Any
 
 from mlx_kv.cli.auto_policy import AutoPolicyOptions, auto_policy_options
 from mlx_kv.cli.decoding import DraftOptions, draft_options, sampling_options, unseeded_sampler
-from mlx_kv.cli.help import command
-from mlx_kv.cli.model import ModelOptions
-from mlx_kv.cli.options import options
+from mlx_kv.cli.model import ChatOptions, ModelOptions, max_tokens_option, prefill_option
+from mlx_kv.cli.options import command, options
 from mlx_kv.cli.output import say
-from mlx_kv.cli.prompt import ChatOptions, max_tokens_option, prefill_option
 from mlx_kv.cli.ranks import Machine, on_each_rank
 from mlx_kv.generation.settings import SamplingSettings
 

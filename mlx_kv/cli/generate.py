@@ -18,11 +18,9 @@ from mlx_kv.cli.decoding import (
     sampling_options,
     unseeded_sampler,
 )
-from mlx_kv.cli.help import command, option
-from mlx_kv.cli.model import ModelOptions
-from mlx_kv.cli.options import EXISTING_FILE, given_options, options
+from mlx_kv.cli.model import ChatOptions, ModelOptions, PromptOptions, max_tokens_option, note_context, prefill_option
+from mlx_kv.cli.options import EXISTING_FILE, command, given_options, option, options
 from mlx_kv.cli.output import human_bytes, prefill_bar, tokens_line
-from mlx_kv.cli.prompt import ChatOptions, PromptOptions, max_tokens_option, note_context, prefill_option
 from mlx_kv.cli.ranks import Machine, on_each_rank
 from mlx_kv.generation.settings import SamplingSettings
 

@@ -14,12 +14,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mlx_kv.bundled import model_path
-from mlx_kv.cli.help import command, option
-from mlx_kv.cli.model import ModelOptions, short_name
-from mlx_kv.cli.options import options
+from mlx_kv.cli.model import ModelOptions, PromptOptions, note_context, prefill_option, short_name
+from mlx_kv.cli.options import command, option, options
 from mlx_kv.cli.output import aligned, check_json, check_plot, prefill_bar, save_figure, save_json, say
 from mlx_kv.cli.policy import PolicyOptions, policy_options
-from mlx_kv.cli.prompt import PromptOptions, note_context, prefill_option
 
 if TYPE_CHECKING:
     from mlx_kv.inspection import Inspection, KeptLayer

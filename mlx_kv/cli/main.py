@@ -16,12 +16,10 @@ from mlx_kv.cli.batch import batch
 from mlx_kv.cli.cache import cache
 from mlx_kv.cli.calibrate import calibrate_command
 from mlx_kv.cli.chat import chat
-from mlx_kv.cli.completion import completion
-from mlx_kv.cli.config_file import add_config_option
 from mlx_kv.cli.generate import generate
-from mlx_kv.cli.info import info
+from mlx_kv.cli.info import completion, info
 from mlx_kv.cli.inspect import inspect_command
-from mlx_kv.cli.options import Commands
+from mlx_kv.cli.options import Commands, add_config_option
 from mlx_kv.cli.output import say
 from mlx_kv.cli.plan import plan
 from mlx_kv.cli.serve import serve

@@ -1,24 +1,149 @@
 """Options of commands, made from dataclasses whose fields describe themselves (`mlx_kv.settings`).
 
 Neither MLX nor what needs it is imported before a command runs.
+
+`--help` fits one screen: common options in sections, two examples; `--help-all` has the rest. `--config FILE` reads
+options from a TOML file, checked as a whole before a command runs:
+
+    host = "0.0.0.0"
+    max-batch-size = 32
+
+    [cache]               # sections may group options, under any name
+    kv_bits = "8,4"
+
+Keys are names of options, with - or _. The command line wins over environment variables, these over the file, and the
+file over defaults.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import re
-from collections.abc import Callable, Mapping
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 import click
 
-from mlx_kv.cli.help import OPTIONS, Option
 from mlx_kv.cli.output import say
-from mlx_kv.settings import Setting, SettingError, check_setting, removed, settings_of
+from mlx_kv.settings import Setting, SettingError, check_setting, removed, settings_of, shown
+
+# --- --help -----------------------------------------------------------------------------------------------------------
+
+
+Function: TypeAlias = Callable[..., Any]
+Decorated = TypeVar("Decorated", bound=Callable[..., Any] | click.Command)
+
+OPTIONS = "Options"  # the section of options without another one; it is the last
+TERM_WIDTH = 30  # columns of names
+LINE_WIDTH = 44  # columns beside them, in a terminal of 80
+EXAMPLES = 2  # in `--help`
+
+
+class Option(click.Option):
+    """An option in a section of `--help`.
+
+    Attributes:
+        section: heading of the section.
+        summary: one short line for `--help`; options without one are in `--help-all` only.
+    """
+
+    def __init__(self, *arguments: Any, section: str = OPTIONS, summary: str = "", **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        self.section, self.summary = section, summary
+
+
+class SectionedCommand(click.Command):
+    """A command with `--help` of one screen, and `--help-all`."""
+
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        self.params.append(
+            click.Option(
+                ["--help-all"],
+                is_flag=True,
+                is_eager=True,
+                expose_value=False,
+                callback=_print_full_help,
+                help="Show all options and examples.",
+            )
+        )
+
+    def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Writes the common options, the first paragraph of the description, and the first examples."""
+        text = inspect.cleandoc(self.help or "").partition("\n\n")[0]
+        examples = inspect.cleandoc(self.epilog or "").split("\n\b")[0].splitlines()[: EXAMPLES + 2]
+        self._format(ctx, formatter, text, "\n".join(examples), common=True)
+
+    def full_help(self, ctx: click.Context) -> str:
+        """The text of `--help-all`."""
+        formatter = ctx.make_formatter()
+        text, examples = (inspect.cleandoc(each or "") for each in (self.help, self.epilog))
+        self._format(ctx, formatter, text, examples, common=False)
+        return formatter.getvalue().rstrip("\n")
+
+    def _format(
+        self, ctx: click.Context, formatter: click.HelpFormatter, text: str, examples: str, common: bool
+    ) -> None:
+        self.format_usage(ctx, formatter)
+        _paragraph(formatter, text)
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for param in self.get_params(ctx):
+            record = _brief_record(param, ctx) if common else param.get_help_record(ctx)
+            if record is not None and isinstance(param, click.Option):  # arguments are in the usage
+                sections.setdefault(getattr(param, "section", OPTIONS), []).append(record)
+        sections[OPTIONS] = sections.pop(OPTIONS)
+        # Padded alike, so that the columns of all sections are aligned.
+        width = min(TERM_WIDTH, max(len(names) for rows in sections.values() for names, _ in rows))
+        for heading, rows in sections.items():
+            with formatter.section(heading):
+                formatter.write_dl([(names.ljust(width), line) for names, line in rows], TERM_WIDTH)
+        _paragraph(formatter, examples)
+
+
+def _paragraph(formatter: click.HelpFormatter, text: str) -> None:
+    if text:
+        formatter.write_paragraph()
+        with formatter.indentation():
+            formatter.write_text(text)
+
+
+def _brief_record(param: click.Parameter, ctx: click.Context) -> tuple[str, str] | None:
+    """Names and one line on an option; None if it is rare. Of several long names it has the first."""
+    record = param.get_help_record(ctx)
+    if record is None or not isinstance(param, Option):
+        return record
+    if not param.summary:
+        return None
+    names, line = record
+    for other in [name for name in param.opts if name.startswith("--")][1:]:
+        names = names.replace(f", {other}", "")
+    default = re.search(r"  \[default: [^];]+", line)
+    full = f"{param.summary}{default[0]}]" if default else param.summary
+    return names, full if len(full) <= LINE_WIDTH else param.summary
+
+
+def _print_full_help(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+    if value and not ctx.resilient_parsing:
+        assert isinstance(ctx.command, SectionedCommand)
+        click.echo(ctx.command.full_help(ctx))
+        ctx.exit()
+
+
+def command(name: str | None = None, **attributes: Any) -> Callable[[Function], SectionedCommand]:
+    """As `click.command`."""
+    return click.command(name, cls=SectionedCommand, **attributes)
+
+
+def option(*names: str, **attributes: Any) -> Callable[[Decorated], Decorated]:
+    """As `click.option`; the other attributes include those of `Option`."""
+    return click.option(*names, cls=Option, **attributes)
+
 
 Command = Callable[..., None]
 
@@ -300,3 +425,105 @@ def check_removed(option: str, where: str = "") -> None:
     """Raises click.UsageError for an option of earlier versions, after the place where it is given."""
     if option in REMOVED_OPTIONS:
         raise click.UsageError(f"{where}{option} was removed in 0.4: {REMOVED_OPTIONS[option]}")
+
+
+# --- --config ---------------------------------------------------------------------------------------------------------
+
+
+def add_config_option(command: click.Command) -> None:
+    """Adds --config to a command."""
+
+    def read(ctx: click.Context, param: click.Parameter, path: Path | None) -> None:
+        if path is not None:
+            ctx.default_map = read_config_file(path, ctx)
+
+    option = Option(
+        ["--config"],
+        summary="TOML file with options by name.",
+        type=EXISTING_FILE,
+        metavar="FILE",
+        is_eager=True,
+        expose_value=False,
+        callback=read,
+        help="TOML file with options by name; the command line wins over it.",
+    )
+    command.params.append(option)
+
+
+def read_config_file(path: Path, ctx: click.Context) -> dict[str, Any]:
+    """The values of a command's parameters in a configuration file.
+
+    Raises:
+        click.UsageError: it cannot be read, is no TOML, or has a key or a value that the command does not take.
+    """
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise click.UsageError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:  # no UTF-8, no TOML
+        raise click.UsageError(f"{path} is not TOML: {error}") from error
+    options = dict(_options(ctx.command))
+    found: dict[str, Any] = {}
+    for key, value in _entries(content):
+        option = options.get(key.replace("_", "-"))
+        if option is None or option.name is None:
+            check_removed(f"--{key.replace('_', '-')}", f"{path}: ")
+            command = f"mlx-kv {ctx.info_name}"
+            raise click.UsageError(f"{path}: {key} is not an option of {command}: see {command} --help")
+        if option.name in found:
+            raise click.UsageError(f"{path}: {key} is given twice: leave out one of them")
+        found[option.name] = _checked(f"{path}: {key}", key, value, option, ctx)
+    return found
+
+
+def _options(command: click.Command) -> Iterator[tuple[str, click.Option]]:
+    """The options of a command that take a value of their own, by name without dashes."""
+    for param in command.params:
+        if isinstance(param, click.Option) and not param.is_eager and (not param.is_flag or param.is_bool_flag):
+            yield from ((name[2:], param) for name in param.opts if name.startswith("--"))
+
+
+def _entries(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Keys and values, those of sections included."""
+    for key, value in content.items():
+        if isinstance(value, dict):
+            yield from _entries(value)
+        else:
+            yield key, value
+
+
+def _checked(where: str, key: str, value: Any, option: click.Option, ctx: click.Context) -> Any:
+    """The value for click, which reads it once more.
+
+    Raises:
+        click.UsageError: it is of another type, or the option refuses it.
+    """
+    if option.is_flag or option.type is click.BOOL:
+        if not isinstance(value, bool):
+            raise click.UsageError(f"{where} is {shown(value)}: give true or false")
+        return value
+    if option.multiple:
+        value = [value] if isinstance(value, str) else value
+        if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+            raise click.UsageError(f"{where} is {shown(value)}: give a text, or an array of texts")
+    elif isinstance(option, SettingOption) and isinstance(option.type, Number):
+        try:
+            check_setting(key, value, option.described)
+        except SettingError as error:
+            raise click.UsageError(f"{where.removesuffix(key)}{error}") from None
+    else:
+        value = _as_text(where, value)
+    try:
+        option.type_cast_value(ctx, value)
+    except click.BadParameter as error:
+        raise click.UsageError(f"{where} is {shown(value)}: {error.message}") from None
+    return value
+
+
+def _as_text(where: str, value: Any) -> str:
+    """The value as on the command line; an array is words with commas between them."""
+    if isinstance(value, list) and all(isinstance(each, str | int) and not isinstance(each, bool) for each in value):
+        return ",".join(map(str, value))
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise click.UsageError(f"{where} is {shown(value)}: give a text or a number")
+    return str(value)

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mlx_kv.cli.help import command, option
 from mlx_kv.cli.model import find_config, read_config, short_name
-from mlx_kv.cli.options import message_of
+from mlx_kv.cli.options import command, message_of, option
 from mlx_kv.cli.output import aligned, check_plot, save_figure
 from mlx_kv.cli.policy import PolicyOptions, policy_options
 from mlx_kv.cli.ranks import SplitOptions, split_options

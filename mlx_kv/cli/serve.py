@@ -9,9 +9,8 @@ import click
 
 from mlx_kv.cli.auto_policy import AutoPolicyOptions, auto_policy_options
 from mlx_kv.cli.decoding import DraftOptions, SamplingDefaults, draft_options
-from mlx_kv.cli.help import command
 from mlx_kv.cli.model import ModelOptions
-from mlx_kv.cli.options import listed, not_needed, options
+from mlx_kv.cli.options import command, listed, not_needed, options
 from mlx_kv.cli.output import say
 from mlx_kv.cli.ranks import Machine, RankOptions, rank_options
 from mlx_kv.cli.server_options import ServerSettings

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import click
 
+from mlx_kv.cli.model import read_template_settings
 from mlx_kv.cli.options import LEADERS_FILE, listed, read_bytes
-from mlx_kv.cli.prompt import read_template_settings
 from mlx_kv.settings import setting
 
 if TYPE_CHECKING:
