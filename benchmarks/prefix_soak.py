@@ -73,7 +73,7 @@ def serve_and_sample() -> None:
     file, own_limit, unlimited = json.loads(os.environ[SAMPLED])
     mx.set_cache_limit(own_limit)
     if unlimited:
-        from mlx_kv.server.freed_memory import FreedMemory
+        from mlx_kv.server.memory import FreedMemory
 
         FreedMemory.begin = lambda self, server, for_rows: None  # type: ignore[method-assign]
 

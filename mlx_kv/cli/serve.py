@@ -92,8 +92,7 @@ def serve_on(
     keys = server.keys if machine.leads else []
     before_loading = policy.before_loading  # bad settings are refused before anything is loaded
     try:
-        from mlx_kv.server.access import is_loopback
-        from mlx_kv.server.api import HttpSettings, Limits
+        from mlx_kv.server.api import HttpSettings, Limits, is_loopback
         from mlx_kv.server.models import IdleUnload, Models, WorkerSettings
         from mlx_kv.server.run import WorkerError
         from mlx_kv.server.run import serve as serve_http

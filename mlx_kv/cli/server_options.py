@@ -14,7 +14,7 @@ from mlx_kv.cli.options import LEADERS_FILE, listed, read_bytes
 from mlx_kv.settings import setting
 
 if TYPE_CHECKING:
-    from mlx_kv.server.access import AccessRules, Certificates
+    from mlx_kv.server.api import AccessRules, Certificates
 
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 QUIET = "WARNING"  # the default: nothing is logged
@@ -226,7 +226,7 @@ class ServerSettings:
     @property
     def access(self) -> AccessRules:
         """The host names and origins that are accepted."""
-        from mlx_kv.server.access import AccessRules
+        from mlx_kv.server.api import AccessRules
 
         return AccessRules(self.host, listed(self.allowed_hosts), listed(self.allowed_origins))
 
@@ -235,13 +235,13 @@ class ServerSettings:
         """The files for TLS; None: no TLS."""
         if self.ssl_certfile is None:
             return None
-        from mlx_kv.server.access import Certificates
+        from mlx_kv.server.api import Certificates
 
         return Certificates(self.ssl_certfile, self.ssl_keyfile, self.ssl_keyfile_password, self.ssl_ca_certs)
 
     def start_log(self) -> None:
         """Logs on stderr from the level on."""
-        from mlx_kv.server.access import configure_logging
+        from mlx_kv.server.api import configure_logging
 
         if self.log_level != QUIET:
             configure_logging(self.log_level)

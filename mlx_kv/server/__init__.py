@@ -3,14 +3,12 @@
 HTTP, in the event loop:
 
     run.py               the process: socket, uvicorn, signals, start and end
-    access.py            host names, origins, API keys, certificates, the access log
-    api.py               routes and errors
-    handler.py           from a request's body to its jobs, and from their output to a response
+    api.py               routes, host names, origins, API keys, certificates, and errors
+    handler.py           admission; from a request's body to its jobs, and from their output to a response
     json_http.py         strict JSON of bodies, responses, events and errors
     requests.py          bodies: their base and field types, shared fields, limits; the request that they become
     chat.py              content of chats: texts, reasoning, calls, results
     dialects/            APIs: OpenAI's completions, chat completions and responses, Anthropic's messages
-    admission.py         how many requests are admitted; delivery of output to responses
     output.py            grammars; output as it comes: content, reasoning, tool calls, tokens
     status.py            models, health, metrics, the page of memory
 
@@ -18,8 +16,7 @@ The worker, one thread that owns MLX, the models and the engines:
 
     worker.py            gives rows to jobs, and makes steps
     rows.py              the engine, its jobs and their cached prefixes
-    memory.py            memory of rows: planned, limited, held
-    freed_memory.py      MLX's limit for freed buffers, from the memory limit
+    memory.py            memory of rows: planned, limited, held; MLX's limit for freed buffers
     monitor.py           metrics, rates, snapshots of memory
     prefix_report.py     why a prompt was not reused: log, metric, report, header
     models.py            models, settings and engines; idle unloading

@@ -1,20 +1,42 @@
-"""The HTTP application: routes, API keys, and errors as each path's clients read them."""
+"""The HTTP application: routes, access (host names, origins, API keys, TLS certificates), and errors.
+
+A page of any site can make a browser send requests to this machine: under a host name of its own that it points here
+(DNS rebinding), or directly where the page needs no answer. So the Host header must name this server, and an Origin
+header must be the server's own or an allowed one. Programs send no Origin.
+
+Starlette's CORSMiddleware answers preflights. Its TrustedHostMiddleware is not used: it has no rule for "any IP
+address", which a server that listens on 0.0.0.0 needs, no origins, and refuses with plain text and status 400.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import hmac
+import ipaddress
 import logging
+import socket
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from mlx_kv.server.access import AccessRules, ApiKeys, Certificates
-from mlx_kv.server.admission import (
+from mlx_kv.server.dialects.completions import chats, completions
+from mlx_kv.server.dialects.messages import counted, messages
+from mlx_kv.server.dialects.ollama import OllamaDialect, OllamaRoutes
+from mlx_kv.server.dialects.responses import Conversations, ResponsesDialect
+from mlx_kv.server.handler import (
     CHATS,
     COMPLETIONS,
     MESSAGES,
@@ -22,17 +44,240 @@ from mlx_kv.server.admission import (
     OLLAMA_PROMPTS,
     RESPONSES,
     AdmissionController,
+    Dialect,
+    RequestHandler,
 )
-from mlx_kv.server.dialects.completions import chats, completions
-from mlx_kv.server.dialects.messages import counted, messages
-from mlx_kv.server.dialects.ollama import OllamaDialect, OllamaRoutes
-from mlx_kv.server.dialects.responses import Conversations, ResponsesDialect
-from mlx_kv.server.handler import Dialect, RequestHandler
 from mlx_kv.server.json_http import ApiError, JsonResponse, error_body
 from mlx_kv.server.models import ModelNames
+from mlx_kv.server.prefix_report import HEADER
 from mlx_kv.server.requests import Limits as Limits
 from mlx_kv.server.status import StatusRoutes
 from mlx_kv.server.worker import Worker
+
+ANY = "*"
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+MAX_PATH = 200  # characters of a path in the access log
+Refused = Callable[[Request, ApiError], Awaitable[Response]]
+
+
+# --- host names and origins -------------------------------------------------------------------------------------------
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address can be reached from this machine only."""
+    address = _address(host)
+    return host == "localhost" if address is None else address.is_loopback
+
+
+def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(host)
+    except ValueError:
+        return None
+
+
+class AccessRules:
+    """Allowed host names and origins.
+
+    Args:
+        host: the address to listen on, which is an allowed name. Where it is all addresses of this machine (0.0.0.0 or
+            ::), any IP address is allowed (no site can have one as its name), and the name of this machine.
+        hosts: names allowed besides that and the loopback names; "*" allows all, "*.example.com" its subdomains.
+        origins: sites with access, as "https://example.com"; "*" allows all.
+
+    Raises:
+        ValueError: a name or origin that no browser could send.
+    """
+
+    def __init__(self, host: str = "127.0.0.1", hosts: Sequence[str] = (), origins: Sequence[str] = ()) -> None:
+        address = _address(host)
+        self._any_address = address is not None and address.is_unspecified
+        server_names = [socket.gethostname(), f"{socket.gethostname()}.local"] if self._any_address else [host]
+        names = [name.lower() if _address(name.strip("[]")) is None else name.strip("[]") for name in hosts]
+        for name in names:
+            plain = name.removeprefix("*.")
+            if name != ANY and _address(plain) is None and ("*" in plain or not plain or _name(plain) != plain):
+                raise ValueError(
+                    f"{name!r} is not a host name: write it without scheme and port, as in mac.lan or *.lan"
+                )
+        for origin in origins:
+            if origin not in (ANY, "null") and (not _netloc(origin) or urlsplit(origin).path):
+                raise ValueError(f"{origin!r} is not an origin: write scheme and host, as in https://example.com")
+        self._hosts = list(dict.fromkeys((*LOOPBACK, *[name.lower() for name in server_names], *names)))
+        self._origins = [origin.lower() for origin in origins]
+
+    @property
+    def allowed_names(self) -> str:
+        """The allowed host names, for messages."""
+        if ANY in self._hosts:
+            return "any name"
+        return ", ".join((["any IP address"] if self._any_address else []) + self._hosts)
+
+    def middleware(self, refused: Refused) -> list[Middleware]:
+        """Middleware of a Starlette application, outermost first.
+
+        Args:
+            refused: makes the response to a request without access.
+        """
+        check = Middleware(AccessMiddleware, rules=self, refused=refused)
+        if not self._origins:
+            return [check]
+        methods = ["GET", "POST", "DELETE"]
+        cors = Middleware(
+            CORSMiddleware,
+            allow_origins=self._origins,
+            allow_methods=methods,
+            allow_headers=["*"],
+            expose_headers=[HEADER],
+        )
+        return [check, cors]
+
+    def check(self, headers: Headers) -> None:
+        """Raises ApiError, 403, for another host name or a page of another site."""
+        host, origin = headers.get("host", ""), headers.get("origin")
+        if not self._allows(_name(host)):
+            raise ApiError(
+                403, f"{host[:200]!r} is not a name of this server: start it with --allowed-hosts NAME, or use one of "
+                f"these: {self.allowed_names}", None, "host_not_allowed",
+            )  # fmt: skip
+        same_site = origin is not None and _netloc(origin) == host.lower()
+        if origin is not None and not same_site and not {ANY, origin.lower()} & set(self._origins):
+            raise ApiError(
+                403, f"pages of {origin[:200]!r} may not use this server: start it with --allowed-origins ORIGIN", None,
+                "origin_not_allowed",
+            )  # fmt: skip
+
+    def _allows(self, name: str) -> bool:
+        if ANY in self._hosts or name in self._hosts or (self._any_address and _address(name) is not None):
+            return True
+        return any(host.startswith("*.") and name.endswith(host[1:]) for host in self._hosts)
+
+
+def _name(host: str) -> str:
+    """The name in a Host header, without port and brackets; empty if it has none."""
+    try:
+        return urlsplit(f"//{host}").hostname or "" if not set(host) & set("/?#@\\ ") else ""
+    except ValueError:
+        return ""
+
+
+def _netloc(origin: str) -> str:
+    """Host and port of an origin; empty if it is no URL."""
+    try:
+        return urlsplit(origin).netloc.lower()
+    except ValueError:
+        return ""
+
+
+class AccessMiddleware:
+    """Answers requests without access with an error object."""
+
+    def __init__(self, app: ASGIApp, rules: AccessRules, refused: Refused) -> None:
+        self._app, self._rules, self._refused = app, rules, refused
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            try:
+                self._rules.check(Headers(scope=scope))
+            except ApiError as error:
+                response = await self._refused(Request(scope), error)
+                await response(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+# --- API keys and certificates ----------------------------------------------------------------------------------------
+
+
+class ApiKeys:
+    """The API keys, one of which each request must carry; an empty list disables the check."""
+
+    def __init__(self, keys: Sequence[str]) -> None:
+        self._keys = [key.encode() for key in keys]
+
+    def check(self, headers: Headers) -> None:
+        """Raises ApiError, 401, for a request without a valid key. The comparison takes constant time."""
+        if not self._keys:
+            return
+        kind, _, bearer = headers.get("authorization", "").partition(" ")
+        values = (bearer if kind.lower() == "bearer" else "", headers.get("x-api-key", ""))  # the second: Anthropic's
+        sent = [value.strip().encode("latin-1") for value in values]
+        found = [hmac.compare_digest(value, key) for value in sent for key in self._keys]
+        if not any(found):
+            raise ApiError(
+                401, "no valid API key: send one as Authorization: Bearer KEY", None, "invalid_api_key",
+                {"WWW-Authenticate": "Bearer"},
+            )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Certificates:
+    """PEM files for TLS, named as uvicorn's settings. Checked when made, so that errors come before a model is loaded.
+
+    Attributes:
+        ssl_certfile: the server's certificate, and intermediate ones.
+        ssl_keyfile: its private key; None if it is in the same file.
+        ssl_keyfile_password: of the private key, if it is encrypted.
+        ssl_ca_certs: authorities, one of which must have signed the clients' certificates; None requires none.
+
+    Raises:
+        ValueError: a file can't be read, or certificate and key don't match.
+    """
+
+    ssl_certfile: Path
+    ssl_keyfile: Path | None = None
+    ssl_keyfile_password: str | None = None
+    ssl_ca_certs: Path | None = None
+
+    def __post_init__(self) -> None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        try:
+            # Without a password OpenSSL would read one from the terminal.
+            context.load_cert_chain(self.ssl_certfile, self.ssl_keyfile, lambda: self.ssl_keyfile_password or "")
+        except (OSError, ValueError) as error:
+            key = self.ssl_keyfile or self.ssl_certfile
+            reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
+            raise ValueError(
+                f"cannot use the certificate {self.ssl_certfile} with the key in {key}: {reason}; both are PEM files"
+            ) from error
+        if self.ssl_ca_certs is not None:
+            try:
+                context.load_verify_locations(self.ssl_ca_certs)
+            except OSError as error:
+                raise ValueError(
+                    f"cannot use the certificates in {self.ssl_ca_certs}: they are not a PEM file"
+                ) from error
+
+    @property
+    def uvicorn_options(self) -> dict[str, Any]:
+        """Keyword arguments of `uvicorn.Config`."""
+        options: dict[str, Any] = {name: str(value) for name, value in vars(self).items() if value is not None}
+        return options | ({"ssl_cert_reqs": ssl.CERT_REQUIRED} if self.ssl_ca_certs is not None else {})
+
+
+# --- logging ----------------------------------------------------------------------------------------------------------
+
+
+def configure_logging(level: str) -> None:
+    """Logs messages of this level and above to stderr, with the time; of other libraries warnings and errors only."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    root = logging.getLogger()
+    root.handlers = [handler]  # without one, `logging.warning` of any library would add its own
+    root.setLevel("WARNING" if level in ("DEBUG", "INFO") else level)
+    logging.getLogger("mlx_kv").setLevel(level)
+    logging.getLogger("uvicorn").setLevel("WARNING" if level == "INFO" else level)
+    logging.getLogger("uvicorn.access").setLevel(level)
+    logging.getLogger("uvicorn.access").addFilter(_without_query)
+
+
+def _without_query(record: logging.LogRecord) -> bool:
+    """Removes the query string of a request from the access log, since it may have a key."""
+    if isinstance(record.args, tuple) and len(record.args) == 5:
+        client, method, path, *rest = record.args
+        record.args = (client, method, str(path).partition("?")[0][:MAX_PATH], *rest)
+    return True
+
 
 log = logging.getLogger("mlx_kv.server")
 Endpoint = Callable[[Request], Awaitable[Response]]

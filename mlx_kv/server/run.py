@@ -22,8 +22,7 @@ from typing import NoReturn
 import uvicorn
 
 from mlx_kv.ranks.link import leave
-from mlx_kv.server.access import Certificates, configure_logging
-from mlx_kv.server.api import Api, HttpSettings
+from mlx_kv.server.api import Api, Certificates, HttpSettings, configure_logging
 from mlx_kv.server.worker import Worker
 
 BACKLOG = 2048

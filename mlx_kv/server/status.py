@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from mlx_kv.generation.statistics import SpeculationStatistics
 from mlx_kv.policy import CachePolicy
-from mlx_kv.server.admission import AdmissionController
+from mlx_kv.server.handler import AdmissionController
 from mlx_kv.server.job import Job, Snapshot
 from mlx_kv.server.json_http import ApiError, JsonResponse
 from mlx_kv.server.memory import RowOccupancy

@@ -17,10 +17,9 @@ from mlx_kv.prefixes.memory import PromptMemory
 from mlx_kv.ranks.engine import follow
 from mlx_kv.ranks.group import RankGroup, TotalMemory
 from mlx_kv.ranks.link import RanksError
-from mlx_kv.server.freed_memory import freed_memory
 from mlx_kv.server.job import Job, OutputChunk, Snapshot
 from mlx_kv.server.json_http import SHUTTING_DOWN
-from mlx_kv.server.memory import MemoryLimit, memory_limit
+from mlx_kv.server.memory import MemoryLimit, freed_memory, memory_limit
 from mlx_kv.server.models import IdleUnload, Models, WorkerSettings
 from mlx_kv.server.monitor import UPDATE_EVERY, Monitor
 from mlx_kv.server.rows import Rows, TieredPrefixes, out_of_memory

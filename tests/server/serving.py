@@ -24,8 +24,7 @@ from mlx_kv.bundled import model_path
 from mlx_kv.generation.settings import SamplingSettings
 from mlx_kv.generation.speculation import DraftSettings
 from mlx_kv.mlxlm.loading import load
-from mlx_kv.server.access import AccessRules
-from mlx_kv.server.api import Api, HttpSettings, Limits
+from mlx_kv.server.api import AccessRules, Api, HttpSettings, Limits
 from mlx_kv.server.models import IdleUnload, Models, WorkerSettings
 from mlx_kv.server.monitor import Metrics
 from mlx_kv.server.run import Server, bound

@@ -11,7 +11,7 @@ import pytest
 from serving import LONG, running
 
 from mlx_kv.mlxlm.traverse import mapped
-from mlx_kv.server.freed_memory import LEAST, SHARE, FreedMemory
+from mlx_kv.server.memory import FREED_SHARE, MIN_FREED, FreedMemory
 
 OWN = 10**9  # of MLX, as if on a Mac
 
@@ -32,7 +32,7 @@ def own_limit() -> Iterator[None]:
 
 def test_the_limit_is_a_share_with_a_floor_and_never_above_that_of_mlx() -> None:
     memory = FreedMemory()
-    for for_rows, expected in ((10**9, int(SHARE * 10**9)), (10**6, LEAST), (10**12, OWN)):
+    for for_rows, expected in ((10**9, int(FREED_SHARE * 10**9)), (10**6, MIN_FREED), (10**12, OWN)):
         assert memory.begin("a server", for_rows) == limit_now() == expected
         memory.end("a server")
         assert limit_now() == OWN
@@ -65,7 +65,7 @@ def test_the_lowest_limit_of_several_servers_holds() -> None:
 def test_a_server_sets_reports_and_restores_it() -> None:
     with running(memory_limit=10**9) as server:
         weights = server.worker.limit.weights
-        expected = int(SHARE * (10**9 - weights))
+        expected = int(FREED_SHARE * (10**9 - weights))
         assert limit_now() == expected
         assert server.complete(LONG, 8)
         report = server.http.get("/memory").json()
@@ -82,7 +82,7 @@ def test_freed_buffers_stay_within_it() -> None:
     with running(memory_limit=10**8) as server:
         for number in range(6):
             assert server.complete(LONG[: 800 * (number + 1)], 24)
-            assert mx.get_cache_memory() <= LEAST
+            assert mx.get_cache_memory() <= MIN_FREED
 
 
 def test_a_start_that_fails_restores_it() -> None:

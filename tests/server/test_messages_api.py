@@ -9,7 +9,7 @@ from reasoning_server import ANSWER, NO_ANTHROPIC, TOOL
 from serving import SOURCE, Running
 
 from mlx_kv.generation.generate import StopStrings
-from mlx_kv.server.access import ApiKeys
+from mlx_kv.server.api import ApiKeys
 from mlx_kv.server.chat import Call, Reasoning, Text
 from mlx_kv.server.dialects.messages import messages
 from mlx_kv.server.job import Job

@@ -17,7 +17,7 @@ from serving import Running
 
 from mlx_kv.cli.options import read_bytes
 from mlx_kv.cli.server_options import ServerSettings
-from mlx_kv.server.access import Certificates, _without_query, configure_logging
+from mlx_kv.server.api import Certificates, _without_query, configure_logging
 from mlx_kv.server.run import Server, bound
 
 NEEDS_OPENSSL = pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl to make certificates with")
