@@ -117,8 +117,6 @@ def generate(
     """
     if prompt_cache_file is not None:
         check_cache_file(drafts.draft_model)
-        if machine.group is not None:
-            raise click.UsageError("--prompt-cache-file has all of each layer, and a rank only a part: leave it out")
     text = prompt.read() if machine.leads else ""
     _ = policy.before_loading  # bad settings are refused before anything is loaded
 

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 
 HUB_TIMEOUT = 10  # seconds
-FOR_WHOLE_MODELS = ("adapter_path", "trust_remote_code", "quantize_activations", "chat_template", "lazy_load")
 
 
 @dataclass(frozen=True)
@@ -104,14 +103,6 @@ class ModelOptions:
     def _settings(self) -> dict[str, Any]:
         names = ("adapter_path", "trust_remote_code", "quantize_activations", "chat_template")
         return {name: value for name in names if (value := getattr(self, name))}
-
-    def check_parts(self) -> None:
-        """Raises click.UsageError for what a rank with a part of a model does not support."""
-        for name in FOR_WHOLE_MODELS:
-            if getattr(self, name):
-                raise click.UsageError(
-                    f"--{name.replace('_', '-')} is for whole models, and each rank has a part of one: leave it out"
-                )
 
     def with_eos_tokens(self, tokenizer: Any) -> Any:
         """The tokenizer with the tokens of --extra-eos-token added.

@@ -10,7 +10,7 @@ import functools
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -40,6 +40,16 @@ MAY_DIFFER = {
     *("model", "draft_model", "secret_file", "api_key_file", "prompt_memory_bytes", "link_address"),
     *("source", "prompt", "prompt_file", "prompts_file", "output_file", "host", "port"),
     *("json_schema", "grammar"),
+}
+# Parameters of features that several ranks do not support, and why.
+WHOLE_MODELS = "is for whole models, and each rank has a part of one: leave it out"
+UNSUPPORTED = {
+    **dict.fromkeys(
+        ("adapter_path", "trust_remote_code", "quantize_activations", "chat_template", "lazy_load"), WHOLE_MODELS
+    ),
+    "prompt_cache_file": "has all of each layer, and a rank only a part: leave it out",
+    "prompt_store": "is for one machine: several ranks keep no prompts; leave it out",
+    "unload_after": "is for one machine: several ranks keep their weights; leave it out",
 }
 NEEDS_RANKS = "several ranks: start them with mlx.launch -n 2 mlx-kv …"
 
@@ -109,6 +119,13 @@ class Machine:
     def of_each(self) -> str:
         """The words after a figure that is the largest of all ranks."""
         return "" if self.group is None else f", the largest of {self.group.size} ranks"
+
+
+def check_supported(parameters: Mapping[str, Any]) -> None:
+    """Raises click.UsageError for an option that several ranks do not support."""
+    for name, why in UNSUPPORTED.items():
+        if parameters.get(name) is not None and parameters[name] is not False:
+            raise click.UsageError(f"--{name.replace('_', '-')} {why}")
 
 
 def read_layers(text: str) -> tuple[int, ...]:
@@ -194,7 +211,7 @@ class RankOptions(SplitOptions):
 
         with group, quiet(group):
             try:
-                model.check_parts()
+                check_supported(click.get_current_context().params)
                 yield Machine(group, model, self.layers_by_rank)
             except click.ClickException as error:
                 group.close(2, error.format_message())

@@ -85,10 +85,6 @@ def serve_on(
     policy: AutoPolicyOptions,
 ) -> int:
     """Runs the server, of several ranks on the first, until it is stopped; returns the exit code."""
-    if server.unload_after is not None and machine.group is not None:
-        raise click.UsageError("--unload-after is for one machine: several ranks keep their weights; leave it out")
-    if server.prompt_store is not None and machine.group is not None:
-        raise click.UsageError("--prompt-store is for one machine: several ranks keep no prompts; leave it out")
     keys = server.keys if machine.leads else []
     before_loading = policy.before_loading  # bad settings are refused before anything is loaded
     try:

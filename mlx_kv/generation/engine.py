@@ -40,7 +40,7 @@ def make_engine(
     draft_length: DraftLength = "chosen",
     communicator: Communicator = LOCAL,
     instructions: Instructions = NO_INSTRUCTIONS,
-    most_wait: float | None = None,
+    max_wait: float | None = None,
 ) -> Engine:
     """An engine for one model and policy.
 
@@ -52,7 +52,7 @@ def make_engine(
         communicator: with the other processes of the model, which all make an engine now. The leader decides whether it
             drafts, by which drafter, and whether caches are returned.
         instructions: for policies that read prompts in two passes.
-        most_wait: maximum seconds between two tokens of a row while prompts are read, as far as the smallest chunk
+        max_wait: maximum seconds between two tokens of a row while prompts are read, as far as the smallest chunk
             allows; None reads whole chunks. Ignored with drafts, several processes, budgets or a quantized_start, which
             need whole chunks.
 
@@ -75,7 +75,7 @@ def make_engine(
         max_batch_size, alike = 1, (False, False)  # in a round, rows accept different numbers of tokens
     by_chunk = policy.quantized_start or any(own.evictor is not None for own in attention_caches(decoder.make_caches()))
     if drafts or communicator.distributed or by_chunk:
-        most_wait = None
+        max_wait = None
     return BatchEngine(
-        decoder, ends, max_batch_size, prefill_step_size, statistics, return_caches, instructions, most_wait, alike
+        decoder, ends, max_batch_size, prefill_step_size, statistics, return_caches, instructions, max_wait, alike
     )

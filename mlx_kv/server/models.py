@@ -55,7 +55,7 @@ class WorkerSettings:
     Attributes:
         policy: of the caches.
         max_batch_size, prefill_step_size: as in `make_engine`.
-        max_wait: seconds that rows wait for their next token while prompts are read, `most_wait` of `make_engine`.
+        max_wait: seconds that rows wait for their next token while prompts are read, as in `make_engine`.
         drafting: of speculative decoding.
         prompt_memory_bytes: of cached prefixes in memory; 0 keeps none.
         open_store: opens the prompt store; None is without one.
@@ -95,7 +95,7 @@ class WorkerSettings:
             return_caches=self.keeps_prompts or policy.budget is not None,  # also to count the last evictions
             communicator=communicator,
             instructions=instructions,
-            most_wait=self.max_wait,
+            max_wait=self.max_wait,
         )
 
     def fingerprint(self, models: Models, policy: CachePolicy, engine: Engine) -> str:

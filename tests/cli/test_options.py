@@ -18,7 +18,7 @@ from mlx_kv.cli.decoding import DraftOptions, FormatOptions, SamplingDefaults
 from mlx_kv.cli.main import command as group
 from mlx_kv.cli.model import ChatOptions, ModelOptions, PromptOptions
 from mlx_kv.cli.options import given_options, message_of, option_names, options
-from mlx_kv.cli.ranks import RankOptions
+from mlx_kv.cli.ranks import UNSUPPORTED, RankOptions, check_supported
 from mlx_kv.cli.server_options import ServerSettings
 from mlx_kv.generation.settings import SamplingSettings
 from mlx_kv.settings import SettingError, setting, settings_of
@@ -204,3 +204,11 @@ def test_every_option_is_described_in_one_plain_sentence_or_two(kind: type) -> N
     for name, described in settings_of(kind).items():
         assert described.help[0].isupper(), name
         assert described.help.endswith((".", "…", "]")), name
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_several_ranks_refuse_what_they_do_not_support(name: str) -> None:
+    assert any(param.name == name for each in group.commands.values() for param in each.params)
+    check_supported(dict.fromkeys(UNSUPPORTED) | {"lazy_load": False})
+    with pytest.raises(click.UsageError, match=f"^--{name.replace('_', '-')} .*.*leave it out$"):
+        check_supported({name: 0})

@@ -29,10 +29,10 @@ def test_a_chunk_has_as_many_tokens_as_fit_into_a_wait() -> None:
     assert pace.chunk(3) == 2048
 
 
-def run(model: Any, policy: CachePolicy, most_wait: float | None) -> tuple[dict[int, list[int]], list[int]]:
+def run(model: Any, policy: CachePolicy, max_wait: float | None) -> tuple[dict[int, list[int]], list[int]]:
     """The tokens of a short prompt, and of a long one that joins it; how much was read at once while a row decoded."""
     read: list[int] = []
-    engine = make_engine(model, {-1}, policy, prefill_step_size=512, most_wait=most_wait)
+    engine = make_engine(model, {-1}, policy, prefill_step_size=512, max_wait=max_wait)
     answers: dict[int, list[int]] = {0: [], 1: []}
 
     def left() -> int:
