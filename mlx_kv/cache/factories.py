@@ -105,17 +105,8 @@ class RingKVCache(Combination):
         window, max_write = whole_number("window", window, least=1), whole_number("max_write", max_write, least=1)
         sinks, max_rollback = whole_number("sinks", sinks), whole_number("max_rollback", max_rollback)
         layout = Ring(window, max(max_write, max_rollback), sinks, max_rollback)
-        KVCache.__init__(
-            self,
-            bits,
-            group_size,
-            growth,
-            reserve,
-            packed_decode=packed_decode,
-            layout=layout,
-            codec=codec,
-            residual_length=residual_length,
-        )
+        storage: Any = {"packed_decode": packed_decode, "codec": codec, "residual_length": residual_length}
+        KVCache.__init__(self, bits, group_size, growth, reserve, layout=layout, **storage)
 
     @staticmethod
     def _describes(cache: KVCache) -> bool:
@@ -170,17 +161,8 @@ class ChunkedKVCache(Combination):
         max_write = whole_number("max_write", max_write, least=1)
         max_rollback = whole_number("max_rollback", max_rollback)
         layout = Chunks(chunk_size, max(max_write, max_rollback), max_rollback)
-        KVCache.__init__(
-            self,
-            bits,
-            group_size,
-            growth,
-            reserve,
-            packed_decode=packed_decode,
-            layout=layout,
-            codec=codec,
-            residual_length=residual_length,
-        )
+        storage: Any = {"packed_decode": packed_decode, "codec": codec, "residual_length": residual_length}
+        KVCache.__init__(self, bits, group_size, growth, reserve, layout=layout, **storage)
 
     @staticmethod
     def _describes(cache: KVCache) -> bool:
@@ -233,17 +215,8 @@ class CompressedKVCache(Combination):
             residual = whole_number("residual_length", residual_length)
             keep_recent = default_keep_recent(whole_number("budget", budget, least=1), residual)
         evictor = Evictor(Budget(budget, keep_recent, sinks, margin, max_write), score, share)
-        KVCache.__init__(
-            self,
-            bits,
-            group_size,
-            growth,
-            reserve,
-            packed_decode=packed_decode,
-            evictor=evictor,
-            codec=codec,
-            residual_length=residual_length,
-        )
+        storage: Any = {"packed_decode": packed_decode, "codec": codec, "residual_length": residual_length}
+        KVCache.__init__(self, bits, group_size, growth, reserve, evictor=evictor, **storage)
 
     @staticmethod
     def _describes(cache: KVCache) -> bool:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any, ClassVar, NamedTuple, Protocol, Self, TypeVar
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 from mlx_kv.settings import SettingError
 
@@ -59,103 +59,6 @@ Ranges = tuple[tuple[int, int], ...]
 
 
 NO_LIMIT = 1 << 62
-
-
-class Layout(Protocol):
-    """A rule for slots. All numbers are slots or positions of one row. A layout never changes."""
-
-    def __hash__(self) -> int: ...
-
-    @property
-    def window(self) -> int | None:
-        """Tokens that a query sees, itself and the sinks included; None is all."""
-        ...
-
-    @property
-    def sinks(self) -> int: ...
-
-    @property
-    def chunk_size(self) -> int | None:
-        """A query sees only tokens of its own chunk of so many positions; None is no chunks."""
-        ...
-
-    @property
-    def max_write(self) -> int:
-        """The longest write to plan for: a longer one needs a transient view, or more slots than are enough."""
-        ...
-
-    @property
-    def max_rollback(self) -> int:
-        """Tokens that can be trimmed at any time; room is never smaller."""
-        ...
-
-    @property
-    def room(self) -> int:
-        """The longest write that currently has slots, at most max_write."""
-        ...
-
-    def with_room(self, room: int) -> Layout:
-        """The same layout with slots for writes of so many tokens."""
-        ...
-
-    @property
-    def most_slots(self) -> int:
-        """The largest number of slots in use; `NO_LIMIT` where slots are not overwritten."""
-        ...
-
-    @property
-    def enough_slots(self) -> int:
-        """Slots that suffice as long as no write is longer than there is room for."""
-        ...
-
-    def first_seen(self, position: int) -> int:
-        """The first position, sinks aside, that a query at `position` sees."""
-        ...
-
-    def front(self, row: Row, new: int) -> int:
-        """The first position, sinks aside, that attention reads with a write of `new` tokens."""
-        ...
-
-    def trimmed_front(self, row: Row) -> int:
-        """The front after a model has dropped the tokens that it will not see again (`maybe_trim_front`)."""
-        ...
-
-    @property
-    def parameters(self) -> tuple[str | int, ...]:
-        """A name and numbers from which `make_layout` makes it again."""
-        ...
-
-    def slot(self, row: Row, position: int) -> int:
-        """The slot of a position."""
-        ...
-
-    def pieces(self, row: Row, new: int) -> Iterator[tuple[int, int, int]]:
-        """How new tokens are written: (first slot, first token, tokens) of each contiguous piece, late ones last."""
-        ...
-
-    def ranges(self, row: Row, new: int) -> Ranges:
-        """The slots [first, last) that attention reads after a write of `new` tokens, one range after the other."""
-        ...
-
-    def ordered_from(self, row: Row) -> int:
-        """The lowest position from which on every token lies in the slot that `slot` returns."""
-        ...
-
-    def most_trim(self, row: Row) -> int:
-        """Tokens that can be taken back without losing one that must stay visible."""
-        ...
-
-    def refusal(self, count: int, most: int) -> tuple[str, str]:
-        """Why `most` tokens can be taken back and `count` cannot, and what to do about it."""
-        ...
-
-    def held(self, row: Row) -> int:
-        """Tokens of a row that the next query may see, without those of its own write."""
-        ...
-
-    def compacted_if_due(self, row: Row) -> Row:
-        """The row after the compaction before its next write, with `extra_slots` 0; the same object if none is due."""
-        ...
 
 
 def enough_slots(layout: Layout, rows: Iterable[Row]) -> int:
@@ -738,6 +641,34 @@ class Chunks(WrittenOver):
         """
         overwritten = max(0, row.high - self.most_slots)
         return row.offset + (-overwritten // self.chunk_size) * self.chunk_size
+
+
+# A rule for slots, which never changes. All numbers are slots or positions of one row.
+#
+#   window: tokens that a query sees, itself and the sinks included; None is all
+#   chunk_size: a query sees only tokens of its own chunk of so many positions; None is no chunks
+#   max_write: the longest write to plan for: a longer one needs a transient view, or more slots than are enough
+#   max_rollback: tokens that can be trimmed at any time; room is never smaller
+#   room: the longest write that currently has slots, at most max_write
+#   with_room(room): the same layout with slots for writes of so many tokens
+#   most_slots: the largest number of slots in use; `NO_LIMIT` where slots are not overwritten
+#   enough_slots: slots that suffice as long as no write is longer than there is room for
+#   first_seen(position): the first position, sinks aside, that a query at `position` sees
+#   front(row, new): the first position, sinks aside, that attention reads with a write of `new` tokens
+#   trimmed_front(row): the front after a model has dropped the tokens that it will not see again (`maybe_trim_front`)
+#   parameters: a name and numbers from which `make_layout` makes it again
+#   slot(row, position): the slot of a position
+#   pieces(row, new): how new tokens are written: (first slot, first token, tokens) of each contiguous piece, late
+#       ones last
+#   ranges(row, new): the slots [first, last) that attention reads after a write of `new` tokens, one range after the
+#       other
+#   ordered_from(row): the lowest position from which on every token lies in the slot that `slot` returns
+#   most_trim(row): tokens that can be taken back without losing one that must stay visible
+#   refusal(count, most): why `most` tokens can be taken back and `count` cannot, and what to do about it
+#   held(row): tokens of a row that the next query may see, without those of its own write
+#   compacted_if_due(row): the row after the compaction before its next write, with `extra_slots` 0; the same object
+#       if none is due
+Layout = Append | Budget | Ring | Chunks
 
 
 def make_layout(name: str, *numbers: int) -> Layout:
