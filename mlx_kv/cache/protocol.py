@@ -7,7 +7,7 @@ B rows, H KV heads, S new tokens, D head dims.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import mlx.core as mx
@@ -18,50 +18,75 @@ from mlx_kv.cache.mask import Mask
 Fetched = tuple[mx.array, mx.array] | tuple[Planes, Planes]
 
 
-class Call(Protocol):
-    """One call of attention over a cache, implemented by `mlxlm.attention.AttentionCall`."""
+# Its arguments, in the order in which mlx-lm gives them; some models give them by name, some by place.
+ARGUMENTS = ("queries", "keys", "values", "cache", "scale", "mask", "sinks")
 
-    @property
-    def queries(self) -> mx.array:
-        """(B, Hq, S, D), after RoPE."""
-        ...
 
-    @property
-    def keys(self) -> Any:
-        """What the cache returned, (B, H, N, D) or packed planes."""
-        ...
+class AttentionCall:
+    """One call of attention: its arguments, and the function that computes it.
 
-    @property
-    def values(self) -> Any:
-        """(B, H, N, Dv) or packed planes."""
-        ...
+    Attributes:
+        queries: (B, Hq, S, D), after RoPE.
+        keys, values: mostly what the cache returned, (B, H, N, D) or packed planes.
+        cache: the cache of the layer.
+        scale: of the products of queries and keys.
+        mask: "causal", an array of bool or of addends that broadcasts to (B, Hq, S, N), or None.
+        sinks: (Hq,) logits of attention sinks, or None.
+    """
 
-    @property
-    def scale(self) -> float:
-        """Of the products of queries and keys."""
-        ...
+    __slots__ = (*ARGUMENTS, "_function", "_named", "_placed")
 
-    @property
-    def mask(self) -> Any:
-        """ "causal", an array of bool or of addends that broadcasts to (B, Hq, S, N), or None."""
-        ...
+    queries: mx.array
+    keys: Any
+    values: Any
+    cache: Any
+    scale: float
+    mask: Mask
+    sinks: mx.array | None
 
-    @property
-    def sinks(self) -> mx.array | None:
-        """(Hq,) logits of attention sinks, or None."""
-        ...
-
-    def changed(self, **changes: Any) -> Call:
-        """The same call with other arguments."""
-        ...
-
-    def before(self, hook: Hook) -> Call:
-        """The same call, which a hook computes when it is forwarded."""
-        ...
+    def __init__(self, function: Callable[..., mx.array], placed: tuple[Any, ...], named: dict[str, Any]) -> None:
+        self._function, self._placed, self._named = function, placed, named
+        given = dict(zip(ARGUMENTS, placed, strict=False)) | named
+        for name in ARGUMENTS:
+            setattr(self, name, given.get(name))
 
     def forward(self, **changes: Any) -> mx.array:
-        """The result of the model's own attention, (B, Hq, S, Dv), optionally with other arguments."""
-        ...
+        """(B, Hq, S, D): computes attention, with some arguments changed.
+
+        Raises:
+            TypeError: a change of something that is no argument of attention.
+        """
+        if not isinstance(changes.get("keys", self.keys), mx.array) and "queries" not in changes:
+            changes["queries"] = self.queries[...]  # mlx-lm scales them in place there
+        placed, named = self._arguments(changes)
+        return self._function(*placed, **named)
+
+    hand_on = forward  # its name up to 0.2
+
+    def changed(self, **changes: Any) -> AttentionCall:
+        """The same call with other arguments.
+
+        Raises:
+            TypeError: as `forward`.
+        """
+        return AttentionCall(self._function, *self._arguments(changes))
+
+    def before(self, hook: Hook) -> AttentionCall:
+        """The same call, but `forward` calls a hook."""
+
+        def function(*placed: Any, **named: Any) -> mx.array:
+            return hook.attend(AttentionCall(self._function, placed, named))
+
+        return AttentionCall(function, self._placed, self._named)
+
+    def _arguments(self, changes: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if not changes.keys() <= set(ARGUMENTS):
+            raise TypeError(f"attention has no {', '.join(changes.keys() - set(ARGUMENTS))}: {', '.join(ARGUMENTS)}")
+        placed = tuple([changes.pop(name, value) for name, value in zip(ARGUMENTS, self._placed, strict=False)])
+        return placed, self._named | changes
+
+
+Call = AttentionCall
 
 
 class Hook(Protocol):

@@ -18,88 +18,16 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from itertools import count
 from types import ModuleType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_kv.cache.protocol import AttentionCall, Hook
 from mlx_kv.mlxlm.traverse import leaves
 
 NAME = "scaled_dot_product_attention"
 HOOK = "attention_hook"
-# Its arguments, in the order in which mlx-lm gives them; some models give them by name, some by place.
-ARGUMENTS = ("queries", "keys", "values", "cache", "scale", "mask", "sinks")
-
-
-class AttentionCall:
-    """One call of attention: its arguments, and the function that computes it.
-
-    Attributes:
-        queries: (B, Hq, S, D), after RoPE.
-        keys, values: mostly what the cache returned, (B, H, N, D) or packed planes.
-        cache: the cache of the layer.
-        scale: of the products of queries and keys.
-        mask: "causal", an array of bool or of addends that broadcasts to (B, Hq, S, N), or None.
-        sinks: (Hq,) logits of attention sinks, or None.
-    """
-
-    __slots__ = (*ARGUMENTS, "_function", "_named", "_placed")
-
-    queries: mx.array
-    keys: Any
-    values: Any
-    cache: Any
-    scale: float
-    mask: mx.array | str | None
-    sinks: mx.array | None
-
-    def __init__(self, function: Callable[..., mx.array], placed: tuple[Any, ...], named: dict[str, Any]) -> None:
-        self._function, self._placed, self._named = function, placed, named
-        given = dict(zip(ARGUMENTS, placed, strict=False)) | named
-        for name in ARGUMENTS:
-            setattr(self, name, given.get(name))
-
-    def forward(self, **changes: Any) -> mx.array:
-        """(B, Hq, S, D): computes attention, with some arguments changed.
-
-        Raises:
-            TypeError: a change of something that is no argument of attention.
-        """
-        if not isinstance(changes.get("keys", self.keys), mx.array) and "queries" not in changes:
-            changes["queries"] = self.queries[...]  # mlx-lm scales them in place there
-        placed, named = self._arguments(changes)
-        return self._function(*placed, **named)
-
-    hand_on = forward  # its name up to 0.2
-
-    def changed(self, **changes: Any) -> AttentionCall:
-        """The same call with other arguments.
-
-        Raises:
-            TypeError: as `forward`.
-        """
-        return AttentionCall(self._function, *self._arguments(changes))
-
-    def before(self, hook: AttentionHook) -> AttentionCall:
-        """The same call, but `forward` calls a hook."""
-
-        def function(*placed: Any, **named: Any) -> mx.array:
-            return hook.attend(AttentionCall(self._function, placed, named))
-
-        return AttentionCall(function, self._placed, self._named)
-
-    def _arguments(self, changes: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if not changes.keys() <= set(ARGUMENTS):
-            raise TypeError(f"attention has no {', '.join(changes.keys() - set(ARGUMENTS))}: {', '.join(ARGUMENTS)}")
-        placed = tuple([changes.pop(name, value) for name, value in zip(ARGUMENTS, self._placed, strict=False)])
-        return placed, self._named | changes
-
-
-class AttentionHook(Protocol):
-    """The `attention_hook` of a cache, which observes its attention or computes it instead of mlx-lm."""
-
-    def attend(self, call: AttentionCall) -> mx.array:
-        """(B, Hq, S, D): `call.forward()`, perhaps with other arguments, or another result."""
 
 
 class AttentionPatch:
@@ -115,9 +43,7 @@ class AttentionPatch:
         answering: computes attention instead of mlx-lm, after the hook of the cache. The latest patch wins.
     """
 
-    def __init__(
-        self, model: nn.Module, otherwise: AttentionHook | None = None, answering: AttentionHook | None = None
-    ) -> None:
+    def __init__(self, model: nn.Module, otherwise: Hook | None = None, answering: Hook | None = None) -> None:
         number = next(_numbers)
         modules = attention_modules(model)
         self._finalizer = weakref.finalize(self, _changes.make, functools.partial(_close, modules, number))
@@ -142,7 +68,7 @@ AttentionSeam = AttentionPatch  # its name up to 0.2
 
 
 @contextlib.contextmanager
-def attention_hooked(model: nn.Module, caches: Iterable[Any], hook: AttentionHook | None) -> Iterator[None]:
+def attention_hooked(model: nn.Module, caches: Iterable[Any], hook: Hook | None) -> Iterator[None]:
     """Passes the attention over these caches, ours or mlx-lm's, to a hook inside a `with` block.
 
     Caches with a hook of their own get what this hook forwards.
@@ -176,11 +102,11 @@ def modules_with(model: nn.Module, name: str) -> list[ModuleType]:
 class _InFront:
     """A hook before the cache's own, which is looked up at each call: copies of a cache keep the hook in front."""
 
-    def __init__(self, hook: AttentionHook) -> None:
+    def __init__(self, hook: Hook) -> None:
         self._hook = hook
 
     def attend(self, call: AttentionCall) -> mx.array:
-        own: AttentionHook | None = getattr(call.cache, "own_hook", None)
+        own: Hook | None = getattr(call.cache, "own_hook", None)
         return self._hook.attend(call if own is None else call.before(own))
 
 
@@ -190,14 +116,14 @@ class _PatchedModule:
     def __init__(self, module: ModuleType) -> None:
         own: Callable[..., mx.array] = getattr(module, NAME)
         self.module, self.own = module, own
-        self.patches: dict[int, tuple[AttentionHook | None, AttentionHook | None]] = {}
-        self.otherwise: AttentionHook | None = None
-        self.answering: AttentionHook | None = None
+        self.patches: dict[int, tuple[Hook | None, Hook | None]] = {}
+        self.otherwise: Hook | None = None
+        self.answering: Hook | None = None
 
         @functools.wraps(own)
         def attention(*placed: Any, **named: Any) -> mx.array:
             cache = named["cache"] if "cache" in named else placed[3] if len(placed) > 3 else None
-            hook: AttentionHook | None = getattr(cache, HOOK, None) or self.otherwise
+            hook: Hook | None = getattr(cache, HOOK, None) or self.otherwise
             answering = self.answering
             if answering is None:
                 return own(*placed, **named) if hook is None else hook.attend(AttentionCall(own, placed, named))
@@ -253,9 +179,7 @@ _patched: dict[ModuleType, _PatchedModule] = {}
 _changes = Changes()  # a patch may be collected as garbage while another one opens
 
 
-def _open(
-    modules: list[ModuleType], number: int, otherwise: AttentionHook | None, answering: AttentionHook | None
-) -> None:
+def _open(modules: list[ModuleType], number: int, otherwise: Hook | None, answering: Hook | None) -> None:
     for module in modules:
         if module not in _patched:
             _patched[module] = _PatchedModule(module)

@@ -20,7 +20,8 @@ from mlx_lm.models import activations
 
 from mlx_kv.cache.attention import MAX_X, Dense, PackedAnswer, attend, exponential
 from mlx_kv.cache.codecs import Packing
-from mlx_kv.mlxlm.attention import AttentionCall, AttentionPatch, Changes, modules_with
+from mlx_kv.cache.protocol import AttentionCall
+from mlx_kv.mlxlm.attention import AttentionPatch, Changes, modules_with
 
 # Below these sizes MLX's one operation costs less than several.
 MIN_SCORES = 2**15  # of a call of attention

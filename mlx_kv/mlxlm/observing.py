@@ -19,9 +19,9 @@ from mlx_lm.models import cache as stock
 from mlx_kv.cache.checks import cache_list
 from mlx_kv.cache.codecs import Codecs, Packing, packings_of
 from mlx_kv.cache.kv_cache import KVCache
-from mlx_kv.cache.protocol import Call
+from mlx_kv.cache.protocol import AttentionCall, Call
 from mlx_kv.cache.segmented import DeferredMask
-from mlx_kv.mlxlm.attention import HOOK, AttentionCall, AttentionPatch
+from mlx_kv.mlxlm.attention import HOOK, AttentionPatch
 from mlx_kv.mlxlm.loading import architecture, check_model
 from mlx_kv.mlxlm.probe import (
     ATTENTION,
