@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING
 
 import click
@@ -12,7 +11,7 @@ from mlx_kv.cli.decoding import DraftOptions, SamplingDefaults, draft_options
 from mlx_kv.cli.model import ModelOptions
 from mlx_kv.cli.options import command, listed, not_needed, options
 from mlx_kv.cli.output import say
-from mlx_kv.cli.ranks import Machine, RankOptions, rank_options
+from mlx_kv.cli.ranks import Machine, on_each_rank
 from mlx_kv.cli.server_options import ServerSettings
 
 if TYPE_CHECKING:
@@ -57,26 +56,8 @@ http://127.0.0.1:8080/ shows what is in memory, /metrics is for Prometheus.
 @not_needed("--prompt-cache-size", "bytes decide what is kept: --prompt-memory-bytes")
 @not_needed("--prompt-concurrency", "as many prompts are read together as pay")
 @auto_policy_options
-@rank_options
+@on_each_rank
 def serve(
-    model: ModelOptions,
-    server: ServerSettings,
-    sampling: SamplingDefaults,
-    drafts: DraftOptions,
-    policy: AutoPolicyOptions,
-    ranks: RankOptions,
-) -> None:
-    """Serve completions and chats to OpenAI clients, many at once.
-
-    Requests join the running batch as they arrive. The server listens on this machine only, unless --host is given.
-    Ctrl-C and SIGTERM stop it: requests in progress are finished first, or, after another Ctrl-C, end with an error.
-    """
-    with ranks.joined(model) as machine:
-        code = serve_on(machine, model, server, sampling, drafts, policy)
-    sys.exit(code)
-
-
-def serve_on(
     machine: Machine,
     model: ModelOptions,
     server: ServerSettings,
@@ -84,7 +65,11 @@ def serve_on(
     drafts: DraftOptions,
     policy: AutoPolicyOptions,
 ) -> int:
-    """Runs the server, of several ranks on the first, until it is stopped; returns the exit code."""
+    """Serve completions and chats to OpenAI clients, many at once.
+
+    Requests join the running batch as they arrive. The server listens on this machine only, unless --host is given.
+    Ctrl-C and SIGTERM stop it: requests in progress are finished first, or, after another Ctrl-C, end with an error.
+    """
     keys = server.keys if machine.leads else []
     before_loading = policy.before_loading  # bad settings are refused before anything is loaded
     try:

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from replaced import replace_work
 
-from mlx_kv.cli import serve as serve_module
 from mlx_kv.cli.main import command as group
+from mlx_kv.cli.serve import serve
 from mlx_kv.cli.server_options import ServerSettings
 
 EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "serve.toml"
@@ -20,7 +21,8 @@ EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "serve.toml"
 def served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """Calls `mlx-kv serve` with a configuration file; returns its groups, or what it prints."""
     seen: list[Any] = []
-    monkeypatch.setattr(serve_module, "serve_on", lambda machine, *groups: seen.extend(groups) or 0)
+    groups = ("model", "server", "sampling", "drafts", "policy")
+    replace_work(serve, lambda **values: seen.extend(values[name] for name in groups), monkeypatch)
 
     def call(text: str, *arguments: str, **environment: str) -> Any:
         seen.clear()

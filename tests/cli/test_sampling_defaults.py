@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from replaced import replace_work
 
 from mlx_kv.cli import serve as command
 from mlx_kv.cli.decoding import SamplingDefaults
@@ -44,9 +45,7 @@ def test_a_model_that_says_nothing_of_use(content: str | None, tmp_path: Path) -
 
 def test_options_of_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, Any] = {}
-    monkeypatch.setattr(
-        command, "serve_on", lambda machine, model, server, sampling, *more: seen.update(sampling=sampling) or 0
-    )
+    replace_work(command.serve, lambda **values: seen.update(values), monkeypatch)
     runner = CliRunner()
     assert runner.invoke(command.serve, []).exit_code == 0
     assert seen["sampling"] == NOTHING
