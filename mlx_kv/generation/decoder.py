@@ -73,7 +73,7 @@ class Decoder:
         self._ahead: tuple[mx.array, mx.array] | None = None
         self._known: list[list[Emitted]] | None = None  # to be emitted next, without a pass
         self.drafted: list[int] = []  # tokens of each row in the last round
-        self._two_began: float | None = None  # seconds of the last round, if it began a pass and the next one ahead
+        self._launched_two: float | None = None  # seconds of the last round, if it began a pass and the next one ahead
 
     # --- rows that come and go ------------------------------------------------------------------------------------
 
@@ -119,7 +119,7 @@ class Decoder:
         """Adds rows after those that there are; their caches have read all but the last token of their prompts."""
         if not sequences:
             return
-        self._land()
+        self._flush()
         texts = [[*row.before, *row.tokens] for row in sequences]
         samplers = [self._sampler_of(row) for row in sequences]
         contexts = [RowContext(row.processors, text) for row, text in zip(sequences, texts, strict=True)]
@@ -154,7 +154,7 @@ class Decoder:
         logits = self.target.forward(mx.array([row.tokens[-1:] for row in sequences]), caches)[:, -1]
         logprobs = normalized(RowContexts(contexts).after(logits, []))
         tokens: Any = self._communicator.leader_tokens(draw(samplers, logprobs)).tolist()
-        return _emitted([[token] for token in tokens], logprobs[:, None])
+        return _to_emitted([[token] for token in tokens], logprobs[:, None])
 
     def _sampler_of(self, sequence: TokenSequence) -> Sampler | None:
         """A draft guesses by the random keys of the places that it guesses."""
@@ -207,15 +207,15 @@ class Decoder:
         if self._known is not None:
             emitted, self._known = self._known, None
             self.drafted = [0] * len(emitted)
-            if landed := [list[int]() for row in emitted if row]:
-                statistics.note(landed, [0] * len(landed), 0.0, None)  # its time was that of the rounds before
+            if counted := [list[int]() for row in emitted if row]:
+                statistics.note(counted, [0] * len(counted), 0.0, None)  # its time was that of the rounds before
             return emitted
         started = time.perf_counter()
         count = min(self.draft_tokens, most - 1)
         agreed = self._communicator.leader_tokens
         choice = Choice(self.samplers, self._vocabulary, max(count, 1), agreed, self._contexts)
         room, waiting = self.target.most_drafts(count), self.target.waiting
-        drafted, verifies, goes_on = self._communicator.broadcast(lambda: self._planned(most, room, waiting, choice))
+        drafted, verifies, goes_on = self._communicator.broadcast(lambda: self._plan(most, room, waiting, choice))
         drafting, was_ahead = time.perf_counter() - started, self._ahead is not None
         if verifies:
             logprobs = normalized(self._contexts.along(self.target.verify(drafted), drafted))  # (B, L + 1, V)
@@ -226,25 +226,25 @@ class Decoder:
             self.pace.record_acceptance([len(row) for row in drafted], right)
         else:
             right = [0] * len(drafted)
-            got, logprobs = self._followed(choice.follow, goes_on)
-        self._take(got)
+            got, logprobs = self._advance(choice.follow, goes_on)
+        self._record(got)
         self.drafted = [len(row) for row in drafted]
         longest = max(self.drafted)
         seconds = time.perf_counter() - started
         self.pace.record_pass(longest, waiting, self._seconds_a_pass(was_ahead, seconds - drafting), drafting)
         statistics.note(drafted, right, seconds, self.pace.seconds_without(len(got)))
-        return _emitted(got, logprobs)
+        return _to_emitted(got, logprobs)
 
     def _round_without_drafts(self) -> list[list[Emitted]]:
         """One token of each row; none of rows that joined while a pass was on its way."""
         self.drafted = [0] * len(self.samplers)
         if self._known is not None:
             emitted, self._known = self._known, None
-            self._ahead = self._begun(self._draw, self.target.follow(), [])
+            self._ahead = self._launch(self._draw, self.target.follow(), [])
             return emitted
-        got, logprobs = self._followed(self._draw, go_on=True)
-        self._take(got)
-        return _emitted(got, logprobs)
+        got, logprobs = self._advance(self._draw, go_on=True)
+        self._record(got)
+        return _to_emitted(got, logprobs)
 
     def _draw(self, logprobs: mx.array, ahead: int) -> mx.array:
         """Tokens (B,) of log-probabilities (B, V)."""
@@ -255,26 +255,26 @@ class Decoder:
 
         A round that begins two passes waits for the first and for much of the second; the rest is the next round's.
         """
-        began, self._two_began = self._two_began, None
+        began, self._launched_two = self._launched_two, None
         if self._ahead is not None and not was_ahead:
-            self._two_began = seconds
+            self._launched_two = seconds
             return None
         if was_ahead and self._ahead is None:
             return None if began is None else (began + seconds) / 2
         return seconds
 
-    def _planned(self, most: int, room: list[int], waiting: int, choice: Choice) -> tuple[list[list[int]], bool, bool]:
+    def _plan(self, most: int, room: list[int], waiting: int, choice: Choice) -> tuple[list[list[int]], bool, bool]:
         """What is drafted for each row, whether a pass verifies it, and if not, whether the next one begins before.
 
         Args:
             most: tokens that there is use for.
             room, waiting: of the model's rows.
         """
-        drafted, wanted = self._wanted(room, waiting, choice)
+        drafted, wanted = self._propose(room, waiting, choice)
         verifies = self._ahead is None and (wanted or self.pace.fixed)
         return drafted if verifies else [[] for _ in drafted], verifies, most > 1 and not wanted and not waiting
 
-    def _wanted(self, room: list[int], waiting: int, choice: Choice) -> tuple[list[list[int]], bool]:
+    def _propose(self, room: list[int], waiting: int, choice: Choice) -> tuple[list[list[int]], bool]:
         """What is drafted for each row, and whether a pass is to verify it: it cannot, where one is on its way.
 
         A drafter whose proposals cost nothing is asked in any case. Where a budget evicts, no pass goes beyond the next
@@ -283,36 +283,36 @@ class Decoder:
         assert self.drafter is not None
         most = max(room)
         if not self.drafter.proposals_cost:
-            proposed = [row[:count] for row, count in zip(self._drafted(most, choice), room, strict=True)]
+            proposed = [row[:count] for row, count in zip(self._draft(most, choice), room, strict=True)]
             length = self.pace.choose(most, waiting, [len(row) for row in proposed])
             if length == 0 or self._ahead is not None:
                 self.pace.add_unused(proposed)
             drafted = [row[:length] for row in proposed]
         else:
             length = self.pace.choose(most, waiting)
-            drafted = self._drafted(length if self._ahead is None else 0, choice)
+            drafted = self._draft(length if self._ahead is None else 0, choice)
             drafted = [row[:count] for row, count in zip(drafted, room, strict=True)]
         return drafted, length > 0
 
-    def _followed(self, choose: Chooser, go_on: bool) -> tuple[list[list[int]], mx.array]:
-        """The next token of each row, and log-probabilities (B, 1, V), by a pass that was begun a round ago, or now.
+    def _advance(self, choose: Chooser, go_on: bool) -> tuple[list[list[int]], mx.array]:
+        """The next token of each row, and log-probabilities (B, 1, V), by a pass that was launched a round ago, or now.
 
         Args:
-            go_on: whether to begin the next one before.
+            go_on: whether to launch the next one before.
         """
-        tokens, logprobs = self._ahead or self._begun(choose, self.target.follow(), [])
-        self._ahead = self._begun(choose, self.target.follow(tokens), [tokens]) if go_on else None
-        return self._arrived(tokens, logprobs)
+        tokens, logprobs = self._ahead or self._launch(choose, self.target.follow(), [])
+        self._ahead = self._launch(choose, self.target.follow(tokens), [tokens]) if go_on else None
+        return self._finish(tokens, logprobs)
 
-    def _arrived(self, tokens: mx.array, logprobs: mx.array) -> tuple[list[list[int]], mx.array]:
-        """The same of a pass; where no other has begun, its tokens are yet to be read."""
+    def _finish(self, tokens: mx.array, logprobs: mx.array) -> tuple[list[list[int]], mx.array]:
+        """Waits for a pass; returns its tokens, which become pending if no next one was launched, and (B, 1, V)."""
         known: Any = tokens.tolist()
         if self._ahead is None:
             self.target.pending = [[token] for token in known]
         return [[token] for token in known], logprobs[:, None]
 
-    def _begun(self, choose: Chooser, logits: mx.array, unknown: list[mx.array]) -> tuple[mx.array, mx.array]:
-        """The tokens (B,) and log-probabilities (B, V) that a pass gives, which is under way when this returns.
+    def _launch(self, choose: Chooser, logits: mx.array, unknown: list[mx.array]) -> tuple[mx.array, mx.array]:
+        """Launches a pass; returns its tokens (B,) and log-probabilities (B, V), which are not waited for.
 
         Args:
             unknown: tokens (B,) of passes before it that are on their way.
@@ -322,8 +322,8 @@ class Decoder:
         mx.async_eval(tokens, logprobs)  # type: ignore[no-untyped-call]
         return tokens, logprobs
 
-    def _take(self, got: list[list[int]]) -> None:
-        """Records what the rows got."""
+    def _record(self, got: list[list[int]]) -> None:
+        """Records the new tokens of the rows."""
         self._contexts.took(got)
         if self.drafter is None:
             return
@@ -333,16 +333,16 @@ class Decoder:
             if isinstance(sampler, SeededSampler):
                 sampler.position += len(tokens)
 
-    def _land(self) -> None:
-        """Waits for the pass that is on its way, and emits its tokens next: the rows are about to change."""
+    def _flush(self) -> None:
+        """Waits for the pass that was launched ahead; its tokens are emitted next. Called before rows change."""
         if self._ahead is None:
             return
-        arriving, self._ahead, self._two_began = self._ahead, None, None
-        got, logprobs = self._arrived(*arriving)
-        self._take(got)
-        self._known = _emitted(got, logprobs)
+        pass_ahead, self._ahead, self._launched_two = self._ahead, None, None
+        got, logprobs = self._finish(*pass_ahead)
+        self._record(got)
+        self._known = _to_emitted(got, logprobs)
 
-    def _drafted(self, most: int, choice: Choice) -> list[list[int]]:
+    def _draft(self, most: int, choice: Choice) -> list[list[int]]:
         """What the drafter proposes for each row, checked, and cut where grammars exclude it."""
         assert self.drafter is not None
         drafted = [[int(token) for token in row] for row in self.drafter.propose(most, choice)]
@@ -359,7 +359,7 @@ class Decoder:
         return self._contexts.cut(drafted)
 
 
-def _emitted(got: Sequence[Sequence[int]], logprobs: mx.array) -> list[list[Emitted]]:
+def _to_emitted(got: Sequence[Sequence[int]], logprobs: mx.array) -> list[list[Emitted]]:
     """What each row got of a pass, all but the last by the draft, with log-probabilities (B, n, V)."""
     return [
         [Emitted(token, logprobs[row, i], i < len(tokens) - 1) for i, token in enumerate(tokens)]
